@@ -1,0 +1,87 @@
+"""What this machine has, asked without CUDA: GPUs through NVML, the rest through psutil.
+
+The kernel that draws the panel must never initialise CUDA (its forked children could not use it any more), so nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import psutil
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU: its name, memory in bytes and compute capability."""
+
+    index: int
+    name: str
+    memory: int
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run can use: GPUs (those that CUDA_VISIBLE_DEVICES leaves), cores, and bytes of memory."""
+
+    gpus: tuple[Gpu, ...]
+    cores: int
+    memory: int
+    no_gpu_reason: str = "this machine has no GPU"
+
+    @property
+    def max_cpu_ranks(self) -> int:
+        """The most CPU ranks that are let start: more only take turns on the cores, but eight show how eight behave."""
+        return max(8, 2 * self.cores)
+
+    def default_nproc(self, device: str) -> int:
+        """Ranks where none are asked for: every GPU, or two CPU ranks, the fewest that have something to say to each other."""
+        return len(self.gpus) if device == "cuda" else 2
+
+    @classmethod
+    def here(cls) -> Machine:
+        """This machine, asked now."""
+        gpus, reason = _visible_gpus()
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return cls(gpus=gpus, cores=cores, memory=psutil.virtual_memory().total, no_gpu_reason=reason)
+
+
+def _visible_gpus() -> tuple[tuple[Gpu, ...], str]:
+    """The GPUs that a process started here would see, and where there are none, why."""
+    try:
+        import pynvml
+    except ImportError:
+        return (), "this machine's GPUs cannot be asked after, because nvidia-ml-py is not installed"
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return (), "this machine has no GPU"
+    try:
+        every = [_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
+    finally:
+        pynvml.nvmlShutdown()
+    return _visible(every)
+
+
+def _gpu(pynvml, index: int) -> tuple[str, Gpu]:
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    name, uuid = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle)
+    capability = tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle))
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle).total
+    text = [value.decode() if isinstance(value, bytes) else value for value in (name, uuid)]
+    return text[1], Gpu(index, text[0], memory, capability)
+
+
+def _visible(every: list[tuple[str, Gpu]]) -> tuple[tuple[Gpu, ...], str]:
+    """CUDA_VISIBLE_DEVICES as CUDA reads it: numbers or UUID prefixes, up to the first that names no GPU."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return tuple(gpu for _, gpu in every), "this machine has no GPU"
+    gpus = []
+    for word in (word.strip() for word in chosen.split(",")):
+        match = [gpu for uuid, gpu in every if word and (str(gpu.index) == word or uuid.startswith(word))]
+        if not match:
+            break
+        gpus.append(match[0])
+    return tuple(gpus), f"CUDA_VISIBLE_DEVICES={chosen!r} leaves no GPU"

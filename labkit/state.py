@@ -1,0 +1,410 @@
+"""RunState: one pure fold over events. Live charts, terminal, replay, summary and tests all read the same state.
+
+`apply` takes one event at a time, in any order between ranks. A kind that has no handler passes; a known kind with fields that
+make no sense is counted in `broken`, never fatal. `spec` and `status` are fed in as events of those kinds, so a run that is
+replayed goes the same way as one that is live.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from array import array
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from labkit.events import OWNERS, PHASES
+from labkit.spec import Spec, SpecError
+
+OVER = ("finished", "failed", "stopped")
+MEMORY = ("allocated", "reserved", "peak")
+_RECENT = 50  # steps that "now" is the mean of, for speed and time left
+
+# What the other ranks say when one has gone: such an error is a consequence, wherever an error of another kind is known.
+_COLLATERAL = (
+    "connection closed",
+    "connection reset",
+    "connection refused",
+    "broken pipe",
+    "timed out",
+    "remote process exited",
+    "peer closed",
+)
+
+
+def _numbers() -> array:
+    return array("d")
+
+
+@dataclass
+class Steps:
+    """The steps of one rank, column by column: all arrays have the same length; a value that is not known is NaN."""
+
+    t: array = field(default_factory=_numbers)
+    step: array = field(default_factory=_numbers)
+    loss: array = field(default_factory=_numbers)
+    samples: array = field(default_factory=_numbers)
+    seconds: array = field(default_factory=_numbers)
+    phases: dict[str, array] = field(default_factory=lambda: {phase: _numbers() for phase in PHASES})
+    memory: dict[str, array] = field(default_factory=lambda: {name: _numbers() for name in MEMORY})
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    def append(self, event: Mapping[str, Any]) -> None:
+        """Adds one step event; raises before anything is added where it makes no sense."""
+        seconds, memory = event.get("seconds") or {}, event.get("memory") or {}
+        row = [
+            float(event["t"]),
+            float(event["step"]),
+            *(_number(v) for v in (event.get("loss"), event.get("samples"), seconds.get("step"))),
+        ]
+        phases = [_number(seconds.get(phase), 0.0) for phase in PHASES]
+        sizes = [_number(memory.get(name)) for name in MEMORY]
+        for column, value in zip((self.t, self.step, self.loss, self.samples, self.seconds), row):
+            column.append(value)
+        for column, value in zip(self.phases.values(), phases):
+            column.append(value)
+        for column, value in zip(self.memory.values(), sizes):
+            column.append(value)
+
+
+@dataclass
+class RankState:
+    """What is known of one rank. Times are unix seconds; `attempts` maps each attempt to the index of its first step."""
+
+    rank: int
+    pid: int | None = None
+    host: str | None = None
+    device: str = "cpu"
+    device_name: str = ""
+    attempt: int = 0
+    attempts: dict[int, int] = field(default_factory=dict)
+    started: float | None = None
+    ended: float | None = None
+    exit_code: int | None = None
+    activity: str | None = None
+    activity_since: float | None = None
+    error: dict[str, Any] | None = None
+    owners: dict[str, int] = field(default_factory=dict)
+    steps: Steps = field(default_factory=Steps)
+
+    @property
+    def peak_memory(self) -> int | None:
+        """The largest peak of any step, in bytes; None where none was measured."""
+        peaks = [value for value in self.steps.memory["peak"] if not math.isnan(value)]
+        return int(max(peaks)) if peaks else None
+
+
+@dataclass
+class System:
+    """Samples from outside the ranks: `t`, and by device index or rank the columns that were sampled."""
+
+    t: array = field(default_factory=_numbers)
+    cpu_percent: array = field(default_factory=_numbers)
+    memory_used: array = field(default_factory=_numbers)
+    gpus: dict[int, dict[str, array]] = field(default_factory=dict)
+    gpu_memory_total: dict[int, int] = field(default_factory=dict)
+    ranks: dict[int, dict[str, array]] = field(default_factory=dict)
+
+
+class RunState:
+    """Everything that is known of a run, folded from its events."""
+
+    def __init__(self) -> None:
+        self.spec: dict[str, Any] = {}
+        self.status: dict[str, Any] = {}
+        self.ranks: dict[int, RankState] = {}
+        self.metrics: list[dict[str, Any]] = []
+        self.system = System()
+        self.broken = 0
+        self._asked: Spec | None = None
+
+    def apply(self, event: Mapping[str, Any]) -> None:
+        """Folds one event in."""
+        handler = _HANDLERS.get(event.get("kind"))
+        if handler is None:
+            return
+        try:
+            handler(self, event)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            self.broken += 1
+
+    # ---- what was asked, and how far it is
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run, as asked or as seen."""
+        return self.spec.get("nproc") or max(len(self.ranks), 1)
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps of the whole run; None where only the script knows."""
+        return self._asked.total_steps if self._asked else None
+
+    @property
+    def step(self) -> int:
+        """Steps that every rank has finished (of the newest attempt)."""
+        done = [int(rank.steps.step[-1]) if len(rank.steps) else 0 for rank in self.ranks.values()]
+        return min(done) if len(done) == self.world_size else 0
+
+    @property
+    def over(self) -> bool:
+        """Whether the run has ended, however."""
+        return self.status.get("state") in OVER
+
+    @property
+    def words(self) -> str:
+        """The state in words: ready, starting ranks, training, evaluating, stopping, finished, stopped, failed (rank 1: …)."""
+        state = self.status.get("state", "ready")
+        if state == "failed":
+            return f"failed ({self._failure_words})"
+        if state != "running":
+            return {"starting": "starting ranks"}.get(state, state)
+        activities = {rank.activity for rank in self.ranks.values()}
+        if len(self.ranks) < self.world_size or activities <= {None}:
+            return "starting ranks"
+        return "evaluating" if activities == {"evaluating"} else "training"
+
+    @property
+    def _failure_words(self) -> str:
+        failure = self.failure
+        if failure is None:
+            return self.status.get("message") or "the ranks did not say why"
+        return f"rank {failure['rank']}: {failure['type']}" + (f": {failure['message']}" if failure["message"] else "")
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Time left by the speed of the newest steps; None before the first steps, or where the total is not known."""
+        total, pace = self.total_steps, self.step_seconds_now
+        if total is None or pace is None:
+            return None
+        return max(0, total - self.step) * pace
+
+    @property
+    def step_seconds_now(self) -> float | None:
+        """Mean seconds between the newest steps of the slowest rank."""
+        paces = []
+        for rank in self.ranks.values():
+            times = rank.steps.t[max(rank.attempts.get(rank.attempt, 0), len(rank.steps) - _RECENT) :]
+            if len(times) > 1:
+                paces.append((times[-1] - times[0]) / (len(times) - 1))
+        return max(paces) if paces else None
+
+    @property
+    def replicas(self) -> float:
+        """How many ranks see the same samples: 1 under data parallelism, the world size under tensor parallelism."""
+        return self.world_size / self._asked.data_ranks if self._asked else 1.0
+
+    def throughput(self, recent: int | None = None) -> float | None:
+        """Samples per second over all ranks, each sample counted once; of the `recent` newest steps, or of all but the first."""
+        total = 0.0
+        for rank in self.ranks.values():
+            first = max(1, rank.attempts.get(rank.attempt, 0))
+            if recent:
+                first = max(first, len(rank.steps) - recent)
+            seconds = sum(value for value in rank.steps.seconds[first:] if not math.isnan(value))
+            if seconds > 0:
+                total += sum(value for value in rank.steps.samples[first:] if not math.isnan(value)) / seconds
+        return total / self.replicas if total else None
+
+    def loss_at(self, index: int = -1) -> float | None:
+        """The mean of the ranks' losses at a step index (each rank's own share of the batch); None where no rank has one."""
+        losses = []
+        for rank in self.ranks.values():
+            if -len(rank.steps) <= index < len(rank.steps) and not math.isnan(rank.steps.loss[index]):
+                losses.append(rank.steps.loss[index])
+        return statistics.fmean(losses) if losses else None
+
+    def metric(self, name: str) -> Any:
+        """The newest value of a metric that the script logged; None where it logged none."""
+        return next((metric["value"] for metric in reversed(self.metrics) if metric["name"] == name), None)
+
+    # ---- what went wrong
+
+    @property
+    def failure(self) -> dict[str, Any] | None:
+        """The first rank that failed: rank, type, message, traceback, exit_code, and the ranks that fell with it; None if none did.
+
+        Of several errors the first in time counts, but one that only says that a peer has gone never outranks the
+        peer itself: a rank that died by a signal leaves no error event, only the others' complaints.
+        """
+        failures = self._failures()
+        if not failures:
+            return None
+        first = min(failures, key=lambda failure: (failure["consequence"], failure["t"]))
+        others = sorted({failure["rank"] for failure in failures} - {first["rank"]})
+        shown = {name: first[name] for name in ("rank", "type", "message", "traceback", "exit_code")}
+        return shown | {"collateral": others}
+
+    def _failures(self) -> list[dict[str, Any]]:
+        found = {}
+        for rank in self.ranks.values():
+            if rank.error:
+                text = f"{rank.error.get('type')} {rank.error.get('message')}".lower()
+                found[rank.rank] = {
+                    "rank": rank.rank,
+                    "t": rank.error["t"],
+                    "type": rank.error.get("type", "Exception"),
+                    "message": rank.error.get("message", ""),
+                    "traceback": rank.error.get("traceback", ""),
+                    "exit_code": self.exit_code(rank.rank),
+                    "consequence": any(sign in text for sign in _COLLATERAL),
+                }
+        for name, failure in (self.status.get("failures") or {}).items():
+            rank = int(name)
+            if rank not in found and failure.get("exit_code"):
+                found[rank] = {
+                    "rank": rank,
+                    "t": failure.get("t", math.inf),
+                    "type": failure.get("signal") or f"exit code {failure['exit_code']}",
+                    "message": failure.get("message", ""),
+                    "traceback": "",
+                    "exit_code": failure["exit_code"],
+                    "consequence": failure.get("signal") == "SIGTERM",
+                }
+        return list(found.values())
+
+    def exit_code(self, rank: int) -> int | None:
+        """A rank's exit code, from its own last event or from torchrun's report; None where it was ended with its group."""
+        state = self.ranks.get(rank)
+        if state is not None and state.exit_code is not None:
+            return state.exit_code
+        reported = (self.status.get("failures") or {}).get(str(rank), {}).get("exit_code")
+        return 1 if reported is None and state is not None and state.error else reported
+
+    # ---- the figures of the run
+
+    def summary(self, run: str = "") -> dict[str, Any]:
+        """The figures of the run so far, in the shape of `run --json`; a value that is not known is None."""
+        from labkit.diagnose import findings
+
+        started, ended = self.status.get("started"), self.status.get("ended")
+        first = [rank.steps.t[0] for rank in self.ranks.values() if len(rank.steps)]
+        devices = sorted({rank.device.split(":")[0] for rank in self.ranks.values()})
+        return {
+            "run": run,
+            "state": self.status.get("state", "ready"),
+            "strategy": self.spec.get("strategy"),
+            "workload": self.spec.get("workload"),
+            "script": self.spec.get("script"),
+            "world_size": self.world_size,
+            "device": devices[0] if devices else self.spec.get("device"),
+            "steps": self.step,
+            "seconds": {
+                "total": round(ended - started, 3) if started and ended else None,
+                "to_first_step": round(max(first) - started, 3) if started and first else None,
+            },
+            "samples_per_second": _rounded(self.throughput()),
+            "loss": _rounded(self.loss_at(), 6),
+            "accuracy": self.metric("accuracy"),
+            "restarts": self.status.get("restarts", 0),
+            "failure": self.failure,
+            "broken_lines": self.broken,
+            "ranks": [self._rank_summary(number) for number in range(self.world_size)],
+            "findings": [finding.to_json() for finding in findings(self)],
+        }
+
+    def _rank_summary(self, number: int) -> dict[str, Any]:
+        rank = self.ranks.get(number) or RankState(number)
+        return {
+            "rank": number,
+            "exit_code": self.exit_code(number),
+            "peak_memory_bytes": rank.peak_memory,
+            "memory_bytes": {owner: rank.owners[owner] for owner in OWNERS if owner in rank.owners},
+            "step_seconds_median": _rounded(_median(rank.steps.seconds[1:]), 6),
+            "phase_seconds": {phase: _rounded(_median(column[1:]), 6) for phase, column in rank.steps.phases.items()},
+            "comm_bytes_per_step": None,
+        }
+
+    # ---- the handlers, one for each kind of event
+
+    def _rank(self, event: Mapping[str, Any]) -> RankState:
+        number = event["rank"]
+        if not isinstance(number, int):
+            raise TypeError(number)
+        return self.ranks.setdefault(number, RankState(number))
+
+    def _on_spec(self, event: Mapping[str, Any]) -> None:
+        self.spec = dict(event["spec"])
+        try:
+            spec = Spec.from_json(self.spec)
+        except SpecError:
+            spec = None  # of a version that knew more: what it ran is still shown, its totals are not known
+        self._asked = spec if spec and spec.strategy and spec.nproc else None
+
+    def _on_status(self, event: Mapping[str, Any]) -> None:
+        self.status = dict(event["status"])
+
+    def _on_start(self, event: Mapping[str, Any]) -> None:
+        rank = self._rank(event)
+        rank.pid, rank.host = event.get("pid"), event.get("host")
+        rank.device, rank.device_name = event.get("device", "cpu"), event.get("device_name", "")
+        rank.attempt = event.get("attempt", 0)
+        rank.attempts[rank.attempt] = len(rank.steps)
+        rank.started, rank.ended, rank.exit_code, rank.error, rank.activity = event["t"], None, None, None, None
+
+    def _on_step(self, event: Mapping[str, Any]) -> None:
+        self._rank(event).steps.append(event)
+
+    def _on_memory(self, event: Mapping[str, Any]) -> None:
+        self._rank(event).owners = {owner: int(size) for owner, size in event["owners"].items()}
+
+    def _on_activity(self, event: Mapping[str, Any]) -> None:
+        rank = self._rank(event)
+        rank.activity, rank.activity_since = event["name"], event["t"]
+
+    def _on_metric(self, event: Mapping[str, Any]) -> None:
+        self.metrics.append({name: event.get(name) for name in ("t", "rank", "name", "value", "step")})
+
+    def _on_error(self, event: Mapping[str, Any]) -> None:
+        self._rank(event).error = dict(event)
+
+    def _on_end(self, event: Mapping[str, Any]) -> None:
+        rank = self._rank(event)
+        rank.ended, rank.exit_code = event["t"], event.get("exit_code")
+
+    def _on_system(self, event: Mapping[str, Any]) -> None:
+        system = self.system
+        system.t.append(float(event["t"]))
+        system.cpu_percent.append(_number(event.get("cpu_percent")))
+        system.memory_used.append(_number(event.get("memory_used")))
+        for gpu in event.get("gpus") or []:
+            columns = system.gpus.setdefault(gpu["index"], {name: _numbers() for name in ("t", "memory_used", "utilisation", "power")})
+            columns["t"].append(float(event["t"]))
+            for name in ("memory_used", "utilisation", "power"):
+                columns[name].append(_number(gpu.get(name)))
+            system.gpu_memory_total[gpu["index"]] = gpu.get("memory_total") or 0
+        for name, process in (event.get("ranks") or {}).items():
+            columns = system.ranks.setdefault(int(name), {name: _numbers() for name in ("t", "cpu_percent", "rss")})
+            columns["t"].append(float(event["t"]))
+            for name in ("cpu_percent", "rss"):
+                columns[name].append(_number(process.get(name)))
+
+
+_HANDLERS: dict[Any, Callable[[RunState, Mapping[str, Any]], None]] = {
+    "spec": RunState._on_spec,
+    "status": RunState._on_status,
+    "start": RunState._on_start,
+    "step": RunState._on_step,
+    "memory": RunState._on_memory,
+    "activity": RunState._on_activity,
+    "metric": RunState._on_metric,
+    "error": RunState._on_error,
+    "end": RunState._on_end,
+    "system": RunState._on_system,
+}
+
+
+def _number(value: Any, missing: float = math.nan) -> float:
+    return missing if value is None else float(value)
+
+
+def _median(values: array) -> float | None:
+    known = [value for value in values if not math.isnan(value)]
+    return statistics.median(known) if known else None
+
+
+def _rounded(value: float | None, digits: int = 3) -> float | None:
+    return None if value is None or not math.isfinite(value) else round(value, digits)

@@ -1,0 +1,84 @@
+"""The table of strategies: light, so that asking what there is loads no torch.
+
+A row says what a strategy is called, what it splits and sends, and where it cannot run. The module beside this file that bears
+its name holds the real training code, which `labkit.script` reads as text and the tests import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from labkit.options import Option
+
+if TYPE_CHECKING:
+    from labkit.spec import Spec
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to train on several devices.
+
+    `data_ranks` gives the number of different shares that a step's batch is split into: with tensor parallelism, for
+    example, all ranks see the same samples and it is 1. `limit` gives one sentence where the strategy cannot run a Spec,
+    with the nearest choice that works, and None where it can.
+    """
+
+    name: str
+    title: str
+    splits: str
+    sends: str
+    data_ranks: Callable[[Spec], int]
+    limit: Callable[[Spec], str | None]
+    default_nproc: int | None = None
+    options: tuple[Option, ...] = ()
+
+    @property
+    def module(self) -> str:
+        """The module of the training code."""
+        return f"{__name__}.{self.name}"
+
+
+def _one_process(spec: Spec) -> str | None:
+    if spec.nproc is not None and spec.nproc > 1:
+        return f"single trains on one device, and {spec.nproc} were asked for; use --nproc 1, or the strategy ddp"
+    return None
+
+
+def _anywhere(spec: Spec) -> str | None:
+    return None
+
+
+STRATEGIES: dict[str, Strategy] = {
+    row.name: row
+    for row in (
+        Strategy(
+            name="single",
+            title="Single",
+            splits="Nothing: one device holds the model and sees every sample.",
+            sends="Nothing.",
+            data_ranks=lambda spec: 1,
+            limit=_one_process,
+            default_nproc=1,
+        ),
+        Strategy(
+            name="ddp",
+            title="DDP",
+            splits="The batch: every rank holds the whole model and trains on its own share of the samples.",
+            sends="Gradients: one all-reduce per bucket, while backward still runs.",
+            data_ranks=lambda spec: spec.nproc,
+            limit=_anywhere,
+            options=(Option("bucket_mb", 25, "size of a gradient bucket in MiB; smaller ones start earlier", minimum=1),),
+        ),
+        Strategy(
+            name="fsdp2",
+            title="FSDP2",
+            splits="The batch, and the model: every rank keeps a shard of each parameter, its gradient and optimizer state.",
+            sends="Parameters: all-gather before use, forward and backward. Gradients: reduce-scatter.",
+            data_ranks=lambda spec: spec.nproc,
+            limit=_anywhere,
+            options=(Option("reshard_after_forward", True, "drop the gathered parameters after forward, gather again in backward"),),
+        ),
+    )
+}
