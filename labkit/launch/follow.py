@@ -33,10 +33,10 @@ class Follower:
         return changed
 
     def _fold(self, reader: Reader) -> int:
-        count = 0
-        for count, event in enumerate(reader.poll(), start=1):
+        events = list(reader.poll())
+        for event in events:
             self.state.apply(event)
-        return count
+        return len(events)
 
     def _poll_object(self, kind: str, path) -> bool:
         try:

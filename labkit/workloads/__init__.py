@@ -87,7 +87,7 @@ _MNIST_MIRROR = "ossci-datasets.s3.amazonaws.com"
 
 def _mnist_missing(spec: Spec) -> str | None:
     if importlib.util.find_spec("torchvision") is None:
-        return "mnist is read through torchvision, which is not installed here; install the torchvision that fits your torch, or use --data digits"
+        return "mnist is read through torchvision, which is not installed here; install the one that fits your torch, or use --data digits"
     raw = Path(spec.data_dir or "data") / "MNIST" / "raw"
     if all((raw / name).exists() or (raw / f"{name}.gz").exists() for name in MNIST_FILES):
         return None
