@@ -1,9 +1,8 @@
 """labkit: pick a strategy, write out the script, run it under torchrun, watch it live.
 
 The public names are loaded when they are first asked for: importing this package loads nothing heavy and never touches CUDA.
+Old Pythons must be able to read this file and `__main__.py`, which tells them so.
 """
-
-from __future__ import annotations
 
 import importlib
 from typing import Any
@@ -32,5 +31,5 @@ def __getattr__(name: str) -> Any:
     return value
 
 
-def __dir__() -> list[str]:
+def __dir__():
     return sorted({*globals(), *__all__})

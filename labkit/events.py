@@ -7,12 +7,14 @@ Kinds written today, beside `v`, `t` (unix seconds), `rank` and `kind`:
 
 =========== ==========================================================================================================
 start       pid, host, local_rank, world_size, device ("cpu", "cuda:0"), device_name, torch, attempt
+device      device, device_name: where the script really works, once that has been seen
 step        step (from 1, counting on over attempts' own count), loss (null where this rank has none), samples,
             seconds {step, data, forward, backward, optimizer, other}, memory {allocated, reserved, peak} in bytes
 memory      owners {parameters, gradients, optimizer, activations, other} in bytes, step
 activity    name: "training" or "evaluating", when it changes
 metric      name, value, step: what the script logged with torch.monitor
 error       type, message, traceback (text)
+probe_error part, type, message, traceback: a part of the probe that failed and watches no more; the script went on
 end         exit_code (0 for a script that ran to its end), steps, seconds since the start event
 =========== ==========================================================================================================
 
@@ -81,7 +83,7 @@ class Reader:
             return None
         try:
             event = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             event = None
         if isinstance(event, dict) and isinstance(event.get("kind"), str) and isinstance(event.get("t"), (int, float)):
             return event

@@ -200,6 +200,9 @@ class Spec:
             epochs=self.epochs if self.epochs or self.steps else 1,
             options=self._check_options(strategy, workload),
         )
+        most = self.data_row.most
+        if most is not None and self.train_samples > most:
+            raise SpecError("samples", f"{self.samples} samples were asked for, and {data} has {most} to train on; use --samples {most}")
         limit = strategy.limit(self)
         if limit:
             raise SpecError("strategy", limit)

@@ -26,6 +26,7 @@ _COLLATERAL = (
     "connection closed",
     "connection reset",
     "connection refused",
+    "connection was likely closed",
     "broken pipe",
     "timed out",
     "remote process exited",
@@ -57,7 +58,7 @@ class Steps:
         seconds, memory = event.get("seconds") or {}, event.get("memory") or {}
         row = [
             float(event["t"]),
-            float(event["step"]),
+            float(int(event["step"])),
             *(_number(v) for v in (event.get("loss"), event.get("samples"), seconds.get("step"))),
         ]
         phases = [_number(seconds.get(phase), 0.0) for phase in PHASES]
@@ -89,6 +90,11 @@ class RankState:
     error: dict[str, Any] | None = None
     owners: dict[str, int] = field(default_factory=dict)
     steps: Steps = field(default_factory=Steps)
+
+    @property
+    def first_step(self) -> int:
+        """The index of the newest attempt's first step, there or still to come."""
+        return self.attempts.get(self.attempt, 0)
 
     @property
     def peak_memory(self) -> int | None:
@@ -128,7 +134,7 @@ class RunState:
             return
         try:
             handler(self, event)
-        except (KeyError, TypeError, ValueError, AttributeError):
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             self.broken += 1
 
     # ---- what was asked, and how far it is
@@ -146,7 +152,7 @@ class RunState:
     @property
     def step(self) -> int:
         """Steps that every rank has finished (of the newest attempt)."""
-        done = [int(rank.steps.step[-1]) if len(rank.steps) else 0 for rank in self.ranks.values()]
+        done = [int(rank.steps.step[-1]) if len(rank.steps) > rank.first_step else 0 for rank in self.ranks.values()]
         return min(done) if len(done) == self.world_size else 0
 
     @property
@@ -187,7 +193,7 @@ class RunState:
         """Mean seconds between the newest steps of the slowest rank."""
         paces = []
         for rank in self.ranks.values():
-            times = rank.steps.t[max(rank.attempts.get(rank.attempt, 0), len(rank.steps) - _RECENT) :]
+            times = rank.steps.t[max(rank.first_step, len(rank.steps) - _RECENT) :]
             if len(times) > 1:
                 paces.append((times[-1] - times[0]) / (len(times) - 1))
         return max(paces) if paces else None
@@ -201,7 +207,7 @@ class RunState:
         """Samples per second over all ranks, each sample counted once; of the `recent` newest steps, or of all but the first."""
         total = 0.0
         for rank in self.ranks.values():
-            first = max(1, rank.attempts.get(rank.attempt, 0))
+            first = rank.first_step + 1
             if recent:
                 first = max(first, len(rank.steps) - recent)
             seconds = sum(value for value in rank.steps.seconds[first:] if not math.isnan(value))
@@ -345,6 +351,10 @@ class RunState:
         rank.attempts[rank.attempt] = len(rank.steps)
         rank.started, rank.ended, rank.exit_code, rank.error, rank.activity = event["t"], None, None, None, None
 
+    def _on_device(self, event: Mapping[str, Any]) -> None:
+        rank = self._rank(event)
+        rank.device, rank.device_name = str(event["device"]), event.get("device_name", "")
+
     def _on_step(self, event: Mapping[str, Any]) -> None:
         self._rank(event).steps.append(event)
 
@@ -387,6 +397,7 @@ _HANDLERS: dict[Any, Callable[[RunState, Mapping[str, Any]], None]] = {
     "spec": RunState._on_spec,
     "status": RunState._on_status,
     "start": RunState._on_start,
+    "device": RunState._on_device,
     "step": RunState._on_step,
     "memory": RunState._on_memory,
     "activity": RunState._on_activity,

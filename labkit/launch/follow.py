@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from labkit.events import Reader
 from labkit.launch.folder import RunFolder
+from labkit.launch.status import current
 from labkit.state import RunState
 
 
@@ -17,12 +20,13 @@ class Follower:
         self.folder = folder
         self.state = RunState()
         self._readers: dict[str, Reader] = {"system": Reader(folder.system)}
-        self._stamps: dict[str, int] = {}
+        self._known: dict[str, dict[str, Any]] = {}
 
     def poll(self) -> bool:
         """Reads what is new; True where anything was. The status is read first, so that a state that is over has all its events."""
-        changed = self._poll_object("status", self.folder.status)
-        changed |= self._poll_object("spec", self.folder.spec)
+        changed = self._apply_object("status", current(self.folder))
+        if "spec" not in self._known:
+            changed |= self._apply_object("spec", RunFolder.read_json(self.folder.spec))
         for rank, path in self.folder.event_files().items():
             self._readers.setdefault(f"rank{rank}", Reader(path))
         broken = sum(reader.broken for reader in self._readers.values())
@@ -38,16 +42,9 @@ class Follower:
             self.state.apply(event)
         return len(events)
 
-    def _poll_object(self, kind: str, path) -> bool:
-        try:
-            stamp = path.stat().st_mtime_ns
-        except OSError:
+    def _apply_object(self, kind: str, value: dict[str, Any]) -> bool:
+        if not value or self._known.get(kind) == value:
             return False
-        if self._stamps.get(kind) == stamp:
-            return False
-        value = RunFolder.read_json(path)
-        if not value:
-            return False
-        self._stamps[kind] = stamp
+        self._known[kind] = value
         self.state.apply({"kind": kind, kind: value})
         return True

@@ -65,7 +65,7 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy(
             name="ddp",
             title="DDP",
-            splits="The batch: every rank holds the whole model and trains on its own share of the samples.",
+            splits="The batch: every rank holds the whole model and trains on samples of its own.",
             sends="Gradients: one all-reduce per bucket, while backward still runs.",
             data_ranks=lambda spec: spec.nproc,
             limit=_anywhere,
@@ -74,8 +74,8 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy(
             name="fsdp2",
             title="FSDP2",
-            splits="The batch, and the model: every rank keeps a shard of each parameter, its gradient and optimizer state.",
-            sends="Parameters: all-gather before use, forward and backward. Gradients: reduce-scatter.",
+            splits="The batch, and parameters, gradients and optimizer state: a shard on each rank.",
+            sends="Parameters: all-gather before forward and backward. Gradients: reduce-scatter.",
             data_ranks=lambda spec: spec.nproc,
             limit=_anywhere,
             options=(Option("reshard_after_forward", True, "drop the gathered parameters after forward, gather again in backward"),),

@@ -17,13 +17,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Data:
-    """A data set. `train` and `test` count samples; `missing` gives one sentence where the data cannot be had, else None."""
+    """A data set. `train` and `test` count samples; `missing` gives one sentence where the data cannot be had, else None.
+
+    A Spec may ask for fewer training samples, or, where more can be made, for more: `most` is None there.
+    """
 
     name: str
     title: str
     train: int
     test: int
     missing: Callable[[Spec], str | None]
+    most: int | None = None
 
     @property
     def module(self) -> str:
@@ -31,9 +35,16 @@ class Data:
         return f"{__name__}.{self.name}"
 
 
+def _no_constants(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {}
+
+
 @dataclass(frozen=True)
 class Workload:
-    """A model and the data sets it can learn from, the default first. `parameters` counts them for given options."""
+    """A model and the data sets it can learn from, the default first. `parameters` counts them for given options.
+
+    `constants` gives the settings of the model's module that stand behind an option, by name.
+    """
 
     name: str
     title: str
@@ -41,6 +52,7 @@ class Workload:
     parameters: Callable[[Mapping[str, Any]], int]
     batch_size: int = 128
     options: tuple[Option, ...] = ()
+    constants: Callable[[Mapping[str, Any]], dict[str, Any]] = _no_constants
 
     @property
     def module(self) -> str:
@@ -69,6 +81,10 @@ def gpt_parameters(options: Mapping[str, Any]) -> int:
     embeddings = (GPT_VOCABULARY + GPT_CONTEXT) * width
     head = GPT_VOCABULARY * width
     return layers * block + embeddings + 2 * width + head
+
+
+def _gpt_constants(options: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(zip(("LAYERS", "WIDTH", "HEADS"), GPT_SIZES[options["size"]]))
 
 
 def _bundled(spec: Spec) -> str | None:
@@ -105,7 +121,7 @@ DATA: dict[str, Data] = {
     row.name: row
     for row in (
         Data("digits", "handwritten digits (scikit-learn, 1,797 real ones, augmented to 60,000)", 60_000, 360, _needs_scikit_learn),
-        Data("mnist", "MNIST (torchvision)", 60_000, 10_000, _mnist_missing),
+        Data("mnist", "MNIST (torchvision)", 60_000, 10_000, _mnist_missing, most=60_000),
         Data("text", "the Python language reference (pydoc_data.topics), as bytes", 20_000, 1_000, _bundled),
     )
 }
@@ -122,6 +138,7 @@ WORKLOADS: dict[str, Workload] = {
             gpt_parameters,
             batch_size=16,
             options=(Option("size", "1M", "parameters, by name", choices=tuple(GPT_SIZES)),),
+            constants=_gpt_constants,
         ),
     )
 }

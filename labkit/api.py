@@ -1,0 +1,111 @@
+"""The Python handle: `run("ddp", nproc=2)` starts a run and gives a `Run`, which knows everything that is in its folder."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from labkit.launch.folder import STREAMS, RunFolder
+from labkit.launch.follow import Follower
+from labkit.launch.job import Job
+from labkit.machine import Machine
+from labkit.spec import Spec, SpecError
+from labkit.state import RunState
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+
+def run(what: str | os.PathLike[str] | Spec, *, detached: bool = False, **fields: Any) -> Run:
+    """Starts a run on this machine and returns at once.
+
+    `what` is a strategy's name, the path of a script (it ends in `.py`), or a `Spec`; `fields` are the Spec's other fields, such as
+    `nproc=2`, `steps=100`, or `args=(...)` for a script of one's own. The run ends with this process, unless it is `detached`.
+    Raises `SpecError` before anything is made, and `LaunchError` where it cannot be started.
+    """
+    return Run(Job.start(settle(what, **fields), detached=detached))
+
+
+def settle(what: str | os.PathLike[str] | Spec, **fields: Any) -> Spec:
+    """The Spec that `run` would start with the same arguments, with all that this machine decides; `SpecError` where it could not run."""
+    if isinstance(what, Spec):
+        spec = replace(what, **fields)
+    elif str(what).endswith(".py"):
+        spec = Spec(script=os.fspath(what), **fields)
+    else:
+        spec = Spec(strategy=os.fspath(what), **fields)
+    if spec.script is not None and not Path(spec.script).is_file():
+        raise SpecError("script", f"there is no script {spec.script!r} in {Path.cwd()}; give the path of a Python file")
+    return spec.on(Machine.here())
+
+
+class Run:
+    """One run: its state as of now, its figures and logs, and the ways to wait for it and to stop it."""
+
+    def __init__(self, job: Job):
+        self._job = job
+        self._follower = Follower(job.folder)
+
+    def __repr__(self) -> str:
+        state = self.state
+        steps = f", step {state.step}" + (f"/{state.total_steps}" if state.total_steps else "") if state.step else ""
+        return f"<Run {self.name}: {state.words}{steps}>"
+
+    @classmethod
+    def attach(cls, name: str | os.PathLike[str] = "last") -> Run:
+        """A run that was started before, running or over: its name or an end of it, its path, or `last`. Raises `LookupError`."""
+        return cls(Job.attach(RunFolder.find(os.fspath(name))))
+
+    @property
+    def folder(self) -> RunFolder:
+        """The run folder."""
+        return self._job.folder
+
+    @property
+    def name(self) -> str:
+        """The run's name, which is its folder's."""
+        return self.folder.name
+
+    @property
+    def state(self) -> RunState:
+        """Everything that is known of the run up to now."""
+        self._follower.poll()
+        return self._follower.state
+
+    @property
+    def words(self) -> str:
+        """The state in words: starting ranks, training, finished, failed (rank 1: ValueError …), …"""
+        return self.state.words
+
+    def wait(self, timeout: float | None = None) -> Run:
+        """Waits until the run is over, `timeout` seconds at most. An interrupt stops the run and is raised again."""
+        try:
+            self._job.wait(timeout)
+        except KeyboardInterrupt:
+            self._job.stop()
+            raise
+        return self
+
+    def stop(self) -> Run:
+        """Ends the run; returns when no process of it is left. A run that is over is left as it is."""
+        self._job.stop()
+        return self
+
+    def summary(self) -> dict[str, Any]:
+        """The figures of the run so far, in the shape of `labkit run --json`."""
+        return self.state.summary(self.name)
+
+    def figure(self, name: str = "loss") -> go.Figure:
+        """One of the run's figures as it is now: loss, throughput, memory or phases."""
+        from labkit.figures import figure  # plotly is loaded when a picture is asked for
+
+        return figure(name, self.state)
+
+    def logs(self, rank: int = 0, stream: str = "stdout") -> str:
+        """All that one rank wrote to `stdout` or `stderr`; empty where it has written nothing yet."""
+        if stream not in STREAMS:
+            raise ValueError(f"stream {stream!r} is not known; there is {' and '.join(STREAMS)}")
+        path = self.folder.log_of(rank, stream)
+        return path.read_bytes().decode(errors="replace") if path else ""

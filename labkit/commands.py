@@ -1,0 +1,314 @@
+"""What the commands do: one thin function each, named as the command, from parsed arguments to the exit code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.syntax import Syntax
+
+from labkit import terminal
+from labkit.bootstrap import become
+from labkit.environment import CLONE
+from labkit.launch.folder import RunFolder
+from labkit.launch.follow import Follower
+from labkit.launch.status import current
+from labkit.machine import Machine
+from labkit.progress import Progress
+from labkit.spec import Spec
+from labkit.state import OVER
+
+_FIRST_LAB = "labs/00_start_here.py"
+_CODES = {"finished": 0, "failed": 1, "stopped": 130}
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+_YOUNG = 60.0  # seconds in which a folder without a status may be that of a run which is just being made
+
+
+class Refused(Exception):
+    """A command that cannot do what it was asked: one sentence, and the exit code."""
+
+    def __init__(self, message: str, code: int = 2):
+        super().__init__(message)
+        self.code = code
+
+
+# ---- the environment
+
+
+def setup(args: argparse.Namespace) -> int:
+    """The environment is there by now."""
+    print(f"ready: {sys.executable}")
+    return 0
+
+
+def lab(args: argparse.Namespace) -> int:
+    """Goes on as JupyterLab."""
+    if not (CLONE / _FIRST_LAB).is_file():
+        raise Refused(f"there is no {_FIRST_LAB} in {CLONE}; start the lab from a clone of the project")
+    os.environ.update(lab_environment())
+    become(lab_command(args), folder=CLONE)
+    return 0
+
+
+def lab_command(args: argparse.Namespace) -> list[str]:
+    """JupyterLab's command line: its token stays on, and it listens on this machine alone unless told otherwise."""
+    return [
+        *(sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={CLONE}", f"--ServerApp.ip={args.ip}"),
+        f"--LabApp.default_url=/lab/tree/{_FIRST_LAB}",
+        *([f"--ServerApp.port={args.port}"] if args.port else []),
+        *(["--no-browser"] if args.no_browser else []),
+        *(["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []),
+        *args.rest,
+    ]
+
+
+def lab_environment() -> dict[str, str]:
+    """What JupyterLab and its kernels get to know: the lab's settings, the place of the runs, and where labkit is."""
+
+    def in_front(variable: str, path: Path) -> str:
+        return os.pathsep.join(part for part in (str(path), os.environ.get(variable)) if part)
+
+    return {
+        "JUPYTER_CONFIG_PATH": in_front("JUPYTER_CONFIG_PATH", CLONE / "labkit" / "jupyter"),
+        "LABKIT_RUNS": os.environ.get("LABKIT_RUNS") or str(CLONE / "runs"),
+        "PYTHONPATH": in_front("PYTHONPATH", CLONE),
+    }
+
+
+def test(args: argparse.Namespace) -> int:
+    """Goes on as pytest, from the clone's root."""
+    _see_to_browser()
+    become([sys.executable, "-m", "pytest", *args.rest], folder=CLONE)
+    return 0
+
+
+def _see_to_browser() -> None:
+    if any(shutil.which(name) for name in _BROWSERS):
+        return
+    may_install = hasattr(os, "geteuid") and os.geteuid() == 0 and shutil.which("apt-get")
+    if may_install:
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "stdin": subprocess.DEVNULL, "check": False}
+        settings = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+        with Progress() as progress:
+            progress.step("installing Chromium for the tests in a browser (apt-get install chromium)")
+            subprocess.run(["apt-get", "update", "-qq"], env=settings, **quiet)
+            subprocess.run(["apt-get", "install", "-y", "-qq", "--no-install-recommends", "chromium"], env=settings, **quiet)
+    if not shutil.which("chromium"):
+        print("labkit: there is no Chromium on the PATH; the tests in a browser are skipped until one is installed", file=sys.stderr)
+
+
+# ---- runs
+
+
+def run(args: argparse.Namespace) -> int:
+    """Starts a run and watches it to its end; Ctrl-C stops it."""
+    from labkit.api import run as start
+    from labkit.launch.job import LaunchError
+
+    with _interrupts() as interrupted:
+        try:
+            job = start(args.specs[0], detached=args.detach)
+        except (LaunchError, OSError) as error:
+            raise Refused(str(error), code=1) from None
+        if args.detach:
+            _detached(job.name, args.json)
+            return 0
+        stopping = threading.Thread(target=job.stop, daemon=True)
+
+        def stop_once() -> bool:
+            if interrupted.is_set() and not stopping.ident:
+                stopping.start()
+            return False
+
+        state = terminal.watch(Follower(job.folder), job.folder, _console(args), stop_once)
+        job.wait()  # the state is there before the last process has left
+    if args.json:
+        print(json.dumps(state.summary(job.name)))
+    return _CODES[state.status["state"]]
+
+
+def runs(args: argparse.Namespace) -> int:
+    """The recorded runs, oldest first."""
+    rows = [_summary(folder) for folder in RunFolder.all()]
+    if args.json:
+        print(json.dumps({"runs": rows}))
+    elif rows:
+        Console(width=None if sys.stdout.isatty() else 160).print(terminal.runs_table(rows))
+    else:
+        print("no run is recorded yet; start one with: labkit run ddp")
+    return 0
+
+
+def show(args: argparse.Namespace) -> int:
+    """One run as it is now; with --follow, until it is over."""
+    folder = _find(args.name)
+    if args.json:
+        print(json.dumps(_summary(folder)))
+        return 0
+    source = Follower(folder)
+    with _interrupts() as interrupted:
+        terminal.watch(source, folder, _console(args), leave=interrupted.is_set if args.follow else lambda: True)
+    return 0
+
+
+def stop(args: argparse.Namespace) -> int:
+    """Ends a run; one that is over is left as it is."""
+    from labkit.launch.job import Job, LaunchError
+
+    job = Job.attach(_find(args.name))
+    before = job.state
+    try:
+        state = job.stop()
+    except LaunchError as error:
+        raise Refused(str(error), code=1) from None
+    print(f"{job.folder.name}: {'already ' if before in OVER else ''}{state}")
+    return 0
+
+
+def replay(args: argparse.Namespace) -> int:
+    """Plays a run again in the same view."""
+    from labkit.replay import Recording
+
+    folder = _find(args.name)
+    if args.speed <= 0:
+        raise Refused(f"the speed was {args.speed:g}; it takes a number above 0")
+    if not _is_over(folder):
+        raise Refused(f"{folder.name} is not over yet; watch it with: labkit show {folder.name} --follow")
+    with _interrupts() as interrupted:
+        terminal.watch(Recording(folder, args.speed), folder, _console(args), leave=interrupted.is_set)
+    return 130 if interrupted.is_set() else 0
+
+
+def clean(args: argparse.Namespace) -> int:
+    """Deletes runs that are over, after asking."""
+    if args.keep < 0:
+        raise Refused(f"keep was {args.keep}; it takes a whole number of at least 0")
+    over = [folder for folder in RunFolder.all() if _is_over(folder)]
+    old = over[: len(over) - args.keep]
+    if not old:
+        print("nothing to delete")
+        return 0
+    if not args.yes:
+        if not sys.stdin.isatty():
+            raise Refused(f"{len(old)} runs would be deleted, and nobody can be asked here; say --yes")
+        if input(f"Delete {len(old)} of {len(over)} ended runs under {old[0].path.parent}? [y/N] ").strip().lower() not in ("y", "yes"):
+            return 0
+    for folder in old:
+        shutil.rmtree(folder.path)
+    print(f"deleted {len(old)}")
+    return 0
+
+
+# ---- scripts
+
+
+def script(args: argparse.Namespace) -> int:
+    """Prints the script."""
+    from labkit.script import write_script
+
+    _print_code(write_script(_with_ranks(args.specs[0])), "python")
+    return 0
+
+
+def diff(args: argparse.Namespace) -> int:
+    """Prints what changes."""
+    from labkit.script import diff_scripts
+
+    _print_code(diff_scripts(*map(_with_ranks, args.specs)), "diff")
+    return 0
+
+
+def _with_ranks(spec: Spec) -> Spec:
+    """A script may be for another machine than this one: only the number of ranks is taken from here, where none was said."""
+    if spec.nproc is not None or spec.script is not None:
+        return spec
+    machine = Machine.here()
+    device = spec.device if spec.device != "auto" else "cuda" if machine.gpus else "cpu"
+    return replace(spec, nproc=machine.default_nproc(device) or 2)
+
+
+def _print_code(text: str, language: str) -> None:
+    if sys.stdout.isatty():
+        Console().print(Syntax(text, language, background_color="default", word_wrap=False))
+    else:
+        sys.stdout.write(text)
+
+
+# ---- the machine and the project
+
+
+def doctor(args: argparse.Namespace) -> int:
+    """Says what this machine can do."""
+    from labkit.doctor import main
+
+    return main(json=args.json)
+
+
+def bench(args: argparse.Namespace) -> int:
+    """Measures the project's own figures."""
+    from labkit.bench import main
+
+    return main(json=args.json)
+
+
+# ---- what several commands share
+
+
+def _console(args: argparse.Namespace) -> Console:
+    """Where people read: stdout, or stderr where stdout is for a program."""
+    return Console(stderr=args.json, highlight=False)
+
+
+def _find(name: str) -> RunFolder:
+    try:
+        return RunFolder.find(name)
+    except LookupError as error:
+        raise Refused(error.args[0]) from None
+
+
+def _summary(folder: RunFolder) -> dict[str, Any]:
+    """The figures as they were written when the run was over; of one that is not, as they are now."""
+    recorded = RunFolder.read_json(folder.summary)
+    if recorded:
+        return recorded
+    follower = Follower(folder)
+    follower.poll()
+    return follower.state.summary(folder.name)
+
+
+def _is_over(folder: RunFolder) -> bool:
+    status = current(folder)
+    if status:
+        return status.get("state") in OVER
+    return time.time() - folder.path.stat().st_mtime > _YOUNG
+
+
+def _detached(name: str, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"run": name, "state": "running"}))
+    else:
+        print(f"{name} has begun; watch it with: labkit show {name} --follow, end it with: labkit stop {name}")
+
+
+@contextmanager
+def _interrupts() -> Iterator[threading.Event]:
+    """Ctrl-C sets the event instead of breaking off whatever is being read or drawn."""
+    interrupted = threading.Event()
+    before = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,53 @@
+"""Pictures of a run: pure functions from RunState to a chart, which becomes a plotly figure, a live chart or inline SVG.
+
+They know no widget and no process, so a run that is live, recorded or replayed gives the same picture.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from labkit.figures.chart import LIMIT, Chart
+from labkit.figures.charts import CHARTS
+from labkit.figures.colours import rank_colour
+from labkit.figures.svg import drawing
+
+if TYPE_CHECKING:
+    import plotly.graph_objects
+
+    from labkit.state import RunState
+
+__all__ = ["NAMES", "chart", "figure", "overview", "rank_colour", "svg"]
+
+NAMES = {
+    "loss": "loss per rank and their mean, over steps",
+    "throughput": "samples per second over all ranks, over steps",
+    "memory": "memory per GPU or CPU rank, in MiB or GiB, over seconds",
+    "phases": "milliseconds of a step in each phase, per rank",
+}
+
+
+def chart(name: str, state: RunState) -> Chart:
+    """The chart called `name` (one of NAMES) of a run; `LookupError` for a name that there is not."""
+    if name not in CHARTS:
+        raise LookupError(f"there is no figure {name!r}; there is {', '.join(NAMES)}")
+    return CHARTS[name](state)
+
+
+def figure(name: str, state: RunState) -> plotly.graph_objects.Figure:
+    """The chart called `name` (one of NAMES) as a plotly figure of 1,000 points a line at the most."""
+    from labkit.figures.plotly import as_figure, parts
+
+    return as_figure(*parts(chart(name, state).drawn()))
+
+
+def overview(state: RunState) -> plotly.graph_objects.Figure:
+    """All charts of a run as one plotly figure, two by two."""
+    from labkit.figures.plotly import as_figure, grid
+
+    return as_figure(*grid([chart(name, state).drawn(LIMIT // 2) for name in NAMES]))
+
+
+def svg(name: str, state: RunState, width: int = 560, height: int = 220) -> str:
+    """The chart called `name` (one of NAMES) as an inline SVG element of `width` × `height` units, with no script."""
+    return drawing(chart(name, state).drawn(width), width, height)

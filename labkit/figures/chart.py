@@ -1,0 +1,203 @@
+"""What a chart is: titles, axes, and lines or bars that read their numbers from RunState's columns only when they are drawn.
+
+One Chart serves three outputs: the plotly figure, the live chart (which asks each line for its new points only) and inline SVG.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+LIMIT = 1000  # points of one line in a whole picture
+_ENDS = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
+_TICKS = (1.0, 2.0, 2.5, 5.0, 10.0)
+
+Points = tuple[list[float], list[float | None]]
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A column of `length` numbers that is worked out only where it is read: `values(first, last)` gives those of a slice."""
+
+    length: int
+    values: Callable[[int, int], list[float]]
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, part: slice | int) -> Any:
+        if isinstance(part, int):
+            return self.values(part, part + 1)[0]
+        first, last, _ = part.indices(self.length)
+        return self.values(first, last)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line. `key` names it from one redraw to the next; `colour` None is the ink of the page.
+
+    `x` and `y` are columns as RunState has them; what is drawn is `x - x_zero` and `y / y_unit`. `keep` says what stands for
+    many points: their "extremes" (a spike must not vanish) or the "last" one.
+    """
+
+    key: str
+    name: str
+    x: Sequence[float] | Derived
+    y: Sequence[float] | Derived
+    colour: str | None = None
+    width: float = 1.5
+    dash: str = "solid"
+    keep: str = "last"
+    x_zero: float = 0.0
+    y_unit: float = 1.0
+    in_legend: bool = True
+
+    def __len__(self) -> int:
+        return min(len(self.x), len(self.y))
+
+    def points(self, first: int = 0, limit: int = LIMIT) -> Points:
+        """The points from index `first` on, as `limit` at the most; None is a gap (a value not known, or a restart)."""
+        kept = thin(self.y, first, len(self), limit, self.keep)
+        xs, ys = ([self.x[index] for index in kept], [self.y[index] for index in kept])
+        xs, ys = [x - self.x_zero for x in xs], [y / self.y_unit if math.isfinite(y) else None for y in ys]
+        return _broken_where_x_goes_back(xs, ys)
+
+
+@dataclass(frozen=True)
+class Bars:
+    """One layer of stacked bars: a value for each of the chart's categories."""
+
+    name: str
+    colour: str
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis: its title with the unit, the end it has from the start (`end`), or the least end that it may grow from."""
+
+    title: str
+    end: float | None = None
+    least: float = 1.0
+    categories: tuple[str, ...] = ()
+
+    def span(self, low: float, high: float) -> tuple[float, float]:
+        """The range that shows `low` to `high`, from zero on, growing in steps so that it seldom moves."""
+        if self.end is not None and high <= self.end:
+            return 0.0, float(self.end)
+        return (-ceiling(-low) if low < 0 else 0.0), max(ceiling(high), self.least)
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart of a run. It has `lines`, or `bars` over the categories of its x axis."""
+
+    name: str
+    title: str
+    x: Axis
+    y: Axis
+    lines: tuple[Line, ...] = ()
+    bars: tuple[Bars, ...] = ()
+    note: str = ""
+
+    @property
+    def signature(self) -> tuple:
+        """What must be the same for a picture of this chart to be carried on with new points only."""
+        return self.title, self.note, self.x, self.y, tuple((line.key, line.x_zero, line.y_unit) for line in self.lines)
+
+    @property
+    def bar_height(self) -> float:
+        """The height of the tallest stack."""
+        return max((sum(layer) for layer in zip(*(bars.values for bars in self.bars))), default=0.0)
+
+    def drawn(self, limit: int = LIMIT) -> Drawn:
+        """The chart with its points read, `limit` for each line at the most."""
+        points = tuple(line.points(limit=limit) for line in self.lines)
+        x, y = Extent(), Extent(high=self.bar_height)
+        for xs, ys in points:
+            x, y = x.with_(xs), y.with_(ys)
+        return Drawn(self, points, x, y)
+
+
+@dataclass(frozen=True)
+class Extent:
+    """From where to where values go; zero is always among them."""
+
+    low: float = 0.0
+    high: float = 0.0
+
+    def with_(self, values: Sequence[float | None]) -> Extent:
+        """The extent of these values too."""
+        known = [value for value in values if value is not None]
+        return Extent(min(self.low, *known), max(self.high, *known)) if known else self
+
+    def or_(self, other: Extent) -> Extent:
+        """The extent of both."""
+        return Extent(min(self.low, other.low), max(self.high, other.high))
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A chart with the points of each line, and how far they reach."""
+
+    chart: Chart
+    points: tuple[Points, ...]
+    x: Extent
+    y: Extent
+
+    @property
+    def x_span(self) -> tuple[float, float]:
+        """The range of the x axis."""
+        return self.chart.x.span(self.x.low, self.x.high)
+
+    @property
+    def y_span(self) -> tuple[float, float]:
+        """The range of the y axis."""
+        return self.chart.y.span(self.y.low, self.y.high)
+
+
+def ceiling(value: float, rounds: Sequence[float] = _ENDS) -> float:
+    """The first round number (one of `rounds` times a power of ten) that is not less than `value`; 0 for 0."""
+    if value <= 0 or not math.isfinite(value):
+        return 0.0
+    power = 10.0 ** math.floor(math.log10(value))
+    return next((step * power for step in rounds if step * power >= value * (1 - 1e-9)), 10 * power)
+
+
+def ticks(low: float, high: float, about: int = 4) -> list[float]:
+    """Round numbers from `low` to `high`, about so many."""
+    step = ceiling((high - low) / about, _TICKS) or 1.0
+    first = math.ceil(low / step - 1e-9)
+    return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def thin(ys: Sequence[float] | Derived, first: int, last: int, limit: int, keep: str) -> Sequence[int]:
+    """Indices from `first` to `last` that stand for all of them, `limit` at the most (but two for "extremes"), by bins of equal size."""
+    size = last - first
+    if size <= limit:
+        return range(first, last)
+    bins = max(1, limit // 2) if keep == "extremes" else limit
+    edges = [first + number * size // bins for number in range(bins + 1)]
+    if keep == "extremes":
+        return [index for begin, end in pairwise(edges) for index in _extremes(ys[begin:end], begin)]
+    return [end - 1 for end in edges[1:]]
+
+
+def _extremes(values: Sequence[float], begin: int) -> list[int]:
+    """The indices (counted from `begin`) of the least and the greatest value, in their order; of the newest where none is known."""
+    known = [index for index, value in enumerate(values) if math.isfinite(value)]
+    if not known:
+        return [begin + len(values) - 1]
+    return [begin + index for index in sorted({min(known, key=values.__getitem__), max(known, key=values.__getitem__)})]
+
+
+def _broken_where_x_goes_back(xs: list[float], ys: list[float | None]) -> Points:
+    """A rank that was started anew counts its steps from an earlier one: no line is drawn back to it."""
+    back = [index for index in range(1, len(xs)) if xs[index] < xs[index - 1]]
+    for index in reversed(back):
+        xs.insert(index, xs[index])
+        ys.insert(index, None)
+    return xs, ys

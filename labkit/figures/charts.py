@@ -1,0 +1,169 @@
+"""The charts: for each, one pure function from RunState to a Chart. Units stand on the axes."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from array import array
+
+from labkit.events import PHASES
+from labkit.figures import colours
+from labkit.figures.chart import Axis, Bars, Chart, Derived, Line
+from labkit.state import RankState, RunState
+
+_WINDOW = 10  # steps that a throughput is the mean over
+_MEDIAN_OF = 400  # steps that a median is taken of, spread evenly over the run
+_MIB, _GIB = float(1 << 20), float(1 << 30)
+
+
+def loss(state: RunState) -> Chart:
+    """The loss of every rank on its own share of the batch, and their mean, over steps."""
+    ranks = _ranks(state)
+    lines = [
+        Line(
+            f"rank{rank.rank}",
+            f"rank {rank.rank}",
+            rank.steps.step,
+            rank.steps.loss,
+            colour=colours.rank_colour(rank.rank),
+            width=1.0,
+            keep="extremes",
+        )
+        for rank in ranks
+    ]
+    if len(ranks) > 1:
+        lines.append(_mean_loss(ranks))
+    return Chart("loss", "Loss", _steps_axis(state), Axis("loss", least=0.1), tuple(lines))
+
+
+def _mean_loss(ranks: list[RankState]) -> Line:
+    """The mean over ranks, of the newest attempt: only there do all ranks have their steps side by side."""
+    starts = [rank.attempts.get(rank.attempt, 0) for rank in ranks]
+    length = min(len(rank.steps) - start for rank, start in zip(ranks, starts))
+
+    def values(first: int, last: int) -> list[float]:
+        columns = [rank.steps.loss[start + first : start + last] for rank, start in zip(ranks, starts)]
+        return [_mean(row) for row in zip(*columns)]
+
+    def steps(first: int, last: int) -> array:
+        return ranks[0].steps.step[starts[0] + first : starts[0] + last]
+
+    key = "mean" + "".join(f"-{rank.attempt}" for rank in ranks)
+    return Line(key, "mean", Derived(length, steps), Derived(length, values), width=2.2, keep="extremes")
+
+
+def throughput(state: RunState) -> Chart:
+    """Samples per second over all ranks, each sample counted once, over steps; the mean of the newest steps at each."""
+    ranks, replicas = _ranks(state), state.replicas
+    starts = [rank.attempts.get(rank.attempt, 0) for rank in ranks]
+    length = min((len(rank.steps) - start for rank, start in zip(ranks, starts)), default=0)
+
+    def values(first: int, last: int) -> list[float]:
+        rates = [_rates(rank, start, first, last) for rank, start in zip(ranks, starts)]
+        return [sum(row) / replicas for row in zip(*rates)]
+
+    def steps(first: int, last: int) -> array:
+        return ranks[0].steps.step[starts[0] + first : starts[0] + last]
+
+    key = "all" + "".join(f"-{rank.attempt}" for rank in ranks)
+    line = Line(key, "all ranks", Derived(length, steps), Derived(length, values), width=2.0, in_legend=False)
+    return Chart("throughput", "Throughput, all ranks", _steps_axis(state), Axis("samples/s", least=10.0), (line,))
+
+
+def _rates(rank: RankState, start: int, first: int, last: int) -> list[float]:
+    """A rank's samples per second at the steps from `first` to `last`; the first step, which warms up, counts in none but its own."""
+    found = []
+    for index in range(first, last):
+        window = slice(start + max(min(index, 1), index - _WINDOW + 1), start + index + 1)
+        rows = [(n, s) for n, s in zip(rank.steps.samples[window], rank.steps.seconds[window]) if math.isfinite(n) and s > 0]
+        found.append(sum(n for n, _ in rows) / sum(s for _, s in rows) if rows else math.nan)
+    return found
+
+
+def memory(state: RunState) -> Chart:
+    """Each rank's memory over time: allocated at the end of each step, the step's peak, and on CUDA what the whole device has in use."""
+    ranks = _ranks(state)
+    zero = _zero(state)
+    on_cuda = any(rank.device.startswith("cuda") for rank in ranks)
+    device = _device_lines(state, ranks, zero) if on_cuda else []
+    unit, word = _memory_unit(ranks, device)
+    lines = []
+    for rank in ranks:
+        colour = colours.rank_colour(rank.rank)
+        for name, dash in (("allocated", "solid"), ("peak", "dot")):
+            lines.append(
+                Line(
+                    f"rank{rank.rank}-{name}",
+                    f"rank {rank.rank}" if name == "allocated" else f"rank {rank.rank} peak",
+                    rank.steps.t,
+                    rank.steps.memory[name],
+                    colour=colour,
+                    dash=dash,
+                    keep="extremes" if name == "peak" else "last",
+                    x_zero=zero,
+                    y_unit=unit,
+                    in_legend=name == "allocated",
+                )
+            )
+    lines += [Line(*line, dash="dash", width=1.2, x_zero=zero, y_unit=unit, in_legend=False, colour=colour) for *line, colour in device]
+    note = "line: allocated · dots: peak" + (" · dashes: whole device" if device else "")
+    title = "Memory per GPU" if on_cuda else "Memory: bytes of live tensors (CPU rank)"
+    return Chart("memory", title, Axis("seconds since the start", least=10.0), Axis(word, least=1.0), tuple(lines), note=note)
+
+
+def _device_lines(state: RunState, ranks: list[RankState], zero: float) -> list[tuple]:
+    """Key, name, times, bytes and colour of each rank's device, where it was sampled from outside."""
+    sampled = [columns for _, columns in sorted(state.system.gpus.items())]
+    found = []
+    for rank in ranks:
+        number = rank.device.removeprefix("cuda:")
+        if number.isdigit() and int(number) < len(sampled):
+            columns = sampled[int(number)]
+            found.append(
+                (f"device{number}", f"device of rank {rank.rank}", columns["t"], columns["memory_used"], colours.rank_colour(rank.rank))
+            )
+    return found
+
+
+def _memory_unit(ranks: list[RankState], device: list[tuple]) -> tuple[float, str]:
+    """GiB where the newest figures need it, else MiB."""
+    newest = [column[-1] for rank in ranks for column in rank.steps.memory.values() if len(column)]
+    newest += [column[-1] for _, _, _, column, _ in device if len(column)]
+    largest = max((value for value in newest if math.isfinite(value)), default=0.0)
+    return (_GIB, "GiB") if largest >= _GIB else (_MIB, "MiB")
+
+
+def phases(state: RunState) -> Chart:
+    """What a step's time goes to, per rank: the median of each phase in milliseconds, stacked. The first step is left out."""
+    ranks = _ranks(state) or [RankState(number) for number in range(state.world_size)]
+    names = tuple(f"rank {rank.rank}" for rank in ranks)
+    bars = tuple(Bars(phase, colours.PHASES[phase], tuple(1000 * _median(rank.steps.phases[phase]) for rank in ranks)) for phase in PHASES)
+    return Chart("phases", "Where a step's time goes (median)", Axis("", categories=names), Axis("ms per step", least=1.0), bars=bars)
+
+
+CHARTS = {chart.__name__: chart for chart in (loss, throughput, memory, phases)}
+
+
+def _ranks(state: RunState) -> list[RankState]:
+    return [rank for _, rank in sorted(state.ranks.items())]
+
+
+def _steps_axis(state: RunState) -> Axis:
+    return Axis("step", end=state.total_steps, least=10.0)
+
+
+def _zero(state: RunState) -> float:
+    """When the run began, by its status or by the first rank's word."""
+    started = [rank.started for rank in state.ranks.values() if rank.started]
+    return state.status.get("started") or min(started, default=0.0)
+
+
+def _mean(values: tuple[float, ...]) -> float:
+    known = [value for value in values if math.isfinite(value)]
+    return sum(known) / len(known) if known else math.nan
+
+
+def _median(column: array) -> float:
+    stride = max(1, len(column) // _MEDIAN_OF)
+    known = [value for value in column[1 if len(column) > 1 else 0 :: stride] if math.isfinite(value)]
+    return statistics.median(known) if known else 0.0

@@ -1,0 +1,129 @@
+"""A chart as plotly's own data and layout: for the live chart as plain dicts, and as one Figure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from labkit.figures import colours
+from labkit.figures.chart import Drawn, Points
+
+if TYPE_CHECKING:
+    import plotly.graph_objects
+
+FONT = "system-ui, sans-serif"
+_DIGITS = 6  # significant ones: a pixel is far wider, and every digit goes to the browser
+
+
+def parts(drawn: Drawn) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The traces and the layout, as `Plotly.newPlot` takes them."""
+    chart = drawn.chart
+    layout = {
+        "title": {"text": _title(drawn), "x": 0, "xref": "container", "xanchor": "left", "y": 1, "yanchor": "top", "font": {"size": 13}}
+        | {"pad": {"l": 8, "t": 7}},
+        "xaxis": axis(drawn, "x"),
+        "yaxis": axis(drawn, "y"),
+        "barmode": "stack",
+        "bargap": 0.35,
+        "margin": {"l": 58, "r": 88 if _has_legend(drawn) else 16, "t": 30, "b": 36},
+        "legend": {
+            "x": 1.01,
+            "y": 1,
+            "yanchor": "top",
+            "font": {"size": 10},
+            "tracegroupgap": 0,
+            "itemwidth": 30,
+            "bgcolor": "rgba(0,0,0,0)",
+        },
+        "hovermode": "closest",
+        "font": {"family": FONT, "size": 11, "color": colours.INK},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "uirevision": chart.name,  # a person's zoom outlives the next points
+    }
+    return traces(drawn), layout
+
+
+def traces(drawn: Drawn) -> list[dict[str, Any]]:
+    """The traces alone."""
+    chart = drawn.chart
+    if chart.bars:
+        return [
+            {
+                "type": "bar",
+                "name": bars.name,
+                "x": list(chart.x.categories),
+                "y": numbers(bars.values),
+                "marker": {"color": bars.colour},
+                "hovertemplate": f"{bars.name} %{{y:.3~s}} ms<extra>%{{x}}</extra>",
+            }
+            for bars in chart.bars
+        ]
+    return [_line(drawn, line, points) for line, points in zip(chart.lines, drawn.points)]
+
+
+def _line(drawn: Drawn, line, points: Points) -> dict[str, Any]:
+    xs, ys = points
+    what, where = drawn.chart.y.title, drawn.chart.x.title.split(" ")[0]
+    return {
+        "type": "scatter",
+        "mode": "lines" if len(xs) > 1 else "lines+markers",
+        "name": line.name,
+        "showlegend": line.in_legend,
+        "legendgroup": line.key.split("-")[0],
+        "x": numbers(xs),
+        "y": numbers(ys),
+        "line": {"color": line.colour or colours.INK, "width": line.width, "dash": line.dash},
+        "meta": {"ink": line.colour is None},
+        "hovertemplate": f"%{{y:.4~g}} {what}<br>{where} %{{x:,.4~r}}<extra>{line.name}</extra>",
+    }
+
+
+def axis(drawn: Drawn, which: str) -> dict[str, Any]:
+    """The x or the y axis, with its range."""
+    of = getattr(drawn.chart, which)
+    plain = {"title": {"text": of.title, "standoff": 6}, "gridcolor": colours.GRID, "zeroline": False, "automargin": False}
+    if of.categories:
+        return plain | {"type": "category", "fixedrange": True, "range": [-0.5, len(of.categories) - 0.5], "showgrid": False}
+    return plain | {"range": list(getattr(drawn, f"{which}_span")), "nticks": 6, "separatethousands": True, "autorange": False}
+
+
+def grid(several: list[Drawn]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Up to four charts as the traces and the layout of one figure, two by two."""
+    data: list[dict[str, Any]] = []
+    layout: dict[str, Any] = {"annotations": [], "height": 560}
+    for number, drawn in enumerate(several):
+        row, column = divmod(number, 2)
+        suffix = "" if number == 0 else str(number + 1)
+        left, bottom = 0.53 * column, 0.58 * (1 - row)
+        alone, its_layout = parts(drawn)
+        data += [trace | {"xaxis": f"x{suffix}", "yaxis": f"y{suffix}", "legend": f"legend{suffix}"} for trace in alone]
+        layout |= {name: its_layout[name] for name in ("font", "barmode", "bargap", "hovermode", "paper_bgcolor", "plot_bgcolor")}
+        layout[f"xaxis{suffix}"] = its_layout["xaxis"] | {"domain": [left, left + 0.385], "anchor": f"y{suffix}"}
+        layout[f"yaxis{suffix}"] = its_layout["yaxis"] | {"domain": [bottom, bottom + 0.38], "anchor": f"x{suffix}"}
+        layout[f"legend{suffix}"] = its_layout["legend"] | {"x": left + 0.39, "y": bottom + 0.38}
+        layout["annotations"].append(
+            {"text": _title(drawn), "x": left, "y": bottom + 0.39, "xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom"}
+            | {"showarrow": False, "font": {"size": 13}}
+        )
+    return data, layout | {"margin": {"l": 60, "r": 10, "t": 30, "b": 40}}
+
+
+def as_figure(data: list[dict[str, Any]], layout: dict[str, Any]) -> plotly.graph_objects.Figure:
+    """A Figure that looks as the live chart does: plotly's own template, which paints a background, is left out."""
+    import plotly.graph_objects as go
+
+    return go.Figure({"data": data, "layout": layout | {"template": "none"}})
+
+
+def numbers(values) -> list[float | None]:
+    """Values with as many digits as a picture can show."""
+    return [None if value is None else float(f"{value:.{_DIGITS}g}") for value in values]
+
+
+def _has_legend(drawn: Drawn) -> bool:
+    return bool(drawn.chart.bars) or any(line.in_legend for line in drawn.chart.lines)
+
+
+def _title(drawn: Drawn) -> str:
+    note = drawn.chart.note
+    return f"<b>{drawn.chart.title}</b>" + (f"<span style='font-size:10px'>  {note}</span>" if note else "")

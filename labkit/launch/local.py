@@ -1,0 +1,76 @@
+"""The engine of this machine: from a settled Spec and a run folder to the plan of launch, a plain value that can be shown."""
+
+from __future__ import annotations
+
+import os
+import site
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from labkit.launch.folder import RunFolder
+from labkit.launch.processes import TAG
+from labkit.spec import Spec
+
+
+def plan(spec: Spec, folder: RunFolder) -> dict[str, Any]:
+    """What is started, as `launch.json` holds it: `argv`, the `env` that is added, the working folder `cwd`.
+
+    `spec` is settled: its device and number of processes are known.
+    """
+    return {
+        "v": 1,
+        "engine": "local",
+        "argv": _argv(spec, folder),
+        "env": _environment(spec, folder),
+        "cwd": str(Path.cwd()),
+    }
+
+
+def _argv(spec: Spec, folder: RunFolder) -> list[str]:
+    script = folder.script if spec.script is None else Path(spec.script).absolute()
+    safe = ["-P"] if sys.version_info >= (3, 11) else []  # as torchrun itself: no random.py of the working folder in the launcher
+    return [
+        *(sys.executable, *safe, "-m", "torch.distributed.run"),
+        "--nnodes=1",
+        f"--nproc-per-node={spec.nproc}",
+        # Instead of --standalone, which opens its store on every interface.
+        "--rdzv-backend=c10d",
+        "--rdzv-conf=store_type=file",
+        f"--rdzv-endpoint={folder.rendezvous}",
+        "--local-addr=127.0.0.1",
+        f"--log-dir={folder.logs}",
+        "--redirects=3",
+        "--max-restarts=0",
+        *("-m", "labkit.probe"),
+        str(script),
+        *spec.args,
+    ]
+
+
+def _environment(spec: Spec, folder: RunFolder) -> dict[str, str]:
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    added = {
+        TAG: str(folder.path),
+        "LABKIT_LOOPBACK": "1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "GLOO_SOCKET_IFNAME": loopback,
+        "NCCL_SOCKET_IFNAME": loopback,
+    }
+    if spec.device == "cpu":
+        added["CUDA_VISIBLE_DEVICES"] = ""
+        if "OMP_NUM_THREADS" not in os.environ:
+            added["OMP_NUM_THREADS"] = "1"  # one CPU rank stands for one device
+    elif "CUDA_DEVICE_ORDER" not in os.environ:
+        added["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # so that cuda:0 is the device that NVML calls 0
+    return added | _import_path()
+
+
+def _import_path() -> dict[str, str]:
+    """PYTHONPATH with this package's place in front; nothing where it is installed among the interpreter's own packages."""
+    home = str(Path(__file__).resolve().parents[2])
+    installed = {*site.getsitepackages(), site.getusersitepackages(), *sysconfig.get_paths().values()}
+    if home in installed:
+        return {}
+    return {"PYTHONPATH": os.pathsep.join(part for part in (home, os.environ.get("PYTHONPATH")) if part)}

@@ -1,0 +1,114 @@
+"""Reading a rank's output while it is written: what is newest, with every line counted, at a bounded price.
+
+A rank may write a million lines in one burst. Nothing here ever holds a whole file, and no call reads more than its budget.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+
+KEEP = 5_000  # newest lines that a tail holds
+BUDGET = 16 << 20  # bytes that one call reads at most
+_NEAR = 1 << 20  # bytes before the end that are always read as text; what lies before, when far behind, is only counted
+_BLOCK = 1 << 18
+_LINE = 1 << 14  # bytes of one line that are kept: its end, where it is longer
+
+
+class LogTail:
+    """The newest lines of a growing file; `poll` reads on where it stopped.
+
+    `path` may be a function that gives None while there is no file yet. `count` is the number of lines that have ended so
+    far, `lines` holds the newest `keep` of them, and `partial` the one that is being written.
+    """
+
+    def __init__(self, path: Path | Callable[[], Path | None], keep: int = KEEP, budget: int = BUDGET):
+        self._find = path if callable(path) else lambda: path
+        self._path: Path | None = None
+        self._budget = budget
+        self._offset = 0
+        self._rest = b""
+        self.count = 0
+        self.lines: deque[str] = deque(maxlen=keep)
+
+    @property
+    def partial(self) -> str:
+        """The line that has not ended yet; of a progress bar, what it shows now."""
+        return _text(self._rest)
+
+    @property
+    def dropped(self) -> int:
+        """Lines that were counted and are not held: the first of `lines` has this number, counting from 0."""
+        return self.count - len(self.lines)
+
+    def since(self, number: int) -> tuple[int, list[str]]:
+        """The lines from `number` on (from 0) that are still held, and the number of the first of them."""
+        first = min(max(number, self.dropped), self.count)
+        return first, list(islice(self.lines, first - self.dropped, None))
+
+    def poll(self) -> bool:
+        """Reads what is new, as far as the budget goes; True where there was anything."""
+        self._path = self._path or self._find()
+        try:
+            if self._path is None or self._path.stat().st_size <= self._offset:
+                return False
+            with open(self._path, "rb") as file:
+                return self._read(file, self._path.stat().st_size)
+        except OSError:
+            return False
+
+    def _read(self, file, size: int) -> bool:
+        budget = self._budget
+        file.seek(self._offset)
+        while budget > 0:
+            block = file.read(min(_BLOCK, budget))
+            if not block:
+                break
+            self._offset += len(block)
+            budget -= len(block)
+            if size - self._offset >= _NEAR:
+                self._count(block)
+            else:
+                self._take(block)
+        return budget < self._budget
+
+    def _count(self, block: bytes) -> None:
+        """Counts the lines of a block that will not be seen; what was held is older and goes."""
+        self.count += block.count(b"\n")
+        self.lines.clear()
+        self._rest = (self._rest + block).rsplit(b"\n", 1)[-1][-_LINE:]
+
+    def _take(self, block: bytes) -> None:
+        *lines, rest = (self._rest + block).split(b"\n")
+        self.count += len(lines)
+        self.lines.extend(map(_text, lines[-(self.lines.maxlen or 0) :]))
+        self._rest = rest[-_LINE:]
+
+
+def search(path: Path, text: str, limit: int = 1_000) -> list[tuple[int, str]]:
+    """The first `limit` lines that contain `text`, as (number from 0, line); A to Z count like a to z. Reads block by block."""
+    wanted, found, number, rest = text.encode().lower(), [], 0, b""
+    if not wanted:
+        return []
+    with open(path, "rb") as file:
+        while len(found) < limit:
+            block = file.read(_BLOCK)
+            whole, cut, rest = (rest + block).rpartition(b"\n") if block else (rest, b"", b"")
+            if not cut and len(rest) > _NEAR:  # one line without end, as of a progress bar: in pieces, so that it is never held whole
+                whole, rest = rest, b""
+            if wanted in whole.lower():
+                matches = ((number + index, line) for index, line in enumerate(whole.split(b"\n")) if wanted in line.lower())
+                found += [(at, _text(line)) for at, line in matches]
+            if not block:
+                break
+            number += whole.count(b"\n") + len(cut)
+    return found[:limit]
+
+
+def _text(line: bytes) -> str:
+    """A line as a terminal would show it: what follows the last carriage return, with � for bytes that are not UTF-8."""
+    shown = line.rstrip(b"\r").rpartition(b"\r")[2]
+    cut = len(shown) > _LINE
+    return ("…" if cut else "") + shown[-_LINE:].decode(errors="replace")

@@ -1,0 +1,110 @@
+"""Samples from outside the ranks, five times a second: they go on while the ranks hang, and cost the ranks nothing."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+
+from labkit.events import Writer
+from labkit.machine import Machine
+
+INTERVAL = 0.2
+
+
+class Sampler(threading.Thread):
+    """Writes one `system` event every `INTERVAL` seconds until `stop`.
+
+    `pids` maps ranks to their processes and may grow meanwhile. In a thread of its own, because a sick driver can keep NVML waiting.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], pids: dict[int, int]):
+        super().__init__(name="system", daemon=True)
+        self._path = path
+        self._pids = pids
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        """Samples until told to stop."""
+        writer, gpus, ranks = Writer(self._path), Gpus(), Ranks(self._pids)
+        cores = psutil.cpu_count() or 1
+        psutil.cpu_percent()  # the first call only sets the mark that the next one counts from
+        while not self._over.wait(INTERVAL):
+            writer.write(
+                "system",
+                cpu_percent=round(psutil.cpu_percent() * cores, 1),
+                memory_used=_memory_used(),
+                gpus=gpus.sample(),
+                ranks=ranks.sample(),
+            )
+        writer.close()
+
+    def stop(self) -> None:
+        """Ends the sampling; returns when the last sample is written, or after a second where a driver does not answer."""
+        self._over.set()
+        self.join(1.0)
+
+
+class Ranks:
+    """CPU share (percent of one core) and resident bytes of each rank's own process."""
+
+    def __init__(self, pids: dict[int, int]):
+        self._pids = pids
+        self._processes: dict[int, psutil.Process] = {}
+
+    def sample(self) -> dict[str, dict[str, Any]]:
+        """By rank; a rank that is gone is left out."""
+        found = {}
+        for rank, pid in dict(self._pids).items():
+            try:
+                process = self._processes.get(rank)
+                if process is None or process.pid != pid:
+                    process = self._processes[rank] = psutil.Process(pid)
+                with process.oneshot():
+                    found[str(rank)] = {"cpu_percent": process.cpu_percent(), "rss": process.memory_info().rss}
+            except psutil.Error:
+                continue
+        return found
+
+
+class Gpus:
+    """Memory (bytes), utilisation (percent) and power (watts) of the visible GPUs by NVML; `index` counts as CUDA does."""
+
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+        gpus = Machine.here().gpus
+        if gpus:
+            import pynvml
+
+            self._nvml = pynvml
+            pynvml.nvmlInit()
+            self._handles = [pynvml.nvmlDeviceGetHandleByIndex(gpu.index) for gpu in gpus]
+
+    def sample(self) -> list[dict[str, Any]]:
+        """One row for each GPU; what a device does not tell is None."""
+        return [{"index": index, **self._row(handle)} for index, handle in enumerate(self._handles)]
+
+    def _row(self, handle: Any) -> dict[str, Any]:
+        memory = self._ask(self._nvml.nvmlDeviceGetMemoryInfo, handle)
+        rates = self._ask(self._nvml.nvmlDeviceGetUtilizationRates, handle)
+        milliwatts = self._ask(self._nvml.nvmlDeviceGetPowerUsage, handle)
+        return {
+            "memory_used": memory and memory.used,
+            "memory_total": memory and memory.total,
+            "utilisation": rates and rates.gpu,
+            "power": milliwatts and milliwatts / 1000,
+        }
+
+    def _ask(self, question: Callable[[Any], Any], handle: Any) -> Any:
+        try:
+            return question(handle)
+        except self._nvml.NVMLError:
+            return None
+
+
+def _memory_used() -> int:
+    memory = psutil.virtual_memory()
+    return memory.total - memory.available

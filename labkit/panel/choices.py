@@ -1,0 +1,233 @@
+"""The choices: widgets made from the tables of strategies and workloads, and the Spec that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from html import escape
+from typing import Any
+
+import ipywidgets
+
+from labkit.machine import Machine
+from labkit.options import Option
+from labkit.spec import PRECISIONS, Spec, SpecError
+from labkit.strategies import STRATEGIES
+from labkit.workloads import WORKLOADS
+
+_MOST = 1_000_000_000
+_SCALING = "per rank: more ranks, more samples a step (weak scaling); in all: shared by the ranks (strong scaling)"
+
+
+class Choices:
+    """Widgets for a Spec on `machine`, with `defaults` (fields of Spec) as starting choices; `on_change` is called after each change.
+
+    Raises `SpecError` where the defaults cannot be meant, or ask for more ranks than the machine has.
+    """
+
+    def __init__(self, machine: Machine, defaults: dict[str, Any], on_change: Callable[[], None]):
+        self._machine, self._on_change, self._quiet = machine, on_change, False
+        start = _settled(Spec(**defaults), machine)
+        self._kept = {f.name: getattr(start, f.name) for f in fields(Spec) if f.name in ("seed", "data_dir", "samples")}
+        self._wanted_nproc = start.nproc
+        self._option_values: dict[str, Any] = dict(start.options)
+        self._options: dict[str, ipywidgets.ValueWidget] = {}
+        self._make(start)
+        self._fit()
+        for widget in self._widgets():
+            widget.observe(self._changed, "value")
+
+    def _make(self, start: Spec) -> None:
+        device = "cuda" if self._machine.gpus and start.device == "cuda" else "cpu"
+        self.strategy = ipywidgets.ToggleButtons(
+            options=[(row.title, row.name) for row in STRATEGIES.values()],
+            tooltips=[row.splits for row in STRATEGIES.values()],
+            value=start.strategy,
+            description="Strategy",
+        )
+        pairs = [(f"{row.title.partition(':')[0]} · {data}", (row.name, data)) for row in WORKLOADS.values() for data in row.data]
+        self.workload = ipywidgets.Dropdown(options=pairs, value=(start.workload, start.data), description="Workload · data")
+        self.device = ipywidgets.Dropdown(
+            options=[("GPUs", "cuda"), ("CPU ranks", "cpu")] if self._machine.gpus else [("CPU ranks", "cpu")],
+            value=device,
+            description="Train on",
+            layout={} if self._machine.gpus else {"display": "none"},
+        )
+        self.nproc = ipywidgets.BoundedIntText(value=start.nproc, min=1, max=max(start.nproc, 1), description="Ranks")
+        self.batch = ipywidgets.BoundedIntText(value=start.batch_size, min=1, max=_MOST, description="Batch")
+        self.scaling = ipywidgets.Dropdown(
+            options=[("per rank", "weak"), ("in all", "strong")], value=start.scaling, description="Batch is", tooltip=_SCALING
+        )
+        self.length = ipywidgets.BoundedIntText(value=start.steps or start.epochs, min=1, max=_MOST, description="Length")
+        self.unit = ipywidgets.Dropdown(options=["epochs", "steps"], value="steps" if start.steps else "epochs", description="in")
+        self.precision = ipywidgets.Dropdown(options=list(PRECISIONS), value=start.precision, description="Precision")
+        self.more = ipywidgets.ToggleButton(description="Options", tooltip="Options of the strategy and the workload")
+        self.more.observe(self._disclose, "value")
+        self.popover = ipywidgets.VBox(layout={"display": "none"})
+        self.explanation = ipywidgets.HTML()
+        for widget, name in ((self.strategy, "strategy"), (self.popover, "popover"), (self.more, "more")):
+            widget.add_class(f"labkit-{name}")
+
+    def _widgets(self) -> tuple[ipywidgets.ValueWidget, ...]:
+        return self.strategy, self.workload, self.device, self.nproc, self.batch, self.scaling, self.length, self.unit, self.precision
+
+    @property
+    def top(self) -> ipywidgets.Box:
+        """The strategies, and on what they run."""
+        where = _gpus(self._machine) if self._machine.gpus else _no_gpu(self._machine)
+        top = ipywidgets.HBox([self.strategy, ipywidgets.HTML(f'<div class="labkit-where">{escape(where)}</div>')])
+        top.add_class("labkit-top")
+        return top
+
+    @property
+    def row(self) -> ipywidgets.Box:
+        """The choices under the strategy, side by side."""
+        sized = {self.workload: 200, self.device: 96, self.nproc: 70, self.batch: 78, self.scaling: 92, self.length: 78, self.unit: 80}
+        for widget, width in (sized | {self.precision: 78}).items():
+            widget.layout.width = f"{width}px"
+            widget.add_class("labkit-field")
+        options = ipywidgets.Box([self.more, self.popover])
+        options.add_class("labkit-options")
+        row = ipywidgets.HBox([*sized, self.precision, options])
+        row.add_class("labkit-row")
+        return row
+
+    def spec(self) -> Spec:
+        """The Spec of the present choices, settled for the machine; `SpecError` where it cannot run."""
+        workload, data = self.workload.value
+        return Spec(
+            strategy=self.strategy.value,
+            workload=workload,
+            data=data,
+            nproc=self.nproc.value,
+            batch_size=self.batch.value,
+            scaling=self.scaling.value,
+            precision=self.precision.value,
+            device=self.device.value,
+            options={name: widget.value for name, widget in self._options.items()},
+            **{self.unit.value: self.length.value},
+            **self._kept,
+        ).on(self._machine)
+
+    # ---- keeping the choices in step with each other
+
+    def _changed(self, change: dict[str, Any]) -> None:
+        if self._quiet:
+            return
+        with self._quietly():
+            if change["owner"] is self.nproc:
+                self._wanted_nproc = self.nproc.value
+            if change["owner"] is self.workload:
+                self._fit_batch()
+            if change["owner"] is self.scaling:
+                self._keep_global_batch()
+            self._fit()
+        self._on_change()
+
+    def _fit(self) -> None:
+        """Bounds and lists that follow from other choices."""
+        self.nproc.description = "GPUs" if self.device.value == "cuda" else "CPU ranks"
+        self._fit_ranks()
+        self._fit_precision()
+        self._fit_options()
+        row = STRATEGIES[self.strategy.value]
+        told = "".join(f"<div><b>{name}</b> {escape(text)}</div>" for name, text in (("Splits", row.splits), ("Sends", row.sends)))
+        self.explanation.value = f'<div class="labkit-explanation">{told}</div>'
+
+    def _fit_ranks(self) -> None:
+        most = len(self._machine.gpus) if self.device.value == "cuda" else self._machine.max_cpu_ranks
+        possible = [number for number in range(1, most + 1) if _runs(strategy=self.strategy.value, nproc=number)] or [1]
+        self.nproc.min, self.nproc.max = 1, max(possible)
+        self.nproc.min = min(possible)
+        self.nproc.value = min(possible, key=lambda number: abs(number - self._wanted_nproc))
+        self.nproc.disabled = len(possible) == 1
+
+    def _fit_precision(self) -> None:
+        device, nproc = self.device.value, self.nproc.value
+        known = [name for name in PRECISIONS if _runs(self._machine, strategy="ddp", device=device, nproc=nproc, precision=name)]
+        chosen = self.precision.value
+        if list(self.precision.options) != known:
+            self.precision.options = known
+            self.precision.value = chosen if chosen in known else known[0]
+
+    def _fit_batch(self) -> None:
+        default = WORKLOADS[self.workload.value[0]].batch_size
+        self.batch.value = default if self.scaling.value == "weak" else default * self._data_ranks()
+
+    def _keep_global_batch(self) -> None:
+        ranks = self._data_ranks()
+        self.batch.value = self.batch.value * ranks if self.scaling.value == "strong" else max(1, self.batch.value // ranks)
+
+    def _data_ranks(self) -> int:
+        return Spec(strategy=self.strategy.value, nproc=self.nproc.value).data_ranks
+
+    def _fit_options(self) -> None:
+        self._option_values |= {name: widget.value for name, widget in self._options.items()}
+        rows = (STRATEGIES[self.strategy.value], WORKLOADS[self.workload.value[0]])
+        wanted = {option.name: option for row in rows for option in row.options}
+        if wanted.keys() != self._options.keys():
+            self._options = {name: _widget(option, self._option_values) for name, option in wanted.items()}
+            for widget in self._options.values():
+                widget.observe(self._changed, "value")
+            helps = [ipywidgets.HTML(f'<div class="labkit-help">{escape(option.help)}</div>') for option in wanted.values()]
+            self.popover.children = [one for pair in zip(self._options.values(), helps) for one in pair]
+        self.more.disabled = not wanted
+        if not wanted:
+            self.more.value = False
+
+    def _disclose(self, change: dict[str, Any]) -> None:
+        self.popover.layout.display = "" if change["new"] else "none"
+
+    @contextmanager
+    def _quietly(self) -> Iterator[None]:
+        self._quiet = True
+        try:
+            yield
+        finally:
+            self._quiet = False
+
+
+def _settled(spec: Spec, machine: Machine) -> Spec:
+    """The starting choices on this machine; only what no widget can mend is refused here."""
+    try:
+        return spec.on(machine)
+    except SpecError as error:
+        if error.field in ("nproc", "device", "strategy", "options"):
+            raise
+        device = "cuda" if machine.gpus and spec.device != "cpu" else "cpu"
+        return Spec(**spec.to_json() | {"device": device, "nproc": spec.nproc or machine.default_nproc(device)})
+
+
+def _runs(machine: Machine | None = None, **asked: Any) -> bool:
+    try:
+        spec = Spec(**asked)
+        if machine is not None:
+            spec.on(machine)
+    except SpecError as error:
+        return error.field == "data"
+    return True
+
+
+def _no_gpu(machine: Machine) -> str:
+    reason = machine.no_gpu_reason.removeprefix("this machine has ")
+    return "no GPU here: CPU ranks over gloo" if reason == "no GPU" else f"{machine.no_gpu_reason}: CPU ranks over gloo"
+
+
+def _gpus(machine: Machine) -> str:
+    names = [gpu.name for gpu in machine.gpus]
+    return " + ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
+
+
+def _widget(option: Option, values: dict[str, Any]) -> ipywidgets.ValueWidget:
+    """The widget that fits an option's type."""
+    value, name = values.get(option.name, option.default), option.name
+    common = {"value": value, "description": name, "tooltip": option.help}
+    if option.choices:
+        return ipywidgets.Dropdown(options=list(option.choices), **common)
+    if isinstance(option.default, bool):
+        return ipywidgets.Checkbox(indent=False, **common)
+    if isinstance(option.default, (int, float)):
+        kind = ipywidgets.BoundedIntText if isinstance(option.default, int) else ipywidgets.BoundedFloatText
+        return kind(min=-_MOST if option.minimum is None else option.minimum, max=_MOST, **common)
+    return ipywidgets.Text(**common)

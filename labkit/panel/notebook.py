@@ -1,0 +1,69 @@
+"""The notebook around the panel: is there one, does anybody watch, and what stays in it when a run has ended."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from labkit import figures
+from labkit.panel.words import finding_html, ranks_table
+from labkit.state import RunState
+
+
+def in_notebook() -> bool:
+    """Whether this is the kernel of a notebook."""
+    try:
+        from IPython import get_ipython
+    except ImportError:
+        return False
+    return hasattr(get_ipython(), "kernel")
+
+
+def headless() -> bool:
+    """Whether nobody watches: a cell must then not return before its run has ended.
+
+    A front end with a person says in each request that it could ask for input; nbclient, papermill and Kaggle's batch runs do not.
+    """
+    if os.environ.get("KAGGLE_KERNEL_RUN_TYPE", "").lower() == "batch":
+        return True
+    from IPython import get_ipython
+
+    request = get_ipython().get_parent()
+    return request.get("content", {}).get("allow_stdin") is False
+
+
+class Keepsake:
+    """Places in the notebook, made when a panel is displayed, that its runs' plain figures and table go to when they end."""
+
+    def __init__(self) -> None:
+        from IPython.display import display
+
+        blank = {"text/html": "", "text/plain": ""}
+        self._figure, self._table = (display(blank, raw=True, display_id=True) for _ in range(2))
+
+    def fill(self, state: RunState) -> None:
+        """Puts a run's figures there, which need no widget, no kernel and no network."""
+        self._figure.update(figures_bundle(state), raw=True)
+        self._table.update(table_bundle(state), raw=True)
+
+
+def leave(state: RunState) -> None:
+    """Displays a run's figures and table as plain outputs of the present cell."""
+    from IPython.display import display
+
+    display(table_bundle(state), raw=True)
+    display(figures_bundle(state), raw=True)
+
+
+def figures_bundle(state: RunState) -> dict[str, Any]:
+    """All charts of a run, as plotly and as inline SVG: a front end takes what it can show."""
+    pictures = "".join(figures.svg(name, state) for name in figures.NAMES)
+    plotly = json.loads(figures.overview(state).to_json())
+    text = f"{', '.join(figures.NAMES)} of a run that {state.words}"
+    return {"application/vnd.plotly.v1+json": plotly, "text/html": f"<div>{pictures}</div>", "text/plain": text}
+
+
+def table_bundle(state: RunState) -> dict[str, Any]:
+    """A run's figures in words and rows."""
+    return {"text/html": finding_html(state) + ranks_table(state), "text/plain": json.dumps(state.summary(), indent=2)}

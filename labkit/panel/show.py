@@ -1,0 +1,62 @@
+"""The live view of one run, without the choices: running or over, started here or elsewhere."""
+
+from __future__ import annotations
+
+import os
+
+import ipywidgets
+
+from labkit.api import Run
+from labkit.panel.notebook import Keepsake, headless, in_notebook, leave
+from labkit.panel.view import RunView, style
+
+
+def show(run: Run | str | os.PathLike[str] = "last") -> Run:
+    """Shows a run live and gives it back: a `Run`, its name or an end of it, its path, or `last`.
+
+    In a notebook it returns at once; where nobody watches (nbclient, a batch run) it waits for the run's end and leaves plain figures;
+    outside of a notebook it shows the run in the terminal until it is over. Raises `LookupError` for a run that there is not.
+    """
+    if not isinstance(run, Run):
+        run = Run.attach(run)
+    if not in_notebook():
+        _in_terminal(run)
+    elif headless():
+        to_the_end(run)
+    else:
+        _live(run)
+    return run
+
+
+def to_the_end(run: Run) -> None:
+    """Waits for a run's end (an interrupt stops the run) and leaves its plain figures as outputs of the present cell."""
+    run.wait()
+    leave(run.state)
+
+
+def _live(run: Run) -> None:
+    from IPython.display import display
+
+    kept: list[Keepsake] = []
+    view = RunView(lambda state: kept[0].fill(state))
+    actions = ipywidgets.HBox([view.stop_button, view.words, view.progress])
+    actions.add_class("labkit-actions")
+    tabs = ipywidgets.Tab([ipywidgets.VBox([view.finding, view.charts.widget]), view.logs.widget])
+    for number, title in enumerate(("Live", "Logs")):
+        tabs.set_title(number, title)
+    tabs.add_class("labkit-tabs")
+    widget = ipywidgets.VBox([style(), actions, tabs])
+    widget.add_class("labkit")
+    display(widget)
+    kept.append(Keepsake())
+    view.charts.shown()
+    view.follow(run)
+
+
+def _in_terminal(run: Run) -> None:
+    from rich.console import Console
+
+    from labkit.launch.follow import Follower
+    from labkit.terminal import watch
+
+    watch(Follower(run.folder), run.folder, Console())

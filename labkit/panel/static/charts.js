@@ -1,0 +1,156 @@
+// The live charts: plotly draws each once, then only new points come. The kernel keeps the truth: a page that is new says
+// "ready" and is told everything, so a reload, a second view and a late view all show the same.
+
+const CONFIG = { displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
+const PATIENCE = 60_000; // ms that plotly.js may take to arrive
+
+// plotly.js comes from the kernel, once for all charts of a page: no outside host is asked.
+function plotly(model) {
+  const home = `__labkit_plotly_${model.get("plotly_version")}`;
+  if (!window[home]) {
+    window[home] = arrival(model).then(unpacked);
+    window[home].catch(() => delete window[home]);
+  }
+  return window[home];
+}
+
+function arrival(model) {
+  return new Promise((resolve, reject) => {
+    const heard = (message, buffers) => {
+      if (message.kind !== "plotly") return;
+      model.off("msg:custom", heard);
+      resolve(buffers[0]);
+    };
+    model.on("msg:custom", heard);
+    model.send({ kind: "plotly" });
+    setTimeout(() => reject(new Error("plotly.js did not arrive")), PATIENCE);
+  });
+}
+
+async function unpacked(buffer) {
+  const stream = new Blob([buffer]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const source = await new Response(stream).text();
+  const module = { exports: {} };
+  new Function("module", "exports", "define", source)(module, module.exports, undefined);
+  return module.exports;
+}
+
+// What the page's theme says; read at each drawing, since a person may change it.
+function theme(element) {
+  const style = getComputedStyle(element);
+  const of = (name, otherwise) => style.getPropertyValue(name).trim() || otherwise;
+  return { ink: of("--jp-ui-font-color1", style.color), grid: of("--jp-border-color2", "rgba(128,128,128,0.3)") };
+}
+
+function themed(chart, { ink, grid }) {
+  chart.layout.font.color = ink;
+  for (const axis of [chart.layout.xaxis, chart.layout.yaxis]) axis.gridcolor = grid;
+  for (const trace of chart.data) if (trace.meta?.ink) trace.line.color = ink;
+}
+
+function takeMore(chart, more) {
+  for (const [index, xs, ys] of more.points) {
+    const trace = chart.data[index];
+    trace.x.push(...xs);
+    trace.y.push(...ys);
+    if (trace.x.length > 1) trace.mode = "lines";
+  }
+  more.bars.forEach((values, index) => (chart.data[index].y = values));
+  if (more.x) chart.layout.xaxis.range = more.x;
+  if (more.y) chart.layout.yaxis.range = more.y;
+  chart.layout.datarevision = (chart.layout.datarevision ?? 0) + 1;
+}
+
+class Board {
+  constructor(element, Plotly) {
+    this.element = element;
+    this.Plotly = Plotly;
+    this.charts = new Map();
+    this.frame = 0;
+    this.resizing = new ResizeObserver(() => this.changed());
+    this.resizing.observe(element);
+    this.theming = new MutationObserver(() => this.changed());
+    this.theming.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-name", "data-jp-theme-light"] });
+  }
+
+  take(pieces) {
+    for (const piece of pieces) {
+      if (piece.whole) Object.assign(this.chart(piece.name), piece.whole, { dirty: true });
+      else {
+        const chart = this.chart(piece.name);
+        takeMore(chart, piece.more);
+        chart.dirty = true;
+      }
+    }
+    this.schedule();
+  }
+
+  chart(name) {
+    if (!this.charts.has(name)) {
+      const box = document.createElement("div");
+      box.className = "labkit-chart";
+      box.dataset.chart = name;
+      this.element.append(box);
+      this.charts.set(name, { box, data: [], layout: {} });
+    }
+    return this.charts.get(name);
+  }
+
+  changed() {
+    for (const chart of this.charts.values()) chart.dirty = true;
+    this.schedule();
+  }
+
+  // Points are taken when they come, and drawn at the page's own pace; what nobody sees is drawn when it is seen.
+  schedule() {
+    this.frame ||= requestAnimationFrame(() => {
+      this.frame = 0;
+      for (const chart of this.charts.values()) if (chart.dirty && chart.box.clientWidth) this.draw(chart);
+    });
+  }
+
+  draw(chart) {
+    chart.dirty = false;
+    themed(chart, theme(this.element));
+    chart.layout.width = chart.box.clientWidth;
+    chart.layout.height = chart.box.clientHeight;
+    chart.box.setAttribute("role", "img");
+    chart.box.setAttribute("aria-label", chart.label);
+    if (chart.drawn) this.Plotly.react(chart.box, chart.data, chart.layout, CONFIG);
+    else this.Plotly.newPlot(chart.box, chart.data, chart.layout, CONFIG);
+    chart.drawn = true;
+  }
+
+  close() {
+    cancelAnimationFrame(this.frame);
+    this.resizing.disconnect();
+    this.theming.disconnect();
+    for (const chart of this.charts.values()) this.Plotly.purge(chart.box);
+  }
+}
+
+function render({ model, el }) {
+  el.classList.add("labkit-charts");
+  let board = null;
+  let closed = false;
+  const heard = (message) => {
+    if (message.kind === "charts") board.take(message.charts);
+  };
+  model.send({ kind: "here" });
+  plotly(model).then(
+    (Plotly) => {
+      if (closed) return;
+      board = new Board(el, Plotly);
+      model.on("msg:custom", heard);
+      model.send({ kind: "ready" });
+    },
+    (error) => model.send({ kind: "failed", why: String(error) }),
+  );
+  return () => {
+    closed = true;
+    model.off("msg:custom", heard);
+    board?.close();
+  };
+}
+
+export default { render };

@@ -1,0 +1,105 @@
+// The log view: only new lines come, a bounded number stays, and text is only ever set as text.
+
+const KEPT = 2000;
+const COLOUR_CODES = /\x1b\[[0-?]*[ -\/]*[@-~]/g;
+
+function make(tag, name, properties = {}) {
+  const element = document.createElement(tag);
+  element.className = name;
+  return Object.assign(element, properties);
+}
+
+function choice(label, options) {
+  const select = make("select", "labkit-log-choice", { ariaLabel: label });
+  fill(select, options);
+  return select;
+}
+
+function fill(select, options) {
+  const chosen = select.value;
+  select.replaceChildren(...options.map(([value, text]) => make("option", "", { value, textContent: text })));
+  if (options.some(([value]) => value === chosen)) select.value = chosen;
+}
+
+// The text with what was searched for marked, wherever it is, in any case of letters.
+function marked(text, query) {
+  const span = make("span", "labkit-log-text");
+  const wanted = query.toLowerCase();
+  const low = text.toLowerCase();
+  let done = 0;
+  for (let at = wanted ? low.indexOf(wanted) : -1; at >= 0; at = low.indexOf(wanted, done)) {
+    span.append(text.slice(done, at), make("mark", "", { textContent: text.slice(at, at + query.length) }));
+    done = at + query.length;
+  }
+  span.append(text.slice(done));
+  return span;
+}
+
+// A line is [rank, stream, text, its number in the file where it was found]; a note has no rank.
+function row([rank, stream, text, number], colours, query) {
+  if (rank === null) return make("div", "labkit-log-line labkit-log-note", { textContent: text });
+  const element = make("div", `labkit-log-line labkit-log-${stream === "stderr" ? "stderr" : "stdout"}`);
+  const who = make("span", "labkit-log-rank", { textContent: number === null ? `${rank}` : `${rank}:${number}`, title: `rank ${rank} ${stream}` });
+  who.style.color = colours[rank] ?? "";
+  element.append(who, marked(text.replace(COLOUR_CODES, ""), query));
+  return element;
+}
+
+function render({ model, el }) {
+  el.classList.add("labkit-logs");
+  const rank = choice("Rank", [["", "all ranks"]]);
+  const stream = choice("Stream", [["", "stdout + stderr"], ["stdout", "stdout"], ["stderr", "stderr"]]);
+  const search = make("input", "labkit-log-search", { type: "search", placeholder: "Search the whole log", ariaLabel: "Search the whole log" });
+  const note = make("span", "labkit-log-count");
+  const follow = make("button", "labkit-log-follow", { type: "button", textContent: "Follow", title: "Scroll with the newest lines" });
+  const lines = make("div", "labkit-log-lines", { tabIndex: 0, role: "log", ariaLabel: "Output of the ranks" });
+  const bar = make("div", "labkit-log-bar");
+  bar.append(rank, stream, search, note, follow);
+  el.append(bar, lines);
+
+  let following = true;
+  let colours = [];
+  const setFollowing = (value) => {
+    following = value;
+    follow.classList.toggle("labkit-on", value);
+    follow.setAttribute("aria-pressed", String(value));
+    if (value) lines.scrollTop = lines.scrollHeight;
+  };
+  const append = (message) => {
+    if (message.fresh) lines.replaceChildren();
+    lines.append(...message.lines.map((line) => row(line, colours, message.query ?? "")));
+    const before = lines.scrollHeight;
+    while (lines.childElementCount > KEPT) lines.firstElementChild.remove();
+    if (following && !message.query) lines.scrollTop = lines.scrollHeight;
+    else if (before !== lines.scrollHeight) lines.scrollTop -= before - lines.scrollHeight;
+  };
+  const heard = (message) => {
+    if (message.kind !== "lines") return;
+    colours = message.colours ?? colours;
+    if (message.ranks) fill(rank, [["", "all ranks"], ...message.ranks.map((number) => [String(number), `rank ${number}`])]);
+    note.textContent = message.note;
+    append(message);
+  };
+
+  const ask = (kind) => model.send({ kind, rank: rank.value, stream: stream.value, query: search.value });
+  rank.onchange = stream.onchange = () => ask("show");
+  search.onchange = search.onsearch = () => ask("show");
+  follow.onclick = () => setFollowing(!following);
+  lines.onscroll = () => {
+    const atEnd = lines.scrollHeight - lines.scrollTop - lines.clientHeight < 24;
+    if (following && !atEnd && lines.clientHeight) setFollowing(false);
+  };
+  // A view in a tab that is not shown has no height: it scrolls to the end when it is.
+  const seen = new ResizeObserver(() => following && (lines.scrollTop = lines.scrollHeight));
+  seen.observe(lines);
+
+  setFollowing(true);
+  model.on("msg:custom", heard);
+  ask("show");
+  return () => {
+    seen.disconnect();
+    model.off("msg:custom", heard);
+  };
+}
+
+export default { render };

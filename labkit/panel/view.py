@@ -1,0 +1,146 @@
+"""One run on screen: state, progress, finding, charts and logs, kept up to date by one thread that reads the run folder."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import ipywidgets
+
+from labkit.launch.folder import RunFolder
+from labkit.launch.follow import Follower
+from labkit.launch.status import current, is_lost
+from labkit.panel.charts import STATIC, Charts
+from labkit.panel.logs import Logs
+from labkit.panel.words import finding_html, progress_html, sentence_html, state_html, tone_of
+from labkit.state import RunState
+
+_READ = 0.1  # seconds between two looks at the run folder
+_REDRAW = 0.25  # seconds between two pictures
+
+
+class Job(Protocol):
+    """What is followed: a run folder, and a way to end the run."""
+
+    folder: RunFolder
+
+    def stop(self) -> object:
+        """Ends the run; returns when nothing of it is left."""
+
+
+def style() -> ipywidgets.HTML:
+    """The house's look, as a widget that shows nothing."""
+    css = (STATIC / "panel.css").read_text(encoding="utf-8")
+    return ipywidgets.HTML(f"<style>{css}</style>", layout={"display": "none"})
+
+
+class RunView:
+    """The widgets of one run at a time, for a panel to lay out. `follow` shows a run; `on_over` is called when it has ended.
+
+    Nothing here prints, and nothing that may take time is done in the kernel's own thread.
+    """
+
+    def __init__(self, on_over: Callable[[RunState], None] = lambda state: None):
+        self.state = RunState()
+        self.words = ipywidgets.HTML(state_html("ready", "quiet"))
+        self.progress = ipywidgets.HTML(progress_html(self.state))
+        self.finding = ipywidgets.HTML()
+        self.finding.add_class("labkit-above")
+        self.charts = Charts()
+        self.logs = Logs()
+        self.stop_button = ipywidgets.Button(description="■ Stop", tooltip="End the run: no process of it is left", disabled=True)
+        self.stop_button.on_click(lambda _: self.stop())
+        self.stop_button.add_class("labkit-stop")
+        self._on_over = on_over
+        self._job: Job | None = None
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a run is followed that has not ended."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def say(self, words: str, tone: str = "waiting") -> None:
+        """Sets the state line while there is no run to tell its own."""
+        self.words.value = state_html(words, tone)
+
+    def complain(self, sentence: str) -> None:
+        """Sets the line above the charts; empty takes it away."""
+        self.finding.value = sentence_html(sentence)
+
+    def follow(self, job: Job) -> None:
+        """Shows a run from now on until it is over."""
+        self._job, self._stopping = job, False
+        self._thread = threading.Thread(target=self._watch, args=(job,), daemon=True, name=f"labkit view of {job.folder.name}")
+        self._thread.start()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits until the run that is followed has ended and all of it is shown."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    def stop(self) -> None:
+        """Asks for the run's end and returns at once."""
+        if self._job is None or self._stopping:
+            return
+        self._stopping = True
+        self.stop_button.disabled = True
+        self.say("stopping")
+        threading.Thread(target=self._end, args=(self._job,), daemon=True, name="labkit stop").start()
+
+    def _end(self, job: Job) -> None:
+        try:
+            job.stop()
+        except Exception as error:  # whatever it was, it must be seen, and in a thread nobody else would show it
+            self._stopping = False
+            self.stop_button.disabled = not self.busy
+            self.complain(str(error))
+
+    # ---- the one thread that reads and draws
+
+    def _watch(self, job: Job) -> None:
+        try:
+            self._follow_to_the_end(job)
+        except Exception as error:
+            self.complain(f"this view stopped following the run, which goes on: {type(error).__name__}: {error}")
+            raise
+        finally:
+            self.stop_button.disabled = True
+        self._on_over(self.state)
+
+    def _follow_to_the_end(self, job: Job) -> None:
+        follower = Follower(job.folder)
+        follower.poll()
+        self.state = follower.state
+        self.charts.restart(self.state)
+        self.logs.restart(job.folder, self.state.world_size)
+        self.stop_button.disabled = self.state.over
+        due = 0.0
+        while True:
+            now = time.monotonic()
+            if now >= due or self.state.over:
+                due = now + _REDRAW
+                self._note_if_lost(job.folder)
+                self._draw()
+                if self.state.over:
+                    return
+            time.sleep(_READ)
+            with self.charts.lock:  # a page that is new reads the same state
+                follower.poll()
+
+    def _note_if_lost(self, folder: RunFolder) -> None:
+        """A run whose supervisor was killed has nobody who would say that it is over."""
+        if is_lost(folder, self.state.status):
+            self.state.apply({"kind": "status", "status": current(folder)})
+
+    def _draw(self) -> None:
+        state = self.state
+        if state.over or not self._stopping:
+            self.say(state.words, tone_of(state))
+        self.progress.value = progress_html(state)
+        self.finding.value = finding_html(state)
+        self.charts.draw(state, final=state.over)
+        self.logs.draw(over=state.over)

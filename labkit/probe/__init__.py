@@ -1,0 +1,15 @@
+"""The probe: `python -m labkit.probe SCRIPT [ARGS…]` runs an unmodified training script and writes what it does as events.
+
+`torchrun … -m labkit.probe train.py` runs it in every worker. Where LABKIT_RUN_DIR is not set it only runs the script.
+
+=============== =====================================================================================
+`__main__`      asks to die with the launcher, then hands over
+`runner`        the script as `__main__`, exactly as python would run it; its errors; the way out
+`journal`       the rank's events, written by something that never raises
+`hooks`         torch's global hooks, and who is told by them
+`steps`         from what the hooks saw to steps and phases
+`clocks`        time on the CPU, time on a CUDA stream: one interface
+`memory`        bytes of live tensors by owner
+`loopback`      the workers' store listens on this machine only
+=============== =====================================================================================
+"""

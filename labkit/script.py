@@ -1,0 +1,285 @@
+"""Spec → script: weaves one standalone file out of real functions, and shows what differs between two.
+
+The functions are taken as text, with their comments, from the modules of strategy, precision, workload, data and base, in this
+order: the first that defines a name wins. What `main` needs is followed name by name, so nothing is written out that is not used,
+and the constants get the values of the Spec. No training code is imported here.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import math
+import shlex
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+from ruff.__main__ import find_ruff_bin
+
+from labkit.spec import Spec, SpecError
+
+BASE = "labkit.strategies.base"
+PRECISIONS = {"bf16": "labkit.strategies.mixed_bf16", "fp16": "labkit.strategies.mixed_fp16"}
+_START = '\n\nif __name__ == "__main__":\n    main()\n'
+
+
+def write_script(spec: Spec) -> str:
+    """The training script of a Spec, formatted by ruff: it needs torch, and nothing of labkit.
+
+    Raises `SpecError` where the number of ranks is still open (`Spec.on` settles it), or the Spec names a script of its own.
+    """
+    if spec.script is not None:
+        raise SpecError("script", f"{spec.script} is a script of one's own; there is nothing to write out")
+    if spec.nproc is None:
+        raise SpecError("nproc", "the number of ranks is still open, and the script depends on it; give --nproc")
+    modules = (spec.strategy_row.module, PRECISIONS.get(spec.precision), spec.workload_row.module, spec.data_row.module, BASE)
+    weave = _Weave([_read(module) for module in modules if module])
+    weave.follow("main", _read(BASE))
+    parts = [_docstring(spec), weave.imports(), weave.constants(settings(spec), _notes(spec)), *weave.program()]
+    return _formatted("\n\n".join(parts) + _START)
+
+
+def diff_scripts(a: Spec, b: Spec) -> str:
+    """What changes from one Spec's script to the other's, as a unified diff; empty where nothing does."""
+    old, new = write_script(a).splitlines(), write_script(b).splitlines()
+    lines = difflib.unified_diff(old, new, f"{a.name}/train.py", f"{b.name}/train.py", lineterm="")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def command(spec: Spec) -> str:
+    """The command that runs the script by hand, on one machine."""
+    ranks = 1 if spec.nproc is None else spec.nproc
+    what = ["train.py"] if spec.script is None else [spec.script, *spec.args]
+    return shlex.join(["torchrun", "--standalone", f"--nproc-per-node={ranks}", *what])
+
+
+def settings(spec: Spec) -> dict[str, Any]:
+    """The constants that a Spec sets, by name; a script holds those of them that it uses."""
+    values = {
+        "SEED": spec.seed,
+        "EPOCHS": spec.epochs or math.ceil(spec.steps / spec.steps_per_epoch),
+        "MAX_STEPS": spec.steps,
+        "BATCH_PER_RANK": spec.batch_per_rank,
+        "SAMPLES": spec.train_samples,
+    }
+    if spec.data_dir is not None:
+        values["DATA_DIR"] = spec.data_dir
+    return values | {name.upper(): value for name, value in spec.options.items()} | spec.workload_row.constants(spec.options)
+
+
+def _notes(spec: Spec) -> dict[str, str]:
+    """Comments that explain a constant by the Spec's arithmetic."""
+    steps = f"{spec.train_samples:,} samples: {spec.steps_per_epoch:,} steps an epoch"
+    return {"BATCH_PER_RANK": f"× {spec.data_ranks} = {spec.global_batch} in all; {steps}"}
+
+
+def _docstring(spec: Spec) -> str:
+    row, model = spec.strategy_row, spec.workload_row.title.partition(":")[0]
+    told = (("Splits", row.splits), ("Sends", row.sends))
+    lines = [textwrap.fill(text, 88, initial_indent=f"{name:7}", subsequent_indent=" " * 7) for name, text in told]
+    return "\n".join([f'"""{model} on {spec.data} by {row.title}, {spec.precision}: {command(spec)}\n', *lines, '"""'])
+
+
+@lru_cache(maxsize=64)
+def _formatted(source: str) -> str:
+    argv = [find_ruff_bin(), "format", "--isolated", "--stdin-filename", "train.py", "-"]
+    return subprocess.run(argv, input=source, capture_output=True, check=True, encoding="utf-8").stdout
+
+
+# ---- reading a module
+
+
+@dataclass(frozen=True)
+class _Import:
+    """What an import binds: a module, or a name of one."""
+
+    module: str
+    name: str | None
+    alias: str | None
+
+    @property
+    def binds(self) -> str:
+        return self.alias or self.name or self.module.partition(".")[0]
+
+    @property
+    def renamed(self) -> str:
+        return f" as {self.alias}" if self.alias else ""
+
+
+@dataclass(frozen=True)
+class _Definition:
+    """A function, class or constant at the top of a module: its text with the comments above, and the names it uses."""
+
+    name: str
+    home: str
+    line: int
+    text: str
+    uses: tuple[str, ...]
+    value: tuple[int, int] | None  # of a constant: where its value stands in `text`
+
+    def set_to(self, value: Any) -> str:
+        """The text with another value."""
+        start, end = self.value
+        told = f"{value:_}" if type(value) is int and value >= 10_000 else repr(value)
+        return self.text[:start] + told + self.text[end:]
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A module, read: its definitions and imports, by the name that they bind."""
+
+    module: str
+    definitions: Mapping[str, _Definition]
+    imports: Mapping[str, _Import]
+
+    def lookup(self, name: str, among: Iterable[_Source]) -> _Definition | None:
+        """What this module says that `name` is: its own definition, or one from a sibling that is not asked anyway."""
+        if name in self.definitions:
+            return self.definitions[name]
+        found = self.imports.get(name)
+        if found is None or not _ours(found) or any(found.module == source.module for source in among):
+            return None
+        return _read(found.module).lookup(found.name, among)
+
+
+@cache
+def _read(module: str) -> _Source:
+    """A module, found by its name and parsed, not imported."""
+    text = Path(importlib.util.find_spec(module).origin).read_text(encoding="utf-8")
+    definitions: dict[str, _Definition] = {}
+    imports: dict[str, _Import] = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.Import):
+            found = [_Import(alias.name, None, alias.asname) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found = [_Import(node.module, alias.name, alias.asname) for alias in node.names]
+        else:
+            found = []
+            definitions |= {definition.name: definition for definition in _definitions(node, module, text.splitlines())}
+        imports |= {one.binds: one for one in found}
+    return _Source(module, definitions, imports)
+
+
+def _definitions(node: ast.stmt, module: str, lines: list[str]) -> Iterator[_Definition]:
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        name = node.name
+    elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+        first, name = node.lineno, node.targets[0].id
+    else:
+        return
+    while first > 1 and lines[first - 2].startswith("#"):
+        first -= 1
+    text = "\n".join(lines[first - 1 : node.end_lineno])
+    yield _Definition(name, module, node.lineno, text, _names(node), _place_of_value(node, lines, text))
+
+
+def _names(node: ast.stmt) -> tuple[str, ...]:
+    """The names that a definition reads and does not bind itself, as they come."""
+    names = [inner for inner in ast.walk(node) if isinstance(inner, ast.Name)]
+    bound = {name.id for name in names if isinstance(name.ctx, ast.Store)}
+    bound |= {inner.arg for inner in ast.walk(node) if isinstance(inner, ast.arg)}
+    return tuple(dict.fromkeys(name.id for name in names if name.id not in bound))
+
+
+def _place_of_value(node: ast.stmt, lines: list[str], text: str) -> tuple[int, int] | None:
+    """Where a constant's value stands; a setting stands on one line."""
+    if not isinstance(node, ast.Assign):
+        return None
+    before = len(text) - len(lines[node.end_lineno - 1])  # the comment above
+    return before + node.value.col_offset, before + node.value.end_col_offset
+
+
+def _ours(found: _Import) -> bool:
+    return found.module.partition(".")[0] == __name__.partition(".")[0]
+
+
+# ---- weaving
+
+
+class _Weave:
+    """The definitions that are needed, followed from one name to the next."""
+
+    def __init__(self, order: list[_Source]):
+        self.order = order
+        self.found: dict[str, _Definition] = {}
+        self.imported: dict[str, _Import] = {}
+
+    def follow(self, name: str, home: _Source) -> None:
+        """Takes in what `name` means to a definition of `home`, and all that this uses in turn."""
+        if name in self.found:
+            return
+        for source in (*self.order, home):
+            definition = source.lookup(name, self.order)
+            if definition is not None:
+                self.found[name] = definition
+                for used in definition.uses:
+                    self.follow(used, _read(definition.home))
+                return
+        if name in home.imports:
+            known = self.imported.setdefault(name, home.imports[name])
+            if known != home.imports[name]:
+                raise ValueError(f"{home.module} imports {name} as {home.imports[name]}, and another module as {known}")
+
+    def imports(self) -> str:
+        """The imports, sorted as ruff would: the standard library, then the rest."""
+        from_module: dict[str, list[_Import]] = {}
+        lines = {True: [], False: []}
+        for one in sorted(self.imported.values(), key=lambda one: one.module):
+            if one.name is None:
+                lines[_standard(one.module)].append(f"import {one.module}{one.renamed}")
+            else:
+                from_module.setdefault(one.module, []).append(one)
+        for module, those in from_module.items():
+            names = ", ".join(one.name + one.renamed for one in sorted(those, key=_by_kind))
+            lines[_standard(module)].append(f"from {module} import {names}")
+        return "\n\n".join("\n".join(group) for group in lines.values() if group)
+
+    def constants(self, values: Mapping[str, Any], notes: Mapping[str, str]) -> str:
+        """The settings, those of the base first, each with its value and the comment on it."""
+        lines = []
+        for one in sorted((one for one in self.found.values() if one.value), key=self._place):
+            text = one.set_to(values[one.name]) if one.name in values else one.text
+            lines.append(f"{text}  # {notes[one.name]}" if one.name in notes else text)
+        return "\n".join(lines)
+
+    def program(self) -> list[str]:
+        """Data, model, then functions in the order of the base; helpers that the base does not know stand before what needs them."""
+        texts: dict[str, str] = {}
+
+        def write(one: _Definition) -> None:
+            for used in one.uses:
+                if used in self.found and used not in texts and self._is_helper(self.found[used]):
+                    write(self.found[used])
+            texts.setdefault(one.name, one.text)
+
+        for one in sorted(self.found.values(), key=self._place):
+            if not one.value and not self._is_helper(one):
+                write(one)
+        return list(texts.values())
+
+    def _place(self, one: _Definition) -> tuple[int, int]:
+        """Where a reader meets a definition: settings, data, model, program, the strategy's own."""
+        *_, workload, data, base = self.order
+        if one.name in base.definitions:
+            return (0 if one.value else 3, base.definitions[one.name].line)
+        return ({data.module: 1, workload.module: 2}.get(one.home, 4), one.line)
+
+    def _is_helper(self, one: _Definition) -> bool:
+        return not one.value and self._place(one)[0] == 4
+
+
+def _standard(module: str) -> bool:
+    return module.partition(".")[0] in sys.stdlib_module_names
+
+
+def _by_kind(one: _Import) -> tuple[int, str]:
+    """CONSTANTS, then Classes, then functions."""
+    return (0 if one.name.isupper() else 1 if one.name[0].isupper() else 2, one.name)

@@ -1,0 +1,1 @@
+"""One device and one process: the base program as it stands."""

@@ -1,0 +1,288 @@
+"""The terminal's view of a run: the same facts as the panel, drawn from RunState with rich, live at 4 Hz or as plain lines."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
+from rich.measure import Measurement
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from labkit.diagnose import Finding, findings
+from labkit.events import PHASES
+from labkit.figures.colours import PHASES as PHASE_COLOURS
+from labkit.figures.colours import rank_colour
+from labkit.launch.folder import RunFolder
+from labkit.spec import Spec, SpecError
+from labkit.state import RankState, RunState
+
+_SECONDS = 0.25  # between two pictures
+_PLAIN_SECONDS = 5.0  # between two lines, where there is no screen to redraw
+_RECENT = 20  # steps that a rank's figures of "now" are of
+_TAIL = 5  # lines of rank 0's output
+_TAIL_BYTES = 8192
+_LINES_AROUND = 16  # of the picture, beside the rows of the ranks
+_BAR = (8, 40)  # characters of the bar of phases, at least and at most
+_GLYPHS = dict(zip(PHASES, "·░▒▓█"))  # told apart where colours are not
+_STYLES = {"finished": "bold green", "failed": "bold red", "stopped": "bold yellow", "stopping": "bold yellow"}
+_ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class Source(Protocol):
+    """Where the state comes from: a `Follower` of a run folder, or a recording that plays."""
+
+    state: RunState
+
+    def poll(self) -> bool:
+        """Folds in what is new."""
+
+
+def watch(source: Source, folder: RunFolder, console: Console, leave: Callable[[], bool] = lambda: False) -> RunState:
+    """Shows a run until it is over, and gives back its last state; the last picture stays on the screen.
+
+    `leave` is asked at every look, and ends the watch before that where it says True.
+    """
+    show = _live if console.is_terminal else _plain
+    show(source, folder, console, leave)
+    return source.state
+
+
+def _live(source: Source, folder: RunFolder, console: Console, leave: Callable[[], bool]) -> None:
+    def picture() -> RenderableType:
+        return view(source.state, folder, height=console.height)
+
+    source.poll()
+    with Live(picture(), console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
+        while not (source.state.over or leave()):
+            time.sleep(_SECONDS)
+            source.poll()
+            live.update(picture(), refresh=True)
+        live.update(view(source.state, folder), refresh=True)
+
+
+def _plain(source: Source, folder: RunFolder, console: Console, leave: Callable[[], bool]) -> None:
+    said, since = "", -math.inf
+    source.poll()
+    while not (source.state.over or leave()):
+        words = source.state.words
+        if words != said or time.monotonic() - since >= _PLAIN_SECONDS:
+            console.print(Text(line(source.state)), soft_wrap=True)
+            said, since = words, time.monotonic()
+        time.sleep(_SECONDS)
+        source.poll()
+    console.print(view(source.state, folder))
+
+
+def line(state: RunState) -> str:
+    """The state in one line: `training · step 120/470 · 0:32 left · 1,650 samples/s · loss 0.4321`."""
+    return clean(" · ".join([state.words, *_figures(state, _now(state))]))
+
+
+def view(state: RunState, folder: RunFolder, height: int | None = None) -> RenderableType:
+    """The whole picture; with a `height` in lines it shows no more ranks than fit."""
+    rows = state.world_size if height is None else max(2, height - _LINES_AROUND)
+    parts = [_head(state, folder), _progress(state), Text(""), _table(state, rows), _legend()]
+    parts += [_finding(finding, folder) for finding in findings(state)]
+    tail = _tail(folder.log_of(0))
+    if tail:
+        parts += [Text("\nrank 0 says", style="dim"), *(Text(f"  {text}", no_wrap=True, overflow="ellipsis") for text in tail)]
+    return Group(*parts)
+
+
+def runs_table(rows: Sequence[dict]) -> Table:
+    """The table of recorded runs, from their summaries, the newest last."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name, justify in (("run", "left"), ("state", "left"), ("workload", "left"), ("ranks", "right"), ("steps", "right")):
+        table.add_column(name, justify=justify, no_wrap=True, overflow="fold" if name == "run" else "ellipsis")
+    for name in ("seconds", "samples/s", "loss", "accuracy"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        what = row["workload"] or Path(row["script"] or "").name
+        figures = (_number(row["seconds"]["total"], ".1f"), _number(row["samples_per_second"], ",.0f"))
+        figures += (_number(row["loss"], ".4f"), _number(row["accuracy"], ".1%"))
+        cells = (clean(row["run"]), clean(row["state"]), clean(what), str(row["world_size"]), str(row["steps"]), *figures)
+        table.add_row(*(Text(cell) for cell in cells), style=None if row["state"] != "failed" else "red")
+    return table
+
+
+def clean(text: str) -> str:
+    """Text from outside without what a terminal would obey: escapes and control characters (newline and tab stay)."""
+    return _ESCAPES.sub("", text)
+
+
+# ---- the parts of the picture
+
+
+def _head(state: RunState, folder: RunFolder) -> RenderableType:
+    try:
+        spec = Spec.from_json(state.spec) if state.spec else None
+    except SpecError:
+        spec = None
+    device = {"cpu": "CPU ", "cuda": "GPU "}.get(state.spec.get("device"), "")
+    ranks = f"{state.world_size} {device}rank{'s' if state.world_size > 1 else ''}"
+    if spec is None or spec.script is not None:
+        title, batch = f"{Path(state.spec.get('script') or folder.name).name} · {ranks}", ""
+    else:
+        title = f"{spec.strategy_row.title} · {spec.workload} on {spec.data} · {spec.precision} · {ranks}"
+        batch = spec.batch_sentence
+    grid = _grid(1, 0)
+    grid.add_row(Text(clean(title), style="bold"), Text(clean(folder.name), style="dim"))
+    return Group(grid, Text(batch, style="dim")) if batch else grid
+
+
+def _progress(state: RunState) -> RenderableType:
+    style = _STYLES.get(state.status.get("state", ""), "bold cyan")
+    words = Text.assemble("● ", clean(state.words), style=style, no_wrap=True, overflow="ellipsis")
+    figures = Text(" · ".join(_figures(state, _now(state))), no_wrap=True, overflow="ellipsis")
+    total = state.total_steps
+    if state.over or not total:
+        return Group(words, figures)
+    grid = _grid(0, 1)
+    grid.add_row(words, ProgressBar(total=total, completed=min(state.step, total), complete_style="cyan", finished_style="green"))
+    return Group(grid, figures)
+
+
+def _figures(state: RunState, speed: float | None) -> list[str]:
+    total, left, loss, accuracy = state.total_steps, state.seconds_left, state.loss_at(), state.metric("accuracy")
+    figures = []
+    if total or state.step:
+        figures.append(f"step {state.step}/{total}" if total else f"step {state.step}")
+    if left is not None and not state.over:
+        figures.append(f"{int(left) // 60}:{int(left) % 60:02d} left")
+    if state.over and state.status.get("started") and state.status.get("ended"):
+        figures.append(f"{state.status['ended'] - state.status['started']:.1f} s in all")
+    if speed:
+        figures.append(f"{speed:,.0f} samples/s")
+    if loss is not None:
+        figures.append(f"loss {loss:.4f}")
+    if isinstance(accuracy, (int, float)):
+        figures.append(f"accuracy {accuracy:.1%}")
+    return figures
+
+
+def _now(state: RunState) -> float | None:
+    return state.throughput() if state.over else state.throughput(recent=_RECENT)
+
+
+def _table(state: RunState, rows: int) -> RenderableType:
+    table = Table(box=None, padding=(0, 1, 0, 0), expand=True)
+    for name in ("rank", "device"):
+        table.add_column(name, no_wrap=True)
+    for name, least in (("step", 6), ("loss", 7), ("samples/s", 9), ("ms/step", 7)):  # wide enough that nothing jumps
+        table.add_column(name, justify="right", no_wrap=True, min_width=least)
+    table.add_column("phases", ratio=1, min_width=_BAR[0])
+    table.add_column("memory / peak", justify="right", no_wrap=True, min_width=16)
+    table.add_column("exit", justify="right", no_wrap=True)
+    for number in range(min(rows, state.world_size)):
+        table.add_row(*_row(state, number))
+    hidden = state.world_size - rows
+    return Group(table, Text(f"… and {hidden} more ranks", style="dim")) if hidden > 0 else table
+
+
+def _row(state: RunState, number: int) -> list[RenderableType]:
+    rank = state.ranks.get(number) or RankState(number)
+    steps, code = rank.steps, state.exit_code(number)
+    seconds, samples = _mean(steps.seconds), _mean(steps.samples)
+    memory = [steps.memory[name][-1] if len(steps) else math.nan for name in ("allocated", "peak")]
+    cells = (
+        clean(str(rank.device)) if rank.started else "–",
+        str(int(steps.step[-1])) if len(steps) else "–",
+        _number(steps.loss[-1] if len(steps) else None, ".4f"),
+        _number(samples / seconds if seconds else None, ",.0f"),
+        _number(seconds * 1000, ".1f"),
+        _Phases(rank),
+        sizes(*memory),
+        "" if code is None else str(code),
+    )
+    style = "bold red" if code else ""
+    texts = [Text(cell, style=style) if isinstance(cell, str) else cell for cell in cells]
+    return [Text(f"■ {number}", style=rank_colour(number)), *texts]
+
+
+class _Phases:
+    """A bar of the phases' shares of the newest steps, as wide as there is room."""
+
+    def __init__(self, rank: RankState):
+        means = {phase: _mean(column) for phase, column in rank.steps.phases.items()}
+        self._shares = {phase: seconds for phase, seconds in means.items() if seconds > 0}
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(_BAR[0], min(_BAR[1], options.max_width))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width, total = min(_BAR[1], options.max_width), sum(self._shares.values())
+        bar, done, at = Text(no_wrap=True), 0.0, 0
+        for phase, seconds in self._shares.items():
+            done += seconds
+            end = round(width * done / total)
+            bar.append(_GLYPHS[phase] * (end - at), style=PHASE_COLOURS[phase])
+            at = end
+        yield bar
+
+
+def _legend() -> Text:
+    legend = Text(justify="right", style="dim")
+    for phase in PHASES:
+        legend.append(f" {_GLYPHS[phase] * 2}", style=PHASE_COLOURS[phase])
+        legend.append(f" {phase} ")
+    return legend
+
+
+def _finding(finding: Finding, folder: RunFolder) -> RenderableType:
+    style = "bold red" if finding.kind == "wrong" else "yellow"
+    text = Text.assemble(
+        ("\n", ""), (clean(finding.title), style), (f"\n  {clean(finding.evidence)}", style), f"\n  {clean(finding.way_out)}"
+    )
+    log = folder.log_of(finding.ranks[0], "stderr") if finding.ranks else None
+    if log:
+        text.append(f"\n  {clean(str(log))}", style="dim")
+    return text
+
+
+def _tail(path: Path | None) -> list[str]:
+    """The last lines of a log, at most `_TAIL`; a progress bar's carriage returns leave what was written last."""
+    if path is None:
+        return []
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    lines = [clean(part.rstrip("\r").rsplit("\r", 1)[-1]).expandtabs(4) for part in text.split("\n")]
+    return [part for part in lines if part.strip()][-_TAIL:]
+
+
+def _grid(*ratios: int) -> Table:
+    grid = Table.grid(expand=True, padding=(0, 1, 0, 0))
+    for ratio in ratios:
+        grid.add_column(ratio=ratio or None, no_wrap=True, overflow="ellipsis")
+    return grid
+
+
+def _mean(column: array) -> float:
+    """The mean of the newest values that are known; NaN where none is. The first step, which warms up, counts only while it is alone."""
+    known = [value for value in column[max(1, len(column) - _RECENT) :] or column if not math.isnan(value)]
+    return sum(known) / len(known) if known else math.nan
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if not isinstance(value, (int, float)) or math.isnan(value) else format(value, form)
+
+
+def sizes(*counts: float) -> str:
+    """Bytes in words, in the unit of the largest: `4.8 / 8.6 MiB`; a dash for each NaN."""
+    largest = max((count for count in counts if not math.isnan(count)), default=0.0)
+    power = min(3, int(math.log(max(largest, 1), 1024)))
+    unit = ("B", "KiB", "MiB", "GiB")[power]
+    form = ".1f" if power else ".0f"
+    return " / ".join(_number(count / 1024**power, form) for count in counts) + (f" {unit}" if largest else "")

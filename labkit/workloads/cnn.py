@@ -1,0 +1,14 @@
+"""Three 5×5 convolutions for images of 28×28: 405,898 parameters. The model is a sequence of blocks."""
+
+from torch import nn
+
+
+def build_model() -> nn.Sequential:
+    """The model: images of (batch, 1, 28, 28) to logits of (batch, 10)."""
+    return nn.Sequential(
+        nn.Sequential(nn.Conv2d(1, 32, 5, padding=2), nn.MaxPool2d(2), nn.ReLU()),
+        nn.Sequential(nn.Conv2d(32, 64, 5, padding=2), nn.MaxPool2d(2), nn.ReLU()),
+        nn.Sequential(nn.Conv2d(64, 128, 5, padding=2), nn.MaxPool2d(2), nn.ReLU()),
+        nn.Sequential(nn.Flatten(), nn.Linear(128 * 3 * 3, 128), nn.ReLU()),
+        nn.Linear(128, 10),
+    )

@@ -1,0 +1,168 @@
+"""Scripts as they are written out: every strategy, workload, data set and precision of the tables."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+
+import pytest
+from ruff.__main__ import find_ruff_bin
+from weaving import PROTOTYPES
+
+from labkit.script import command, diff_scripts, write_script
+from labkit.spec import PRECISIONS, Spec, SpecError
+from labkit.strategies import STRATEGIES
+from labkit.workloads import WORKLOADS
+
+EVERY = [(strategy, workload, data) for strategy in STRATEGIES for workload, row in WORKLOADS.items() for data in row.data]
+
+
+@pytest.fixture
+def prototypes(monkeypatch):
+    """The prototypes as rows of the table, for one test."""
+    for name, row in PROTOTYPES.items():
+        monkeypatch.setitem(STRATEGIES, name, row)
+
+
+def spec(strategy: str, **asked) -> Spec:
+    ranks = STRATEGIES[strategy].default_nproc or 2
+    return Spec(strategy, **{"nproc": ranks} | asked)
+
+
+def ruff(*arguments: str, source: str) -> subprocess.CompletedProcess:
+    return subprocess.run([find_ruff_bin(), *arguments, "--isolated", "-"], input=source, capture_output=True, text=True)
+
+
+def constants(source: str) -> dict[str, object]:
+    found = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign):
+            try:
+                found[node.targets[0].id] = ast.literal_eval(node.value)
+            except ValueError:
+                continue
+    return found
+
+
+def functions(source: str) -> dict[str, str]:
+    return {node.name: ast.unparse(node) for node in ast.parse(source).body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+
+
+def changed(old: Spec, new: Spec) -> set[str]:
+    """The names of the functions and constants that differ between two scripts."""
+    before, after = ({**constants(text), **functions(text)} for text in (write_script(old), write_script(new)))
+    return {name for name in {*before, *after} if before.get(name) != after.get(name)}
+
+
+@pytest.mark.parametrize(("strategy", "workload", "data"), EVERY)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_script_is_whole_formatted_and_alone(strategy, workload, data, precision):
+    source = write_script(spec(strategy, workload=workload, data=data, precision=precision))
+    compile(source, "train.py", "exec")
+    for width in ("88", "140"):
+        assert ruff("format", "--check", "--line-length", width, source=source).returncode == 0, "ruff format would change it"
+    linted = ruff("check", "--select=E4,E7,E9,F,I", source=source)
+    assert linted.returncode == 0, linted.stdout
+    assert "labkit" not in source
+    assert source.endswith('if __name__ == "__main__":\n    main()\n')
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_cnn_fits_on_a_page(strategy, precision):
+    lines = write_script(spec(strategy, workload="cnn", precision=precision)).splitlines()
+    assert len(lines) <= 150
+    assert max(map(len, lines)) <= 92
+
+
+@pytest.mark.parametrize("strategy", PROTOTYPES)
+def test_prototypes_are_woven_by_the_same_machinery(prototypes, strategy):
+    source = write_script(spec(strategy))
+    compile(source, "train.py", "exec")
+    assert ruff("check", "--select=F,I", source=source).returncode == 0
+    assert "labkit" not in source
+
+
+@pytest.mark.parametrize(("strategy", "workload", "data"), EVERY)
+def test_settings_get_the_values_of_the_spec(strategy, workload, data):
+    asked = spec(strategy, workload=workload, data=data, batch_size=24, steps=77, samples=960, seed=5)
+    found = constants(write_script(asked))
+    assert found["BATCH_PER_RANK"] == 24
+    assert (found["MAX_STEPS"], found["EPOCHS"]) == (77, -(-77 // asked.steps_per_epoch))
+    assert (found["SAMPLES"], found["SEED"]) == (960, 5)
+    assert constants(write_script(spec(strategy, epochs=3)))["EPOCHS"] == 3
+
+
+@pytest.mark.parametrize(("strategy", "workload", "data"), EVERY)
+def test_every_option_is_in_the_script(strategy, workload, data):
+    plain = spec(strategy, workload=workload, data=data)
+    for option in (*STRATEGIES[strategy].options, *WORKLOADS[workload].options):
+        other = option.choices[-1] if option.choices else not option.default if isinstance(option.default, bool) else option.default + 1
+        asked = spec(strategy, workload=workload, data=data, options={option.name: other})
+        assert changed(plain, asked), f"the option {option.name} changes nothing"
+
+
+def test_options_become_constants():
+    assert constants(write_script(spec("ddp", options={"bucket_mb": 3})))["BUCKET_MB"] == 3
+    assert constants(write_script(spec("fsdp2", options={"reshard_after_forward": False})))["RESHARD_AFTER_FORWARD"] is False
+    gpt = constants(write_script(spec("ddp", workload="gpt", options={"size": "7B"})))
+    assert (gpt["LAYERS"], gpt["WIDTH"], gpt["HEADS"]) == (35, 4096, 32)
+    assert constants(write_script(spec("ddp", data="mnist", data_dir="/some where/it's")))["DATA_DIR"] == "/some where/it's"
+
+
+def test_batch_arithmetic_is_spelled_out():
+    weak, strong = spec("ddp", batch_size=128), spec("ddp", batch_size=128, scaling="strong")
+    assert "BATCH_PER_RANK = 128  # × 2 = 256 in all; 60,000 samples: 235 steps an epoch\n" in write_script(weak)
+    assert "BATCH_PER_RANK = 64  # × 2 = 128 in all; 60,000 samples: 469 steps an epoch\n" in write_script(strong)
+
+
+def test_comments_come_along():
+    source = write_script(spec("ddp"))
+    assert "# One index for a whole batch" in source
+    assert "SEED = 0  # of the initial weights" in source
+
+
+def test_only_what_is_used_is_written_out():
+    assert "SCALER" not in write_script(spec("ddp"))
+    assert "import os" in write_script(spec("ddp"))
+    assert "distributed as dist" not in write_script(spec("single"))
+    assert "torchvision" not in "".join(write_script(spec("ddp", workload=name)) for name in WORKLOADS)
+
+
+def test_strategies_differ_in_their_own_functions_alone():
+    own = {"setup", "load", "parallelize", "build_optimizer", "train_step", "evaluate", "cleanup"}
+    for strategy in STRATEGIES:
+        options = {option.name.upper() for option in STRATEGIES[strategy].options}
+        assert changed(spec("single"), spec(strategy)) <= own | options
+    assert changed(spec("ddp"), spec("fsdp2")) == {"parallelize", "BUCKET_MB", "RESHARD_AFTER_FORWARD"}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_precision_changes_the_step_alone(strategy):
+    assert changed(spec(strategy), spec(strategy, precision="bf16")) == {"train_step"}
+    assert changed(spec(strategy), spec(strategy, precision="fp16")) == {"train_step"}
+    assert "SCALER = torch.amp.GradScaler()" in write_script(spec(strategy, precision="fp16"))
+
+
+def test_diff_is_unified_and_empty_between_equals():
+    text = diff_scripts(spec("single"), spec("ddp"))
+    assert text.startswith("--- single-x1/train.py\n+++ ddp-x2/train.py\n@@")
+    assert "+    return DistributedDataParallel(model.to(device), bucket_cap_mb=BUCKET_MB)\n" in text
+    assert "-    return model.to(device)\n" in text
+    assert diff_scripts(spec("ddp"), spec("ddp")) == ""
+
+
+def test_command_is_what_the_docstring_says():
+    asked = spec("ddp", nproc=4)
+    assert command(asked) == "torchrun --standalone --nproc-per-node=4 train.py"
+    assert command(asked) in ast.get_docstring(ast.parse(write_script(asked)))
+    own = Spec(script="my dir/train.py", args=("--lr", "0.1", "a b"), nproc=2)
+    assert command(own) == "torchrun --standalone --nproc-per-node=2 'my dir/train.py' --lr 0.1 'a b'"
+
+
+def test_what_cannot_be_written_out_says_so():
+    with pytest.raises(SpecError, match="number of ranks is still open") as open_ranks:
+        write_script(Spec("ddp"))
+    assert open_ranks.value.field == "nproc"
+    with pytest.raises(SpecError, match=r"own\.py is a script of one's own"):
+        write_script(Spec(script="own.py"))

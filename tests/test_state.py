@@ -1,0 +1,292 @@
+"""The fold: what is known after which events, in which words, and with which figures."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from labkit.events import OWNERS, PHASES
+from labkit.spec import Spec
+from labkit.state import RunState
+
+
+def step(rank: int, number: int, t: float = 0.0, **fields) -> dict:
+    seconds = {"step": 0.5, "data": 0.1, "forward": 0.1, "backward": 0.2, "optimizer": 0.05, "other": 0.05}
+    memory = {"allocated": 100, "reserved": None, "peak": 150 + number}
+    given = {"loss": 1.0 / number, "samples": 8, "seconds": seconds, "memory": memory}
+    return {"kind": "step", "t": t or float(number), "rank": rank, "step": number} | given | fields
+
+
+def start(rank: int, t: float = 0.0, attempt: int = 0, **fields) -> dict:
+    return {"kind": "start", "t": t, "rank": rank, "pid": 100 + rank, "host": "here", "device": "cpu", "attempt": attempt} | fields
+
+
+def spec(**asked) -> dict:
+    asked = {"strategy": "ddp", "workload": "cnn", "nproc": 2, "steps": 10, "device": "cpu"} | asked
+    return {"kind": "spec", "spec": Spec(**asked).to_json()}
+
+
+def status(state: str, **fields) -> dict:
+    return {"kind": "status", "status": {"state": state} | fields}
+
+
+def error(rank: int, t: float, type: str = "ValueError", message: str = "bad sample") -> dict:
+    return {"kind": "error", "t": t, "rank": rank, "type": type, "message": message, "traceback": "Traceback …"}
+
+
+def fold(*events: dict) -> RunState:
+    state = RunState()
+    for event in events:
+        state.apply(event)
+    return state
+
+
+# ---- folding
+
+
+def test_steps_of_two_ranks_in_any_order():
+    state = fold(spec(), step(1, 1), step(0, 1), step(0, 2), step(1, 2, loss=None), step(0, 3))
+    assert state.step == 2  # the last that both have finished
+    assert len(state.ranks[0].steps) == 3 and len(state.ranks[1].steps) == 2
+    assert state.ranks[0].steps.phases["backward"][-1] == 0.2
+    assert math.isnan(state.ranks[1].steps.loss[-1])
+    assert state.loss_at(0) == 1.0 and state.loss_at(1) == 0.5  # of those that have one
+    assert state.loss_at(2) == pytest.approx(1 / 3) and state.loss_at(7) is None
+    assert state.ranks[0].peak_memory == 153
+    assert state.broken == 0
+
+
+def test_a_rank_that_has_not_spoken_holds_the_step_at_none():
+    assert fold(spec(), step(0, 1), step(0, 2)).step == 0
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"kind": "step", "t": 1.0, "rank": 0},
+        step(0, 1, step="many"),
+        step(0, 1, step=math.nan),
+        step(0, 1, step=math.inf),
+        step(0, 1, loss=10**400),
+        step(0, 1, seconds=[1, 2]),
+        step("zero", 1),
+        {"kind": "step", "t": 1.0, "step": 1},
+        {"kind": "memory", "t": 1.0, "rank": 0, "owners": 5},
+        {"kind": "memory", "t": 1.0, "rank": 0, "owners": {"parameters": math.nan}},
+        {"kind": "activity", "t": 1.0, "rank": 0},
+        {"kind": "device", "t": 1.0, "rank": 0},
+        {"kind": "system", "t": 1.0, "gpus": [3]},
+        {"kind": "spec", "spec": 3},
+    ],
+)
+def test_an_event_without_sense_is_counted_and_leaves_the_columns_whole(event):
+    state = fold(step(0, 1), event, step(0, 2))
+    assert state.broken == 1
+    steps = state.ranks[0].steps
+    columns = [steps.t, steps.step, steps.loss, steps.samples, steps.seconds, *steps.phases.values(), *steps.memory.values()]
+    assert {len(column) for column in columns} == {2}
+    state.summary()
+
+
+def test_unknown_kinds_and_fields_pass():
+    state = fold({"kind": "of another time", "t": 1.0}, step(0, 1, colour="red"), {"kind": "comm", "rank": 0, "t": 1.0})
+    assert state.broken == 0 and len(state.ranks[0].steps) == 1
+
+
+def test_a_spec_of_another_version_is_shown_and_not_reckoned_with():
+    state = fold({"kind": "spec", "spec": {"strategy": "of another time", "nproc": 2}})
+    assert state.spec["strategy"] == "of another time" and state.world_size == 2
+    assert state.total_steps is None and state.broken == 0
+
+
+def test_metrics_owners_device_and_system():
+    state = fold(
+        start(0),
+        {"kind": "device", "t": 1.0, "rank": 0, "device": "cuda:0", "device_name": "T4"},
+        {"kind": "metric", "t": 1.0, "rank": 0, "name": "accuracy", "value": 0.5, "step": 4},
+        {"kind": "metric", "t": 2.0, "rank": 0, "name": "accuracy", "value": 0.75, "step": 8},
+        {"kind": "memory", "t": 1.0, "rank": 0, "owners": {"parameters": 100, "gradients": 100}},
+        {"kind": "system", "t": 1.0, "cpu_percent": 50.0, "memory_used": 9, "gpus": [{"index": 0, "memory_used": 5, "memory_total": 16}]},
+        {"kind": "system", "t": 1.2, "cpu_percent": None, "ranks": {"0": {"cpu_percent": 90.0, "rss": 7}}},
+    )
+    assert (state.ranks[0].device, state.ranks[0].device_name) == ("cuda:0", "T4")
+    assert state.metric("accuracy") == 0.75 and state.metric("f1") is None
+    assert state.ranks[0].owners == {"parameters": 100, "gradients": 100}
+    assert list(state.system.gpus[0]["memory_used"]) == [5.0] and state.system.gpu_memory_total[0] == 16
+    assert list(state.system.ranks[0]["rss"]) == [7.0] and math.isnan(state.system.cpu_percent[1])
+
+
+# ---- words
+
+
+def test_the_words_of_a_good_run():
+    state = fold(spec())
+    said = [state.words]
+    for event in (
+        status("starting"),
+        status("running"),
+        start(0),
+        start(1),
+        {"kind": "activity", "t": 1.0, "rank": 0, "name": "training"},
+        {"kind": "activity", "t": 2.0, "rank": 0, "name": "evaluating"},
+        {"kind": "activity", "t": 2.0, "rank": 1, "name": "evaluating"},
+        {"kind": "activity", "t": 3.0, "rank": 1, "name": "training"},
+        status("stopping"),
+        status("finished"),
+    ):
+        state.apply(event)
+        said.append(state.words)
+    assert said == [
+        "ready",
+        *["starting ranks"] * 4,
+        "training",
+        "evaluating",
+        "evaluating",
+        "training",
+        "stopping",
+        "finished",
+    ]
+    assert state.over
+
+
+def test_the_words_of_a_failure():
+    assert fold(status("failed"), error(1, 5.0)).words == "failed (rank 1: ValueError: bad sample)"
+    assert fold(status("failed"), error(0, 5.0, message="")).words == "failed (rank 0: ValueError)"
+    assert fold(status("failed", message="torchrun did not start")).words == "failed (torchrun did not start)"
+
+
+# ---- what went wrong
+
+
+def test_the_first_error_is_the_cause_and_the_others_fell_with_it():
+    state = fold(spec(nproc=4), *(start(rank) for rank in range(4)), error(2, 5.0), error(1, 5.5, message="also bad"))
+    state.apply({"kind": "end", "t": 5.1, "rank": 2, "exit_code": 1})
+    failure = state.failure
+    assert (failure["rank"], failure["type"], failure["message"], failure["exit_code"]) == (2, "ValueError", "bad sample", 1)
+    assert failure["collateral"] == [1] and failure["traceback"]
+
+
+@pytest.mark.parametrize(
+    "complaint",
+    [
+        "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:14345",
+        "NCCL error: remote process exited or there was a network error",
+        "Broken pipe",
+        "failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?",
+    ],
+)
+def test_a_complaint_about_a_peer_never_outranks_the_peer(complaint):
+    state = fold(start(0), start(1), error(0, 4.0, "RuntimeError", complaint), error(1, 5.0))
+    assert state.failure["rank"] == 1 and state.failure["collateral"] == [0]
+
+
+def test_a_rank_that_died_by_a_signal_outranks_the_complaints():
+    state = fold(
+        start(0),
+        start(1),
+        error(0, 4.0, "RuntimeError", "Connection reset by peer"),
+        status("failed", failures={"1": {"exit_code": -9, "signal": "SIGKILL", "t": 6.0}, "0": {"exit_code": 1, "t": 6.0}}),
+    )
+    assert (state.failure["rank"], state.failure["type"], state.failure["exit_code"]) == (1, "SIGKILL", -9)
+    assert state.failure["collateral"] == [0]
+    assert state.words == "failed (rank 1: SIGKILL)"
+
+
+def test_a_rank_that_the_agent_ended_is_no_cause():
+    failures = {"0": {"exit_code": -15, "signal": "SIGTERM", "t": 1.0}, "1": {"exit_code": 3, "t": 2.0}}
+    state = fold(status("failed", failures=failures))
+    assert state.failure["rank"] == 1 and state.failure["type"] == "exit code 3"
+
+
+def test_a_complaint_alone_is_the_cause():
+    assert fold(error(0, 1.0, "RuntimeError", "Broken pipe")).failure["rank"] == 0
+    assert fold(start(0), step(0, 1)).failure is None
+
+
+# ---- attempts
+
+
+def test_a_new_attempt_forgets_the_error_and_counts_from_its_own_steps():
+    state = fold(spec(), *(start(rank) for rank in (0, 1)))
+    for number in (1, 2, 3):
+        state.apply(step(0, number))
+        state.apply(step(1, number))
+    state.apply(error(1, 4.0))
+    for rank in (0, 1):
+        state.apply(start(rank, t=10.0, attempt=1))
+    assert state.failure is None and state.step == 0 and state.ranks[0].attempts == {0: 0, 1: 3}
+    for rank in (0, 1):
+        state.apply(step(rank, 1, t=11.0))
+        state.apply(step(rank, 2, t=11.5))
+    assert state.step == 2
+    assert state.step_seconds_now == pytest.approx(0.5)  # not the ten seconds between the attempts
+    assert state.seconds_left == pytest.approx(8 * 0.5)
+
+
+# ---- figures
+
+
+def test_throughput_leaves_out_the_first_step_and_adds_the_ranks():
+    slow = {"step": 100.0}
+    state = fold(spec(), start(0), start(1))
+    for rank in (0, 1):
+        state.apply(step(rank, 1, seconds=slow))
+        for number in (2, 3, 4):
+            state.apply(step(rank, number))
+    assert state.throughput() == pytest.approx(2 * 8 / 0.5)
+    assert state.throughput(recent=2) == pytest.approx(2 * 8 / 0.5)
+    for rank in (0, 1):
+        state.apply(start(rank, attempt=1))
+        state.apply(step(rank, 1, seconds=slow))
+        state.apply(step(rank, 2))
+    assert state.throughput() == pytest.approx(2 * 8 / 0.5)  # the first step of the new attempt is left out as well
+
+
+def test_ranks_that_see_the_same_samples_count_them_once(monkeypatch):
+    state = fold(spec(), start(0), start(1), *(step(rank, number) for rank in (0, 1) for number in (1, 2, 3)))
+    assert state.replicas == 1
+    monkeypatch.setattr(Spec, "data_ranks", 1)
+    assert state.replicas == 2
+    assert state.throughput() == pytest.approx(8 / 0.5)
+
+
+def test_nothing_is_known_of_a_run_without_steps():
+    state = fold(spec())
+    assert state.throughput() is None and state.seconds_left is None and state.step == 0 and state.total_steps == 10
+
+
+def test_the_shape_of_the_summary():
+    state = fold(
+        spec(),
+        status("finished", started=0.0, ended=10.0, restarts=1),
+        *(start(rank) for rank in (0, 1)),
+        *(step(rank, number) for rank in (0, 1) for number in (1, 2, 3)),
+        {"kind": "memory", "t": 1.0, "rank": 0, "owners": dict.fromkeys(OWNERS, 4) | {"of another time": 1}},
+        {"kind": "metric", "t": 1.0, "rank": 0, "name": "accuracy", "value": 0.9, "step": 3},
+        {"kind": "end", "t": 9.0, "rank": 0, "exit_code": 0},
+    )
+    summary = state.summary("a-run")
+    expected = {"run": "a-run", "state": "finished", "strategy": "ddp", "workload": "cnn", "world_size": 2, "device": "cpu", "steps": 3}
+    assert summary.items() >= (expected | {"restarts": 1, "accuracy": 0.9, "failure": None, "broken_lines": 0, "findings": []}).items()
+    assert summary["seconds"] == {"total": 10.0, "to_first_step": 1.0}
+    assert summary["samples_per_second"] == 32.0 and summary["loss"] == pytest.approx(1 / 3, abs=1e-6)
+    first, second = summary["ranks"]
+    assert (first["rank"], first["exit_code"], first["peak_memory_bytes"]) == (0, 0, 153)
+    assert second["exit_code"] is None and second["memory_bytes"] == {}
+    assert set(first["memory_bytes"]) == set(OWNERS)
+    assert first["step_seconds_median"] == 0.5 and set(first["phase_seconds"]) == set(PHASES)
+    assert first["phase_seconds"]["backward"] == 0.2 and first["comm_bytes_per_step"] is None
+
+
+def test_a_summary_of_nothing_has_the_same_shape():
+    empty, full = RunState().summary(), fold(spec(), start(0), start(1), step(0, 1), step(1, 1)).summary()
+    assert empty.keys() == full.keys() and empty["ranks"][0].keys() == full["ranks"][0].keys()
+    assert empty["state"] == "ready" and empty["loss"] is None and empty["samples_per_second"] is None
+
+
+def test_a_failed_run_has_its_finding():
+    summary = fold(spec(), status("failed"), start(0), start(1), error(1, 2.0)).summary()
+    (finding,) = summary["findings"]
+    assert finding["name"] == "first_failure" and finding["ranks"][0] == 1
+    assert summary["failure"]["rank"] == 1 and summary["ranks"][1]["exit_code"] == 1

@@ -1,0 +1,156 @@
+"""Training for real: scripts as they were written out, run outside of the lab, against one process with the same global batch and seed."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from weaving import PROTOTYPES, TORCHRUN, record, run_alone
+
+from labkit.script import write_script
+from labkit.spec import Spec
+from labkit.strategies import STRATEGIES, base, ddp
+from labkit.workloads import WORKLOADS
+
+BATCH = 48  # of all ranks together
+EQUAL = {"ddp": 2, "fsdp2": 2, "dp": 1, "pp": 2}  # strategy: ranks that it is compared with one process on
+PLAIN = {"gpt": ("ddp", "fp32"), "mlp": ("fsdp2", "bf16"), "cnn": None}  # workload: how it is run as a person would; cnn is compared
+
+
+def asked(strategy: str, ranks: int) -> Spec:
+    # 110 samples: the third step is a smaller one. A pipeline takes whole batches only: its third is the first of the next epoch.
+    return Spec(strategy, nproc=ranks, batch_size=BATCH, scaling="strong", steps=2 if strategy == "pp" else 4, samples=110, seed=3)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> dict:
+    """What one process gives."""
+    return record(asked("single", 1), tmp_path_factory.mktemp("alone") / "run")[0]
+
+
+def test_every_strategy_and_workload_is_run_for_real():
+    assert {"single", *EQUAL} == {*STRATEGIES, *PROTOTYPES}
+    assert set(PLAIN) == set(WORKLOADS)
+
+
+@pytest.mark.parametrize("strategy", EQUAL)
+def test_losses_are_those_of_one_process(alone, strategy, tmp_path, monkeypatch):
+    for name, row in PROTOTYPES.items():
+        monkeypatch.setitem(STRATEGIES, name, row)
+    ranks = record(asked(strategy, EQUAL[strategy]), tmp_path / "run")
+    steps = list(zip(*(rank["losses"] for rank in ranks)))
+    # Each rank's loss is the mean over its own share of the batch; where only the last stage has one, it is the whole batch's.
+    means = [sum(known) / len(known) for known in ([loss for loss in step if loss is not None] for step in steps)]
+    assert means == pytest.approx(alone["losses"][: len(means)], rel=1e-5)
+    if strategy != "pp":
+        assert ranks[0]["evaluations"] == [pytest.approx(result, rel=1e-4) for result in alone["evaluations"]]
+    assert all(rank["evaluations"] == ranks[0]["evaluations"] for rank in ranks), "every rank knows the result"
+    for _, accuracy in ranks[0]["evaluations"]:
+        assert accuracy * 360 == pytest.approx(round(accuracy * 360), abs=1e-3), "each of the 360 counts once"
+
+
+def test_one_process_trains_over_epochs_and_stops_at_the_step_asked_for(alone):
+    assert len(alone["losses"]) == 4  # three steps of the first epoch, one of the second
+    assert len(alone["evaluations"]) == 2
+    assert all(math.isfinite(loss) for loss in alone["losses"])
+
+
+@pytest.mark.parametrize("workload", [name for name, how in PLAIN.items() if how])
+def test_script_runs_as_a_person_would_run_it(workload, tmp_path):
+    strategy, precision = PLAIN[workload]
+    spec = Spec(strategy, workload, nproc=2, batch_size=16, epochs=1, samples=640, precision=precision)
+    (tmp_path / "train.py").write_text(write_script(spec), encoding="utf-8")
+    lines = run_alone([*TORCHRUN, "--nproc-per-node=2", "train.py"], tmp_path).splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["step 20", "epoch 1"]
+    assert "% right, test loss " in lines[-1]
+
+
+def test_fp16_step_runs_where_there_is_no_gpu_to_scale_for(tmp_path):
+    spec = Spec("single", "mlp", batch_size=16, steps=2, samples=64, precision="fp16")
+    (tmp_path / "train.py").write_text(write_script(spec), encoding="utf-8")
+    assert "epoch 1" in run_alone([sys.executable, "train.py"], tmp_path)
+
+
+def test_process_group_is_left_when_training_raises(tmp_path):
+    source = write_script(Spec("ddp", nproc=1, samples=64)).replace(
+        "    steps = islice", "    raise KeyError('on purpose')\n        steps = islice"
+    )
+    source += "    print('not reached')\n"
+    source = source.replace(
+        "    dist.destroy_process_group()", "    dist.destroy_process_group()\n    print('left', dist.is_initialized())"
+    )
+    (tmp_path / "train.py").write_text(source, encoding="utf-8")
+    launcher = [*TORCHRUN, "--nproc-per-node=1", "train.py"]
+    done = subprocess.run(launcher, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stdout == "left False\n"
+    assert "KeyError: 'on purpose'" in done.stderr
+
+
+# ---- the functions, as they stand
+
+
+class Counted(nn.Module):
+    """A model that gives the class that the input names, and counts its forward passes and samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.passes, self.largest, self.seen = 0, 0, []
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        self.largest = max(self.largest, len(inputs))
+        self.seen += inputs[:, 0].long().tolist()
+        return nn.functional.one_hot(inputs[:, 1].long(), 10).float()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("samples", [5, 360, 1000, 257])
+@pytest.mark.parametrize("batch", [1, 128])
+def test_evaluation_sees_each_sample_once_in_as_many_passes_on_each_rank(monkeypatch, ranks, samples, batch):
+    numbers = torch.arange(samples)
+    inputs, targets = torch.stack([numbers, numbers % 10], dim=1).float(), numbers * 7 % 10
+    dataset, cpu = TensorDataset(inputs, targets), torch.device("cpu")
+    monkeypatch.setattr(ddp, "BATCH_PER_RANK", batch)
+    models, total = [Counted() for _ in range(ranks)], torch.zeros(2)
+    monkeypatch.setattr(ddp.dist, "get_world_size", lambda: ranks)
+    for rank, model in enumerate(models):
+        monkeypatch.setattr(ddp.dist, "get_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(ddp.dist, "all_reduce", total.__iadd__)
+        ddp.evaluate(model, dataset, cpu)
+    assert len({model.passes for model in models}) == 1, "a rank that made a pass more would wait for ever"
+    assert sorted(sum((model.seen for model in models), [])) == numbers.tolist()
+    assert max(model.largest for model in models) <= batch
+    expected = base.evaluate(Counted(), dataset, cpu)
+    assert (total / samples).tolist() == pytest.approx(expected, rel=1e-5)
+    assert total[1] == (numbers % 10 == targets).sum()
+
+
+def test_an_empty_share_goes_through_every_model():
+    from labkit.workloads import cnn, gpt, mlp
+
+    assert cnn.build_model()(torch.zeros(0, 1, 28, 28)).shape == (0, 10)
+    assert mlp.build_model()(torch.zeros(0, 1, 28, 28)).shape == (0, 10)
+    assert gpt.build_model()(torch.zeros(0, 128, dtype=torch.long)).shape == (0, 128, 256)
+
+
+def test_ranks_share_the_batch_that_one_process_has(monkeypatch):
+    dataset = TensorDataset(torch.arange(100))
+    monkeypatch.setattr(base, "BATCH_PER_RANK", 8)
+    monkeypatch.setattr(ddp, "BATCH_PER_RANK", 4)
+    monkeypatch.setattr("torch.distributed.is_available", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    batches = []
+    for rank in range(2):
+        monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
+        sampler, loader = ddp.load(dataset)
+        sampler.set_epoch(2)
+        batches.append([batch.tolist() for (batch,) in loader])
+    sampler, loader = base.load(dataset)
+    sampler.set_epoch(2)
+    assert [sorted(one + two) for one, two in zip(*batches)] == [sorted(batch.tolist()) for (batch,) in loader]

@@ -1,0 +1,78 @@
+"""What the tests of scripts share: prototypes as rows of the table, and runs of scripts outside of the lab."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from labkit.options import Option
+from labkit.script import write_script
+from labkit.spec import Spec
+from labkit.strategies import Strategy
+
+RECORDER = Path(__file__).with_name("recorder.py")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+
+
+@dataclass(frozen=True)
+class Prototype(Strategy):
+    """A row whose module stands beside the tests."""
+
+    @property
+    def module(self) -> str:
+        return f"prototypes.{self.name}"
+
+
+PROTOTYPES = {
+    row.name: row
+    for row in (
+        Prototype(
+            name="dp",
+            title="DP",
+            splits="The batch: each device gets a copy of the model at every step.",
+            sends="Parameters out and gradients back, at every step, through the first device.",
+            data_ranks=lambda spec: spec.options["devices"],
+            limit=lambda spec: None,
+            default_nproc=1,
+            options=(Option("devices", 2, "devices of the one process", minimum=1),),
+        ),
+        Prototype(
+            name="pp",
+            title="PP",
+            splits="The layers: each rank holds some of the blocks.",
+            sends="Activations to the next rank, their gradients back.",
+            data_ranks=lambda spec: 1,
+            limit=lambda spec: None,
+            options=(Option("micro_batches", 4, "parts of a batch that are in the pipe together", minimum=1),),
+        ),
+    )
+}
+
+
+def run_alone(argv: list[str], folder: Path, seconds: float = 120) -> str:
+    """Runs a command in `folder`, where no labkit can be imported, one thread a process; its stdout, or the failure of the test."""
+    settings = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        argv,
+        cwd=folder,
+        env=settings | {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def record(spec: Spec, folder: Path) -> list[dict]:
+    """What each rank's steps and evaluations gave: `losses` and `evaluations`, by rank."""
+    folder.mkdir()
+    script = folder / "train.py"
+    script.write_text(write_script(spec), encoding="utf-8")
+    launcher = [sys.executable] if spec.nproc == 1 else [*TORCHRUN, f"--nproc-per-node={spec.nproc}"]
+    run_alone([*launcher, str(RECORDER), "train.py", "."], folder)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(spec.nproc)]
