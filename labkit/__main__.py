@@ -25,7 +25,7 @@ def main(argv=None):
     except bootstrap.SetupError as error:
         return cli.refuse(str(error), json=args.json, code=1)
     except KeyboardInterrupt:
-        return cli.refuse("stopped; the next start makes the environment from where it can", json=args.json, code=130)
+        return cli.refuse("stopped; the next start makes the environment anew", json=args.json, code=130)
     return cli.act(args)
 
 

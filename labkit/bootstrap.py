@@ -33,6 +33,7 @@ VENV_PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 HELD = VENV / "held.txt"
 _TORCH = ("torch==", "torchvision==")
 _TAIL = 15  # of pip's last lines, shown where it fails
+_TELLING = ("Collecting", "Downloading", "Using cached", "Preparing", "Building", "Installing")  # lines of pip that say what it is at
 
 
 class SetupError(Exception):
@@ -141,7 +142,7 @@ def _make(extras: Sequence[str]) -> None:
             _create()
             before = {}
         extras = sorted({"torch", "lab", *before.get("extras", ()), *extras})
-        progress.step("installing torch, JupyterLab and the lab (once; minutes on a slow line)")
+        progress.step("installing torch, JupyterLab and the lab")
         _write_state(place=str(VENV), building=True)
         try:
             _install(_pip_for_venv(), ["-c", str(_versions()), "-e", f"{CLONE}[{','.join(extras)}]"], progress, lock)
@@ -257,7 +258,8 @@ def _install(pip: Sequence[str], arguments: Sequence[str], progress: Progress, l
         try:
             for line in process.stdout:
                 last.append(line.rstrip())
-                progress.detail(line.strip())
+                if line.lstrip().startswith(_TELLING):
+                    progress.detail(line.strip().partition(":")[0])  # without the list of all that is installed
         except BaseException:
             process.terminate()
             raise

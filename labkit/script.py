@@ -245,25 +245,28 @@ class _Weave:
     def constants(self, values: Mapping[str, Any], notes: Mapping[str, str]) -> str:
         """The settings, those of the base first, each with its value and the comment on it."""
         lines = []
-        for one in sorted((one for one in self.found.values() if one.value), key=self._place):
+        for one in self._in_order(constants=True):
             text = one.set_to(values[one.name]) if one.name in values else one.text
             lines.append(f"{text}  # {notes[one.name]}" if one.name in notes else text)
         return "\n".join(lines)
 
     def program(self) -> list[str]:
-        """Data, model, then functions in the order of the base; helpers that the base does not know stand before what needs them."""
-        texts: dict[str, str] = {}
+        """Data, model, then the functions in the order of the base, with a strategy's own helpers before what needs them."""
+        return [one.text for one in self._in_order(constants=False)]
 
-        def write(one: _Definition) -> None:
+    def _in_order(self, constants: bool) -> list[_Definition]:
+        waiting = {one.name: one for one in sorted(self.found.values(), key=self._place) if bool(one.value) == constants}
+        ordered = []
+
+        def take(one: _Definition) -> None:
             for used in one.uses:
-                if used in self.found and used not in texts and self._is_helper(self.found[used]):
-                    write(self.found[used])
-            texts.setdefault(one.name, one.text)
+                if used in waiting:
+                    take(waiting.pop(used))
+            ordered.append(one)
 
-        for one in sorted(self.found.values(), key=self._place):
-            if not one.value and not self._is_helper(one):
-                write(one)
-        return list(texts.values())
+        while waiting:
+            take(waiting.pop(next(iter(waiting))))
+        return ordered
 
     def _place(self, one: _Definition) -> tuple[int, int]:
         """Where a reader meets a definition: settings, data, model, program, the strategy's own."""
@@ -271,9 +274,6 @@ class _Weave:
         if one.name in base.definitions:
             return (0 if one.value else 3, base.definitions[one.name].line)
         return ({data.module: 1, workload.module: 2}.get(one.home, 4), one.line)
-
-    def _is_helper(self, one: _Definition) -> bool:
-        return not one.value and self._place(one)[0] == 4
 
 
 def _standard(module: str) -> bool:

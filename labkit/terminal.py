@@ -147,7 +147,10 @@ def _progress(state: RunState) -> RenderableType:
     if state.over or not total:
         return Group(words, figures)
     grid = _grid(0, 1)
-    grid.add_row(words, ProgressBar(total=total, completed=min(state.step, total), complete_style="cyan", finished_style="green"))
+    waits = not state.step  # a bar that moves, while there is nothing yet to measure by
+    grid.add_row(
+        words, ProgressBar(total=total, completed=min(state.step, total), pulse=waits, complete_style="cyan", finished_style="green")
+    )
     return Group(grid, figures)
 
 
@@ -244,7 +247,8 @@ def _finding(finding: Finding, folder: RunFolder) -> RenderableType:
     )
     log = folder.log_of(finding.ranks[0], "stderr") if finding.ranks else None
     if log:
-        text.append(f"\n  {clean(str(log))}", style="dim")
+        path = log.relative_to(Path.cwd()) if log.is_relative_to(Path.cwd()) else log
+        text.append(f"\n  {clean(str(path))}", style="dim")
     return text
 
 

@@ -96,7 +96,8 @@ show(two)
 two.wait()
 for each in (one, two):
     figures = each.summary()
-    print(f"{figures['strategy']:6}  {figures['world_size']} rank(s)  {figures['samples_per_second'] or 0:6,.0f} samples/s  {figures['state']}")
+    speed = figures["samples_per_second"] or 0
+    print(f"{figures['strategy']:6}  {figures['world_size']} rank(s)  {speed:6,.0f} samples/s  {figures['state']}")
 
 # %% [markdown]
 # <details><summary>Was it twice as many?</summary>
@@ -140,4 +141,5 @@ Lab(strategy="ddp", steps=60)
 # 2. Take more CPU ranks than this machine has cores. Which phase grows?
 # 3. Choose **FSDP2**: every rank keeps only a part of the model. Which line of the memory chart falls?
 #
-# The same from a terminal: `python3 -m labkit run ddp --nproc 2`. Every run stays in its own folder under `runs/`; `show("last")` brings the newest one back.
+# The same from a terminal: `python3 -m labkit run ddp --nproc 2`. Every run stays in its own folder under `runs/`, and
+# `show("last")` brings the newest one back.

@@ -18,7 +18,7 @@ from labkit.launch import local, report
 from labkit.launch.folder import RunFolder, runs_root
 from labkit.launch.follow import Follower
 from labkit.launch.logs import LogTail, search
-from labkit.launch.processes import identity, living
+from labkit.launch.processes import identity, is_same, living
 from labkit.launch.status import current, supervisor_of
 from labkit.spec import Spec
 
@@ -141,19 +141,20 @@ def test_a_zombie_a_stranger_and_another_host_are_told_apart(folder):
     process = subprocess.Popen([sys.executable, "-c", ""])
     who = identity(process.pid)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    assert living(who) is None, "a process that is only waiting to be reaped is not living"
+    assert living(who["pid"]) is None, "a process that is only waiting to be reaped is not living"
     process.wait()
     mine = psutil.Process()
-    assert living({"pid": mine.pid, "create_time": mine.create_time() - 60}) is None
+    assert is_same(mine, identity()) and not is_same(mine, identity() | {"create_time": mine.create_time() - 60})
     _status(folder, mine, supervisor=identity() | {"host": "elsewhere"})
     assert current(folder)["state"] == "running"
+    _status(folder, mine, supervisor=identity() | {"host": socket.gethostname(), "create_time": 0.0})
+    assert current(folder)["state"] == "failed"
 
 
 def test_another_runs_supervisor_is_not_this_ones(folder):
     other = RunFolder.create("other-x2")
-    process = subprocess.Popen(
-        [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=os.environ | {"LABKIT_RUN_DIR": str(other.path)}
-    )
+    command = [sys.executable, "-c", "input()", "labkit.launch.supervisor"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=os.environ | {"LABKIT_RUN_DIR": str(other.path)})
     try:
         _status(folder, process)
         assert supervisor_of(folder, RunFolder.read_json(folder.status)) is None

@@ -166,3 +166,16 @@ def test_what_cannot_be_written_out_says_so():
     assert open_ranks.value.field == "nproc"
     with pytest.raises(SpecError, match=r"own\.py is a script of one's own"):
         write_script(Spec(script="own.py"))
+
+
+def test_two_meanings_of_one_name_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "clash.py").write_text("import json as count\n\n\ndef cleanup():\n    count.dumps(1)\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    class Clash(type(STRATEGIES["single"])):
+        module = "clash"
+
+    row = STRATEGIES["single"]
+    monkeypatch.setitem(STRATEGIES, "single", Clash(**{name: getattr(row, name) for name in row.__dataclass_fields__}))
+    with pytest.raises(ValueError, match="imports count as"):
+        write_script(spec("single"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from itertools import chain
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from weaving import PROTOTYPES, TORCHRUN, record, run_alone
 from labkit.script import write_script
 from labkit.spec import Spec
 from labkit.strategies import STRATEGIES, base, ddp
-from labkit.workloads import WORKLOADS
+from labkit.workloads import WORKLOADS, cnn, gpt, mlp
 
 BATCH = 48  # of all ranks together
 EQUAL = {"ddp": 2, "fsdp2": 2, "dp": 1, "pp": 2}  # strategy: ranks that it is compared with one process on
@@ -63,7 +64,7 @@ def test_one_process_trains_over_epochs_and_stops_at_the_step_asked_for(alone):
 @pytest.mark.parametrize("workload", [name for name, how in PLAIN.items() if how])
 def test_script_runs_as_a_person_would_run_it(workload, tmp_path):
     strategy, precision = PLAIN[workload]
-    spec = Spec(strategy, workload, nproc=2, batch_size=16, epochs=1, samples=640, precision=precision)
+    spec = Spec(strategy, workload, nproc=2, batch_size=8, epochs=1, samples=320, precision=precision)
     (tmp_path / "train.py").write_text(write_script(spec), encoding="utf-8")
     lines = run_alone([*TORCHRUN, "--nproc-per-node=2", "train.py"], tmp_path).splitlines()
     assert [line.partition(":")[0] for line in lines] == ["step 20", "epoch 1"]
@@ -77,16 +78,12 @@ def test_fp16_step_runs_where_there_is_no_gpu_to_scale_for(tmp_path):
 
 
 def test_process_group_is_left_when_training_raises(tmp_path):
-    source = write_script(Spec("ddp", nproc=1, samples=64)).replace(
-        "    steps = islice", "    raise KeyError('on purpose')\n        steps = islice"
-    )
-    source += "    print('not reached')\n"
-    source = source.replace(
-        "    dist.destroy_process_group()", "    dist.destroy_process_group()\n    print('left', dist.is_initialized())"
-    )
+    source = write_script(Spec("ddp", "mlp", nproc=1, samples=64))
+    source = source.replace("steps = islice(count(1), MAX_STEPS)", "raise KeyError('on purpose')")
+    leaves = "    dist.destroy_process_group()\n"
+    source = source.replace(leaves, leaves + "    print('left', dist.is_initialized())\n")
     (tmp_path / "train.py").write_text(source, encoding="utf-8")
-    launcher = [*TORCHRUN, "--nproc-per-node=1", "train.py"]
-    done = subprocess.run(launcher, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*TORCHRUN, "--nproc-per-node=1", "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert done.stdout == "left False\n"
     assert "KeyError: 'on purpose'" in done.stderr
@@ -124,7 +121,7 @@ def test_evaluation_sees_each_sample_once_in_as_many_passes_on_each_rank(monkeyp
         monkeypatch.setattr(ddp.dist, "all_reduce", total.__iadd__)
         ddp.evaluate(model, dataset, cpu)
     assert len({model.passes for model in models}) == 1, "a rank that made a pass more would wait for ever"
-    assert sorted(sum((model.seen for model in models), [])) == numbers.tolist()
+    assert sorted(chain.from_iterable(model.seen for model in models)) == numbers.tolist()
     assert max(model.largest for model in models) <= batch
     expected = base.evaluate(Counted(), dataset, cpu)
     assert (total / samples).tolist() == pytest.approx(expected, rel=1e-5)
@@ -132,8 +129,6 @@ def test_evaluation_sees_each_sample_once_in_as_many_passes_on_each_rank(monkeyp
 
 
 def test_an_empty_share_goes_through_every_model():
-    from labkit.workloads import cnn, gpt, mlp
-
     assert cnn.build_model()(torch.zeros(0, 1, 28, 28)).shape == (0, 10)
     assert mlp.build_model()(torch.zeros(0, 1, 28, 28)).shape == (0, 10)
     assert gpt.build_model()(torch.zeros(0, 128, dtype=torch.long)).shape == (0, 128, 256)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import struct
+import subprocess
 import sys
 
 import pytest
 import torch
+from sklearn.datasets import load_digits
 from torch.utils.data import TensorDataset
 
 from labkit.workloads import DATA, GPT_SIZES, MNIST_FILES, WORKLOADS, cnn, digits, gpt, gpt_parameters, mlp, text
@@ -96,9 +98,7 @@ def test_digits_are_the_same_each_time_and_as_many_as_asked(drawn, monkeypatch):
 
 
 def test_digits_begin_with_the_real_ones_and_the_test_ones_stay_out(drawn):
-    (images, labels), (test_images, test_labels) = (dataset.tensors for dataset in drawn)
-    from sklearn.datasets import load_digits
-
+    (images, labels), (_, test_labels) = (dataset.tensors for dataset in drawn)
     pixels, classes = load_digits(return_X_y=True)
     assert labels[:1437].tolist() == classes[:1437].tolist()
     assert test_labels.tolist() == classes[1437:].tolist()
@@ -147,7 +147,6 @@ def write_mnist(folder, train: int, test: int) -> None:
 
 @pytest.fixture
 def mnist(tmp_path, monkeypatch):
-    pytest.importorskip("torch.library")
     # A torchvision that was built for CUDA does not load beside torch for the CPU unless its operators are known.
     library = torch.library.Library("torchvision", "FRAGMENT")
     for schema in ("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor", "qnms(Tensor d, Tensor s, float t) -> Tensor"):
@@ -197,6 +196,4 @@ def test_mnist_is_downloaded_by_one_process_while_the_others_wait(mnist, monkeyp
 
 def test_no_default_imports_torchvision():
     code = "import sys, labkit.workloads.digits, labkit.workloads.text, labkit.strategies.base; print('torchvision' in sys.modules)"
-    import subprocess
-
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -164,7 +164,8 @@ def ceiling(value: float, rounds: Sequence[float] = _ENDS) -> float:
     if value <= 0 or not math.isfinite(value):
         return 0.0
     power = 10.0 ** math.floor(math.log10(value))
-    return next((step * power for step in rounds if step * power >= value * (1 - 1e-9)), 10 * power)
+    step = next((step for step in rounds if step * power >= value * (1 - 1e-9)), 10.0)
+    return float(f"{step * power:.3g}")
 
 
 def ticks(low: float, high: float, about: int = 4) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from array import array
+from functools import partial
 
 from labkit.events import PHASES
 from labkit.figures import colours
@@ -83,53 +84,35 @@ def _rates(rank: RankState, start: int, first: int, last: int) -> list[float]:
 def memory(state: RunState) -> Chart:
     """Each rank's memory over time: allocated at the end of each step, the step's peak, and on CUDA what the whole device has in use."""
     ranks = _ranks(state)
-    zero = _zero(state)
-    on_cuda = any(rank.device.startswith("cuda") for rank in ranks)
-    device = _device_lines(state, ranks, zero) if on_cuda else []
-    unit, word = _memory_unit(ranks, device)
+    unit, word = _memory_unit(state)
+    line = partial(Line, x_zero=_zero(state), y_unit=unit)
     lines = []
     for rank in ranks:
-        colour = colours.rank_colour(rank.rank)
-        for name, dash in (("allocated", "solid"), ("peak", "dot")):
-            lines.append(
-                Line(
-                    f"rank{rank.rank}-{name}",
-                    f"rank {rank.rank}" if name == "allocated" else f"rank {rank.rank} peak",
-                    rank.steps.t,
-                    rank.steps.memory[name],
-                    colour=colour,
-                    dash=dash,
-                    keep="extremes" if name == "peak" else "last",
-                    x_zero=zero,
-                    y_unit=unit,
-                    in_legend=name == "allocated",
-                )
-            )
-    lines += [Line(*line, dash="dash", width=1.2, x_zero=zero, y_unit=unit, in_legend=False, colour=colour) for *line, colour in device]
-    note = "line: allocated · dots: peak" + (" · dashes: whole device" if device else "")
+        key, t, sizes, colour = f"rank{rank.rank}", rank.steps.t, rank.steps.memory, colours.rank_colour(rank.rank)
+        lines.append(line(f"{key}-now", f"rank {rank.rank}", t, sizes["allocated"], colour=colour))
+        peak = f"rank {rank.rank} peak"
+        lines.append(line(f"{key}-peak", peak, t, sizes["peak"], colour=colour, dash="dot", keep="extremes", in_legend=False))
+        device = _device(state, rank)
+        if device:
+            name = f"device of rank {rank.rank}"
+            lines.append(line(f"{key}-device", name, device["t"], device["memory_used"], colour=colour, dash="dash", in_legend=False))
+    on_cuda = any(rank.device.startswith("cuda") for rank in ranks)
     title = "Memory per GPU" if on_cuda else "Memory: bytes of live tensors (CPU rank)"
-    return Chart("memory", title, Axis("seconds since the start", least=10.0), Axis(word, least=1.0), tuple(lines), note=note)
+    note = "dots: peak, dashes: whole device" if on_cuda else "dots: peak"
+    return Chart("memory", title, Axis("seconds since the start", least=10.0), Axis(word), tuple(lines), note=note)
 
 
-def _device_lines(state: RunState, ranks: list[RankState], zero: float) -> list[tuple]:
-    """Key, name, times, bytes and colour of each rank's device, where it was sampled from outside."""
-    sampled = [columns for _, columns in sorted(state.system.gpus.items())]
-    found = []
-    for rank in ranks:
-        number = rank.device.removeprefix("cuda:")
-        if number.isdigit() and int(number) < len(sampled):
-            columns = sampled[int(number)]
-            found.append(
-                (f"device{number}", f"device of rank {rank.rank}", columns["t"], columns["memory_used"], colours.rank_colour(rank.rank))
-            )
-    return found
+def _device(state: RunState, rank: RankState) -> dict[str, array] | None:
+    """The samples, taken from outside, of the GPU that a rank trains on; None where there are none."""
+    number = rank.device.removeprefix("cuda:")
+    return state.system.gpus.get(int(number)) if number.isdigit() else None
 
 
-def _memory_unit(ranks: list[RankState], device: list[tuple]) -> tuple[float, str]:
+def _memory_unit(state: RunState) -> tuple[float, str]:
     """GiB where the newest figures need it, else MiB."""
-    newest = [column[-1] for rank in ranks for column in rank.steps.memory.values() if len(column)]
-    newest += [column[-1] for _, _, _, column, _ in device if len(column)]
-    largest = max((value for value in newest if math.isfinite(value)), default=0.0)
+    columns = [column for rank in state.ranks.values() for column in rank.steps.memory.values()]
+    columns += [gpu["memory_used"] for gpu in state.system.gpus.values()]
+    largest = max((column[-1] for column in columns if len(column) and math.isfinite(column[-1])), default=0.0)
     return (_GIB, "GiB") if largest >= _GIB else (_MIB, "MiB")
 
 

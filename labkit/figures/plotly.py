@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from labkit.figures import colours
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects
 
 FONT = "system-ui, sans-serif"
-_DIGITS = 6  # significant ones: a pixel is far wider, and every digit goes to the browser
+_DIGITS = 6  # significant ones: a pixel is far wider, and every letter goes to the browser
 
 
 def parts(drawn: Drawn) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -24,7 +25,7 @@ def parts(drawn: Drawn) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         "yaxis": axis(drawn, "y"),
         "barmode": "stack",
         "bargap": 0.35,
-        "margin": {"l": 58, "r": 88 if _has_legend(drawn) else 16, "t": 30, "b": 36},
+        "margin": {"l": 58, "r": 88 if _has_legend(drawn) else 16, "t": 26, "b": 32},
         "legend": {
             "x": 1.01,
             "y": 1,
@@ -81,7 +82,7 @@ def _line(drawn: Drawn, line, points: Points) -> dict[str, Any]:
 def axis(drawn: Drawn, which: str) -> dict[str, Any]:
     """The x or the y axis, with its range."""
     of = getattr(drawn.chart, which)
-    plain = {"title": {"text": of.title, "standoff": 6}, "gridcolor": colours.GRID, "zeroline": False, "automargin": False}
+    plain = {"title": {"text": of.title, "standoff": 4}, "gridcolor": colours.GRID, "zeroline": False, "automargin": False}
     if of.categories:
         return plain | {"type": "category", "fixedrange": True, "range": [-0.5, len(of.categories) - 0.5], "showgrid": False}
     return plain | {"range": list(getattr(drawn, f"{which}_span")), "nticks": 6, "separatethousands": True, "autorange": False}
@@ -103,7 +104,7 @@ def grid(several: list[Drawn]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         layout[f"legend{suffix}"] = its_layout["legend"] | {"x": left + 0.39, "y": bottom + 0.38}
         layout["annotations"].append(
             {"text": _title(drawn), "x": left, "y": bottom + 0.39, "xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom"}
-            | {"showarrow": False, "font": {"size": 13}}
+            | {"showarrow": False, "font": {"size": 12}}
         )
     return data, layout | {"margin": {"l": 60, "r": 10, "t": 30, "b": 40}}
 
@@ -115,9 +116,10 @@ def as_figure(data: list[dict[str, Any]], layout: dict[str, Any]) -> plotly.grap
     return go.Figure({"data": data, "layout": layout | {"template": "none"}})
 
 
-def numbers(values) -> list[float | None]:
+def numbers(values: Iterable[float | None]) -> list[float | None]:
     """Values with as many digits as a picture can show."""
-    return [None if value is None else float(f"{value:.{_DIGITS}g}") for value in values]
+    rounded = (None if value is None else float(f"{value:.{_DIGITS}g}") for value in values)
+    return [int(value) if value is not None and value.is_integer() else value for value in rounded]
 
 
 def _has_legend(drawn: Drawn) -> bool:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from labkit.launch import local, report
 from labkit.launch.folder import RunFolder
 from labkit.launch.logs import LogTail
 from labkit.launch.processes import TAG, end
-from labkit.launch.status import current, is_here, is_lost, supervisor_of
+from labkit.launch.status import current, is_folder, is_here, is_lost, supervisor_of
 from labkit.script import command, write_script
 from labkit.spec import Spec
 from labkit.state import OVER
@@ -127,17 +128,20 @@ class Job:
         if supervisor is not None:
             psutil.wait_procs([supervisor], timeout=2.0)
         elif is_lost(self.folder, status):
-            end(self._tag(), grace=0.0)
+            self._end_all()
 
     def _end_without_supervisor(self) -> None:
+        """Where it does not answer: ends it first, so that it starts nothing more, and then the rest."""
         supervisor = supervisor_of(self.folder, self.status())
         if supervisor is not None:
-            supervisor.kill()
-        end(self._tag(), grace=0.0)
+            with suppress(psutil.NoSuchProcess):
+                supervisor.kill()
+        self._end_all()
 
-    def _tag(self) -> str:
-        """The tag as the run's processes carry it: the folder's path as it was written when the run began."""
-        return RunFolder.read_json(self.folder.plan).get("env", {}).get(TAG, str(self.folder.path))
+    def _end_all(self) -> None:
+        tag = RunFolder.read_json(self.folder.plan).get("env", {}).get(TAG)
+        if tag and is_folder(tag, self.folder):
+            end(tag, grace=0.0)
 
 
 def _start_supervisor(folder: RunFolder, plan: dict[str, Any], asked: float) -> None:

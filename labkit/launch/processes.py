@@ -18,14 +18,23 @@ def identity(pid: int | None = None) -> dict[str, Any]:
     return {"pid": process.pid, "create_time": process.create_time()}
 
 
-def living(who: dict[str, Any]) -> psutil.Process | None:
-    """The process of an `identity`; None where it is gone, is only waiting to be reaped, or the pid is another's now."""
-    try:
-        process = psutil.Process(who["pid"])
-        same = abs(process.create_time() - who["create_time"]) < _CLOCK
-        return process if same and process.status() != psutil.STATUS_ZOMBIE else None
-    except (psutil.NoSuchProcess, KeyError, TypeError, ValueError):
+def living(pid: Any) -> psutil.Process | None:
+    """The process of this pid; None where there is none, or it is only waiting to be reaped."""
+    if not isinstance(pid, int):
         return None
+    try:
+        process = psutil.Process(pid)
+        return process if process.status() != psutil.STATUS_ZOMBIE else None
+    except (psutil.NoSuchProcess, ValueError):
+        return None
+
+
+def is_same(process: psutil.Process, who: dict[str, Any]) -> bool:
+    """Whether a process is the one of an `identity`, as far as the two starting times tell."""
+    try:
+        return process.pid == who["pid"] and abs(process.create_time() - who["create_time"]) < _CLOCK
+    except (psutil.Error, KeyError, TypeError):
+        return False
 
 
 def tag_of(process: psutil.Process) -> str | None:

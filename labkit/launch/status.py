@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 
 from labkit.launch.folder import RunFolder
-from labkit.launch.processes import living, tag_of
+from labkit.launch.processes import is_same, living, tag_of
 from labkit.state import OVER
 
 
@@ -37,16 +37,31 @@ def is_here(status: dict[str, Any]) -> bool:
 
 
 def supervisor_of(folder: RunFolder, status: dict[str, Any]) -> psutil.Process | None:
-    """The living supervisor of exactly this run, by pid, start time and tag; None where there is none on this host."""
-    process = living(status.get("supervisor") or {}) if is_here(status) else None
+    """The living supervisor of exactly this run; None where there is none on this host.
+
+    It is known by its tag and its command: starting times shift when a clock is set, and are asked only where another user's
+    process hides the rest.
+    """
+    who = status.get("supervisor") or {}
+    process = living(who.get("pid")) if is_here(status) else None
     if process is None:
         return None
     tag = tag_of(process)
-    return process if tag is None or _same(tag, folder.path) else None
+    if tag is None:
+        return process if is_same(process, who) else None
+    return process if is_folder(tag, folder) and _is_supervisor(process) else None
 
 
-def _same(tag: str, path: Path) -> bool:
+def is_folder(tag: str, folder: RunFolder) -> bool:
+    """Whether a tag names this folder, and not one that it was copied from."""
     try:
-        return Path(tag).samefile(path)
+        return Path(tag).samefile(folder.path)
     except OSError:
+        return False
+
+
+def _is_supervisor(process: psutil.Process) -> bool:
+    try:
+        return "labkit.launch.supervisor" in process.cmdline()
+    except psutil.Error:
         return False

@@ -64,9 +64,11 @@ class Ranks:
                 if process is None or process.pid != pid:
                     process = self._processes[rank] = psutil.Process(pid)
                 with process.oneshot():
-                    found[str(rank)] = {"cpu_percent": process.cpu_percent(), "rss": process.memory_info().rss}
+                    row = {"cpu_percent": process.cpu_percent(), "rss": process.memory_info().rss}
             except psutil.Error:
                 continue
+            if row["rss"]:  # else it has ended and is only not reaped yet
+                found[str(rank)] = row
         return found
 
 

@@ -10,7 +10,7 @@ from labkit.figures.chart import Chart, Drawn, Extent
 from labkit.figures.plotly import numbers, parts
 from labkit.state import RunState
 
-WHOLE = 500  # points of a line when a chart is told as a whole
+WHOLE = 400  # points of a line when a chart is told as a whole
 CAP = 1000  # points of a line that a page holds at the most: then it is told the whole again, thinned
 
 

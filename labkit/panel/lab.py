@@ -111,6 +111,8 @@ class Lab:
         self._command.text = command(spec)
         self._script.value, self._diff.value = code.script_html(spec), code.diff_html(spec)
         self._run_button.disabled = self._starting or self._view.busy
+        if self._run is None and not self._starting:
+            self._view.preview(spec)
 
     # ---- Run
 
@@ -144,4 +146,3 @@ class Lab:
         self._run_button.disabled = False
         if self._keepsake is not None:
             self._keepsake.fill(state)
-

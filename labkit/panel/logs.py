@@ -66,10 +66,8 @@ class Logs:
         self._sent[key] = tail.count
         lines = [[*key, text, None] for text in texts]
         if first > wanted:
-            lines.insert(
-                0,
-                [None, "", f"… {first - wanted:,} lines of rank {key[0]} went by here; they are in its file, and Search finds them", None],
-            )
+            passed = f"… {_lines(first - wanted)} of rank {key[0]} went by; all are in its file, and Search finds them"
+            lines.insert(0, [None, "", passed, None])
         return lines
 
     def _begin(self) -> None:
@@ -92,14 +90,14 @@ class Logs:
             if path:
                 lines += [[rank, stream, text, number + 1] for number, text in search(path, query, _FOUND)]
         more = len(lines) > _FOUND
-        return lines[:_FOUND], f"the first {_FOUND} lines found" if more else f"{len(lines)} lines found"
+        return lines[:_FOUND], f"the first {_FOUND} lines found" if more else f"{_lines(len(lines))} found"
 
     def _shown(self) -> list[tuple[int, str]]:
         rank, stream = self._wanted.get("rank"), self._wanted.get("stream")
         return [key for key in self._tails if rank in (None, "", str(key[0])) and stream in (None, "", key[1])]
 
     def _count(self) -> str:
-        return f"{sum(self._tails[key].count for key in self._shown()):,} lines"
+        return _lines(sum(self._tails[key].count for key in self._shown()))
 
     def _send(self, lines: list[list[Any]], note: str, **more: Any) -> None:
         self.widget.send({"kind": "lines", "lines": lines, "note": note} | more)
@@ -113,3 +111,7 @@ class Logs:
             self._ready = True
             self._wanted = {name: str(message.get(name) or "") for name in ("rank", "stream", "query")}
             self._begin()
+
+
+def _lines(number: int) -> str:
+    return f"{number:,} line" + ("" if number == 1 else "s")

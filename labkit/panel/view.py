@@ -15,6 +15,7 @@ from labkit.launch.status import current, is_lost
 from labkit.panel.charts import STATIC, Charts
 from labkit.panel.logs import Logs
 from labkit.panel.words import finding_html, progress_html, sentence_html, state_html, tone_of
+from labkit.spec import Spec
 from labkit.state import RunState
 
 _READ = 0.1  # seconds between two looks at the run folder
@@ -70,6 +71,13 @@ class RunView:
     def complain(self, sentence: str) -> None:
         """Sets the line above the charts; empty takes it away."""
         self.finding.value = sentence_html(sentence)
+
+    def preview(self, spec: Spec) -> None:
+        """Shows the axes of a run that was not started yet."""
+        self.state = RunState()
+        self.state.apply({"kind": "spec", "spec": spec.to_json()})
+        self.progress.value = progress_html(self.state)
+        self.charts.restart(self.state)
 
     def follow(self, job: Job) -> None:
         """Shows a run from now on until it is over."""

@@ -27,7 +27,8 @@ def progress_html(state: RunState) -> str:
     total, step = state.total_steps, state.step
     steps = f"step {step:,}/{total:,}" if total else f"step {step:,}"
     share = min(100.0, 100 * step / total) if total else 0.0
-    bar = f'<div class="labkit-progress" role="progressbar" aria-label="steps" aria-valuenow="{share:.0f}"><div style="width:{share:.1f}%"></div></div>'
+    inner = f'<div style="width:{share:.1f}%"></div>'
+    bar = f'<div class="labkit-progress" role="progressbar" aria-label="steps" aria-valuenow="{share:.0f}">{inner}</div>'
     return f'<div class="labkit-advance"><span>{steps}</span>{bar}<span>{_time(state)}</span></div>'
 
 

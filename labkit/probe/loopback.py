@@ -6,6 +6,7 @@ node needs none of that: the store is given a socket that is already bound to 12
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 from typing import Any
@@ -17,8 +18,7 @@ def keep_stores_local() -> None:
     """Binds the stores of `init_process_group` to loopback where the launcher says that the run has one node (LABKIT_LOOPBACK=1)."""
     if os.environ.get("LABKIT_LOOPBACK") != "1":
         return
-    from torch.distributed import rendezvous
-
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")  # torch.distributed.rendezvous is a function
     if hasattr(rendezvous, "TCPStore"):  # a torch built without distributed has none
         rendezvous.TCPStore = _local_store(rendezvous.TCPStore)
 

@@ -187,6 +187,7 @@ class StepWatch:
 
     def backward_begins(self, root: torch.Tensor | None) -> int:
         """Backward is called; `root` is the scalar that it starts from, where it is one."""
+        self._do("training")
         depth = self.enter("backward")
         outer = self._stack[:-1]
         if root is not None and "backward" not in outer and not ("optimizer" in outer and self._losses):

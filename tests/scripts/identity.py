@@ -20,8 +20,8 @@ def late():
 print(__name__, __file__, __package__, __spec__, sys.argv, sys.path[0], sys.modules["__main__"].Thing is Thing)
 atexit.register(print, "at exit")
 threading.Thread(target=late).start()
-text = open(sys.argv[1] + "/left.txt", "w")
+text = open(sys.argv[1] + "/left.txt", "w")  # noqa: SIM115 - left open on purpose
 text.write("not yet flushed")
-packed = gzip.open(sys.argv[1] + "/left.gz", "wt")
+packed = gzip.open(sys.argv[1] + "/left.gz", "wt")  # noqa: SIM115
 packed.write("not yet packed")
 sys.exit(int(sys.argv[2]))

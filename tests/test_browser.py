@@ -1,0 +1,230 @@
+"""The real thing: JupyterLab in a real browser, lab 00 opened by its file, Run and Stop pressed, the page loaded again."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import processes_of, wait_until
+
+sync_api = pytest.importorskip("playwright.sync_api")
+pytestmark = pytest.mark.browser
+
+ROOT = Path(__file__).parents[1]
+PICTURES = Path(__file__).parent / "screenshots"
+TOKEN = "for-this-test-only"
+SECONDS = 120_000  # ms that a run may take to get somewhere on a busy machine
+CHATTER = """
+import os, time, torch.distributed as dist
+dist.init_process_group("gloo")
+print("<b>hello</b> from rank", dist.get_rank(), flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+NOTEBOOK = """# %%
+from labkit import run, show
+show(run("chatter.py", nproc=2, device="cpu"))
+"""
+
+
+@dataclass
+class Jupyter:
+    """A JupyterLab of the test's own; `work` is what it serves."""
+
+    url: str
+    work: Path
+
+    def file(self, path: str) -> str:
+        """The address that opens a file."""
+        return f"{self.url}/lab/tree/{path}?token={TOKEN}"
+
+
+def browser_path() -> str | None:
+    """A Chromium of this machine."""
+    return next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
+
+
+@pytest.fixture
+def jupyter(runs, tmp_path) -> Iterator[Jupyter]:
+    """JupyterLab on a free loopback port, with nothing of the user's; it and its kernels are ended afterwards."""
+    work = tmp_path / "a clone"
+    shutil.copytree(ROOT / "labs", work / "labs", ignore=shutil.ignore_patterns("*.ipynb", ".ipynb_checkpoints"))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    home = tmp_path / "home"
+    home.mkdir()
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("JUPYTER", "IPYTHON"))}
+    environment |= {"HOME": str(home), "JUPYTER_CONFIG_PATH": str(ROOT / "labkit" / "jupyter"), "PYTHONPATH": str(ROOT)}
+    argv = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", f"--port={port}", "--ServerApp.port_retries=0"]
+    argv += [f"--IdentityProvider.token={TOKEN}", f"--ServerApp.root_dir={work}", "--expose-app-in-browser"]
+    argv += ["--allow-root"] if hasattr(os, "getuid") and os.getuid() == 0 else []
+    with open(tmp_path / "jupyter.log", "w") as log:
+        server = subprocess.Popen(argv, env=environment, stdout=log, stderr=log)
+    started = Jupyter(f"http://127.0.0.1:{port}", work)
+    try:
+        wait_until(lambda: answers(f"{started.url}/api/status?token={TOKEN}"), 60)
+        yield started
+    finally:
+        family = [server, *psutil.Process(server.pid).children(recursive=True)]
+        server.terminate()
+        _, left = psutil.wait_procs([psutil.Process(one.pid) for one in family if psutil.pid_exists(one.pid)], timeout=20)
+        for process in left:
+            process.kill()
+        server.wait(10)
+
+
+@pytest.fixture
+def page(jupyter) -> Iterator[sync_api.Page]:
+    """A page as wide as a projector; an error in it fails the test."""
+    path = browser_path()
+    if path is None:
+        pytest.skip("there is no Chromium on this machine: apt-get install chromium")
+    PICTURES.mkdir(exist_ok=True)
+    errors: list[str] = []
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=path, args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+        )
+        page = browser.new_page(viewport={"width": 1280, "height": 720})
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        yield page
+        browser.close()
+    assert not errors
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as response:
+            return response.status == 200
+    except OSError:
+        return False
+
+
+def open_notebook(page: sync_api.Page, jupyter: Jupyter, path: str) -> None:
+    page.goto(jupyter.file(path))
+    page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
+    page.wait_for_function("window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'", timeout=60_000)
+
+
+def command(page: sync_api.Page, name: str, **arguments: str) -> None:
+    page.evaluate("([name, given]) => window.jupyterapp.commands.execute(name, given).then(() => null)", [name, arguments])
+
+
+def see(panel: sync_api.Locator) -> None:
+    panel.evaluate("element => element.scrollIntoView({block: 'start'})")
+
+
+def picture(page: sync_api.Page, name: str) -> None:
+    """A screenshot for a person to look at, with the pointer out of the way."""
+    page.mouse.move(0, 0)
+    page.wait_for_timeout(600)
+    page.screenshot(path=PICTURES / f"{name}.png")
+
+
+def points(panel: sync_api.Locator, chart: str) -> int:
+    """The most points that a trace of a chart has, as plotly holds it."""
+    found = panel.locator(f'.labkit-chart[data-chart="{chart}"]')
+    return found.evaluate("box => Math.max(0, ...(box.data ?? []).map(trace => trace.x.length))") if found.count() else 0
+
+
+def wait_for_words(panel: sync_api.Locator, words: str) -> None:
+    sync_api.expect(panel.locator(".labkit-state")).to_have_text(re.compile(words), timeout=SECONDS)
+
+
+def test_lab_00_in_jupyterlab(page, jupyter, runs):
+    open_notebook(page, jupyter, "labs/00_start_here.py")
+    command(page, "notebook:run-all-cells")
+    panel = page.locator(".labkit", has=page.locator(".labkit-run"))
+    panel.wait_for(timeout=SECONDS)
+    see(panel)
+    sync_api.expect(panel.locator(".labkit-command code")).to_have_text(re.compile("torchrun --standalone --nproc-per-node=2"))
+    fits_the_projector(panel)
+
+    panel.locator(".labkit-run").click()
+    wait_for_words(panel, "training")
+    wait_until(lambda: points(panel, "loss") > 2, 120)
+    before = points(panel, "loss")
+    wait_until(lambda: points(panel, "loss") > before and points(panel, "memory") > 2, 120)
+    picture(page, "1-live-light")
+    command(page, "apputils:change-theme", theme="JupyterLab Dark")
+    picture(page, "2-live-dark")
+    command(page, "apputils:change-theme", theme="JupyterLab Light")
+    script_and_diff(page, panel)
+    wait_for_words(panel, "finished")
+    keepsake_is_in_the_notebook(page)
+
+    had = points(panel, "loss")
+    command(page, "docmanager:save")
+    wait_until(lambda: "vnd.plotly" in (jupyter.work / "labs" / "00_start_here.ipynb").read_text(encoding="utf-8"), 30)
+    assert (jupyter.work / "labs" / "00_start_here.py").read_text() == (ROOT / "labs" / "00_start_here.py").read_text()
+    page.reload()
+    panel.wait_for(timeout=60_000)
+    see(panel)
+    wait_until(lambda: points(panel, "loss") >= min(had, 20), 60)
+    wait_for_words(panel, "finished")
+    keepsake_is_in_the_notebook(page)
+    see(panel)
+    picture(page, "5-after-reload")
+
+    panel.locator(".labkit-run").click()
+    wait_for_words(panel, "training")
+    panel.locator(".labkit-stop").click()
+    wait_for_words(panel, "stopped")
+    wait_until(lambda: not processes_of(str(runs)), 10)
+    picture(page, "6-stopped")
+
+
+def fits_the_projector(panel: sync_api.Locator) -> None:
+    """All of the panel can be seen at once, beside JupyterLab's own bars."""
+    box = panel.bounding_box()
+    assert box["width"] <= 1280
+    assert box["height"] <= 600
+    assert panel.evaluate("element => element.scrollWidth <= element.clientWidth + 1")
+
+
+def script_and_diff(page: sync_api.Page, panel: sync_api.Locator) -> None:
+    panel.get_by_role("tab", name="Script & diff").click()
+    sync_api.expect(panel.locator(".labkit-source")).to_contain_text("DistributedDataParallel")
+    picture(page, "3-script")
+    panel.get_by_text("What changes from one device").click()
+    sync_api.expect(panel.locator(".labkit-gi").first).to_be_visible()
+    picture(page, "4-diff")
+    panel.get_by_role("tab", name="Live").click()
+
+
+def keepsake_is_in_the_notebook(page: sync_api.Page) -> None:
+    """The plain figure and the table stand under the panel, one of each, outside of any widget."""
+    last = page.locator(".jp-CodeCell").last
+    sync_api.expect(last.locator(".js-plotly-plot:not(.labkit-chart)")).to_have_count(1, timeout=60_000)
+    sync_api.expect(last.locator(".jp-RenderedHTMLCommon table")).to_have_count(1, timeout=60_000)
+    sync_api.expect(last.get_by_text(re.compile("finished · 60 steps"))).to_be_visible()
+
+
+def test_logs_of_two_ranks_of_a_script_of_ones_own(page, jupyter):
+    (jupyter.work / "chatter.py").write_text(CHATTER)
+    (jupyter.work / "watch.py").write_text(NOTEBOOK)
+    open_notebook(page, jupyter, "watch.py")
+    command(page, "notebook:run-all-cells")
+    panel = page.locator(".labkit")
+    panel.wait_for(timeout=SECONDS)
+    wait_for_words(panel, "finished")
+    panel.get_by_role("tab", name="Logs").click()
+    lines = panel.locator(".labkit-log-line")
+    for rank in (0, 1):
+        sync_api.expect(lines.filter(has_text=f"<b>hello</b> from rank {rank}")).to_have_count(1, timeout=30_000)
+    assert panel.locator(".labkit-log-lines b").count() == 0, "the ranks' output is text, never markup"
+    panel.get_by_label("Search the whole log").fill("FROM RANK 1")
+    panel.get_by_label("Search the whole log").press("Enter")
+    sync_api.expect(panel.locator("mark")).to_have_text(["from rank 1"], timeout=30_000)
+    picture(page, "7-logs")

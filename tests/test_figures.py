@@ -1,0 +1,157 @@
+"""Figures: the same facts as plotly and as SVG, bounded, with axes that hold still."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import pytest
+from fabricate import FakeRun
+
+from labkit import figures
+from labkit.figures.chart import LIMIT, Axis, Line, ceiling, ticks
+from labkit.launch.follow import Follower
+from labkit.state import RunState
+
+
+@pytest.fixture
+def fake(runs):
+    """A fabricated run of two CPU ranks and 200 steps, of which 120 are done."""
+    run = FakeRun(runs)
+    run.start()
+    run.step(120)
+    yield run
+    run.close()
+
+
+def state_of(run: FakeRun) -> RunState:
+    follower = Follower(run.folder)
+    follower.poll()
+    return follower.state
+
+
+@pytest.mark.parametrize("name", figures.NAMES)
+def test_figure_and_svg_show_the_same_lines(fake, name):
+    state = state_of(fake)
+    figure = figures.figure(name, state)
+    picture = ElementTree.fromstring(figures.svg(name, state))
+    words = "".join(picture.itertext())
+    for trace in figure.data:
+        assert trace.showlegend is False or trace.name in words
+    assert figure.layout.yaxis.title.text in words
+    assert "script" not in {element.tag.rpartition("}")[2] for element in picture.iter()}
+
+
+def test_loss_has_a_line_per_rank_in_its_colour_and_the_mean(fake):
+    state = state_of(fake)
+    *ranks, mean = figures.figure("loss", state).data
+    assert [trace.line.color for trace in ranks] == [figures.rank_colour(0), figures.rank_colour(1)]
+    expected = [sum(pair) / 2 for pair in zip(*(rank.steps.loss for rank in state.ranks.values()))]
+    assert mean.y == pytest.approx(expected, rel=1e-5)
+
+
+def test_throughput_counts_every_rank_once(fake):
+    (line,) = figures.figure("throughput", state_of(fake)).data
+    assert line.y[-1] == pytest.approx(2 * 128 / 0.05)
+
+
+def test_memory_is_in_the_unit_that_its_axis_says(fake):
+    figure = figures.figure("memory", state_of(fake))
+    assert figure.layout.yaxis.title.text == "MiB"
+    assert "bytes of live tensors (CPU rank)" in figure.layout.title.text
+    assert {trace.name: trace.y[-1] for trace in figure.data}["rank 1"] == pytest.approx(13)
+    assert figure.data[0].x[0] == pytest.approx(1.05)
+
+
+def test_memory_on_cuda_shows_the_whole_device(runs):
+    run = FakeRun(runs, device="cuda")
+    run.start()
+    run.step(3)
+    run.system.write("system", gpus=[{"index": index, "memory_used": (index + 2) << 30} for index in range(2)])
+    run.close()
+    figure = figures.figure("memory", state_of(run))
+    by_name = {trace.name: trace for trace in figure.data}
+    assert figure.layout.title.text.startswith("<b>Memory per GPU")
+    assert figure.layout.yaxis.title.text == "GiB"
+    assert by_name["device of rank 1"].y == (3.0,)
+    assert by_name["device of rank 1"].line.color == figures.rank_colour(1)
+
+
+def test_phases_add_up_to_the_step(fake):
+    figure = figures.figure("phases", state_of(fake))
+    assert [trace.name for trace in figure.data] == ["data", "forward", "backward", "optimizer", "other"]
+    assert sum(trace.y[0] for trace in figure.data) == pytest.approx(0.98 * 50)
+    assert figure.layout.barmode == "stack"
+
+
+def test_a_long_run_stays_small_and_keeps_its_spike():
+    losses = [1.0] * 100_000
+    losses[77_777] = 9.0
+    line = Line("rank0", "rank 0", list(range(100_000)), losses, keep="extremes")
+    xs, ys = line.points()
+    assert len(xs) <= LIMIT
+    assert ys[xs.index(77_777)] == 9.0
+    assert xs[-1] > 99_000
+
+
+def test_values_that_are_not_known_are_gaps():
+    _, ys = Line("a", "a", [1, 2, 3], [0.5, math.nan, math.inf]).points()
+    assert ys == [0.5, None, None]
+
+
+def test_a_rank_that_starts_anew_breaks_its_line():
+    xs, ys = Line("a", "a", [1, 2, 3, 2, 3], [5, 4, 3, 4, 3]).points()
+    assert (xs, ys) == ([1, 2, 3, 2, 2, 3], [5, 4, 3, None, 4, 3])
+
+
+def test_axes_know_their_end_and_grow_in_steps(fake):
+    state = state_of(fake)
+    assert figures.figure("loss", state).layout.xaxis.range == (0, 200)
+    axis = Axis("y")
+    spans = {axis.span(0, value / 10)[1] for value in range(1, 1000)}
+    assert len(spans) < 25
+    assert axis.span(-0.3, 5) == (-0.3, 5)
+    assert axis.span(-1.1, 5) == (-1.5, 5)
+
+
+def test_round_numbers():
+    assert ceiling(0) == 0
+    assert [ceiling(value) for value in (0.011, 1, 1.01, 2.3, 99, 101)] == pytest.approx([0.015, 1, 1.5, 2.5, 100, 150])
+    assert ticks(0, 2.5) == pytest.approx([0, 1, 2])
+
+
+@pytest.mark.parametrize("name", figures.NAMES)
+def test_a_run_of_which_nothing_is_known_yet_has_pictures(name):
+    assert figures.figure(name, RunState()).data is not None
+    assert figures.svg(name, RunState()).startswith("<svg")
+
+
+def test_svg_escapes_what_it_is_given(fake):
+    from dataclasses import replace
+
+    from labkit.figures.svg import drawing
+
+    drawn = figures.chart("loss", state_of(fake)).drawn()
+    chart = replace(drawn.chart, title="<script>alert(1)</script>", note='"&<b>')
+    text = drawing(replace(drawn, chart=chart), 400, 200)
+    assert "<script>" not in text
+    ElementTree.fromstring(text)
+
+
+def test_the_overview_has_every_chart(fake):
+    figure = figures.overview(state_of(fake))
+    assert len(figure.layout.annotations) == len(figures.NAMES)
+    assert len(figure.data) == sum(len(figures.figure(name, state_of(fake)).data) for name in figures.NAMES)
+    assert len(figure.to_json()) < 200_000
+
+
+def test_an_unknown_figure_names_those_there_are():
+    with pytest.raises(LookupError, match="loss, throughput, memory, phases"):
+        figures.figure("gpu", RunState())
+
+
+def test_figures_load_neither_widgets_nor_launch_nor_plotly():
+    code = "import sys, labkit.figures; print([m for m in ('ipywidgets', 'plotly', 'labkit.launch', 'torch') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

@@ -1,0 +1,368 @@
+"""The panel without a browser: choices and what follows from them, and what a page is told."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import dataclass
+
+import pytest
+from conftest import wait_until
+from fabricate import FakeRun
+
+from labkit import SpecError
+from labkit.launch.folder import RunFolder
+from labkit.launch.follow import Follower
+from labkit.machine import Gpu, Machine
+from labkit.panel import Lab
+from labkit.panel.charts import Charts
+from labkit.panel.choices import Choices
+from labkit.panel.feed import CAP, WHOLE, Feed
+from labkit.panel.logs import Logs
+from labkit.panel.view import RunView
+from labkit.panel.words import finding_html, ranks_table, state_html
+
+CPU = Machine(gpus=(), cores=2, memory=8 << 30)
+T4S = Machine(gpus=tuple(Gpu(index, "Tesla T4", 15 << 30, (7, 5)) for index in range(2)), cores=4, memory=31 << 30)
+
+
+@pytest.fixture
+def fake(runs):
+    """A fabricated run of two ranks that has just started."""
+    run = FakeRun(runs)
+    run.start()
+    yield run
+    run.close()
+
+
+def choices_of(machine: Machine, **defaults) -> Choices:
+    return Choices(machine, defaults, lambda: None)
+
+
+def sent_by(page, monkeypatch) -> list[dict]:
+    """What a page is sent from now on."""
+    messages: list[dict] = []
+    monkeypatch.setattr(page, "send", lambda message, buffers=None: messages.append(json.loads(json.dumps(message)) | {"buffers": buffers}))
+    return messages
+
+
+# ---- the choices
+
+
+def test_choices_start_as_given_and_make_the_spec():
+    spec = choices_of(CPU, strategy="ddp", nproc=2, steps=60, seed=3).spec()
+    assert (spec.strategy, spec.nproc, spec.steps, spec.epochs, spec.seed, spec.device) == ("ddp", 2, 60, None, 3, "cpu")
+
+
+def test_defaults_that_cannot_be_meant_are_refused():
+    with pytest.raises(SpecError, match="not known"):
+        choices_of(CPU, strategy="dpp")
+    with pytest.raises(SpecError, match="2 GPUs"):
+        choices_of(T4S, strategy="ddp", nproc=4)
+
+
+def test_ranks_follow_the_strategy_and_come_back():
+    choices = choices_of(CPU, strategy="ddp", nproc=3)
+    choices.strategy.value = "single"
+    assert (choices.nproc.value, choices.nproc.disabled) == (1, True)
+    choices.strategy.value = "fsdp2"
+    assert (choices.nproc.value, choices.nproc.disabled) == (3, False)
+
+
+def test_a_machine_with_t4s_offers_gpus_and_no_bf16():
+    choices = choices_of(T4S)
+    assert (choices.device.value, choices.nproc.description, choices.nproc.max) == ("cuda", "GPUs", 2)
+    assert choices.precision.options == ("fp32", "fp16")
+    choices.device.value = "cpu"
+    assert (choices.nproc.description, choices.nproc.max) == ("CPU ranks", T4S.max_cpu_ranks)
+    assert choices.precision.options == ("fp32", "bf16")
+
+
+def test_scaling_keeps_the_global_batch():
+    choices = choices_of(CPU, strategy="ddp", nproc=2, batch_size=128)
+    choices.scaling.value = "strong"
+    assert (choices.batch.value, choices.spec().global_batch) == (256, 256)
+    choices.scaling.value = "weak"
+    assert choices.batch.value == 128
+
+
+def test_the_workload_brings_its_batch_and_options():
+    choices = choices_of(CPU, strategy="ddp", nproc=2)
+    choices.workload.value = ("gpt", "text")
+    assert choices.batch.value == 16
+    assert [widget.description for widget in choices.popover.children if hasattr(widget, "description") and widget.description] == [
+        "bucket_mb",
+        "size",
+    ]
+    choices.strategy.value = "single"
+    assert dict(choices.spec().options) == {"size": "1M"}
+
+
+# ---- the panel
+
+
+def test_a_choice_shows_batch_command_script_and_diff_before_run():
+    lab = Lab(strategy="ddp", nproc=2, steps=20)
+    assert "128 per rank × 2 = 256 in all" in lab._batch.value
+    assert lab._command.text == "torchrun --standalone --nproc-per-node=2 train.py"
+    assert "DistributedDataParallel" in lab._script.value
+    assert "labkit-gi" in lab._diff.value
+    lab._choices.strategy.value = "single"
+    assert "--nproc-per-node=1" in lab._command.text
+    assert "DistributedDataParallel" not in lab._script.value
+    assert "labkit-empty" in lab._diff.value
+
+
+def test_what_cannot_run_is_one_sentence_and_no_run():
+    lab = Lab(strategy="ddp", nproc=2, steps=20)
+    lab._choices.scaling.value = "strong"
+    lab._choices.batch.value = 255
+    assert "cannot be shared by 2 ranks" in lab._batch.value
+    assert lab._run_button.disabled
+    lab._choices.batch.value = 256
+    assert not lab._run_button.disabled
+
+
+def test_run_in_the_panel_to_its_end_without_torch_in_this_process(runs):
+    import subprocess
+    import sys
+
+    code = """
+import sys, labkit
+lab = labkit.Lab(strategy="ddp", nproc=2, steps=4, samples=600, workload="mlp", device="cpu")
+lab._run_button.click()
+assert lab._run_button.disabled
+import time
+while lab.run is None: time.sleep(0.05)
+lab._view.wait(120)
+assert "finished" in lab._view.words.value, (lab._view.words.value, lab._view.finding.value)
+assert not lab._run_button.disabled and lab._view.stop_button.disabled
+assert lab._view.state.step == 4
+print([name for name in ("torch", "matplotlib") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+# ---- following a run
+
+
+@dataclass
+class FakeJob:
+    """A job that ends its fabricated run when it is stopped."""
+
+    run: FakeRun
+
+    @property
+    def folder(self) -> RunFolder:
+        return self.run.folder
+
+    def stop(self) -> None:
+        self.run.end("stopped")
+
+
+def test_a_view_follows_a_run_and_stops_it(fake):
+    ended = []
+    view = RunView(ended.append)
+    view.follow(FakeJob(fake))
+    fake.step(50)
+    wait_until(lambda: "step 50/200" in view.progress.value)
+    assert "training" in view.words.value
+    assert not view.stop_button.disabled
+    view.stop_button.click()
+    assert view.stop_button.disabled
+    view.wait(30)
+    assert "stopped" in view.words.value
+    assert [state.status["state"] for state in ended] == ["stopped"]
+    assert not view.busy
+
+
+def test_a_stop_that_fails_says_so(fake):
+    class Stubborn(FakeJob):
+        def stop(self) -> None:
+            raise RuntimeError("run x runs on another host; <b>stop</b> it there")
+
+    view = RunView()
+    view.follow(Stubborn(fake))
+    wait_until(lambda: not view.stop_button.disabled)
+    fake_finding = []
+    view.finding.observe(lambda change: fake_finding.append(change["new"]), "value")
+    view.stop()
+    wait_until(lambda: any("another host" in value for value in fake_finding))
+    assert "<b>stop</b>" not in "".join(fake_finding)
+    fake.end()
+    view.wait(30)
+
+
+def test_a_run_that_failed_shows_who_and_why(fake):
+    fake.writers[1].write("error", type="ValueError", message="<img src=x>", traceback="")
+    fake.end("failed", exit_code=1)
+    view = RunView()
+    view.follow(FakeJob(fake))
+    view.wait(30)
+    assert "rank 1 failed first" in view.finding.value
+    assert "failed (rank 1: ValueError" in view.words.value
+    assert "<img" not in view.finding.value + view.words.value
+
+
+# ---- what a page is told
+
+
+def test_a_feed_tells_all_once_and_then_only_what_is_new(fake):
+    follower, feed = Follower(fake.folder), Feed()
+    fake.step(20)
+    follower.poll()
+    whole = feed.message(follower.state)
+    assert [piece["name"] for piece in whole["charts"]] == ["loss", "throughput", "memory", "phases"]
+    assert all("whole" in piece for piece in whole["charts"])
+    assert feed.message(follower.state) is None
+    fake.step(25)
+    follower.poll()
+    more = {piece["name"]: piece["more"] for piece in feed.message(follower.state)["charts"]}
+    assert [len(xs) for _, xs, _ in more["loss"]["points"]] == [2, 2, 2], "one redraw has the least and the greatest of its steps"
+    assert [len(xs) for _, xs, _ in more["throughput"]["points"]] == [1]
+    assert len(json.dumps(more)) < 2_000
+
+
+def test_a_page_holds_a_bounded_number_of_points(fake):
+    follower, feed = Follower(fake.folder), Feed()
+    held, wholes, least = {}, 0, 0
+    for _ in range(CAP):
+        fake.step(2)
+        follower.poll()
+        for piece in (feed.message(follower.state) or {"charts": []})["charts"]:
+            if piece["name"] == "loss" and "whole" in piece:
+                wholes += 1
+                held = {index: len(trace["x"]) for index, trace in enumerate(piece["whole"]["data"])}
+                least = max(held.values())
+            elif piece["name"] == "loss":
+                for index, xs, _ in piece["more"]["points"]:
+                    held[index] += len(xs)
+        assert max(held.values()) <= CAP + 3
+    assert 2 <= wholes <= 6
+    assert least <= WHOLE
+
+
+def test_axes_of_a_page_only_grow(fake):
+    follower, feed = Follower(fake.folder), Feed()
+    ends = []
+    for _ in range(30):
+        fake.step(3)
+        follower.poll()
+        for piece in (feed.message(follower.state) or {"charts": []})["charts"]:
+            if piece["name"] == "phases":
+                ends.append(piece["whole"]["layout"]["yaxis"]["range"][1] if "whole" in piece else (piece["more"]["y"] or [0, ends[-1]])[1])
+    assert ends == sorted(ends)
+    assert len(set(ends)) <= 3
+
+
+def test_a_page_that_is_new_is_told_everything(fake, monkeypatch):
+    fake.step(10)
+    follower = Follower(fake.folder)
+    follower.poll()
+    charts = Charts()
+    messages = sent_by(charts.page, monkeypatch)
+    charts.restart(follower.state)
+    assert messages == [], "nobody is there yet"
+    charts._heard(charts.page, {"kind": "ready"}, [])
+    wait_until(lambda: messages)
+    charts._heard(charts.page, {"kind": "ready"}, [])  # the page was loaded again
+    wait_until(lambda: len(messages) == 2)
+    assert messages[0] == messages[1]
+    charts._heard(charts.page, {"kind": "plotly"}, [])
+    packed = wait_until(lambda: next((message["buffers"] for message in messages if message["kind"] == "plotly"), None))
+    assert len(packed[0]) < 2_000_000
+
+
+def test_a_front_end_without_widgets_gets_svg(fake, monkeypatch):
+    monkeypatch.setattr("labkit.panel.charts._PATIENCE", 0.05)
+    fake.step(10)
+    follower = Follower(fake.folder)
+    follower.poll()
+    charts = Charts()
+    charts.shown()
+    charts.restart(follower.state)
+    assert charts.plain.value == ""
+    wait_until(lambda: charts.plain.value.count("<svg") == 4)
+    charts._heard(charts.page, {"kind": "here"}, [])
+    wait_until(lambda: charts.plain.layout.display == "none")
+
+
+# ---- logs
+
+
+def lines_of(messages: list[dict]) -> list[tuple[int, str, str]]:
+    return [tuple(line[:3]) for message in messages for line in message["lines"]]
+
+
+def test_logs_tell_new_lines_of_each_rank_and_stream(fake, monkeypatch):
+    logs = Logs()
+    messages = sent_by(logs.widget, monkeypatch)
+    logs.restart(fake.folder, 2)
+    fake.say(0, "hello\nhalf")
+    fake.say(1, "<b>careful</b>\n", "stderr")
+    logs.draw()
+    assert messages == [], "nobody is there yet"
+    logs._show({"rank": "", "stream": "", "query": ""})
+    assert lines_of(messages) == [(0, "stdout", "hello"), (1, "stderr", "<b>careful</b>")]
+    assert messages[0]["ranks"] == [0, 1]
+    messages.clear()
+    fake.say(0, " a line\n")
+    logs.draw()
+    assert lines_of(messages) == [(0, "stdout", "half a line")]
+    messages.clear()
+    logs._show({"rank": "1", "stream": "stderr", "query": ""})
+    assert lines_of(messages) == [(1, "stderr", "<b>careful</b>")]
+
+
+def test_a_burst_of_lines_is_bounded_and_ends_with_the_newest(fake, monkeypatch):
+    logs = Logs()
+    messages = sent_by(logs.widget, monkeypatch)
+    logs.restart(fake.folder, 2)
+    logs._show({})
+    messages.clear()
+    fake.say(0, "".join(f"line {number}\n" for number in range(50_000)))
+    logs.draw()
+    told = lines_of(messages)
+    assert len(told) <= 201
+    assert told[-1] == (0, "stdout", "line 49999")
+    assert "went by" in told[0][2]
+    assert messages[-1]["note"] == "50,000 lines"
+
+
+def test_search_looks_through_the_whole_file(fake, monkeypatch):
+    logs = Logs()
+    messages = sent_by(logs.widget, monkeypatch)
+    logs.restart(fake.folder, 2)
+    fake.say(1, "Needle\n" + "hay\n" * 20_000)
+    logs._show({"query": "needle"})
+    assert messages[-1]["lines"] == [[1, "stdout", "Needle", 1]]
+    assert messages[-1]["note"] == "1 line found"
+    fake.say(1, "more\n")
+    logs.draw()
+    assert len(messages) == 1, "what was found stays until the search is taken away"
+    logs._show({"query": ""})
+    assert lines_of(messages[-1:])[-1] == (1, "stdout", "more")
+
+
+# ---- words
+
+
+def test_words_are_escaped():
+    assert "<script>" not in state_html("failed (<script>)", "bad")
+
+
+def test_a_table_has_a_row_a_rank(fake):
+    fake.step(5)
+    follower = Follower(fake.folder)
+    follower.poll()
+    assert ranks_table(follower.state).count("<tr>") == 3
+    assert finding_html(follower.state) == ""
+
+
+def test_no_thread_is_left(fake):
+    view = RunView()
+    view.follow(FakeJob(fake))
+    fake.end()
+    view.wait(30)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("labkit view")]

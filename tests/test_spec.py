@@ -1,0 +1,255 @@
+"""The one gate: the arithmetic of a Spec, and one clear sentence for everything that cannot be meant."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from labkit.machine import Gpu, Machine
+from labkit.spec import Spec, SpecError
+from labkit.strategies import STRATEGIES
+from labkit.workloads import MNIST_FILES
+
+GIB = 2**30
+T4 = (Gpu(0, "Tesla T4", 15 * GIB, (7, 5)), Gpu(1, "Tesla T4", 15 * GIB, (7, 5)))
+A100 = (Gpu(0, "NVIDIA A100", 80 * GIB, (8, 0)),)
+LAPTOP = Machine(gpus=(), cores=2, memory=8 * GIB)
+KAGGLE = Machine(gpus=T4, cores=4, memory=31 * GIB)
+SERVER = Machine(gpus=A100, cores=64, memory=512 * GIB)
+
+
+def refused(field: str, machine: Machine | None = None, **asked) -> str:
+    """The sentence that a Spec is refused with."""
+    with pytest.raises(SpecError) as caught:
+        spec = Spec(**asked)
+        if machine is not None:
+            spec.on(machine)
+    assert caught.value.field == field
+    sentence = str(caught.value)
+    assert "\n" not in sentence
+    assert not sentence.endswith(".")
+    assert len(sentence) < 300
+    return sentence
+
+
+# ---- what is filled in
+
+
+def test_defaults_are_ddp_with_the_cnn_on_digits():
+    spec = Spec()
+    assert (spec.strategy, spec.workload, spec.data) == ("ddp", "cnn", "digits")
+    assert (spec.batch_size, spec.epochs, spec.steps, spec.nproc) == (128, 1, None, None)
+    assert spec.options == {"bucket_mb": 25}
+
+
+def test_single_has_one_process_and_gpt_its_own_batch():
+    assert Spec("single").nproc == 1
+    gpt = Spec("ddp", "gpt")
+    assert (gpt.data, gpt.batch_size, gpt.options["size"]) == ("text", 16, "1M")
+
+
+def test_options_are_read_from_text():
+    assert Spec("ddp", options={"bucket_mb": "5"}).options["bucket_mb"] == 5
+    assert Spec("fsdp2", options={"reshard_after_forward": "false"}).options["reshard_after_forward"] is False
+
+
+@pytest.mark.parametrize(
+    ("machine", "device", "nproc"),
+    [(LAPTOP, "cpu", 2), (KAGGLE, "cuda", 2), (SERVER, "cuda", 1)],
+)
+def test_machine_settles_device_and_ranks(machine, device, nproc):
+    spec = Spec("ddp").on(machine)
+    assert (spec.device, spec.nproc) == (device, nproc)
+
+
+def test_cpu_ranks_on_a_machine_with_gpus():
+    spec = Spec("ddp", device="cpu", nproc=4).on(KAGGLE)
+    assert (spec.device, spec.nproc) == ("cpu", 4)
+
+
+# ---- arithmetic
+
+
+@pytest.mark.parametrize(
+    ("asked", "per_rank", "all_ranks", "steps"),
+    [
+        ({"strategy": "single"}, 128, 128, 469),
+        ({"strategy": "ddp", "nproc": 2}, 128, 256, 235),
+        ({"strategy": "ddp", "nproc": 2, "scaling": "strong"}, 64, 128, 469),
+        ({"strategy": "fsdp2", "nproc": 4, "scaling": "strong", "batch_size": 256}, 64, 256, 235),
+        ({"strategy": "ddp", "nproc": 3, "batch_size": 100, "samples": 1000}, 100, 300, 4),
+        ({"strategy": "ddp", "nproc": 2, "batch_size": 100, "samples": 200}, 100, 200, 1),
+        ({"strategy": "ddp", "nproc": 2, "batch_size": 128, "samples": 10}, 128, 256, 1),
+    ],
+)
+def test_batches_and_steps(asked, per_rank, all_ranks, steps):
+    spec = Spec(**asked)
+    assert (spec.batch_per_rank, spec.global_batch, spec.steps_per_epoch) == (per_rank, all_ranks, steps)
+    assert spec.total_steps == steps
+    assert f"{per_rank} per rank" in spec.batch_sentence
+    assert f"{steps:,} steps an epoch" in spec.batch_sentence
+
+
+def test_total_steps_are_epochs_or_the_steps_asked_for():
+    assert Spec("ddp", nproc=2, epochs=3).total_steps == 3 * 235
+    assert Spec("ddp", nproc=2, steps=10).total_steps == 10
+    assert Spec(script="train.py").total_steps is None
+
+
+# ---- refused wherever it is asked
+
+
+def test_unknown_names_show_those_there_are():
+    sentence = refused("strategy", strategy="dpp")
+    assert "'dpp'" in sentence
+    assert all(name in sentence for name in STRATEGIES)
+    assert "cnn, mlp and gpt" in refused("workload", workload="resnet")
+    assert "digits, mnist and text" in refused("data", data="cifar")
+    assert "fp32, bf16 and fp16" in refused("precision", precision="fp8")
+    assert "auto, cpu and cuda" in refused("device", device="tpu")
+    assert "weak and strong" in refused("scaling", scaling="square")
+
+
+def test_data_that_a_workload_cannot_learn_from():
+    sentence = refused("data", workload="gpt", data="digits")
+    assert sentence == "gpt cannot learn from 'digits'; it learns from text"
+
+
+@pytest.mark.parametrize("field", ["nproc", "batch_size", "epochs", "steps", "samples"])
+@pytest.mark.parametrize("value", [0, -3, 1.5, "2", True])
+def test_counts_are_whole_and_at_least_one(field, value):
+    sentence = refused(field, **{field: value})
+    assert sentence == f"{field.replace('_', '-')} was {value!r}; it takes a whole number of at least 1"
+
+
+def test_seed_may_be_zero_but_not_less():
+    assert Spec(seed=0).seed == 0
+    assert "at least 0" in refused("seed", seed=-1)
+
+
+def test_batch_that_the_ranks_cannot_share():
+    sentence = refused("batch_size", strategy="ddp", nproc=3, batch_size=128, scaling="strong")
+    assert sentence == "a global batch of 128 cannot be shared by 3 ranks; use 126 or 129, or weak scaling for a batch per rank"
+    assert "use 4," in refused("batch_size", strategy="ddp", nproc=4, batch_size=3, scaling="strong")
+
+
+def test_fewer_samples_than_ranks():
+    assert refused("samples", strategy="ddp", nproc=4, samples=3) == "3 samples cannot be shared by 4 ranks; use at least 4"
+
+
+def test_more_samples_than_the_data_set_has():
+    assert (
+        refused("samples", data="mnist", samples=70_000)
+        == "70000 samples were asked for, and mnist has 60000 to train on; use --samples 60000"
+    )
+    assert Spec(data="digits", samples=70_000).train_samples == 70_000
+
+
+def test_epochs_and_steps_together():
+    assert refused("steps", epochs=2, steps=10) == "both epochs (2) and steps (10) were given; give one of them"
+
+
+def test_single_on_several_devices():
+    assert refused("strategy", strategy="single", nproc=2) == (
+        "single trains on one device, and 2 were asked for; use --nproc 1, or the strategy ddp"
+    )
+
+
+def test_options_that_are_not_there_or_not_allowed():
+    assert refused("options", strategy="ddp", options={"buckets": 1}) == "ddp with cnn has no option 'buckets'; there is bucket_mb"
+    assert refused("options", strategy="single", options={"bucket_mb": 1}).endswith("there is none")
+    assert refused("options", strategy="ddp", options={"bucket_mb": 0}) == "option bucket_mb was 0; it takes a whole number of at least 1"
+    assert "true or false" in refused("options", strategy="fsdp2", options={"reshard_after_forward": "perhaps"})
+    assert "one of 1M, 10M" in refused("options", workload="gpt", options={"size": "2M"})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("strategy", "ddp"), ("workload", "cnn"), ("data", "digits"), ("batch_size", 8), ("epochs", 1), ("steps", 5), ("samples", 9)],
+)
+def test_a_script_of_ones_own_sets_its_own(field, value):
+    sentence = refused(field, script="train.py", **{field: value})
+    assert "train.py" in sentence
+    assert "after --" in sentence
+
+
+# ---- refused on a machine
+
+
+def test_no_gpu_where_one_is_asked_for():
+    assert refused("device", LAPTOP, device="cuda") == "device cuda was asked for, and this machine has no GPU; use --device cpu"
+
+
+def test_more_ranks_than_gpus():
+    assert (
+        refused("nproc", KAGGLE, nproc=4)
+        == "4 ranks were asked for, and this machine has 2 GPUs; use --nproc 2, or --device cpu for CPU ranks"
+    )
+    assert "has 1 GPU;" in refused("nproc", SERVER, nproc=2, device="cuda")
+
+
+def test_more_cpu_ranks_than_make_sense():
+    sentence = refused("nproc", LAPTOP, nproc=100)
+    assert sentence == "100 CPU ranks were asked for, and 8 are the most for 2 cores; use --nproc 8"
+    assert Spec("ddp", nproc=8).on(LAPTOP).nproc == 8
+
+
+def test_bf16_on_a_t4():
+    sentence = refused("precision", KAGGLE, precision="bf16")
+    assert sentence == "bf16 was asked for, and Tesla T4 (capability 7.5) has none; use --precision fp16"
+    assert Spec(precision="fp16").on(KAGGLE).precision == "fp16"
+    assert Spec(precision="bf16").on(SERVER).precision == "bf16"
+    assert Spec(precision="bf16", device="cpu").on(KAGGLE).precision == "bf16"
+
+
+def test_fp16_on_cpu_ranks():
+    assert refused("precision", LAPTOP, precision="fp16").endswith("use --precision fp32")
+
+
+def test_global_batch_is_checked_once_the_ranks_are_known():
+    open_ranks = {"strategy": "ddp", "batch_size": 129, "scaling": "strong"}
+    assert Spec(**open_ranks).nproc is None
+    assert "cannot be shared by 2 ranks" in refused("batch_size", LAPTOP, **open_ranks)
+
+
+def test_mnist_that_is_nowhere(tmp_path, monkeypatch):
+    monkeypatch.setattr("labkit.workloads.importlib.util.find_spec", lambda name: object())
+
+    def no_network(*args, **kwargs):
+        raise OSError("no network here")
+
+    monkeypatch.setattr("labkit.workloads.socket.create_connection", no_network)
+    sentence = refused("data", LAPTOP, data="mnist", data_dir=str(tmp_path))
+    assert str(tmp_path) in sentence
+    assert "--data-dir" in sentence
+    assert "--data digits" in sentence
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for name in MNIST_FILES:
+        (raw / name).touch()
+    assert Spec(data="mnist", data_dir=str(tmp_path)).on(LAPTOP).data == "mnist"
+
+
+def test_data_whose_package_is_missing(monkeypatch):
+    monkeypatch.setattr("labkit.workloads.importlib.util.find_spec", lambda name: None)
+    assert "pip install scikit-learn" in refused("data", LAPTOP)
+    assert "--data digits" in refused("data", LAPTOP, data="mnist")
+
+
+# ---- to and from JSON
+
+
+def test_json_keeps_a_spec_whole():
+    spec = Spec("fsdp2", "gpt", nproc=2, steps=5, options={"size": "10M"}, seed=7)
+    plain = json.loads(json.dumps(spec.to_json()))
+    assert Spec.from_json(plain) == spec
+    assert Spec.from_json(plain | {"of a later version": 1}) == spec
+
+
+def test_a_spec_cannot_be_changed():
+    spec = Spec()
+    with pytest.raises(AttributeError):
+        spec.nproc = 3
+    with pytest.raises(TypeError):
+        spec.options["bucket_mb"] = 1
