@@ -52,7 +52,7 @@ from labkit import Lab, Spec, diff_scripts, run, show, write_script
 # `run` writes out a training script, starts it under `torchrun`, and returns at once. `show` draws it while it trains.
 
 # %%
-one = run("single", steps=40)
+one = run("single", steps=30)
 show(one)
 
 # %% [markdown]
@@ -85,11 +85,11 @@ print("two ranks:", Spec(strategy="ddp", nproc=2).batch_sentence)
 
 # %% [markdown]
 # Now run it. How many ranks is left open here: it will be every GPU of this machine, or two CPU ranks where there is none.
-# With a single GPU, write `run("ddp", steps=40, device="cpu", nproc=2)` to see two ranks all the same.
+# With a single GPU, write `run("ddp", steps=30, device="cpu", nproc=2)` to see two ranks all the same.
 
 # %%
 one.wait()  # so that the two do not share the machine
-two = run("ddp", steps=40)
+two = run("ddp", steps=30)
 show(two)
 
 # %%

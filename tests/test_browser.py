@@ -158,11 +158,15 @@ def test_lab_00_in_jupyterlab(page, jupyter, runs):
     wait_until(lambda: points(panel, "loss") > before and points(panel, "memory") > 2, 120)
     picture(page, "1-live-light")
     command(page, "apputils:change-theme", theme="JupyterLab Dark")
+    page.wait_for_function("document.body.dataset.jpThemeLight === 'false'")
+    see(panel)
     picture(page, "2-live-dark")
     command(page, "apputils:change-theme", theme="JupyterLab Light")
+    page.wait_for_function("document.body.dataset.jpThemeLight === 'true'")
+    see(panel)
     script_and_diff(page, panel)
     wait_for_words(panel, "finished")
-    keepsake_is_in_the_notebook(page)
+    keepsake_is_in_the_notebook(page, "finished")
 
     had = points(panel, "loss")
     command(page, "docmanager:save")
@@ -173,7 +177,7 @@ def test_lab_00_in_jupyterlab(page, jupyter, runs):
     see(panel)
     wait_until(lambda: points(panel, "loss") >= min(had, 20), 60)
     wait_for_words(panel, "finished")
-    keepsake_is_in_the_notebook(page)
+    keepsake_is_in_the_notebook(page, "finished")
     see(panel)
     picture(page, "5-after-reload")
 
@@ -182,6 +186,8 @@ def test_lab_00_in_jupyterlab(page, jupyter, runs):
     panel.locator(".labkit-stop").click()
     wait_for_words(panel, "stopped")
     wait_until(lambda: not processes_of(str(runs)), 10)
+    keepsake_is_in_the_notebook(page, "stopped")
+    see(panel)
     picture(page, "6-stopped")
 
 
@@ -203,12 +209,16 @@ def script_and_diff(page: sync_api.Page, panel: sync_api.Locator) -> None:
     panel.get_by_role("tab", name="Live").click()
 
 
-def keepsake_is_in_the_notebook(page: sync_api.Page) -> None:
+def keepsake_is_in_the_notebook(page: sync_api.Page, state: str) -> None:
     """The plain figure and the table stand under the panel, one of each, outside of any widget."""
     last = page.locator(".jp-CodeCell").last
-    sync_api.expect(last.locator(".js-plotly-plot:not(.labkit-chart)")).to_have_count(1, timeout=60_000)
+    figure = last.locator(".jp-RenderedPlotly")
+    sync_api.expect(figure).to_have_count(1, timeout=60_000)
+    figure.evaluate("element => element.scrollIntoView()")  # plotly draws what is in sight; of a saved one it shows the image first
+    sync_api.expect(figure.locator(".main-svg, img").first).to_be_visible(timeout=60_000)
     sync_api.expect(last.locator(".jp-RenderedHTMLCommon table")).to_have_count(1, timeout=60_000)
-    sync_api.expect(last.get_by_text(re.compile("finished · 60 steps"))).to_be_visible()
+    picture(page, f"8-keepsake-{state}")
+    sync_api.expect(last.get_by_text(re.compile(rf"{state} · \d+ steps"))).to_be_visible()
 
 
 def test_logs_of_two_ranks_of_a_script_of_ones_own(page, jupyter):

@@ -11,7 +11,7 @@ import pytest
 from fabricate import FakeRun
 
 from labkit import figures
-from labkit.figures.chart import LIMIT, Axis, Line, ceiling, ticks
+from labkit.figures.model import LIMIT, Axis, Line, ceiling, ticks
 from labkit.launch.follow import Follower
 from labkit.state import RunState
 
@@ -131,7 +131,7 @@ def test_a_run_of_which_nothing_is_known_yet_has_pictures(name):
 def test_svg_escapes_what_it_is_given(fake):
     from dataclasses import replace
 
-    from labkit.figures.svg import drawing
+    from labkit.figures.as_svg import drawing
 
     drawn = figures.chart("loss", state_of(fake)).drawn()
     chart = replace(drawn.chart, title="<script>alert(1)</script>", note='"&<b>')

@@ -20,7 +20,7 @@ from labkit.workloads import WORKLOADS, cnn, gpt, mlp
 
 BATCH = 48  # of all ranks together
 EQUAL = {"ddp": 2, "fsdp2": 2, "dp": 1, "pp": 2}  # strategy: ranks that it is compared with one process on
-PLAIN = {"gpt": ("ddp", "fp32"), "mlp": ("fsdp2", "bf16"), "cnn": None}  # workload: how it is run as a person would; cnn is compared
+PLAIN = {"gpt": ("ddp", "fp32"), "mlp": ("ddp", "bf16"), "cnn": None}  # workload: how it is run as a person would; cnn is compared
 
 
 def asked(strategy: str, ranks: int) -> Spec:
@@ -69,6 +69,12 @@ def test_script_runs_as_a_person_would_run_it(workload, tmp_path):
     lines = run_alone([*TORCHRUN, "--nproc-per-node=2", "train.py"], tmp_path).splitlines()
     assert [line.partition(":")[0] for line in lines] == ["step 20", "epoch 1"]
     assert "% right, test loss " in lines[-1]
+
+
+def test_bf16_trains_what_is_sharded(tmp_path):
+    ranks = record(Spec("fsdp2", "mlp", nproc=2, batch_size=16, steps=2, samples=64, precision="bf16"), tmp_path / "run")
+    for rank in ranks:
+        assert rank["losses"] == pytest.approx([math.log(10)] * 2, abs=0.3)
 
 
 def test_fp16_step_runs_where_there_is_no_gpu_to_scale_for(tmp_path):

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from labkit.figures.chart import LIMIT, Chart
+from labkit.figures.as_svg import drawing
 from labkit.figures.charts import CHARTS
 from labkit.figures.colours import rank_colour
-from labkit.figures.svg import drawing
+from labkit.figures.model import LIMIT, Chart
 
 if TYPE_CHECKING:
     import plotly.graph_objects
@@ -36,18 +36,21 @@ def chart(name: str, state: RunState) -> Chart:
 
 def figure(name: str, state: RunState) -> plotly.graph_objects.Figure:
     """The chart called `name` (one of NAMES) as a plotly figure of 1,000 points a line at the most."""
-    from labkit.figures.plotly import as_figure, parts
+    from labkit.figures.as_plotly import as_figure, parts
 
     return as_figure(*parts(chart(name, state).drawn()))
 
 
 def overview(state: RunState) -> plotly.graph_objects.Figure:
     """All charts of a run as one plotly figure, two by two."""
-    from labkit.figures.plotly import as_figure, grid
+    from labkit.figures.as_plotly import as_figure, grid
 
     return as_figure(*grid([chart(name, state).drawn(LIMIT // 2) for name in NAMES]))
 
 
-def svg(name: str, state: RunState, width: int = 560, height: int = 220) -> str:
-    """The chart called `name` (one of NAMES) as an inline SVG element of `width` × `height` units, with no script."""
-    return drawing(chart(name, state).drawn(width), width, height)
+def svg(name: str, state: RunState, width: int = 560, height: int = 220, points: int = 400) -> str:
+    """The chart called `name` (one of NAMES) as an inline SVG element of `width` × `height` units, with no script.
+
+    A line has as many `points` at the most.
+    """
+    return drawing(chart(name, state).drawn(points), width, height)

@@ -9,7 +9,7 @@ from functools import partial
 
 from labkit.events import PHASES
 from labkit.figures import colours
-from labkit.figures.chart import Axis, Bars, Chart, Derived, Line
+from labkit.figures.model import Axis, Bars, Chart, Derived, Line
 from labkit.state import RankState, RunState
 
 _WINDOW = 10  # steps that a throughput is the mean over
@@ -27,7 +27,7 @@ def loss(state: RunState) -> Chart:
             rank.steps.step,
             rank.steps.loss,
             colour=colours.rank_colour(rank.rank),
-            width=1.0,
+            width=1.3,
             keep="extremes",
         )
         for rank in ranks

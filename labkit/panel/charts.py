@@ -19,6 +19,7 @@ from labkit.state import RunState
 STATIC = Path(__file__).parent / "static"
 _PATIENCE = 8.0  # seconds that a page may take to say "here" before it is given plain SVG
 _SVG_SECONDS = 1.0
+_SVG_POINTS = 100  # of a line: plain pictures are sent whole, each time
 
 
 @lru_cache(maxsize=1)
@@ -81,7 +82,7 @@ class Charts:
             elif self.is_plain and (final or time.monotonic() >= self._next_svg):
                 self._next_svg = time.monotonic() + _SVG_SECONDS
                 self.plain.layout.display = ""
-                pictures = "".join(f"<div>{figures.svg(name, state)}</div>" for name in figures.NAMES)
+                pictures = "".join(f"<div>{figures.svg(name, state, points=_SVG_POINTS)}</div>" for name in figures.NAMES)
                 self.plain.value = f'<div class="labkit-plain">{pictures}</div>'
 
     @property

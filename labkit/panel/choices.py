@@ -28,6 +28,8 @@ class Choices:
 
     def __init__(self, machine: Machine, defaults: dict[str, Any], on_change: Callable[[], None]):
         self._machine, self._on_change, self._quiet = machine, on_change, False
+        if defaults.get("script") is not None:
+            raise SpecError("script", f"the panel writes its scripts; run({defaults['script']!r}) and show() are for one of your own")
         start = _settled(Spec(**defaults), machine)
         self._kept = {f.name: getattr(start, f.name) for f in fields(Spec) if f.name in ("seed", "data_dir", "samples")}
         self._wanted_nproc = start.nproc

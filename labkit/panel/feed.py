@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from labkit import figures
-from labkit.figures.chart import Chart, Drawn, Extent
-from labkit.figures.plotly import numbers, parts
+from labkit.figures.as_plotly import numbers, parts
+from labkit.figures.model import Chart, Drawn, Extent
 from labkit.state import RunState
 
 WHOLE = 400  # points of a line when a chart is told as a whole

@@ -15,7 +15,7 @@ from labkit.machine import Machine
 from labkit.panel import code
 from labkit.panel.charts import STATIC
 from labkit.panel.choices import Choices
-from labkit.panel.notebook import Keepsake, headless
+from labkit.panel.notebook import Keepsake, headless, in_notebook
 from labkit.panel.show import to_the_end
 from labkit.panel.view import RunView, style
 from labkit.panel.words import sentence_html
@@ -90,6 +90,9 @@ class Lab:
     def _ipython_display_(self) -> None:
         from IPython.display import display
 
+        if not in_notebook():
+            print("The panel needs a notebook: python3 -m labkit lab opens one.")
+            return
         if headless():
             self._run = Run(Job.start(self.spec))
             to_the_end(self._run)

@@ -15,6 +15,7 @@ from labkit.panel.charts import STATIC
 _FRESH = 1000  # lines that a page is told when it begins
 _AT_ONCE = 200  # lines of one redraw: more than that nobody reads, and the newest matter
 _FOUND = 500  # matches of a search that are shown
+_NOTHING = {"rank": "", "stream": "", "query": ""}  # of a page: all ranks, both streams, no search
 
 
 class _Page(anywidget.AnyWidget):
@@ -31,7 +32,7 @@ class Logs:
         self._folder: RunFolder | None = None
         self._tails: dict[tuple[int, str], LogTail] = {}
         self._sent: dict[tuple[int, str], int] = {}
-        self._wanted: dict[str, str] = {}
+        self._wanted = _NOTHING
         self._ready = False
 
     def restart(self, folder: RunFolder, nproc: int) -> None:
@@ -39,7 +40,7 @@ class Logs:
         with self._lock:
             self._folder = folder
             self._tails = {(rank, stream): self._tail(folder, rank, stream) for rank in range(nproc) for stream in STREAMS}
-            self._wanted = {}
+            self._wanted = _NOTHING
             self._begin()
 
     @staticmethod
@@ -51,7 +52,7 @@ class Logs:
         with self._lock:
             for tail in self._tails.values():
                 tail.poll()
-            if not self._ready or self._wanted.get("query"):
+            if not self._ready or self._wanted["query"]:
                 return
             lines = [line for key in self._shown() for line in self._new(key, _AT_ONCE)]
             if over:
@@ -75,26 +76,26 @@ class Logs:
         self._sent = dict.fromkeys(self._tails, 0)
         if not self._ready:
             return
-        query = self._wanted.get("query", "")
-        if query:
-            lines, note = self._found(query)
-        else:
-            lines, note = [line for key in self._shown() for line in self._new(key, _FRESH)], self._count()
-        ranks = sorted({rank for rank, _ in self._tails})
-        self._send(lines, note, fresh=True, query=query, ranks=ranks, colours=[rank_colour(rank) for rank in ranks])
+        for tail in self._tails.values():
+            tail.poll()
+        self._send_fresh([line for key in self._shown() for line in self._new(key, _FRESH)], self._count())
 
-    def _found(self, query: str) -> tuple[list[list[Any]], str]:
+    def _send_fresh(self, lines: list[list[Any]], note: str) -> None:
+        ranks = sorted({rank for rank, _ in self._tails})
+        self._send(lines, note, fresh=True, wanted=self._wanted, ranks=ranks, colours=[rank_colour(rank) for rank in ranks])
+
+    def _found(self, folder: RunFolder, keys: list[tuple[int, str]], query: str) -> tuple[list[list[Any]], str]:
         lines: list[list[Any]] = []
-        for rank, stream in self._shown():
-            path = self._folder.log_of(rank, stream) if self._folder else None
+        for rank, stream in keys:
+            path = folder.log_of(rank, stream)
             if path:
                 lines += [[rank, stream, text, number + 1] for number, text in search(path, query, _FOUND)]
         more = len(lines) > _FOUND
         return lines[:_FOUND], f"the first {_FOUND} lines found" if more else f"{_lines(len(lines))} found"
 
     def _shown(self) -> list[tuple[int, str]]:
-        rank, stream = self._wanted.get("rank"), self._wanted.get("stream")
-        return [key for key in self._tails if rank in (None, "", str(key[0])) and stream in (None, "", key[1])]
+        rank, stream = self._wanted["rank"], self._wanted["stream"]
+        return [key for key in self._tails if rank in ("", str(key[0])) and stream in ("", key[1])]
 
     def _count(self) -> str:
         return _lines(sum(self._tails[key].count for key in self._shown()))
@@ -107,10 +108,17 @@ class Logs:
             threading.Thread(target=self._show, args=(message,), daemon=True).start()
 
     def _show(self, message: dict[str, Any]) -> None:
+        wanted = {name: str(message.get(name) or "") for name in _NOTHING}
         with self._lock:
-            self._ready = True
-            self._wanted = {name: str(message.get(name) or "") for name in ("rank", "stream", "query")}
-            self._begin()
+            self._ready, self._wanted = True, wanted
+            folder, keys = self._folder, self._shown()
+            if folder is None or not wanted["query"]:
+                self._begin()
+                return
+        found = self._found(folder, keys, wanted["query"])  # without the lock: new lines are still read meanwhile
+        with self._lock:
+            if self._wanted is wanted:
+                self._send_fresh(*found)
 
 
 def _lines(number: int) -> str:

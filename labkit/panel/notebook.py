@@ -29,7 +29,7 @@ def headless() -> bool:
         return True
     from IPython import get_ipython
 
-    request = get_ipython().get_parent()
+    request = get_ipython().get_parent() or {}
     return request.get("content", {}).get("allow_stdin") is False
 
 

@@ -59,6 +59,7 @@ function render({ model, el }) {
 
   let following = true;
   let colours = [];
+  let query = ""; // what the lines on screen were searched for
   const setFollowing = (value) => {
     following = value;
     follow.classList.toggle("labkit-on", value);
@@ -67,16 +68,20 @@ function render({ model, el }) {
   };
   const append = (message) => {
     if (message.fresh) lines.replaceChildren();
-    lines.append(...message.lines.map((line) => row(line, colours, message.query ?? "")));
+    lines.append(...message.lines.map((line) => row(line, colours, query)));
     const before = lines.scrollHeight;
     while (lines.childElementCount > KEPT) lines.firstElementChild.remove();
-    if (following && !message.query) lines.scrollTop = lines.scrollHeight;
+    if (following && !query) lines.scrollTop = lines.scrollHeight;
     else if (before !== lines.scrollHeight) lines.scrollTop -= before - lines.scrollHeight;
   };
   const heard = (message) => {
     if (message.kind !== "lines") return;
     colours = message.colours ?? colours;
-    if (message.ranks) fill(rank, [["", "all ranks"], ...message.ranks.map((number) => [String(number), `rank ${number}`])]);
+    if (message.fresh) {
+      fill(rank, [["", "all ranks"], ...message.ranks.map((number) => [String(number), `rank ${number}`])]);
+      ({ rank: rank.value, stream: stream.value, query: search.value } = message.wanted);
+      query = search.value;
+    }
     note.textContent = message.note;
     append(message);
   };

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from labkit.figures import colours
-from labkit.figures.chart import Drawn, Points
+from labkit.figures.model import Drawn, Points
 
 if TYPE_CHECKING:
     import plotly.graph_objects
@@ -95,13 +95,13 @@ def grid(several: list[Drawn]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     for number, drawn in enumerate(several):
         row, column = divmod(number, 2)
         suffix = "" if number == 0 else str(number + 1)
-        left, bottom = 0.53 * column, 0.58 * (1 - row)
+        left, bottom = 0.56 * column, 0.58 * (1 - row)
         alone, its_layout = parts(drawn)
         data += [trace | {"xaxis": f"x{suffix}", "yaxis": f"y{suffix}", "legend": f"legend{suffix}"} for trace in alone]
         layout |= {name: its_layout[name] for name in ("font", "barmode", "bargap", "hovermode", "paper_bgcolor", "plot_bgcolor")}
-        layout[f"xaxis{suffix}"] = its_layout["xaxis"] | {"domain": [left, left + 0.385], "anchor": f"y{suffix}"}
+        layout[f"xaxis{suffix}"] = its_layout["xaxis"] | {"domain": [left, left + 0.36], "anchor": f"y{suffix}"}
         layout[f"yaxis{suffix}"] = its_layout["yaxis"] | {"domain": [bottom, bottom + 0.38], "anchor": f"x{suffix}"}
-        layout[f"legend{suffix}"] = its_layout["legend"] | {"x": left + 0.39, "y": bottom + 0.38}
+        layout[f"legend{suffix}"] = its_layout["legend"] | {"x": left + 0.365, "y": bottom + 0.38}
         layout["annotations"].append(
             {"text": _title(drawn), "x": left, "y": bottom + 0.39, "xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom"}
             | {"showarrow": False, "font": {"size": 12}}

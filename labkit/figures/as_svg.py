@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from itertools import groupby
 
-from labkit.figures.chart import Drawn, Points, ticks
+from labkit.figures.model import Drawn, Points, ticks
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 92, 26, 34
 _DASHES = {"dot": "1.5 3", "dash": "6 4"}
