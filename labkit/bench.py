@@ -7,8 +7,8 @@ how often, and the aim. Ratios come from pairs that take turns (A B, B A, …), 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-import queue
 import statistics
 import subprocess
 import sys
@@ -16,11 +16,18 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
+
+import psutil
+from rich.console import Console
+from rich.table import Table
 
 from labkit.api import run
 from labkit.events import Writer
+from labkit.launch.folder import RunFolder
 from labkit.machine import Machine
+from labkit.progress import Progress
 from labkit.script import write_script
 from labkit.spec import Spec
 
@@ -92,12 +99,13 @@ def _read_clock(clock: Path, began: float) -> tuple[float, float]:
     steps, firsts = [], []
     for rank in (0, 1):
         times = [float(line) for line in Path(f"{clock}{rank}").read_text().split()]
-        steps.append(statistics.median(b - a for a, b in zip(times[1:], times[2:])))
+        steps.append(statistics.median(b - a for a, b in pairwise(times[1:])))
         firsts.append(times[0] - began)
     return max(steps), max(firsts)
 
 
 # ---- two ranks against one
+
 
 def scaling() -> list[Figure]:
     """Samples per second of DDP on two CPU ranks against one, one thread each, on the 60,000 digits; and what bounds it."""
@@ -114,13 +122,15 @@ def scaling() -> list[Figure]:
         for phase in phases[1][0]
     }
     worst = max(grown, key=grown.__getitem__)
-    note = f"one thread a rank, batch 128 a rank; {worst} grows most: by {grown[worst] * 1000:+.1f} ms a step; one rank alone: " + ", ".join(
-        f"{phase} {statistics.median(each[phase] for each in phases[1]) * 1000:.1f}" for phase in phases[1][0]
+    note = (
+        f"one thread a rank, batch 128 a rank; {worst} grows most: by {grown[worst] * 1000:+.1f} ms a step; one rank alone: "
+        + ", ".join(f"{phase} {statistics.median(each[phase] for each in phases[1]) * 1000:.1f}" for phase in phases[1][0])
     )
     return [_ratio("samples per second, ddp × 2 / ddp × 1", ratios, "2.00 at the most", note + " ms")]
 
 
 # ---- the small things
+
 
 def importing() -> list[Figure]:
     """`import labkit`, in a process of its own each time, and whether anything heavy came along."""
@@ -133,11 +143,201 @@ def importing() -> list[Figure]:
         seconds, *loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
         times.append(float(seconds) * 1000)
         heavy |= set(loaded)
-    return [Figure("import labkit", statistics.median(times), "ms", "≤ 50 ms", tuple(times), f"loads {', '.join(heavy) or 'nothing heavy'}")]
+    return [
+        Figure("import labkit", statistics.median(times), "ms", "≤ 50 ms", tuple(times), f"loads {', '.join(heavy) or 'nothing heavy'}")
+    ]
+
+
+# ---- from an event's writing to the panel
+
+_RANKS, _RATE, _SECONDS = 8, 100, 15
+
+
+def latency() -> list[Figure]:
+    """Milliseconds from an event's writing until the panel's model has it, with 8 ranks writing 100 steps a second each."""
+    from labkit.panel.view import RunView
+
+    with tempfile.TemporaryDirectory() as place:
+        folder = RunFolder.create("latency", Path(place))
+        RunFolder.write_json(folder.spec, Spec("ddp", nproc=_RANKS, steps=_RATE * _SECONDS).to_json())
+        _say_state(folder, "running")
+        context = multiprocessing.get_context("spawn")
+        ranks = [context.Process(target=_write_steps, args=(folder.path, rank)) for rank in range(_RANKS)]
+        for rank in ranks:
+            rank.start()
+        view, seen, late = RunView(), [0] * _RANKS, []
+        view.follow(_Watched(folder))
+        while any(rank.is_alive() for rank in ranks) or min(seen) < _RATE * _SECONDS:
+            for number, rank in list(view.state.ranks.items()):
+                known = len(rank.steps)
+                late += [time.time() - t for t in rank.steps.t[seen[number] : known]]
+                seen[number] = known
+            time.sleep(0.005)
+        _say_state(folder, "finished")
+        view.wait()
+    quantiles = statistics.quantiles([seconds * 1000 for seconds in late], n=20)
+    note = f"{len(late):,} events of {_RANKS} ranks at {_RATE} a second each; median {quantiles[9]:.0f} ms, measured every 5 ms"
+    return [Figure("event to the panel's model, 95th percentile", quantiles[-1], "ms", "≤ 300 ms", (quantiles[-1],), note)]
+
+
+@dataclass
+class _Watched:
+    """A run folder that this process fills itself; nothing of it can be stopped."""
+
+    folder: RunFolder
+
+    def stop(self) -> None:
+        """There is no process to end."""
+
+
+def _say_state(folder: RunFolder, state: str) -> None:
+    RunFolder.write_json(folder.status, {"v": 1, "state": state, "started": time.time()})
+
+
+def _write_steps(path: Path, rank: int) -> None:
+    writer = Writer(RunFolder(path).events_of(rank), rank)
+    writer.write("start", pid=os.getpid(), device="cpu")
+    writer.write("activity", name="training")
+    due = time.monotonic()
+    for step in range(1, _RATE * _SECONDS + 1):
+        seconds = {"step": 0.01, "data": 0.001, "forward": 0.003, "backward": 0.005, "optimizer": 0.001, "other": 0.0}
+        memory = {"allocated": 1 << 20, "reserved": None, "peak": 2 << 20}
+        writer.write("step", step=step, loss=1 / step, samples=128, seconds=seconds, memory=memory)
+        due += 1 / _RATE
+        time.sleep(max(0.0, due - time.monotonic()))
+
+
+# ---- a million lines of log at once
+
+_LINES = 250_000
+_BURST = f"""
+import os
+rank = os.environ["RANK"]
+for number in range({_LINES}):
+    print(f"rank {{rank}} writes line {{number}}, and it is about as long as such lines are")
+"""
+
+
+def burst() -> list[Figure]:
+    """1,000,000 log lines from 4 ranks while a kernel shows them: its answers, its memory, the lines in files and on the page."""
+    from jupyter_client.manager import start_new_kernel
+
+    with tempfile.TemporaryDirectory() as place:
+        script = Path(place) / "burst.py"
+        script.write_text(_BURST)
+        home = str(Path(__file__).resolve().parents[1])
+        added = {"LABKIT_RUNS": str(Path(place) / "runs"), "PYTHONPATH": home}
+        manager, client = start_new_kernel(env=os.environ | added, cwd=place, stderr=subprocess.DEVNULL)
+        try:
+            pages = _Pages(client)
+            pages.ask("from labkit import run, show; import labkit.panel")
+            kernel = psutil.Process(manager.provisioner.pid)
+            before = kernel.memory_info().rss
+            pages.ask(f"burst_ = show(run({str(script)!r}, nproc=4, device='cpu'))")
+            answers, memory = [], []
+            while pages.ask("print(burst_.folder.read_json(burst_.folder.status)['state'])").strip() not in (
+                "finished",
+                "failed",
+                "stopped",
+            ):
+                answers.append(pages.last_seconds * 1000)
+                memory.append(kernel.memory_info().rss)
+                time.sleep(0.02)
+            lines = sum(path.read_bytes().count(b"\n") for path in Path(place).glob("runs/*/logs/*/attempt_0/*/stdout.log"))
+            newest = pages.wait_for(f"writes line {_LINES - 1},")
+        finally:
+            client.stop_channels()
+            manager.shutdown_kernel(now=True)
+    grown = (max(memory) - before) / 1e6
+    shown = "the page was sent the newest" if newest else "the page was NOT sent the newest"
+    return [
+        Figure(
+            "kernel's slowest answer during the burst",
+            max(answers),
+            "ms",
+            "≤ 200 ms",
+            tuple(answers),
+            f"median {statistics.median(answers):.0f} ms",
+        ),
+        Figure(
+            "kernel's memory grown by the burst",
+            grown,
+            "MB",
+            "≤ 100 MB",
+            (grown,),
+            f"{lines:,} of {4 * _LINES:,} lines are in the files; {shown}",
+        ),
+    ]
+
+
+class _Pages:
+    """A client of a kernel that looks as a page does, and remembers what the kernel sends to widgets."""
+
+    def __init__(self, client) -> None:
+        self._client = client
+        self._sent: list[str] = []
+        self.last_seconds = 0.0
+
+    def ask(self, code: str) -> str:
+        """Executes `code` as a page would and gives what it printed; notes how long that took."""
+        began, printed = time.perf_counter(), []
+        request = self._client.execute(code, allow_stdin=True)
+        while True:
+            message = self._client.get_iopub_msg(timeout=60)
+            kind, content = message["msg_type"], message["content"]
+            self._note(kind, content)
+            if message["parent_header"].get("msg_id") != request:
+                continue  # a widget's, sent by a thread of the kernel's own accord
+            if kind == "stream":
+                printed.append(content["text"])
+            elif kind == "error":
+                raise RuntimeError(f"the kernel answered {content['ename']}: {content['evalue']}")
+            elif kind == "status" and content["execution_state"] == "idle":
+                self.last_seconds = time.perf_counter() - began
+                return "".join(printed)
+
+    def wait_for(self, text: str, seconds: float = 20.0) -> bool:
+        """Whether a widget is sent `text` within so many seconds."""
+        last = time.monotonic() + seconds
+        while time.monotonic() < last:
+            self.ask("None")
+            if any(text in sent for sent in self._sent):
+                return True
+            time.sleep(0.1)
+        return False
+
+    def _note(self, kind: str, content: dict) -> None:
+        if kind == "comm_open" and "_esm" in content["data"].get("state", {}):
+            for word in ("here", "ready", "show"):  # what a page says of its charts and its logs when it has drawn them
+                answer = {"method": "custom", "content": {"kind": word}}
+                self._client.shell_channel.send(self._client.session.msg("comm_msg", {"comm_id": content["comm_id"], "data": answer}))
+        elif kind == "comm_msg":
+            self._sent = [*self._sent[-50:], json.dumps(content.get("data"), default=str)]
 
 
 def _ratio(name: str, each: list[float], aim: str, note: str) -> Figure:
     return Figure(name, statistics.median(each), "×", aim, tuple(each), note)
 
 
-BENCHES: tuple[Callable[[], list[Figure]], ...] = (importing, overhead, scaling)
+BENCHES: tuple[Callable[[], list[Figure]], ...] = (importing, latency, burst, overhead, scaling)
+
+
+def main(as_json: bool = False) -> int:
+    """Runs every bench and prints its figures: a table, or one JSON object."""
+    began, figures = time.time(), []
+    with tempfile.TemporaryDirectory() as runs, Progress() as progress:
+        os.environ["LABKIT_RUNS"] = runs
+        for bench in BENCHES:
+            progress.step(bench.__doc__.splitlines()[0])
+            figures += bench()
+    machine = Machine.here()
+    on = f"{machine.cores} cores, {machine.memory / 2**30:.0f} GiB, {len(machine.gpus)} GPUs; load {os.getloadavg()[0]:.1f} at the end"
+    if as_json:
+        print(json.dumps({"machine": on, "seconds": round(time.time() - began), "figures": [asdict(figure) for figure in figures]}))
+        return 0
+    table = Table("figure", "median", "smallest to largest", "aim", "note", title=on)
+    for figure in figures:
+        spread = f"{min(figure.each):.3g} to {max(figure.each):.3g} of {len(figure.each)}"
+        table.add_row(figure.name, f"{figure.median:.3g} {figure.unit}", spread, figure.aim, figure.note)
+    Console().print(table)
+    return 0

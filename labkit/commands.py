@@ -261,7 +261,7 @@ def bench(args: argparse.Namespace) -> int:
     """Measures the project's own figures."""
     from labkit.bench import main
 
-    return main(json=args.json)
+    return main(as_json=args.json)
 
 
 # ---- what several commands share

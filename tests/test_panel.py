@@ -163,7 +163,7 @@ class FakeJob:
 
 def test_a_view_follows_a_run_and_stops_it(fake):
     ended = []
-    view = RunView(ended.append)
+    view = RunView(lambda name, state: ended.append((name, state.status["state"])))
     view.follow(FakeJob(fake))
     fake.step(50)
     wait_until(lambda: "step 50/200" in view.progress.value)
@@ -173,7 +173,7 @@ def test_a_view_follows_a_run_and_stops_it(fake):
     assert view.stop_button.disabled
     view.wait(30)
     assert "stopped" in view.words.value
-    assert [state.status["state"] for state in ended] == ["stopped"]
+    assert ended == [(fake.folder.name, "stopped")]
     assert not view.busy
 
 
@@ -356,7 +356,7 @@ def test_a_table_has_a_row_a_rank(fake):
     fake.step(5)
     follower = Follower(fake.folder)
     follower.poll()
-    assert ranks_table(follower.state).count("<tr>") == 3
+    assert ranks_table("a <run>", follower.state).count("<tr>") == 3
     assert finding_html(follower.state) == ""
 
 

@@ -145,7 +145,7 @@ class Lab:
         finally:
             self._starting = False
 
-    def _over(self, state: RunState) -> None:
+    def _over(self, name: str, state: RunState) -> None:
         self._run_button.disabled = False
         if self._keepsake is not None:
-            self._keepsake.fill(state)
+            self._keepsake.fill(name, state)

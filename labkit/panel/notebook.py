@@ -34,7 +34,10 @@ def headless() -> bool:
 
 
 class Keepsake:
-    """Places in the notebook, made when a panel is displayed, that its runs' plain figures and table go to when they end."""
+    """Places in the notebook, made when a panel is displayed, that its runs' plain figures and table go to when they end.
+
+    A front end knows the places until its page is loaded again; from then on they hold what they hold, under the run's name.
+    """
 
     def __init__(self) -> None:
         from IPython.display import display
@@ -42,28 +45,28 @@ class Keepsake:
         blank = {"text/html": "", "text/plain": ""}
         self._figure, self._table = (display(blank, raw=True, display_id=True) for _ in range(2))
 
-    def fill(self, state: RunState) -> None:
+    def fill(self, name: str, state: RunState) -> None:
         """Puts a run's figures there, which need no widget, no kernel and no network."""
-        self._figure.update(figures_bundle(state), raw=True)
-        self._table.update(table_bundle(state), raw=True)
+        self._figure.update(figures_bundle(name, state), raw=True)
+        self._table.update(table_bundle(name, state), raw=True)
 
 
-def leave(state: RunState) -> None:
+def leave(name: str, state: RunState) -> None:
     """Displays a run's figures and table as plain outputs of the present cell."""
     from IPython.display import display
 
-    display(table_bundle(state), raw=True)
-    display(figures_bundle(state), raw=True)
+    display(table_bundle(name, state), raw=True)
+    display(figures_bundle(name, state), raw=True)
 
 
-def figures_bundle(state: RunState) -> dict[str, Any]:
+def figures_bundle(name: str, state: RunState) -> dict[str, Any]:
     """All charts of a run, as plotly and as inline SVG: a front end takes what it can show."""
     pictures = "".join(figures.svg(name, state) for name in figures.NAMES)
     plotly = json.loads(figures.overview(state).to_json())
-    text = f"{', '.join(figures.NAMES)} of a run that {state.words}"
+    text = f"{', '.join(figures.NAMES)} of {name}: {state.words}"
     return {"application/vnd.plotly.v1+json": plotly, "text/html": f"<div>{pictures}</div>", "text/plain": text}
 
 
-def table_bundle(state: RunState) -> dict[str, Any]:
+def table_bundle(name: str, state: RunState) -> dict[str, Any]:
     """A run's figures in words and rows."""
-    return {"text/html": finding_html(state) + ranks_table(state), "text/plain": json.dumps(state.summary(), indent=2)}
+    return {"text/html": finding_html(state) + ranks_table(name, state), "text/plain": json.dumps(state.summary(name), indent=2)}

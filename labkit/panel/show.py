@@ -31,14 +31,14 @@ def show(run: Run | str | os.PathLike[str] = "last") -> Run:
 def to_the_end(run: Run) -> None:
     """Waits for a run's end (an interrupt stops the run) and leaves its plain figures as outputs of the present cell."""
     run.wait()
-    leave(run.state)
+    leave(run.name, run.state)
 
 
 def _live(run: Run) -> None:
     from IPython.display import display
 
     kept: list[Keepsake] = []
-    view = RunView(lambda state: kept[0].fill(state))
+    view = RunView(lambda name, state: kept[0].fill(name, state))
     actions = ipywidgets.HBox([view.stop_button, view.words, view.progress])
     actions.add_class("labkit-actions")
     tabs = ipywidgets.Tab([ipywidgets.VBox([view.finding, view.charts.widget]), view.logs.widget])

@@ -38,12 +38,12 @@ def style() -> ipywidgets.HTML:
 
 
 class RunView:
-    """The widgets of one run at a time, for a panel to lay out. `follow` shows a run; `on_over` is called when it has ended.
+    """The widgets of one run at a time, for a panel to lay out. `follow` shows a run; `on_over` is told its name and state at its end.
 
     Nothing here prints, and nothing that may take time is done in the kernel's own thread.
     """
 
-    def __init__(self, on_over: Callable[[RunState], None] = lambda state: None):
+    def __init__(self, on_over: Callable[[str, RunState], None] = lambda name, state: None):
         self.state = RunState()
         self.words = ipywidgets.HTML(state_html("ready", "quiet"))
         self.progress = ipywidgets.HTML(progress_html(self.state))
@@ -117,7 +117,7 @@ class RunView:
             raise
         finally:
             self.stop_button.disabled = True
-        self._on_over(self.state)
+        self._on_over(job.folder.name, self.state)
 
     def _follow_to_the_end(self, job: Job) -> None:
         follower = Follower(job.folder)

@@ -58,8 +58,8 @@ def sentence_html(text: str, way_out: str = "") -> str:
     return f'<div class="labkit-finding" role="alert" title="{hint}">{escape(text)}</div>' if text else ""
 
 
-def ranks_table(state: RunState) -> str:
-    """The figures of a run, one row a rank, as an HTML table."""
+def ranks_table(name: str, state: RunState) -> str:
+    """The figures of the run called `name`, one row a rank, as an HTML table."""
     summary = state.summary()
     head = ("rank", "exit code", "ms per step", "peak memory (MiB)", *(f"{phase} (ms)" for phase in summary["ranks"][0]["phase_seconds"]))
     rows = []
@@ -75,7 +75,7 @@ def ranks_table(state: RunState) -> str:
     figures += [f"accuracy {summary['accuracy']:.1%}"] if isinstance(summary["accuracy"], (int, float)) else []
     heads = "".join(f"<th>{escape(name)}</th>" for name in head)
     body = "".join(f"<tr>{row}</tr>" for row in rows)
-    return f"<p>{escape(' · '.join(figures))}</p><table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
+    return f"<p><b>{escape(name)}</b> {escape(' · '.join(figures))}</p><table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _ms(seconds: float | None) -> str | None:

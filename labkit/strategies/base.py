@@ -84,7 +84,7 @@ def main() -> None:
         sampler, loader = load(train_data)
         model = parallelize(build_model(), device)
         optimizer = build_optimizer(model)
-        steps = islice(count(1), MAX_STEPS)
+        steps = islice(count(1), MAX_STEPS)  # 1, 2, 3 … MAX_STEPS, over all epochs
         for epoch in range(1, EPOCHS + 1):
             sampler.set_epoch(epoch)
             model.train()
