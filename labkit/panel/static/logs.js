@@ -1,6 +1,7 @@
 // The log view: only new lines come, a bounded number stays, and text is only ever set as text.
 
 const KEPT = 2000;
+const TYPED = 300; // ms without a key after which a search begins
 const COLOUR_CODES = /\x1b\[[0-?]*[ -\/]*[@-~]/g;
 
 function make(tag, name, properties = {}) {
@@ -88,7 +89,12 @@ function render({ model, el }) {
 
   const ask = (kind) => model.send({ kind, rank: rank.value, stream: stream.value, query: search.value });
   rank.onchange = stream.onchange = () => ask("show");
-  search.onchange = search.onsearch = () => ask("show");
+  // As it is typed: a notebook keeps the Enter key to itself.
+  let typing = 0;
+  search.oninput = () => {
+    clearTimeout(typing);
+    typing = setTimeout(() => ask("show"), TYPED);
+  };
   follow.onclick = () => setFollowing(!following);
   lines.onscroll = () => {
     const atEnd = lines.scrollHeight - lines.scrollTop - lines.clientHeight < 24;
@@ -102,6 +108,7 @@ function render({ model, el }) {
   model.on("msg:custom", heard);
   ask("show");
   return () => {
+    clearTimeout(typing);
     seen.disconnect();
     model.off("msg:custom", heard);
   };
