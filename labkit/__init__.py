@@ -16,7 +16,7 @@ _HOMES = {
     "SpecError": "labkit.spec",
     "diff_scripts": "labkit.script",
     "run": "labkit.api",
-    "show": "labkit.panel",
+    "show": "labkit.api",
     "write_script": "labkit.script",
 }
 

@@ -1,8 +1,12 @@
-"""The Python handle: `run("ddp", nproc=2)` starts a run and gives a `Run`, which knows everything that is in its folder."""
+"""The Python handle: `run("ddp", nproc=2)` starts a run and gives a `Run`, which knows everything that is in its folder.
+
+What a call needs to draw is loaded by that call: plotly for a figure, and for `show` the face that fits the place.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +17,7 @@ from labkit.launch.job import Job
 from labkit.machine import Machine
 from labkit.spec import Spec, SpecError
 from labkit.state import RunState
+from labkit.summary import summarise
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -39,6 +44,33 @@ def settle(what: str | os.PathLike[str] | Spec, **fields: Any) -> Spec:
     if spec.script is not None and not Path(spec.script).is_file():
         raise SpecError("script", f"there is no script {spec.script!r} in {Path.cwd()}; give the path of a Python file")
     return spec.on(Machine.here())
+
+
+def show(run: str | os.PathLike[str] | Run = "last") -> Run:
+    """Shows a run live and gives it back: a `Run`, its name or an end of it, its path, or `last`.
+
+    In a notebook it returns at once; where nobody watches (nbclient, a batch run) it waits for the run's end and leaves plain figures;
+    outside of a notebook it shows the run in the terminal until it is over. Raises `LookupError` for a run that there is not.
+    """
+    if not isinstance(run, Run):
+        run = Run.attach(run)
+    if in_notebook():
+        from labkit.panel import show_in_notebook
+
+        show_in_notebook(run)
+    else:
+        from rich.console import Console
+
+        from labkit.terminal import watch
+
+        watch(Follower(run.folder), run.folder, Console())
+    return run
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook: then IPython is there already."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
 class Run:
@@ -95,11 +127,11 @@ class Run:
 
     def summary(self) -> dict[str, Any]:
         """The figures of the run so far, in the shape of `labkit run --json`."""
-        return self.state.summary(self.name)
+        return summarise(self.state, self.name)
 
     def figure(self, name: str = "loss") -> go.Figure:
         """One of the run's figures as it is now: loss, throughput, memory or phases."""
-        from labkit.figures import figure  # plotly is loaded when a picture is asked for
+        from labkit.figures import figure
 
         return figure(name, self.state)
 

@@ -30,6 +30,7 @@ from labkit.machine import Machine
 from labkit.progress import Progress
 from labkit.spec import Spec
 from labkit.state import OVER
+from labkit.summary import summarise
 
 _FIRST_LAB = "labs/00_start_here.py"
 _CODES = {"finished": 0, "failed": 1, "stopped": 130}
@@ -136,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
         state = terminal.watch(Follower(job.folder), job.folder, _console(args), stop_once)
         job.wait()  # the state is there before the last process has left
     if args.json:
-        print(json.dumps(state.summary(job.name)))
+        print(json.dumps(summarise(state, job.name)))
     return _CODES[state.status["state"]]
 
 
@@ -286,7 +287,7 @@ def _summary(folder: RunFolder) -> dict[str, Any]:
         return recorded
     follower = Follower(folder)
     follower.poll()
-    return follower.state.summary(folder.name)
+    return summarise(follower.state, folder.name)
 
 
 def _is_over(folder: RunFolder) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from labkit.events import OWNERS, PHASES
+from labkit.events import PHASES
 from labkit.spec import Spec, SpecError
 
 OVER = ("finished", "failed", "stopped")
@@ -280,50 +280,6 @@ class RunState:
         reported = (self.status.get("failures") or {}).get(str(rank), {}).get("exit_code")
         return 1 if reported is None and state is not None and state.error else reported
 
-    # ---- the figures of the run
-
-    def summary(self, run: str = "") -> dict[str, Any]:
-        """The figures of the run so far, in the shape of `run --json`; a value that is not known is None."""
-        from labkit.diagnose import findings
-
-        started, ended = self.status.get("started"), self.status.get("ended")
-        first = [rank.steps.t[0] for rank in self.ranks.values() if len(rank.steps)]
-        devices = sorted({rank.device.split(":")[0] for rank in self.ranks.values()})
-        return {
-            "run": run,
-            "state": self.status.get("state", "ready"),
-            "strategy": self.spec.get("strategy"),
-            "workload": self.spec.get("workload"),
-            "script": self.spec.get("script"),
-            "world_size": self.world_size,
-            "device": devices[0] if devices else self.spec.get("device"),
-            "steps": self.step,
-            "seconds": {
-                "total": round(ended - started, 3) if started and ended else None,
-                "to_first_step": round(max(first) - started, 3) if started and first else None,
-            },
-            "samples_per_second": _rounded(self.throughput()),
-            "loss": _rounded(self.loss_at(), 6),
-            "accuracy": self.metric("accuracy"),
-            "restarts": self.status.get("restarts", 0),
-            "failure": self.failure,
-            "broken_lines": self.broken,
-            "ranks": [self._rank_summary(number) for number in range(self.world_size)],
-            "findings": [finding.to_json() for finding in findings(self)],
-        }
-
-    def _rank_summary(self, number: int) -> dict[str, Any]:
-        rank = self.ranks.get(number) or RankState(number)
-        return {
-            "rank": number,
-            "exit_code": self.exit_code(number),
-            "peak_memory_bytes": rank.peak_memory,
-            "memory_bytes": {owner: rank.owners[owner] for owner in OWNERS if owner in rank.owners},
-            "step_seconds_median": _rounded(_median(rank.steps.seconds[1:]), 6),
-            "phase_seconds": {phase: _rounded(_median(column[1:]), 6) for phase, column in rank.steps.phases.items()},
-            "comm_bytes_per_step": None,
-        }
-
     # ---- the handlers, one for each kind of event
 
     def _rank(self, event: Mapping[str, Any]) -> RankState:
@@ -410,12 +366,3 @@ _HANDLERS: dict[Any, Callable[[RunState, Mapping[str, Any]], None]] = {
 
 def _number(value: Any, missing: float = math.nan) -> float:
     return missing if value is None else float(value)
-
-
-def _median(values: array) -> float | None:
-    known = [value for value in values if not math.isnan(value)]
-    return statistics.median(known) if known else None
-
-
-def _rounded(value: float | None, digits: int = 3) -> float | None:
-    return None if value is None or not math.isfinite(value) else round(value, digits)

@@ -25,7 +25,7 @@ NEVER = {
     "script.py": ("torch", "labkit.launch", *FACES),
     "events.py": (*HEAVY, "labkit"),
     "state.py": (*HEAVY, "labkit.launch"),
-    "diagnose.py": ("torch", *FACES),
+    "diagnose.py": (*HEAVY, "labkit.launch", *FACES),
     "machine.py": ("torch",),
     "launch/*.py": (*HEAVY, *FACES),
     "figures/*.py": ("ipywidgets", "labkit.launch", *FACES),
@@ -34,7 +34,8 @@ NEVER = {
     "replay.py": (*HEAVY, *FACES),
     "commands.py": HEAVY,
     "doctor.py": HEAVY,
-    "api.py": ("torch", "ipywidgets", *FACES),
+    "summary.py": (*HEAVY, "labkit.launch", *FACES),
+    "api.py": ("torch", "ipywidgets"),
 }
 
 
@@ -104,15 +105,14 @@ def test_probe_knows_events_and_torch_alone():
             assert not within(module, "labkit") or module == "labkit" or within(module, "labkit.events") or within(module, "labkit.probe")
 
 
-def test_nothing_imports_a_face_but_the_commands():
-    allowed = {"commands.py", "cli.py", "__init__.py"}
+def test_nothing_imports_a_face_but_what_people_call():
+    allowed = {"commands.py", "bench.py", "api.py", "__init__.py"}
     for path in ROOT.rglob("*.py"):
         room = path.relative_to(ROOT).parts[0]
         for module in imported(path):
             face = next((face for face in FACES if within(module, face)), None)
             at_home = face == f"labkit.{room.removesuffix('.py')}"
-            handed_over = (path.name, face) == ("show.py", "labkit.terminal")  # `show` outside of a notebook, when it is called
-            assert face is None or path.name in allowed or at_home or handed_over, f"{path} imports {module}"
+            assert face is None or path.name in allowed or at_home, f"{path} imports {module}"
 
 
 def test_labs_use_public_names_alone():

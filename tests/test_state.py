@@ -9,6 +9,7 @@ import pytest
 from labkit.events import OWNERS, PHASES
 from labkit.spec import Spec
 from labkit.state import RunState
+from labkit.summary import summarise
 
 
 def step(rank: int, number: int, t: float = 0.0, **fields) -> dict:
@@ -86,7 +87,7 @@ def test_an_event_without_sense_is_counted_and_leaves_the_columns_whole(event):
     steps = state.ranks[0].steps
     columns = [steps.t, steps.step, steps.loss, steps.samples, steps.seconds, *steps.phases.values(), *steps.memory.values()]
     assert {len(column) for column in columns} == {2}
-    state.summary()
+    summarise(state)
 
 
 def test_unknown_kinds_and_fields_pass():
@@ -266,7 +267,7 @@ def test_the_shape_of_the_summary():
         {"kind": "metric", "t": 1.0, "rank": 0, "name": "accuracy", "value": 0.9, "step": 3},
         {"kind": "end", "t": 9.0, "rank": 0, "exit_code": 0},
     )
-    summary = state.summary("a-run")
+    summary = summarise(state, "a-run")
     expected = {"run": "a-run", "state": "finished", "strategy": "ddp", "workload": "cnn", "world_size": 2, "device": "cpu", "steps": 3}
     assert summary.items() >= (expected | {"restarts": 1, "accuracy": 0.9, "failure": None, "broken_lines": 0, "findings": []}).items()
     assert summary["seconds"] == {"total": 10.0, "to_first_step": 0.5}
@@ -280,13 +281,13 @@ def test_the_shape_of_the_summary():
 
 
 def test_a_summary_of_nothing_has_the_same_shape():
-    empty, full = RunState().summary(), fold(spec(), start(0), start(1), step(0, 1), step(1, 1)).summary()
+    empty, full = summarise(RunState()), summarise(fold(spec(), start(0), start(1), step(0, 1), step(1, 1)))
     assert empty.keys() == full.keys() and empty["ranks"][0].keys() == full["ranks"][0].keys()
     assert empty["state"] == "ready" and empty["loss"] is None and empty["samples_per_second"] is None
 
 
 def test_a_failed_run_has_its_finding():
-    summary = fold(spec(), status("failed"), start(0), start(1), error(1, 2.0)).summary()
+    summary = summarise(fold(spec(), status("failed"), start(0), start(1), error(1, 2.0)))
     (finding,) = summary["findings"]
     assert finding["name"] == "first_failure" and finding["ranks"][0] == 1
     assert summary["failure"]["rank"] == 1 and summary["ranks"][1]["exit_code"] == 1

@@ -16,6 +16,7 @@ from labkit.launch.folder import RunFolder
 from labkit.launch.follow import Follower
 from labkit.launch.processes import end, identity
 from labkit.launch.system import Sampler
+from labkit.summary import summarise
 
 STOP_GRACE = 2.0  # seconds that torchrun and its ranks have to leave by themselves when the run is stopped
 END_GRACE = 1.0  # the same for what a run that came to its own end has left behind
@@ -131,7 +132,7 @@ class Watch:
         """Writes the summary before anybody can see the final state; a summary that fails must not hide the state."""
         try:
             self._follower.state.apply({"kind": "status", "status": final})
-            RunFolder.write_json(self._folder.summary, self._follower.state.summary(self._folder.name))
+            RunFolder.write_json(self._folder.summary, summarise(self._follower.state, self._folder.name))
         except Exception:
             traceback.print_exc()
 

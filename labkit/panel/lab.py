@@ -9,14 +9,14 @@ import anywidget
 import ipywidgets
 import traitlets
 
-from labkit.api import Run
+from labkit.api import Run, in_notebook
 from labkit.launch.job import Job
 from labkit.machine import Machine
 from labkit.panel import code
 from labkit.panel.charts import STATIC
 from labkit.panel.choices import Choices
-from labkit.panel.notebook import Keepsake, headless, in_notebook
-from labkit.panel.show import to_the_end
+from labkit.panel.live import to_the_end
+from labkit.panel.notebook import Keepsake, headless
 from labkit.panel.view import RunView, style
 from labkit.panel.words import sentence_html
 from labkit.script import command

@@ -1,4 +1,4 @@
-"""The notebook around the panel: is there one, does anybody watch, and what stays in it when a run has ended."""
+"""The notebook around the panel: does anybody watch, and what stays in it when a run has ended."""
 
 from __future__ import annotations
 
@@ -9,15 +9,7 @@ from typing import Any
 from labkit import figures
 from labkit.panel.words import finding_html, ranks_table
 from labkit.state import RunState
-
-
-def in_notebook() -> bool:
-    """Whether this is the kernel of a notebook."""
-    try:
-        from IPython import get_ipython
-    except ImportError:
-        return False
-    return hasattr(get_ipython(), "kernel")
+from labkit.summary import summarise
 
 
 def headless() -> bool:
@@ -69,4 +61,4 @@ def figures_bundle(name: str, state: RunState) -> dict[str, Any]:
 
 def table_bundle(name: str, state: RunState) -> dict[str, Any]:
     """A run's figures in words and rows."""
-    return {"text/html": finding_html(state) + ranks_table(name, state), "text/plain": json.dumps(state.summary(name), indent=2)}
+    return {"text/html": finding_html(state) + ranks_table(name, state), "text/plain": json.dumps(summarise(state, name), indent=2)}

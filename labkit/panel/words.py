@@ -7,6 +7,7 @@ from html import escape
 
 from labkit.diagnose import findings
 from labkit.state import RunState
+from labkit.summary import summarise
 
 _TONES = {"finished": "good", "failed": "bad", "stopped": "quiet", "ready": "quiet", "running": "busy"}
 
@@ -60,7 +61,7 @@ def sentence_html(text: str, way_out: str = "") -> str:
 
 def ranks_table(name: str, state: RunState) -> str:
     """The figures of the run called `name`, one row a rank, as an HTML table."""
-    summary = state.summary()
+    summary = summarise(state)
     head = ("rank", "exit code", "ms per step", "peak memory (MiB)", *(f"{phase} (ms)" for phase in summary["ranks"][0]["phase_seconds"]))
     rows = []
     for rank in summary["ranks"]:

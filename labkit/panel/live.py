@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import os
-
 import ipywidgets
 
 from labkit.api import Run
-from labkit.panel.notebook import Keepsake, headless, in_notebook, leave
+from labkit.panel.notebook import Keepsake, headless, leave
 from labkit.panel.view import RunView, style
 
 
-def show(run: Run | str | os.PathLike[str] = "last") -> Run:
-    """Shows a run live and gives it back: a `Run`, its name or an end of it, its path, or `last`.
-
-    In a notebook it returns at once; where nobody watches (nbclient, a batch run) it waits for the run's end and leaves plain figures;
-    outside of a notebook it shows the run in the terminal until it is over. Raises `LookupError` for a run that there is not.
-    """
-    if not isinstance(run, Run):
-        run = Run.attach(run)
-    if not in_notebook():
-        _in_terminal(run)
-    elif headless():
+def show_in_notebook(run: Run) -> None:
+    """Shows a run live and returns at once; where nobody watches it waits for the run's end and leaves plain figures."""
+    if headless():
         to_the_end(run)
     else:
         _live(run)
-    return run
 
 
 def to_the_end(run: Run) -> None:
@@ -51,12 +40,3 @@ def _live(run: Run) -> None:
     kept.append(Keepsake())
     view.charts.shown()
     view.follow(run)
-
-
-def _in_terminal(run: Run) -> None:
-    from rich.console import Console
-
-    from labkit.launch.follow import Follower
-    from labkit.terminal import watch
-
-    watch(Follower(run.folder), run.folder, Console())

@@ -1,0 +1,63 @@
+"""The figures of a run in one dict of plain values: `run --json`, `summary.json`, the table below a notebook's panel."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from labkit.diagnose import findings
+from labkit.events import OWNERS
+from labkit.state import RankState, RunState
+
+
+def summarise(state: RunState, run: str = "") -> dict[str, Any]:
+    """The figures of the run `run` so far: bytes, seconds, samples per second. A value that is not known is None."""
+    started, ended = state.status.get("started"), state.status.get("ended")
+    first = [rank.steps.t[0] for rank in state.ranks.values() if len(rank.steps)]
+    devices = sorted({rank.device.split(":")[0] for rank in state.ranks.values()})
+    return {
+        "run": run,
+        "state": state.status.get("state", "ready"),
+        "strategy": state.spec.get("strategy"),
+        "workload": state.spec.get("workload"),
+        "script": state.spec.get("script"),
+        "world_size": state.world_size,
+        "device": devices[0] if devices else state.spec.get("device"),
+        "steps": state.step,
+        "seconds": {
+            "total": round(ended - started, 3) if started and ended else None,
+            "to_first_step": round(max(first) - started, 3) if started and first else None,
+        },
+        "samples_per_second": _rounded(state.throughput()),
+        "loss": _rounded(state.loss_at(), 6),
+        "accuracy": state.metric("accuracy"),
+        "restarts": state.status.get("restarts", 0),
+        "failure": state.failure,
+        "broken_lines": state.broken,
+        "ranks": [_rank(state, number) for number in range(state.world_size)],
+        "findings": [finding.to_json() for finding in findings(state)],
+    }
+
+
+def _rank(state: RunState, number: int) -> dict[str, Any]:
+    rank = state.ranks.get(number) or RankState(number)
+    return {
+        "rank": number,
+        "exit_code": state.exit_code(number),
+        "peak_memory_bytes": rank.peak_memory,
+        "memory_bytes": {owner: rank.owners[owner] for owner in OWNERS if owner in rank.owners},
+        "step_seconds_median": _rounded(_median(rank.steps.seconds[1:]), 6),
+        "phase_seconds": {phase: _rounded(_median(column[1:]), 6) for phase, column in rank.steps.phases.items()},
+        "comm_bytes_per_step": None,
+    }
+
+
+def _median(values: Sequence[float]) -> float | None:
+    known = [value for value in values if not math.isnan(value)]
+    return statistics.median(known) if known else None
+
+
+def _rounded(value: float | None, digits: int = 3) -> float | None:
+    return None if value is None or not math.isfinite(value) else round(value, digits)
