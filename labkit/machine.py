@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from importlib import metadata
 
 import psutil
 
@@ -23,12 +24,16 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run can use: GPUs (those that CUDA_VISIBLE_DEVICES leaves), cores, and bytes of memory."""
+    """What a run can use: GPUs (those that CUDA_VISIBLE_DEVICES leaves), cores, bytes of memory, and torch's (major, minor) version.
+
+    `torch` is () where it is not installed.
+    """
 
     gpus: tuple[Gpu, ...]
     cores: int
     memory: int
     no_gpu_reason: str = "this machine has no GPU"
+    torch: tuple[int, ...] = ()
 
     @property
     def max_cpu_ranks(self) -> int:
@@ -44,7 +49,16 @@ class Machine:
         """This machine, asked now."""
         gpus, reason = _visible_gpus()
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return cls(gpus=gpus, cores=cores, memory=psutil.virtual_memory().total, no_gpu_reason=reason)
+        return cls(gpus=gpus, cores=cores, memory=psutil.virtual_memory().total, no_gpu_reason=reason, torch=_torch_version())
+
+
+def _torch_version() -> tuple[int, ...]:
+    """Of the package's metadata: importing torch would take seconds."""
+    try:
+        version = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return ()
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
 
 
 def _visible_gpus() -> tuple[tuple[Gpu, ...], str]:

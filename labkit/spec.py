@@ -161,9 +161,12 @@ class Spec:
         settled = replace(self, device=device, nproc=nproc)
         if self.script is None:
             settled._check_precision(machine)
-            missing = settled.data_row.missing(settled)
-            if missing:
-                raise SpecError("data", missing)
+            for name, refusal in (
+                ("strategy", settled.strategy_row.unmet(settled, machine)),
+                ("data", settled.data_row.missing(settled)),
+            ):
+                if refusal:
+                    raise SpecError(name, refusal)
         return settled
 
     # ---- to and from JSON

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from labkit.machine import Gpu, Machine
 from labkit.spec import Spec, SpecError
 from labkit.strategies import STRATEGIES
-from labkit.workloads import MNIST_FILES
+from labkit.workloads import MNIST_FILES, _mnist_mirror_answers
 
 GIB = 2**30
 T4 = (Gpu(0, "Tesla T4", 15 * GIB, (7, 5)), Gpu(1, "Tesla T4", 15 * GIB, (7, 5)))
@@ -220,6 +221,7 @@ def test_mnist_that_is_nowhere(tmp_path, monkeypatch):
         raise OSError("no network here")
 
     monkeypatch.setattr("labkit.workloads.socket.create_connection", no_network)
+    _mnist_mirror_answers.cache_clear()
     sentence = refused("data", LAPTOP, data="mnist", data_dir=str(tmp_path))
     assert str(tmp_path) in sentence
     assert "--data-dir" in sentence
@@ -229,6 +231,14 @@ def test_mnist_that_is_nowhere(tmp_path, monkeypatch):
     for name in MNIST_FILES:
         (raw / name).touch()
     assert Spec(data="mnist", data_dir=str(tmp_path)).on(LAPTOP).data == "mnist"
+
+
+def test_fsdp2_on_cpu_ranks_with_an_old_torch():
+    old = replace(LAPTOP, torch=(2, 6))
+    sentence = refused("strategy", old, strategy="fsdp2")
+    assert "torch 2.6" in sentence and "2.7" in sentence and "ddp" in sentence
+    assert Spec("fsdp2").on(replace(LAPTOP, torch=(2, 13))).device == "cpu"
+    assert Spec("ddp").on(old).nproc == 2
 
 
 def test_data_whose_package_is_missing(monkeypatch):

@@ -12,6 +12,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch.utils.data import TensorDataset
 
+from labkit import preflight
 from labkit.workloads import DATA, GPT_SIZES, MNIST_FILES, WORKLOADS, cnn, digits, gpt, gpt_parameters, mlp, text
 
 SIZES = {"M": 10**6, "B": 10**9}
@@ -147,18 +148,15 @@ def write_mnist(folder, train: int, test: int) -> None:
 
 @pytest.fixture
 def mnist(tmp_path, monkeypatch):
-    # A torchvision that was built for CUDA does not load beside torch for the CPU unless its operators are known.
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for schema in ("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor", "qnms(Tensor d, Tensor s, float t) -> Tensor"):
-        try:
-            library.define(schema)
-        except RuntimeError:  # a torchvision that does load has defined them
-            continue
+    version, error = preflight.torchvision()
+    if not version:
+        pytest.skip(f"there is no torchvision here: {error}")
+    if "torchvision::nms" in error:  # built for CUDA, it loads beside torch for the CPU only where its operators are known
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        library.define("qnms(Tensor d, Tensor s, float t) -> Tensor")
     write_mnist(tmp_path, train=50, test=20)
-    try:
-        module = importlib.import_module("labkit.workloads.mnist")
-    except (ImportError, RuntimeError) as error:
-        pytest.skip(f"torchvision does not load here: {error}")
+    module = importlib.import_module("labkit.workloads.mnist")
     monkeypatch.setattr(module, "DATA_DIR", str(tmp_path))
     return module
 

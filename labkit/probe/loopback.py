@@ -31,7 +31,8 @@ def _local_store(make_store: Any) -> Any:
         if listener is None:
             return make_store(LOOPBACK, port, *args, is_master=is_master, **kwargs)
         try:
-            store = make_store(LOOPBACK, listener.getsockname()[1], *args, is_master=True, master_listen_fd=listener.fileno(), **kwargs)
+            own = {"is_master": True, "master_listen_fd": listener.fileno(), "use_libuv": False}  # torch 2.6's libuv takes no socket
+            store = make_store(LOOPBACK, listener.getsockname()[1], *args, **kwargs | own)
         except BaseException:
             listener.close()
             raise

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from labkit.options import Option
 
 if TYPE_CHECKING:
+    from labkit.machine import Machine
     from labkit.spec import Spec
 
 
@@ -22,7 +23,7 @@ class Strategy:
 
     `data_ranks` gives the number of different shares that a step's batch is split into: with tensor parallelism, for
     example, all ranks see the same samples and it is 1. `limit` gives one sentence where the strategy cannot run a Spec,
-    with the nearest choice that works, and None where it can.
+    with the nearest choice that works, and None where it can; `unmet` does the same for what this machine lacks.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Strategy:
     sends: str
     data_ranks: Callable[[Spec], int]
     limit: Callable[[Spec], str | None]
+    unmet: Callable[[Spec, Machine], str | None] = lambda spec, machine: None
     default_nproc: int | None = None
     options: tuple[Option, ...] = ()
 
@@ -47,6 +49,13 @@ def _one_process(spec: Spec) -> str | None:
 
 
 def _anywhere(spec: Spec) -> str | None:
+    return None
+
+
+def _fully_shard_on_cpu(spec: Spec, machine: Machine) -> str | None:
+    if spec.device == "cpu" and () < machine.torch < (2, 7):
+        version = ".".join(map(str, machine.torch))
+        return f"fsdp2 on CPU ranks needs torch 2.7, and torch {version} is installed; use a newer torch, a GPU, or the strategy ddp"
     return None
 
 
@@ -78,6 +87,7 @@ STRATEGIES: dict[str, Strategy] = {
             sends="Parameters: all-gather before forward and backward. Gradients: reduce-scatter.",
             data_ranks=lambda spec: spec.nproc,
             limit=_anywhere,
+            unmet=_fully_shard_on_cpu,
             options=(Option("reshard_after_forward", True, "drop the gathered parameters after forward, gather again in backward"),),
         ),
     )
