@@ -104,9 +104,11 @@ def _see_to_browser() -> None:
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "stdin": subprocess.DEVNULL, "check": False}
         settings = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
         with Progress() as progress:
-            progress.step("installing Chromium for the tests in a browser (apt-get install chromium)")
+            progress.step("installing Chromium for the tests in a browser (apt-get install chromium fonts-dejavu-core)")
             subprocess.run(["apt-get", "update", "-qq"], env=settings, **quiet)
-            subprocess.run(["apt-get", "install", "-y", "-qq", "--no-install-recommends", "chromium"], env=settings, **quiet)
+            subprocess.run(
+                ["apt-get", "install", "-y", "-qq", "--no-install-recommends", "chromium", "fonts-dejavu-core"], env=settings, **quiet
+            )
     if not shutil.which("chromium"):
         print("labkit: there is no Chromium on the PATH; the tests in a browser are skipped until one is installed", file=sys.stderr)
 

@@ -54,17 +54,20 @@ PROTOTYPES = {
 
 
 def run_alone(argv: list[str], folder: Path, seconds: float = 120) -> str:
-    """Runs a command in `folder`, where no labkit can be imported, one thread a process; its stdout, or the failure of the test."""
+    """Runs a command in `folder`, where no labkit can be imported, one thread a process; its stdout, or the failure of the test.
+
+    Torch may abort a rank on its way out, after all went well (see labkit/strategies/README.md): that is no failure, and stdout is whole.
+    """
     settings = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "RANK", "WORLD_SIZE")}
     done = subprocess.run(
         argv,
         cwd=folder,
-        env=settings | {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"},
+        env=settings | {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"},
         capture_output=True,
         text=True,
         timeout=seconds,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0 or "terminate called without an active exception" in done.stderr, done.stderr[-3000:]
     return done.stdout
 
 

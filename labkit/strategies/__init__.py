@@ -31,7 +31,7 @@ class Strategy:
     splits: str
     sends: str
     data_ranks: Callable[[Spec], int]
-    limit: Callable[[Spec], str | None]
+    limit: Callable[[Spec], str | None] = lambda spec: None
     unmet: Callable[[Spec, Machine], str | None] = lambda spec, machine: None
     default_nproc: int | None = None
     options: tuple[Option, ...] = ()
@@ -45,10 +45,6 @@ class Strategy:
 def _one_process(spec: Spec) -> str | None:
     if spec.nproc is not None and spec.nproc > 1:
         return f"single trains on one device, and {spec.nproc} were asked for; use --nproc 1, or the strategy ddp"
-    return None
-
-
-def _anywhere(spec: Spec) -> str | None:
     return None
 
 
@@ -77,7 +73,6 @@ STRATEGIES: dict[str, Strategy] = {
             splits="The batch: every rank holds the whole model and trains on samples of its own.",
             sends="Gradients: one all-reduce per bucket, while backward still runs.",
             data_ranks=lambda spec: spec.nproc,
-            limit=_anywhere,
             options=(Option("bucket_mb", 25, "size of a gradient bucket in MiB; smaller ones start earlier", minimum=1),),
         ),
         Strategy(
@@ -86,7 +81,6 @@ STRATEGIES: dict[str, Strategy] = {
             splits="The batch, and parameters, gradients and optimizer state: a shard on each rank.",
             sends="Parameters: all-gather before forward and backward. Gradients: reduce-scatter.",
             data_ranks=lambda spec: spec.nproc,
-            limit=_anywhere,
             unmet=_fully_shard_on_cpu,
             options=(Option("reshard_after_forward", True, "drop the gathered parameters after forward, gather again in backward"),),
         ),

@@ -28,7 +28,7 @@ class Data:
     title: str
     train: int
     test: int
-    missing: Callable[[Spec], str | None]
+    missing: Callable[[Spec], str | None] = lambda spec: None
     most: int | None = None
 
     @property
@@ -89,10 +89,6 @@ def _gpt_constants(options: Mapping[str, Any]) -> dict[str, Any]:
     return dict(zip(("LAYERS", "WIDTH", "HEADS"), GPT_SIZES[options["size"]]))
 
 
-def _bundled(spec: Spec) -> str | None:
-    return None
-
-
 def _needs_scikit_learn(spec: Spec) -> str | None:
     if importlib.util.find_spec("sklearn") is None:
         return "the digits come with scikit-learn, which is not installed here; pip install scikit-learn"
@@ -132,7 +128,7 @@ DATA: dict[str, Data] = {
     for row in (
         Data("digits", "handwritten digits (scikit-learn, 1,797 real ones, augmented to 60,000)", 60_000, 360, _needs_scikit_learn),
         Data("mnist", "MNIST (torchvision)", 60_000, 10_000, _mnist_missing, most=60_000),
-        Data("text", "the Python language reference (pydoc_data.topics), as bytes", 20_000, 1_000, _bundled),
+        Data("text", "the Python language reference (pydoc_data.topics), as bytes", 20_000, 1_000),
     )
 }
 
