@@ -118,7 +118,7 @@ def test_batch_arithmetic_is_spelled_out():
 
 def test_comments_come_along():
     source = write_script(spec("ddp"))
-    assert "# One index for a whole batch" in source
+    assert "# nobody leaves while another still sends" in source
     assert "SEED = 0  # of the initial weights" in source
 
 

@@ -34,8 +34,7 @@ def setup() -> torch.device:
 def load(dataset: TensorDataset) -> tuple[DistributedSampler, DataLoader]:
     """The batches of this rank, shuffled anew in each epoch."""
     sampler = DistributedSampler(dataset, num_replicas=1, rank=0, seed=SEED)
-    # One index for a whole batch: far quicker than to collate it from samples.
-    batches = BatchSampler(sampler, BATCH_PER_RANK, drop_last=False)
+    batches = BatchSampler(sampler, BATCH_PER_RANK, drop_last=False)  # not one by one
     pin = torch.cuda.is_available()
     return sampler, DataLoader(dataset, None, sampler=batches, pin_memory=pin)
 

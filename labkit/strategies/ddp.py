@@ -28,8 +28,7 @@ def setup() -> torch.device:
 def load(dataset: TensorDataset) -> tuple[DistributedSampler, DataLoader]:
     """The batches of this rank, shuffled anew in each epoch."""
     sampler = DistributedSampler(dataset, seed=SEED)  # a share for each rank
-    # One index for a whole batch: far quicker than to collate it from samples.
-    batches = BatchSampler(sampler, BATCH_PER_RANK, drop_last=False)
+    batches = BatchSampler(sampler, BATCH_PER_RANK, drop_last=False)  # not one by one
     pin = torch.cuda.is_available()
     return sampler, DataLoader(dataset, None, sampler=batches, pin_memory=pin)
 
@@ -52,6 +51,7 @@ def evaluate(model, dataset: TensorDataset, device: torch.device) -> list[float]
         sums[0] += cross_entropy(logits, targets, reduction="sum")
         sums[1] += (logits.argmax(-1) == targets).sum()
     dist.all_reduce(sums)
+    dist.barrier()  # nobody leaves while another still sends
     return (sums / dataset.tensors[1].numel()).tolist()
 
 
