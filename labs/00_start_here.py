@@ -108,7 +108,8 @@ for each in (one, two):
 # %% [markdown]
 # ## The script
 #
-# Nothing was hidden: this is all that ran. It needs PyTorch, and scikit-learn for the digits; the command in its first line runs it anywhere.
+# Nothing was hidden: this is all that ran. It needs PyTorch, and scikit-learn for the digits. The command in its first line
+# runs it anywhere.
 
 # %%
 print(write_script(Spec(strategy="ddp", nproc=2)))
