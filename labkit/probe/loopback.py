@@ -43,7 +43,7 @@ def _local_store(make_store: Any) -> Any:
 
 
 def _is_here(host: str) -> bool:
-    return host in {LOOPBACK, "localhost", "::1", socket.gethostname(), socket.getfqdn()}
+    return host in (LOOPBACK, "localhost", "::1") or host in (socket.gethostname(), socket.getfqdn())  # the last may ask a name server
 
 
 def _listen(port: int) -> socket.socket | None:
