@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding. `kind` is "wrong" (the run is not what was meant) or "slow"; `ranks` are those that it speaks of."""
+    """One finding. `kind` is "wrong" (the run is not what was meant) or "unseen" (part of it was not measured).
+
+    `ranks` are those that it speaks of.
+    """
 
     name: str
     kind: str
@@ -49,7 +52,32 @@ def first_failure(state: RunState) -> Iterator[Finding]:
     )
 
 
-RULES: tuple[Callable[[RunState], Iterator[Finding]], ...] = (first_failure,)
+def not_watched(state: RunState) -> Iterator[Finding]:
+    """What the probe stopped measuring because a part of it failed: figures that follow from it stand still or are missing."""
+    for lost in state.unwatched:
+        yield Finding(
+            name="not_watched",
+            kind="unseen",
+            title=f"the probe stopped watching {lost['part']} on rank {lost['rank']}",
+            evidence=f"{lost['type']}: {lost['message']}",
+            way_out="the training itself went on; the rank's events hold the traceback, as an event of kind probe_error",
+            ranks=(lost["rank"],),
+        )
+
+
+def not_readable(state: RunState) -> Iterator[Finding]:
+    """Lines of the run folder that are no events: cut short, or written over."""
+    if state.broken:
+        yield Finding(
+            name="not_readable",
+            kind="unseen",
+            title=f"{state.broken} of the run's events could not be read",
+            evidence="lines under events/ or in system.jsonl that are cut short, or no events",
+            way_out="what could be read is shown; copy the run folder again if it came from elsewhere",
+        )
+
+
+RULES: tuple[Callable[[RunState], Iterator[Finding]], ...] = (first_failure, not_watched, not_readable)
 
 
 def _ranks(numbers: list[int]) -> str:

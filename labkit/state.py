@@ -125,6 +125,7 @@ class RunState:
         self.metrics: list[dict[str, Any]] = []
         self.system = System()
         self.broken = 0
+        self.unwatched: list[dict[str, Any]] = []
         self._asked: Spec | None = None
 
     def apply(self, event: Mapping[str, Any]) -> None:
@@ -327,6 +328,9 @@ class RunState:
     def _on_error(self, event: Mapping[str, Any]) -> None:
         self._rank(event).error = dict(event)
 
+    def _on_probe_error(self, event: Mapping[str, Any]) -> None:
+        self.unwatched.append({"rank": self._rank(event).rank} | {name: event[name] for name in ("part", "type", "message")})
+
     def _on_end(self, event: Mapping[str, Any]) -> None:
         rank = self._rank(event)
         rank.ended, rank.exit_code = event["t"], event.get("exit_code")
@@ -359,6 +363,7 @@ _HANDLERS: dict[Any, Callable[[RunState, Mapping[str, Any]], None]] = {
     "activity": RunState._on_activity,
     "metric": RunState._on_metric,
     "error": RunState._on_error,
+    "probe_error": RunState._on_probe_error,
     "end": RunState._on_end,
     "system": RunState._on_system,
 }

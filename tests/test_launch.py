@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import processes_of, wait_until
+from jupyter_client.manager import start_new_kernel
 
 from labkit.api import Run, run
 from labkit.launch import local
@@ -228,6 +229,24 @@ def test_a_run_ends_with_its_starter_unless_detached(script, runs, tmp_path):
         for pid in pids:
             os.kill(int(pid), signal.SIGKILL)
         starter.communicate()
+
+
+@pytest.mark.parametrize("how", ["interrupted", "killed"])
+def test_a_run_ends_with_the_kernel_that_waits_for_it(how, script, runs):
+    manager, client = start_new_kernel(env=os.environ | {"PYTHONPATH": str(Path(local.__file__).parents[2])})
+    try:
+        client.execute(f"from labkit import run; run({str(script(WAITS))!r}, nproc=2, device='cpu').wait()")
+        folder = wait_until(lambda: next(iter(RunFolder.all(runs)), None), 120)
+        handle = started(Run.attach(str(folder.path)))
+        if how == "interrupted":
+            manager.interrupt_kernel()
+        else:
+            os.kill(manager.provisioner.pid, signal.SIGKILL)
+        nothing_left(folder)
+        assert handle.wait(LIMIT).words == "stopped"
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
 
 
 def test_nothing_outlives_a_supervisor_that_is_killed(script):

@@ -291,3 +291,13 @@ def test_a_failed_run_has_its_finding():
     (finding,) = summary["findings"]
     assert finding["name"] == "first_failure" and finding["ranks"][0] == 1
     assert summary["failure"]["rank"] == 1 and summary["ranks"][1]["exit_code"] == 1
+
+
+def test_what_was_not_measured_is_said():
+    lost = {"kind": "probe_error", "t": 3.0, "rank": 1, "part": "memory", "type": "KeyError", "message": "x", "traceback": ""}
+    state = fold(spec(), start(0), start(1), lost, {"kind": "step", "t": 1.0, "rank": 0})
+    names = {finding["name"]: finding for finding in summarise(state)["findings"]}
+    assert set(names) == {"not_watched", "not_readable"}
+    assert names["not_watched"]["ranks"] == [1] and "memory" in names["not_watched"]["title"]
+    assert names["not_readable"]["title"].startswith("1 of")
+    assert summarise(fold(spec(), start(0), start(1)))["findings"] == []
