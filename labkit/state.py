@@ -235,13 +235,17 @@ class RunState:
         """The first rank that failed: rank, type, message, traceback, exit_code, and the ranks that fell with it; None if none did.
 
         Of several errors the first in time counts, but one that only says that a peer has gone never outranks the
-        peer itself: a rank that died by a signal leaves no error event, only the others' complaints.
+        peer itself: a rank that died by a signal leaves no error event, only the others' complaints. Once the run is over, a rank
+        that has not said how it ended was ended with the others, whether torchrun reports it or not.
         """
         failures = self._failures()
         if not failures:
             return None
         first = min(failures, key=lambda failure: (failure["consequence"], failure["t"]))
-        others = sorted({failure["rank"] for failure in failures} - {first["rank"]})
+        fell = {failure["rank"] for failure in failures}
+        if self.over:
+            fell |= {rank.rank for rank in self.ranks.values() if rank.exit_code is None}
+        others = sorted(fell - {first["rank"]})
         shown = {name: first[name] for name in ("rank", "type", "message", "traceback", "exit_code")}
         return shown | {"collateral": others}
 

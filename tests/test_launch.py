@@ -196,6 +196,15 @@ def test_stop_ends_what_hangs_and_what_will_not_hear(script):
     assert handle.words == RunFolder.read_json(handle.folder.summary)["state"] == "stopped"
 
 
+@pytest.fixture
+def hears_interrupts():
+    """A shell's background job is born deaf to SIGINT, and so would be the tests that run in one."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("hears_interrupts")
 def test_an_interrupt_of_the_wait_stops_the_run(script):
     handle = started(run(script(WAITS), nproc=1, device="cpu"))
     begun = time.monotonic()

@@ -301,3 +301,9 @@ def test_what_was_not_measured_is_said():
     assert names["not_watched"]["ranks"] == [1] and "memory" in names["not_watched"]["title"]
     assert names["not_readable"]["title"].startswith("1 of")
     assert summarise(fold(spec(), start(0), start(1)))["findings"] == []
+
+
+def test_a_rank_that_never_said_how_it_ended_fell_with_the_first():
+    events = spec(), start(0), start(1), error(1, 2.0)
+    assert fold(*events).failure["collateral"] == []  # while the run goes on, rank 0 may still be well
+    assert fold(*events, status("failed")).failure["collateral"] == [0]
