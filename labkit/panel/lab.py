@@ -140,8 +140,8 @@ class Lab:
             self._view.complain(str(error))
             self._run_button.disabled = False
         else:
-            self._run = Run(job)
             self._view.follow(job)
+            self._run = Run(job)  # last: who sees the run can wait for its view
         finally:
             self._starting = False
 
