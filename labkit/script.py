@@ -1,8 +1,9 @@
 """Spec → script: weaves one standalone file out of real functions, and shows what differs between two.
 
-The functions are taken as text, with their comments, from the modules of strategy, precision, workload, data and base, in this
-order: the first that defines a name wins. What `main` needs is followed name by name, so nothing is written out that is not used,
-and the constants get the values of the Spec. No training code is imported here.
+The functions are taken as text, with their comments, from the modules of strategy, workload, data and base, in this order: the first
+that defines a name wins. An `if` that asks for nothing but settings of the Spec is decided: the branch that holds is written out, and
+the question is gone. What `main` needs is followed name by name, so nothing is written out that is not used, and the constants get the
+values of the Spec. No training code is imported here.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ from ruff.__main__ import find_ruff_bin
 from labkit.spec import Spec, SpecError
 
 BASE = "labkit.strategies.base"
-PRECISIONS = {"bf16": "labkit.strategies.mixed_bf16", "fp16": "labkit.strategies.mixed_fp16"}
 _START = '\n\nif __name__ == "__main__":\n    main()\n'
 
 
@@ -39,10 +39,10 @@ def write_script(spec: Spec) -> str:
         raise SpecError("script", f"{spec.script} is a script of one's own; there is nothing to write out")
     if spec.nproc is None:
         raise SpecError("nproc", "the number of ranks is still open, and the script depends on it; give --nproc")
-    modules = (spec.strategy_row.module, PRECISIONS.get(spec.precision), spec.workload_row.module, spec.data_row.module, BASE)
-    weave = _Weave([_read(module) for module in modules if module])
+    modules = (spec.strategy_row.module, spec.workload_row.module, spec.data_row.module, BASE)
+    weave = _Weave([_read(module) for module in modules], settings(spec))
     weave.follow("main", _read(BASE))
-    parts = [_docstring(spec), weave.imports(), weave.constants(settings(spec), _notes(spec)), *weave.program()]
+    parts = [_docstring(spec), weave.imports(), weave.constants(_notes(spec)), *weave.program()]
     return _formatted("\n\n".join(parts) + _START)
 
 
@@ -55,7 +55,7 @@ def diff_scripts(a: Spec, b: Spec) -> str:
 
 def command(spec: Spec) -> str:
     """The command that runs the script by hand, on one machine."""
-    ranks = 1 if spec.nproc is None else spec.nproc
+    ranks = 1 if spec.nproc is None else spec.processes
     what = ["train.py"] if spec.script is None else [spec.script, *spec.args]
     return shlex.join(["torchrun", "--standalone", f"--nproc-per-node={ranks}", *what])
 
@@ -68,10 +68,15 @@ def settings(spec: Spec) -> dict[str, Any]:
         "MAX_STEPS": spec.steps,
         "BATCH_PER_RANK": spec.batch_per_rank,
         "SAMPLES": spec.train_samples,
+        "PRECISION": spec.precision or "fp32",
+        "DEVICE": "cuda" if spec.device == "cuda" else "cpu",
+        "RANKS": spec.nproc,
+        "DATA_RANKS": spec.data_ranks,
     }
     if spec.data_dir is not None:
         values["DATA_DIR"] = spec.data_dir
-    return values | {name.upper(): value for name, value in spec.options.items()} | spec.workload_row.constants(spec.options)
+    values |= {name.upper(): value for name, value in spec.options.items()}
+    return values | spec.workload_row.constants(spec.options) | spec.strategy_row.constants(spec)
 
 
 def _notes(spec: Spec) -> dict[str, str]:
@@ -81,10 +86,10 @@ def _notes(spec: Spec) -> dict[str, str]:
 
 
 def _docstring(spec: Spec) -> str:
-    row, model = spec.strategy_row, spec.workload_row.title.partition(":")[0]
+    row, model, precision = spec.strategy_row, spec.workload_row.title.partition(":")[0], spec.precision or "fp32"
     told = (("Splits", row.splits), ("Sends", row.sends))
     lines = [textwrap.fill(text, 88, initial_indent=f"{name:7}", subsequent_indent=" " * 7) for name, text in told]
-    return "\n".join([f'"""{model} on {spec.data} by {row.title}, {spec.precision}: {command(spec)}\n', *lines, '"""'])
+    return "\n".join([f'"""{model} on {spec.data} by {row.title}, {precision}: {command(spec)}\n', *lines, '"""'])
 
 
 @lru_cache(maxsize=64)
@@ -181,6 +186,45 @@ def _definitions(node: ast.stmt, module: str, lines: list[str]) -> Iterator[_Def
     yield _Definition(name, module, node.lineno, text, _names(node), _place_of_value(node, lines, text))
 
 
+def _decided(one: _Definition, values: Mapping[str, Any]) -> _Definition:
+    """The definition with every `if` decided that asks for nothing but `values`; where none of its branches holds, it is gone."""
+    text = one.text
+    while True:
+        tree = ast.parse(text)
+        question = next((node for node in ast.walk(tree) if isinstance(node, ast.If) and _is_settled(node.test, values)), None)
+        if question is None:
+            return one if text == one.text else replace(one, text=text, uses=_names(tree.body[0]))
+        holds = eval(compile(ast.Expression(question.test), one.home, "eval"), {"__builtins__": {}}, dict(values))
+        text = _answered(text.splitlines(), question, bool(holds))
+
+
+def _is_settled(test: ast.expr, values: Mapping[str, Any]) -> bool:
+    names = [node.id for node in ast.walk(test) if isinstance(node, ast.Name)]
+    return bool(names) and all(name in values for name in names) and not any(isinstance(node, ast.Call) for node in ast.walk(test))
+
+
+def _answered(lines: list[str], question: ast.If, holds: bool) -> str:
+    """The lines with the branch that holds in the place of the whole question, as far in as this stood."""
+    first, last = question.lineno - 1, question.end_lineno
+    ends = question.body[-1].end_lineno
+    otherwise = lines[ends:last]  # `else:` or `elif …:`, with what belongs to it
+    if holds:
+        kept = _moved(lines[question.test.end_lineno : ends], question.body[0].col_offset - question.col_offset)
+    elif not otherwise:
+        kept = []
+    elif otherwise[0].lstrip().startswith("elif"):
+        kept = [otherwise[0].replace("elif", "if", 1), *otherwise[1:]]
+    else:
+        kept = _moved(otherwise[1:], question.orelse[0].col_offset - question.col_offset)
+    if holds and lines[first].lstrip().startswith("elif"):  # the end of a chain whose beginning stays open
+        raise ValueError(f"line {lines[first]!r} asks for settings behind an `if` that does not")
+    return "\n".join([*lines[:first], *kept, *lines[last:]])
+
+
+def _moved(lines: list[str], columns: int) -> list[str]:
+    return [line[columns:] if line[:columns].isspace() else line for line in lines]
+
+
 def _names(node: ast.stmt) -> tuple[str, ...]:
     """The names that a definition reads and does not bind itself, as they come."""
     names = [inner for inner in ast.walk(node) if isinstance(inner, ast.Name)]
@@ -207,8 +251,9 @@ def _ours(found: _Import) -> bool:
 class _Weave:
     """The definitions that are needed, followed from one name to the next."""
 
-    def __init__(self, order: list[_Source]):
+    def __init__(self, order: list[_Source], values: Mapping[str, Any]):
         self.order = order
+        self.values = values
         self.found: dict[str, _Definition] = {}
         self.imported: dict[str, _Import] = {}
 
@@ -219,7 +264,7 @@ class _Weave:
         for source in (*self.order, home):
             definition = source.lookup(name, self.order)
             if definition is not None:
-                self.found[name] = definition
+                self.found[name] = definition = _decided(definition, self.values)
                 for used in definition.uses:
                     self.follow(used, _read(definition.home))
                 return
@@ -242,11 +287,11 @@ class _Weave:
             lines[_standard(module)].append(f"from {module} import {names}")
         return "\n\n".join("\n".join(group) for group in lines.values() if group)
 
-    def constants(self, values: Mapping[str, Any], notes: Mapping[str, str]) -> str:
+    def constants(self, notes: Mapping[str, str]) -> str:
         """The settings, those of the base first, each with its value and the comment on it."""
         lines = []
         for one in self._in_order(constants=True):
-            text = one.set_to(values[one.name]) if one.name in values else one.text
+            text = one.set_to(self.values[one.name]) if one.name in self.values else one.text
             lines.append(f"{text}  # {notes[one.name]}" if one.name in notes else text)
         return "\n".join(lines)
 

@@ -7,6 +7,8 @@ are there) is checked by `Spec.on(machine)`, which also fills in what was left o
 from __future__ import annotations
 
 import math
+import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from labkit.machine import Machine
 
 DEVICES = ("auto", "cpu", "cuda")
-PRECISIONS = ("fp32", "bf16", "fp16")
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 SCALINGS = ("weak", "strong")
 
 
@@ -49,7 +51,7 @@ class Spec:
     scaling: str = "weak"
     epochs: int | None = None
     steps: int | None = None
-    precision: str = "fp32"
+    precision: str | None = None
     seed: int = 0
     device: str = "auto"
     data: str | None = None
@@ -58,10 +60,12 @@ class Spec:
     options: Mapping[str, Any] = field(default_factory=dict)
     script: str | None = None
     args: tuple[str, ...] = ()
+    tensors: bool = False
 
     def __post_init__(self) -> None:
         self._one_of("scaling", self.scaling, SCALINGS)
-        self._one_of("precision", self.precision, PRECISIONS)
+        if self.precision is not None:
+            self._one_of("precision", self.precision, PRECISIONS)
         self._one_of("device", self.device, DEVICES)
         for name in ("nproc", "batch_size", "epochs", "steps", "samples"):
             self._whole(name, getattr(self, name), at_least=1)
@@ -97,6 +101,11 @@ class Spec:
         """What a run folder is called after: `ddp-x2`, or the script's own name."""
         stem = self.strategy or self.script.replace("\\", "/").rsplit("/", 1)[-1].removesuffix(".py")
         return f"{stem}-x{self.nproc or 1}"
+
+    @property
+    def processes(self) -> int:
+        """Processes that torchrun starts: one for each device, but where a strategy drives several from one process."""
+        return self.nproc if self.script is not None else self.strategy_row.processes(self)
 
     @property
     def train_samples(self) -> int:
@@ -160,9 +169,11 @@ class Spec:
             )
         settled = replace(self, device=device, nproc=nproc)
         if self.script is None:
+            settled = replace(settled, precision=self.precision or _precision(machine, device, nproc))
             settled._check_precision(machine)
             for name, refusal in (
                 ("strategy", settled.strategy_row.unmet(settled, machine)),
+                ("options", _compiler_missing(settled)),
                 ("data", settled.data_row.missing(settled)),
             ):
                 if refusal:
@@ -242,7 +253,10 @@ class Spec:
             raise SpecError("samples", f"{self.train_samples} samples cannot be shared by {ranks} ranks; use at least {ranks}")
 
     def _check_options(self, strategy: Strategy, workload: Workload) -> dict[str, Any]:
-        known: dict[str, Option] = {option.name: option for option in (*strategy.options, *workload.options)}
+        for name, reason in strategy.lacks.items():
+            if name in self.options:
+                raise SpecError("options", f"{strategy.name} has no option {name}: {reason}")
+        known: dict[str, Option] = {option.name: option for option in strategy.all_options + workload.options}
         settled = {name: option.default for name, option in known.items()}
         for name, value in dict(self.options).items():
             if name not in known:
@@ -257,12 +271,14 @@ class Spec:
     def _check_precision(self, machine: Machine) -> None:
         if self.precision == "fp16" and self.device == "cpu":
             raise SpecError("precision", "fp16 was asked for on CPU ranks, which train in fp32 or bf16; use --precision fp32")
-        if self.precision == "bf16" and self.device == "cuda":
+        if self.precision == "tf32" and self.device == "cpu":
+            raise SpecError("precision", "tf32 was asked for on CPU ranks, and only GPUs have it; use --precision fp32")
+        if self.precision in ("tf32", "bf16") and self.device == "cuda":
             for gpu in machine.gpus[: self.nproc]:
                 if gpu.capability < (8, 0):
                     raise SpecError(
                         "precision",
-                        f"bf16 was asked for, and {gpu.name} (capability {gpu.capability[0]}.{gpu.capability[1]}) has none; "
+                        f"{self.precision} was asked for, and {gpu.name} (capability {gpu.capability[0]}.{gpu.capability[1]}) has none; "
                         "use --precision fp16",
                     )
 
@@ -287,6 +303,19 @@ class Spec:
         if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
             flag = name.replace("_", "-")
             raise SpecError(name, f"{flag} was {value!r}; it takes a whole number of at least {at_least}")
+
+
+def _compiler_missing(spec: Spec) -> str | None:
+    wanted = os.environ.get("CXX", "g++")
+    if spec.options.get("compile") and not shutil.which(wanted):
+        return f"compile needs a C++ compiler, and {wanted} is not on the PATH; install one (Debian: apt install g++), or leave compile out"
+    return None
+
+
+def _precision(machine: Machine, device: str, nproc: int) -> str:
+    """What is right where nothing was said: fp16 for GPUs with tensor cores for it and none for bf16, such as a T4; else fp32."""
+    old = device == "cuda" and any((7, 0) <= gpu.capability < (8, 0) for gpu in machine.gpus[:nproc])
+    return "fp16" if old else "fp32"
 
 
 def _either(names: tuple[str, ...]) -> str:

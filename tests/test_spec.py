@@ -41,7 +41,25 @@ def test_defaults_are_ddp_with_the_cnn_on_digits():
     spec = Spec()
     assert (spec.strategy, spec.workload, spec.data) == ("ddp", "cnn", "digits")
     assert (spec.batch_size, spec.epochs, spec.steps, spec.nproc) == (128, 1, None, None)
-    assert spec.options == {"bucket_mb": 25}
+    assert spec.options["bucket_mb"] == 25
+    common = {"accumulate": 1, "clip_norm": 0.0, "checkpoint_activations": False, "compile": False}
+    assert spec.options.items() >= common.items()
+
+
+def test_precision_is_the_devices():
+    assert Spec("ddp").precision is None
+    assert Spec("ddp").on(LAPTOP).precision == "fp32"
+    assert Spec("ddp").on(KAGGLE).precision == "fp16", "a T4 is made for it"
+    assert Spec("ddp").on(SERVER).precision == "fp32"
+    assert Spec("ddp", precision="fp32").on(KAGGLE).precision == "fp32"
+    assert refused("precision", LAPTOP, precision="tf32") == "tf32 was asked for on CPU ranks, and only GPUs have it; use --precision fp32"
+    assert "capability 7.5) has none; use --precision fp16" in refused("precision", KAGGLE, precision="tf32")
+
+
+def test_a_compiler_is_missing(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    sentence = refused("options", LAPTOP, options={"compile": True})
+    assert sentence.startswith("compile needs a C++ compiler, and no-such-compiler is not on the PATH; install one")
 
 
 def test_single_has_one_process_and_gpt_its_own_batch():
@@ -107,7 +125,7 @@ def test_unknown_names_show_those_there_are():
     assert all(name in sentence for name in STRATEGIES)
     assert "cnn, mlp and gpt" in refused("workload", workload="resnet")
     assert "digits, mnist and text" in refused("data", data="cifar")
-    assert "fp32, bf16 and fp16" in refused("precision", precision="fp8")
+    assert "fp32, tf32, bf16 and fp16" in refused("precision", precision="fp8")
     assert "auto, cpu and cuda" in refused("device", device="tpu")
     assert "weak and strong" in refused("scaling", scaling="square")
 
@@ -158,8 +176,11 @@ def test_single_on_several_devices():
 
 
 def test_options_that_are_not_there_or_not_allowed():
-    assert refused("options", strategy="ddp", options={"buckets": 1}) == "ddp with cnn has no option 'buckets'; there is bucket_mb"
-    assert refused("options", strategy="single", options={"bucket_mb": 1}).endswith("there is none")
+    sentence = refused("options", strategy="ddp", options={"buckets": 1})
+    assert sentence.startswith("ddp with cnn has no option 'buckets'; there is bucket_mb")
+    assert refused("options", strategy="single", options={"bucket_mb": 1}).endswith(
+        "there is accumulate, clip_norm, checkpoint_activations and compile"
+    )
     assert refused("options", strategy="ddp", options={"bucket_mb": 0}) == "option bucket_mb was 0; it takes a whole number of at least 1"
     assert "true or false" in refused("options", strategy="fsdp2", options={"reshard_after_forward": "perhaps"})
     assert "one of 1M, 10M" in refused("options", workload="gpt", options={"size": "2M"})

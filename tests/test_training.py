@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from weaving import PROTOTYPES, TORCHRUN, record, run_alone
+from weaving import TORCHRUN, record, run_alone
 
 from labkit.script import write_script
 from labkit.spec import Spec
@@ -19,46 +22,84 @@ from labkit.strategies import STRATEGIES, base, ddp
 from labkit.workloads import WORKLOADS, cnn, gpt, mlp
 
 BATCH = 48  # of all ranks together
-EQUAL = {"ddp": 2, "fsdp2": 2, "dp": 1, "pp": 2}  # strategy: ranks that it is compared with one process on
+
+
+@dataclass(frozen=True)
+class Case:
+    """A strategy that is compared with one process: on how many devices, with what, and how near its losses must be."""
+
+    strategy: str
+    nproc: int = 2
+    workload: str = "mlp"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    relative: float = 1e-5
+
+    def __str__(self) -> str:
+        return "-".join([f"{self.strategy}-x{self.nproc}", self.workload, *(f"{name}={value}" for name, value in self.options.items())])
+
+
+# Every strategy of the table, alone and with the options that could change what is computed.
+EQUAL = (
+    Case("single", 1, options={"accumulate": 3}),
+    Case("single", 1, options={"checkpoint_activations": True, "compile": True}),
+    Case("ddp", workload="cnn"),
+    Case("ddp", options={"accumulate": 2, "clip_norm": 0.5, "checkpoint_activations": True}),
+    Case("fsdp2", workload="cnn"),
+    Case("fsdp2", options={"accumulate": 2, "clip_norm": 0.5, "checkpoint_activations": True, "compile": True}),
+)
 PLAIN = {"gpt": ("ddp", "fp32"), "mlp": ("ddp", "bf16"), "cnn": None}  # workload: how it is run as a person would; cnn is compared
 
 
-def asked(strategy: str, ranks: int) -> Spec:
-    # 110 samples: the third step is a smaller one. A pipeline takes whole batches only: its third is the first of the next epoch.
-    return Spec(strategy, nproc=ranks, batch_size=BATCH, scaling="strong", steps=2 if strategy == "pp" else 4, samples=110, seed=3)
+def asked(case: Case) -> Spec:
+    # 110 samples: the third step is a smaller one, the fourth the first of the next epoch.
+    plain = {"batch_size": BATCH, "scaling": "strong", "steps": 4, "samples": 110, "seed": 3, "device": "cpu"}
+    return Spec(case.strategy, case.workload, nproc=case.nproc, options=case.options, **plain | dict(case.fields))
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory) -> dict:
-    """What one process gives."""
-    return record(asked("single", 1), tmp_path_factory.mktemp("alone") / "run")[0]
+def alone(tmp_path_factory) -> Callable[[Case], dict]:
+    """What one process gives for a case with the same workload and the same norm to clip to; each is run once."""
+    known: dict[str, dict] = {}
+
+    def run(case: Case) -> dict:
+        changing = {name: value for name, value in case.options.items() if name in ("clip_norm", "size")}
+        plain = Case("single", 1, case.workload, changing, case.fields)
+        name = f"{plain}-{dict(case.fields)}"
+        if name not in known:
+            known[name] = record(asked(plain), tmp_path_factory.mktemp("alone") / "run")[0]
+        return known[name]
+
+    return run
 
 
 def test_every_strategy_and_workload_is_run_for_real():
-    assert {"single", *EQUAL} == {*STRATEGIES, *PROTOTYPES}
+    assert {case.strategy for case in EQUAL} == {*STRATEGIES}
     assert set(PLAIN) == set(WORKLOADS)
 
 
-@pytest.mark.parametrize("strategy", EQUAL)
-def test_losses_are_those_of_one_process(alone, strategy, tmp_path, monkeypatch):
-    for name, row in PROTOTYPES.items():
-        monkeypatch.setitem(STRATEGIES, name, row)
-    ranks = record(asked(strategy, EQUAL[strategy]), tmp_path / "run")
+@pytest.mark.parametrize("case", EQUAL, ids=str)
+def test_losses_are_those_of_one_process(alone, case, tmp_path):
+    ranks, single = record(asked(case), tmp_path / "run"), alone(case)
     steps = list(zip(*(rank["losses"] for rank in ranks)))
     # Each rank's loss is the mean over its own share of the batch; where only the last stage has one, it is the whole batch's.
     means = [sum(known) / len(known) for known in ([loss for loss in step if loss is not None] for step in steps)]
-    assert means == pytest.approx(alone["losses"][: len(means)], rel=1e-5)
-    if strategy != "pp":
-        assert ranks[0]["evaluations"] == [pytest.approx(result, rel=1e-4) for result in alone["evaluations"]]
-    assert all(rank["evaluations"] == ranks[0]["evaluations"] for rank in ranks), "every rank knows the result"
-    for _, accuracy in ranks[0]["evaluations"]:
-        assert accuracy * 360 == pytest.approx(round(accuracy * 360), abs=1e-3), "each of the 360 counts once"
+    assert means == pytest.approx(single["losses"], rel=case.relative)
+    assert ranks[0]["evaluations"] == [pytest.approx(result, rel=10 * case.relative) for result in single["evaluations"]]
+    told = [list(chain.from_iterable(rank["evaluations"])) for rank in ranks]
+    assert all(one == pytest.approx(told[0]) for one in told), "every rank knows the result"
+
+
+def test_each_test_sample_counts_once(alone):
+    for _, accuracy in alone(EQUAL[0])["evaluations"]:
+        assert accuracy * 360 == pytest.approx(round(accuracy * 360), abs=1e-3)
 
 
 def test_one_process_trains_over_epochs_and_stops_at_the_step_asked_for(alone):
-    assert len(alone["losses"]) == 4  # three steps of the first epoch, one of the second
-    assert len(alone["evaluations"]) == 2
-    assert all(math.isfinite(loss) for loss in alone["losses"])
+    found = alone(EQUAL[0])
+    assert len(found["losses"]) == 4  # three steps of the first epoch, one of the second
+    assert len(found["evaluations"]) == 2
+    assert all(math.isfinite(loss) for loss in found["losses"])
 
 
 @pytest.mark.parametrize("workload", [name for name, how in PLAIN.items() if how])
@@ -120,7 +161,7 @@ def test_evaluation_sees_each_sample_once_in_as_many_passes_on_each_rank(monkeyp
     inputs, targets = torch.stack([numbers, numbers % 10], dim=1).float(), numbers * 7 % 10
     dataset, cpu = TensorDataset(inputs, targets), torch.device("cpu")
     monkeypatch.setattr(ddp, "BATCH_PER_RANK", batch)
-    models, total = [Counted() for _ in range(ranks)], torch.zeros(2)
+    models, total = [Counted() for _ in range(ranks)], torch.zeros(3)
     monkeypatch.setattr(ddp.dist, "get_world_size", lambda: ranks)
     for rank, model in enumerate(models):
         monkeypatch.setattr(ddp.dist, "get_rank", lambda rank=rank: rank)
@@ -131,7 +172,8 @@ def test_evaluation_sees_each_sample_once_in_as_many_passes_on_each_rank(monkeyp
     assert sorted(chain.from_iterable(model.seen for model in models)) == numbers.tolist()
     assert max(model.largest for model in models) <= batch
     expected = base.evaluate(Counted(), dataset, cpu)
-    assert (total / samples).tolist() == pytest.approx(expected, rel=1e-5)
+    assert (total[:2] / total[2]).tolist() == pytest.approx(expected, rel=1e-5)
+    assert total[2] == samples
     assert total[1] == (numbers % 10 == targets).sum()
 
 

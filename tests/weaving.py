@@ -76,6 +76,6 @@ def record(spec: Spec, folder: Path) -> list[dict]:
     folder.mkdir()
     script = folder / "train.py"
     script.write_text(write_script(spec), encoding="utf-8")
-    launcher = [sys.executable] if spec.nproc == 1 else [*TORCHRUN, f"--nproc-per-node={spec.nproc}"]
+    launcher = [sys.executable] if spec.processes == 1 else [*TORCHRUN, f"--nproc-per-node={spec.processes}"]
     run_alone([*launcher, str(RECORDER), "train.py", "."], folder)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(spec.nproc)]
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(spec.processes)]

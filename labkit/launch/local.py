@@ -34,7 +34,7 @@ def _argv(spec: Spec, folder: RunFolder) -> list[str]:
     return [
         *(sys.executable, *safe, "-m", "torch.distributed.run"),
         "--nnodes=1",
-        f"--nproc-per-node={spec.nproc}",
+        f"--nproc-per-node={spec.processes}",
         # Instead of --standalone, which opens its store on every interface.
         "--rdzv-backend=c10d",
         "--rdzv-conf=store_type=file",
@@ -58,6 +58,8 @@ def _environment(spec: Spec, folder: RunFolder) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": loopback,
         "NCCL_SOCKET_IFNAME": loopback,
     }
+    if spec.tensors:
+        added["LABKIT_TENSORS"] = "1"
     if spec.device == "cpu":
         added["CUDA_VISIBLE_DEVICES"] = ""
         if "OMP_NUM_THREADS" not in os.environ:

@@ -166,8 +166,8 @@ class Choices:
 
     def _fit_options(self) -> None:
         self._option_values |= {name: widget.value for name, widget in self._options.items()}
-        rows = (STRATEGIES[self.strategy.value], WORKLOADS[self.workload.value[0]])
-        wanted = {option.name: option for row in rows for option in row.options}
+        both = STRATEGIES[self.strategy.value].all_options + WORKLOADS[self.workload.value[0]].options
+        wanted = {option.name: option for option in both}
         if wanted.keys() != self._options.keys():
             self._options = {name: _widget(option, self._option_values) for name, option in wanted.items()}
             for widget in self._options.values():

@@ -10,6 +10,7 @@ from pygments.lexers import DiffLexer, PythonLexer
 
 from labkit.script import diff_scripts, write_script
 from labkit.spec import Spec
+from labkit.strategies import STRATEGIES
 
 _FORMAT = HtmlFormatter(classprefix="labkit-", cssclass="labkit-source")
 
@@ -21,7 +22,7 @@ def script_html(spec: Spec) -> str:
 
 def diff_html(spec: Spec) -> str:
     """What differs from the same training on one device."""
-    own = {option.name for option in spec.workload_row.options}
+    own = {option.name for option in STRATEGIES["single"].all_options + spec.workload_row.options}
     options = {name: value for name, value in spec.options.items() if name in own}
     diff = diff_scripts(replace(spec, strategy="single", nproc=1, options=options), spec)
     if not diff:

@@ -6,9 +6,9 @@ its name holds the real training code, which `labkit.script` reads as text and t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from labkit.options import Option
 
@@ -23,7 +23,9 @@ class Strategy:
 
     `data_ranks` gives the number of different shares that a step's batch is split into: with tensor parallelism, for
     example, all ranks see the same samples and it is 1. `limit` gives one sentence where the strategy cannot run a Spec,
-    with the nearest choice that works, and None where it can; `unmet` does the same for what this machine lacks.
+    with the nearest choice that works, and None where it can; `unmet` does the same for what this machine lacks. `processes` is how
+    many torchrun starts for the Spec's devices. `lacks` names the common options that it has not, each with the reason;
+    `constants` gives settings of its script that follow from the Spec, by name.
     """
 
     name: str
@@ -33,13 +35,29 @@ class Strategy:
     data_ranks: Callable[[Spec], int]
     limit: Callable[[Spec], str | None] = lambda spec: None
     unmet: Callable[[Spec, Machine], str | None] = lambda spec, machine: None
+    processes: Callable[[Spec], int] = lambda spec: spec.nproc
     default_nproc: int | None = None
     options: tuple[Option, ...] = ()
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    constants: Callable[[Spec], dict[str, Any]] = lambda spec: {}
+
+    @property
+    def all_options(self) -> tuple[Option, ...]:
+        """Its own options, then those that it shares with the others."""
+        return self.options + tuple(option for option in COMMON if option.name not in self.lacks)
 
     @property
     def module(self) -> str:
         """The module of the training code."""
         return f"{__name__}.{self.name}"
+
+
+COMMON: tuple[Option, ...] = (
+    Option("accumulate", 1, "parts that a step's batch is taken in, one after the other: less memory, the same step", minimum=1),
+    Option("clip_norm", 0.0, "largest norm of all gradients together; 0 leaves them as they are", minimum=0),
+    Option("checkpoint_activations", False, "keep no activations inside a block: compute them again in backward"),
+    Option("compile", False, "each block through torch.compile"),
+)
 
 
 def _one_process(spec: Spec) -> str | None:
