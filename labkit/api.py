@@ -41,9 +41,19 @@ def settle(what: str | os.PathLike[str] | Spec, **fields: Any) -> Spec:
         spec = Spec(script=os.fspath(what), **fields)
     else:
         spec = Spec(strategy=os.fspath(what), **fields)
+    if spec.resume is not None and not Path(spec.resume).is_dir():
+        spec = replace(spec, resume=str(_checkpoints(spec.resume)))
     if spec.script is not None and not Path(spec.script).is_file():
         raise SpecError("script", f"there is no script {spec.script!r} in {Path.cwd()}; give the path of a Python file")
     return spec.on(Machine.here())
+
+
+def _checkpoints(name: str) -> Path:
+    """The checkpoints of the run that `name` names; `SpecError` where there is no such run."""
+    try:
+        return RunFolder.find(name).checkpoints.absolute()
+    except LookupError as error:
+        raise SpecError("resume", str(error)) from None
 
 
 def show(run: str | os.PathLike[str] | Run = "last") -> Run:

@@ -19,7 +19,7 @@ from labkit.spec import DEVICES, PRECISIONS, SCALINGS, Spec, SpecError
 from labkit.strategies import STRATEGIES
 from labkit.workloads import DATA, WORKLOADS
 
-_EXTRAS = {"setup": ("lab",), "lab": ("lab",), "test": ("lab", "test")}
+_EXTRAS = {"setup": ("lab",), "lab": ("lab",), "test": ("lab", "test", "deepspeed")}
 _AFTER_DASHES = ("run", "lab", "test")  # what stands after `--` is the script's, JupyterLab's, pytest's
 
 
@@ -100,6 +100,9 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "data": {"metavar": "D", "help": f"what it learns from: {', '.join(DATA)}"},
     "data_dir": {"metavar": "DIR", "help": "where the data lie, or are downloaded to"},
     "samples": {"metavar": "N", "type": int, "help": "samples of one epoch"},
+    "save_every": {"metavar": "N", "type": int, "help": "write a checkpoint every N steps, and go on from the newest after a restart"},
+    "resume": {"metavar": "RUN|DIR", "help": "go on from the newest checkpoint of a run, or of a folder"},
+    "max_restarts": {"metavar": "N", "type": int, "help": "how often torchrun brings the ranks back when one has died"},
 }
 
 

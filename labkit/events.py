@@ -12,6 +12,7 @@ step        step (from 1, counting on over attempts' own count), loss (null wher
             seconds {step, data, forward, backward, optimizer, other}, memory {allocated, reserved, peak} in bytes
 memory      owners {parameters, gradients, optimizer, activations, other} in bytes, step
 activity    name: "training" or "evaluating", when it changes
+checkpoint  step: the last that a checkpoint holds, written whole
 metric      name, value, step: what the script logged with torch.monitor
 error       type, message, traceback (text)
 probe_error part, type, message, traceback: a part of the probe that failed and watches no more; the script went on

@@ -68,6 +68,8 @@ def settings(spec: Spec) -> dict[str, Any]:
         "MAX_STEPS": spec.steps,
         "BATCH_PER_RANK": spec.batch_per_rank,
         "SAMPLES": spec.train_samples,
+        "SAVE_EVERY": spec.save_every or 0,
+        "RESUME": spec.resume,
         "PRECISION": spec.precision or "fp32",
         "DEVICE": "cuda" if spec.device == "cuda" else "cpu",
         "RANKS": spec.nproc,

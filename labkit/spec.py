@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -61,15 +62,19 @@ class Spec:
     script: str | None = None
     args: tuple[str, ...] = ()
     tensors: bool = False
+    save_every: int | None = None
+    resume: str | None = None
+    max_restarts: int = 0
 
     def __post_init__(self) -> None:
         self._one_of("scaling", self.scaling, SCALINGS)
         if self.precision is not None:
             self._one_of("precision", self.precision, PRECISIONS)
         self._one_of("device", self.device, DEVICES)
-        for name in ("nproc", "batch_size", "epochs", "steps", "samples"):
+        for name in ("nproc", "batch_size", "epochs", "steps", "samples", "save_every"):
             self._whole(name, getattr(self, name), at_least=1)
-        self._whole("seed", self.seed, at_least=0)
+        for name in ("seed", "max_restarts"):
+            self._whole(name, getattr(self, name), at_least=0)
         if self.script is not None:
             self._check_script()
         else:
@@ -174,7 +179,9 @@ class Spec:
             for name, refusal in (
                 ("strategy", settled.strategy_row.unmet(settled, machine)),
                 ("options", _compiler_missing(settled)),
+                ("workload", settled.workload_row.missing(settled)),
                 ("data", settled.data_row.missing(settled)),
+                ("resume", _no_checkpoints(settled)),
             ):
                 if refusal:
                     raise SpecError(name, refusal)
@@ -233,6 +240,8 @@ class Spec:
             "steps": self.steps,
             "samples": self.samples,
             "options": self.options or None,
+            "save_every": self.save_every,
+            "resume": self.resume,
         }
         for name, value in asked.items():
             if value is not None:
@@ -256,6 +265,9 @@ class Spec:
         for name, reason in strategy.lacks.items():
             if name in self.options:
                 raise SpecError("options", f"{strategy.name} has no option {name}: {reason}")
+        for name in ("save_every", "resume"):
+            if name in strategy.lacks and getattr(self, name) is not None:
+                raise SpecError(name, f"{strategy.name} writes no checkpoints: {strategy.lacks[name]}")
         known: dict[str, Option] = {option.name: option for option in strategy.all_options + workload.options}
         settled = {name: option.default for name, option in known.items()}
         for name, value in dict(self.options).items():
@@ -303,6 +315,12 @@ class Spec:
         if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
             flag = name.replace("_", "-")
             raise SpecError(name, f"{flag} was {value!r}; it takes a whole number of at least {at_least}")
+
+
+def _no_checkpoints(spec: Spec) -> str | None:
+    if spec.resume is not None and not any(Path(spec.resume).glob("step*")):
+        return f"there are no checkpoints in {spec.resume!r}; name a run that was made with --save-every, or the folder of its checkpoints"
+    return None
 
 
 def _compiler_missing(spec: Spec) -> str | None:

@@ -155,3 +155,15 @@ def test_an_unknown_figure_names_those_there_are():
 def test_figures_load_neither_widgets_nor_launch_nor_plotly():
     code = "import sys, labkit.figures; print([m for m in ('ipywidgets', 'plotly', 'labkit.launch', 'torch') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_attempts_are_lines_of_their_own():
+    state = RunState()
+    for attempt, steps in ((0, (1, 2, 3)), (1, (3, 4))):
+        state.apply({"kind": "start", "t": 0.0, "rank": 0, "attempt": attempt})
+        for step in steps:
+            state.apply({"kind": "step", "t": float(step), "rank": 0, "step": step, "loss": attempt + step / 10})
+    broken, newest = figures.chart("loss", state).lines
+    assert (list(broken.x[0:3]), list(newest.x[0:2])) == ([1, 2, 3], [3, 4])
+    assert list(newest.y[0:2]) == [1.3, 1.4]
+    assert (broken.dash, broken.in_legend, newest.dash, newest.name) == ("dot", False, "solid", "rank 0, attempt 1")

@@ -301,3 +301,17 @@ def test_search_over_a_whole_file(tmp_path):
     assert search(path, "step 99999") == [(99_999, "step 99999")]
     assert [number for number, _ in search(path, "step 1", limit=3)] == [1, 10, 11]
     assert search(path, "") == search(path, "of no step") == []
+
+
+def test_a_tail_goes_on_in_the_file_of_the_next_attempt(tmp_path):
+    files = [tmp_path / f"attempt_{number}" / "0" / "stdout.log" for number in range(2)]
+    files[0].parent.mkdir(parents=True)
+    files[0].write_text("one\ncut", encoding="utf-8")
+    tail = LogTail(lambda: max(path for path in files if path.exists()))
+    assert tail.poll()
+    files[1].parent.mkdir(parents=True)
+    files[1].write_text("two\n", encoding="utf-8")
+    assert tail.poll()
+    assert list(tail.lines) == ["one", "cut", "──── attempt 1 ────", "two"]
+    assert tail.count == 4
+    assert not tail.poll()

@@ -10,7 +10,7 @@ import pytest
 from labkit.machine import Gpu, Machine
 from labkit.spec import Spec, SpecError
 from labkit.strategies import STRATEGIES
-from labkit.workloads import MNIST_FILES, _mnist_mirror_answers
+from labkit.workloads import MNIST_FILES, _answers
 
 GIB = 2**30
 T4 = (Gpu(0, "Tesla T4", 15 * GIB, (7, 5)), Gpu(1, "Tesla T4", 15 * GIB, (7, 5)))
@@ -123,8 +123,8 @@ def test_unknown_names_show_those_there_are():
     sentence = refused("strategy", strategy="dpp")
     assert "'dpp'" in sentence
     assert all(name in sentence for name in STRATEGIES)
-    assert "cnn, mlp and gpt" in refused("workload", workload="resnet")
-    assert "digits, mnist and text" in refused("data", data="cifar")
+    assert "cnn, mlp, gpt and resnet18" in refused("workload", workload="resnet")
+    assert "digits" in refused("data", data="cifar")
     assert "fp32, tf32, bf16 and fp16" in refused("precision", precision="fp8")
     assert "auto, cpu and cuda" in refused("device", device="tpu")
     assert "weak and strong" in refused("scaling", scaling="square")
@@ -179,7 +179,7 @@ def test_options_that_are_not_there_or_not_allowed():
     sentence = refused("options", strategy="ddp", options={"buckets": 1})
     assert sentence.startswith("ddp with cnn has no option 'buckets'; there is bucket_mb")
     assert refused("options", strategy="single", options={"bucket_mb": 1}).endswith(
-        "there is accumulate, clip_norm, checkpoint_activations and compile"
+        "there is accumulate, clip_norm, checkpoint_activations, compile, fetch, workers, pin_memory and non_blocking"
     )
     assert refused("options", strategy="ddp", options={"bucket_mb": 0}) == "option bucket_mb was 0; it takes a whole number of at least 1"
     assert "true or false" in refused("options", strategy="fsdp2", options={"reshard_after_forward": "perhaps"})
@@ -236,13 +236,13 @@ def test_global_batch_is_checked_once_the_ranks_are_known():
 
 
 def test_mnist_that_is_nowhere(tmp_path, monkeypatch):
-    monkeypatch.setattr("labkit.workloads.importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("labkit.workloads._needs_torchvision", lambda what, instead: None)
 
     def no_network(*args, **kwargs):
         raise OSError("no network here")
 
     monkeypatch.setattr("labkit.workloads.socket.create_connection", no_network)
-    _mnist_mirror_answers.cache_clear()
+    _answers.cache_clear()
     sentence = refused("data", LAPTOP, data="mnist", data_dir=str(tmp_path))
     assert str(tmp_path) in sentence
     assert "--data-dir" in sentence
@@ -284,3 +284,12 @@ def test_a_spec_cannot_be_changed():
         spec.nproc = 3
     with pytest.raises(TypeError):
         spec.options["bucket_mb"] = 1
+
+
+def test_checkpoints_and_restarts():
+    spec = Spec("ddp", nproc=2, save_every=10, max_restarts=2)
+    assert (spec.save_every, spec.max_restarts, spec.resume) == (10, 2, None)
+    assert refused("save_every", save_every=0) == "save-every was 0; it takes a whole number of at least 1"
+    assert refused("max_restarts", max_restarts=-1) == "max-restarts was -1; it takes a whole number of at least 0"
+    assert "there are no checkpoints in '/nowhere'" in refused("resume", LAPTOP, resume="/nowhere")
+    assert "sets its own" in refused("save_every", script="train.py", save_every=3)

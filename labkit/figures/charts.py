@@ -20,21 +20,30 @@ _MIB, _GIB = float(1 << 20), float(1 << 30)
 def loss(state: RunState) -> Chart:
     """The loss of every rank on its own share of the batch, and their mean, over steps."""
     ranks = _ranks(state)
-    lines = [
-        Line(
-            f"rank{rank.rank}",
-            f"rank {rank.rank}",
-            rank.steps.step,
-            rank.steps.loss,
-            colour=colours.rank_colour(rank.rank),
-            width=1.3,
-            keep="extremes",
-        )
-        for rank in ranks
-    ]
+    lines = [line for rank in ranks for line in _losses(rank)]
     if len(ranks) > 1:
         lines.append(_mean_loss(ranks))
     return Chart("loss", "Loss", _steps_axis(state), Axis("loss", least=0.1), tuple(lines))
+
+
+def _losses(rank: RankState) -> list[Line]:
+    """A rank's loss, one line for each attempt; those that were broken off are dotted."""
+    starts = rank.attempts or {0: 0}
+    ends = [*list(starts.values())[1:], len(rank.steps)]
+    lines = []
+    for (attempt, start), end in zip(starts.items(), ends):
+        last = attempt == rank.attempt
+        steps, losses = (
+            Derived(end - start, lambda first, to, column=column, start=start: column[start + first : start + to])
+            for column in (rank.steps.step, rank.steps.loss)
+        )
+        key = f"rank{rank.rank}" if attempt == 0 else f"rank{rank.rank}-attempt{attempt}"
+        name = f"rank {rank.rank}" if attempt == 0 else f"rank {rank.rank}, attempt {attempt}"
+        colour = colours.rank_colour(rank.rank)
+        lines.append(
+            Line(key, name, steps, losses, colour=colour, width=1.3, keep="extremes", dash="solid" if last else "dot", in_legend=last)
+        )
+    return lines
 
 
 def _mean_loss(ranks: list[RankState]) -> Line:

@@ -120,6 +120,11 @@ class RunFolder:
         return self.path / "events"
 
     @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints, beside the script that writes them."""
+        return self.path / "checkpoints"
+
+    @property
     def logs(self) -> Path:
         """The folder of the ranks' output."""
         return self.path / "logs"

@@ -42,7 +42,7 @@ def _argv(spec: Spec, folder: RunFolder) -> list[str]:
         "--local-addr=127.0.0.1",
         f"--log-dir={folder.logs}",
         "--redirects=3",
-        "--max-restarts=0",
+        f"--max-restarts={spec.max_restarts}",
         *("-m", "labkit.probe"),
         str(script),
         *spec.args,

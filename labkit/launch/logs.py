@@ -52,12 +52,23 @@ class LogTail:
         """Reads what is new, as far as the budget goes; True where there was anything."""
         self._path = self._path or self._find()
         try:
-            if self._path is None or self._path.stat().st_size <= self._offset:
+            if self._path is None or (self._path.stat().st_size <= self._offset and not self._next_attempt()):
                 return False
             with open(self._path, "rb") as file:
                 return self._read(file, self._path.stat().st_size)
         except OSError:
             return False
+
+    def _next_attempt(self) -> bool:
+        """Turns to the file of a newer attempt, where there is one, with a line between the two."""
+        newer = self._find()
+        if newer is None or newer == self._path:
+            return False
+        self._path, self._offset = newer, 0
+        between = [self._rest, f"──── {newer.parent.parent.name.replace('_', ' ')} ────".encode()]
+        self._rest = b""
+        self._take(b"\n".join([*filter(None, between), b""]))
+        return True
 
     def _read(self, file, size: int) -> bool:
         budget = self._budget

@@ -84,10 +84,12 @@ class Watch:
         self._follower.poll()
         state = self._follower.state
         pids = {number: rank.pid for number, rank in sorted(state.ranks.items()) if rank.pid}
-        if pids != self._pids:
+        restarts = max((rank.attempt for rank in state.ranks.values()), default=0)
+        if pids != self._pids or restarts != self._status["restarts"]:
             self._pids.update(pids)
-            everyone = len(pids) >= state.world_size
-            self._write(ranks={str(number): pid for number, pid in pids.items()}, state="running" if everyone else "starting")
+            everyone = len(pids) >= state.world_size and all(rank.attempt == restarts for rank in state.ranks.values())
+            named = {str(number): pid for number, pid in pids.items()}
+            self._write(ranks=named, state="running" if everyone else "starting", restarts=restarts)
 
     def _stop(self, reason: str) -> None:
         self._write(state="stopping", message=reason)
@@ -102,7 +104,8 @@ class Watch:
         self._folder.rendezvous.unlink(missing_ok=True)
         self._follower.poll()
         state = self._follower.state
-        final = self._status | {"exit_code": exit_code, "ended": time.time()}
+        restarts = max((rank.attempt for rank in state.ranks.values()), default=0)
+        final = self._status | {"exit_code": exit_code, "ended": time.time(), "restarts": restarts}
         if all(number in state.ranks and state.ranks[number].exit_code == 0 for number in range(state.world_size)):
             final["state"] = "finished"  # a rank may still fall over on its way out, after a training that went well
         elif stopped:

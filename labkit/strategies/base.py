@@ -6,9 +6,11 @@ decided. README.md beside this file says which functions those are, and what eac
 """
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime
 from functools import partial
 from itertools import count, islice
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -25,11 +27,18 @@ EPOCHS = 1
 MAX_STEPS = None  # stop after so many steps; None: at the end of the last epoch
 BATCH_PER_RANK = 128
 LEARNING_RATE = 1e-3
+FETCH = "batches"  # or samples: one by one from the data set, then put together
+WORKERS = 0  # processes that fetch ahead; 0: this one does it itself
+PIN_MEMORY = True  # where there is a GPU: batches in memory that it can read by itself
+NON_BLOCKING = True  # go on while a batch is copied to the device
 PRECISION = "fp32"  # tf32, bf16, fp16: what matrix products are computed in
 ACCUMULATE = 1  # parts that the batch of a step is taken in, one after the other
 CLIP_NORM = 0.0  # the largest norm that all gradients together may have; 0: any
 CHECKPOINT_ACTIVATIONS = False  # compute activations again in backward, keep none
 COMPILE = False  # each block through torch.compile
+SAVE_EVERY = 0  # steps from one checkpoint to the next; 0: none is written
+RESUME = None  # a folder of checkpoints of another run, to go on from
+CHECKPOINTS = Path(__file__).with_name("checkpoints")  # the newest is gone on from
 SCALER = torch.amp.GradScaler()  # small gradients would vanish in 16 bits: scaled up
 SPEAKER = os.environ.get("RANK", "0") == "0"  # the one process that prints and logs
 
@@ -42,9 +51,17 @@ def setup() -> torch.device:
 def load(dataset: TensorDataset) -> tuple[DistributedSampler, DataLoader]:
     """The batches of this rank, shuffled anew in each epoch."""
     sampler = DistributedSampler(dataset, num_replicas=1, rank=0, seed=SEED)
-    batches = BatchSampler(sampler, BATCH_PER_RANK, drop_last=False)  # not one by one
-    pin = torch.cuda.is_available()
-    return sampler, DataLoader(dataset, None, sampler=batches, pin_memory=pin)
+    how = {"pin_memory": torch.cuda.is_available()}  # copied without waiting, then
+    if not PIN_MEMORY:
+        how = {}
+    if WORKERS:
+        how |= {"num_workers": WORKERS, "persistent_workers": True}
+    if FETCH == "samples":
+        loader = DataLoader(dataset, BATCH_PER_RANK, sampler=sampler, **how)
+    else:
+        batches = BatchSampler(sampler, BATCH_PER_RANK, drop_last=False)  # not one by one
+        loader = DataLoader(dataset, None, sampler=batches, **how)
+    return sampler, loader
 
 
 def transform(model: nn.Sequential) -> nn.Sequential:
@@ -82,17 +99,29 @@ def loss_of(model, inputs, targets) -> torch.Tensor:
     return cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
+def exchange(model: nn.Module, last: bool) -> AbstractContextManager:
+    """Around each part of a step: whether gradients are sent is the strategy's."""
+    return nullcontext()
+
+
+def clip_gradients(model: nn.Module) -> None:
+    """Holds the norm of all gradients together to CLIP_NORM."""
+    nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+
+
 def train_step(model, optimizer, inputs, targets) -> torch.Tensor:
     """One step; its loss is given back without waiting for the device."""
     optimizer.zero_grad()
     if ACCUMULATE > 1:
         losses = []
-        for part, wanted in zip(inputs.chunk(ACCUMULATE), targets.chunk(ACCUMULATE)):
-            loss = loss_of(model, part, wanted) * (len(part) / len(inputs))
-            if PRECISION == "fp16":
-                SCALER.scale(loss).backward()
-            else:
-                loss.backward()
+        parts = [*zip(inputs.chunk(ACCUMULATE), targets.chunk(ACCUMULATE))]
+        for number, (part, wanted) in enumerate(parts, 1):
+            with exchange(model, last=number == len(parts)):
+                loss = loss_of(model, part, wanted) * (len(part) / len(inputs))
+                if PRECISION == "fp16":
+                    SCALER.scale(loss).backward()
+                else:
+                    loss.backward()
             losses.append(loss.detach())
         loss = torch.stack(losses).sum()
     else:
@@ -104,7 +133,7 @@ def train_step(model, optimizer, inputs, targets) -> torch.Tensor:
     if CLIP_NORM:
         if PRECISION == "fp16":
             SCALER.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        clip_gradients(model)
     if PRECISION == "fp16":
         SCALER.step(optimizer)  # but for a step in which a gradient overflowed
         SCALER.update()
@@ -126,6 +155,58 @@ def evaluate(model, dataset: TensorDataset, device: torch.device) -> list[float]
     return (sums / dataset.tensors[1].numel()).tolist()
 
 
+def optimizer_state(optimizer) -> dict:
+    """What the optimizer keeps; every rank calls this, and the one that saves uses it."""
+    return optimizer.state_dict()
+
+
+def save(model, optimizer, step: int) -> None:
+    """Writes a checkpoint from one rank, whole or not at all."""
+    optimizer_kept = optimizer_state(optimizer)
+    if not SPEAKER:
+        return
+    whole = getattr(model, "module", model)  # as one device has it
+    state = {"model": whole.state_dict(), "optimizer": optimizer_kept, "step": step}
+    state["random"] = torch.get_rng_state()
+    if torch.cuda.is_available():
+        state["cuda_random"] = torch.cuda.get_rng_state()
+    if PRECISION == "fp16":
+        state["scaler"] = SCALER.state_dict()
+    CHECKPOINTS.mkdir(exist_ok=True)
+    unfinished = CHECKPOINTS / "unfinished"
+    torch.save(state, unfinished)
+    unfinished.replace(CHECKPOINTS / f"step{step:08}.pt")
+    log_event(Event("checkpoint", datetime.now(), {"checkpoint": step}))
+
+
+def resume(model, optimizer) -> int:
+    """Goes on from the newest checkpoint that can be used; its step, or 0."""
+    found = sorted(CHECKPOINTS.glob("step*.pt"), reverse=True)
+    if RESUME:
+        found += sorted(Path(RESUME).glob("step*.pt"), reverse=True)
+    for path in found:
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            getattr(model, "module", model).load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            torch.set_rng_state(state["random"])
+            if torch.cuda.is_available():
+                torch.cuda.set_rng_state(state["cuda_random"])
+            if PRECISION == "fp16":
+                SCALER.load_state_dict(state["scaler"])
+        except Exception as error:
+            if SPEAKER:
+                print(f"{path} cannot be used: {error}", flush=True)
+            continue
+        if SPEAKER:
+            print(f"going on from {path}", flush=True)
+        log_event(Event("resume", datetime.now(), {"step": state["step"]}))
+        return state["step"]
+    if found:
+        raise SystemExit("there are checkpoints, and none of them can be used")
+    return 0
+
+
 def cleanup() -> None:
     """Nothing to leave: one process alone is in no group."""
 
@@ -140,15 +221,29 @@ def main() -> None:
         sampler, loader = load(train_data)
         model = parallelize(build_model(), device)
         optimizer = build_optimizer(model)
+        if SAVE_EVERY or RESUME:
+            done = resume(model, optimizer)
         steps = islice(count(1), MAX_STEPS)  # 1, 2, 3 … MAX_STEPS, over all epochs
         for epoch in range(1, EPOCHS + 1):
             sampler.set_epoch(epoch)
             model.train()
             for batch, step in zip(loader, steps):
-                inputs, targets = (part.to(device, non_blocking=True) for part in batch)
+                if SAVE_EVERY or RESUME:
+                    if step <= done:
+                        continue  # trained on before
+                if NON_BLOCKING:
+                    inputs, targets = (p.to(device, non_blocking=True) for p in batch)
+                else:
+                    inputs, targets = (part.to(device) for part in batch)
                 loss = train_step(model, optimizer, inputs, targets)
                 if step % 20 == 0 and SPEAKER:
                     print(f"step {step}: loss {loss.item():.4f}", flush=True)
+                if SAVE_EVERY:
+                    if step % SAVE_EVERY == 0:
+                        save(model, optimizer, step)
+            if SAVE_EVERY or RESUME:
+                if step < done:
+                    continue  # evaluated before
             test_loss, accuracy = evaluate(model, test_data, device)
             if SPEAKER:
                 print(f"epoch {epoch}: {accuracy:.2%} right, test loss {test_loss:.4f}")
