@@ -168,16 +168,19 @@ def all_reduce() -> Check:
     return Check("all-reduce", "fine", "; ".join(says))
 
 
+_NEEDS_TORCHVISION = "only --workload resnet18 and --data mnist or cifar10 need it"
+
+
 def torchvision() -> Check:
-    """Whether torchvision, where there is one, fits torch; only one data set needs it."""
+    """Whether torchvision, where there is one, fits torch; few choices need it."""
     if importlib.util.find_spec("torchvision") is None:
-        return Check("torchvision", "fine", "not installed; only --data mnist needs it")
+        return Check("torchvision", "fine", f"not installed; {_NEEDS_TORCHVISION}")
     version, error = preflight.torchvision()
     if not error:
         return Check("torchvision", "fine", version)
     if "torchvision::nms" in error:
         error = f'{version} was built for another torch ("operator torchvision::nms does not exist")'
-    way_out = "only --data mnist needs it; install torch and torchvision from the same source and of matching versions"
+    way_out = f"{_NEEDS_TORCHVISION}; install torch and torchvision from the same source and of matching versions"
     return Check("torchvision", "degraded", error, way_out)
 
 

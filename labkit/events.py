@@ -11,6 +11,10 @@ device      device, device_name: where the script really works, once that has be
 step        step (from 1, counting on over attempts' own count), loss (null where this rank has none), samples,
             seconds {step, data, forward, backward, optimizer, other}, memory {allocated, reserved, peak} in bytes
 memory      owners {parameters, gradients, optimizer, activations, other} in bytes, step
+replica     step, replicas [{replica, device, forward, cpu (seconds), samples, memory (bytes)}], extra {outputs, gradients}:
+            bytes that replica 0 gathers and reduces, gil_wait (a share of time; null at first)
+traffic     step, ops {operation: {calls, bytes, sent}}, for few steps: bytes are the payload, `sent` what a rank puts on the wire
+            in a ring, see probe/traffic.py; no operation where there is no process group
 activity    name: "training" or "evaluating", when it changes
 checkpoint  step: the last that a checkpoint holds, written whole
 metric      name, value, step: what the script logged with torch.monitor

@@ -89,8 +89,8 @@ def _notes(spec: Spec) -> dict[str, str]:
 
 def _docstring(spec: Spec) -> str:
     row, model, precision = spec.strategy_row, spec.workload_row.title.partition(":")[0], spec.precision or "fp32"
-    told = (("Splits", row.splits), ("Sends", row.sends))
-    lines = [textwrap.fill(text, 88, initial_indent=f"{name:7}", subsequent_indent=" " * 7) for name, text in told]
+    told = (("Splits", row.splits), ("Sends", row.sends), ("Note", row.note(spec.device)))
+    lines = [textwrap.fill(text, 88, initial_indent=f"{name:7}", subsequent_indent=" " * 7) for name, text in told if text]
     return "\n".join([f'"""{model} on {spec.data} by {row.title}, {precision}: {command(spec)}\n', *lines, '"""'])
 
 

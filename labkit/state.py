@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from array import array
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,12 +90,18 @@ class RankState:
     activity_since: float | None = None
     error: dict[str, Any] | None = None
     owners: dict[str, int] = field(default_factory=dict)
+    traffic: dict[str, Any] | None = None
     steps: Steps = field(default_factory=Steps)
 
     @property
     def first_step(self) -> int:
         """The index of the newest attempt's first step, there or still to come."""
         return self.attempts.get(self.attempt, 0)
+
+    @property
+    def bytes_per_step(self) -> float | None:
+        """Bytes that the rank sent in the newest step that was looked at; 0 without a process group, None where nothing was seen."""
+        return None if self.traffic is None else float(sum(op["sent"] for op in self.traffic["ops"].values()))
 
     @property
     def peak_memory(self) -> int | None:
@@ -126,6 +133,7 @@ class RunState:
         self.system = System()
         self.broken = 0
         self.unwatched: list[dict[str, Any]] = []
+        self.in_threads: deque[dict[str, Any]] = deque(maxlen=_RECENT)
         self._asked: Spec | None = None
 
     def apply(self, event: Mapping[str, Any]) -> None:
@@ -142,8 +150,8 @@ class RunState:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the run, as asked or as seen."""
-        return self.spec.get("nproc") or max(len(self.ranks), 1)
+        """Ranks of the run, which are processes, as asked or as seen."""
+        return self._asked.processes if self._asked else self.spec.get("nproc") or max(len(self.ranks), 1)
 
     @property
     def total_steps(self) -> int | None:
@@ -155,6 +163,11 @@ class RunState:
         """Steps that every rank has finished (of the newest attempt)."""
         done = [int(rank.steps.step[-1]) if len(rank.steps) > rank.first_step else 0 for rank in self.ranks.values()]
         return min(done) if len(done) == self.world_size else 0
+
+    @property
+    def note(self) -> str:
+        """What the run is not what its strategy's title says, such as an emulation; empty where all is as said."""
+        return self._asked.strategy_row.note(self._asked.device) if self._asked else ""
 
     @property
     def over(self) -> bool:
@@ -202,7 +215,28 @@ class RunState:
     @property
     def replicas(self) -> float:
         """How many ranks see the same samples: 1 under data parallelism, the world size under tensor parallelism."""
-        return self.world_size / self._asked.data_ranks if self._asked else 1.0
+        return max(1.0, self.world_size / self._asked.data_ranks) if self._asked else 1.0
+
+    @property
+    def gil_wait(self) -> float | None:
+        """The median share of time, over the newest steps, that a thread of dp's process waited for the GIL or a core."""
+        known = [event["gil_wait"] for event in self.in_threads if event["gil_wait"] is not None]
+        return statistics.median(known) if known else None
+
+    def replica_figures(self) -> list[dict[str, Any]]:
+        """Medians over the newest steps, for each replica in a thread; replica 0 has `extra` bytes. Empty where there is none."""
+        found: dict[int, list[dict[str, Any]]] = {}
+        for event in self.in_threads:
+            for one in event["replicas"]:
+                found.setdefault(one["replica"], []).append(one)
+        measured = ("forward", "cpu", "samples", "memory")
+        figures = [
+            {"replica": number, "device": those[-1]["device"]} | {name: statistics.median(one[name] for one in those) for name in measured}
+            for number, those in sorted(found.items())
+        ]
+        if figures:
+            figures[0]["extra"] = dict(self.in_threads[-1]["extra"])
+        return figures
 
     def throughput(self, recent: int | None = None) -> float | None:
         """Samples per second over all ranks, each sample counted once; of the `recent` newest steps, or of all but the first."""
@@ -322,6 +356,18 @@ class RunState:
     def _on_memory(self, event: Mapping[str, Any]) -> None:
         self._rank(event).owners = {owner: int(size) for owner, size in event["owners"].items()}
 
+    def _on_replica(self, event: Mapping[str, Any]) -> None:
+        replicas = [
+            {"replica": int(one["replica"]), "device": str(one["device"])}
+            | {name: float(one[name]) for name in ("forward", "cpu", "samples", "memory")}
+            for one in event["replicas"]
+        ]
+        wait = event.get("gil_wait")
+        self.in_threads.append({"replicas": replicas, "extra": event["extra"], "gil_wait": None if wait is None else float(wait)})
+
+    def _on_traffic(self, event: Mapping[str, Any]) -> None:
+        self._rank(event).traffic = {"step": event["step"], "ops": dict(event["ops"])}
+
     def _on_activity(self, event: Mapping[str, Any]) -> None:
         rank = self._rank(event)
         rank.activity, rank.activity_since = event["name"], event["t"]
@@ -364,6 +410,8 @@ _HANDLERS: dict[Any, Callable[[RunState, Mapping[str, Any]], None]] = {
     "device": RunState._on_device,
     "step": RunState._on_step,
     "memory": RunState._on_memory,
+    "replica": RunState._on_replica,
+    "traffic": RunState._on_traffic,
     "activity": RunState._on_activity,
     "metric": RunState._on_metric,
     "error": RunState._on_error,

@@ -37,6 +37,9 @@ def summarise(state: RunState, run: str = "") -> dict[str, Any]:
         "failure": state.failure,
         "broken_lines": state.broken,
         "ranks": [_rank(state, number) for number in range(state.world_size)],
+        "note": state.note,
+        "replicas": state.replica_figures(),
+        "gil_wait": _rounded(state.gil_wait),
         "findings": [finding.to_json() for finding in findings(state)],
     }
 
@@ -50,7 +53,7 @@ def _rank(state: RunState, number: int) -> dict[str, Any]:
         "memory_bytes": {owner: rank.owners[owner] for owner in OWNERS if owner in rank.owners},
         "step_seconds_median": _rounded(_median(rank.steps.seconds[1:]), 6),
         "phase_seconds": {phase: _rounded(_median(column[1:]), 6) for phase, column in rank.steps.phases.items()},
-        "comm_bytes_per_step": None,
+        "comm_bytes_per_step": rank.bytes_per_step,
     }
 
 

@@ -91,6 +91,7 @@ def view(state: RunState, folder: RunFolder, height: int | None = None) -> Rende
     """The whole picture; with a `height` in lines it shows no more ranks than fit."""
     rows = state.world_size if height is None else max(2, height - _LINES_AROUND)
     parts = [_head(state, folder), _progress(state), Text(""), _table(state, rows), _legend()]
+    parts += [Text(clean(text), style="dim") for text in _replicas(state)]
     parts += [_finding(finding, folder) for finding in findings(state)]
     tail = _tail(folder.log_of(0))
     if tail:
@@ -133,7 +134,7 @@ def _head(state: RunState, folder: RunFolder) -> RenderableType:
         title, batch = f"{Path(state.spec.get('script') or folder.name).name} · {ranks}", ""
     else:
         title = f"{spec.strategy_row.title} · {spec.workload} on {spec.data} · {spec.precision} · {ranks}"
-        batch = spec.batch_sentence
+        batch = "\n".join(filter(None, (spec.batch_sentence, state.note)))
     grid = _grid(1, 0)
     grid.add_row(Text(clean(title), style="bold"), Text(clean(folder.name), style="dim"))
     return Group(grid, Text(batch, style="dim")) if batch else grid
@@ -170,6 +171,16 @@ def _figures(state: RunState, speed: float | None) -> list[str]:
     if isinstance(accuracy, (int, float)):
         figures.append(f"accuracy {accuracy:.1%}")
     return figures
+
+
+def _replicas(state: RunState) -> list[str]:
+    """One line where replicas run in threads: what each one's forward takes, and the wait for the GIL."""
+    found = [
+        f"replica {one['replica']} forward {1e3 * one['forward']:.1f} ms ({1e3 * one['cpu']:.1f} CPU)" for one in state.replica_figures()
+    ]
+    if found and state.gil_wait is not None:
+        found.append(f"waits for the GIL or a core {state.gil_wait:.0%}")
+    return [" · ".join(found)] if found else []
 
 
 def _now(state: RunState) -> float | None:

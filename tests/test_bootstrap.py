@@ -303,7 +303,7 @@ def test_pyproject_is_read_as_toml_reads_it():
 
 def test_tested_versions_serve_every_requirement():
     pinned = constraints()
-    wanted = environment.requirements("torch", "lab", "mnist", "test")
+    wanted = environment.requirements("torch", "lab", "mnist", "deepspeed", "test")
     assert {one.name for one in wanted} | {"jupyterlab_widgets"} == set(pinned)
     for one in wanted:
         assert release(pinned[one.name]) >= release(one.minimum), one
@@ -367,7 +367,7 @@ def test_help_needs_no_environment(tmp_path):
     shutil.copytree(CLONE / "labkit", clone / "labkit", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(PROJECT, clone)
     bare = [getattr(sys, "_base_executable", sys.executable), "-S", "-m", "labkit"]
-    for arguments, code, says in ((["--help"], 0, "doctor"), (["run", "dpp"], 2, "did you mean ddp?"), (["rnu"], 2, "did you mean run?")):
+    for arguments, code, says in ((["--help"], 0, "doctor"), (["run", "ddpp"], 2, "did you mean ddp?"), (["rnu"], 2, "did you mean run?")):
         done = subprocess.run([*bare, *arguments], cwd=clone, capture_output=True, text=True, check=False)
         assert done.returncode == code, done.stderr
         assert says in done.stdout + done.stderr

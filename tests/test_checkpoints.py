@@ -35,7 +35,7 @@ def again(spec: Spec, folder: Path) -> tuple[list, str]:
     return json.loads((folder / "rank0.json").read_text())["losses"], said
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", CASES)
 def test_losses_after_a_resume_are_those_of_an_unbroken_run_bit_for_bit(strategy, tmp_path):
     unbroken = record(asked(strategy, steps=7), tmp_path / "unbroken")[0]["losses"]
     record(asked(strategy, steps=5), tmp_path / "broken")

@@ -47,17 +47,17 @@ def called(*arguments: str) -> int:
 @pytest.mark.parametrize(
     ("arguments", "field", "says"),
     [
-        ("run dpp", "strategy", "'dpp' is not known (did you mean ddp?); there is single, ddp and fsdp2"),
-        ("run zzz", "strategy", "there is single, ddp and fsdp2; a script of your own is named by its path, ending in .py"),
+        ("run ddpp", "strategy", "'ddpp' is not known (did you mean ddp?); there is single, "),
+        ("run zzz", "strategy", "; a script of your own is named by its path, ending in .py"),
         ("run nowhere.py", "script", "there is no script 'nowhere.py'"),
-        ("run ddp --workload cn", "workload", "there is cnn, mlp and gpt"),
+        ("run ddp --workload cn", "workload", "there is cnn, mlp, gpt and resnet18"),
         ("run ddp --nproc 0", "nproc", "nproc was 0; it takes a whole number of at least 1"),
         ("run ddp --nproc 4000 --device cpu", "nproc", "4000 CPU ranks were asked for"),
         ("run ddp --scaling strong --batch-size 7 --nproc 2", "batch_size", "use 6 or 8"),
         ("run ddp --steps 3 --epochs 2", "steps", "give one of them"),
         ("run ddp --option bucket_mb", "options", "has no value; write --option NAME=VALUE"),
         ("run ddp --option buckets=1", "options", "has no option 'buckets'; there is bucket_mb"),
-        ("run ddp --data mnist --data-dir /nowhere", "data", "MNIST is not in"),
+        ("run ddp --data mnist --data-dir /nowhere", "data", "use --data digits"),
         ("run ddp -- --lr 1", "args", "goes with a script of your own"),
         ("run train.py --workload cnn", "workload", "goes with a strategy"),
         ("run single --nproc 2", "strategy", "single trains on one device"),
@@ -113,7 +113,7 @@ def test_arguments_become_the_spec():
 def test_all_after_test_is_for_pytest():
     args = cli.parse(["test", "-k", "cli and not slow", "tests/test_cli.py", "-x", "--", "--lf"])
     assert args.rest == ["-k", "cli and not slow", "tests/test_cli.py", "-x", "--lf"]
-    assert args.extras == ("lab", "test")
+    assert args.extras == ("lab", "test", "deepspeed")
 
 
 # ---- JupyterLab

@@ -136,7 +136,7 @@ def test_mismatched_torchvision_is_named_with_the_way_out(monkeypatch):
     check = doctor.torchvision()
     assert check.level == "degraded"
     assert '"operator torchvision::nms does not exist"' in check.says
-    assert "only --data mnist needs it" in check.way_out
+    assert "only --workload resnet18 and --data mnist or cifar10 need it" in check.way_out
 
 
 def test_all_reduce_over_gloo_and_its_failure(monkeypatch):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from conftest import wait_until
 
 from labkit.events import Writer
 from labkit.launch import local, report
@@ -156,6 +157,7 @@ def test_another_runs_supervisor_is_not_this_ones(folder):
     command = [sys.executable, "-c", "input()", "labkit.launch.supervisor"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, env=os.environ | {"LABKIT_RUN_DIR": str(other.path)})
     try:
+        wait_until(lambda: "LABKIT_RUN_DIR" in psutil.Process(process.pid).environ())
         _status(folder, process)
         assert supervisor_of(folder, RunFolder.read_json(folder.status)) is None
         link = folder.path.parent / "link"

@@ -21,7 +21,7 @@ from labkit.panel.feed import CAP, WHOLE, Feed
 from labkit.panel.logs import Logs
 from labkit.panel.view import RunView
 from labkit.panel.words import finding_html, ranks_table, state_html
-from labkit.strategies import COMMON
+from labkit.strategies import COMMON, STRATEGIES
 
 CPU = Machine(gpus=(), cores=2, memory=8 << 30)
 T4S = Machine(gpus=tuple(Gpu(index, "Tesla T4", 15 << 30, (7, 5)) for index in range(2)), cores=4, memory=31 << 30)
@@ -92,7 +92,7 @@ def test_the_workload_brings_its_batch_and_options():
     choices.workload.value = ("gpt", "text")
     assert choices.batch.value == 16
     assert [widget.description for widget in choices.popover.children if hasattr(widget, "description") and widget.description] == [
-        "bucket_mb",
+        *(option.name for option in STRATEGIES["ddp"].options),
         *(option.name for option in COMMON),
         "size",
     ]

@@ -43,12 +43,28 @@ class Case:
 EQUAL = (
     Case("single", 1, options={"accumulate": 3}),
     Case("single", 1, options={"checkpoint_activations": True, "compile": True}),
+    Case("single", 1, options={"fetch": "samples", "workers": 1, "pin_memory": False, "non_blocking": False}),
     Case("ddp", workload="cnn"),
     Case("ddp", options={"accumulate": 2, "clip_norm": 0.5, "checkpoint_activations": True}),
+    Case("ddp", options={"static_graph": True, "checkpoint_activations": True, "bucket_mb": 1}),
+    Case("zero1", workload="cnn"),
+    Case("zero1", options={"accumulate": 2, "clip_norm": 0.5}),
+    Case("deepspeed", workload="cnn"),
+    Case("deepspeed", options={"stage": 2, "clip_norm": 0.5}),
+    Case("deepspeed", options={"stage": 3, "clip_norm": 0.5, "checkpoint_activations": True}),
+    Case("fsdp", workload="cnn"),
+    Case("fsdp", options={"sharding": "SHARD_GRAD_OP", "accumulate": 2, "clip_norm": 0.5, "checkpoint_activations": True}),
+    Case("fsdp", options={"sharding": "NO_SHARD", "clip_norm": 0.5}),
+    Case("fsdp", 4, options={"replicas": 2, "clip_norm": 0.5}, fields={"samples": 108}),
+    Case("dp"),
+    Case("dp", 4, options={"accumulate": 2, "clip_norm": 0.5}, fields={"samples": 107}),
     Case("fsdp2", workload="cnn"),
     Case("fsdp2", options={"accumulate": 2, "clip_norm": 0.5, "checkpoint_activations": True, "compile": True}),
+    Case("fsdp2", options={"prefetch": 2, "reshard_after_forward": False}),
+    Case("fsdp2", 4, options={"replicas": 2, "prefetch": 1, "clip_norm": 0.5}, fields={"samples": 108}),
 )
-PLAIN = {"gpt": ("ddp", "fp32"), "mlp": ("ddp", "bf16"), "cnn": None}  # workload: how it is run as a person would; cnn is compared
+# Workload: how it is run as a person would. cnn is compared; resnet18, which needs torchvision, is run by test_workloads.py.
+PLAIN = {"gpt": ("ddp", "fp32"), "mlp": ("ddp", "bf16"), "cnn": None, "resnet18": None}
 
 
 def asked(case: Case) -> Spec:

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import pickle
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from sklearn.datasets import load_digits
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import TensorDataset
+from torch.utils.flop_counter import FlopCounterMode
+from weaving import run_alone
 
+import labkit.workloads as tables
 from labkit import preflight
-from labkit.workloads import DATA, GPT_SIZES, MNIST_FILES, WORKLOADS, cnn, digits, gpt, gpt_parameters, mlp, text
+from labkit.machine import Machine
+from labkit.script import write_script
+from labkit.spec import Spec, SpecError
+from labkit.workloads import CIFAR10_FILES, DATA, GPT_SIZES, MNIST_FILES, WORKLOADS, cnn, digits, digits32, gpt, gpt_parameters, mlp, text
 
+BESIDE_CPU_TORCH = Path(__file__).parent / "scripts" / "beside_cpu_torch.py"
 SIZES = {"M": 10**6, "B": 10**9}
 
 
@@ -22,13 +34,65 @@ def parameters(model: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+@pytest.fixture(scope="module")
+def torchvision():
+    """torchvision, also where it was built for another torch: that one loads where its operators are known."""
+    version, error = preflight.torchvision()
+    if not version:
+        pytest.skip(f"there is no torchvision here: {error}")
+    if "torchvision::nms" in error:
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        library.define("qnms(Tensor d, Tensor s, float t) -> Tensor")
+    return importlib.import_module("torchvision")
+
+
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_table_counts_what_the_model_has(name):
+def test_table_counts_what_the_model_has(name, torchvision):
     row = WORKLOADS[name]
     with torch.device("meta"):
         model = importlib.import_module(row.module).build_model()
     assert parameters(model) == row.parameters({option.name: option.default for option in row.options})
     assert isinstance(model, torch.nn.Sequential), "a model is a sequence of blocks: FSDP2 and pipelines count on it"
+
+
+INPUTS = {"gpt": lambda: torch.randint(256, (1, gpt.CONTEXT)), "resnet18": lambda: torch.randn(1, 3, 32, 32)}
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_table_knows_what_each_block_costs(name, torchvision):
+    row = WORKLOADS[name]
+    model = importlib.import_module(row.module).build_model().eval()
+    values, counted = INPUTS.get(name, lambda: torch.randn(1, 1, 28, 28))(), []
+    with sdpa_kernel(SDPBackend.MATH):  # the fused kernel for the CPU is not counted
+        for block in model:
+            with FlopCounterMode(display=False) as counter:
+                values = block(values)
+            counted.append(counter.get_total_flops())
+    costs = row.costs({option.name: option.default for option in row.options})
+    assert len(costs) == len(model) and min(costs) > 0
+    assert all(cost == count for cost, count in zip(costs, counted) if count)
+    assert sum(cost for cost, count in zip(costs, counted) if not count) < sum(counted) / 1000, (
+        "what multiplies nothing costs next to nothing"
+    )
+    normalised = [layer for layer in model.modules() if isinstance(layer, torch.nn.BatchNorm2d)]
+    assert row.batch_norm == bool(normalised)
+
+
+def test_resnet18_is_torchvisions_but_for_the_stem(torchvision):
+    from labkit.workloads import resnet18
+
+    torch.manual_seed(0)
+    ours, theirs = resnet18.build_model().eval(), importlib.import_module("torchvision.models").resnet18(num_classes=10).eval()
+    stem, *blocks, head = ours
+    theirs.conv1, theirs.bn1, theirs.maxpool, theirs.fc = stem[0], stem[1], torch.nn.Identity(), head[-1]
+    layers = [*theirs.layer1, *theirs.layer2, *theirs.layer3, *theirs.layer4]
+    for mine, other in zip(blocks, layers, strict=True):
+        other.load_state_dict(mine.state_dict())
+    images = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(ours(images), theirs(images))
+    assert stem(images).shape == (2, 64, 32, 32)
+    assert ours(torch.zeros(0, 3, 32, 32)).shape == (0, 10)
 
 
 def test_cnn_is_the_one_that_was_asked_for():
@@ -131,6 +195,22 @@ def test_text_has_as_many_windows_as_asked(monkeypatch):
     assert len(text.load_data()[0]) == 50
 
 
+def test_digits32_are_the_digits_in_the_shape_of_cifar(monkeypatch):
+    train, test = (dataset.tensors for dataset in digits32.load_data())
+    assert train[0].shape[1:] == test[0].shape[1:] == (3, 32, 32)
+    assert torch.equal(train[0][:, 0], train[0][:, 2])
+    monkeypatch.setattr(digits, "SAMPLES", 1437)
+    plain, plain_test = (dataset.tensors for dataset in digits.load_data())
+    assert torch.equal(train[1][:1437], plain[1]) and torch.equal(test[1], plain_test[1])
+    torch.testing.assert_close(train[0][:1437].mean((1, 2, 3)), plain[0].mean((1, 2, 3)), atol=0.01, rtol=0.02)
+
+
+def test_one_module_of_digits_draws_for_both():
+    written = write_script(Spec("single", "resnet18", samples=640))
+    assert "SAMPLES = 640 " in written and written.count("def load_data") == 1 and "in_colour" in written
+    assert "in_colour" not in write_script(Spec("single", "cnn"))
+
+
 # ---- MNIST, on files of our own
 
 
@@ -147,14 +227,7 @@ def write_mnist(folder, train: int, test: int) -> None:
 
 
 @pytest.fixture
-def mnist(tmp_path, monkeypatch):
-    version, error = preflight.torchvision()
-    if not version:
-        pytest.skip(f"there is no torchvision here: {error}")
-    if "torchvision::nms" in error:  # built for CUDA, it loads beside torch for the CPU only where its operators are known
-        library = torch.library.Library("torchvision", "FRAGMENT")
-        library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        library.define("qnms(Tensor d, Tensor s, float t) -> Tensor")
+def mnist(tmp_path, monkeypatch, torchvision):
     write_mnist(tmp_path, train=50, test=20)
     module = importlib.import_module("labkit.workloads.mnist")
     monkeypatch.setattr(module, "DATA_DIR", str(tmp_path))
@@ -190,6 +263,119 @@ def test_mnist_is_downloaded_by_one_process_while_the_others_wait(mnist, monkeyp
     monkeypatch.setenv("LOCAL_RANK", "1")
     mnist.load_data()
     assert done == ["barrier", "read", "read"]
+
+
+# ---- CIFAR-10, on files of our own
+
+
+@pytest.fixture
+def cifar10(tmp_path, monkeypatch, torchvision):
+    """The module, and a folder in CIFAR's format: in image i the colours are i, i + 1 and i + 2, and its label is i % 10."""
+    module = importlib.import_module("labkit.workloads.cifar10")
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    sums = {}
+    for name in CIFAR10_FILES:
+        first = int(name[-1]) * 4 - 4 if name[-1].isdigit() else 0
+        rows = [numpy.repeat(numpy.arange(index, index + 3, dtype=numpy.uint8), 1024) for index in range(first, first + 4)]
+        content = {"data": numpy.stack(rows), "labels": [index % 10 for index in range(first, first + 4)]}
+        written = pickle.dumps({"label_names": list("abcdefghij")} if name == "batches.meta" else content)
+        (folder / name).write_bytes(written)
+        sums[name] = hashlib.md5(written).hexdigest()
+    monkeypatch.setattr(module.CIFAR10, "train_list", [[name, sums[name]] for name in CIFAR10_FILES[:5]])
+    monkeypatch.setattr(module.CIFAR10, "test_list", [["test_batch", sums["test_batch"]]])
+    monkeypatch.setattr(module.CIFAR10, "meta", module.CIFAR10.meta | {"md5": sums["batches.meta"]})
+    monkeypatch.setattr(module, "DATA_DIR", str(tmp_path))
+    return module
+
+
+def test_cifar10_is_read_from_its_folder(cifar10, monkeypatch):
+    train, test = cifar10.load_data()
+    assert (len(train), len(test)) == (20, 4)
+    images, labels = train.tensors
+    assert (images.shape, images.dtype, images.is_contiguous()) == ((20, 3, 32, 32), torch.float32, True)
+    assert images[7, :, 5, 9].tolist() == pytest.approx([7 / 255, 8 / 255, 9 / 255])
+    assert labels.tolist() == [index % 10 for index in range(20)]
+    monkeypatch.setattr(cifar10, "SAMPLES", 6)
+    assert len(cifar10.load_data()[0]) == 6
+
+
+def test_cifar10_is_downloaded_by_one_process_while_the_others_wait(cifar10, monkeypatch):
+    done, real = [], cifar10.CIFAR10
+
+    def noted(folder, train=True, download=False):
+        done.append("download" if download else "read")
+        return real(folder, train=train)
+
+    monkeypatch.setattr(cifar10, "CIFAR10", noted)
+    monkeypatch.setattr(cifar10.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(cifar10.dist, "barrier", lambda: done.append("barrier"))
+    for rank, expected in ((0, ["download", "barrier", "read", "read"]), (1, ["barrier", "read", "read"])):
+        done.clear()
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        cifar10.load_data()
+        assert done == expected
+
+
+def test_cifar10_that_is_nowhere(tmp_path, monkeypatch):
+    def no_network(*args, **kwargs):
+        raise OSError("no network here")
+
+    monkeypatch.setattr(tables.socket, "create_connection", no_network)
+    monkeypatch.setattr(tables, "_needs_torchvision", lambda what, instead: None)
+    tables._answers.cache_clear()
+    asked = Spec("single", "resnet18", data="cifar10", data_dir=str(tmp_path))
+    sentence = DATA["cifar10"].missing(asked)
+    assert str(tmp_path) in sentence and "--data-dir" in sentence and "--data digits32" in sentence
+    (tmp_path / "cifar-10-batches-py").mkdir()
+    for name in CIFAR10_FILES:
+        (tmp_path / "cifar-10-batches-py" / name).touch()
+    assert DATA["cifar10"].missing(asked) is None
+
+
+# ---- torchvision beside torch
+
+
+@pytest.fixture
+def says(monkeypatch):
+    """Sets what the import of torchvision says, and counts how often it was asked."""
+    asked = []
+
+    def set_to(error):
+        tables._torchvision.cache_clear()
+        monkeypatch.setattr(preflight, "torchvision", lambda: asked.append(error) or ("0.28.0", error))
+        return asked
+
+    yield set_to
+    tables._torchvision.cache_clear()
+
+
+def test_torchvision_that_does_not_load_is_told_before_a_run_starts(torchvision, says):
+    asked = says("RuntimeError: operator torchvision::nms does not exist")
+    for fields in ({"workload": "resnet18"}, {"workload": "cnn", "data": "mnist"}, {"workload": "resnet18", "data": "cifar10"}):
+        with pytest.raises(SpecError) as refused:
+            Spec("single", device="cpu", **fields).on(Machine.here())
+        sentence = str(refused.value)
+        assert refused.value.field == ("data" if fields["workload"] == "cnn" else "workload")
+        assert "torchvision 0.28.0 does not load" in sentence and "built for another torch" in sentence
+        assert "matching versions, or use --" in sentence
+    assert len(asked) == 1, "an import takes seconds, and a panel checks its Spec at every choice"
+    says("")
+    assert Spec("single", "resnet18", device="cpu").on(Machine.here()).data == "digits32"
+
+
+def test_torchvision_that_is_not_installed(monkeypatch):
+    monkeypatch.setattr(tables.importlib.util, "find_spec", lambda name: None)
+    sentence = WORKLOADS["resnet18"].missing(Spec("single", "resnet18"))
+    assert "not installed here" in sentence and "--workload cnn" in sentence
+
+
+def test_resnet18_trains_as_a_person_would_run_it(torchvision, tmp_path):
+    spec = Spec("single", "resnet18", batch_size=4, steps=20, samples=80)
+    source = write_script(spec).replace("images[1437:]", "images[1777:]").replace("labels[1437:]", "labels[1777:]")  # a shorter evaluation
+    (tmp_path / "train.py").write_text(source, encoding="utf-8")
+    said = run_alone([sys.executable, str(BESIDE_CPU_TORCH), "train.py"], tmp_path).splitlines()
+    assert [line.partition(":")[0] for line in said] == ["step 20", "epoch 1"]
 
 
 def test_no_default_imports_torchvision():

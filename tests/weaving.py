@@ -31,16 +31,6 @@ PROTOTYPES = {
     row.name: row
     for row in (
         Prototype(
-            name="dp",
-            title="DP",
-            splits="The batch: each device gets a copy of the model at every step.",
-            sends="Parameters out and gradients back, at every step, through the first device.",
-            data_ranks=lambda spec: spec.options["devices"],
-            limit=lambda spec: None,
-            default_nproc=1,
-            options=(Option("devices", 2, "devices of the one process", minimum=1),),
-        ),
-        Prototype(
             name="pp",
             title="PP",
             splits="The layers: each rank holds some of the blocks.",

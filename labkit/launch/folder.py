@@ -105,6 +105,11 @@ class RunFolder:
         return self.path / "status.json"
 
     @property
+    def tensors(self) -> Path:
+        """Gradients and parameters of every rank, where LABKIT_TENSORS=1 asked for them."""
+        return self.path / "tensors"
+
+    @property
     def summary(self) -> Path:
         """The figures of the finished run."""
         return self.path / "summary.json"

@@ -134,7 +134,8 @@ class Choices:
         self._fit_precision()
         self._fit_options()
         row = STRATEGIES[self.strategy.value]
-        told = "".join(f"<div><b>{name}</b> {escape(text)}</div>" for name, text in (("Splits", row.splits), ("Sends", row.sends)))
+        sentences = (("Splits", row.splits), ("Sends", row.sends), ("Note", row.note(self.device.value)))
+        told = "".join(f"<div><b>{name}</b> {escape(text)}</div>" for name, text in sentences if text)
         self.explanation.value = f'<div class="labkit-explanation">{told}</div>'
 
     def _fit_ranks(self) -> None:

@@ -10,6 +10,8 @@
 `steps`         from what the hooks saw to steps and phases
 `clocks`        time on the CPU, time on a CUDA stream: one interface
 `memory`        bytes of live tensors by owner
+`tensors`       gradients and parameters into files, where LABKIT_TENSORS=1
+`traffic`       bytes that ranks exchange, by operation
 `loopback`      the workers' store listens on this machine only
 =============== =====================================================================================
 """

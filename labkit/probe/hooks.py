@@ -1,9 +1,9 @@
 """Torch's global hooks, and who is told by them.
 
-Only the thread that runs the script is watched: a forward that autograd's own threads compute again, or that a replica computes in a
-thread of its own, belongs to what the script's thread waits in. The pair of hooks costs two to three microseconds for every module
-inside the outermost one, most of it torch's own. Code that torch.compile traces sees hooks that do nothing; a model compiled in place
-(`model.compile()`) therefore has no forward phase, and its time is in "other".
+Only the thread that runs the script has steps and phases: a forward that autograd's own threads compute again, or that a replica
+computes in a thread of its own (`replicas.py` measures those), belongs to what the script's thread waits in. The pair of hooks costs two
+to three microseconds for every module inside the outermost one, most of it torch's own. Code that torch.compile traces sees hooks that do
+nothing; a model compiled in place (`model.compile()`) therefore has no forward phase, and its time is in "other".
 """
 
 from __future__ import annotations
@@ -23,28 +23,44 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from labkit.probe.journal import Guard, Journal
+from labkit.probe.replicas import ReplicaWatch
 from labkit.probe.steps import StepWatch
+from labkit.probe.tensors import TensorWatch
+from labkit.probe.traffic import TrafficWatch
 
 
 def install(journal: Journal) -> StepWatch:
     """Hooks everything; from here on the journal is told of every step."""
     watch, guard = StepWatch(journal), Guard(journal, "steps")
     unscaled = _watch_scalers()
-    _watch_forwards(watch, guard)
+    replicas, apart = ReplicaWatch(journal, watch), Guard(journal, "replicas")
+    _watch_forwards(watch, guard, replicas, apart)
     _watch_backward(watch, guard, unscaled)
     _watch_loaders(watch, guard)
-    _watch_optimizers(watch, guard)
+    _watch_optimizers(watch, guard, replicas, apart)
     _watch_metrics(watch, journal)
+    if traffic := Guard(journal, "traffic")(TrafficWatch, journal):
+        register_optimizer_step_post_hook(lambda *_: traffic.step_ends(watch.finished, watch.evaluations))
     return watch
 
 
-def _watch_forwards(watch: StepWatch, guard: Guard) -> None:
+def keep_tensors(watch: StepWatch, journal: Journal, run: str, rank: int) -> TensorWatch:
+    """Has the gradients written before the first step of any optimizer, and the parameters when the group ends."""
+    tensors = TensorWatch(run, rank, journal, lambda: watch.models)
+    register_optimizer_step_pre_hook(lambda *_: tensors.optimizer_begins())
+    return tensors
+
+
+def _watch_forwards(watch: StepWatch, guard: Guard, replicas: ReplicaWatch, apart: Guard) -> None:
     mine, here, compiling = threading.get_ident(), threading.get_ident, torch.compiler.is_compiling
     depth, token = 0, None
 
     def before(module: torch.nn.Module, args: Any) -> None:
         nonlocal depth, token
-        if compiling() or here() != mine:
+        if compiling():
+            return
+        if here() != mine:
+            apart(replicas.forward_begins)
             return
         depth += 1
         if depth == 1:
@@ -52,7 +68,10 @@ def _watch_forwards(watch: StepWatch, guard: Guard) -> None:
 
     def after(module: torch.nn.Module, args: Any, *rest: Any) -> None:
         nonlocal depth
-        if compiling() or here() != mine:
+        if compiling():
+            return
+        if here() != mine:
+            apart(replicas.forward_ends, module, args, rest[-1])
             return
         depth -= depth > 0
         if depth == 0:
@@ -68,7 +87,12 @@ def _watch_backward(watch: StepWatch, guard: Guard, unscaled: Callable[[torch.Te
 
     def begin(tensors: Any) -> int:
         root = _scalar(tensors)
-        return watch.backward_begins(root if root is None else unscaled(root))
+        if root is None:
+            return watch.backward_begins(None)
+        loss, made_by = unscaled(root), root.grad_fn
+        if loss is not root and made_by is not None:
+            made_by = made_by.next_functions[0][0]  # before the scaler
+        return watch.backward_begins(loss, made_by)
 
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> None:
@@ -144,7 +168,7 @@ def _watch_loaders(watch: StepWatch, guard: Guard) -> None:
     _BaseDataLoaderIter.__next__ = timed(advance, lambda batch: batch)
 
 
-def _watch_optimizers(watch: StepWatch, guard: Guard) -> None:
+def _watch_optimizers(watch: StepWatch, guard: Guard, replicas: ReplicaWatch, apart: Guard) -> None:
     mine = threading.get_ident()
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -154,6 +178,7 @@ def _watch_optimizers(watch: StepWatch, guard: Guard) -> None:
     def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if threading.get_ident() == mine:
             guard(watch.optimizer_ends, optimizer)
+            apart(replicas.step_ends, optimizer)
 
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
@@ -163,6 +188,10 @@ def _watch_metrics(watch: StepWatch, journal: Journal) -> None:
     guard, names = Guard(journal, "metrics"), {}
 
     def told(event: Any) -> None:
+        if event.name == "resume":
+            watch.finished = int(event.data["step"])  # the steps go on where the checkpoint was written
+        if event.name == "checkpoint":
+            journal.write("checkpoint", step=event.data["checkpoint"])
         for key, value in event.data.items():
             name = key if names.setdefault(key, event.name) == event.name else f"{event.name}.{key}"
             journal.write("metric", name=name, value=value, step=watch.finished)

@@ -63,6 +63,9 @@ class Watched:
         )
         self._guard = Guard(self.journal, "end")
         self._watch = Guard(self.journal, "hooks")(hooks.install, self.journal)
+        self._tensors = None
+        if self._watch and os.environ.get("LABKIT_TENSORS") == "1":
+            self._tensors = Guard(self.journal, "tensors")(hooks.keep_tensors, self._watch, self.journal, run, _number("RANK"))
         Guard(self.journal, "loopback")(loopback.keep_stores_local)
 
     def error(self, error: BaseException) -> None:
@@ -78,6 +81,8 @@ class Watched:
 
     def end(self, code: int) -> None:
         """Writes what is not yet written of the steps, and the last event."""
+        if self._tensors and code == 0:
+            self._tensors.script_ends()
         if self._watch:
             self._guard(self._watch.drain, _LAST_STEPS if code == 0 else 0.0)
         steps = self._watch.finished if self._watch else 0

@@ -8,8 +8,8 @@ A forward without gradients may be an evaluation or a part of training (a teache
 runs in eval mode, or when another batch is fetched before anything was trained on. An evaluation belongs to no step: the step's clock
 starts anew with the first phase after it.
 
-The loss is the mean of what backward was called on in the step, as it was called: a script that divides its loss by the
-micro-batches shows the divided one. In an optimizer's closure the first call counts.
+The loss is what backward was called on in the step, as it was called. Of several, as gradient accumulation has them, it is the mean;
+where a script divided each by their number, or gave each a weight, that is undone. In an optimizer's closure the first call counts.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Step:
     marks: list[Any]
     names: list[str]
     losses: list[Any]
+    weight: float  # of all losses together
     samples: int
     memory: dict[str, int | None] | None
 
@@ -59,7 +60,7 @@ class Step:
         return {
             "t": self.t,
             "step": self.number,
-            "loss": sum(losses) / len(losses) if losses else None,
+            "loss": sum(losses) / self.weight if losses else None,
             "samples": self.samples,
             "seconds": {"step": round(total, 7)} | {name: round(value, 7) for name, value in seconds.items()},
             "memory": self.memory,
@@ -70,7 +71,7 @@ class StepWatch:
     """What one rank does, told by hooks in the thread that runs the script; it writes `step`, `memory`, `activity`, `device`."""
 
     def __init__(self, journal: Journal):
-        self.finished = 0
+        self.finished = self.evaluations = 0
         self._journal = journal
         self._memory = MemoryWatch(journal.write)
         self._look = Guard(journal, "memory")
@@ -85,6 +86,11 @@ class StepWatch:
         self._marks: list[Any] = []
         self._names: list[str] = []
         self._restart()
+
+    @property
+    def models(self) -> list[torch.nn.Module]:
+        """The models that trained and are still alive."""
+        return list(self._models)
 
     # ---- phases
 
@@ -119,7 +125,7 @@ class StepWatch:
 
     def _use(self, clock: CpuClock | CudaClock) -> None:
         self._clock = clock
-        self._marks, self._names, self._losses = [], [], []  # what the other clock has marked cannot be compared
+        self._marks, self._names, self._losses, self._weights = [], [], [], []  # what the other clock has marked cannot be compared
         self._journal.write("device", device=str(clock.device), device_name=clock.device_name)
 
     def _restart(self, mark: Any = None) -> None:
@@ -128,6 +134,7 @@ class StepWatch:
             self._clock.release(self._marks[1:] if mark is None else ())
         self._marks, self._names = ([], []) if mark is None else ([mark], [self._now])
         self._losses: list[Any] = []
+        self._weights: list[float] = []
         self._fetched = self._fed = 0
         self._feeder: int | None = None
         self._trained = self._unsure = False
@@ -138,6 +145,7 @@ class StepWatch:
             self._journal.write("activity", name=activity)
 
     def _evaluates(self) -> None:
+        self.evaluations += 1
         self._do("evaluating")
         self._restart()
 
@@ -185,8 +193,8 @@ class StepWatch:
         if self._feeder == id(model) and not ("optimizer" in self._stack and self._fed):
             self._fed += _first_dimension(inputs)
 
-    def backward_begins(self, root: torch.Tensor | None) -> int:
-        """Backward is called; `root` is the scalar that it starts from, where it is one."""
+    def backward_begins(self, root: torch.Tensor | None, made_by: torch.autograd.graph.Node | None = None) -> int:
+        """Backward is called; `root` is the scalar that it starts from, where it is one, and `made_by` what computed that."""
         self._do("training")
         depth = self.enter("backward")
         outer = self._stack[:-1]
@@ -194,6 +202,7 @@ class StepWatch:
             copy = self._clock.copy(local(root.detach()))
             if copy is not None:
                 self._losses.append(copy)
+                self._weights.append(_weight(made_by))
         return depth
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
@@ -226,7 +235,8 @@ class StepWatch:
         samples = self._fetched or self._fed
         memory = self._look(self._memory.at_step, self.finished)
         marks = [*self._marks, mark]
-        self._pending.append(Step(self.finished, time.time(), self._clock, marks, self._names, self._losses, samples, memory))
+        weight = sum(self._weights) if len(self._weights) > 1 else 1.0
+        self._pending.append(Step(self.finished, time.time(), self._clock, marks, self._names, self._losses, weight, samples, memory))
         self._restart(mark)
         self.drain()
 
@@ -267,3 +277,17 @@ class StepWatch:
 def _first_dimension(values: Any) -> int:
     """The first dimension of the first tensor that has one; 0 where there is none."""
     return next((tensor.shape[0] for tensor in tensors_in(values) if tensor.dim()), 0)
+
+
+def _weight(made_by: torch.autograd.graph.Node | None) -> float:
+    """The share of the step's loss that this operation made of one: 0.25 for `loss / 4` and `loss * 0.25`, 1 for any other."""
+    name = made_by.name() if made_by is not None else ""
+    if name not in ("DivBackward0", "MulBackward0"):
+        return 1.0
+    number = made_by._saved_other
+    if number is None or number.requires_grad or number.numel() != 1 or number.device.type != "cpu":  # a GPU would be waited for
+        return 1.0
+    share = number.item()
+    if name == "DivBackward0":
+        share = 1 / share if share else 1.0
+    return share if 0 < share < 1 else 1.0

@@ -6,6 +6,9 @@ its name holds the real training code, which `labkit.script` reads as text and t
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -23,9 +26,12 @@ class Strategy:
 
     `data_ranks` gives the number of different shares that a step's batch is split into: with tensor parallelism, for
     example, all ranks see the same samples and it is 1. `limit` gives one sentence where the strategy cannot run a Spec,
-    with the nearest choice that works, and None where it can; `unmet` does the same for what this machine lacks. `processes` is how
+    with the nearest choice that works, and None where it can; `unmet` does the same for what this machine lacks. `differs` says why a run
+    rightly does not train what one process trains, and None where it does. `processes` is how
     many torchrun starts for the Spec's devices. `lacks` names the common options that it has not, each with the reason;
-    `constants` gives settings of its script that follow from the Spec, by name.
+    `constants` gives settings of its script that follow from the Spec, by name;
+    `note` says what a run on a device ("cpu", "cuda") is not
+    of what the title says, such as an emulation; it is empty where all is as said.
     """
 
     name: str
@@ -35,11 +41,13 @@ class Strategy:
     data_ranks: Callable[[Spec], int]
     limit: Callable[[Spec], str | None] = lambda spec: None
     unmet: Callable[[Spec, Machine], str | None] = lambda spec, machine: None
+    differs: Callable[[Spec], str | None] = lambda spec: None
     processes: Callable[[Spec], int] = lambda spec: spec.nproc
     default_nproc: int | None = None
     options: tuple[Option, ...] = ()
     lacks: Mapping[str, str] = field(default_factory=dict)
     constants: Callable[[Spec], dict[str, Any]] = lambda spec: {}
+    note: Callable[[str | None], str] = lambda device: ""
 
     @property
     def all_options(self) -> tuple[Option, ...]:
@@ -57,6 +65,10 @@ COMMON: tuple[Option, ...] = (
     Option("clip_norm", 0.0, "largest norm of all gradients together; 0 leaves them as they are", minimum=0),
     Option("checkpoint_activations", False, "keep no activations inside a block: compute them again in backward"),
     Option("compile", False, "each block through torch.compile"),
+    Option("fetch", "batches", "a batch at once from tensors, or sample by sample as most tutorials do", choices=("batches", "samples")),
+    Option("workers", 0, "processes of each rank that fetch batches ahead", minimum=0),
+    Option("pin_memory", True, "batches in memory that a GPU reads by itself"),
+    Option("non_blocking", True, "go on while a batch is copied to the GPU"),
 )
 
 
@@ -66,10 +78,90 @@ def _one_process(spec: Spec) -> str | None:
     return None
 
 
+def _several_devices(spec: Spec) -> str | None:
+    if spec.nproc is not None and spec.nproc < 2:
+        return f"dp splits a batch over the devices of one process, and {spec.nproc} was asked for; use --nproc 2, or the strategy single"
+    return None
+
+
+def _emulated(device: str | None) -> str:
+    return "" if device == "cuda" else "Emulated on CPU: devices are threads of one process, and memory is their wire."
+
+
+_REPLICATED = "nn.DataParallel makes its replicas anew at every step, and they would run blocks of the first device; use the strategy ddp"
+
+
+def _deepspeed_missing(spec: Spec, machine: Machine) -> str | None:
+    if importlib.util.find_spec("deepspeed") is None:
+        return "deepspeed is not installed; install it with: pip install 'labkit[deepspeed]' (or pip install deepspeed)"
+    compiler = os.environ.get("CXX", "g++")
+    if not shutil.which(compiler):
+        return f"deepspeed compiles a part of itself, and {compiler} is not on the PATH; install it (apt install g++), or use zero1"
+    return None
+
+
+_DDP_OPTIONS = (
+    Option("bucket_mb", 25, "size of a gradient bucket in MiB; smaller ones start earlier", minimum=1),
+    Option("static_graph", False, "promise that every step runs the same graph, and let DDP plan by the first"),
+    Option("compression", "none", "what gradients are sent as: half the bits, or low-rank factors", choices=("none", "fp16", "powersgd")),
+)
+
+
+def _compressed(spec: Spec) -> str | None:
+    how = spec.options["compression"]
+    lost = {"fp16": "rounded to 16 bits", "powersgd": "approximated by matrices of rank 1 from the third step on"}
+    return f"compression={how}: gradients are {lost[how]} before they are sent" if how in lost else None
+
+
+def _ddp_limit(spec: Spec) -> str | None:
+    if spec.options["static_graph"] and spec.options["accumulate"] > 1:
+        return (
+            f"static_graph plans by a first step that sends its gradients, and accumulate={spec.options['accumulate']} holds them back; "
+            "leave one of the two out"
+        )
+    return None
+
+
+_REPLICAS = Option("replicas", 1, "groups of ranks, of which each holds the whole model in shards (HSDP)", minimum=1)
+
+
+def _replicas(spec: Spec) -> str | None:
+    replicas, ranks = spec.options["replicas"], spec.nproc
+    if ranks is None or ranks % replicas == 0:
+        return None
+    near = max(number for number in range(1, min(replicas, ranks) + 1) if ranks % number == 0)
+    return (
+        f"a mesh of {replicas} replicas × {max(1, ranks // replicas)} shards has {replicas * max(1, ranks // replicas)} ranks, "
+        f"and there are {ranks}; use replicas={near}, or --nproc {replicas * (ranks // replicas + 1)}"
+    )
+
+
+def _fsdp_limit(spec: Spec) -> str | None:
+    sharding, replicas = spec.options["sharding"], spec.options["replicas"]
+    if sharding == "HYBRID_SHARD" and replicas == 1:
+        return "HYBRID_SHARD with replicas=1 is FULL_SHARD; use replicas=2 on 4 ranks, or sharding=FULL_SHARD"
+    if sharding not in ("FULL_SHARD", "HYBRID_SHARD") and replicas > 1:
+        return f"replicas={replicas} goes with HYBRID_SHARD, and sharding is {sharding}; use sharding=HYBRID_SHARD, or replicas=1"
+    return _replicas(spec)
+
+
+def _fsdp2_limit(spec: Spec) -> str | None:
+    if spec.options["cpu_offload"] and spec.options["clip_norm"]:
+        return (
+            "cpu_offload keeps the gradients in CPU memory, where NCCL cannot add up the norm "
+            f"for clip_norm={spec.options['clip_norm']:g}; leave one of the two out"
+        )
+    if spec.options["cpu_offload"] and spec.precision == "fp16":
+        return "cpu_offload keeps the gradients in CPU memory, where fp16's loss scaling cannot look at them; use --precision bf16"
+    return _replicas(spec)
+
+
 def _fully_shard_on_cpu(spec: Spec, machine: Machine) -> str | None:
     if spec.device == "cpu" and () < machine.torch < (2, 7):
         version = ".".join(map(str, machine.torch))
         return f"fsdp2 on CPU ranks needs torch 2.7, and torch {version} is installed; use a newer torch, a GPU, or the strategy ddp"
+    if spec.device == "cpu" and spec.options.get("cpu_offload"):
+        return "cpu_offload moves what a GPU holds to CPU memory, and CPU ranks have it there already; leave it out, or use a GPU"
     return None
 
 
@@ -86,12 +178,67 @@ STRATEGIES: dict[str, Strategy] = {
             default_nproc=1,
         ),
         Strategy(
+            name="dp",
+            title="DataParallel",
+            splits="The batch: one process has a thread and a replica of the model for each device.",
+            sends="At every step through device 0: inputs, parameters and outputs; their gradients back.",
+            data_ranks=lambda spec: spec.nproc,
+            limit=_several_devices,
+            processes=lambda spec: 1,
+            lacks={"checkpoint_activations": _REPLICATED, "compile": _REPLICATED},
+            note=_emulated,
+        ),
+        Strategy(
             name="ddp",
             title="DDP",
             splits="The batch: every rank holds the whole model and trains on samples of its own.",
             sends="Gradients: one all-reduce per bucket, while backward still runs.",
             data_ranks=lambda spec: spec.nproc,
-            options=(Option("bucket_mb", 25, "size of a gradient bucket in MiB; smaller ones start earlier", minimum=1),),
+            limit=_ddp_limit,
+            differs=_compressed,
+            options=_DDP_OPTIONS,
+        ),
+        Strategy(
+            name="zero1",
+            title="ZeRO-1",
+            splits="The batch and the optimizer state: each rank steps a part of the parameters.",
+            sends="Gradients: all-reduce. Parameters: each from the rank that stepped it.",
+            data_ranks=lambda spec: spec.nproc,
+            limit=_ddp_limit,
+            differs=_compressed,
+            options=_DDP_OPTIONS,
+        ),
+        Strategy(
+            name="deepspeed",
+            title="DeepSpeed",
+            splits="The batch; by stage 1 optimizer state, 2 gradients too, 3 parameters too.",
+            sends="Gradients: reduce. Parameters: all-gather, in stage 3 block by block.",
+            data_ranks=lambda spec: spec.nproc,
+            unmet=_deepspeed_missing,
+            options=(Option("stage", 1, "ZeRO stage: what is sharded", choices=(1, 2, 3)),),
+            lacks={
+                "accumulate": "its engine counts micro-batches by itself; use zero1 or fsdp2 for that",
+                **dict.fromkeys(("save_every", "resume"), "its engine has a format of its own; use zero1 or fsdp2 for that"),
+            },
+        ),
+        Strategy(
+            name="fsdp",
+            title="FSDP1",
+            splits="The batch, parameters, gradients and optimizer state: a shard on each rank.",
+            sends="Parameters: all-gather before forward and backward. Gradients: reduce-scatter.",
+            data_ranks=lambda spec: spec.nproc,
+            limit=_fsdp_limit,
+            options=(
+                Option(
+                    "sharding",
+                    "FULL_SHARD",
+                    "what is kept in shards; HYBRID_SHARD takes replicas",
+                    choices=("FULL_SHARD", "HYBRID_SHARD", "NO_SHARD", "SHARD_GRAD_OP"),
+                ),
+                Option("min_parameters", 20_000, "a part of the model with so many parameters is a unit of its own", minimum=1),
+                _REPLICAS,
+            ),
+            constants=lambda spec: {"SHARDING": "HYBRID_SHARD"} if spec.options["replicas"] > 1 else {},
         ),
         Strategy(
             name="fsdp2",
@@ -99,8 +246,14 @@ STRATEGIES: dict[str, Strategy] = {
             splits="The batch, and parameters, gradients and optimizer state: a shard on each rank.",
             sends="Parameters: all-gather before forward and backward. Gradients: reduce-scatter.",
             data_ranks=lambda spec: spec.nproc,
+            limit=_fsdp2_limit,
             unmet=_fully_shard_on_cpu,
-            options=(Option("reshard_after_forward", True, "drop the gathered parameters after forward, gather again in backward"),),
+            options=(
+                Option("reshard_after_forward", True, "drop the gathered parameters after forward, gather again in backward"),
+                Option("cpu_offload", False, "keep shards, gradients and optimizer state in CPU memory, and step there"),
+                Option("prefetch", 0, "blocks that are gathered before their turn", choices=(0, 1, 2)),
+                _REPLICAS,
+            ),
         ),
     )
 }

@@ -1,10 +1,16 @@
 """Distributed data parallel: every rank holds the whole model, trains on its own samples, and the gradients are averaged."""
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
+    PowerSGDState,
+    powerSGD_hook,
+)
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
@@ -13,11 +19,16 @@ from labkit.strategies.base import (
     BATCH_PER_RANK,
     CHECKPOINT_ACTIVATIONS,
     COMPILE,
+    FETCH,
+    PIN_MEMORY,
     SEED,
+    WORKERS,
     transform,
 )
 
 BUCKET_MB = 25  # gradients are sent in buckets of this size, while backward still runs
+STATIC_GRAPH = False  # every step runs the same graph, which the first one records
+COMPRESSION = "none"  # fp16 or powersgd: what gradients are sent as
 
 
 def setup() -> torch.device:
@@ -39,16 +50,40 @@ def share() -> tuple[int, int]:
 def load(dataset: TensorDataset) -> tuple[DistributedSampler, DataLoader]:
     """The batches of this rank, shuffled anew in each epoch."""
     sampler = DistributedSampler(dataset, *share(), seed=SEED)
-    batches = BatchSampler(sampler, BATCH_PER_RANK, drop_last=False)  # not one by one
-    pin = torch.cuda.is_available()
-    return sampler, DataLoader(dataset, None, sampler=batches, pin_memory=pin)
+    how = {"pin_memory": torch.cuda.is_available()}  # copied without waiting, then
+    if not PIN_MEMORY:
+        how = {}
+    if WORKERS:
+        how |= {"num_workers": WORKERS, "persistent_workers": True}
+    if FETCH == "samples":
+        loader = DataLoader(dataset, BATCH_PER_RANK, sampler=sampler, **how)
+    else:
+        batches = BatchSampler(sampler, BATCH_PER_RANK, drop_last=False)  # not one by one
+        loader = DataLoader(dataset, None, sampler=batches, **how)
+    return sampler, loader
 
 
 def parallelize(model: nn.Module, device: torch.device) -> nn.Module:
     """A replica on every rank; backward averages the gradients over the ranks."""
     if CHECKPOINT_ACTIVATIONS or COMPILE:
         model = transform(model)
-    return DistributedDataParallel(model.to(device), bucket_cap_mb=BUCKET_MB)
+    model = model.to(device)
+    if STATIC_GRAPH:
+        model = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB, static_graph=True)
+    else:
+        model = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
+    if COMPRESSION == "fp16":
+        model.register_comm_hook(None, fp16_compress_hook)
+    if COMPRESSION == "powersgd":
+        # Two steps as they are, then low-rank factors in the place of each matrix.
+        low_rank = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+        model.register_comm_hook(low_rank, powerSGD_hook)
+    return model
+
+
+def exchange(model: nn.Module, last: bool) -> AbstractContextManager:
+    """Gradients add up on each rank, and are sent with the last part of a step."""
+    return nullcontext() if last else model.no_sync()
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from labkit import preflight
 from labkit.options import Option
 
 if TYPE_CHECKING:
@@ -45,16 +46,22 @@ def _no_constants(options: Mapping[str, Any]) -> dict[str, Any]:
 class Workload:
     """A model and the data sets it can learn from, the default first. `parameters` counts them for given options.
 
-    `constants` gives the settings of the model's module that stand behind an option, by name.
+    `costs` gives the floating-point operations of one sample's forward, block by block: those of matrix products and convolutions, a
+    multiplication and an addition each. `constants` gives the settings of the model's module that stand behind an option, by name.
+    `missing` gives one sentence where the model cannot be built here, else None. `batch_norm` says that it normalises over a batch,
+    so that what a sample gives depends on those beside it.
     """
 
     name: str
     title: str
     data: tuple[str, ...]
     parameters: Callable[[Mapping[str, Any]], int]
+    costs: Callable[[Mapping[str, Any]], tuple[float, ...]]
     batch_size: int = 128
     options: tuple[Option, ...] = ()
     constants: Callable[[Mapping[str, Any]], dict[str, Any]] = _no_constants
+    missing: Callable[[Spec], str | None] = lambda spec: None
+    batch_norm: bool = False
 
     @property
     def module(self) -> str:
@@ -85,6 +92,47 @@ def gpt_parameters(options: Mapping[str, Any]) -> int:
     return layers * block + embeddings + 2 * width + head
 
 
+def gpt_costs(options: Mapping[str, Any]) -> tuple[float, ...]:
+    """FLOPs of one sample, block by block, for T places, width d and V bytes.
+
+    A layer has 2·12·d²·T in its matrices and 2·2·T²·d in attention (no place is left out for being later), the head 2·d·V·T. The
+    embedding multiplies nothing: T·d, one addition for each value.
+    """
+    layers, width, _ = GPT_SIZES[options["size"]]
+    layer = 24 * width**2 * GPT_CONTEXT + 4 * GPT_CONTEXT**2 * width
+    return (GPT_CONTEXT * width, *[layer] * layers, 2 * width * GPT_VOCABULARY * GPT_CONTEXT)
+
+
+def cnn_costs(options: Mapping[str, Any]) -> tuple[float, ...]:
+    """FLOPs of one sample, block by block: 2·k²·in·out·side² for a convolution, with k = 5, and 2·in·out for a linear layer."""
+    convolutions = ((1, 32, 28), (32, 64, 14), (64, 128, 7))
+    return (*(2 * 25 * come * go * side**2 for come, go, side in convolutions), 2 * 128 * 3 * 3 * 128, 2 * 128 * 10)
+
+
+def mlp_costs(options: Mapping[str, Any]) -> tuple[float, ...]:
+    """FLOPs of one sample, block by block: 2·in·out for each linear layer."""
+    return 2 * 28 * 28 * 512, 2 * 512 * 512, 2 * 512 * 10
+
+
+# Channels in and out, and the side of the images that come out, of each residual block.
+_RESNET18 = ((64, 64, 32), (64, 64, 32), (64, 128, 16), (128, 128, 16), (128, 256, 8), (256, 256, 8), (256, 512, 4), (512, 512, 4))
+
+
+def resnet18_parameters(options: Mapping[str, Any]) -> int:
+    """9·in·out for a 3×3 convolution and 2·out for the norm behind it, in stem and blocks; a shortcut that changes channels is 1×1."""
+    blocks = sum(9 * (come + go) * go + 4 * go + (come != go) * (come + 2) * go for come, go, _ in _RESNET18)
+    return 9 * 3 * 64 + 2 * 64 + blocks + 512 * 10 + 10
+
+
+def resnet18_costs(options: Mapping[str, Any]) -> tuple[float, ...]:
+    """FLOPs of one sample: 2·side²·(9·in·out + 9·out²) in a block, and 2·side²·in·out for a shortcut that changes channels.
+
+    The stem has 2·32²·9·3·64, pooling and head 2·512·10.
+    """
+    blocks = (2 * side**2 * (9 * (come + go) * go + (come != go) * come * go) for come, go, side in _RESNET18)
+    return (2 * 32**2 * 9 * 3 * 64, *blocks, 2 * 512 * 10)
+
+
 def _gpt_constants(options: Mapping[str, Any]) -> dict[str, Any]:
     return dict(zip(("LAYERS", "WIDTH", "HEADS"), GPT_SIZES[options["size"]]))
 
@@ -95,29 +143,74 @@ def _needs_scikit_learn(spec: Spec) -> str | None:
     return None
 
 
+def _needs_torchvision(what: str, instead: str) -> str | None:
+    """Why torchvision does not load here; torch is asked in a process of its own, once for what is installed."""
+    found = importlib.util.find_spec("torchvision")
+    if found is None:
+        return f"{what} comes from torchvision, which is not installed here; install the one that fits your torch, or use {instead}"
+    installed = [path for path in map(_version_file, ("torch", "torchvision")) if path.is_file()]
+    version, error = _torchvision(tuple((str(path), path.stat().st_mtime_ns) for path in installed))
+    if not error:
+        return None
+    if "torchvision::nms" in error:
+        error = "it was built for another torch"
+    return (
+        f"{what} comes from torchvision, and torchvision {version} does not load beside the torch that is installed here ({error}); "
+        f"install both from the same source and of matching versions, or use {instead}"
+    )
+
+
+def _version_file(package: str) -> Path:
+    """Written anew with every installation of the package."""
+    found = importlib.util.find_spec(package)
+    return Path(found.origin).with_name("version.py") if found else Path()
+
+
+@lru_cache(maxsize=1)
+def _torchvision(installed: tuple[tuple[str, int], ...]) -> tuple[str, str]:
+    return preflight.torchvision()
+
+
+def _resnet18_missing(spec: Spec) -> str | None:
+    return _needs_torchvision("resnet18", "--workload cnn")
+
+
 MNIST_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+CIFAR10_FILES = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch", "batches.meta")
 _MNIST_MIRROR = "ossci-datasets.s3.amazonaws.com"
+_CIFAR10_SOURCE = "www.cs.toronto.edu"
 
 
 def _mnist_missing(spec: Spec) -> str | None:
-    if importlib.util.find_spec("torchvision") is None:
-        return "mnist is read through torchvision, which is not installed here; install the one that fits your torch, or use --data digits"
     raw = Path(spec.data_dir or "data") / "MNIST" / "raw"
-    if all((raw / name).exists() or (raw / f"{name}.gz").exists() for name in MNIST_FILES):
-        return None
-    if _mnist_mirror_answers(int(time.monotonic() / 60)):
-        return None
+    there = all((raw / name).exists() or (raw / f"{name}.gz").exists() for name in MNIST_FILES)
+    unfit = _needs_torchvision("mnist", "--data digits")
+    if unfit or there or _answers(_MNIST_MIRROR, int(time.monotonic() / 60)):
+        return unfit
     return (
         f"MNIST is not in {raw} and its mirror {_MNIST_MIRROR} cannot be reached from here; "
         f"put its four files there ({MNIST_FILES[0]}.gz …), name a folder with --data-dir, or use --data digits"
     )
 
 
-@lru_cache(maxsize=1)
-def _mnist_mirror_answers(minute: int) -> bool:
+def _cifar10_missing(spec: Spec) -> str | None:
+    folder = Path(spec.data_dir or "data")
+    batches = folder / "cifar-10-batches-py"
+    there = all((batches / name).exists() for name in CIFAR10_FILES) or (folder / "cifar-10-python.tar.gz").exists()
+    unfit = _needs_torchvision("cifar10", "--data digits32")
+    if unfit or there or _answers(_CIFAR10_SOURCE, int(time.monotonic() / 60)):
+        return unfit
+    return (
+        f"CIFAR-10 is not in {batches} and {_CIFAR10_SOURCE} cannot be reached from here; "
+        f"put cifar-10-python.tar.gz into {folder}, name a folder with --data-dir, or use --data digits32"
+    )
+
+
+@lru_cache(maxsize=2)
+def _answers(host: str, minute: int) -> bool:
     """Asked once a minute at the most: a panel checks its Spec at every choice."""
     try:
-        socket.create_connection((_MNIST_MIRROR, 443), timeout=3).close()
+        socket.create_connection((host, 443), timeout=3).close()
     except OSError:
         return False
     return True
@@ -128,6 +221,8 @@ DATA: dict[str, Data] = {
     for row in (
         Data("digits", "handwritten digits (scikit-learn, 1,797 real ones, augmented to 60,000)", 60_000, 360, _needs_scikit_learn),
         Data("mnist", "MNIST (torchvision)", 60_000, 10_000, _mnist_missing, most=60_000),
+        Data("digits32", "the digits as images of 3×32×32", 10_000, 360, _needs_scikit_learn),
+        Data("cifar10", "CIFAR-10 (torchvision)", 50_000, 10_000, _cifar10_missing, most=50_000),
         Data("text", "the Python language reference (pydoc_data.topics), as bytes", 20_000, 1_000),
     )
 }
@@ -135,16 +230,27 @@ DATA: dict[str, Data] = {
 WORKLOADS: dict[str, Workload] = {
     row.name: row
     for row in (
-        Workload("cnn", "CNN: three 5×5 convolutions", ("digits", "mnist"), lambda options: 405_898),
-        Workload("mlp", "MLP: two hidden layers", ("digits", "mnist"), lambda options: 669_706),
+        Workload("cnn", "CNN: three 5×5 convolutions", ("digits", "mnist"), lambda options: 405_898, cnn_costs),
+        Workload("mlp", "MLP: two hidden layers", ("digits", "mnist"), lambda options: 669_706, mlp_costs),
         Workload(
             "gpt",
             "GPT: a byte-level transformer",
             ("text",),
             gpt_parameters,
+            gpt_costs,
             batch_size=16,
             options=(Option("size", "1M", "parameters, by name", choices=tuple(GPT_SIZES)),),
             constants=_gpt_constants,
+        ),
+        Workload(
+            "resnet18",
+            "ResNet-18: torchvision's, with the 3×3 stem for small images",
+            ("digits32", "cifar10"),
+            resnet18_parameters,
+            resnet18_costs,
+            batch_size=64,
+            missing=_resnet18_missing,
+            batch_norm=True,
         ),
     )
 }

@@ -1,0 +1,137 @@
+"""Where LABKIT_TENSORS=1: every rank's pieces of the gradients before the first optimizer step, and of the parameters at the end.
+
+`<run>/tensors/rank<r>-gradients.npz` and `rank<r>-parameters.npz` hold float32 arrays and one member `index`, JSON text as uint8: a
+list of {key, name, shape, kind}, where `name` and `shape` are those of the whole model's parameter and `kind` says how the array `key`
+lies in it: "block" at `offset` (one number for each dimension), "flat" from `start` of the flattened parameter, or "partial": a block
+at `offset` that is summed with those of other ranks. A rank writes what it holds and asks no other rank, so nothing can hang.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from labkit.probe.journal import Guard, Journal
+from labkit.probe.memory import local
+
+_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+Piece = tuple[dict[str, Any], torch.Tensor]
+
+
+class TensorWatch:
+    """Writes the gradients once and the parameters once; `models` gives the modules that trained."""
+
+    def __init__(self, run: str | os.PathLike[str], rank: int, journal: Journal, models: Callable[[], list[nn.Module]]):
+        self._head = Path(run) / "tensors" / f"rank{rank}"
+        self._models = models
+        self._kept: list[nn.Module] = []  # a function that trains may end, and its model with it, before the parameters are written
+        self._guard = Guard(journal, "tensors")
+        self._written: set[str] = set()
+        if dist.is_available():
+            self._watch_the_groups_end()
+
+    def optimizer_begins(self) -> None:
+        """An optimizer is about to step; before the first step the gradients are written."""
+        self._guard(self._write, "gradients")
+
+    def script_ends(self) -> None:
+        """The script has come to its end without an error."""
+        self._guard(self._write, "parameters")
+
+    def _watch_the_groups_end(self) -> None:
+        original = dist.destroy_process_group
+
+        @functools.wraps(original)
+        def destroy_process_group(group: Any = None) -> None:
+            if group in (None, dist.group.WORLD) and sys.exc_info()[0] is None:
+                self.script_ends()
+            return original(group)
+
+        dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = destroy_process_group
+
+    def _write(self, what: str) -> None:
+        if what in self._written:
+            return
+        self._written.add(what)
+        import numpy
+
+        arrays, index = {}, []
+        with torch.no_grad():
+            self._kept = self._kept or outermost(self._models())
+            for model in self._kept:
+                for piece, tensor in pieces(model, what == "gradients"):
+                    key = f"a{len(index)}"
+                    arrays[key] = tensor.detach().to(device="cpu", dtype=torch.float32).contiguous().numpy()
+                    index.append({"key": key, **piece})
+        self._head.parent.mkdir(exist_ok=True)
+        text = numpy.frombuffer(json.dumps(index).encode(), dtype=numpy.uint8)
+        numpy.savez(f"{self._head}-{what}.npz", index=text, **arrays)
+
+
+def outermost(models: list[nn.Module]) -> list[nn.Module]:
+    """Those models that are no part of another one."""
+    inner = {id(part) for model in models for part in model.modules() if part is not model}
+    return [model for model in models if id(model) not in inner]
+
+
+def pieces(model: nn.Module, gradients: bool) -> Iterator[Piece]:
+    """What this rank holds of a model's parameters, or of their gradients where there are any."""
+    flat = {prefix: module for prefix, module in model.named_modules() if getattr(module, "_handle", None) is not None}
+    held: set[int] = set()
+    for prefix, module in flat.items():
+        handle = module._handle
+        held |= {id(handle.flat_param), *map(id, handle.flat_param._params or ())}
+        yield from _flat_pieces(prefix, handle, gradients)
+    for name, parameter in model.named_parameters():
+        if id(parameter) in held or hasattr(parameter, "ds_id"):  # DeepSpeed's stage 3 keeps a parameter in shards of its own
+            continue
+        tensor = parameter.grad if gradients else parameter
+        if tensor is not None:
+            yield {"name": plain(name), **_place(tensor)}, _here(tensor)
+
+
+def plain(name: str) -> str:
+    """A parameter's name in the model that nobody has wrapped."""
+    return ".".join(part for part in name.split(".") if part and part not in _WRAPPERS)
+
+
+def _here(tensor: torch.Tensor) -> torch.Tensor:
+    mine = local(tensor)
+    return mine.wait() if hasattr(mine, "wait") else mine  # for a collective that was begun already
+
+
+def _place(tensor: torch.Tensor) -> dict[str, Any]:
+    if not hasattr(tensor, "placements"):
+        return {"shape": list(tensor.shape), "kind": "block", "offset": [0] * tensor.dim()}
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    kind = "partial" if any(placement.is_partial() for placement in tensor.placements) else "block"
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return {"shape": list(tensor.shape), "kind": kind, "offset": list(offset)}
+
+
+def _flat_pieces(prefix: str, handle: Any, gradients: bool) -> Iterator[Piece]:
+    """The pieces of an FSDP unit's flat parameter, with or without `use_orig_params`."""
+    flat = handle.flat_param
+    shard = flat.grad if gradients else flat
+    for number, (info, shape, place) in enumerate(zip(flat._param_infos, flat._shapes, flat._shard_param_infos)):
+        if not place.in_shard:
+            continue
+        if gradients and flat._params is not None:
+            tensor = flat._params[number].grad
+        elif shard is None:
+            tensor = None
+        else:
+            tensor = shard.reshape(-1)[place.offset_in_shard : place.offset_in_shard + place.numel_in_shard]
+        if tensor is not None:
+            name = plain(f"{prefix}.{info.module_name}.{info.param_name}")
+            yield {"name": name, "shape": list(shape), "kind": "flat", "start": place.intra_param_start_idx}, tensor.reshape(-1)

@@ -1,0 +1,147 @@
+"""Bytes that ranks exchange, by operation, in one early step and in one of fifty.
+
+Collectives are read from torch's flight recorder, which records them anyway; point-to-point sends are counted where python calls
+them. A step's traffic is what was begun after the end of the step before it. A step with an evaluation before it is passed over, and
+so is one whose collectives no longer fit into the recorder. Without a recorder nothing is said.
+
+`bytes` is the payload: of an all-gather or a reduce-scatter the whole, of anything else what a rank hands in. `sent` is what one of n
+ranks puts on the wire where the operation is done in a ring: all-reduce 2(n-1)/n of the payload, a send all of it, a barrier nothing,
+anything else (n-1)/n. Operations count as the backend does them: gloo does a reduce-scatter as an all-reduce.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from labkit.probe.journal import Guard, Journal
+
+_EARLY = (2, 3)  # in step 1 DDP still orders its buckets; a script of two steps is told of all the same
+_EVERY = 50
+_SIZES = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Short": 2, "ComplexFloat": 8, "ComplexDouble": 16}
+_NAMES = ("reduce_scatter", "all_gather", "all_reduce", "all_to_all", "broadcast", "barrier", "gather", "scatter", "reduce")
+_SAME = {"allgather": "all_gather", "allreduce": "all_reduce", "alltoall": "all_to_all", "reducescatter": "reduce_scatter"}
+
+
+class TrafficWatch:
+    """Told of the end of every step, it writes `traffic` for few of them."""
+
+    def __init__(self, journal: Journal):
+        self._journal = journal
+        self._guard = Guard(journal, "traffic")
+        self._due = _EARLY[0]
+        self._begun = 0
+        self._seen = (0, 0)
+        self._calls = self._sent = self._depth = 0
+        if dist.is_available():
+            for name in ("send", "isend"):
+                self._count(name)
+
+    def _count(self, name: str) -> None:
+        original = getattr(dist, name)
+
+        @functools.wraps(original)
+        def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._depth:  # `send` may be made of `isend`
+                self._calls += 1
+                self._sent += tensor.numel() * tensor.element_size()
+            self._depth += 1
+            try:
+                return original(tensor, *args, **kwargs)
+            finally:
+                self._depth -= 1
+
+        setattr(dist, name, call)
+        setattr(dist.distributed_c10d, name, call)  # P2POp compares with this one
+
+    def step_ends(self, step: int, evaluations: int) -> None:
+        """Step `step` has ended, after so many evaluations since the script began; a step told twice counts once."""
+        self._guard(self._look, step, evaluations)
+
+    def _look(self, step: int, evaluations: int) -> None:
+        last, before = self._seen
+        if step == last:
+            return
+        if step >= self._due and step == last + 1 and evaluations == before:
+            ops = self._operations()
+            self._due = _EARLY[1] if step < _EARLY[1] else (step // _EVERY + 1) * _EVERY
+            if ops is not None:
+                self._journal.write("traffic", step=step, ops=ops)
+        self._seen = step, evaluations
+        self._calls = self._sent = 0
+        self._begun = time.time_ns()
+
+    def _operations(self) -> dict[str, dict[str, float]] | None:
+        if not (dist.is_available() and dist.is_initialized()):
+            return {}
+        entries = recorded(self._begun)
+        if entries is None or not (entries or self._calls):
+            return None
+        ops = {}
+        for entry in entries:
+            name, size = operation(entry["profiling_name"]), _ranks(entry["process_group"][0])
+            _add(ops, name, payload(entry, name, size), size)
+        if self._calls:
+            ops["send"] = {"calls": self._calls, "bytes": self._sent, "sent": float(self._sent)}
+        return ops
+
+
+def recorded(since: int) -> list[dict[str, Any]] | None:
+    """The recorder's collectives since a time (unix nanoseconds); None where there is no recorder or it holds too few."""
+    from torch._C import _distributed_c10d
+
+    dump: Callable[..., bytes] | None = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
+    if dump is None:
+        return None
+    entries = json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
+    if not entries:
+        return []  # gloo records no sends, so a pipeline may have no entry at all
+    oldest = min(entries, key=lambda entry: entry["record_id"])
+    if oldest["record_id"] > 0 and oldest["time_created_ns"] > since:
+        return None
+    return [entry for entry in entries if entry["time_created_ns"] >= since and not entry["is_p2p"] and entry["process_group"]]
+
+
+def operation(profiled: str) -> str:
+    """The operation that a recorded name such as "nccl:_all_gather_base" tells of."""
+    name = profiled.split(":")[-1].lower()
+    name = next((_SAME[other] for other in _SAME if other in name), name)
+    return "barrier" if "barrier" in name else next((known for known in _NAMES if known in name), name)
+
+
+def payload(entry: dict[str, Any], name: str, ranks: int) -> int:
+    """Bytes of one recorded collective: the whole of a gathered or scattered tensor, else what a rank hands in."""
+    given = _bytes(entry["input_sizes"], entry["input_dtypes"])
+    made = _bytes(entry["output_sizes"], entry["output_dtypes"])
+    if name == "all_gather":
+        return max(made, given * ranks)
+    return max(given, made * ranks) if name == "reduce_scatter" else given
+
+
+def sent(name: str, size: float, ranks: int) -> float:
+    """Bytes that one of so many ranks puts on the wire in a ring, for a payload of `size` bytes."""
+    if name in ("send", "barrier"):
+        return float(size if name == "send" else 0)
+    return (2 if name == "all_reduce" else 1) * size * (ranks - 1) / ranks
+
+
+def _bytes(sizes: Sequence[Sequence[int]], types: Sequence[str]) -> int:
+    return sum(math.prod(size) * _SIZES.get(kind, 1) for size, kind in zip(sizes, types))
+
+
+def _ranks(group: str) -> int:
+    world = dist.distributed_c10d._world
+    return next((len(world.pg_group_ranks[each]) for each, name in world.pg_names.items() if name == group), dist.get_world_size())
+
+
+def _add(ops: dict[str, dict[str, float]], name: str, size: int, ranks: int) -> None:
+    op = ops.setdefault(name, {"calls": 0, "bytes": 0, "sent": 0.0})
+    op["calls"] += 1
+    op["bytes"] += size
+    op["sent"] += sent(name, size, ranks)

@@ -1,0 +1,71 @@
+"""dp: what it refuses, what it says of itself, and what is measured of its replicas."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from weaving import run_alone
+
+import labkit
+from labkit.events import Reader
+from labkit.script import write_script
+from labkit.spec import Spec, SpecError
+from labkit.state import RunState
+from labkit.summary import summarise
+
+
+def small(**asked) -> Spec:
+    return Spec("dp", **{"workload": "mlp", "nproc": 2, "batch_size": 16, "steps": 4, "samples": 99, "device": "cpu"} | asked)
+
+
+def test_one_device_is_refused_with_the_way_out():
+    with pytest.raises(SpecError, match=r"dp splits a batch .* 1 was asked for; use --nproc 2, or the strategy single"):
+        small(nproc=1)
+    with pytest.raises(SpecError, match=r"dp has no option compile: nn.DataParallel"):
+        small(options={"compile": True})
+
+
+def test_on_cpu_it_says_that_it_is_emulated_and_on_gpus_it_is_data_parallel():
+    emulated, real = write_script(small()), write_script(small(device="cuda"))
+    assert "Emulated on CPU" in emulated
+    assert "nn.DataParallel(model" not in emulated
+    assert "nn.DataParallel(model" in real
+    assert "Emulated" not in real
+    assert "Thread" not in real
+    assert "--nproc-per-node=1 train.py" in real
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"precision": "bf16", "steps": None, "samples": 33}, {"nproc": 4, "steps": None, "samples": 65}, {"workload": "gpt", "steps": 1}],
+)
+def test_it_runs_also_where_the_last_batch_is_smaller_than_the_replicas(asked, tmp_path):
+    (tmp_path / "train.py").write_text(write_script(small(**asked)), encoding="utf-8")
+    assert "epoch 1: " in run_alone([sys.executable, "train.py"], tmp_path)
+
+
+def test_replicas_are_measured_and_folded(tmp_path):
+    spec = small()
+    (tmp_path / "train.py").write_text(write_script(spec), encoding="utf-8")
+    settings = os.environ | {"LABKIT_RUN_DIR": str(tmp_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(labkit.__file__).parents[1])}
+    subprocess.run([sys.executable, "-m", "labkit.probe", "train.py"], cwd=tmp_path, env=settings, check=True, timeout=120)
+    events = list(Reader(tmp_path / "events" / "rank0.jsonl").poll())
+    steps = [event for event in events if event["kind"] == "replica"]
+    assert not [event for event in events if event["kind"] == "probe_error"]
+    assert [event["step"] for event in steps] == [1, 2, 3, 4]
+    assert [[one["samples"] for one in event["replicas"]] for event in steps] == [[16, 16]] * 3 + [[2, 1]]
+    state = RunState()
+    state.apply({"kind": "spec", "t": 0.0, "spec": spec.to_json()})
+    for event in events:
+        state.apply(event)
+    assert (state.broken, state.world_size, state.replicas) == (0, 1, 1.0)
+    found = summarise(state)
+    assert [one["replica"] for one in found["replicas"]] == [0, 1]
+    assert all(one[name] > 0 for one in found["replicas"] for name in ("forward", "cpu", "memory"))
+    assert found["replicas"][0]["extra"]["gradients"] == found["ranks"][0]["memory_bytes"]["gradients"]
+    assert 0 <= found["gil_wait"] <= 1
+    assert found["note"].startswith("Emulated on CPU")
