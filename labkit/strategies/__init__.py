@@ -179,7 +179,7 @@ STRATEGIES: dict[str, Strategy] = {
         ),
         Strategy(
             name="dp",
-            title="DataParallel",
+            title="DP",
             splits="The batch: one process has a thread and a replica of the model for each device.",
             sends="At every step through device 0: inputs, parameters and outputs; their gradients back.",
             data_ranks=lambda spec: spec.nproc,
