@@ -25,6 +25,7 @@ from typing import Any
 from ruff.__main__ import find_ruff_bin
 
 from labkit.spec import Spec, SpecError
+from labkit.strategies import STRATEGIES
 
 BASE = "labkit.strategies.base"
 _START = '\n\nif __name__ == "__main__":\n    main()\n'
@@ -62,7 +63,9 @@ def command(spec: Spec) -> str:
 
 def settings(spec: Spec) -> dict[str, Any]:
     """The constants that a Spec sets, by name; a script holds those of them that it uses."""
-    values = {
+    # An option that only other strategies have stands at its default, so that what asks for it is gone.
+    values = {option.name.upper(): option.default for row in STRATEGIES.values() for option in row.options}
+    values |= {
         "SEED": spec.seed,
         "EPOCHS": spec.epochs or math.ceil(spec.steps / spec.steps_per_epoch),
         "MAX_STEPS": spec.steps,
@@ -153,6 +156,8 @@ class _Source:
         found = self.imports.get(name)
         if found is None or not _ours(found) or any(found.module == source.module for source in among):
             return None
+        if _of_a_workload(found.module) and not _of_a_workload(self.module):
+            return None  # what a strategy takes from a workload, it takes from the one that the Spec names
         return _read(found.module).lookup(found.name, among)
 
 
@@ -245,6 +250,10 @@ def _place_of_value(node: ast.stmt, lines: list[str], text: str) -> tuple[int, i
 
 def _ours(found: _Import) -> bool:
     return found.module.partition(".")[0] == __name__.partition(".")[0]
+
+
+def _of_a_workload(module: str) -> bool:
+    return module.startswith("labkit.workloads.")
 
 
 # ---- weaving

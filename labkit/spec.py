@@ -174,7 +174,7 @@ class Spec:
             )
         settled = replace(self, device=device, nproc=nproc)
         if self.script is None:
-            settled = replace(settled, precision=self.precision or _precision(machine, device, nproc))
+            settled = replace(settled, precision=self.precision or _precision(machine, settled))
             settled._check_precision(machine)
             for name, refusal in (
                 ("strategy", settled.strategy_row.unmet(settled, machine)),
@@ -268,6 +268,8 @@ class Spec:
         for name in ("save_every", "resume"):
             if name in strategy.lacks and getattr(self, name) is not None:
                 raise SpecError(name, f"{strategy.name} writes no checkpoints: {strategy.lacks[name]}")
+        if self.precision in strategy.lacks:
+            raise SpecError("precision", f"{strategy.name} does not train in {self.precision}: {strategy.lacks[self.precision]}")
         known: dict[str, Option] = {option.name: option for option in strategy.all_options + workload.options}
         settled = {name: option.default for name, option in known.items()}
         for name, value in dict(self.options).items():
@@ -330,10 +332,10 @@ def _compiler_missing(spec: Spec) -> str | None:
     return None
 
 
-def _precision(machine: Machine, device: str, nproc: int) -> str:
+def _precision(machine: Machine, spec: Spec) -> str:
     """What is right where nothing was said: fp16 for GPUs with tensor cores for it and none for bf16, such as a T4; else fp32."""
-    old = device == "cuda" and any((7, 0) <= gpu.capability < (8, 0) for gpu in machine.gpus[:nproc])
-    return "fp16" if old else "fp32"
+    old = spec.device == "cuda" and any((7, 0) <= gpu.capability < (8, 0) for gpu in machine.gpus[: spec.nproc])
+    return "fp16" if old and "fp16" not in spec.strategy_row.lacks else "fp32"
 
 
 def _either(names: tuple[str, ...]) -> str:

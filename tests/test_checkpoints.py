@@ -24,7 +24,8 @@ CASES = {name: row.default_nproc or 2 for name, row in STRATEGIES.items() if "sa
 
 
 def asked(strategy: str, **more) -> Spec:
-    return Spec(strategy, "mlp", nproc=CASES[strategy], **ASKED | more)
+    sized = {"workload": "gpt", "batch_size": 8, "samples": 26} if strategy == "cp" else {"workload": "mlp"}
+    return Spec(strategy, nproc=CASES[strategy], **ASKED | sized | more)
 
 
 def again(spec: Spec, folder: Path) -> tuple[list, str]:

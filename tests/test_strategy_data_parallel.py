@@ -94,6 +94,21 @@ def test_ddp_holds_gradients_back_until_the_last_part(monkeypatch):
     assert "model.no_sync()" in write_script(Spec("ddp", nproc=2, options={"accumulate": 3}))
 
 
+def test_join_trains_on_every_sample_once_though_one_rank_has_a_batch_more(tmp_path):
+    spec = Spec("ddp", "mlp", nproc=2, batch_size=24, epochs=2, samples=97, device="cpu", options={"join": True})
+    first, second = record(spec, tmp_path / "run")
+    assert (len(first["losses"]), len(second["losses"])) == (6, 4), "49 and 48 samples, 24 at a time, twice"
+    assert first["evaluations"] == second["evaluations"]
+    source = write_script(spec)
+    assert "with model.join():" in source
+    assert "join" not in write_script(Spec("ddp", "mlp", nproc=2))
+
+
+@pytest.mark.parametrize(("other", "value"), [("static_graph", True), ("accumulate", 2)])
+def test_join_says_what_it_does_not_go_with(other, value):
+    assert f"{other}={value} forbids; leave one of the two out" in refusal("ddp", options={"join": True, other: value})
+
+
 def test_precision_is_a_policy_of_fsdp2():
     source = write_script(Spec("fsdp2", "mlp", nproc=2, precision="bf16"))
     assert '"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32' in source

@@ -39,6 +39,7 @@ class Case:
         return "-".join([f"{self.strategy}-x{self.nproc}", self.workload, *(f"{name}={value}" for name, value in self.options.items())])
 
 
+SHORT = {"batch_size": 8, "samples": 20}  # of gpt: the third step has half a batch
 # Every strategy of the table, alone and with the options that could change what is computed.
 EQUAL = (
     Case("single", 1, options={"accumulate": 3}),
@@ -62,6 +63,14 @@ EQUAL = (
     Case("fsdp2", options={"accumulate": 2, "clip_norm": 0.5, "checkpoint_activations": True, "compile": True}),
     Case("fsdp2", options={"prefetch": 2, "reshard_after_forward": False}),
     Case("fsdp2", 4, options={"replicas": 2, "prefetch": 1, "clip_norm": 0.5}, fields={"samples": 108}),
+    Case("tp", workload="cnn", options={"clip_norm": 0.5}),
+    Case("tp", options={"accumulate": 2, "checkpoint_activations": True, "compile": True}),
+    Case("tp", workload="gpt", options={"sequence_parallel": True, "loss_parallel": True, "clip_norm": 0.5}, fields=SHORT),
+    Case("tp", workload="gpt", options={"accumulate": 2, "loss_parallel": True}, fields=SHORT),
+    Case("fsdp2_tp", 4, workload="cnn", options={"clip_norm": 0.5}, fields={"samples": 108}),
+    Case("fsdp2_tp", 4, workload="gpt", options={"sequence_parallel": True, "checkpoint_activations": True}, fields=SHORT),
+    Case("cp", workload="gpt", fields=SHORT),
+    Case("cp", 4, workload="gpt", options={"accumulate": 2, "clip_norm": 0.5, "checkpoint_activations": True}, fields=SHORT),
 )
 # Workload: how it is run as a person would. cnn is compared; resnet18, which needs torchvision, is run by test_workloads.py.
 PLAIN = {"gpt": ("ddp", "fp32"), "mlp": ("ddp", "bf16"), "cnn": None, "resnet18": None}

@@ -108,11 +108,13 @@ def test_image_models_give_ten_logits(module):
 
 
 @pytest.mark.parametrize("size", GPT_SIZES)
-def test_gpt_sizes_are_true_to_their_names(size):
+def test_gpt_sizes_are_true_to_their_names(size, monkeypatch):
     with torch.device("meta"):
-        model = gpt.GPT(*GPT_SIZES[size])
+        for name, value in WORKLOADS["gpt"].constants({"size": size}).items():
+            monkeypatch.setattr(gpt, name, value)
+        model = gpt.build_model()
     count = parameters(model)
-    assert count == gpt_parameters({"size": size})
+    assert count == gpt_parameters({"size": size, "context": 128})
     assert count == pytest.approx(int(size[:-1]) * SIZES[size[-1]], rel=0.10)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from labkit.options import Option
+from labkit.workloads import GPT_VOCABULARY
 
 if TYPE_CHECKING:
     from labkit.machine import Machine
@@ -100,8 +101,9 @@ def _deepspeed_missing(spec: Spec, machine: Machine) -> str | None:
     return None
 
 
+_BUCKET_MB = Option("bucket_mb", 25, "size of a gradient bucket in MiB; smaller ones start earlier", minimum=1)
 _DDP_OPTIONS = (
-    Option("bucket_mb", 25, "size of a gradient bucket in MiB; smaller ones start earlier", minimum=1),
+    _BUCKET_MB,
     Option("static_graph", False, "promise that every step runs the same graph, and let DDP plan by the first"),
     Option("compression", "none", "what gradients are sent as: half the bits, or low-rank factors", choices=("none", "fp16", "powersgd")),
 )
@@ -114,6 +116,9 @@ def _compressed(spec: Spec) -> str | None:
 
 
 def _ddp_limit(spec: Spec) -> str | None:
+    for other in ("static_graph", "accumulate"):
+        if spec.options.get("join") and spec.options[other] != (other == "accumulate"):
+            return f"join goes along with ranks that have more steps, which {other}={spec.options[other]} forbids; leave one of the two out"
     if spec.options["static_graph"] and spec.options["accumulate"] > 1:
         return (
             f"static_graph plans by a first step that sends its gradients, and accumulate={spec.options['accumulate']} holds them back; "
@@ -122,6 +127,9 @@ def _ddp_limit(spec: Spec) -> str | None:
     return None
 
 
+_RESHARD = Option("reshard_after_forward", True, "drop the gathered parameters after forward, gather again in backward")
+_TP_SIZE = Option("tp_size", 2, "ranks that split a layer between them", minimum=1)
+_SEQUENCE_PARALLEL = Option("sequence_parallel", False, "split by places what stands between the split matrices")
 _REPLICAS = Option("replicas", 1, "groups of ranks, of which each holds the whole model in shards (HSDP)", minimum=1)
 
 
@@ -154,6 +162,56 @@ def _fsdp2_limit(spec: Spec) -> str | None:
     if spec.options["cpu_offload"] and spec.precision == "fp16":
         return "cpu_offload keeps the gradients in CPU memory, where fp16's loss scaling cannot look at them; use --precision bf16"
     return _replicas(spec)
+
+
+def _tensor_limit(spec: Spec) -> str | None:
+    """Where the layers cannot be split evenly over `tp_size` ranks, or over all."""
+    row, options = spec.workload_row, spec.options
+    size = options.get("tp_size", spec.nproc)
+    if row.tensor_parts is None:
+        return f"tensor parallelism has no plan for the layers of {row.name}; it has one for cnn, gpt and mlp, and fsdp2 takes any model"
+    for asked in ("sequence_parallel", "loss_parallel"):
+        if options.get(asked) and "context" not in options:
+            return f"{asked} is for the places of a sequence, which {row.name} has not; leave it out, or use --workload gpt"
+    if size is None:
+        return None
+    parts = {what: number for number, what in (row.tensor_parts(options),)}
+    if options["sequence_parallel"]:
+        parts["places"] = options["context"]
+    if options.get("loss_parallel"):
+        parts["logits"] = GPT_VOCABULARY
+    for what, number in parts.items():
+        if number % size:
+            near = max(fits for fits in range(1, size) if all(number % fits == 0 for number in parts.values()))
+            way = f"tp_size={near}" if "tp_size" in options else f"--nproc {near}"
+            return f"{row.name} has {number} {what} to split, and {size} tensor-parallel ranks cannot share them evenly; use {way}"
+    return None
+
+
+def _mesh_limit(spec: Spec) -> str | None:
+    return _rows_of("tp_size", spec) or _tensor_limit(spec)
+
+
+def _rows_of(option: str, spec: Spec) -> str | None:
+    size, ranks = spec.options[option], spec.nproc
+    if ranks is None or ranks % size == 0:
+        return None
+    if ranks < size:
+        return f"{option}={size} needs {size} ranks, and there is {ranks}; use --nproc {size}, or {option}={ranks}"
+    return f"{ranks} ranks cannot form rows of {option}={size}; use --nproc {ranks // size * size} or {(ranks // size + 1) * size}"
+
+
+def _context_limit(spec: Spec) -> str | None:
+    options, ranks = spec.options, spec.nproc
+    if "context" not in options:
+        return f"cp splits the places of a sequence, and {spec.workload} has none; use --workload gpt, or the strategy ddp"
+    if ranks is not None and options["context"] % ranks:
+        near = max(fits for fits in range(1, ranks) if options["context"] % fits == 0)
+        return f"a context of {options['context']} places cannot be shared by {ranks} ranks; use --nproc {near}"
+    return None
+
+
+_SCALED = "loss scaling looks at split and whole gradients at once, which torch's GradScaler cannot; use --precision bf16 or fp32"
 
 
 def _fully_shard_on_cpu(spec: Spec, machine: Machine) -> str | None:
@@ -196,7 +254,10 @@ STRATEGIES: dict[str, Strategy] = {
             data_ranks=lambda spec: spec.nproc,
             limit=_ddp_limit,
             differs=_compressed,
-            options=_DDP_OPTIONS,
+            options=(
+                *_DDP_OPTIONS,
+                Option("join", False, "ranks may have unequal numbers of samples: who is done goes along with the rest"),
+            ),
         ),
         Strategy(
             name="zero1",
@@ -249,10 +310,48 @@ STRATEGIES: dict[str, Strategy] = {
             limit=_fsdp2_limit,
             unmet=_fully_shard_on_cpu,
             options=(
-                Option("reshard_after_forward", True, "drop the gathered parameters after forward, gather again in backward"),
+                _RESHARD,
                 Option("cpu_offload", False, "keep shards, gradients and optimizer state in CPU memory, and step there"),
                 Option("prefetch", 0, "blocks that are gathered before their turn", choices=(0, 1, 2)),
                 _REPLICAS,
+            ),
+        ),
+        Strategy(
+            name="tp",
+            title="TP",
+            splits="The layers: each rank has a part of every split matrix; all see the same samples.",
+            sends="Activations: all-reduce behind every split pair of matrices, and again in backward.",
+            data_ranks=lambda spec: 1,
+            limit=_tensor_limit,
+            options=(
+                _SEQUENCE_PARALLEL,
+                Option("loss_parallel", False, "keep the logits split, and put the loss together from the parts"),
+            ),
+            lacks={"fp16": _SCALED},
+        ),
+        Strategy(
+            name="fsdp2_tp",
+            title="FSDP2 × TP",
+            splits="The layers over neighbours (TP); the batch and shards of the parts over the other axis.",
+            sends="Activations: all-reduce in a row. Parameters: all-gather, gradients: reduce-scatter, in a column.",
+            data_ranks=lambda spec: spec.nproc // spec.options["tp_size"],
+            limit=_mesh_limit,
+            unmet=_fully_shard_on_cpu,
+            default_nproc=4,
+            options=(_TP_SIZE, _SEQUENCE_PARALLEL, _RESHARD),
+            lacks={"fp16": _SCALED},
+        ),
+        Strategy(
+            name="cp",
+            title="CP",
+            splits="The sequence: each rank has a part of every window, and the whole model.",
+            sends="Keys and values: all-gather in every layer. Gradients: all-reduce, as in DDP.",
+            data_ranks=lambda spec: 1,
+            limit=_context_limit,
+            options=(_BUCKET_MB,),
+            note=lambda device: (
+                "Keys and values are gathered, as Llama 3 was trained; torch's own context_parallel sends them round "
+                "in a ring, with kernels that only GPUs have."
             ),
         ),
     )

@@ -6,6 +6,7 @@ decided. README.md beside this file says which functions those are, and what eac
 """
 
 import os
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime
 from functools import partial
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.monitor import Event, log_event
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
@@ -36,6 +38,8 @@ ACCUMULATE = 1  # parts that the batch of a step is taken in, one after the othe
 CLIP_NORM = 0.0  # the largest norm that all gradients together may have; 0: any
 CHECKPOINT_ACTIVATIONS = False  # compute activations again in backward, keep none
 COMPILE = False  # each block through torch.compile
+JOIN = False  # ranks may have unequal numbers of batches
+LOSS_PARALLEL = False  # the logits stay split over the ranks
 SAVE_EVERY = 0  # steps from one checkpoint to the next; 0: none is written
 RESUME = None  # a folder of checkpoints of another run, to go on from
 CHECKPOINTS = Path(__file__).with_name("checkpoints")  # the newest is gone on from
@@ -48,9 +52,18 @@ def setup() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def share() -> tuple[int, int]:
+    """How many shares the samples are taken in, and which of them is this rank's."""
+    return 1, 0
+
+
 def load(dataset: TensorDataset) -> tuple[DistributedSampler, DataLoader]:
     """The batches of this rank, shuffled anew in each epoch."""
-    sampler = DistributedSampler(dataset, num_replicas=1, rank=0, seed=SEED)
+    sampler = DistributedSampler(dataset, *share(), seed=SEED)
+    if JOIN:  # not filled up, so that some ranks have a sample less than others
+        shares, mine = share()
+        sampler.total_size = len(dataset)
+        sampler.num_samples = len(range(mine, len(dataset), shares))
     how = {"pin_memory": torch.cuda.is_available()}  # copied without waiting, then
     if not PIN_MEMORY:
         how = {}
@@ -96,6 +109,9 @@ def loss_of(model, inputs, targets) -> torch.Tensor:
             logits = model(inputs).float()  # the loss is computed in 32 bits
     else:
         logits = model(inputs)
+    if LOSS_PARALLEL:
+        with loss_parallel():
+            return cross_entropy(logits.flatten(0, -2), targets.flatten())
     return cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
@@ -120,6 +136,9 @@ def train_step(model, optimizer, inputs, targets) -> torch.Tensor:
                 loss = loss_of(model, part, wanted) * (len(part) / len(inputs))
                 if PRECISION == "fp16":
                     SCALER.scale(loss).backward()
+                elif LOSS_PARALLEL:
+                    with loss_parallel():
+                        loss.backward()
                 else:
                     loss.backward()
             losses.append(loss.detach())
@@ -128,6 +147,9 @@ def train_step(model, optimizer, inputs, targets) -> torch.Tensor:
         loss = loss_of(model, inputs, targets)
         if PRECISION == "fp16":
             SCALER.scale(loss).backward()
+        elif LOSS_PARALLEL:
+            with loss_parallel():
+                loss.backward()
         else:
             loss.backward()
     if CLIP_NORM:
@@ -140,6 +162,12 @@ def train_step(model, optimizer, inputs, targets) -> torch.Tensor:
     else:
         optimizer.step()
     return loss.detach()
+
+
+def joined(model, batches: Iterable) -> Iterator:
+    """The batches of this rank; then it goes along with the ranks that have more."""
+    with model.join():
+        yield from batches
 
 
 @torch.no_grad()
@@ -227,7 +255,10 @@ def main() -> None:
         for epoch in range(1, EPOCHS + 1):
             sampler.set_epoch(epoch)
             model.train()
-            for batch, step in zip(loader, steps):
+            batches = zip(loader, steps)
+            if JOIN:
+                batches = joined(model, batches)
+            for batch, step in batches:
                 if SAVE_EVERY or RESUME:
                     if step <= done:
                         continue  # trained on before

@@ -13,18 +13,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
 )
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import TensorDataset
 
-from labkit.strategies.base import (
-    BATCH_PER_RANK,
-    CHECKPOINT_ACTIVATIONS,
-    COMPILE,
-    FETCH,
-    PIN_MEMORY,
-    SEED,
-    WORKERS,
-    transform,
-)
+from labkit.strategies.base import BATCH_PER_RANK, CHECKPOINT_ACTIVATIONS, COMPILE, transform
 
 BUCKET_MB = 25  # gradients are sent in buckets of this size, while backward still runs
 STATIC_GRAPH = False  # every step runs the same graph, which the first one records
@@ -45,22 +36,6 @@ def setup() -> torch.device:
 def share() -> tuple[int, int]:
     """How many shares the samples are taken in, and which of them is this rank's."""
     return dist.get_world_size(), dist.get_rank()
-
-
-def load(dataset: TensorDataset) -> tuple[DistributedSampler, DataLoader]:
-    """The batches of this rank, shuffled anew in each epoch."""
-    sampler = DistributedSampler(dataset, *share(), seed=SEED)
-    how = {"pin_memory": torch.cuda.is_available()}  # copied without waiting, then
-    if not PIN_MEMORY:
-        how = {}
-    if WORKERS:
-        how |= {"num_workers": WORKERS, "persistent_workers": True}
-    if FETCH == "samples":
-        loader = DataLoader(dataset, BATCH_PER_RANK, sampler=sampler, **how)
-    else:
-        batches = BatchSampler(sampler, BATCH_PER_RANK, drop_last=False)  # not one by one
-        loader = DataLoader(dataset, None, sampler=batches, **how)
-    return sampler, loader
 
 
 def parallelize(model: nn.Module, device: torch.device) -> nn.Module:

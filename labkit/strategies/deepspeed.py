@@ -15,9 +15,9 @@ from labkit.strategies.base import (
     PRECISION,
     transform,
 )
-from labkit.strategies.ddp import cleanup, evaluate, load, setup
+from labkit.strategies.ddp import cleanup, evaluate, setup, share
 
-__all__ = ["cleanup", "evaluate", "load", "setup"]
+__all__ = ["cleanup", "evaluate", "setup", "share"]
 
 STAGE = 1  # of ZeRO: 1 shards optimizer state, 2 gradients too, 3 parameters too
 

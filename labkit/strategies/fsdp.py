@@ -10,10 +10,10 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 from labkit.strategies.base import CHECKPOINT_ACTIVATIONS, CLIP_NORM, COMPILE, transform
-from labkit.strategies.ddp import cleanup, evaluate, load, setup
+from labkit.strategies.ddp import cleanup, evaluate, setup, share
 from labkit.strategies.sharded import resume, save
 
-__all__ = ["SCALER", "cleanup", "clip_gradients", "evaluate", "load", "parallelize", "resume", "save", "setup"]
+__all__ = ["SCALER", "cleanup", "clip_gradients", "evaluate", "parallelize", "resume", "save", "setup", "share"]
 
 SHARDING = "FULL_SHARD"  # SHARD_GRAD_OP keeps parameters whole until backward
 MIN_PARAMETERS = 20_000  # from so many on, a part of the model is a unit of its own

@@ -7,10 +7,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.nn.functional import cross_entropy
 
 from labkit.strategies.base import CHECKPOINT_ACTIVATIONS, COMPILE, PRECISION, transform
-from labkit.strategies.ddp import cleanup, evaluate, load, setup
+from labkit.strategies.ddp import cleanup, evaluate, setup, share
 from labkit.strategies.sharded import resume, save
 
-__all__ = ["cleanup", "evaluate", "load", "loss_of", "parallelize", "resume", "save", "setup"]
+__all__ = ["cleanup", "evaluate", "loss_of", "parallelize", "resume", "save", "setup", "share"]
 
 RESHARD_AFTER_FORWARD = True  # False keeps the gathered parameters until backward
 CPU_OFFLOAD = False  # shards, gradients and optimizer state stay in CPU memory

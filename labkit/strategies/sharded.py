@@ -7,15 +7,22 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.monitor import Event, log_event
 
 from labkit.strategies.base import CHECKPOINTS, PRECISION, RESUME, SCALER, SPEAKER
 
+# Each parameter's state under its name: it is found again by whoever holds it then.
+BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
+
 
 def checkpoint_of(model, optimizer, step: int) -> dict:
     """Everything that a checkpoint holds; of a tensor in shards, this rank's."""
-    weights, optimizer_kept = get_state_dict(model, optimizer)
+    weights, optimizer_kept = get_state_dict(model, optimizer, options=BY_NAME)
     rest = {"step": step, "random": torch.get_rng_state()}
     if torch.cuda.is_available():
         rest["cuda_random"] = torch.cuda.get_rng_state()
@@ -52,6 +59,7 @@ def resume(model, optimizer) -> int:
                 optimizer,
                 model_state_dict=weights,
                 optim_state_dict=optimizer_kept,
+                options=BY_NAME,
             )
             torch.set_rng_state(state["rest"]["random"])
             if torch.cuda.is_available():

@@ -6,9 +6,9 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from labkit.strategies.base import LEARNING_RATE
-from labkit.strategies.ddp import cleanup, evaluate, exchange, load, parallelize, setup
+from labkit.strategies.ddp import cleanup, evaluate, exchange, parallelize, setup, share
 
-__all__ = ["build_optimizer", "cleanup", "evaluate", "exchange", "load", "optimizer_state", "parallelize", "setup"]
+__all__ = ["build_optimizer", "cleanup", "evaluate", "exchange", "optimizer_state", "parallelize", "setup", "share"]
 
 
 def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:

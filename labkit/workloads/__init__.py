@@ -48,8 +48,9 @@ class Workload:
 
     `costs` gives the floating-point operations of one sample's forward, block by block: those of matrix products and convolutions, a
     multiplication and an addition each. `constants` gives the settings of the model's module that stand behind an option, by name.
-    `missing` gives one sentence where the model cannot be built here, else None. `batch_norm` says that it normalises over a batch,
-    so that what a sample gives depends on those beside it.
+    `missing` gives one sentence where the model cannot be built here, else None. `tensor_parts` says how many parts tensor parallelism
+    can split a layer into, and what they are; None where there is no plan for it (`tensor_plans` in the module). `batch_norm` says that it
+    normalises over a batch, so that what a sample gives depends on those beside it.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Workload:
     options: tuple[Option, ...] = ()
     constants: Callable[[Mapping[str, Any]], dict[str, Any]] = _no_constants
     missing: Callable[[Spec], str | None] = lambda spec: None
+    tensor_parts: Callable[[Mapping[str, Any]], tuple[int, str]] | None = None
     batch_norm: bool = False
 
     @property
@@ -69,7 +71,6 @@ class Workload:
         return f"{__name__}.{self.name}"
 
 
-GPT_CONTEXT = 128
 GPT_VOCABULARY = 256
 GPT_SIZES: dict[str, tuple[int, int, int]] = {  # name: layers, width, heads
     "1M": (5, 128, 4),
@@ -87,7 +88,7 @@ def gpt_parameters(options: Mapping[str, Any]) -> int:
     """Parameters of the byte-level transformer: 12·L·d² in the blocks' matrices, the rest in biases, norms and embeddings."""
     layers, width, _ = GPT_SIZES[options["size"]]
     block = 12 * width**2 + 13 * width
-    embeddings = (GPT_VOCABULARY + GPT_CONTEXT) * width
+    embeddings = (GPT_VOCABULARY + options["context"]) * width
     head = GPT_VOCABULARY * width
     return layers * block + embeddings + 2 * width + head
 
@@ -99,8 +100,9 @@ def gpt_costs(options: Mapping[str, Any]) -> tuple[float, ...]:
     embedding multiplies nothing: T·d, one addition for each value.
     """
     layers, width, _ = GPT_SIZES[options["size"]]
-    layer = 24 * width**2 * GPT_CONTEXT + 4 * GPT_CONTEXT**2 * width
-    return (GPT_CONTEXT * width, *[layer] * layers, 2 * width * GPT_VOCABULARY * GPT_CONTEXT)
+    places = options["context"]
+    layer = 24 * width**2 * places + 4 * places**2 * width
+    return (places * width, *[layer] * layers, 2 * width * GPT_VOCABULARY * places)
 
 
 def cnn_costs(options: Mapping[str, Any]) -> tuple[float, ...]:
@@ -230,8 +232,22 @@ DATA: dict[str, Data] = {
 WORKLOADS: dict[str, Workload] = {
     row.name: row
     for row in (
-        Workload("cnn", "CNN: three 5×5 convolutions", ("digits", "mnist"), lambda options: 405_898, cnn_costs),
-        Workload("mlp", "MLP: two hidden layers", ("digits", "mnist"), lambda options: 669_706, mlp_costs),
+        Workload(
+            "cnn",
+            "CNN: three 5×5 convolutions",
+            ("digits", "mnist"),
+            lambda options: 405_898,
+            cnn_costs,
+            tensor_parts=lambda options: (128, "units"),
+        ),
+        Workload(
+            "mlp",
+            "MLP: two hidden layers",
+            ("digits", "mnist"),
+            lambda options: 669_706,
+            mlp_costs,
+            tensor_parts=lambda options: (512, "units"),
+        ),
         Workload(
             "gpt",
             "GPT: a byte-level transformer",
@@ -239,8 +255,12 @@ WORKLOADS: dict[str, Workload] = {
             gpt_parameters,
             gpt_costs,
             batch_size=16,
-            options=(Option("size", "1M", "parameters, by name", choices=tuple(GPT_SIZES)),),
+            options=(
+                Option("size", "1M", "parameters, by name", choices=tuple(GPT_SIZES)),
+                Option("context", 128, "bytes that a prediction looks back on", choices=(128, 256, 512, 1024, 2048, 4096)),
+            ),
             constants=_gpt_constants,
+            tensor_parts=lambda options: (GPT_SIZES[options["size"]][2], "heads"),
         ),
         Workload(
             "resnet18",

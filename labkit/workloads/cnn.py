@@ -1,6 +1,11 @@
 """Three 5×5 convolutions for images of 28×28: 405,898 parameters. The model is a sequence of blocks."""
 
 from torch import nn
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+)
 
 
 def build_model() -> nn.Sequential:
@@ -12,3 +17,8 @@ def build_model() -> nn.Sequential:
         nn.Sequential(nn.Flatten(), nn.Linear(128 * 3 * 3, 128), nn.ReLU()),
         nn.Linear(128, 10),
     )
+
+
+def tensor_plans() -> dict[str, dict[str, ParallelStyle]]:
+    """What the ranks split, by block: the 128 units; every rank has all convolutions."""
+    return {"3": {"1": ColwiseParallel()}, "4": {"": RowwiseParallel()}}

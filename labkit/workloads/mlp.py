@@ -1,6 +1,11 @@
 """Two hidden layers of 512 units for images of 28×28: 669,706 parameters. The model is a sequence of blocks."""
 
 from torch import nn
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+)
 
 
 def build_model() -> nn.Sequential:
@@ -10,3 +15,8 @@ def build_model() -> nn.Sequential:
         nn.Sequential(nn.Linear(512, 512), nn.ReLU()),
         nn.Linear(512, 10),
     )
+
+
+def tensor_plans() -> dict[str, dict[str, ParallelStyle]]:
+    """What the ranks split, by block: the 512 units of the first hidden layer."""
+    return {"0": {"1": ColwiseParallel()}, "1": {"0": RowwiseParallel()}}

@@ -1,0 +1,118 @@
+"""tp, fsdp2_tp and cp: what cannot be split is refused with all numbers, and what is split is what the field splits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from weaving import record
+
+from labkit.script import write_script
+from labkit.spec import Spec, SpecError
+from labkit.strategies import cp, tp
+from labkit.workloads import WORKLOADS
+
+
+def refusal(strategy: str, workload: str = "gpt", **fields) -> str:
+    with pytest.raises(SpecError) as error:
+        Spec(strategy, workload, **fields)
+    return str(error.value)
+
+
+def test_heads_that_the_ranks_cannot_share_are_refused_with_a_number_that_works():
+    told = refusal("tp", nproc=8, options={"size": "100M"})
+    assert told == "gpt has 12 heads to split, and 8 tensor-parallel ranks cannot share them evenly; use --nproc 6"
+    assert Spec("tp", "gpt", nproc=6, options={"size": "100M"})
+    assert refusal("fsdp2_tp", nproc=6, options={"tp_size": 3}).endswith(
+        "4 heads to split, and 3 tensor-parallel ranks cannot share them evenly; use tp_size=2"
+    )
+    assert "128 units to split, and 3 tensor-parallel ranks" in refusal("tp", "cnn", nproc=3)
+    sequence = refusal("tp", nproc=6, options={"size": "10M", "sequence_parallel": True})
+    assert sequence == "gpt has 128 places to split, and 6 tensor-parallel ranks cannot share them evenly; use --nproc 2"
+
+
+def test_what_a_workload_has_not_cannot_be_split():
+    assert "has no plan for the layers of resnet18" in refusal("tp", "resnet18", nproc=2)
+    assert "sequence_parallel is for the places of a sequence, which cnn has not" in refusal(
+        "tp", "cnn", nproc=2, options={"sequence_parallel": True}
+    )
+    assert "loss_parallel is for the places of a sequence, which mlp has not" in refusal(
+        "tp", "mlp", nproc=2, options={"loss_parallel": True}
+    )
+    assert "cp splits the places of a sequence, and cnn has none" in refusal("cp", "cnn", nproc=2)
+
+
+def test_ranks_that_form_no_mesh_are_refused():
+    assert refusal("fsdp2_tp", nproc=5) == "5 ranks cannot form rows of tp_size=2; use --nproc 4 or 6"
+    assert refusal("fsdp2_tp", nproc=2, options={"tp_size": 4}) == "tp_size=4 needs 4 ranks, and there is 2; use --nproc 4, or tp_size=2"
+    assert refusal("cp", nproc=3) == "a context of 128 places cannot be shared by 3 ranks; use --nproc 2"
+
+
+@pytest.mark.parametrize("strategy", ["tp", "fsdp2_tp"])
+def test_fp16_is_refused_and_not_the_default_of_a_t4(strategy):
+    assert "GradScaler cannot; use --precision bf16 or fp32" in refusal(strategy, nproc=4, precision="fp16")
+
+
+def test_every_plan_names_parts_of_the_model():
+    for row in (row for row in WORKLOADS.values() if row.tensor_parts):
+        module = __import__(row.module, fromlist=["build_model"])
+        model = module.build_model()
+        for block, plan in module.tensor_plans().items():
+            for part in plan:
+                model.get_submodule(f"{block}.{part}".rstrip("."))
+
+
+def test_the_norm_that_gradients_are_clipped_to_is_that_of_all(monkeypatch):
+    monkeypatch.setattr(tp, "CLIP_NORM", 0.5)
+    model, same = nn.Linear(3, 2), nn.Linear(3, 2)
+    for one in (model, same):
+        for number, parameter in enumerate(one.parameters(), 1):
+            parameter.grad = torch.full_like(parameter, number)
+    tp.clip_gradients(model)
+    nn.utils.clip_grad_norm_(same.parameters(), 0.5)
+    assert all(torch.equal(mine.grad, its.grad) for mine, its in zip(model.parameters(), same.parameters()))
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+def test_a_part_of_the_places_sees_what_the_whole_window_would_show_it(monkeypatch, rank):
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 2, 4, 16, 8)  # batch, heads, places, width of a head
+    whole = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    gathered = iter([key, value])
+    monkeypatch.setattr(cp.dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(cp.Gathered, "apply", lambda part: next(gathered))
+    mine = slice(4 * rank, 4 * rank + 4)
+    seen = cp.attend(query[:, :, mine], key[:, :, mine], value[:, :, mine])
+    torch.testing.assert_close(seen, whole[:, :, mine])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_parts_of_a_window_are_the_window(monkeypatch, ranks):
+    from labkit.workloads import text
+
+    data = torch.arange(1000)
+    inputs, targets = text.windows(data, 7).tensors
+    monkeypatch.setattr(cp.dist, "get_world_size", lambda: ranks)
+    parts = []
+    for rank in range(ranks):
+        monkeypatch.setattr(cp.dist, "get_rank", lambda rank=rank: rank)
+        parts.append(cp.windows(data, 7).tensors)
+        assert cp.places(parts[-1][0])[0] == rank * (128 // ranks)
+    assert torch.equal(torch.cat([part[0] for part in parts], 1), inputs)
+    assert torch.equal(torch.cat([part[1] for part in parts], 1), targets)
+
+
+@pytest.mark.parametrize("strategy", ["tp", "fsdp2_tp"])
+def test_bf16_trains_what_is_split(strategy, tmp_path):
+    nproc = 2 if strategy == "tp" else 4
+    spec = Spec(strategy, "mlp", nproc=nproc, batch_size=16, steps=2, samples=64, precision="bf16", device="cpu")
+    losses = record(spec, tmp_path / "run")[0]["losses"]
+    assert losses == pytest.approx([2.3, 2.3], abs=0.3)
+
+
+def test_the_script_shows_the_order():
+    source = write_script(Spec("fsdp2_tp", "gpt", nproc=4, options={"checkpoint_activations": True}))
+    body = source[source.index("def parallelize") :]
+    assert body.index("parallelize_module(") < body.index("transform(") < body.index("fully_shard(")
+    assert "PrepareModuleInput" not in source, "sequence parallelism was not asked for"
+    assert "SequenceParallel()" in write_script(Spec("tp", "gpt", nproc=2, options={"sequence_parallel": True}))
