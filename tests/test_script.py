@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from ruff.__main__ import find_ruff_bin
-from weaving import PROTOTYPES
 
 from labkit.script import command, diff_scripts, write_script
 from labkit.spec import PRECISIONS, Spec, SpecError
@@ -41,13 +40,6 @@ EVERY = [
     if fits(strategy, workload=workload, data=data)
 ]
 EVERY_PRECISION = [(strategy, precision) for strategy in STRATEGIES for precision in PRECISIONS if fits(strategy, precision=precision)]
-
-
-@pytest.fixture
-def prototypes(monkeypatch):
-    """The prototypes as rows of the table, for one test."""
-    for name, row in PROTOTYPES.items():
-        monkeypatch.setitem(STRATEGIES, name, row)
 
 
 def ruff(*arguments: str, source: str) -> subprocess.CompletedProcess:
@@ -96,14 +88,6 @@ def test_cnn_fits_on_a_page(strategy, precision):
     most = 225 if "pp" in strategy else 205 if strategy in ("dp", "fsdp2_tp") else 180  # dp holds its own emulation
     assert len(lines) <= most
     assert max(map(len, lines)) <= 92
-
-
-@pytest.mark.parametrize("strategy", PROTOTYPES)
-def test_prototypes_are_woven_by_the_same_machinery(prototypes, strategy):
-    source = write_script(spec(strategy))
-    compile(source, "train.py", "exec")
-    assert ruff("check", "--select=F,I", source=source).returncode == 0
-    assert "labkit" not in source
 
 
 @pytest.mark.parametrize(("strategy", "workload", "data"), EVERY)

@@ -43,8 +43,8 @@ def test_what_a_workload_has_not_cannot_be_split():
 
 
 def test_ranks_that_form_no_mesh_are_refused():
-    assert refusal("fsdp2_tp", nproc=5) == "5 ranks cannot form rows of tp_size=2; use --nproc 4 or 6"
-    assert refusal("fsdp2_tp", nproc=2, options={"tp_size": 4}) == "tp_size=4 needs 4 ranks, and there is 2; use --nproc 4, or tp_size=2"
+    assert refusal("fsdp2_tp", nproc=5) == "5 ranks are no multiple of tp_size=2; use --nproc 4 or 6"
+    assert refusal("fsdp2_tp", nproc=2, options={"tp_size": 4}) == "2 ranks are no multiple of tp_size=4; use --nproc 4"
     assert refusal("cp", nproc=3) == "a context of 128 places cannot be shared by 3 ranks; use --nproc 2"
 
 

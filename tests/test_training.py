@@ -69,6 +69,18 @@ EQUAL = (
     Case("tp", workload="gpt", options={"accumulate": 2, "loss_parallel": True}, fields=SHORT),
     Case("fsdp2_tp", 4, workload="cnn", options={"clip_norm": 0.5}, fields={"samples": 108}),
     Case("fsdp2_tp", 4, workload="gpt", options={"sequence_parallel": True, "checkpoint_activations": True}, fields=SHORT),
+    Case("pp", workload="cnn", options={"schedule": "GPipe", "clip_norm": 0.5}),
+    Case("pp", workload="gpt", options={"checkpoint_activations": True}, fields=SHORT),
+    Case("pp", workload="cnn", options={"schedule": "Interleaved1F1B", "micro_batches": 8}),
+    Case(
+        "pp", workload="gpt", options={"schedule": "InterleavedZeroBubble", "clip_norm": 0.5, "checkpoint_activations": True}, fields=SHORT
+    ),
+    Case("pp", 4, workload="cnn", options={"micro_batches": 4, "compile": True}),
+    Case("pp_ddp", 4, workload="cnn", options={"clip_norm": 0.5, "checkpoint_activations": True}, fields={"samples": 108}),
+    Case("pp_ddp", 4, workload="gpt", options={"schedule": "Interleaved1F1B", "micro_batches": 2}, fields=SHORT),
+    Case("pp_fsdp2_tp", 8, workload="gpt", options={"micro_batches": 2, "clip_norm": 0.5}, fields=SHORT),
+    Case("pp_fsdp2_tp", 8, workload="cnn", options={"schedule": "GPipe"}, fields={"samples": 108}),
+    Case("pp_fsdp2_tp", 4, workload="gpt", options={"schedule": "Interleaved1F1B", "sequence_parallel": True}, fields=SHORT),
     Case("cp", workload="gpt", fields=SHORT),
     Case("cp", 4, workload="gpt", options={"accumulate": 2, "clip_norm": 0.5, "checkpoint_activations": True}, fields=SHORT),
 )

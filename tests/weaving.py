@@ -1,4 +1,4 @@
-"""What the tests of scripts share: prototypes as rows of the table, and runs of scripts outside of the lab."""
+"""What the tests of scripts share: runs of scripts outside of the lab."""
 
 from __future__ import annotations
 
@@ -6,41 +6,13 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
-from labkit.options import Option
 from labkit.script import write_script
 from labkit.spec import Spec
-from labkit.strategies import Strategy
 
 RECORDER = Path(__file__).with_name("recorder.py")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-
-
-@dataclass(frozen=True)
-class Prototype(Strategy):
-    """A row whose module stands beside the tests."""
-
-    @property
-    def module(self) -> str:
-        return f"prototypes.{self.name}"
-
-
-PROTOTYPES = {
-    row.name: row
-    for row in (
-        Prototype(
-            name="pp",
-            title="PP",
-            splits="The layers: each rank holds some of the blocks.",
-            sends="Activations to the next rank, their gradients back.",
-            data_ranks=lambda spec: 1,
-            limit=lambda spec: None,
-            options=(Option("micro_batches", 4, "parts of a batch that are in the pipe together", minimum=1),),
-        ),
-    )
-}
 
 
 def run_alone(argv: list[str], folder: Path, seconds: float = 120) -> str:

@@ -7,10 +7,12 @@ its name holds the real training code, which `labkit.script` reads as text and t
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from labkit.options import Option
@@ -129,6 +131,18 @@ def _ddp_limit(spec: Spec) -> str | None:
 
 _RESHARD = Option("reshard_after_forward", True, "drop the gathered parameters after forward, gather again in backward")
 _TP_SIZE = Option("tp_size", 2, "ranks that split a layer between them", minimum=1)
+_PP_SIZE = Option("pp_size", 2, "ranks that a batch goes through, one after the other", minimum=2)
+TWO_STAGES = ("Interleaved1F1B", "InterleavedZeroBubble")  # schedules that give two stages to a rank
+_SCHEDULE = Option(
+    "schedule",
+    "1F1B",
+    "the order in which micro-batches go forward and backward",
+    choices=("GPipe", "1F1B", *TWO_STAGES),
+)
+# A zero bubble takes the gradients of parameters after those of inputs, past the hooks by which DDP and FSDP2 send them.
+_SCHEDULE_OF_WRAPPED = replace(_SCHEDULE, choices=("GPipe", "1F1B", "Interleaved1F1B"))
+_MICRO_BATCHES = Option("micro_batches", 4, "parts of a batch that are in the pipe together", minimum=1)
+_PARTS = "its micro-batches are such parts already; set micro_batches"
 _SEQUENCE_PARALLEL = Option("sequence_parallel", False, "split by places what stands between the split matrices")
 _REPLICAS = Option("replicas", 1, "groups of ranks, of which each holds the whole model in shards (HSDP)", minimum=1)
 
@@ -188,19 +202,6 @@ def _tensor_limit(spec: Spec) -> str | None:
     return None
 
 
-def _mesh_limit(spec: Spec) -> str | None:
-    return _rows_of("tp_size", spec) or _tensor_limit(spec)
-
-
-def _rows_of(option: str, spec: Spec) -> str | None:
-    size, ranks = spec.options[option], spec.nproc
-    if ranks is None or ranks % size == 0:
-        return None
-    if ranks < size:
-        return f"{option}={size} needs {size} ranks, and there is {ranks}; use --nproc {size}, or {option}={ranks}"
-    return f"{ranks} ranks cannot form rows of {option}={size}; use --nproc {ranks // size * size} or {(ranks // size + 1) * size}"
-
-
 def _context_limit(spec: Spec) -> str | None:
     options, ranks = spec.options, spec.nproc
     if "context" not in options:
@@ -209,6 +210,77 @@ def _context_limit(spec: Spec) -> str | None:
         near = max(fits for fits in range(1, ranks) if options["context"] % fits == 0)
         return f"a context of {options['context']} places cannot be shared by {ranks} ranks; use --nproc {near}"
     return None
+
+
+def cut(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
+    """Where each of `stages` runs of blocks begins, and where the last ends, so that the costliest run costs as little as can be."""
+    sums = [0.0, *accumulate(costs)]
+    # best[last]: of all ways to cut blocks[:last] into so many runs, the least cost of the costliest, and where those runs begin
+    best = {last: (cost, (0,)) for last, cost in enumerate(sums) if last}
+    for _ in range(stages - 1):
+        best = {
+            last: min((max(worst, sums[last] - sums[first]), (*starts, first)) for first, (worst, starts) in best.items() if first < last)
+            for last in range(min(best) + 1, len(sums))
+        }
+    return (*best[len(costs)][1], len(costs))
+
+
+def _pipe_ranks(spec: Spec) -> int | None:
+    return spec.options.get("pp_size", spec.nproc)
+
+
+def _pipe_constants(spec: Spec) -> dict[str, Any]:
+    """Where the stages begin, and the first rank that has the last of them: ranks of a stage stand together on the mesh."""
+    ranks, schedule = _pipe_ranks(spec), spec.options["schedule"]
+    stages = ranks * (2 if schedule in TWO_STAGES else 1)
+    last = (ranks - 1) * (spec.nproc // ranks)
+    return {"STAGES": cut(spec.workload_row.costs(spec.options), stages), "LOSS_RANK": last}
+
+
+def _pipe_limit(spec: Spec) -> str | None:
+    ranks, schedule, parts = _pipe_ranks(spec), spec.options["schedule"], spec.options["micro_batches"]
+    if ranks is None:
+        return None
+    way = "pp_size=" if "pp_size" in spec.options else "--nproc "
+    if ranks < 2:
+        return f"a pipeline hands on from one rank to the next, and {ranks} was asked for; use {way}2, or the strategy single"
+    blocks, each = len(spec.workload_row.costs(spec.options)), 2 if schedule in TWO_STAGES else 1
+    if ranks * each > blocks:
+        near = f"{way}{blocks // each}" if blocks // each > 1 else f"schedule=1F1B with {way}{min(ranks, blocks)}"
+        return f"{spec.workload} has {blocks} blocks, and {schedule} over {ranks} ranks makes {ranks * each} stages of them; use {near}"
+    if schedule == "1F1B" and parts < ranks:
+        return f"1F1B keeps {ranks} stages busy with as many micro-batches at least, and {parts} were asked for; use {ranks}, or GPipe"
+    rounds = max(1, parts // ranks)
+    if each == 2 and parts % rounds:
+        near = parts // ranks * ranks
+        return f"{schedule} takes micro-batches in {rounds} equal rounds, and {parts} cannot be; use {near} or {near + ranks}"
+    return None
+
+
+def _batch_limit(spec: Spec) -> str | None:
+    parts = spec.options["micro_batches"]
+    if spec.nproc is None or spec.batch_per_rank % parts == 0:
+        return None
+    batch = spec.batch_per_rank
+    near = max(number for number in range(1, min(parts, max(batch, 1)) + 1) if batch % number == 0)
+    return f"a batch of {batch} cannot be taken in {parts} equal micro-batches; use {near}, or a batch of {-(-batch // parts) * parts}"
+
+
+def _row_limit(spec: Spec) -> str | None:
+    """Where the ranks cannot form a mesh of whole rows."""
+    wanted = [name for name in ("pp_size", "tp_size") if name in spec.options]
+    size = math.prod(spec.options[name] for name in wanted)
+    if spec.nproc is None or spec.nproc % size == 0:
+        return None
+    told = " × ".join(f"{name}={spec.options[name]}" for name in wanted)
+    below = spec.nproc // size * size
+    near = f"--nproc {below} or {below + size}" if below else f"--nproc {size}"
+    return f"{spec.nproc} ranks are no multiple of {told}; use {near}"
+
+
+def _first(*limits: Callable[[Spec], str | None]) -> Callable[[Spec], str | None]:
+    """The first sentence of several limits."""
+    return lambda spec: next(filter(None, (limit(spec) for limit in limits)), None)
 
 
 _SCALED = "loss scaling looks at split and whole gradients at once, which torch's GradScaler cannot; use --precision bf16 or fp32"
@@ -330,16 +402,52 @@ STRATEGIES: dict[str, Strategy] = {
             lacks={"fp16": _SCALED},
         ),
         Strategy(
+            name="pp",
+            title="PP",
+            splits="The blocks: each rank has some, and a batch goes through in micro-batches.",
+            sends="Activations to the rank with the next blocks, their gradients back.",
+            data_ranks=lambda spec: 1,
+            limit=_first(_pipe_limit, _batch_limit),
+            options=(_SCHEDULE, _MICRO_BATCHES),
+            lacks={"accumulate": _PARTS},
+            constants=_pipe_constants,
+        ),
+        Strategy(
             name="fsdp2_tp",
             title="FSDP2 × TP",
             splits="The layers over neighbours (TP); the batch and shards of the parts over the other axis.",
             sends="Activations: all-reduce in a row. Parameters: all-gather, gradients: reduce-scatter, in a column.",
             data_ranks=lambda spec: spec.nproc // spec.options["tp_size"],
-            limit=_mesh_limit,
+            limit=_first(_row_limit, _tensor_limit),
             unmet=_fully_shard_on_cpu,
             default_nproc=4,
             options=(_TP_SIZE, _SEQUENCE_PARALLEL, _RESHARD),
             lacks={"fp16": _SCALED},
+        ),
+        Strategy(
+            name="pp_ddp",
+            title="PP × DDP",
+            splits="The blocks over one axis of the mesh (PP), the batch over the other (DDP).",
+            sends="Activations and their gradients along a pipeline; gradients of parameters: all-reduce between pipelines.",
+            data_ranks=lambda spec: spec.nproc // spec.options["pp_size"],
+            limit=_first(_row_limit, _pipe_limit, _batch_limit),
+            default_nproc=4,
+            options=(_PP_SIZE, _SCHEDULE_OF_WRAPPED, _MICRO_BATCHES, _BUCKET_MB),
+            lacks={"accumulate": _PARTS},
+            constants=_pipe_constants,
+        ),
+        Strategy(
+            name="pp_fsdp2_tp",
+            title="PP × FSDP2 × TP",
+            splits="The blocks (PP), the batch and shards of what a rank holds (FSDP2), and the layers (TP).",
+            sends="What PP, FSDP2 and TP send, each along its own axis of the mesh.",
+            data_ranks=lambda spec: spec.nproc // (spec.options["pp_size"] * spec.options["tp_size"]),
+            limit=_first(_row_limit, _pipe_limit, _batch_limit, _tensor_limit),
+            unmet=_fully_shard_on_cpu,
+            default_nproc=8,
+            options=(_PP_SIZE, _TP_SIZE, _SCHEDULE_OF_WRAPPED, _MICRO_BATCHES, _SEQUENCE_PARALLEL),
+            lacks={"accumulate": _PARTS, "fp16": _SCALED},
+            constants=_pipe_constants,
         ),
         Strategy(
             name="cp",

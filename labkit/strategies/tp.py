@@ -46,6 +46,11 @@ def clip_gradients(model: nn.Module) -> None:
     for parameters in alike.values():
         norm = nn.utils.get_total_norm([each.grad for each in parameters])
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    norm = total(norms)
     for parameters in alike.values():
-        norm = torch.stack(norms).norm()
         nn.utils.clip_grads_with_norm_(parameters, CLIP_NORM, norm)
+
+
+def total(norms: list[torch.Tensor]) -> torch.Tensor:
+    """The norm of all gradients, from those of the parameters that are alike."""
+    return torch.stack(norms).norm()

@@ -1,0 +1,146 @@
+"""pp and what is built on it: where the blocks are cut, what is refused with all numbers, and that a small batch counts as it is."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from weaving import record
+
+from labkit.script import write_script
+from labkit.spec import Spec, SpecError
+from labkit.strategies import STRATEGIES, cut, pp
+from labkit.workloads import WORKLOADS, gpt
+
+
+def refusal(strategy: str, workload: str = "cnn", **fields) -> str:
+    with pytest.raises(SpecError) as error:
+        Spec(strategy, workload, **fields)
+    return str(error.value)
+
+
+# ---- the cut
+
+
+def costliest(costs: tuple[float, ...], starts: tuple[int, ...]) -> float:
+    return max(sum(costs[first:last]) for first, last in itertools.pairwise(starts))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_costliest_stage_is_the_cheapest_that_there_can_be(seed):
+    chance = random.Random(seed)
+    costs = tuple(chance.randint(1, 100) for _ in range(chance.randint(2, 9)))
+    stages = chance.randint(1, len(costs))
+    ways = [(0, *inner, len(costs)) for inner in itertools.combinations(range(1, len(costs)), stages - 1)]
+    found = cut(costs, stages)
+    assert found in ways
+    assert costliest(costs, found) == min(costliest(costs, way) for way in ways)
+
+
+def test_layers_that_are_all_alike_are_shared_evenly():
+    constants = STRATEGIES["pp"].constants(Spec("pp", "gpt", nproc=4, options={"size": "7B"}))
+    begins = constants["STAGES"]
+    assert (
+        max(last - first for first, last in itertools.pairwise(begins)) - min(last - first for first, last in itertools.pairwise(begins))
+        <= 2
+    )
+    assert constants["LOSS_RANK"] == 3
+    assert begins[-1] == len(WORKLOADS["gpt"].costs({"size": "7B", "context": 128}))
+
+
+@pytest.mark.parametrize(("schedule", "each"), [("GPipe", 1), ("1F1B", 1), ("Interleaved1F1B", 2), ("InterleavedZeroBubble", 2)])
+def test_every_schedule_has_its_stages_and_its_ranks_get_them_all(schedule, each, monkeypatch):
+    source = write_script(Spec("pp", "gpt", nproc=2, options={"schedule": schedule}))
+    assert f"Schedule{schedule}(" in source
+    assert sum(f"import Schedule{name}" in source or f"    Schedule{name},\n" in source for name in ("GPipe", "1F1B")) <= 1
+    begins = STRATEGIES["pp"].constants(Spec("pp", "gpt", nproc=3, batch_size=12, options={"schedule": schedule, "micro_batches": 3}))[
+        "STAGES"
+    ]
+    assert len(begins) - 1 == 3 * each
+    held = []
+    monkeypatch.setattr(pp, "STAGES", begins)
+    monkeypatch.setattr(pp, "Pipeline", lambda stages, device: held.append(stages))
+    monkeypatch.setattr(pp, "pipe", lambda: SimpleNamespace(size=lambda: 3))
+    model = gpt.build_model()
+    for rank in range(3):
+        monkeypatch.setattr(pp.dist, "get_rank", lambda group, rank=rank: rank)
+        pp.parallelize(model, torch.device("cpu"))
+    assert [sorted(stages) for stages in held] == [[rank + 3 * turn for turn in range(each)] for rank in range(3)]
+    blocks = [block for _, stage in sorted((number, stage) for stages in held for number, stage in stages.items()) for block in stage]
+    assert blocks == list(model)
+
+
+# ---- limits
+
+
+def test_more_stages_than_blocks_are_refused_with_a_number_that_works():
+    told = refusal("pp", nproc=6, options={"micro_batches": 8})
+    assert told == "cnn has 5 blocks, and 1F1B over 6 ranks makes 6 stages of them; use --nproc 5"
+    told = refusal("pp", "mlp", nproc=2, options={"schedule": "Interleaved1F1B"})
+    assert told == "mlp has 3 blocks, and Interleaved1F1B over 2 ranks makes 4 stages of them; use schedule=1F1B with --nproc 2"
+    assert "use pp_size=2" in refusal("pp_ddp", nproc=6, options={"pp_size": 3, "schedule": "Interleaved1F1B", "micro_batches": 3})
+
+
+def test_one_rank_is_no_pipeline():
+    assert refusal("pp", nproc=1).endswith("and 1 was asked for; use --nproc 2, or the strategy single")
+
+
+def test_micro_batches_that_do_not_fit_are_refused():
+    assert refusal("pp", nproc=2, batch_size=50) == "a batch of 50 cannot be taken in 4 equal micro-batches; use 2, or a batch of 52"
+    assert refusal("pp", nproc=4, options={"micro_batches": 2}).endswith("and 2 were asked for; use 4, or GPipe")
+    told = refusal("pp", nproc=2, batch_size=50, options={"schedule": "Interleaved1F1B", "micro_batches": 5})
+    assert told == "Interleaved1F1B takes micro-batches in 2 equal rounds, and 5 cannot be; use 4 or 6"
+    assert "its micro-batches are such parts already; set micro_batches" in refusal("pp", nproc=2, options={"accumulate": 2})
+
+
+def test_ranks_that_form_no_mesh_are_refused():
+    assert refusal("pp_ddp", nproc=5) == "5 ranks are no multiple of pp_size=2; use --nproc 4 or 6"
+    assert refusal("pp_fsdp2_tp", nproc=6) == "6 ranks are no multiple of pp_size=2 × tp_size=2; use --nproc 4 or 8"
+    assert "has no plan for the layers of resnet18" in refusal("pp_fsdp2_tp", "resnet18", nproc=8)
+    assert "12 heads to split, and 8 tensor-parallel ranks" in refusal(
+        "pp_fsdp2_tp", "gpt", nproc=16, options={"size": "100M", "tp_size": 8}
+    )
+
+
+def test_a_zero_bubble_is_not_for_stages_that_are_wrapped():
+    for strategy in ("pp_ddp", "pp_fsdp2_tp"):
+        assert "it takes one of GPipe, 1F1B, Interleaved1F1B" in refusal(strategy, options={"schedule": "InterleavedZeroBubble"})
+
+
+# ---- the functions, as they stand
+
+
+def test_a_small_batch_is_filled_up_and_counts_as_it_is(monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr(pp, "BATCH_PER_RANK", 8)
+    monkeypatch.setattr(pp, "pipe", lambda: None)
+    monkeypatch.setattr(pp.dist, "get_rank", lambda group: 0)
+    model, pipeline = nn.Linear(4, 10), pp.Pipeline.__new__(pp.Pipeline)
+    inputs, targets = torch.randn(5, 4), torch.arange(5)
+
+    def step(inputs, target, losses):
+        assert len(inputs) == len(target) == 8
+        losses += [pp.Pipeline.loss_of(pipeline, model(part), wanted) for part, wanted in zip(inputs.chunk(4), target.chunk(4))]
+
+    losses = []
+    pp.Pipeline.feed(pipeline, step, inputs, targets, losses)
+    assert losses[3].item() == 0, "it was filled in"
+    torch.testing.assert_close(sum(losses), nn.functional.cross_entropy(model(inputs), targets))
+
+
+def test_the_rank_with_the_last_stage_speaks(tmp_path):
+    ranks = record(Spec("pp", "mlp", nproc=2, batch_size=16, steps=2, samples=40, precision="bf16", device="cpu"), tmp_path / "run")
+    assert ranks[0]["losses"] == [None, None]
+    assert ranks[1]["losses"] == pytest.approx([2.3, 2.3], abs=0.3)
+    assert "LOSS_RANK = 2 " in write_script(Spec("pp_ddp", "mlp", nproc=4))
+    assert "LOSS_RANK = 4 " in write_script(Spec("pp_fsdp2_tp", "gpt", nproc=8))
+
+
+def test_the_script_shows_the_order():
+    source = write_script(Spec("pp_fsdp2_tp", "gpt", nproc=8, options={"checkpoint_activations": True}))
+    body = source[source.index("def parallelize") :]
+    assert body.index("parallelize_module(") < body.index("transform(") < body.index("fully_shard(") < body.index("return Pipeline(")
