@@ -80,8 +80,11 @@ def test_what_the_lab_tells_is_what_the_script_says(case):
 
 def test_the_share_that_a_script_gave_a_micro_batch():
     loss, other = torch.tensor(3.0, requires_grad=True).exp(), torch.tensor(0.5, requires_grad=True)
+    logits, wanted = torch.zeros(4, 2, requires_grad=True), torch.zeros(4, dtype=torch.long)
     for made, share in (
         (loss / 4, 0.25),
+        (torch.nn.functional.cross_entropy(logits, wanted) / 4, 0.25),
+        (torch.nn.functional.cross_entropy(logits, wanted, reduction="sum") / 16, 0.0),
         (loss * (3 / 8), 0.375),
         (0.5 * loss, 0.5),
         (loss / torch.tensor(2), 0.5),

@@ -85,8 +85,9 @@ def test_every_script_is_whole_formatted_and_alone(strategy, workload, data, pre
 @pytest.mark.parametrize(("strategy", "precision"), [one for one in EVERY_PRECISION if FIRST[one[0]] == "cnn"])
 def test_cnn_fits_on_a_page(strategy, precision):
     lines = write_script(spec(strategy, workload="cnn", precision=precision)).splitlines()
-    most = 225 if "pp" in strategy else 205 if strategy in ("dp", "fsdp2_tp") else 180  # dp holds its own emulation
-    assert len(lines) <= most
+    # dp holds its own emulation; a pipeline has a class of its own; the rest are two or three strategies in one.
+    most = {"dp": 205, "fsdp2_tp": 205, "pp": 215, "pp_ddp": 225, "pp_fsdp2_tp": 235}
+    assert len(lines) <= most.get(strategy, 180)
     assert max(map(len, lines)) <= 92
 
 
@@ -149,6 +150,7 @@ def test_strategies_differ_in_their_own_functions_alone():
             "SPEAKER",
             "RANKS",
             "tensor_plans",
+            "Pipeline",
         }
     assert changed(spec("ddp"), spec("fsdp2")) <= {"parallelize", "loss_of", "BUCKET_MB", "RESHARD_AFTER_FORWARD"}
 

@@ -9,7 +9,8 @@ runs in eval mode, or when another batch is fetched before anything was trained 
 starts anew with the first phase after it.
 
 The loss is what backward was called on in the step, as it was called. Of several, as gradient accumulation has them, it is the mean;
-where a script divided each by their number, or gave each a weight, that is undone. In an optimizer's closure the first call counts.
+where a script divided each by their number, or gave each a weight, that is undone; sums that were divided by the number of all samples
+are added up. In an optimizer's closure the first call counts.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from labkit.probe.memory import MemoryWatch, local, tensors_in
 
 _PATIENCE = 20  # so many steps of another optimizer, and the pacemaker has none: it is replaced
 _OTHER = "other"
+_SUM = 2  # how a loss that is summed up, and not averaged, saves its reduction
 
 
 @dataclass
@@ -235,7 +237,7 @@ class StepWatch:
         samples = self._fetched or self._fed
         memory = self._look(self._memory.at_step, self.finished)
         marks = [*self._marks, mark]
-        weight = sum(self._weights) if len(self._weights) > 1 else 1.0
+        weight = sum(self._weights) if len(self._weights) > 1 and any(self._weights) else 1.0
         self._pending.append(Step(self.finished, time.time(), self._clock, marks, self._names, self._losses, weight, samples, memory))
         self._restart(mark)
         self.drain()
@@ -280,13 +282,18 @@ def _first_dimension(values: Any) -> int:
 
 
 def _weight(made_by: torch.autograd.graph.Node | None) -> float:
-    """The share of the step's loss that this operation made of one: 0.25 for `loss / 4` and `loss * 0.25`, 1 for any other."""
+    """The share of the step's loss that this operation made of one: 0.25 for `loss / 4` and `loss * 0.25`, 1 for any other.
+
+    It is 0 for a sum over samples that was divided by how many there are in the whole step: such losses add up to its mean.
+    """
     name = made_by.name() if made_by is not None else ""
     if name not in ("DivBackward0", "MulBackward0"):
         return 1.0
     number = made_by._saved_other
     if number is None or number.requires_grad or number.numel() != 1 or number.device.type != "cpu":  # a GPU would be waited for
         return 1.0
+    if getattr(made_by.next_functions[0][0], "_saved_reduction", None) == _SUM:
+        return 0.0
     share = number.item()
     if name == "DivBackward0":
         share = 1 / share if share else 1.0

@@ -59,7 +59,7 @@ class Pipeline(nn.Module):
             logits = logits.float()
         loss = cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
         if PRECISION == "fp16":
-            loss = SCALER.scale(loss)
+            return SCALER.scale(loss / self.counted)
         return loss / self.counted
 
     def feed(self, run, inputs, targets, losses=None) -> torch.Tensor | None:
