@@ -140,6 +140,13 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     diff.add_argument("other", metavar="B")
     _add_fields(diff)
 
+    compare = commands.add("compare", "strategies side by side: the same training by each, or recorded runs", json=True)
+    compare.add_argument("runs", metavar="RUN", nargs="*", help="recorded runs; none: the newest of each strategy that trained the same")
+    compare.add_argument(
+        "--strategies", metavar="A,B,…", help=f"run these one after another, single first; all, or of {', '.join(STRATEGIES)}"
+    )
+    _add_fields(compare)
+
     commands.add("runs", "the recorded runs", json=True)
     show = commands.add("show", "one run's figures", json=True)
     show.add_argument("--follow", action="store_true", help="until it is over; Ctrl-C leaves it running")
@@ -182,8 +189,7 @@ def _add_fields(command: argparse.ArgumentParser) -> None:
 
 def _spec(args: argparse.Namespace, what: str) -> Spec:
     """What is asked for by `what`, a strategy or the path of a script, and by the other arguments."""
-    fields = {name: getattr(args, name) for name in _FIELDS if getattr(args, name) is not None}
-    fields["options"] = _options(args.option or ())
+    fields = fields_of(args)
     if what.endswith(".py"):
         return Spec(script=what, args=tuple(args.rest), **fields)
     if what not in STRATEGIES:
@@ -193,6 +199,12 @@ def _spec(args: argparse.Namespace, what: str) -> Spec:
     if args.command == "diff" and STRATEGIES[what].default_nproc:
         fields["nproc"] = STRATEGIES[what].default_nproc  # --nproc is meant for the other of the two
     return Spec(strategy=what, **fields)
+
+
+def fields_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of Spec that were given on the command line."""
+    fields = {name: getattr(args, name) for name in _FIELDS if getattr(args, name) is not None}
+    return fields | {"options": _options(args.option or ())}
 
 
 def _options(given: Iterable[str]) -> dict[str, str]:

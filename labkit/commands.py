@@ -215,6 +215,55 @@ def clean(args: argparse.Namespace) -> int:
     return 0
 
 
+def compare(args: argparse.Namespace) -> int:
+    """Runs strategies side by side, or shows recorded runs so."""
+    from labkit import comparison
+    from labkit.cli import fields_of
+
+    fields = fields_of(args)
+    if not args.strategies:
+        given = [name for name, value in fields.items() if value]
+        if given:
+            raise Refused(f"--{given[0].replace('_', '-')} goes with --strategies; recorded runs are compared as they are")
+        folders = [_find(name) for name in args.runs] or comparison.alike(RunFolder.all())
+        if not folders:
+            raise Refused("no run is recorded yet; compare some with: labkit compare --strategies single,ddp")
+        found, left_out = comparison.recorded(folders), {}
+        _console(args).print(terminal.comparison(found, left_out))
+    else:
+        if args.runs:
+            raise Refused(f"{args.runs[0]!r} is a recorded run, and --strategies makes new ones; give one of the two")
+        names = "all" if args.strategies == "all" else [name.strip() for name in args.strategies.split(",") if name.strip()]
+        specs, left_out = comparison.plan(names, **fields)
+        found = _compared(comparison.Comparing(specs, left_out), args)
+    if args.json:
+        print(json.dumps(comparison.document(found, left_out)))
+    if any(row.words == "stopped" or row.words == "not started" for row in found):
+        return 130
+    return 1 if any(row.failed for row in found) else 0
+
+
+def _compared(comparing: Any, args: argparse.Namespace) -> tuple:
+    """The rows of a comparison that was run to its end; Ctrl-C ends the run that is under way, and the rest does not begin."""
+    from labkit.launch.job import LaunchError
+
+    with _interrupts() as interrupted:
+        stopping = threading.Thread(target=comparing.stop, daemon=True)
+
+        def stop_once() -> None:
+            if interrupted.is_set() and not stopping.ident:
+                stopping.start()
+
+        found = terminal.watch_comparison(comparing.start(), _console(args), stop_once)
+        if stopping.ident:
+            stopping.join()
+        try:
+            comparing.wait()
+        except (LaunchError, OSError) as error:
+            raise Refused(str(error), code=1) from None
+    return found
+
+
 # ---- scripts
 
 

@@ -6,7 +6,7 @@ import math
 import re
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -17,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from labkit.comparison import HEADS, RECORDED, RECORDED_NOTE, Comparing, Row, cells, sentences
 from labkit.diagnose import Finding, findings
 from labkit.events import PHASES
 from labkit.figures.colours import PHASES as PHASE_COLOURS
@@ -113,6 +114,42 @@ def runs_table(rows: Sequence[dict]) -> Table:
         cells = (clean(row["run"]), clean(row["state"]), clean(what), str(row["world_size"]), str(row["steps"]), *figures)
         table.add_row(*(Text(cell) for cell in cells), style=None if row["state"] != "failed" else "red")
     return table
+
+
+def watch_comparison(comparing: Comparing, console: Console, look: Callable[[], None] = lambda: None) -> Sequence[Row]:
+    """Shows a comparison until nothing of it runs any more, and gives back its last rows; `look` is called at every look."""
+    if not console.is_terminal:
+        said: set[str] = set()
+        while not comparing.over:
+            look()
+            for row in comparing.rows:
+                if row.over and row.run and row.run not in said:
+                    said.add(row.run)
+                    console.print(Text(clean(f"{row.title}: {row.words} · {row.steps} steps · {row.run}")), soft_wrap=True)
+            time.sleep(_SECONDS)
+        console.print(comparison(comparing.rows, comparing.left_out))
+        return comparing.rows
+    with Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
+        while not comparing.over:
+            look()
+            live.update(comparison(comparing.rows, comparing.left_out, final=False), refresh=True)
+            time.sleep(_SECONDS)
+        live.update(comparison(comparing.rows, comparing.left_out), refresh=True)
+    return comparing.rows
+
+
+def comparison(rows: Sequence[Row], left_out: Mapping[str, str], final: bool = True) -> RenderableType:
+    """The table of a comparison with its bars, the recorded result beside it where it is of the same workload, and what there is to say."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for number, head in enumerate((*HEADS, "phases of a step")):
+        table.add_column(head, justify="right" if 0 < number < 8 else "left", no_wrap=number != 8)
+    for row in rows:
+        style = "red" if row.failed else "dim" if not row.run else None
+        table.add_row(*(Text(clean(cell)) for cell in cells(row)), _Shares(row.phases), style=style)
+    for row in RECORDED:
+        table.add_row(*(Text(cell) for cell in (*cells(row)[:-1], "recorded elsewhere")), Text(""), style="dim")
+    said = [Text(f"  {clean(sentence)}", style="dim") for sentence in sentences(rows, left_out)] if final else []
+    return Group(table, _legend(), *said, Text(f"  {RECORDED_NOTE}", style="dim"))
 
 
 def clean(text: str) -> str:
@@ -213,7 +250,7 @@ def _row(state: RunState, number: int) -> list[RenderableType]:
         _number(steps.loss[-1] if len(steps) else None, ".4f"),
         _number(samples / seconds if seconds else None, ",.0f"),
         _number(seconds * 1000, ".1f"),
-        _Phases(rank),
+        _Shares({phase: _mean(column) for phase, column in steps.phases.items()}),
         sizes(*memory),
         "" if code is None else str(code),
     )
@@ -222,12 +259,11 @@ def _row(state: RunState, number: int) -> list[RenderableType]:
     return [Text(f"■ {number}", style=rank_colour(number)), *texts]
 
 
-class _Phases:
-    """A bar of the phases' shares of the newest steps, as wide as there is room."""
+class _Shares:
+    """A bar of the phases' shares of a step, as wide as there is room."""
 
-    def __init__(self, rank: RankState):
-        means = {phase: _mean(column) for phase, column in rank.steps.phases.items()}
-        self._shares = {phase: seconds for phase, seconds in means.items() if seconds > 0}
+    def __init__(self, seconds: Mapping[str, float]):
+        self._shares = {phase: value for phase, value in seconds.items() if value > 0}
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         return Measurement(_BAR[0], min(_BAR[1], options.max_width))

@@ -55,7 +55,7 @@ def traces(drawn: Drawn) -> list[dict[str, Any]]:
                 "x": list(chart.x.categories),
                 "y": numbers(bars.values),
                 "marker": {"color": bars.colour},
-                "hovertemplate": f"{bars.name} %{{y:.3~s}} ms<extra>%{{x}}</extra>",
+                "hovertemplate": f"{bars.name} %{{y:.3~s}} {chart.y.title.split(' ')[0]}<extra>%{{x}}</extra>",
             }
             for bars in chart.bars
         ]

@@ -91,6 +91,23 @@ def _emulated(device: str | None) -> str:
     return "" if device == "cuda" else "Emulated on CPU: devices are threads of one process, and memory is their wire."
 
 
+def departures(spec: Spec) -> tuple[str, ...]:
+    """Why a run rightly does not train exactly what one process trains with the same global batch and seed; empty where it must."""
+    reasons = [spec.strategy_row.differs(spec)]
+    shares, parts = spec.data_ranks, spec.options.get("micro_batches", 1) * spec.options.get("accumulate", 1)
+    if spec.workload_row.batch_norm and (shares > 1 or parts > 1):
+        reasons.append(
+            f"batch norm averages over the {spec.batch_per_rank // parts} samples that go together, and not over {spec.global_batch}; "
+            "the running statistics that it evaluates with are those of such parts too"
+        )
+    rest = spec.train_samples % shares
+    if rest and spec.processes > 1 and spec.total_steps >= spec.steps_per_epoch and not spec.options.get("join"):
+        reasons.append(
+            f"{spec.train_samples:,} samples are no multiple of {shares} shares, so the sampler repeats {shares - rest} of them in an epoch"
+        )
+    return tuple(filter(None, reasons))
+
+
 _REPLICATED = "nn.DataParallel makes its replicas anew at every step, and they would run blocks of the first device; use the strategy ddp"
 
 
@@ -115,6 +132,12 @@ def _compressed(spec: Spec) -> str | None:
     how = spec.options["compression"]
     lost = {"fp16": "rounded to 16 bits", "powersgd": "approximated by matrices of rank 1 from the third step on"}
     return f"compression={how}: gradients are {lost[how]} before they are sent" if how in lost else None
+
+
+def _ddp_differs(spec: Spec) -> str | None:
+    if spec.options["join"] and spec.train_samples % spec.global_batch and spec.total_steps >= spec.steps_per_epoch:
+        return "join: ranks with fewer samples in the last batch of an epoch count as much as the others, or have none at all"
+    return _compressed(spec)
 
 
 def _ddp_limit(spec: Spec) -> str | None:
@@ -325,7 +348,7 @@ STRATEGIES: dict[str, Strategy] = {
             sends="Gradients: one all-reduce per bucket, while backward still runs.",
             data_ranks=lambda spec: spec.nproc,
             limit=_ddp_limit,
-            differs=_compressed,
+            differs=_ddp_differs,
             options=(
                 *_DDP_OPTIONS,
                 Option("join", False, "ranks may have unequal numbers of samples: who is done goes along with the rest"),

@@ -1,0 +1,71 @@
+"""The charts of a comparison: for each, one pure function from its rows to a Chart of bars, one a strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from labkit.events import PHASES
+from labkit.figures import colours
+from labkit.figures.as_svg import drawing
+from labkit.figures.model import Axis, Bars, Chart
+
+if TYPE_CHECKING:
+    import plotly.graph_objects
+
+    from labkit.comparison import Row
+
+_MIB, _KIB = float(1 << 20), float(1 << 10)
+
+
+def speedup(rows: Sequence[Row], recorded: Sequence[Row] = ()) -> Chart:
+    """Samples per second over the baseline's; beside one's own the recorded result, which says so."""
+    own = Bars("here", colours.RANKS[0], (*(row.speedup or 0.0 for row in rows), *(0.0 for _ in recorded)))
+    bars = [own]
+    if recorded:
+        bars.append(Bars("recorded elsewhere", colours.INK, (*(0.0 for _ in rows), *(row.speedup or 0.0 for row in recorded))))
+    names = (*_names(rows), *(f"{row.title} ×{row.devices}*" for row in recorded))
+    note = "* recorded elsewhere, on two GPUs" if recorded else ""
+    return Chart("speedup", "Speed-up", Axis("", categories=names), Axis("× single", least=1.0), bars=tuple(bars), note=note)
+
+
+def memory(rows: Sequence[Row]) -> Chart:
+    """The largest peak of any device."""
+    values = tuple((row.memory or 0) / _MIB for row in rows)
+    bars = Bars("peak", colours.RANKS[2], values)
+    return Chart("memory", "Peak memory per device", Axis("", categories=_names(rows)), Axis("MiB", least=1.0), bars=(bars,))
+
+
+def sent(rows: Sequence[Row]) -> Chart:
+    """What the rank that sends the most sends in a step."""
+    bars = Bars("sent", colours.RANKS[1], tuple((row.sent or 0) / _KIB for row in rows))
+    return Chart("sent", "Sent in a step, by one rank", Axis("", categories=_names(rows)), Axis("KiB", least=1.0), bars=(bars,))
+
+
+def phases(rows: Sequence[Row]) -> Chart:
+    """The share of each phase in a step of the slowest rank."""
+    bars = tuple(Bars(phase, colours.PHASES[phase], tuple(100 * row.phases.get(phase, 0.0) for row in rows)) for phase in PHASES)
+    return Chart("phases", "Share of each phase in a step", Axis("", categories=_names(rows)), Axis("% of a step", end=100.0), bars=bars)
+
+
+def charts(rows: Sequence[Row], recorded: Sequence[Row] = ()) -> tuple[Chart, ...]:
+    """All of them, in the order in which they are shown."""
+    return speedup(rows, recorded), phases(rows), memory(rows), sent(rows)
+
+
+def figure(rows: Sequence[Row], recorded: Sequence[Row] = ()) -> plotly.graph_objects.Figure:
+    """All charts as one plotly figure, two by two."""
+    from labkit.figures.as_plotly import as_figure, grid
+
+    return as_figure(*grid([chart.drawn() for chart in charts(rows, recorded)]))
+
+
+def svg(rows: Sequence[Row], recorded: Sequence[Row] = (), width: int = 560, height: int = 220) -> str:
+    """All charts as inline SVG elements, with no script."""
+    return "".join(drawing(chart.drawn(), width, height) for chart in charts(rows, recorded))
+
+
+def _names(rows: Sequence[Row]) -> tuple[str, ...]:
+    """Each a name of its own: plotly would stack bars of one name."""
+    names = [f"{row.title} ×{row.devices}" for row in rows]
+    return tuple(name if names.count(name) == 1 else f"{name} ({names[: number + 1].count(name)})" for number, name in enumerate(names))
