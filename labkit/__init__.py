@@ -14,6 +14,7 @@ _HOMES = {
     "Run": "labkit.api",
     "Spec": "labkit.spec",
     "SpecError": "labkit.spec",
+    "compare": "labkit.comparison",
     "diff_scripts": "labkit.script",
     "run": "labkit.api",
     "show": "labkit.api",

@@ -22,6 +22,8 @@ from labkit.summary import summarise
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
+    from labkit.comparison import Comparing
+
 
 def run(what: str | os.PathLike[str] | Spec, *, detached: bool = False, **fields: Any) -> Run:
     """Starts a run on this machine and returns at once.
@@ -56,14 +58,16 @@ def _checkpoints(name: str) -> Path:
         raise SpecError("resume", str(error)) from None
 
 
-def show(run: str | os.PathLike[str] | Run = "last") -> Run:
-    """Shows a run live and gives it back: a `Run`, its name or an end of it, its path, or `last`.
+def show(run: str | os.PathLike[str] | Run | Comparing = "last") -> Run | Comparing:
+    """Shows a run live and gives it back: a `Run`, its name or an end of it, its path, or `last`; or what `compare` started.
 
     In a notebook it returns at once; where nobody watches (nbclient, a batch run) it waits for the run's end and leaves plain figures;
     outside of a notebook it shows the run in the terminal until it is over. Raises `LookupError` for a run that there is not.
     """
-    if not isinstance(run, Run):
+    if isinstance(run, (str, os.PathLike)):
         run = Run.attach(run)
+    if not isinstance(run, Run):
+        return _show_comparison(run)
     if in_notebook():
         from labkit.panel import show_in_notebook
 
@@ -75,6 +79,20 @@ def show(run: str | os.PathLike[str] | Run = "last") -> Run:
 
         watch(Follower(run.folder), run.folder, Console())
     return run
+
+
+def _show_comparison(comparing: Comparing) -> Comparing:
+    if in_notebook():
+        from labkit.panel import show_comparison_in_notebook
+
+        show_comparison_in_notebook(comparing)
+    else:
+        from rich.console import Console
+
+        from labkit.terminal import watch_comparison
+
+        watch_comparison(comparing, Console(highlight=False))
+    return comparing
 
 
 def in_notebook() -> bool:

@@ -35,6 +35,7 @@ from labkit.summary import summarise
 _FIRST_LAB = "labs/00_start_here.py"
 _CODES = {"finished": 0, "failed": 1, "stopped": 130}
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+_WIDE = 160  # columns of a table that is written to a file
 _YOUNG = 60.0  # seconds in which a folder without a status may be that of a run which is just being made
 
 
@@ -149,7 +150,7 @@ def runs(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"runs": rows}))
     elif rows:
-        Console(width=None if sys.stdout.isatty() else 160).print(terminal.runs_table(rows))
+        _console(args, _WIDE).print(terminal.runs_table(rows))
     else:
         print("no run is recorded yet; start one with: labkit run ddp")
     return 0
@@ -229,7 +230,7 @@ def compare(args: argparse.Namespace) -> int:
         if not folders:
             raise Refused("no run is recorded yet; compare some with: labkit compare --strategies single,ddp")
         found, left_out = comparison.recorded(folders), {}
-        _console(args).print(terminal.comparison(found, left_out))
+        _console(args, _WIDE).print(terminal.comparison(found, left_out))
     else:
         if args.runs:
             raise Refused(f"{args.runs[0]!r} is a recorded run, and --strategies makes new ones; give one of the two")
@@ -254,7 +255,7 @@ def _compared(comparing: Any, args: argparse.Namespace) -> tuple:
             if interrupted.is_set() and not stopping.ident:
                 stopping.start()
 
-        found = terminal.watch_comparison(comparing.start(), _console(args), stop_once)
+        found = terminal.watch_comparison(comparing.start(), _console(args, _WIDE), stop_once)
         if stopping.ident:
             stopping.join()
         try:
@@ -319,9 +320,10 @@ def bench(args: argparse.Namespace) -> int:
 # ---- what several commands share
 
 
-def _console(args: argparse.Namespace) -> Console:
-    """Where people read: stdout, or stderr where stdout is for a program."""
-    return Console(stderr=args.json, highlight=False)
+def _console(args: argparse.Namespace, width: int | None = None) -> Console:
+    """Where people read: stdout, or stderr where stdout is for a program; `width` is for where there is no terminal to fit."""
+    stream = sys.stderr if args.json else sys.stdout
+    return Console(stderr=args.json, highlight=False, width=None if stream.isatty() else width)
 
 
 def _find(name: str) -> RunFolder:

@@ -189,9 +189,18 @@ class Comparing:
             for spec in self.specs:
                 if self._stopping.is_set():
                     return
-                self._runs.append(run(spec).wait())
+                started = run(spec)
+                self._runs.append(started)
+                if self._stopping.is_set():  # who stopped had not seen this one yet
+                    started.stop()
+                started.wait()
         except BaseException as error:  # it is raised again where somebody waits
             self._error = error
+
+
+def compare(strategies: Sequence[str] | str, **fields: Any) -> Comparing:
+    """Starts to run strategies side by side and returns at once; `show` shows it. See `plan` for the arguments; raises `SpecError`."""
+    return Comparing(*plan(strategies, **fields)).start()
 
 
 # ---- the figures

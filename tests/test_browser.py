@@ -246,3 +246,51 @@ def test_logs_of_two_ranks_of_a_script_of_ones_own(page, jupyter):
     panel.get_by_label("Search the whole log").fill("FROM RANK 1")
     sync_api.expect(panel.locator("mark")).to_have_text(["from rank 1"], timeout=30_000)
     picture(page, "7-logs")
+
+
+LAB = """# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %%
+from labkit import Lab
+Lab(strategy="ddp", workload="mlp", nproc=2, device="cpu", samples=1280, batch_size=64, epochs=1)
+"""
+
+
+def test_strategies_are_chosen_and_compared(page, jupyter):
+    (jupyter.work / "labs" / "compare.py").write_text(LAB)
+    open_notebook(page, jupyter, "labs/compare.py")
+    command(page, "notebook:run-all-cells")
+    panel = page.locator(".labkit", has=page.locator(".labkit-run"))
+    panel.wait_for(timeout=SECONDS)
+    see(panel)
+    fits_the_projector(panel)
+    panel.locator(".labkit-further select").select_option("PP × DDP")
+    sync_api.expect(panel.locator(".labkit-explanation")).to_contain_text("the batch over the other (DDP)")
+    panel.locator(".labkit-more").click()
+    sync_api.expect(panel.get_by_text("micro_batches", exact=True)).to_be_visible()
+    picture(page, "6-options-of-a-further-strategy")
+    panel.locator(".labkit-more").click()
+    panel.get_by_role("button", name="TP", exact=True).click()
+    sync_api.expect(panel.locator(".labkit-explanation")).to_contain_text("a part of every split matrix")
+    panel.get_by_role("tab", name="Compare").click()
+    tab = panel.locator(".labkit-compare")
+    sync_api.expect(tab.get_by_label("CP")).to_be_disabled()
+    tab.get_by_label("FSDP2", exact=True).uncheck()
+    tab.get_by_label("TP", exact=True).check()
+    picture(page, "7-compare-chosen")
+    tab.locator(".labkit-compare-run").click()
+    sync_api.expect(tab.locator("tr", has_text="Single").first).to_contain_text("reference", timeout=SECONDS)
+    for title in ("DDP", "TP"):
+        sync_api.expect(tab.locator("tr", has_text=title).locator(".labkit-good")).to_have_text("equal", timeout=SECONDS)
+    sync_api.expect(tab.locator(".labkit-compare-run")).to_be_enabled(timeout=SECONDS)
+    picture(page, "8-compared")
+    command(page, "apputils:change-theme", theme="JupyterLab Dark")
+    page.wait_for_function("document.body.dataset.jpThemeLight === 'false'")
+    see(panel)
+    picture(page, "9-compared-dark")

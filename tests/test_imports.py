@@ -130,7 +130,7 @@ def test_import_is_light():
 
 
 def test_public_names_are_exact():
-    expected = ["Lab", "Run", "Spec", "SpecError", "diff_scripts", "run", "show", "write_script"]
+    expected = ["Lab", "Run", "Spec", "SpecError", "compare", "diff_scripts", "run", "show", "write_script"]
     assert labkit.__all__ == expected
     code = "import labkit; print([name for name in labkit.__all__ if getattr(labkit, name).__name__ != name])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT.parent).stdout == "[]\n"

@@ -95,6 +95,7 @@ def test_the_workload_brings_its_batch_and_options():
         *(option.name for option in STRATEGIES["ddp"].options),
         *(option.name for option in COMMON),
         "size",
+        "context",
     ]
     choices.strategy.value = "single"
     options = choices.spec().options
@@ -370,3 +371,43 @@ def test_no_thread_is_left(fake):
     fake.end()
     view.wait(30)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("labkit view")]
+
+
+# ---- strategies behind "more", and the Compare tab
+
+
+def test_further_strategies_stand_behind_more_and_one_is_chosen_at_a_time():
+    choices = choices_of(CPU, strategy="ddp", nproc=2)
+    choices.further.value = "fsdp"
+    assert (choices.chosen, choices.strategy.value) == ("fsdp", None)
+    assert "mod-active" in choices.further._dom_classes
+    assert choices.spec().strategy == "fsdp"
+    choices.further.value = None
+    assert (choices.chosen, choices.further.value) == ("fsdp", "fsdp"), "more is no strategy"
+    choices.strategy.value = "tp"
+    assert (choices.chosen, choices.further.value) == ("tp", None)
+    assert "mod-active" not in choices.further._dom_classes
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_can_be_chosen_and_says_what_is_wrong(strategy):
+    lab = Lab(strategy="ddp", nproc=2)
+    choices = lab._choices
+    (choices.further if STRATEGIES[strategy].further else choices.strategy).value = strategy
+    assert choices.chosen == strategy
+    assert STRATEGIES[strategy].splits.partition(":")[0] in choices.explanation.value
+    assert "labkit-batch" in lab._batch.value or "labkit-finding" in lab._batch.value
+    assert lab._run_button.disabled == ("labkit-finding" in lab._batch.value)
+
+
+def test_fp16_is_no_choice_where_a_strategy_lacks_it():
+    choices = choices_of(T4S, strategy="ddp", nproc=2)
+    assert (choices.precision.value, choices.precision.options) == ("fp16", ("fp32", "fp16"))
+    choices.strategy.value = "tp"
+    assert (choices.precision.value, choices.precision.options) == ("fp32", ("fp32",))
+
+
+def test_comparison_takes_the_present_choices():
+    lab = Lab(strategy="ddp", nproc=2, workload="mlp", steps=5)
+    fields = lab._choices.comparable()
+    assert (fields["workload"], fields["steps"], fields["batch_size"], fields["scaling"]) == ("mlp", 5, 256, "strong")

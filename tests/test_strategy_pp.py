@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+import weaving
 from torch import nn
 from weaving import record
 
+from labkit.machine import Machine
 from labkit.script import write_script
 from labkit.spec import Spec, SpecError
 from labkit.strategies import STRATEGIES, cut, pp
@@ -111,6 +114,14 @@ def test_a_zero_bubble_is_not_for_stages_that_are_wrapped():
         assert "it takes one of GPipe, 1F1B, Interleaved1F1B" in refusal(strategy, options={"schedule": "InterleavedZeroBubble"})
 
 
+@pytest.mark.parametrize("strategy", ["pp", "pp_ddp", "pp_fsdp2_tp"])
+def test_a_torch_whose_schedules_cannot_evaluate_is_refused(strategy):
+    machine = Machine(gpus=(), cores=8, memory=8 * 2**30, torch=(2, 8))
+    with pytest.raises(SpecError, match=f"{strategy} evaluates with its schedule, .* 2.9 .* torch 2.8 is installed; use a newer torch"):
+        Spec(strategy).on(machine)
+    assert Spec(strategy).on(replace(machine, torch=(2, 9))).strategy == strategy
+
+
 # ---- the functions, as they stand
 
 
@@ -138,6 +149,18 @@ def test_the_rank_with_the_last_stage_speaks(tmp_path):
     assert ranks[1]["losses"] == pytest.approx([2.3, 2.3], abs=0.3)
     assert "LOSS_RANK = 2 " in write_script(Spec("pp_ddp", "mlp", nproc=4))
     assert "LOSS_RANK = 4 " in write_script(Spec("pp_fsdp2_tp", "gpt", nproc=8))
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, 0.5])
+def test_fp16_steps_on_the_ranks_without_a_loss_too(clip_norm, tmp_path, monkeypatch):
+    spec = Spec("pp", "mlp", nproc=2, batch_size=32, steps=12, samples=400, device="cpu", options={"clip_norm": clip_norm})
+    whole = record(spec, tmp_path / "fp32")[1]["losses"]
+    on_cpu = "ShardedGradScaler()", 'ShardedGradScaler(device="cpu", init_scale=1024.0)'
+    monkeypatch.setattr(weaving, "write_script", lambda spec: write_script(spec).replace(*on_cpu))
+    ranks = record(replace(spec, precision="fp16"), tmp_path / "fp16")
+    assert ranks[0]["losses"] == [None] * 12
+    assert ranks[1]["losses"] == pytest.approx(whole, rel=0.02), "told without the scale"
+    assert ranks[1]["losses"][-1] < ranks[1]["losses"][0] - 0.1, "both ranks stepped"
 
 
 def test_the_script_shows_the_order():

@@ -42,11 +42,18 @@ class Choices:
 
     def _make(self, start: Spec) -> None:
         device = "cuda" if self._machine.gpus and start.device == "cuda" else "cpu"
+        usual = [row for row in STRATEGIES.values() if not row.further]
+        rest = [row for row in STRATEGIES.values() if row.further]
         self.strategy = ipywidgets.ToggleButtons(
-            options=[(row.title, row.name) for row in STRATEGIES.values()],
-            tooltips=[row.splits for row in STRATEGIES.values()],
-            value=start.strategy,
+            options=[(row.title, row.name) for row in usual],
+            tooltips=[row.splits for row in usual],
+            value=None if STRATEGIES[start.strategy].further else start.strategy,
             description="Strategy",
+        )
+        self.further = ipywidgets.Dropdown(
+            options=[("more", None), *((row.title, row.name) for row in rest)],
+            value=start.strategy if STRATEGIES[start.strategy].further else None,
+            tooltip="More strategies",
         )
         pairs = [(f"{row.title.partition(':')[0]} · {data}", (row.name, data)) for row in WORKLOADS.values() for data in row.data]
         self.workload = ipywidgets.Dropdown(options=pairs, value=(start.workload, start.data), description="Workload · data")
@@ -68,17 +75,29 @@ class Choices:
         self.more.observe(self._disclose, "value")
         self.popover = ipywidgets.VBox(layout={"display": "none"})
         self.explanation = ipywidgets.HTML()
-        for widget, name in ((self.strategy, "strategy"), (self.popover, "popover"), (self.more, "more")):
+        for widget, name in ((self.strategy, "strategy"), (self.further, "further"), (self.popover, "popover"), (self.more, "more")):
             widget.add_class(f"labkit-{name}")
+        self._mark_further()
 
     def _widgets(self) -> tuple[ipywidgets.ValueWidget, ...]:
-        return self.strategy, self.workload, self.device, self.nproc, self.batch, self.scaling, self.length, self.unit, self.precision
+        return (
+            self.strategy,
+            self.further,
+            self.workload,
+            self.device,
+            self.nproc,
+            self.batch,
+            self.scaling,
+            self.length,
+            self.unit,
+            self.precision,
+        )
 
     @property
     def top(self) -> ipywidgets.Box:
         """The strategies, and on what they run."""
         where = _gpus(self._machine) if self._machine.gpus else _no_gpu(self._machine)
-        top = ipywidgets.HBox([self.strategy, ipywidgets.HTML(f'<div class="labkit-where">{escape(where)}</div>')])
+        top = ipywidgets.HBox([self.strategy, self.further, ipywidgets.HTML(f'<div class="labkit-where">{escape(where)}</div>')])
         top.add_class("labkit-top")
         return top
 
@@ -95,29 +114,51 @@ class Choices:
         row.add_class("labkit-row")
         return row
 
+    @property
+    def chosen(self) -> str:
+        """The name of the strategy that is chosen."""
+        return self.further.value or self.strategy.value
+
     def spec(self) -> Spec:
         """The Spec of the present choices, settled for the machine; `SpecError` where it cannot run."""
-        workload, data = self.workload.value
         return Spec(
-            strategy=self.strategy.value,
-            workload=workload,
-            data=data,
+            strategy=self.chosen,
             nproc=self.nproc.value,
             batch_size=self.batch.value,
             scaling=self.scaling.value,
             precision=self.precision.value,
-            device=self.device.value,
             options={name: widget.value for name, widget in self._options.items()},
-            **{self.unit.value: self.length.value},
-            **self._kept,
+            **self._training(),
         ).on(self._machine)
+
+    def comparable(self) -> dict[str, Any]:
+        """The fields of a comparison of any strategies by the present choices: the same training, with the same global batch."""
+        present = self.spec()
+        batch = {"batch_size": present.global_batch, "scaling": "strong", "nproc": self._wanted_nproc}
+        kept = {option.name: present.options[option.name] for option in WORKLOADS[present.workload].options}
+        return batch | {"precision": present.precision, "options": kept} | self._training()
+
+    def _training(self) -> dict[str, Any]:
+        workload, data = self.workload.value
+        length = {self.unit.value: self.length.value}
+        return {"workload": workload, "data": data, "device": self.device.value} | length | self._kept
 
     # ---- keeping the choices in step with each other
 
     def _changed(self, change: dict[str, Any]) -> None:
         if self._quiet:
             return
+        if change["owner"] in (self.strategy, self.further) and change["new"] is None:
+            if self.chosen is not None:
+                return  # the other of the two was chosen
+            self.further.value = change["old"]  # "more" is no strategy: what was chosen stays
+            return
         with self._quietly():
+            if change["owner"] is self.strategy:
+                self.further.value = None
+            if change["owner"] is self.further:
+                self.strategy.value = None
+            self._mark_further()
             if change["owner"] is self.nproc:
                 self._wanted_nproc = self.nproc.value
             if change["owner"] is self.workload:
@@ -133,14 +174,15 @@ class Choices:
         self._fit_ranks()
         self._fit_precision()
         self._fit_options()
-        row = STRATEGIES[self.strategy.value]
+        row = STRATEGIES[self.chosen]
         sentences = (("Splits", row.splits), ("Sends", row.sends), ("Note", row.note(self.device.value)))
         told = "".join(f"<div><b>{name}</b> {escape(text)}</div>" for name, text in sentences if text)
         self.explanation.value = f'<div class="labkit-explanation">{told}</div>'
 
     def _fit_ranks(self) -> None:
         most = len(self._machine.gpus) if self.device.value == "cuda" else self._machine.max_cpu_ranks
-        possible = [number for number in range(1, most + 1) if _runs(strategy=self.strategy.value, nproc=number)] or [1]
+        asked = {"strategy": self.chosen, "workload": self.workload.value[0]}
+        possible = [number for number in range(1, most + 1) if _runs(**asked, nproc=number)] or list(range(1, most + 1))
         self.nproc.min, self.nproc.max = 1, max(possible)
         self.nproc.min = min(possible)
         self.nproc.value = min(possible, key=lambda number: abs(number - self._wanted_nproc))
@@ -149,6 +191,7 @@ class Choices:
     def _fit_precision(self) -> None:
         device, nproc = self.device.value, self.nproc.value
         known = [name for name in PRECISIONS if _runs(self._machine, strategy="ddp", device=device, nproc=nproc, precision=name)]
+        known = [name for name in known if name not in STRATEGIES[self.chosen].lacks]
         chosen = self.precision.value
         if list(self.precision.options) != known:
             self.precision.options = known
@@ -163,11 +206,16 @@ class Choices:
         self.batch.value = self.batch.value * ranks if self.scaling.value == "strong" else max(1, self.batch.value // ranks)
 
     def _data_ranks(self) -> int:
-        return Spec(strategy=self.strategy.value, nproc=self.nproc.value).data_ranks
+        """Shares of a batch; 1 where the other choices contradict the strategy."""
+        own = {option.name: self._option_values.get(option.name, option.default) for option in STRATEGIES[self.chosen].options}
+        try:
+            return Spec(strategy=self.chosen, workload=self.workload.value[0], nproc=self.nproc.value, options=own).data_ranks
+        except SpecError:
+            return 1
 
     def _fit_options(self) -> None:
         self._option_values |= {name: widget.value for name, widget in self._options.items()}
-        both = STRATEGIES[self.strategy.value].all_options + WORKLOADS[self.workload.value[0]].options
+        both = STRATEGIES[self.chosen].all_options + WORKLOADS[self.workload.value[0]].options
         wanted = {option.name: option for option in both}
         if wanted.keys() != self._options.keys():
             self._options = {name: _widget(option, self._option_values) for name, option in wanted.items()}
@@ -178,6 +226,10 @@ class Choices:
         self.more.disabled = not wanted
         if not wanted:
             self.more.value = False
+
+    def _mark_further(self) -> None:
+        mark = self.further.add_class if self.further.value else self.further.remove_class
+        mark("mod-active")
 
     def _disclose(self, change: dict[str, Any]) -> None:
         self.popover.layout.display = "" if change["new"] else "none"

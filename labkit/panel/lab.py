@@ -15,6 +15,7 @@ from labkit.machine import Machine
 from labkit.panel import code
 from labkit.panel.charts import STATIC
 from labkit.panel.choices import Choices
+from labkit.panel.compare import CompareTab
 from labkit.panel.live import to_the_end
 from labkit.panel.notebook import Keepsake, headless
 from labkit.panel.view import RunView, style
@@ -65,8 +66,9 @@ class Lab:
         self._command = _Command()
         view, choices = self._view, self._choices
         live = ipywidgets.VBox([view.finding, view.charts.widget])
-        tabs = ipywidgets.Tab([live, self._sources(), view.logs.widget])
-        for number, title in enumerate(("Live", "Script & diff", "Logs")):
+        self._compare = CompareTab(choices.comparable, lambda: self._starting or view.busy)
+        tabs = ipywidgets.Tab([live, self._sources(), view.logs.widget, self._compare.widget])
+        for number, title in enumerate(("Live", "Script & diff", "Logs", "Compare")):
             tabs.set_title(number, title)
         tabs.add_class("labkit-tabs")
         actions = ipywidgets.HBox([self._run_button, view.stop_button, view.words, view.progress])
@@ -113,6 +115,7 @@ class Lab:
         self._batch.value = f'<div class="labkit-batch">{spec.batch_sentence}</div>'
         self._command.text = command(spec)
         self._script.value, self._diff.value = code.script_html(spec), code.diff_html(spec)
+        self._compare.refresh()
         self._run_button.disabled = self._starting or self._view.busy
         if self._run is None and not self._starting:
             self._view.preview(spec)

@@ -33,8 +33,8 @@ class Strategy:
     rightly does not train what one process trains, and None where it does. `processes` is how
     many torchrun starts for the Spec's devices. `lacks` names the common options that it has not, each with the reason;
     `constants` gives settings of its script that follow from the Spec, by name;
-    `note` says what a run on a device ("cpu", "cuda") is not
-    of what the title says, such as an emulation; it is empty where all is as said.
+    `note` says what a run on a device ("cpu", "cuda") is not of what the title says, such as an emulation; it is empty where all is as
+    said. A `further` one stands behind "more" where there is room for a few only.
     """
 
     name: str
@@ -51,6 +51,7 @@ class Strategy:
     lacks: Mapping[str, str] = field(default_factory=dict)
     constants: Callable[[Spec], dict[str, Any]] = lambda spec: {}
     note: Callable[[str | None], str] = lambda device: ""
+    further: bool = False
 
     @property
     def all_options(self) -> tuple[Option, ...]:
@@ -309,6 +310,13 @@ def _first(*limits: Callable[[Spec], str | None]) -> Callable[[Spec], str | None
 _SCALED = "loss scaling looks at split and whole gradients at once, which torch's GradScaler cannot; use --precision bf16 or fp32"
 
 
+def _without_evaluation(spec: Spec, machine: Machine) -> str | None:
+    if () < machine.torch < (2, 9):
+        version = ".".join(map(str, machine.torch))
+        return f"{spec.strategy} evaluates with its schedule, which torch 2.9 began with, and torch {version} is installed; use a newer torch, or ddp"
+    return None
+
+
 def _fully_shard_on_cpu(spec: Spec, machine: Machine) -> str | None:
     if spec.device == "cpu" and () < machine.torch < (2, 7):
         version = ".".join(map(str, machine.torch))
@@ -367,6 +375,7 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy(
             name="deepspeed",
             title="DeepSpeed",
+            further=True,
             splits="The batch; by stage 1 optimizer state, 2 gradients too, 3 parameters too.",
             sends="Gradients: reduce. Parameters: all-gather, in stage 3 block by block.",
             data_ranks=lambda spec: spec.nproc,
@@ -380,6 +389,7 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy(
             name="fsdp",
             title="FSDP1",
+            further=True,
             splits="The batch, parameters, gradients and optimizer state: a shard on each rank.",
             sends="Parameters: all-gather before forward and backward. Gradients: reduce-scatter.",
             data_ranks=lambda spec: spec.nproc,
@@ -431,6 +441,7 @@ STRATEGIES: dict[str, Strategy] = {
             sends="Activations to the rank with the next blocks, their gradients back.",
             data_ranks=lambda spec: 1,
             limit=_first(_pipe_limit, _batch_limit),
+            unmet=_without_evaluation,
             options=(_SCHEDULE, _MICRO_BATCHES),
             lacks={"accumulate": _PARTS},
             constants=_pipe_constants,
@@ -438,6 +449,7 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy(
             name="fsdp2_tp",
             title="FSDP2 × TP",
+            further=True,
             splits="The layers over neighbours (TP); the batch and shards of the parts over the other axis.",
             sends="Activations: all-reduce in a row. Parameters: all-gather, gradients: reduce-scatter, in a column.",
             data_ranks=lambda spec: spec.nproc // spec.options["tp_size"],
@@ -450,10 +462,12 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy(
             name="pp_ddp",
             title="PP × DDP",
+            further=True,
             splits="The blocks over one axis of the mesh (PP), the batch over the other (DDP).",
             sends="Activations and their gradients along a pipeline; gradients of parameters: all-reduce between pipelines.",
             data_ranks=lambda spec: spec.nproc // spec.options["pp_size"],
             limit=_first(_row_limit, _pipe_limit, _batch_limit),
+            unmet=_without_evaluation,
             default_nproc=4,
             options=(_PP_SIZE, _SCHEDULE_OF_WRAPPED, _MICRO_BATCHES, _BUCKET_MB),
             lacks={"accumulate": _PARTS},
@@ -462,11 +476,12 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy(
             name="pp_fsdp2_tp",
             title="PP × FSDP2 × TP",
+            further=True,
             splits="The blocks (PP), the batch and shards of what a rank holds (FSDP2), and the layers (TP).",
             sends="What PP, FSDP2 and TP send, each along its own axis of the mesh.",
             data_ranks=lambda spec: spec.nproc // (spec.options["pp_size"] * spec.options["tp_size"]),
             limit=_first(_row_limit, _pipe_limit, _batch_limit, _tensor_limit),
-            unmet=_fully_shard_on_cpu,
+            unmet=_without_evaluation,
             default_nproc=8,
             options=(_PP_SIZE, _TP_SIZE, _SCHEDULE_OF_WRAPPED, _MICRO_BATCHES, _SEQUENCE_PARALLEL),
             lacks={"accumulate": _PARTS, "fp16": _SCALED},
@@ -475,6 +490,7 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy(
             name="cp",
             title="CP",
+            further=True,
             splits="The sequence: each rank has a part of every window, and the whole model.",
             sends="Keys and values: all-gather in every layer. Gradients: all-reduce, as in DDP.",
             data_ranks=lambda spec: 1,

@@ -107,7 +107,9 @@ def train_step(model, optimizer, inputs, targets) -> torch.Tensor | None:
     losses = []
     model.feed(model.schedule.step, inputs, targets, losses)
     if PRECISION == "fp16":
-        losses = [loss / SCALER.scale(torch.ones_like(loss)) for loss in losses]
+        # Asked on every rank: a scaler that scaled nothing refuses to step.
+        scale = SCALER.scale(torch.ones((), device=inputs.device))
+        losses = [loss / scale for loss in losses]
     if CLIP_NORM:
         if PRECISION == "fp16":
             SCALER.unscale_(optimizer)

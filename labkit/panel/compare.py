@@ -1,0 +1,166 @@
+"""Strategies side by side: the tab that chooses and starts them, and the view of a comparison."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+import ipywidgets
+
+from labkit.comparison import BASELINE, HEADS, RECORDED, RECORDED_NOTE, Comparing, Row, cells, plan, sentences
+from labkit.figures import comparison as pictures
+from labkit.panel.notebook import headless
+from labkit.panel.view import style
+from labkit.panel.words import sentence_html
+from labkit.spec import SpecError
+from labkit.strategies import STRATEGIES
+
+_REDRAW = 0.5  # seconds between two pictures
+_FIRST = ("ddp", "fsdp2")  # chosen from the start
+_TONES = {"equal": "good", "reference": "quiet", "differs": "bad"}
+
+
+class ComparisonView:
+    """A comparison on screen: its table, its charts and what there is to say, drawn anew while it runs."""
+
+    def __init__(self) -> None:
+        self._html = ipywidgets.HTML()
+        self._html.add_class("labkit-comparison")
+        self.widget = self._html
+
+    def follow(self, comparing: Comparing, on_over: Callable[[], None] = lambda: None) -> threading.Thread:
+        """Shows a comparison from now on until nothing of it runs any more, in a thread that is given back."""
+        thread = threading.Thread(target=self._watch, args=(comparing, on_over), daemon=True, name="labkit view of a comparison")
+        thread.start()
+        return thread
+
+    def _watch(self, comparing: Comparing, on_over: Callable[[], None]) -> None:
+        try:
+            while not comparing.over:
+                self._html.value = comparison_html(comparing.rows, comparing.left_out)
+                time.sleep(_REDRAW)
+            self._html.value = comparison_html(comparing.rows, comparing.left_out)
+        finally:
+            on_over()
+
+
+def show_comparison_in_notebook(comparing: Comparing) -> None:
+    """Shows a comparison live and returns at once; where nobody watches it waits for the end and leaves plain outputs."""
+    from IPython.display import display
+
+    if headless():
+        comparing.wait()
+        display(comparison_bundle(comparing), raw=True)
+        return
+    view = ComparisonView()
+    widget = ipywidgets.VBox([style(), view.widget])
+    widget.add_class("labkit")
+    display(widget)
+    kept = display({"text/html": "", "text/plain": ""}, raw=True, display_id=True)
+    view.follow(comparing, lambda: kept.update(comparison_bundle(comparing), raw=True))
+
+
+def comparison_bundle(comparing: Comparing) -> dict[str, Any]:
+    """The table and the charts as a plain output, which needs no widget, no kernel and no network."""
+    html = comparison_html(comparing.rows, comparing.left_out)
+    return {"text/html": html, "text/plain": json.dumps(comparing.to_json(), indent=2)}
+
+
+class CompareTab:
+    """A checkbox for each strategy, a button, and the view. `fields` gives those of the present choices, or raises `SpecError`."""
+
+    def __init__(self, fields: Callable[[], dict[str, Any]], busy: Callable[[], bool]):
+        self._fields, self._busy = fields, busy
+        self._comparing: Comparing | None = None
+        self._boxes = {
+            name: ipywidgets.Checkbox(value=name in (BASELINE, *_FIRST), description=row.title, indent=False, disabled=name == BASELINE)
+            for name, row in STRATEGIES.items()
+        }
+        self._start_button = ipywidgets.Button(description="▶ Compare", tooltip="Run the chosen strategies, one after another")
+        self._start_button.on_click(lambda _: self.start())
+        self._start_button.add_class("labkit-compare-run")
+        self._stop_button = ipywidgets.Button(description="■ Stop", tooltip="End the run that is under way", disabled=True)
+        self._stop_button.on_click(lambda _: self.stop())
+        self._stop_button.add_class("labkit-compare-stop")
+        self._said = ipywidgets.HTML()
+        self._view = ComparisonView()
+        boxes = ipywidgets.HBox(list(self._boxes.values()))
+        boxes.add_class("labkit-boxes")
+        head = ipywidgets.HBox([self._start_button, self._stop_button, boxes])
+        head.add_class("labkit-compare-head")
+        self.widget = ipywidgets.VBox([head, self._said, self._view.widget])
+        self.widget.add_class("labkit-compare")
+
+    @property
+    def comparing(self) -> Comparing | None:
+        """The comparison that was started last."""
+        return self._comparing
+
+    def refresh(self) -> None:
+        """Greys out what cannot run by the present choices; pointing at it says why."""
+        try:
+            fields = self._fields()
+        except SpecError:
+            return  # the panel says it already
+        _, left_out = plan("all", **fields)
+        for name, box in self._boxes.items():
+            box.disabled = name in left_out or name == BASELINE
+            box.tooltip = left_out.get(name, STRATEGIES[name].splits)
+
+    def start(self) -> None:
+        """Begins to compare what is checked; a sentence says why where it cannot."""
+        if self._busy() or (self._comparing is not None and not self._comparing.over):
+            self._said.value = sentence_html("a run is under way; wait for its end, or stop it")
+            return
+        try:
+            specs, left_out = plan(
+                [name for name, box in self._boxes.items() if box.value and name not in self._refused()], **self._fields()
+            )
+        except SpecError as error:
+            self._said.value = sentence_html(str(error))
+            return
+        self._said.value = ""
+        self._comparing = Comparing(specs, left_out).start()
+        self._start_button.disabled, self._stop_button.disabled = True, False
+        self._view.follow(self._comparing, self._over)
+
+    def stop(self) -> None:
+        """Ends the run that is under way, and does not begin the rest; returns at once."""
+        self._stop_button.disabled = True
+        threading.Thread(target=self._comparing.stop, daemon=True, name="labkit stop").start()
+
+    def _refused(self) -> set[str]:
+        return {name for name, box in self._boxes.items() if box.disabled and name != BASELINE}
+
+    def _over(self) -> None:
+        self._start_button.disabled, self._stop_button.disabled = False, True
+        try:
+            self._comparing.wait(0)
+        except Exception as error:  # what kept a run from being started
+            self._said.value = sentence_html(str(error))
+
+
+def comparison_html(rows: Sequence[Row], left_out: Mapping[str, str]) -> str:
+    """The table, the charts and the sentences, every text escaped."""
+    said = "".join(f"<p>{escape(sentence)}</p>" for sentence in (*sentences(rows, left_out), RECORDED_NOTE))
+    return f'<div class="labkit-plain">{pictures.svg(rows, RECORDED, height=169)}</div>{_table(rows)}<div class="labkit-told">{said}</div>'
+
+
+def _table(rows: Sequence[Row]) -> str:
+    heads = "".join(f"<th>{escape(head)}</th>" for head in HEADS)
+    body = "".join(_row(row, cells(row)) for row in rows)
+    body += "".join(_row(row, (*cells(row)[:-1], "recorded elsewhere"), "labkit-recorded") for row in RECORDED)
+    return f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _row(row: Row, texts: Sequence[str], kind: str = "") -> str:
+    verdict = row.badge.verdict if row.badge else ""
+    hint = escape(row.badge.sentence if row.badge else row.words, quote=True)
+    *figures, last = (escape(text) for text in texts)
+    tone = "bad" if row.failed else _TONES.get(verdict, "waiting" if verdict else "quiet")
+    badge = f'<td class="labkit-badge labkit-{tone}" title="{hint}"><i></i>{last}</td>'
+    return f'<tr class="{kind}">' + "".join(f"<td>{text}</td>" for text in figures) + badge + "</tr>"

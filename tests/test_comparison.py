@@ -1,0 +1,264 @@
+"""Strategies side by side: what is planned, what the rows say, their faces, and real comparisons from the command line."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+from conftest import processes_of, wait_until
+from fabricate import FakeRun
+from rich.console import Console
+
+from labkit import SpecError, compare, show, terminal
+from labkit.comparison import HEADS, RECORDED, RECORDED_NOTE, Row, alike, cells, plan, recorded, sentences
+from labkit.environment import CLONE
+from labkit.equivalence import Badge
+from labkit.figures import comparison as pictures
+from labkit.launch.folder import RunFolder
+from labkit.panel.compare import CompareTab, comparison_html
+from labkit.strategies import STRATEGIES
+
+LABKIT = [sys.executable, "-m", "labkit", "compare"]
+SMALL = ["--workload", "mlp", "--nproc", "2", "--device", "cpu", "--samples", "640", "--batch-size", "64"]
+
+
+def fabricated(root, strategy: str, nproc: int, step_seconds: float, state: str = "finished", **spec) -> RunFolder:
+    run = FakeRun(root, nproc=nproc, steps=10, strategy=strategy, scaling="strong", samples=1280, **spec)
+    run.step_seconds = step_seconds
+    run.start()
+    run.step(10)
+    run.end(state)
+    run.close()
+    return run.folder
+
+
+# ---- the plan
+
+
+def test_the_baseline_is_added_first_and_all_have_the_same_global_batch():
+    specs, left_out = plan(["fsdp2", "ddp", "ddp"], workload="mlp", nproc=2, device="cpu", batch_size=64)
+    assert [spec.name for spec in specs] == ["single-x1", "fsdp2-x2", "ddp-x2"]
+    assert {spec.global_batch for spec in specs} == {64}
+    assert all(spec.tensors for spec in specs)
+    assert not left_out
+
+
+def test_all_leaves_out_what_cannot_run_and_says_why():
+    specs, left_out = plan("all", workload="mlp", nproc=2, device="cpu", batch_size=64)
+    assert {spec.strategy for spec in specs} | set(left_out) == set(STRATEGIES)
+    assert "mlp has none; use --workload gpt" in left_out["cp"]
+
+
+def test_an_option_goes_to_those_that_have_it():
+    specs, _ = plan(["ddp", "pp"], workload="mlp", nproc=2, device="cpu", batch_size=64, options={"bucket_mb": 3, "clip_norm": 1.0})
+    options = {spec.strategy: dict(spec.options) for spec in specs}
+    assert options["ddp"]["bucket_mb"] == 3
+    assert "bucket_mb" not in options["pp"]
+    assert {one["clip_norm"] for one in options.values()} == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("strategies", "fields", "says"),
+    [
+        (["dpp"], {}, "strategy 'dpp' is not known; there is single, dp, ddp"),
+        ([], {}, "no strategy was named"),
+        (["ddp", "cp"], {}, "cp cannot be compared: cp splits the places of a sequence, and mlp has none"),
+        (["ddp"], {"batch_size": 7}, "ddp cannot be compared: a global batch of 7 cannot be shared by 2 ranks; use 6 or 8"),
+        (["ddp"], {"options": {"buckets": 1}}, "has no option 'buckets'"),
+    ],
+)
+def test_what_cannot_be_compared_is_said_before_anything_starts(runs, strategies, fields, says):
+    with pytest.raises(SpecError, match=says):
+        plan(strategies, **{"workload": "mlp", "nproc": 2, "device": "cpu"} | fields)
+    assert not runs.exists()
+
+
+# ---- the rows
+
+
+def test_rows_tell_times_speed_ups_and_what_bounds_a_step(runs):
+    folders = [fabricated(runs, "ddp", 2, 0.05), fabricated(runs, "single", 1, 0.08)]
+    single, ddp = recorded(folders)
+    assert (single.strategy, single.devices, ddp.devices) == ("single", 1, 2)
+    assert single.seconds == pytest.approx(9 * 0.08)
+    assert ddp.epoch_seconds == pytest.approx(10 * 0.05), "an epoch has ten steps"
+    assert ddp.speedup == pytest.approx(0.08 / 0.05)
+    assert single.speedup == 1
+    assert sum(ddp.phases.values()) == pytest.approx(1)
+    assert ddp.bound.startswith("backward 5")
+    assert single.badge.verdict == "reference"
+    assert ddp.badge.verdict == "not compared"
+    assert "recorded by 0 of 2 ranks" in ddp.badge.sentence
+
+
+def test_a_run_without_a_baseline_has_no_speed_up(runs):
+    (row,) = recorded([fabricated(runs, "ddp", 2, 0.05)])
+    assert (row.speedup, row.badge) == (None, None)
+    assert cells(row)[5] == "–"
+
+
+def test_the_newest_runs_of_one_training_are_found(runs):
+    old, other, new, single = (
+        fabricated(runs, "ddp", 2, 0.05),
+        fabricated(runs, "ddp", 2, 0.05, seed=1),
+        fabricated(runs, "ddp", 2, 0.05),
+        fabricated(runs, "single", 1, 0.05),
+    )
+    assert [folder.name for folder in alike([old, other, new, single])] == [single.name, new.name]
+    assert alike([]) == []
+
+
+def test_the_recorded_result_is_what_was_reported_and_says_where_from():
+    told = {(row.strategy, row.devices, row.seconds, row.accuracy, cells(row)[5]) for row in RECORDED}
+    assert told == {("single", 1, 44.69, 0.9924, "1.00×"), ("ddp", 2, 34.69, 0.9905, "1.29×"), ("fsdp", 2, 34.63, 0.9920, "1.29×")}
+    assert RECORDED_NOTE.startswith("Recorded elsewhere, not measured here")
+
+
+# ---- the faces
+
+NASTY = Row("ddp", "<b>DDP</b>", run="r", devices=2, words="failed (rank 1: <i>)", over=True, failed=True)
+FOUND = (
+    Row(
+        "single",
+        "Single",
+        run="s",
+        devices=1,
+        over=True,
+        words="finished",
+        seconds=2.0,
+        speedup=1.0,
+        memory=3 << 20,
+        phases={"forward": 1.0},
+    ),
+    NASTY,
+    Row("pp", "PP", devices=2),
+)
+
+
+def test_terminal_table_shows_rows_the_recorded_result_and_what_is_waiting():
+    console = Console(record=True, width=200, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(terminal.comparison(FOUND, {"cp": "no sequence"}))
+    text = console.export_text()
+    for word in (*HEADS, "44.69", "recorded elsewhere", "waiting", "3.0 MiB", "CP is left out: no sequence.", "failed (rank 1"):
+        assert word in text
+
+
+def test_html_escapes_every_text_and_marks_the_badge():
+    badge = Badge("differs", 'a "sentence" <script>')
+    html = comparison_html((*FOUND, Row("tp", "TP", run="t", over=True, badge=badge)), {})
+    assert "<b>DDP" not in html
+    assert "<script>" not in html
+    assert "&lt;b&gt;DDP" in html
+    assert 'labkit-bad" title="a &quot;sentence&quot;' in html
+    assert html.count("<svg") == 4
+
+
+def test_charts_have_a_bar_for_each_and_set_the_recorded_result_apart():
+    speedup, phases, *_ = pictures.charts(FOUND, RECORDED)
+    assert speedup.x.categories == ("Single ×1", "<b>DDP</b> ×2", "PP ×2", "Single ×1*", "DDP ×2*", "FSDP1 ×2*")
+    here, elsewhere = speedup.bars
+    assert here.values == (1.0, 0, 0, 0, 0, 0)
+    assert elsewhere.values[-1] == pytest.approx(1.29, abs=0.005)
+    assert "recorded elsewhere" in speedup.note
+    assert phases.bars[1].values[0] == 100
+    figure = pictures.figure(FOUND, RECORDED)
+    assert len(figure.data) == 2 + 5 + 1 + 1
+    assert pictures.charts((FOUND[0], FOUND[0]))[2].x.categories == ("Single ×1 (1)", "Single ×1 (2)"), "bars of one name would be stacked"
+
+
+def test_sentences_name_failures_badges_and_notes():
+    said = sentences((FOUND[0], NASTY), {"cp": "no sequence"})
+    assert said == [
+        "<b>DDP</b>: failed (rank 1: <i>).",
+        "Single: forward 100% of a step, more than any other phase.",
+        "CP is left out: no sequence.",
+    ]
+
+
+def test_tab_greys_out_what_cannot_run_and_refuses_while_a_run_is_under_way():
+    fields = {"workload": "mlp", "nproc": 2, "device": "cpu", "batch_size": 64}
+    busy = [True]
+    tab = CompareTab(lambda: fields, lambda: busy[0])
+    tab.refresh()
+    boxes = {box.description: box for box in tab._boxes.values()}
+    assert boxes["CP"].disabled
+    assert "mlp has none" in boxes["CP"].tooltip
+    assert boxes["Single"].disabled, "the baseline is always run"
+    assert not boxes["DDP"].disabled
+    tab.start()
+    assert "a run is under way" in tab._said.value
+    assert tab.comparing is None
+
+
+# ---- for real
+
+
+def test_a_comparison_from_the_command_line(runs):
+    argv = [*LABKIT, "--strategies", "ddp,tp", *SMALL, "--epochs", "1", "--json"]
+    done = subprocess.run(argv, cwd=CLONE, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [row["strategy"] for row in found["rows"]] == ["single", "ddp", "tp"]
+    assert [row["badge"]["verdict"] for row in found["rows"]] == ["reference", "equal", "equal"]
+    for row in found["rows"]:
+        assert row["steps"] == 10
+        assert row["seconds"] > 0
+        assert row["accuracy"] == pytest.approx(found["rows"][0]["accuracy"], abs=1e-6)
+        assert sum(row["phases"].values()) == pytest.approx(1)
+    single, ddp, tp = found["rows"]
+    assert tp["memory"] < ddp["memory"], "a part of the layers"
+    assert ddp["sent"] > tp["sent"] > single["sent"] == 0
+    assert "recorded elsewhere" in done.stderr
+    again = subprocess.run([*LABKIT, "--json"], cwd=CLONE, capture_output=True, text=True, timeout=120)
+    assert again.returncode == 0, again.stderr
+    assert [row["badge"]["verdict"] for row in json.loads(again.stdout)["rows"]] == ["reference", "equal", "equal"]
+
+
+def test_ctrl_c_ends_the_run_that_is_under_way_and_the_rest_does_not_begin(runs):
+    argv = [*LABKIT, "--strategies", "ddp", *SMALL, "--steps", "1000000", "--json"]
+    with subprocess.Popen(argv, cwd=CLONE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            wait_until(lambda: any(path.read_text() for path in runs.glob("*/events/rank0.jsonl")))
+            process.send_signal(signal.SIGINT)
+            out, error = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130, error
+    assert [row["words"] for row in json.loads(out)["rows"]] == ["stopped", "not started"]
+    assert processes_of(str(runs)) == []
+
+
+def test_a_run_that_fails_does_not_end_the_others(runs, monkeypatch, capsys):
+    write = RunFolder.write_text
+
+    def broken(path, text):
+        write(path, text.replace("dist.init_process_group(", "raise KeyError('on purpose')  # ") if path.name == "train.py" else text)
+
+    monkeypatch.setattr(RunFolder, "write_text", staticmethod(broken))
+    comparing = compare(["ddp", "dp"], workload="mlp", nproc=2, device="cpu", batch_size=64, samples=640, steps=3)
+    assert show(comparing).wait(120).over
+    single, ddp, dp = comparing.rows
+    assert [row.failed for row in (single, ddp, dp)] == [False, True, False]
+    assert "KeyError" in ddp.words
+    assert dp.badge.verdict == "equal"
+    assert "KeyError" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--strategies", "ddpp"], "'ddpp' is not known"),
+        (["--strategies", "ddp", "last"], "'last' is a recorded run, and --strategies makes new ones"),
+        (["--nproc", "2"], "--nproc goes with --strategies"),
+        (["nothing"], "there is no run 'nothing'"),
+        ([], "no run is recorded yet; compare some with: labkit compare --strategies single,ddp"),
+    ],
+)
+def test_wrong_usage_is_one_sentence(runs, arguments, says):
+    done = subprocess.run([*LABKIT, *arguments], cwd=CLONE, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1
