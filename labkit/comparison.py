@@ -39,6 +39,7 @@ class Row:
 
     strategy: str
     title: str
+    workload: str = "cnn"
     run: str = ""
     devices: int = 0
     device: str = ""
@@ -84,6 +85,11 @@ RECORDED_NOTE = (
     "Recorded elsewhere, not measured here: this CNN on MNIST, 5 epochs, batch 128 per GPU, two GPUs. Its input pipeline, "
     "which fetches sample by sample, held the speed-up down."
 )
+
+
+def beside(found: Sequence[Row]) -> tuple[Row, ...]:
+    """The recorded result, where it is of the same model; else nothing."""
+    return RECORDED if any(row.workload == "cnn" for row in found) else ()
 
 
 # ---- what is to be run
@@ -175,7 +181,7 @@ class Comparing:
         """A row for each Spec, in order."""
         started = self.runs
         known = [(one.folder, one.state) for one in started]
-        waiting = [Row(spec.strategy, spec.strategy_row.title, devices=spec.nproc) for spec in self.specs[len(started) :]]
+        waiting = [Row(spec.strategy, spec.strategy_row.title, spec.workload, devices=spec.nproc) for spec in self.specs[len(started) :]]
         if self._stopping.is_set():
             waiting = [replace(row, words="not started", over=True) for row in waiting]
         return (*rows(known, self._badges), *waiting)
@@ -262,6 +268,7 @@ def _row(folder: RunFolder, state: RunState) -> Row:
     row = Row(
         strategy=str(state.spec.get("strategy")),
         title=spec.strategy_row.title if spec and spec.strategy else folder.name,
+        workload=str(state.spec.get("workload")),
         run=folder.name,
         devices=state.spec.get("nproc") or state.world_size,
         device=summary["device"] or "",
@@ -312,8 +319,8 @@ def _shares(state: RunState) -> dict[str, float]:
 
 def document(found: Sequence[Row], left_out: Mapping[str, str]) -> dict[str, Any]:
     """What `compare --json` prints."""
-    recorded_elsewhere = {"note": RECORDED_NOTE, "rows": [_measured(row) for row in RECORDED]}
-    return {"rows": [row.to_json() for row in found], "left_out": dict(left_out), "recorded_elsewhere": recorded_elsewhere}
+    elsewhere = {"note": RECORDED_NOTE, "rows": [_measured(row) for row in beside(found)]}
+    return {"rows": [row.to_json() for row in found], "left_out": dict(left_out), "recorded_elsewhere": elsewhere}
 
 
 def _measured(row: Row) -> dict[str, Any]:
@@ -347,7 +354,7 @@ def sentences(found: Sequence[Row], left_out: Mapping[str, str]) -> list[str]:
     said += [f"{row.title}: {row.note}" for row in found if row.note]
     said += [f"{row.title}: {row.bound} of a step, more than any other phase." for row in found if row.bound and row.over]
     said += [f"{STRATEGIES[name].title} is left out: {reason}." for name, reason in left_out.items()]
-    return said
+    return said + [RECORDED_NOTE] * bool(beside(found))
 
 
 def _number(value: float | None, how: str, unit: str = "") -> str:

@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from labkit.comparison import HEADS, RECORDED, RECORDED_NOTE, Comparing, Row, cells, sentences
+from labkit.comparison import HEADS, Comparing, Row, beside, cells, sentences
 from labkit.diagnose import Finding, findings
 from labkit.events import PHASES
 from labkit.figures.colours import PHASES as PHASE_COLOURS
@@ -146,10 +146,10 @@ def comparison(rows: Sequence[Row], left_out: Mapping[str, str], final: bool = T
     for row in rows:
         style = "red" if row.failed else "dim" if not row.run else None
         table.add_row(*(Text(clean(cell)) for cell in cells(row)), _Shares(row.phases), style=style)
-    for row in RECORDED:
+    for row in beside(rows):
         table.add_row(*(Text(cell) for cell in (*cells(row)[:-1], "recorded elsewhere")), Text(""), style="dim")
     said = [Text(f"  {clean(sentence)}", style="dim") for sentence in sentences(rows, left_out)] if final else []
-    return Group(table, _legend(), *said, Text(f"  {RECORDED_NOTE}", style="dim"))
+    return Group(table, _legend(), *said)
 
 
 def clean(text: str) -> str:

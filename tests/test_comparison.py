@@ -175,6 +175,7 @@ def test_sentences_name_failures_badges_and_notes():
         "<b>DDP</b>: failed (rank 1: <i>).",
         "Single: forward 100% of a step, more than any other phase.",
         "CP is left out: no sequence.",
+        RECORDED_NOTE,
     ]
 
 
@@ -211,7 +212,7 @@ def test_a_comparison_from_the_command_line(runs):
     single, ddp, tp = found["rows"]
     assert tp["memory"] < ddp["memory"], "a part of the layers"
     assert ddp["sent"] > tp["sent"] > single["sent"] == 0
-    assert "recorded elsewhere" in done.stderr
+    assert found["recorded_elsewhere"]["rows"] == [], "it is of another model"
     again = subprocess.run([*LABKIT, "--json"], cwd=CLONE, capture_output=True, text=True, timeout=120)
     assert again.returncode == 0, again.stderr
     assert [row["badge"]["verdict"] for row in json.loads(again.stdout)["rows"]] == ["reference", "equal", "equal"]

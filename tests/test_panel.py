@@ -382,10 +382,10 @@ def test_further_strategies_stand_behind_more_and_one_is_chosen_at_a_time():
     assert (choices.chosen, choices.strategy.value) == ("fsdp", None)
     assert "mod-active" in choices.further._dom_classes
     assert choices.spec().strategy == "fsdp"
-    choices.further.value = None
+    choices.further.value = ""
     assert (choices.chosen, choices.further.value) == ("fsdp", "fsdp"), "more is no strategy"
     choices.strategy.value = "tp"
-    assert (choices.chosen, choices.further.value) == ("tp", None)
+    assert (choices.chosen, choices.further.value) == ("tp", "")
     assert "mod-active" not in choices.further._dom_classes
 
 

@@ -151,9 +151,8 @@ def test_the_rank_with_the_last_stage_speaks(tmp_path):
     assert "LOSS_RANK = 4 " in write_script(Spec("pp_fsdp2_tp", "gpt", nproc=8))
 
 
-@pytest.mark.parametrize("clip_norm", [0.0, 0.5])
-def test_fp16_steps_on_the_ranks_without_a_loss_too(clip_norm, tmp_path, monkeypatch):
-    spec = Spec("pp", "mlp", nproc=2, batch_size=32, steps=12, samples=400, device="cpu", options={"clip_norm": clip_norm})
+def test_fp16_steps_on_the_ranks_without_a_loss_too(tmp_path, monkeypatch):
+    spec = Spec("pp", "mlp", nproc=2, batch_size=32, steps=12, samples=400, device="cpu", options={"clip_norm": 0.5})
     whole = record(spec, tmp_path / "fp32")[1]["losses"]
     on_cpu = "ShardedGradScaler()", 'ShardedGradScaler(device="cpu", init_scale=1024.0)'
     monkeypatch.setattr(weaving, "write_script", lambda spec: write_script(spec).replace(*on_cpu))

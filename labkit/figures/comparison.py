@@ -23,7 +23,7 @@ def speedup(rows: Sequence[Row], recorded: Sequence[Row] = ()) -> Chart:
     own = Bars("here", colours.RANKS[0], (*(row.speedup or 0.0 for row in rows), *(0.0 for _ in recorded)))
     bars = [own]
     if recorded:
-        bars.append(Bars("recorded elsewhere", colours.INK, (*(0.0 for _ in rows), *(row.speedup or 0.0 for row in recorded))))
+        bars.append(Bars("elsewhere*", colours.INK, (*(0.0 for _ in rows), *(row.speedup or 0.0 for row in recorded))))
     names = (*_names(rows), *(f"{row.title} ×{row.devices}*" for row in recorded))
     note = "* recorded elsewhere, on two GPUs" if recorded else ""
     return Chart("speedup", "Speed-up", Axis("", categories=names), Axis("× single", least=1.0), bars=tuple(bars), note=note)

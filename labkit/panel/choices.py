@@ -51,8 +51,8 @@ class Choices:
             description="Strategy",
         )
         self.further = ipywidgets.Dropdown(
-            options=[("more", None), *((row.title, row.name) for row in rest)],
-            value=start.strategy if STRATEGIES[start.strategy].further else None,
+            options=[("more", ""), *((row.title, row.name) for row in rest)],
+            value=start.strategy if STRATEGIES[start.strategy].further else "",
             tooltip="More strategies",
         )
         pairs = [(f"{row.title.partition(':')[0]} · {data}", (row.name, data)) for row in WORKLOADS.values() for data in row.data]
@@ -148,14 +148,12 @@ class Choices:
     def _changed(self, change: dict[str, Any]) -> None:
         if self._quiet:
             return
-        if change["owner"] in (self.strategy, self.further) and change["new"] is None:
-            if self.chosen is not None:
-                return  # the other of the two was chosen
+        if change["owner"] is self.further and not change["new"]:
             self.further.value = change["old"]  # "more" is no strategy: what was chosen stays
             return
         with self._quietly():
             if change["owner"] is self.strategy:
-                self.further.value = None
+                self.further.value = ""
             if change["owner"] is self.further:
                 self.strategy.value = None
             self._mark_further()
@@ -221,11 +219,23 @@ class Choices:
             self._options = {name: _widget(option, self._option_values) for name, option in wanted.items()}
             for widget in self._options.values():
                 widget.observe(self._changed, "value")
-            helps = [ipywidgets.HTML(f'<div class="labkit-help">{escape(option.help)}</div>') for option in wanted.values()]
-            self.popover.children = [one for pair in zip(self._options.values(), helps) for one in pair]
+            self.popover.children = [one for heading, group in self._groups() for one in self._disclosed(heading, group)]
         self.more.disabled = not wanted
         if not wanted:
             self.more.value = False
+
+    def _groups(self) -> tuple[tuple[str, tuple[Option, ...]], ...]:
+        row, workload = STRATEGIES[self.chosen], WORKLOADS[self.workload.value[0]]
+        common = tuple(option for option in row.all_options if option not in row.options)
+        return (row.title, row.options), ("All strategies", common), (workload.title.partition(":")[0], workload.options)
+
+    def _disclosed(self, heading: str, group: tuple[Option, ...]) -> Iterator[ipywidgets.Widget]:
+        """A heading, and each option of the group with its help."""
+        if group:
+            yield ipywidgets.HTML(f'<div class="labkit-heading">{escape(heading)}</div>')
+        for option in group:
+            yield self._options[option.name]
+            yield ipywidgets.HTML(f'<div class="labkit-help">{escape(option.help)}</div>')
 
     def _mark_further(self) -> None:
         mark = self.further.add_class if self.further.value else self.further.remove_class

@@ -11,7 +11,7 @@ from typing import Any
 
 import ipywidgets
 
-from labkit.comparison import BASELINE, HEADS, RECORDED, RECORDED_NOTE, Comparing, Row, cells, plan, sentences
+from labkit.comparison import BASELINE, HEADS, Comparing, Row, beside, cells, plan, sentences
 from labkit.figures import comparison as pictures
 from labkit.panel.notebook import headless
 from labkit.panel.view import style
@@ -146,14 +146,15 @@ class CompareTab:
 
 def comparison_html(rows: Sequence[Row], left_out: Mapping[str, str]) -> str:
     """The table, the charts and the sentences, every text escaped."""
-    said = "".join(f"<p>{escape(sentence)}</p>" for sentence in (*sentences(rows, left_out), RECORDED_NOTE))
-    return f'<div class="labkit-plain">{pictures.svg(rows, RECORDED, height=169)}</div>{_table(rows)}<div class="labkit-told">{said}</div>'
+    said = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences(rows, left_out))
+    drawn = pictures.svg(rows, beside(rows), height=169)
+    return f'{_table(rows)}<div class="labkit-plain">{drawn}</div><div class="labkit-told">{said}</div>'
 
 
 def _table(rows: Sequence[Row]) -> str:
     heads = "".join(f"<th>{escape(head)}</th>" for head in HEADS)
     body = "".join(_row(row, cells(row)) for row in rows)
-    body += "".join(_row(row, (*cells(row)[:-1], "recorded elsewhere"), "labkit-recorded") for row in RECORDED)
+    body += "".join(_row(row, (*cells(row)[:-1], "recorded elsewhere"), "labkit-recorded") for row in beside(rows))
     return f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
 
 

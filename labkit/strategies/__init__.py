@@ -313,7 +313,8 @@ _SCALED = "loss scaling looks at split and whole gradients at once, which torch'
 def _without_evaluation(spec: Spec, machine: Machine) -> str | None:
     if () < machine.torch < (2, 9):
         version = ".".join(map(str, machine.torch))
-        return f"{spec.strategy} evaluates with its schedule, which torch 2.9 began with, and torch {version} is installed; use a newer torch, or ddp"
+        asked = f"{spec.strategy} evaluates with its schedule, which torch can do from 2.9 on, and torch {version} is installed"
+        return f"{asked}; use a newer torch, or the strategy ddp"
     return None
 
 
