@@ -71,10 +71,11 @@ for step in range(3000):
 def overhead() -> list[Figure]:
     """Step time and time to the first step: supervisor, torchrun and probe against bare torchrun, paired."""
     script = write_script(Spec("ddp", nproc=2, steps=_STEPS, device="cpu").on(Machine.here()))
-    lab, bare = _paired(script, nproc=2)
+    lab, bare = _in_turn({"lab": (_under_the_lab, script), "bare": (_under_torchrun, script)}, nproc=2)
     step, first = ([under[index] / without[index] for under, without in zip(lab, bare)] for index in (0, 1))
     usual = [statistics.median(side[index] for side in bare) for index in (0, 1)]
-    tiny = [(under[0] - without[0]) * 1e6 for under, without in zip(*_paired(_TINY, nproc=1))]
+    sides = {"lab": (_under_the_lab, _TINY), "bare": (_under_torchrun, _TINY)}
+    tiny = [(under[0] - without[0]) * 1e6 for under, without in zip(*_in_turn(sides, nproc=1))]
     what = f"ddp × 2, cnn, {_STEPS} steps; bare: {usual[0] * 1000:.1f} ms a step"
     share = f"a step of a tiny model, 3,000 of them; of the step above it is {statistics.median(tiny) / usual[0] / 1e4:.2f} %"
     return [
@@ -84,21 +85,34 @@ def overhead() -> list[Figure]:
     ]
 
 
-def _paired(source: str, nproc: int) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """What `_read_clock` gives of `PAIRS` runs under the lab and as many under bare torchrun, in turn."""
-    sides = {"bare": _under_torchrun, "lab": _under_the_lab}
+def written_out() -> list[Figure]:
+    """Step time of the written-out scripts against the same written by hand with plain PyTorch, both under bare torchrun."""
+    figures = []
+    for strategy in ("ddp", "fsdp2", "tp", "pp"):
+        script = write_script(Spec(strategy, nproc=2, steps=_STEPS, device="cpu").on(Machine.here()))
+        by_hand = (Path(__file__).with_name("by_hand") / f"{strategy}.py").read_text(encoding="utf-8")
+        ours, theirs = _in_turn({"written out": (_under_torchrun, script), "by hand": (_under_torchrun, by_hand)}, nproc=2)
+        ratios = [one[0] / other[0] for one, other in zip(ours, theirs)]
+        note = f"× 2, cnn, {_STEPS} steps; by hand: {statistics.median(other[0] for other in theirs) * 1000:.1f} ms a step"
+        figures.append(_ratio(f"step time of {strategy}, written out / by hand", ratios, "≤ 1.01", note))
+    return figures
+
+
+def _in_turn(sides: dict[str, tuple[Callable[[Path, int], None], str]], nproc: int) -> list[list[tuple[float, float]]]:
+    """What `_read_clock` gives of `PAIRS` runs of each side, a way to run a script and its source, which take turns."""
     measured: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     with tempfile.TemporaryDirectory() as place:
         script = Path(place) / "train.py"
-        script.write_text(_CLOCK + source)
         for pair in range(PAIRS + 1):  # the first warms the disk's cache and is not counted
             for name in sorted(sides, reverse=bool(pair % 2)):
-                os.environ["BENCH_CLOCK"] = clock = f"{place}/{name}{pair}-"
+                start, source = sides[name]
+                script.write_text(_CLOCK + source)
+                os.environ["BENCH_CLOCK"] = clock = f"{place}/{name.replace(' ', '-')}{pair}-"
                 began = time.time()
-                sides[name](script, nproc)
+                start(script, nproc)
                 if pair:
                     measured[name].append(_read_clock(clock, nproc, began))
-    return measured["lab"], measured["bare"]
+    return list(measured.values())
 
 
 def _under_the_lab(script: Path, nproc: int) -> None:
@@ -335,7 +349,7 @@ def _ratio(name: str, each: list[float], aim: str, note: str) -> Figure:
     return Figure(name, statistics.median(each), "×", aim, tuple(each), note)
 
 
-BENCHES: tuple[Callable[[], list[Figure]], ...] = (importing, latency, burst, overhead, scaling)
+BENCHES: tuple[Callable[[], list[Figure]], ...] = (importing, latency, burst, overhead, written_out, scaling)
 
 
 def main(as_json: bool = False) -> int:

@@ -71,10 +71,13 @@ def comparison_bundle(comparing: Comparing) -> dict[str, Any]:
 
 
 class CompareTab:
-    """A checkbox for each strategy, a button, and the view. `fields` gives those of the present choices, or raises `SpecError`."""
+    """A checkbox for each strategy, a button, and the view.
 
-    def __init__(self, fields: Callable[[], dict[str, Any]], busy: Callable[[], bool]):
-        self._fields, self._busy = fields, busy
+    `fields` gives those of the present choices, or raises `SpecError`; `elsewhere` says whether a run is under way in another tab.
+    """
+
+    def __init__(self, fields: Callable[[], dict[str, Any]], elsewhere: Callable[[], bool]):
+        self._fields, self._elsewhere = fields, elsewhere
         self._comparing: Comparing | None = None
         self._boxes = {
             name: ipywidgets.Checkbox(value=name in (BASELINE, *_FIRST), description=row.title, indent=False, disabled=name == BASELINE)
@@ -100,6 +103,11 @@ class CompareTab:
         """The comparison that was started last."""
         return self._comparing
 
+    @property
+    def busy(self) -> bool:
+        """Whether a comparison is under way."""
+        return self._comparing is not None and not self._comparing.over
+
     def refresh(self) -> None:
         """Greys out what cannot run by the present choices; pointing at it says why."""
         try:
@@ -113,7 +121,7 @@ class CompareTab:
 
     def start(self) -> None:
         """Begins to compare what is checked; a sentence says why where it cannot."""
-        if self._busy() or (self._comparing is not None and not self._comparing.over):
+        if self._elsewhere() or self.busy:
             self._said.value = sentence_html("a run is under way; wait for its end, or stop it")
             return
         try:

@@ -125,6 +125,9 @@ class Lab:
     def _start(self) -> None:
         if self._starting or self._view.busy:
             return
+        if self._compare.busy:
+            self._view.complain("a comparison is under way; wait for its end, or stop it")
+            return
         try:
             spec = self.spec
         except SpecError:

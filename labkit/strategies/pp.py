@@ -107,8 +107,7 @@ def train_step(model, optimizer, inputs, targets) -> torch.Tensor | None:
     losses = []
     model.feed(model.schedule.step, inputs, targets, losses)
     if PRECISION == "fp16":
-        # Asked on every rank: a scaler that scaled nothing refuses to step.
-        scale = SCALER.scale(torch.ones((), device=inputs.device))
+        scale = SCALER.scale(torch.ones((), device=inputs.device))  # on every rank
         losses = [loss / scale for loss in losses]
     if CLIP_NORM:
         if PRECISION == "fp16":

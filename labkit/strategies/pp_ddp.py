@@ -57,8 +57,7 @@ def parallelize(model: nn.Sequential, device: torch.device) -> nn.Module:
             mixed = torch.autocast(device.type, dtype=torch.float16)
             blocks.forward = mixed(blocks.forward)
         how = {"process_group": mesh()["dp"].get_group(), "bucket_cap_mb": BUCKET_MB}
-        # The pipeline tries a stage out before the first step. DDP would take that for the
-        # step after which it lays out its buckets anew, and this switch keeps them.
+        # Else DDP lays out buckets anew after the pass by which a stage is tried out.
         how["find_unused_parameters"] = True
         stages[n] = DistributedDataParallel(blocks.to(device), **how)
     return Pipeline(stages, device)

@@ -1,0 +1,40 @@
+"""A pipeline as one would write it by hand: what `bench` measures the written-out script against."""
+
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.nn.functional import cross_entropy, interpolate
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
+
+STEPS = 40
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+pixels, labels = map(torch.tensor, load_digits(return_X_y=True))
+images = interpolate(pixels.float().view(-1, 1, 8, 8) / 16, 28, mode="bilinear")
+numbers = torch.arange(60_000) % len(labels)
+dataset = TensorDataset(images[numbers], labels[numbers])
+sampler = DistributedSampler(dataset, num_replicas=1, rank=0)
+loader = DataLoader(dataset, None, sampler=BatchSampler(sampler, 128, drop_last=True))
+model = nn.Sequential(
+    nn.Sequential(nn.Conv2d(1, 32, 5, padding=2), nn.MaxPool2d(2), nn.ReLU()),
+    nn.Sequential(nn.Conv2d(32, 64, 5, padding=2), nn.MaxPool2d(2), nn.ReLU()),
+    nn.Sequential(nn.Conv2d(64, 128, 5, padding=2), nn.MaxPool2d(2), nn.ReLU()),
+    nn.Sequential(nn.Flatten(), nn.Linear(128 * 3 * 3, 128), nn.ReLU()),
+    nn.Linear(128, 10),
+)
+rank = dist.get_rank()
+blocks = model[:2] if rank == 0 else model[2:]
+stage = PipelineStage(blocks, rank, 2, torch.device("cpu"))
+schedule = Schedule1F1B(stage, 4, loss_fn=cross_entropy)
+optimizer = torch.optim.AdamW(blocks.parameters(), lr=1e-3)
+for step, (inputs, targets) in enumerate(loader, 1):
+    optimizer.zero_grad()
+    schedule.step(*([] if rank else [inputs]), target=targets)
+    optimizer.step()
+    if step == STEPS:
+        break
+dist.barrier()
+dist.destroy_process_group()
