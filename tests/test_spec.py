@@ -293,3 +293,35 @@ def test_checkpoints_and_restarts():
     assert refused("max_restarts", max_restarts=-1) == "max-restarts was -1; it takes a whole number of at least 0"
     assert "there are no checkpoints in '/nowhere'" in refused("resume", LAPTOP, resume="/nowhere")
     assert "sets its own" in refused("save_every", script="train.py", save_every=3)
+
+
+# ---- every strategy's limit
+
+LIMITS = {
+    "single": ({"nproc": 2}, "use --nproc 1, or the strategy ddp"),
+    "dp": ({"nproc": 1}, "use --nproc 2, or the strategy single"),
+    "ddp": ({"options": {"static_graph": True, "accumulate": 2}}, "leave one of the two out"),
+    "zero1": ({"options": {"static_graph": True, "accumulate": 2}}, "leave one of the two out"),
+    "deepspeed": ({"options": {"accumulate": 2}}, "use zero1 or fsdp2 for that"),
+    "fsdp": ({"nproc": 4, "options": {"sharding": "HYBRID_SHARD", "replicas": 3}}, "use replicas=2, or --nproc 6"),
+    "fsdp2": ({"nproc": 4, "options": {"replicas": 3}}, "use replicas=2, or --nproc 6"),
+    "tp": ({"nproc": 3}, "128 units to split, and 3 tensor-parallel ranks cannot share them evenly; use --nproc 2"),
+    "pp": ({"nproc": 6, "options": {"micro_batches": 8}}, "cnn has 5 blocks, and 1F1B over 6 ranks makes 6 stages of them; use --nproc 5"),
+    "fsdp2_tp": ({"nproc": 3}, "3 ranks are no multiple of tp_size=2; use --nproc 2 or 4"),
+    "pp_ddp": ({"nproc": 3}, "3 ranks are no multiple of pp_size=2; use --nproc 2 or 4"),
+    "pp_fsdp2_tp": ({"nproc": 6}, "6 ranks are no multiple of pp_size=2 × tp_size=2; use --nproc 4 or 8"),
+    "cp": ({"workload": "gpt", "nproc": 3}, "a context of 128 places cannot be shared by 3 ranks; use --nproc 2"),
+}
+
+
+def test_every_strategy_has_its_limit_tested():
+    assert set(LIMITS) == set(STRATEGIES)
+
+
+@pytest.mark.parametrize("strategy", LIMITS)
+def test_a_limit_is_said_with_the_nearest_choice_that_works(strategy):
+    fields, says = LIMITS[strategy]
+    with pytest.raises(SpecError) as refused:
+        Spec(strategy, **{"nproc": 2} | fields)
+    assert says in str(refused.value)
+    assert "\n" not in str(refused.value)

@@ -1,0 +1,28 @@
+"""Where there is a GPU: every strategy on CUDA with NCCL, alone in its world, against one process on the same device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from weaving import record
+
+from labkit.spec import Spec, SpecError
+from labkit.strategies import STRATEGIES
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+ASKED = {"workload": "gpt", "nproc": 1, "batch_size": 8, "steps": 4, "samples": 64, "device": "cuda", "precision": "fp32"}
+
+
+def alone(name: str) -> Spec | None:
+    """The strategy with one rank; None where it needs more."""
+    options = {option.name: 1 for option in STRATEGIES[name].options if option.name == "tp_size"}
+    try:
+        return Spec(name, options=options, **ASKED)
+    except SpecError:
+        return None
+
+
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "single" and alone(name)])
+def test_losses_on_a_gpu_are_those_of_one_process(strategy, tmp_path):
+    wanted = record(Spec("single", **ASKED), tmp_path / "single")[0]["losses"]
+    assert record(alone(strategy), tmp_path / "run")[0]["losses"] == pytest.approx(wanted, rel=1e-4)
