@@ -133,7 +133,7 @@ def assembled(run: RunFolder, what: str) -> dict[str, numpy.ndarray]:
 
 
 def _put(piece: Mapping[str, Any], array: numpy.ndarray, whole: dict[str, numpy.ndarray], held: dict[str, numpy.ndarray]) -> None:
-    """Lays one rank's piece into its whole tensor; pieces of a sum are added up."""
+    """Lays one rank's piece into its whole tensor. Pieces of a sum are added up; what two ranks hold otherwise is not a number."""
     name, shape = piece["name"], tuple(piece["shape"])
     target = whole.setdefault(name, numpy.zeros(shape))
     there = held.setdefault(name, numpy.zeros(shape, dtype=bool))
@@ -145,7 +145,8 @@ def _put(piece: Mapping[str, Any], array: numpy.ndarray, whole: dict[str, numpy.
     if piece["kind"] == "partial":
         target[place] += array
     else:
-        target[place] = array
+        agree = not there[place].any() or numpy.allclose(target[place], array, rtol=_SMALL, atol=_SMALL * numpy.abs(array).max(initial=0.0))
+        target[place] = array if agree else math.nan
     there[place] = True
 
 

@@ -111,6 +111,14 @@ def test_what_is_not_a_number_is_no_match(runs, single):
     assert Recorded(runs, "ddp", 2, losses=(2.0, float("nan"), 1.0)).whole().against(single).verdict == "differs"
 
 
+def test_replicas_that_have_parted_are_no_match(runs, single):
+    parted = Recorded(runs, "ddp", 2).whole()
+    values = tensors(1) | {"0.bias": tensors(2)["0.bias"]}
+    parted.write(0, "parameters", [(block(name, array), array) for name, array in values.items()])
+    found = parted.against(single)
+    assert (found.verdict, found.deviations[2].where) == ("differs", "0.bias")
+
+
 def test_a_reason_makes_a_difference_right(runs, single):
     off = {name: array * 1.001 for name, array in tensors().items()}
     found = Recorded(runs, "ddp", 2, options={"compression": "fp16"}).whole(gradients=off).against(single)

@@ -34,6 +34,8 @@ NEVER = {
     "replay.py": (*HEAVY, *FACES),
     "commands.py": HEAVY,
     "doctor.py": HEAVY,
+    "equivalence.py": (*HEAVY, *FACES),
+    "comparison.py": (*HEAVY, *FACES),
     "summary.py": (*HEAVY, "labkit.launch", *FACES),
     "api.py": ("torch", "ipywidgets"),
 }
