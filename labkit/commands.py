@@ -222,8 +222,9 @@ def compare(args: argparse.Namespace) -> int:
     from labkit.cli import fields_of
 
     fields = fields_of(args)
-    if not args.strategies:
-        given = [name for name, value in fields.items() if value]
+    stopped = False
+    if args.strategies is None:
+        given = [name for name, value in fields.items() if value is not None and value != {}]
         if given:
             raise Refused(f"--{given[0].replace('_', '-')} goes with --strategies; recorded runs are compared as they are")
         folders = [_find(name) for name in args.runs] or comparison.alike(RunFolder.all())
@@ -237,9 +238,10 @@ def compare(args: argparse.Namespace) -> int:
         names = "all" if args.strategies == "all" else [name.strip() for name in args.strategies.split(",") if name.strip()]
         specs, left_out = comparison.plan(names, **fields)
         found = _compared(comparison.Comparing(specs, left_out), args)
+        stopped = any(row.words in ("stopped", "not started") for row in found)
     if args.json:
         print(json.dumps(comparison.document(found, left_out)))
-    if any(row.words == "stopped" or row.words == "not started" for row in found):
+    if stopped:
         return 130
     return 1 if any(row.failed for row in found) else 0
 

@@ -297,7 +297,7 @@ def _training(state: RunState) -> tuple[float, int]:
     if not ranks or len(ranks) < state.world_size:
         return 0.0, 0
     firsts = [rank.first_step for rank in state.ranks.values()]
-    begin = min(steps.t[first] for steps, first in zip(ranks, firsts))
+    begin = max(steps.t[first] for steps, first in zip(ranks, firsts))
     end = max([steps.t[-1] for steps in ranks] + [metric["t"] for metric in state.metrics if metric["t"]])
     return end - begin, min(len(steps) - first for steps, first in zip(ranks, firsts)) - 1
 

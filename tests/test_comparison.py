@@ -254,6 +254,8 @@ def test_a_run_that_fails_does_not_end_the_others(runs, monkeypatch, capsys):
         (["--strategies", "ddpp"], "'ddpp' is not known"),
         (["--strategies", "ddp", "last"], "'last' is a recorded run, and --strategies makes new ones"),
         (["--nproc", "2"], "--nproc goes with --strategies"),
+        (["--seed", "0"], "--seed goes with --strategies"),
+        (["--strategies", ""], "no strategy was named"),
         (["nothing"], "there is no run 'nothing'"),
         ([], "no run is recorded yet; compare some with: labkit compare --strategies single,ddp"),
     ],

@@ -13,7 +13,7 @@ import ipywidgets
 from labkit.machine import Machine
 from labkit.options import Option
 from labkit.spec import PRECISIONS, Spec, SpecError
-from labkit.strategies import STRATEGIES
+from labkit.strategies import INPUT_PIPELINE, STRATEGIES
 from labkit.workloads import WORKLOADS
 
 _MOST = 1_000_000_000
@@ -226,8 +226,10 @@ class Choices:
 
     def _groups(self) -> tuple[tuple[str, tuple[Option, ...]], ...]:
         row, workload = STRATEGIES[self.chosen], WORKLOADS[self.workload.value[0]]
-        common = tuple(option for option in row.all_options if option not in row.options)
-        return (row.title, row.options), ("All strategies", common), (workload.title.partition(":")[0], workload.options)
+        common = tuple(option for option in row.all_options if option not in (*row.options, *INPUT_PIPELINE))
+        pipeline = tuple(option for option in INPUT_PIPELINE if option.name not in row.lacks)
+        own = workload.title.partition(":")[0]
+        return (row.title, row.options), ("All strategies", common), ("Input pipeline", pipeline), (own, workload.options)
 
     def _disclosed(self, heading: str, group: tuple[Option, ...]) -> Iterator[ipywidgets.Widget]:
         """A heading, and each option of the group with its help."""

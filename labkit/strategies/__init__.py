@@ -64,15 +64,18 @@ class Strategy:
         return f"{__name__}.{self.name}"
 
 
+INPUT_PIPELINE: tuple[Option, ...] = (
+    Option("fetch", "batches", "a batch at once from tensors, or sample by sample as most tutorials do", choices=("batches", "samples")),
+    Option("workers", 0, "processes of each rank that fetch batches ahead", minimum=0),
+    Option("pin_memory", True, "batches in memory that a GPU reads by itself"),
+    Option("non_blocking", True, "go on while a batch is copied to the GPU"),
+)
 COMMON: tuple[Option, ...] = (
     Option("accumulate", 1, "parts that a step's batch is taken in, one after the other: less memory, the same step", minimum=1),
     Option("clip_norm", 0.0, "largest norm of all gradients together; 0 leaves them as they are", minimum=0),
     Option("checkpoint_activations", False, "keep no activations inside a block: compute them again in backward"),
     Option("compile", False, "each block through torch.compile"),
-    Option("fetch", "batches", "a batch at once from tensors, or sample by sample as most tutorials do", choices=("batches", "samples")),
-    Option("workers", 0, "processes of each rank that fetch batches ahead", minimum=0),
-    Option("pin_memory", True, "batches in memory that a GPU reads by itself"),
-    Option("non_blocking", True, "go on while a batch is copied to the GPU"),
+    *INPUT_PIPELINE,
 )
 
 
