@@ -14,7 +14,7 @@ import json
 import math
 import zipfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -76,17 +76,33 @@ REFERENCE = Badge("reference", "What the others are compared with.")
 
 
 def badge(run: RunFolder, state: RunState, reference: RunFolder, its_state: RunState) -> Badge:
-    """The badge of a run that is over, against a `reference` that is; what is missing or broken makes it "not compared"."""
+    """The badge of a run that is over, against a `reference` that is; what is missing or broken makes it "not compared".
+
+    What an engine keeps to itself, as DeepSpeed does its gradients, is left out, and the sentence says so.
+    """
     try:
-        spec, its_spec = Spec.from_json(state.spec), Spec.from_json(its_state.spec)
+        spec, its_spec = _asked(state), _asked(its_state)
         _refuse_unlike(spec, its_spec)
         allowed = partial(tolerance, spec=spec, reference=its_spec)
-        found = [_of_losses(losses(state), losses(its_state), allowed)]
+        found, hidden = [_of_losses(losses(state), losses(its_state), allowed)], []
         for what, step in (("gradients", 1), ("parameters", its_state.step)):
-            found.append(_of_tensors(what, assembled(run, what), assembled(reference, what), allowed(what, step)))
+            mine = assembled(run, what)
+            if mine:
+                found.append(_of_tensors(what, mine, assembled(reference, what), allowed(what, step)))
+            else:
+                hidden.append(f"{spec.strategy_row.title} keeps its {what} to itself.")
     except (NotRecorded, ValueError) as error:
         return Badge("not compared", str(error))
-    return _judged(spec, its_spec, tuple(found))
+    judged = _judged(spec, its_spec, tuple(found))
+    return replace(judged, sentence=" ".join([judged.sentence, *hidden]))
+
+
+def _asked(state: RunState) -> Spec:
+    """What a run was asked to be: a strategy's, whose ranks are known."""
+    spec = Spec.from_json(state.spec)
+    if not state.spec or spec.script is not None or spec.nproc is None:
+        raise NotRecorded("it is no run of a strategy of which all is known")
+    return spec
 
 
 def tolerance(what: str, step: int, spec: Spec, reference: Spec) -> float:
@@ -112,9 +128,12 @@ def losses(state: RunState) -> dict[int, float]:
 
 
 def assembled(run: RunFolder, what: str) -> dict[str, numpy.ndarray]:
-    """The whole "gradients" or "parameters" of a run by name, in float64; `NotRecorded` where a file, a piece or an element is missing."""
-    files = sorted(run.tensors.glob(f"rank*-{what}.npz"), key=lambda path: int(path.name.removeprefix("rank").split("-")[0]))
+    """The whole "gradients" or "parameters" of a run by name, in float64; empty where the ranks saw none.
+
+    Raises `NotRecorded` where a file, a piece or an element is missing.
+    """
     spec = Spec.from_json(RunFolder.read_json(run.spec))
+    files = [path for rank in range(spec.processes) if (path := run.tensors / f"rank{rank}-{what}.npz").is_file()]
     if len(files) != spec.processes:
         raise NotRecorded(f"{what} were recorded by {len(files)} of {spec.processes} ranks of {run.name}")
     whole: dict[str, numpy.ndarray] = {}
@@ -124,11 +143,11 @@ def assembled(run: RunFolder, what: str) -> dict[str, numpy.ndarray]:
             with numpy.load(file) as arrays:
                 for piece in json.loads(arrays["index"].tobytes()):
                     _put(piece, arrays[piece["key"]], whole, held)
-        except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        except (OSError, EOFError, LookupError, TypeError, ValueError, zipfile.BadZipFile) as error:
             raise NotRecorded(f"{what} cannot be read from {file.name} of {run.name}: {error}") from None
     holes = [name for name, there in held.items() if not there.all()]
-    if holes or not whole:
-        raise NotRecorded(f"no rank of {run.name} recorded all of the {what}" + (f" of {holes[0]}" if holes else ""))
+    if holes:
+        raise NotRecorded(f"no rank of {run.name} recorded all of the {what} of {holes[0]}")
     return whole
 
 

@@ -161,6 +161,29 @@ def test_a_hole_a_missing_rank_and_a_cut_file_are_said(runs, single):
     assert "gradients of 0.bias are there in one of the two runs only" in other.against(single).sentence
 
 
+def test_files_and_runs_that_make_no_sense_are_not_compared(runs, single):
+    for name, broken in (("empty", b""), ("no zip", b"text")):
+        run = Recorded(runs, "ddp", 2).whole()
+        (run.folder.tensors / "rank0-gradients.npz").write_bytes(broken)
+        assert run.against(single).verdict == "not compared", name
+    run = Recorded(runs, "ddp", 2).whole()
+    numpy.savez(run.folder.tensors / "rank1-gradients.npz", index=numpy.frombuffer(b'["a"]', dtype=numpy.uint8))
+    assert "cannot be read from rank1-gradients.npz" in run.against(single).sentence
+    assert badge(run.folder, RunState(), single.folder, single.state).verdict == "not compared"
+    own = RunState()
+    own.apply({"kind": "spec", "spec": Spec(script="train.py", nproc=2).to_json()})
+    assert "no run of a strategy" in badge(run.folder, own, single.folder, single.state).sentence
+
+
+def test_what_an_engine_keeps_to_itself_is_left_out_and_said(runs, single):
+    run = Recorded(runs, "deepspeed", 2).whole()
+    for rank in range(2):
+        run.write(rank, "gradients", [])
+    found = run.against(single)
+    assert (found.verdict, [one.what for one in found.deviations]) == ("equal", ["loss", "parameters"])
+    assert found.sentence.endswith("DeepSpeed keeps its gradients to itself.")
+
+
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
