@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
-from weaving import record
+from weaving import RECORDER, TORCHRUN, record, run_alone
 
+from labkit.script import write_script
 from labkit.spec import Spec, SpecError
 from labkit.strategies import STRATEGIES
 
@@ -26,3 +29,17 @@ def alone(name: str) -> Spec | None:
 def test_losses_on_a_gpu_are_those_of_one_process(strategy, tmp_path):
     wanted = record(Spec("single", **ASKED), tmp_path / "single")[0]["losses"]
     assert record(alone(strategy), tmp_path / "run")[0]["losses"] == pytest.approx(wanted, rel=1e-4)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_two_ranks_share_one_gpu_over_gloo(strategy, tmp_path):
+    asked = ASKED | {"nproc": 2, "batch_size": 4}
+    source = write_script(Spec(strategy, **asked))
+    for old, new in (('"nccl", device_id=device', '"gloo"'), ('int(os.environ["LOCAL_RANK"])', "0")):
+        assert old in source
+        source = source.replace(old, new)
+    (tmp_path / "train.py").write_text(source, encoding="utf-8")
+    run_alone([*TORCHRUN, "--nproc-per-node=2", str(RECORDER), "train.py", "."], tmp_path)
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text())["losses"] for rank in range(2)]
+    wanted = record(Spec("single", **ASKED), tmp_path / "single")[0]["losses"]
+    assert [sum(losses) / 2 for losses in zip(*ranks)] == pytest.approx(wanted, rel=1e-4)
