@@ -15,5 +15,5 @@ BY_HAND = Path(labkit.__file__).with_name("by_hand")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "tp", "pp"])
 def test_a_script_by_hand_trains(strategy, tmp_path):
     source = (BY_HAND / f"{strategy}.py").read_text(encoding="utf-8").replace("STEPS = 40", "STEPS = 2")
-    (tmp_path / "train.py").write_text(source + "\nprint('steps', step, flush=True)\n", encoding="utf-8")
+    (tmp_path / "train.py").write_text(source + "\nprint(f'steps {step}\\n', end='')\n", encoding="utf-8")
     assert run_alone([*TORCHRUN, "--nproc-per-node=2", "train.py"], tmp_path).count("steps 2") == 2
