@@ -11,7 +11,7 @@ import statistics
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from labkit.api import Run, run, settle
 from labkit.equivalence import REFERENCE, Badge, badge, training
@@ -22,6 +22,9 @@ from labkit.spec import Spec, SpecError
 from labkit.state import RankState, RunState
 from labkit.strategies import STRATEGIES
 from labkit.summary import summarise
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
 
 BASELINE = "single"
 
@@ -46,7 +49,6 @@ class Row:
     words: str = "waiting"
     over: bool = False
     failed: bool = False
-    progress: float = 0.0
     steps: int = 0
     seconds: float | None = None
     epoch_seconds: float | None = None
@@ -190,6 +192,13 @@ class Comparing:
         """Everything in one dict of plain values."""
         return document(self.rows, self.left_out)
 
+    def figure(self) -> go.Figure:
+        """The charts as they are now, as one plotly figure."""
+        from labkit.figures.comparison import figure
+
+        found = self.rows
+        return figure(found, beside(found))
+
     def _work(self) -> None:
         try:
             for spec in self.specs:
@@ -264,7 +273,6 @@ def _row(folder: RunFolder, state: RunState) -> Row:
         spec = None
     peaks = [rank["peak_memory_bytes"] for rank in summary["ranks"] if rank["peak_memory_bytes"] is not None]
     sent = [rank["comm_bytes_per_step"] for rank in summary["ranks"] if rank["comm_bytes_per_step"] is not None]
-    total = state.total_steps
     row = Row(
         strategy=str(state.spec.get("strategy")),
         title=spec.strategy_row.title if spec and spec.strategy else folder.name,
@@ -275,7 +283,6 @@ def _row(folder: RunFolder, state: RunState) -> Row:
         words=state.words,
         over=state.over,
         failed=state.status.get("state") == "failed",
-        progress=min(1.0, state.step / total) if total else float(state.over),
         steps=state.step,
         accuracy=summary["accuracy"],
         loss=summary["loss"],

@@ -23,9 +23,7 @@ import numpy
 from labkit.launch.folder import RunFolder
 from labkit.spec import Spec
 from labkit.state import RunState
-from labkit.strategies import departures
-
-VERDICTS = ("reference", "equal", "differs as it must", "differs", "not compared")
+from labkit.strategies.rules import departures
 
 # How far two sums of the same numbers in another order may be apart: some 300 roundings of fp32 (2⁻²⁴ each), behind a few layers of such
 # sums. In the other precisions products are rounded (2⁻¹¹ in tf32 and fp16, 2⁻⁸ in bf16) and added up in 32 bits: ten of theirs.
@@ -60,7 +58,7 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Badge:
-    """What was found: a verdict of VERDICTS, and a sentence that gives the figures and the reason."""
+    """What was found: "reference", "equal", "differs as it must", "differs" or "not compared", and a sentence with figures and reason."""
 
     verdict: str
     sentence: str
@@ -164,7 +162,8 @@ def _put(piece: Mapping[str, Any], array: numpy.ndarray, whole: dict[str, numpy.
     if piece["kind"] == "partial":
         target[place] += array
     else:
-        agree = not there[place].any() or numpy.allclose(target[place], array, rtol=_SMALL, atol=_SMALL * numpy.abs(array).max(initial=0.0))
+        parted = numpy.linalg.norm(target[place] - array)
+        agree = not there[place].any() or parted <= _SMALL * numpy.linalg.norm(array)
         target[place] = array if agree else math.nan
     there[place] = True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import subprocess
@@ -139,7 +140,7 @@ FOUND = (
 
 
 def test_terminal_table_shows_rows_the_recorded_result_and_what_is_waiting():
-    console = Console(record=True, width=200, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(record=True, width=200, file=io.StringIO())
     console.print(terminal.comparison(FOUND, {"cp": "no sequence"}))
     text = console.export_text()
     for word in (*HEADS, "44.69", "recorded elsewhere", "waiting", "3.0 MiB", "CP is left out: no sequence.", "failed (rank 1"):
@@ -245,6 +246,7 @@ def test_a_run_that_fails_does_not_end_the_others(runs, monkeypatch, capsys):
     assert [row.failed for row in (single, ddp, dp)] == [False, True, False]
     assert "KeyError" in ddp.words
     assert dp.badge.verdict == "equal"
+    assert len(comparing.figure().data) == 1 + 5 + 1 + 1
     assert "KeyError" in capsys.readouterr().out
 
 

@@ -12,7 +12,7 @@ from labkit.equivalence import NotRecorded, assembled, badge, tolerance
 from labkit.launch.folder import RunFolder
 from labkit.spec import Spec
 from labkit.state import RunState
-from labkit.strategies import departures
+from labkit.strategies.rules import departures
 
 STEPS = 3
 SHAPES = {"0.weight": (4, 6), "0.bias": (4,), "1.weight": (2, 4)}

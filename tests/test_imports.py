@@ -21,6 +21,7 @@ STANDARD = ("__main__.py", "bootstrap.py", "environment.py", "progress.py", "cli
 NEVER = {
     "spec.py": (*HEAVY, "labkit.launch", "labkit.script", "labkit.probe", "labkit.figures", "labkit.api", *FACES),
     "strategies/__init__.py": ("torch",),
+    "strategies/rules.py": ("torch",),
     "workloads/__init__.py": ("torch",),
     "script.py": ("torch", "labkit.launch", *FACES),
     "events.py": (*HEAVY, "labkit"),
