@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from labkit.launch.capture import ask
 from labkit.launch.folder import STREAMS, RunFolder
 from labkit.launch.follow import Follower
 from labkit.launch.job import Job
@@ -18,6 +19,7 @@ from labkit.machine import Machine
 from labkit.spec import Spec, SpecError
 from labkit.state import RunState
 from labkit.summary import summarise
+from labkit.trace import write_trace
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -158,10 +160,26 @@ class Run:
         return summarise(self.state, self.name)
 
     def figure(self, name: str = "loss") -> go.Figure:
-        """One of the run's figures as it is now: loss, throughput, memory or phases."""
+        """One of the run's figures as it is now: loss, throughput, memory, phases, timeline, memory_by_owner or memory_of_step."""
         from labkit.figures import figure
 
         return figure(name, self.state)
+
+    def capture(self, snapshot: bool = False) -> int:
+        """Has all ranks look closely at a step that is to come, and gives its number; with `snapshot` CUDA's allocator is recorded too.
+
+        Raises `LookupError` for a run that is over.
+        """
+        state = self.state
+        if state.over:
+            raise LookupError(f"run {self.name} is over; only one that trains can be looked at")
+        return ask(self.folder, state, snapshot)
+
+    def trace(self, path: str | os.PathLike[str] | None = None) -> Path:
+        """Writes the sampled steps for Perfetto (ui.perfetto.dev) to `path`, in the run folder where none is given; gives the path."""
+        path = Path(path) if path is not None else self.folder.trace
+        write_trace(self.state, path)
+        return path
 
     def logs(self, rank: int = 0, stream: str = "stdout") -> str:
         """All that one rank wrote to `stdout` or `stderr`; empty where it has written nothing yet."""

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from labkit.faults import FAULTS
 from labkit.spec import DEVICES, PRECISIONS, SCALINGS, Spec, SpecError
 from labkit.strategies import STRATEGIES
 from labkit.workloads import DATA, WORKLOADS
@@ -102,6 +103,9 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "samples": {"metavar": "N", "type": int, "help": "samples of one epoch"},
     "save_every": {"metavar": "N", "type": int, "help": "write a checkpoint every N steps, and go on from the newest after a restart"},
     "resume": {"metavar": "RUN|DIR", "help": "go on from the newest checkpoint of a run, or of a folder"},
+    "fault": {"metavar": "F", "help": f"go wrong on purpose: {', '.join(FAULTS)}"},
+    "sample_every": {"metavar": "N", "type": int, "help": "look closely at one step in N (50 if nothing is said; 0: an early one only)"},
+    "hang_after": {"metavar": "S", "type": int, "help": "seconds without progress after which a rank is told of (30)"},
     "max_restarts": {"metavar": "N", "type": int, "help": "how often torchrun brings the ranks back when one has died"},
 }
 
@@ -151,9 +155,13 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     show = commands.add("show", "one run's figures", json=True)
     show.add_argument("--follow", action="store_true", help="until it is over; Ctrl-C leaves it running")
     stop = commands.add("stop", "end a run and everything that belongs to it")
+    capture = commands.add("capture", "look closely at a step of a run that is under way")
+    capture.add_argument("--snapshot", action="store_true", help="record CUDA's allocator too, for torch's memory viewer")
+    trace = commands.add("trace", "write a run's sampled steps for Perfetto or chrome://tracing")
+    trace.add_argument("-o", "--output", metavar="FILE.json", help="in the run folder if nothing is said")
     replay = commands.add("replay", "play a recorded run again in this terminal")
     replay.add_argument("--speed", type=float, default=1.0, metavar="X", help="times its own speed")
-    for command in (show, stop, replay):
+    for command in (show, stop, capture, trace, replay):
         command.add_argument("name", metavar="RUN", nargs="?", default="last", help="a run's name, an end of it, or last")
 
     clean = commands.add("clean", "delete recorded runs, those that are over")

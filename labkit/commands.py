@@ -182,6 +182,33 @@ def stop(args: argparse.Namespace) -> int:
     return 0
 
 
+def capture(args: argparse.Namespace) -> int:
+    """Asks the ranks to look closely at a step."""
+    from labkit.api import Run
+
+    folder = _find(args.name)
+    try:
+        step = Run.attach(folder.path).capture(args.snapshot)
+    except LookupError as error:
+        raise Refused(str(error), code=1) from None
+    print(f"step {step} of {folder.name} will be looked at; see it with: labkit show {folder.name}")
+    return 0
+
+
+def trace(args: argparse.Namespace) -> int:
+    """Writes the sampled steps."""
+    from labkit.api import Run
+
+    run = Run.attach(_find(args.name).path)
+    if not any(rank.timelines for rank in run.state.ranks.values()):
+        raise Refused(f"{run.name} has no sampled step; run with --sample-every 50, or ask a running one with: labkit capture")
+    try:
+        print(f"{run.trace(args.output)}: open it at https://ui.perfetto.dev")
+    except OSError as error:
+        raise Refused(f"{args.output} cannot be written: {error.strerror}") from None
+    return 0
+
+
 def replay(args: argparse.Namespace) -> int:
     """Plays a run again in the same view."""
     from labkit.replay import Recording

@@ -9,18 +9,17 @@ Kinds written today, beside `v`, `t` (unix seconds), `rank` and `kind`:
 start       pid, host, local_rank, world_size, device ("cpu", "cuda:0"), device_name, torch, attempt
 device      device, device_name: where the script really works, once that has been seen
 step        step (from 1, counting on over attempts' own count), loss (null where this rank has none), samples,
-            seconds {step, data, forward, backward, optimizer, other}, memory {allocated, reserved, peak} in bytes
-memory      owners {parameters, gradients, optimizer, activations, other} in bytes, step
-replica     step, replicas [{replica, device, forward, cpu (seconds), samples, memory (bytes)}], extra {outputs, gradients}:
-            bytes that replica 0 gathers and reduces, gil_wait (a share of time; null at first)
-traffic     step, ops {operation: {calls, bytes, sent}}, for few steps: bytes are the payload, `sent` what a rank puts on the wire
-            in a ring, see probe/traffic.py; no operation where there is no process group
-activity    name: "training" or "evaluating", when it changes
-checkpoint  step: the last that a checkpoint holds, written whole
-metric      name, value, step: what the script logged with torch.monitor
-error       type, message, traceback (text)
-probe_error part, type, message, traceback: a part of the probe that failed and watches no more; the script went on
-end         exit_code (0 for a script that ran to its end), steps, seconds since the start event
+            seconds {step, data, copy, forward, backward, optimizer, other}, memory {allocated, reserved, peak} in bytes
+memory      owners {parameters, gradients, optimizer, activations, communication, other} in bytes, step
+timeline    step, t0 (unix seconds at which the step began), seconds, device, backend; phases [[name, start, end]],
+            comm [[operation, start, end, bytes, group, ranks, sequence number]], busy [[start, end]] (intervals in which the rank
+            computed), marks [[name, start, end]] (FSDP units, micro-batches), exposed {phase: seconds}; times from t0. A few steps only
+memory_step step, t0, seconds, phases as above, times [...] and owners {owner: [...]} (bytes from each time on), peak, at_peak
+            {owner: bytes}. For one early step, and for those that were asked for
+waiting     since (unix seconds of the last progress), step, activity, stack (text), ops [{op, group, ranks, seq, sizes, over}], the
+            newest of each group: written when a rank has made no progress for long, and again while that lasts
+going_on    after (seconds): a rank that was waiting goes on
+saw         what ("model", "loader", "epoch", "batch", "item", "save") and its fields, see probe/observations.py
 =========== ==========================================================================================================
 
 `system.jsonl` holds lines of kind `system`: cpu_percent, memory_used, gpus [{index, memory_used, memory_total, utilisation,
@@ -37,8 +36,8 @@ from pathlib import Path
 from typing import Any
 
 VERSION = 1
-PHASES = ("data", "forward", "backward", "optimizer", "other")
-OWNERS = ("parameters", "gradients", "optimizer", "activations", "other")
+PHASES = ("data", "copy", "forward", "backward", "optimizer", "other")
+OWNERS = ("parameters", "gradients", "optimizer", "activations", "communication", "other")
 
 
 class Writer:

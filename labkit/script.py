@@ -24,6 +24,7 @@ from typing import Any
 
 from ruff.__main__ import find_ruff_bin
 
+from labkit.faults import FAULTS
 from labkit.spec import Spec, SpecError
 from labkit.strategies import STRATEGIES
 
@@ -40,7 +41,7 @@ def write_script(spec: Spec) -> str:
         raise SpecError("script", f"{spec.script} is a script of one's own; there is nothing to write out")
     if spec.nproc is None:
         raise SpecError("nproc", "the number of ranks is still open, and the script depends on it; give --nproc")
-    modules = (spec.strategy_row.module, spec.workload_row.module, spec.data_row.module, BASE)
+    modules = (*_fault_module(spec), spec.strategy_row.module, spec.workload_row.module, spec.data_row.module, BASE)
     weave = _Weave([_read(module) for module in modules], settings(spec))
     weave.follow("main", _read(BASE))
     parts = [_docstring(spec), weave.imports(), weave.constants(_notes(spec)), *weave.program()]
@@ -73,6 +74,9 @@ def settings(spec: Spec) -> dict[str, Any]:
         "SAMPLES": spec.train_samples,
         "SAVE_EVERY": spec.save_every or 0,
         "RESUME": spec.resume,
+        "FAULT": spec.fault,
+        "FAULT_RANK": spec.processes - 1,
+        **{name.upper(): name in _fault_parts(spec) for name in ("spoil", "extend", "disturb")},
         "PRECISION": spec.precision or "fp32",
         "DEVICE": "cuda" if spec.device == "cuda" else "cpu",
         "RANKS": spec.nproc,
@@ -84,6 +88,15 @@ def settings(spec: Spec) -> dict[str, Any]:
     return values | spec.workload_row.constants(spec.options) | spec.strategy_row.constants(spec)
 
 
+def _fault_module(spec: Spec) -> tuple[str, ...]:
+    module = FAULTS[spec.fault].module if spec.fault else None
+    return () if module is None else (module,)
+
+
+def _fault_parts(spec: Spec) -> set[str]:
+    return {name for module in _fault_module(spec) for name in _read(module).definitions}
+
+
 def _notes(spec: Spec) -> dict[str, str]:
     """Comments that explain a constant by the Spec's arithmetic."""
     steps = f"{spec.train_samples:,} samples: {spec.steps_per_epoch:,} steps an epoch"
@@ -92,7 +105,9 @@ def _notes(spec: Spec) -> dict[str, str]:
 
 def _docstring(spec: Spec) -> str:
     row, model, precision = spec.strategy_row, spec.workload_row.title.partition(":")[0], spec.precision or "fp32"
-    told = (("Splits", row.splits), ("Sends", row.sends), ("Note", row.note(spec.device)))
+    told = [("Splits", row.splits), ("Sends", row.sends), ("Note", row.note(spec.device))]
+    if spec.fault:
+        told.append(("Fault", f"{FAULTS[spec.fault].title}, on purpose. {FAULTS[spec.fault].shows}"))
     lines = [textwrap.fill(text, 88, initial_indent=f"{name:7}", subsequent_indent=" " * 7) for name, text in told if text]
     return "\n".join([f'"""{model} on {spec.data} by {row.title}, {precision}: {command(spec)}\n', *lines, '"""'])
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from labkit.faults import FAULTS
 from labkit.options import Option
 from labkit.strategies import STRATEGIES, Strategy
 from labkit.workloads import DATA, WORKLOADS, Data, Workload
@@ -42,6 +43,8 @@ class Spec:
     Either a `strategy` for a `workload`, or a `script` of one's own with its `args`. `batch_size` is per rank under
     weak scaling and for all ranks together under strong scaling. `nproc`, `data`, `batch_size` and `options` that
     are left open take the defaults of strategy and workload; `steps` cuts a run short or stretches it over epochs.
+    `fault` is what goes wrong on purpose, one of `FAULTS`. One step in `sample_every` is looked at closely (0: only an
+    early one), and a rank that makes no progress for `hang_after` seconds is told of.
     Raises `SpecError` for anything that cannot be meant.
     """
 
@@ -65,6 +68,9 @@ class Spec:
     save_every: int | None = None
     resume: str | None = None
     max_restarts: int = 0
+    fault: str | None = None
+    sample_every: int = 50
+    hang_after: int = 30
 
     def __post_init__(self) -> None:
         self._one_of("scaling", self.scaling, SCALINGS)
@@ -73,8 +79,9 @@ class Spec:
         self._one_of("device", self.device, DEVICES)
         for name in ("nproc", "batch_size", "epochs", "steps", "samples", "save_every"):
             self._whole(name, getattr(self, name), at_least=1)
-        for name in ("seed", "max_restarts"):
+        for name in ("seed", "max_restarts", "sample_every"):
             self._whole(name, getattr(self, name), at_least=0)
+        self._whole("hang_after", self.hang_after, at_least=1)
         if self.script is not None:
             self._check_script()
         else:
@@ -227,6 +234,10 @@ class Spec:
         limit = strategy.limit(self)
         if limit:
             raise SpecError("strategy", limit)
+        if self.fault is not None:
+            impossible = self._row("fault", self.fault, FAULTS).limit(self)
+            if impossible:
+                raise SpecError("fault", impossible)
         if self.nproc is not None:
             self._check_batch()
 
@@ -242,6 +253,7 @@ class Spec:
             "options": self.options or None,
             "save_every": self.save_every,
             "resume": self.resume,
+            "fault": self.fault,
         }
         for name, value in asked.items():
             if value is not None:

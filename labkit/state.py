@@ -15,11 +15,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from labkit.events import PHASES
+from labkit.events import OWNERS, PHASES
 from labkit.spec import Spec, SpecError
 
 OVER = ("finished", "failed", "stopped")
 MEMORY = ("allocated", "reserved", "peak")
+_TIMELINES = 20  # of a rank, that are kept
+_SEEN = 200
 _RECENT = 50  # steps that "now" is the mean of, for speed and time left
 
 # What the other ranks say when one has gone: such an error is a consequence, wherever an error of another kind is known.
@@ -91,7 +93,21 @@ class RankState:
     error: dict[str, Any] | None = None
     owners: dict[str, int] = field(default_factory=dict)
     traffic: dict[str, Any] | None = None
+    timelines: dict[int, dict[str, Any]] = field(default_factory=dict)
+    memory_step: dict[str, Any] | None = None
+    waiting: dict[str, Any] | None = None
+    not_finite: int | None = None
+    saw: list[dict[str, Any]] = field(default_factory=list)
     steps: Steps = field(default_factory=Steps)
+
+    @property
+    def timeline(self) -> dict[str, Any] | None:
+        """The newest step that was looked at closely, by its `timeline` event; None where there is none."""
+        return self.timelines[max(self.timelines)] if self.timelines else None
+
+    def seen(self, what: str) -> list[dict[str, Any]]:
+        """What was seen of one sort, in order; see probe/observations.py."""
+        return [one for one in self.saw if one["what"] == what]
 
     @property
     def first_step(self) -> int:
@@ -143,10 +159,15 @@ class RunState:
             return
         try:
             handler(self, event)
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError):
             self.broken += 1
 
     # ---- what was asked, and how far it is
+
+    @property
+    def asked(self) -> Spec | None:
+        """The Spec of a strategy's run; None for a script of one's own, and for a Spec of a version that knew more."""
+        return self._asked
 
     @property
     def world_size(self) -> int:
@@ -345,13 +366,18 @@ class RunState:
         rank.attempt = event.get("attempt", 0)
         rank.attempts[rank.attempt] = len(rank.steps)
         rank.started, rank.ended, rank.exit_code, rank.error, rank.activity = event["t"], None, None, None, None
+        rank.waiting, rank.not_finite, rank.saw, rank.timelines = None, None, [], {}
 
     def _on_device(self, event: Mapping[str, Any]) -> None:
         rank = self._rank(event)
         rank.device, rank.device_name = str(event["device"]), event.get("device_name", "")
 
     def _on_step(self, event: Mapping[str, Any]) -> None:
-        self._rank(event).steps.append(event)
+        rank = self._rank(event)
+        rank.steps.append(event)
+        rank.waiting = None
+        if rank.not_finite is None and event.get("loss") is not None and not math.isfinite(event["loss"]):
+            rank.not_finite = int(event["step"])
 
     def _on_memory(self, event: Mapping[str, Any]) -> None:
         self._rank(event).owners = {owner: int(size) for owner, size in event["owners"].items()}
@@ -367,6 +393,31 @@ class RunState:
 
     def _on_traffic(self, event: Mapping[str, Any]) -> None:
         self._rank(event).traffic = {"step": event["step"], "ops": dict(event["ops"])}
+
+    def _on_timeline(self, event: Mapping[str, Any]) -> None:
+        timelines = self._rank(event).timelines
+        timelines[int(event["step"])] = _whole_timeline(event)
+        while len(timelines) > _TIMELINES:
+            del timelines[min(timelines)]
+
+    def _on_memory_step(self, event: Mapping[str, Any]) -> None:
+        columns = {owner: [int(size) for size in event["owners"][owner]] for owner in OWNERS if owner in event["owners"]}
+        times = [float(time) for time in event["times"]]
+        if any(len(column) != len(times) for column in columns.values()):
+            raise ValueError("columns of different lengths")
+        kept = {name: event[name] for name in ("step", "t0", "seconds", "phases", "peak", "at_peak")}
+        self._rank(event).memory_step = kept | {"times": times, "owners": columns}
+
+    def _on_waiting(self, event: Mapping[str, Any]) -> None:
+        self._rank(event).waiting = {"ops": [], "stack": "", "computed": None} | dict(event) | {"since": float(event["since"])}
+
+    def _on_going_on(self, event: Mapping[str, Any]) -> None:
+        self._rank(event).waiting = None
+
+    def _on_saw(self, event: Mapping[str, Any]) -> None:
+        saw = self._rank(event).saw
+        if len(saw) < _SEEN:
+            saw.append({"what": str(event["what"])} | dict(event))
 
     def _on_activity(self, event: Mapping[str, Any]) -> None:
         rank = self._rank(event)
@@ -412,6 +463,11 @@ _HANDLERS: dict[Any, Callable[[RunState, Mapping[str, Any]], None]] = {
     "memory": RunState._on_memory,
     "replica": RunState._on_replica,
     "traffic": RunState._on_traffic,
+    "timeline": RunState._on_timeline,
+    "memory_step": RunState._on_memory_step,
+    "waiting": RunState._on_waiting,
+    "going_on": RunState._on_going_on,
+    "saw": RunState._on_saw,
     "activity": RunState._on_activity,
     "metric": RunState._on_metric,
     "error": RunState._on_error,
@@ -419,6 +475,19 @@ _HANDLERS: dict[Any, Callable[[RunState, Mapping[str, Any]], None]] = {
     "end": RunState._on_end,
     "system": RunState._on_system,
 }
+
+
+def _whole_timeline(event: Mapping[str, Any]) -> dict[str, Any]:
+    """A timeline with everything in it that figures and findings read; raises where it cannot be read so."""
+    spans = {
+        name: [[str(span[0]), float(span[1]), float(span[2]), *span[3:]] for span in event[name]] for name in ("phases", "comm", "marks")
+    }
+    spans["comm"] = [[*span, None, None, None, None][:7] for span in spans["comm"]]
+    busy = [[float(start), float(end)] for start, end in event["busy"]]
+    exposed = {str(name): float(seconds) for name, seconds in event["exposed"].items()}
+    plain = {"device": event.get("device", "cpu"), "backend": event.get("backend", ""), "left_out": int(event.get("left_out", 0))}
+    moments = {"step": int(event["step"]), "t0": float(event["t0"]), "seconds": float(event["seconds"])}
+    return spans | plain | moments | {"busy": busy, "exposed": exposed}
 
 
 def _number(value: Any, missing: float = math.nan) -> float:

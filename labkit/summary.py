@@ -9,6 +9,8 @@ from typing import Any
 
 from labkit.diagnose import findings
 from labkit.events import OWNERS
+from labkit.figures.sampled import overlap
+from labkit.ledger import ledger
 from labkit.state import RankState, RunState
 
 
@@ -40,6 +42,7 @@ def summarise(state: RunState, run: str = "") -> dict[str, Any]:
         "note": state.note,
         "replicas": state.replica_figures(),
         "gil_wait": _rounded(state.gil_wait),
+        "ledger": [entry.to_json() for entry in ledger(state)],
         "findings": [finding.to_json() for finding in findings(state)],
     }
 
@@ -54,7 +57,18 @@ def _rank(state: RunState, number: int) -> dict[str, Any]:
         "step_seconds_median": _rounded(_median(rank.steps.seconds[1:]), 6),
         "phase_seconds": {phase: _rounded(_median(column[1:]), 6) for phase, column in rank.steps.phases.items()},
         "comm_bytes_per_step": rank.bytes_per_step,
+        "communication": _communication(rank),
     }
+
+
+def _communication(rank: RankState) -> dict[str, Any] | None:
+    """Of the newest sampled step: seconds with a collective under way, those that no computing hid, and the share that was hidden."""
+    one = rank.timeline
+    if one is None:
+        return None
+    under_way, open_ = overlap(one)
+    hidden = 1 - min(1.0, open_ / under_way) if under_way else None
+    return {"step": one["step"], "seconds": _rounded(under_way, 6), "open_seconds": _rounded(open_, 6), "hidden": _rounded(hidden)}
 
 
 def _median(values: Sequence[float]) -> float | None:

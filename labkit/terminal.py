@@ -22,7 +22,9 @@ from labkit.diagnose import Finding, findings
 from labkit.events import PHASES
 from labkit.figures.colours import PHASES as PHASE_COLOURS
 from labkit.figures.colours import rank_colour
+from labkit.figures.sampled import timeline
 from labkit.launch.folder import RunFolder
+from labkit.ledger import ledger
 from labkit.spec import Spec, SpecError
 from labkit.state import RankState, RunState
 
@@ -33,7 +35,7 @@ _TAIL = 5  # lines of rank 0's output
 _TAIL_BYTES = 8192
 _LINES_AROUND = 16  # of the picture, beside the rows of the ranks
 _BAR = (8, 40)  # characters of the bar of phases, at least and at most
-_GLYPHS = dict(zip(PHASES, "·░▒▓█"))  # told apart where colours are not
+_GLYPHS = dict(zip(PHASES, "·-░▒▓█"))  # told apart where colours are not
 _STYLES = {"finished": "bold green", "failed": "bold red", "stopped": "bold yellow", "stopping": "bold yellow"}
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -92,7 +94,7 @@ def view(state: RunState, folder: RunFolder, height: int | None = None) -> Rende
     """The whole picture; with a `height` in lines it shows no more ranks than fit."""
     rows = state.world_size if height is None else max(2, height - _LINES_AROUND)
     parts = [_head(state, folder), _progress(state), Text(""), _table(state, rows), _legend()]
-    parts += [Text(clean(text), style="dim") for text in _replicas(state)]
+    parts += [Text(clean(text), style="dim") for text in (*_replicas(state), *_sampled(state))]
     parts += [_finding(finding, folder) for finding in findings(state)]
     tail = _tail(folder.log_of(0))
     if tail:
@@ -220,6 +222,19 @@ def _replicas(state: RunState) -> list[str]:
     return [" · ".join(found)] if found else []
 
 
+def _sampled(state: RunState) -> list[str]:
+    """The newest sampled step in one line, and the ledger of what was sent once the run is over."""
+    if not any(rank.timelines for rank in state.ranks.values()):
+        return []
+    chart = timeline(state)
+    lines = [f"{chart.title.lower()} looked at closely: {chart.note}"]
+    if state.over:
+        for one in ledger(state):
+            theory = "" if one.theory is None else f", by theory {sizes(one.theory)}"
+            lines.append(f"{one.op}: {sizes(one.measured)} a step over all ranks{theory}" + (f" ({one.reason})" if one.reason else ""))
+    return lines
+
+
 def _now(state: RunState) -> float | None:
     return state.throughput() if state.over else state.throughput(recent=_RECENT)
 
@@ -290,7 +305,10 @@ def _legend() -> Text:
 def _finding(finding: Finding, folder: RunFolder) -> RenderableType:
     style = "bold red" if finding.kind == "wrong" else "yellow"
     text = Text.assemble(
-        ("\n", ""), (clean(finding.title), style), (f"\n  {clean(finding.evidence)}", style), f"\n  {clean(finding.way_out)}"
+        ("\n", ""),
+        (clean(finding.title), style),
+        (f"\n  {clean(finding.evidence)}", style),
+        f"\n  because {clean(finding.cause)}\n  {clean(finding.way_out)}",
     )
     log = folder.log_of(finding.ranks[0], "stderr") if finding.ranks else None
     if log:

@@ -32,7 +32,7 @@ def state_of(run: FakeRun) -> RunState:
     return follower.state
 
 
-@pytest.mark.parametrize("name", figures.NAMES)
+@pytest.mark.parametrize("name", figures.LIVE)
 def test_figure_and_svg_show_the_same_lines(fake, name):
     state = state_of(fake)
     figure = figures.figure(name, state)
@@ -122,7 +122,7 @@ def test_round_numbers():
     assert ticks(0, 2.5) == pytest.approx([0, 1, 2])
 
 
-@pytest.mark.parametrize("name", figures.NAMES)
+@pytest.mark.parametrize("name", figures.LIVE)
 def test_a_run_of_which_nothing_is_known_yet_has_pictures(name):
     assert figures.figure(name, RunState()).data is not None
     assert figures.svg(name, RunState()).startswith("<svg")
@@ -142,8 +142,8 @@ def test_svg_escapes_what_it_is_given(fake):
 
 def test_the_overview_has_every_chart(fake):
     figure = figures.overview(state_of(fake))
-    assert len(figure.layout.annotations) == len(figures.NAMES)
-    assert len(figure.data) == sum(len(figures.figure(name, state_of(fake)).data) for name in figures.NAMES)
+    assert len(figure.layout.annotations) == len(figures.LIVE)
+    assert len(figure.data) == sum(len(figures.figure(name, state_of(fake)).data) for name in figures.LIVE)
     assert len(figure.to_json()) < 200_000
 
 

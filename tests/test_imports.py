@@ -26,7 +26,8 @@ NEVER = {
     "script.py": ("torch", "labkit.launch", *FACES),
     "events.py": (*HEAVY, "labkit"),
     "state.py": (*HEAVY, "labkit.launch"),
-    "diagnose.py": (*HEAVY, "labkit.launch", *FACES),
+    "faults/__init__.py": ("torch",),
+    "diagnose/*.py": (*HEAVY, "labkit.launch", *FACES),
     "machine.py": ("torch",),
     "launch/*.py": (*HEAVY, *FACES),
     "figures/*.py": ("ipywidgets", "labkit.launch", *FACES),
@@ -87,7 +88,7 @@ def test_what_runs_before_the_environment_needs_the_standard_library_alone(name)
     assert tops <= {*allowed, "labkit"}
     # whatever it takes from labkit must itself need nothing more, but for what the commands do once the environment is there
     ours = {module for module in imported(ROOT / name) if module.startswith("labkit.")}
-    light = {"environment", "bootstrap", "progress", "cli", "spec", "strategies", "workloads", "options"}
+    light = {"environment", "bootstrap", "progress", "cli", "spec", "strategies", "workloads", "options", "faults"}
     assert {module.split(".")[1] for module in ours} <= light
 
 

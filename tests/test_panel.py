@@ -15,7 +15,7 @@ from labkit.launch.folder import RunFolder
 from labkit.launch.follow import Follower
 from labkit.machine import Gpu, Machine
 from labkit.panel import Lab
-from labkit.panel.charts import Charts
+from labkit.panel.charts import LIVE, Charts
 from labkit.panel.choices import Choices
 from labkit.panel.feed import CAP, WHOLE, Feed
 from labkit.panel.logs import Logs
@@ -96,6 +96,7 @@ def test_the_workload_brings_its_batch_and_options():
         *(option.name for option in COMMON),
         "size",
         "context",
+        "goes wrong",
     ]
     choices.strategy.value = "single"
     options = choices.spec().options
@@ -214,7 +215,7 @@ def test_a_run_that_failed_shows_who_and_why(fake):
 
 
 def test_a_feed_tells_all_once_and_then_only_what_is_new(fake):
-    follower, feed = Follower(fake.folder), Feed()
+    follower, feed = Follower(fake.folder), Feed(LIVE)
     fake.step(20)
     follower.poll()
     whole = feed.message(follower.state)
@@ -230,7 +231,7 @@ def test_a_feed_tells_all_once_and_then_only_what_is_new(fake):
 
 
 def test_a_page_holds_a_bounded_number_of_points(fake):
-    follower, feed = Follower(fake.folder), Feed()
+    follower, feed = Follower(fake.folder), Feed(LIVE)
     held, wholes, least = {}, 0, 0
     for _ in range(CAP):
         fake.step(2)
@@ -249,7 +250,7 @@ def test_a_page_holds_a_bounded_number_of_points(fake):
 
 
 def test_axes_of_a_page_only_grow(fake):
-    follower, feed = Follower(fake.folder), Feed()
+    follower, feed = Follower(fake.folder), Feed(LIVE)
     ends = []
     for _ in range(30):
         fake.step(3)

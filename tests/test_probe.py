@@ -139,8 +139,11 @@ def test_bytes_by_owner(styles):
     _, told = styles
     parameters = 4 * (8 * 16 + 16 + 16 * 3 + 3)
     first, second = told.of("memory", "plain")
-    assert first["owners"] == {"parameters": parameters, "gradients": parameters, "optimizer": 2 * parameters + 4 * 4, "other": 0}
-    assert second["owners"] == first["owners"] | {"activations": 4 * 8 * 16}  # what the ReLU gave, kept once by two layers
+    held = {"parameters": parameters, "gradients": parameters, "optimizer": 2 * parameters + 4 * 4, "communication": 0, "other": 0}
+    assert first["owners"] == held
+    # What the ReLU gave, kept once by two layers; the logits, and what the loss keeps of them: its own logarithms, and two numbers.
+    kept = 4 * 8 * 16 + 4 * 8 * 3 + 4 * 8 * 3 + 4 + 4
+    assert second["owners"] == held | {"activations": kept}
     for step in told.of("step", "plain"):
         assert step["memory"]["allocated"] == sum(first["owners"].values()) and step["memory"]["reserved"] is None
         assert step["memory"]["peak"] >= step["memory"]["allocated"]

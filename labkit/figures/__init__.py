@@ -17,14 +17,18 @@ if TYPE_CHECKING:
 
     from labkit.state import RunState
 
-__all__ = ["NAMES", "chart", "figure", "overview", "rank_colour", "svg"]
+__all__ = ["CHARTS", "LIVE", "NAMES", "chart", "figure", "overview", "rank_colour", "svg"]
 
 NAMES = {
     "loss": "loss per rank and their mean, over steps",
     "throughput": "samples per second over all ranks, over steps",
     "memory": "memory per GPU or CPU rank, in MiB or GiB, over seconds",
     "phases": "milliseconds of a step in each phase, per rank",
+    "timeline": "one sampled step of all ranks: what each computed and what went between them, over milliseconds",
+    "memory_by_owner": "the bytes at the peak of a sampled step by owner, per rank, in MiB or GiB",
+    "memory_of_step": "the bytes by owner over one sampled step of the rank with the highest peak",
 }
+LIVE = ("loss", "throughput", "memory", "phases")  # those that grow with every step
 
 
 def chart(name: str, state: RunState) -> Chart:
@@ -42,10 +46,10 @@ def figure(name: str, state: RunState) -> plotly.graph_objects.Figure:
 
 
 def overview(state: RunState) -> plotly.graph_objects.Figure:
-    """All charts of a run as one plotly figure, two by two."""
+    """The live charts of a run as one plotly figure, two by two."""
     from labkit.figures.as_plotly import as_figure, grid
 
-    return as_figure(*grid([chart(name, state).drawn(LIMIT // 2) for name in NAMES]))
+    return as_figure(*grid([chart(name, state).drawn(LIMIT // 2) for name in LIVE]))
 
 
 def svg(name: str, state: RunState, width: int = 560, height: int = 220, points: int = 400) -> str:

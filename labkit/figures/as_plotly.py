@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from labkit.figures import colours
-from labkit.figures.model import Drawn, Points
+from labkit.figures.model import Drawn, Points, Spans
 
 if TYPE_CHECKING:
     import plotly.graph_objects
@@ -30,7 +30,7 @@ def parts(drawn: Drawn) -> tuple[list[dict[str, Any]], dict[str, Any]]:
             "x": 1.01,
             "y": 1,
             "yanchor": "top",
-            "font": {"size": 10},
+            "font": {"size": 10 if len(chart.bars) < 7 else 9},  # so that all of it stands beside a live chart
             "tracegroupgap": 0,
             "itemwidth": 30,
             "bgcolor": "rgba(0,0,0,0)",
@@ -41,7 +41,20 @@ def parts(drawn: Drawn) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         "plot_bgcolor": "rgba(0,0,0,0)",
         "uirevision": chart.name,  # a person's zoom outlives the next points
     }
+    if chart.spans:
+        layout |= {"barmode": "overlay", "bargap": 0.2}
+        layout["margin"]["l"] = 12 + 7 * max(map(len, chart.y.categories), default=0)
+    if any(line.stacked for line in chart.lines):
+        layout["legend"]["traceorder"] = "reversed"  # from the top down, as they lie
+    if chart.bands:
+        layout["shapes"] = [_band(*band) for band in chart.bands]
     return traces(drawn), layout
+
+
+def _band(name: str, start: float, end: float, colour: str) -> dict[str, Any]:
+    """A strip along the foot of the plot, where the phase is."""
+    place = {"xref": "x", "yref": "paper", "x0": start, "x1": end, "y0": 0, "y1": 0.05}
+    return {"type": "rect", "name": name, **place, "fillcolor": colour, "line": {"width": 0}, "layer": "above"}
 
 
 def traces(drawn: Drawn) -> list[dict[str, Any]]:
@@ -59,11 +72,31 @@ def traces(drawn: Drawn) -> list[dict[str, Any]]:
             }
             for bars in chart.bars
         ]
+    if chart.spans:
+        return [_spans(drawn, spans) for spans in chart.spans]
     return [_line(drawn, line, points) for line, points in zip(chart.lines, drawn.points)]
+
+
+def _spans(drawn: Drawn, spans: Spans) -> dict[str, Any]:
+    lanes = drawn.chart.y.categories
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": spans.name,
+        "y": [lanes[lane] for lane, *_ in spans.stretches],
+        "base": numbers(start for _, start, _, _ in spans.stretches),
+        "x": numbers(end - start for _, start, end, _ in spans.stretches),
+        "text": [words for *_, words in spans.stretches],
+        "textposition": "none",
+        "marker": {"color": spans.colour, "line": {"width": 0}},
+        "hovertemplate": "%{text}<extra></extra>",
+    }
 
 
 def _line(drawn: Drawn, line, points: Points) -> dict[str, Any]:
     xs, ys = points
+    shape = {"color": line.colour, "width": 0.5, "shape": "hv"}
+    area = {"stackgroup": "all", "line": shape, "fillcolor": line.colour} if line.stacked else {}
     what, where = drawn.chart.y.title, drawn.chart.x.title.split(" ")[0]
     return {
         "type": "scatter",
@@ -76,13 +109,16 @@ def _line(drawn: Drawn, line, points: Points) -> dict[str, Any]:
         "line": {"color": line.colour or colours.INK, "width": line.width, "dash": line.dash},
         "meta": {"ink": line.colour is None},
         "hovertemplate": f"%{{y:.4~g}} {what}<br>{where} %{{x:,.4~r}}<extra>{line.name}</extra>",
-    }
+    } | area
 
 
 def axis(drawn: Drawn, which: str) -> dict[str, Any]:
     """The x or the y axis, with its range."""
     of = getattr(drawn.chart, which)
     plain = {"title": {"text": of.title, "standoff": 4}, "gridcolor": colours.GRID, "zeroline": False, "automargin": False}
+    if of.categories and which == "y":
+        order = {"categoryarray": list(of.categories), "range": [len(of.categories) - 0.5, -0.5]}
+        return plain | {"type": "category", "showgrid": False, "fixedrange": True} | order
     if of.categories:
         return plain | {"type": "category", "fixedrange": True, "range": [-0.5, len(of.categories) - 0.5], "showgrid": False}
     return plain | {"range": list(getattr(drawn, f"{which}_span")), "nticks": 6, "separatethousands": True, "autorange": False}
@@ -123,7 +159,7 @@ def numbers(values: Iterable[float | None]) -> list[float | None]:
 
 
 def _has_legend(drawn: Drawn) -> bool:
-    return bool(drawn.chart.bars) or any(line.in_legend for line in drawn.chart.lines)
+    return bool(drawn.chart.bars or drawn.chart.spans) or any(line.in_legend for line in drawn.chart.lines)
 
 
 def _title(drawn: Drawn) -> str:

@@ -17,11 +17,13 @@ class _Canvas:
     def __init__(self, drawn: Drawn, width: int, height: int):
         self.width, self.height = width, height
         self.x_span, self.y_span = drawn.x_span, drawn.y_span
+        longest = max((len(name) for name, _ in _named(drawn)), default=0)
+        self.right = max(_RIGHT, 35 + 6 * longest)  # what the legend takes
         self.elements: list[str] = []
 
     def x(self, value: float) -> float:
         low, high = self.x_span
-        return _LEFT + (value - low) / (high - low or 1) * (self.width - _LEFT - _RIGHT)
+        return _LEFT + (value - low) / (high - low or 1) * (self.width - _LEFT - self.right)
 
     def y(self, value: float) -> float:
         low, high = self.y_span
@@ -46,9 +48,16 @@ def drawing(drawn: Drawn, width: int, height: int) -> str:
     _frame(canvas, drawn)
     if drawn.chart.bars:
         _bars(canvas, drawn)
+    elif drawn.chart.spans:
+        _spans(canvas, drawn)
     else:
+        _areas(canvas, drawn)
         for line, points in zip(drawn.chart.lines, drawn.points):
-            _line(canvas, line, points)
+            if not line.stacked:
+                _line(canvas, line, points)
+        for name, start, end, colour in drawn.chart.bands:
+            foot = canvas.height - _BOTTOM
+            canvas.rectangle(canvas.x(start), foot - 5, canvas.x(end) - canvas.x(start), 5, colour, name)
     _legend(canvas, drawn)
     label = escape(drawn.chart.title, quote=True)
     return (
@@ -60,10 +69,12 @@ def drawing(drawn: Drawn, width: int, height: int) -> str:
 
 
 def _frame(canvas: _Canvas, drawn: Drawn) -> None:
-    chart, right, bottom = drawn.chart, canvas.width - _RIGHT, canvas.height - _BOTTOM
-    note = f'<tspan dx="8" font-size="10" font-weight="400" opacity="0.75">{escape(chart.note)}</tspan>' if chart.note else ""
+    chart, right, bottom = drawn.chart, canvas.width - canvas.right, canvas.height - _BOTTOM
+    room = (canvas.width - 24 - 7.5 * len(chart.title)) / max(len(chart.note), 1)
+    size = f"{max(6.0, min(10.0, 1.9 * room)):.3g}"  # a long note in smaller letters, so that it ends within the picture
+    note = f'<tspan dx="8" font-size="{size}" font-weight="400" opacity="0.75">{escape(chart.note)}</tspan>' if chart.note else ""
     canvas.elements.append(f'<text x="8" y="15" font-size="13" font-weight="600">{escape(chart.title)}{note}</text>')
-    for value in ticks(*canvas.y_span):
+    for value in () if chart.y.categories else ticks(*canvas.y_span):
         canvas.line(_LEFT, canvas.y(value), right, canvas.y(value), 'stroke="currentColor" stroke-opacity="0.2"')
         canvas.text(_LEFT - 5, canvas.y(value) + 4, _short(value), 'text-anchor="end"')
     middle = (canvas.height - _BOTTOM + _TOP) / 2
@@ -86,7 +97,7 @@ def _line(canvas: _Canvas, line, points: Points) -> None:
 
 def _bars(canvas: _Canvas, drawn: Drawn) -> None:
     names = drawn.chart.x.categories
-    room = (canvas.width - _LEFT - _RIGHT) / max(len(names), 1)
+    room = (canvas.width - _LEFT - canvas.right) / max(len(names), 1)
     for index, name in enumerate(names):
         left, base = _LEFT + (index + 0.175) * room, 0.0
         for bars in drawn.chart.bars:
@@ -97,13 +108,53 @@ def _bars(canvas: _Canvas, drawn: Drawn) -> None:
         canvas.text(left + 0.325 * room, canvas.height - _BOTTOM + 14, name, 'text-anchor="middle"')
 
 
+def _spans(canvas: _Canvas, drawn: Drawn) -> None:
+    lanes = drawn.chart.y.categories
+    room = (canvas.height - _TOP - _BOTTOM) / max(len(lanes), 1)
+    for index, name in enumerate(lanes):
+        canvas.text(_LEFT - 5, _TOP + (index + 0.5) * room + 4, name, 'text-anchor="end"')
+    for spans in drawn.chart.spans:
+        for lane, start, end, words in spans.stretches:
+            width = max(canvas.x(end) - canvas.x(start), 0.3)
+            canvas.rectangle(canvas.x(start), _TOP + (lane + 0.1) * room, width, 0.8 * room, spans.colour, words)
+
+
+def _areas(canvas: _Canvas, drawn: Drawn) -> None:
+    """Stacked steps: each area lies on the one before."""
+    stacked = [(line, points) for line, points in zip(drawn.chart.lines, drawn.points) if line.stacked]
+    if not stacked:
+        return
+    xs = [*stacked[0][1][0], drawn.x.high]
+    base = [0.0] * len(xs)
+    for line, (_, ys) in stacked:
+        top = [low + (value or 0.0) for low, value in zip(base, [*ys, ys[-1] if ys else 0.0])]
+        edge = [*_steps(canvas, xs, top), *reversed(_steps(canvas, xs, base))]
+        canvas.elements.append(f'<polygon points="{" ".join(edge)}" fill="{escape(line.colour or "currentColor")}"/>')
+        base = top
+
+
+def _steps(canvas: _Canvas, xs: list[float], ys: list[float]) -> list[str]:
+    corners = [(xs[0], ys[0])] if xs else []
+    for index in range(1, len(xs)):
+        corners += [(xs[index], ys[index - 1]), (xs[index], ys[index])]
+    return [f"{canvas.x(x):.1f},{canvas.y(y):.1f}" for x, y in corners]
+
+
 def _legend(canvas: _Canvas, drawn: Drawn) -> None:
-    shown = [(bars.name, bars.colour) for bars in reversed(drawn.chart.bars)]
-    shown += [(line.name, line.colour or "currentColor") for line in drawn.chart.lines if line.in_legend]
-    for number, (name, colour) in enumerate(shown):
+    for number, (name, colour) in enumerate(_named(drawn)):
         y = _TOP + 4 + 15 * number
-        canvas.rectangle(canvas.width - _RIGHT + 10, y, 14, 4 if drawn.chart.lines else 10, colour)
-        canvas.text(canvas.width - _RIGHT + 29, y + (6 if drawn.chart.lines else 9), name)
+        thin = any(not line.stacked for line in drawn.chart.lines)
+        canvas.rectangle(canvas.width - canvas.right + 10, y, 14, 4 if thin else 10, colour)
+        canvas.text(canvas.width - canvas.right + 29, y + (6 if thin else 9), name)
+
+
+def _named(drawn: Drawn) -> list[tuple[str, str]]:
+    """What the legend names, with its colour: what is stacked from the top down."""
+    chart = drawn.chart
+    stacked = [line for line in chart.lines if line.stacked]
+    shown = [(part.name, part.colour) for part in (*reversed(chart.bars), *chart.spans)]
+    lines = (*reversed(stacked), *(line for line in chart.lines if not line.stacked))
+    return shown + [(line.name, line.colour or "currentColor") for line in lines if line.in_legend]
 
 
 def _short(value: float) -> str:

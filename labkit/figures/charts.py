@@ -10,6 +10,7 @@ from functools import partial
 from labkit.events import PHASES
 from labkit.figures import colours
 from labkit.figures.model import Axis, Bars, Chart, Derived, Line
+from labkit.figures.sampled import exposed, memory_by_owner, memory_of_step, timeline, usual
 from labkit.state import RankState, RunState
 
 _WINDOW = 10  # steps that a throughput is the mean over
@@ -129,11 +130,23 @@ def phases(state: RunState) -> Chart:
     """What a step's time goes to, per rank: the median of each phase in milliseconds, stacked. The first step is left out."""
     ranks = _ranks(state) or [RankState(number) for number in range(state.world_size)]
     names = tuple(f"rank {rank.rank}" for rank in ranks)
-    bars = tuple(Bars(phase, colours.PHASES[phase], tuple(1000 * _median(rank.steps.phases[phase]) for rank in ranks)) for phase in PHASES)
-    return Chart("phases", "Where a step's time goes (median)", Axis("", categories=names), Axis("ms per step", least=1.0), bars=bars)
+    waits = [exposed(rank) for rank in ranks]
+    whole = {phase: [1000 * _median(rank.steps.phases[phase]) for rank in ranks] for phase in PHASES}
+    bars = [
+        Bars(phase, colours.PHASES[phase], tuple(value * (1 - wait.get(phase, 0.0)) for value, wait in zip(whole[phase], waits)))
+        for phase in PHASES
+        if phase != "copy" or any(whole[phase])
+    ]
+    sampled = max((len(usual(rank)) for rank in ranks), default=0)
+    if sampled:
+        hidden = tuple(sum(whole[phase][index] * share for phase, share in wait.items()) for index, wait in enumerate(waits))
+        bars.append(Bars("communication", colours.COMMUNICATION, hidden))
+    note = "communication: what nothing hid, as sampled" if sampled else ""
+    title = "Where a step's time goes (median)"
+    return Chart("phases", title, Axis("", categories=names), Axis("ms per step", least=1.0), bars=tuple(bars), note=note)
 
 
-CHARTS = {chart.__name__: chart for chart in (loss, throughput, memory, phases)}
+CHARTS = {chart.__name__: chart for chart in (loss, throughput, memory, phases, timeline, memory_by_owner, memory_of_step)}
 
 
 def _ranks(state: RunState) -> list[RankState]:

@@ -1,4 +1,4 @@
-"""What a chart is: titles, axes, and lines or bars that read their numbers from RunState's columns only when they are drawn.
+"""What a chart is: titles, axes, and lines, bars or spans; lines read their numbers from RunState's columns only when they are drawn.
 
 One Chart serves three outputs: the plotly figure, the live chart (which asks each line for its new points only) and inline SVG.
 """
@@ -54,6 +54,7 @@ class Line:
     x_zero: float = 0.0
     y_unit: float = 1.0
     in_legend: bool = True
+    stacked: bool = False  # an area above the stacked lines before it, which keeps its value until the next point
 
     def __len__(self) -> int:
         return min(len(self.x), len(self.y))
@@ -76,6 +77,15 @@ class Bars:
 
 
 @dataclass(frozen=True)
+class Spans:
+    """Stretches of time of one sort: each has its lane (an index into the y axis' categories), start, end, and what it is in words."""
+
+    name: str
+    colour: str
+    stretches: tuple[tuple[int, float, float, str], ...]
+
+
+@dataclass(frozen=True)
 class Axis:
     """An axis: its title with the unit, the end it has from the start (`end`), or the least end that it may grow from."""
 
@@ -93,7 +103,10 @@ class Axis:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of a run. It has `lines`, or `bars` over the categories of its x axis."""
+    """A chart of a run. It has `lines`, `bars` over the categories of its x axis, or `spans` over those of its y axis.
+
+    `bands` mark stretches of the x axis behind the lines: name, start, end, colour.
+    """
 
     name: str
     title: str
@@ -101,12 +114,15 @@ class Chart:
     y: Axis
     lines: tuple[Line, ...] = ()
     bars: tuple[Bars, ...] = ()
+    spans: tuple[Spans, ...] = ()
+    bands: tuple[tuple[str, float, float, str], ...] = ()
     note: str = ""
 
     @property
     def signature(self) -> tuple:
         """What must be the same for a picture of this chart to be carried on with new points only."""
-        return self.title, self.note, self.x, self.y, tuple((line.key, line.x_zero, line.y_unit) for line in self.lines)
+        lines = tuple((line.key, line.x_zero, line.y_unit) for line in self.lines)
+        return self.title, self.note, self.x, self.y, self.spans, self.bands, lines
 
     @property
     def bar_height(self) -> float:
@@ -115,11 +131,22 @@ class Chart:
 
     def drawn(self, limit: int = LIMIT) -> Drawn:
         """The chart with its points read, `limit` for each line at the most."""
-        points = tuple(line.points(limit=limit) for line in self.lines)
-        x, y = Extent(), Extent(high=self.bar_height)
+        points = tuple(line.points(limit=LIMIT if line.stacked else limit) for line in self.lines)  # no peak of a stack is left out
+        x, y = Extent(high=self.last_moment), Extent(high=max(self.bar_height, self.stack_height(points)))
         for xs, ys in points:
             x, y = x.with_(xs), y.with_(ys)
         return Drawn(self, points, x, y)
+
+    @property
+    def last_moment(self) -> float:
+        """Where the last span or band ends."""
+        ends = [end for spans in self.spans for _, _, end, _ in spans.stretches] + [end for _, _, end, _ in self.bands]
+        return max(ends, default=0.0)
+
+    def stack_height(self, points: tuple[Points, ...]) -> float:
+        """The height of the tallest stack of areas; stacked lines have the same points in x."""
+        columns = [ys for line, (_, ys) in zip(self.lines, points) if line.stacked]
+        return max((sum(value or 0.0 for value in row) for row in zip(*columns)), default=0.0)
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,16 @@ class RunFolder:
         return self.path / "status.json"
 
     @property
+    def capture(self) -> Path:
+        """A request to look closely at one step, for the ranks to read."""
+        return self.path / "capture.json"
+
+    @property
+    def trace(self) -> Path:
+        """The sampled steps for Perfetto, where somebody asked for that."""
+        return self.path / "trace.json"
+
+    @property
     def tensors(self) -> Path:
         """Gradients and parameters of every rank, where LABKIT_TENSORS=1 asked for them."""
         return self.path / "tensors"

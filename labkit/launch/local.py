@@ -58,6 +58,7 @@ def _environment(spec: Spec, folder: RunFolder) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": loopback,
         "NCCL_SOCKET_IFNAME": loopback,
     }
+    added |= {"LABKIT_SAMPLE_EVERY": str(spec.sample_every), "LABKIT_HANG_AFTER": str(spec.hang_after)}
     if spec.tensors:
         added["LABKIT_TENSORS"] = "1"
     if spec.device == "cpu":

@@ -29,7 +29,7 @@ def failures(folder: RunFolder) -> dict[str, dict[str, Any]]:
             "pid": int(entry["pid"]),
             "signal": signal_name(code),
             "t": _seconds(entry["time"]),
-            "message": "" if code < 0 else _last_word(folder, int(entry["rank"])),
+            "message": _aborted(folder, int(entry["rank"])) if code < 0 else _last_word(folder, int(entry["rank"])),
         }
     return found
 
@@ -56,6 +56,13 @@ def tail(path: Path) -> str:
             return file.read().decode(errors="replace")
     except OSError:
         return ""
+
+
+def _aborted(folder: RunFolder, rank: int) -> str:
+    """What a C++ exception said that nobody caught; empty where the rank died without a word."""
+    path = folder.log_of(rank, "stderr")
+    said = re.findall(r"^ *what\(\): *(.+)$", tail(path), re.MULTILINE) if path else []
+    return said[-1][:500] if said else ""
 
 
 def _last_word(folder: RunFolder, rank: int) -> str:

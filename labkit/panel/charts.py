@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import threading
 import time
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 
@@ -13,11 +14,14 @@ import ipywidgets
 import traitlets
 
 from labkit import figures
+from labkit.figures.as_svg import drawing
+from labkit.figures.model import Chart
 from labkit.panel.feed import Feed
 from labkit.state import RunState
 
 STATIC = Path(__file__).parent / "static"
 _PATIENCE = 8.0  # seconds that a page may take to say "here" before it is given plain SVG
+LIVE = {name: figures.CHARTS[name] for name in figures.LIVE}
 _SVG_SECONDS = 1.0
 _SVG_POINTS = 100  # of a line: plain pictures are sent whole, each time
 
@@ -39,12 +43,14 @@ class _Page(anywidget.AnyWidget):
 
 
 class Charts:
-    """The charts of one run, live. `widget` goes on screen; `draw` brings it up to the state, from any thread.
+    """Charts of one run, live: by name, what makes each of them from the state.
+
+    `widget` goes on screen; `draw` brings it up to the state, from any thread.
 
     Who changes the state that was drawn last holds `lock` meanwhile.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, charts: Mapping[str, Callable[[RunState], Chart]] = LIVE) -> None:
         import plotly
 
         self.page = _Page(plotly_version=plotly.__version__)
@@ -52,7 +58,8 @@ class Charts:
         self.plain = ipywidgets.HTML(layout={"display": "none"})
         self.widget = ipywidgets.VBox([self.page, self.plain])
         self.lock = threading.RLock()
-        self._feed = Feed()
+        self._charts = charts
+        self._feed = Feed(charts)
         self._state = RunState()
         self._shown: float | None = None
         self._here = self._ready = False
@@ -82,7 +89,8 @@ class Charts:
             elif self.is_plain and (final or time.monotonic() >= self._next_svg):
                 self._next_svg = time.monotonic() + _SVG_SECONDS
                 self.plain.layout.display = ""
-                pictures = "".join(f"<div>{figures.svg(name, state, points=_SVG_POINTS)}</div>" for name in figures.NAMES)
+                drawn = (chart(state).drawn(_SVG_POINTS) for chart in self._charts.values())
+                pictures = "".join(f"<div>{drawing(one, 560, 220)}</div>" for one in drawn)
                 self.plain.value = f'<div class="labkit-plain">{pictures}</div>'
 
     @property

@@ -10,6 +10,7 @@ from typing import Any
 
 import ipywidgets
 
+from labkit.faults import FAULTS
 from labkit.machine import Machine
 from labkit.options import Option
 from labkit.spec import PRECISIONS, Spec, SpecError
@@ -31,7 +32,8 @@ class Choices:
         if defaults.get("script") is not None:
             raise SpecError("script", f"the panel writes its scripts; run({defaults['script']!r}) and show() are for one of your own")
         start = _settled(Spec(**defaults), machine)
-        self._kept = {f.name: getattr(start, f.name) for f in fields(Spec) if f.name in ("seed", "data_dir", "samples")}
+        kept = ("seed", "data_dir", "samples", "sample_every", "hang_after")
+        self._kept = {f.name: getattr(start, f.name) for f in fields(Spec) if f.name in kept}
         self._wanted_nproc = start.nproc
         self._option_values: dict[str, Any] = dict(start.options)
         self._options: dict[str, ipywidgets.ValueWidget] = {}
@@ -73,7 +75,14 @@ class Choices:
         self.precision = ipywidgets.Dropdown(options=list(PRECISIONS), value=start.precision, description="Precision")
         self.more = ipywidgets.ToggleButton(description="Options", tooltip="Options of the strategy and the workload")
         self.more.observe(self._disclose, "value")
+        self.fault = ipywidgets.Dropdown(
+            options=[("nothing", None), *((row.title, row.name) for row in FAULTS.values())],
+            value=start.fault,
+            description="goes wrong",
+            tooltip="A fault on purpose, in the real script",
+        )
         self.popover = ipywidgets.VBox(layout={"display": "none"})
+        self._shows = ipywidgets.HTML()
         self.explanation = ipywidgets.HTML()
         for widget, name in ((self.strategy, "strategy"), (self.further, "further"), (self.popover, "popover"), (self.more, "more")):
             widget.add_class(f"labkit-{name}")
@@ -91,6 +100,7 @@ class Choices:
             self.length,
             self.unit,
             self.precision,
+            self.fault,
         )
 
     @property
@@ -128,6 +138,7 @@ class Choices:
             scaling=self.scaling.value,
             precision=self.precision.value,
             options={name: widget.value for name, widget in self._options.items()},
+            fault=self.fault.value,
             **self._training(),
         ).on(self._machine)
 
@@ -219,10 +230,11 @@ class Choices:
             self._options = {name: _widget(option, self._option_values) for name, option in wanted.items()}
             for widget in self._options.values():
                 widget.observe(self._changed, "value")
-            self.popover.children = [one for heading, group in self._groups() for one in self._disclosed(heading, group)]
-        self.more.disabled = not wanted
-        if not wanted:
-            self.more.value = False
+            listed = [one for heading, group in self._groups() for one in self._disclosed(heading, group)]
+            self.popover.children = [*listed, ipywidgets.HTML('<div class="labkit-heading">On purpose</div>'), self.fault, self._shows]
+        fault = FAULTS.get(self.fault.value)
+        self._shows.value = f'<div class="labkit-help">{escape(fault.shows if fault else "A fault to learn by: the script has it.")}</div>'
+        self.more.description = "Fault" if fault else "Options"
 
     def _groups(self) -> tuple[tuple[str, tuple[Option, ...]], ...]:
         row, workload = STRATEGIES[self.chosen], WORKLOADS[self.workload.value[0]]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from labkit import figures
 from labkit.figures.as_plotly import numbers, parts
 from labkit.figures.model import Chart, Drawn, Extent
 from labkit.state import RunState
@@ -33,7 +33,8 @@ class _Page:
 class Feed:
     """Messages for the page, from one RunState after another of the same run; `restart` for another run."""
 
-    def __init__(self) -> None:
+    def __init__(self, charts: Mapping[str, Callable[[RunState], Chart]]) -> None:
+        self._charts = charts
         self._pages: dict[str, _Page] = {}
 
     def restart(self) -> None:
@@ -42,7 +43,7 @@ class Feed:
 
     def message(self, state: RunState) -> dict[str, Any] | None:
         """What the page lacks; None where it lacks nothing."""
-        pieces = [piece for name in figures.NAMES if (piece := self._piece(name, figures.chart(name, state)))]
+        pieces = [piece for name, make in self._charts.items() if (piece := self._piece(name, make(state)))]
         return {"kind": "charts", "charts": pieces} if pieces else None
 
     def _piece(self, name: str, chart: Chart) -> dict[str, Any] | None:

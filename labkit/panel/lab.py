@@ -65,10 +65,10 @@ class Lab:
         self._batch, self._script, self._diff = ipywidgets.HTML(), ipywidgets.HTML(), ipywidgets.HTML()
         self._command = _Command()
         view, choices = self._view, self._choices
-        live = ipywidgets.VBox([view.finding, view.charts.widget])
+        live = ipywidgets.VBox([view.findings, view.charts.widget])
         self._compare = CompareTab(choices.comparable, lambda: self._starting or view.busy)
-        tabs = ipywidgets.Tab([live, self._sources(), view.logs.widget, self._compare.widget])
-        for number, title in enumerate(("Live", "Script & diff", "Logs", "Compare")):
+        tabs = ipywidgets.Tab([live, self._sources(), view.logs.widget, view.timeline.widget, view.memory.widget, self._compare.widget])
+        for number, title in enumerate(("Live", "Script & diff", "Logs", "Timeline", "Memory", "Compare")):
             tabs.set_title(number, title)
         tabs.add_class("labkit-tabs")
         actions = ipywidgets.HBox([self._run_button, view.stop_button, view.words, view.progress])
@@ -101,7 +101,7 @@ class Lab:
             return
         display(self._widget)
         self._keepsake = Keepsake()
-        self._view.charts.shown()
+        self._view.shown()
 
     # ---- what follows from a choice
 

@@ -30,13 +30,14 @@ def _live(run: Run) -> None:
     view = RunView(lambda name, state: kept[0].fill(name, state))
     actions = ipywidgets.HBox([view.stop_button, view.words, view.progress])
     actions.add_class("labkit-actions")
-    tabs = ipywidgets.Tab([ipywidgets.VBox([view.finding, view.charts.widget]), view.logs.widget])
-    for number, title in enumerate(("Live", "Logs")):
+    live = ipywidgets.VBox([view.findings, view.charts.widget])
+    tabs = ipywidgets.Tab([live, view.logs.widget, view.timeline.widget, view.memory.widget])
+    for number, title in enumerate(("Live", "Logs", "Timeline", "Memory")):
         tabs.set_title(number, title)
     tabs.add_class("labkit-tabs")
     widget = ipywidgets.VBox([style(), actions, tabs])
     widget.add_class("labkit")
     display(widget)
     kept.append(Keepsake())
-    view.charts.shown()
+    view.shown()
     view.follow(run)

@@ -7,7 +7,8 @@ import os
 from typing import Any
 
 from labkit import figures
-from labkit.panel.words import finding_html, ranks_table
+from labkit.ledger import ledger
+from labkit.panel.words import findings_html, ledger_html, ranks_table
 from labkit.state import RunState
 from labkit.summary import summarise
 
@@ -53,12 +54,15 @@ def leave(name: str, state: RunState) -> None:
 
 def figures_bundle(name: str, state: RunState) -> dict[str, Any]:
     """All charts of a run, as plotly and as inline SVG: a front end takes what it can show."""
-    pictures = "".join(figures.svg(name, state) for name in figures.NAMES)
+    sampled = any(rank.timelines for rank in state.ranks.values())
+    shown = figures.NAMES if sampled else figures.LIVE
+    pictures = "".join(figures.svg(name, state) for name in shown)
     plotly = json.loads(figures.overview(state).to_json())
-    text = f"{', '.join(figures.NAMES)} of {name}: {state.words}"
+    text = f"{', '.join(shown)} of {name}: {state.words}"
     return {"application/vnd.plotly.v1+json": plotly, "text/html": f"<div>{pictures}</div>", "text/plain": text}
 
 
 def table_bundle(name: str, state: RunState) -> dict[str, Any]:
     """A run's figures in words and rows."""
-    return {"text/html": finding_html(state) + ranks_table(name, state), "text/plain": json.dumps(summarise(state, name), indent=2)}
+    told = findings_html(state) + ranks_table(name, state) + ledger_html(ledger(state))
+    return {"text/html": told, "text/plain": json.dumps(summarise(state, name), indent=2)}

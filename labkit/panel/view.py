@@ -14,7 +14,8 @@ from labkit.launch.follow import Follower
 from labkit.launch.status import current, is_lost
 from labkit.panel.charts import STATIC, Charts
 from labkit.panel.logs import Logs
-from labkit.panel.words import finding_html, progress_html, sentence_html, state_html, tone_of
+from labkit.panel.sampled import MemoryTab, TimelineTab
+from labkit.panel.words import finding_html, findings_html, progress_html, sentence_html, state_html, tone_of
 from labkit.spec import Spec
 from labkit.state import RunState
 
@@ -49,8 +50,18 @@ class RunView:
         self.progress = ipywidgets.HTML(progress_html(self.state))
         self.finding = ipywidgets.HTML()
         self.finding.add_class("labkit-above")
+        self._why = ipywidgets.ToggleButton(description="Why?", tooltip="Evidence, cause, way out", layout={"display": "none"})
+        self._why.add_class("labkit-why")
+        self._why.observe(lambda _: self._explain(), "value")
+        self._diagnosis = ipywidgets.HTML(layout={"display": "none"})
+        self._diagnosis.add_class("labkit-diagnoses")
+        line = ipywidgets.HBox([self.finding, self._why])
+        line.add_class("labkit-line")
+        self.findings = ipywidgets.VBox([line, self._diagnosis])
+        self.findings.add_class("labkit-findings")
         self.charts = Charts()
         self.logs = Logs()
+        self.timeline, self.memory = TimelineTab(self._folder), MemoryTab(self._folder)
         self.stop_button = ipywidgets.Button(description="■ Stop", tooltip="End the run: no process of it is left", disabled=True)
         self.stop_button.on_click(lambda _: self.stop())
         self.stop_button.add_class("labkit-stop")
@@ -58,6 +69,14 @@ class RunView:
         self._job: Job | None = None
         self._stopping = False
         self._thread: threading.Thread | None = None
+
+    def _folder(self) -> RunFolder | None:
+        return None if self._job is None else self._job.folder
+
+    def shown(self) -> None:
+        """To be called when the widgets go on screen."""
+        for charts in (self.charts, self.timeline.charts, self.memory.charts):
+            charts.shown()
 
     @property
     def busy(self) -> bool:
@@ -123,7 +142,8 @@ class RunView:
         follower = Follower(job.folder)
         follower.poll()
         self.state = follower.state
-        self.charts.restart(self.state)
+        for charts in (self.charts, self.timeline.charts, self.memory.charts):
+            charts.restart(self.state)
         self.logs.restart(job.folder, self.state.world_size)
         self.stop_button.disabled = self.state.over
         due = 0.0
@@ -136,8 +156,17 @@ class RunView:
                 if self.state.over:
                     return
             time.sleep(_READ)
-            with self.charts.lock:  # a page that is new reads the same state
+            with self.charts.lock, self.timeline.charts.lock, self.memory.charts.lock:  # a page that is new reads the same state
                 follower.poll()
+
+    def _explain(self) -> None:
+        """What is behind the line of the gravest finding, as long as it is asked for."""
+        told = findings_html(self.state)
+        self._why.layout.display = "" if told else "none"
+        shown = bool(told) and self._why.value
+        self._diagnosis.layout.display = "" if shown else "none"
+        if shown:
+            self._diagnosis.value = told
 
     def _note_if_lost(self, folder: RunFolder) -> None:
         """A run whose supervisor was killed has nobody who would say that it is over."""
@@ -150,5 +179,8 @@ class RunView:
             self.say(state.words, tone_of(state))
         self.progress.value = progress_html(state)
         self.finding.value = finding_html(state)
+        self._explain()
         self.charts.draw(state, final=state.over)
+        self.timeline.draw(state, final=state.over)
+        self.memory.draw(state, final=state.over)
         self.logs.draw(over=state.over)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from html import escape
 
 from labkit.diagnose import findings
+from labkit.ledger import Entry
 from labkit.state import RunState
 from labkit.summary import summarise
 
@@ -50,13 +52,43 @@ def finding_html(state: RunState) -> str:
     first = next(iter(findings(state)), None)
     if first is None and state.status.get("state") == "failed":
         return sentence_html(state.words)
-    return "" if first is None else sentence_html(f"{first.title}: {first.evidence}", first.way_out)
+    if first is None:
+        return ""
+    return sentence_html(f"{first.title}: {first.evidence}", first.way_out, first.kind)
 
 
-def sentence_html(text: str, way_out: str = "") -> str:
-    """One sentence that something is wrong; the way out is what it says when it is pointed at."""
+def findings_html(state: RunState) -> str:
+    """Every finding with its evidence, cause and way out, as a list; empty where there is none."""
+    rows = []
+    for one in findings(state):
+        parts = (("Seen", one.evidence), ("Because", one.cause), ("Way out", one.way_out))
+        told = "".join(f"<div><b>{name}</b> {escape(text)}</div>" for name, text in parts)
+        rows.append(f'<div class="labkit-diagnosis labkit-{one.kind}"><p>{escape(one.title)}</p>{told}</div>')
+    return "".join(rows)
+
+
+def ledger_html(entries: Sequence[Entry]) -> str:
+    """The ledger as a table: bytes of a step by operation, as measured and by theory, with the reason where they differ."""
+    if not entries:
+        return ""
+    rows = []
+    for one in entries:
+        theory = "–" if one.theory is None else kib(one.theory)
+        cells = (one.op, f"{one.calls:g}", kib(one.measured), theory, one.formula, one.reason)
+        rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
+    heads = ("sent in a step, all ranks", "calls a rank", "measured", "by theory", "formula", "why they differ")
+    return f"<table><thead><tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def kib(count: float) -> str:
+    """Bytes as `1,234.5 KiB`."""
+    return f"{count / 1024:,.1f} KiB"
+
+
+def sentence_html(text: str, way_out: str = "", kind: str = "wrong") -> str:
+    """One sentence that something is wrong, or of another `kind` of finding; the way out is what it says when it is pointed at."""
     hint = escape(f"{text}\n{way_out}".strip(), quote=True)
-    return f'<div class="labkit-finding" role="alert" title="{hint}">{escape(text)}</div>' if text else ""
+    return f'<div class="labkit-finding labkit-{kind}" role="alert" title="{hint}">{escape(text)}</div>' if text else ""
 
 
 def ranks_table(name: str, state: RunState) -> str:

@@ -10,6 +10,10 @@
 `steps`         from what the hooks saw to steps and phases
 `clocks`        time on the CPU, time on a CUDA stream: one interface
 `memory`        bytes of live tensors by owner
+`sampler`       looks closely at few steps, through torch's profiler
+`timeline`      from what that saw to a timeline and a curve of memory
+`observations`  what only shows when ranks are laid side by side
+`waiting`       a thread that notices when nothing goes on
 `tensors`       gradients and parameters into files, where LABKIT_TENSORS=1
 `traffic`       bytes that ranks exchange, by operation
 `loopback`      the workers' store listens on this machine only

@@ -24,6 +24,7 @@ def start() -> None:
     """Makes the promise where this is a rank of a run, and runs the script."""
     if os.environ.get("LABKIT_RUN_DIR"):
         die_with_parent()
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would tell of itself in the script's output
     from labkit.probe.runner import main
 
     main(sys.argv[1:])

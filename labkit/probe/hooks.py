@@ -17,20 +17,25 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from labkit.probe.journal import Guard, Journal
+from labkit.probe.observations import Observations
 from labkit.probe.replicas import ReplicaWatch
+from labkit.probe.sampler import StepSampler
 from labkit.probe.steps import StepWatch
 from labkit.probe.tensors import TensorWatch
 from labkit.probe.traffic import TrafficWatch
 
 
-def install(journal: Journal) -> StepWatch:
-    """Hooks everything; from here on the journal is told of every step."""
+def install(journal: Journal, run: str, sample_every: int) -> StepWatch:
+    """Hooks everything; from here on the journal is told of every step, and of one in `sample_every` closely."""
     watch, guard = StepWatch(journal), Guard(journal, "steps")
     unscaled = _watch_scalers()
     replicas, apart = ReplicaWatch(journal, watch), Guard(journal, "replicas")
@@ -41,6 +46,9 @@ def install(journal: Journal) -> StepWatch:
     _watch_metrics(watch, journal)
     if traffic := Guard(journal, "traffic")(TrafficWatch, journal):
         register_optimizer_step_post_hook(lambda *_: traffic.step_ends(watch.finished, watch.evaluations))
+    watch.sampler = Guard(journal, "sampler")(StepSampler, journal, run, watch.memory, traffic, sample_every)
+    seen = (journal, lambda: watch.finished, lambda: watch.between)
+    watch.observations = Guard(journal, "observations")(Observations, *seen)
     return watch
 
 

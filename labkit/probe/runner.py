@@ -48,6 +48,7 @@ class Watched:
         import torch
 
         from labkit.probe import hooks, loopback
+        from labkit.probe.waiting import WaitWatch
 
         self.journal = Journal(run, _number("RANK"))
         self.journal.write(
@@ -62,7 +63,11 @@ class Watched:
             attempt=_number("TORCHELASTIC_RESTART_COUNT"),
         )
         self._guard = Guard(self.journal, "end")
-        self._watch = Guard(self.journal, "hooks")(hooks.install, self.journal)
+        self._watch = Guard(self.journal, "hooks")(hooks.install, self.journal, run, _number("LABKIT_SAMPLE_EVERY", 50))
+        self._waiting = None
+        if self._watch:
+            self._waiting = Guard(self.journal, "waiting")(WaitWatch, self.journal, self._watch, _number("LABKIT_HANG_AFTER", 30))
+            self._waiting.start()
         self._tensors = None
         if self._watch and os.environ.get("LABKIT_TENSORS") == "1":
             self._tensors = Guard(self.journal, "tensors")(hooks.keep_tensors, self._watch, self.journal, run, _number("RANK"))
@@ -70,8 +75,15 @@ class Watched:
 
     def error(self, error: BaseException) -> None:
         """Tells of an exception that the script did not catch, at once; torchrun's error file is told too."""
+        from labkit.probe.traffic import newest
+
         self.journal.write(
-            "error", type=type(error).__name__, message=_text(error), traceback="".join(traceback.format_exception(error)).rstrip()
+            "error",
+            type=type(error).__name__,
+            message=_text(error),
+            traceback="".join(traceback.format_exception(error)).rstrip(),
+            ops=self._guard(newest) or [],
+            owners=(self._watch and self._guard(self._watch.memory.owners)) or {},
         )
         file = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if file and isinstance(error, Exception) and not Path(file).exists():
@@ -81,9 +93,13 @@ class Watched:
 
     def end(self, code: int) -> None:
         """Writes what is not yet written of the steps, and the last event."""
+        if self._waiting:
+            self._waiting.stop()
         if self._tensors and code == 0:
             self._tensors.script_ends()
         if self._watch:
+            if self._watch.sampler:
+                self._guard(self._watch.sampler.give_up)
             self._guard(self._watch.drain, _LAST_STEPS if code == 0 else 0.0)
         steps = self._watch.finished if self._watch else 0
         self.journal.write("end", exit_code=code, steps=steps, seconds=round(time.time() - self.journal.started, 6))

@@ -27,6 +27,8 @@ from labkit.events import PHASES
 from labkit.probe.clocks import CpuClock, CudaClock, clock_for, likely_device
 from labkit.probe.journal import Guard, Journal
 from labkit.probe.memory import MemoryWatch, local, tensors_in
+from labkit.probe.observations import Observations
+from labkit.probe.sampler import StepSampler
 
 _PATIENCE = 20  # so many steps of another optimizer, and the pacemaker has none: it is replaced
 _OTHER = "other"
@@ -74,8 +76,12 @@ class StepWatch:
 
     def __init__(self, journal: Journal):
         self.finished = self.evaluations = 0
+        self.progress = time.monotonic()  # when anything was told last
+        self.memory = MemoryWatch(journal.write)
+        self.sampler: StepSampler | None = None
+        self.observations: Observations | None = None
+        self._sample, self._see = Guard(journal, "sampler"), Guard(journal, "observations")
         self._journal = journal
-        self._memory = MemoryWatch(journal.write)
         self._look = Guard(journal, "memory")
         self._clock: CpuClock | CudaClock | None = None
         self._activity: str | None = None
@@ -88,6 +94,21 @@ class StepWatch:
         self._marks: list[Any] = []
         self._names: list[str] = []
         self._restart()
+
+    @property
+    def activity(self) -> str | None:
+        """training or evaluating; None before either."""
+        return self._activity
+
+    @property
+    def phase(self) -> str:
+        """The innermost phase of this moment."""
+        return self._now
+
+    @property
+    def between(self) -> bool:
+        """Whether the script is in no phase."""
+        return not self._stack
 
     @property
     def models(self) -> list[torch.nn.Module]:
@@ -114,6 +135,7 @@ class StepWatch:
         return self._stack[-1] if self._stack else _OTHER
 
     def _mark(self, phase: str) -> None:
+        self.progress = time.monotonic()
         if not self._names and phase == _OTHER:
             return  # no step has begun
         if self._names and self._names[-1] == phase:
@@ -148,6 +170,8 @@ class StepWatch:
 
     def _evaluates(self) -> None:
         self.evaluations += 1
+        if self.sampler:
+            self._sample(self.sampler.give_up)
         self._do("evaluating")
         self._restart()
 
@@ -166,9 +190,12 @@ class StepWatch:
             self._restart()
         if "data" not in self._stack:
             self._fetched += _first_dimension(batch)
+            if self.observations and batch is not None:
+                self._see(self.observations.batch, batch)
 
     def forward_begins(self, model: torch.nn.Module) -> int | None:
         """An outermost module is called."""
+        self.progress = time.monotonic()
         if "backward" in self._stack:
             return None
         if not torch.is_grad_enabled():
@@ -181,14 +208,11 @@ class StepWatch:
         self._unsure, self._trained = False, True
         if model not in self._models:
             self._meet(model)
-        depth = self.enter("forward")
-        self._look(self._memory.forward_begins, model)
-        return depth
+        return self.enter("forward")
 
     def forward_ends(self, depth: int | None, model: torch.nn.Module, inputs: Any) -> None:
         """It has returned, or raised."""
         self.leave(depth)
-        self._look(self._memory.forward_ends, inputs)
         if depth is None or not torch.is_grad_enabled():
             return
         self._feeder = self._feeder or id(model)  # of several models in a step, the first one's samples count
@@ -212,7 +236,7 @@ class StepWatch:
         if optimizer in self._stepping:
             self._stepping.clear()
             self.leave(self._stack.index("optimizer") if "optimizer" in self._stack else None)
-        self._look(self._memory.add_optimizer, optimizer)
+        self._look(self.memory.add_optimizer, optimizer)
         self._stepping.append(optimizer)
         if len(self._stepping) == 1:
             self.enter("optimizer")
@@ -235,10 +259,12 @@ class StepWatch:
             return
         self.finished += 1
         samples = self._fetched or self._fed
-        memory = self._look(self._memory.at_step, self.finished)
+        memory = self._look(self.memory.at_step, self.finished)
         marks = [*self._marks, mark]
         weight = sum(self._weights) if len(self._weights) > 1 and any(self._weights) else 1.0
         self._pending.append(Step(self.finished, time.time(), self._clock, marks, self._names, self._losses, weight, samples, memory))
+        if self.sampler and self._sample(self.sampler.step_ends, self.finished, list(zip(self._names, marks, marks[1:])), self._clock):
+            mark = self._clock.mark()  # what the sampler took is no part of the next step
         self._restart(mark)
         self.drain()
 
@@ -267,13 +293,15 @@ class StepWatch:
 
     def _meet(self, model: torch.nn.Module) -> None:
         self._models.add(model)
+        if self.observations:
+            self._see(self.observations.model, model)
         parameter = next(model.parameters(), None)
         if parameter is None:
             return
         device = parameter.device
         if self._clock is None or self._clock.device.type != ("cuda" if device.type == "cuda" else "cpu"):
             self._use(clock_for(device))
-        self._look(self._memory.add_model, model, device)
+        self._look(self.memory.add_model, model, device)
 
 
 def _first_dimension(values: Any) -> int:

@@ -24,6 +24,7 @@ from labkit.probe.journal import Guard, Journal
 
 _EARLY = (2, 3)  # in step 1 DDP still orders its buckets; a script of two steps is told of all the same
 _EVERY = 50
+_NEWEST = 24  # collectives that are told of where a rank waits
 _SIZES = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Short": 2, "ComplexFloat": 8, "ComplexDouble": 16}
 _NAMES = ("reduce_scatter", "all_gather", "all_reduce", "all_to_all", "broadcast", "barrier", "gather", "scatter", "reduce")
 _SAME = {"allgather": "all_gather", "allreduce": "all_reduce", "alltoall": "all_to_all", "reducescatter": "reduce_scatter"}
@@ -39,18 +40,36 @@ class TrafficWatch:
         self._begun = 0
         self._seen = (0, 0)
         self._calls = self._sent = self._depth = 0
+        self._passed: list[dict[str, Any]] | None = None
         if dist.is_available():
-            for name in ("send", "isend"):
-                self._count(name)
+            for name in ("send", "isend", "recv", "irecv"):
+                self._count(name, sends="send" in name)
+            self._keep_the_last()
 
-    def _count(self, name: str) -> None:
+    def _keep_the_last(self) -> None:
+        """An error is told after the script's `finally` has destroyed the group, and its collectives with it."""
+        original = dist.destroy_process_group
+
+        @functools.wraps(original)
+        def destroy_process_group(group: Any = None) -> None:
+            if group in (None, dist.group.WORLD):
+                _LAST[:] = self._guard(newest) or []
+            return original(group)
+
+        dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = destroy_process_group
+
+    def _count(self, name: str, sends: bool) -> None:
         original = getattr(dist, name)
 
         @functools.wraps(original)
         def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._depth:  # `send` may be made of `isend`
-                self._calls += 1
-                self._sent += tensor.numel() * tensor.element_size()
+                size = tensor.numel() * tensor.element_size()
+                if sends:
+                    self._calls += 1
+                    self._sent += size
+                if self._passed is not None:
+                    self._passed.append({"op": "send" if sends else "recv", "bytes": size})
             self._depth += 1
             try:
                 return original(tensor, *args, **kwargs)
@@ -59,6 +78,17 @@ class TrafficWatch:
 
         setattr(dist, name, call)
         setattr(dist.distributed_c10d, name, call)  # P2POp compares with this one
+
+    def keep_sends(self) -> None:
+        """From now on each send and receive is kept, until `operations_since` asks for them."""
+        self._passed = []
+
+    def operations_since(self, since: int) -> list[dict[str, Any]]:
+        """What was begun since a time (unix ns), as {op, bytes, group, ranks, seq}: collectives in order, then sends and receives."""
+        passed, self._passed = self._passed or [], None
+        if not (dist.is_available() and dist.is_initialized()):
+            return []
+        return [described(entry) for entry in recorded(since) or ()] + passed
 
     def step_ends(self, step: int, evaluations: int) -> None:
         """Step `step` has ended, after so many evaluations since the script began; a step told twice counts once."""
@@ -85,8 +115,8 @@ class TrafficWatch:
             return None
         ops = {}
         for entry in entries:
-            name, size = operation(entry["profiling_name"]), _ranks(entry["process_group"][0])
-            _add(ops, name, payload(entry, name, size), size)
+            known = described(entry)
+            _add(ops, known["op"], known["bytes"], len(known["ranks"]))
         if self._calls:
             ops["send"] = {"calls": self._calls, "bytes": self._sent, "sent": float(self._sent)}
         return ops
@@ -94,18 +124,53 @@ class TrafficWatch:
 
 def recorded(since: int) -> list[dict[str, Any]] | None:
     """The recorder's collectives since a time (unix nanoseconds); None where there is no recorder or it holds too few."""
-    from torch._C import _distributed_c10d
-
-    dump: Callable[..., bytes] | None = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
-    if dump is None:
-        return None
-    entries = json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
+    entries = _entries()
     if not entries:
-        return []  # gloo records no sends, so a pipeline may have no entry at all
+        return entries  # gloo records no sends, so a pipeline may have no entry at all
     oldest = min(entries, key=lambda entry: entry["record_id"])
     if oldest["record_id"] > 0 and oldest["time_created_ns"] > since:
         return None
     return [entry for entry in entries if entry["time_created_ns"] >= since and not entry["is_p2p"] and entry["process_group"]]
+
+
+_LAST: list[dict[str, Any]] = []  # what `newest` gave when the process group was destroyed
+
+
+def newest() -> list[dict[str, Any]]:
+    """Of each group the last collective that is over and all that are not, as {op, group, ranks, seq, sizes, over}; for who waits where."""
+    found: list[dict[str, Any]] = []
+    if not (dist.is_available() and dist.is_initialized()):
+        return list(_LAST)
+    for entry in sorted(_entries() or (), key=lambda entry: entry["record_id"]):
+        if entry["is_p2p"] or not entry["process_group"]:
+            continue
+        known = described(entry)
+        over = bool(entry["retired"]) or entry["state"] == "completed"
+        if over:
+            found = [one for one in found if (one["group"], one["ranks"]) != (known["group"], known["ranks"]) or not one["over"]]
+        found.append({name: known[name] for name in ("op", "group", "ranks", "seq")} | {"sizes": entry["input_sizes"], "over": over})
+    return found[-_NEWEST:]
+
+
+def _entries() -> list[dict[str, Any]] | None:
+    """All that the flight recorder holds; None where this torch has none."""
+    from torch._C import _distributed_c10d
+
+    dump: Callable[..., bytes] | None = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
+    return None if dump is None else json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
+
+
+def described(entry: dict[str, Any]) -> dict[str, Any]:
+    """One recorded collective: op, bytes of its payload, the group's name and its ranks, its number in that group."""
+    name, (group, called) = operation(entry["profiling_name"]), entry["process_group"]
+    ranks = _members(group)
+    return {
+        "op": name,
+        "bytes": payload(entry, name, len(ranks)),
+        "group": called or group,
+        "ranks": ranks,
+        "seq": entry["collective_seq_id"],
+    }
 
 
 def operation(profiled: str) -> str:
@@ -135,9 +200,10 @@ def _bytes(sizes: Sequence[Sequence[int]], types: Sequence[str]) -> int:
     return sum(math.prod(size) * _SIZES.get(kind, 1) for size, kind in zip(sizes, types))
 
 
-def _ranks(group: str) -> int:
+def _members(group: str) -> list[int]:
     world = dist.distributed_c10d._world
-    return next((len(world.pg_group_ranks[each]) for each, name in world.pg_names.items() if name == group), dist.get_world_size())
+    ranks = next((world.pg_group_ranks[each] for each, name in world.pg_names.items() if name == group), range(dist.get_world_size()))
+    return sorted(ranks)
 
 
 def _add(ops: dict[str, dict[str, float]], name: str, size: int, ranks: int) -> None:

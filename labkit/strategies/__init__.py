@@ -29,7 +29,8 @@ class Strategy:
     many torchrun starts for the Spec's devices. `lacks` names the common options that it has not, each with the reason;
     `constants` gives settings of its script that follow from the Spec, by name;
     `note` says what a run on a device ("cpu", "cuda") is not of what the title says, such as an emulation; it is empty where all is as
-    said. A `further` one stands behind "more" where there is room for a few only.
+    said. A `further` one stands behind "more" where there is room for a few only. `one_loss` is how many neighbouring ranks must have
+    the same loss, because they split layers and not samples.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Strategy:
     constants: Callable[[Spec], dict[str, Any]] = lambda spec: {}
     note: Callable[[str | None], str] = lambda device: ""
     further: bool = False
+    one_loss: Callable[[Spec], int] = lambda spec: 1
 
     @property
     def all_options(self) -> tuple[Option, ...]:
@@ -197,6 +199,7 @@ STRATEGIES: dict[str, Strategy] = {
             title="TP",
             splits="The layers: each rank has a part of every split matrix; all see the same samples.",
             sends="Activations: all-reduce behind every split pair of matrices, and again in backward.",
+            one_loss=lambda spec: spec.nproc,
             data_ranks=lambda spec: 1,
             limit=rules.tensor_limit,
             options=(
@@ -223,6 +226,7 @@ STRATEGIES: dict[str, Strategy] = {
             further=True,
             splits="The layers over neighbours (TP); the batch and shards of the parts over the other axis.",
             sends="Activations: all-reduce in a row. Parameters: all-gather, gradients: reduce-scatter, in a column.",
+            one_loss=lambda spec: spec.options["tp_size"],
             data_ranks=lambda spec: spec.nproc // spec.options["tp_size"],
             limit=rules.first_of(rules.mesh_limit, rules.tensor_limit),
             unmet=rules.fully_shard_on_cpu,

@@ -41,6 +41,8 @@ COMPILE = False  # each block through torch.compile
 JOIN = False  # ranks may have unequal numbers of batches
 LOSS_PARALLEL = False  # the logits stay split over the ranks
 SAVE_EVERY = 0  # steps from one checkpoint to the next; 0: none is written
+FAULT = None  # what goes wrong on purpose; it may spoil data, extend the model, disturb steps
+SPOIL = EXTEND = DISTURB = False
 RESUME = None  # a folder of checkpoints of another run, to go on from
 CHECKPOINTS = Path(__file__).with_name("checkpoints")  # the newest is gone on from
 SCALER = torch.amp.GradScaler()  # small gradients would vanish in 16 bits: scaled up
@@ -235,6 +237,20 @@ def resume(model, optimizer) -> int:
     return 0
 
 
+def spoil(dataset: TensorDataset) -> TensorDataset:
+    """The training set, with the fault that there is on purpose: none here."""
+    return dataset
+
+
+def extend(model: nn.Sequential) -> nn.Sequential:
+    """The model, with the fault that there is on purpose: none here."""
+    return model
+
+
+def disturb(model: nn.Module, step: int) -> None:
+    """What goes wrong on purpose before a step: nothing here."""
+
+
 def cleanup() -> None:
     """Nothing to leave: one process alone is in no group."""
 
@@ -246,14 +262,20 @@ def main() -> None:
     try:
         torch.manual_seed(SEED)  # the same initial weights on every rank
         train_data, test_data = load_data()
+        if SPOIL:
+            train_data = spoil(train_data)
         sampler, loader = load(train_data)
-        model = parallelize(build_model(), device)
+        if EXTEND:  # noqa: SIM108
+            model = parallelize(extend(build_model()), device)
+        else:
+            model = parallelize(build_model(), device)
         optimizer = build_optimizer(model)
         if SAVE_EVERY or RESUME:
             done = resume(model, optimizer)
         steps = islice(count(1), MAX_STEPS)  # 1, 2, 3 … MAX_STEPS, over all epochs
         for epoch in range(1, EPOCHS + 1):
-            sampler.set_epoch(epoch)
+            if FAULT not in ("no_sampler", "no_set_epoch"):
+                sampler.set_epoch(epoch)
             model.train()
             batches = zip(loader, steps)
             if JOIN:
@@ -266,6 +288,8 @@ def main() -> None:
                     inputs, targets = (p.to(device, non_blocking=True) for p in batch)
                 else:
                     inputs, targets = (part.to(device) for part in batch)
+                if DISTURB:
+                    disturb(model, step)
                 loss = train_step(model, optimizer, inputs, targets)
                 if step % 20 == 0 and SPEAKER:
                     print(f"step {step}: loss {loss.item():.4f}", flush=True)
@@ -275,6 +299,9 @@ def main() -> None:
             if SAVE_EVERY or RESUME:
                 if step < done:
                     continue  # evaluated before
+            if FAULT == "evaluation_on_rank_0":
+                if os.environ["RANK"] != "0":
+                    continue
             test_loss, accuracy = evaluate(model, test_data, device)
             if SPEAKER:
                 print(f"epoch {epoch}: {accuracy:.2%} right, test loss {test_loss:.4f}")

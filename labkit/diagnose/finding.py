@@ -1,0 +1,53 @@
+"""What a finding is, and the words that several rules share."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One finding.
+
+    `kind` is "wrong" (the run is not what was meant), "slow", "memory", or "unseen" (part of it was not measured). `title` says what
+    it is, `evidence` by what it is seen, `cause` why it comes to that, `way_out` what to do. `ranks` are those that it speaks of.
+    """
+
+    name: str
+    kind: str
+    title: str
+    evidence: str
+    cause: str
+    way_out: str
+    ranks: tuple[int, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict of plain values."""
+        return asdict(self) | {"ranks": list(self.ranks)}
+
+
+def ranks_in_words(numbers: Iterable[int]) -> str:
+    """`rank 3`, `ranks 0, 1`."""
+    numbers = list(numbers)
+    return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, numbers))
+
+
+def place(stack: str | None) -> str:
+    """The innermost line of a stack that is no library's: `train.py:139 in disturb`; empty where there is none."""
+    lines = [match for match in _LINE.finditer(stack or "") if "site-packages" not in match["file"] and "/lib/python" not in match["file"]]
+    if not lines:
+        return ""
+    file = lines[-1]["file"].replace("\\", "/").rpartition("/")[2]
+    return f"{file}:{lines[-1]['line']} in {lines[-1]['function']}"
+
+
+def size(count: float) -> str:
+    """Bytes in words: `3.1 MiB`."""
+    power = min(5, int(math.log(max(abs(count), 1), 1024)))
+    return f"{count / 1024**power:.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB')[power]}"

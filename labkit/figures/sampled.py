@@ -1,0 +1,240 @@
+"""The charts of sampled steps: the timeline of all ranks, and whose the memory is.
+
+A timeline puts the ranks on one axis by their clocks. Where those disagree (their steps would not even touch, or an all-reduce would
+end on one rank before it began on another), each rank is moved so that the ends of the collectives that it has in common with rank 0
+fall together, and the chart says so.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from labkit.events import OWNERS, PHASES
+from labkit.figures import colours
+from labkit.figures.model import Axis, Bars, Chart, Line, Spans
+from labkit.state import RankState, RunState
+
+USUAL = 8  # from this step on a sampled step counts as a usual one: before it, buckets and caches are still made
+_PIXELS = 1500  # stretches narrower than one of so many parts of the axis are drawn as one
+_MIB, _GIB = float(1 << 20), float(1 << 30)
+_MUTUAL = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")  # none of them ends before each rank has begun it
+_NONE = "no step was sampled yet"
+
+
+def usual(rank: RankState) -> list[dict[str, Any]]:
+    """The rank's timelines of usual steps; of its early ones where it has no other."""
+    those = [one for step, one in sorted(rank.timelines.items()) if step >= USUAL]
+    return those or list(rank.timelines.values())
+
+
+def exposed(rank: RankState) -> dict[str, float]:
+    """By phase, the share of it in which a collective was under way and nothing was computed: the median of the usual sampled steps."""
+    shares: dict[str, list[float]] = {}
+    for one in usual(rank):
+        spent: dict[str, float] = {}
+        for name, start, end in one["phases"]:
+            spent[name] = spent.get(name, 0.0) + end - start
+        for phase in PHASES:
+            shares.setdefault(phase, []).append(min(1.0, one["exposed"].get(phase, 0.0) / spent[phase]) if spent.get(phase) else 0.0)
+    return {phase: statistics.median(values) for phase, values in shares.items()}
+
+
+def overlap(one: Mapping[str, Any]) -> tuple[float, float]:
+    """Of one timeline: seconds in which a collective was under way, and the seconds of these in which nothing was computed."""
+    under_way, last = 0.0, -math.inf
+    for start, end in sorted((max(0.0, start), min(end, one["seconds"])) for _, start, end, *_ in one["comm"]):
+        under_way += max(0.0, end - max(start, last))
+        last = max(last, end)
+    return under_way, sum(one["exposed"].values())
+
+
+def sampled_steps(state: RunState) -> list[int]:
+    """The steps that some rank has a timeline of."""
+    return sorted({step for rank in state.ranks.values() for step in rank.timelines})
+
+
+def timeline(state: RunState, step: int | None = None) -> Chart:
+    """One sampled step (the newest that every rank has, where none is named): per rank a lane of computing and one of communication."""
+    step = newest(state) if step is None else step
+    found = {rank.rank: rank.timelines[step] for rank in _ranks(state) if step in rank.timelines}
+    if not found:
+        return Chart("timeline", "Timeline of a step", Axis("ms", end=1.0), Axis("", categories=("",)), note=_NONE)
+    shifts, moved = aligned(found)
+    width = max(shifts[rank] + one["seconds"] for rank, one in found.items())
+    lanes = tuple(name for rank in found for name in (f"rank {rank}", f"{rank} sends"))
+    computed: dict[str, list[tuple[int, float, float, str]]] = {phase: [] for phase in PHASES}
+    sent: dict[str, list[tuple[int, float, float, str]]] = {}
+    for index, (rank, one) in enumerate(found.items()):
+        for phase, start, end, words in _computing(one, width / _PIXELS):
+            computed.setdefault(phase, []).append((2 * index, _ms(start + shifts[rank]), _ms(end + shifts[rank]), f"rank {rank}: {words}"))
+        for op, start, end, words in _sending(one, width / _PIXELS):
+            sent.setdefault(op, []).append((2 * index + 1, _ms(start + shifts[rank]), _ms(end + shifts[rank]), f"rank {rank}: {words}"))
+    spans = [Spans(phase, colours.PHASES.get(phase, colours.INK), tuple(those)) for phase, those in computed.items() if those]
+    spans += [Spans(op, colours.OPERATIONS.get(op, colours.OTHER_OPERATION), tuple(those)) for op, those in sorted(sent.items())]
+    missing = state.world_size - len(found)
+    told = [_overlap_in_words(found), *(["clocks disagree: set by common collectives"] if moved else [])]
+    told += [f"no timeline of {missing} rank{'s' if missing > 1 else ''}"] if missing else []
+    if any(one["backend"] == "gloo" for one in found.values()):
+        told.append("gloo: from queue to done")
+    title = f"Step {step}"
+    return Chart(
+        "timeline", title, Axis("ms", end=_ms(width)), Axis("", categories=lanes), spans=tuple(spans), note=" · ".join(filter(None, told))
+    )
+
+
+def newest(state: RunState) -> int | None:
+    """The newest step that every rank with timelines has one of; where there is none, the newest of any."""
+    those = [set(rank.timelines) for rank in state.ranks.values() if rank.timelines]
+    common = set.intersection(*those) if those else set()
+    return max(common or set().union(*those), default=None)
+
+
+def aligned(found: Mapping[int, Mapping[str, Any]]) -> tuple[dict[int, float], bool]:
+    """Seconds by which each rank's step begins after the earliest, and whether clocks had to be set right for that."""
+    first = next(iter(found))
+    ends, starts = ({rank: _moments(one, which) for rank, one in found.items()} for which in (2, 1))
+    begins, moved = {}, False
+    for rank, one in found.items():
+        common = ends[first].keys() & ends[rank].keys()
+        wrong = any(ends[rank][key] < starts[first][key] or ends[first][key] < starts[rank][key] for key in common)
+        wrong |= abs(one["t0"] - found[first]["t0"]) > max(one["seconds"], found[first]["seconds"])
+        late = statistics.median(ends[rank][key] - ends[first][key] for key in common) if common else one["t0"] - found[first]["t0"]
+        begins[rank] = one["t0"] - (late if wrong else 0.0)
+        moved |= wrong
+    earliest = min(begins.values())
+    return {rank: begin - earliest for rank, begin in begins.items()}, moved
+
+
+def _moments(one: Mapping[str, Any], which: int) -> dict[tuple[Any, ...], float]:
+    """When each numbered collective of a group (its name and ranks) that all wait for began (1) or ended (2), in unix seconds."""
+    return {(span[4], *(span[5] or ()), span[6]): one["t0"] + span[which] for span in one["comm"] if span[6] and span[0] in _MUTUAL}
+
+
+def _computing(one: Mapping[str, Any], least: float) -> Iterator[tuple[str, float, float, str]]:
+    """Where the rank computed, phase by phase: phase, start, end and words; what is too narrow to be seen is joined."""
+    many = {name: sum(phase == name for phase, *_ in one["phases"]) for name, *_ in one["phases"]}
+    counted: dict[str, int] = {}
+    for name, start, end in one["phases"]:
+        counted[name] = counted.get(name, 0) + 1
+        which = f"{name} {counted[name]} of {many[name]}" if many[name] > 1 and name in ("forward", "backward") else name
+        pieces: list[list[float]] = []
+        for begin, stop in one["busy"]:
+            begin, stop = max(begin, start), min(stop, end)
+            if begin >= stop:
+                continue
+            if pieces and begin - pieces[-1][1] < least:
+                pieces[-1][1] = stop
+            else:
+                pieces.append([begin, stop])
+        for begin, stop in pieces:
+            if stop - begin >= least / 4:
+                yield name, begin, stop, f"{which}, {_ms(end - start):.2f} ms in all"
+
+
+def _sending(one: Mapping[str, Any], least: float) -> Iterator[tuple[str, float, float, str]]:
+    """Its collectives: op, start, end and words; runs of one sort that are too narrow to be told apart are joined."""
+    last: list[Any] | None = None
+    for op, start, end, count, group, ranks, seq in sorted(one["comm"], key=lambda span: (span[0], span[1])):
+        start, end = max(0.0, start), min(end, one["seconds"])
+        if last and last[0] == op and start - last[2] < least and end - start < 2 * least:
+            last = [op, last[1], max(end, last[2]), last[3] + 1, last[4] + (count or 0), last[5]]
+            continue
+        if last:
+            yield _told(last)
+        words = f"{op}{f' {seq}' if seq else ''}" + (f" of {group}" if group and group != "default_pg" else "")
+        words += f", ranks {', '.join(map(str, ranks))}" if ranks else ""
+        unit = next((name for name, first, stop in reversed(one["marks"]) if first <= start <= stop and "(" in name), "")
+        last = [op, start, end, 1, count or 0, f"{words} {unit}".rstrip()]
+    if last:
+        yield _told(last)
+
+
+def _told(span: list[Any]) -> tuple[str, float, float, str]:
+    op, start, end, many, count, words = span
+    what = words if many == 1 else f"{many} × {op}"
+    return op, start, end, f"{what}, {count / 1024:,.1f} KiB, {_ms(end - start):.2f} ms" if count else f"{what}, {_ms(end - start):.2f} ms"
+
+
+def _overlap_in_words(found: Mapping[int, Mapping[str, Any]]) -> str:
+    under_way, open_ = (sum(values) for values in zip(*(overlap(one) for one in found.values())))
+    if not under_way:
+        return "no communication"
+    worst = max(found, key=lambda rank: overlap(found[rank])[1])
+    return f"{1 - min(1.0, open_ / under_way):.0%} of communication hidden · {_ms(overlap(found[worst])[1]):.1f} ms open on rank {worst}"
+
+
+# ---- memory
+
+
+def memory_by_owner(state: RunState) -> Chart:
+    """The peak of each rank's sampled step, by owner; on CUDA, above, what the allocator keeps and what else is in use."""
+    ranks = [rank for rank in _ranks(state) if rank.memory_step]
+    names = tuple(f"rank {rank.rank}" for rank in ranks)
+    peaks = [rank.memory_step["at_peak"] for rank in ranks]
+    unit, word = _unit(max((rank.memory_step["peak"] for rank in ranks), default=0))
+    bars = [Bars(owner, colours.OWNERS[owner], tuple(peak.get(owner, 0) / unit for peak in peaks)) for owner in OWNERS]
+    on_cuda = [rank for rank in ranks if rank.device.startswith("cuda")]
+    if on_cuda:
+        kept, rest = zip(*(beyond(state, rank) for rank in ranks))
+        bars.append(Bars("kept by the allocator", "#DDDDDD", tuple(value / unit for value in kept)))
+        bars.append(Bars("context, NCCL, others", "#777777", tuple(value / unit for value in rest)))
+    note = ("" if on_cuda else "live tensors") if ranks else _NONE
+    title = "Peak of a step, by owner"
+    return Chart("memory_by_owner", title, Axis("", categories=names), Axis(word, least=1.0), bars=tuple(bars), note=note)
+
+
+def resident(state: RunState) -> dict[int, float]:
+    """Resident bytes of each rank's process, as seen from outside: code, libraries, the data set, and on CPU ranks the tensors too."""
+    return {rank: columns["rss"][-1] for rank, columns in sorted(state.system.ranks.items()) if len(columns["rss"])}
+
+
+def beyond(state: RunState, rank: RankState) -> tuple[float, float]:
+    """On CUDA, bytes that the caching allocator keeps beyond the peak, and bytes in use on the device beyond what it has reserved."""
+    number = rank.device.removeprefix("cuda:")
+    reserved = rank.steps.memory["reserved"][-1] if len(rank.steps) else math.nan
+    used = state.system.gpus.get(int(number), {}).get("memory_used", [math.nan])[-1] if number.isdigit() else math.nan
+    kept = reserved - rank.memory_step["peak"] if rank.memory_step else math.nan
+    return tuple(max(0.0, value) if math.isfinite(value) else 0.0 for value in (kept, used - reserved))
+
+
+def memory_of_step(state: RunState, rank: int | None = None) -> Chart:
+    """Bytes by owner over one sampled step of a rank (the one with the highest peak, where none is named), with the phases at the foot."""
+    sampled = [one for one in _ranks(state) if one.memory_step and rank in (None, one.rank)]
+    title = "Memory over one step"
+    if not sampled:
+        return Chart("memory_of_step", title, Axis("ms", end=1.0), Axis("MiB"), note=_NONE)
+    one = max(sampled, key=lambda one: one.memory_step["peak"])
+    held = one.memory_step
+    unit, word = _unit(held["peak"])
+    times = [_ms(time) for time in held["times"]] + [_ms(held["seconds"])]
+    lines = tuple(
+        Line(
+            f"{owner}-{one.rank}-{held['step']}",
+            owner,
+            times,
+            [*held["owners"][owner], held["owners"][owner][-1]],
+            colour=colours.OWNERS[owner],
+            y_unit=unit,
+            stacked=True,
+        )
+        for owner in OWNERS
+        if any(held["owners"].get(owner, ()))
+    )
+    bands = tuple((name, _ms(start), _ms(end), colours.PHASES.get(name, colours.INK)) for name, start, end in held["phases"])
+    note = f"rank {one.rank}, step {held['step']}; at the foot: the phases"
+    return Chart("memory_of_step", title, Axis("ms", end=_ms(held["seconds"])), Axis(word), lines=lines, bands=bands, note=note)
+
+
+def _unit(largest: float) -> tuple[float, str]:
+    return (_GIB, "GiB") if largest >= _GIB else (_MIB, "MiB")
+
+
+def _ranks(state: RunState) -> list[RankState]:
+    return [rank for _, rank in sorted(state.ranks.items())]
+
+
+def _ms(seconds: float) -> float:
+    return 1000 * seconds

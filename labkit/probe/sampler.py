@@ -1,0 +1,215 @@
+"""Looks closely at few steps: one early, one in fifty, and those that are asked for while the run goes on.
+
+Torch's profiler runs for such a step alone, and what it saw becomes a `timeline` event, and for the early step and those asked for
+a `memory_step` event. A step is given up where an evaluation begins in it, and all of it ends where the script uses a profiler itself.
+
+Asked for is a step by the file `capture.json` in the run folder: {"step": N, "snapshot": true or false}; a rank that is past that
+step takes its next one. A snapshot is torch's own record of the CUDA allocator, `snapshots/rank<r>-step<n>.pickle`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from labkit.probe.clocks import CpuClock, CudaClock
+from labkit.probe.journal import Journal
+from labkit.probe.memory import MemoryWatch
+from labkit.probe.timeline import Allocation, Row, curve, timeline
+from labkit.probe.traffic import TrafficWatch
+
+_EARLY = 8  # a step whose timeline is taken too, so that a short run has a usual one
+_LOOK = 0.2  # seconds between two looks for a request
+_ERRORS_ONLY = 2
+_ZERO_GRAD = "Optimizer.zero_grad#"
+
+
+class StepSampler:
+    """Told of the end of each step; one in `every` is looked at, or where that is 0 only an early one and those that are asked for."""
+
+    def __init__(self, journal: Journal, run: str | os.PathLike[str], memory: MemoryWatch, traffic: TrafficWatch | None, every: int):
+        self._journal, self._memory, self._traffic = journal, memory, traffic
+        self._every = every
+        self._request, self._snapshots = Path(run) / "capture.json", Path(run) / "snapshots"
+        self._profiler: Any = None
+        self._off = self._starting = self._with_memory = self._with_snapshot = False
+        self._seen, self._next_look, self._asked = 0, 0.0, 0
+        self._begun: tuple[int, Any] = 0, None  # unix ns, and the mark of that moment
+        self._held: tuple[dict[int, tuple[str, int]], dict[str, int]] = {}, {}
+        self._loudness = _Loudness()
+        self._give_way()
+
+    def step_ends(self, step: int, phases: Sequence[tuple[str, Any, Any]], clock: CpuClock | CudaClock) -> bool:
+        """Step `step` has ended, whose phases lie between marks of the clock; True where time was spent here, which is no step's own."""
+        spent = self._profiler is not None
+        if spent:
+            self._finish(step, phases, clock)
+        if self._is_due(step + 1, clock):
+            self._start(clock)
+            spent = True
+        return spent
+
+    def give_up(self) -> None:
+        """What is being looked at is no usual step, or the script ends."""
+        if self._profiler is not None:
+            self._stop()
+            self._stop_snapshot()
+
+    def _give_way(self) -> None:
+        """Has a profiler of the script's own find nothing running, and everything off from then on."""
+        kind = torch.autograd.profiler.profile
+        original = kind.__init__
+
+        @functools.wraps(original)
+        def init(profiler: Any, *args: Any, **kwargs: Any) -> None:
+            if not self._starting:
+                self._off = True
+                self.give_up()
+            original(profiler, *args, **kwargs)
+
+        kind.__init__ = init
+
+    # ---- when
+
+    def _is_due(self, step: int, clock: CpuClock | CudaClock) -> bool:
+        if self._off or torch.autograd._profiler_enabled():
+            return False
+        captured = self._was_asked_for(step)
+        self._with_memory = captured or self._memory.is_due
+        usual = self._every and (step == _EARLY or step % self._every == 0)
+        return bool(self._with_memory or usual)
+
+    def _was_asked_for(self, step: int) -> bool:
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + _LOOK
+            try:
+                changed = self._request.stat().st_mtime_ns
+                if changed != self._seen:
+                    self._seen = changed
+                    asked = json.loads(self._request.read_text())
+                    self._asked, self._with_snapshot = int(asked["step"]), bool(asked.get("snapshot"))
+            except (OSError, ValueError, KeyError, TypeError):
+                pass  # nobody asks
+        if not self._asked or step < self._asked:
+            return False
+        self._asked = 0
+        return True
+
+    # ---- the step itself
+
+    def _start(self, clock: CpuClock | CudaClock) -> None:
+        from torch.profiler import ProfilerActivity, profile
+
+        on_gpu = clock.device.type == "cuda"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+        if on_gpu:
+            torch.cuda.synchronize(clock.device)
+            if self._with_snapshot:
+                torch.cuda.memory._record_memory_history(max_entries=200_000)
+        if self._with_memory:
+            self._held = self._memory.held()
+            self._loudness.errors_only()
+        self._starting = True
+        try:
+            self._profiler = profile(activities=activities, profile_memory=self._with_memory)
+            self._profiler.start()
+        finally:
+            self._starting = False
+        self._begun = time.time_ns(), clock.mark()
+        if self._traffic:
+            self._traffic.keep_sends()
+
+    def _finish(self, step: int, phases: Sequence[tuple[str, Any, Any]], clock: CpuClock | CudaClock) -> None:
+        on_gpu = clock.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.synchronize(clock.device)
+        results = self._stop()
+        self._stop_snapshot(step)
+        origin, first = self._begun
+
+        def nanoseconds(mark: Any) -> int:
+            return origin + round(clock.seconds(first, mark) * 1e9)
+
+        spans = [(name, nanoseconds(start), nanoseconds(end)) for name, start, end in phases]
+        clock.release([first])
+        rows, allocations = _rows(results), list(_allocations(results, clock.device.type)) if self._with_memory else []
+        del results  # now: kineto crashes where the garbage collector frees an old result while a new profile runs
+        recorded = self._traffic.operations_since(spans[0][1]) if self._traffic else []
+        self._journal.write("timeline", step=step, **timeline(rows, spans, recorded, clock.device.type))
+        if self._with_memory:
+            freed = max((row.end for row in rows if row.name.startswith(_ZERO_GRAD)), default=0)
+            before, apart = self._held
+            after = {address: owner for address, (owner, _) in self._memory.held()[0].items()}
+            self._memory.sampled(step, curve(allocations, spans, before, after, apart, freed))
+        self._held = {}, {}
+
+    def _stop(self) -> Any:
+        """Ends the profile; what kineto found."""
+        profiler, self._profiler = self._profiler, None
+        profiler.stop()
+        self._loudness.as_usual()
+        results, profiler.profiler.kineto_results = profiler.profiler.kineto_results, None
+        return results
+
+    def _stop_snapshot(self, step: int | None = None) -> None:
+        if not self._with_snapshot or self._memory.device.type != "cuda":
+            return
+        self._with_snapshot = False
+        if step is not None:
+            self._snapshots.mkdir(mode=0o700, exist_ok=True)
+            rank = os.environ.get("RANK", "0")
+            torch.cuda.memory._dump_snapshot(str(self._snapshots / f"rank{rank}-step{step}.pickle"))
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def _rows(results: Any) -> list[Row]:
+    """What the profiler saw; a memory event is none of them."""
+    cuda = torch.autograd.DeviceType.CUDA
+    return [
+        Row(event.name(), event.start_ns(), event.start_ns() + event.duration_ns(), event.start_thread_id(), event.device_type() == cuda)
+        for event in results.events()
+        if event.name() != "[memory]"
+    ]
+
+
+def _allocations(results: Any, device: str) -> Iterator[Allocation]:
+    from torch._C._profiler import _EventType
+
+    rest = list(results.experimental_event_tree())
+    while rest:
+        event = rest.pop()
+        rest.extend(event.children)
+        if event.tag == _EventType.Allocation and event.extra_fields.device.type == device:
+            inside, around = [], event.parent
+            while around is not None:
+                inside.append(around.name)
+                around = around.parent
+            yield Allocation(event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size, tuple(inside))
+
+
+class _Loudness:
+    """How much torch's C++ code says on stderr. While memory is profiled its CPU allocator would warn of every block that is older."""
+
+    def __init__(self) -> None:
+        library = Path(torch.__file__).with_name("lib") / "libc10.so"
+        self._level = ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "FLAGS_caffe2_log_level") if library.is_file() else None
+        self._usual: int | None = None
+
+    def errors_only(self) -> None:
+        """Warnings are kept back, until `as_usual`."""
+        if self._level is not None and self._level.value < _ERRORS_ONLY:
+            self._usual, self._level.value = self._level.value, _ERRORS_ONLY
+
+    def as_usual(self) -> None:
+        """As it was."""
+        if self._usual is not None:
+            self._level.value, self._usual = self._usual, None

@@ -1,0 +1,253 @@
+"""From what torch's profiler saw of one step to a timeline and a curve of memory: pure functions over plain rows.
+
+Where a rank *computes* is where one of aten's operations runs that holds no collective (on CUDA: any kernel or copy but NCCL's);
+gaps of less than `GAP` are python's and the scheduler's, and count as computing. A collective is *exposed* where it is under way and
+the rank does not compute. On NCCL an operation's span is its kernel's, on the wire or waiting for its peers; on gloo it is the time
+from when gloo's thread took it up until it was done, so that two of them may share the wire.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from labkit.events import OWNERS
+
+GAP = 50_000  # ns
+MOST = 600  # comm spans, busy intervals, marks or points of a curve in one event
+_CALLS = ("c10d::", "_c10d_functional", "gloo:", "nccl:", "record_param_comms")
+_MARKS = ("FSDP::", "Forward ", "Backward ", "FullyShardedDataParallel.", "DistributedDataParallel.forward")
+_GATHERED = ("FSDP::all_gather_copy_out", "FSDP::pre_unshard")
+
+Span = tuple[int, int]  # from, to
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing that the profiler saw; ns since the epoch. `on_gpu` is a kernel's or a copy's own time."""
+
+    name: str
+    start: int
+    end: int
+    thread: int
+    on_gpu: bool = False
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Bytes taken (or given back, where negative) at an address; `inside` are the names of what ran then, the innermost first."""
+
+    time: int
+    address: int
+    size: int
+    inside: tuple[str, ...] = ()
+
+
+def collectives(rows: Iterable[Row], recorded: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    """Spans [operation, from, to, bytes, group, ranks, sequence]; what was recorded of them is matched in order, by operation."""
+    from labkit.probe.traffic import operation
+
+    waiting: dict[str, list[Mapping[str, Any]]] = {}
+    for one in recorded:
+        waiting.setdefault(one["op"], []).append(one)
+    pairs = [one for one in recorded if one["op"] in ("send", "recv")]
+    found = []
+    for row in sorted(rows, key=lambda row: row.start):
+        if not is_collective(row):
+            continue
+        op = operation(row.name)
+        either = "sendrecv" in op  # NCCL has one kernel for both
+        queue = pairs if either else waiting.get(op)
+        known = queue.pop(0) if queue else {}
+        op = known.get("op", "send") if either else op
+        found.append([op, row.start, row.end, *(known.get(name) for name in ("bytes", "group", "ranks", "seq"))])
+    return found
+
+
+def is_collective(row: Row) -> bool:
+    """Whether a row is an operation between ranks, as its backend did it."""
+    return row.name.startswith("gloo:") or (row.on_gpu and row.name.startswith("ncclDevKernel"))
+
+
+def busy(rows: Sequence[Row], on_gpu: bool) -> list[Span]:
+    """Where the rank computed, in order and apart from each other by more than `GAP`."""
+    if on_gpu:
+        spoken = {row.name for row in rows if not row.on_gpu}  # kineto repeats named spans among the kernels, collectives' too
+        return merged(((row.start, row.end) for row in rows if row.on_gpu and not is_collective(row) and row.name not in spoken), GAP)
+    calls: dict[int, list[int]] = {}
+    for row in rows:
+        if row.name.startswith(_CALLS):
+            calls.setdefault(row.thread, []).append(row.start)
+    for starts in calls.values():
+        starts.sort()
+    own = []
+    for row in rows:
+        if row.name.startswith("aten::"):
+            starts = calls.get(row.thread, [])
+            if bisect_right(starts, row.end) == bisect_right(starts, row.start):
+                own.append((row.start, row.end))
+    return merged(own, GAP)
+
+
+def merged(spans: Iterable[Span], gap: int = 0) -> list[Span]:
+    """The union of spans; those apart by no more than `gap` are one."""
+    found: list[Span] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1] + gap:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((start, end))
+    return found
+
+
+def without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
+    """What of `spans` lies in none of `others`; both are in order and apart."""
+    left = []
+    for start, end in spans:
+        for first, last in others:
+            if last <= start or first >= end:
+                continue
+            if first > start:
+                left.append((start, first))
+            start = max(start, last)
+        if start < end:
+            left.append((start, end))
+    return left
+
+
+def overlap(spans: Sequence[Span], start: float, end: float) -> float:
+    """How much of `spans` lies between two times."""
+    return sum(max(0, min(last, end) - max(first, start)) for first, last in spans)
+
+
+def timeline(
+    rows: Sequence[Row], phases: Sequence[tuple[str, int, int]], recorded: Sequence[Mapping[str, Any]], device: str
+) -> dict[str, Any]:
+    """The fields of a `timeline` event; `phases` cover the step, in ns."""
+    begin, end = phases[0][1], phases[-1][2]
+    inside = [row for row in rows if row.end > begin and row.start < end]
+    comm = collectives(inside, recorded)
+    computing = busy(inside, device == "cuda")
+    open_ = without(merged((start, stop) for _, start, stop, *_ in comm), computing)
+    exposed: dict[str, float] = {}
+    for name, start, stop in phases:
+        seconds = 0 if name == "data" else overlap(open_, start, stop)
+        if seconds:
+            exposed[name] = exposed.get(name, 0.0) + seconds / 1e9
+    marks = [row for row in inside if not row.on_gpu and row.name.startswith(_MARKS)]
+    longest = sorted(marks, key=lambda row: row.start - row.end)[:MOST]
+
+    def from_start(time: float) -> float:
+        return round((time - begin) / 1e9, 6)
+
+    return {
+        "t0": begin / 1e9,
+        "seconds": from_start(end),
+        "device": device,
+        "backend": "" if not comm else "nccl" if device == "cuda" and any(row.on_gpu and is_collective(row) for row in inside) else "gloo",
+        "phases": [[name, from_start(start), from_start(stop)] for name, start, stop in phases],
+        "comm": [[op, from_start(start), from_start(stop), *rest] for op, start, stop, *rest in comm[:MOST]],
+        "busy": [[from_start(start), from_start(stop)] for start, stop in _fewer(computing)],
+        "marks": [[row.name, from_start(row.start), from_start(row.end)] for row in sorted(longest, key=lambda row: row.start)],
+        "exposed": {name: round(seconds, 6) for name, seconds in exposed.items()},
+        "left_out": max(0, len(comm) - MOST),
+    }
+
+
+def _fewer(spans: list[Span]) -> list[Span]:
+    """At most `MOST` of them: those nearest to each other become one."""
+    gap = GAP
+    while len(spans) > MOST:
+        gap *= 2
+        spans = merged(spans, gap)
+    return spans
+
+
+def curve(
+    allocations: Sequence[Allocation],
+    phases: Sequence[tuple[str, int, int]],
+    before: Mapping[int, tuple[str, int]],
+    after: Mapping[int, str],
+    constant: Mapping[str, int],
+    freed: int,
+) -> dict[str, Any]:
+    """The fields of a `memory_step` event but for its step.
+
+    `before` has owner and bytes of the addresses that were held when the step began, `after` the owner of those held at its end,
+    `constant` bytes without a known address, by owner; `freed` is when gradients of the step before are let go of, for which a CPU
+    allocator reports nothing. An address that is taken again was given back before, also where no thread that is profiled did so. What
+    a forward took and a later phase gave back are activations; what a collective took are its buffers.
+    """
+    begin, end = phases[0][1], phases[-1][2]
+    starts = [start for _, start, _ in phases]
+    changes = [(begin, owner, size) for owner, size in constant.items()] + [(begin, owner, size) for owner, size in before.values()]
+    gone: dict[int, int] = {}
+    open_: dict[int, Allocation] = {}
+
+    def give_back(address: int, time: int) -> None:
+        taken = open_.pop(address)
+        owner = _owner_of(taken, phases, starts, time)
+        changes.extend(((taken.time, owner, taken.size), (time, owner, -taken.size)))
+
+    for one in sorted((each for each in allocations if begin <= each.time <= end), key=lambda each: each.time):
+        if one.address in open_:
+            give_back(one.address, one.time)
+        elif one.address in before:
+            gone.setdefault(one.address, one.time if one.size < 0 else min(one.time, max(freed, begin)))
+        if one.size > 0:
+            open_[one.address] = one
+    for address, (owner, _) in before.items():
+        if address not in after or address in open_:
+            gone.setdefault(address, max(freed, begin) if owner == "gradients" else begin)
+    changes += [(time, before[address][0], -before[address][1]) for address, time in gone.items()]
+    changes += [(taken.time, after.get(address) or _owner_of(taken, phases, starts, None), taken.size) for address, taken in open_.items()]
+    return _columns(sorted(changes, key=lambda change: change[0]), phases)
+
+
+def _owner_of(taken: Allocation, phases: Sequence[tuple[str, int, int]], starts: Sequence[int], given_back: int | None) -> str:
+    if any(name.startswith(_GATHERED) for name in taken.inside):
+        return "parameters"
+    if any(name.startswith((*_CALLS, "FSDP::")) for name in taken.inside):
+        return "communication"
+    first = bisect_right(starts, taken.time) - 1
+    last = len(phases) - 1 if given_back is None else bisect_right(starts, given_back) - 1
+    if phases[first][0] in ("forward", "other") and any(phase == "backward" for phase, *_ in phases[first + 1 : last + 1]):
+        return "activations"
+    return "other"
+
+
+def _columns(changes: Sequence[tuple[int, str, int]], phases: Sequence[tuple[str, int, int]]) -> dict[str, Any]:
+    begin, end = phases[0][1], phases[-1][2]
+    now = dict.fromkeys(OWNERS, 0)
+    points: list[tuple[int, tuple[int, ...]]] = [(begin, tuple(now.values()))]
+    peak, at_peak = 0, dict(now)
+    for time, owner, size in changes:
+        now[owner] += size
+        if points[-1][0] == time:
+            points.pop()
+        points.append((time, tuple(now.values())))
+    for _, sizes in points:  # after all changes of one moment
+        if sum(sizes) > peak:
+            peak, at_peak = sum(sizes), dict(zip(OWNERS, sizes))
+    kept = _thinned(points)
+    return {
+        "t0": begin / 1e9,
+        "seconds": round((end - begin) / 1e9, 6),
+        "phases": [[name, round((start - begin) / 1e9, 6), round((stop - begin) / 1e9, 6)] for name, start, stop in phases],
+        "times": [round((time - begin) / 1e9, 6) for time, _ in kept],
+        "owners": {owner: [sizes[index] for _, sizes in kept] for index, owner in enumerate(OWNERS)},
+        "peak": peak,
+        "at_peak": at_peak,
+    }
+
+
+def _thinned(points: list[tuple[int, tuple[int, ...]]]) -> list[tuple[int, tuple[int, ...]]]:
+    """At most `MOST` points: the first, of each stretch the one with the most bytes, and the last."""
+    if len(points) <= MOST:
+        return points
+    edges = [1 + number * (len(points) - 2) // (MOST - 2) for number in range(MOST - 1)]
+    highest = [max(points[first:last], key=lambda point: sum(point[1])) for first, last in pairwise(edges)]
+    return [points[0], *highest, points[-1]]

@@ -1,0 +1,84 @@
+"""Every fault of the table in a real run, and its right name first among the findings; and none of kind "wrong" in healthy runs."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import wait_until
+
+from labkit import SpecError, run
+from labkit.api import settle
+from labkit.diagnose import findings
+from labkit.faults import FAULTS
+from labkit.script import diff_scripts
+from labkit.strategies import STRATEGIES
+
+SMALL = {"workload": "mlp", "nproc": 2, "device": "cpu", "batch_size": 16, "samples": 512, "hang_after": 3}
+LENGTH = {"no_set_epoch": {"epochs": 2}}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_diagnosis_names_the_fault(fault):
+    job = run("ddp", fault=fault, **SMALL, **LENGTH.get(fault, {"steps": 12}))
+    try:
+        wait_until(lambda: job.state.over or any(found.name == "hang" for found in findings(job.state)), 120)
+        while_it_lasted = findings(job.state)
+    finally:
+        job.stop()
+    found = findings(job.state) if job.state.status["state"] != "stopped" else while_it_lasted
+    assert found, f"nothing was found; the run {job.words}"
+    assert found[0].name == FAULTS[fault].finding, [(one.name, one.title) for one in found]
+    assert found[0].evidence and found[0].cause and found[0].way_out
+
+
+def test_a_hang_is_told_while_it_lasts_and_ends_with_stop():
+    job = run("ddp", fault="skipped_collective", **SMALL, steps=12)
+    try:
+        hang = wait_until(lambda: next((found for found in findings(job.state) if found.name == "hang"), None), 120)
+        assert not job.state.over
+        wait_until(lambda: all(rank.waiting for rank in job.state.ranks.values()), 30)
+        hang = next(found for found in findings(job.state) if found.name == "hang")
+    finally:
+        job.stop()
+    assert "rank 0 waited" in hang.title and "barrier" in hang.title and "rank 1 never came" in hang.title
+    assert "in disturb" in hang.evidence and "rank 1: in all_reduce" in hang.evidence and "in train_step" in hang.evidence
+    assert job.state.status["state"] == "stopped"
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_healthy_run_has_no_wrong_finding(strategy):
+    row = STRATEGIES[strategy]
+    nproc = row.default_nproc or 2
+    job = run(strategy, workload="gpt", nproc=nproc, batch_size=4 * nproc, scaling="strong", steps=9, samples=256, device="cpu").wait(400)
+    state = job.state
+    assert state.status["state"] == "finished", job.words
+    assert [found for found in findings(state) if found.kind in ("wrong", "unseen")] == []
+    steps = {rank.rank: sorted(rank.timelines) for rank in state.ranks.values()}
+    assert all(those == [3, 8] for those in steps.values()), steps
+    assert all(rank.memory_step["peak"] == sum(rank.memory_step["at_peak"].values()) > 0 for rank in state.ranks.values())
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_script_shows_the_fault(fault):
+    healthy = settle("ddp", **SMALL, **LENGTH.get(fault, {"steps": 12}))
+    ill = settle("ddp", fault=fault, **SMALL, **LENGTH.get(fault, {"steps": 12}))
+    changes = [line for line in diff_scripts(healthy, ill).splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")]
+    assert any("on purpose" in line for line in changes)
+    assert 3 <= len(changes) <= 40
+    assert not any("SPOIL" in line or "labkit" in line for line in changes)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"fault": "meteor"}, "fault 'meteor' is not known; there is slow_rank"),
+        ({"strategy": "single", "fault": "killed_rank"}, "shows between ranks, and single runs in one process here; use ddp"),
+        ({"strategy": "tp", "fault": "no_sampler"}, "tp gives all the same; use ddp or fsdp2"),
+        ({"strategy": "fsdp2", "fault": "unused_parameters"}, "is one of DDP, and the strategy is fsdp2"),
+        ({"strategy": "fsdp2", "fault": "nan_gradient"}, "keeps shards; use ddp or tp"),
+        ({"fault": "no_set_epoch", "steps": 5}, "shows in the second epoch, and the run has one; use --epochs 2"),
+    ],
+)
+def test_a_fault_that_cannot_be_is_refused_in_one_sentence(fields, words):
+    with pytest.raises(SpecError, match="fault") as refused:
+        settle(**{"what": fields.get("strategy", "ddp"), "device": "cpu"} | {k: v for k, v in fields.items() if k != "strategy"})
+    assert words in str(refused.value) and refused.value.field == "fault"

@@ -1,0 +1,325 @@
+"""Charts and traces of sampled steps: ranks on one axis, what is missing is said, areas and bars add up, and names stay text."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from xml.etree import ElementTree
+
+import pytest
+
+from labkit import figures
+from labkit.events import OWNERS, PHASES
+from labkit.figures import sampled
+from labkit.figures.charts import phases as phases_chart
+from labkit.state import RunState
+from labkit.trace import trace, write_trace
+
+SVG = "{http://www.w3.org/2000/svg}"
+MIB = 1 << 20
+EMPTY = ("timeline", "memory_by_owner", "memory_of_step")
+HOSTILE = '</text><script>alert("1")</script>&\'"'
+
+
+def timeline_event(rank, step=8, t0=1000.0, comm=None, **more):
+    """A step of 40 ms, with one collective from 20 to 30 ms that computing hides up to 26 ms."""
+    return {
+        "kind": "timeline",
+        "t": t0 + 1,
+        "rank": rank,
+        "step": step,
+        "t0": t0,
+        "seconds": 0.04,
+        "backend": "gloo",
+        "device": "cpu",
+        "phases": [["data", 0.0, 0.002], ["forward", 0.002, 0.01], ["backward", 0.01, 0.03], ["optimizer", 0.03, 0.04]],
+        "comm": [["all_reduce", 0.02, 0.03, 4096, "default_pg", [0, 1], 7]] if comm is None else comm,
+        "busy": [[0.002, 0.026], [0.031, 0.04]],
+        "marks": [["FSDP::pre_forward (0)", 0.002, 0.003]],
+        "exposed": {"backward": 0.004},
+    } | more
+
+
+def memory_event(rank, owners, times=(0.0, 0.01, 0.02)):
+    columns = {owner: list(owners.get(owner, [0] * len(times))) for owner in OWNERS}
+    sums = [sum(row) for row in zip(*columns.values())]
+    highest = sums.index(max(sums))
+    return {
+        "kind": "memory_step",
+        "t": 1001.0,
+        "rank": rank,
+        "step": 2,
+        "t0": 1000.0,
+        "seconds": 0.04,
+        "phases": [["forward", 0.0, 0.01], ["backward", 0.01, 0.04]],
+        "times": list(times),
+        "owners": columns,
+        "peak": max(sums),
+        "at_peak": {owner: column[highest] for owner, column in columns.items()},
+    }
+
+
+def step_event(rank, step):
+    seconds = {"step": 0.04, "data": 0.002, "copy": 0.0, "forward": 0.008, "backward": 0.02, "optimizer": 0.01, "other": 0.0}
+    memory = {"allocated": MIB, "reserved": MIB, "peak": MIB}
+    fields = {"step": step, "loss": 1.0, "samples": 32, "seconds": seconds, "memory": memory}
+    return {"kind": "step", "t": 1000.0 + step, "rank": rank} | fields
+
+
+def state_of(*events, nproc=2):
+    state = RunState()
+    state.spec = {"nproc": nproc}
+    for event in events:
+        state.apply(event)
+    assert not state.broken
+    return state
+
+
+def stretches(chart):
+    return {(spans.name, lane): (start, end) for spans in chart.spans for lane, start, end, _ in spans.stretches}
+
+
+# ---- timeline
+
+
+def test_ranks_stand_on_one_axis_as_their_clocks_say():
+    late = [["all_reduce", 0.015, 0.025, 4096, "default_pg", [0, 1], 7]]
+    chart = figures.chart("timeline", state_of(timeline_event(0), timeline_event(1, t0=1000.005, comm=late)))
+    assert chart.y.categories == ("rank 0", "0 sends", "rank 1", "1 sends")
+    found = stretches(chart)
+    assert found["forward", 0] == pytest.approx((2, 10))
+    assert found["forward", 2] == pytest.approx((7, 15))
+    assert found["all_reduce", 1] == pytest.approx((20, 30))
+    assert found["all_reduce", 3] == pytest.approx((20, 30))
+    assert chart.x.end == pytest.approx(45)
+    assert "disagree" not in chart.note
+    assert "60% of communication hidden" in chart.note
+    assert "gloo" in chart.note
+
+
+@pytest.mark.parametrize("apart", [0.02, 3600.0, -3600.0])
+def test_clocks_that_disagree_are_set_by_what_ranks_have_in_common_and_said(apart):
+    late = [["all_reduce", 0.015, 0.025, 4096, "default_pg", [0, 1], 7]]
+    chart = figures.chart("timeline", state_of(timeline_event(0), timeline_event(1, t0=1000.0 + apart, comm=late)))
+    found = stretches(chart)
+    assert found["all_reduce", 1] == pytest.approx(found["all_reduce", 3], abs=1e-3)
+    assert found["forward", 2][0] - found["forward", 0][0] == pytest.approx(5, abs=1e-3)
+    assert "clocks disagree" in chart.note
+
+
+def test_a_collective_of_other_ranks_under_the_same_name_sets_no_clock():
+    ours, theirs = ([["all_reduce", start, start + 0.002, 8, "mesh_tp", ranks, 7]] for start, ranks in ((0.005, [0, 1]), (0.03, [2, 3])))
+    shifts, moved = sampled.aligned({0: timeline_event(0, comm=ours), 2: timeline_event(2, t0=1000.01, comm=theirs)})
+    assert not moved
+    assert shifts == pytest.approx({0: 0.0, 2: 0.01})
+
+
+def test_a_broadcast_may_end_at_its_root_before_others_begin_it():
+    early, late = ([["broadcast", start, start + 0.001, 8, "default_pg", [0, 1], 7]] for start in (0.005, 0.02))
+    assert sampled.aligned({0: timeline_event(0, comm=early), 1: timeline_event(1, comm=late)}) == ({0: 0.0, 1: 0.0}, False)
+
+
+def test_the_newest_step_of_all_ranks_is_shown_and_any_that_is_asked_for():
+    state = state_of(timeline_event(0), timeline_event(1), timeline_event(0, step=50))
+    assert figures.chart("timeline", state).title == "Step 8"
+    assert sampled.timeline(state, 50).title == "Step 50"
+    assert sampled.sampled_steps(state) == [8, 50]
+
+
+def test_ranks_without_a_timeline_are_counted():
+    assert "no timeline of 1 rank" in figures.chart("timeline", state_of(timeline_event(0))).note
+    assert "no timeline of 3 ranks" in figures.chart("timeline", state_of(timeline_event(2), nproc=4)).note
+    assert "no timeline" not in figures.chart("timeline", state_of(timeline_event(0), timeline_event(1))).note
+
+
+def test_what_reaches_beyond_the_step_is_drawn_within_it():
+    chart = figures.chart("timeline", state_of(timeline_event(0, comm=[["all_reduce", -0.01, 0.06, 8, None, None, None]]), nproc=1))
+    assert stretches(chart)["all_reduce", 1] == pytest.approx((0, 40))
+    assert sampled.overlap(timeline_event(0, comm=[["all_reduce", -0.01, 0.06, 8]])) == pytest.approx((0.04, 0.004))
+
+
+def test_stretches_say_what_they_are():
+    chart = figures.chart("timeline", state_of(timeline_event(0, comm=[["send", 0.0025, 0.0028, 2048, "pipe", [0, 1], 3]]), nproc=1))
+    words = next(words for spans in chart.spans if spans.name == "send" for *_, words in spans.stretches)
+    assert words == "rank 0: send 3 of pipe, ranks 0, 1 FSDP::pre_forward (0), 2.0 KiB, 0.30 ms"
+
+
+def test_micro_batches_are_numbered():
+    parts = [["forward", 0.0, 0.01], ["forward", 0.01, 0.02], ["backward", 0.02, 0.04]]
+    chart = figures.chart("timeline", state_of(timeline_event(0, phases=parts, busy=[[0.0, 0.04]]), nproc=1))
+    words = [words for spans in chart.spans if spans.name == "forward" for *_, words in spans.stretches]
+    assert [one.split(",")[0] for one in words] == ["rank 0: forward 1 of 2", "rank 0: forward 2 of 2"]
+
+
+def test_eight_ranks_of_many_stretches_make_a_bounded_picture():
+    spread = [number / 600 * 0.04 for number in range(600)]
+    comm = [["all_reduce", at, at + 0.00005, 1024, "default_pg", list(range(8)), number + 1] for number, at in enumerate(spread)]
+    much = {
+        "comm": comm,
+        "busy": [[at + 0.00002, at + 0.00006] for at in spread],
+        "marks": [[f"FSDP::pre_forward ({at})", at, at] for at in spread],
+    }
+    state = state_of(*(timeline_event(rank, step, **much) for rank in range(8) for step in range(8, 28)), nproc=8)
+    assert len(figures.figure("timeline", state).to_json()) < 2_000_000
+    assert len(figures.svg("timeline", state)) < 4_000_000
+
+
+# ---- memory
+
+
+def test_areas_lie_on_each_other_up_to_the_peak():
+    owners = {"parameters": [4 * MIB] * 3, "activations": [0, 6 * MIB, 2 * MIB], "other": [MIB, 0, MIB]}
+    state = state_of(memory_event(0, {"parameters": [MIB] * 3}), memory_event(1, owners))
+    chart = figures.chart("memory_of_step", state)
+    assert [line.name for line in chart.lines] == ["parameters", "activations", "other"]
+    assert "rank 1, step 2" in chart.note
+    drawn = chart.drawn()
+    assert chart.stack_height(drawn.points) == pytest.approx(10)
+    assert all(xs == pytest.approx([0, 10, 20, 40]) for xs, _ in drawn.points)
+    assert [sum(row) for row in zip(*(ys for _, ys in drawn.points))] == pytest.approx([5, 10, 7, 7])
+    assert chart.bands[-1][:3] == ("backward", pytest.approx(10), pytest.approx(40))
+    assert "rank 0" in sampled.memory_of_step(state, 0).note
+
+
+def test_the_polygons_touch_and_end_at_the_peak():
+    owners = {"parameters": [4 * MIB] * 3, "activations": [0, 6 * MIB, 2 * MIB]}
+    picture = ElementTree.fromstring(figures.svg("memory_of_step", state_of(memory_event(0, owners), nproc=1)))
+    lower, upper = ([tuple(map(float, point.split(","))) for point in one.get("points").split()] for one in picture.iter(f"{SVG}polygon"))
+    half = len(lower) // 2
+    assert set(lower[:half]) == set(upper[len(upper) // 2 :])
+    foot, top = max(y for _, y in lower), min(y for _, y in upper)
+    middle = lower[0][1]
+    assert (foot - top) / (foot - middle) == pytest.approx(10 / 4, rel=0.01)
+
+
+def test_a_long_curve_keeps_its_peak_in_every_picture():
+    times = [number * 0.04 / 600 for number in range(600)]
+    column = [(100 if number == 301 else 1) * MIB for number in range(600)]
+    state = state_of(memory_event(0, {"activations": column}, times), nproc=1)
+    chart = figures.chart("memory_of_step", state)
+    assert all(chart.drawn(points).y.high == pytest.approx(100) for points in (50, 400, 1000))
+
+
+def test_the_bars_of_owners_are_the_peak():
+    owners = {"parameters": [4 * MIB] * 3, "activations": [0, 6 * MIB, 2 * MIB]}
+    chart = figures.chart("memory_by_owner", state_of(memory_event(0, owners), memory_event(1, {"optimizer": [3 * MIB] * 3})))
+    assert chart.x.categories == ("rank 0", "rank 1")
+    assert [sum(layer) for layer in zip(*(bars.values for bars in chart.bars))] == pytest.approx([10, 3])
+    assert tuple(bars.name for bars in chart.bars) == OWNERS
+
+
+# ---- phases
+
+
+def test_bars_with_communication_are_as_high_as_without():
+    steps = [step_event(rank, step) for rank in range(2) for step in range(1, 20)]
+    plain = phases_chart(state_of(*steps))
+    told = phases_chart(state_of(*steps, timeline_event(0), timeline_event(1, exposed={"backward": 0.01, "forward": 0.002})))
+    assert "communication" not in {bars.name for bars in plain.bars}
+    layers = {bars.name: bars.values for bars in told.bars}
+    assert layers["communication"] == pytest.approx((4, 12))
+    assert layers["backward"] == pytest.approx((16, 10))
+    heights = [[sum(layer) for layer in zip(*(bars.values for bars in chart.bars))] for chart in (plain, told)]
+    assert heights[0] == pytest.approx(heights[1])
+    assert set(layers) <= {*PHASES, "communication"}
+
+
+def test_what_is_exposed_is_the_median_of_usual_steps_and_never_more_than_the_phase():
+    early = timeline_event(0, step=3, exposed={"backward": 0.02})
+    usual = [timeline_event(0, step=8 + number, exposed={"backward": value}) for number, value in enumerate((0.002, 0.004, 0.5))]
+    assert sampled.exposed(state_of(early, *usual).ranks[0])["backward"] == pytest.approx(0.2)
+    assert sampled.exposed(state_of(usual[2]).ranks[0])["backward"] == 1.0
+    assert sampled.exposed(state_of(early).ranks[0])["backward"] == pytest.approx(1.0)
+
+
+# ---- what is not there, and what is meant to hurt
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_before_the_first_sample_a_picture_says_so(name):
+    state = state_of(step_event(0, 1))
+    assert "no step was sampled yet" in "".join(ElementTree.fromstring(figures.svg(name, state)).itertext())
+    assert "no step was sampled yet" in figures.figure(name, state).layout.title.text
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_an_empty_sample_is_drawn(name):
+    nothing = timeline_event(0, comm=[], busy=[], marks=[], phases=[["other", 0.0, 0.0]], exposed={}, seconds=0.0)
+    state = state_of(nothing, memory_event(0, {}, times=(0.0,)), nproc=1)
+    ElementTree.fromstring(figures.svg(name, state))
+    json.loads(figures.figure(name, state).to_json())
+
+
+@pytest.mark.parametrize("name", ("timeline", "memory_of_step"))
+def test_hostile_names_stay_text(name):
+    comm = [[HOSTILE, 0.02, 0.03, 4096, HOSTILE, [0, 1], 7]]
+    parts = [[HOSTILE, 0.0, 0.04]]
+    event = timeline_event(0, comm=comm, phases=parts, marks=[[f"{HOSTILE} (0)", 0.01, 0.03]], exposed={HOSTILE: 0.01})
+    state = state_of(event, memory_event(0, {"parameters": [MIB] * 3}) | {"phases": parts}, nproc=1)
+    picture = figures.svg(name, state)
+    assert "<script" not in picture
+    tags = {element.tag.removeprefix(SVG) for element in ElementTree.fromstring(picture).iter()}
+    assert tags <= {"svg", "text", "tspan", "rect", "title", "line", "polygon", "polyline"}
+    assert HOSTILE in "".join(ElementTree.fromstring(picture).itertext())
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_everything_is_within_the_picture(name):
+    ranks = [timeline_event(rank, comm=[["all_reduce", -0.01, 0.06, 8, None, None, None]]) for rank in range(8)]
+    held = [memory_event(rank, {"parameters": [(rank + 1) * MIB] * 3}) for rank in range(8)]
+    picture = ElementTree.fromstring(figures.svg(name, state_of(*ranks, *held, nproc=8), width=560, height=220))
+    for element in picture.iter(f"{SVG}rect"):
+        x, y, width, height = (float(element.get(which)) for which in ("x", "y", "width", "height"))
+        assert min(x, y, width, height) >= 0
+        assert x + width <= 560
+        assert math.isfinite(height)
+
+
+# ---- trace
+
+
+def as_rows(state):
+    rows = defaultdict(list)
+    for event in trace(state)["traceEvents"]:
+        if event["ph"] == "X":
+            rows[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"], event["name"]))
+    return rows
+
+
+def test_a_trace_has_a_process_for_each_rank_and_microseconds():
+    made = trace(state_of(timeline_event(0, t0=1000.1), timeline_event(1, t0=1000.105), timeline_event(0, step=50, t0=1003.1)))
+    names = {event["pid"]: event["args"]["name"] for event in made["traceEvents"] if event["name"] == "process_name"}
+    assert names == {0: "rank 0", 1: "rank 1"}
+    assert {event["ph"] for event in made["traceEvents"]} == {"M", "X"}
+    spans = [event for event in made["traceEvents"] if event["ph"] == "X"]
+    assert all(isinstance(event[key], int) for event in spans for key in ("pid", "tid", "ts", "dur"))
+    forward = {(event["pid"], event["args"]["step"]): (event["ts"], event["dur"]) for event in spans if event["name"] == "forward"}
+    assert forward == {(0, 8): (2000, 8000), (1, 8): (7000, 8000), (0, 50): (3_002_000, 8000)}
+    sent = next(event for event in spans if event["name"] == "all_reduce")
+    assert sent["args"] == {"step": 8, "bytes": 4096, "group": "default_pg", "ranks": [0, 1], "number": 7}
+
+
+@pytest.mark.parametrize("t0", [1000.0, 1795263871.1234567, 0.3])
+def test_spans_of_one_row_nest(t0):
+    comm = [["all_reduce", at / 1000, (at + 7) / 1000, 8, "default_pg", [0, 1], at + 1] for at in range(1, 30, 3)]
+    parts = [["forward", number / 1e5, (number + 1) / 1e5] for number in range(4000)]
+    marks = [["outer", 0.0, 0.04], ["inner", 0.010001, 0.020003], ["next", 0.020003, 0.04]]
+    rows = as_rows(state_of(*(timeline_event(rank, t0=t0 + rank / 3000, comm=comm, phases=parts, marks=marks) for rank in range(2))))
+    for spans in rows.values():
+        open_: list[int] = []
+        for start, end, _ in sorted(spans, key=lambda span: (span[0], -span[1])):
+            while open_ and open_[-1] <= start:
+                open_.pop()
+            assert not open_ or end <= open_[-1]
+            open_.append(end)
+
+
+def test_a_trace_is_written_as_json(tmp_path):
+    state = state_of(timeline_event(0, comm=[[HOSTILE, 0.02, 0.03, None, None, None, None]]))
+    write_trace(state, tmp_path / "trace.json")
+    assert json.loads((tmp_path / "trace.json").read_text()) == trace(state)
+
+
+def test_a_run_without_samples_has_an_empty_trace():
+    assert all(event["ph"] == "M" for event in trace(state_of(step_event(0, 1)))["traceEvents"])
