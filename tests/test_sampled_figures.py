@@ -115,6 +115,10 @@ def test_a_collective_of_other_ranks_under_the_same_name_sets_no_clock():
     assert shifts == pytest.approx({0: 0.0, 2: 0.01})
 
 
+def test_ranks_far_apart_without_a_common_collective_begin_together_and_it_is_said():
+    assert sampled.aligned({0: timeline_event(0, comm=[]), 1: timeline_event(1, t0=1600.0, comm=[])}) == ({0: 0.0, 1: 0.0}, True)
+
+
 def test_a_broadcast_may_end_at_its_root_before_others_begin_it():
     early, late = ([["broadcast", start, start + 0.001, 8, "default_pg", [0, 1], 7]] for start in (0.005, 0.02))
     assert sampled.aligned({0: timeline_event(0, comm=early), 1: timeline_event(1, comm=late)}) == ({0: 0.0, 1: 0.0}, False)
