@@ -21,7 +21,9 @@ class Recording:
         self.state = RunState()
         self._speed = speed
         self._began: float | None = None
-        self._events = sorted(_events(folder), key=lambda event: event["t"])
+        readers = [Reader(path) for path in (*folder.event_files().values(), folder.system)]
+        self._events = sorted(_events(folder, readers), key=lambda event: event["t"])
+        self.state.broken = sum(reader.broken for reader in readers)
         self._next = 0
 
     def poll(self) -> bool:
@@ -36,9 +38,9 @@ class Recording:
         return self._next > first
 
 
-def _events(folder: RunFolder) -> list[dict[str, Any]]:
+def _events(folder: RunFolder, readers: list[Reader]) -> list[dict[str, Any]]:
     status = current(folder)
-    events = [event for path in (*folder.event_files().values(), folder.system) for event in _all(Reader(path))]
+    events = [event for reader in readers for event in _all(reader)]
     times = [event["t"] for event in events] + [status[name] for name in ("started", "ended") if status.get(name)]
     running = status | {"state": "running", "ended": None, "failures": {}}
     return [

@@ -39,8 +39,10 @@ def test_a_hang_is_told_while_it_lasts_and_ends_with_stop():
         hang = next(found for found in findings(job.state) if found.name == "hang")
     finally:
         job.stop()
-    assert "rank 0 waited" in hang.title and "barrier" in hang.title and "rank 1 never came" in hang.title
-    assert "in disturb" in hang.evidence and "rank 1: in all_reduce" in hang.evidence and "in train_step" in hang.evidence
+    assert "waited for" in hang.title and "never came" in hang.title
+    for rank, op, where in ((0, "barrier number", "in disturb"), (1, "all_reduce number", "in train_step")):
+        told = next(part for part in hang.evidence.split("; ") if part.startswith(f"rank {rank}:"))
+        assert op in told and where in told and "4 steps done" in told
     assert job.state.status["state"] == "stopped"
 
 
@@ -63,7 +65,7 @@ def test_the_script_shows_the_fault(fault):
     ill = settle("ddp", fault=fault, **SMALL, **LENGTH.get(fault, {"steps": 12}))
     changes = [line for line in diff_scripts(healthy, ill).splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")]
     assert any("on purpose" in line for line in changes)
-    assert 3 <= len(changes) <= 40
+    assert 2 <= len(changes) <= 40
     assert not any("SPOIL" in line or "labkit" in line for line in changes)
 
 
@@ -79,6 +81,6 @@ def test_the_script_shows_the_fault(fault):
     ],
 )
 def test_a_fault_that_cannot_be_is_refused_in_one_sentence(fields, words):
-    with pytest.raises(SpecError, match="fault") as refused:
+    with pytest.raises(SpecError) as refused:
         settle(**{"what": fields.get("strategy", "ddp"), "device": "cpu"} | {k: v for k, v in fields.items() if k != "strategy"})
     assert words in str(refused.value) and refused.value.field == "fault"

@@ -28,6 +28,7 @@ from labkit.probe.traffic import TrafficWatch
 
 _EARLY = 8  # a step whose timeline is taken too, so that a short run has a usual one
 _LOOK = 0.2  # seconds between two looks for a request
+_BRIEF = 3_000  # ns
 _ERRORS_ONLY = 2
 _ZERO_GRAD = "Optimizer.zero_grad#"
 
@@ -141,7 +142,7 @@ class StepSampler:
 
         spans = [(name, nanoseconds(start), nanoseconds(end)) for name, start, end in phases]
         clock.release([first])
-        rows, allocations = _rows(results), list(_allocations(results, clock.device.type)) if self._with_memory else []
+        rows, allocations = list(_rows(results)), list(_allocations(results, clock.device.type)) if self._with_memory else []
         del results  # now: kineto crashes where the garbage collector frees an old result while a new profile runs
         recorded = self._traffic.operations_since(spans[0][1]) if self._traffic else []
         self._journal.write("timeline", step=step, **timeline(rows, spans, recorded, clock.device.type))
@@ -171,14 +172,14 @@ class StepSampler:
         torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def _rows(results: Any) -> list[Row]:
-    """What the profiler saw; a memory event is none of them."""
+def _rows(results: Any) -> Iterator[Row]:
+    """What the profiler saw, but for what is over in no time: that is most of it, and each question to an event costs microseconds."""
     cuda = torch.autograd.DeviceType.CUDA
-    return [
-        Row(event.name(), event.start_ns(), event.start_ns() + event.duration_ns(), event.start_thread_id(), event.device_type() == cuda)
-        for event in results.events()
-        if event.name() != "[memory]"
-    ]
+    for event in results.events():
+        duration = event.duration_ns()
+        if duration >= _BRIEF:
+            start = event.start_ns()
+            yield Row(event.name(), start, start + duration, event.start_thread_id(), event.device_type() == cuda)
 
 
 def _allocations(results: Any, device: str) -> Iterator[Allocation]:

@@ -41,6 +41,7 @@ class TrafficWatch:
         self._seen = (0, 0)
         self._calls = self._sent = self._depth = 0
         self._passed: list[dict[str, Any]] | None = None
+        self._read: list[dict[str, Any]] | None = None  # the recorder, where it was read for this step already
         if dist.is_available():
             for name in ("send", "isend", "recv", "irecv"):
                 self._count(name, sends="send" in name)
@@ -88,7 +89,8 @@ class TrafficWatch:
         passed, self._passed = self._passed or [], None
         if not (dist.is_available() and dist.is_initialized()):
             return []
-        return [described(entry) for entry in recorded(since) or ()] + passed
+        self._read = _entries()
+        return [described(entry) for entry in since_then(self._read, since) or ()] + passed
 
     def step_ends(self, step: int, evaluations: int) -> None:
         """Step `step` has ended, after so many evaluations since the script began; a step told twice counts once."""
@@ -103,14 +105,14 @@ class TrafficWatch:
             self._due = _EARLY[1] if step < _EARLY[1] else (step // _EVERY + 1) * _EVERY
             if ops is not None:
                 self._journal.write("traffic", step=step, ops=ops)
-        self._seen = step, evaluations
+        self._seen, self._read = (step, evaluations), None
         self._calls = self._sent = 0
         self._begun = time.time_ns()
 
     def _operations(self) -> dict[str, dict[str, float]] | None:
         if not (dist.is_available() and dist.is_initialized()):
             return {}
-        entries = recorded(self._begun)
+        entries = since_then(self._read or _entries(), self._begun)
         if entries is None or not (entries or self._calls):
             return None
         ops = {}
@@ -122,9 +124,8 @@ class TrafficWatch:
         return ops
 
 
-def recorded(since: int) -> list[dict[str, Any]] | None:
-    """The recorder's collectives since a time (unix nanoseconds); None where there is no recorder or it holds too few."""
-    entries = _entries()
+def since_then(entries: list[dict[str, Any]] | None, since: int) -> list[dict[str, Any]] | None:
+    """Those of the recorder's collectives that are not older (unix ns); None where there is no recorder or it holds too few."""
     if not entries:
         return entries  # gloo records no sends, so a pipeline may have no entry at all
     oldest = min(entries, key=lambda entry: entry["record_id"])
