@@ -38,6 +38,8 @@ NEVER = {
     "doctor.py": HEAVY,
     "equivalence.py": (*HEAVY, *FACES),
     "comparison.py": (*HEAVY, *FACES),
+    "ledger.py": (*HEAVY, "labkit.launch", *FACES),
+    "theory/*.py": (*HEAVY, "labkit.launch", *FACES),
     "summary.py": (*HEAVY, "labkit.launch", *FACES),
     "api.py": ("torch", "ipywidgets"),
 }

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from labkit import preflight
-from labkit.ledger import CLOSE, MODELS, THEORY, Entry, Module, ledger, theory
-from labkit.ledger import _borders as borders
+from labkit.ledger import CLOSE, Entry, ledger
 from labkit.spec import Spec, SpecError
 from labkit.state import RunState
 from labkit.strategies import STRATEGIES
+from labkit.theory import MODELS, THEORY, Module, borders, theory
 from labkit.workloads import GPT_SIZES, WORKLOADS
 
 BATCH = {"cnn": 16, "mlp": 32, "gpt": 8, "resnet18": 8}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from labkit.diagnose import ends, speed, training
+from labkit.diagnose import errors, meeting, speed, training
 from labkit.diagnose.finding import Finding, ranks_in_words
 
 if TYPE_CHECKING:
@@ -105,13 +105,13 @@ def cut_short(state: RunState) -> Iterator[Finding]:
 
 
 RULES: tuple[Callable[[RunState], Iterator[Finding]], ...] = (
-    ends.told_by_an_error,
-    ends.out_of_memory,
-    ends.uneven_inputs,
-    ends.evaluation_on_one_rank,
-    ends.mismatch,
-    ends.hang,
-    ends.first_failure,
+    errors.told_by_an_error,
+    errors.out_of_memory,
+    meeting.uneven_inputs,
+    meeting.evaluation_on_one_rank,
+    meeting.mismatch,
+    meeting.hang,
+    errors.first_failure,
     training.same_samples,
     training.no_set_epoch,
     training.nan_loss,

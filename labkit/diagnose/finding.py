@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from labkit.state import RunState
 
 _LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
+# What a rank says whose peer has gone, in gloo's words, NCCL's and torchrun's.
+PEER_GONE = re.compile(
+    r"connection (?:was likely )?(?:closed|reset|refused)|broken pipe|timed out|timeout|remote process exited|peer closed|SIGABRT|SIGTERM",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -51,3 +59,22 @@ def size(count: float) -> str:
     """Bytes in words: `3.1 MiB`."""
     power = min(5, int(math.log(max(abs(count), 1), 1024)))
     return f"{count / 1024**power:.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB')[power]}"
+
+
+def texts(state: RunState) -> Iterator[tuple[int | None, str]]:
+    """What errors said, with their rank: the first failure's words, then those of the others, then torchrun's."""
+    failure = state.failure
+    if failure is not None:
+        yield failure["rank"], f"{failure['type']}: {failure['message']}"
+    for rank in state.ranks.values():
+        if rank.error:
+            yield rank.rank, f"{rank.error.get('type')}: {rank.error.get('message')}"
+    for number, failed in (state.status.get("failures") or {}).items():
+        yield int(number), str(failed.get("message", ""))
+    yield None, str(state.status.get("message") or "")
+
+
+def shorter(text: str) -> str:
+    """A text in one line, of 300 letters at the most."""
+    line = " ".join(text.split())
+    return line if len(line) <= 300 else line[:297] + "…"

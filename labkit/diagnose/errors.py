@@ -1,0 +1,190 @@
+"""Runs that fail: errors that say by their own words what they are, memory that was not there, and who was first."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from labkit.diagnose.finding import PEER_GONE, Finding, place, ranks_in_words, shorter, size, texts
+
+if TYPE_CHECKING:
+    from labkit.state import RankState, RunState
+
+_MEMORY = re.compile(r"out of memory|can(?:'t|not) allocate memory|MemoryError|ALLOC_FAILED", re.IGNORECASE)
+_ASKED = re.compile(r"tried to allocate (?P<number>[\d.]+) (?P<unit>bytes|KiB|MiB|GiB)", re.IGNORECASE)
+_UNITS = {"bytes": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+
+
+@dataclass(frozen=True)
+class _Sign:
+    """An error that says by its own words what it is."""
+
+    name: str
+    words: str
+    title: str
+    cause: str
+    way_out: str
+
+
+_SIGNS = (
+    _Sign(
+        "unused_parameters",
+        r"Expected to have finished reduction in the prior iteration",
+        "parameters that no gradient comes for",
+        "DDP counts on a gradient of every parameter; some took no part in the loss, so a bucket was never complete",
+        "use every parameter in forward, or give DDP find_unused_parameters=True (it costs a look at the graph each step)",
+    ),
+    _Sign(
+        "shuffle_beside_sampler",
+        r"sampler option is mutually exclusive with shuffle",
+        "DataLoader was given a sampler and shuffle",
+        "the sampler decides the order, so shuffle has nothing to say",
+        "leave shuffle out, and shuffle in the sampler: DistributedSampler(dataset, shuffle=True)",
+    ),
+    _Sign(
+        "port_taken",
+        r"EADDRINUSE|[Aa]ddress already in use",
+        "the port for the rendezvous is taken",
+        "another job, or one that was not ended, listens on the port that this one was told to use",
+        "use torchrun --standalone, which takes a free port, or give another --master-port; labkit runs lists what is still under way",
+    ),
+    _Sign(
+        "shared_memory",
+        r"(?:out of|insufficient) shared memory|creating shared memory|(?:shared memory|</torch_|shm).*No space left on device",
+        "shared memory is too small",
+        "NCCL and the workers of a DataLoader pass data through /dev/shm, and containers often have 64 MB of it",
+        "start the container with --shm-size=1g (or --ipc=host), or use fewer workers",
+    ),
+    _Sign(
+        "no_nccl",
+        r"(?:Distributed package doesn't have NCCL|NCCL is not available|No backend type associated with device type cuda)",
+        "this torch has no NCCL",
+        "NCCL is for NVIDIA GPUs on Linux: there is none on Windows and macOS, and none in a CPU build",
+        "use the backend gloo (the lab's scripts do where there is no GPU), or Linux with a CUDA build of torch",
+    ),
+    _Sign(
+        "old_driver",
+        r"driver version is insufficient|driver on your system is too old",
+        "the NVIDIA driver is too old for this torch",
+        "torch was built for a newer CUDA than the driver knows",
+        "update the driver, or install a torch for the CUDA that nvidia-smi shows; labkit doctor says both",
+    ),
+    _Sign(
+        "no_kernel",
+        r"no kernel image is available",
+        "this torch has no code for this GPU",
+        "the wheel was built for other architectures than the GPU's",
+        "install a torch that names the GPU's capability in torch.cuda.get_arch_list(); labkit doctor compares them",
+    ),
+    _Sign(
+        "forked_cuda",
+        r"Cannot re-initialize CUDA in forked subprocess",
+        "CUDA was used before the process was forked",
+        "a child process cannot take over its parent's CUDA",
+        "start workers with the method spawn, and touch no GPU before (labkit's kernel never does)",
+    ),
+    _Sign(
+        "no_such_gpu",
+        r"invalid device ordinal",
+        "a rank asked for a GPU that there is not",
+        "there are more ranks on this machine than GPUs, or CUDA_VISIBLE_DEVICES hides some",
+        "start as many ranks as there are GPUs; cuda.set_device(LOCAL_RANK) picks one each",
+    ),
+    _Sign(
+        "nccl",
+        r"NCCL (?:error|Error)|ncclUnhandledCudaError|ncclSystemError|unhandled (?:system|cuda) error|ncclInternalError",
+        "NCCL has failed",
+        "a link between GPUs, a driver or a network interface did not do what NCCL asked; its own log says which",
+        "run again with NCCL_DEBUG=INFO and read its first WARN; NCCL_SOCKET_IFNAME chooses the interface between machines",
+    ),
+)
+
+
+def told_by_an_error(state: RunState) -> Iterator[Finding]:
+    """Errors whose words name the cause."""
+    failure = state.failure
+    for sign in _SIGNS:
+        said = next(((rank, text) for rank, text in texts(state) if re.search(sign.words, text)), None)
+        if said is None or (sign.name == "nccl" and (_MEMORY.search(said[1]) or PEER_GONE.search(said[1]))):
+            continue  # NCCL also tells of memory that is short, and of peers that have gone
+        rank, text = said
+        first, last = text.strip().splitlines()[0], text.rpartition("Last error:")[2] if "Last error:" in text else ""
+        ranks = (rank,) if rank is not None else () if failure is None else (failure["rank"],)
+        yield Finding(sign.name, "wrong", sign.title, shorter(f"{first} {last}"), sign.cause, sign.way_out, ranks)
+        return
+
+
+def out_of_memory(state: RunState) -> Iterator[Finding]:
+    """Memory that was not there, what held the rest of it at that moment, and what would have fitted."""
+    failure = state.failure
+    if failure is None or not _MEMORY.search(f"{failure['type']}: {failure['message']}"):
+        return
+    rank = state.ranks.get(failure["rank"])
+    asked = _asked(failure["message"])
+    held = {owner: count for owner, count in (((rank and rank.error) or {}).get("owners") or {}).items() if count}
+    breakdown = ", ".join(f"{owner} {size(count)}" for owner, count in sorted(held.items(), key=lambda item: -item[1]))
+    evidence = shorter(failure["message"] or failure["type"]) + (f"; held then: {breakdown}" if breakdown else "")
+    where = place(failure["traceback"])
+    yield Finding(
+        name="out_of_memory",
+        kind="wrong",
+        title=f"rank {failure['rank']} ran out of memory" + (f" at {where}" if where else ""),
+        evidence=evidence,
+        cause=f"{size(asked)} more were asked for than there was room for" if asked else "more was asked for than there was room for",
+        way_out=_what_fits(state, rank, asked or 0, held),
+        ranks=(failure["rank"], *failure["collateral"]),
+    )
+
+
+def _asked(message: str) -> float | None:
+    found = _ASKED.search(message)
+    return float(found["number"]) * _UNITS[found["unit"].lower()] if found else None
+
+
+def _what_fits(state: RunState, rank: RankState | None, asked: float, held: Mapping[str, int]) -> str:
+    """By the breakdown: activations grow with the batch, the rest does not; a shard is the rest by the number of ranks."""
+    usual = "a smaller batch, accumulate=2 for the same step in parts, checkpoint_activations=true, or fsdp2 over more ranks"
+    limit = _limit(state, rank)
+    whole = limit or float(1 << 40)
+    if asked > whole:
+        return f"no setting would have fitted: one tensor of {size(asked)} is more than the device has; look at the line that asks"
+    batch = state.asked.batch_per_rank if state.asked is not None else None
+    fixed = sum(count for owner, count in held.items() if owner != "activations")
+    sampled = rank.memory_step if rank is not None else None
+    activations = sampled["at_peak"].get("activations", 0) if sampled else held.get("activations", 0)
+    if limit is None or not batch or not activations:
+        return usual
+    if fixed > 0.95 * limit:
+        return f"parameters, gradients and optimizer state take {size(fixed)} of {size(limit)}: under fsdp2 n ranks keep an n-th each"
+    fits = int(batch * (0.95 * limit - fixed) / (activations + asked))
+    return f"by this breakdown a batch of {fits} per rank would have fitted; or {usual}" if 0 < fits < batch else usual
+
+
+def _limit(state: RunState, rank: RankState | None) -> float | None:
+    number = (rank.device if rank is not None else "").removeprefix("cuda:")
+    return float(state.system.gpu_memory_total.get(int(number)) or 0) or None if number.isdigit() else None
+
+
+def first_failure(state: RunState) -> Iterator[Finding]:
+    """The rank that failed first, and those that only fell with it."""
+    failure = state.failure
+    if failure is None:
+        return
+    rank, collateral = failure["rank"], failure["collateral"]
+    says = f"{failure['type']}: {failure['message']}" if failure["message"] else failure["type"]
+    fell = f"; {ranks_in_words(collateral)} fell with it" if collateral else ""
+    killed = failure["type"] == "SIGKILL"
+    where = place(failure["traceback"])
+    yield Finding(
+        name="first_failure",
+        kind="wrong",
+        title=f"rank {rank} failed first{fell}",
+        evidence=shorter(says) + (f" (at {where})" if where else ""),
+        cause="it was killed from outside: by a person, a scheduler, or the kernel where memory ran short (dmesg says so)"
+        if killed
+        else "the exception, or the exit, of this rank; the others lost their peer and failed for that",
+        way_out=f"read the end of rank {rank}'s stderr; what the other ranks say follows from it",
+        ranks=(rank, *collateral),
+    )
