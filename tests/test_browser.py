@@ -225,7 +225,7 @@ def keepsake_is_in_the_notebook(page: sync_api.Page, state: str) -> None:
     sync_api.expect(figure).to_have_count(1, timeout=60_000)
     figure.evaluate("element => element.scrollIntoView()")  # plotly draws what is in sight; of a saved one it shows the image first
     sync_api.expect(figure.locator(".main-svg, img").first).to_be_visible(timeout=60_000)
-    sync_api.expect(last.locator(".jp-RenderedHTMLCommon table")).to_have_count(1, timeout=60_000)
+    sync_api.expect(last.locator(".jp-RenderedHTMLCommon table", has_text="ms per step")).to_have_count(1, timeout=60_000)
     picture(page, f"8-keepsake-{state}")
     sync_api.expect(last.get_by_text(re.compile(rf"{state} · \d+ steps"))).to_be_visible()
 

@@ -92,7 +92,7 @@ def _rates(rank: RankState, start: int, first: int, last: int) -> list[float]:
 
 
 def memory(state: RunState) -> Chart:
-    """Each rank's memory over time: allocated at the end of each step, the step's peak, and on CUDA what the whole device has in use."""
+    """Each rank's memory over time: allocated, the step's peak, and on CUDA what is reserved and what the whole device has in use."""
     ranks = _ranks(state)
     unit, word = _memory_unit(state)
     line = partial(Line, x_zero=_zero(state), y_unit=unit)
@@ -102,13 +102,16 @@ def memory(state: RunState) -> Chart:
         lines.append(line(f"{key}-now", f"rank {rank.rank}", t, sizes["allocated"], colour=colour))
         peak = f"rank {rank.rank} peak"
         lines.append(line(f"{key}-peak", peak, t, sizes["peak"], colour=colour, dash="dot", keep="extremes", in_legend=False))
+        if len(rank.steps) and math.isfinite(sizes["reserved"][-1]):
+            name = f"rank {rank.rank} reserved"
+            lines.append(line(f"{key}-reserved", name, t, sizes["reserved"], colour=colour, width=0.8, in_legend=False))
         device = _device(state, rank)
         if device:
             name = f"device of rank {rank.rank}"
             lines.append(line(f"{key}-device", name, device["t"], device["memory_used"], colour=colour, dash="dash", in_legend=False))
     on_cuda = any(rank.device.startswith("cuda") for rank in ranks)
     title = "Memory per GPU" if on_cuda else "Memory: bytes of live tensors (CPU rank)"
-    note = "dots: peak, dashes: whole device" if on_cuda else "dots: peak"
+    note = "thin: reserved, dots: peak, dashes: whole device" if on_cuda else "dots: peak"
     return Chart("memory", title, Axis("seconds since the start", least=10.0), Axis(word), tuple(lines), note=note)
 
 

@@ -44,7 +44,8 @@ def sent(rows: Sequence[Row]) -> Chart:
 
 def phases(rows: Sequence[Row]) -> Chart:
     """The share of each phase in a step of the slowest rank."""
-    bars = tuple(Bars(phase, colours.PHASES[phase], tuple(100 * row.phases.get(phase, 0.0) for row in rows)) for phase in PHASES)
+    shares = {phase: tuple(100 * row.phases.get(phase, 0.0) for row in rows) for phase in PHASES}
+    bars = tuple(Bars(phase, colours.PHASES[phase], values) for phase, values in shares.items() if phase != "copy" or any(values))
     return Chart("phases", "Share of each phase in a step", Axis("", categories=_names(rows)), Axis("% of a step", end=100.0), bars=bars)
 
 
