@@ -1,0 +1,84 @@
+"""Steps that are looked at closely in real runs: those asked for, and none where the script has a profiler of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import wait_until
+from fabricate import FakeRun
+
+from labkit import run
+from labkit.api import Run
+
+ROOT = Path(__file__).parent.parent
+OWN = """
+import torch
+from torch.profiler import ProfilerActivity, profile
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+optimizer = torch.optim.Adam(model.parameters())
+def step():
+    optimizer.zero_grad()
+    model(torch.randn(32, 64)).sum().backward()
+    optimizer.step()
+for _ in range(WARM):
+    step()
+with profile(activities=[ProfilerActivity.CPU]) as prof:
+    for _ in range(12):
+        step()
+print("seen", sum(row.key.startswith("aten::addmm") for row in prof.key_averages()))
+"""
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "labkit", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_a_step_that_is_asked_for_is_captured_by_every_rank():
+    job = run("ddp", workload="mlp", nproc=2, device="cpu", batch_size=16, steps=40, samples=2048, fault="slow_rank", sample_every=0)
+    wait_until(lambda: job.state.step >= 4, 120)
+    told = command("capture", job.name)
+    assert told.returncode == 0, told.stderr
+    asked = int(told.stdout.split()[1])
+    job.wait(120)
+    ranks = job.state.ranks
+    assert [sorted(rank.timelines) for rank in ranks.values()] == [[3, asked]] * 2, "an early one, and the one that was asked for"
+    assert all(rank.memory_step["step"] == asked for rank in ranks.values())
+    assert all([span[0] for span in rank.timeline["comm"]] == ["all_reduce"] for rank in ranks.values())
+    assert ranks[0].timeline["comm"][0][6] == ranks[1].timeline["comm"][0][6], "the same collective has one number"
+    assert ranks[0].timeline["exposed"]["backward"] > 0.1, "rank 0 waits for the slow one"
+    assert job.logs(0, "stderr") == job.logs(1, "stderr") == "", "nobody sees the profiler"
+    shown = command("show", job.name)
+    assert f"step {asked} looked at closely" in shown.stdout and "all_reduce" in shown.stdout
+    assert "because every collective waits for the last rank" in shown.stdout
+    written = command("trace", job.name, "-o", str(job.folder.path / "t.json"))
+    assert written.returncode == 0 and "perfetto" in written.stdout
+    events = json.loads((job.folder.path / "t.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1} and any(event["name"] == "all_reduce" for event in events)
+    assert command("capture", job.name).stderr.strip() == f"labkit: run {job.name} is over; only one that trains can be looked at"
+
+
+@pytest.mark.parametrize("warm", [1, 2, 7])
+def test_a_script_with_a_profiler_of_its_own_has_it_to_itself(tmp_path, warm):
+    script = tmp_path / "own.py"
+    script.write_text(OWN.replace("WARM", str(warm)))
+    job = run(str(script), nproc=1, device="cpu", sample_every=4).wait(120)
+    assert job.words == "finished", job.logs(0, "stderr")
+    assert job.logs(0).strip() == "seen 1"
+    assert job.state.unwatched == []
+    assert all(step <= warm for step in job.state.ranks[0].timelines), "none from the time when the script's own profiler was there"
+
+
+def test_a_run_without_a_sampled_step_has_no_trace(runs):
+    fake = FakeRun(runs)
+    fake.start()
+    fake.step(3)
+    fake.end()
+    fake.close()
+    told = command("trace", fake.folder.name)
+    assert told.returncode == 2 and "has no sampled step" in told.stderr
+    with pytest.raises(LookupError, match="is over"):
+        Run.attach(fake.folder.path).capture()
