@@ -41,7 +41,7 @@ class Entry:
 def ledger(state: RunState) -> tuple[Entry, ...]:
     """An entry for every operation that was seen or is demanded, the largest first; empty until every rank has told of a step."""
     spec = _asked(state)
-    seen = _copied(state) if spec and spec.strategy == "dp" else _seen(state)
+    seen = _copied(state) if state.in_threads else _seen(state)
     if seen is None:
         return ()
     measured, step = seen

@@ -57,13 +57,13 @@ def _second_epoch(spec: Spec) -> str | None:
 
 
 def _reducer(spec: Spec) -> str | None:
-    if spec.strategy not in ("ddp", "zero1", "cp"):
+    if spec.strategy_row.wrapper != "DDP" or "micro_batches" in spec.options:  # a pipeline has DDP look for what is unused
         return f"the fault {spec.fault} is one of DDP, and the strategy is {spec.strategy}; use ddp"
     return _several_ranks(spec)
 
 
 def _whole_parameters(spec: Spec) -> str | None:
-    if spec.strategy in ("fsdp", "fsdp2", "fsdp2_tp", "pp_fsdp2_tp", "deepspeed"):
+    if spec.strategy_row.wrapper in ("FSDP", "DeepSpeed"):
         return f"the fault {spec.fault} is put into a whole parameter's gradient, and {spec.strategy} keeps shards; use ddp or tp"
     return None
 

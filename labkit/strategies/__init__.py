@@ -30,7 +30,8 @@ class Strategy:
     `constants` gives settings of its script that follow from the Spec, by name;
     `note` says what a run on a device ("cpu", "cuda") is not of what the title says, such as an emulation; it is empty where all is as
     said. A `further` one stands behind "more" where there is room for a few only. `one_loss` is how many neighbouring ranks must have
-    the same loss, because they split layers and not samples.
+    the same loss, because they split layers and not samples. `wrapper` is what sends the gradients: "DDP",
+    "FSDP", "DeepSpeed", or nothing.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Strategy:
     note: Callable[[str | None], str] = lambda device: ""
     further: bool = False
     one_loss: Callable[[Spec], int] = lambda spec: 1
+    wrapper: str = ""
 
     @property
     def all_options(self) -> tuple[Option, ...]:
@@ -127,6 +129,7 @@ STRATEGIES: dict[str, Strategy] = {
             title="DDP",
             splits="The batch: every rank holds the whole model and trains on samples of its own.",
             sends="Gradients: one all-reduce per bucket, while backward still runs.",
+            wrapper="DDP",
             data_ranks=lambda spec: spec.nproc,
             limit=rules.ddp_limit,
             differs=rules.ddp_differs,
@@ -140,6 +143,7 @@ STRATEGIES: dict[str, Strategy] = {
             title="ZeRO-1",
             splits="The batch and the optimizer state: each rank steps a part of the parameters.",
             sends="Gradients: all-reduce. Parameters: each from the rank that stepped it.",
+            wrapper="DDP",
             data_ranks=lambda spec: spec.nproc,
             limit=rules.ddp_limit,
             differs=rules.compressed,
@@ -151,6 +155,7 @@ STRATEGIES: dict[str, Strategy] = {
             further=True,
             splits="The batch; by stage 1 optimizer state, 2 gradients too, 3 parameters too.",
             sends="Gradients: reduce. Parameters: all-gather, in stage 3 block by block.",
+            wrapper="DeepSpeed",
             data_ranks=lambda spec: spec.nproc,
             unmet=rules.deepspeed_missing,
             options=(Option("stage", 1, "ZeRO stage: what is sharded", choices=(1, 2, 3)),),
@@ -165,6 +170,7 @@ STRATEGIES: dict[str, Strategy] = {
             further=True,
             splits="The batch, parameters, gradients and optimizer state: a shard on each rank.",
             sends="Parameters: all-gather before forward and backward. Gradients: reduce-scatter.",
+            wrapper="FSDP",
             data_ranks=lambda spec: spec.nproc,
             limit=rules.fsdp_limit,
             options=(
@@ -184,6 +190,7 @@ STRATEGIES: dict[str, Strategy] = {
             title="FSDP2",
             splits="The batch, and parameters, gradients and optimizer state: a shard on each rank.",
             sends="Parameters: all-gather before forward and backward. Gradients: reduce-scatter.",
+            wrapper="FSDP",
             data_ranks=lambda spec: spec.nproc,
             limit=rules.fsdp2_limit,
             unmet=rules.fully_shard_on_cpu,
@@ -227,6 +234,7 @@ STRATEGIES: dict[str, Strategy] = {
             splits="The layers over neighbours (TP); the batch and shards of the parts over the other axis.",
             sends="Activations: all-reduce in a row. Parameters: all-gather, gradients: reduce-scatter, in a column.",
             one_loss=lambda spec: spec.options["tp_size"],
+            wrapper="FSDP",
             data_ranks=lambda spec: spec.nproc // spec.options["tp_size"],
             limit=rules.first_of(rules.mesh_limit, rules.tensor_limit),
             unmet=rules.fully_shard_on_cpu,
@@ -240,6 +248,7 @@ STRATEGIES: dict[str, Strategy] = {
             further=True,
             splits="The blocks over one axis of the mesh (PP), the batch over the other (DDP).",
             sends="Activations and their gradients along a pipeline; gradients of parameters: all-reduce between pipelines.",
+            wrapper="DDP",
             data_ranks=lambda spec: spec.nproc // spec.options["pp_size"],
             limit=rules.first_of(rules.mesh_limit, rules.pipe_limit, rules.micro_batch_limit),
             unmet=rules.without_evaluation,
@@ -254,6 +263,8 @@ STRATEGIES: dict[str, Strategy] = {
             further=True,
             splits="The blocks (PP), the batch and shards of what a rank holds (FSDP2), and the layers (TP).",
             sends="What PP, FSDP2 and TP send, each along its own axis of the mesh.",
+            wrapper="FSDP",
+            one_loss=lambda spec: spec.options["tp_size"],
             data_ranks=lambda spec: spec.nproc // (spec.options["pp_size"] * spec.options["tp_size"]),
             limit=rules.first_of(rules.mesh_limit, rules.pipe_limit, rules.micro_batch_limit, rules.tensor_limit),
             unmet=rules.without_evaluation,
@@ -268,6 +279,7 @@ STRATEGIES: dict[str, Strategy] = {
             further=True,
             splits="The sequence: each rank has a part of every window, and the whole model.",
             sends="Keys and values: all-gather in every layer. Gradients: all-reduce, as in DDP.",
+            wrapper="DDP",
             data_ranks=lambda spec: 1,
             limit=rules.context_limit,
             options=(_BUCKET_MB,),

@@ -32,7 +32,7 @@ class Case:
         self.half = spec.precision in ("bf16", "fp16")
         self.cast = self.half and "fsdp2" not in spec.strategy  # by autocast, and not by FSDP2's policy
         self.again = self.options.get("checkpoint_activations", False)  # forward runs a second time, block by block
-        self.rows = self.options.get("tp_size", self.n if spec.strategy == "tp" else 1)  # ranks that split a layer
+        self.rows = spec.strategy_row.one_loss(spec)  # ranks that split a layer
         self.stages = spec.strategy_row.constants(spec).get("STAGES", ())
         self.pipes = self.options.get("pp_size", self.n if self.stages else 1)  # ranks that a batch goes through
         self.blocks = tuple(block.part(self.rows) for block in MODELS[spec.workload](self.options))
