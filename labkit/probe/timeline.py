@@ -20,7 +20,11 @@ GAP = 50_000  # ns
 MOST = 600  # comm spans, busy intervals, marks or points of a curve in one event
 _CALLS = ("c10d::", "_c10d_functional", "gloo:", "nccl:", "record_param_comms")
 _MARKS = ("FSDP::", "Forward ", "Backward ", "FullyShardedDataParallel.", "DistributedDataParallel.forward")
-_GATHERED = ("FSDP::all_gather_copy_out", "FSDP::pre_unshard")
+_GATHERED = (
+    *("FSDP::all_gather_copy_out", "FSDP::pre_unshard"),
+    *("FullyShardedDataParallel._pre_forward", "FullyShardedDataParallel._pre_backward"),
+)
+_SENDING = (*_CALLS, "FSDP::", "FullyShardedDataParallel._post_backward")
 
 Span = tuple[int, int]  # from, to
 
@@ -208,10 +212,11 @@ def curve(
 
 
 def _owner_of(taken: Allocation, phases: Sequence[tuple[str, int, int]], starts: Sequence[int], given_back: int | None) -> str:
-    if any(name.startswith(_GATHERED) for name in taken.inside):
-        return "parameters"
-    if any(name.startswith((*_CALLS, "FSDP::")) for name in taken.inside):
-        return "communication"
+    for name in taken.inside:  # the innermost that tells
+        if name.startswith(_GATHERED):
+            return "parameters"
+        if name.startswith(_SENDING):
+            return "communication"
     first = bisect_right(starts, taken.time) - 1
     last = len(phases) - 1 if given_back is None else bisect_right(starts, given_back) - 1
     if phases[first][0] in ("forward", "other") and any(phase == "backward" for phase, *_ in phases[first + 1 : last + 1]):

@@ -251,10 +251,8 @@ def _split_places(case: Case, groups: int, vectors: int, what: str) -> Iterator[
     }
     yield scattered(case, flow_of("reduce_scatter", (4 * layers + 1) * vectors, case.rows, f"{what}·(4L + 1)", groups, sent_back))
     # FSDP2 adds the gradients of norms up by itself; else each operation that needs them does: three of AdamW's, and the clipping.
-    norms, times = (
-        4 * 2 * width * (2 * layers + 1),
-        1 if case.spec.strategy_row.wrapper == "FSDP" else 4 if case.options["clip_norm"] else 3,
-    )
+    norms = 4 * 2 * width * (2 * layers + 1)
+    times = 1 if case.spec.strategy_row.wrapper == "FSDP" else 4 if case.options["clip_norm"] else 3
     yield scalars("gradients of norms, whenever an operation needs them", times * norms, case.rows, groups)
 
 
