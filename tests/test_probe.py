@@ -236,7 +236,7 @@ def test_shards_are_counted_as_shards(parallel):
     stage = 4 * 8 * 64
     sent = 4 * 8 * 16  # what the next stage has been sent is kept until its gradient has come back
     assert stage + sent <= first.owners("gpipe")["activations"] < 1.1 * (stage + sent)  # of all micro-batches
-    assert (stage + sent) / 2 <= first.owners("one_f_one_b")["activations"] < 0.6 * (stage + sent)  # of the two in flight
+    assert (stage + sent) / 2 <= first.owners("one_f_one_b")["activations"] < stage + sent  # of those in flight
 
 
 def test_a_rank_that_raises(tmp_path, runs):
