@@ -50,7 +50,9 @@ def test_a_hang_is_told_while_it_lasts_and_ends_with_stop():
 def test_a_healthy_run_has_no_wrong_finding(strategy):
     row = STRATEGIES[strategy]
     nproc = row.default_nproc or 2
-    job = run(strategy, workload="gpt", nproc=nproc, batch_size=4 * nproc, scaling="strong", steps=9, samples=256, device="cpu").wait(400)
+    workload = "gpt" if strategy == "cp" else "mlp"
+    size = {"nproc": nproc, "batch_size": 4 * nproc, "scaling": "strong", "steps": 9, "samples": 512}
+    job = run(strategy, workload=workload, device="cpu", **size).wait(400)
     state = job.state
     assert state.status["state"] == "finished", job.words
     assert [found for found in findings(state) if found.kind in ("wrong", "unseen")] == []
