@@ -28,7 +28,8 @@ def parts(drawn: Drawn) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         "margin": {"l": 58, "r": 88 if _has_legend(drawn) else 16, "t": 26, "b": 32},
         "legend": {
             "x": 1.01,
-            "y": 1 if len(chart.bars) < 7 else 1.2,  # so that all of it stands beside a live chart
+            "y": 1.15 if chart.bars else 1,
+            "maxheight": 160,  # px: it stands beside a live chart without being scrolled
             "yanchor": "top",
             "font": {"size": 10},
             "tracegroupgap": 0,

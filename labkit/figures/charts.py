@@ -144,7 +144,7 @@ def phases(state: RunState) -> Chart:
     if sampled:
         hidden = tuple(sum(whole[phase][index] * share for phase, share in wait.items()) for index, wait in enumerate(waits))
         bars.append(Bars("communication", colours.COMMUNICATION, hidden))
-    note = "communication: what nothing hid, as sampled" if sampled else ""
+    note = "communication: not hidden" if sampled else ""
     title = "Where a step's time goes (median)"
     return Chart("phases", title, Axis("", categories=names), Axis("ms per step", least=1.0), bars=tuple(bars), note=note)
 
