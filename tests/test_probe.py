@@ -16,6 +16,7 @@ import torch
 from conftest import processes_of, wait_until
 
 from labkit.events import PHASES, Reader
+from labkit.probe import hooks
 from labkit.probe.clocks import CpuClock, CudaClock
 from labkit.probe.journal import Guard, Journal
 from labkit.probe.steps import StepWatch
@@ -459,6 +460,28 @@ def test_cuda_is_watched_without_a_synchronisation(tmp_path):
 
 
 # ---- what must never happen
+
+
+def test_a_batch_on_its_way_to_the_gpu_is_copied_between_phases_only(tmp_path, monkeypatch):
+    class Watch:
+        between, told = True, ()
+
+        def enter(self, phase):
+            self.told = (*self.told, phase)
+            return 0
+
+        def leave(self, depth):
+            self.told = (*self.told, "over")
+
+    for name in ("to", "cuda"):
+        monkeypatch.setattr(torch.Tensor, name, getattr(torch.Tensor, name))
+    watch = Watch()
+    hooks._watch_copies(watch, Guard(Journal(tmp_path, 0), "steps"))
+    assert torch.ones(2).to("meta").shape == (2,) and watch.told == ()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert torch.ones(2).to("meta").shape == (2,) and watch.told == ("copy", "over")
+    watch.between = False
+    assert torch.ones(2).to("meta").is_meta and watch.told == ("copy", "over")
 
 
 def test_a_part_that_fails_is_told_once_and_stays_off(tmp_path):

@@ -42,6 +42,7 @@ def install(journal: Journal, run: str, sample_every: int) -> StepWatch:
     _watch_forwards(watch, guard, replicas, apart)
     _watch_backward(watch, guard, unscaled)
     _watch_loaders(watch, guard)
+    _watch_copies(watch, guard)
     _watch_optimizers(watch, guard, replicas, apart)
     _watch_metrics(watch, journal)
     if traffic := Guard(journal, "traffic")(TrafficWatch, journal):
@@ -174,6 +175,26 @@ def _watch_loaders(watch: StepWatch, guard: Guard) -> None:
 
     DataLoader.__iter__ = timed(iterate, lambda iterator: ())
     _BaseDataLoaderIter.__next__ = timed(advance, lambda batch: batch)
+
+
+def _watch_copies(watch: StepWatch, guard: Guard) -> None:
+    """A batch's way to the GPU: what is moved there between the phases of a step."""
+    mine = threading.get_ident()
+
+    def timed(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(original)
+        def move(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            moves = watch.between and tensor.device.type == "cpu" and torch.cuda.is_initialized() and threading.get_ident() == mine
+            depth = guard(watch.enter, "copy") if moves else None
+            try:
+                return original(tensor, *args, **kwargs)
+            finally:
+                if moves:
+                    guard(watch.leave, depth)
+
+        return move
+
+    torch.Tensor.to, torch.Tensor.cuda = timed(torch.Tensor.to), timed(torch.Tensor.cuda)
 
 
 def _watch_optimizers(watch: StepWatch, guard: Guard, replicas: ReplicaWatch, apart: Guard) -> None:

@@ -107,8 +107,8 @@ class StepWatch:
 
     @property
     def between(self) -> bool:
-        """Whether the script is in no phase."""
-        return not self._stack
+        """Whether the script is in a step, and in no phase of it."""
+        return bool(self._names) and not self._stack
 
     @property
     def models(self) -> list[torch.nn.Module]:
