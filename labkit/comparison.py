@@ -14,14 +14,16 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from labkit.api import Run, run, settle
+from labkit.columns import RankState
 from labkit.equivalence import REFERENCE, Badge, badge, training
 from labkit.events import PHASES
 from labkit.launch.folder import RunFolder
 from labkit.launch.follow import Follower
 from labkit.spec import Spec, SpecError
-from labkit.state import RankState, RunState
+from labkit.state import RunState
 from labkit.strategies import STRATEGIES
 from labkit.summary import summarise
+from labkit.units import size
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -369,9 +371,4 @@ def _number(value: float | None, how: str, unit: str = "") -> str:
 
 
 def _bytes(value: float | None) -> str:
-    if value is None:
-        return "–"
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if value >= size:
-            return f"{value / size:.1f} {unit}"
-    return f"{value:.0f} B"
+    return "–" if value is None else size(value)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from labkit.spec import Spec, SpecError
 from labkit.theory import Flow, theory
+from labkit.units import size
 
 if TYPE_CHECKING:
     from labkit.state import RunState
@@ -97,12 +98,9 @@ def _reason(measured: float, demanded: float, flows: list[Flow]) -> str:
     return "; ".join(told)
 
 
-def _signed(size: float) -> str:
+def _signed(count: float) -> str:
     """Bytes in words, with their sign."""
-    for unit, bytes_ in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if abs(size) >= bytes_:
-            return f"{size / bytes_:+.2f} {unit}".replace("-", "−")
-    return f"{size:+.0f} B".replace("-", "−")
+    return ("+" if count >= 0 else "−") + size(abs(count), digits=2)
 
 
 def _copied(state: RunState) -> tuple[dict[str, tuple[float, float]], int] | None:

@@ -7,11 +7,12 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from labkit.columns import RankState
 from labkit.diagnose import findings
 from labkit.events import OWNERS
-from labkit.figures.sampled import overlap
 from labkit.ledger import ledger
-from labkit.state import RankState, RunState
+from labkit.sampled import overlap
+from labkit.state import RunState
 
 
 def summarise(state: RunState, run: str = "") -> dict[str, Any]:

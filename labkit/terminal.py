@@ -17,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from labkit.columns import RankState
 from labkit.comparison import HEADS, Comparing, Row, beside, cells, sentences
 from labkit.diagnose import Finding, findings
 from labkit.events import PHASES
@@ -26,7 +27,7 @@ from labkit.figures.sampled import timeline
 from labkit.launch.folder import RunFolder
 from labkit.ledger import ledger
 from labkit.spec import Spec, SpecError
-from labkit.state import RankState, RunState
+from labkit.state import RunState
 
 _SECONDS = 0.25  # between two pictures
 _PLAIN_SECONDS = 5.0  # between two lines, where there is no screen to redraw

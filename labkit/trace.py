@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from labkit.figures.sampled import aligned, sampled_steps
 from labkit.launch.folder import RunFolder
+from labkit.sampled import aligned, sampled_steps
 from labkit.state import RunState
 
 _PHASES, _COMPUTING, _MARKS, _COMMUNICATION = range(4)

@@ -9,10 +9,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from labkit import figures
+from labkit import figures, sampled
 from labkit.events import OWNERS, PHASES
-from labkit.figures import sampled
 from labkit.figures.charts import phases as phases_chart
+from labkit.figures.sampled import memory_of_step, timeline
 from labkit.state import RunState
 from labkit.trace import trace, write_trace
 
@@ -127,7 +127,7 @@ def test_a_broadcast_may_end_at_its_root_before_others_begin_it():
 def test_the_newest_step_of_all_ranks_is_shown_and_any_that_is_asked_for():
     state = state_of(timeline_event(0), timeline_event(1), timeline_event(0, step=50))
     assert figures.chart("timeline", state).title == "Step 8"
-    assert sampled.timeline(state, 50).title == "Step 50"
+    assert timeline(state, 50).title == "Step 50"
     assert sampled.sampled_steps(state) == [8, 50]
 
 
@@ -183,7 +183,7 @@ def test_areas_lie_on_each_other_up_to_the_peak():
     assert all(xs == pytest.approx([0, 10, 20, 40]) for xs, _ in drawn.points)
     assert [sum(row) for row in zip(*(ys for _, ys in drawn.points))] == pytest.approx([5, 10, 7, 7])
     assert chart.bands[-1][:3] == ("backward", pytest.approx(10), pytest.approx(40))
-    assert "rank 0" in sampled.memory_of_step(state, 0).note
+    assert "rank 0" in memory_of_step(state, 0).note
 
 
 def test_the_polygons_touch_and_end_at_the_peak():

@@ -7,10 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from labkit.diagnose.finding import PEER_GONE, Finding, place, ranks_in_words, shorter, size, texts
+from labkit.diagnose.finding import Finding, place, ranks_in_words, shorter, texts
+from labkit.state import PEER_GONE
+from labkit.units import size
 
 if TYPE_CHECKING:
-    from labkit.state import RankState, RunState
+    from labkit.columns import RankState
+    from labkit.state import RunState
 
 _MEMORY = re.compile(r"out of memory|can(?:'t|not) allocate memory|MemoryError|ALLOC_FAILED", re.IGNORECASE)
 _ASKED = re.compile(r"tried to allocate (?P<number>[\d.]+) (?P<unit>bytes|KiB|MiB|GiB)", re.IGNORECASE)
@@ -110,7 +113,8 @@ def told_by_an_error(state: RunState) -> Iterator[Finding]:
         if said is None or (sign.name == "nccl" and (_MEMORY.search(said[1]) or PEER_GONE.search(said[1]))):
             continue  # NCCL also tells of memory that is short, and of peers that have gone
         rank, text = said
-        first, last = text.strip().splitlines()[0], text.rpartition("Last error:")[2] if "Last error:" in text else ""
+        first, *more = text.strip().splitlines()
+        last = "\n".join(more).rpartition("Last error:")[2] if "Last error:" in "\n".join(more) else ""
         ranks = (rank,) if rank is not None else () if failure is None else (failure["rank"],)
         yield Finding(sign.name, "wrong", sign.title, shorter(f"{first} {last}"), sign.cause, sign.way_out, ranks)
         return
@@ -184,7 +188,7 @@ def first_failure(state: RunState) -> Iterator[Finding]:
         evidence=shorter(says) + (f" (at {where})" if where else ""),
         cause="it was killed from outside: by a person, a scheduler, or the kernel where memory ran short (dmesg says so)"
         if killed
-        else "the exception, or the exit, of this rank; the others lost their peer and failed for that",
-        way_out=f"read the end of rank {rank}'s stderr; what the other ranks say follows from it",
+        else "the exception, or the exit, of this rank" + ("; the others lost their peer and failed for that" if collateral else ""),
+        way_out=f"read the end of rank {rank}'s stderr" + ("; what the other ranks say follows from it" if collateral else ""),
         ranks=(rank, *collateral),
     )

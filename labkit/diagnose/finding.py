@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -12,11 +11,7 @@ if TYPE_CHECKING:
     from labkit.state import RunState
 
 _LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
-# What a rank says whose peer has gone, in gloo's words, NCCL's and torchrun's.
-PEER_GONE = re.compile(
-    r"connection (?:was likely )?(?:closed|reset|refused)|broken pipe|timed out|timeout|remote process exited|peer closed|SIGABRT|SIGTERM",
-    re.IGNORECASE,
-)
+DDP = "DistributedDataParallel"  # the class, as the probe tells it
 
 
 @dataclass(frozen=True)
@@ -53,12 +48,6 @@ def place(stack: str | None) -> str:
         return ""
     file = lines[-1]["file"].replace("\\", "/").rpartition("/")[2]
     return f"{file}:{lines[-1]['line']} in {lines[-1]['function']}"
-
-
-def size(count: float) -> str:
-    """Bytes in words: `3.1 MiB`."""
-    power = min(5, int(math.log(max(abs(count), 1), 1024)))
-    return f"{count / 1024**power:.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB')[power]}"
 
 
 def texts(state: RunState) -> Iterator[tuple[int | None, str]]:

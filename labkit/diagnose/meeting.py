@@ -6,10 +6,12 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from labkit.diagnose.finding import PEER_GONE, Finding, place, ranks_in_words, shorter, texts
+from labkit.diagnose.finding import Finding, place, ranks_in_words, shorter, texts
+from labkit.state import PEER_GONE
 
 if TYPE_CHECKING:
-    from labkit.state import RankState, RunState
+    from labkit.columns import RankState
+    from labkit.state import RunState
 
 _MISMATCH = re.compile(r"collective mismatch|data size doesn't match|preamble\.length|Detected mismatch between collectives", re.IGNORECASE)
 _ALIKE = ("all_reduce", "reduce", "broadcast")  # operations to which every rank brings the same shape
@@ -42,7 +44,7 @@ def evaluation_on_one_rank(state: RunState) -> Iterator[Finding]:
     held = set(waiting) if state.failure is None else set(state.ranks)
     alone = tuple(rank.rank for rank in state.ranks.values() if rank.activity == "evaluating" and rank.exit_code != 0 and rank.rank in held)
     others = tuple(rank.rank for rank in state.ranks.values() if rank.activity == "training")
-    if not alone or not others or len(alone) >= len(others) + 1:
+    if not alone or not others or len(alone) > len(others):
         return
     stood = state.ranks[alone[0]].error or waiting.get(alone[0]) or {}
     where = place(stood.get("traceback") or stood.get("stack"))
@@ -133,7 +135,7 @@ def _stuck(state: RunState) -> bool:
 def _unmet(failure: Mapping[str, Any]) -> bool:
     """Whether an error tells of other ranks only: gone, too late, or in another collective."""
     said = f"{failure['type']}: {failure['message']}"
-    return bool(PEER_GONE.search(said) or _MISMATCH.search(said))
+    return failure["type"] in ("SIGABRT", "SIGTERM") or bool(PEER_GONE.search(said) or _MISMATCH.search(said))
 
 
 def _waiting(state: RunState) -> dict[int, Mapping[str, Any]]:

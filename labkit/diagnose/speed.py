@@ -7,10 +7,13 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from labkit.diagnose.finding import Finding, ranks_in_words, size
+from labkit.diagnose.finding import DDP, Finding, ranks_in_words
+from labkit.sampled import USUAL
+from labkit.units import size
 
 if TYPE_CHECKING:
-    from labkit.state import RankState, RunState
+    from labkit.columns import RankState
+    from labkit.state import RunState
 
 _RECENT = 50  # steps that are judged by
 _WARM = 2  # first steps that are not
@@ -24,7 +27,6 @@ _MANY_BUCKETS = 8
 _DOMINATES = 0.6
 _NOTABLE = 64 << 20  # bytes below which nobody needs to save memory
 _OWN = ("data", "copy", "forward", "optimizer", "other")  # phases in which a rank waits for no other, as a rule
-_EARLIEST = 8  # step whose timeline is a usual one
 
 
 def input_bound(state: RunState) -> Iterator[Finding]:
@@ -91,7 +93,7 @@ def communication_bound(state: RunState) -> Iterator[Finding]:
     """Steps of which much is waiting for collectives, on every rank."""
     shares, by_op, backend = [], {}, ""
     for rank in state.ranks.values():
-        usual = [one for step, one in rank.timelines.items() if step >= _EARLIEST and one["seconds"] > 0]
+        usual = [one for step, one in rank.timelines.items() if step >= USUAL and one["seconds"] > 0]
         if not usual:
             return
         shares.append(statistics.median(sum(one["exposed"].values()) / one["seconds"] for one in usual))
@@ -119,7 +121,7 @@ def small_buckets(state: RunState) -> Iterator[Finding]:
     for rank in state.ranks.values():
         models = rank.seen("model")
         ops = (rank.traffic or {"ops": {}})["ops"].get("all_reduce")
-        if not ops or not models or models[-1]["name"] != "DistributedDataParallel":
+        if not ops or not models or models[-1]["name"] != DDP:
             continue
         mean = ops["bytes"] / max(ops["calls"], 1)
         if ops["calls"] >= _MANY_BUCKETS and mean < _FEW_BYTES:

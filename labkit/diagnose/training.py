@@ -7,13 +7,14 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from labkit.diagnose.finding import Finding, ranks_in_words
+from labkit.diagnose.finding import DDP, Finding, ranks_in_words
+from labkit.units import counted
 
 if TYPE_CHECKING:
-    from labkit.state import RankState, RunState
+    from labkit.columns import RankState
+    from labkit.state import RunState
 
 _APART = 1e-4  # relative difference of losses that rounding does not explain
-_REPLICATED = "DistributedDataParallel"
 
 
 def same_samples(state: RunState) -> Iterator[Finding]:
@@ -35,8 +36,8 @@ def same_samples(state: RunState) -> Iterator[Finding]:
         name="same_samples",
         kind="wrong",
         title=f"{ranks_in_words(alike)} train on the same samples",
-        evidence=f"their batches were alike in {len(whole)} of {len(whole)} steps that were looked at, from step {step} on; "
-        f"{len(set(digests.values()))} different batches a step, and {shares} were meant",
+        evidence=f"their batches were alike in all {len(whole)} steps that were looked at, from step {step} on; "
+        f"{counted(len(set(digests.values())), 'different batch', 'es')} a step, and {shares} were meant",
         cause="without a DistributedSampler every rank draws from the whole data set, and with one seed in one order",
         way_out="give the DataLoader sampler=DistributedSampler(dataset), and no shuffle beside it",
         ranks=tuple(alike),
@@ -47,7 +48,7 @@ def _shares(state: RunState) -> int:
     """Different batches that a step should have: by the Spec, or, for a script of one's own, one a rank under DDP."""
     if state.asked is not None:
         return min(state.asked.data_ranks, state.world_size)
-    wrapped = [model["name"] == _REPLICATED for rank in state.ranks.values() for model in rank.seen("model")[:1]]
+    wrapped = [model["name"] == DDP for rank in state.ranks.values() for model in rank.seen("model")[:1]]
     return state.world_size if wrapped and all(wrapped) else 1
 
 
@@ -143,7 +144,7 @@ def one_file(state: RunState) -> Iterator[Finding]:
         name="one_file",
         kind="wrong",
         title=f"{ranks_in_words(sorted(ranks))} save to one file",
-        evidence=f"{path}, after step {step}" + (f", and {len(several) - 1} times more" if len(several) > 1 else ""),
+        evidence=f"{path}, after step {step}" + (f", and {counted(len(several) - 1, 'time')} more" if len(several) > 1 else ""),
         cause="nobody takes turns: the file is whichever rank wrote last, or pieces of several",
         way_out="save on rank 0 alone while the others wait, or let every rank write its shard (torch.distributed.checkpoint)",
         ranks=tuple(sorted(ranks)),

@@ -7,11 +7,13 @@ import statistics
 from array import array
 from functools import partial
 
+from labkit.columns import RankState
 from labkit.events import PHASES
 from labkit.figures import colours
 from labkit.figures.model import Axis, Bars, Chart, Derived, Line
-from labkit.figures.sampled import exposed, memory_by_owner, memory_of_step, timeline, usual
-from labkit.state import RankState, RunState
+from labkit.figures.sampled import memory_by_owner, memory_of_step, timeline
+from labkit.sampled import exposed, usual
+from labkit.state import RunState
 
 _WINDOW = 10  # steps that a throughput is the mean over
 _MEDIAN_OF = 400  # steps that a median is taken of, spread evenly over the run

@@ -67,7 +67,8 @@ class Watched:
         self._waiting = None
         if self._watch:
             self._waiting = Guard(self.journal, "waiting")(WaitWatch, self.journal, self._watch, _number("LABKIT_HANG_AFTER", 30))
-            self._waiting.start()
+            if self._waiting:
+                self._waiting.start()
         self._tensors = None
         if self._watch and os.environ.get("LABKIT_TENSORS") == "1":
             self._tensors = Guard(self.journal, "tensors")(hooks.keep_tensors, self._watch, self.journal, run, _number("RANK"))

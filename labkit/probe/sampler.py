@@ -53,7 +53,7 @@ class StepSampler:
         spent = self._profiler is not None
         if spent:
             self._finish(step, phases, clock)
-        if self._is_due(step + 1, clock):
+        if self._is_due(step + 1):
             self._start(clock)
             spent = True
         return spent
@@ -80,7 +80,7 @@ class StepSampler:
 
     # ---- when
 
-    def _is_due(self, step: int, clock: CpuClock | CudaClock) -> bool:
+    def _is_due(self, step: int) -> bool:
         if self._off or torch.autograd._profiler_enabled():
             return False
         captured = self._was_asked_for(step)

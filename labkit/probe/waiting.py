@@ -2,8 +2,9 @@
 
 Progress is a phase that begins or ends, or a model that is called. After `seconds` without any, a `waiting` event tells the stack of the
 script's thread, the share of the time in which that thread computed, and the newest collectives of each group from torch's flight
-recorder: which one the rank is in, and which it has not come to. `going_on` follows when there is progress again. Where C code holds
-the GIL the thread is silent, and only the launcher's samples go on.
+recorder: which one the rank is in, and which it has not come to. `going_on` follows when there is progress again. Until the first step is
+done nothing below `START_UP` is called a wait, since the ranks of a busy machine may start seconds apart. Where C code holds the GIL the
+thread is silent, and only the launcher's samples go on.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from labkit.probe.traffic import newest
 _HERE = str(Path(__file__).parent)
 _FRAMES = 25
 _AGAIN = 10.0  # seconds between two words of one wait
+START_UP = 30.0  # seconds
 
 
 class WaitWatch(threading.Thread):
@@ -54,7 +56,8 @@ class WaitWatch(threading.Thread):
                 self._journal.write("going_on", after=round(progress - self._progress, 3))
             self._progress, self._computed = progress, self._cpu()
         idle = now - progress
-        if idle < self._limit or (self._told is not None and now - self._told < _AGAIN):
+        limit = self._limit if self._watch.finished else max(self._limit, START_UP)
+        if idle < limit or (self._told is not None and now - self._told < _AGAIN):
             return
         self._told = now
         computed = (self._cpu() - self._computed) / idle if self._clock is not None else None

@@ -10,11 +10,11 @@ SAMPLES = 20_000  # training windows
 
 
 def load_data() -> tuple[TensorDataset, TensorDataset]:
-    """Windows of the first nine tenths to train on, and 1,000 of the last tenth to test on."""
+    """Windows of the first nine tenths to train on, and up to 1,000 of the last tenth to test on."""
     text = "\n".join(topics[name] for name in sorted(topics))
     data = torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8).long()
     cut = len(data) * 9 // 10
-    return windows(data[:cut], SAMPLES), windows(data[cut:], 1000)
+    return windows(data[:cut], SAMPLES), windows(data[cut:], min(SAMPLES, 1000))
 
 
 def windows(data: torch.Tensor, count: int) -> TensorDataset:

@@ -1,0 +1,133 @@
+"""What a RunState is made of: the steps of a rank column by column, all that is known of one rank, and the samples from outside."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from labkit.events import PHASES
+
+MEMORY = ("allocated", "reserved", "peak")
+
+
+def numbers() -> array:
+    """An empty column."""
+    return array("d")
+
+
+@dataclass
+class Steps:
+    """The steps of one rank, column by column: all arrays have the same length; a value that is not known is NaN."""
+
+    t: array = field(default_factory=numbers)
+    step: array = field(default_factory=numbers)
+    loss: array = field(default_factory=numbers)
+    samples: array = field(default_factory=numbers)
+    seconds: array = field(default_factory=numbers)
+    phases: dict[str, array] = field(default_factory=lambda: {phase: numbers() for phase in PHASES})
+    memory: dict[str, array] = field(default_factory=lambda: {name: numbers() for name in MEMORY})
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    def append(self, event: Mapping[str, Any]) -> None:
+        """Adds one step event; raises before anything is added where it makes no sense."""
+        seconds, memory = event.get("seconds") or {}, event.get("memory") or {}
+        row = [
+            float(event["t"]),
+            float(int(event["step"])),
+            *(number(v) for v in (event.get("loss"), event.get("samples"), seconds.get("step"))),
+        ]
+        phases = [number(seconds.get(phase), 0.0) for phase in PHASES]
+        sizes = [number(memory.get(name)) for name in MEMORY]
+        for column, value in zip((self.t, self.step, self.loss, self.samples, self.seconds), row):
+            column.append(value)
+        for column, value in zip(self.phases.values(), phases):
+            column.append(value)
+        for column, value in zip(self.memory.values(), sizes):
+            column.append(value)
+
+
+@dataclass
+class RankState:
+    """What is known of one rank. Times are unix seconds; `attempts` maps each attempt to the index of its first step."""
+
+    rank: int
+    pid: int | None = None
+    host: str | None = None
+    device: str = "cpu"
+    device_name: str = ""
+    attempt: int = 0
+    attempts: dict[int, int] = field(default_factory=dict)
+    started: float | None = None
+    ended: float | None = None
+    exit_code: int | None = None
+    activity: str | None = None
+    activity_since: float | None = None
+    error: dict[str, Any] | None = None
+    owners: dict[str, int] = field(default_factory=dict)
+    traffic: dict[str, Any] | None = None
+    timelines: dict[int, dict[str, Any]] = field(default_factory=dict)
+    memory_step: dict[str, Any] | None = None
+    waiting: dict[str, Any] | None = None
+    not_finite: int | None = None
+    saw: list[dict[str, Any]] = field(default_factory=list)
+    steps: Steps = field(default_factory=Steps)
+
+    @property
+    def timeline(self) -> dict[str, Any] | None:
+        """The newest step that was looked at closely, by its `timeline` event; None where there is none."""
+        return self.timelines[max(self.timelines)] if self.timelines else None
+
+    def seen(self, what: str) -> list[dict[str, Any]]:
+        """What was seen of one sort, in order; see probe/observations.py."""
+        return [one for one in self.saw if one["what"] == what]
+
+    @property
+    def first_step(self) -> int:
+        """The index of the newest attempt's first step, there or still to come."""
+        return self.attempts.get(self.attempt, 0)
+
+    @property
+    def bytes_per_step(self) -> float | None:
+        """Bytes that the rank sent in the newest step that was looked at; 0 without a process group, None where nothing was seen."""
+        return None if self.traffic is None else float(sum(op["sent"] for op in self.traffic["ops"].values()))
+
+    @property
+    def peak_memory(self) -> int | None:
+        """The largest peak of any step, in bytes; None where none was measured."""
+        peaks = [value for value in self.steps.memory["peak"] if not math.isnan(value)]
+        return int(max(peaks)) if peaks else None
+
+
+@dataclass
+class System:
+    """Samples from outside the ranks: `t`, and by device index or rank the columns that were sampled."""
+
+    t: array = field(default_factory=numbers)
+    cpu_percent: array = field(default_factory=numbers)
+    memory_used: array = field(default_factory=numbers)
+    gpus: dict[int, dict[str, array]] = field(default_factory=dict)
+    gpu_memory_total: dict[int, int] = field(default_factory=dict)
+    ranks: dict[int, dict[str, array]] = field(default_factory=dict)
+
+
+def whole_timeline(event: Mapping[str, Any]) -> dict[str, Any]:
+    """A timeline with everything in it that figures and findings read; raises where it cannot be read so."""
+    spans = {
+        name: [[str(span[0]), float(span[1]), float(span[2]), *span[3:]] for span in event[name]] for name in ("phases", "comm", "marks")
+    }
+    spans["comm"] = [[*span, None, None, None, None][:7] for span in spans["comm"]]
+    busy = [[float(start), float(end)] for start, end in event["busy"]]
+    exposed = {str(name): float(seconds) for name, seconds in event["exposed"].items()}
+    plain = {"device": event.get("device", "cpu"), "backend": event.get("backend", ""), "left_out": int(event.get("left_out", 0))}
+    moments = {"step": int(event["step"]), "t0": float(event["t0"]), "seconds": float(event["seconds"])}
+    return spans | plain | moments | {"busy": busy, "exposed": exposed}
+
+
+def number(value: Any, missing: float = math.nan) -> float:
+    """A value as a column holds it."""
+    return missing if value is None else float(value)

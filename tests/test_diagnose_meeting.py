@@ -1,0 +1,217 @@
+"""Findings about ranks that do not meet: collectives that differ, and hangs while they last."""
+
+from __future__ import annotations
+
+import pytest
+from diagnosed import (
+    CLOSED,
+    DETAIL,
+    GONE,
+    UNLIKE,
+    WATCHDOG,
+    activity,
+    end,
+    error,
+    first,
+    fold,
+    loader,
+    names,
+    op,
+    spec,
+    start,
+    status,
+    steps,
+    waiting,
+)
+
+from labkit.diagnose import findings
+
+# ---- ranks that do not meet
+
+
+def test_ranks_with_unlike_numbers_of_batches():
+    aborted = status("failed", rank0=-15, rank1=(-6, UNLIKE))
+    state = fold(spec(), start(0, 1), loader(0, 16), loader(1, 5), error(0, GONE), aborted)
+    found = first(state, "uneven_inputs")
+    assert found.ranks == (1,) and found.title == "rank 1 had 5 batches, and others up to 16" and "0: 16, 1: 5" in found.evidence
+    state = fold(spec(), start(0, 1), loader(0, 16), loader(1, 5), error(0, DETAIL), status("failed"))
+    assert names(state) == ["uneven_inputs", "mismatch", "first_failure"]
+    last = [waiting(0, op()), activity(0, "training"), activity(1, "evaluating"), end(1)]
+    assert names(fold(spec(), start(0, 1), loader(0, 16), loader(1, 5), last)) == ["uneven_inputs", "hang"]
+    last = [waiting(0, op()), activity(0, "training"), activity(1, "evaluating"), waiting(1, op("barrier"))]
+    assert "evaluation_on_one_rank" not in names(fold(spec(), start(0, 1), loader(0, 16), loader(1, 5), last))
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [waiting(0, op()), end(0), end(1), status("finished")],  # it had waited once, and went on
+        [waiting(0, op(over=True), computed=0.9)],  # a long forward that computes
+        [waiting(0, op(), step=4), *steps(0, 6)],  # steps have come since
+        [error(1, "bad sample", "ValueError"), error(0, GONE, t=501.0), status("failed")],  # failed for a reason of its own
+        [error(0, GONE), status("failed", rank1=-9)],  # was killed
+    ],
+)
+def test_unlike_numbers_of_batches_are_no_finding_alone(events):
+    assert "uneven_inputs" not in names(fold(spec(), start(0, 1), loader(0, 16), loader(1, 5), events))
+
+
+def test_a_run_with_join_may_have_unlike_numbers_of_batches():
+    asked = spec(options={"join": True})
+    assert names(fold(asked, start(0, 1), loader(0, 16), loader(1, 5), waiting(0, op()))) == ["hang"]
+    assert names(fold(spec(), start(0, 1), loader(0, None), loader(1, 5), waiting(0, op()))) == ["hang"]  # a stream has no length
+
+
+def test_an_evaluation_on_one_rank():
+    imports, failed = waiting(0, computed=0.3, at=(14, "<module>"), step=0), error(0, CLOSED, at=(129, "evaluate"))
+    state = fold(spec(), start(0, 1), imports, activity(0, "evaluating"), activity(1, "training"), end(1), failed, status("failed"))
+    found = first(state, "evaluation_on_one_rank")
+    assert found.ranks == (0, 1) and "train.py:129 in evaluate" in found.evidence and "rank 1 had left" in found.evidence
+
+
+def test_an_evaluation_on_one_rank_that_holds_all_up():
+    stood = [waiting(0, op("all_gather", 31), at=(129, "evaluate")), waiting(1, op("all_reduce", 31))]
+    found = first(fold(spec(), start(0, 1), activity(0, "evaluating"), activity(1, "training"), stood), "evaluation_on_one_rank")
+    assert "rank 1 went on training" in found.evidence
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [activity(1, "evaluating"), waiting(0, op()), waiting(1, op())],  # all evaluate
+        [activity(1, "training"), waiting(1, op("barrier", 31, ()), at=(150, "main"))],  # rank 0 computes, the other waits at a barrier
+        [activity(1, "training"), error(0, "no such metric", "KeyError"), status("failed")],  # a failure of its own
+        [activity(1, "training"), error(0, GONE), status("failed", rank1=-9)],  # the other was killed
+        [activity(1, "training"), end(0), end(1), status("finished")],
+    ],
+)
+def test_what_looks_like_an_evaluation_on_one_rank(events):
+    assert "evaluation_on_one_rank" not in names(fold(spec(), start(0, 1), activity(0, "evaluating"), events))
+
+
+def test_a_rank_that_still_trains_while_most_evaluate():
+    doing = [activity(0, "training"), *(activity(rank, "evaluating") for rank in (1, 2, 3))]
+    held = [waiting(rank, op("all_reduce", 31, ranks=range(4))) for rank in (1, 2, 3)]
+    assert names(fold(spec(nproc=4), start(0, 1, 2, 3), doing, held)) == ["hang"]
+
+
+@pytest.mark.parametrize("words", [UNLIKE, DETAIL])
+def test_a_mismatch_by_the_words_of_the_backend(words):
+    told = status("failed", rank0=(-6, words), rank1=-15)
+    found = first(fold(spec(), start(0, 1), error(1, GONE, at=(139, "disturb")), told), "mismatch")
+    assert found.ranks == (0, 1) and found.title.endswith("at train.py:139 in disturb") and words[:60] in found.evidence
+
+
+def test_a_mismatch_by_what_the_ranks_were_in():
+    state = fold(spec(), start(0, 1), error(0, GONE, ops=[op()]), error(1, GONE, ops=[op("barrier", sizes=())]), status("failed"))
+    assert first(state, "mismatch").evidence == "rank 0 was in all_reduce number 10 (405898), rank 1 in barrier number 10"
+
+
+def test_a_mismatch_that_nccl_waits_in():
+    state = fold(spec(), start(0, 1), waiting(0, op(sizes=[(1000,)]), at=(139, "disturb")), waiting(1, op(sizes=[(1024,)])))
+    found = first(state, "mismatch")
+    assert found.evidence == "rank 0 was in all_reduce number 10 (1000), rank 1 in all_reduce number 10 (1024)"
+    assert "train.py:139" in found.title and names(state) == ["mismatch", "hang"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (op("all_to_all", sizes=[(8, 4)]), op("all_to_all", sizes=[(3, 4)])),  # splits that are unlike by design
+        (op("scatter", sizes=[(4,), (4,)]), op("scatter", sizes=[])),
+        (op(group="mesh_tp", ranks=(0, 1)), op("all_gather", group="mesh_tp", ranks=(2, 3))),  # two groups of one name
+        (op(seq=10), op("barrier", seq=11)),
+    ],
+)
+def test_collectives_that_may_be_unlike(one, other):
+    state = fold(spec(), start(0, 1), error(0, "bad", "ValueError", ops=[one]), error(1, GONE, ops=[other], t=501.0), status("failed"))
+    assert names(state) == ["first_failure"]
+
+
+# ---- no progress
+
+
+def test_a_rank_that_skipped_a_collective():
+    before = op(seq=9, over=True)
+    stood = [waiting(0, before, op("barrier", sizes=()), at=(139, "disturb")), waiting(1, before, op())]
+    found = first(fold(spec(), start(0, 1), steps(0, 4), steps(1, 4), stood), "hang")
+    assert found.title == "rank 0 waited for 42 s in barrier number 10; rank 1 never came" and found.ranks == (1, 0)
+    assert "rank 0: in barrier number 10 at train.py:139 in disturb, 4 steps done" in found.evidence
+    assert "rank 1: in all_reduce number 10 (405898) at train.py:113 in train_step, 4 steps done" in found.evidence
+
+
+@pytest.mark.parametrize(
+    ("events", "where"),
+    [
+        ([], "has not begun"),
+        ([*start(1), *steps(1, 7)], "goes on, 7 steps done"),
+        ([*start(1), *steps(1, 7), activity(1, "evaluating")], "goes on evaluating, 7 steps done"),
+        ([*start(1), end(1)], "has ended with exit code 0"),
+        ([*start(1), waiting(1, computed=0.9)], "goes on, 0 steps done"),
+    ],
+)
+def test_where_a_rank_is_that_never_came(events, where):
+    found = first(fold(spec(), start(0), waiting(0, op()), events), "hang")
+    assert found.ranks == (1, 0) and found.evidence.endswith(f"rank 1: {where}")
+
+
+def test_a_rank_that_is_in_no_collective_is_named_before_those_that_wait_for_each_other():
+    """Ranks 0 and 1 wait for ranks 2 and 3 in one group, 2 for 3 in another; 3 is somewhere else."""
+    rows, columns = [op(seq=12, ranks=ranks, group="dp") for ranks in ((0, 2), (1, 3))], op(seq=500, ranks=(2, 3), group="tp")
+    stood = [waiting(0, rows[0]), waiting(1, rows[1]), waiting(2, columns), waiting(3, at=(77, "save"))]
+    found = first(fold(spec(nproc=4), start(0, 1, 2, 3), stood), "hang")
+    assert found.title.endswith("; rank 3 never came") and found.ranks[0] == 3
+    assert "rank 3: in no collective, at train.py:77 in save" in found.evidence
+
+
+def test_a_group_of_one_name_and_other_ranks_is_another():
+    stood = [waiting(rank, op(seq=5, ranks=(rank // 2 * 2, rank // 2 * 2 + 1), group="tp")) for rank in (0, 1, 2)]
+    found = first(fold(spec(nproc=4), start(0, 1, 2, 3), stood), "hang")
+    assert found.title == "rank 2 waited for 42 s in all_reduce number 5 (405898); rank 3 never came"
+
+
+def test_all_ranks_in_one_collective():
+    found = first(fold(spec(), start(0, 1), waiting(0, op()), waiting(1, op())), "hang")
+    assert found.title.startswith("ranks 0, 1 waited") and found.title.endswith("where all of its ranks are")
+
+
+def test_a_wait_that_is_no_collective():
+    found = first(fold(spec(), start(0, 1), waiting(0, at=(30, "load")), waiting(1, at=(30, "load"))), "hang")
+    assert found.title == "ranks 0, 1 made no progress for 42 s" and "train.py:30 in load" in found.evidence
+    assert "no collective is under way" in found.cause
+
+
+def test_a_wait_for_a_rank_that_goes_on_elsewhere():
+    found = first(fold(spec(), start(0, 1), steps(1, 7), waiting(0, at=(30, "load"))), "hang")
+    assert found.ranks == (1, 0) and found.evidence.endswith("rank 1: goes on, 7 steps done")
+
+
+@pytest.mark.parametrize("computed", [None, 1.0])
+def test_a_rank_in_a_collective_waits_however_busy_it_looks(computed):
+    """NCCL's wait spins, and not every system says what a thread computes."""
+    found = first(fold(spec(), start(0, 1), waiting(0, op(sizes=[()]), computed=computed)), "hang")
+    assert "all_reduce number 10 (one number)" in found.title
+
+
+def test_a_watchdog_that_ended_the_wait_leaves_it_the_cause():
+    state = fold(spec(), start(0, 1), waiting(0, op()), status("failed", rank0=(-6, WATCHDOG), rank1=-15))
+    assert names(state) == ["hang", "first_failure"] and findings(state)[0].ranks == (1, 0)
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [waiting(0, op(over=True), computed=0.9), waiting(1, op(over=True), computed=0.9)],  # a long forward
+        [waiting(0, computed=0.285), waiting(1, computed=0.296)],  # imports
+        [waiting(0, computed=None), waiting(1, computed=None)],  # not known whether it computes
+        [waiting(0, op()), {"kind": "going_on", "t": 150.0, "rank": 0}],
+        [waiting(0, op()), *steps(0, 6)],
+        [waiting(0, op()), end(0), end(1), status("finished")],
+        [waiting(0, op()), end(0), status("stopped")],
+        [waiting(0, "all_reduce", computed=0.9)],
+        [waiting(0, op()), *start(0, 1, attempt=1)],  # of the attempt before
+        [activity(0, "training"), activity(1, "training")],
+    ],
+)
+def test_what_is_no_hang(events):
+    assert names(fold(spec(), start(0, 1), events)) == []
