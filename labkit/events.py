@@ -18,6 +18,7 @@ memory_step step, t0, seconds, phases as above, times [...] and owners {owner: [
             {owner: bytes}. For one early step, and for those that were asked for
 waiting     since (unix seconds of the last progress), step, activity, stack (text), ops [{op, group, ranks, seq, sizes, over}], the
             newest of each group: written when a rank has made no progress for long, and again while that lasts
+report      values {name: a number, text or list}: what the script brings back by labkit.report
 going_on    after (seconds): a rank that was waiting goes on
 saw         what ("model", "loader", "epoch", "batch", "item", "save") and its fields, see probe/observations.py
 =========== ==========================================================================================================
@@ -37,6 +38,7 @@ from typing import Any
 
 VERSION = 1
 PHASES = ("data", "copy", "forward", "backward", "optimizer", "other")
+REPORT = "labkit.report"  # the torch.monitor event that becomes a `report`; its field `values` is JSON
 OWNERS = ("parameters", "gradients", "optimizer", "activations", "communication", "other")
 
 

@@ -8,134 +8,25 @@ replayed goes the same way as one that is live.
 from __future__ import annotations
 
 import math
+import re
 import statistics
-from array import array
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-from labkit.events import OWNERS, PHASES
+from labkit.columns import RankState, System, number, numbers, whole_timeline
+from labkit.events import OWNERS
 from labkit.spec import Spec, SpecError
 
 OVER = ("finished", "failed", "stopped")
-MEMORY = ("allocated", "reserved", "peak")
 _TIMELINES = 20  # of a rank, that are kept
 _SEEN = 200
 _RECENT = 50  # steps that "now" is the mean of, for speed and time left
 
-# What the other ranks say when one has gone: such an error is a consequence, wherever an error of another kind is known.
-_COLLATERAL = (
-    "connection closed",
-    "connection reset",
-    "connection refused",
-    "connection was likely closed",
-    "broken pipe",
-    "timed out",
-    "remote process exited",
-    "peer closed",
+# What ranks say whose peer has gone, by gloo, NCCL and torchrun: a consequence, wherever an error of another kind is known.
+PEER_GONE = re.compile(
+    r"connection (?:was likely )?(?:closed|reset|refused)|broken pipe|timed out|timeout|remote process exited|peer closed", re.IGNORECASE
 )
-
-
-def _numbers() -> array:
-    return array("d")
-
-
-@dataclass
-class Steps:
-    """The steps of one rank, column by column: all arrays have the same length; a value that is not known is NaN."""
-
-    t: array = field(default_factory=_numbers)
-    step: array = field(default_factory=_numbers)
-    loss: array = field(default_factory=_numbers)
-    samples: array = field(default_factory=_numbers)
-    seconds: array = field(default_factory=_numbers)
-    phases: dict[str, array] = field(default_factory=lambda: {phase: _numbers() for phase in PHASES})
-    memory: dict[str, array] = field(default_factory=lambda: {name: _numbers() for name in MEMORY})
-
-    def __len__(self) -> int:
-        return len(self.step)
-
-    def append(self, event: Mapping[str, Any]) -> None:
-        """Adds one step event; raises before anything is added where it makes no sense."""
-        seconds, memory = event.get("seconds") or {}, event.get("memory") or {}
-        row = [
-            float(event["t"]),
-            float(int(event["step"])),
-            *(_number(v) for v in (event.get("loss"), event.get("samples"), seconds.get("step"))),
-        ]
-        phases = [_number(seconds.get(phase), 0.0) for phase in PHASES]
-        sizes = [_number(memory.get(name)) for name in MEMORY]
-        for column, value in zip((self.t, self.step, self.loss, self.samples, self.seconds), row):
-            column.append(value)
-        for column, value in zip(self.phases.values(), phases):
-            column.append(value)
-        for column, value in zip(self.memory.values(), sizes):
-            column.append(value)
-
-
-@dataclass
-class RankState:
-    """What is known of one rank. Times are unix seconds; `attempts` maps each attempt to the index of its first step."""
-
-    rank: int
-    pid: int | None = None
-    host: str | None = None
-    device: str = "cpu"
-    device_name: str = ""
-    attempt: int = 0
-    attempts: dict[int, int] = field(default_factory=dict)
-    started: float | None = None
-    ended: float | None = None
-    exit_code: int | None = None
-    activity: str | None = None
-    activity_since: float | None = None
-    error: dict[str, Any] | None = None
-    owners: dict[str, int] = field(default_factory=dict)
-    traffic: dict[str, Any] | None = None
-    timelines: dict[int, dict[str, Any]] = field(default_factory=dict)
-    memory_step: dict[str, Any] | None = None
-    waiting: dict[str, Any] | None = None
-    not_finite: int | None = None
-    saw: list[dict[str, Any]] = field(default_factory=list)
-    steps: Steps = field(default_factory=Steps)
-
-    @property
-    def timeline(self) -> dict[str, Any] | None:
-        """The newest step that was looked at closely, by its `timeline` event; None where there is none."""
-        return self.timelines[max(self.timelines)] if self.timelines else None
-
-    def seen(self, what: str) -> list[dict[str, Any]]:
-        """What was seen of one sort, in order; see probe/observations.py."""
-        return [one for one in self.saw if one["what"] == what]
-
-    @property
-    def first_step(self) -> int:
-        """The index of the newest attempt's first step, there or still to come."""
-        return self.attempts.get(self.attempt, 0)
-
-    @property
-    def bytes_per_step(self) -> float | None:
-        """Bytes that the rank sent in the newest step that was looked at; 0 without a process group, None where nothing was seen."""
-        return None if self.traffic is None else float(sum(op["sent"] for op in self.traffic["ops"].values()))
-
-    @property
-    def peak_memory(self) -> int | None:
-        """The largest peak of any step, in bytes; None where none was measured."""
-        peaks = [value for value in self.steps.memory["peak"] if not math.isnan(value)]
-        return int(max(peaks)) if peaks else None
-
-
-@dataclass
-class System:
-    """Samples from outside the ranks: `t`, and by device index or rank the columns that were sampled."""
-
-    t: array = field(default_factory=_numbers)
-    cpu_percent: array = field(default_factory=_numbers)
-    memory_used: array = field(default_factory=_numbers)
-    gpus: dict[int, dict[str, array]] = field(default_factory=dict)
-    gpu_memory_total: dict[int, int] = field(default_factory=dict)
-    ranks: dict[int, dict[str, array]] = field(default_factory=dict)
 
 
 class RunState:
@@ -146,6 +37,7 @@ class RunState:
         self.status: dict[str, Any] = {}
         self.ranks: dict[int, RankState] = {}
         self.metrics: list[dict[str, Any]] = []
+        self.reports: dict[int, dict[str, Any]] = {}
         self.system = System()
         self.broken = 0
         self.unwatched: list[dict[str, Any]] = []
@@ -308,7 +200,7 @@ class RunState:
         found = {}
         for rank in self.ranks.values():
             if rank.error:
-                text = f"{rank.error.get('type')} {rank.error.get('message')}".lower()
+                text = f"{rank.error.get('type')} {rank.error.get('message')}"
                 found[rank.rank] = {
                     "rank": rank.rank,
                     "t": rank.error["t"],
@@ -316,7 +208,7 @@ class RunState:
                     "message": rank.error.get("message", ""),
                     "traceback": rank.error.get("traceback", ""),
                     "exit_code": self.exit_code(rank.rank),
-                    "consequence": any(sign in text for sign in _COLLATERAL),
+                    "consequence": bool(PEER_GONE.search(text)),
                 }
         for name, failure in (self.status.get("failures") or {}).items():
             rank = int(name)
@@ -396,7 +288,7 @@ class RunState:
 
     def _on_timeline(self, event: Mapping[str, Any]) -> None:
         timelines = self._rank(event).timelines
-        timelines[int(event["step"])] = _whole_timeline(event)
+        timelines[int(event["step"])] = whole_timeline(event)
         while len(timelines) > _TIMELINES:
             del timelines[min(timelines)]
 
@@ -426,6 +318,9 @@ class RunState:
     def _on_metric(self, event: Mapping[str, Any]) -> None:
         self.metrics.append({name: event.get(name) for name in ("t", "rank", "name", "value", "step")})
 
+    def _on_report(self, event: Mapping[str, Any]) -> None:
+        self.reports.setdefault(self._rank(event).rank, {}).update(event["values"])
+
     def _on_error(self, event: Mapping[str, Any]) -> None:
         self._rank(event).error = dict(event)
 
@@ -439,19 +334,19 @@ class RunState:
     def _on_system(self, event: Mapping[str, Any]) -> None:
         system = self.system
         system.t.append(float(event["t"]))
-        system.cpu_percent.append(_number(event.get("cpu_percent")))
-        system.memory_used.append(_number(event.get("memory_used")))
+        system.cpu_percent.append(number(event.get("cpu_percent")))
+        system.memory_used.append(number(event.get("memory_used")))
         for gpu in event.get("gpus") or []:
-            columns = system.gpus.setdefault(gpu["index"], {name: _numbers() for name in ("t", "memory_used", "utilisation", "power")})
+            columns = system.gpus.setdefault(gpu["index"], {name: numbers() for name in ("t", "memory_used", "utilisation", "power")})
             columns["t"].append(float(event["t"]))
             for name in ("memory_used", "utilisation", "power"):
-                columns[name].append(_number(gpu.get(name)))
+                columns[name].append(number(gpu.get(name)))
             system.gpu_memory_total[gpu["index"]] = gpu.get("memory_total") or 0
         for name, process in (event.get("ranks") or {}).items():
-            columns = system.ranks.setdefault(int(name), {name: _numbers() for name in ("t", "cpu_percent", "rss")})
+            columns = system.ranks.setdefault(int(name), {name: numbers() for name in ("t", "cpu_percent", "rss")})
             columns["t"].append(float(event["t"]))
             for name in ("cpu_percent", "rss"):
-                columns[name].append(_number(process.get(name)))
+                columns[name].append(number(process.get(name)))
 
 
 _HANDLERS: dict[Any, Callable[[RunState, Mapping[str, Any]], None]] = {
@@ -470,25 +365,9 @@ _HANDLERS: dict[Any, Callable[[RunState, Mapping[str, Any]], None]] = {
     "saw": RunState._on_saw,
     "activity": RunState._on_activity,
     "metric": RunState._on_metric,
+    "report": RunState._on_report,
     "error": RunState._on_error,
     "probe_error": RunState._on_probe_error,
     "end": RunState._on_end,
     "system": RunState._on_system,
 }
-
-
-def _whole_timeline(event: Mapping[str, Any]) -> dict[str, Any]:
-    """A timeline with everything in it that figures and findings read; raises where it cannot be read so."""
-    spans = {
-        name: [[str(span[0]), float(span[1]), float(span[2]), *span[3:]] for span in event[name]] for name in ("phases", "comm", "marks")
-    }
-    spans["comm"] = [[*span, None, None, None, None][:7] for span in spans["comm"]]
-    busy = [[float(start), float(end)] for start, end in event["busy"]]
-    exposed = {str(name): float(seconds) for name, seconds in event["exposed"].items()}
-    plain = {"device": event.get("device", "cpu"), "backend": event.get("backend", ""), "left_out": int(event.get("left_out", 0))}
-    moments = {"step": int(event["step"]), "t0": float(event["t0"]), "seconds": float(event["seconds"])}
-    return spans | plain | moments | {"busy": busy, "exposed": exposed}
-
-
-def _number(value: Any, missing: float = math.nan) -> float:
-    return missing if value is None else float(value)

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +43,19 @@ class Job:
         return f"Job({self.folder.name}: {self.state})"
 
     @classmethod
-    def start(cls, spec: Spec, *, detached: bool = False, root: Path | None = None) -> Job:
+    def start(cls, spec: Spec, *, detached: bool = False, root: Path | None = None, source: str | None = None) -> Job:
         """Starts a settled Spec (see `Spec.on`) in a folder of its own and returns as soon as torchrun is on its way.
 
+        Where the script is not a file yet, `source` is its text: it is written into the folder, whatever name `spec.script` has.
         The run ends with this process, by whatever this process may end, unless it is `detached`.
         Raises `LaunchError` or `OSError` where it cannot start, and then nothing is left behind.
         """
         asked = time.time()
         folder = RunFolder.create(spec.name, root)
         try:
+            if source is not None:
+                RunFolder.write_text(folder.script, source)
+                spec = replace(spec, script=str(folder.script))
             plan = local.plan(spec, folder) | {"detached": detached}
             RunFolder.write_json(folder.spec, spec.to_json())
             if spec.script is None:

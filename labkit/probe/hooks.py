@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import json
 import threading
 import warnings
 import weakref
@@ -25,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from labkit.events import REPORT
 from labkit.probe.journal import Guard, Journal
 from labkit.probe.observations import Observations
 from labkit.probe.replicas import ReplicaWatch
@@ -217,6 +219,9 @@ def _watch_metrics(watch: StepWatch, journal: Journal) -> None:
     guard, names = Guard(journal, "metrics"), {}
 
     def told(event: Any) -> None:
+        if event.name == REPORT:
+            journal.write("report", values=json.loads(event.data["values"]))
+            return
         if event.name == "resume":
             watch.finished = int(event.data["step"])  # the steps go on where the checkpoint was written
         if event.name == "checkpoint":
