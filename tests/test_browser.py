@@ -220,7 +220,7 @@ def script_and_diff(page: sync_api.Page, panel: sync_api.Locator) -> None:
 
 def keepsake_is_in_the_notebook(page: sync_api.Page, state: str) -> None:
     """The plain figure and the table stand under the panel, one of each, outside of any widget."""
-    last = page.locator(".jp-CodeCell").last
+    last = page.locator(".jp-CodeCell", has=page.locator(".labkit-run"))
     figure = last.locator(".jp-RenderedPlotly")
     sync_api.expect(figure).to_have_count(1, timeout=60_000)
     figure.evaluate("element => element.scrollIntoView()")  # plotly draws what is in sight; of a saved one it shows the image first

@@ -55,6 +55,7 @@ class Choices:
         self.further = ipywidgets.Dropdown(
             options=[("more", ""), *((row.title, row.name) for row in rest)],
             value=start.strategy if STRATEGIES[start.strategy].further else "",
+            description="More strategies",
             tooltip="More strategies",
         )
         pairs = [(f"{row.title.partition(':')[0]} · {data}", (row.name, data)) for row in WORKLOADS.values() for data in row.data]

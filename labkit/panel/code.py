@@ -17,7 +17,12 @@ _FORMAT = HtmlFormatter(classprefix="labkit-", cssclass="labkit-source")
 
 def script_html(spec: Spec) -> str:
     """The script of a Spec."""
-    return highlight(write_script(spec), PythonLexer(), _FORMAT)
+    return source_html(write_script(spec))
+
+
+def source_html(source: str) -> str:
+    """Any Python source."""
+    return highlight(source, PythonLexer(), _FORMAT)
 
 
 def diff_html(spec: Spec) -> str:

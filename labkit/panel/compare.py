@@ -11,11 +11,13 @@ from typing import Any
 
 import ipywidgets
 
-from labkit.comparison import BASELINE, HEADS, Comparing, Row, beside, cells, plan, sentences
+from labkit.api import headless
+from labkit.comparison import BASELINE, HEADS, Comparing, Row, alike, beside, cells, plan, recorded, sentences
 from labkit.figures import comparison as pictures
-from labkit.panel.notebook import headless
+from labkit.launch.folder import RunFolder
 from labkit.panel.view import style
 from labkit.panel.words import sentence_html
+from labkit.replay import is_recorded, recorded_words
 from labkit.spec import SpecError
 from labkit.strategies import STRATEGIES
 
@@ -41,11 +43,15 @@ class ComparisonView:
     def _watch(self, comparing: Comparing, on_over: Callable[[], None]) -> None:
         try:
             while not comparing.over:
-                self._html.value = comparison_html(comparing.rows, comparing.left_out)
+                self.show(comparing.rows, comparing.left_out)
                 time.sleep(_REDRAW)
-            self._html.value = comparison_html(comparing.rows, comparing.left_out)
+            self.show(comparing.rows, comparing.left_out)
         finally:
             on_over()
+
+    def show(self, rows: Sequence[Row], left_out: Mapping[str, str], first: str = "") -> None:
+        """Shows rows as they are now, below a sentence that comes `first`."""
+        self._html.value = (f"<p>{escape(first)}</p>" if first else "") + comparison_html(rows, left_out)
 
 
 def show_comparison_in_notebook(comparing: Comparing) -> None:
@@ -89,11 +95,16 @@ class CompareTab:
         self._stop_button = ipywidgets.Button(description="■ Stop", tooltip="End the run that is under way", disabled=True)
         self._stop_button.on_click(lambda _: self.stop())
         self._stop_button.add_class("labkit-compare-stop")
+        self._recorded_button = ipywidgets.Button(
+            description="Recorded", tooltip="Of the recorded runs, the newest of each strategy that trained the same as the newest of all"
+        )
+        self._recorded_button.on_click(lambda _: threading.Thread(target=self.show_recorded, daemon=True).start())
+        self._recorded_button.add_class("labkit-compare-recorded")
         self._said = ipywidgets.HTML()
         self._view = ComparisonView()
         boxes = ipywidgets.HBox(list(self._boxes.values()))
         boxes.add_class("labkit-boxes")
-        head = ipywidgets.HBox([self._start_button, self._stop_button, boxes])
+        head = ipywidgets.HBox([self._start_button, self._stop_button, self._recorded_button, boxes])
         head.add_class("labkit-compare-head")
         self.widget = ipywidgets.VBox([head, self._said, self._view.widget])
         self.widget.add_class("labkit-compare")
@@ -133,8 +144,21 @@ class CompareTab:
             return
         self._said.value = ""
         self._comparing = Comparing(specs, left_out).start()
-        self._start_button.disabled, self._stop_button.disabled = True, False
+        self._free(False)
         self._view.follow(self._comparing, self._over)
+
+    def show_recorded(self) -> None:
+        """Shows recorded runs side by side, without running anything; a sentence says why where it cannot."""
+        folders = alike([folder for folder in RunFolder.all() if is_recorded(folder)])
+        if not folders:
+            self._said.value = sentence_html("there is no recorded run of a strategy yet; compare some, and they are recorded")
+            return
+        self._said.value = ""
+        self._view.show(
+            recorded(folders),
+            {},
+            f"Recorded runs, nothing runs now. The newest was {recorded_words(max(folders, key=lambda folder: folder.name))}.",
+        )
 
     def stop(self) -> None:
         """Ends the run that is under way, and does not begin the rest; returns at once."""
@@ -144,8 +168,12 @@ class CompareTab:
     def _refused(self) -> set[str]:
         return {name for name, box in self._boxes.items() if box.disabled and name != BASELINE}
 
+    def _free(self, free: bool) -> None:
+        self._start_button.disabled = self._recorded_button.disabled = not free
+        self._stop_button.disabled = free
+
     def _over(self) -> None:
-        self._start_button.disabled, self._stop_button.disabled = False, True
+        self._free(True)
         try:
             self._comparing.wait(0)
         except Exception as error:  # what kept a run from being started

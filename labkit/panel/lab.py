@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from pathlib import Path
 from typing import Any
 
 import anywidget
 import ipywidgets
 import traitlets
 
-from labkit.api import Run, in_notebook
+from labkit.api import Run, headless, in_notebook
+from labkit.launch.folder import RunFolder
+from labkit.launch.follow import Follower
 from labkit.launch.job import Job
 from labkit.machine import Machine
 from labkit.panel import code
@@ -17,12 +21,18 @@ from labkit.panel.charts import STATIC
 from labkit.panel.choices import Choices
 from labkit.panel.compare import CompareTab
 from labkit.panel.live import to_the_end
-from labkit.panel.notebook import Keepsake, headless
+from labkit.panel.notebook import Keepsake, leave
+from labkit.panel.recorded import Recorded, find, spec_of
+from labkit.panel.stage import Stage
 from labkit.panel.view import RunView, style
 from labkit.panel.words import sentence_html
+from labkit.replay import Recording, recorded_words
 from labkit.script import command
 from labkit.spec import Spec, SpecError
 from labkit.state import RunState
+
+_RUN, _RUN_HINT = "▶ Run", "Write the script and start it under torchrun"
+_PLAY, _PLAY_HINT = "▶ Play", "Play the recorded run at its own speed"
 
 
 class _Command(anywidget.AnyWidget):
@@ -35,18 +45,25 @@ class _Command(anywidget.AnyWidget):
 class Lab:
     """The panel, as the last line of a cell. `defaults` are fields of Spec: `Lab(strategy="ddp", nproc=2, steps=200)`.
 
-    Where nobody watches (nbclient, a batch run) the cell runs the job to its end instead and leaves plain figures.
-    Raises `SpecError` for defaults that cannot be meant here.
+    `stage` begins with the view for a projector. `recorded` opens a recorded run, which plays at its own speed: its name or an end of it,
+    its path, or `last`.
+    Where nobody watches (nbclient, a batch run) the cell runs the job to its end instead and leaves plain figures, or those of the
+    recorded run. Raises `SpecError` for defaults that cannot be meant here.
     """
 
-    def __init__(self, **defaults: Any):
+    def __init__(self, *, stage: bool = False, recorded: str | os.PathLike[str] | None = None, **defaults: Any):
+        opened = None if recorded is None else find(recorded)
         self._choices = Choices(Machine.here(), defaults, self._changed)
         self._view = RunView(self._over)
+        self._recorded = Recorded(self._choose)
+        self._recording: Recording | None = None
         self._keepsake: Keepsake | None = None
         self._run: Run | None = None
         self._starting = False
-        self._make()
+        self._make(stage)
         self._changed()
+        if opened is not None:
+            self._recorded.choose(str(opened.path))
 
     @property
     def spec(self) -> Spec:
@@ -58,8 +75,8 @@ class Lab:
         """The run that was started last."""
         return self._run
 
-    def _make(self) -> None:
-        self._run_button = ipywidgets.Button(description="▶ Run", tooltip="Write the script and start it under torchrun")
+    def _make(self, stage: bool) -> None:
+        self._run_button = ipywidgets.Button(description=_RUN, tooltip=_RUN_HINT)
         self._run_button.on_click(lambda _: self._start())
         self._run_button.add_class("labkit-run")
         self._batch, self._script, self._diff = ipywidgets.HTML(), ipywidgets.HTML(), ipywidgets.HTML()
@@ -71,11 +88,16 @@ class Lab:
         for number, title in enumerate(("Live", "Script & diff", "Logs", "Timeline", "Memory", "Compare")):
             tabs.set_title(number, title)
         tabs.add_class("labkit-tabs")
-        actions = ipywidgets.HBox([self._run_button, view.stop_button, view.words, view.progress])
+        actions = ipywidgets.HBox([self._run_button, view.stop_button, view.words, view.progress, Stage(on=stage)])
         actions.add_class("labkit-actions")
         said = ipywidgets.HBox([self._batch, self._command])
         said.add_class("labkit-said")
-        self._widget = ipywidgets.VBox([style(), choices.top, choices.explanation, choices.row, said, actions, tabs])
+        row = choices.row
+        row.children = (*row.children, self._recorded.which)
+        self._own = (choices.top, choices.explanation, row)
+        self._head = ipywidgets.VBox(self._own)
+        self._head.add_class("labkit-head")
+        self._widget = ipywidgets.VBox([style(), self._head, said, actions, tabs])
         self._widget.add_class("labkit")
 
     def _sources(self) -> ipywidgets.Box:
@@ -96,6 +118,9 @@ class Lab:
             print("The panel needs a notebook: python3 -m labkit lab opens one.")
             return
         if headless():
+            if self._recorded.which.value:
+                _leave_recorded(RunFolder(self._recorded.which.value))
+                return
             self._run = Run(Job.start(self.spec))
             to_the_end(self._run)
             return
@@ -112,17 +137,67 @@ class Lab:
             self._batch.value = sentence_html(str(error))
             self._run_button.disabled = True
             return
+        self._describe(spec)
+        self._script.value = code.script_html(spec)
+        self._compare.refresh()
+        self._free(not (self._starting or self._view.busy))
+        if not self._starting and (self._run is None or self._view.recorded):
+            self._view.preview(spec)
+
+    def _describe(self, spec: Spec) -> None:
         self._batch.value = f'<div class="labkit-batch">{spec.batch_sentence}</div>'
         self._command.text = command(spec)
-        self._script.value, self._diff.value = code.script_html(spec), code.diff_html(spec)
-        self._compare.refresh()
-        self._run_button.disabled = self._starting or self._view.busy
-        if self._run is None and not self._starting:
-            self._view.preview(spec)
+        self._diff.value = code.diff_html(spec)
+
+    def _free(self, free: bool) -> None:
+        """Whether another run may be started, or opened."""
+        self._run_button.disabled = not free
+        self._recorded.which.disabled = self._recorded.close_button.disabled = not free
+
+    # ---- a recorded run
+
+    def _choose(self, path: str) -> None:
+        """Opens a recorded run in the place of the choices, or puts them back."""
+        if not path:
+            self._recording, self._head.children = None, self._own
+            self._run_button.description, self._run_button.tooltip = _RUN, _RUN_HINT
+            self._changed()
+            return
+        self._free(False)
+        self._view.say("opening the recorded run")
+        threading.Thread(target=self._open, args=(RunFolder(path),), daemon=True, name="labkit recording").start()
+
+    def _open(self, folder: RunFolder) -> None:
+        """Off the kernel's own thread: all of a run's events are read."""
+        try:
+            self._recording = self._recorded.open(folder)
+            spec = spec_of(folder)
+            if spec is not None and spec.strategy is not None:
+                self._describe(spec)
+            else:
+                self._batch.value, self._command.text = "", _text_of(folder.command).strip()
+                self._diff.value = '<p class="labkit-empty">A script of one\'s own: there is none to compare it with.</p>'
+            self._script.value = code.source_html(_text_of(folder.script))
+            self._head.children = self._recorded.widgets
+            self._run_button.description, self._run_button.tooltip = _PLAY, _PLAY_HINT
+            self._view.ready(self._recording)
+        except Exception as error:
+            self._view.complain(f"this run cannot be played: {type(error).__name__}: {error}")
+        finally:
+            self._free(True)
+
+    def _play(self, recording: Recording) -> None:
+        if recording.state.over:
+            recording = self._recording = self._recorded.open(recording.folder)
+        self._free(False)
+        self._view.play(recording)
 
     # ---- Run
 
     def _start(self) -> None:
+        if self._recording is not None and not self._view.busy:
+            self._play(self._recording)
+            return
         if self._starting or self._view.busy:
             return
         if self._compare.busy:
@@ -132,7 +207,8 @@ class Lab:
             spec = self.spec
         except SpecError:
             return  # the sentence stands there already
-        self._starting = self._run_button.disabled = True
+        self._starting = True
+        self._free(False)
         self._view.say("writing the script")
         self._view.complain("")
         threading.Thread(target=self._launch, args=(spec,), daemon=True, name="labkit run").start()
@@ -144,7 +220,7 @@ class Lab:
         except Exception as error:
             self._view.say("failed to start", "bad")
             self._view.complain(str(error))
-            self._run_button.disabled = False
+            self._free(True)
         else:
             self._view.follow(job)
             self._run = Run(job)  # last: who sees the run can wait for its view
@@ -152,6 +228,20 @@ class Lab:
             self._starting = False
 
     def _over(self, name: str, state: RunState) -> None:
-        self._run_button.disabled = False
-        if self._keepsake is not None:
+        self._recorded.refresh()
+        self._free(True)
+        if self._keepsake is not None and not self._view.recorded:
             self._keepsake.fill(name, state)
+
+
+def _leave_recorded(folder: RunFolder) -> None:
+    follower = Follower(folder)
+    follower.poll()
+    leave(f"{folder.name} ({recorded_words(folder)})", follower.state)
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return f"# {path.name} is not in the folder of this run\n"

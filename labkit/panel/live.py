@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ipywidgets
 
-from labkit.api import Run
-from labkit.panel.notebook import Keepsake, headless, leave
+from labkit.api import Run, headless
+from labkit.panel.notebook import Keepsake, leave
+from labkit.panel.stage import Stage
 from labkit.panel.view import RunView, style
 
 
@@ -28,7 +29,7 @@ def _live(run: Run) -> None:
 
     kept: list[Keepsake] = []
     view = RunView(lambda name, state: kept[0].fill(name, state))
-    actions = ipywidgets.HBox([view.stop_button, view.words, view.progress])
+    actions = ipywidgets.HBox([view.stop_button, view.words, view.progress, Stage()])
     actions.add_class("labkit-actions")
     live = ipywidgets.VBox([view.findings, view.charts.widget])
     tabs = ipywidgets.Tab([live, view.logs.widget, view.timeline.widget, view.memory.widget])

@@ -30,16 +30,18 @@ class Logs:
         self.widget.on_msg(self._heard)
         self._lock = threading.RLock()
         self._folder: RunFolder | None = None
+        self._remark = ""
         self._tails: dict[tuple[int, str], LogTail] = {}
         self._sent: dict[tuple[int, str], int] = {}
         self._wanted = _NOTHING
         self._ready = False
 
-    def restart(self, folder: RunFolder, nproc: int) -> None:
-        """Shows another run."""
+    def restart(self, folder: RunFolder | None, nproc: int, remark: str = "") -> None:
+        """Shows another run, or none; `remark` stands beside the number of its lines."""
         with self._lock:
-            self._folder = folder
-            self._tails = {(rank, stream): self._tail(folder, rank, stream) for rank in range(nproc) for stream in STREAMS}
+            self._folder, self._remark = folder, remark
+            keys = [(rank, stream) for rank in range(nproc) for stream in STREAMS] if folder else []
+            self._tails = {key: self._tail(folder, *key) for key in keys}
             self._wanted = _NOTHING
             self._begin()
 
@@ -98,7 +100,8 @@ class Logs:
         return [key for key in self._tails if rank in ("", str(key[0])) and stream in ("", key[1])]
 
     def _count(self) -> str:
-        return _lines(sum(self._tails[key].count for key in self._shown()))
+        count = _lines(sum(self._tails[key].count for key in self._shown()))
+        return f"{count} · {self._remark}" if self._remark else count
 
     def _send(self, lines: list[list[Any]], note: str, **more: Any) -> None:
         self.widget.send({"kind": "lines", "lines": lines, "note": note} | more)

@@ -1,29 +1,16 @@
-"""The notebook around the panel: does anybody watch, and what stays in it when a run has ended."""
+"""The notebook around the panel: what stays in it when a run has ended."""
 
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 
 from labkit import figures
+from labkit.diagnose import findings
 from labkit.ledger import ledger
-from labkit.panel.words import findings_html, ledger_html, ranks_table
 from labkit.state import RunState
 from labkit.summary import summarise
-
-
-def headless() -> bool:
-    """Whether nobody watches: a cell must then not return before its run has ended.
-
-    A front end with a person says in each request that it could ask for input; nbclient, papermill and Kaggle's batch runs do not.
-    """
-    if os.environ.get("KAGGLE_KERNEL_RUN_TYPE", "").lower() == "batch":
-        return True
-    from IPython import get_ipython
-
-    request = get_ipython().get_parent() or {}
-    return request.get("content", {}).get("allow_stdin") is False
+from labkit.tables import findings_html, ledger_html, ranks_html
 
 
 class Keepsake:
@@ -64,5 +51,5 @@ def figures_bundle(name: str, state: RunState) -> dict[str, Any]:
 
 def table_bundle(name: str, state: RunState) -> dict[str, Any]:
     """A run's figures in words and rows."""
-    told = findings_html(state) + ranks_table(name, state) + ledger_html(ledger(state))
+    told = findings_html(findings(state)) + ranks_html(name, state) + ledger_html(ledger(state))
     return {"text/html": told, "text/plain": json.dumps(summarise(state, name), indent=2)}

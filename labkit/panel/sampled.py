@@ -9,15 +9,16 @@ from pathlib import Path
 import ipywidgets
 
 from labkit import figures
-from labkit.diagnose.finding import size
-from labkit.figures.sampled import beyond, newest, resident, sampled_steps, timeline
+from labkit.figures.sampled import timeline
 from labkit.launch.capture import ask
 from labkit.launch.folder import RunFolder
 from labkit.ledger import ledger
 from labkit.panel.charts import Charts
-from labkit.panel.words import ledger_html
+from labkit.sampled import beyond, newest, resident, sampled_steps
 from labkit.state import RunState
+from labkit.tables import ledger_html
 from labkit.trace import write_trace
+from labkit.units import size
 
 _NEWEST = "newest"
 
@@ -27,6 +28,7 @@ class _Tab:
 
     def __init__(self, folder: Callable[[], RunFolder | None], charts: Charts):
         self._folder, self.charts = folder, charts
+        self.live = True  # else it is a recording: nobody is there who could look at a step
         self._state = RunState()
         self._waits_for = 0
         self._said = ipywidgets.HTML()
@@ -35,7 +37,7 @@ class _Tab:
 
     def _ask(self, snapshot: bool = False) -> None:
         folder = self._folder()
-        if folder is None or self._state.over:
+        if folder is None or self._state.over or not self.live:
             return
         self._waits_for = ask(folder, self._state, snapshot=snapshot)
         self._tell(f"step {self._waits_for} will be looked at")
@@ -46,7 +48,7 @@ class _Tab:
     def _follow(self, state: RunState) -> None:
         """What every picture begins with: the buttons as they may be pressed, and a word that was kept."""
         self._state = state
-        self._capture.disabled = state.over or not state.step
+        self._capture.disabled = state.over or not state.step or not self.live
         if self._waits_for and any(step >= self._waits_for for step in sampled_steps(state)):
             self._tell(f"step {max(sampled_steps(state))} was captured")
             self._waits_for = 0

@@ -9,18 +9,22 @@ from typing import Protocol
 
 import ipywidgets
 
+from labkit.diagnose import findings
 from labkit.launch.folder import RunFolder
 from labkit.launch.follow import Follower
 from labkit.launch.status import current, is_lost
 from labkit.panel.charts import STATIC, Charts
 from labkit.panel.logs import Logs
 from labkit.panel.sampled import MemoryTab, TimelineTab
-from labkit.panel.words import finding_html, findings_html, progress_html, sentence_html, state_html, tone_of
+from labkit.panel.words import finding_html, progress_html, sentence_html, state_html, tone_of
+from labkit.replay import Recording
 from labkit.spec import Spec
 from labkit.state import RunState
+from labkit.tables import findings_html
 
 _READ = 0.1  # seconds between two looks at the run folder
 _REDRAW = 0.25  # seconds between two pictures
+_WHOLE = "all of the recording: lines of a log have no times"
 
 
 class Job(Protocol):
@@ -32,14 +36,24 @@ class Job(Protocol):
         """Ends the run; returns when nothing of it is left."""
 
 
+class Source(Protocol):
+    """Where the state comes from: a `Follower` of a run folder, or a `Recording` that plays."""
+
+    state: RunState
+
+    def poll(self) -> bool:
+        """Folds in what is new."""
+
+
 def style() -> ipywidgets.HTML:
     """The house's look, as a widget that shows nothing."""
-    css = (STATIC / "panel.css").read_text(encoding="utf-8")
+    css = "".join((STATIC / name).read_text(encoding="utf-8") for name in ("panel.css", "stage.css"))
     return ipywidgets.HTML(f"<style>{css}</style>", layout={"display": "none"})
 
 
 class RunView:
-    """The widgets of one run at a time, for a panel to lay out. `follow` shows a run; `on_over` is told its name and state at its end.
+    """The widgets of one run at a time, for a panel to lay out. `follow` shows a run, and `play` a recorded one; `on_over` is told its
+    name and state when it is over, or stopped.
 
     Nothing here prints, and nothing that may take time is done in the kernel's own thread.
     """
@@ -47,6 +61,7 @@ class RunView:
     def __init__(self, on_over: Callable[[str, RunState], None] = lambda name, state: None):
         self.state = RunState()
         self.words = ipywidgets.HTML(state_html("ready", "quiet"))
+        self.words.add_class("labkit-words")
         self.progress = ipywidgets.HTML(progress_html(self.state))
         self.finding = ipywidgets.HTML()
         self.finding.add_class("labkit-above")
@@ -67,7 +82,7 @@ class RunView:
         self.stop_button.add_class("labkit-stop")
         self._on_over = on_over
         self._job: Job | None = None
-        self._stopping = False
+        self._recorded = self._stopping = False
         self._thread: threading.Thread | None = None
 
     def _folder(self) -> RunFolder | None:
@@ -75,12 +90,20 @@ class RunView:
 
     def shown(self) -> None:
         """To be called when the widgets go on screen."""
-        for charts in (self.charts, self.timeline.charts, self.memory.charts):
+        for charts in self._all_charts():
             charts.shown()
+
+    def _all_charts(self) -> tuple[Charts, Charts, Charts]:
+        return self.charts, self.timeline.charts, self.memory.charts
+
+    @property
+    def recorded(self) -> bool:
+        """Whether what is shown was recorded."""
+        return self._recorded
 
     @property
     def busy(self) -> bool:
-        """Whether a run is followed that has not ended."""
+        """Whether a run is followed that has not ended, or one is played."""
         return self._thread is not None and self._thread.is_alive()
 
     def say(self, words: str, tone: str = "waiting") -> None:
@@ -93,15 +116,31 @@ class RunView:
 
     def preview(self, spec: Spec) -> None:
         """Shows the axes of a run that was not started yet."""
-        self.state = RunState()
-        self.state.apply({"kind": "spec", "spec": spec.to_json()})
-        self.progress.value = progress_html(self.state)
-        self.charts.restart(self.state)
+        state = RunState()
+        state.apply({"kind": "spec", "spec": spec.to_json()})
+        self._job, self._recorded, self._stopping = None, False, False
+        self._begin(state)
 
     def follow(self, job: Job) -> None:
         """Shows a run from now on until it is over."""
-        self._job, self._stopping = job, False
-        self._thread = threading.Thread(target=self._watch, args=(job,), daemon=True, name=f"labkit view of {job.folder.name}")
+        self._watch_it(job, Follower(job.folder), recorded=False)
+
+    def ready(self, recording: Recording) -> None:
+        """Shows where a recorded run stands, and its logs, before it is played."""
+        recording.poll()
+        recording.stop()
+        self._job, self._recorded, self._stopping = recording, True, True
+        self._begin(recording.state, recording.folder)
+        self.say("recorded: ready to play", "quiet")
+
+    def play(self, recording: Recording) -> None:
+        """Shows a recorded run from where it stands, at its own speed, until it is over or stopped."""
+        recording.stop()  # the time since it was shown last does not count
+        self._watch_it(recording, recording, recorded=True)
+
+    def _watch_it(self, job: Job, source: Source, recorded: bool) -> None:
+        self._job, self._recorded, self._stopping = job, recorded, False
+        self._thread = threading.Thread(target=self._watch, args=(job, source), daemon=True, name=f"labkit view of {job.folder.name}")
         self._thread.start()
 
     def wait(self, timeout: float | None = None) -> None:
@@ -110,7 +149,7 @@ class RunView:
             self._thread.join(timeout)
 
     def stop(self) -> None:
-        """Asks for the run's end and returns at once."""
+        """Asks for the run's end, or the recording's, and returns at once."""
         if self._job is None or self._stopping:
             return
         self._stopping = True
@@ -128,9 +167,9 @@ class RunView:
 
     # ---- the one thread that reads and draws
 
-    def _watch(self, job: Job) -> None:
+    def _watch(self, job: Job, source: Source) -> None:
         try:
-            self._follow_to_the_end(job)
+            self._follow_to_the_end(job, source)
         except Exception as error:
             self.complain(f"this view stopped following the run, which goes on: {type(error).__name__}: {error}")
             raise
@@ -138,30 +177,37 @@ class RunView:
             self.stop_button.disabled = True
         self._on_over(job.folder.name, self.state)
 
-    def _follow_to_the_end(self, job: Job) -> None:
-        follower = Follower(job.folder)
-        follower.poll()
-        self.state = follower.state
-        for charts in (self.charts, self.timeline.charts, self.memory.charts):
-            charts.restart(self.state)
-        self.logs.restart(job.folder, self.state.world_size)
-        self.stop_button.disabled = self.state.over
+    def _begin(self, state: RunState, folder: RunFolder | None = None) -> None:
+        """Shows another state from now on, with the logs of its folder."""
+        self.state = state
+        self.timeline.live = self.memory.live = not self._recorded
+        for charts in self._all_charts():
+            charts.restart(state)
+        self.logs.restart(folder, state.world_size, _WHOLE if self._recorded else "")
+        self._draw()
+
+    def _follow_to_the_end(self, job: Job, source: Source) -> None:
+        source.poll()
+        self.stop_button.disabled = source.state.over
+        self._begin(source.state, job.folder)
         due = 0.0
         while True:
             now = time.monotonic()
-            if now >= due or self.state.over:
+            left = self._recorded and self._stopping  # a run that is stopped has still to end, a recording has not
+            if now >= due or self.state.over or left:
                 due = now + _REDRAW
-                self._note_if_lost(job.folder)
+                if not self._recorded:
+                    self._note_if_lost(job.folder)
                 self._draw()
-                if self.state.over:
+                if self.state.over or left:
                     return
             time.sleep(_READ)
             with self.charts.lock, self.timeline.charts.lock, self.memory.charts.lock:  # a page that is new reads the same state
-                follower.poll()
+                source.poll()
 
     def _explain(self) -> None:
         """What is behind the line of the gravest finding, as long as it is asked for."""
-        told = findings_html(self.state)
+        told = findings_html(findings(self.state))
         self._why.layout.display = "" if told else "none"
         shown = bool(told) and self._why.value
         self._diagnosis.layout.display = "" if shown else "none"
@@ -175,7 +221,10 @@ class RunView:
 
     def _draw(self) -> None:
         state = self.state
-        if state.over or not self._stopping:
+        if self._recorded:
+            held = " · held here" if self._stopping and not state.over else ""
+            self.say(f"recorded: {state.words}{held}", "quiet" if held else tone_of(state))
+        elif state.over or not self._stopping:
             self.say(state.words, tone_of(state))
         self.progress.value = progress_html(state)
         self.finding.value = finding_html(state)

@@ -39,13 +39,41 @@ async function unpacked(buffer) {
 function theme(element) {
   const style = getComputedStyle(element);
   const of = (name, otherwise) => style.getPropertyValue(name).trim() || otherwise;
-  return { ink: of("--jp-ui-font-color1", style.color), grid: of("--jp-border-color2", "rgba(128,128,128,0.3)") };
+  const scale = Number(of("--labkit-scale", "1")); // of letters and lines: a projector's are larger
+  return { ink: of("--labkit-ink", style.color), grid: of("--labkit-grid", "rgba(128,128,128,0.3)"), scale };
 }
 
-function themed(chart, { ink, grid }) {
-  chart.layout.font.color = ink;
-  for (const axis of [chart.layout.xaxis, chart.layout.yaxis]) axis.gridcolor = grid;
-  for (const trace of chart.data) if (trace.meta?.ink) trace.line.color = ink;
+function themed(chart, { ink, grid, scale }) {
+  const { layout, data } = chart;
+  layout.font.color = ink;
+  for (const axis of [layout.xaxis, layout.yaxis]) axis.gridcolor = grid;
+  for (const trace of data) if (trace.meta?.ink) trace.line.color = ink;
+  resize(chart, scale / (chart.scale ?? 1));
+  chart.scale = scale;
+}
+
+function resize({ layout, data }, by) {
+  if (by === 1) return;
+  for (const font of [layout.font, layout.title.font, layout.legend.font]) font.size *= by;
+  for (const side of ["l", "r", "t", "b"]) layout.margin[side] *= by;
+  layout.title.text = layout.title.text.replace(/font-size:([\d.]+)px/g, (_, size) => `font-size:${size * by}px`);
+  for (const trace of data) if (trace.type === "scatter") trace.line.width *= by;
+}
+
+// What the chart shows, in words: the newest value of each line, the height of each bar, or how long each sort of span lasts in all.
+function spoken({ label, data, layout }) {
+  const told = data.map((trace) => {
+    if (trace.orientation === "h") return `${trace.name} ${short(trace.x.reduce((sum, each) => sum + each, 0))} in ${trace.x.length} spans`;
+    if (trace.type === "bar") return `${trace.name} ${trace.x.map((category, index) => `${category} ${short(trace.y[index])}`).join(", ")}`;
+    const last = trace.y.findLastIndex((value) => value !== null);
+    return last < 0 || trace.showlegend === false ? "" : `${trace.name} ${short(trace.y[last])} at ${short(trace.x[last])}`;
+  });
+  const unit = data[0]?.orientation === "h" ? layout.xaxis.title.text : layout.yaxis.title.text;
+  return `${label}, ${unit}: ${told.filter(Boolean).join("; ") || "nothing yet"}`;
+}
+
+function short(value) {
+  return value === null || value === undefined ? "unknown" : Number(value.toPrecision(4)).toLocaleString("en");
 }
 
 function takeMore(chart, more) {
@@ -71,11 +99,13 @@ class Board {
     this.resizing.observe(element);
     this.theming = new MutationObserver(() => this.changed());
     this.theming.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-name", "data-jp-theme-light"] });
+    const panel = element.closest(".labkit");
+    if (panel) this.theming.observe(panel, { attributes: true, attributeFilter: ["class"] }); // the stage
   }
 
   take(pieces) {
     for (const piece of pieces) {
-      if (piece.whole) Object.assign(this.chart(piece.name), piece.whole, { dirty: true });
+      if (piece.whole) Object.assign(this.chart(piece.name), piece.whole, { dirty: true, scale: 1 });
       else {
         const chart = this.chart(piece.name);
         takeMore(chart, piece.more);
@@ -115,7 +145,7 @@ class Board {
     chart.layout.width = chart.box.clientWidth;
     chart.layout.height = chart.box.clientHeight;
     chart.box.setAttribute("role", "img");
-    chart.box.setAttribute("aria-label", chart.label);
+    chart.box.setAttribute("aria-label", spoken(chart));
     if (chart.drawn) this.Plotly.react(chart.box, chart.data, chart.layout, CONFIG);
     else this.Plotly.newPlot(chart.box, chart.data, chart.layout, CONFIG);
     chart.drawn = true;

@@ -40,8 +40,9 @@ function marked(text, query) {
 function row([rank, stream, text, number], colours, query) {
   if (rank === null) return make("div", "labkit-log-line labkit-log-note", { textContent: text });
   const element = make("div", `labkit-log-line labkit-log-${stream === "stderr" ? "stderr" : "stdout"}`);
-  const who = make("span", "labkit-log-rank", { textContent: number === null ? `${rank}` : `${rank}:${number}`, title: `rank ${rank} ${stream}` });
-  who.style.color = colours[rank] ?? "";
+  const mark = stream === "stderr" ? " err" : ""; // a word, for who does not see the colour
+  const who = make("span", "labkit-log-rank", { textContent: (number === null ? `${rank}` : `${rank}:${number}`) + mark, title: `rank ${rank} ${stream}` });
+  who.style.borderColor = colours[rank] ?? "";
   element.append(who, marked(text.replace(COLOUR_CODES, ""), query));
   return element;
 }
@@ -51,7 +52,7 @@ function render({ model, el }) {
   const rank = choice("Rank", [["", "all ranks"]]);
   const stream = choice("Stream", [["", "stdout + stderr"], ["stdout", "stdout"], ["stderr", "stderr"]]);
   const search = make("input", "labkit-log-search", { type: "search", placeholder: "Search the whole log", ariaLabel: "Search the whole log" });
-  const note = make("span", "labkit-log-count");
+  const note = make("span", "labkit-log-count", { role: "status" });
   const follow = make("button", "labkit-log-follow", { type: "button", textContent: "Follow", title: "Scroll with the newest lines" });
   const lines = make("div", "labkit-log-lines", { tabIndex: 0, role: "log", ariaLabel: "Output of the ranks" });
   const bar = make("div", "labkit-log-bar");
