@@ -1,0 +1,316 @@
+"""Claims on trial: what is computed, how figures become a verdict, what this machine cannot say, and how the page shows itself."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import labkit.claims.computed
+import labkit.claims.machine
+import labkit.claims.trials
+from labkit import cli
+from labkit.claims import CLAIMS, on_trial
+from labkit.claims.asked import ask
+from labkit.claims.trials import JOBS, Trials
+from labkit.claims.verdict import FAILS, HOLDS, OPEN, PARTLY, Claim, Ruling, Verdict, Verdicts
+from labkit.machine import Gpu, Machine
+from labkit.spec import SpecError
+
+ROOT = Path(__file__).parents[1]
+MIB = 1 << 20
+SPEED = {"single": 1.0, "dp": 1.3, "ddp": 1.85, "fsdp2": 1.6, "dp of an mlp": 2.0, "ddp of an mlp": 1.0, "ddp on 4": 3.5, "ddp on 8": 6.0}
+
+
+def machine(gpus: int = 0, cores: int = 2) -> Machine:
+    return Machine(tuple(Gpu(index, "a GPU", 24 << 30, (8, 0)) for index in range(gpus)), cores, 16 << 30)
+
+
+def measured(job: str, speed: float, run: str = "a-run", **owners: int) -> dict:
+    """A summary of a run whose median step gives so many thousand samples a second."""
+    held = {"parameters": 2 * MIB, "gradients": 2 * MIB, "optimizer": 4 * MIB, "activations": 8 * MIB} | owners
+    seconds = JOBS[job].global_batch / speed / 1000
+    ranks = [{"step_seconds_median": seconds, "memory_bytes": held} for _ in range(JOBS[job].processes)]
+    return {"run": run, "state": "finished", "ranks": ranks, "ledger": []}
+
+
+def tried(name: str, on: Machine, **speeds) -> Ruling:
+    """The ruling on a claim, where each job had so many times the speed of one device, round by round."""
+    runs = {job: [measured(job, speed) for speed in speeds.get(job.replace(" ", "_"), [SPEED[job]] * 3)] for job in SPEED}
+    return CLAIMS[name].judge(Trials(on, runs))
+
+
+# ---- what is computed
+
+
+def test_the_parameters_of_the_cnn_are_counted_in_the_model():
+    ruling = CLAIMS["cnn-parameters"].judge(Trials(machine()))
+    assert ruling.verdict == FAILS
+    assert ruling.figures == {"parameters": (405_898.0,)}
+    assert "832 + 51,264 + 204,928 + 147,584 + 1,290 = 405,898" in ruling.evidence
+
+
+@pytest.mark.parametrize("blocks, verdict", [([100_000, 20_100], HOLDS), ([100_000, 26_000], FAILS)])
+def test_a_model_of_about_120_thousand_would_have_it_hold(monkeypatch, blocks, verdict):
+    monkeypatch.setattr(labkit.claims.computed, "ask", lambda code: (blocks, ""))
+    assert CLAIMS["cnn-parameters"].judge(Trials(machine())).verdict == verdict
+
+
+def test_each_of_two_ranks_takes_the_whole_batch_size():
+    ruling = CLAIMS["batch"].judge(Trials(machine()))
+    assert ruling.verdict == FAILS
+    assert ruling.figures == {"samples of a rank": (128.0,), "steps of an epoch": (235.0,)}
+    assert "469 steps" in ruling.evidence and "nn.DataParallel" in ruling.evidence
+
+
+def test_fsdp_scatters_gradients_and_a_ledger_is_told_where_there_is_one():
+    alone = CLAIMS["fsdp-all-reduce"].judge(Trials(machine()))
+    assert alone.verdict == FAILS
+    assert set(alone.figures) == {"reduce_scatter", "all_gather"}
+    assert alone.figures["all_gather"][0] == 2 * alone.figures["reduce_scatter"][0]
+    assert "gloo does a reduce-scatter as an all-reduce" in alone.evidence
+    summary = measured("fsdp2", 1.0, run="one-x2")
+    summary["ledger"] = [{"op": "reduce_scatter", "measured": 3.0 * MIB, "reason": "for a reason"}]
+    with_run = CLAIMS["fsdp-all-reduce"].judge(Trials(machine(), {"fsdp2": [summary]}))
+    assert "the run one-x2 sent: reduce_scatter 3.0 MiB (for a reason)" in with_run.evidence
+
+
+def test_nccl_on_macos_says_what_is_read_and_what_is_run():
+    ruling = CLAIMS["nccl-macos"].judge(Trials(machine()))
+    assert ruling.verdict == FAILS
+    assert ruling.evidence.startswith("Run here" if sys.platform == "darwin" else "Read, not run")
+    assert "is_nccl_available() is " in ruling.evidence
+
+
+def test_on_macos_torch_itself_decides(monkeypatch):
+    for there in (True, False):
+        here = {"system": "Darwin", "torch": "2.9", "cuda": None, "nccl": there, "said": ""}
+        monkeypatch.setattr(labkit.claims.machine, "ask", lambda code, here=here: (here, ""))
+        ruling = CLAIMS["nccl-macos"].judge(Trials(machine()))
+        assert ruling.verdict == (HOLDS if there else FAILS) and "on macOS (torch 2.9 with no CUDA)" in ruling.evidence
+
+
+@pytest.mark.parametrize("name", ["cnn-parameters", "nccl-macos"])
+def test_a_torch_that_does_not_answer_leaves_it_open(monkeypatch, name):
+    for module in (labkit.claims.computed, labkit.claims.machine):
+        monkeypatch.setattr(module, "ask", lambda code: (None, "ImportError: no torch"))
+    ruling = CLAIMS[name].judge(Trials(machine()))
+    assert ruling.verdict == OPEN and "ImportError: no torch" in ruling.evidence
+
+
+def test_what_is_asked_in_another_process_gives_its_answer_or_its_error():
+    assert ask("print('noise'); print('[1, 2]')") == ([1, 2], "")
+    assert ask("raise ValueError('so it is')") == (None, "ValueError: so it is")
+
+
+# ---- from figures to a verdict
+
+
+@pytest.mark.parametrize(
+    "name, speeds, verdict",
+    [
+        ("two-gpus", {}, HOLDS),
+        ("two-gpus", {"ddp": [1.85, 1.85, 1.95]}, PARTLY),
+        ("two-gpus", {"ddp": [1.5, 1.6, 1.7]}, FAILS),
+        ("ddp-dp", {}, HOLDS),
+        ("ddp-dp", {"dp": [0.5, 0.5, 0.5]}, FAILS),
+        ("dp-small", {}, HOLDS),
+        ("dp-small", {"dp_of_an_mlp": [0.5, 0.6, 0.7]}, FAILS),
+        ("fsdp-small", {}, HOLDS),
+        ("fsdp-small", {"fsdp2": [1.85, 1.9, 1.9]}, FAILS),
+        ("scaling", {}, HOLDS),
+        ("scaling", {"ddp_on_8": [4.0, 4.0, 4.0]}, PARTLY),
+        ("scaling", {"ddp": [1.2] * 3, "ddp_on_4": [2.0] * 3, "ddp_on_8": [3.0] * 3}, FAILS),
+    ],
+)
+def test_gpus_decide(name, speeds, verdict):
+    ruling = tried(name, machine(gpus=8), **speeds)
+    assert ruling.verdict == verdict
+    assert ruling.evidence.startswith("GPUs: ")
+
+
+@pytest.mark.parametrize("name", ["two-gpus", "ddp-dp", "dp-small", "fsdp-small", "scaling"])
+def test_cpu_ranks_show_their_figures_and_leave_it_open(name):
+    ruling = tried(name, machine())
+    assert ruling.verdict == OPEN
+    assert ruling.evidence.startswith("CPU ranks: ") and "GPUs" in ruling.evidence
+    assert all(figures for figures in ruling.figures.values())
+    assert ("Emulated on CPU" in ruling.evidence) == name.startswith(("ddp-dp", "dp"))
+
+
+def test_the_median_is_told_with_spread_and_number():
+    ruling = tried("two-gpus", machine(), ddp=[1.0, 2.0, 4.0])
+    assert ruling.figures == {"ddp / single": pytest.approx((1.0, 2.0, 4.0))}
+    assert "2.00 times as many samples a second as Single on 1 (cnn) (median of 3 pairs of runs, from 1.00 to 4.00)" in ruling.evidence
+
+
+def test_scaling_on_two_gpus_alone_is_left_open():
+    runs = {job: [measured(job, SPEED[job])] for job in ("single", "ddp")}
+    ruling = CLAIMS["scaling"].judge(Trials(machine(gpus=2), runs))
+    assert ruling.verdict == OPEN
+    assert "on 2: 1.85 times one (one pair of runs), where 1.9 is said" in ruling.evidence
+    assert "on 8: not measured, 8 ranks would have to share 2 GPUs" in ruling.evidence
+
+
+@pytest.mark.parametrize(
+    "sharded, verdict",
+    [
+        ({"parameters": MIB, "gradients": MIB, "optimizer": 2 * MIB}, PARTLY),
+        ({"parameters": MIB, "gradients": MIB, "optimizer": 2 * MIB, "activations": 4 * MIB}, HOLDS),
+        ({}, FAILS),
+    ],
+)
+def test_memory_is_decided_by_owner_on_cpu_ranks_too(sharded, verdict):
+    runs = {"ddp": [measured("ddp", 1.0)], "fsdp2": [measured("fsdp2", 1.0, **sharded)]}
+    ruling = CLAIMS["fsdp-memory"].judge(Trials(machine(), runs))
+    assert ruling.verdict == verdict
+    assert set(ruling.figures) == {"parameters", "gradients", "optimizer", "activations", "together"}
+
+
+def test_pinned_memory_needs_a_gpu_and_is_decided_by_one():
+    assert "this machine has no GPU" in CLAIMS["pin-memory"].judge(Trials(machine())).evidence
+    for faster, verdict in ((1.17, HOLDS), (1.02, FAILS)):
+        runs = {"pinned": [measured("pinned", faster)] * 2, "pageable": [measured("pageable", 1.0)] * 2}
+        assert CLAIMS["pin-memory"].judge(Trials(machine(gpus=1), runs)).verdict == verdict
+
+
+@pytest.mark.parametrize("name", [name for name, claim in CLAIMS.items() if claim.needs])
+def test_without_a_run_nothing_is_decided(name):
+    ruling = CLAIMS[name].judge(Trials(machine()))
+    assert ruling.verdict == OPEN and not any(ruling.figures.values())
+
+
+# ---- the runs
+
+
+class Told:
+    """Progress that is kept."""
+
+    def __init__(self):
+        self.steps = []
+
+    def step(self, text):
+        self.steps.append(text)
+
+
+class Done:
+    """A run that is over."""
+
+    def __init__(self, spec, state="finished"):
+        self.spec, self.name, self.words, self._state = spec, spec.name, "failed (rank 1: ValueError)", state
+
+    def wait(self):
+        return self
+
+    def summary(self):
+        return {"run": self.name, "state": self._state, "ranks": [{"step_seconds_median": 0.1}], "ledger": []}
+
+
+def test_jobs_take_turns_and_those_that_do_not_fit_are_left_out(monkeypatch):
+    started, told = [], Told()
+    monkeypatch.setattr(labkit.claims.trials, "run", lambda spec: started.append(spec) or Done(spec))
+    trials = Trials(machine())
+    trials.run(["single", "ddp", "single", "ddp on 4", "pinned"], 2, told)
+    assert [spec.name for spec in started] == ["single-x1", "ddp-x2", "ddp-x2", "single-x1"]
+    assert {spec.device for spec in started} == {"cpu"}
+    assert told.steps[0] == "round 1 of 2: single"
+    assert trials.runs(["single", "ddp on 4"]) == ("single-x1", "single-x1")
+    assert Trials(machine(cores=8)).lacks(["ddp on 4"]) == ""
+
+
+def test_on_gpus_all_runs_that_are_compared_use_them(monkeypatch):
+    started = []
+    monkeypatch.setattr(labkit.claims.trials, "run", lambda spec: started.append(spec) or Done(spec))
+    Trials(machine(gpus=2)).run(["single", "ddp", "pinned"], 1, Told())
+    assert [spec.device for spec in started] == ["cuda"] * 3
+    started.clear()
+    Trials(machine(gpus=1)).run(["single", "ddp", "pinned"], 1, Told())
+    assert [spec.device for spec in started] == ["cpu", "cpu", "cuda"]
+
+
+def test_a_run_that_fails_or_cannot_start_is_told(monkeypatch):
+    def start(spec):
+        if spec.strategy == "dp":
+            raise SpecError("data", "the digits are not here")
+        return Done(spec, "failed" if spec.strategy == "single" else "finished")
+
+    monkeypatch.setattr(labkit.claims.trials, "run", start)
+    trials = Trials(machine())
+    trials.run(["single", "dp", "ddp"], 1, Told())
+    assert CLAIMS["ddp-dp"].judge(trials).evidence == "Not measured: the digits are not here."
+    assert "the run single-x1 failed (rank 1: ValueError)" in CLAIMS["two-gpus"].judge(trials).evidence
+
+
+def test_a_claim_is_measured_for_real(runs, capsys):
+    (verdict,) = on_trial("fsdp-memory", rounds=1)
+    assert verdict.verdict == PARTLY
+    halved = [verdict.ruling.figures[owner][0] for owner in ("parameters", "gradients", "optimizer")]
+    assert halved == pytest.approx([0.5] * 3, abs=0.01)
+    assert verdict.ruling.figures["activations"][0] == pytest.approx(1, abs=0.01)
+    assert sorted(verdict.runs) == sorted(folder.name for folder in runs.iterdir() if (folder / "summary.json").exists())
+    assert capsys.readouterr().out == ""
+
+
+# ---- asked for
+
+
+def test_every_claim_says_something_and_needs_jobs_that_there_are():
+    assert len({claim.says for claim in CLAIMS.values()}) == len(CLAIMS) == 11
+    for claim in CLAIMS.values():
+        assert set(claim.needs) <= set(JOBS)
+        assert claim.how in ("computed", "asked", "measured") and bool(claim.needs) == (claim.how == "measured")
+
+
+def test_quick_runs_nothing(monkeypatch):
+    monkeypatch.setattr(labkit.claims.trials, "run", None)
+    verdicts = on_trial(quick=True)
+    assert [one.claim.name for one in verdicts] == [name for name, claim in CLAIMS.items() if not claim.needs]
+    assert all(one.runs == () for one in verdicts)
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (("scalling",), "claim 'scalling' is not known (did you mean scaling?); there is cnn-parameters, batch, "),
+        (("--rounds", "0"), "rounds was 0; it takes a whole number of at least 1"),
+        (("two-gpus", "--quick"), "two-gpus is measured, and quick leaves out what needs runs; ask without it"),
+    ],
+)
+def test_what_cannot_be_tried_is_one_sentence(capsys, arguments, says):
+    assert cli.act(cli.parse(("claims", *arguments))) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and error.startswith(f"labkit: {says}") and error.count("\n") == 1
+
+
+def test_the_command_gives_one_object_or_a_table(capsys):
+    assert cli.act(cli.parse(("claims", "batch", "--json"))) == 0
+    (claim,) = json.loads(capsys.readouterr().out)["claims"]
+    assert claim["name"] == "batch" and claim["verdict"] == FAILS and claim["figures"]["samples of a rank"] == [128.0]
+    assert cli.act(cli.parse(("claims", "batch"))) == 0
+    assert "✗ does not hold" in capsys.readouterr().out
+
+
+def test_nothing_that_is_shown_can_bring_markup_in():
+    hostile = Claim("x", "<script>alert(1)</script> [red]", "computed", lambda trials: None)
+    page = Verdicts((Verdict(hostile, Ruling(OPEN, "<img src=x onerror=alert(1)> [/red]")),))
+    html = page._repr_html_()
+    assert "<script" not in html and "<img" not in html and "&lt;script&gt;" in html
+    console = Console(width=200, file=io.StringIO())
+    console.print(page)
+    assert "[red]" in console.file.getvalue() and "[/red]" in console.file.getvalue()
+    assert "? cannot be told here (computed)" in repr(page)
+
+
+def test_the_claims_load_no_torch():
+    code = (
+        "import sys, labkit.claims\n"
+        "labkit.claims.on_trial(quick=True)\n"
+        "print([name for name in ('torch', 'plotly', 'ipywidgets', 'IPython') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == "[]\n"
