@@ -9,13 +9,20 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_HOMES = {  # no function here has the name of a room (claims, progress): once that is imported, its name is the module's
     "Lab": "labkit.panel",
     "Run": "labkit.api",
     "Spec": "labkit.spec",
     "SpecError": "labkit.spec",
+    "check": "labkit.exercises",
     "compare": "labkit.comparison",
     "diff_scripts": "labkit.script",
+    "excerpt": "labkit.script",
+    "my_progress": "labkit.exercises",
+    "on_trial": "labkit.claims",
+    "pictures": "labkit.pictures",
+    "place": "labkit.api",
+    "report": "labkit.magic",
     "run": "labkit.api",
     "show": "labkit.api",
     "write_script": "labkit.script",
@@ -27,9 +34,15 @@ __all__ = sorted(_HOMES)
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    home = importlib.import_module(_HOMES[name])
+    value = home if home.__name__ == f"{__name__}.{name}" else getattr(home, name)
     globals()[name] = value
     return value
+
+
+def load_ipython_extension(ipython: Any) -> None:
+    """`%load_ext labkit`: the cell magic `%%torchrun`."""
+    importlib.import_module("labkit.magic.torchrun").register(ipython)
 
 
 def __dir__():

@@ -7,24 +7,30 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from labkit.diagnose import findings
 from labkit.launch.capture import ask
 from labkit.launch.folder import STREAMS, RunFolder
 from labkit.launch.follow import Follower
 from labkit.launch.job import Job
+from labkit.ledger import ledger
 from labkit.machine import Machine
 from labkit.spec import Spec, SpecError
-from labkit.state import RunState
+from labkit.state import OVER, RunState
 from labkit.summary import summarise
+from labkit.tables import Findings, Ledger
 from labkit.trace import write_trace
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
     from labkit.comparison import Comparing
+
+_LOOK = 0.5  # seconds between two looks at what was found
 
 
 def run(what: str | os.PathLike[str] | Spec, *, detached: bool = False, **fields: Any) -> Run:
@@ -50,6 +56,11 @@ def settle(what: str | os.PathLike[str] | Spec, **fields: Any) -> Spec:
     if spec.script is not None and not Path(spec.script).is_file():
         raise SpecError("script", f"there is no script {spec.script!r} in {Path.cwd()}; give the path of a Python file")
     return spec.on(Machine.here())
+
+
+def place(nproc: int) -> dict[str, Any]:
+    """Where so many ranks run on this machine, as fields of a Spec: on GPUs where there are enough of them, else as CPU ranks."""
+    return {"nproc": nproc, "device": "cuda" if len(Machine.here().gpus) >= nproc else "cpu"}
 
 
 def _checkpoints(name: str) -> Path:
@@ -103,6 +114,17 @@ def in_notebook() -> bool:
     return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
+def headless() -> bool:
+    """Whether nobody watches this kernel: a cell must then not return before its run has ended.
+
+    A front end with a person says in each request that it could ask for input; nbclient, papermill and Kaggle's batch runs do not.
+    """
+    if os.environ.get("KAGGLE_KERNEL_RUN_TYPE", "").lower() == "batch":
+        return True
+    request = sys.modules["IPython"].get_ipython().get_parent() or {}
+    return request.get("content", {}).get("allow_stdin") is False
+
+
 class Run:
     """One run: its state as of now, its figures and logs, and the ways to wait for it and to stop it."""
 
@@ -141,14 +163,27 @@ class Run:
         """The state in words: starting ranks, training, finished, failed (rank 1: ValueError …), …"""
         return self.state.words
 
-    def wait(self, timeout: float | None = None) -> Run:
-        """Waits until the run is over, `timeout` seconds at most. An interrupt stops the run and is raised again."""
+    def wait(self, timeout: float | None = None, until: str | None = None) -> Run:
+        """Waits until the run is over, `timeout` seconds at most, or until a finding of the name `until` is there.
+
+        A run that hangs is never over by itself: `wait(until="hang")` comes back. An interrupt stops the run and is raised again.
+        """
         try:
-            self._job.wait(timeout)
+            if until is None:
+                self._job.wait(timeout)
+            else:
+                self._wait_for(until, timeout)
         except KeyboardInterrupt:
             self._job.stop()
             raise
         return self
+
+    def _wait_for(self, finding: str, timeout: float | None) -> None:
+        last = None if timeout is None else time.monotonic() + timeout
+        while not any(one.name == finding for one in self.findings()) and self._job.state not in OVER:
+            if last is not None and time.monotonic() > last:
+                return
+            time.sleep(_LOOK)
 
     def stop(self) -> Run:
         """Ends the run; returns when no process of it is left. A run that is over is left as it is."""
@@ -158,6 +193,14 @@ class Run:
     def summary(self) -> dict[str, Any]:
         """The figures of the run so far, in the shape of `labkit run --json`."""
         return summarise(self.state, self.name)
+
+    def findings(self) -> Findings:
+        """What is wrong, slow or large by what is known up to now, the gravest first, each with evidence, cause and way out."""
+        return Findings(findings(self.state))
+
+    def ledger(self) -> Ledger:
+        """What the ranks sent in a step, by operation, beside what theory says; empty until a step was looked at."""
+        return Ledger(ledger(self.state))
 
     def figure(self, name: str = "loss") -> go.Figure:
         """One of the run's figures as it is now: loss, throughput, memory, phases, timeline, memory_by_owner or memory_of_step."""

@@ -20,7 +20,7 @@ from labkit.spec import DEVICES, PRECISIONS, SCALINGS, Spec, SpecError
 from labkit.strategies import STRATEGIES
 from labkit.workloads import DATA, WORKLOADS
 
-_EXTRAS = {"setup": ("lab",), "lab": ("lab",), "test": ("lab", "test", "deepspeed")}
+_EXTRAS = {"setup": ("lab",), "lab": ("lab",), "handout": ("handout",), "test": ("lab", "test", "deepspeed")}
 _AFTER_DASHES = ("run", "lab", "test")  # what stands after `--` is the script's, JupyterLab's, pytest's
 
 
@@ -167,6 +167,25 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     clean = commands.add("clean", "delete recorded runs, those that are over")
     clean.add_argument("--keep", type=int, default=0, metavar="N", help="all but the newest N")
     clean.add_argument("--yes", action="store_true", help="do not ask")
+    commands.add("progress", "the labs' exercises: open, tried or done", json=True)
+    claims = commands.add("claims", "what is commonly said of distributed training, each run or computed here", json=True)
+    claims.add_argument("names", metavar="NAME", nargs="*", help="some of the claims, by name; all if nothing is said")
+    claims.add_argument("--quick", action="store_true", help="only those that need no run")
+    claims.add_argument("--rounds", type=int, default=3, metavar="N", help="how often each run is made (3)")
+    handout = commands.add("handout", "a lab, a run or the course as pages of one file each, which open with the network off")
+    handout.add_argument("name", metavar="LAB.py|RUN", nargs="?", help="a lab, which is executed for it, or a recorded run")
+    handout.add_argument("-o", "--output", metavar="FILE|DIR", help="NAME.html if nothing is said; with --all the folder of the pages")
+    handout.add_argument("--all", action="store_true", help="every lab, with an index")
+    readers = handout.add_mutually_exclusive_group()
+    readers.add_argument("--student", action="store_true", help="leave answers and verdicts out")
+    readers.add_argument("--teacher", action="store_true", help="with the key of every exercise")
+    handout.add_argument("--recorded", metavar="DIR", help="take the runs from this folder of runs and start none")
+    notebook = commands.add("notebook", "a lab as .ipynb, to be imported by Kaggle, Colab or another Jupyter")
+    notebook.add_argument("name", metavar="LAB.py")
+    notebook.add_argument("-o", "--output", metavar="FILE.ipynb", help="beside the lab if nothing is said")
+    notebook.add_argument(
+        "--source", metavar="URL", help="where its first cell clones the project from; this clone's origin if nothing is said"
+    )
     commands.add("doctor", "what this machine can and cannot do, and how to mend it", json=True)
     commands.add("bench", "the project's own figures, measured side by side", json=True)
     return parser, commands.names

@@ -23,6 +23,7 @@ from rich.syntax import Syntax
 from labkit import terminal
 from labkit.bootstrap import become
 from labkit.environment import CLONE
+from labkit.exercises import my_progress
 from labkit.launch.folder import RunFolder
 from labkit.launch.follow import Follower
 from labkit.launch.status import current
@@ -91,9 +92,9 @@ def lab_environment() -> dict[str, str]:
 
 
 def test(args: argparse.Namespace) -> int:
-    """Goes on as pytest, from the clone's root."""
+    """Goes on as pytest, from the clone's root: two tests at a time, since much of a test is waiting for processes to start."""
     _see_to_browser()
-    become([sys.executable, "-m", "pytest", *args.rest], folder=CLONE)
+    become([sys.executable, "-m", "pytest", "-n", "2", "--dist", "worksteal", *args.rest], folder=CLONE)
     return 0
 
 
@@ -153,6 +154,13 @@ def runs(args: argparse.Namespace) -> int:
         _console(args, _WIDE).print(terminal.runs_table(rows))
     else:
         print("no run is recorded yet; start one with: labkit run ddp")
+    return 0
+
+
+def progress(args: argparse.Namespace) -> int:
+    """The learner's page of exercises."""
+    page = my_progress()
+    print(json.dumps(page.to_json()) if args.json else page)
     return 0
 
 
@@ -329,7 +337,97 @@ def _print_code(text: str, language: str) -> None:
         sys.stdout.write(text)
 
 
+# ---- handouts
+
+
+def handout(args: argparse.Namespace) -> int:
+    """Makes the pages."""
+    from labkit.handout import LabError, RunError
+
+    if args.all and args.name:
+        raise Refused(f"--all is every lab, and {args.name!r} was named; give one of the two")
+    if not (args.all or args.name):
+        raise Refused("nothing was named; give a lab (labs/NAME.py), a run, or --all")
+    try:
+        pages, failed = _pages(args)
+    except RunError as error:
+        raise Refused(str(error), code=2 if error.unfinished else 1) from None
+    except LabError as error:
+        raise Refused(str(error), code=1) from None
+    except OSError as error:
+        raise Refused(f"{error.filename or args.output} cannot be written: {error.strerror}") from None
+    for page in pages:
+        print(f"{page} ({page.stat().st_size / 1e6:.1f} MB)")
+    if failed:
+        raise Refused("; ".join(failed), code=1)
+    return 0
+
+
+def _pages(args: argparse.Namespace) -> tuple[list[Path], list[str]]:
+    """The files that were written, and a sentence for each lab that failed."""
+    from labkit.handout import course, lab_page, run_page
+
+    reader = "student" if args.student else "teacher" if args.teacher else ""
+    if not args.all and not args.name.endswith((".py", ".ipynb")):
+        if reader or args.recorded:
+            raise Refused(f"{'--' + reader if reader else '--recorded'} goes with a lab, and {args.name!r} is a run; leave it out")
+        folder = _find(args.name)
+        return [run_page(folder).write(_output(args.output, f"{folder.name}.html"))], []
+    settings = {"audience": reader, "recorded": _runs_folder(args.recorded)}
+    with Progress() as progress:
+        if args.all:
+            return course(sorted((CLONE / "labs").glob("[0-9]*.py")), Path(args.output or "site"), **settings, told=progress.step)
+        path = _output(args.output, f"{Path(args.name).stem}.html")
+        return [lab_page(Path(args.name), **settings, told=progress.step).write(path)], []
+
+
+def notebook(args: argparse.Namespace) -> int:
+    """Writes a lab as a notebook to be imported."""
+    from labkit.handout import LabError, to_import
+
+    path = _output(args.output, str(Path(args.name).with_suffix(".ipynb")))
+    try:
+        print(to_import(Path(args.name), path, source=args.source))
+    except LabError as error:
+        raise Refused(str(error)) from None
+    except OSError as error:
+        raise Refused(f"{path} cannot be written: {error.strerror}") from None
+    return 0
+
+
+def _output(given: str | None, otherwise: str) -> Path:
+    path = Path(given or otherwise)
+    if path.is_dir():
+        raise Refused(f"{path} is a folder; name the file with -o")
+    return path
+
+
+def _runs_folder(given: str | None) -> Path | None:
+    """A folder of recorded runs."""
+    if given is not None and not RunFolder.all(Path(given)):
+        raise Refused(f"there is no recorded run in {given}; --recorded takes a folder of runs, such as runs/")
+    return Path(given) if given else None
+
+
 # ---- the machine and the project
+
+
+def claims(args: argparse.Namespace) -> int:
+    """Tries what is commonly said, and gives the verdicts."""
+    from labkit.claims import on_trial
+    from labkit.launch.job import LaunchError
+
+    try:
+        verdicts = on_trial(*args.names, quick=args.quick, rounds=args.rounds)
+    except (LookupError, ValueError) as error:
+        raise Refused(error.args[0]) from None
+    except (LaunchError, OSError) as error:
+        raise Refused(str(error), code=1) from None
+    if args.json:
+        print(json.dumps({"claims": [one.to_json() for one in verdicts]}))
+    else:
+        _console(args, _WIDE).print(verdicts)
+    return 0
 
 
 def doctor(args: argparse.Namespace) -> int:

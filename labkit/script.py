@@ -55,6 +55,30 @@ def diff_scripts(a: Spec, b: Spec) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
+def excerpt(spec: Spec, *names: str) -> str:
+    """Functions, classes or constants out of a Spec's script, as they stand in it, in the order of `names`.
+
+    Raises `SpecError` as `write_script` does, and `LookupError` for a name that the script does not define.
+    """
+    source = write_script(spec)
+    parts = {name: part for node in ast.parse(source).body for name in _defined(node) for part in [_segment(source, node)]}
+    unknown = [name for name in names if name not in parts]
+    if unknown:
+        raise LookupError(f"the script of {spec.name} defines no {unknown[0]!r}; it defines {', '.join(parts)}")
+    return "\n\n".join(parts[name] for name in names) + "\n"
+
+
+def _defined(node: ast.stmt) -> list[str]:
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return [node.name]
+    return [target.id for target in getattr(node, "targets", ()) if isinstance(target, ast.Name)]
+
+
+def _segment(source: str, node: ast.stmt) -> str:
+    first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
+    return "\n".join(source.splitlines()[first - 1 : node.end_lineno])
+
+
 def command(spec: Spec) -> str:
     """The command that runs the script by hand, on one machine."""
     ranks = 1 if spec.nproc is None else spec.processes

@@ -16,14 +16,16 @@
 # %% [markdown]
 # # Start here: from one device to two
 #
-# In ten minutes you will train a small network on one device, then on two at once, read the script that did it, and see exactly
-# which lines made the difference. Everything runs for real, in processes of its own. With GPUs in this machine they are used;
-# without one, "CPU ranks" stand in for them, and every idea is the same.
+# **With two devices instead of one: is training twice as fast, and what in the program has to change?**
+#
+# You will train a small network on one device, then on two at once, read the script that did it, and see exactly which lines made the
+# difference. Everything runs for real, in processes of its own. With GPUs in this machine they are used; without one, "CPU ranks"
+# stand in for them, and every idea is the same.
 #
 # Run a cell with **Shift + Enter**.
 
 # %%
-from labkit import Lab, Spec, diff_scripts, run, show, write_script
+from labkit import Lab, Spec, check, diff_scripts, my_progress, run, show, write_script
 
 # %% [markdown]
 # ## What torchrun does
@@ -61,7 +63,7 @@ show(one)
 # 1. The **state** goes from *starting ranks* to *training*: importing torch takes longer than the first steps.
 # 2. The **loss** begins near 2.3. Guess why before you read on: what is the loss of a network that finds all ten digits equally likely?
 #
-# <details><summary>Answer</summary>
+# <details class="answer"><summary>Answer</summary>
 # It gives each digit the probability 1/10, and −ln(1/10) = 2.303.
 # </details>
 #
@@ -100,7 +102,7 @@ for each in (one, two):
     print(f"{figures['strategy']:6}  {figures['world_size']} rank(s)  {speed:6,.0f} samples/s  {figures['state']}")
 
 # %% [markdown]
-# <details><summary>Was it twice as many?</summary>
+# <details class="answer"><summary>Was it twice as many?</summary>
 # Seldom quite. The gradients have to travel at every step, and on CPU the ranks also share cores and memory. DDP hides part of the
 # journey by sending the gradients of the last layers while backward still works on the first.
 # </details>
@@ -144,3 +146,28 @@ Lab(strategy="ddp", steps=60)
 #
 # The same from a terminal: `python3 -m labkit run ddp --nproc 2`. Every run stays in its own folder under `runs/`, and
 # `show("last")` brings the newest one back.
+
+# %% [markdown]
+# ## Exercises
+#
+# Every lab ends with some. They check themselves, and say what is wrong; put your answer in the place of the three dots.
+#
+# **1.** 60,000 samples, three ranks, 128 samples a rank at a step: how many steps make an epoch?
+
+# %% tags=["exercise"]
+steps = ...
+check("start.steps", steps)
+
+# %% [markdown]
+# **2.** Two ranks of 128 samples learn from 256 at a step: that is another training than on one device. Start a run of DDP on two
+# ranks whose steps learn from 128 samples in all, and wait for its end: `run(…).wait()`.
+
+# %% tags=["exercise"]
+same_batch = ...
+check("start.two", same_batch)
+
+# %% [markdown]
+# What you have done so far, over all labs:
+
+# %%
+my_progress()

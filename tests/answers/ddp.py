@@ -1,0 +1,31 @@
+"""Answers to the exercises of lab 03."""
+
+from labkit import run
+
+FIELDS = {"nproc": 2, "device": "cpu", "steps": 12, "samples": 4096, "batch_size": 96}
+
+
+def sampler():
+    """A right one."""
+
+    def mine(order, rank, ranks):
+        return (order + order[: -len(order) % ranks])[rank::ranks]
+
+    return mine
+
+
+def uneven():
+    """One that does not fill up."""
+
+    def mine(order, rank, ranks):
+        return order[rank::ranks]
+
+    return mine
+
+
+RIGHT = {"steps": (66, 10), "sampler": sampler, "buckets": lambda: run("ddp", options={"bucket_mb": 1}, **FIELDS).wait()}
+WRONG = {
+    "steps": ((65, 80), "no full batch takes"),
+    "sampler": (uneven, "leave the others waiting"),
+    "buckets": (lambda: run("ddp", **FIELDS).wait(), "in one bucket"),
+}

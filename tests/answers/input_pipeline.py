@@ -1,0 +1,46 @@
+"""Answers to the exercises of lab 09. Its runs are written without one, so that no verdict depends on how fast this machine is."""
+
+import math
+import os
+from pathlib import Path
+
+from fabricate import FakeRun
+
+from labkit import Run
+
+
+class Loading(FakeRun):
+    """A run of a learner's own script, which waits for data for this share of a step."""
+
+    share = 0.02
+
+    def measured(self, rank):
+        step = super().measured(rank)
+        return step | {"samples": 64, "seconds": step["seconds"] | {"data": self.share * self.step_seconds}}
+
+
+class Waiting(Loading):
+    """The same, with a loader that does not keep up."""
+
+    share = 0.6
+
+
+def ran(kind):
+    root = Path(os.environ["LABKIT_RUNS"])
+    root.mkdir(exist_ok=True)
+    script = root / "slow_input.py"
+    script.write_text("time.sleep(0.0750)", encoding="utf-8")
+    fake = kind(root)
+    fake.folder.write_json(fake.folder.spec, {"script": str(script), "nproc": 2, "device": "cpu"})
+    fake.start()
+    fake.step(12)
+    fake.end()
+    fake.close()
+    return Run.attach(fake.folder.path)
+
+
+RIGHT = {"workers": lambda load, compute: math.ceil(load / compute), "mend": lambda: ran(Loading)}
+WRONG = {
+    "workers": (lambda load, compute: round(load / compute), "a batch comes every 125 ms"),
+    "mend": (lambda: ran(Waiting), "still 60% of a step is waiting for data"),
+}

@@ -1,0 +1,58 @@
+"""The Python handle beyond starting and stopping: where ranks run, parts of a script, what was found and what was sent."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+from fabricate import FakeRun
+
+from labkit import Run, Spec, SpecError, excerpt, place, write_script
+from labkit.machine import Gpu, Machine
+from labkit.tables import Findings, Ledger
+
+DDP = Spec(strategy="ddp", nproc=2, device="cpu")
+
+
+@pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (1, "cpu"), (2, "cuda"), (4, "cuda")])
+def test_ranks_get_gpus_where_there_are_enough(monkeypatch, gpus, device):
+    machine = Machine(gpus=tuple(Gpu(index, "Tesla T4", 15 << 30, (7, 5)) for index in range(gpus)), cores=4, memory=8 << 30)
+    monkeypatch.setattr(Machine, "here", staticmethod(lambda: machine))
+    assert place(2) == {"nproc": 2, "device": device}
+
+
+def test_an_excerpt_is_the_script_s_own_text():
+    script = write_script(DDP)
+    names = [node.name for node in ast.parse(script).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    for name in names:
+        assert excerpt(DDP, name) in script
+    both = excerpt(DDP, "train_step", "BATCH_PER_RANK")
+    assert both.startswith("def train_step(") and "\n\nBATCH_PER_RANK = 128" in both
+
+
+def test_an_excerpt_keeps_decorators():
+    text = excerpt(DDP, "evaluate")
+    assert text.startswith("@torch.no_grad()\ndef evaluate(")
+
+
+def test_an_excerpt_of_what_is_not_there():
+    with pytest.raises(LookupError, match=r"the script of ddp-x2 defines no 'reshard'; it defines .*train_step"):
+        excerpt(DDP, "reshard")
+    with pytest.raises(SpecError):
+        excerpt(Spec(script="train.py", nproc=2), "main")
+
+
+def test_findings_and_ledger_show_themselves(runs):
+    fake = FakeRun(runs)
+    fake.start()
+    run = Run.attach(fake.folder.path)
+    assert isinstance(run.findings(), Findings) and isinstance(run.ledger(), Ledger)
+    assert repr(Findings()) == "nothing was found" and "nothing was found" in Findings()._repr_html_()
+    assert "no step was looked at yet" in repr(run.ledger()) and "no step was looked at yet" in run.ledger()._repr_html_()
+
+
+def test_waiting_for_a_finding_ends_where_it_is_not_found(runs):
+    fake = FakeRun(runs)
+    fake.start()
+    run = Run.attach(fake.folder.path)
+    assert run.wait(timeout=0.1, until="hang") is run

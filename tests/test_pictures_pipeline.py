@@ -1,0 +1,190 @@
+"""The schedules of pipelines by rule: dependencies, idle time by formula, memory, torch's own orders; and what a run is seen to do."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+from torch.distributed.pipelining import schedules as of_torch
+
+from labkit.pictures import pipeline
+from labkit.pictures.schedules import SCHEDULES, Plan, Slot, needs, order, planned, simulate
+from labkit.spec import Spec
+from labkit.state import RunState
+
+SIZES = [(2, 2), (2, 4), (2, 8), (3, 6), (4, 4), (4, 8), (4, 16), (8, 8)]
+CASES = [(schedule, ranks, parts) for schedule in SCHEDULES for ranks, parts in SIZES]
+
+
+@pytest.mark.parametrize(("schedule", "ranks", "parts"), [*CASES, *((schedule, 4, 2) for schedule in SCHEDULES)])
+def test_a_simulated_step_does_everything_once_in_a_possible_order(schedule, ranks, parts):
+    plan, rule = simulate(schedule, ranks, parts), SCHEDULES[schedule]
+    stages = ranks * rule.stages
+    ends = {(slot.kind, slot.stage, slot.number): slot.end for slot in plan.slots}
+    kinds = "FBW" if rule.halved else "FB"
+    assert set(ends) == {(kind, stage, number) for kind in kinds for stage in range(stages) for number in range(parts)}
+    assert len(ends) == len(plan.slots)
+    for slot in plan.slots:
+        assert slot.stage % ranks == slot.rank
+        assert all(ends[need] <= slot.start + 1e-9 for need in needs(slot.kind, slot.stage, slot.number, stages))
+        if slot.kind != "F":
+            assert ends["F", slot.stage, slot.number] <= slot.start + 1e-9
+    for rank in plan.ranks:
+        mine = sorted((slot.start, slot.end) for slot in plan.slots if slot.rank == rank)
+        assert all(before[1] <= after[0] + 1e-9 for before, after in pairwise(mine)), "no rank does two things at once"
+
+
+@pytest.mark.parametrize(("schedule", "ranks", "parts"), CASES)
+def test_idle_time_is_that_of_the_formula(schedule, ranks, parts):
+    assert simulate(schedule, ranks, parts).bubble == pytest.approx(SCHEDULES[schedule].formula(ranks, parts))
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+@pytest.mark.parametrize("backward", [1.0, 3.5])
+def test_the_bubble_is_the_same_however_long_a_backward_takes(schedule, backward):
+    assert simulate(schedule, 4, 8, backward=backward).bubble == pytest.approx(3 / 11)
+    assert simulate(schedule, 4, 1, backward=backward).bubble == pytest.approx(3 / 4)
+
+
+def test_activations_are_those_of_the_papers():
+    assert simulate("GPipe", 4, 8).kept == {0: 8, 1: 8, 2: 8, 3: 8}
+    assert simulate("1F1B", 4, 8).kept == {0: 4, 1: 3, 2: 2, 3: 1}
+    assert simulate("ZB-H1", 4, 8).kept == {0: 4, 1: 4, 2: 4, 3: 4}
+    assert max(simulate("Interleaved1F1B", 4, 8).kept.values()) == 5.5
+
+
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "InterleavedZeroBubble"])
+@pytest.mark.parametrize(("ranks", "parts"), SIZES)
+def test_the_orders_are_those_of_torch(schedule, ranks, parts):
+    """Asked of torch's own class, which needs stages to be made, but not to say an order."""
+    theirs = object.__new__(getattr(of_torch, f"Schedule{schedule}"))
+    rounds = max(1, parts // ranks)
+    theirs.__dict__.update(n_local_stages=2, pp_group_size=ranks, _n_microbatches=parts, microbatches_per_round=parts // rounds)
+    letters = {"F": "F", "B": "B", "I": "B", "W": "W"}
+    for rank in range(ranks):
+        theirs.rank = rank
+        told = [each for each in theirs._calculate_single_rank_operations(rank) if each is not None]
+        assert order(schedule, rank, ranks, parts) == [(letters[str(kind.value)], stage, number) for stage, kind, number, *_ in told]
+
+
+def test_unequal_stages_wait_more():
+    even, uneven = simulate("1F1B", 2, 8), simulate("1F1B", 2, 8, costs=(3, 1))
+    busy = {rank: sum(slot.end - slot.start for slot in uneven.slots if slot.rank == rank) for rank in (0, 1)}
+    assert busy[0] == pytest.approx(3 * busy[1]) and busy[0] + busy[1] == pytest.approx(2 * 3 * 8)
+    assert uneven.bubble > even.bubble + 0.2
+
+
+def test_a_spec_is_planned_with_the_stages_that_it_has():
+    spec = Spec("pp", "gpt", nproc=2, options={"schedule": "GPipe", "micro_batches": 4})
+    plan = planned(spec)
+    costs = spec.workload_row.costs(spec.options)
+    first, border, last = spec.strategy_row.constants(spec)["STAGES"]
+    lasts = {slot.stage: slot.end - slot.start for slot in plan.slots if slot.kind == "F"}
+    assert lasts[0] / lasts[1] == pytest.approx(sum(costs[first:border]) / sum(costs[border:last]))
+    assert plan.title.startswith("GPipe, 2 ranks, 4 micro-batches") and plan.modelled
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (("1F2B", 2, 2), "schedule '1F2B' is not known"),
+        (("1F1B", 1, 2), "2 ranks and 1 micro-batch at least"),
+        (("Interleaved1F1B", 4, 10), ""),
+        (("Interleaved1F1B", 4, 13), "use 12"),
+        (("GPipe", 2, 4, (1, 2, 3)), "has 2 stages"),
+    ],
+)
+def test_what_cannot_be_is_told_in_a_sentence(asked, words):
+    if not words:
+        assert simulate(*asked).slots
+        return
+    with pytest.raises(ValueError, match=words):
+        simulate(*asked)
+
+
+# ---- the pictures
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_gantt_has_every_pass_in_its_lane(schedule):
+    plan = simulate(schedule, 3, 6)
+    figure = pipeline.gantt(plan)
+    drawn = [(lane, base, wide, text) for bar in figure.data for lane, base, wide, text in zip(bar.y, bar.base, bar.x, bar.text)]
+    for slot in plan.slots:
+        wide = pytest.approx(slot.end - slot.start, abs=1e-3)
+        assert drawn.count((f"rank {slot.rank}", pytest.approx(slot.start, abs=1e-3), wide, str(slot.number))) == 1
+    assert len(drawn) == len(plan.slots)
+    assert f"idle {plan.bubble:.0%}" in figure.layout.title.text and "modelled" in figure.layout.title.text
+    assert len({bar.name for bar in figure.data}) == len(figure.data), "each colour or hatching has a name"
+
+
+def test_the_charts_are_those_of_the_simulation():
+    lines = {line.name: dict(zip(line.x, line.y)) for line in pipeline.bubbles(4).data}
+    assert list(lines) == list(SCHEDULES)
+    assert lines["1F1B"][8] == pytest.approx(100 * 3 / 11, abs=0.01)
+    assert len({(line.marker.symbol) for line in pipeline.bubbles(4).data}) == len(SCHEDULES)
+    bars = {bar.name: list(bar.y) for bar in pipeline.activations(4, 8, ["GPipe", "1F1B"]).data}
+    assert bars == {"GPipe": [8, 8, 8, 8], "1F1B": [4, 3, 2, 1]}
+
+
+# ---- what a run was seen to do
+
+
+def a_run(schedule: str, parts: int, steps: dict[int, dict[int, dict]], strategy: str = "pp") -> SimpleNamespace:
+    """A run of two ranks whose timelines are, by step and rank, `steps`."""
+    state = RunState()
+    state.spec = {"strategy": strategy, "options": {"schedule": schedule, "micro_batches": parts}}
+    for rank in (0, 1):
+        own = {step: by_rank[rank] for step, by_rank in steps.items() if rank in by_rank}
+        state.ranks[rank] = SimpleNamespace(timelines=own)
+    return SimpleNamespace(name="a-run", state=state)
+
+
+def a_timeline(phases, busy=(), t0=100.0, seconds=1.0):
+    return {"phases": phases, "busy": [list(each) for each in busy], "t0": t0, "seconds": seconds, "comm": [], "step": 0}
+
+
+def test_passes_of_a_run_get_their_names_by_the_rule():
+    first = [("forward", 0.0, 0.1), ("other", 0.1, 0.3), ("backward", 0.3, 0.5), ("optimizer", 0.5, 0.6)]
+    second = [("forward", 0.0, 0.1), ("backward", 0.1, 0.25)]
+    run = a_run("1F1B", 1, {3: {0: a_timeline(first), 1: a_timeline(second, t0=100.1)}})
+    plan = pipeline.measured(run)
+    assert not plan.modelled and plan.unit == "ms" and "step 3" in plan.title
+    assert [(slot.rank, slot.kind, slot.stage, slot.number) for slot in plan.slots] == [
+        (0, "F", 0, 0),
+        (0, "B", 0, 0),
+        (1, "F", 1, 0),
+        (1, "B", 1, 0),
+    ]
+    assert [round(slot.start) for slot in plan.slots] == [0, 300, 100, 200]
+    assert plan.bubble == pytest.approx(1 - (0.3 + 0.25) / (2 * 0.5))
+    assert "measured" in pipeline.gantt(plan).layout.title.text
+
+
+def test_the_quickest_usual_step_is_taken():
+    def both(long):
+        return {rank: a_timeline([("forward", 0.0, 0.1), ("backward", long - 0.1, long)]) for rank in (0, 1)}
+
+    run = a_run("GPipe", 1, {3: both(0.2), 8: both(0.9), 12: both(0.5), 16: {0: both(0.3)[0]}})
+    assert "step 12" in pipeline.measured(run).title
+
+
+def test_halves_of_a_backward_are_seen_as_computing():
+    phases = [("forward", 0.0, 0.1), ("forward", 0.4, 0.5), ("optimizer", 0.9, 1.0)]
+    busy = [(0.0, 0.1), (0.2, 0.25), (0.251, 0.3), (0.4, 0.5), (0.6, 0.8), (0.9, 1.0)]
+    run = a_run("InterleavedZeroBubble", 2, {8: {rank: a_timeline(phases, busy) for rank in (0, 1)}})
+    mine = sorted((slot.kind, round(slot.start), round(slot.end)) for slot in pipeline.measured(run).slots if slot.rank == 0)
+    assert mine == [("BW", 200, 300), ("BW", 600, 800), ("F", 0, 100), ("F", 400, 500)]
+
+
+def test_a_run_that_is_no_pipeline_or_was_not_looked_at_says_so():
+    with pytest.raises(ValueError, match="is no pipeline: it trains with ddp"):
+        pipeline.measured(a_run("GPipe", 1, {}, strategy="ddp"))
+    with pytest.raises(ValueError, match="no sampled step of all ranks"):
+        pipeline.measured(a_run("GPipe", 1, {3: {0: a_timeline([])}}))
+
+
+def test_a_plan_of_one_slot_has_its_span():
+    plan = Plan("one", (Slot(0, "F", 0, 0, 2.0, 3.0),), "forwards", modelled=True)
+    assert plan.span == (2.0, 3.0) and plan.bubble == 0
