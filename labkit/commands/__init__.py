@@ -1,0 +1,33 @@
+"""What the commands do: one thin function each, named as the command, from parsed arguments to the exit code."""
+
+from labkit.commands.pages import diff, handout, notebook, script
+from labkit.commands.project import bench, claims, doctor, progress
+from labkit.commands.recorded import capture, clean, compare, replay, run, runs, show, stop, trace
+from labkit.commands.setting_up import lab, lab_command, lab_environment, setup, test
+from labkit.commands.shared import Refused
+
+__all__ = [
+    "Refused",
+    "bench",
+    "capture",
+    "claims",
+    "clean",
+    "compare",
+    "diff",
+    "doctor",
+    "handout",
+    "lab",
+    "lab_command",
+    "lab_environment",
+    "notebook",
+    "progress",
+    "replay",
+    "run",
+    "runs",
+    "script",
+    "setup",
+    "show",
+    "stop",
+    "test",
+    "trace",
+]
