@@ -16,6 +16,6 @@
 `waiting`       a thread that notices when nothing goes on
 `tensors`       gradients and parameters into files, where LABKIT_TENSORS=1
 `traffic`       bytes that ranks exchange, by operation
-`loopback`      the workers' store listens on this machine only
+`loopback`      the workers' store listens on this machine only, on a port that nobody else has
 =============== =====================================================================================
 """

@@ -72,7 +72,7 @@ class Watched:
         self._tensors = None
         if self._watch and os.environ.get("LABKIT_TENSORS") == "1":
             self._tensors = Guard(self.journal, "tensors")(hooks.keep_tensors, self._watch, self.journal, run, _number("RANK"))
-        Guard(self.journal, "loopback")(loopback.keep_stores_local)
+        Guard(self.journal, "loopback")(loopback.keep_stores_local, run)
 
     def error(self, error: BaseException) -> None:
         """Tells of an exception that the script did not catch, at once; torchrun's error file is told too."""
