@@ -13,6 +13,7 @@ import labkit
 from labkit import Run
 from labkit.exercises import LABS as LABS_WITH_EXERCISES
 from labkit.handout import executed
+from labkit.handout.lab import STUDENT, page_of
 from labkit.launch.folder import RunFolder
 
 ROOT = Path(__file__).parents[1]
@@ -76,3 +77,6 @@ def test_a_lab_runs_headless_and_leaves_plain_figures(path, runs):
         assert run.state.over
         on_purpose = run.state.spec.get("fault") or run.state.spec.get("script")
         assert run.state.status["state"] == "finished" or on_purpose, f"{run.name}: {run.words}"
+    assert len(page_of(notebook, path, runs).html().encode()) <= 3_000_000
+    for_students = page_of(notebook, path, runs, audience=STUDENT).html()
+    assert 'class="answer"' not in for_students and "labkit-verdict" not in for_students

@@ -23,7 +23,7 @@ OTHER_OPERATION = "#999999"
 
 # Who holds memory: what stays from step to step in blues, what comes and goes in warm colours.
 OWNERS = {
-    "parameters": "#332288",
+    "parameters": "#6357CF",
     "gradients": "#6699CC",
     "optimizer": "#88CCEE",
     "activations": "#CC6677",
