@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from fabricate import FakeRun
 
 from labkit import run
 from labkit.api import Run
+from labkit.probe import sampler
 
 ROOT = Path(__file__).parent.parent
 OWN = """
@@ -82,3 +84,38 @@ def test_a_run_without_a_sampled_step_has_no_trace(runs):
     assert told.returncode == 2 and "has no sampled step" in told.stderr
     with pytest.raises(LookupError, match="is over"):
         Run.attach(fake.folder.path).capture()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="the system does not tell what threads do")
+def test_a_profile_ends_when_no_other_thread_runs(monkeypatch):
+    """A thread that still notes the end of an operation would write into what the profile has freed."""
+    looks = []
+    busy = {"left": 5}
+
+    def runs(task):
+        busy["left"] -= 1
+        looks.append(task.name)
+        return busy["left"] > 0
+
+    other = threading.Event()
+    thread = threading.Thread(target=other.wait)
+    thread.start()
+    try:
+        monkeypatch.setattr(sampler, "_runs", runs)
+        sampler._others_rest()
+        assert busy["left"] <= -1, "it looked until all were at rest, and once more"
+        assert str(threading.get_native_id()) not in looks
+        monkeypatch.setattr(sampler, "_runs", lambda task: True)
+        monkeypatch.setattr(sampler, "_UNREST", 0.05)
+        sampler._others_rest()  # one that never rests does not hold up the run
+    finally:
+        other.set()
+        thread.join()
+
+
+def test_a_thread_that_has_ended_does_not_run(tmp_path):
+    assert not sampler._runs(tmp_path / "gone")
+    (tmp_path / "stat").write_text("7 (a) R) R 1 1", encoding="ascii")
+    assert sampler._runs(tmp_path)
+    (tmp_path / "stat").write_text("7 (R) S 1 1", encoding="ascii")
+    assert not sampler._runs(tmp_path)

@@ -13,6 +13,7 @@ import ctypes
 import functools
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,6 +31,8 @@ _EARLY = 8  # a step whose timeline is taken too, so that a short run has a usua
 _LOOK = 0.2  # seconds between two looks for a request
 _BRIEF = 3_000  # ns
 _ERRORS_ONLY = 2
+_UNREST = 0.5  # seconds
+_MOMENT = 0.02  # seconds
 _ZERO_GRAD = "Optimizer.zero_grad#"
 
 
@@ -156,6 +159,7 @@ class StepSampler:
     def _stop(self) -> Any:
         """Ends the profile; what kineto found."""
         profiler, self._profiler = self._profiler, None
+        _others_rest()
         profiler.stop()
         self._loudness.as_usual()
         results, profiler.profiler.kineto_results = profiler.profiler.kineto_results, None
@@ -170,6 +174,31 @@ class StepSampler:
             rank = os.environ.get("RANK", "0")
             torch.cuda.memory._dump_snapshot(str(self._snapshots / f"rank{rank}-step{step}.pickle"))
         torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def _others_rest() -> None:
+    """Waits until no other thread of this process runs, `_UNREST` seconds at the most.
+
+    A thread of gloo wakes who waits for its operation, and only then notes the operation's end for the profiler. On a busy machine it
+    may come to that after the profile was stopped, and torch would write into memory that is freed: seen as SIGSEGV, and as a corrupted
+    heap. Where the system does not tell what threads do, it is given a moment.
+    """
+    tasks, own, last = Path("/proc/self/task"), str(threading.get_native_id()), time.monotonic() + _UNREST
+    if not tasks.is_dir():
+        time.sleep(_MOMENT)
+        return
+    at_rest = 0
+    while at_rest < 2 and time.monotonic() < last:
+        at_rest = at_rest + 1 if not any(_runs(task) for task in tasks.iterdir() if task.name != own) else 0
+        time.sleep(0.001)
+
+
+def _runs(task: Path) -> bool:
+    """Whether a thread runs or would if it had a core."""
+    try:
+        return (task / "stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2].startswith("R")
+    except OSError:
+        return False  # it has just ended
 
 
 def _rows(results: Any) -> Iterator[Row]:
