@@ -32,6 +32,7 @@ _LOOK = 0.2  # seconds between two looks for a request
 _BRIEF = 3_000  # ns
 _ERRORS_ONLY = 2
 _UNREST = 0.5  # seconds
+_LOOKS = 5  # in which all threads are at rest, a millisecond apart: one that was just woken shows late
 _MOMENT = 0.02  # seconds
 _ZERO_GRAD = "Optimizer.zero_grad#"
 
@@ -188,7 +189,7 @@ def _others_rest() -> None:
         time.sleep(_MOMENT)
         return
     at_rest = 0
-    while at_rest < 2 and time.monotonic() < last:
+    while at_rest < _LOOKS and time.monotonic() < last:
         at_rest = at_rest + 1 if not any(_runs(task) for task in tasks.iterdir() if task.name != own) else 0
         time.sleep(0.001)
 
