@@ -79,4 +79,4 @@ def test_a_lab_runs_headless_and_leaves_plain_figures(path, runs):
         assert run.state.status["state"] == "finished" or on_purpose, f"{run.name}: {run.words}"
     assert len(page_of(notebook, path, runs).html().encode()) <= 3_000_000
     for_students = page_of(notebook, path, runs, audience=STUDENT).html()
-    assert 'class="answer"' not in for_students and "labkit-verdict" not in for_students
+    assert 'class="answer"' not in for_students and 'class="labkit-verdict' not in for_students
