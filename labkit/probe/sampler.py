@@ -50,6 +50,9 @@ class StepSampler:
         self._begun: tuple[int, Any] = 0, None  # unix ns, and the mark of that moment
         self._held: tuple[dict[int, tuple[str, int]], dict[str, int]] = {}, {}
         self._loudness = _Loudness()
+        self._ended = 0  # how many profiles have been
+        self._unended: list[Any] = []
+        self._outlive()
         self._give_way()
 
     def step_ends(self, step: int, phases: Sequence[tuple[str, Any, Any]], clock: CpuClock | CudaClock) -> bool:
@@ -81,6 +84,27 @@ class StepSampler:
             original(profiler, *args, **kwargs)
 
         kind.__init__ = init
+
+    def _outlive(self) -> None:
+        """Has a `record_function` that is open while a profile ends never end itself: torch would write into the profile, which is freed.
+
+        The end of a step is told from within the optimizer's own. Such records are kept, since a record that is freed ends too.
+        """
+        kind = torch.autograd.profiler.record_function
+        enter, leave = kind.__enter__, kind.__exit__
+
+        def begin(record: Any) -> Any:
+            record.labkit_began = self._ended if self._profiler is not None else None
+            return enter(record)
+
+        def end(record: Any, *error: Any) -> None:
+            began = getattr(record, "labkit_began", None)
+            if began is None or began == self._ended:
+                leave(record, *error)
+            else:
+                self._unended.append(record)
+
+        kind.__enter__, kind.__exit__ = begin, end
 
     # ---- when
 
@@ -162,6 +186,7 @@ class StepSampler:
         profiler, self._profiler = self._profiler, None
         _others_rest()
         profiler.stop()
+        self._ended += 1
         self._loudness.as_usual()
         results, profiler.profiler.kineto_results = profiler.profiler.kineto_results, None
         return results
