@@ -1,16 +1,13 @@
-"""What a RunState is made of: the steps of a rank column by column, all that is known of one rank, and the samples from outside."""
+"""What a RunState is made of: all that is known of one rank, and the samples from outside."""
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from labkit.events import PHASES
-
-MEMORY = ("allocated", "reserved", "peak")
+from labkit.steps import Steps
 
 
 def numbers() -> array:
@@ -19,41 +16,23 @@ def numbers() -> array:
 
 
 @dataclass
-class Steps:
-    """The steps of one rank, column by column: all arrays have the same length; a value that is not known is NaN."""
+class Losses:
+    """The losses of an optimizer that does not set the pace: of each of its steps, and the run's step that it belongs to."""
 
-    t: array = field(default_factory=numbers)
     step: array = field(default_factory=numbers)
     loss: array = field(default_factory=numbers)
-    samples: array = field(default_factory=numbers)
-    seconds: array = field(default_factory=numbers)
-    phases: dict[str, array] = field(default_factory=lambda: {phase: numbers() for phase in PHASES})
-    memory: dict[str, array] = field(default_factory=lambda: {name: numbers() for name in MEMORY})
-
-    def __len__(self) -> int:
-        return len(self.step)
-
-    def append(self, event: Mapping[str, Any]) -> None:
-        """Adds one step event; raises before anything is added where it makes no sense."""
-        seconds, memory = event.get("seconds") or {}, event.get("memory") or {}
-        row = [
-            float(event["t"]),
-            float(int(event["step"])),
-            *(number(v) for v in (event.get("loss"), event.get("samples"), seconds.get("step"))),
-        ]
-        phases = [number(seconds.get(phase), 0.0) for phase in PHASES]
-        sizes = [number(memory.get(name)) for name in MEMORY]
-        for column, value in zip((self.t, self.step, self.loss, self.samples, self.seconds), row):
-            column.append(value)
-        for column, value in zip(self.phases.values(), phases):
-            column.append(value)
-        for column, value in zip(self.memory.values(), sizes):
-            column.append(value)
 
 
 @dataclass
 class RankState:
-    """What is known of one rank. Times are unix seconds; `attempts` maps each attempt to the index of its first step."""
+    """What is known of one rank. Times are unix seconds; `attempts` maps each attempt to the index of its first step.
+
+    `silent` is what the supervisor reported of a process that could not, and holds until it is heard again or has written anything since.
+    `left_at` is the stack of the call that ended the script without an error, such as `sys.exit()`; empty if there was none.
+
+    If several optimizers train on losses of their own, `optimizers` has their names by number; the loss of `steps` is that of the
+    `pacemaker`, whose steps are the run's, and `losses` has those of the others.
+    """
 
     rank: int
     pid: int | None = None
@@ -65,6 +44,7 @@ class RankState:
     started: float | None = None
     ended: float | None = None
     exit_code: int | None = None
+    left_at: str = ""
     activity: str | None = None
     activity_since: float | None = None
     error: dict[str, Any] | None = None
@@ -73,9 +53,13 @@ class RankState:
     timelines: dict[int, dict[str, Any]] = field(default_factory=dict)
     memory_step: dict[str, Any] | None = None
     waiting: dict[str, Any] | None = None
+    silent: dict[str, Any] | None = None
     not_finite: int | None = None
     saw: list[dict[str, Any]] = field(default_factory=list)
     steps: Steps = field(default_factory=Steps)
+    losses: dict[int, Losses] = field(default_factory=dict)
+    optimizers: dict[int, str] = field(default_factory=dict)
+    pacemaker: int | None = None
 
     @property
     def timeline(self) -> dict[str, Any] | None:
@@ -85,6 +69,11 @@ class RankState:
     def seen(self, what: str) -> list[dict[str, Any]]:
         """What was seen of one sort, in order; see probe/observations.py."""
         return [one for one in self.saw if one["what"] == what]
+
+    @property
+    def models(self) -> list[dict[str, Any]]:
+        """The models that train, in the order of their first call; older versions recorded loss modules too, without parameters."""
+        return [one for one in self.seen("model") if one.get("parameters")]
 
     @property
     def first_step(self) -> int:
@@ -99,8 +88,7 @@ class RankState:
     @property
     def peak_memory(self) -> int | None:
         """The largest peak of any step, in bytes; None where none was measured."""
-        peaks = [value for value in self.steps.memory["peak"] if not math.isnan(value)]
-        return int(max(peaks)) if peaks else None
+        return self.steps.peak
 
 
 @dataclass
@@ -126,8 +114,3 @@ def whole_timeline(event: Mapping[str, Any]) -> dict[str, Any]:
     plain = {"device": event.get("device", "cpu"), "backend": event.get("backend", ""), "left_out": int(event.get("left_out", 0))}
     moments = {"step": int(event["step"]), "t0": float(event["t0"]), "seconds": float(event["seconds"])}
     return spans | plain | moments | {"busy": busy, "exposed": exposed}
-
-
-def number(value: Any, missing: float = math.nan) -> float:
-    """A value as a column holds it."""
-    return missing if value is None else float(value)

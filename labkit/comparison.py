@@ -7,20 +7,21 @@ No face is known here: terminal, panel and `--json` draw the same rows.
 from __future__ import annotations
 
 import math
-import statistics
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from labkit.api import Run, run, settle
+from labkit.arguments import check_seconds, shown
 from labkit.columns import RankState
 from labkit.equivalence import REFERENCE, Badge, badge, training
 from labkit.events import PHASES
 from labkit.launch.folder import RunFolder
 from labkit.launch.follow import Follower
-from labkit.spec import Spec, SpecError
+from labkit.spec import Spec, SpecError, check_fields
 from labkit.state import RunState
+from labkit.steps import Column, median
 from labkit.strategies import STRATEGIES
 from labkit.summary import summarise
 from labkit.units import size
@@ -106,11 +107,12 @@ def plan(strategies: Sequence[str] | str, **fields: Any) -> tuple[list[Spec], di
     `fields` are those of Spec. The global batch is the same for all (`scaling` is strong if nothing is said), and an option goes to
     the strategies that have it. The baseline is added where it can run.
     """
-    everything = strategies == "all"
-    names = list(STRATEGIES) if everything else list(dict.fromkeys(strategies))
-    for name in names:
-        if name not in STRATEGIES:
-            raise SpecError("strategies", f"strategy {name!r} is not known; there is {', '.join(STRATEGIES)}, or all")
+    everything = isinstance(strategies, str) and strategies == "all"
+    names = list(STRATEGIES) if everything else _names(strategies)
+    check_fields(fields)
+    for name in ("strategy", "script", "args", "as_module"):
+        if name in fields:
+            raise SpecError(name, f"{name} does not go with a comparison, which runs strategies; name them in the first argument")
     if not names:
         raise SpecError("strategies", f"no strategy was named; name some of {', '.join(STRATEGIES)}, or all")
     specs, left_out = [], {}
@@ -126,6 +128,17 @@ def plan(strategies: Sequence[str] | str, **fields: Any) -> tuple[list[Spec], di
     return specs, left_out
 
 
+def _names(strategies: Sequence[str] | str) -> list[str]:
+    """The strategies that were named, each once; a single name may stand without a list."""
+    if not isinstance(strategies, (str, list, tuple, set, frozenset, Mapping)):
+        raise SpecError("strategies", f"strategies must be a list of names such as ['ddp', 'fsdp2'], or 'all'; got {shown(strategies)}")
+    names = [strategies] if isinstance(strategies, str) else list(strategies)
+    for name in names:
+        if not isinstance(name, str) or name not in STRATEGIES:
+            raise SpecError("strategies", f"strategy {shown(name)} is not known; there is {', '.join(STRATEGIES)}, or all")
+    return list(dict.fromkeys(names))
+
+
 def _settled(name: str, names: Sequence[str], **fields: Any) -> Spec:
     row = STRATEGIES[name]
     asked = {"scaling": "strong", "tensors": True} | fields
@@ -133,7 +146,9 @@ def _settled(name: str, names: Sequence[str], **fields: Any) -> Spec:
         asked["nproc"] = 1
     elif asked.get("nproc") is None:
         asked["nproc"] = row.default_nproc
-    given = dict(asked.get("options") or {})
+    given = asked.get("options", {})
+    if not isinstance(given, Mapping):
+        return settle(name, **asked)  # refuses them
     elsewhere = {option.name for other in names for option in STRATEGIES[other].all_options} - {option.name for option in row.all_options}
     asked["options"] = {option: value for option, value in given.items() if option not in elsewhere}
     return settle(name, **asked)
@@ -165,6 +180,7 @@ class Comparing:
 
     def wait(self, timeout: float | None = None) -> Comparing:
         """Waits until all have run. Raises what kept a run from being started."""
+        timeout = check_seconds("timeout", timeout)
         self._thread.join(timeout)
         if self._error is not None:
             raise self._error
@@ -268,16 +284,13 @@ def rows(known: Sequence[tuple[RunFolder, RunState]], badges: dict[str, Badge]) 
 
 
 def _row(folder: RunFolder, state: RunState) -> Row:
-    summary = summarise(state, folder.name)
-    try:
-        spec = Spec.from_json(state.spec)
-    except SpecError:
-        spec = None
+    summary, spec = summarise(state, folder.name), state.asked
+    accuracy = summary["accuracy"]  # whatever the script logged by that name
     peaks = [rank["peak_memory_bytes"] for rank in summary["ranks"] if rank["peak_memory_bytes"] is not None]
     sent = [rank["comm_bytes_per_step"] for rank in summary["ranks"] if rank["comm_bytes_per_step"] is not None]
     row = Row(
         strategy=str(state.spec.get("strategy")),
-        title=spec.strategy_row.title if spec and spec.strategy else folder.name,
+        title=spec.strategy_row.title if spec else folder.name,
         workload=str(state.spec.get("workload")),
         run=folder.name,
         devices=state.spec.get("nproc") or state.world_size,
@@ -286,7 +299,7 @@ def _row(folder: RunFolder, state: RunState) -> Row:
         over=state.over,
         failed=state.status.get("state") == "failed",
         steps=state.step,
-        accuracy=summary["accuracy"],
+        accuracy=accuracy if isinstance(accuracy, (int, float)) else None,
         loss=summary["loss"],
         memory=max(peaks, default=None),
         sent=max(sent, default=None),
@@ -294,7 +307,7 @@ def _row(folder: RunFolder, state: RunState) -> Row:
         note=state.note,
     )
     seconds, steps = _training(state)
-    if spec is None or not steps:
+    if spec is None or not steps or seconds <= 0:
         return row
     per_second = steps * spec.global_batch / seconds
     return replace(row, seconds=seconds, samples_per_second=per_second, epoch_seconds=seconds / steps * spec.steps_per_epoch)
@@ -314,14 +327,14 @@ def _training(state: RunState) -> tuple[float, int]:
 def _shares(state: RunState) -> dict[str, float]:
     """What part of a median step each phase is, on the rank whose steps take the longest."""
 
-    def median(rank: RankState, column: Any) -> float:
-        known = [value for value in column[rank.first_step + 1 :] if not math.isnan(value)]
-        return statistics.median(known) if known else 0.0
+    def typical(rank: RankState, column: Column) -> float:
+        value = median(column, rank.first_step + 1)
+        return 0.0 if math.isnan(value) else value
 
-    slowest = max(state.ranks.values(), key=lambda rank: median(rank, rank.steps.seconds), default=None)
+    slowest = max(state.ranks.values(), key=lambda rank: typical(rank, rank.steps.seconds), default=None)
     if slowest is None:
         return {}
-    medians = {phase: median(slowest, slowest.steps.phases[phase]) for phase in PHASES}
+    medians = {phase: typical(slowest, slowest.steps.phases[phase]) for phase in PHASES}
     total = sum(medians.values())
     return {phase: value / total for phase, value in medians.items()} if total else {}
 

@@ -17,13 +17,15 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
-from rich.console import Console
+import psutil
 from rich.text import Text
 
 from labkit import preflight
-from labkit.environment import active, release, requirements
+from labkit.console import Console
+from labkit.environment import active, how_to_add, release, requirements
 from labkit.launch.folder import runs_root
 from labkit.machine import Gpu, Machine
+from labkit.units import size
 
 LEVELS = ("fine", "degraded", "broken")
 _STYLES = {"fine": "green", "degraded": "yellow", "broken": "bold red"}
@@ -44,7 +46,7 @@ class Check:
 def main(json: bool = False) -> int:
     """Runs every check and shows each as it comes, or all of them as one JSON object; 1 where anything is broken."""
     done: list[Check] = []
-    console = Console(stderr=json, highlight=False)
+    console = Console(stderr=json)
     for check in checks():
         done.append(check)
         if not json:
@@ -102,7 +104,7 @@ def devices() -> Check:
     machine, found = Machine.here(), preflight.torch()
     if not machine.gpus:
         return Check("devices", "fine", f"{machine.no_gpu_reason}: CPU ranks train over gloo ({machine.cores} cores)")
-    names = ", ".join(f"{gpu.name} ({gpu.memory / _GIB:.0f} GiB, {gpu.capability[0]}.{gpu.capability[1]})" for gpu in machine.gpus)
+    names = ", ".join(f"{gpu.name} ({size(gpu.memory, 0)}, {gpu.capability[0]}.{gpu.capability[1]})" for gpu in machine.gpus)
     if found.error:
         return Check("devices", "broken", f"{names}; without torch nothing runs on them", _REINSTALL)
     if not found.cuda:
@@ -174,7 +176,7 @@ _NEEDS_TORCHVISION = "only --workload resnet18 and --data mnist or cifar10 need 
 def torchvision() -> Check:
     """Whether torchvision, where there is one, fits torch; few choices need it."""
     if importlib.util.find_spec("torchvision") is None:
-        return Check("torchvision", "fine", f"not installed; {_NEEDS_TORCHVISION}")
+        return Check("torchvision", "fine", f"not installed; {_NEEDS_TORCHVISION} ({how_to_add('mnist')})")
     version, error = preflight.torchvision()
     if not error:
         return Check("torchvision", "fine", version)
@@ -276,13 +278,32 @@ def _is_free(port: int) -> bool:
     return True
 
 
+def other_users() -> Check:
+    """Whether other people use this machine: every local user can connect to the ranks' sockets on loopback."""
+    if os.name == "nt":
+        return Check("users", "fine", "not checked on Windows")
+    own, others = os.geteuid(), set()
+    for process in psutil.process_iter(["uids", "username"]):
+        uids = process.info["uids"]
+        if uids is not None and uids.real >= _FIRST_PERSON and uids.real != own and uids.real != _NOBODY:
+            others.add(process.info["username"])
+    if not others:
+        return Check("users", "fine", "no other user is active; while a run is going on, every local user could connect to its ranks")
+    names = ", ".join(sorted(others)[:3]) + (" and others" if len(others) > 3 else "")
+    says = f"{names} also work here: torch's store and gloo accept every local user's connection to the ranks on 127.0.0.1"
+    return Check("users", "degraded", says, "if you do not trust them, train in a container of your own (README, Security)")
+
+
+_FIRST_PERSON, _NOBODY = 1000, 65_534  # user ids of people, and of the user that is nobody
+
+
 def shared_memory() -> Check:
     """/dev/shm, through which nccl and the workers of data loaders talk."""
     path = Path("/dev/shm")
     if not path.is_dir():
         return Check("shm", "fine", "this system has no /dev/shm")
     total = shutil.disk_usage(path).total
-    says = f"/dev/shm holds {total / _GIB:.2f} GiB"
+    says = f"/dev/shm holds {size(total, 2)}"
     if total < _GIB // 2 and len(Machine.here().gpus) > 1:
         return Check("shm", "degraded", f"{says}, which nccl may find too little", "docker: --shm-size=1g")
     return Check("shm", "fine", says)
@@ -299,7 +320,7 @@ def runs_folder() -> Check:
     except OSError as error:
         return Check("runs", "broken", f"nothing can be written under {there}: {error.strerror}", way_out)
     free = shutil.disk_usage(there).free
-    says = f"{root}, {free / _GIB:.1f} GiB free"
+    says = f"{root}, {size(free)} free"
     if free < _GIB // 4:
         return Check("runs", "broken", says, f"labkit clean deletes runs that are over; or {way_out}")
     return Check("runs", "degraded" if free < _GIB else "fine", says, way_out if free < _GIB else "")
@@ -308,7 +329,7 @@ def runs_folder() -> Check:
 def digits() -> Check:
     """The embedded data."""
     if importlib.util.find_spec("sklearn") is None:
-        return Check("data", "degraded", "the digits come with scikit-learn, which is not installed", "pip install scikit-learn")
+        return Check("data", "degraded", "the digits come with scikit-learn, which is not installed", "python3 -m labkit setup")
     return Check("data", "fine", f"the digits of scikit-learn {_version('scikit-learn')}; text of the standard library")
 
 
@@ -321,5 +342,5 @@ def compiler() -> Check:
 CHECKS: tuple[Callable[[], Check], ...] = (
     *(python, torch, devices, precision, backends, all_reduce, torchvision),
     *(jupyterlab, widgets),
-    *(loopback, ports, shared_memory, runs_folder, digits, compiler),
+    *(loopback, ports, other_users, shared_memory, runs_folder, digits, compiler),
 )

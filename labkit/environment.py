@@ -5,6 +5,7 @@ Standard library only: this runs before there is an environment.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import sys
@@ -17,6 +18,8 @@ PROJECT = CLONE / "pyproject.toml"
 CONSTRAINTS = Path(__file__).with_name("constraints.txt")
 VENV = CLONE / ".venv"
 
+# What `labkit setup --with` adds: the extra of pyproject.toml, and the module by which it is found.
+OPTIONAL = {"deepspeed": "deepspeed", "handout": "nbconvert", "mnist": "torchvision"}
 # Compiled against one torch: a torchvision from elsewhere beside an environment's own torch does not load, so it is never added to one.
 BUILT_FOR_TORCH = ("torchvision",)
 # The kernel's half of what a JupyterLab already shows: a newer one than its front end does not draw, so it is never upgraded.
@@ -86,6 +89,27 @@ def active() -> str | None:
     if conda and Path(conda).resolve() == Path(sys.prefix).resolve():
         return f"the conda environment {conda}"
     return next((words for variable, words in _HOSTED.items() if variable in os.environ), None)
+
+
+def has(extra: str) -> bool:
+    """Whether the packages of an optional extra (a key of OPTIONAL) can be imported by this Python; nothing is imported."""
+    return importlib.util.find_spec(OPTIONAL[extra]) is not None
+
+
+def how_to_add(extra: str) -> str:
+    """The end of a sentence that says what is missing: the command that adds it to the right environment."""
+    return f"add it with: python3 -m labkit setup --with {extra}"
+
+
+def why_not_added(extra: str) -> str:
+    """Why a set-up that succeeded has left an optional extra out, and how to get it."""
+    package = OPTIONAL[extra]
+    if not PROJECT.is_file():
+        return f"labkit is a package of {sys.prefix} and changes nothing there; install {package} with the tool that manages it"
+    where = active() or f"the Python at {sys.prefix}"
+    if package in BUILT_FOR_TORCH:
+        return f"{package} must be built for the torch of {where} and is not added to it; install it from where that torch came from"
+    return f"{package} was not added to {where}; install it there, or deactivate that environment and run setup again"
 
 
 def is_own() -> bool:

@@ -10,17 +10,20 @@ bias is zero in theory, and nothing but rounding in practice.
 
 from __future__ import annotations
 
-import json
 import math
+import os
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy
 
 from labkit.launch.folder import RunFolder
+from labkit.record.kinds import COUNT, NAME
+from labkit.record.plain import parse
+from labkit.record.schema import Choice, Sequence, record
 from labkit.spec import Spec
 from labkit.state import RunState
 from labkit.strategies.rules import departures
@@ -31,6 +34,13 @@ _ROUNDING = {"fp32": 300 * 2.0**-24, "tf32": 10 * 2.0**-11, "fp16": 10 * 2.0**-1
 _GROWTH = 2.0  # of a deviation from one step to the next, while it is small: a step starts from weights that differ already
 _MOST = {"loss": 0.05, "parameters": 0.3}  # that rounding alone has been seen to lead to, however many steps there are
 _SMALL = 1e-3  # of what is usual in a model: no tensor is taken to be smaller
+
+
+_PLACE = Sequence(COUNT, most=64)
+_PIECE = record(
+    {"key": NAME, "name": NAME, "shape": _PLACE, "kind": Choice(("block", "partial", "flat"))}, {"start": COUNT, "offset": _PLACE}
+)
+_INDEX = Sequence(_PIECE)
 
 
 class NotRecorded(Exception):
@@ -131,27 +141,50 @@ def assembled(run: RunFolder, what: str) -> dict[str, numpy.ndarray]:
     Raises `NotRecorded` where a file, a piece or an element is missing.
     """
     spec = Spec.from_json(RunFolder.read_json(run.spec))
-    files = [path for rank in range(spec.processes) if (path := run.tensors / f"rank{rank}-{what}.npz").is_file()]
+    wanted = [run.tensors / f"rank{rank}-{what}.npz" for rank in range(spec.processes)]
+    files = [path for path in wanted if os.path.lexists(path)]
     if len(files) != spec.processes:
         raise NotRecorded(f"{what} were recorded by {len(files)} of {spec.processes} ranks of {run.name}")
     whole: dict[str, numpy.ndarray] = {}
     held: dict[str, numpy.ndarray] = {}
-    for file in files:
+    room = sum(path.lstat().st_size for path in files)  # elements: all tensors together have no more than there are bytes
+    for path in files:
         try:
-            with numpy.load(file) as arrays:
-                for piece in json.loads(arrays["index"].tobytes()):
-                    _put(piece, arrays[piece["key"]], whole, held)
+            with run.open(path) as file:
+                _refuse_packed(file)
+                with numpy.load(file) as arrays:
+                    for piece in _index(arrays):
+                        _put(piece, arrays[piece["key"]], whole, held, room)
         except (OSError, EOFError, LookupError, TypeError, ValueError, zipfile.BadZipFile) as error:
-            raise NotRecorded(f"{what} cannot be read from {file.name} of {run.name}: {error}") from None
+            raise NotRecorded(f"{what} cannot be read from {path.name} of {run.name}: {error}") from None
     holes = [name for name, there in held.items() if not there.all()]
     if holes:
         raise NotRecorded(f"no rank of {run.name} recorded all of the {what} of {holes[0]}")
     return whole
 
 
-def _put(piece: Mapping[str, Any], array: numpy.ndarray, whole: dict[str, numpy.ndarray], held: dict[str, numpy.ndarray]) -> None:
+def _refuse_packed(file: BinaryIO) -> None:
+    """A compressed member could unpack to any size; the probe writes none."""
+    if any(member.compress_type != zipfile.ZIP_STORED for member in zipfile.ZipFile(file).infolist()):
+        raise ValueError("it is compressed")
+    file.seek(0)
+
+
+def _index(arrays: Mapping[str, numpy.ndarray]) -> list[dict[str, Any]]:
+    """What the arrays of a file are; `ValueError` if that is not in the form in which the probe writes it."""
+    index = parse(arrays["index"].tobytes())
+    if not _INDEX.check(index):
+        raise ValueError(_INDEX.problem(index, "index"))
+    return index
+
+
+def _put(
+    piece: Mapping[str, Any], array: numpy.ndarray, whole: dict[str, numpy.ndarray], held: dict[str, numpy.ndarray], room: int
+) -> None:
     """Lays one rank's piece into its whole tensor. Pieces of a sum are added up; what two ranks hold otherwise is not a number."""
     name, shape = piece["name"], tuple(piece["shape"])
+    if name not in whole and math.prod(shape) + sum(tensor.size for tensor in whole.values()) > room:
+        raise ValueError(f"{name} would have more elements than the files have bytes")
     target = whole.setdefault(name, numpy.zeros(shape))
     there = held.setdefault(name, numpy.zeros(shape, dtype=bool))
     if piece["kind"] == "flat":

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from labkit.spec import Spec, SpecError
+from labkit.state import per_revision
 from labkit.theory import Flow, theory
 from labkit.units import size
 
@@ -39,6 +40,7 @@ class Entry:
         return asdict(self)
 
 
+@per_revision
 def ledger(state: RunState) -> tuple[Entry, ...]:
     """An entry for every operation that was seen or is demanded, the largest first; empty until every rank has told of a step."""
     spec = _asked(state)

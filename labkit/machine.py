@@ -40,6 +40,11 @@ class Machine:
         """The most CPU ranks that are let start: more only take turns on the cores, but eight show how eight behave."""
         return max(8, 2 * self.cores)
 
+    @property
+    def max_workers(self) -> int:
+        """The most data loading processes of all ranks together that are allowed to start."""
+        return max(16, 4 * self.cores)
+
     def default_nproc(self, device: str) -> int:
         """Ranks where none are asked for: every GPU, or two CPU ranks, the fewest that have something to say to each other."""
         return len(self.gpus) if device == "cuda" else 2

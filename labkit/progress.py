@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 import threading
@@ -9,8 +10,24 @@ import time
 from collections.abc import Iterable
 from typing import TextIO
 
+from labkit.text import visible_line
+
 _TICK = 0.2  # seconds between redraws of a live line
 _QUIET = 15.0  # seconds between lines where there is no terminal
+_READING = 5.0  # seconds between lines about a long run that is being read
+
+
+class Reading:
+    """Says on stderr how far the reading of something is, in one line every few seconds. Called with the share that was read."""
+
+    def __init__(self, name: str):
+        self._name, self._said = name, -math.inf
+
+    def __call__(self, share: float) -> None:
+        now = time.monotonic()
+        if now - self._said >= _READING:
+            self._said = now
+            print(f"labkit: reading {self._name}: {share:.0%}", file=sys.stderr, flush=True)
 
 
 class Progress:
@@ -39,20 +56,20 @@ class Progress:
         """Begins a step; the one before it is done."""
         with self._guard:
             self._finish(done=True)
-            self._step, self._detail, self._since = text, "", time.monotonic()
+            self._step, self._detail, self._since = visible_line(text), "", time.monotonic()
             if not self._live:
-                self._write(f"labkit: {text}\n")
+                self._write(f"labkit: {self._step}\n")
 
     def detail(self, text: str) -> None:
         """What the step is at now."""
-        self._detail = text
+        self._detail = visible_line(text)
 
     def lines(self, lines: Iterable[str]) -> None:
         """Lines to be read as they are."""
         with self._guard:
             self._finish(done=False)
             for line in lines:
-                self._write(f"  {line}\n")
+                self._write(f"  {visible_line(line)}\n")
 
     def _tick(self) -> None:
         while not self._over.wait(_TICK if self._live else _QUIET):

@@ -24,6 +24,8 @@ from typing import Any
 
 from ruff.__main__ import find_ruff_bin
 
+from labkit import checkpoints
+from labkit.arguments import check_type, shown
 from labkit.faults import FAULTS
 from labkit.spec import Spec, SpecError
 from labkit.strategies import STRATEGIES
@@ -37,8 +39,9 @@ def write_script(spec: Spec) -> str:
 
     Raises `SpecError` where the number of ranks is still open (`Spec.on` settles it), or the Spec names a script of its own.
     """
+    check_type("spec", spec, Spec, "a Spec such as Spec('ddp', nproc=2)")
     if spec.script is not None:
-        raise SpecError("script", f"{spec.script} is a script of one's own; there is nothing to write out")
+        raise SpecError("script", f"{spec.script} is a script of your own; there is nothing to write out")
     if spec.nproc is None:
         raise SpecError("nproc", "the number of ranks is still open, and the script depends on it; give --nproc")
     modules = (*_fault_module(spec), spec.strategy_row.module, spec.workload_row.module, spec.data_row.module, BASE)
@@ -50,6 +53,8 @@ def write_script(spec: Spec) -> str:
 
 def diff_scripts(a: Spec, b: Spec) -> str:
     """What changes from one Spec's script to the other's, as a unified diff; empty where nothing does."""
+    for name, spec in (("a", a), ("b", b)):
+        check_type(name, spec, Spec, "a Spec such as Spec('ddp', nproc=2)")
     old, new = write_script(a).splitlines(), write_script(b).splitlines()
     lines = difflib.unified_diff(old, new, f"{a.name}/train.py", f"{b.name}/train.py", lineterm="")
     return "".join(f"{line}\n" for line in lines)
@@ -60,11 +65,13 @@ def excerpt(spec: Spec, *names: str) -> str:
 
     Raises `SpecError` as `write_script` does, and `LookupError` for a name that the script does not define.
     """
+    if not names:
+        raise LookupError("excerpt needs the name of at least one function, class or constant, such as excerpt(spec, 'train_step')")
     source = write_script(spec)
     parts = {name: part for node in ast.parse(source).body for name in _defined(node) for part in [_segment(source, node)]}
-    unknown = [name for name in names if name not in parts]
+    unknown = [name for name in names if not isinstance(name, str) or name not in parts]
     if unknown:
-        raise LookupError(f"the script of {spec.name} defines no {unknown[0]!r}; it defines {', '.join(parts)}")
+        raise LookupError(f"the script of {spec.name} defines no {shown(unknown[0])}; it defines {', '.join(parts)}")
     return "\n\n".join(parts[name] for name in names) + "\n"
 
 
@@ -82,7 +89,7 @@ def _segment(source: str, node: ast.stmt) -> str:
 def command(spec: Spec) -> str:
     """The command that runs the script by hand, on one machine."""
     ranks = 1 if spec.nproc is None else spec.processes
-    what = ["train.py"] if spec.script is None else [spec.script, *spec.args]
+    what = ["train.py"] if spec.script is None else [*(["-m"] if spec.as_module else []), spec.script, *spec.args]
     return shlex.join(["torchrun", "--standalone", f"--nproc-per-node={ranks}", *what])
 
 
@@ -98,6 +105,7 @@ def settings(spec: Spec) -> dict[str, Any]:
         "SAMPLES": spec.train_samples,
         "SAVE_EVERY": spec.save_every or 0,
         "RESUME": spec.resume,
+        "MANIFEST": checkpoints.identity(spec),
         "FAULT": spec.fault,
         "FAULT_RANK": spec.processes - 1,
         **{name.upper(): name in _fault_parts(spec) for name in ("spoil", "extend", "disturb")},

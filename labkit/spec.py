@@ -6,18 +6,21 @@ are there) is checked by `Spec.on(machine)`, which also fills in what was left o
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from labkit import checkpoints, environment
+from labkit.arguments import Number, check_flag, check_path, shown
 from labkit.faults import FAULTS
 from labkit.options import Option
 from labkit.strategies import STRATEGIES, Strategy
+from labkit.units import size
 from labkit.workloads import DATA, WORKLOADS, Data, Workload
 
 if TYPE_CHECKING:
@@ -26,21 +29,32 @@ if TYPE_CHECKING:
 DEVICES = ("auto", "cpu", "cuda")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 SCALINGS = ("weak", "strong")
+_MANY = 1_000_000_000  # more of anything is a slip of the keyboard
 
 
 class SpecError(ValueError):
-    """An invalid Spec: `field` is its field, and the message one sentence with the value and the way out."""
+    """An invalid Spec: `field` is its field, and the message one sentence with the value and how to fix it.
 
-    def __init__(self, field: str, message: str):
+    `extra` is the optional extra of the project whose packages are missing, if that is the reason.
+    """
+
+    def __init__(self, field: str, message: str, extra: str | None = None):
         super().__init__(message)
         self.field = field
+        self.extra = extra
+
+
+def _number(default: int | None, minimum: int, maximum: int) -> Any:
+    """A numeric field with its bounds, which the command line reads too."""
+    return field(default=default, metadata={"bounds": Number(int, minimum, maximum)})
 
 
 @dataclass(frozen=True)
 class Spec:
     """One run, as asked for.
 
-    Either a `strategy` for a `workload`, or a `script` of one's own with its `args`. `batch_size` is per rank under
+    Either a `strategy` for a `workload`, or a `script` of the user's own with its `args`; with `as_module`, `script` is the name of a
+    module that runs as under `python -m`. `batch_size` is per rank under
     weak scaling and for all ranks together under strong scaling. `nproc`, `data`, `batch_size` and `options` that
     are left open take the defaults of strategy and workload; `steps` cuts a run short or stretches it over epochs.
     `fault` is what goes wrong on purpose, one of `FAULTS`. One step in `sample_every` is looked at closely (0: only an
@@ -50,38 +64,40 @@ class Spec:
 
     strategy: str | None = None
     workload: str | None = None
-    nproc: int | None = None
-    batch_size: int | None = None
+    nproc: int | None = _number(None, 1, 65_536)
+    batch_size: int | None = _number(None, 1, _MANY)
     scaling: str = "weak"
-    epochs: int | None = None
-    steps: int | None = None
+    epochs: int | None = _number(None, 1, 1_000_000)
+    steps: int | None = _number(None, 1, _MANY)
     precision: str | None = None
-    seed: int = 0
+    seed: int = _number(0, 0, 2**63 - 1)
     device: str = "auto"
     data: str | None = None
     data_dir: str | None = None
-    samples: int | None = None
+    samples: int | None = _number(None, 1, _MANY)
     options: Mapping[str, Any] = field(default_factory=dict)
     script: str | None = None
     args: tuple[str, ...] = ()
     tensors: bool = False
-    save_every: int | None = None
+    save_every: int | None = _number(None, 1, _MANY)
     resume: str | None = None
-    max_restarts: int = 0
+    max_restarts: int = _number(0, 0, 1000)
     fault: str | None = None
-    sample_every: int = 50
-    hang_after: int = 30
+    sample_every: int = _number(50, 0, _MANY)
+    hang_after: int = _number(30, 1, 604_800)
+    as_module: bool = False
+
+    def __new__(cls, *given: Any, **named: Any) -> Spec:
+        """Refuses unknown field names before the generated `__init__` does so in words of its own."""
+        check_fields(named)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        self._check_types()
         self._one_of("scaling", self.scaling, SCALINGS)
         if self.precision is not None:
             self._one_of("precision", self.precision, PRECISIONS)
         self._one_of("device", self.device, DEVICES)
-        for name in ("nproc", "batch_size", "epochs", "steps", "samples", "save_every"):
-            self._whole(name, getattr(self, name), at_least=1)
-        for name in ("seed", "max_restarts", "sample_every"):
-            self._whole(name, getattr(self, name), at_least=0)
-        self._whole("hang_after", self.hang_after, at_least=1)
         if self.script is not None:
             self._check_script()
         else:
@@ -131,8 +147,17 @@ class Spec:
 
     @property
     def batch_per_rank(self) -> int:
-        """Samples that one rank trains on in a full step."""
+        """Samples that one rank trains on in a full step: the batch, or all samples of its shard where these are fewer."""
+        return min(self._wanted_per_rank, self._shard)
+
+    @property
+    def _wanted_per_rank(self) -> int:
         return self.batch_size if self.scaling == "weak" else self.batch_size // self.data_ranks
+
+    @property
+    def _shard(self) -> int:
+        """Samples of one rank in an epoch, rounded up as `DistributedSampler` does."""
+        return math.ceil(self.train_samples / self.data_ranks)
 
     @property
     def global_batch(self) -> int:
@@ -141,9 +166,8 @@ class Spec:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of one epoch: every rank's share of the samples (rounded up, as `DistributedSampler` does) over its batch."""
-        share = math.ceil(self.train_samples / self.data_ranks)
-        return math.ceil(share / self.batch_per_rank)
+        """Steps of one epoch: the samples of every rank's shard, divided by its batch and rounded up."""
+        return math.ceil(self._shard / self.batch_per_rank)
 
     @property
     def total_steps(self) -> int | None:
@@ -183,16 +207,28 @@ class Spec:
         if self.script is None:
             settled = replace(settled, precision=self.precision or _precision(machine, settled))
             settled._check_precision(machine)
-            for name, refusal in (
-                ("strategy", settled.strategy_row.unmet(settled, machine)),
-                ("options", _compiler_missing(settled)),
-                ("workload", settled.workload_row.missing(settled)),
-                ("data", settled.data_row.missing(settled)),
-                ("resume", _no_checkpoints(settled)),
+            strategy, workload, data = settled.strategy_row, settled.workload_row, settled.data_row
+            for name, refusal, extra in (
+                ("strategy", _package_missing(strategy) or strategy.unmet(settled, machine), strategy.extra),
+                ("options", _compiler_missing(settled), None),
+                ("options", _too_many_workers(settled, machine), None),
+                ("samples", _too_many_samples(settled, machine), None),
+                ("workload", workload.missing(settled), workload.extra),
+                ("data", data.missing(settled), data.extra),
             ):
                 if refusal:
-                    raise SpecError(name, refusal)
+                    raise SpecError(name, refusal, extra if extra and not environment.has(extra) else None)
+            settled = settled.with_checkpoint()
         return settled
+
+    def with_checkpoint(self) -> Spec:
+        """The same Spec with `resume` naming one verified checkpoint; `SpecError` if it cannot resume from that."""
+        if self.resume is None:
+            return self
+        try:
+            return replace(self, resume=str(checkpoints.resumable(self)))
+        except checkpoints.CheckpointError as error:
+            raise SpecError("resume", str(error)) from None
 
     # ---- to and from JSON
 
@@ -209,12 +245,28 @@ class Spec:
 
     # ---- the checks
 
+    def _check_types(self) -> None:
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        self._settle(**check_fields(given))
+        for name in ("script", "data_dir", "resume"):
+            if given[name] is not None:
+                self._settle(**{name: _checked(name, check_path, name, given[name])})
+        for name in ("tensors", "as_module"):
+            _checked(name, check_flag, name, given[name])
+        if not isinstance(self.options, Mapping) or not all(isinstance(name, str) for name in self.options):
+            raise SpecError("options", f"options must be a dict such as {{'bucket_mb': 25}}, got {shown(self.options)}")
+        args = self.args
+        if not isinstance(args, (list, tuple)) or not all(isinstance(one, str) and "\0" not in one for one in args):
+            raise SpecError("args", f"args must be a list of strings such as ['--lr', '0.1'], got {shown(args)}")
+
     def _complete_training(self) -> None:
-        strategy = self._row("strategy", self.strategy or "ddp", STRATEGIES)
-        workload = self._row("workload", self.workload or "cnn", WORKLOADS)
-        data = self.data or workload.data[0]
-        if data not in DATA:
-            self._one_of("data", data, tuple(DATA))
+        if self.args or self.as_module:
+            what = f"args {shown(self.args)} go" if self.args else "as_module goes"
+            raise SpecError("args" if self.args else "as_module", f"{what} with a script of your own; name it with script='train.py'")
+        strategy = self._row("strategy", "ddp" if self.strategy is None else self.strategy, STRATEGIES)
+        workload = self._row("workload", "cnn" if self.workload is None else self.workload, WORKLOADS)
+        data = workload.data[0] if self.data is None else self.data
+        self._one_of("data", data, tuple(DATA))
         if data not in workload.data:
             raise SpecError("data", f"{workload.name} cannot learn from {data!r}; it learns from {_either(workload.data)}")
         if self.epochs is not None and self.steps is not None:
@@ -254,11 +306,15 @@ class Spec:
             "save_every": self.save_every,
             "resume": self.resume,
             "fault": self.fault,
+            "precision": self.precision,
+            "data_dir": self.data_dir,
+            "seed": self.seed or None,
+            "scaling": self.scaling if self.scaling != "weak" else None,
         }
         for name, value in asked.items():
             if value is not None:
-                flag = name.replace("_", "-")
-                raise SpecError(name, f"{flag} {value!r} goes with a strategy; the script {self.script} sets its own (pass it after --)")
+                flag, own = name.replace("_", "-"), self.script
+                raise SpecError(name, f"{flag} {shown(value)} goes with a strategy; the script {own} sets its own (pass it after --)")
 
     def _check_batch(self) -> None:
         ranks = self.data_ranks
@@ -271,7 +327,27 @@ class Spec:
                 "or weak scaling for a batch per rank",
             )
         if self.train_samples < ranks:
-            raise SpecError("samples", f"{self.train_samples} samples cannot be shared by {ranks} ranks; use at least {ranks}")
+            most = self.data_row.most
+            more = "" if most is not None and most < ranks else f"--samples {ranks} or more, or "
+            raise SpecError(
+                "samples",
+                f"{self.train_samples} samples cannot be divided among {ranks} ranks; use {more}at most {self.train_samples} ranks",
+            )
+        # A default batch is reduced to the shard silently: every figure that is shown says so.
+        if self._wanted_per_rank > self._shard and self.batch_size != self.workload_row.batch_size:
+            fits = self._shard if self.scaling == "weak" else self._shard * ranks
+            raise SpecError(
+                "batch_size",
+                f"a batch of {self._wanted_per_rank} per rank was asked for, and a rank has {self._shard} samples in an epoch; "
+                f"use --batch-size {fits}, or more --samples",
+            )
+        parts = self.options.get("accumulate", 1)
+        if parts > self.batch_per_rank:
+            raise SpecError(
+                "options",
+                f"accumulate={parts} splits a batch of {self.batch_per_rank} samples into more micro-batches than it has samples; "
+                f"use accumulate={self.batch_per_rank} or less",
+            )
 
     def _check_options(self, strategy: Strategy, workload: Workload) -> dict[str, Any]:
         for name, reason in strategy.lacks.items():
@@ -291,7 +367,7 @@ class Spec:
             try:
                 settled[name] = known[name].parse(value)
             except ValueError as error:
-                raise SpecError("options", f"option {name} was {value!r}; it takes {error}") from None
+                raise SpecError("options", str(error)) from None
         return settled
 
     def _check_precision(self, machine: Machine) -> None:
@@ -319,22 +395,37 @@ class Spec:
 
     @staticmethod
     def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-        if value not in allowed:
-            raise SpecError(name, f"{name} {value!r} is not known; there is {_either(allowed)}")
-
-    @staticmethod
-    def _whole(name: str, value: Any, at_least: int) -> None:
-        if value is None:
-            return
-        if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-            flag = name.replace("_", "-")
-            raise SpecError(name, f"{flag} was {value!r}; it takes a whole number of at least {at_least}")
+        if not isinstance(value, str) or value not in allowed:
+            raise SpecError(name, f"{name} {shown(value)} is not known; there is {_either(allowed)}")
 
 
-def _no_checkpoints(spec: Spec) -> str | None:
-    if spec.resume is not None and not any(Path(spec.resume).glob("step*")):
-        return f"there are no checkpoints in {spec.resume!r}; name a run that was made with --save-every, or the folder of its checkpoints"
-    return None
+def bounds_of(name: str) -> Number | None:
+    """The bounds of a numeric field; None of a field of another type."""
+    return Spec.__dataclass_fields__[name].metadata.get("bounds")
+
+
+def check_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a Spec by name, each checked by itself: unknown names and numbers out of bounds raise `SpecError`."""
+    known = Spec.__dataclass_fields__
+    checked = {}
+    for name, value in given.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise SpecError(name, f"there is no field {shown(name)}{hint}; the fields are {', '.join(known)}")
+        bounds, is_open = bounds_of(name), value is None and known[name].default is None
+        if bounds is not None and not is_open:
+            value = _checked(name, bounds.check, "--" + name.replace("_", "-"), value)
+        checked[name] = value
+    return checked
+
+
+def _checked(field_name: str, check: Callable[..., Any], *given: Any) -> Any:
+    """What `check` returns; its `TypeError` or `ValueError` becomes a `SpecError` of the field."""
+    try:
+        return check(*given)
+    except (TypeError, ValueError) as error:
+        raise SpecError(field_name, str(error)) from None
 
 
 def _compiler_missing(spec: Spec) -> str | None:
@@ -342,6 +433,35 @@ def _compiler_missing(spec: Spec) -> str | None:
     if spec.options.get("compile") and not shutil.which(wanted):
         return f"compile needs a C++ compiler, and {wanted} is not on the PATH; install one (Debian: apt install g++), or leave compile out"
     return None
+
+
+def _package_missing(strategy: Strategy) -> str | None:
+    if strategy.extra is None or environment.has(strategy.extra):
+        return None
+    package = environment.OPTIONAL[strategy.extra]
+    return f"{strategy.name} needs the package {package}, which is not installed; {environment.how_to_add(strategy.extra)}"
+
+
+def _too_many_workers(spec: Spec, machine: Machine) -> str | None:
+    each, ranks = spec.options["workers"], spec.processes
+    if each * ranks <= machine.max_workers:
+        return None
+    return (
+        f"workers={each} on {ranks} ranks starts {each * ranks} processes, and {machine.max_workers} are the most for "
+        f"{_count(machine.cores, 'core')}; use workers={machine.max_workers // ranks} or less"
+    )
+
+
+def _too_many_samples(spec: Spec, machine: Machine) -> str | None:
+    """Every rank holds the whole data set in memory."""
+    each, ranks = spec.data_row.sample_bytes(spec.options), spec.processes
+    if spec.train_samples * each * ranks <= machine.memory:
+        return None
+    fits = machine.memory // (each * ranks)
+    return (
+        f"{spec.train_samples} samples of {spec.data} take {size(spec.train_samples * each)} on each of {ranks} ranks, and this machine "
+        f"has {size(machine.memory)}; use --samples {fits} or less"
+    )
 
 
 def _precision(machine: Machine, spec: Spec) -> str:

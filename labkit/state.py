@@ -1,32 +1,56 @@
 """RunState: one pure fold over events. Live charts, terminal, replay, summary and tests all read the same state.
 
-`apply` takes one event at a time, in any order between ranks. A kind that has no handler passes; a known kind with fields that
-make no sense is counted in `broken`, never fatal. `spec` and `status` are fed in as events of those kinds, so a run that is
-replayed goes the same way as one that is live.
+`apply` takes one event at a time, in any order between ranks. A kind that has no handler passes. Events are trusted: `labkit.record`
+checks them when they are read, and whoever reads counts the broken lines in `broken`. `spec` and `status` are fed in as events of those
+kinds, so a run that is replayed goes the same way as one that is live.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-import re
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
-from labkit.columns import RankState, System, number, numbers, whole_timeline
+from labkit.columns import Losses, RankState, System, numbers, whole_timeline
 from labkit.events import OWNERS
+from labkit.failures import exit_code, failure_of
+from labkit.sources import inferred_note, weights
 from labkit.spec import Spec, SpecError
+from labkit.stacks import MESSAGE_LIMIT, TEXT_LIMIT, clipped
+from labkit.steps import number, total
+from labkit.units import ranks_in_words
 
-OVER = ("finished", "failed", "stopped")
+OVER = ("finished", "failed", "stopped", "lost")
+_TRAINS = ("training", "evaluating")  # any other activity of a rank is something that it has to do first, in words
 _TIMELINES = 20  # of a rank, that are kept
 _SEEN = 200
+_METRICS = 1000  # the newest of those that the script logged
+_NAMES = 1000  # of metrics and reported values that are kept
 _RECENT = 50  # steps that "now" is the mean of, for speed and time left
 
-# What ranks say whose peer has gone, by gloo, NCCL and torchrun: a consequence, wherever an error of another kind is known.
-PEER_GONE = re.compile(
-    r"connection (?:was likely )?(?:closed|reset|refused)|broken pipe|timed out|timeout|remote process exited|peer closed", re.IGNORECASE
-)
+
+_Derived = TypeVar("_Derived")
+
+
+def per_revision(compute: Callable[[RunState], _Derived]) -> Callable[[RunState], _Derived]:
+    """Has `compute(state)` run at most once per revision of the state: every view that asks again gets the same value."""
+
+    @functools.wraps(compute)
+    def known(state: RunState) -> _Derived:
+        revision = state.revision
+        if state.derived.get(compute, (None, None))[0] != revision:
+            state.derived[compute] = revision, compute(state)
+        return state.derived[compute][1]
+
+    return known
+
+
+def elapsed(start: float | None, end: float | None) -> float | None:
+    """Seconds between two times of a run; None where one is unknown, or where a version without a steady clock recorded them reversed."""
+    return end - start if start and end and end >= start else None
 
 
 class RunState:
@@ -36,23 +60,29 @@ class RunState:
         self.spec: dict[str, Any] = {}
         self.status: dict[str, Any] = {}
         self.ranks: dict[int, RankState] = {}
-        self.metrics: list[dict[str, Any]] = []
+        self.metrics: deque[dict[str, Any]] = deque(maxlen=_METRICS)
+        self._newest_metrics: dict[str, Any] = {}
         self.reports: dict[int, dict[str, Any]] = {}
         self.system = System()
         self.broken = 0
         self.unwatched: list[dict[str, Any]] = []
+        self.dropped: dict[int, int] = {}
         self.in_threads: deque[dict[str, Any]] = deque(maxlen=_RECENT)
+        self.derived: dict[Any, tuple[Any, Any]] = {}  # what `per_revision` computed, with the revision that it was computed for
         self._asked: Spec | None = None
+        self._applied = 0
+
+    @property
+    def revision(self) -> tuple[int, int]:
+        """A value that changes whenever anything was folded in."""
+        return self._applied, self.broken
 
     def apply(self, event: Mapping[str, Any]) -> None:
         """Folds one event in."""
         handler = _HANDLERS.get(event.get("kind"))
-        if handler is None:
-            return
-        try:
+        if handler is not None:
+            self._applied += 1
             handler(self, event)
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError):
-            self.broken += 1
 
     # ---- what was asked, and how far it is
 
@@ -79,8 +109,8 @@ class RunState:
 
     @property
     def note(self) -> str:
-        """What the run is not what its strategy's title says, such as an emulation; empty where all is as said."""
-        return self._asked.strategy_row.note(self._asked.device) if self._asked else ""
+        """What differs from the strategy's title, such as an emulation; of a script, how samples are counted. Empty if nothing is."""
+        return self._asked.strategy_row.note(self._asked.device) if self._asked else inferred_note(self)
 
     @property
     def over(self) -> bool:
@@ -89,15 +119,20 @@ class RunState:
 
     @property
     def words(self) -> str:
-        """The state in words: ready, starting ranks, training, evaluating, stopping, finished, stopped, failed (rank 1: …)."""
+        """The state in words: ready, starting ranks, building an extension, training, …, finished, failed (…), lost (…)."""
         state = self.status.get("state", "ready")
         if state == "failed":
             return f"failed ({self._failure_words})"
+        if state == "lost":
+            return f"lost ({self.status.get('message')})"
         if state != "running":
             return {"starting": "starting ranks"}.get(state, state)
         activities = {rank.activity for rank in self.ranks.values()}
         if len(self.ranks) < self.world_size or activities <= {None}:
             return "starting ranks"
+        preparing = sorted(activities - {None, *_TRAINS})
+        if preparing:
+            return preparing[0]
         return "evaluating" if activities == {"evaluating"} else "training"
 
     @property
@@ -105,7 +140,9 @@ class RunState:
         failure = self.failure
         if failure is None:
             return self.status.get("message") or "the ranks did not say why"
-        return f"rank {failure['rank']}: {failure['type']}" + (f": {failure['message']}" if failure["message"] else "")
+        says = failure["type"] + (f": {failure['message']}" if failure["message"] else "")
+        left = f"{ranks_in_words(failure['left'])} ended early with exit code 0; " if failure["left"] else ""
+        return f"{left}{ranks_in_words(failure['alike'], self.world_size)}: {says}"
 
     @property
     def seconds_left(self) -> float | None:
@@ -122,8 +159,13 @@ class RunState:
         for rank in self.ranks.values():
             times = rank.steps.t[max(rank.first_step, len(rank.steps) - _RECENT) :]
             if len(times) > 1:
-                paces.append((times[-1] - times[0]) / (len(times) - 1))
-        return max(paces) if paces else None
+                paces.append(float(times[-1] - times[0]) / (len(times) - 1))
+        return max(paces) if paces and max(paces) >= 0 else None
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds from the request to the end of the run; None before the end, and for a recording whose clock ran backwards."""
+        return elapsed(self.status.get("started"), self.status.get("ended"))
 
     @property
     def replicas(self) -> float:
@@ -153,15 +195,15 @@ class RunState:
 
     def throughput(self, recent: int | None = None) -> float | None:
         """Samples per second over all ranks, each sample counted once; of the `recent` newest steps, or of all but the first."""
-        total = 0.0
+        speed, counts = 0.0, weights(self)
         for rank in self.ranks.values():
             first = rank.first_step + 1
             if recent:
                 first = max(first, len(rank.steps) - recent)
-            seconds = sum(value for value in rank.steps.seconds[first:] if not math.isnan(value))
+            seconds = total(rank.steps.seconds, first)
             if seconds > 0:
-                total += sum(value for value in rank.steps.samples[first:] if not math.isnan(value)) / seconds
-        return total / self.replicas if total else None
+                speed += counts[rank.rank] * total(rank.steps.samples, first) / seconds
+        return speed or None
 
     def loss_at(self, index: int = -1) -> float | None:
         """The mean of the ranks' losses at a step index (each rank's own share of the batch); None where no rank has one."""
@@ -169,68 +211,22 @@ class RunState:
         for rank in self.ranks.values():
             if -len(rank.steps) <= index < len(rank.steps) and not math.isnan(rank.steps.loss[index]):
                 losses.append(rank.steps.loss[index])
-        return statistics.fmean(losses) if losses else None
+        return sum(losses) / len(losses) if losses else None
 
     def metric(self, name: str) -> Any:
         """The newest value of a metric that the script logged; None where it logged none."""
-        return next((metric["value"] for metric in reversed(self.metrics) if metric["name"] == name), None)
+        return self._newest_metrics.get(name)
 
     # ---- what went wrong
 
     @property
     def failure(self) -> dict[str, Any] | None:
-        """The first rank that failed: rank, type, message, traceback, exit_code, and the ranks that fell with it; None if none did.
-
-        Of several errors the first in time counts, but one that only says that a peer has gone never outranks the
-        peer itself: a rank that died by a signal leaves no error event, only the others' complaints. Once the run is over, a rank
-        that has not said how it ended was ended with the others, whether torchrun reports it or not.
-        """
-        failures = self._failures()
-        if not failures:
-            return None
-        first = min(failures, key=lambda failure: (failure["consequence"], failure["t"]))
-        fell = {failure["rank"] for failure in failures}
-        if self.over:
-            fell |= {rank.rank for rank in self.ranks.values() if rank.exit_code is None}
-        others = sorted(fell - {first["rank"]})
-        shown = {name: first[name] for name in ("rank", "type", "message", "traceback", "exit_code")}
-        return shown | {"collateral": others}
-
-    def _failures(self) -> list[dict[str, Any]]:
-        found = {}
-        for rank in self.ranks.values():
-            if rank.error:
-                text = f"{rank.error.get('type')} {rank.error.get('message')}"
-                found[rank.rank] = {
-                    "rank": rank.rank,
-                    "t": rank.error["t"],
-                    "type": rank.error.get("type", "Exception"),
-                    "message": rank.error.get("message", ""),
-                    "traceback": rank.error.get("traceback", ""),
-                    "exit_code": self.exit_code(rank.rank),
-                    "consequence": bool(PEER_GONE.search(text)),
-                }
-        for name, failure in (self.status.get("failures") or {}).items():
-            rank = int(name)
-            if rank not in found and failure.get("exit_code"):
-                found[rank] = {
-                    "rank": rank,
-                    "t": failure.get("t", math.inf),
-                    "type": failure.get("signal") or f"exit code {failure['exit_code']}",
-                    "message": failure.get("message", ""),
-                    "traceback": "",
-                    "exit_code": failure["exit_code"],
-                    "consequence": failure.get("signal") == "SIGTERM",
-                }
-        return list(found.values())
+        """The first failure, see `failures.failure_of`; None if no rank failed."""
+        return _failure(self)
 
     def exit_code(self, rank: int) -> int | None:
-        """A rank's exit code, from its own last event or from torchrun's report; None where it was ended with its group."""
-        state = self.ranks.get(rank)
-        if state is not None and state.exit_code is not None:
-            return state.exit_code
-        reported = (self.status.get("failures") or {}).get(str(rank), {}).get("exit_code")
-        return 1 if reported is None and state is not None and state.error else reported
+        """A rank's exit code, from its own last event or from torchrun's report; None if it was terminated with its group."""
+        return exit_code(self.ranks, self.status, rank)
 
     # ---- the handlers, one for each kind of event
 
@@ -249,7 +245,7 @@ class RunState:
         self._asked = spec if spec and spec.strategy and spec.nproc else None
 
     def _on_status(self, event: Mapping[str, Any]) -> None:
-        self.status = dict(event["status"])
+        self.status = _with_short_texts(event["status"])
 
     def _on_start(self, event: Mapping[str, Any]) -> None:
         rank = self._rank(event)
@@ -258,7 +254,7 @@ class RunState:
         rank.attempt = event.get("attempt", 0)
         rank.attempts[rank.attempt] = len(rank.steps)
         rank.started, rank.ended, rank.exit_code, rank.error, rank.activity = event["t"], None, None, None, None
-        rank.waiting, rank.not_finite, rank.saw, rank.timelines = None, None, [], {}
+        rank.waiting, rank.not_finite, rank.saw, rank.timelines, rank.left_at = None, None, [], {}, ""
 
     def _on_device(self, event: Mapping[str, Any]) -> None:
         rank = self._rank(event)
@@ -270,6 +266,27 @@ class RunState:
         rank.waiting = None
         if rank.not_finite is None and event.get("loss") is not None and not math.isfinite(event["loss"]):
             rank.not_finite = int(event["step"])
+
+    def _on_steps(self, event: Mapping[str, Any]) -> None:
+        rank, before = self._rank(event), len(self._rank(event).steps)
+        broken, diverged = rank.steps.extend(event["block"])
+        self.broken += broken
+        if len(rank.steps) > before:
+            rank.waiting = None
+        if rank.not_finite is None:
+            rank.not_finite = diverged
+
+    def _on_optimizer(self, event: Mapping[str, Any]) -> None:
+        rank, which = self._rank(event), event["optimizer"]
+        rank.optimizers[which] = event["name"] or f"optimizer {which + 1}"
+        if event["sets_pace"]:
+            rank.pacemaker = which
+
+    def _on_losses(self, event: Mapping[str, Any]) -> None:
+        losses = self._rank(event).losses.setdefault(event["optimizer"], Losses())
+        for step, loss in event["points"]:
+            losses.step.append(step)
+            losses.loss.append(number(loss))
 
     def _on_memory(self, event: Mapping[str, Any]) -> None:
         self._rank(event).owners = {owner: int(size) for owner, size in event["owners"].items()}
@@ -301,10 +318,17 @@ class RunState:
         self._rank(event).memory_step = kept | {"times": times, "owners": columns}
 
     def _on_waiting(self, event: Mapping[str, Any]) -> None:
-        self._rank(event).waiting = {"ops": [], "stack": "", "computed": None} | dict(event) | {"since": float(event["since"])}
+        self._rank(event).waiting = {"ops": [], "stack": "", "computed": None} | _with_short_texts(event) | {"since": float(event["since"])}
 
     def _on_going_on(self, event: Mapping[str, Any]) -> None:
         self._rank(event).waiting = None
+
+    def _on_silent(self, event: Mapping[str, Any]) -> None:
+        plain = {"process": str(event["process"]), "since": float(event["since"]), "stack": str(event.get("stack") or "")}
+        self._rank(event).silent = _with_short_texts({"computed": None, **event, **plain})
+
+    def _on_heard(self, event: Mapping[str, Any]) -> None:
+        self._rank(event).silent = None
 
     def _on_saw(self, event: Mapping[str, Any]) -> None:
         saw = self._rank(event).saw
@@ -316,20 +340,35 @@ class RunState:
         rank.activity, rank.activity_since = event["name"], event["t"]
 
     def _on_metric(self, event: Mapping[str, Any]) -> None:
-        self.metrics.append({name: event.get(name) for name in ("t", "rank", "name", "value", "step")})
+        metric = {name: event.get(name) for name in ("t", "rank", "name", "value", "step")}
+        self.metrics.append(metric)
+        if metric["name"] in self._newest_metrics or len(self._newest_metrics) < _NAMES:
+            self._newest_metrics[metric["name"]] = metric["value"]
 
     def _on_report(self, event: Mapping[str, Any]) -> None:
-        self.reports.setdefault(self._rank(event).rank, {}).update(event["values"])
+        reported = self.reports.setdefault(self._rank(event).rank, {})
+        for name, value in event["values"].items():
+            if name in reported or len(reported) < _NAMES:
+                reported[name] = value
 
     def _on_error(self, event: Mapping[str, Any]) -> None:
-        self._rank(event).error = dict(event)
+        texts = {"type": str(event.get("type") or "Exception")}
+        texts |= {name: str(event.get(name) or "") for name in ("message", "traceback")}
+        self._rank(event).error = _with_short_texts({**event, **texts, "t": float(event["t"])})
 
     def _on_probe_error(self, event: Mapping[str, Any]) -> None:
-        self.unwatched.append({"rank": self._rank(event).rank} | {name: event[name] for name in ("part", "type", "message")})
+        if len(self.unwatched) < _SEEN:
+            lost = {name: event[name] for name in ("part", "type", "message")}
+            self.unwatched.append({"rank": self._rank(event).rank} | _with_short_texts(lost))
+
+    def _on_dropped(self, event: Mapping[str, Any]) -> None:
+        rank = self._rank(event).rank
+        self.dropped[rank] = self.dropped.get(rank, 0) + int(event["events"])
 
     def _on_end(self, event: Mapping[str, Any]) -> None:
         rank = self._rank(event)
         rank.ended, rank.exit_code = event["t"], event.get("exit_code")
+        rank.left_at = clipped(str(event.get("stack") or ""))
 
     def _on_system(self, event: Mapping[str, Any]) -> None:
         system = self.system
@@ -349,12 +388,31 @@ class RunState:
                 columns[name].append(number(process.get(name)))
 
 
+def _with_short_texts(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields as they are, with every text in them, at any depth of objects, of a length that can be searched at each redraw."""
+
+    def short(name: str, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return _with_short_texts(value)
+        return clipped(value, MESSAGE_LIMIT if name == "message" else TEXT_LIMIT) if isinstance(value, str) else value
+
+    return {name: short(name, value) for name, value in fields.items()}
+
+
+@per_revision
+def _failure(state: RunState) -> dict[str, Any] | None:
+    return failure_of(state.ranks, state.status, state.over)
+
+
 _HANDLERS: dict[Any, Callable[[RunState, Mapping[str, Any]], None]] = {
     "spec": RunState._on_spec,
     "status": RunState._on_status,
     "start": RunState._on_start,
     "device": RunState._on_device,
     "step": RunState._on_step,
+    "steps": RunState._on_steps,
+    "optimizer": RunState._on_optimizer,
+    "losses": RunState._on_losses,
     "memory": RunState._on_memory,
     "replica": RunState._on_replica,
     "traffic": RunState._on_traffic,
@@ -362,12 +420,15 @@ _HANDLERS: dict[Any, Callable[[RunState, Mapping[str, Any]], None]] = {
     "memory_step": RunState._on_memory_step,
     "waiting": RunState._on_waiting,
     "going_on": RunState._on_going_on,
+    "silent": RunState._on_silent,
+    "heard": RunState._on_heard,
     "saw": RunState._on_saw,
     "activity": RunState._on_activity,
     "metric": RunState._on_metric,
     "report": RunState._on_report,
     "error": RunState._on_error,
     "probe_error": RunState._on_probe_error,
+    "dropped": RunState._on_dropped,
     "end": RunState._on_end,
     "system": RunState._on_system,
 }

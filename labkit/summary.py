@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Sequence
 from typing import Any
 
 from labkit.columns import RankState
@@ -12,12 +10,13 @@ from labkit.diagnose import findings
 from labkit.events import OWNERS
 from labkit.ledger import ledger
 from labkit.sampled import overlap
-from labkit.state import RunState
+from labkit.state import RunState, elapsed
+from labkit.steps import median
 
 
 def summarise(state: RunState, run: str = "") -> dict[str, Any]:
     """The figures of the run `run` so far: bytes, seconds, samples per second. A value that is not known is None."""
-    started, ended = state.status.get("started"), state.status.get("ended")
+    started = state.status.get("started")
     first = [rank.steps.t[0] for rank in state.ranks.values() if len(rank.steps)]
     devices = sorted({rank.device.split(":")[0] for rank in state.ranks.values()})
     return {
@@ -30,8 +29,8 @@ def summarise(state: RunState, run: str = "") -> dict[str, Any]:
         "device": devices[0] if devices else state.spec.get("device"),
         "steps": state.step,
         "seconds": {
-            "total": round(ended - started, 3) if started and ended else None,
-            "to_first_step": round(max(first) - started, 3) if started and first else None,
+            "total": _rounded(state.seconds),
+            "to_first_step": _rounded(elapsed(started, max(first, default=None))),
         },
         "samples_per_second": _rounded(state.throughput()),
         "loss": _rounded(state.loss_at(), 6),
@@ -55,8 +54,8 @@ def _rank(state: RunState, number: int) -> dict[str, Any]:
         "exit_code": state.exit_code(number),
         "peak_memory_bytes": rank.peak_memory,
         "memory_bytes": {owner: rank.owners[owner] for owner in OWNERS if owner in rank.owners},
-        "step_seconds_median": _rounded(_median(rank.steps.seconds[1:]), 6),
-        "phase_seconds": {phase: _rounded(_median(column[1:]), 6) for phase, column in rank.steps.phases.items()},
+        "step_seconds_median": _rounded(median(rank.steps.seconds, 1), 6),
+        "phase_seconds": {phase: _rounded(median(column, 1), 6) for phase, column in rank.steps.phases.items()},
         "comm_bytes_per_step": rank.bytes_per_step,
         "communication": _communication(rank),
     }
@@ -70,11 +69,6 @@ def _communication(rank: RankState) -> dict[str, Any] | None:
     under_way, open_ = overlap(one)
     hidden = 1 - min(1.0, open_ / under_way) if under_way else None
     return {"step": one["step"], "seconds": _rounded(under_way, 6), "open_seconds": _rounded(open_, 6), "hidden": _rounded(hidden)}
-
-
-def _median(values: Sequence[float]) -> float | None:
-    known = [value for value in values if not math.isnan(value)]
-    return statistics.median(known) if known else None
 
 
 def _rounded(value: float | None, digits: int = 3) -> float | None:

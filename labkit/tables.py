@@ -4,12 +4,12 @@ lists that show themselves, as a table in a notebook and as text elsewhere."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from html import escape
 
 from labkit.diagnose import Finding
 from labkit.ledger import Entry
 from labkit.state import RunState
 from labkit.summary import summarise
+from labkit.text import escape, visible
 from labkit.units import size
 
 
@@ -18,7 +18,7 @@ class Findings(tuple[Finding, ...]):
 
     def __repr__(self) -> str:
         lines = [f"{one.title}\n    seen: {one.evidence}\n    because: {one.cause}\n    way out: {one.way_out}" for one in self]
-        return "\n".join(lines) or "nothing was found"
+        return visible("\n".join(lines)) or "nothing was found"
 
     def _repr_html_(self) -> str:
         return findings_html(self) or "<p>nothing was found</p>"
@@ -28,7 +28,7 @@ class Ledger(tuple[Entry, ...]):
     """What the ranks sent in a step, by operation, beside what theory says, the largest first."""
 
     def __repr__(self) -> str:
-        return "\n".join(map(_entry, self)) or "nothing was sent, or no step was looked at yet"
+        return visible("\n".join(map(_entry, self))) or "nothing was sent, or no step was looked at yet"
 
     def _repr_html_(self) -> str:
         return ledger_html(self) or "<p>nothing was sent, or no step was looked at yet</p>"
@@ -65,11 +65,11 @@ def ledger_html(entries: Iterable[Entry]) -> str:
 def ranks_html(name: str, state: RunState) -> str:
     """The figures of the run called `name`, one row a rank, as an HTML table."""
     summary = summarise(state)
-    head = ("rank", "exit code", "ms per step", "peak memory (MiB)", *(f"{phase} (ms)" for phase in summary["ranks"][0]["phase_seconds"]))
+    head = ("rank", "exit code", "ms per step", "peak memory", *(f"{phase} (ms)" for phase in summary["ranks"][0]["phase_seconds"]))
     rows = []
     for rank in summary["ranks"]:
         peak = rank["peak_memory_bytes"]
-        cells = [rank["rank"], rank["exit_code"], _ms(rank["step_seconds_median"]), None if peak is None else f"{peak / 2**20:,.1f}"]
+        cells = [rank["rank"], rank["exit_code"], _ms(rank["step_seconds_median"]), None if peak is None else size(peak)]
         cells += [_ms(value) for value in rank["phase_seconds"].values()]
         rows.append("".join(f"<td>{'–' if cell is None else escape(str(cell))}</td>" for cell in cells))
     speed = summary["samples_per_second"]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 import time
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+import numpy
+from rich.console import ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.measure import Measurement
 from rich.progress_bar import ProgressBar
@@ -19,6 +18,7 @@ from rich.text import Text
 
 from labkit.columns import RankState
 from labkit.comparison import HEADS, Comparing, Row, beside, cells, sentences
+from labkit.console import Console
 from labkit.diagnose import Finding, findings
 from labkit.events import PHASES
 from labkit.figures.colours import PHASES as PHASE_COLOURS
@@ -26,8 +26,10 @@ from labkit.figures.colours import rank_colour
 from labkit.figures.sampled import timeline
 from labkit.launch.folder import RunFolder
 from labkit.ledger import ledger
-from labkit.spec import Spec, SpecError
 from labkit.state import RunState
+from labkit.steps import Column
+from labkit.text import visible_line, visible_log
+from labkit.units import sizes
 
 _SECONDS = 0.25  # between two pictures
 _PLAIN_SECONDS = 5.0  # between two lines, where there is no screen to redraw
@@ -37,14 +39,14 @@ _TAIL_BYTES = 8192
 _LINES_AROUND = 16  # of the picture, beside the rows of the ranks
 _BAR = (8, 40)  # characters of the bar of phases, at least and at most
 _GLYPHS = dict(zip(PHASES, "·-░▒▓█"))  # told apart where colours are not
-_STYLES = {"finished": "bold green", "failed": "bold red", "stopped": "bold yellow", "stopping": "bold yellow"}
-_ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_STYLES = {"finished": "bold green", "failed": "bold red", "stopped": "bold yellow", "stopping": "bold yellow", "lost": "bold yellow"}
 
 
 class Source(Protocol):
     """Where the state comes from: a `Follower` of a run folder, or a recording that plays."""
 
     state: RunState
+    progress: Callable[[float], None]  # is called when reading takes long, with the share that was read
 
     def poll(self) -> bool:
         """Folds in what is new."""
@@ -55,9 +57,33 @@ def watch(source: Source, folder: RunFolder, console: Console, leave: Callable[[
 
     `leave` is asked at every look, and ends the watch before that where it says True.
     """
+    _read(source, console)
     show = _live if console.is_terminal else _plain
     show(source, folder, console, leave)
     return source.state
+
+
+def _read(source: Source, console: Console) -> None:
+    """The first look at a run. Of one that takes long to read, it says how far the reading is."""
+    status, before = console.status("reading the run"), source.progress
+    said = -math.inf
+
+    def say(share: float) -> None:
+        nonlocal said
+        words = f"reading the run: {share:.0%}"
+        if console.is_terminal:
+            status.update(words)
+            status.start()
+        elif time.monotonic() - said >= _PLAIN_SECONDS:
+            console.print(words)
+            said = time.monotonic()
+
+    source.progress = say
+    try:
+        source.poll()
+    finally:
+        status.stop()
+        source.progress = before
 
 
 def _live(source: Source, folder: RunFolder, console: Console, leave: Callable[[], bool]) -> None:
@@ -88,35 +114,39 @@ def _plain(source: Source, folder: RunFolder, console: Console, leave: Callable[
 
 def line(state: RunState) -> str:
     """The state in one line: `training · step 120/470 · 0:32 left · 1,650 samples/s · loss 0.4321`."""
-    return clean(" · ".join([state.words, *_figures(state, _now(state))]))
+    return visible_line(" · ".join([state.words, *_figures(state, _now(state))]))
 
 
 def view(state: RunState, folder: RunFolder, height: int | None = None) -> RenderableType:
     """The whole picture; with a `height` in lines it shows no more ranks than fit."""
     rows = state.world_size if height is None else max(2, height - _LINES_AROUND)
     parts = [_head(state, folder), _progress(state), Text(""), _table(state, rows), _legend()]
-    parts += [Text(clean(text), style="dim") for text in (*_replicas(state), *_sampled(state))]
+    parts += [Text(visible_line(text), style="dim") for text in (*_replicas(state), *_sampled(state))]
     parts += [_finding(finding, folder) for finding in findings(state)]
-    tail = _tail(folder.log_of(0))
+    tail = _tail(folder)
     if tail:
         parts += [Text("\nrank 0 says", style="dim"), *(Text(f"  {text}", no_wrap=True, overflow="ellipsis") for text in tail)]
     return Group(*parts)
 
 
-def runs_table(rows: Sequence[dict]) -> Table:
-    """The table of recorded runs, from their summaries, the newest last."""
+def runs_table(rows: Sequence[dict]) -> RenderableType:
+    """The table of recorded runs, from their summaries, the newest last; below it why some cannot be read."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name, justify in (("run", "left"), ("state", "left"), ("workload", "left"), ("ranks", "right"), ("steps", "right")):
         table.add_column(name, justify=justify, no_wrap=True, overflow="fold" if name == "run" else "ellipsis")
     for name in ("seconds", "samples/s", "loss", "accuracy"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
+        if row["state"] == "unreadable":
+            table.add_row(*(Text(visible_line(cell)) for cell in (row["run"], "unreadable")), style="yellow")
+            continue
         what = row["workload"] or Path(row["script"] or "").name
         figures = (_number(row["seconds"]["total"], ".1f"), _number(row["samples_per_second"], ",.0f"))
         figures += (_number(row["loss"], ".4f"), _number(row["accuracy"], ".1%"))
-        cells = (clean(row["run"]), clean(row["state"]), clean(what), str(row["world_size"]), str(row["steps"]), *figures)
-        table.add_row(*(Text(cell) for cell in cells), style=None if row["state"] != "failed" else "red")
-    return table
+        cells = (row["run"], row["state"], what, str(row["world_size"]), str(row["steps"]), *figures)
+        table.add_row(*(Text(visible_line(cell)) for cell in cells), style=None if row["state"] != "failed" else "red")
+    reasons = [f"{row['run']} cannot be read: {row['reason']}" for row in rows if row["state"] == "unreadable"]
+    return Group(table, *(Text(visible_line(reason), style="yellow") for reason in reasons))
 
 
 def watch_comparison(comparing: Comparing, console: Console, look: Callable[[], None] = lambda: None) -> Sequence[Row]:
@@ -128,7 +158,7 @@ def watch_comparison(comparing: Comparing, console: Console, look: Callable[[], 
             for row in comparing.rows:
                 if row.over and row.run and row.run not in said:
                     said.add(row.run)
-                    console.print(Text(clean(f"{row.title}: {row.words} · {row.steps} steps · {row.run}")), soft_wrap=True)
+                    console.print(Text(visible_line(f"{row.title}: {row.words} · {row.steps} steps · {row.run}")), soft_wrap=True)
             time.sleep(_SECONDS)
         console.print(comparison(comparing.rows, comparing.left_out))
         return comparing.rows
@@ -148,41 +178,33 @@ def comparison(rows: Sequence[Row], left_out: Mapping[str, str], final: bool = T
         table.add_column(head, justify="right" if 0 < number < 8 else "left", no_wrap=number != 8)
     for row in rows:
         style = "red" if row.failed else "dim" if not row.run else None
-        table.add_row(*(Text(clean(cell)) for cell in cells(row)), _Shares(row.phases), style=style)
+        table.add_row(*(Text(visible_line(cell)) for cell in cells(row)), _Shares(row.phases), style=style)
     for row in beside(rows):
         table.add_row(*(Text(cell) for cell in (*cells(row)[:-1], "recorded elsewhere")), Text(""), style="dim")
-    said = [Text(f"  {clean(sentence)}", style="dim") for sentence in sentences(rows, left_out)] if final else []
+    said = [Text(f"  {visible_line(sentence)}", style="dim") for sentence in sentences(rows, left_out)] if final else []
     return Group(table, _legend(), *said)
-
-
-def clean(text: str) -> str:
-    """Text from outside without what a terminal would obey: escapes and control characters (newline and tab stay)."""
-    return _ESCAPES.sub("", text)
 
 
 # ---- the parts of the picture
 
 
 def _head(state: RunState, folder: RunFolder) -> RenderableType:
-    try:
-        spec = Spec.from_json(state.spec) if state.spec else None
-    except SpecError:
-        spec = None
+    spec = state.asked
     device = {"cpu": "CPU ", "cuda": "GPU "}.get(state.spec.get("device"), "")
     ranks = f"{state.world_size} {device}rank{'s' if state.world_size > 1 else ''}"
-    if spec is None or spec.script is not None:
-        title, batch = f"{Path(state.spec.get('script') or folder.name).name} · {ranks}", ""
+    if spec is None:
+        title, batch = f"{Path(state.spec.get('script') or folder.name).name} · {ranks}", state.note
     else:
         title = f"{spec.strategy_row.title} · {spec.workload} on {spec.data} · {spec.precision} · {ranks}"
         batch = "\n".join(filter(None, (spec.batch_sentence, state.note)))
     grid = _grid(1, 0)
-    grid.add_row(Text(clean(title), style="bold"), Text(clean(folder.name), style="dim"))
+    grid.add_row(Text(visible_line(title), style="bold"), Text(visible_line(folder.name), style="dim"))
     return Group(grid, Text(batch, style="dim")) if batch else grid
 
 
 def _progress(state: RunState) -> RenderableType:
     style = _STYLES.get(state.status.get("state", ""), "bold cyan")
-    words = Text.assemble("● ", clean(state.words), style=style, no_wrap=True, overflow="ellipsis")
+    words = Text.assemble("● ", visible_line(state.words), style=style, no_wrap=True, overflow="ellipsis")
     figures = Text(" · ".join(_figures(state, _now(state))), no_wrap=True, overflow="ellipsis")
     total = state.total_steps
     if state.over or not total:
@@ -202,8 +224,8 @@ def _figures(state: RunState, speed: float | None) -> list[str]:
         figures.append(f"step {state.step}/{total}" if total else f"step {state.step}")
     if left is not None and not state.over:
         figures.append(f"{int(left) // 60}:{int(left) % 60:02d} left")
-    if state.over and state.status.get("started") and state.status.get("ended"):
-        figures.append(f"{state.status['ended'] - state.status['started']:.1f} s in all")
+    if state.over and state.seconds is not None:
+        figures.append(f"{state.seconds:.1f} s in total")
     if speed:
         figures.append(f"{speed:,.0f} samples/s")
     if loss is not None:
@@ -261,7 +283,7 @@ def _row(state: RunState, number: int) -> list[RenderableType]:
     seconds, samples = _mean(steps.seconds), _mean(steps.samples)
     memory = [steps.memory[name][-1] if len(steps) else math.nan for name in ("allocated", "peak")]
     cells = (
-        clean(str(rank.device)) if rank.started else "–",
+        visible_line(str(rank.device)) if rank.started else "–",
         str(int(steps.step[-1])) if len(steps) else "–",
         _number(steps.loss[-1] if len(steps) else None, ".4f"),
         _number(samples / seconds if seconds else None, ",.0f"),
@@ -307,29 +329,22 @@ def _finding(finding: Finding, folder: RunFolder) -> RenderableType:
     style = "bold red" if finding.kind == "wrong" else "yellow"
     text = Text.assemble(
         ("\n", ""),
-        (clean(finding.title), style),
-        (f"\n  {clean(finding.evidence)}", style),
-        f"\n  because {clean(finding.cause)}\n  {clean(finding.way_out)}",
+        (visible_line(finding.title), style),
+        (f"\n  {visible_line(finding.evidence)}", style),
+        f"\n  because {visible_line(finding.cause)}\n  {visible_line(finding.way_out)}",
     )
     log = folder.log_of(finding.ranks[0], "stderr") if finding.ranks else None
     if log:
         path = log.relative_to(Path.cwd()) if log.is_relative_to(Path.cwd()) else log
-        text.append(f"\n  {clean(str(path))}", style="dim")
+        text.append(f"\n  {visible_line(str(path))}", style="dim")
     return text
 
 
-def _tail(path: Path | None) -> list[str]:
-    """The last lines of a log, at most `_TAIL`; a progress bar's carriage returns leave what was written last."""
-    if path is None:
-        return []
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return []
-    lines = [clean(part.rstrip("\r").rsplit("\r", 1)[-1]).expandtabs(4) for part in text.split("\n")]
-    return [part for part in lines if part.strip()][-_TAIL:]
+def _tail(folder: RunFolder) -> list[str]:
+    """The last lines of rank 0's log, at most `_TAIL`."""
+    path = folder.log_of(0)
+    lines = visible_log(folder.end_of(path, _TAIL_BYTES)).expandtabs(4).split("\n") if path else []
+    return [line for line in lines if line.strip()][-_TAIL:]
 
 
 def _grid(*ratios: int) -> Table:
@@ -339,20 +354,12 @@ def _grid(*ratios: int) -> Table:
     return grid
 
 
-def _mean(column: array) -> float:
+def _mean(column: Column) -> float:
     """The mean of the newest values that are known; NaN where none is. The first step, which warms up, counts only while it is alone."""
-    known = [value for value in column[max(1, len(column) - _RECENT) :] or column if not math.isnan(value)]
-    return sum(known) / len(known) if known else math.nan
+    newest = column[max(1, len(column) - _RECENT) :] if len(column) > 1 else column[:]
+    known = newest[~numpy.isnan(newest)]
+    return float(known.mean()) if len(known) else math.nan
 
 
 def _number(value: float | None, form: str) -> str:
     return "–" if not isinstance(value, (int, float)) or math.isnan(value) else format(value, form)
-
-
-def sizes(*counts: float) -> str:
-    """Bytes in words, in the unit of the largest: `4.8 / 8.6 MiB`; a dash for each NaN."""
-    largest = max((count for count in counts if not math.isnan(count)), default=0.0)
-    power = min(3, int(math.log(max(largest, 1), 1024)))
-    unit = ("B", "KiB", "MiB", "GiB")[power]
-    form = ".1f" if power else ".0f"
-    return " / ".join(_number(count / 1024**power, form) for count in counts) + (f" {unit}" if largest else "")

@@ -1,8 +1,9 @@
-"""Bytes and counts in words."""
+"""Bytes, counts and ranks in words."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -12,7 +13,41 @@ def counted(number: int, thing: str, plural: str = "s") -> str:
     return f"{number:,} {thing}" + ("" if number == 1 else plural)
 
 
+def ranks_in_words(numbers: Iterable[int], of: int | None = None) -> str:
+    """`rank 3`, `ranks 0, 1`; `all 4 ranks` if these are all the `of` ranks of a run with several."""
+    numbers = list(numbers)
+    if of is not None and of > 1 and len(set(numbers)) == of:
+        return f"all {of} ranks"
+    return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, numbers))
+
+
 def size(count: float, digits: int = 1) -> str:
-    """`3.1 MiB`, in the largest unit that leaves at least one; whole bytes have no digits."""
-    power = min(len(_UNITS) - 1, int(math.log(max(abs(count), 1), 1024)))
+    """`3.1 MiB`, in the largest unit that leaves at least one; whole bytes have no digits. A dash for what is not known."""
+    if not math.isfinite(count):
+        return "–"
+    power = _power(count, digits)
     return f"{count / 1024**power:.{digits if power else 0}f} {_UNITS[power]}"
+
+
+def sizes(*counts: float) -> str:
+    """Several in one unit, `4.8 / 8.6 MiB`, where that leaves at least one of it for each; else in their own: `4.6 MiB / 1.9 GiB`."""
+    known = [count for count in counts if math.isfinite(count)]
+    power = max((_power(count) for count in known), default=0)
+    if any(count and _power(count) < power for count in known):
+        return " / ".join(map(size, counts))
+    texts = [f"{count / 1024**power:.{1 if power and count else 0}f}" if math.isfinite(count) else "–" for count in counts]
+    return " / ".join(texts) + (f" {_UNITS[power]}" if known else "")
+
+
+def scale(largest: float) -> tuple[float, str]:
+    """The unit of an axis that goes up to `largest` bytes: how many bytes it is, and its name."""
+    power = max(1, _power(largest)) if math.isfinite(largest) else 1
+    return float(1024**power), _UNITS[power]
+
+
+def _power(count: float, digits: int = 1) -> int:
+    """Which of the units suits: one that still leaves at least one, and less than 1024 of it once it is rounded."""
+    power = min(len(_UNITS) - 1, int(math.log(max(abs(count), 1), 1024)))
+    if power < len(_UNITS) - 1 and round(abs(count) / 1024**power, digits if power else 0) >= 1024:
+        power += 1
+    return power

@@ -25,7 +25,6 @@ import os
 import shutil
 import signal
 import time
-from pathlib import Path
 
 from labkit import Spec, check, excerpt, place, run, show
 
@@ -91,7 +90,7 @@ show(job)
 # ranks anew, the same program from its first line. What brings them back to where they were is not torchrun but `resume`:
 
 # %%
-print(excerpt(Spec("ddp", **SAVING), "resume"))
+print(excerpt(Spec("ddp", **SAVING), "intact", "resume"))
 
 # %%
 print(job.logs(rank=0).replace(str(job.folder.path), "…"))
@@ -112,20 +111,20 @@ print(f"steps computed twice: {ended - began + 1}")
 
 # %%
 newest = max(job.folder.checkpoints.glob("step*"))
-print(f"{newest.name}: {newest.stat().st_size / 1e6:.2f} MB; predicted {predicted / 1e6:.2f} MB")
+written = sum(file.stat().st_size for file in newest.iterdir())
+print(f"{newest.name}: {written / 1e6:.2f} MB; predicted {predicted / 1e6:.2f} MB")
 
 # %% [markdown]
 # ## Go on with another number of ranks
 #
-# The checkpoint is that of one device, so it does not care how many ranks read it. Take what was there after step 100, and go on
-# with four ranks. `scaling="strong"` says that all ranks together take 128 samples, so each of the four takes 32.
+# The checkpoint holds the whole state, as one device would save it, so any number of ranks can load it. Resume from step 100 with
+# four ranks. `scaling="strong"` says that all ranks together take 128 samples, so each of the four takes 32.
 #
 # Predict: will the losses of steps 101 to 200 be the same, nearly the same, or others?
 
 # %%
 shutil.rmtree("step100", ignore_errors=True)
-Path("step100").mkdir()
-shutil.copy(job.folder.checkpoints / "step00000100.pt", "step100")
+shutil.copytree(job.folder.checkpoints / "step00000100", "step100")
 four = run("ddp", **{**SAVING, **place(4)}, steps=200, resume="step100", sample_every=0).wait()
 print(four.words)
 
@@ -157,7 +156,7 @@ for step in (101, 102, 105, 110, 120, 150, 200):
 # writes what it has, and a small index says what lies where:
 
 # %%
-print(excerpt(Spec("fsdp2", **SAVING), "checkpoint_of", "save"))
+print(excerpt(Spec("fsdp2", **SAVING), "tensors_of", "save", "publish"))
 
 # %% [markdown]
 # Which lines run on every rank, which on rank 0 alone? What does the barrier guard?

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from labkit.diagnose import findings
+from labkit.record import kinds
+from labkit.record.documents import DOCUMENTS
 from labkit.spec import Spec
 from labkit.state import RunState
 
@@ -87,7 +89,7 @@ def script(nproc: int = 2) -> dict:
 
 def status(state: str, **failures) -> dict:
     """`rank1=-9` is a rank that torchrun has seen die."""
-    names = {-6: "SIGABRT", -9: "SIGKILL", -15: "SIGTERM"}
+    names = {-6: "SIGABRT", -9: "SIGKILL", -11: "SIGSEGV", -15: "SIGTERM"}
     codes = {name.removeprefix("rank"): code if isinstance(code, tuple) else (code, "") for name, code in failures.items()}
     failed = {name: {"exit_code": code, "signal": names.get(code), "t": 9e9, "message": said} for name, (code, said) in codes.items()}
     return {"kind": "status", "status": {"state": state, "failures": failed}}
@@ -170,12 +172,20 @@ def memory(rank: int, peak: int, **at_peak: int) -> dict:
 
 
 def fold(*events) -> RunState:
-    """The state after events, or lists of them."""
+    """The state after events, or lists of them, checked as they are when they are read."""
     state = RunState()
     for event in events:
         for one in event if isinstance(event, list) else [event]:
-            state.apply(one)
+            trusted = _document(one) if one.get("kind") in ("spec", "status") else kinds.checked({"t": 0.0} | one)
+            state.broken += trusted is None
+            state.apply(trusted or {})
     return state
+
+
+def _document(event: dict) -> dict | None:
+    """An event of `spec` or `status`, which are documents of the run folder."""
+    kind, shape = event["kind"], DOCUMENTS[f"{event['kind']}.json"].shape
+    return {"kind": kind, kind: shape.known(event[kind])} if shape.check(event.get(kind)) else None
 
 
 def names(state: RunState) -> list[str]:

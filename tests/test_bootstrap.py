@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from labkit import __main__, bootstrap, environment
+from labkit import __main__, bootstrap, cli, environment
 from labkit.environment import CLONE, CONSTRAINTS, PROJECT, Requirement, release
 from labkit.progress import Progress
 
@@ -378,3 +379,71 @@ def test_ci_calls_the_test_command():
     ci = CLONE / ".ci" / "run"
     assert os.access(ci, os.X_OK)
     assert ci.read_text().splitlines()[-1] == "exec python3 -m labkit test"
+
+
+# ---- extras that somebody asks for
+
+
+def asked(*extras: str):
+    return cli.parse(["setup", *(word for extra in extras for word in ("--with", extra))])
+
+
+def test_setup_with_an_extra_asks_for_it():
+    assert asked().extras == ("lab",)
+    assert asked("deepspeed").extras == ("lab", "deepspeed")
+    assert asked("deepspeed,mnist", "deepspeed").extras == ("lab", "deepspeed", "mnist")
+    for extra in environment.OPTIONAL:
+        assert environment.requirements(extra), f"pyproject.toml has no extra {extra}"
+
+
+def test_an_extra_goes_into_the_environment_that_is_active_and_changes_nothing_there(calls, monkeypatch, tmp_path):
+    having(monkeypatch, lacks=["deepspeed"], active="the conda environment /opt/lab")
+    bootstrap.ensure(asked("deepspeed").extras, ["setup", "--with", "deepspeed"])
+    ((_, arguments),) = calls
+    assert arguments[-1] == "deepspeed>=1" and arguments[0] == "-c"
+
+
+def test_an_extra_goes_into_the_clone_s_own_environment_with_the_tested_versions(calls, monkeypatch):
+    having(monkeypatch, lacks=["deepspeed"], torch=False)
+    with pytest.raises(Handed):
+        bootstrap.ensure(asked("deepspeed").extras, ["setup", "--with", "deepspeed"])
+    install = next(call[1] for call in calls if call[0] == "install")
+    assert install[-1].endswith("[deepspeed,lab,torch]") and install[:2] == ["-c", str(bootstrap.CONSTRAINTS)]
+    assert calls[-1] == ("become", [str(bootstrap.VENV_PYTHON), "-m", "labkit", "setup", "--with", "deepspeed"])
+
+
+def test_an_environment_without_pip_is_one_clear_sentence(calls, monkeypatch):
+    having(monkeypatch, lacks=["deepspeed"], active="the conda environment /opt/lab")
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "pip" else found(name, *rest))
+    with pytest.raises(bootstrap.SetupError) as caught:
+        bootstrap.ensure(asked("deepspeed").extras, ["setup", "--with", "deepspeed"])
+    assert str(caught.value) == "the conda environment /opt/lab lacks deepspeed, and has no pip; install them into it, or deactivate it"
+    assert calls == []
+
+
+@pytest.mark.parametrize(
+    ("extra", "clone", "says"),
+    [
+        ("mnist", True, "torchvision must be built for the torch of the conda environment /opt/lab and is not added to it; install it"),
+        ("deepspeed", True, "deepspeed was not added to the conda environment /opt/lab; install it there, or deactivate"),
+        ("deepspeed", False, "labkit is a package of"),
+    ],
+)
+def test_an_extra_that_could_not_be_added_is_refused_with_the_reason(place, monkeypatch, capsys, extra, clone, says):
+    having(monkeypatch, active="the conda environment /opt/lab")
+    monkeypatch.setattr(environment, "has", lambda name: False)
+    if not clone:
+        environment.PROJECT.unlink()
+    assert cli.act(asked(extra)) == 1
+    told = capsys.readouterr().err
+    assert told.startswith(f"labkit: {says}") and told.count("\n") == 1
+
+
+def test_nobody_is_told_to_install_a_package_called_labkit():
+    """On public registries that name is somebody else's project."""
+    texts = [path for folder in ("labkit", "labs") for path in (CLONE / folder).rglob("*") if path.suffix in (".py", ".md", ".j2", ".js")]
+    for path in (*texts, CLONE / "README.md", CLONE / "environment.yml"):
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"(pip3?|uv|conda|pipx)\s[^\n]*install[^\n]*\blabkit\b", text), path
+        assert not re.search(r"labkit\[\w+\]", text), path

@@ -18,6 +18,7 @@ import pytest
 from conftest import processes_of, wait_until
 
 sync_api = pytest.importorskip("playwright.sync_api")
+sync_api.expect.set_options(timeout=60_000)  # ms: a busy machine takes its time
 pytestmark = pytest.mark.browser
 
 ROOT = Path(__file__).parents[1]

@@ -1,97 +1,161 @@
-"""Checkpoints: a run that was broken goes on as if it had not been; what cannot be used is named, and the one before it is used."""
+"""Checkpoints in training: a resumed run continues as if it had not been interrupted, and never starts from scratch instead."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import wait_until
-from weaving import RECORDER, TORCHRUN, record, run_alone
+from weaving import TORCHRUN, run_alone
 
-from labkit import SpecError
-from labkit.api import run, settle
+from labkit.api import Run, run, settle
+from labkit.launch.job import Job
 from labkit.script import write_script
 from labkit.spec import Spec
+from labkit.state import RunState
 from labkit.strategies import STRATEGIES
 
-ASKED = {"batch_size": 32, "scaling": "strong", "samples": 110, "seed": 3, "device": "cpu", "save_every": 2}
+STEPS, SAVED = 8, 6  # the run resumes within the second epoch of four steps
+ASKED = {"batch_size": 32, "scaling": "strong", "samples": 110, "seed": 3, "device": "cpu", "steps": STEPS, "save_every": 3}
 CASES = {name: min(row.default_nproc or 2, 4) for name, row in STRATEGIES.items() if "save_every" not in row.lacks}
 
 
-def asked(strategy: str, **more) -> Spec:
+def asked(strategy: str, **more) -> dict:
+    """The arguments of `run`; `nproc` is the strategy's in CASES unless it is given."""
     sized = {"workload": "gpt", "batch_size": 8, "samples": 26} if strategy == "cp" else {"workload": "mlp"}
-    return Spec(strategy, nproc=CASES[strategy], **ASKED | sized | more)
+    return {"nproc": CASES[strategy], **ASKED, **sized, **more}
 
 
-def again(spec: Spec, folder: Path, rank: int = 0) -> tuple[list, str]:
-    """Writes the script of `spec` over the one in `folder` and runs it there: a rank's losses, and what was printed."""
-    (folder / "train.py").write_text(write_script(spec), encoding="utf-8")
-    launcher = [sys.executable] if spec.processes == 1 else [*TORCHRUN, f"--nproc-per-node={spec.processes}"]
-    said = run_alone([*launcher, str(RECORDER), "train.py", "."], folder)
-    return json.loads((folder / f"rank{rank}.json").read_text())["losses"], said
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory) -> Callable[[str], Run]:
+    """A run of a strategy that was not interrupted, with checkpoints of steps 3 and 6; each is started once."""
+    known: dict[str, Run] = {}
+
+    def of(strategy: str) -> Run:
+        if strategy not in known:
+            root = tmp_path_factory.mktemp(strategy)
+            known[strategy] = Run(Job.start(settle(strategy, **asked(strategy)), root=root)).wait(240)
+            assert known[strategy].words == "finished", known[strategy].logs(0, "stderr")
+        return known[strategy]
+
+    return of
+
+
+def checkpoint(of: Run, step: int = SAVED) -> Path:
+    return of.folder.checkpoints / f"step{step:08}"
+
+
+def column(state: RunState, name: str, after: int = 0) -> dict[int, list[str]]:
+    """A column of the steps behind `after`, by rank, as text: NaN equals itself there."""
+    return {
+        number: [repr(value) for step, value in zip(rank.steps.step, getattr(rank.steps, name)) if step > after]
+        for number, rank in state.ranks.items()
+    }
+
+
+def mean_losses(state: RunState, after: int) -> list[float]:
+    """The mean of the ranks' losses of each step behind `after`."""
+    found: dict[int, list[float]] = {}
+    for rank in state.ranks.values():
+        for step, loss in zip(rank.steps.step, rank.steps.loss):
+            if step > after and not math.isnan(loss):
+                found.setdefault(int(step), []).append(loss)
+    return [sum(losses) / len(losses) for losses in found.values()]
 
 
 @pytest.mark.parametrize("strategy", CASES)
-def test_losses_after_a_resume_are_those_of_an_unbroken_run_bit_for_bit(strategy, tmp_path):
-    spec = asked(strategy, steps=7)
-    speaker = spec.strategy_row.constants(spec).get("LOSS_RANK", 0)
-    unbroken = record(spec, tmp_path / "run")[speaker]["losses"]
-    for newest in (tmp_path / "run" / "checkpoints").glob("step00000006*"):  # as if it had been broken off before
-        newest.rename(tmp_path / newest.name)
-    resumed, said = again(spec, tmp_path / "run", speaker)
-    assert "step00000004" in said
-    assert len(unbroken) == 7
-    assert resumed == unbroken[4:], "in the second epoch, after the fourth step"
+def test_a_resumed_run_trains_and_reports_the_steps_of_an_unbroken_one(unbroken, strategy):
+    whole = unbroken(strategy)
+    resumed = run(strategy, **asked(strategy, resume=str(checkpoint(whole)))).wait(240)
+    assert resumed.words == "finished", resumed.logs(0, "stderr")
+    state = resumed.state
+    assert column(state, "step") == {rank: ["7.0", "8.0"] for rank in state.ranks}, "no step of an optimizer that only creates its state"
+    assert column(state, "loss") == column(whole.state, "loss", after=SAVED), "bit for bit"
+    assert column(state, "samples") == column(whole.state, "samples", after=SAVED), "no sample of a batch that was skipped"
+    for number, rank in state.ranks.items():
+        continued = next(event["t"] for event in state.metrics if event["name"] == "step" and event["rank"] == number)
+        assert rank.steps.t[0] - rank.steps.seconds[0] >= continued - 0.005, "no time of a batch that was skipped"
+    assert resumed.summary()["steps"] == STEPS
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader", "nproc"), [("ddp", "single", 1), ("zero1", "dp", 2), ("fsdp2", "tp", 2), ("fsdp2", "fsdp2_tp", 4), ("pp", "pp", 3)]
+)
+def test_strategies_with_the_same_layout_resume_from_each_other(unbroken, writer, reader, nproc):
+    whole = unbroken(writer)
+    resumed = run(reader, **asked(reader, nproc=nproc, resume=str(checkpoint(whole)))).wait(240)
+    assert resumed.words == "finished", resumed.logs(0, "stderr")
+    assert mean_losses(resumed.state, 0) == pytest.approx(mean_losses(whole.state, SAVED), rel=1e-5)
+
+
+# ---- the script by hand
+
+
+def by_hand(folder: Path, strategy: str, **more) -> str:
+    """Writes a script into `folder` and runs it there; what it printed."""
+    spec = Spec(strategy, **asked(strategy, **more))
+    (folder / "train.py").write_text(write_script(spec), encoding="utf-8")
+    launcher = [sys.executable] if spec.processes == 1 else [*TORCHRUN, f"--nproc-per-node={spec.processes}"]
+    return run_alone([*launcher, "train.py"], folder)
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(("strategy", "weights"), [("single", "state.pt"), ("fsdp2", "__1_0.distcp")])
+def test_a_damaged_checkpoint_is_named_and_a_restart_uses_the_one_before_it(unbroken, strategy, weights, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(unbroken(strategy).folder.checkpoints, folder / "checkpoints")
+    flip_a_bit(folder / "checkpoints" / "step00000006" / weights)
+    said = by_hand(folder, strategy)
+    assert f"step00000006 cannot be used: {weights} is missing or has changed since it was written\n" in said
+    assert "resuming from" in said
+    assert "step00000003\n" in said
+    repaired = json.loads((folder / "checkpoints" / "step00000006" / "manifest.json").read_text())
+    assert repaired["step"] == 6, "written again in the place of the damaged one"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "more", "says"),
+    [
+        ("single", {}, "Cannot resume: {} cannot be used: its layout is 'shards', and not 'whole'"),
+        ("fsdp2", {"workload": "cnn"}, "Cannot resume: {} cannot be used: its workload is 'mlp', and not 'cnn'"),
+        ("fsdp2", {"steps": 4}, "Nothing to do: step 6 is saved, the last is 4"),
+    ],
+)
+def test_a_script_by_hand_never_starts_from_scratch_when_it_was_to_resume(unbroken, strategy, more, says, tmp_path):
+    written = checkpoint(unbroken("fsdp2"))
+    with pytest.raises(AssertionError) as failed:
+        by_hand(tmp_path, strategy, resume=str(written), **more)
+    assert says.format(written) in str(failed.value)
+
+
+# ---- restarts
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_a_checkpoint_that_cannot_be_used_is_named_and_the_one_before_it_is_used(strategy, tmp_path):
-    folder = tmp_path / "run"
-    record(asked(strategy, steps=6), folder)
-    newest = sorted((folder / "checkpoints").glob("step*"))[-1]
-    cut = newest if newest.is_file() else max(newest.iterdir(), key=lambda path: path.stat().st_size)
-    os.truncate(cut, cut.stat().st_size // 2)
-    losses, said = again(asked(strategy, steps=7), folder)
-    assert f"{newest.name}" in said.split("cannot be used")[0]
-    assert "going on from" in said
-    assert len(losses) == 3, "steps 5, 6 and 7"
-
-
-def test_foreign_checkpoints_alone_end_the_run(tmp_path):
-    folder = tmp_path / "run"
-    record(asked("single", steps=2), folder)
-    spec = Spec("single", "cnn", **ASKED, steps=3)
-    (folder / "train.py").write_text(write_script(spec), encoding="utf-8")
-    with pytest.raises(AssertionError, match="none of them can be used"):
-        run_alone([sys.executable, "train.py"], folder)
-
-
-def test_a_killed_rank_brings_the_group_back_from_the_newest_checkpoint():
-    started = run("ddp", workload="mlp", nproc=2, device="cpu", batch_size=16, steps=400, samples=6400, save_every=10, max_restarts=1)
-    wait_until(lambda: (started.folder.checkpoints / "step00000010.pt").exists())
+def test_a_killed_rank_brings_the_group_back_from_the_newest_checkpoint(strategy):
+    how = {"workload": "mlp", "nproc": 2, "device": "cpu", "batch_size": 16, "samples": 6400}
+    started = run(strategy, steps=200, save_every=10, max_restarts=1, sample_every=0, **how)
+    wait_until(lambda: (started.folder.checkpoints / "step00000010").exists(), 120)
     os.kill(started.state.ranks[1].pid, signal.SIGKILL)
-    summary = started.wait(120).summary()
-    assert (summary["state"], summary["restarts"], summary["steps"]) == ("finished", 1, 400)
-    state = started.state
-    assert {rank.attempt for rank in state.ranks.values()} == {1}
-    first = state.ranks[0].steps.step[state.ranks[0].first_step]
-    assert first > 10
-    assert first % 10 == 1, "the step after a checkpoint"
-    assert "going on from" in started.logs(0)
-
-
-def test_resume_takes_the_checkpoints_of_another_run(tmp_path):
-    first = run("single", workload="mlp", device="cpu", batch_size=16, steps=4, samples=160, save_every=2).wait(120)
-    second = run("single", workload="mlp", device="cpu", batch_size=16, steps=6, samples=160, resume=first.name).wait(120)
-    assert second.summary()["state"] == "finished"
-    assert list(second.state.ranks[0].steps.step) == [5, 6]
-    shutil.rmtree(first.folder.checkpoints)
-    with pytest.raises(SpecError, match="there are no checkpoints in"):
-        settle("single", workload="mlp", resume=first.name)
-    with pytest.raises(SpecError, match="there is no run 'nothing'"):
-        settle("single", workload="mlp", resume="nothing")
+    summary = started.wait(240).summary()
+    assert (summary["state"], summary["restarts"], summary["steps"]) == ("finished", 1, 200)
+    for rank in started.state.ranks.values():
+        assert rank.attempt == 1
+        steps = [int(step) for step in rank.steps.step[rank.first_step :]]
+        assert steps[0] > 10
+        assert steps[0] % 10 == 1, "the step after a checkpoint"
+        assert steps == list(range(steps[0], 201))
+        assert set(rank.steps.samples) == {16.0}, "no sample of a batch that was skipped"
+    assert "resuming from" in started.logs(0)

@@ -277,7 +277,6 @@ def test_quick_runs_nothing(monkeypatch):
     "arguments, says",
     [
         (("scalling",), "claim 'scalling' is not known (did you mean scaling?); there is cnn-parameters, batch, "),
-        (("--rounds", "0"), "rounds was 0; it takes a whole number of at least 1"),
         (("two-gpus", "--quick"), "two-gpus is measured, and quick leaves out what needs runs; ask without it"),
     ],
 )
@@ -285,6 +284,12 @@ def test_what_cannot_be_tried_is_one_sentence(capsys, arguments, says):
     assert cli.act(cli.parse(("claims", *arguments))) == 2
     out, error = capsys.readouterr()
     assert out == "" and error.startswith(f"labkit: {says}") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("rounds", [0, -1, 101, 1.5, "3", True])
+def test_rounds_are_bounded(rounds):
+    with pytest.raises(ValueError, match="rounds must be an integer from 1 to 100, got"):
+        on_trial("batch", rounds=rounds)
 
 
 def test_the_command_gives_one_object_or_a_table(capsys):

@@ -43,6 +43,8 @@ def called(*arguments: str) -> int:
 
 # ---- what cannot be meant
 
+SPEEDS = {"nan": "nan", "inf": "inf", "-1": "-1.0", "0": "0.0", "1e400": "inf", "fast": "'fast'"}
+
 
 @pytest.mark.parametrize(
     ("arguments", "field", "says"),
@@ -51,7 +53,7 @@ def called(*arguments: str) -> int:
         ("run zzz", "strategy", "; a script of your own is named by its path, ending in .py"),
         ("run nowhere.py", "script", "there is no script 'nowhere.py'"),
         ("run ddp --workload cn", "workload", "there is cnn, mlp, gpt and resnet18"),
-        ("run ddp --nproc 0", "nproc", "nproc was 0; it takes a whole number of at least 1"),
+        ("run ddp --nproc 0", "nproc", "--nproc must be an integer from 1 to 65536, got 0"),
         ("run ddp --nproc 4000 --device cpu", "nproc", "4000 CPU ranks were asked for"),
         ("run ddp --scaling strong --batch-size 7 --nproc 2", "batch_size", "use 6 or 8"),
         ("run ddp --steps 3 --epochs 2", "steps", "give one of them"),
@@ -61,9 +63,32 @@ def called(*arguments: str) -> int:
         ("run ddp -- --lr 1", "args", "goes with a script of your own"),
         ("run train.py --workload cnn", "workload", "goes with a strategy"),
         ("run single --nproc 2", "strategy", "single trains on one device"),
-        ("run ddp --nproc two", None, "invalid int value: 'two'"),
-        ("run", None, "required: STRATEGY|PATH.py"),
+        ("run ddp --nproc two", "nproc", "--nproc must be an integer from 1 to 65536, got 'two'"),
+        ("run", None, "nothing to run was given; name a strategy"),
+        (
+            "run ddp --seed 18446744073709551616",
+            "seed",
+            "--seed must be an integer from 0 to 9223372036854775807, got 18446744073709551616",
+        ),
+        ("run ddp --seed -1", "seed", "got -1"),
+        ("run ddp --batch-size 99999999999", "batch_size", "--batch-size must be an integer from 1 to 1000000000, got 99999999999"),
+        ("run ddp --batch-size 1000000 --nproc 2", "batch_size", "use --batch-size 30000, or more --samples"),
+        ("run ddp --nproc 100000000000000000000", "nproc", "--nproc must be an integer from 1 to 65536, got 100000000000000000000"),
+        ("run ddp --steps nan", "steps", "got 'nan'"),
+        ("run ddp --option workers=1000", "options", "option workers must be an integer from 0 to 64, got '1000'"),
+        ("run ddp --option clip_norm=nan", "options", "option clip_norm must be a number from 0 to 1e+12, got 'nan'"),
+        ("run ddp --option clip_norm=inf", "options", "got 'inf'"),
+        ("run ddp --option accumulate=1000", "options", "use accumulate=128 or less"),
+        ("run ddp --fault slow_rank --nproc 1", "fault", "use --nproc 2"),
+        ("run ddp --workload=", "workload", "workload '' is not known; there is cnn"),
+        ("run ddp --data-dir=", "data_dir", "data_dir must be a path that is not empty, got ''"),
+        ("run -m nowhere.at.all", "script", "there is no module nowhere.at.all"),
+        ("run train.py --precision bf16", "precision", "goes with a strategy"),
+        ("compare --strategies=", "strategies", "no strategy was named"),
+        ("compare --strategies all --nproc 0", "nproc", "--nproc must be an integer from 1 to 65536, got 0"),
+        ("claims --rounds 0", None, "--rounds must be an integer from 1 to 100, got 0"),
         ("show nothing", None, "there is no run 'nothing'"),
+        ("show", None, "there is no run 'last'"),
     ],
 )
 def test_what_cannot_be_meant_is_one_sentence(runs, capsys, monkeypatch, arguments, field, says):
@@ -78,6 +103,21 @@ def test_what_cannot_be_meant_is_one_sentence(runs, capsys, monkeypatch, argumen
     assert not runs.exists() or not list(runs.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        *((f"replay --speed {speed}", f"--speed must be a number from 0.01 to 10000, got {got}") for speed, got in SPEEDS.items()),
+        ("clean --keep -1", "--keep must be an integer from 0 to 1000000, got -1"),
+        ("logs --rank -1", "--rank must be an integer from 0 to 65535, got -1"),
+        ("logs --stream stdin", "--stream must be one of stdout, stderr; got 'stdin'"),
+        ("setup --with deepsped", "extra 'deepsped' is not known (did you mean deepspeed?); there is deepspeed, handout and mnist"),
+    ],
+)
+def test_flags_are_bounded(runs, capsys, arguments, says):
+    assert called(*arguments.split()) == 2
+    assert capsys.readouterr().err == f"labkit: {says}\n"
+
+
 def test_unknown_command_names_those_there_are(capsys):
     assert called("rnu") == 2
     said = capsys.readouterr().err
@@ -86,7 +126,7 @@ def test_unknown_command_names_those_there_are(capsys):
 
 def test_no_command_shows_the_commands(capsys):
     assert called() == 2
-    assert "JupyterLab, opened on the first lab" in " ".join(capsys.readouterr().err.split())
+    assert "start JupyterLab on the first lab" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("arguments", [["runs", "--", "x"], ["stop", "a", "b"], ["run", "ddp", "--np", "2"], ["predict", "ddp"]])
@@ -280,7 +320,7 @@ def test_first_failure_stands_out_and_says_where_to_read_more(runs):
     run.writers[1].write("error", type="ValueError", message="bad [red]shape[/red]\x1b]0;title\x07\x1b[2J", traceback="")
     run.status("failed", ended=run.began + 5, failures={"0": {"exit_code": -15, "signal": "SIGTERM"}})
     text = drawn(followed(run), run.folder, 200)
-    assert "rank 1 failed first; rank 0 fell with it" in text
+    assert "rank 1 failed first: " in text and "rank 0 was terminated because rank 1 failed" in " ".join(text.split())
     assert "ValueError: bad [red]shape[/red]" in text
     assert str(run.logs[1] / "stderr.log") in text
     assert "\x1b" not in text
@@ -315,7 +355,7 @@ def test_run_with_nothing_known_yet_can_be_drawn(tmp_path):
 
 @pytest.mark.parametrize(
     ("counts", "words"),
-    [((float("nan"),), "–"), ((512.0,), "512 B"), ((5e6, 9e6), "4.8 / 8.6 MiB"), ((2e12,), "1862.6 GiB"), ((0.0,), "0")],
+    [((float("nan"),), "–"), ((512.0,), "512 B"), ((5e6, 9e6), "4.8 / 8.6 MiB"), ((2e12,), "1.8 TiB"), ((0.0,), "0 B")],
 )
 def test_sizes(counts, words):
     assert terminal.sizes(*counts) == words

@@ -259,7 +259,7 @@ def test_a_run_that_fails_does_not_end_the_others(runs, monkeypatch, capsys):
         (["--seed", "0"], "--seed goes with --strategies"),
         (["--strategies", ""], "no strategy was named"),
         (["nothing"], "there is no run 'nothing'"),
-        ([], "no run is recorded yet; compare some with: labkit compare --strategies single,ddp"),
+        ([], "no run is recorded that could be compared; make some with: labkit compare --strategies single,ddp"),
     ],
 )
 def test_wrong_usage_is_one_sentence(runs, arguments, says):

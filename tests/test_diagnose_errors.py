@@ -28,8 +28,9 @@ from diagnosed import (
 )
 
 from labkit.diagnose import RULES, findings
-from labkit.diagnose.finding import place
 from labkit.faults import FAULTS
+from labkit.launch.cgroup import out_of_memory_kills
+from labkit.stacks import of_crash, place
 from labkit.state import RunState
 
 # ---- errors that say what they are
@@ -51,6 +52,7 @@ from labkit.state import RunState
             "pid 71",
         ),
         ("shared_memory", "RuntimeError", "unable to write to file </torch_81_33_0>: No space left on device (28)", "/torch_81_33_0"),
+        ("disk_full", "OSError", "[Errno 28] No space left on device: '/data/model.pt'", "/data/model.pt"),
         ("no_nccl", "RuntimeError", "Distributed package doesn't have NCCL built in", "NCCL"),
         ("no_nccl", "RuntimeError", "No backend type associated with device type cuda", "cuda"),
         ("old_driver", "RuntimeError", "The NVIDIA driver on your system is too old (found version 11040).", "11040"),
@@ -74,7 +76,7 @@ def test_what_torchrun_says_counts_where_no_rank_said_anything():
 
 @pytest.mark.parametrize(
     "message",
-    ["/dev/shm/digits.npz: no such file", "[Errno 28] No space left on device: '/data/model.pt'", "CUDA driver initialization failed"],
+    ["/dev/shm/digits.npz: no such file", "CUDA driver initialization failed"],
 )
 def test_an_error_that_only_resembles_one_is_a_failure(message):
     assert names(fold(spec(), start(0, 1), error(1, message, "OSError"), status("failed"))) == ["first_failure"]
@@ -87,14 +89,22 @@ def test_an_error_that_only_resembles_one_is_a_failure(message):
 def test_a_killed_rank_is_the_cause_and_not_those_that_complain(complaint):
     state = fold(spec(), start(0, 1), steps(0), steps(1), error(0, complaint), status("failed", rank0=-15, rank1=-9))
     found = first(state, "first_failure")
-    assert found.title == "rank 1 failed first; rank 0 fell with it" and found.ranks == (1, 0)
+    assert found.title == "rank 1 failed first: SIGKILL; rank 0 was terminated because rank 1 failed" and found.ranks == (1, 0)
     assert found.evidence == "SIGKILL" and "killed from outside" in found.cause and len(findings(state)) == 1
+
+
+def test_a_complaint_is_not_called_first_before_torchrun_has_reported():
+    going = fold(spec(), start(0, 1), error(0, GONE), status("running"))
+    found = first(going, "first_failure")
+    assert found.title.startswith("rank 0 failed: RuntimeError") and "another rank is gone" in found.cause
+    over = fold(spec(), start(0, 1), error(0, GONE), status("failed", rank0=1, rank1=-9))
+    assert first(over, "first_failure").title.startswith("rank 1 failed first: SIGKILL")
 
 
 def test_an_exception_is_told_with_its_line():
     state = fold(spec(nproc=3), start(0, 1, 2), error(2, "bad sample", "ValueError", at=(41, "load")), error(0, GONE), status("failed"))
     found = first(state, "first_failure")
-    assert found.ranks == (2, 0, 1) and found.evidence == "ValueError: bad sample (at train.py:41 in load)"
+    assert found.ranks == (2, 0, 1) and found.evidence == "ValueError: bad sample (train.py:41 in load)"
 
 
 @pytest.mark.parametrize(
@@ -120,6 +130,165 @@ def test_an_exception_outranks_the_wait_for_it():
     """Rank 0 waited while rank 1 was busy until it failed: the exception is the cause."""
     state = fold(spec(), start(0, 1), waiting(0, op()), error(1, "bad sample", "ValueError"), error(0, GONE, t=501.0), status("failed"))
     assert names(state) == ["first_failure"] and findings(state)[0].ranks == (1, 0)
+
+
+NAME_ERROR = "name 'undefined' is not defined"
+
+
+def test_the_same_mistake_on_every_rank():
+    state = fold(
+        spec(), start(0, 1), *(error(rank, NAME_ERROR, "NameError", t=500.0 + rank, at=(12, "main")) for rank in (0, 1)), status("failed")
+    )
+    found = first(state, "first_failure")
+    assert found.title == "all 2 ranks failed in the same way: NameError: name 'undefined' is not defined (train.py:12 in main)"
+    assert found.ranks == (0, 1) and state.failure["collateral"] == [] and "terminated" not in found.title
+    assert state.words == "failed (all 2 ranks: NameError: name 'undefined' is not defined)"
+
+
+def test_the_same_mistake_on_some_ranks():
+    mistakes = [error(rank, f"index {rank + 5} is out of bounds", "IndexError", t=500.0 - rank, at=(12, "main")) for rank in (0, 2)]
+    found = first(fold(spec(nproc=3), start(0, 1, 2), mistakes, error(1, GONE, t=499.0), status("failed")), "first_failure")
+    assert found.title.startswith(
+        "ranks 0, 2 failed in the same way: IndexError: index 7 is out of bounds (train.py:12 in main); rank 1 was"
+    )
+    assert found.title.endswith("rank 1 was terminated because they failed") and found.ranks == (2, 0, 1)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        error(1, NAME_ERROR, "NameError", t=501.0, at=(40, "main")),  # the same words at another line
+        error(1, "name 'other' is not defined", "NameError", t=501.0, at=(12, "main")),
+        error(1, NAME_ERROR, "UnboundLocalError", t=501.0, at=(12, "main")),
+    ],
+)
+def test_mistakes_that_only_resemble_each_other(other):
+    state = fold(spec(), start(0, 1), error(0, NAME_ERROR, "NameError", at=(12, "main")), other, status("failed"))
+    assert first(state, "first_failure").title.startswith("rank 0 failed first: NameError") and state.failure["collateral"] == [1]
+
+
+def test_a_syntax_error_and_a_rank_that_left_no_event():
+    """Of rank 1 only torchrun's report is left, with the last line of its stderr."""
+    text = 'Traceback:\n  File "/home/ann/train.py", line 3\n    def broken(:\n               ^\nSyntaxError: invalid syntax'
+    one = {"kind": "error", "t": 5.0, "rank": 0, "type": "SyntaxError", "message": "invalid syntax (train.py, line 3)", "traceback": text}
+    state = fold(spec(), start(0), one, status("failed", rank1=(1, "SyntaxError: invalid syntax (train.py, line 3)")))
+    found = first(state, "first_failure")
+    assert found.title == "all 2 ranks failed in the same way: SyntaxError: invalid syntax (train.py, line 3)"
+    assert place(text) == "train.py:3"
+    missing = [error(rank, "[Errno 2] No such file or directory: '/home/ann/trian.py'", "FileNotFoundError", at=None) for rank in (0, 1)]
+    found = first(
+        fold(spec(), start(0, 1), [one | {"message": "no file", "traceback": ""} for one in missing], status("failed")), "first_failure"
+    )
+    assert found.title == "all 2 ranks failed in the same way: FileNotFoundError: no file"
+
+
+def test_ranks_that_left_no_event_at_all():
+    lost = {f"rank{rank}": (1, "ModuleNotFoundError: No module named 'torch'") for rank in (0, 1)}
+    found = first(fold(spec(), status("failed", **lost)), "first_failure")
+    assert found.title == "all 2 ranks failed in the same way: ModuleNotFoundError: No module named 'torch'"
+
+
+def test_one_rank_alone_failed_first_of_nobody():
+    found = first(fold(spec("single", 1), start(0), error(0, "bad", "ValueError", at=(3, "main")), status("failed")), "first_failure")
+    assert found.title == "rank 0 failed: ValueError: bad (train.py:3 in main)"
+
+
+# ---- processes that died without a message
+
+
+def died(code: int, **more) -> dict:
+    ended = status("failed", rank0=-15, rank1=code)
+    ended["status"]["failures"]["1"] |= more
+    return ended
+
+
+STACK = '  File "/home/ann/train.py", line 7, in main\n  File "/home/ann/train.py", line 41, in load'
+
+
+@pytest.mark.parametrize(
+    ("code", "more", "title", "cause"),
+    [
+        (-11, {"traceback": STACK, "last_seen": False}, "SIGSEGV (train.py:41 in load)", "code outside Python"),
+        (-9, {"traceback": STACK, "last_seen": True}, "SIGKILL (last seen at train.py:41 in load)", "killed from outside"),
+        (7, {"traceback": STACK, "last_seen": True}, "exit code 7 (last seen at train.py:41 in load)", "the exit, of this rank"),
+        (-11, {}, "SIGSEGV", "code outside Python"),
+    ],
+)
+def test_a_process_that_died_is_told_with_its_last_line(code, more, title, cause):
+    found = first(fold(spec(), start(0, 1), error(0, GONE), died(code, **more)), "first_failure")
+    assert found.title == f"rank 1 failed first: {title}; rank 0 was terminated because rank 1 failed" and cause in found.cause
+
+
+@pytest.mark.parametrize(
+    ("kills", "cause"),
+    [(0, "by a person or a scheduler"), (None, "or by the kernel because memory ran out (dmesg shows that)")],
+)
+def test_a_kill_that_was_none_of_the_kernel_or_may_have_been(kills, cause):
+    ended = died(-9)
+    ended["status"]["oom_kills"] = kills
+    assert first(fold(spec(), start(0, 1), ended), "first_failure").cause.endswith(cause)
+
+
+def test_a_rank_that_the_kernel_killed_for_memory():
+    ended = died(-9, traceback=STACK, last_seen=True)
+    ended["status"]["oom_kills"] = 1
+    sample = {"kind": "system", "t": 9.0, "ranks": {"1": {"cpu_percent": 99.0, "rss": 700 * MIB}}}
+    state = fold(spec(), start(0, 1), sample, error(0, GONE), ended)
+    found = first(state, "out_of_memory")
+    assert found.title == "rank 1 was killed by the kernel because memory ran out, last seen at train.py:41 in load"
+    assert "the kernel killed 1 process for lack of memory" in found.evidence and "700.0 MiB" in found.evidence and found.ranks == (1, 0)
+    assert names(state) == ["out_of_memory", "first_failure"] and findings(state)[1].cause.startswith("the kernel killed the process")
+
+
+# ---- what faulthandler writes
+
+CRASH = """Fatal Python error: Segmentation fault
+
+Thread 0x00007f1a2b7fe640 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 331 in wait
+  File "/home/ann/labkit/probe/waiting.py", line 41 in run
+
+Current thread 0x00007f1a3c0fe740 (most recent call first):
+  File "/usr/lib/python3.11/ctypes/__init__.py", line 519 in string_at
+  File "/home/ann/train.py", line 41 in load
+  File "/home/ann/train.py", line 7 in <module>
+
+Extension modules: numpy.core (total: 1)
+"""
+
+
+def test_the_stack_of_a_crash():
+    assert place(of_crash(CRASH)) == "train.py:41 in load"
+    assert of_crash(CRASH).splitlines()[0] == '  File "/home/ann/train.py", line 7 in <module>'
+    held = CRASH.replace("Fatal Python error: Segmentation fault", "Timeout (0:00:30)!").replace("Current thread", "Thread")
+    assert place(of_crash(held)) == "train.py:41 in load"  # the main thread is the last
+    assert (
+        of_crash("")
+        == of_crash("Killed")
+        == of_crash("Timeout (0:00:30)!\nThread 0x1 (most recent call first):\n  <no Python frame>\n")
+        == ""
+    )
+
+
+@pytest.mark.parametrize(
+    ("files", "count"),
+    [
+        ({"self": "0::/job/7\n", "sys/job/7/memory.events": "low 0\nmax 4\noom 2\noom_kill 2\n"}, 2),
+        ({"self": "0::/\n", "sys/memory.events": "oom_kill 1\n"}, 1),  # in a container
+        ({"self": "4:memory:/job\n0::/\n", "sys/memory/job/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n"}, 3),
+        ({"self": "4:memory:/docker/9\n", "sys/memory/memory.oom_control": "oom_kill 5\n"}, 5),
+        ({"self": "4:cpu,memory:/a:b\n", "sys/memory/a:b/memory.oom_control": "oom_kill 6\n"}, 6),
+        ({"self": "4:memory:/job\n", "sys/memory/job/memory.oom_control": "under_oom 0\n"}, None),  # an old kernel
+        ({"self": "1:cpu:/\n"}, None),
+        ({}, None),
+    ],
+)
+def test_the_kernels_count_of_processes_that_it_killed_for_memory(tmp_path, files, count):
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert out_of_memory_kills(tmp_path / "self", tmp_path / "sys") == count
 
 
 # ---- memory
@@ -152,7 +321,7 @@ def test_a_batch_that_would_have_fitted(scaling, share):
 
 @pytest.mark.parametrize("held", [{}, {"parameters": 2}])
 def test_nothing_is_computed_from_a_breakdown_that_is_not_there(held):
-    assert first(full(held), "out_of_memory").way_out.startswith("a smaller batch, accumulate=2")
+    assert first(full(held), "out_of_memory").way_out.startswith("use a smaller --batch-size")
 
 
 def test_no_batch_fits_where_the_rest_fills_the_device():
@@ -162,7 +331,7 @@ def test_no_batch_fits_where_the_rest_fills_the_device():
 
 @pytest.mark.parametrize(("type", "message"), [("MemoryError", ""), ("DistBackendError", NCCL_FULL), ("OSError", "Cannot allocate memory")])
 def test_memory_by_other_words(type, message):
-    assert "smaller batch" in first(fold(spec(), start(0, 1), error(1, message, type), status("failed")), "out_of_memory").way_out
+    assert "smaller --batch-size" in first(fold(spec(), start(0, 1), error(1, message, type), status("failed")), "out_of_memory").way_out
 
 
 # ---- the table of faults

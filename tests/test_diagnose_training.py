@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 from diagnosed import MIB, batches, ddp, epoch, first, fold, memory, names, saw, script, spec, start, steps, timeline, traffic
 
+from labkit import run
 from labkit.diagnose import findings
+from labkit.diagnose.advice import _ADVICE, advice
+from labkit.strategies import STRATEGIES
+
+SCRIPTS = Path(__file__).parent / "scripts"
 
 # ---- another training than was meant
 
@@ -82,7 +89,7 @@ def test_samplers_that_may_begin_so(before, after):
 def test_a_loss_that_is_no_number_on_all_ranks_at_once():
     spoilt = [steps(rank, loss=lambda step: 1.0 if step < 6 else math.nan) for rank in (0, 1)]
     found = first(fold(spec(), start(0, 1), *spoilt), "nan_loss")
-    assert found.ranks == (0, 1) and "from step 6 on" in found.title and "in step 5 one rank's gradient" in found.cause
+    assert found.ranks == (0, 1) and "from step 6 on" in found.title and "in step 5 the gradient of at least one rank" in found.cause
 
 
 @pytest.mark.parametrize(
@@ -99,6 +106,37 @@ def test_a_loss_that_is_no_number_where_no_exchange_spoilt_it(asked, losses, ran
     found = next(one for one in findings(state) if one.name == "nan_loss")
     assert found.ranks == ranks and f"from step {step} on" in found.title and "this rank" in found.cause
     assert ("were finite" in found.evidence) == (step > 1)
+
+
+def parameters(rank: int, step: int, nan: int = 0, infinite: int = 0) -> dict:
+    return saw(rank, "not_finite", step=step, parameters=8, nan=nan, infinite=infinite)
+
+
+@pytest.mark.parametrize(
+    ("asked", "losses", "seen", "shown"),
+    [
+        (spec(), (lambda step: -(10.0 ** (4 * step)) if step < 8 else -math.inf,) * 2, [], "-inf from step 8 on, on all 2 ranks"),
+        (spec(), (lambda step: 2.3 if step < 6 else math.inf,) * 2, [], "inf from step 6 on, on all 2 ranks"),
+        (spec(), (lambda step: 2.0 if step < 6 else math.nan,) * 2, [parameters(0, 6), parameters(1, 6)], "nan from step 6 on"),
+        (spec(), (lambda step: 2.0 if step < 6 else math.nan,) * 2, [parameters(0, 6, infinite=3)], "nan from step 6 on"),
+        (spec(), (lambda step: 10.0**step if step < 6 else math.nan, lambda step: 9.0**step if step < 7 else math.nan), [], "on rank 0"),
+        (spec("single", 1), (lambda step: 10.0**step if step < 6 else math.nan,), [], "nan from step 6 on, on rank 0"),
+        (spec("pp"), (lambda step: None, lambda step: 10.0**step if step < 6 else math.inf), [], "inf from step 6 on, on rank 1"),
+        (script(), (lambda step: -(10.0 ** (9 * step)) if step < 3 else -math.inf,) * 2, [], "-inf from step 3 on, on all 2 ranks"),
+    ],
+)
+def test_a_loss_that_diverges_is_no_ranks_gradient(asked, losses, seen, shown):
+    ranks = range(len(losses))
+    state = fold(asked, start(*ranks), *(steps(rank, loss=loss) for rank, loss in enumerate(losses)), ddp(*ranks), seen)
+    found = first(state, "loss_diverged")
+    assert found.title.startswith("the loss diverged: ") and shown in found.title and "gradient" not in found.cause
+    assert "learning rate" in found.way_out and ("no parameter held NaN" in found.evidence) is bool(seen)
+
+
+def test_parameters_with_nan_are_a_gradient_that_was_not_finite():
+    spoilt = [steps(rank, loss=lambda step: 1.0 if step < 6 else math.nan) for rank in (0, 1)]
+    found = first(fold(spec(), start(0, 1), *spoilt, parameters(0, 6, nan=8), parameters(1, 6, nan=8)), "nan_loss")
+    assert "in step 5 the gradient of at least one rank" in found.cause and "hold NaN before step 6" in found.cause
 
 
 @pytest.mark.parametrize("loss", [None, 0.5, lambda step: None if step % 2 else 1e30])
@@ -194,9 +232,48 @@ def test_a_run_of_one_rank_has_no_straggler():
     assert names(fold(spec("single", 1), start(0), steps(0, other=0.3))) == []
 
 
+COMMUNICATING = {"data": 0.0, "forward": 0.0, "backward": 0.1, "optimizer": 0.0, "other": 0.0}  # seconds of the phases of a step
+
+
+def profiled(*ranks: int, exposed: float = 0.05, every: int = 50, times: int = 1, **more) -> list[dict]:
+    return [timeline(rank, step=every * number, exposed=exposed, **more) for rank in ranks for number in range(1, times + 1)]
+
+
 def test_communication_that_nothing_hides():
-    found = first(fold(spec(), start(0, 1), timeline(0), timeline(1, exposed=0.06)), "communication_bound")
-    assert found.ranks == (0, 1) and "50%" in found.title and "50%, 60%; most of it in all_reduce (gloo)" in found.evidence
+    """One profiled step, and 12 others whose backward takes as long."""
+    usual = [*steps(0, **COMMUNICATING), *steps(1, **COMMUNICATING)]
+    found = first(fold(spec(), start(0, 1), usual, timeline(0), timeline(1, exposed=0.06)), "communication_bound")
+    assert found.ranks == (0, 1) and found.title == "at least 50% of a step is exposed communication"
+    assert "of 100.0 ms per step (median): 50%, 60%, from 1 profiled step; most of it in all_reduce (gloo)" in found.evidence
+
+
+def test_communication_that_several_profiled_steps_agree_on():
+    found = first(fold(spec(), start(0, 1), profiled(0, 1, times=3)), "communication_bound")
+    assert "50%, 50%, from 3 profiled steps" in found.evidence
+
+
+@pytest.mark.parametrize(
+    ("asked", "words", "foreign"),
+    [
+        (spec(), ["--batch-size", "--option accumulate=4", "--option compression=fp16"], False),
+        (spec("fsdp2"), ["--batch-size", "--option accumulate=4"], False),
+        (script(), ["a larger batch per rank", "model.no_sync()", "register_comm_hook", "fewer ranks"], True),
+    ],
+)
+def test_advice_is_in_the_terms_of_the_script(asked, words, foreign):
+    found = first(fold(asked, start(0, 1), profiled(0, 1, times=3)), "communication_bound")
+    assert all(word in found.way_out for word in words) and ("--option" in found.way_out) is not foreign
+    assert ("compression" in found.way_out) is ("compression" in " ".join(words))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_finding_advises_an_option_that_the_strategy_does_not_have(strategy):
+    asked = spec(strategy, nproc=STRATEGIES[strategy].default_nproc or 2, workload="gpt" if strategy == "cp" else "mlp")
+    state = fold(asked)
+    for name in _ADVICE:
+        for option in re.findall(r"--option (\w+)", " ".join(advice(state, name))):
+            assert option in state.asked.options
+    assert all("--" not in text or "--nproc-per-node" in text for text in advice(fold(script()), *_ADVICE))
 
 
 @pytest.mark.parametrize(
@@ -205,7 +282,10 @@ def test_communication_that_nothing_hides():
         [timeline(0), timeline(1, exposed=0.01)],  # one that is not held up
         [timeline(0), *start(1)],  # nothing known of the other
         [timeline(0, step=2), timeline(1, step=2)],  # the first steps order their buckets
-        [timeline(0, op="recv"), timeline(1, op="recv")],  # the bubble of a pipeline
+        profiled(0, 1, op="recv", times=3),  # the bubble of a pipeline
+        profiled(0, 1, exposed=0.09),  # one profiled step alone
+        [*profiled(0, 1, exposed=0.09), *steps(0, backward=0.012), *steps(1, backward=0.012)],  # held up once, as the others are not
+        [*profiled(0, exposed=0.09), *profiled(1, exposed=0.09, times=3)],  # one rank is known from one step only
     ],
 )
 def test_communication_that_is_no_finding(events):
@@ -243,6 +323,33 @@ def test_fsdp_with_one_unit():
     found = first(fold(spec("fsdp2"), start(0, 1), wrapped[0]), "one_unit")
     assert found.ranks == (0,) and "1,073,536 parameters" in found.evidence and found.kind == "memory"
     assert names(fold(spec("fsdp2"), start(0, 1), wrapped[1])) == [] == names(fold(spec(), start(0, 1), ddp(0, 1)))
+
+
+LOSS = saw(0, "model", name="CrossEntropyLoss", units=0, parameters=0)  # as older versions recorded a loss module
+
+
+def test_a_loss_module_is_no_model():
+    whole = saw(0, "model", name="FullyShardedDataParallel", units=1, parameters=1073536)
+    assert "FullyShardedDataParallel as one unit" in first(fold(script(), start(0, 1), whole, LOSS), "one_unit").title
+    small = traffic(0, all_reduce=(16, 4 * MIB))
+    first(fold(script(), start(0, 1), ddp(0), LOSS, small), "small_buckets")
+    first(fold(script(), start(0, 1), LOSS, ddp(0), small), "small_buckets")  # a module for the inputs, which is called first
+    same = [event for rank in (0, 1) for event in [LOSS | {"rank": rank}, *ddp(rank), *batches(rank, "a", "b")]]
+    first(fold(script(), start(0, 1), same), "same_samples")
+
+
+def test_several_models_of_which_one_is_a_single_unit():
+    models = [saw(0, "model", name=name, units=units, parameters=9) for name, units in (("FSDPGenerator", 1), ("FSDPCritic", 4))]
+    assert "FSDPGenerator" in first(fold(script(), start(0, 1), models), "one_unit").title
+
+
+def test_fsdp1_with_a_size_based_policy_that_wraps_nothing():
+    """A real script with a loss module: what the probe records of it, and what is found."""
+    done = run(SCRIPTS / "one_unit.py", nproc=2, device="cpu").wait(180)
+    assert done.words == "finished", done.logs(0, "stderr")
+    assert [(model["name"], model["units"]) for model in done.state.ranks[0].seen("model")] == [("FullyShardedDataParallel", 1)]
+    found = next(one for one in done.findings() if one.name == "one_unit")
+    assert "min_num_params" in found.way_out and found.ranks == (0,)
 
 
 def test_a_peak_of_activations():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import sys
@@ -198,3 +199,27 @@ def doctor_requirement(name: str):
     from labkit.environment import Requirement
 
     return Requirement(name, "1")
+
+
+class _Process:
+    def __init__(self, user: str, uid: int):
+        self.info = {"username": user, "uids": SimpleNamespace(real=uid)}
+
+
+@pytest.mark.parametrize(
+    ("people", "level", "says"),
+    [
+        ([("root", 0), ("daemon", 2), ("nobody", 65_534)], "fine", "no other user is active"),
+        (
+            [("root", 0), ("ann", 1001), ("bob", 1002)],
+            "degraded",
+            "ann, bob also work here: torch's store and gloo accept every local user's",
+        ),
+    ],
+)
+def test_other_people_on_the_machine_are_named(monkeypatch, people, level, says):
+    active = [_Process(*one) for one in [*people, ("me", os.geteuid())]]
+    monkeypatch.setattr(doctor, "psutil", SimpleNamespace(process_iter=lambda fields: active))
+    check = doctor.other_users()
+    assert check.level == level and says in check.says
+    assert bool(check.way_out) == (level != "fine")

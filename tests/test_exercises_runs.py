@@ -39,7 +39,7 @@ def test_a_run_that_hangs_is_told_where(runs):
         stack = f'File "clinic.py", line {20 + rank}, in <module>'
         ops = [{"op": op, "group": "0", "ranks": [0, 1], "seq": 7, "sizes": [], "over": False}]
         fake.writers[rank].write("waiting", since=fake.began, step=12, phase="other", ops=ops, stack=stack, computed=0.0)
-    with pytest.raises(Wrong, match=r"has not ended: .* waited for .* never came .*clinic.py:20.* end it with \.stop\(\)"):
+    with pytest.raises(Wrong, match=r"has not ended: .* waited for .* never reached it .*clinic.py:20.* end it with \.stop\(\)"):
         own.a_run(handed_in(fake, state=None))
 
 

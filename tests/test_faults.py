@@ -39,8 +39,8 @@ def test_a_hang_is_told_while_it_lasts_and_ends_with_stop():
         hang = next(found for found in findings(job.state) if found.name == "hang")
     finally:
         job.stop()
-    assert "waited for" in hang.title and "never came" in hang.title
-    for rank, op, where in ((0, "barrier number", "in disturb"), (1, "all_reduce number", "in train_step")):
+    assert "waited for" in hang.title and "never reached it" in hang.title
+    for rank, op, where in ((0, "barrier #", "in disturb"), (1, "all_reduce #", "in train_step")):
         told = next(part for part in hang.evidence.split("; ") if part.startswith(f"rank {rank}:"))
         assert op in told and where in told and "4 steps done" in told
     assert job.state.status["state"] == "stopped"

@@ -21,6 +21,7 @@ from labkit.launch.follow import Follower
 from labkit.launch.logs import LogTail, search
 from labkit.launch.processes import identity, is_same, living
 from labkit.launch.status import current, supervisor_of
+from labkit.record.documents import Unreadable
 from labkit.spec import Spec
 
 
@@ -61,7 +62,7 @@ def test_find_by_name_end_path_and_last(folder):
         RunFolder.find(folder.name[:4])
 
 
-def test_writing_replaces_whole_files_and_reading_forgives(folder):
+def test_writing_replaces_whole_files_and_half_a_file_is_unreadable(folder):
     RunFolder.write_json(folder.status, {"state": "running"})
     RunFolder.write_json(folder.status, {"state": "finished"})
     assert RunFolder.read_json(folder.status) == {"state": "finished"}
@@ -69,7 +70,8 @@ def test_writing_replaces_whole_files_and_reading_forgives(folder):
         RunFolder.write_json(folder.status, {"state": object()})
     assert RunFolder.read_json(folder.status) == {"state": "finished"}
     folder.status.write_text('{"state": "fin')
-    assert RunFolder.read_json(folder.status) == {}
+    with pytest.raises(Unreadable, match=r"status\.json is not JSON"):
+        RunFolder.read_json(folder.status)
     assert sorted(path.name for path in folder.path.iterdir()) == ["events", "logs", "spec.json", "status.json"]
 
 
@@ -119,13 +121,21 @@ def test_the_plan_of_a_script_of_ones_own(folder):
 # ---- the status
 
 
+def _supervisor(folder, command="input()"):
+    """A process that looks like the supervisor of the run in `folder`."""
+    argv = [sys.executable, "-c", command, "labkit.launch.supervisor"]
+    process = subprocess.Popen(argv, stdin=subprocess.PIPE, env=os.environ | {"LABKIT_RUN_DIR": str(folder.path)})
+    wait_until(lambda: "LABKIT_RUN_DIR" in psutil.Process(process.pid).environ())
+    return process
+
+
 def _status(folder, process, **changes):
     supervisor = identity(process.pid) | {"host": socket.gethostname()}
     RunFolder.write_json(folder.status, {"state": "running", "supervisor": supervisor} | changes)
 
 
 def test_a_run_whose_supervisor_is_gone_has_failed(folder):
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process = _supervisor(folder)
     _status(folder, process)
     follower = Follower(folder)
     follower.poll()
@@ -154,10 +164,8 @@ def test_a_zombie_a_stranger_and_another_host_are_told_apart(folder):
 
 def test_another_runs_supervisor_is_not_this_ones(folder):
     other = RunFolder.create("other-x2")
-    command = [sys.executable, "-c", "input()", "labkit.launch.supervisor"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=os.environ | {"LABKIT_RUN_DIR": str(other.path)})
+    process = _supervisor(other)
     try:
-        wait_until(lambda: "LABKIT_RUN_DIR" in psutil.Process(process.pid).environ())
         _status(folder, process)
         assert supervisor_of(folder, RunFolder.read_json(folder.status)) is None
         link = folder.path.parent / "link"
@@ -236,7 +244,7 @@ def test_a_log_without_a_report(folder):
     assert report.failures(folder) == {}
     folder.launcher_log.write_bytes(b"\xff\xfe torchrun: error: no such rank : 3\n\n")
     assert report.failures(folder) == {}
-    assert report.last_line(folder.launcher_log).endswith("no such rank : 3")
+    assert report.last_line(folder, folder.launcher_log).endswith("no such rank : 3")
 
 
 # ---- logs

@@ -18,7 +18,7 @@ from labkit.handout import LabError, RunError, course, executed, lab_page, run_p
 from labkit.handout.clean import Prose, clean
 from labkit.handout.files import read_lab, write
 from labkit.handout.lab import STUDENT, TEACHER, page_of
-from labkit.handout.recorded import Shelf
+from labkit.handout.recorded import Shelf, run_of
 from labkit.launch.folder import RunFolder
 
 PICTURES = Path(__file__).parent / "screenshots"
@@ -268,7 +268,7 @@ def test_of_a_long_log_the_newest_lines_go_along(fake):
 def test_a_run_that_is_no_whole_run_is_refused_in_one_sentence(runs, tmp_path, capsys, state, code, says):
     run = FakeRun(runs)
     if state == "foreign":
-        RunFolder.write_json(run.folder.spec, {"strategy": 5})
+        RunFolder.write_json(run.folder.spec, {"of": "something else"})
     elif state:
         run.start()
     run.close()
@@ -356,6 +356,18 @@ def test_a_kernel_that_dies_is_told_of(lab):
     lab.write_text(LAB + "\n# %%\nimport os\nos._exit(3)\n", encoding="utf-8")
     with pytest.raises(LabError, match=r"code cell 3 \(import os\): its kernel died"):
         executed(lab)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "name"),
+    [
+        ("/a/runs/ddp-x2/checkpoints/step00000010", "ddp-x2"),
+        ("/b/ddp-x2/checkpoints", "ddp-x2"),  # as older versions recorded it
+        ("/tmp/of one execution/step100", "step100"),
+    ],
+)
+def test_a_checkpoint_is_known_by_its_run_wherever_that_is(checkpoint, name):
+    assert run_of(Path(checkpoint)) == name
 
 
 @pytest.mark.parametrize(

@@ -15,20 +15,31 @@ import labkit
 ROOT = Path(labkit.__file__).parent
 HEAVY = ("torch", "plotly", "ipywidgets", "IPython", "anywidget")
 FACES = ("labkit.panel", "labkit.terminal", "labkit.handout", "labkit.magic")
-STANDARD = ("__main__.py", "bootstrap.py", "environment.py", "progress.py", "cli.py")
+STANDARD = ("__main__.py", "bootstrap.py", "environment.py", "progress.py", "cli.py", "text.py")
 
 # room (files under labkit/): what none of them may import, at whatever depth of the code
 NEVER = {
     "spec.py": (*HEAVY, "labkit.launch", "labkit.script", "labkit.probe", "labkit.figures", "labkit.api", *FACES),
+    "checkpoints.py": (*HEAVY, "labkit.spec", "labkit.launch", "labkit.script", "labkit.api", *FACES),
     "strategies/__init__.py": ("torch",),
     "strategies/rules.py": ("torch",),
     "workloads/__init__.py": ("torch",),
     "script.py": ("torch", "labkit.launch", *FACES),
-    "events.py": (*HEAVY, "labkit"),
+    "stepfile.py": (*HEAVY, "numpy", "labkit.launch", "labkit.probe", "labkit.state", *FACES),
+    "appender.py": (*HEAVY, "labkit"),
+    "events.py": (*HEAVY, "labkit.launch", "labkit.probe", "labkit.state", *FACES),
+    "clock.py": (*HEAVY, "labkit"),
+    "stacks.py": (*HEAVY, "labkit"),
+    "failures.py": (*HEAVY, "labkit.launch", "labkit.state", *FACES),
     "state.py": (*HEAVY, "labkit.launch"),
     "columns.py": (*HEAVY, "labkit.launch", *FACES),
+    "sources.py": (*HEAVY, "labkit.launch", *FACES),
+    "steps.py": (*HEAVY, "labkit.launch", "labkit.state", *FACES),
     "sampled.py": (*HEAVY, "labkit.launch", *FACES),
+    "arguments.py": (*HEAVY, "labkit"),
     "units.py": (*HEAVY, "labkit"),
+    "text.py": (*HEAVY, "labkit"),
+    "record/*.py": (*HEAVY, "labkit.launch", "labkit.api", "labkit.state", *FACES),
     "faults/__init__.py": ("torch",),
     "diagnose/*.py": (*HEAVY, "labkit.launch", *FACES),
     "machine.py": ("torch",),
@@ -100,7 +111,7 @@ def test_what_runs_before_the_environment_needs_the_standard_library_alone(name)
     assert tops <= {*allowed, "labkit"}
     # whatever it takes from labkit must itself need nothing more, but for what the commands do once the environment is there
     ours = {module for module in imported(ROOT / name) if module.startswith("labkit.")}
-    light = {"environment", "bootstrap", "progress", "cli", "spec", "strategies", "workloads", "options", "faults"}
+    light = {"environment", "bootstrap", "progress", "cli", "spec", "strategies", "workloads", "options", "faults", "text", "arguments"}
     assert {module.split(".")[1] for module in ours} <= light
 
 
@@ -112,17 +123,26 @@ def test_training_code_knows_only_its_siblings():
         assert all(within(module, "labkit.strategies") or within(module, "labkit.workloads") for module in foreign), path
 
 
+def test_events_need_the_standard_library_and_their_own_files_alone():
+    own = ("labkit.appender", "labkit.clock", "labkit.stepfile")
+    for name in ("events.py", "stepfile.py"):
+        for module in imported(ROOT / name):
+            ours = module == "labkit" or any(within(module, part) for part in own)
+            assert module.partition(".")[0] in sys.stdlib_module_names or ours, module
+
+
 def test_probe_knows_events_and_torch_alone():
     probe = files("probe/*.py")
     assert probe
     for path in probe:
         for module in imported(path):
             assert module.partition(".")[0] in {*sys.stdlib_module_names, "torch", "numpy", "labkit"}, f"{path.name} imports {module}"
-            assert not within(module, "labkit") or module == "labkit" or within(module, "labkit.events") or within(module, "labkit.probe")
+            rooms = ("labkit.appender", "labkit.clock", "labkit.events", "labkit.stacks", "labkit.probe")
+            assert not within(module, "labkit") or module == "labkit" or any(within(module, room) for room in rooms), path
 
 
 def test_nothing_imports_a_face_but_what_people_call():
-    allowed = {"faces.py", "api.py", "__init__.py"}
+    allowed = {"faces.py", "fuzz.py", "api.py", "__init__.py"}  # the first two measure faces, and feed them
     for path in ROOT.rglob("*.py"):
         room = path.relative_to(ROOT).parts[0]
         for module in imported(path):

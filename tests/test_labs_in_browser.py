@@ -22,6 +22,7 @@ from test_browser import (  # noqa: F401
 from labkit.exercises import LABS
 
 sync_api = pytest.importorskip("playwright.sync_api")
+sync_api.expect.set_options(timeout=60_000)  # ms: a busy machine takes its time
 pytestmark = pytest.mark.browser
 
 TOPICS = {lab: topic for topic, lab in LABS.items()}

@@ -21,7 +21,7 @@ from labkit.api import Run, run
 from labkit.launch import local
 from labkit.launch.folder import RunFolder
 from labkit.launch.job import Job, LaunchError
-from labkit.launch.processes import tagged
+from labkit.launch.processes import of_folder
 from labkit.spec import SpecError
 
 LIMIT = 5.0  # seconds within which a stopped or abandoned run is gone
@@ -112,7 +112,7 @@ def started(run: Run, word: str = "waits", times: int = 1) -> Run:
 
 
 def nothing_left(folder: RunFolder, seconds: float = LIMIT) -> None:
-    wait_until(lambda: not tagged(str(folder.path)), seconds)
+    wait_until(lambda: not of_folder(folder.path), seconds)
 
 
 # ---- runs that come to their own end
@@ -265,13 +265,6 @@ def test_nothing_outlives_a_supervisor_that_is_killed(script):
     nothing_left(handle.folder)
     assert "its supervisor" in handle.wait(LIMIT).words
     assert handle.stop().summary()["state"] == "failed"
-
-
-def test_stop_works_past_a_supervisor_that_does_not_answer(script):
-    handle = started(run(script(WAITS), nproc=1, device="cpu"))
-    psutil.Process(handle.state.status["supervisor"]["pid"]).suspend()
-    assert Job.attach(handle.folder).stop(timeout=1.0) == "failed"
-    assert not processes_of(str(handle.folder.path))
 
 
 # ---- runs that never begin

@@ -49,9 +49,9 @@ def test_a_cell_takes_gpus_where_there_are_enough_and_cpu_ranks_else():
     ("line", "words"),
     [
         ("", "say on how many ranks"),
-        ("four", "this is 'four'"),
-        ("0", "this is '0'"),
-        ("-1", "this is '-1'"),
+        ("four", "got 'four'"),
+        ("0", "got 0"),
+        ("-1", "got -1"),
         ("9", "9 ranks were asked for, and 8 CPU ranks are the most here, for 2 cores; write %%torchrun 8"),
         ("2 --fast", "'--fast' is not known; there is --device cpu"),
         ("2 --as", "--as needs a value"),

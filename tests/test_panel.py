@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
 from dataclasses import dataclass
@@ -205,6 +206,18 @@ def test_a_stop_that_fails_says_so(fake):
     view.wait(30)
 
 
+def test_a_run_whose_folder_is_deleted_is_shown_as_ended(fake):
+    view = RunView()
+    view.follow(FakeJob(fake))
+    fake.step(20)
+    wait_until(lambda: "step 20/200" in view.progress.value)
+    shutil.rmtree(fake.folder.path)
+    view.wait(30)
+    assert not view.busy and view.stop_button.disabled
+    assert "the run folder was deleted or moved while the run was under way" in view.words.value
+    assert "step 20/200" in view.progress.value, "what was read stays"
+
+
 def test_a_run_that_failed_shows_who_and_why(fake):
     fake.writers[1].write("error", type="ValueError", message="<img src=x>", traceback="")
     fake.end("failed", exit_code=1)
@@ -230,8 +243,8 @@ def test_a_feed_tells_all_once_and_then_only_what_is_new(fake):
     fake.step(25)
     follower.poll()
     more = {piece["name"]: piece["more"] for piece in feed.message(follower.state)["charts"]}
-    assert [len(xs) for _, xs, _ in more["loss"]["points"]] == [2, 2, 2], "one redraw has the least and the greatest of its steps"
-    assert [len(xs) for _, xs, _ in more["throughput"]["points"]] == [1]
+    assert [len(xs) for _, xs, *_ in more["loss"]["points"]] == [2, 2, 2], "one redraw has the least and the greatest of its steps"
+    assert [len(xs) for _, xs, *_ in more["throughput"]["points"]] == [1]
     assert len(json.dumps(more)) < 2_000
 
 
@@ -247,7 +260,7 @@ def test_a_page_holds_a_bounded_number_of_points(fake):
                 held = {index: len(trace["x"]) for index, trace in enumerate(piece["whole"]["data"])}
                 least = max(held.values())
             elif piece["name"] == "loss":
-                for index, xs, _ in piece["more"]["points"]:
+                for index, xs, *_ in piece["more"]["points"]:
                     held[index] += len(xs)
         assert max(held.values()) <= CAP + 3
     assert 2 <= wholes <= 6

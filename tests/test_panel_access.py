@@ -9,6 +9,7 @@ from conftest import processes_of, wait_until
 from test_browser import PICTURES, SECONDS, command, jupyter, open_notebook, page, picture, see, wait_for_words  # noqa: F401
 
 sync_api = pytest.importorskip("playwright.sync_api")
+sync_api.expect.set_options(timeout=60_000)  # ms: a busy machine takes its time
 pytestmark = pytest.mark.browser
 
 NOTEBOOK = """# ---

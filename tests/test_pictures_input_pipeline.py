@@ -95,11 +95,11 @@ def test_a_picture_says_that_it_is_modelled_and_reads_in_light_and_dark(figure):
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: pictures.workers(load=-0.1), "load was -0.1; it takes a time in seconds"),
-        (lambda: pictures.workers(counts=(-1,)), "-1 workers and 6 batches cannot be shown"),
-        (lambda: pictures.workers(batches=0), "0 batches cannot be shown"),
-        (lambda: pictures.copies(copy=-1), "copy was -1; it takes a time in seconds"),
-        (lambda: pictures.copies(steps=0), "0 steps cannot be shown"),
+        (lambda: pictures.workers(load=-0.1), "load must be a number from 0 to 1e+18, got -0.1"),
+        (lambda: pictures.workers(counts=(-1,)), "each of counts must be an integer from 0 to 64, got -1"),
+        (lambda: pictures.workers(batches=0), "batches must be an integer from 1 to 64, got 0"),
+        (lambda: pictures.copies(copy=-1), "copy must be a number from 0 to 1e+18, got -1"),
+        (lambda: pictures.copies(steps=0), "steps must be an integer from 1 to 64, got 0"),
     ],
 )
 def test_what_cannot_be_shown_is_said_in_one_sentence(call, words):

@@ -127,11 +127,11 @@ def test_the_curve_is_own_shards_and_what_is_gathered(units, ranks, reshard, pre
 @pytest.mark.parametrize(
     "call, words",
     [
-        (lambda: pictures.sharding.who_holds_what(0), "ranks was 0"),
-        (lambda: pictures.sharding.bytes_by_ranks(ranks=(4, 0)), "ranks was 0"),
-        (lambda: pictures.sharding.gather_compute_drop(units=0), "units was 0"),
-        (lambda: pictures.sharding.gather_compute_drop(ranks=-1), "ranks was -1"),
-        (lambda: pictures.sharding.gather_compute_drop(prefetch=-1), "prefetch was -1"),
+        (lambda: pictures.sharding.who_holds_what(0), "ranks must be an integer from 1 to (64|65536), got 0"),
+        (lambda: pictures.sharding.bytes_by_ranks(ranks=(4, 0)), "ranks must be an integer from 1 to (64|65536), got 0"),
+        (lambda: pictures.sharding.gather_compute_drop(units=0), "units must be an integer from 1 to 64, got 0"),
+        (lambda: pictures.sharding.gather_compute_drop(ranks=-1), "ranks must be an integer from 1 to 64, got -1"),
+        (lambda: pictures.sharding.gather_compute_drop(prefetch=-1), "prefetch must be an integer from 0 to 64, got -1"),
     ],
 )
 def test_numbers_that_make_no_picture(call, words):

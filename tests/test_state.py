@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections import Counter
 
 import pytest
 
+from labkit import diagnose
+from labkit.diagnose import findings
 from labkit.events import OWNERS, PHASES
+from labkit.launch.folder import RunFolder
+from labkit.ledger import ledger
 from labkit.spec import Spec
+from labkit.stacks import MESSAGE_LIMIT, TEXT_LIMIT
 from labkit.state import RunState
 from labkit.summary import summarise
 
@@ -78,16 +85,14 @@ def test_a_rank_that_has_not_spoken_holds_the_step_at_none():
         {"kind": "activity", "t": 1.0, "rank": 0},
         {"kind": "device", "t": 1.0, "rank": 0},
         {"kind": "system", "t": 1.0, "gpus": [3]},
-        {"kind": "spec", "spec": 3},
     ],
 )
-def test_an_event_without_sense_is_counted_and_leaves_the_columns_whole(event):
-    state = fold(step(0, 1), event, step(0, 2))
-    assert state.broken == 1
-    steps = state.ranks[0].steps
-    columns = [steps.t, steps.step, steps.loss, steps.samples, steps.seconds, *steps.phases.values(), *steps.memory.values()]
-    assert {len(column) for column in columns} == {2}
-    summarise(state)
+def test_an_event_with_invalid_fields_is_a_broken_line(event, tmp_path):
+    path = tmp_path / "rank0.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in (step(0, 1), event, step(0, 2))), encoding="utf-8")
+    reader = RunFolder(tmp_path).reader(path)
+    assert [one["step"] for one in reader.poll()] == [1, 2]
+    assert reader.broken == 1
 
 
 def test_unknown_kinds_and_fields_pass():
@@ -295,7 +300,8 @@ def test_a_failed_run_has_its_finding():
 
 def test_what_was_not_measured_is_said():
     lost = {"kind": "probe_error", "t": 3.0, "rank": 1, "part": "memory", "type": "KeyError", "message": "x", "traceback": ""}
-    state = fold(spec(), start(0), start(1), lost, {"kind": "step", "t": 1.0, "rank": 0})
+    state = fold(spec(), start(0), start(1), lost)
+    state.broken = 1  # as whoever reads the events has counted
     names = {finding["name"]: finding for finding in summarise(state)["findings"]}
     assert set(names) == {"not_watched", "not_readable"}
     assert names["not_watched"]["ranks"] == [1] and "memory" in names["not_watched"]["title"]
@@ -307,3 +313,47 @@ def test_a_rank_that_never_said_how_it_ended_fell_with_the_first():
     events = spec(), start(0), start(1), error(1, 2.0)
     assert fold(*events).failure["collateral"] == []  # while the run goes on, rank 0 may still be well
     assert fold(*events, status("failed")).failure["collateral"] == [0]
+
+
+# ---- long texts, and views that ask again
+
+
+def test_texts_of_any_length_are_bounded_where_they_are_read():
+    long = "shm connection was likely " * 100_000
+    failures = {"1": {"exit_code": 1, "message": long, "t": 1.0}}
+    state = fold(
+        spec(),
+        start(0),
+        start(1),
+        {"kind": "error", "t": 2.0, "rank": 0, "type": "RuntimeError", "message": long, "traceback": long},
+        {"kind": "waiting", "t": 2.0, "rank": 1, "since": 1.0, "stack": long},
+        {"kind": "probe_error", "t": 2.0, "rank": 1, "part": "memory", "type": "KeyError", "message": long},
+        status("failed", message=long, failures=failures),
+    )
+    texts = [*state.ranks[0].error.values(), *state.ranks[1].waiting.values(), *state.unwatched[0].values()]
+    texts += [state.status["message"], state.status["failures"]["1"]["message"]]
+    assert max(len(text) for text in texts if isinstance(text, str)) < TEXT_LIMIT + 100
+    assert len(state.failure["message"]) < MESSAGE_LIMIT + 100 and state.failure["message"].startswith("shm connection")
+    assert state.failure["message"].endswith("likely ") and "characters left out" in state.failure["message"]
+    assert len(json.dumps(summarise(state))) < 10 * TEXT_LIMIT
+
+
+def test_findings_ledger_and_failure_are_computed_once_per_revision(monkeypatch):
+    counted = Counter()
+
+    def rule(state):
+        counted["rule"] += 1
+        return iter(())
+
+    monkeypatch.setattr(diagnose, "RULES", (rule,))
+    state = fold(spec(), start(0), start(1), error(1, 2.0))
+    for _ in range(5):
+        assert findings(state) == [] and summarise(state)["failure"]["rank"] == 1
+    assert counted["rule"] == 1 and state.failure is state.failure and ledger(state) is ledger(state)
+    findings(state).append(None)
+    assert findings(state) == []  # what one view does with its list is no other view's
+    state.apply(start(0))
+    state.broken += 1
+    assert findings(state) == [] and counted["rule"] == 2
+    state.broken += 1
+    assert findings(state) == [] and counted["rule"] == 3

@@ -53,6 +53,7 @@ EQUAL = (
     Case("deepspeed", workload="cnn"),
     Case("deepspeed", options={"stage": 2, "clip_norm": 0.5}),
     Case("deepspeed", options={"stage": 3, "clip_norm": 0.5, "checkpoint_activations": True}),
+    *(Case("deepspeed", workload="gpt", options={"stage": stage}, fields=SHORT) for stage in (1, 2, 3)),
     Case("fsdp", workload="cnn"),
     Case("fsdp", options={"sharding": "SHARD_GRAD_OP", "accumulate": 2, "clip_norm": 0.5, "checkpoint_activations": True}),
     Case("fsdp", options={"sharding": "NO_SHARD", "clip_norm": 0.5}),

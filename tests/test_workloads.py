@@ -369,7 +369,7 @@ def test_torchvision_that_does_not_load_is_told_before_a_run_starts(torchvision,
 def test_torchvision_that_is_not_installed(monkeypatch):
     monkeypatch.setattr(tables.importlib.util, "find_spec", lambda name: None)
     sentence = WORKLOADS["resnet18"].missing(Spec("single", "resnet18"))
-    assert "not installed here" in sentence and "--workload cnn" in sentence
+    assert "setup --with mnist" in sentence and "--workload cnn" in sentence
 
 
 def test_resnet18_trains_as_a_person_would_run_it(torchvision, tmp_path):

@@ -15,7 +15,7 @@ RECORDER = Path(__file__).with_name("recorder.py")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 
 
-def run_alone(argv: list[str], folder: Path, seconds: float = 120) -> str:
+def run_alone(argv: list[str], folder: Path, seconds: float = 600) -> str:
     """Runs a command in `folder`, where no labkit can be imported, one thread a process; its stdout, or the failure of the test.
 
     Torch may abort a rank on its way out, after all went well (see labkit/strategies/README.md): that is no failure, and stdout is whole.

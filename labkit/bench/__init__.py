@@ -14,14 +14,18 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 
-from rich.console import Console
 from rich.table import Column, Table
 
 from labkit.bench.faces import burst, importing, latency, opening
 from labkit.bench.figure import Figure
+from labkit.bench.fuzz import hostile
+from labkit.bench.kills import kill_matrix
 from labkit.bench.runs import beside_traceml, overhead, scaling, written_out
+from labkit.bench.scale import long_runs
+from labkit.console import Console
 from labkit.machine import Machine
 from labkit.progress import Progress
+from labkit.units import size
 
 __all__ = ["BENCHES", "main"]
 
@@ -29,11 +33,14 @@ BENCHES: tuple[Callable[[], list[Figure]], ...] = (
     importing,
     latency,
     opening,
+    long_runs,
     burst,
     overhead,
     beside_traceml,
     written_out,
     scaling,
+    kill_matrix,
+    hostile,
 )
 
 
@@ -46,7 +53,7 @@ def main(as_json: bool = False) -> int:
             progress.step(bench.__doc__.splitlines()[0])
             figures += bench()
     machine = Machine.here()
-    on = f"{machine.cores} cores, {machine.memory / 2**30:.0f} GiB, {len(machine.gpus)} GPUs; load {os.getloadavg()[0]:.1f} at the end"
+    on = f"{machine.cores} cores, {size(machine.memory, 0)}, {len(machine.gpus)} GPUs; load {os.getloadavg()[0]:.1f} at the end"
     if as_json:
         print(json.dumps({"machine": on, "seconds": round(time.time() - began), "figures": [asdict(figure) for figure in figures]}))
         return 0

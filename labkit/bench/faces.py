@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from labkit import clock
 from labkit.bench.figure import EVERY, PAIRS, Figure
 from labkit.events import OWNERS, Writer
 from labkit.launch.folder import RunFolder
@@ -63,7 +64,7 @@ def latency() -> list[Figure]:
         while any(rank.is_alive() for rank in ranks) or min(seen) < _RATE * _SECONDS:
             for number, rank in list(view.state.ranks.items()):
                 known = len(rank.steps)
-                late += [time.time() - t for t in rank.steps.t[seen[number] : known]]
+                late += [clock.now() - t for t in rank.steps.t[seen[number] : known]]
                 seen[number] = known
             time.sleep(0.005)
         _say_state(folder, "finished")
@@ -84,7 +85,7 @@ class _Watched:
 
 
 def _say_state(folder: RunFolder, state: str) -> None:
-    RunFolder.write_json(folder.status, {"v": 1, "state": state, "started": time.time()})
+    RunFolder.write_json(folder.status, {"v": 1, "state": state, "started": clock.now()})
 
 
 def _write_steps(path: Path, rank: int) -> None:
@@ -160,7 +161,7 @@ def _write_sampled(folder: RunFolder, rank: int) -> None:
     for step in range(1, _LONG + 1):
         writer.write("step", **_measured(step))
         if step % EVERY == 0:
-            sampled = {"step": step, "t0": time.time(), "seconds": 0.1}
+            sampled = {"step": step, "t0": clock.now(), "seconds": 0.1}
             writer.write("timeline", **sampled, **_timeline(rank, size))
             if step == EVERY:
                 writer.write("memory_step", **sampled, **_moments())

@@ -9,6 +9,7 @@ import difflib
 from typing import TYPE_CHECKING
 
 from labkit.api import in_notebook
+from labkit.arguments import ROUNDS, check_flag, check_type, shown
 from labkit.claims import computed, machine, measured
 from labkit.claims.trials import Trials
 from labkit.claims.verdict import Claim, Verdict, Verdicts
@@ -50,9 +51,9 @@ def on_trial(*names: str, quick: bool = False, rounds: int = 3) -> Verdicts:
     It waits for its runs, which stay among the recorded ones. Raises `LookupError` for a claim that there is not, `ValueError` for
     fewer rounds than one, or where nothing is left to try.
     """
-    if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
-        raise ValueError(f"rounds was {rounds!r}; it takes a whole number of at least 1")
-    claims = [_claim(name) for name in dict.fromkeys(names)] or list(CLAIMS.values())
+    check_flag("quick", quick)
+    rounds = ROUNDS.check("rounds", rounds)
+    claims = list(dict.fromkeys(map(_claim, names))) or list(CLAIMS.values())
     chosen = [claim for claim in claims if not (quick and claim.needs)]
     if not chosen:
         raise ValueError(f"{claims[0].name} is measured, and quick leaves out what needs runs; ask without it")
@@ -85,8 +86,9 @@ class _Line:
 
 
 def _claim(name: str) -> Claim:
+    check_type("the name of a claim", name, str, f"a string such as {next(iter(CLAIMS))!r}")
     if name not in CLAIMS:
         near = difflib.get_close_matches(name, CLAIMS, n=1)
         meant = f" (did you mean {near[0]}?)" if near else ""
-        raise LookupError(f"claim {name!r} is not known{meant}; there is {', '.join(CLAIMS)}")
+        raise LookupError(f"claim {shown(name)} is not known{meant}; there is {', '.join(CLAIMS)}")
     return CLAIMS[name]

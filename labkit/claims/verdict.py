@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from html import escape
 from typing import TYPE_CHECKING, Any
+
+from labkit.text import escape
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -2,12 +2,14 @@
 
 from labkit.commands.pages import diff, handout, notebook, script
 from labkit.commands.project import bench, claims, doctor, progress
-from labkit.commands.recorded import capture, clean, compare, replay, run, runs, show, stop, trace
+from labkit.commands.recorded import capture, clean, compare, logs, replay, run, runs, show, stop, trace
 from labkit.commands.setting_up import lab, lab_command, lab_environment, setup, test
 from labkit.commands.shared import Refused
+from labkit.record.documents import Unreadable
 
 __all__ = [
     "Refused",
+    "Unreadable",
     "bench",
     "capture",
     "claims",
@@ -19,6 +21,7 @@ __all__ = [
     "lab",
     "lab_command",
     "lab_environment",
+    "logs",
     "notebook",
     "progress",
     "replay",

@@ -7,10 +7,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
 from rich.syntax import Syntax
 
-from labkit.commands.shared import Refused, find
+from labkit.api import located
+from labkit.commands.shared import Refused, find, say
+from labkit.console import Console
 from labkit.environment import CLONE
 from labkit.launch.folder import RunFolder
 from labkit.machine import Machine
@@ -35,12 +36,16 @@ def diff(args: argparse.Namespace) -> int:
 
 
 def _with_ranks(spec: Spec) -> Spec:
-    """A script may be for another machine than this one: only the number of ranks is taken from here, where none was said."""
-    if spec.nproc is not None or spec.script is not None:
+    """A script may be for another machine than this one: what is taken from here is the number of ranks, unless it is given, and the
+    checkpoint to resume from.
+    """
+    if spec.script is not None:
         return spec
-    machine = Machine.here()
-    device = spec.device if spec.device != "auto" else "cuda" if machine.gpus else "cpu"
-    return replace(spec, nproc=machine.default_nproc(device) or 2)
+    if spec.nproc is None:
+        machine = Machine.here()
+        device = spec.device if spec.device != "auto" else "cuda" if machine.gpus else "cpu"
+        spec = replace(spec, nproc=machine.default_nproc(device) or 2)
+    return located(spec).with_checkpoint()
 
 
 def _print_code(text: str, language: str) -> None:
@@ -67,7 +72,7 @@ def handout(args: argparse.Namespace) -> int:
     except OSError as error:
         raise Refused(f"{error.filename or args.output} cannot be written: {error.strerror}") from None
     for page in pages:
-        print(f"{page} ({page.stat().st_size / 1e6:.1f} MB)")
+        say(f"{page} ({page.stat().st_size / 1e6:.1f} MB)")
     if failed:
         raise Refused("; ".join(failed), code=1)
     return 0
@@ -97,7 +102,7 @@ def notebook(args: argparse.Namespace) -> int:
 
     path = _output(args.output, str(Path(args.name).with_suffix(".ipynb")))
     try:
-        print(to_import(Path(args.name), path, source=args.source))
+        say(str(to_import(Path(args.name), path, source=args.source)))
     except LabError as error:
         raise Refused(str(error)) from None
     except OSError as error:

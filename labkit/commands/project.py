@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 
-from labkit.commands.shared import WIDE, Refused, console
+from labkit.commands.shared import WIDE, Refused, console, say
 from labkit.exercises import my_progress
 
 
 def progress(args: argparse.Namespace) -> int:
     """The learner's page of exercises."""
     page = my_progress()
-    print(json.dumps(page.to_json()) if args.json else page)
+    if args.json:
+        print(json.dumps(page.to_json()))
+    else:
+        say(*str(page).splitlines())
     return 0
 
 

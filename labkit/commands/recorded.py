@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import json
-import shutil
+import os
 import sys
 import threading
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from labkit import terminal
-from labkit.commands.shared import WIDE, Refused, console, find, interrupts, is_over, summary
+from labkit.commands.shared import WIDE, Refused, console, find, interrupts, say, summary
 from labkit.launch.folder import RunFolder
 from labkit.launch.follow import Follower
+from labkit.launch.logs import whole
+from labkit.launch.status import is_over
+from labkit.record.documents import Unreadable
 from labkit.state import OVER
 from labkit.summary import summarise
+from labkit.text import visible_log
 
-_CODES = {"finished": 0, "failed": 1, "stopped": 130}
+_LONGEST_LINE = 1 << 16  # characters of a line that has not ended, such as a progress bar's
+_LOOK = 0.2  # seconds between two looks for more output
+_CODES = {"finished": 0, "failed": 1, "lost": 1, "stopped": 130}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -26,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
 
     with interrupts() as interrupted:
         try:
-            job = start(args.specs[0], detached=args.detach)
+            job = start(args.specs[0], detached=args.detach, stdin=None if args.detach else _stdin())
         except (LaunchError, OSError) as error:
             raise Refused(str(error), code=1) from None
         if args.detach:
@@ -46,16 +55,71 @@ def run(args: argparse.Namespace) -> int:
     return _CODES[state.status["state"]]
 
 
+def _stdin() -> int | None:
+    """Standard input for the ranks where it is a file or a pipe; a terminal stays this command's own, for Ctrl-C."""
+    try:
+        descriptor = sys.stdin.fileno()
+    except (AttributeError, OSError):  # closed, or replaced by an object without a descriptor
+        return None
+    return None if os.isatty(descriptor) else descriptor
+
+
+def logs(args: argparse.Namespace) -> int:
+    """Prints everything that one rank wrote: byte for byte into a file or pipe, without control characters on a terminal."""
+    from labkit.api import Run
+
+    run = Run.attach(find(args.name).path)
+    try:
+        run.check_rank(args.rank)
+    except LookupError as error:
+        raise Refused(str(error)) from None
+    paths = partial(run.log_paths, args.rank, args.stream)
+    terminal_of = _for_a_terminal if sys.stdout.isatty() else lambda blocks: blocks
+    with interrupts() as interrupted:
+        blocks = whole(paths, lambda: args.follow and not (interrupted.is_set() or is_over(run.folder)), run.folder.open)
+        for block in terminal_of(blocks):
+            sys.stdout.buffer.write(block)
+            if not block:
+                sys.stdout.flush()
+                interrupted.wait(_LOOK)
+    return 0
+
+
+def _for_a_terminal(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """Blocks of a log line by line as `visible_log` shows them; a line that has not ended is shown when nothing follows for now."""
+    decode, rest = codecs.getincrementaldecoder("utf-8")(errors="replace").decode, ""
+    for block in blocks:
+        lines, newline, rest = (rest + decode(block)).rpartition("\n")
+        if not block or len(rest) > _LONGEST_LINE:
+            lines, newline, rest = lines + newline + rest, "", ""
+        shown = visible_log(lines + newline).encode()
+        if shown:
+            yield shown
+        if not block:
+            yield b""
+    if rest:
+        yield visible_log(rest).encode()
+
+
 def runs(args: argparse.Namespace) -> int:
     """The recorded runs, oldest first."""
-    rows = [summary(folder) for folder in RunFolder.all()]
+    rows = [summary_or_reason(folder) for folder in RunFolder.all()]
     if args.json:
         print(json.dumps({"runs": rows}))
     elif rows:
         console(args, WIDE).print(terminal.runs_table(rows))
     else:
-        print("no run is recorded yet; start one with: labkit run ddp")
+        say("no run is recorded yet; start one with: labkit run ddp")
     return 0
+
+
+def summary_or_reason(folder: RunFolder) -> dict[str, Any]:
+    """The row of one run, which shows the reason if its folder cannot be read."""
+    try:
+        folder.require_readable()
+        return summary(folder)
+    except Unreadable as error:
+        return {"run": folder.name, "state": "unreadable", "reason": error.reason}
 
 
 def show(args: argparse.Namespace) -> int:
@@ -74,14 +138,34 @@ def stop(args: argparse.Namespace) -> int:
     """Ends a run; one that is over is left as it is."""
     from labkit.launch.job import Job, LaunchError
 
-    job = Job.attach(find(args.name))
+    try:
+        folder = find(args.name)
+    except Refused:
+        if _stop_deleted(args.name):
+            return 0
+        raise
+    job = Job.attach(folder)
     before = job.state
     try:
         state = job.stop()
     except LaunchError as error:
         raise Refused(str(error), code=1) from None
-    print(f"{job.folder.name}: {'already ' if before in OVER else ''}{state}")
+    said = f"{'already ' if before in OVER else ''}{state}"
+    say(f"{job.folder.name}: {said}" + (f" ({job.status().get('message')})" if state == "lost" else ""))
     return 0
+
+
+def _stop_deleted(name: str) -> bool:
+    """Terminates what is left of a run whose folder was deleted; False if no process carries such a run's tag."""
+    from labkit.launch.job import end_deleted
+
+    try:
+        path = end_deleted(name)
+    except LookupError as error:
+        raise Refused(error.args[0]) from None
+    if path:
+        say(f"{path} was deleted while its run was under way; the processes of the run have been terminated")
+    return bool(path)
 
 
 def capture(args: argparse.Namespace) -> int:
@@ -93,7 +177,7 @@ def capture(args: argparse.Namespace) -> int:
         step = Run.attach(folder.path).capture(args.snapshot)
     except LookupError as error:
         raise Refused(str(error), code=1) from None
-    print(f"step {step} of {folder.name} will be looked at; see it with: labkit show {folder.name}")
+    say(f"step {step} of {folder.name} will be looked at; see it with: labkit show {folder.name}")
     return 0
 
 
@@ -102,12 +186,12 @@ def trace(args: argparse.Namespace) -> int:
     from labkit.api import Run
 
     run = Run.attach(find(args.name).path)
-    if not any(rank.timelines for rank in run.state.ranks.values()):
-        raise Refused(f"{run.name} has no sampled step; run with --sample-every 50, or ask a running one with: labkit capture")
     try:
-        print(f"{run.trace(args.output)}: open it at https://ui.perfetto.dev")
+        say(f"{run.trace(args.output)}: open it at https://ui.perfetto.dev")
+    except (LookupError, ValueError) as error:
+        raise Refused(str(error)) from None
     except OSError as error:
-        raise Refused(f"{args.output} cannot be written: {error.strerror}") from None
+        raise Refused(f"{error.filename} cannot be written: {error.strerror}") from None
     return 0
 
 
@@ -116,8 +200,6 @@ def replay(args: argparse.Namespace) -> int:
     from labkit.replay import Recording
 
     folder = find(args.name)
-    if args.speed <= 0:
-        raise Refused(f"the speed was {args.speed:g}; it takes a number above 0")
     if not is_over(folder):
         raise Refused(f"{folder.name} is not over yet; watch it with: labkit show {folder.name} --follow")
     with interrupts() as interrupted:
@@ -127,12 +209,12 @@ def replay(args: argparse.Namespace) -> int:
 
 def clean(args: argparse.Namespace) -> int:
     """Deletes runs that are over, after asking."""
-    if args.keep < 0:
-        raise Refused(f"keep was {args.keep}; it takes a whole number of at least 0")
-    over = [folder for folder in RunFolder.all() if is_over(folder)]
+    folders, unreadable = RunFolder.readable(RunFolder.all())
+    say(*(f"{name} is left: it cannot be read ({why})" for name, why in unreadable.items()))
+    over = [folder for folder in folders if is_over(folder)]
     old = over[: len(over) - args.keep]
     if not old:
-        print("nothing to delete")
+        say("nothing to delete")
         return 0
     if not args.yes:
         if not sys.stdin.isatty():
@@ -140,8 +222,8 @@ def clean(args: argparse.Namespace) -> int:
         if input(f"Delete {len(old)} of {len(over)} ended runs under {old[0].path.parent}? [y/N] ").strip().lower() not in ("y", "yes"):
             return 0
     for folder in old:
-        shutil.rmtree(folder.path)
-    print(f"deleted {len(old)}")
+        folder.delete()
+    say(f"deleted {len(old)}")
     return 0
 
 
@@ -156,11 +238,18 @@ def compare(args: argparse.Namespace) -> int:
         given = [name for name, value in fields.items() if value is not None and value != {}]
         if given:
             raise Refused(f"--{given[0].replace('_', '-')} goes with --strategies; recorded runs are compared as they are")
-        folders = [find(name) for name in args.runs] or comparison.alike(RunFolder.all())
+        folders, unreadable = [find(name) for name in args.runs], {}
         if not folders:
-            raise Refused("no run is recorded yet; compare some with: labkit compare --strategies single,ddp")
+            there, unreadable = RunFolder.readable(RunFolder.all())
+            folders = comparison.alike(there)
+        if not folders:
+            left = "".join(f"; {name} cannot be read: {why}" for name, why in unreadable.items())
+            raise Refused(f"no run is recorded that could be compared; make some with: labkit compare --strategies single,ddp{left}")
         found, left_out = comparison.recorded(folders), {}
-        console(args, WIDE).print(terminal.comparison(found, left_out))
+        shown = console(args, WIDE)
+        shown.print(terminal.comparison(found, left_out))
+        for name, why in unreadable.items():
+            shown.print(f"  {name} is left out: it cannot be read ({why})", style="dim")
     else:
         if args.runs:
             raise Refused(f"{args.runs[0]!r} is a recorded run, and --strategies makes new ones; give one of the two")
@@ -200,4 +289,4 @@ def _detached(name: str, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"run": name, "state": "running"}))
     else:
-        print(f"{name} has begun; watch it with: labkit show {name} --follow, end it with: labkit stop {name}")
+        say(f"{name} has begun; watch it with: labkit show {name} --follow, end it with: labkit stop {name}")

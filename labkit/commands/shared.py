@@ -6,21 +6,19 @@ import argparse
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console
-
+from labkit.console import Console
 from labkit.launch.folder import RunFolder
 from labkit.launch.follow import Follower
-from labkit.launch.status import current
-from labkit.state import OVER
+from labkit.progress import Reading
+from labkit.record.documents import Unreadable
 from labkit.summary import summarise
+from labkit.text import visible_line
 
 WIDE = 160  # columns of a table that is written to a file
-_YOUNG = 60.0  # seconds in which a folder without a status may be that of a run which is just being made
 
 
 class Refused(Exception):
@@ -34,31 +32,35 @@ class Refused(Exception):
 def console(args: argparse.Namespace, width: int | None = None) -> Console:
     """Where people read: stdout, or stderr where stdout is for a program; `width` is for where there is no terminal to fit."""
     stream = sys.stderr if args.json else sys.stdout
-    return Console(stderr=args.json, highlight=False, width=None if stream.isatty() else width)
+    return Console(stderr=args.json, width=None if stream.isatty() else width)
+
+
+def say(*lines: str) -> None:
+    """Prints lines for people on stdout. No command calls `print` for anything but JSON: names and paths may come from anybody."""
+    for line in lines:
+        print(visible_line(line))
 
 
 def find(name: str) -> RunFolder:
+    """The run that `name` names; `Refused` if there is none (2), or if it cannot be read (1)."""
     try:
-        return RunFolder.find(name)
+        folder = RunFolder.find(name)
     except LookupError as error:
         raise Refused(error.args[0]) from None
+    folder.require_readable()
+    return folder
 
 
 def summary(folder: RunFolder) -> dict[str, Any]:
     """The figures as they were written when the run was over; of one that is not, as they are now."""
-    recorded = RunFolder.read_json(folder.summary)
-    if recorded:
-        return recorded
-    follower = Follower(folder)
+    try:
+        if recorded := RunFolder.read_json(folder.summary):
+            return recorded
+    except Unreadable:
+        pass  # the events are what counts: a summary of another kind is computed again
+    follower = Follower(folder, progress=Reading(folder.name))
     follower.poll()
     return summarise(follower.state, folder.name)
-
-
-def is_over(folder: RunFolder) -> bool:
-    status = current(folder)
-    if status:
-        return status.get("state") in OVER
-    return time.time() - folder.path.stat().st_mtime > _YOUNG
 
 
 @contextmanager

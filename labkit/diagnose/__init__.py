@@ -9,17 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from labkit.diagnose import errors, meeting, speed, training
-from labkit.diagnose.finding import Finding, ranks_in_words
+from labkit.diagnose import errors, hang, meeting, speed, training, unseen
+from labkit.diagnose.finding import Finding
+from labkit.state import per_revision
+from labkit.units import ranks_in_words
 
 if TYPE_CHECKING:
     from labkit.state import RunState
 
-__all__ = ["RULES", "Finding", "findings"]
+__all__ = ["NAMES", "RULES", "Finding", "findings"]
 
 
 def findings(state: RunState) -> list[Finding]:
     """Every finding about a run, the gravest first. Never raises: a rule that cannot read what was recorded is named in one of them."""
+    return list(_findings(state))
+
+
+@per_revision
+def _findings(state: RunState) -> tuple[Finding, ...]:
     found: list[Finding] = []
     unread: list[str] = []
     for rule in RULES:
@@ -27,7 +34,7 @@ def findings(state: RunState) -> list[Finding]:
             found += rule(state)
         except Exception as error:
             unread.append(f"{rule.__name__} ({type(error).__name__}: {error})")
-    return [*found, *not_judged(unread)]
+    return (*found, *not_judged(unread))
 
 
 def not_judged(unread: Sequence[str]) -> Iterator[Finding]:
@@ -54,6 +61,20 @@ def not_watched(state: RunState) -> Iterator[Finding]:
             cause="a part of the probe failed; it says so once and stays off",
             way_out="the training itself went on; the rank's events hold the traceback, as an event of kind probe_error",
             ranks=(lost["rank"],),
+        )
+
+
+def not_written(state: RunState) -> Iterator[Finding]:
+    """Events that ranks could not write."""
+    for rank, events in sorted(state.dropped.items()):
+        yield Finding(
+            name="not_written",
+            kind="unseen",
+            title=f"{events} events of rank {rank} could not be written",
+            evidence="the rank's events say so, written after there was room on the disk again",
+            cause="the disk that holds the run folder was full",
+            way_out="steps may be missing from every figure; free space on that disk, or set LABKIT_RUNS to a folder on another disk",
+            ranks=(rank,),
         )
 
 
@@ -110,7 +131,8 @@ RULES: tuple[Callable[[RunState], Iterator[Finding]], ...] = (
     meeting.uneven_inputs,
     meeting.evaluation_on_one_rank,
     meeting.mismatch,
-    meeting.hang,
+    meeting.left_early,
+    hang.hang,
     errors.first_failure,
     training.same_samples,
     training.no_set_epoch,
@@ -124,8 +146,20 @@ RULES: tuple[Callable[[RunState], Iterator[Finding]], ...] = (
     speed.synchronised,
     speed.one_unit,
     speed.activations,
+    unseen.trains_elsewhere,
+    unseen.trains_beside,
     not_watched,
     not_there,
     cut_short,
+    not_written,
     not_readable,
+)
+
+# The names that findings can have: a rule is called as its finding; what is recognised by its error message has a name of its own, and
+# `training.nan_loss` tells two cases apart.
+NAMES: tuple[str, ...] = (
+    *errors.NAMES,
+    *(rule.__name__ for rule in RULES if rule is not errors.told_by_an_error),
+    "loss_diverged",
+    not_judged.__name__,
 )

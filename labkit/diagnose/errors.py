@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from labkit.diagnose.finding import Finding, place, ranks_in_words, shorter, texts
-from labkit.state import PEER_GONE
-from labkit.units import size
+from labkit.diagnose.advice import one_of
+from labkit.diagnose.finding import Finding, shorter, texts
+from labkit.failures import PEER_GONE
+from labkit.stacks import place
+from labkit.units import counted, ranks_in_words, size
 
 if TYPE_CHECKING:
     from labkit.columns import RankState
@@ -61,6 +63,13 @@ _SIGNS = (
         "start the container with --shm-size=1g (or --ipc=host), or use fewer workers",
     ),
     _Sign(
+        "disk_full",
+        r"No space left on device|Disk quota exceeded|the disk that holds the run folder was full",
+        "the disk was full",
+        "what the run writes (events, logs, checkpoints, the script's own files) found no room; what came after that is not recorded",
+        "free space on that disk (labkit clean deletes recorded runs), or set LABKIT_RUNS to a folder on another disk",
+    ),
+    _Sign(
         "no_nccl",
         r"(?:Distributed package doesn't have NCCL|NCCL is not available|No backend type associated with device type cuda)",
         "this torch has no NCCL",
@@ -103,6 +112,7 @@ _SIGNS = (
         "run again with NCCL_DEBUG=INFO and read its first WARN; NCCL_SOCKET_IFNAME chooses the interface between machines",
     ),
 )
+NAMES = tuple(sign.name for sign in _SIGNS)  # of findings that are recognised by an error message
 
 
 def told_by_an_error(state: RunState) -> Iterator[Finding]:
@@ -123,6 +133,9 @@ def told_by_an_error(state: RunState) -> Iterator[Finding]:
 def out_of_memory(state: RunState) -> Iterator[Finding]:
     """Memory that was not there, what held the rest of it at that moment, and what would have fitted."""
     failure = state.failure
+    if failure is not None and failure["type"] == "SIGKILL" and state.status.get("oom_kills"):
+        yield _killed_for_memory(state, failure)
+        return
     if failure is None or not _MEMORY.search(f"{failure['type']}: {failure['message']}"):
         return
     rank = state.ranks.get(failure["rank"])
@@ -134,12 +147,35 @@ def out_of_memory(state: RunState) -> Iterator[Finding]:
     yield Finding(
         name="out_of_memory",
         kind="wrong",
-        title=f"rank {failure['rank']} ran out of memory" + (f" at {where}" if where else ""),
+        title=f"{ranks_in_words(failure['alike'], state.world_size)} ran out of memory" + (f" at {where}" if where else ""),
         evidence=evidence,
         cause=f"{size(asked)} more were asked for than there was room for" if asked else "more was asked for than there was room for",
         way_out=_what_fits(state, rank, asked or 0, held),
-        ranks=(failure["rank"], *failure["collateral"]),
+        ranks=_involved(failure),
     )
+
+
+def _killed_for_memory(state: RunState, failure: Mapping[str, Any]) -> Finding:
+    """A rank that the kernel killed because the memory of the host, or of its control group, ran out."""
+    rank, where = failure["rank"], place(failure["traceback"])
+    sampled = state.system.ranks.get(rank)
+    resident = f"; its process last had {size(sampled['rss'][-1])} of resident memory" if sampled and len(sampled["rss"]) else ""
+    kills = state.status["oom_kills"]
+    return Finding(
+        name="out_of_memory",
+        kind="wrong",
+        title=f"rank {rank} was killed by the kernel because memory ran out" + (f", last seen at {where}" if where else ""),
+        evidence=f"SIGKILL; in this control group the kernel killed {counted(kills, 'process', 'es')} for lack of memory{resident}",
+        cause="the processes of the host or container used more memory than its limit (this is host memory, not GPU memory)",
+        way_out=f"start the container or job with more memory; or hold less data in each rank; or {one_of(state, 'smaller batch')}",
+        ranks=_involved(failure),
+    )
+
+
+def _involved(failure: Mapping[str, Any]) -> tuple[int, ...]:
+    """The ranks that a failure concerns, the first one first."""
+    first = failure["rank"]
+    return (first, *(rank for rank in failure["alike"] if rank != first), *failure["collateral"])
 
 
 def _asked(message: str) -> float | None:
@@ -149,7 +185,7 @@ def _asked(message: str) -> float | None:
 
 def _what_fits(state: RunState, rank: RankState | None, asked: float, held: Mapping[str, int]) -> str:
     """By the breakdown: activations grow with the batch, the rest does not; a shard is the rest by the number of ranks."""
-    usual = "a smaller batch, accumulate=2 for the same step in parts, checkpoint_activations=true, or fsdp2 over more ranks"
+    usual = one_of(state, "smaller batch", "accumulate for memory", "checkpoint activations", "shard")
     limit = _limit(state, rank)
     whole = limit or float(1 << 40)
     if asked > whole:
@@ -161,7 +197,8 @@ def _what_fits(state: RunState, rank: RankState | None, asked: float, held: Mapp
     if limit is None or not batch or not activations:
         return usual
     if fixed > 0.95 * limit:
-        return f"parameters, gradients and optimizer state take {size(fixed)} of {size(limit)}: under fsdp2 n ranks keep an n-th each"
+        sharded = "sharded over n ranks (fsdp2), each holds an n-th of them"
+        return f"parameters, gradients and optimizer state take {size(fixed)} of {size(limit)}: {sharded}"
     fits = int(batch * (0.95 * limit - fixed) / (activations + asked))
     return f"by this breakdown a batch of {fits} per rank would have fitted; or {usual}" if 0 < fits < batch else usual
 
@@ -172,23 +209,61 @@ def _limit(state: RunState, rank: RankState | None) -> float | None:
 
 
 def first_failure(state: RunState) -> Iterator[Finding]:
-    """The rank that failed first, and those that only fell with it."""
+    """The rank that failed first, or those that failed in the same way, and the ranks that were terminated with them."""
     failure = state.failure
     if failure is None:
         return
-    rank, collateral = failure["rank"], failure["collateral"]
     says = f"{failure['type']}: {failure['message']}" if failure["message"] else failure["type"]
-    fell = f"; {ranks_in_words(collateral)} fell with it" if collateral else ""
-    killed = failure["type"] == "SIGKILL"
-    where = place(failure["traceback"])
+    where = _where(failure)
+    several = len(failure["alike"]) > 1
+    those = ranks_in_words(failure["alike"], state.world_size)
+    if several:
+        how = "in the same way"
+    elif failure["left"]:
+        how = f"because {ranks_in_words(failure['left'])} had already ended"
+    else:
+        how = "first" if state.world_size > 1 and not _lost_a_peer(state, failure) else ""
+    title = " ".join(filter(None, (those, "failed", how))) + f": {shorter(says, 120)}{where}"
+    if failure["collateral"]:
+        verb = "was" if len(failure["collateral"]) == 1 else "were"
+        title += f"; {ranks_in_words(failure['collateral'])} {verb} terminated because {those if not several else 'they'} failed"
     yield Finding(
         name="first_failure",
         kind="wrong",
-        title=f"rank {rank} failed first{fell}",
-        evidence=shorter(says) + (f" (at {where})" if where else ""),
-        cause="it was killed from outside: by a person, a scheduler, or the kernel where memory ran short (dmesg says so)"
-        if killed
-        else "the exception, or the exit, of this rank" + ("; the others lost their peer and failed for that" if collateral else ""),
-        way_out=f"read the end of rank {rank}'s stderr" + ("; what the other ranks say follows from it" if collateral else ""),
-        ranks=(rank, *collateral),
+        title=title,
+        evidence=shorter(says) + where,
+        cause=_cause(state, failure),
+        way_out=f"read the end of the stderr of rank {failure['rank']}"
+        + ("; the messages of the other ranks follow from it" if failure["collateral"] else ""),
+        ranks=_involved(failure),
     )
+
+
+def _where(failure: Mapping[str, Any]) -> str:
+    """` (train.py:12 in step)`; for a process that was killed, where it was a moment before; empty if the message has the line."""
+    line = place(failure["traceback"])
+    if not line or f"{line.partition(':')[0]}, line" in failure["message"]:
+        return ""
+    return f" (last seen at {line})" if failure["last_seen"] else f" ({line})"
+
+
+def _lost_a_peer(state: RunState, failure: Mapping[str, Any]) -> bool:
+    """Whether the first failure that is known so far only says that another rank is gone; torchrun reports that one at the end."""
+    return not state.over and bool(PEER_GONE.search(f"{failure['type']}: {failure['message']}"))
+
+
+def _cause(state: RunState, failure: Mapping[str, Any]) -> str:
+    if failure["left"]:
+        return "the process of a rank that has ended is gone, and its connections are closed"
+    if _lost_a_peer(state, failure):
+        return "another rank is gone; which one, and why, is known when torchrun has ended the run"
+    if failure["type"] == "SIGKILL" and state.status.get("oom_kills"):
+        return "the kernel killed the process because memory ran out"
+    if failure["type"] == "SIGKILL":
+        unknown = ", or by the kernel because memory ran out (dmesg shows that)" if state.status.get("oom_kills") is None else ""
+        return f"the process was killed from outside: by a person or a scheduler{unknown}"
+    if str(failure["type"]).startswith("SIG"):
+        return "code outside Python, such as a C extension or a driver, crashed the process"
+    several = len(failure["alike"]) > 1
+    what = "the same mistake on every one of these ranks" if several else "the exception, or the exit, of this rank"
+    return what + ("; the other ranks were terminated because they lost a peer" if failure["collateral"] else "")

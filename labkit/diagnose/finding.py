@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from labkit.state import RunState
 
-_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 DDP = "DistributedDataParallel"  # the class, as the probe tells it
 
 
@@ -35,23 +33,16 @@ class Finding:
         return asdict(self) | {"ranks": list(self.ranks)}
 
 
-def ranks_in_words(numbers: Iterable[int]) -> str:
-    """`rank 3`, `ranks 0, 1`."""
-    numbers = list(numbers)
-    return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, numbers))
-
-
-def place(stack: str | None) -> str:
-    """The innermost line of a stack that is no library's: `train.py:139 in disturb`; empty where there is none."""
-    lines = [match for match in _LINE.finditer(stack or "") if "site-packages" not in match["file"] and "/lib/python" not in match["file"]]
-    if not lines:
-        return ""
-    file = lines[-1]["file"].replace("\\", "/").rpartition("/")[2]
-    return f"{file}:{lines[-1]['line']} in {lines[-1]['function']}"
-
-
 def texts(state: RunState) -> Iterator[tuple[int | None, str]]:
-    """What errors said, with their rank: the first failure's words, then those of the others, then torchrun's."""
+    """What errors said, with their rank, each text once: the first failure's, then those of the others, then torchrun's."""
+    known: set[str] = set()
+    for rank, text in _texts(state):
+        if text not in known:
+            known.add(text)
+            yield rank, text
+
+
+def _texts(state: RunState) -> Iterator[tuple[int | None, str]]:
     failure = state.failure
     if failure is not None:
         yield failure["rank"], f"{failure['type']}: {failure['message']}"
@@ -63,7 +54,7 @@ def texts(state: RunState) -> Iterator[tuple[int | None, str]]:
     yield None, str(state.status.get("message") or "")
 
 
-def shorter(text: str) -> str:
-    """A text in one line, of 300 letters at the most."""
-    line = " ".join(text.split())
-    return line if len(line) <= 300 else line[:297] + "…"
+def shorter(text: str, most: int = 300) -> str:
+    """A text in one line of at most `most` characters."""
+    line = " ".join(text[: 4 * most].split())
+    return line if len(line) <= most else line[: most - 3] + "…"

@@ -1,21 +1,33 @@
-"""Ranks that do not meet: who waits in which collective, who never came, and why."""
+"""Ranks that do not call the same collectives: different batches, evaluations, operations or shapes, and ranks that left early."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from labkit.diagnose.finding import Finding, place, ranks_in_words, shorter, texts
-from labkit.state import PEER_GONE
+from labkit.diagnose.advice import one_of
+from labkit.diagnose.finding import Finding, shorter, texts
+from labkit.diagnose.waits import (
+    MISMATCH,
+    failed_in,
+    first_pending,
+    gone,
+    group_of,
+    in_words,
+    operations,
+    pending_operations,
+    steps_done,
+    unmet,
+    waiting,
+)
+from labkit.stacks import place
+from labkit.units import ranks_in_words
 
 if TYPE_CHECKING:
     from labkit.columns import RankState
     from labkit.state import RunState
 
-_MISMATCH = re.compile(r"collective mismatch|data size doesn't match|preamble\.length|Detected mismatch between collectives", re.IGNORECASE)
 _ALIKE = ("all_reduce", "reduce", "broadcast")  # operations to which every rank brings the same shape
-_IDLE = 0.05  # share of the time that a rank may compute and still be said to wait
 
 
 def uneven_inputs(state: RunState) -> Iterator[Finding]:
@@ -31,7 +43,7 @@ def uneven_inputs(state: RunState) -> Iterator[Finding]:
         title=f"{ranks_in_words(short)} had {least} batches, and others up to {max(lengths.values())}",
         evidence="batches of an epoch, by rank: " + ", ".join(f"{rank}: {length}" for rank, length in sorted(lengths.items())),
         cause="every step has a collective; who has no batch left does not come to it, and the others wait or meet another one",
-        way_out="give each rank as many samples (DistributedSampler fills up), or train inside model.join() (option join=true of ddp)",
+        way_out=f"give each rank equally many samples (DistributedSampler pads); or {one_of(state, 'join') or 'use ddp with join=true'}",
         ranks=short,
     )
 
@@ -40,13 +52,13 @@ def evaluation_on_one_rank(state: RunState) -> Iterator[Finding]:
     """A rank that evaluates while others do not, and is stuck in it."""
     if not _stuck(state) or next(uneven_inputs(state), None):
         return
-    waiting = _waiting(state)
-    held = set(waiting) if state.failure is None else set(state.ranks)
+    waits = waiting(state)
+    held = set(waits) if state.failure is None else set(state.ranks)
     alone = tuple(rank.rank for rank in state.ranks.values() if rank.activity == "evaluating" and rank.exit_code != 0 and rank.rank in held)
     others = tuple(rank.rank for rank in state.ranks.values() if rank.activity == "training")
     if not alone or not others or len(alone) > len(others):
         return
-    stood = state.ranks[alone[0]].error or waiting.get(alone[0]) or {}
+    stood = state.ranks[alone[0]].error or waits.get(alone[0]) or {}
     where = place(stood.get("traceback") or stood.get("stack"))
     gone = [rank for rank in others if state.ranks[rank].exit_code == 0]
     yield Finding(
@@ -63,12 +75,12 @@ def evaluation_on_one_rank(state: RunState) -> Iterator[Finding]:
 
 def mismatch(state: RunState) -> Iterator[Finding]:
     """A collective that the ranks did not agree on: it failed, or all of them are held in it by shapes that are unlike."""
-    failed, waiting = state.failure is not None, _waiting(state)
-    if not failed and not waiting:
+    failed, waits = state.failure is not None, waiting(state)
+    if not failed and not waits:
         return
-    said = next(((rank, text) for rank, text in texts(state) if _MISMATCH.search(text)), None)
-    stood = {rank.rank: rank.error or waiting.get(rank.rank) or {} for rank in state.ranks.values()}
-    apart = _apart({number: _ops(event) for number, event in stood.items()}, unlike=failed)
+    said = next(((rank, text) for rank, text in texts(state) if MISMATCH.search(text)), None)
+    stood = {rank.rank: rank.error or waits.get(rank.rank) or {} for rank in state.ranks.values()}
+    apart = _apart({number: operations(event) for number, event in stood.items()}, unlike=failed)
     if said is None and apart is None:
         return
     places = (place(event.get("traceback") or event.get("stack")) for event in stood.values())
@@ -84,120 +96,58 @@ def mismatch(state: RunState) -> Iterator[Finding]:
     )
 
 
-def hang(state: RunState) -> Iterator[Finding]:
-    """No progress: which rank waits in which collective, which never came, and where it is instead."""
-    waiting, failure = _waiting(state), state.failure
-    if not waiting or (failure is not None and failure["traceback"] and not _unmet(failure)):
-        return
-    pending = {number: op for number, event in waiting.items() if (op := _first_pending(event))}
-    seconds = max(event["t"] - event["since"] for event in waiting.values())
-    if not pending:
-        title = f"{ranks_in_words(waiting)} made no progress for {seconds:.0f} s"
-        absent: tuple[int, ...] = tuple(rank for rank in range(state.world_size) if rank not in waiting)
+def left_early(state: RunState) -> Iterator[Finding]:
+    """A rank whose script ended without an error while others still wait for it, or have failed because it was gone."""
+    failure, waits = state.failure, waiting(state)
+    if failure is None:
+        pending = pending_operations(waits)
+        ended = [rank.rank for rank in state.ranks.values() if rank.exit_code == 0] + list(gone(state))
+        held_up = [number for number in waits if number not in pending or set(pending[number]["ranks"]) & set(ended)]
     else:
-        first, absent = _awaited(pending)
-        inside = [number for number, one in pending.items() if _same(one, first)]
-        title = f"{ranks_in_words(inside)} waited for {seconds:.0f} s in {_op(first)}"
-        title += f"; {ranks_in_words(absent)} never came" if absent else ", where all of its ranks are" if first["ranks"] else ""
-    told = [f"rank {number}: {_where(event, pending.get(number))}" for number, event in sorted(waiting.items())]
-    told += [f"rank {number}: {_last_seen(state, number)}" for number in absent if number not in waiting]
+        ended, held_up = failure["left"], failure["alike"]
+    if not ended or not held_up or any(True for rule in (uneven_inputs, evaluation_on_one_rank) for _ in rule(state)):
+        return
+    first = state.ranks[held_up[0]]
+    event = first.error if failure is not None else waits[first.rank]
+    stood = place((event or {}).get("traceback") or (event or {}).get("stack"))
+    op = failed_in(event or {}) if failure is not None else first_pending(event or {})
+    doing = (" in " + in_words({**op, "sizes": []}) if op else "") + (f" ({stood})" if stood else "")
+    waited = f"{ranks_in_words(held_up)} {'waited' if failure is not None else 'wait' if len(held_up) > 1 else 'waits'}"
+    verb = "its script" if len(ended) == 1 else "their scripts"
+    code = " with exit code 0" if all(state.ranks[number].exit_code == 0 for number in ended) else ""
     yield Finding(
-        name="hang",
+        name="left_early",
         kind="wrong",
-        title=title,
-        evidence="; ".join(told),
-        cause="a collective ends when every rank of its group has come to it; one that takes another way leaves the others waiting"
-        if pending
-        else "no collective is under way: it waits for data, a file, a lock, a message of another stage, or for ranks that have not begun",
-        way_out="Stop ends it; look at the line of the rank that is elsewhere: an `if rank ==`, fewer batches, an error that was caught"
-        if pending
-        else "Stop ends it; look at the line where it stands",
-        ranks=(*absent, *(number for number in waiting if number not in absent)),
+        title=f"{ranks_in_words(ended)} ended {verb}{code} after {steps_done(state.ranks[ended[0]])} steps, while {waited}{doing}",
+        evidence="; ".join(_ended(state.ranks[number]) for number in ended)
+        + (f"; rank {first.rank}: {shorter(failure['type'] + ': ' + failure['message'])}" if failure is not None else ""),
+        cause="a collective completes only when every rank in its group calls it, and the process of a rank that has ended is gone",
+        way_out="let all ranks leave at the same step: base a `return`, `break` or `sys.exit()` on a value that every rank has, such as "
+        "a flag that rank 0 broadcasts",
+        ranks=(*ended, *held_up),
     )
 
 
-def _awaited(pending: Mapping[int, Mapping[str, Any]]) -> tuple[Mapping[str, Any], tuple[int, ...]]:
-    """The collective that holds up the others, and its ranks that are not in it: one is best that waits for a rank that is in none."""
-    absent = {
-        number: tuple(rank for rank in op["ranks"] if rank not in pending or not _same(pending[rank], op)) for number, op in pending.items()
-    }
-    inside = {number: sum(_same(op, other) for other in pending.values()) for number, op in pending.items()}
-    best = min(pending, key=lambda number: (all(rank in pending for rank in absent[number]), -inside[number]))
-    return pending[best], absent[best]
+def _ended(rank: RankState) -> str:
+    at = place(rank.left_at)
+    return (
+        f"rank {rank.rank}: " + (f"ended by the call at {at}" if at else "its script came to its end") + f", {steps_done(rank)} steps done"
+    )
 
 
 def _stuck(state: RunState) -> bool:
     """Whether ranks did not meet: one waits, or has failed with words that say so."""
     failure = state.failure
-    return _unmet(failure) if failure is not None else bool(_waiting(state))
-
-
-def _unmet(failure: Mapping[str, Any]) -> bool:
-    """Whether an error tells of other ranks only: gone, too late, or in another collective."""
-    said = f"{failure['type']}: {failure['message']}"
-    return failure["type"] in ("SIGABRT", "SIGTERM") or bool(PEER_GONE.search(said) or _MISMATCH.search(said))
-
-
-def _waiting(state: RunState) -> dict[int, Mapping[str, Any]]:
-    """By rank where each stands that waits: not those that have gone on since, have ended well, or only compute for long."""
-    if state.status.get("state") == "finished":
-        return {}
-    held = {rank.rank: rank.waiting for rank in state.ranks.values() if rank.waiting and rank.exit_code != 0 and not _went_on(rank)}
-    return {number: event for number, event in held.items() if _waits(event)}
-
-
-def _went_on(rank: RankState) -> bool:
-    since = rank.waiting.get("step")
-    return isinstance(since, int) and len(rank.steps) > rank.first_step and rank.steps.step[-1] > since
-
-
-def _waits(event: Mapping[str, Any]) -> bool:
-    computed = event.get("computed")
-    return _first_pending(event) is not None or (computed is not None and computed < _IDLE)
-
-
-def _ops(event: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The collectives that an event tells of, with all that is read of them; without those that have no group or number."""
-    ops = [op for op in event.get("ops") or () if isinstance(op, Mapping) and isinstance(op.get("seq"), int) and op.get("group")]
-    plain = {"op": "collective", "over": True}
-    return [plain | dict(op) | {"ranks": tuple(op.get("ranks") or ()), "sizes": op.get("sizes") or []} for op in ops]
-
-
-def _first_pending(event: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    return next((op for op in _ops(event) if not op["over"]), None)
-
-
-def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return all(one[name] == other[name] for name in ("group", "ranks", "seq", "op"))
-
-
-def _op(op: Mapping[str, Any]) -> str:
-    shapes = " and ".join("×".join(map(str, shape)) or "one number" for shape in op["sizes"])
-    return f"{op['op']} number {op['seq']}" + (f" ({shapes})" if shapes else "")
-
-
-def _where(event: Mapping[str, Any], op: Mapping[str, Any] | None) -> str:
-    at = place(event["stack"]) or event.get("phase") or "a place that is not known"
-    return (f"in {_op(op)} at {at}" if op else f"in no collective, at {at}") + f", {event.get('step', 0)} steps done"
-
-
-def _last_seen(state: RunState, number: int) -> str:
-    rank = state.ranks.get(number)
-    if rank is None:
-        return "has not begun"
-    if rank.exit_code is not None:
-        return f"has ended with exit code {rank.exit_code}"
-    done = int(rank.steps.step[-1]) if len(rank.steps) > rank.first_step else 0
-    return f"goes on{' evaluating' if rank.activity == 'evaluating' else ''}, {done} steps done"
+    return unmet(failure) if failure is not None else bool(waiting(state))
 
 
 def _apart(ops: Mapping[int, list[dict[str, Any]]], unlike: bool) -> str | None:
     """Two ranks' different ideas of the same number in the same group, in words: of its shape, or, if `unlike`, of the operation too."""
-    known: dict[tuple[str, tuple[int, ...], int], tuple[int, dict[str, Any]]] = {}
+    known: dict[tuple[Any, ...], tuple[int, dict[str, Any]]] = {}
     for rank, those in sorted(ops.items()):
         for op in those:
-            before, first = known.setdefault((op["group"], op["ranks"], op["seq"]), (rank, op))
+            before, first = known.setdefault((*group_of(op), op["seq"]), (rank, op))
             same = first["op"] == op["op"]
             if (same and op["op"] in _ALIKE and first["sizes"] != op["sizes"]) or (unlike and not same):
-                return f"rank {before} was in {_op(first)}, rank {rank} in {_op(op)}"
+                return f"rank {before} was in {in_words(first)}, rank {rank} in {in_words(op)}"
     return None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from labkit.diagnose.finding import DDP, Finding, ranks_in_words
+from labkit.diagnose.advice import one_of
+from labkit.diagnose.finding import DDP, Finding
 from labkit.sampled import USUAL
-from labkit.units import size
+from labkit.steps import Column, median
+from labkit.units import counted, ranks_in_words, size
 
 if TYPE_CHECKING:
     from labkit.columns import RankState
@@ -22,6 +24,7 @@ _DATA_SHARE = 0.3
 _SLOWER = 1.5  # times the others' own time, for a straggler
 _EXCESS = 0.2  # of a step, that its excess is at least
 _EXPOSED = 0.4
+_SAMPLES = 3  # profiled steps that need no confirmation by others
 _FEW_BYTES = 1 << 20
 _MANY_BUCKETS = 8
 _DOMINATES = 0.6
@@ -43,7 +46,7 @@ def input_bound(state: RunState) -> Iterator[Finding]:
         evidence=f"rank {worst}: {1e3 * _median(state.ranks[worst].steps.phases['data']):.1f} ms of "
         f"{1e3 * _median(state.ranks[worst].steps.seconds):.1f} ms (medians); {ranks_in_words(sorted(slow))} the same way",
         cause="a batch is fetched when the step before is over, and fetching takes long",
-        way_out="workers=2 fetches ahead in processes of their own; fetch=batches takes a batch at once; keep the data on a local disk",
+        way_out=f"{one_of(state, 'workers', 'whole batches')}; or keep the data on a local disk",
         ranks=tuple(sorted(slow)),
     )
 
@@ -86,42 +89,74 @@ def straggler(state: RunState) -> Iterator[Finding]:
 def _stages(ranks: Sequence[RankState]) -> bool:
     """Whether ranks are the stages of a pipeline: they send to each other, or not all of them have a loss."""
     sends = any("send" in (rank.traffic or {"ops": {}})["ops"] for rank in ranks)
-    return sends or len({all(math.isnan(loss) for loss in rank.steps.loss) for rank in ranks}) > 1
+    return sends or len({rank.steps.has_loss for rank in ranks}) > 1
 
 
 def communication_bound(state: RunState) -> Iterator[Finding]:
-    """Steps of which much is waiting for collectives, on every rank."""
-    shares, by_op, backend = [], {}, ""
-    for rank in state.ranks.values():
-        usual = [one for step, one in rank.timelines.items() if step >= USUAL and one["seconds"] > 0]
-        if not usual:
-            return
-        shares.append(statistics.median(sum(one["exposed"].values()) / one["seconds"] for one in usual))
-        for op, start, end, *_ in usual[-1]["comm"]:
-            by_op[op] = by_op.get(op, 0.0) + end - start
-        backend = usual[-1]["backend"] or backend
-    if not shares or not by_op or min(shares) < _EXPOSED:
+    """Steps of which a large part is exposed communication, on every rank.
+
+    Only a few steps are profiled, and one of them may have been held up by something else. So either several profiled steps agree, or the
+    phases of the steps that were not profiled leave room for as much: what a phase takes beyond the computing that the profile saw in it.
+    """
+    found = {rank.rank: _exposed(rank) for rank in state.ranks.values()}
+    shares = {number: share for number, share in found.items() if share is not None}
+    if not shares or len(shares) < len(found) or min(shares.values()) < _EXPOSED:
         return
-    op = max(by_op, key=by_op.__getitem__)
-    if op in ("send", "recv"):
+    by_op: dict[str, float] = {}
+    for rank in state.ranks.values():
+        for op, start, end, *_ in _usual_steps(rank)[-1]["comm"]:
+            by_op[op] = by_op.get(op, 0.0) + end - start
+    op = max(by_op, key=by_op.__getitem__, default="")
+    if op in ("", "send", "recv"):
         return  # a stage that waits for its neighbour: the pipeline's bubble
+    rank = state.ranks[min(shares)]
+    backend = _usual_steps(rank)[-1]["backend"]
+    unprofiled = f"of {1e3 * _median(rank.steps.seconds):.1f} ms per step (median)" if len(rank.steps) >= _ENOUGH else "per step"
     yield Finding(
         name="communication_bound",
         kind="slow",
-        title=f"{min(shares):.0%} of a step or more is communication that nothing hides",
-        evidence=f"sampled steps, by rank: {', '.join(f'{share:.0%}' for share in shares)}; most of it in {op} ({backend})",
-        cause="there is too little to compute for what is sent in a step, or nothing to compute while it is sent",
-        way_out="a larger batch or accumulate=4 (fewer exchanges for as many samples), compression=fp16 for ddp, or fewer ranks",
+        title=f"at least {min(shares.values()):.0%} of a step is exposed communication",
+        evidence=f"by rank, {unprofiled}: {', '.join(f'{share:.0%}' for share in shares.values())}, "
+        f"from {counted(len(_usual_steps(rank)), 'profiled step')}; most of it in {op}" + (f" ({backend})" if backend else ""),
+        cause="a step computes too little for the bytes that it sends, or computes nothing while they are sent",
+        way_out=one_of(state, "larger batch", "accumulate", "compress", "fewer ranks"),
         ranks=tuple(sorted(state.ranks)),
     )
+
+
+def _usual_steps(rank: RankState) -> list[dict[str, Any]]:
+    return [one for step, one in sorted(rank.timelines.items()) if step >= USUAL and one["seconds"] > 0]
+
+
+def _exposed(rank: RankState) -> float | None:
+    """The share of a step that is exposed communication; None if it is not known, or known from a single step that nothing confirms."""
+    profiled = _usual_steps(rank)
+    if not profiled:
+        return None
+    share = statistics.median(sum(one["exposed"].values()) / one["seconds"] for one in profiled)
+    if len(rank.steps) >= _ENOUGH:
+        return min(share, statistics.median(_confirmed(rank, one) for one in profiled))
+    return share if len(profiled) >= _SAMPLES else None
+
+
+def _confirmed(rank: RankState, one: Mapping[str, Any]) -> float:
+    """The share of an unprofiled step in which communication was exposed, if each phase computed as much as in the profiled step."""
+    whole, exposed = _median(rank.steps.seconds), 0.0
+    spent: dict[str, float] = {}
+    for name, start, end in one["phases"]:
+        spent[name] = spent.get(name, 0.0) + end - start
+    for phase, seconds in one["exposed"].items():
+        computed = max(0.0, spent.get(phase, 0.0) - seconds)
+        usual = _median(rank.steps.phases[phase]) if phase in rank.steps.phases else 0.0
+        exposed += min(seconds, max(0.0, usual - computed))
+    return exposed / whole if whole else 0.0
 
 
 def small_buckets(state: RunState) -> Iterator[Finding]:
     """Many small all-reduces where few large ones would do."""
     for rank in state.ranks.values():
-        models = rank.seen("model")
         ops = (rank.traffic or {"ops": {}})["ops"].get("all_reduce")
-        if not ops or not models or models[-1]["name"] != DDP:
+        if not ops or not any(model["name"] == DDP for model in rank.models):
             continue
         mean = ops["bytes"] / max(ops["calls"], 1)
         if ops["calls"] >= _MANY_BUCKETS and mean < _FEW_BYTES:
@@ -131,7 +166,7 @@ def small_buckets(state: RunState) -> Iterator[Finding]:
                 title=f"gradients go out in {ops['calls']:.0f} buckets of {size(mean)}",
                 evidence=f"all-reduces of one step on rank {rank.rank}, {size(ops['bytes'])} in all",
                 cause="each collective costs its latency, however little it carries",
-                way_out="a larger bucket_mb (25 is DDP's own); small ones help only where the first must start early",
+                way_out=f"{one_of(state, 'larger buckets')}; small buckets help only if the first must start early",
                 ranks=(rank.rank,),
             )
             return
@@ -159,17 +194,18 @@ def synchronised(state: RunState) -> Iterator[Finding]:
 
 
 def one_unit(state: RunState) -> Iterator[Finding]:
-    """FSDP around the whole model alone: all of it is gathered at once."""
+    """FSDP around a whole model and nothing inside it: all of it is gathered at once."""
     for rank in state.ranks.values():
-        models = rank.seen("model")
-        if models and models[-1]["units"] == 1:
+        whole = next((model for model in rank.models if model["units"] == 1), None)
+        if whole is not None:
             yield Finding(
                 name="one_unit",
                 kind="memory",
-                title="FSDP has one unit only",
-                evidence=f"rank {rank.rank}: {models[-1]['parameters']:,} parameters of its own in one unit",
-                cause="a unit is gathered whole before it computes, so the peak has all parameters, and nothing is computed meanwhile",
-                way_out="shard each block too: fully_shard(block) for all of them before fully_shard(model); FSDP1: an auto_wrap_policy",
+                title=f"FSDP shards {whole['name']} as one unit",
+                evidence=f"rank {rank.rank} holds {whole['parameters']:,} parameters in one unit",
+                cause="a unit is gathered as a whole before it computes: the peak holds all parameters, and no gathering overlaps",
+                way_out="call fully_shard(block) for each block before fully_shard(model); under FSDP1 use an auto_wrap_policy that wraps "
+                "each block (size_based_auto_wrap_policy needs a min_num_params below the size of a block)",
                 ranks=(rank.rank,),
             )
             return
@@ -190,12 +226,12 @@ def activations(state: RunState) -> Iterator[Finding]:
         title=f"{held / peak:.0%} of the peak are activations",
         evidence=f"rank {rank.rank}: {size(held)} of {size(peak)}, in step {rank.memory_step['step']}",
         cause="they grow with the batch, and no sharding of parameters, gradients or optimizer state makes them less",
-        way_out="checkpoint_activations=true, a smaller batch with accumulate, or for gpt sequence_parallel=true under tp",
+        way_out=one_of(state, "checkpoint activations", "accumulate for memory", "smaller batch", "sequence parallel"),
         ranks=(rank.rank,),
     )
 
 
-def _median(column: Sequence[float]) -> float:
+def _median(column: Column) -> float:
     """The median over the newest steps, without the first that warm up."""
-    known = [value for value in column[max(_WARM, len(column) - _RECENT) :] if not math.isnan(value)]
-    return statistics.median(known) if known else 0.0
+    value = median(column, max(_WARM, len(column) - _RECENT))
+    return 0.0 if math.isnan(value) else value

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import math
+import statistics
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from labkit.diagnose.finding import DDP, Finding, ranks_in_words
-from labkit.units import counted
+import numpy
+
+from labkit.diagnose.advice import one_of
+from labkit.diagnose.finding import DDP, Finding
+from labkit.units import counted, ranks_in_words
 
 if TYPE_CHECKING:
     from labkit.columns import RankState
     from labkit.state import RunState
 
 _APART = 1e-4  # relative difference of losses that rounding does not explain
+_EXPLODED = 100.0  # times the usual loss
+_BEFORE = 200  # losses before the first that is not finite, which say what was usual
+_SHOWN = 4
 
 
 def same_samples(state: RunState) -> Iterator[Finding]:
@@ -48,7 +56,7 @@ def _shares(state: RunState) -> int:
     """Different batches that a step should have: by the Spec, or, for a script of one's own, one a rank under DDP."""
     if state.asked is not None:
         return min(state.asked.data_ranks, state.world_size)
-    wrapped = [model["name"] == DDP for rank in state.ranks.values() for model in rank.seen("model")[:1]]
+    wrapped = [model["name"] == DDP for rank in state.ranks.values() for model in rank.models[:1]]
     return state.world_size if wrapped and all(wrapped) else 1
 
 
@@ -72,31 +80,93 @@ def no_set_epoch(state: RunState) -> Iterator[Finding]:
 
 def _training_epochs(rank: RankState) -> list[dict[str, Any]]:
     """The epochs of the sampler that the first step's samples came from: one for validation may well begin each time alike."""
-    trains = next((number for number, one in enumerate(rank.saw) if one["what"] == "model"), len(rank.saw))
+    model = next(iter(rank.models), None)
+    trains = next((number for number, one in enumerate(rank.saw) if one is model), len(rank.saw))
     before = [one for one in rank.saw[:trains] if one["what"] == "epoch"][-1:]
     after = [one for one in rank.saw[trains:] if one["what"] == "epoch"]
     return before + [one for one in after if before and one.get("sampler") == before[0].get("sampler")]
 
 
 def nan_loss(state: RunState) -> Iterator[Finding]:
-    """A loss that is no number, from its first step on."""
+    """A loss that is not finite from some step on: it diverged on all ranks, or a gradient or one rank's input was not finite."""
     found = {rank.rank: rank.not_finite for rank in state.ranks.values() if rank.not_finite is not None}
     if not found:
         return
     step = min(found.values())
     first = tuple(rank for rank, at in sorted(found.items()) if at == step)
-    spoilt = len(first) == state.world_size and _shares(state) > 1 and step > 1
+    everyone = len(first) == state.world_size
+    if step > 1 and _diverged(state, first, step):
+        yield _divergence(state, first, step)
+        return
+    exchanged = everyone and step > 1 and _shares(state) > 1
+    if exchanged:
+        seen = _parameters_then(state, first, step)
+        sure = f"; the parameters hold NaN before step {step}" if any(one["nan"] for one in seen) else ""
+        cause = f"on all ranks at once: in step {step - 1} the gradient of at least one rank was not finite, and the all-reduce of "
+        cause += f"gradients spread it to all{sure}"
+    else:
+        cause = "the inputs, the weights or an overflow on this rank; other ranks get it with the next exchange of gradients"
     yield Finding(
         name="nan_loss",
         kind="wrong",
         title=f"the loss is not finite from step {step} on, first on {ranks_in_words(first)}",
         evidence=f"{ranks_in_words(sorted(found))}: loss NaN or infinite"
         + (f"; the losses up to step {step - 1} were finite" if step > 1 else " in the first step"),
-        cause=f"on all ranks at once: in step {step - 1} one rank's gradient was not finite, and the exchange gave it to all of them"
-        if spoilt
-        else "the inputs, the weights or an overflow of this rank; other ranks get it with the next exchange of gradients",
-        way_out="torch.autograd.set_detect_anomaly(True) names the operation; then a lower learning rate, clip_norm=1, or bf16",
+        cause=cause,
+        way_out=f"find the operation with torch.autograd.set_detect_anomaly(True); then lower the learning rate, "
+        f"{one_of(state, 'clip') or 'clip the gradients'}, or use bf16 instead of fp16",
         ranks=first,
+    )
+
+
+def _diverged(state: RunState, ranks: tuple[int, ...], step: int) -> bool:
+    """Whether a loss that is not finite from `step` on, first on `ranks`, comes from updates that were finite and too large.
+
+    NaN in a gradient makes the next loss NaN while the losses before it are ordinary. A loss that diverges had become many times larger
+    than usual before, on every rank; or it becomes infinite on all of them at once, or NaN although no parameter is.
+    """
+    before = [[abs(loss) for loss in _until(rank, step)[:-1] if math.isfinite(loss)] for rank in state.ranks.values()]
+    if all(_exploded(sizes) for sizes in before if sizes) and any(before):
+        return True
+    if len(ranks) < state.world_size and state.replicas == 1:
+        return False  # one rank alone, whose samples or weights are its own
+    if any(math.isinf(_until(state.ranks[rank], step)[-1]) for rank in ranks):
+        return True
+    seen = _parameters_then(state, ranks, step)
+    return bool(seen) and not any(one["nan"] for one in seen)
+
+
+def _parameters_then(state: RunState, ranks: tuple[int, ...], step: int) -> list[dict[str, Any]]:
+    """What the probe saw of the parameters with which these ranks computed the loss of a step that was not finite."""
+    return [one for rank in ranks for one in state.ranks[rank].seen("not_finite") if one["step"] == step]
+
+
+def _exploded(sizes: list[float]) -> bool:
+    return len(sizes) > 1 and sizes[-1] > _EXPLODED * max(1.0, statistics.median(sizes[:-1]))
+
+
+def _until(rank: RankState, step: int) -> list[float]:
+    """The losses of the newest attempt before and at a step, the last ones only."""
+    end = bisect_right(rank.steps.step, step, lo=rank.first_step)
+    return [float(loss) for loss in rank.steps.loss[max(rank.first_step, end - _BEFORE) : end]]
+
+
+def _divergence(state: RunState, ranks: tuple[int, ...], step: int) -> Finding:
+    losses = _until(state.ranks[ranks[0]], step)
+    shown = ", ".join(f"{loss:.4g}" for loss in losses[-_SHOWN:])
+    first = step - len(losses[-_SHOWN:]) + 1
+    seen = _parameters_then(state, ranks, step)
+    whole = "; no parameter held NaN then" if seen and not any(one["nan"] for one in seen) else ""
+    return Finding(
+        name="loss_diverged",
+        kind="wrong",
+        title=f"the loss diverged: {losses[-1]:g} from step {step} on, on {ranks_in_words(ranks, state.world_size)}",
+        evidence=f"losses of rank {ranks[0]} in steps {first} to {step}: {shown}{whole}",
+        cause="each update made the loss larger until it overflowed: the updates are too large for this loss, or the loss has no minimum; "
+        "no single rank is at fault",
+        way_out=f"lower the learning rate, or let it rise over the first steps (warm-up); {one_of(state, 'clip') or 'clip the gradients'}; "
+        "check the sign of the loss",
+        ranks=ranks,
     )
 
 
@@ -126,8 +196,9 @@ def loss_differs(state: RunState) -> Iterator[Finding]:
 
 def _losses(rank: RankState) -> dict[int, float]:
     """The losses of the newest attempt, by step, where there is one."""
-    steps, losses = rank.steps.step[rank.first_step :], rank.steps.loss[rank.first_step :]
-    return {int(step): loss for step, loss in zip(steps, losses) if not math.isnan(loss)}
+    steps, losses = rank.steps.step[rank.first_step :].astype(int), rank.steps.loss[rank.first_step :]
+    known = ~numpy.isnan(losses)
+    return dict(zip(steps[known].tolist(), losses[known].tolist()))
 
 
 def one_file(state: RunState) -> Iterator[Finding]:

@@ -10,10 +10,11 @@ import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
+from labkit.arguments import check_type, shown
 from labkit.exercises.book import Book
+from labkit.text import escape
 
 LABS = {
     "start": "00_start_here",
@@ -71,12 +72,13 @@ _COLOURS = {"right": "#009E73", "wrong": "#D55E00", "empty": "#8C8C8C"}
 
 def exercise(name: str) -> Exercise:
     """The exercise called `topic.name`; `LookupError` for one that there is not."""
+    check_type("the name of an exercise", name, str, "a string such as 'ddp.steps'")
     topic, _, own = name.partition(".")
     if topic not in LABS:
-        raise LookupError(f"there is no exercise {name!r}; its topic must be one of {', '.join(LABS)}")
+        raise LookupError(f"there is no exercise {shown(name)}; its topic must be one of {', '.join(LABS)}")
     table = exercises(topic)
     if own not in table:
-        raise LookupError(f"there is no exercise {name!r}; there is {', '.join(f'{topic}.{each}' for each in table)}")
+        raise LookupError(f"there is no exercise {shown(name)}; there is {', '.join(f'{topic}.{each}' for each in table)}")
     return table[own]
 
 
@@ -88,7 +90,7 @@ def exercises(topic: str) -> dict[str, Exercise]:
 def check(name: str, answer: Any) -> Verdict:
     """The verdict on an answer to the exercise called `name`; what is not `...` counts as a try.
 
-    Never raises for an answer, whatever it is; `LookupError` for an exercise that there is not.
+    Never raises for an answer, whatever it is; `LookupError` for an exercise that does not exist.
     """
     asked = exercise(name)
     if is_empty(answer):

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from labkit.launch.folder import RunFolder, runs_root
+from labkit.record.files import NotPlain, read_below
+from labkit.record.kinds import COUNT
+from labkit.record.plain import parse
+from labkit.record.schema import Flag, Table, record
+
+_MOST = 1 << 20  # bytes
+_NOTED = Table(record({"tries": COUNT, "done": Flag()}))
 
 
 class Book:
@@ -23,13 +29,15 @@ class Book:
     def read(self) -> dict[str, dict[str, Any]]:
         """By exercise: `tries` and `done`."""
         try:
-            noted = json.loads(self._path.read_text(encoding="utf-8"))
-            return {name: {"tries": int(each["tries"]), "done": bool(each["done"])} for name, each in noted.items()}
+            noted = parse(read_below(self._path.parent, self._path, _MOST))
         except FileNotFoundError:
             return {}
-        except (ValueError, TypeError, KeyError, AttributeError):
-            self._path.replace(self._path.with_suffix(".unreadable.json"))
-            return {}
+        except (NotPlain, ValueError):
+            noted = None
+        if _NOTED.check(noted):
+            return noted
+        self._path.replace(self._path.with_suffix(".unreadable.json"))
+        return {}
 
     def note(self, name: str, done: bool) -> None:
         """Counts one try; what was done once stays done."""

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from labkit.api import Run
 from labkit.exercises import Exercise, Wrong
+from labkit.exercises.own import finished
 from labkit.spec import Spec
 from labkit.units import size
 
@@ -88,13 +88,7 @@ def _fits(answer: Any) -> str:
 
 
 def _finished(answer: Any) -> dict[str, Any]:
-    if not isinstance(answer, Run):
-        raise Wrong(f"give the run itself, what run(…) gave back, and not {type(answer).__name__}")
-    if not answer.state.over:
-        raise Wrong("the run has not ended yet; wait for it with .wait()")
-    summary = answer.summary()
-    if summary["state"] != "finished":
-        raise Wrong(f"the run {answer.words}; look into its logs")
+    summary = finished(answer).summary()
     if not summary["strategy"]:
         raise Wrong("this run is of a script of its own; name a strategy")
     return summary

@@ -6,8 +6,8 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from labkit.api import Run
 from labkit.exercises import Exercise, Wrong
+from labkit.exercises.own import finished
 from labkit.spec import Spec
 
 _BATCH, _STEPS, _MOST = 192, 12, 4
@@ -64,13 +64,7 @@ def _part(function: Any, order: list[int], rank: int, ranks: int) -> list[Any]:
 
 
 def _buckets(answer: Any) -> str:
-    if not isinstance(answer, Run):
-        raise Wrong(f"give the run itself, what run(…) gave back, and not {type(answer).__name__}")
-    state = answer.state
-    if not state.over:
-        raise Wrong("the run has not ended yet; wait for it with .wait()")
-    if state.status["state"] != "finished":
-        raise Wrong(f"the run {answer.words}; look into its logs")
+    state = finished(answer).state
     if (state.spec or {}).get("strategy") != "ddp" or state.world_size < 2:
         raise Wrong(f"DDP on two ranks or more was asked for, and this is {answer.name}")
     if any(found.name in ("same_samples", "no_set_epoch") for found in answer.findings()):

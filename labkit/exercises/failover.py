@@ -120,7 +120,7 @@ EXERCISES = {
     "comeback": Exercise(
         "Bring a group back",
         _comeback,
-        '`job = run("ddp", **HERE, workload="mlp", steps=400, save_every=10, max_restarts=1)`, then wait for two files in '
+        '`job = run("ddp", **HERE, workload="mlp", steps=400, save_every=10, max_restarts=1)`, then wait for two checkpoints in '
         "`job.folder.checkpoints`, `os.kill(job.state.ranks[1].pid, signal.SIGKILL)`, and hand in `job.wait()`. `save_every` bounds "
         "what is computed twice.",
     ),

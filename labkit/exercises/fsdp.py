@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from labkit.api import Run
 from labkit.exercises import Exercise, Wrong
+from labkit.exercises.own import finished
 
 _CASES = (  # parameters of each unit in order, ranks, units gathered ahead, and the most parameters that a rank holds at once
     ((100, 100, 100, 100), 4, 0, 200.0),
@@ -48,19 +48,13 @@ def _hint(told: float, units: tuple[int, ...], ranks: int, ahead: int, expected:
 
 
 def _units(answer: Any) -> str:
-    if not isinstance(answer, Run):
-        raise Wrong(f"give the run itself, what run(…) gave back, and not {type(answer).__name__}")
-    state = answer.state
-    if not state.over:
-        raise Wrong("the run has not ended yet; wait for it with .wait()")
-    if state.status["state"] != "finished":
-        raise Wrong(f"the run {answer.words}; look into its logs")
+    state = finished(answer).state
     spec = state.spec
     if spec.get("strategy") != "fsdp":
         raise Wrong(f"this run's strategy is {spec.get('strategy') or 'a script of its own'}, and FSDP1, fsdp, was asked for")
     if spec["workload"] != "gpt" or spec["options"]["size"] != "1M":
         raise Wrong("this run trains another model than gpt of the size 1M")
-    seen = state.ranks[0].seen("model")
+    seen = state.ranks[0].models
     if not seen:
         raise Wrong("this run did not tell of its model; give it some steps more")
     units = seen[-1]["units"]

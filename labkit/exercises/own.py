@@ -7,6 +7,9 @@ from typing import Any
 
 from labkit.api import Run
 from labkit.exercises import Wrong
+from labkit.record.files import read_below
+
+_SCRIPT = 4 << 20  # bytes
 
 
 def a_run(answer: Any) -> Run:
@@ -34,7 +37,8 @@ def source(run: Run) -> str:
     script = run.state.spec.get("script")
     if not script:
         raise Wrong(f"this ran {run.state.spec.get('strategy')} as the lab writes it; hand in a run of the script that you have mended")
+    path = (Path(run.folder.read_json(run.folder.plan).get("cwd", "")) / script).resolve()  # it may well be a link
     try:
-        return (Path(run.folder.read_json(run.folder.plan).get("cwd", "")) / script).read_text(encoding="utf-8")
+        return read_below(path.parent, path, _SCRIPT).decode()
     except (OSError, UnicodeDecodeError):
         raise Wrong(f"the script {script} cannot be read any more; run it again from where it stands") from None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from labkit.api import Run
 from labkit.exercises import Exercise, Wrong
+from labkit.exercises.own import finished
 from labkit.spec import Spec
 
 
@@ -22,13 +22,7 @@ def _steps(answer: Any) -> str:
 
 
 def _two(answer: Any) -> str:
-    if not isinstance(answer, Run):
-        raise Wrong(f"give the run itself, what run(…) gave back, and not {type(answer).__name__}")
-    state = answer.state
-    if not state.over:
-        raise Wrong("the run has not ended yet; wait for it with .wait()")
-    if state.status["state"] != "finished":
-        raise Wrong(f"the run {answer.words}; look into its logs")
+    state = finished(answer).state
     spec = state.spec or {}
     if spec.get("strategy") != "ddp":
         raise Wrong(f"this run's strategy is {spec.get('strategy') or 'a script of its own'}")

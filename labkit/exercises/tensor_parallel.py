@@ -6,6 +6,7 @@ from typing import Any
 
 from labkit.exercises import Exercise, Wrong
 from labkit.exercises.own import finished
+from labkit.units import size
 
 _CASES = ((2, 3, 4, 5), (2, 4, 6, 3), (3, 5, 9, 4), (4, 2, 8, 6))  # ranks, width of x, inner width, width of y
 
@@ -63,7 +64,7 @@ def _logits(answer: Any) -> str:
         raise Wrong("no step of this run was looked at closely; give it 5 steps at least")
     gathered = sum(entry.measured for entry in entries if entry.op == "all_gather")
     if gathered and not spec["options"].get("loss_parallel"):
-        raise Wrong(f"a step of it still gathers {gathered / 2**20:.1f} MiB; look for an option that has to do with the loss")
+        raise Wrong(f"a step of it still gathers {size(gathered)}; look for an option that has to do with the loss")
     return "each rank computes its part of the loss from its part of the logits: three numbers for a place travel, and not 256"
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from labkit.api import Run
 from labkit.exercises import Exercise, Wrong
+from labkit.exercises.own import finished
 from labkit.spec import Spec
 
 _GB = 10**9
@@ -45,13 +45,7 @@ def _stage(answer: Any) -> str:
 
 
 def _quarter(answer: Any) -> str:
-    if not isinstance(answer, Run):
-        raise Wrong(f"give the run itself, what run(…) gave back, and not {type(answer).__name__}")
-    state = answer.state
-    if not state.over:
-        raise Wrong("the run has not ended yet; wait for it with .wait()")
-    if state.status["state"] != "finished":
-        raise Wrong(f"the run {answer.words}; look into its logs")
+    state = finished(answer).state
     if not state.spec.get("strategy"):
         raise Wrong("this run is a script of its own; use one of the strategies of this lab")
     spec = Spec.from_json(state.spec)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -40,14 +40,32 @@ class Fault:
 def _several_ranks(spec: Spec) -> str | None:
     if spec.nproc is None or spec.processes > 1:
         return None
-    return f"the fault {spec.fault} shows between ranks, and {spec.strategy} runs in one process here; use ddp with --nproc 2"
+    found = _nproc_for(spec, lambda grown: grown.processes > 1)
+    ranks = f"{spec.strategy} with --nproc {spec.nproc} runs in one process"
+    return f"the fault {spec.fault} shows between ranks, and {ranks}; use {f'--nproc {found}' if found else 'ddp with --nproc 2'}"
 
 
 def _sampled(spec: Spec) -> str | None:
-    shares = 2 if spec.nproc is None else spec.data_ranks
-    if shares > 1:
+    if spec.nproc is None or (spec.data_ranks > 1 and spec.processes > 1):
+        return None
+    if spec.data_ranks > 1:
         return _several_ranks(spec)
-    return f"the fault {spec.fault} is one of ranks with samples of their own, and {spec.strategy} gives all the same; use ddp or fsdp2"
+    found = _nproc_for(spec, lambda grown: grown.data_ranks > 1 and grown.processes > 1)
+    same = f"{spec.strategy} with --nproc {spec.nproc} has one shard of the data set only"
+    way_out = f"--nproc {found}" if found else "ddp or fsdp2 with --nproc 2"
+    return f"the fault {spec.fault} needs ranks that train on different samples, and {same}; use {way_out}"
+
+
+def _nproc_for(spec: Spec, serves: Callable[[Spec], bool]) -> int | None:
+    """The smallest number of ranks with which the same strategy and settings serve a fault; None where there is none up to 16."""
+    for nproc in (2, 4, 8, 16):
+        try:
+            grown = replace(spec, nproc=nproc, fault=None)
+        except ValueError:  # a SpecError: the strategy cannot run on so many
+            continue
+        if serves(grown):
+            return nproc
+    return None
 
 
 def _second_epoch(spec: Spec) -> str | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from labkit.arguments import shown
 from labkit.figures.as_svg import drawing
 from labkit.figures.charts import CHARTS
 from labkit.figures.colours import rank_colour
@@ -33,8 +34,8 @@ LIVE = ("loss", "throughput", "memory", "phases")  # those that grow with every 
 
 def chart(name: str, state: RunState) -> Chart:
     """The chart called `name` (one of NAMES) of a run; `LookupError` for a name that there is not."""
-    if name not in CHARTS:
-        raise LookupError(f"there is no figure {name!r}; there is {', '.join(NAMES)}")
+    if not isinstance(name, str) or name not in CHARTS:
+        raise LookupError(f"there is no figure {shown(name)}; there is {', '.join(NAMES)}")
     return CHARTS[name](state)
 
 

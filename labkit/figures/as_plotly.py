@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from labkit.figures import colours
-from labkit.figures.model import Drawn, Points, Spans
+from labkit.figures.model import Axis, Drawn, Points, Spans
+from labkit.text import escape
 
 if TYPE_CHECKING:
     import plotly.graph_objects
@@ -65,12 +66,14 @@ def traces(drawn: Drawn) -> list[dict[str, Any]]:
         return [
             {
                 "type": "bar",
-                "name": bars.name,
-                "x": list(chart.x.categories),
+                "name": escape(bars.name),
+                "x": list(map(escape, chart.x.categories)),
                 "y": numbers(bars.values),
                 "marker": {"color": bars.colour},
-                "hovertemplate": f"{bars.name} %{{y:.3~s}} {chart.y.title.split(' ')[0]}<extra>%{{x}}</extra>",
+                "textposition": "none",
+                "hovertemplate": f"{escape(bars.name)} %{{y:.3~s}} {chart.y.title.split(' ')[0]}<extra>%{{x}}</extra>",
             }
+            | _in_words(chart.y, bars.values, f"{escape(bars.name)} %{{text}}<extra>%{{x}}</extra>")
             for bars in chart.bars
         ]
     if chart.spans:
@@ -79,15 +82,15 @@ def traces(drawn: Drawn) -> list[dict[str, Any]]:
 
 
 def _spans(drawn: Drawn, spans: Spans) -> dict[str, Any]:
-    lanes = drawn.chart.y.categories
+    lanes = list(map(escape, drawn.chart.y.categories))
     return {
         "type": "bar",
         "orientation": "h",
-        "name": spans.name,
+        "name": escape(spans.name),
         "y": [lanes[lane] for lane, *_ in spans.stretches],
         "base": numbers(start for _, start, _, _ in spans.stretches),
         "x": numbers(end - start for _, start, end, _ in spans.stretches),
-        "text": [words for *_, words in spans.stretches],
+        "text": [escape(words) for *_, words in spans.stretches],
         "textposition": "none",
         "marker": {"color": spans.colour, "line": {"width": 0}},
         "hovertemplate": "%{text}<extra></extra>",
@@ -102,15 +105,25 @@ def _line(drawn: Drawn, line, points: Points) -> dict[str, Any]:
     return {
         "type": "scatter",
         "mode": "lines" if len(xs) > 1 else "lines+markers",
-        "name": line.name,
+        "name": escape(line.name),
         "showlegend": line.in_legend,
         "legendgroup": line.key.split("-")[0],
         "x": numbers(xs),
         "y": numbers(ys),
         "line": {"color": line.colour or colours.INK, "width": line.width, "dash": line.dash},
         "meta": {"ink": line.colour is None},
-        "hovertemplate": f"%{{y:.4~g}} {what}<br>{where} %{{x:,.4~r}}<extra>{line.name}</extra>",
-    } | area
+        "hovertemplate": f"%{{y:.4~g}} {what}<br>{where} %{{x:,.4~r}}<extra>{escape(line.name)}</extra>",
+    } | (area | _in_words(drawn.chart.y, ys, f"%{{text}}<br>{where} %{{x:,.4~r}}<extra>{escape(line.name)}</extra>"))
+
+
+def _in_words(axis: Axis, values: Iterable[float | None], hover: str) -> dict[str, Any]:
+    """Bytes each in the unit that suits them, to be read on hover: 4.6 MiB on an axis of GiB. Nothing for other axes."""
+    return {"text": words(axis, values), "hovertemplate": hover} if axis.bytes_each else {}
+
+
+def words(axis: Axis, values: Iterable[float | None]) -> list[str]:
+    """The values of an axis of bytes in words; empty for any other axis."""
+    return [axis.in_words(value) for value in values] if axis.bytes_each else []
 
 
 def axis(drawn: Drawn, which: str) -> dict[str, Any]:
@@ -118,7 +131,7 @@ def axis(drawn: Drawn, which: str) -> dict[str, Any]:
     of = getattr(drawn.chart, which)
     plain = {"title": {"text": of.title, "standoff": 4}, "gridcolor": colours.GRID, "zeroline": False, "automargin": False}
     if of.categories and which == "y":
-        order = {"categoryarray": list(of.categories), "range": [len(of.categories) - 0.5, -0.5]}
+        order = {"categoryarray": list(map(escape, of.categories)), "range": [len(of.categories) - 0.5, -0.5]}
         return plain | {"type": "category", "showgrid": False, "fixedrange": True} | order
     if of.categories:
         return plain | {"type": "category", "fixedrange": True, "range": [-0.5, len(of.categories) - 0.5], "showgrid": False}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from html import escape
 from itertools import groupby
 
 from labkit.figures.model import Drawn, Points, ticks
+from labkit.text import escape
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 92, 26, 34
-_DASHES = {"dot": "1.5 3", "dash": "6 4"}
+_DASHES = {"dot": "1.5 3", "dash": "6 4", "dashdot": "6 3 1.5 3"}
 
 
 class _Canvas:
@@ -103,7 +103,8 @@ def _bars(canvas: _Canvas, drawn: Drawn) -> None:
         for bars in drawn.chart.bars:
             top = base + bars.values[index]
             height = canvas.y(base) - canvas.y(top)
-            canvas.rectangle(left, canvas.y(top), 0.65 * room, height, bars.colour, f"{name}: {bars.name} {bars.values[index]:.3g}")
+            value = drawn.chart.y.in_words(bars.values[index]) if drawn.chart.y.bytes_each else f"{bars.values[index]:.3g}"
+            canvas.rectangle(left, canvas.y(top), 0.65 * room, height, bars.colour, f"{name}: {bars.name} {value}")
             base = top
         canvas.text(left + 0.325 * room, canvas.height - _BOTTOM + 14, name, 'text-anchor="middle"')
 

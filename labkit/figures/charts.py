@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import math
-import statistics
 from array import array
 from functools import partial
 
-from labkit.columns import RankState
+import numpy
+
+from labkit.columns import Losses, RankState
 from labkit.events import PHASES
 from labkit.figures import colours
 from labkit.figures.model import Axis, Bars, Chart, Derived, Line
 from labkit.figures.sampled import memory_by_owner, memory_of_step, timeline
 from labkit.sampled import exposed, usual
+from labkit.sources import weights
 from labkit.state import RunState
 
 _WINDOW = 10  # steps that a throughput is the mean over
-_MEDIAN_OF = 400  # steps that a median is taken of, spread evenly over the run
-_MIB, _GIB = float(1 << 20), float(1 << 30)
 
 
 def loss(state: RunState) -> Chart:
-    """The loss of every rank on its own share of the batch, and their mean, over steps."""
+    """The loss of every rank on its own share of the batch, and their mean, over steps; one more line for each further optimizer."""
     ranks = _ranks(state)
     lines = [line for rank in ranks for line in _losses(rank)]
     if len(ranks) > 1:
         lines.append(_mean_loss(ranks))
+    lines += _losses_of_others(ranks)
     return Chart("loss", "Loss", _steps_axis(state), Axis("loss", least=0.1), tuple(lines))
 
 
@@ -42,6 +43,7 @@ def _losses(rank: RankState) -> list[Line]:
         )
         key = f"rank{rank.rank}" if attempt == 0 else f"rank{rank.rank}-attempt{attempt}"
         name = f"rank {rank.rank}" if attempt == 0 else f"rank {rank.rank}, attempt {attempt}"
+        name = _named(name, rank.optimizers.get(rank.pacemaker))
         colour = colours.rank_colour(rank.rank)
         lines.append(
             Line(key, name, steps, losses, colour=colour, width=1.3, keep="extremes", dash="solid" if last else "dot", in_legend=last)
@@ -54,28 +56,49 @@ def _mean_loss(ranks: list[RankState]) -> Line:
     starts = [rank.attempts.get(rank.attempt, 0) for rank in ranks]
     length = min(len(rank.steps) - start for rank, start in zip(ranks, starts))
 
-    def values(first: int, last: int) -> list[float]:
-        columns = [rank.steps.loss[start + first : start + last] for rank, start in zip(ranks, starts)]
-        return [_mean(row) for row in zip(*columns)]
+    def values(first: int, last: int) -> numpy.ndarray:
+        return _mean([rank.steps.loss[start + first : start + last] for rank, start in zip(ranks, starts)])
 
-    def steps(first: int, last: int) -> array:
+    def steps(first: int, last: int) -> numpy.ndarray:
         return ranks[0].steps.step[starts[0] + first : starts[0] + last]
 
     key = "mean" + "".join(f"-{rank.attempt}" for rank in ranks)
-    return Line(key, "mean", Derived(length, steps), Derived(length, values), width=2.2, keep="extremes")
+    name = _named("mean", ranks[0].optimizers.get(ranks[0].pacemaker))
+    return Line(key, name, Derived(length, steps), Derived(length, values), width=2.2, keep="extremes")
+
+
+def _losses_of_others(ranks: list[RankState]) -> list[Line]:
+    """For each optimizer that does not set the pace the mean of its losses over ranks, at its own steps."""
+    lines = []
+    for which in sorted({which for rank in ranks for which in rank.losses}):
+        columns = [rank.losses[which] for rank in ranks if which in rank.losses]
+        length = min(len(column.loss) for column in columns)
+
+        def values(first: int, last: int, columns: list[Losses] = columns) -> numpy.ndarray:
+            return _mean([numpy.asarray(column.loss[first:last]) for column in columns])
+
+        name = _named("mean" if len(ranks) > 1 else f"rank {ranks[0].rank}", ranks[0].optimizers.get(which))
+        steps = Derived(length, lambda first, last, columns=columns: columns[0].step[first:last])
+        dash = ("dash", "dot", "dashdot")[len(lines) % 3]
+        lines.append(Line(f"optimizer{which}", name, steps, Derived(length, values), width=2.2, keep="extremes", dash=dash))
+    return lines
+
+
+def _named(name: str, optimizer: str | None) -> str:
+    return f"{name}, {optimizer}" if optimizer else name
 
 
 def throughput(state: RunState) -> Chart:
     """Samples per second over all ranks, each sample counted once, over steps; the mean of the newest steps at each."""
-    ranks, replicas = _ranks(state), state.replicas
+    ranks, counts = _ranks(state), weights(state)
     starts = [rank.attempts.get(rank.attempt, 0) for rank in ranks]
     length = min((len(rank.steps) - start for rank, start in zip(ranks, starts)), default=0)
 
-    def values(first: int, last: int) -> list[float]:
-        rates = [_rates(rank, start, first, last) for rank, start in zip(ranks, starts)]
-        return [sum(row) / replicas for row in zip(*rates)]
+    def values(first: int, last: int) -> numpy.ndarray:
+        rates = (counts[rank.rank] * _rates(rank, start, first, last) for rank, start in zip(ranks, starts) if counts[rank.rank])
+        return sum(rates, numpy.zeros(last - first))
 
-    def steps(first: int, last: int) -> array:
+    def steps(first: int, last: int) -> numpy.ndarray:
         return ranks[0].steps.step[starts[0] + first : starts[0] + last]
 
     key = "all" + "".join(f"-{rank.attempt}" for rank in ranks)
@@ -83,21 +106,23 @@ def throughput(state: RunState) -> Chart:
     return Chart("throughput", "Throughput, all ranks", _steps_axis(state), Axis("samples/s", least=10.0), (line,))
 
 
-def _rates(rank: RankState, start: int, first: int, last: int) -> list[float]:
+def _rates(rank: RankState, start: int, first: int, last: int) -> numpy.ndarray:
     """A rank's samples per second at the steps from `first` to `last`; the first step, which warms up, counts in none but its own."""
-    found = []
-    for index in range(first, last):
-        window = slice(start + max(min(index, 1), index - _WINDOW + 1), start + index + 1)
-        rows = [(n, s) for n, s in zip(rank.steps.samples[window], rank.steps.seconds[window]) if math.isfinite(n) and s > 0]
-        found.append(sum(n for n, _ in rows) / sum(s for _, s in rows) if rows else math.nan)
-    return found
+    index = numpy.arange(first, last)
+    begins = numpy.maximum(numpy.minimum(index, 1), index - _WINDOW + 1)  # of the window that ends with each step
+    least = int(begins[0]) if len(begins) else first
+    samples, seconds = (column[start + least : start + last] for column in (rank.steps.samples, rank.steps.seconds))
+    known = numpy.isfinite(samples) & (seconds > 0)
+    of_samples, of_seconds = (numpy.concatenate([[0.0], numpy.cumsum(numpy.where(known, each, 0.0))]) for each in (samples, seconds))
+    windows = [sums[index + 1 - least] - sums[begins - least] for sums in (of_samples, of_seconds)]
+    return numpy.divide(*windows, out=numpy.full(len(index), math.nan), where=windows[1] > 0)
 
 
 def memory(state: RunState) -> Chart:
     """Each rank's memory over time: allocated, the step's peak, and on CUDA what is reserved and what the whole device has in use."""
     ranks = _ranks(state)
-    unit, word = _memory_unit(state)
-    line = partial(Line, x_zero=_zero(state), y_unit=unit)
+    axis = _memory_axis(state)
+    line = partial(Line, x_zero=_zero(state), y_unit=axis.bytes_each)
     lines = []
     for rank in ranks:
         key, t, sizes, colour = f"rank{rank.rank}", rank.steps.t, rank.steps.memory, colours.rank_colour(rank.rank)
@@ -114,7 +139,7 @@ def memory(state: RunState) -> Chart:
     on_cuda = any(rank.device.startswith("cuda") for rank in ranks)
     title = "Memory per GPU" if on_cuda else "Memory: bytes of live tensors (CPU rank)"
     note = "thin: reserved, dots: peak, dashes: whole device" if on_cuda else "dots: peak"
-    return Chart("memory", title, Axis("seconds since the start", least=10.0), Axis(word), tuple(lines), note=note)
+    return Chart("memory", title, Axis("seconds since the start", least=10.0), axis, tuple(lines), note=note)
 
 
 def _device(state: RunState, rank: RankState) -> dict[str, array] | None:
@@ -123,12 +148,12 @@ def _device(state: RunState, rank: RankState) -> dict[str, array] | None:
     return state.system.gpus.get(int(number)) if number.isdigit() else None
 
 
-def _memory_unit(state: RunState) -> tuple[float, str]:
-    """GiB where the newest figures need it, else MiB."""
+def _memory_axis(state: RunState) -> Axis:
+    """In the unit that suits the newest figures."""
     columns = [column for rank in state.ranks.values() for column in rank.steps.memory.values()]
     columns += [gpu["memory_used"] for gpu in state.system.gpus.values()]
     largest = max((column[-1] for column in columns if len(column) and math.isfinite(column[-1])), default=0.0)
-    return (_GIB, "GiB") if largest >= _GIB else (_MIB, "MiB")
+    return Axis.of_bytes(largest)
 
 
 def phases(state: RunState) -> Chart:
@@ -136,7 +161,7 @@ def phases(state: RunState) -> Chart:
     ranks = _ranks(state) or [RankState(number) for number in range(state.world_size)]
     names = tuple(f"rank {rank.rank}" for rank in ranks)
     waits = [exposed(rank) for rank in ranks]
-    whole = {phase: [1000 * _median(rank.steps.phases[phase]) for rank in ranks] for phase in PHASES}
+    whole = {phase: [1000 * _median(rank, phase) for rank in ranks] for phase in PHASES}
     bars = [
         Bars(phase, colours.PHASES[phase], tuple(value * (1 - wait.get(phase, 0.0)) for value, wait in zip(whole[phase], waits)))
         for phase in PHASES
@@ -168,12 +193,17 @@ def _zero(state: RunState) -> float:
     return state.status.get("started") or min(started, default=0.0)
 
 
-def _mean(values: tuple[float, ...]) -> float:
-    known = [value for value in values if math.isfinite(value)]
-    return sum(known) / len(known) if known else math.nan
+def _mean(columns: list[numpy.ndarray]) -> numpy.ndarray:
+    """The mean of the ranks at each step, of those whose value is finite; NaN where none is."""
+    rows = numpy.stack(columns)
+    known = numpy.isfinite(rows)
+    number = known.sum(axis=0)
+    return numpy.divide(numpy.where(known, rows, 0.0).sum(axis=0), number, out=numpy.full(rows.shape[1], math.nan), where=number > 0)
 
 
-def _median(column: array) -> float:
-    stride = max(1, len(column) // _MEDIAN_OF)
-    known = [value for value in column[1 if len(column) > 1 else 0 :: stride] if math.isfinite(value)]
-    return statistics.median(known) if known else 0.0
+def _median(rank: RankState, phase: str) -> float:
+    """The median of a phase over the run, without the first step; of about a thousand steps where there are more."""
+    values = rank.steps.sample(phase)
+    values = values[1 if len(values) > 1 else 0 :]
+    known = values[numpy.isfinite(values)]
+    return float(numpy.median(known)) if len(known) else 0.0

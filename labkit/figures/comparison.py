@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from labkit.comparison import Row
 
-_MIB, _KIB = float(1 << 20), float(1 << 10)
-
 
 def speedup(rows: Sequence[Row], recorded: Sequence[Row] = ()) -> Chart:
     """Samples per second over the baseline's; beside one's own the recorded result, which says so."""
@@ -31,15 +29,18 @@ def speedup(rows: Sequence[Row], recorded: Sequence[Row] = ()) -> Chart:
 
 def memory(rows: Sequence[Row]) -> Chart:
     """The largest peak of any device."""
-    values = tuple((row.memory or 0) / _MIB for row in rows)
-    bars = Bars("peak", colours.RANKS[2], values)
-    return Chart("memory", "Peak memory per device", Axis("", categories=_names(rows)), Axis("MiB", least=1.0), bars=(bars,))
+    return _of_bytes("memory", "Peak memory per device", "peak", colours.RANKS[2], rows, [row.memory or 0 for row in rows])
 
 
 def sent(rows: Sequence[Row]) -> Chart:
     """What the rank that sends the most sends in a step."""
-    bars = Bars("sent", colours.RANKS[1], tuple((row.sent or 0) / _KIB for row in rows))
-    return Chart("sent", "Sent in a step, by one rank", Axis("", categories=_names(rows)), Axis("KiB", least=1.0), bars=(bars,))
+    return _of_bytes("sent", "Sent in a step, by one rank", "sent", colours.RANKS[1], rows, [row.sent or 0 for row in rows])
+
+
+def _of_bytes(name: str, title: str, what: str, colour: str, rows: Sequence[Row], counts: Sequence[float]) -> Chart:
+    axis = Axis.of_bytes(max(counts, default=0.0))
+    bars = Bars(what, colour, tuple(count / axis.bytes_each for count in counts))
+    return Chart(name, title, Axis("", categories=_names(rows)), axis, bars=(bars,))
 
 
 def phases(rows: Sequence[Row]) -> Chart:

@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy
+
+from labkit.units import scale, size
+
 LIMIT = 1000  # points of one line in a whole picture
 _ENDS = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
 _TICKS = (1.0, 2.0, 2.5, 5.0, 10.0)
@@ -23,7 +27,7 @@ class Derived:
     """A column of `length` numbers that is worked out only where it is read: `values(first, last)` gives those of a slice."""
 
     length: int
-    values: Callable[[int, int], list[float]]
+    values: Callable[[int, int], Sequence[float] | numpy.ndarray]
 
     def __len__(self) -> int:
         return self.length
@@ -62,8 +66,8 @@ class Line:
     def points(self, first: int = 0, limit: int = LIMIT) -> Points:
         """The points from index `first` on, as `limit` at the most; None is a gap (a value not known, or a restart)."""
         kept = thin(self.y, first, len(self), limit, self.keep)
-        xs, ys = ([self.x[index] for index in kept], [self.y[index] for index in kept])
-        xs, ys = [x - self.x_zero for x in xs], [y / self.y_unit if math.isfinite(y) else None for y in ys]
+        xs, ys = _at(self.x, kept) - self.x_zero, _at(self.y, kept) / self.y_unit
+        xs, ys = xs.tolist(), [y if known else None for y, known in zip(ys.tolist(), numpy.isfinite(ys))]
         return _broken_where_x_goes_back(xs, ys)
 
 
@@ -87,12 +91,26 @@ class Spans:
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis: its title with the unit, the end it has from the start (`end`), or the least end that it may grow from."""
+    """An axis: its title with the unit, the end it has from the start (`end`), or the least end that it may grow from.
+
+    `bytes_each` is how many bytes one of its unit is, where it shows bytes.
+    """
 
     title: str
     end: float | None = None
     least: float = 1.0
     categories: tuple[str, ...] = ()
+    bytes_each: float = 0.0
+
+    @classmethod
+    def of_bytes(cls, largest: float, least: float = 1.0) -> Axis:
+        """An axis of bytes up to `largest`, in the unit that suits it."""
+        each, name = scale(largest)
+        return cls(name, least=least, bytes_each=each)
+
+    def in_words(self, value: float | None) -> str:
+        """A value on an axis of bytes in the unit that suits the value itself."""
+        return "unknown" if value is None else size(value * self.bytes_each)
 
     def span(self, low: float, high: float) -> tuple[float, float]:
         """The range that shows `low` to `high`, from zero on, growing in steps so that it seldom moves."""
@@ -214,12 +232,22 @@ def thin(ys: Sequence[float] | Derived, first: int, last: int, limit: int, keep:
     return [end - 1 for end in edges[1:]]
 
 
-def _extremes(values: Sequence[float], begin: int) -> list[int]:
+def _extremes(values: Sequence[float] | numpy.ndarray, begin: int) -> list[int]:
     """The indices (counted from `begin`) of the least and the greatest value, in their order; of the newest where none is known."""
-    known = [index for index, value in enumerate(values) if math.isfinite(value)]
-    if not known:
-        return [begin + len(values) - 1]
-    return [begin + index for index in sorted({min(known, key=values.__getitem__), max(known, key=values.__getitem__)})]
+    numbers = numpy.asarray(values, float)
+    (known,) = numpy.isfinite(numbers).nonzero()
+    if not len(known):
+        return [begin + len(numbers) - 1]
+    return [begin + int(index) for index in sorted({known[numbers[known].argmin()], known[numbers[known].argmax()]})]
+
+
+def _at(column: Sequence[float] | Derived, kept: Sequence[int]) -> numpy.ndarray:
+    """The values of a column at some indices."""
+    if not kept:
+        return numpy.empty(0)
+    if isinstance(kept, range):
+        return numpy.asarray(column[kept.start : kept.stop], float)
+    return numpy.array([column[index] for index in kept], float)
 
 
 def _broken_where_x_goes_back(xs: list[float], ys: list[float | None]) -> Points:

@@ -14,7 +14,6 @@ from labkit.state import RunState
 from labkit.units import size
 
 _PIXELS = 1500  # stretches narrower than one of so many parts of the axis are drawn as one
-_MIB, _GIB = float(1 << 20), float(1 << 30)
 _NONE = "no step was sampled yet"
 
 
@@ -110,7 +109,8 @@ def memory_by_owner(state: RunState) -> Chart:
     ranks = [rank for rank in _ranks(state) if rank.memory_step]
     names = tuple(f"rank {rank.rank}" for rank in ranks)
     peaks = [rank.memory_step["at_peak"] for rank in ranks]
-    unit, word = _unit(max((rank.memory_step["peak"] for rank in ranks), default=0))
+    axis = Axis.of_bytes(max((rank.memory_step["peak"] for rank in ranks), default=0))
+    unit = axis.bytes_each
     bars = [Bars(owner, colours.OWNERS[owner], tuple(peak.get(owner, 0) / unit for peak in peaks)) for owner in OWNERS]
     on_cuda = [rank for rank in ranks if rank.device.startswith("cuda")]
     if on_cuda:
@@ -119,7 +119,7 @@ def memory_by_owner(state: RunState) -> Chart:
         bars.append(Bars("context, NCCL, others", "#777777", tuple(value / unit for value in rest)))
     note = ("" if on_cuda else "live tensors") if ranks else _NONE
     title = "Peak of a step, by owner"
-    return Chart("memory_by_owner", title, Axis("", categories=names), Axis(word, least=1.0), bars=tuple(bars), note=note)
+    return Chart("memory_by_owner", title, Axis("", categories=names), axis, bars=tuple(bars), note=note)
 
 
 def memory_of_step(state: RunState, rank: int | None = None) -> Chart:
@@ -130,7 +130,7 @@ def memory_of_step(state: RunState, rank: int | None = None) -> Chart:
         return Chart("memory_of_step", title, Axis("ms", end=1.0), Axis("MiB"), note=_NONE)
     one = max(sampled, key=lambda one: one.memory_step["peak"])
     held = one.memory_step
-    unit, word = _unit(held["peak"])
+    axis = Axis.of_bytes(held["peak"])
     times = [_ms(time) for time in held["times"]] + [_ms(held["seconds"])]
     lines = tuple(
         Line(
@@ -139,7 +139,7 @@ def memory_of_step(state: RunState, rank: int | None = None) -> Chart:
             times,
             [*held["owners"][owner], held["owners"][owner][-1]],
             colour=colours.OWNERS[owner],
-            y_unit=unit,
+            y_unit=axis.bytes_each,
             stacked=True,
         )
         for owner in OWNERS
@@ -147,11 +147,7 @@ def memory_of_step(state: RunState, rank: int | None = None) -> Chart:
     )
     bands = tuple((name, _ms(start), _ms(end), colours.PHASES.get(name, colours.INK)) for name, start, end in held["phases"])
     note = f"rank {one.rank}, step {held['step']}; at the foot: the phases"
-    return Chart("memory_of_step", title, Axis("ms", end=_ms(held["seconds"])), Axis(word), lines=lines, bands=bands, note=note)
-
-
-def _unit(largest: float) -> tuple[float, str]:
-    return (_GIB, "GiB") if largest >= _GIB else (_MIB, "MiB")
+    return Chart("memory_of_step", title, Axis("ms", end=_ms(held["seconds"])), axis, lines=lines, bands=bands, note=note)
 
 
 def _ranks(state: RunState) -> list[RankState]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from html import escape
 
 from bs4 import BeautifulSoup
 from latex2mathml.converter import convert
+
+from labkit.text import escape
 
 _FORMULA = re.compile(r"\$\$(?P<block>.+?)\$\$|(?<![\\$\w])\$(?P<inline>[^\s$](?:[^$\n]*[^\s$\\])?)\$(?![\w$])", re.DOTALL)
 _AS_IT_IS = ("code", "pre", "kbd", "samp")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from html import escape
 from pathlib import Path
 
 from bs4 import BeautifulSoup
@@ -14,6 +13,7 @@ from labkit.handout.clean import markdown
 from labkit.handout.files import LabError, read_lab
 from labkit.handout.lab import STUDENT, TEACHER, lab_page
 from labkit.handout.page import Page
+from labkit.text import escape
 
 _READERS = {STUDENT: "for students: without answers", TEACHER: "for the teacher: with the keys"}
 

@@ -6,7 +6,6 @@ import base64
 import re
 import tempfile
 from collections.abc import Callable
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from labkit.handout.page import TEMPLATES, Page
 from labkit.handout.plots import Plots
 from labkit.launch.folder import RunFolder
 from labkit.launch.follow import Follower
+from labkit.text import escape
 
 STUDENT, TEACHER = "student", "teacher"
 _PLOTLY = "application/vnd.plotly.v1+json"

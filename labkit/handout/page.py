@@ -14,6 +14,7 @@ from markupsafe import Markup
 from labkit.figures import colours
 from labkit.handout.files import write
 from labkit.handout.plots import Plots, packed, plotly_js
+from labkit.text import visible_line
 
 HERE = Path(__file__).parent
 TEMPLATES = HERE / "templates"
@@ -37,10 +38,10 @@ class Page:
             _environment()
             .get_template("page.html.j2")
             .render(
-                title=self.title,
-                about=self.about,
+                title=visible_line(self.title),
+                about=visible_line(self.about),
                 body=Markup(self.body),
-                contents=[row for row in self.contents if row[0] in (2, 3)],
+                contents=[(level, at, visible_line(text)) for level, at, text in self.contents if level in (2, 3)],
                 hashes=Markup(" ".join(map(_hash, programs))),
                 css=Markup((HERE / "static" / "handout.css").read_text(encoding="utf-8")),
                 js=Markup(js),

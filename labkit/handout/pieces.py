@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import re
 import time
 from collections import Counter
 from dataclasses import replace
-from html import escape
 
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
@@ -16,26 +14,25 @@ from pygments.lexers import DiffLexer, PythonLexer
 from labkit.figures import rank_colour
 from labkit.launch.folder import STREAMS, RunFolder
 from labkit.launch.logs import LogTail
+from labkit.record.files import NotPlain
 from labkit.script import write_script
 from labkit.spec import Spec, SpecError
 from labkit.state import RunState
 from labkit.strategies import STRATEGIES
+from labkit.text import escape, visible, visible_log
 
 _LINES = 200  # newest lines of a log that go along: each is printed too
 _LEXERS = {"python": PythonLexer(), "diff": DiffLexer()}
-_COLOUR_CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
-_NEVER_SHOWN = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 
 def coloured(text: str, language: str) -> str:
     """Source text with its colours, as classes; `language` is python or diff."""
-    return highlight(text, _LEXERS[language], HtmlFormatter(cssclass="source"))
+    return highlight(visible(text), _LEXERS[language], HtmlFormatter(cssclass="source"))
 
 
 def printed(text: str) -> str:
-    """What a program wrote, as a terminal would show it but for its colours."""
-    lines = (line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
-    return escape(_NEVER_SHOWN.sub("�", _COLOUR_CODES.sub("", "\n".join(lines))))
+    """What a program wrote, as a terminal would show it without its colours."""
+    return escape(visible_log(text))
 
 
 def fold(summary: str, inner: str, kind: str = "") -> str:
@@ -78,14 +75,14 @@ def facts(state: RunState, recorded: bool = False) -> str:
 def logs(folder: RunFolder, state: RunState) -> str:
     """What each rank wrote, each in a fold; of long logs the newest lines."""
     folds = [_log(folder, rank, stream) for rank in range(state.world_size) for stream in STREAMS]
-    if state.status.get("state") == "failed":
-        folds.append(_text(LogTail(folder.launcher_log, keep=_LINES), "torchrun's own log", ""))
+    if state.status.get("state") in ("failed", "lost"):
+        folds.append(_text(folder.tail(folder.launcher_log, keep=_LINES), "torchrun's own log", ""))
     return "".join(folds)
 
 
 def _log(folder: RunFolder, rank: int, stream: str) -> str:
     words = f"rank {rank}" if stream == "stdout" else f"rank {rank}, stderr"
-    tail = LogTail(lambda: folder.log_of(rank, stream), keep=_LINES)
+    tail = folder.log_tail(rank, stream, keep=_LINES)
     return _text(tail, words, rank_colour(rank), empty="it wrote nothing" if stream == "stdout" else "")
 
 
@@ -105,6 +102,8 @@ def script(folder: RunFolder, state: RunState) -> str:
     """The script that ran; of a script of one's own, where it lay."""
     own = state.spec.get("script")
     text = _script_of(folder)
+    if isinstance(text, NotPlain):
+        return f"<p>The script is not shown: {escape(str(text))}.</p>"
     if text is None:
         return f"<p>A script of one's own, {escape(title(state))}: it is not kept with the run.</p>" if own else ""
     return fold(f"The script that ran · {_lines(len(text.splitlines()))}", coloured(text, "python"), "code")
@@ -113,7 +112,7 @@ def script(folder: RunFolder, state: RunState) -> str:
 def diff(folder: RunFolder, state: RunState) -> str:
     """What the script changes from the same training on one device."""
     spec, text = state.asked, _script_of(folder)
-    if spec is None or text is None or spec.strategy == "single":
+    if spec is None or not isinstance(text, str) or spec.strategy == "single":
         return ""
     try:
         before = write_script(_on_one_device(spec))
@@ -124,9 +123,12 @@ def diff(folder: RunFolder, state: RunState) -> str:
     return fold(f"What changes from one device · {more} lines come, {fewer} go", coloured("\n".join(lines), "diff"), "code")
 
 
-def _script_of(folder: RunFolder) -> str | None:
+def _script_of(folder: RunFolder) -> str | NotPlain | None:
+    """The script that lies in the run folder, why it is not shown, or None if there is none. One that lies elsewhere is only named."""
     try:
-        return folder.script.read_text(encoding="utf-8", errors="replace")
+        return folder.text(folder.script)
+    except NotPlain as error:
+        return error
     except OSError:
         return None
 

@@ -6,13 +6,13 @@ import base64
 import gzip
 import json
 from functools import lru_cache
-from html import escape
 from typing import Any
 
 from bs4 import BeautifulSoup
 
 from labkit import figures
 from labkit.state import RunState
+from labkit.text import escape
 
 _HEIGHT = 450  # px of a figure that says nothing of its height: plotly's own
 _CHART = 300  # px of a run's chart

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,8 @@ class Shelf:
 
     def __init__(self, root: Path):
         self._root = root
-        self._runs = [folder for folder in reversed(RunFolder.all(root)) if current(folder).get("state") in OVER]
+        runs, self._unreadable = RunFolder.readable(RunFolder.all(root))
+        self._runs = [folder for folder in reversed(runs) if current(folder).get("state") in OVER]
         self._asked = {folder.name: _asked(RunFolder.read_json(folder.spec), _text(folder)) for folder in self._runs}
 
     def take(self, spec: Spec, source: str | None = None) -> RunFolder:
@@ -38,6 +38,7 @@ class Shelf:
         raise LookupError(
             f"no run of {spec.name} with these settings is left in {self._root}; "
             f"run the lab once with LABKIT_RUNS={self._root}, or make the handout without --recorded"
+            + "".join(f"; {name} cannot be read: {why}" for name, why in self._unreadable.items())
         )
 
 
@@ -45,24 +46,36 @@ def stand_in(folder: str) -> None:
     """From now on a run that is started in this process is a copy of a recorded one from `folder`."""
     shelf = Shelf(Path(folder))
 
-    def start(cls: type[Job], spec: Spec, *, detached: bool = False, root: Path | None = None, source: str | None = None) -> Job:
+    def start(
+        cls: type[Job],
+        spec: Spec,
+        *,
+        detached: bool = False,
+        root: Path | None = None,
+        source: str | None = None,
+        stdin: int | None = None,
+    ) -> Job:
         found = shelf.take(spec, source)
-        copy = RunFolder((root or runs_root()) / found.name)
-        shutil.copytree(found.path, copy.path)
-        return cls(copy)
+        return cls(found.copy((root or runs_root()) / found.name))
 
     Job.start = classmethod(start)
 
 
 def _asked(spec: dict[str, Any], text: str | None) -> dict[str, Any]:
-    """What was asked for, without where it lay: checkpoints by their run's name, a script by its text, or by its file's name."""
+    """What was asked for, without its place: a checkpoint by the name of its run, a script by its text or its file's name."""
     script, resume = spec.get("script"), spec.get("resume")
-    return spec | {"script": script and (text or Path(script).name), "resume": resume and Path(resume).parent.name}
+    return spec | {"script": script and (text or Path(script).name), "resume": resume and run_of(Path(resume))}
+
+
+def run_of(checkpoint: Path) -> str:
+    """The name of the run that wrote a checkpoint, or of the folder that holds it if it is no run's."""
+    folder = next((parent for parent in (checkpoint, *checkpoint.parents) if parent.name == "checkpoints"), None)
+    return folder.parent.name if folder else checkpoint.name
 
 
 def _text(folder: RunFolder) -> str | None:
     try:
-        return folder.script.read_text(encoding="utf-8")
+        return folder.text(folder.script)
     except OSError:
         return None
 

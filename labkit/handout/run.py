@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from html import escape
-
 from labkit.diagnose import findings
 from labkit.handout import pieces
 from labkit.handout.clean import Prose
@@ -12,8 +10,10 @@ from labkit.handout.plots import Plots
 from labkit.launch.folder import RunFolder
 from labkit.launch.follow import Follower
 from labkit.ledger import ledger
+from labkit.record.files import NotPlain
 from labkit.state import RunState
 from labkit.tables import findings_html, ledger_html, ranks_html
+from labkit.text import escape
 
 
 class RunError(Exception):
@@ -61,7 +61,9 @@ def _recorded(folder: RunFolder) -> RunState:
 
 def _command(folder: RunFolder) -> str:
     try:
-        command = folder.command.read_text(encoding="utf-8", errors="replace").strip()
+        command = folder.text(folder.command).strip()
+    except NotPlain as error:
+        return f"<p>The command is not shown: {escape(str(error))}.</p>"
     except OSError:
         return ""
     return f"<p>By hand:</p><pre>{pieces.printed(command)}</pre>"

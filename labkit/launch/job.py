@@ -16,15 +16,20 @@ from typing import Any
 import psutil
 
 from labkit.launch import local, report
-from labkit.launch.folder import RunFolder
+from labkit.launch.ending import conclude_unattended, reserve
+from labkit.launch.folder import RunFolder, runs_root
 from labkit.launch.logs import LogTail
-from labkit.launch.processes import TAG, end
-from labkit.launch.status import current, is_folder, is_here, is_lost, supervisor_of
+from labkit.launch.processes import end, is_stopped, is_supervisor, living, of_folder, tag_of, tagged
+from labkit.launch.status import current, hidden_supervisor, is_abandoned, is_here, is_over, supervisor_of
 from labkit.script import command, write_script
 from labkit.spec import Spec
 from labkit.state import OVER
+from labkit.text import visible_line
 
-_START_LIMIT = 30.0  # seconds for the supervisor's first word; it takes a tenth of one where nothing is wrong
+_START_LIMIT = 30.0  # seconds until the supervisor must have written its first status; usually that takes a tenth of one
+_ANSWER = 2.0  # seconds in which a supervisor that works says that it stops the run
+_GRACE = 2.0  # seconds that the processes of a run without a supervisor have to leave by themselves
+_LEAVE = 5.0  # seconds in which a supervisor whose folder is gone has ended its run
 _LOOK = 0.2  # seconds between two looks of `wait`: each costs a millisecond that the ranks do not have on a full machine
 _lifelines: set[int] = set()
 
@@ -40,19 +45,23 @@ class Job:
         self.folder = folder
 
     def __repr__(self) -> str:
-        return f"Job({self.folder.name}: {self.state})"
+        return f"Job({visible_line(self.folder.name)}: {self.state})"
 
     @classmethod
-    def start(cls, spec: Spec, *, detached: bool = False, root: Path | None = None, source: str | None = None) -> Job:
+    def start(
+        cls, spec: Spec, *, detached: bool = False, root: Path | None = None, source: str | None = None, stdin: int | None = None
+    ) -> Job:
         """Starts a settled Spec (see `Spec.on`) in a folder of its own and returns as soon as torchrun is on its way.
 
         Where the script is not a file yet, `source` is its text: it is written into the folder, whatever name `spec.script` has.
+        `stdin` is a file descriptor that all ranks inherit as their standard input, as under torchrun; without it that is empty.
         The run ends with this process, by whatever this process may end, unless it is `detached`.
         Raises `LaunchError` or `OSError` where it cannot start, and then nothing is left behind.
         """
         asked = time.time()
         folder = RunFolder.create(spec.name, root)
         try:
+            reserve(folder)
             if source is not None:
                 RunFolder.write_text(folder.script, source)
                 spec = replace(spec, script=str(folder.script))
@@ -62,18 +71,19 @@ class Job:
                 RunFolder.write_text(folder.script, write_script(spec))
             RunFolder.write_text(folder.command, command(spec) + "\n")
             RunFolder.write_json(folder.plan, plan)
-            _start_supervisor(folder, plan, asked)
+            _start_supervisor(folder, plan, asked, stdin)
         except BaseException:
-            end(str(folder.path), grace=0.0)
+            end(lambda: of_folder(folder.path), grace=0.0)
             shutil.rmtree(folder.path, ignore_errors=True)
             raise
         return cls(folder)
 
     @classmethod
     def attach(cls, folder: RunFolder) -> Job:
-        """The job of a run that was started before, here or elsewhere, running or over."""
-        if not folder.spec.is_file():
+        """The job of a run that was started before, here or elsewhere, running or over. Raises `Unreadable`, a `LookupError`."""
+        if not os.path.lexists(folder.spec):
             raise LookupError(f"{folder.path} is not a run folder: it has no {folder.spec.name}")
+        folder.require_readable()
         return cls(folder)
 
     def status(self) -> dict[str, Any]:
@@ -82,8 +92,8 @@ class Job:
 
     @property
     def state(self) -> str:
-        """starting, running, stopping, finished, failed or stopped."""
-        return self.status().get("state", "starting")
+        """starting, running, stopping, finished, failed, stopped, or lost (how it ended cannot be known here)."""
+        return self.status().get("state") or ("failed" if is_over(self.folder) else "starting")
 
     def wait(self, timeout: float | None = None) -> str:
         """Waits until the run is over and nothing of it is left, `timeout` seconds at most; gives the state that it is in then."""
@@ -98,66 +108,123 @@ class Job:
     def stop(self, timeout: float = 10.0) -> str:
         """Ends the run, from any process, and gives its last state; a run that is over is left as it is.
 
-        The supervisor does the work, and goes on with it where this call is interrupted. Raises `LaunchError` where the run
-        is another host's or another user's.
+        The supervisor does the work, and goes on with it where this call is interrupted; one that does not respond is killed, and
+        the rest of the run with it. Raises `LaunchError` where the run is another host's or another user's.
         """
-        status = self.status()
-        if status.get("state") not in OVER:
-            self._ask_to_stop(status)
-            if self.wait(timeout) not in OVER:
-                self._end_without_supervisor()
+        if self.state not in OVER:
+            supervisor = self._supervisor()
+            if not (supervisor is not None and self._obeys(supervisor) and self._closed(timeout)):
+                self._end_without(supervisor)
         return self.wait(timeout)
 
     def log(self, rank: int, stream: str = "stdout") -> LogTail:
         """A reader of one rank's output, which may have none yet."""
-        return LogTail(lambda: self.folder.log_of(rank, stream))
+        return self.folder.log_tail(rank, stream)
 
-    # ---- the ends of it
+    # ---- how it ends
 
-    def _ask_to_stop(self, status: dict[str, Any]) -> None:
+    def _supervisor(self) -> psutil.Process | None:
+        """The process to ask; None where there is none, as when it was killed."""
+        status = RunFolder.read_json(self.folder.status)
         supervisor = supervisor_of(self.folder, status)
-        if supervisor is None and not is_here(status):
-            host = (status.get("supervisor") or {}).get("host", "no host yet")
+        if supervisor is not None:
+            return supervisor
+        if (stranger := hidden_supervisor(status)) is not None:
+            raise LaunchError(f"run {self.folder.name} is {stranger.username()}'s, who alone can stop it")
+        if status and not is_here(status):
+            host = (status.get("supervisor") or {}).get("host", "a host that is not known")
             raise LaunchError(f"run {self.folder.name} runs on {host}; stop it there")
+        return next(filter(is_supervisor, of_folder(self.folder.path)), None)
+
+    def _obeys(self, supervisor: psutil.Process) -> bool:
+        """Asks the supervisor to stop the run; False if it is gone, or does not respond in time."""
         try:
-            if supervisor is not None:
-                supervisor.terminate()
+            supervisor.terminate()
+            if is_stopped(supervisor):
+                supervisor.resume()
         except psutil.AccessDenied:
             raise LaunchError(f"run {self.folder.name} is {supervisor.username()}'s, who alone can stop it") from None
         except psutil.NoSuchProcess:
             pass  # it ended between the two looks
+        last = time.monotonic() + _ANSWER
+        while not self._has("stopping", *OVER):
+            if living(supervisor.pid) != supervisor or time.monotonic() > last:
+                return self._has(*OVER)
+            time.sleep(_LOOK / 4)
+        return True
 
-    def _see_off(self) -> None:
-        """After the last word: lets the supervisor leave, and ends what a lost one has left."""
-        status = RunFolder.read_json(self.folder.status)
-        supervisor = supervisor_of(self.folder, status)
-        if supervisor is not None:
-            psutil.wait_procs([supervisor], timeout=2.0)
-        elif is_lost(self.folder, status):
-            self._end_all()
+    def _closed(self, timeout: float) -> bool:
+        """Waits until the final status is written."""
+        last = time.monotonic() + timeout
+        while not self._has(*OVER) and time.monotonic() < last:
+            time.sleep(_LOOK / 4)
+        return self._has(*OVER)
 
-    def _end_without_supervisor(self) -> None:
-        """Where it does not answer: ends it first, so that it starts nothing more, and then the rest."""
-        supervisor = supervisor_of(self.folder, self.status())
+    def _has(self, *states: str) -> bool:
+        """Whether the status, as it is written, is one of these."""
+        return RunFolder.read_json(self.folder.status).get("state") in states
+
+    def _end_without(self, supervisor: psutil.Process | None) -> None:
+        """Kills the supervisor first, so that it starts nothing more, and then the rest."""
         if supervisor is not None:
             with suppress(psutil.NoSuchProcess):
                 supervisor.kill()
         self._end_all()
+        why = "; its supervisor did not respond, so it was killed" if supervisor is not None else ""
+        self._close("stopped", f"it was asked to stop{why}")
+
+    def _see_off(self) -> None:
+        """After the end: lets the supervisor leave, and ends what a lost one has left."""
+        supervisor = supervisor_of(self.folder, RunFolder.read_json(self.folder.status))
+        if supervisor is not None:
+            psutil.wait_procs([supervisor], timeout=2.0)
+        elif self.folder.is_gone:
+            psutil.wait_procs(of_folder(self.folder.path), timeout=_LEAVE)
+            self._end_all()
+        elif is_abandoned(self.folder):
+            message = self.status()["message"]
+            self._end_all()
+            self._close("failed", message)
 
     def _end_all(self) -> None:
-        tag = RunFolder.read_json(self.folder.plan).get("env", {}).get(TAG)
-        if tag and is_folder(tag, self.folder):
-            end(tag, grace=0.0)
+        end(lambda: of_folder(self.folder.path), grace=0.0)
+
+    def _close(self, state: str, message: str) -> None:
+        """Writes the end of a run that nobody else will write; a folder that cannot be written to is left as it is."""
+        if not (self.folder.is_gone or self._has(*OVER)):
+            with suppress(OSError):
+                conclude_unattended(self.folder, state, message)
 
 
-def _start_supervisor(folder: RunFolder, plan: dict[str, Any], asked: float) -> None:
-    """Starts it in a session of its own and waits for its first word; the lifeline stays open for as long as this process lives."""
+def end_deleted(name: str, root: Path | None = None) -> str:
+    """Terminates what is left of the run under `root` whose folder was deleted, and which `name` names as `RunFolder.find` does.
+
+    Gives the path that the folder had; empty if there is no such process. Raises `LookupError` if several runs could be meant.
+    """
+    place, given = (root or runs_root()).resolve(), Path(name).absolute()
+    tags = {tag_of(process) for process in tagged(lambda tag: RunFolder(tag).is_gone)} - {None, ""}
+    paths = [path for path in map(Path, tags) if path.parent.resolve() == place or path == given]
+    found = [path for path in paths if path.name == name or path == given]
+    found = found or [path for path in paths if path.name.startswith(name) or path.name.endswith(name)]
+    if len(found) > 1:
+        raise LookupError(f"{name!r} could be {', '.join(path.name for path in found)}, whose folders were deleted; give the full name")
+    if found:
+        end(lambda: of_folder(found[0]), grace=_GRACE)
+    return str(found[0]) if found else ""
+
+
+def _start_supervisor(folder: RunFolder, plan: dict[str, Any], asked: float, stdin: int | None) -> None:
+    """Starts it in a session of its own and waits for its first status; the lifeline stays open for as long as this process lives."""
     lifeline = None if plan["detached"] else os.pipe()
+    if lifeline:
+        _lifelines.add(lifeline[1])
     argv = [sys.executable, "-m", "labkit.launch.supervisor", str(folder.path), repr(asked)]
+    passed = () if stdin is None else (os.dup(stdin),)  # not 0, which is the lifeline
     try:
         with open(folder.supervisor_log, "ab") as log:
             process = subprocess.Popen(
-                argv,
+                [*argv, *map(str, passed)],
+                pass_fds=passed,
                 cwd=folder.path,  # where no file of the user's can stand in for a module
                 env=os.environ | plan["env"],
                 stdin=lifeline[0] if lifeline else subprocess.DEVNULL,
@@ -167,27 +234,25 @@ def _start_supervisor(folder: RunFolder, plan: dict[str, Any], asked: float) -> 
             )
     except BaseException:
         if lifeline:
+            _lifelines.discard(lifeline[1])
             os.close(lifeline[1])
         raise
     finally:
-        if lifeline:
-            os.close(lifeline[0])
-    if lifeline:
-        _lifelines.add(lifeline[1])
+        for descriptor in (*(lifeline or ())[:1], *passed):
+            os.close(descriptor)
     threading.Thread(target=_see_out, args=(folder, process, lifeline), daemon=True, name=f"labkit {folder.name}").start()
     last = time.monotonic() + _START_LIMIT
     while not folder.status.exists():
         if process.returncode is not None or time.monotonic() > last:
-            why = report.last_line(folder.supervisor_log) or f"its supervisor said nothing for {_START_LIMIT:g} s"
+            why = report.last_line(folder, folder.supervisor_log) or f"its supervisor wrote no status for {_START_LIMIT:g} s"
             raise LaunchError(f"the run could not be started: {why}")
         time.sleep(0.005)
 
 
 def _see_out(folder: RunFolder, process: subprocess.Popen, lifeline: tuple[int, int] | None) -> None:
-    """Reaps the supervisor when it has ended, ends what it left if it was lost, and gives the lifeline back."""
+    """Reaps the supervisor when it has ended, ends what it left if it was killed, and gives the lifeline back."""
     process.wait()
-    if is_lost(folder, RunFolder.read_json(folder.status)):
-        end(str(folder.path), grace=0.0)
+    Job(folder)._see_off()
     if lifeline:
         _lifelines.discard(lifeline[1])
         os.close(lifeline[1])

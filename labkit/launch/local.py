@@ -9,6 +9,7 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+from labkit import clock
 from labkit.launch.folder import RunFolder
 from labkit.launch.processes import TAG
 from labkit.spec import Spec
@@ -29,7 +30,8 @@ def plan(spec: Spec, folder: RunFolder) -> dict[str, Any]:
 
 
 def _argv(spec: Spec, folder: RunFolder) -> list[str]:
-    script = folder.script if spec.script is None else Path(spec.script).absolute()
+    # A script is named as the user named it, so that its sys.argv[0] is that of bare torchrun.
+    script = [str(folder.script)] if spec.script is None else ["-m", spec.script] if spec.as_module else [spec.script]
     safe = ["-P"] if sys.version_info >= (3, 11) else []  # as torchrun itself: no random.py of the working folder in the launcher
     return [
         *(sys.executable, *safe, "-m", "torch.distributed.run"),
@@ -44,7 +46,7 @@ def _argv(spec: Spec, folder: RunFolder) -> list[str]:
         "--redirects=3",
         f"--max-restarts={spec.max_restarts}",
         *("-m", "labkit.probe"),
-        str(script),
+        *script,
         *spec.args,
     ]
 
@@ -53,6 +55,7 @@ def _environment(spec: Spec, folder: RunFolder) -> dict[str, str]:
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     added = {
         TAG: str(folder.path),
+        clock.VARIABLE: clock.reference(),
         "LABKIT_LOOPBACK": "1",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "GLOO_SOCKET_IFNAME": loopback,

@@ -5,10 +5,14 @@ A rank may write a million lines in one burst. Nothing here ever holds a whole f
 
 from __future__ import annotations
 
+import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import BinaryIO
+
+from labkit.record.files import NotPlain
 
 KEEP = 5_000  # newest lines that a tail holds
 BUDGET = 16 << 20  # bytes that one call reads at most
@@ -21,11 +25,19 @@ class LogTail:
     """The newest lines of a growing file; `poll` reads on where it stopped.
 
     `path` may be a function that gives None while there is no file yet. `count` is the number of lines that have ended so
-    far, `lines` holds the newest `keep` of them, and `partial` the one that is being written.
+    far, `lines` holds the newest `keep` of them, and `partial` the one that is being written. `opened` opens the file; where it refuses a
+    link or a FIFO, the one line says so.
     """
 
-    def __init__(self, path: Path | Callable[[], Path | None], keep: int = KEEP, budget: int = BUDGET):
+    def __init__(
+        self,
+        path: Path | Callable[[], Path | None],
+        keep: int = KEEP,
+        budget: int = BUDGET,
+        opened: Callable[[Path], BinaryIO] = lambda path: path.open("rb"),
+    ):
         self._find = path if callable(path) else lambda: path
+        self._opened = opened
         self._path: Path | None = None
         self._budget = budget
         self._offset = 0
@@ -52,10 +64,13 @@ class LogTail:
         """Reads what is new, as far as the budget goes; True where there was anything."""
         self._path = self._path or self._find()
         try:
-            if self._path is None or (self._path.stat().st_size <= self._offset and not self._next_attempt()):
+            if self._path is None or (self._path.lstat().st_size <= self._offset and not self._next_attempt()):
                 return False
-            with open(self._path, "rb") as file:
-                return self._read(file, self._path.stat().st_size)
+            with self._opened(self._path) as file:
+                return self._read(file, os.fstat(file.fileno()).st_size)
+        except NotPlain as error:
+            refused, self._rest = self._rest, f"(not shown: {error})".encode()
+            return refused != self._rest
         except OSError:
             return False
 
@@ -65,7 +80,7 @@ class LogTail:
         if newer is None or newer == self._path:
             return False
         self._path, self._offset = newer, 0
-        between = [self._rest, f"──── {newer.parent.parent.name.replace('_', ' ')} ────".encode()]
+        between = [self._rest, f"──── {_attempt(newer)} ────".encode()]
         self._rest = b""
         self._take(b"\n".join([*filter(None, between), b""]))
         return True
@@ -98,12 +113,54 @@ class LogTail:
         self._rest = rest[-_LINE:]
 
 
-def search(path: Path, text: str, limit: int = 1_000) -> list[tuple[int, str]]:
+def whole(
+    paths: Callable[[], Iterable[Path]],
+    follow: Callable[[], bool] = lambda: False,
+    opened: Callable[[Path], BinaryIO] = lambda path: path.open("rb"),
+) -> Iterator[bytes]:
+    """Everything in the files that `paths` gives, in order, block by block: one rank's output of all attempts.
+
+    From one attempt to the next comes a line that names it. While `follow()` is true it is asked again for what was appended and for
+    further attempts; an empty block says that there was nothing new.
+    """
+    number, offset, ended = 0, 0, True
+    while True:
+        more = follow()  # first: what is written before the answer is False is read below
+        files = list(paths())
+        while number < len(files):
+            if offset == 0 and number:
+                yield (b"" if ended else b"\n") + f"──── {_attempt(files[number])} ────\n".encode()
+            for block in _blocks(opened(files[number]), offset):
+                offset, ended = offset + len(block), block.endswith(b"\n")
+                yield block
+            if number == len(files) - 1:
+                break
+            number, offset = number + 1, 0
+        if not more:
+            return
+        yield b""
+
+
+def _blocks(file: BinaryIO, offset: int) -> Iterator[bytes]:
+    with file:
+        file.seek(offset)
+        while block := file.read(_BLOCK):
+            yield block
+
+
+def _attempt(log: Path) -> str:
+    """The attempt that a log belongs to: `attempt 1`."""
+    return log.parent.parent.name.replace("_", " ")
+
+
+def search(
+    path: Path, text: str, limit: int = 1_000, opened: Callable[[Path], BinaryIO] = lambda path: path.open("rb")
+) -> list[tuple[int, str]]:
     """The first `limit` lines that contain `text`, as (number from 0, line); A to Z count like a to z. Reads block by block."""
     wanted, found, number, rest = text.encode().lower(), [], 0, b""
     if not wanted:
         return []
-    with open(path, "rb") as file:
+    with opened(path) as file:
         while len(found) < limit:
             block = file.read(_BLOCK)
             whole, cut, rest = (rest + block).rpartition(b"\n") if block else (rest, b"", b"")

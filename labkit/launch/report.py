@@ -8,7 +8,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from labkit import clock
 from labkit.launch.folder import RunFolder
+from labkit.launch.silence import crash_stack, last_position
+from labkit.stacks import of_crash
 
 # One entry of ChildFailedError's report (torch.distributed.elastic.multiprocessing.errors), read for no more than is needed.
 _ENTRY = re.compile(
@@ -16,13 +19,15 @@ _ENTRY = re.compile(
     r".*\brank\s*:\s*(?P<rank>\d+)\s*\(.*\n"
     r".*\bexitcode\s*:\s*(?P<code>-?\d+)\s*\(pid:\s*(?P<pid>\d+)\)"
 )
-_TAIL = 1 << 18  # bytes at the end of a log that a report or a last word is looked for in
 
 
 def failures(folder: RunFolder) -> dict[str, dict[str, Any]]:
-    """The ranks that torchrun reported, by rank: exit_code, pid, signal (its name, or None), t (unix seconds, to the second), message."""
+    """The ranks that torchrun reported, by rank: exit_code, pid, signal (its name, or None), t (unix seconds, to the second), message.
+
+    `traceback` is the stack at the fatal signal; if there is none, it is the last stack that the rank noted, and `last_seen` is true.
+    """
     found = {}
-    for entry in _ENTRY.finditer(tail(folder.launcher_log)):
+    for entry in _ENTRY.finditer(folder.end_of(folder.launcher_log)):
         code = int(entry["code"])
         found[entry["rank"]] = {
             "exit_code": code,
@@ -30,8 +35,21 @@ def failures(folder: RunFolder) -> dict[str, dict[str, Any]]:
             "signal": signal_name(code),
             "t": _seconds(entry["time"]),
             "message": _aborted(folder, int(entry["rank"])) if code < 0 else _last_word(folder, int(entry["rank"])),
-        }
+        } | _stack(folder, int(entry["rank"]))
     return found
+
+
+def _stack(folder: RunFolder, rank: int) -> dict[str, Any]:
+    crash = crash_stack(folder, rank) or _printed_crash(folder, rank)
+    stack = crash or last_position(folder, rank)
+    return {"traceback": stack, "last_seen": not crash} if stack else {}
+
+
+def _printed_crash(folder: RunFolder, rank: int) -> str:
+    """The stack of a fatal signal on stderr, where it is if the script enabled faulthandler itself."""
+    path = folder.log_of(rank, "stderr")
+    printed = folder.end_of(path).rpartition("Fatal Python error")[2] if path else ""
+    return of_crash(printed)
 
 
 def signal_name(exit_code: int) -> str | None:
@@ -42,36 +60,26 @@ def signal_name(exit_code: int) -> str | None:
         return f"signal {-exit_code}"
 
 
-def last_line(path: Path) -> str:
-    """The last line of a file that is not blank; empty where there is none."""
-    lines = [line.strip() for line in tail(path).splitlines() if line.strip()]
+def last_line(folder: RunFolder, path: Path) -> str:
+    """The last line of a log that is not blank; empty if there is none."""
+    lines = [line.strip() for line in folder.end_of(path).splitlines() if line.strip()]
     return lines[-1][:500] if lines else ""
 
 
-def tail(path: Path) -> str:
-    """The end of a text file; empty where it is missing."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, path.stat().st_size - _TAIL))
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""
-
-
 def _aborted(folder: RunFolder, rank: int) -> str:
-    """What a C++ exception said that nobody caught; empty where the rank died without a word."""
+    """The message of a C++ exception that nobody caught; empty if the rank died without one."""
     path = folder.log_of(rank, "stderr")
-    said = re.findall(r"^ *what\(\): *(.+)$", tail(path), re.MULTILINE) if path else []
+    said = re.findall(r"^ *what\(\): *(.+)$", folder.end_of(path), re.MULTILINE) if path else []
     return said[-1][:500] if said else ""
 
 
 def _last_word(folder: RunFolder, rank: int) -> str:
     path = folder.log_of(rank, "stderr")
-    return last_line(path) if path else ""
+    return last_line(folder, path) if path else ""
 
 
 def _seconds(text: str) -> float:
     try:
-        return time.mktime(time.strptime(text, "%Y-%m-%d_%H:%M:%S"))
+        return round(time.mktime(time.strptime(text, "%Y-%m-%d_%H:%M:%S")) + clock.shift(), 3)
     except ValueError:
-        return time.time()
+        return clock.now()

@@ -1,36 +1,40 @@
 """The supervisor: a small process in a session of its own that starts torchrun, watches it, and sees that nothing is left of it.
 
-`python -m labkit.launch.supervisor RUN_DIR STARTED`. Its standard input is the lifeline: a pipe whose other end the starter holds
-open for as long as it lives. Torchrun is started before anything heavy is imported, for it has the longer way to go.
+`python -m labkit.launch.supervisor RUN_DIR STARTED [STDIN]`. STDIN is a file descriptor that becomes torchrun's standard input, which
+the ranks inherit; without it that is empty. The supervisor's own standard input is the lifeline: a pipe whose other end the starter holds
+open for as long as it lives. Torchrun is started before anything heavy is imported, because it takes longest to start.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from labkit.launch.folder import RunFolder
+from labkit.probe import lifetime
 
-_PR_SET_PDEATHSIG = 1
 
-
-def main(run_dir: str, started: str) -> None:
+def main(run_dir: str, started: str, stdin: str | None = None) -> None:
     """Runs what the run folder's plan says to its end. `started` is the unix time at which the run was asked for."""
     signals = _wake_on_signals()
+    lifetime.adopt_orphans()
     folder = RunFolder(run_dir)
     plan = RunFolder.read_json(folder.plan)
-    agent = _start(plan, folder)
+    agent = _start(plan, folder, subprocess.DEVNULL if stdin is None else int(stdin))
+    if stdin is not None:
+        os.close(int(stdin))  # whoever writes into it must see when the ranks have left
 
     from labkit.launch.watch import Watch  # now, while torchrun imports torch
 
     Watch(folder, plan, agent, float(started), signals).run()
-    sys.stderr.flush()
-    os._exit(0)  # the last word is written: no thread, no NVML and no interpreter's farewell may hold it up
+    with suppress(OSError):  # a full disk
+        sys.stderr.flush()
+    os._exit(0)  # everything is written: no thread, no NVML and no destructor may delay the end
 
 
 def _wake_on_signals() -> int:
@@ -39,29 +43,27 @@ def _wake_on_signals() -> int:
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
-        signal.signal(number, lambda number, frame: None)  # a handler, not SIG_IGN: torchrun must not inherit deafness
+        signal.signal(number, lambda number, frame: None)  # a handler, not SIG_IGN, which torchrun would inherit
     return read
 
 
-def _start(plan: dict[str, Any], folder: RunFolder) -> subprocess.Popen:
+def _start(plan: dict[str, Any], folder: RunFolder, stdin: int) -> subprocess.Popen:
     with open(folder.launcher_log, "ab") as log:
-        return subprocess.Popen(
-            plan["argv"], cwd=plan["cwd"], stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=_end_with_this_process()
-        )
+        return subprocess.Popen(plan["argv"], cwd=plan["cwd"], stdin=stdin, stdout=log, stderr=log, preexec_fn=_bind_to_this_process())
 
 
-def _end_with_this_process() -> Callable[[], None] | None:
-    """What torchrun does before it begins: asks Linux for SIGKILL when its parent, this process, dies. Elsewhere nothing."""
-    if sys.platform != "linux":
-        return None
-    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
+def _bind_to_this_process() -> Callable[[], None]:
+    """What torchrun's process does before it begins: it ends with this process, and its ranks learn whom they must end with.
 
-    def ask() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died before it was asked
-            os._exit(1)
+    No `env` may be given to the Popen that takes this: it would replace the environment in which the child announces itself.
+    """
+    supervisor = lifetime.identity(os.getpid())
 
-    return ask
+    def bind() -> None:
+        lifetime.end_with_parent(supervisor)
+        lifetime.announce()
+
+    return bind
 
 
 if __name__ == "__main__":

@@ -1,45 +1,63 @@
-"""Samples from outside the ranks, five times a second: they go on while the ranks hang, and cost the ranks nothing."""
+"""Samples from outside the ranks, five a second and fewer in a long run: they continue while the ranks hang, and cost them nothing."""
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import psutil
 
+from labkit.appender import FULL
 from labkit.events import Writer
+from labkit.launch.folder import RunFolder
+from labkit.launch.silence import Silence
 from labkit.machine import Machine
 
-INTERVAL = 0.2
+INTERVAL = 0.2  # seconds between two samples at first
+_SPREAD = 3000  # samples that a run of any length is divided into; more only where `_RAREST` demands it
+_RAREST = 5.0  # seconds between two samples at most
+
+
+def interval(elapsed: float) -> float:
+    """Seconds until the next sample, `elapsed` seconds after the first: 12 hours take 18,000 samples instead of 216,000."""
+    return min(max(INTERVAL, elapsed / _SPREAD), _RAREST)
 
 
 class Sampler(threading.Thread):
-    """Writes one `system` event every `INTERVAL` seconds until `stop`.
+    """Writes `system` events until `stop`, at first every `INTERVAL` seconds.
 
     `pids` maps ranks to their processes and may grow meanwhile. In a thread of its own, because a sick driver can keep NVML waiting.
     """
 
-    def __init__(self, path: str | os.PathLike[str], pids: dict[int, int]):
+    def __init__(self, folder: RunFolder, pids: dict[int, int]):
         super().__init__(name="system", daemon=True)
-        self._path = path
+        self.disk_full = False  # whether it ever was, as far as the samples tell
+        self._folder = folder
         self._pids = pids
         self._over = threading.Event()
 
     def run(self) -> None:
         """Samples until told to stop."""
-        writer, gpus, ranks = Writer(self._path), Gpus(), Ranks(self._pids)
+        writer, gpus, ranks = Writer(self._folder.system), Gpus(), Ranks(self._pids)
+        silence = Silence(self._folder, self._pids, writer.write)
         cores = psutil.cpu_count() or 1
         psutil.cpu_percent()  # the first call only sets the mark that the next one counts from
-        while not self._over.wait(INTERVAL):
-            writer.write(
-                "system",
-                cpu_percent=round(psutil.cpu_percent() * cores, 1),
-                memory_used=_memory_used(),
-                gpus=gpus.sample(),
-                ranks=ranks.sample(),
-            )
+        began = time.monotonic()
+        while not self._over.wait(interval(time.monotonic() - began)):
+            sample = {"memory_used": _memory_used(), "gpus": gpus.sample(), "ranks": ranks.sample()}
+            try:
+                writer.write("system", cpu_percent=round(psutil.cpu_percent() * cores, 1), **sample)
+                silence.look()
+                self.disk_full |= not _has_room(self._folder.system)
+            except FileNotFoundError:
+                break  # the folder was deleted or moved, which ends the run
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                self.disk_full = True
         writer.close()
 
     def stop(self) -> None:
@@ -105,6 +123,12 @@ class Gpus:
             return question(handle)
         except self._nvml.NVMLError:
             return None
+
+
+def _has_room(path: str | os.PathLike[str]) -> bool:
+    """Whether the disk of a file has a free block for this user."""
+    disk = os.statvfs(path)
+    return (disk.f_bfree if os.geteuid() == 0 else disk.f_bavail) > 0 or not disk.f_blocks
 
 
 def _memory_used() -> int:

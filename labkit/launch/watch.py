@@ -5,40 +5,55 @@ from __future__ import annotations
 import os
 import select
 import signal
-import socket
 import subprocess
-import time
-import traceback
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
+import psutil
+
+from labkit import clock
+from labkit.appender import FULL
 from labkit.launch import report
+from labkit.launch.anchor import Anchor
+from labkit.launch.cgroup import out_of_memory_kills
+from labkit.launch.ending import DISK_FULL, conclude, make_room
 from labkit.launch.folder import RunFolder
 from labkit.launch.follow import Follower
-from labkit.launch.processes import end, identity
+from labkit.launch.processes import TAG, end, here, identity, is_stopped, members, reap, send
 from labkit.launch.system import Sampler
-from labkit.summary import summarise
 
 STOP_GRACE = 2.0  # seconds that torchrun and its ranks have to leave by themselves when the run is stopped
 END_GRACE = 1.0  # the same for what a run that came to its own end has left behind
 _LIFELINE = 0
 
 
+class _Reason(NamedTuple):
+    """Why a run is ended before its own end, and the state that it is in then."""
+
+    state: str
+    message: str
+
+
 class Watch:
-    """Watches one run from its start to its last word. `signals` is a pipe on which signal numbers arrive as bytes."""
+    """Watches one run from its start until its final status. `signals` is a pipe on which signal numbers arrive as bytes."""
 
     def __init__(self, folder: RunFolder, plan: dict[str, Any], agent: subprocess.Popen, started: float, signals: int):
         self._folder = folder
+        self._anchor = Anchor(folder)
+        self._tag = os.environ[TAG]
         self._agent = agent
         self._signals = signals
         self._detached = bool(plan.get("detached"))
         self._follower = Follower(folder)
         self._pids: dict[int, int] = {}
+        self._sampler = Sampler(folder, self._pids)
+        self._killed_before = out_of_memory_kills()
         self._status = {
             "v": 1,
             "state": "starting",
             "started": started,
             "ended": None,
-            "supervisor": identity() | {"host": socket.gethostname()},
+            "supervisor": identity() | here(),
             "agent": identity(agent.pid),
             "ranks": {},
             "exit_code": None,
@@ -51,32 +66,36 @@ class Watch:
     def run(self) -> None:
         """Returns when no process of the run is left, and summary and final state are written."""
         self._write()
-        sampler = Sampler(self._folder.system, self._pids)
-        sampler.start()
-        stopped = False
+        self._sampler.start()
+        reason = None
         try:
             reason = self._watch()
-            stopped = reason is not None
-            if stopped:
+            if reason is not None:
                 self._stop(reason)
         finally:  # whatever went wrong here: no process outlives this one
-            left = end(str(self._folder.path), grace=0.0 if stopped else END_GRACE)
-        sampler.stop()
-        if left:
-            pids = ", ".join(str(process.pid) for process in left)
-            self._status["message"] = f"process {pids} cannot be ended: it waits inside the kernel for a device or a disk"
-        self._finish(stopped)
+            left = end(self._members, grace=END_GRACE if reason is None else 0.0)
+        self._sampler.stop()
+        self._finish(reason, left)
 
-    def _watch(self) -> str | None:
-        """Waits until torchrun has ended, and gives None; or until the run is to be stopped, and gives the reason."""
+    def _members(self) -> list[psutil.Process]:
+        reap(self._agent)
+        return members(self._tag)
+
+    def _watch(self) -> _Reason | None:
+        """Waits until torchrun has ended, and returns None; or until the run is to be stopped, and returns why."""
         wanted = [self._signals] if self._detached else [self._signals, _LIFELINE]
         while self._agent.poll() is None:
+            if lost := self._anchor.lost():
+                return _Reason("failed", f"the run folder was {lost} while the run was under way, so the run was stopped")
             self._follow()
+            if self._sampler.disk_full:
+                self._note_disk_full()
             ready, _, _ = select.select(wanted, [], [], 1.0 if self._status["state"] == "running" else 0.1)
             if _LIFELINE in ready and not os.read(_LIFELINE, 1):
-                return "the process that had started it is gone"
+                return _Reason("stopped", "the process that had started it is gone")
             if self._signals in ready and {signal.SIGTERM, signal.SIGINT} & set(os.read(self._signals, 64)):
-                return "it was asked to stop"
+                return _Reason("stopped", "it was asked to stop")
+            reap(self._agent)
         return None
 
     def _follow(self) -> None:
@@ -91,54 +110,82 @@ class Watch:
             named = {str(number): pid for number, pid in pids.items()}
             self._write(ranks=named, state="running" if everyone else "starting", restarts=restarts)
 
-    def _stop(self, reason: str) -> None:
-        self._write(state="stopping", message=reason)
+    def _stop(self, reason: _Reason) -> None:
+        self._write(state="stopping", message=reason.message)
         self._agent.terminate()
+        send(filter(is_stopped, self._members()), psutil.Process.resume)  # else it could not obey
         try:
             self._agent.wait(STOP_GRACE)
         except subprocess.TimeoutExpired:
-            return  # a rank hangs, or will not hear: the caller ends them all
+            return  # a rank hangs, or ignores the signal: the caller ends them all
 
-    def _finish(self, stopped: bool) -> None:
+    def _finish(self, reason: _Reason | None, left: list[psutil.Process]) -> None:
+        path = self._anchor.path()
+        if path is None:
+            return  # the folder was deleted: whoever follows the run sees that
+        if path != self._folder.path:
+            self._folder = RunFolder(path)
+            self._follower = Follower(self._folder)
         exit_code = self._agent_exit_code()
         self._folder.rendezvous.unlink(missing_ok=True)
         self._follower.poll()
+        conclude(self._folder, self._follower.state, self._final(reason, exit_code, left))
+
+    def _final(self, reason: _Reason | None, exit_code: int | None, left: list[psutil.Process]) -> dict[str, Any]:
+        """The final status."""
         state = self._follower.state
         restarts = max((rank.attempt for rank in state.ranks.values()), default=0)
-        final = self._status | {"exit_code": exit_code, "ended": time.time(), "restarts": restarts}
+        final = self._status | {"exit_code": exit_code, "ended": clock.now(), "restarts": restarts}
+        messages = [DISK_FULL] if self._sampler.disk_full else []
+        messages += [reason.message] if reason is not None else []
+        if left:
+            pids = ", ".join(str(process.pid) for process in left)
+            messages.append(f"process {pids} cannot be terminated: it is blocked inside the kernel, or another user's")
+        final["message"] = "; ".join(messages)
         if all(number in state.ranks and state.ranks[number].exit_code == 0 for number in range(state.world_size)):
-            final["state"] = "finished"  # a rank may still fall over on its way out, after a training that went well
-        elif stopped:
-            final["state"] = "stopped"
+            final["state"] = "finished"  # a rank may still be killed on its way out, after a training that went well
+        elif reason is not None:
+            final["state"] = reason.state
         elif exit_code == 0:
             final["state"] = "finished"
         else:
+            killed, before = out_of_memory_kills(), self._killed_before
             final |= {"state": "failed", "failures": report.failures(self._folder)}
+            final["oom_kills"] = killed - before if killed is not None and before is not None else None
             if not final["failures"] and not final["message"]:
                 final["message"] = self._launcher_failure(exit_code)
-        self._summarise(final)
-        self._write(**final)
+        return final
 
     def _agent_exit_code(self) -> int | None:
         try:
             return self._agent.wait(1.0)
         except subprocess.TimeoutExpired:
-            return None  # it is one of those that cannot be ended
+            return None  # it is one of those that cannot be terminated
 
     def _launcher_failure(self, exit_code: int | None) -> str:
         signal_name = report.signal_name(exit_code or 0)
         if signal_name:
             return f"torchrun was ended by {signal_name}"
-        return f"torchrun ended with exit code {exit_code}: {report.last_line(self._folder.launcher_log)}"
+        return f"torchrun ended with exit code {exit_code}: {report.last_line(self._folder, self._folder.launcher_log)}"
 
-    def _summarise(self, final: dict[str, Any]) -> None:
-        """Writes the summary before anybody can see the final state; a summary that fails must not hide the state."""
-        try:
-            self._follower.state.apply({"kind": "status", "status": final})
-            RunFolder.write_json(self._folder.summary, summarise(self._follower.state, self._folder.name))
-        except Exception:
-            traceback.print_exc()
+    def _note_disk_full(self) -> None:
+        """Says so in the status while the run is under way, once."""
+        if self._status["message"] != DISK_FULL:
+            make_room(self._folder)
+            self._write(message=DISK_FULL)
 
     def _write(self, **changes: Any) -> None:
         self._status |= changes
-        RunFolder.write_json(self._folder.status, self._status)
+        try:
+            self._write_status()
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            self._sampler.disk_full = True
+            make_room(self._folder)
+            with suppress(OSError):  # ranks may have taken the room; the final status has some of its own
+                self._write_status()
+
+    def _write_status(self) -> None:
+        with suppress(FileNotFoundError):  # the folder was deleted: the next look ends the run
+            RunFolder.write_json(self._folder.status, self._status)

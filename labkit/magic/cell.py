@@ -7,8 +7,9 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from labkit.arguments import shown
 from labkit.machine import Machine
-from labkit.spec import DEVICES, Spec, SpecError
+from labkit.spec import DEVICES, Spec, SpecError, bounds_of
 
 OPTIONS = "--device cpu, --device cuda and --as NAME"
 _MEET = {
@@ -102,23 +103,25 @@ def _asked(line: str) -> tuple[int, str | None, str | None]:
     try:
         words = shlex.split(line)
     except ValueError as error:
-        raise CellError(f"{line!r} could not be read: {error}") from None
+        raise CellError(f"{shown(line)} could not be read: {error}") from None
     if not words:
         raise CellError("say on how many ranks: %%torchrun 4")
-    if not words[0].isdecimal() or int(words[0]) < 1:
-        raise CellError(f"first comes the number of ranks, and this is {words[0]!r}; write %%torchrun 4")
+    try:
+        nproc = bounds_of("nproc").read("the number of ranks", words[0])
+    except ValueError as error:
+        raise CellError(f"{error}; write %%torchrun 4") from None
     given = dict(zip(words[1::2], words[2::2]))
     for option in words[1::2]:
         if option not in ("--device", "--as"):
-            raise CellError(f"{option!r} is not known; there is {OPTIONS}")
+            raise CellError(f"{shown(option)} is not known; there is {OPTIONS}")
         if option not in given:
             raise CellError(f"{option} needs a value; there is {OPTIONS}")
     device, name = given.get("--device"), given.get("--as")
     if device is not None and device not in DEVICES[1:]:
-        raise CellError(f"device {device!r} is not known; there is {' and '.join(DEVICES[1:])}")
+        raise CellError(f"device {shown(device)} is not known; there is {' and '.join(DEVICES[1:])}")
     if name is not None and not name.isidentifier():
-        raise CellError(f"--as takes the name of a variable, and this is {name!r}")
-    return int(words[0]), device, name
+        raise CellError(f"--as takes the name of a variable, and this is {shown(name)}")
+    return nproc, device, name
 
 
 def _settled(nproc: int, device: str, machine: Machine) -> Spec:

@@ -16,6 +16,7 @@ from labkit.launch.logs import LogTail
 from labkit.magic.cell import Cell
 from labkit.magic.output import RankOutput, Shown, columns, table_html, table_text
 from labkit.state import RunState
+from labkit.units import ranks_in_words
 
 KEPT = 400  # newest lines of one stream that are shown
 _REDRAW = 0.25  # seconds between two pictures
@@ -91,7 +92,7 @@ class CellRun:
         self.run = run = Run(Job.start(replace(spec, hang_after=_HANG), source=self.cell.script))
         for rank in range(spec.nproc):
             for stream in STREAMS:
-                self._tails[rank, stream] = LogTail(lambda rank=rank, stream=stream: run.folder.log_of(rank, stream), keep=KEPT)
+                self._tails[rank, stream] = run.folder.log_tail(rank, stream, keep=KEPT)
         if self._stopped.is_set():
             run.stop()
 
@@ -123,9 +124,9 @@ class CellRun:
     def _title(self, state: RunState) -> tuple[str, str]:
         spec, status = self.cell.spec, state.status
         name, ranks = status.get("state", "starting"), _ranks(spec.nproc, spec.device)
-        if name == "failed":
+        if name in ("failed", "lost"):
             return self._failure(state), "bad"
-        took = f" after {status['ended'] - status['started']:.1f} s" if status.get("ended") else ""
+        took = "" if state.seconds is None else f" after {state.seconds:.1f} s"
         return {
             "starting": (f"starting {ranks}", "waiting"),
             "running": (f"running on {ranks}", "busy"),
@@ -143,10 +144,10 @@ class CellRun:
             if line.strip().startswith("Cell, line "):
                 where = f" at line {line.split()[2].rstrip(',')} of the cell"
         said = failure["type"] + (f": {failure['message']}" if failure["message"] else "")
-        return f"rank {failure['rank']} failed{where}: {said}"
+        return f"{ranks_in_words(failure['alike'], state.world_size)} failed{where}: {said}"
 
     def _outputs(self, state: RunState) -> tuple[RankOutput, ...]:
-        failure = state.failure or {"rank": None, "collateral": []}
+        failure = state.failure or {"rank": None, "alike": [], "collateral": []}
         outputs = [self._output(rank, failure) for rank in range(self.cell.spec.nproc)]
         return tuple(sorted(outputs, key=lambda one: one.rank != failure["rank"]))  # the first to fail comes first
 
@@ -159,6 +160,8 @@ class CellRun:
             texts[stream] = self._named("\n".join(lines))
         aside = rank in failure["collateral"]
         fate = "failed first" if rank == failure["rank"] else f"ended with rank {failure['rank']}" if aside else ""
+        if len(failure["alike"]) > 1 and rank in failure["alike"]:
+            fate = "failed in the same way"
         return RankOutput(rank, texts["stdout"], texts["stderr"], passed, fate, aside)
 
     def _named(self, text: str) -> str:

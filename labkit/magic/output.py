@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 from labkit.figures import rank_colour
+from labkit.text import escape, visible, visible_log
 
-_COLOUR_CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 _TONES = {"good": "#009E73", "bad": "#D55E00", "busy": "#0A86D8", "waiting": "#E69F00", "quiet": "#8C8C8C"}
 _MONO = "font:12px/1.45 var(--jp-code-font-family,monospace)"
 _BLOCK = "border:1px solid rgba(128,128,128,.35);border-left:5px solid {colour};border-radius:6px;padding:4px 10px;min-width:0"
@@ -69,7 +67,7 @@ class Shown:
             said = passed + "\n".join(filter(None, (one.stdout, one.stderr)))
             parts.append(f"── {one.heading}\n{_plain(said) or '(no output)'}")
         parts.append(table_text(self.reports or {}, len(self.ranks)))
-        return "\n".join(filter(None, parts))
+        return visible("\n".join(filter(None, parts)))
 
 
 def _block(one: RankOutput) -> str:
@@ -137,7 +135,7 @@ def value_text(value: Any) -> str:
 
 
 def _plain(text: str) -> str:
-    return _COLOUR_CODES.sub("", text).rstrip()
+    return visible_log(text).rstrip()
 
 
 def _clean(text: str) -> str:

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from html import escape
 from typing import Any
 
 import ipywidgets
 
+from labkit.arguments import shown
 from labkit.faults import FAULTS
 from labkit.machine import Machine
 from labkit.options import Option
-from labkit.spec import PRECISIONS, Spec, SpecError
+from labkit.spec import PRECISIONS, Spec, SpecError, check_fields
 from labkit.strategies import INPUT_PIPELINE, STRATEGIES
+from labkit.text import escape
 from labkit.workloads import WORKLOADS
 
 _MOST = 1_000_000_000
@@ -29,8 +30,11 @@ class Choices:
 
     def __init__(self, machine: Machine, defaults: dict[str, Any], on_change: Callable[[], None]):
         self._machine, self._on_change, self._quiet = machine, on_change, False
+        check_fields(defaults)
         if defaults.get("script") is not None:
-            raise SpecError("script", f"the panel writes its scripts; run({defaults['script']!r}) and show() are for one of your own")
+            raise SpecError(
+                "script", f"the panel writes its scripts; use run({shown(defaults['script'])}) and show() for a script of your own"
+            )
         start = _settled(Spec(**defaults), machine)
         kept = ("seed", "data_dir", "samples", "sample_every", "hang_after")
         self._kept = {f.name: getattr(start, f.name) for f in fields(Spec) if f.name in kept}
@@ -269,11 +273,11 @@ class Choices:
 
 
 def _settled(spec: Spec, machine: Machine) -> Spec:
-    """The starting choices on this machine; only what no widget can mend is refused here."""
+    """The starting choices on this machine; only what no widget can change or install is refused here."""
     try:
         return spec.on(machine)
     except SpecError as error:
-        if error.field in ("nproc", "device", "strategy", "options"):
+        if error.field in ("nproc", "device", "strategy", "options") and error.extra is None:
             raise
         device = "cuda" if machine.gpus and spec.device != "cpu" else "cpu"
         return Spec(**spec.to_json() | {"device": device, "nproc": spec.nproc or machine.default_nproc(device)})
@@ -309,5 +313,5 @@ def _widget(option: Option, values: dict[str, Any]) -> ipywidgets.ValueWidget:
         return ipywidgets.Checkbox(indent=False, **common)
     if isinstance(option.default, (int, float)):
         kind = ipywidgets.BoundedIntText if isinstance(option.default, int) else ipywidgets.BoundedFloatText
-        return kind(min=-_MOST if option.minimum is None else option.minimum, max=_MOST, **common)
+        return kind(min=option.bounds.minimum, max=option.bounds.maximum, **common)
     return ipywidgets.Text(**common)

@@ -6,7 +6,6 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from html import escape
 from typing import Any
 
 import ipywidgets
@@ -20,6 +19,7 @@ from labkit.panel.words import sentence_html
 from labkit.replay import is_recorded, recorded_words
 from labkit.spec import SpecError
 from labkit.strategies import STRATEGIES
+from labkit.text import escape
 
 _REDRAW = 0.5  # seconds between two pictures
 _FIRST = ("ddp", "fsdp2")  # chosen from the start
@@ -149,7 +149,9 @@ class CompareTab:
 
     def show_recorded(self) -> None:
         """Shows recorded runs side by side, without running anything; a sentence says why where it cannot."""
-        folders = alike([folder for folder in RunFolder.all() if is_recorded(folder)])
+        readable, unreadable = RunFolder.readable(RunFolder.all())
+        folders = alike([folder for folder in readable if is_recorded(folder)])
+        left = [f"{name} is left out: it cannot be read ({why})." for name, why in unreadable.items()]
         if not folders:
             self._said.value = sentence_html("there is no recorded run of a strategy yet; compare some, and they are recorded")
             return
@@ -157,7 +159,7 @@ class CompareTab:
         self._view.show(
             recorded(folders),
             {},
-            f"Recorded runs, nothing runs now. The newest was {recorded_words(max(folders, key=lambda folder: folder.name))}.",
+            " ".join([f"Recorded runs, nothing runs now. The newest was {recorded_words(max(folders, key=lambda run: run.name))}.", *left]),
         )
 
     def stop(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from labkit.figures.as_plotly import numbers, parts
+from labkit.figures.as_plotly import numbers, parts, words
 from labkit.figures.model import Chart, Drawn, Extent
 from labkit.state import RunState
 
@@ -83,12 +83,12 @@ def _more(page: _Page, chart: Chart) -> dict[str, Any] | None:
         page.read[index], page.last_x[index] = len(line), xs[-1]
         page.held[index] += len(xs)
         page.x, page.y = page.x.with_(xs), page.y.with_(ys)
-        points.append([index, numbers(xs), numbers(ys)])
+        points.append([index, numbers(xs), numbers(ys), words(chart.y, ys)])
     page.y = page.y.with_([chart.bar_height])
     page.drawn = Drawn(chart, (), page.x, page.y)
     more = {
         "points": points,
-        "bars": [numbers(bars.values) for bars in chart.bars] if chart.bars != before.chart.bars else [],
+        "bars": [[numbers(bars.values), words(chart.y, bars.values)] for bars in chart.bars] if chart.bars != before.chart.bars else [],
         "x": None if page.drawn.x_span == before.x_span else list(page.drawn.x_span),
         "y": None if page.drawn.y_span == before.y_span else list(page.drawn.y_span),
     }

@@ -12,6 +12,7 @@ import ipywidgets
 import traitlets
 
 from labkit.api import Run, headless, in_notebook
+from labkit.arguments import check_flag
 from labkit.launch.folder import RunFolder
 from labkit.launch.follow import Follower
 from labkit.launch.job import Job
@@ -20,16 +21,20 @@ from labkit.panel import code
 from labkit.panel.charts import STATIC
 from labkit.panel.choices import Choices
 from labkit.panel.compare import CompareTab
+from labkit.panel.install import Install
 from labkit.panel.live import to_the_end
 from labkit.panel.notebook import Keepsake, leave
 from labkit.panel.recorded import Recorded, find, spec_of
 from labkit.panel.stage import Stage
 from labkit.panel.view import RunView, style
 from labkit.panel.words import sentence_html
+from labkit.record.documents import Unreadable
+from labkit.record.files import NotPlain
 from labkit.replay import Recording, recorded_words
 from labkit.script import command
 from labkit.spec import Spec, SpecError
 from labkit.state import RunState
+from labkit.text import visible
 
 _RUN, _RUN_HINT = "▶ Run", "Write the script and start it under torchrun"
 _PLAY, _PLAY_HINT = "▶ Play", "Play the recorded run at its own speed"
@@ -52,6 +57,7 @@ class Lab:
     """
 
     def __init__(self, *, stage: bool = False, recorded: str | os.PathLike[str] | None = None, **defaults: Any):
+        check_flag("stage", stage)
         opened = None if recorded is None else find(recorded)
         self._choices = Choices(Machine.here(), defaults, self._changed)
         self._view = RunView(self._over)
@@ -90,7 +96,8 @@ class Lab:
         tabs.add_class("labkit-tabs")
         actions = ipywidgets.HBox([self._run_button, view.stop_button, view.words, view.progress, Stage(on=stage)])
         actions.add_class("labkit-actions")
-        said = ipywidgets.HBox([self._batch, self._command])
+        self._install = Install(self._changed)
+        said = ipywidgets.HBox([self._batch, self._install.widget, self._command])
         said.add_class("labkit-said")
         row = choices.row
         row.children = (*row.children, self._recorded.which)
@@ -135,8 +142,10 @@ class Lab:
             spec = self.spec
         except SpecError as error:
             self._batch.value = sentence_html(str(error))
+            self._install.offer(error.extra)
             self._run_button.disabled = True
             return
+        self._install.offer(None)
         self._describe(spec)
         self._script.value = code.script_html(spec)
         self._compare.refresh()
@@ -175,12 +184,14 @@ class Lab:
             if spec is not None and spec.strategy is not None:
                 self._describe(spec)
             else:
-                self._batch.value, self._command.text = "", _text_of(folder.command).strip()
+                self._batch.value, self._command.text = "", _text_of(folder, folder.command).strip()
                 self._diff.value = '<p class="labkit-empty">A script of one\'s own: there is none to compare it with.</p>'
-            self._script.value = code.source_html(_text_of(folder.script))
+            self._script.value = code.source_html(_text_of(folder, folder.script))
             self._head.children = self._recorded.widgets
             self._run_button.description, self._run_button.tooltip = _PLAY, _PLAY_HINT
             self._view.ready(self._recording)
+        except Unreadable as error:
+            self._view.complain(error.args[0])
         except Exception as error:
             self._view.complain(f"this run cannot be played: {type(error).__name__}: {error}")
         finally:
@@ -240,8 +251,10 @@ def _leave_recorded(folder: RunFolder) -> None:
     leave(f"{folder.name} ({recorded_words(folder)})", follower.state)
 
 
-def _text_of(path: Path) -> str:
+def _text_of(folder: RunFolder, path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError):
+        return visible(folder.text(path))
+    except NotPlain as error:
+        return f"# not shown: {error}\n"
+    except OSError:
         return f"# {path.name} is not in the folder of this run\n"

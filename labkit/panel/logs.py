@@ -9,8 +9,9 @@ import anywidget
 
 from labkit.figures import rank_colour
 from labkit.launch.folder import STREAMS, RunFolder
-from labkit.launch.logs import LogTail, search
+from labkit.launch.logs import LogTail
 from labkit.panel.charts import STATIC
+from labkit.text import visible_log
 
 _FRESH = 1000  # lines that a page is told when it begins
 _AT_ONCE = 200  # lines of one redraw: more than that nobody reads, and the newest matter
@@ -47,7 +48,7 @@ class Logs:
 
     @staticmethod
     def _tail(folder: RunFolder, rank: int, stream: str) -> LogTail:
-        return LogTail(lambda: folder.log_of(rank, stream), keep=_FRESH)
+        return folder.log_tail(rank, stream, keep=_FRESH)
 
     def draw(self, over: bool = False) -> None:
         """Reads on and sends the newest lines of what is shown; when `over`, the last line too, though it may have no end."""
@@ -58,7 +59,9 @@ class Logs:
                 return
             lines = [line for key in self._shown() for line in self._new(key, _AT_ONCE)]
             if over:
-                lines += [[*key, tail.partial, None] for key, tail in self._tails.items() if key in self._shown() and tail.partial]
+                lines += [
+                    [*key, visible_log(tail.partial), None] for key, tail in self._tails.items() if key in self._shown() and tail.partial
+                ]
             if lines:
                 self._send(lines, self._count())
 
@@ -67,7 +70,7 @@ class Logs:
         wanted = self._sent[key]
         first, texts = tail.since(max(wanted, tail.count - max(1, most // len(self._shown()))))
         self._sent[key] = tail.count
-        lines = [[*key, text, None] for text in texts]
+        lines = [[*key, visible_log(text), None] for text in texts]
         if first > wanted:
             passed = f"… {_lines(first - wanted)} of rank {key[0]} went by; all are in its file, and Search finds them"
             lines.insert(0, [None, "", passed, None])
@@ -89,9 +92,8 @@ class Logs:
     def _found(self, folder: RunFolder, keys: list[tuple[int, str]], query: str) -> tuple[list[list[Any]], str]:
         lines: list[list[Any]] = []
         for rank, stream in keys:
-            path = folder.log_of(rank, stream)
-            if path:
-                lines += [[rank, stream, text, number + 1] for number, text in search(path, query, _FOUND)]
+            found = folder.search_log(rank, stream, query, _FOUND)
+            lines += [[rank, stream, visible_log(text), number + 1] for number, text in found]
         more = len(lines) > _FOUND
         return lines[:_FOUND], f"the first {_FOUND} lines found" if more else f"{_lines(len(lines))} found"
 

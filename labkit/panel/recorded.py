@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from html import escape
 from pathlib import Path
 from typing import Any
 
 import ipywidgets
 
+from labkit.arguments import check_path
 from labkit.launch.folder import RunFolder
 from labkit.launch.status import current
 from labkit.replay import Recording, is_recorded, recorded_words
 from labkit.spec import Spec, SpecError
 from labkit.strategies import STRATEGIES
+from labkit.text import escape, visible_line
 from labkit.workloads import WORKLOADS
 
 _NEWEST = 20  # runs in the list
@@ -52,19 +53,19 @@ class Recorded:
 
     def refresh(self) -> None:
         """Lists the newest runs that are over, and keeps what is chosen."""
-        there = [folder for folder in RunFolder.all()[: -_NEWEST - 1 : -1] if is_recorded(folder)]
-        self._list([(_NONE, ""), *((_label(folder), str(folder.path)) for folder in there)])
+        there = [folder for folder in RunFolder.all()[: -_NEWEST - 1 : -1] if folder.trouble() or is_recorded(folder)]
+        self._list([(_NONE, ""), *((label(folder), str(folder.path)) for folder in there)])
 
     def choose(self, path: str) -> None:
         """Chooses a run by its path, so that `on_choice` is called; an empty path chooses none."""
         if path not in [value for _, value in self.which.options]:
-            self._list([*self.which.options, (_label(RunFolder(path)), path)])
+            self._list([*self.which.options, (label(RunFolder(path)), path)])
         self.which.value = path
 
     def _list(self, options: list[tuple[str, str]]) -> None:
         chosen = self.which.value
         if chosen not in [path for _, path in options]:
-            options.append((_label(RunFolder(chosen)), chosen))
+            options.append((label(RunFolder(chosen)), chosen))
         self._listing = True  # new options choose the first of them for a moment
         try:
             self.which.options = options
@@ -96,19 +97,20 @@ class Recorded:
 def find(name: str | os.PathLike[str]) -> RunFolder:
     """The recorded run that `name` names, as `RunFolder.find` takes it; `SpecError` where there is none, or it is not over."""
     try:
-        folder = RunFolder.find(os.fspath(name))
-    except LookupError as error:
-        raise SpecError("recorded", str(error)) from None
+        folder = RunFolder.find(check_path("recorded", name))
+        folder.require_readable()
+    except (LookupError, TypeError, ValueError) as error:
+        raise SpecError("recorded", error.args[0]) from None
     if not is_recorded(folder):
         raise SpecError("recorded", f"{folder.name} is not over yet; watch it with show({folder.name!r})")
     return folder
 
 
 def spec_of(folder: RunFolder) -> Spec | None:
-    """What was asked of a run; None where this version cannot read it."""
+    """What was asked of a run; None if it is of a version that knew more."""
     try:
         return Spec.from_json(RunFolder.read_json(folder.spec))
-    except (SpecError, TypeError):
+    except SpecError:
         return None
 
 
@@ -121,12 +123,14 @@ def _what(folder: RunFolder) -> str:
     return f"{what}{on}, {_ranks(asked)}"
 
 
-def _label(folder: RunFolder) -> str:
+def label(folder: RunFolder) -> str:
+    if why := folder.trouble():
+        return visible_line(f"{folder.name} · unreadable: {why}")
     asked, status = RunFolder.read_json(folder.spec), current(folder)
     when = time.strftime("%d %b %H:%M", time.localtime(status["started"])) if status.get("started") else folder.name
     strategy = STRATEGIES.get(asked.get("strategy"))
     what = strategy.title if strategy else Path(str(asked.get("script") or folder.name)).name
-    return f"{when} · {what} · {_ranks(asked)} · {status.get('state', 'over')}"
+    return visible_line(f"{when} · {what} · {_ranks(asked)} · {status.get('state', 'over')}")
 
 
 def _ranks(asked: dict[str, Any]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from html import escape
 from pathlib import Path
 
 import ipywidgets
@@ -17,6 +16,7 @@ from labkit.panel.charts import Charts
 from labkit.sampled import beyond, newest, resident, sampled_steps
 from labkit.state import RunState
 from labkit.tables import ledger_html
+from labkit.text import escape
 from labkit.trace import write_trace
 from labkit.units import size
 

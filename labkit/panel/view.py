@@ -12,7 +12,6 @@ import ipywidgets
 from labkit.diagnose import findings
 from labkit.launch.folder import RunFolder
 from labkit.launch.follow import Follower
-from labkit.launch.status import current, is_lost
 from labkit.panel.charts import STATIC, Charts
 from labkit.panel.logs import Logs
 from labkit.panel.sampled import MemoryTab, TimelineTab
@@ -40,6 +39,7 @@ class Source(Protocol):
     """Where the state comes from: a `Follower` of a run folder, or a `Recording` that plays."""
 
     state: RunState
+    progress: Callable[[float], None]  # is called when reading takes long, with the share that was read
 
     def poll(self) -> bool:
         """Folds in what is new."""
@@ -187,7 +187,9 @@ class RunView:
         self._draw()
 
     def _follow_to_the_end(self, job: Job, source: Source) -> None:
+        source.progress = lambda share: self.say(f"reading the run: {share:.0%}")
         source.poll()
+        source.progress = lambda share: None
         self.stop_button.disabled = source.state.over
         self._begin(source.state, job.folder)
         due = 0.0
@@ -196,8 +198,6 @@ class RunView:
             left = self._recorded and self._stopping  # a run that is stopped has still to end, a recording has not
             if now >= due or self.state.over or left:
                 due = now + _REDRAW
-                if not self._recorded:
-                    self._note_if_lost(job.folder)
                 self._draw()
                 if self.state.over or left:
                     return
@@ -213,11 +213,6 @@ class RunView:
         self._diagnosis.layout.display = "" if shown else "none"
         if shown:
             self._diagnosis.value = told
-
-    def _note_if_lost(self, folder: RunFolder) -> None:
-        """A run whose supervisor was killed has nobody who would say that it is over."""
-        if is_lost(folder, self.state.status):
-            self.state.apply({"kind": "status", "status": current(folder)})
 
     def _draw(self) -> None:
         state = self.state

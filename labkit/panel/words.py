@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from html import escape
 
 from labkit.diagnose import findings
 from labkit.state import RunState
+from labkit.text import escape
 
-_TONES = {"finished": "good", "failed": "bad", "stopped": "quiet", "ready": "quiet", "running": "busy"}
+_TONES = {"finished": "good", "failed": "bad", "stopped": "quiet", "ready": "quiet", "lost": "bad", "running": "busy"}
 
 
 def state_html(words: str, tone: str) -> str:
@@ -35,8 +35,7 @@ def progress_html(state: RunState) -> str:
 
 def _time(state: RunState) -> str:
     if state.over:
-        started, ended = state.status.get("started"), state.status.get("ended")
-        return f"{_clock(ended - started)} in all" if started and ended else ""
+        return "" if state.seconds is None else f"{_clock(state.seconds)} in total"
     left = state.seconds_left
     return "" if left is None else f"{_clock(math.ceil(left))} left"
 
@@ -48,7 +47,7 @@ def _clock(seconds: float) -> str:
 def finding_html(state: RunState) -> str:
     """The gravest finding in one line; empty where there is none."""
     first = next(iter(findings(state)), None)
-    if first is None and state.status.get("state") == "failed":
+    if first is None and state.status.get("state") in ("failed", "lost"):
         return sentence_html(state.words)
     if first is None:
         return ""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from labkit.figures import rank_colour
 from labkit.figures.as_plotly import FONT, as_figure
 from labkit.figures.colours import GRID, INK
+from labkit.pictures.checked import checked
 from labkit.theory import collectives as plans
 from labkit.theory.collectives import Holding, Message, Piece, Plan, Round
 from labkit.units import size
@@ -29,36 +30,43 @@ _NODE, _ASIDE = 0.17, 0.05  # where the circle's radius is 1: a rank's disc, and
 _MARKS = ("circle", "square", "diamond", "cross", "x", "triangle-up")
 
 
+@checked
 def broadcast(n: int = 4, by: str = "tree") -> go.Figure:
     """A broadcast to `n` ranks (2 to 8) `by` one_by_one, chain or tree."""
     return _figure(plans.broadcast(_small(n), by))
 
 
+@checked
 def reduce(n: int = 4, by: str = "tree") -> go.Figure:
     """A reduce of `n` ranks (2 to 8) `by` one_by_one or tree."""
     return _figure(plans.reduce(_small(n), by))
 
 
+@checked
 def all_reduce(n: int = 4, by: str = "ring") -> go.Figure:
     """An all-reduce of `n` ranks (2 to 8) `by` root (reduce, then broadcast), tree or ring."""
     return _figure(plans.all_reduce(_small(n), by))
 
 
+@checked
 def all_gather(n: int = 4) -> go.Figure:
     """An all-gather of `n` ranks (2 to 8) by a ring."""
     return _figure(plans.all_gather(_small(n)))
 
 
+@checked
 def reduce_scatter(n: int = 4) -> go.Figure:
     """A reduce-scatter of `n` ranks (2 to 8) by a ring."""
     return _figure(plans.reduce_scatter(_small(n)))
 
 
+@checked
 def all_to_all(n: int = 4) -> go.Figure:
     """An all-to-all of `n` ranks (2 to 8), in which each sends every other its piece; `2›0` came from rank 2 to rank 0."""
     return _figure(plans.all_to_all(_small(n)))
 
 
+@checked
 def costs(n: int = 4) -> go.Figure:
     """What each plan costs on `n` ranks: its rounds, and what the rank that sends most sends, in messages of one rank."""
     every = [*plans.plans(n)][::-1]
@@ -87,6 +95,7 @@ def costs(n: int = 4) -> go.Figure:
     return as_figure(data, layout | {"yaxis": {"automargin": False, "tickfont": {"size": 10}}})
 
 
+@checked
 def times(sizes: Sequence[float], measured: Mapping[str, Sequence[float]], modelled: Mapping[str, Sequence[float]]) -> go.Figure:
     """Seconds over bytes on logarithmic axes: `measured` as marks, `modelled` as dashed lines; a name in both has one colour."""
     names = [*dict.fromkeys([*measured, *modelled])]

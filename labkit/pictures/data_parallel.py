@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from labkit.figures import colours
 from labkit.figures.as_plotly import as_figure, numbers
+from labkit.pictures.checked import checked
 from labkit.pictures.lanes import Arrow, Box, axis, lane_name, layout, model_words, side_by_side
 from labkit.pictures.overlap import buckets
 from labkit.spec import Spec
@@ -28,6 +29,7 @@ __all__ = ["average", "buckets", "ddp_step", "divide", "dp_step", "shares", "wir
 # ---- who does what
 
 
+@checked
 def dp_step(devices: int = 2, workload: str = "cnn") -> go.Figure:
     """One step of `nn.DataParallel`: what each device does, and the five exchanges, with the bytes that device 0 sends or takes in."""
     spec = Spec(strategy="dp", workload=workload, nproc=devices)
@@ -49,6 +51,7 @@ def dp_step(devices: int = 2, workload: str = "cnn") -> go.Figure:
     return side_by_side(f"A step of DP on {devices} devices", note, names, boxes, arrows, heads)
 
 
+@checked
 def ddp_step(ranks: int = 2, workload: str = "cnn", buckets: int = 3) -> go.Figure:
     """One step of DDP: every rank does the same, and the gradients are averaged while backward still runs."""
     spec = Spec(strategy="ddp", workload=workload, nproc=ranks)
@@ -72,6 +75,7 @@ def ddp_step(ranks: int = 2, workload: str = "cnn", buckets: int = 3) -> go.Figu
     return side_by_side(f"A step of DDP on {ranks} ranks", note, names, boxes, arrows, heads)
 
 
+@checked
 def wires(most: int = 8, workload: str = "cnn") -> go.Figure:
     """MiB that pass a device's wire in a step, in and out together, over the number of devices: DP's device 0 and others, a rank of DDP."""
     counts = list(range(2, most + 1))
@@ -112,12 +116,14 @@ def _line(name: str, xs: Sequence[float], bytes_: Sequence[float], colour: str, 
 # ---- whose the samples are
 
 
+@checked
 def divide(order: Sequence[int], ranks: int) -> list[list[int]]:
     """Each rank's part of samples in an order, as `DistributedSampler` divides them: in turns, filled up from the front to equal parts."""
     whole = [order[place % len(order)] for place in range(math.ceil(len(order) / ranks) * ranks)]
     return [whole[rank::ranks] for rank in range(ranks)]
 
 
+@checked
 def shares(samples: int = 20, ranks: int = 2, batch: int = 5, epochs: int = 2, sampler: bool = True, set_epoch: bool = True) -> go.Figure:
     """Which samples each rank takes, step by step and epoch by epoch; without a sampler every rank takes all, in one order.
 
@@ -169,6 +175,7 @@ def _border(axis: str, at: float) -> dict[str, Any]:
 # ---- the average of gradients
 
 
+@checked
 def average(gradients: Sequence[Sequence[float]]) -> go.Figure:
     """Each rank's own gradient, weight by weight, and their average, which is what DDP leaves on every rank."""
     mean = [math.fsum(column) / len(gradients) for column in zip(*gradients, strict=True)]

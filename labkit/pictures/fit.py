@@ -10,8 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from labkit.arguments import Number, check_choice, check_flag
 from labkit.figures import colours
 from labkit.figures.as_plotly import FONT, as_figure
+from labkit.pictures.checked import checked
 from labkit.units import size
 
 if TYPE_CHECKING:
@@ -23,6 +25,13 @@ _SHARDED = {"DDP": (), "ZeRO-1": OWNERS[2:], "ZeRO-2": OWNERS[1:], "ZeRO-3 / FSD
 
 
 # ---- what there is to decide
+
+
+_BOUNDS = {
+    **dict.fromkeys(("parameters", "memory"), Number(float, 1.0, 1e18)),
+    **dict.fromkeys(("activations", "least", "block"), Number(float, 0.0, 1e18)),
+    **dict.fromkeys(("devices", "machines"), Number(int, 1, 65_536)),
+}
 
 
 @dataclass(frozen=True)
@@ -46,11 +55,11 @@ class Case:
     recipe: str = "mixed"
 
     def __post_init__(self) -> None:
-        if self.recipe not in RECIPES:
-            raise ValueError(f"recipe was {self.recipe!r}; there is {' and '.join(RECIPES)}")
-        for name in ("parameters", "memory", "devices", "machines"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} was {getattr(self, name)!r}; it takes a number above 0")
+        check_choice("recipe", self.recipe, RECIPES)
+        check_flag("fast", self.fast)
+        for name, bounds in _BOUNDS.items():
+            if getattr(self, name) is not None or name != "least":
+                bounds.check(name, getattr(self, name))
 
     @property
     def states(self) -> float:
@@ -154,6 +163,7 @@ QUESTIONS: tuple[Question, ...] = (
 _ELSE = "more devices, offload to CPU memory, or a smaller model"
 
 
+@checked
 def advise(case: Case) -> Advice:
     """The first of QUESTIONS that is answered with yes, and the way there."""
     way = []
@@ -168,6 +178,7 @@ def advise(case: Case) -> Advice:
 # ---- drawn
 
 
+@checked
 def states(parameters: float, devices: int, recipe: str = "mixed", memory: float | None = None) -> go.Figure:
     """Bytes that a device keeps from step to step under DDP and the stages of ZeRO, by owner, by formula; `memory` draws a line there."""
     case = Case(parameters, memory or 1, devices=devices, recipe=recipe)
@@ -196,6 +207,7 @@ def states(parameters: float, devices: int, recipe: str = "mixed", memory: float
 _WIDTH, _LEAF, _END = 5.0, 6.2, 11.0  # where a question's box ends, and where an advice's begins and ends
 
 
+@checked
 def tree(case: Case | None = None) -> go.Figure:
     """The decision tree; of a case, the way that it takes, with the bytes that decide."""
     advice = advise(case) if case else None

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from labkit.figures import as_plotly, colours
+from labkit.pictures.checked import checked
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -39,6 +40,7 @@ class Step(NamedTuple):
     train: tuple[float, float]
 
 
+@checked
 def schedule(load: float, compute: float, workers: int, batches: int) -> list[Batch]:
     """The course of so many batches, each of which takes `load` seconds to fetch and `compute` to train on.
 
@@ -46,9 +48,6 @@ def schedule(load: float, compute: float, workers: int, batches: int) -> list[Ba
     may be `AHEAD` batches ahead of the training, as `torch.utils.data.DataLoader` has it. Raises `ValueError` for times or counts that
     cannot be.
     """
-    _check(load=load, compute=compute)
-    if workers < 0 or batches < 1:
-        raise ValueError(f"{workers} workers and {batches} batches cannot be shown; it takes 0 workers or more, and 1 batch or more")
     done: list[Batch] = []
     free = [0.0] * workers
     now = 0.0
@@ -65,6 +64,7 @@ def schedule(load: float, compute: float, workers: int, batches: int) -> list[Ba
     return done
 
 
+@checked
 def workers(load: float = 0.2, compute: float = 0.1, counts: Sequence[int] = (0, 1, 2), batches: int = 6) -> go.Figure:
     """Who fetches and who trains, for each number of workers: a lane each for the training process and for every worker."""
     lanes, bars, notes = [], [], []
@@ -89,15 +89,13 @@ def _later_steps(course: Sequence[Batch]) -> float:
     return (course[-1].train_end - course[half - 1].train_end) / (len(course) - half)
 
 
+@checked
 def copying(fetch: float, launch: float, copy: float, compute: float, steps: int, waits: bool) -> list[Step]:
     """The course of steps on a GPU, which takes copies and kernels one after the other; `waits` says that the program waits for each copy.
 
     A kernel may begin when the program has begun to launch, and the last one ends no sooner than the launching does.
     Raises `ValueError` for times or counts that cannot be.
     """
-    _check(fetch=fetch, launch=launch, copy=copy, compute=compute)
-    if steps < 1:
-        raise ValueError(f"{steps} steps cannot be shown; it takes 1 or more")
     done: list[Step] = []
     now = free = 0.0
     for _ in range(steps):
@@ -111,11 +109,11 @@ def copying(fetch: float, launch: float, copy: float, compute: float, steps: int
     return done
 
 
+@checked
 def copies(
     fetch: float = 0.003, launch: float = 0.003, copy: float = 0.001, compute: float = 0.004, slower: float = 2.5, steps: int = 4
 ) -> go.Figure:
     """The program and its GPU with the three ways to bring a batch there; a copy out of memory that is not pinned takes `slower` times."""
-    _check(copy=copy)
     lanes, bars, notes = [], [], []
     ways = (("not pinned", slower * copy, True), ("pinned", copy, True), ("pinned, non_blocking", copy, False))
     for named, takes, waits in ways:
@@ -127,12 +125,6 @@ def copies(
             bars += [(what, gpu, *getattr(one, what), what) for what in ("copy", "train")]
         notes.append((gpu, course[-1].train[1], f"{_milliseconds(course[-1].train[1] - course[0].train[1], steps - 1)} a step"))
     return _gantt("The way of a batch to the GPU, modelled", "a gap is waiting", lanes, bars, notes)
-
-
-def _check(**times: float) -> None:
-    for name, seconds in times.items():
-        if seconds < 0:
-            raise ValueError(f"{name} was {seconds}; it takes a time in seconds, 0 or more")
 
 
 def _milliseconds(seconds: float, steps: int = 1) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from labkit.figures import colours
 from labkit.figures.as_plotly import as_figure
 from labkit.pictures.canvas import HIDDEN, SCALED, box, ink, layout, note
+from labkit.pictures.checked import checked
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -22,6 +23,7 @@ _AXES = {"pp": "#CC6677", "dp": "#88CCEE", "fsdp": "#88CCEE", "shard": "#88CCEE"
 _SHARES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1}  # (n−1)/n of the payload so many times, in a ring
 
 
+@checked
 def groups(axes: Mapping[str, int], axis: str) -> list[list[int]]:
     """The groups of ranks along an axis of a mesh. Ranks are counted as in `init_device_mesh`: neighbours differ in the last axis.
 
@@ -36,6 +38,7 @@ def groups(axes: Mapping[str, int], axis: str) -> list[list[int]]:
     return [[first + step * stride for step in range(axes[axis])] for first in firsts]
 
 
+@checked
 def grid(axes: Mapping[str, int], per_node: int | None = None) -> go.Figure:
     """The ranks of a mesh, once for each axis: ranks of one colour and letter form a group along it. A row is a node of `per_node` ranks.
 
@@ -66,6 +69,7 @@ def grid(axes: Mapping[str, int], per_node: int | None = None) -> go.Figure:
     return as_figure([], layout(title, 50 + 38 * (rows + 1.3)) | axes_of | {"shapes": shapes, "annotations": notes, "showlegend": False})
 
 
+@checked
 def modelled(
     axes: Mapping[str, int], sent: Mapping[str, float], per_node: int, inside: float, between: float
 ) -> dict[tuple[str, ...], dict[str, tuple[float, bool]]]:
@@ -84,6 +88,7 @@ def modelled(
     return found
 
 
+@checked
 def wires(axes: Mapping[str, int], sent: Mapping[str, float], per_node: int, inside: float, between: float) -> go.Figure:
     """What `modelled` gives, as a bar for each order of the axes, the quickest on top; hatched is what goes between nodes."""
     times = modelled(axes, sent, per_node, inside, between)
@@ -118,6 +123,7 @@ def wires(axes: Mapping[str, int], sent: Mapping[str, float], per_node: int, ins
     )
 
 
+@checked
 def by_axis(run: Run, axes: Mapping[str, int]) -> dict[str, float]:
     """Bytes that rank 0 sent along each axis in the newest step that was looked at closely, counted as in a ring.
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from labkit.figures.as_plotly import as_figure
 from labkit.pictures import canvas
+from labkit.pictures.checked import checked
 from labkit.pictures.lanes import Box, axis, bars, lane_axis, layout, model_words
 from labkit.spec import Spec
 from labkit.theory import MODELS
@@ -57,6 +58,7 @@ def sent(found: Sequence[Bucket], backward: float, rate: float, latency: float, 
     return spans
 
 
+@checked
 def buckets(
     workload: str = "gpt",
     bucket_mb: Sequence[float] = (25, 1),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from labkit.figures import colours
 from labkit.figures.as_plotly import as_figure
 from labkit.pictures.canvas import SCALED, layout
+from labkit.pictures.checked import checked
 from labkit.pictures.schedules import SCHEDULES, Plan, Slot, order, planned, simulate
 from labkit.sampled import USUAL, aligned, sampled_steps
 
@@ -30,6 +31,7 @@ _PATTERNS = {"GPipe": "", "1F1B": "/", "Interleaved1F1B": "x", "ZB-H1": ".", "In
 _LEAST = 0.01  # of a step: a pause that is shorter lies between two operations, and is no waiting
 
 
+@checked
 def gantt(plan: Plan) -> go.Figure:
     """Who computes what and when: a lane for each rank, a bar for each pass of a micro-batch, with the micro-batch's number on it."""
     halved = any(slot.kind == "W" for slot in plan.slots)
@@ -72,6 +74,7 @@ def gantt(plan: Plan) -> go.Figure:
     )
 
 
+@checked
 def bubbles(ranks: int, schedules: Sequence[str] = tuple(SCHEDULES), most: int = 32) -> go.Figure:
     """The share of idle time over the number of micro-batches, from the number of ranks on, for so many ranks with equal stages."""
     traces = []
@@ -98,6 +101,7 @@ def bubbles(ranks: int, schedules: Sequence[str] = tuple(SCHEDULES), most: int =
     )
 
 
+@checked
 def activations(ranks: int, micro_batches: int, schedules: Sequence[str] = tuple(SCHEDULES)) -> go.Figure:
     """The most activations that each rank keeps at a time, in those of one micro-batch through all stages of a rank."""
     traces = []
@@ -125,6 +129,7 @@ def activations(ranks: int, micro_batches: int, schedules: Sequence[str] = tuple
     return figure.update_layout(barmode="group")
 
 
+@checked
 def measured(run: Run) -> Plan:
     """What a run of the strategy pp was seen to do in a step: of its sampled steps the quickest, as the least disturbed, in milliseconds.
 

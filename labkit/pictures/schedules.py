@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from labkit.pictures.checked import checked
+
 if TYPE_CHECKING:
     from labkit.spec import Spec
 
@@ -101,6 +103,7 @@ SCHEDULES: dict[str, Rule] = {
 }
 
 
+@checked
 def order(schedule: str, rank: int, ranks: int, micro_batches: int) -> list[tuple[str, int, int]]:
     """What `rank` of so many does, one after the other: (kind, stage, number of the micro-batch). Raises `ValueError` for what cannot be.
 
@@ -129,6 +132,7 @@ def order(schedule: str, rank: int, ranks: int, micro_batches: int) -> list[tupl
     return numbered
 
 
+@checked
 def simulate(schedule: str, ranks: int, micro_batches: int, costs: Sequence[float] = (), backward: float = 2.0) -> Plan:
     """A step by the rule. A backward takes `backward` times a forward, and sending takes nothing.
 
@@ -166,6 +170,7 @@ def needs(kind: str, stage: int, number: int, stages: int) -> list[tuple[str, in
     return [("F", stage, number), *[("B", stage + 1, number)] * (stage + 1 < stages)]
 
 
+@checked
 def planned(spec: Spec) -> Plan:
     """What a Spec of the strategy pp will do, with stages that cost what its model's do by their floating-point operations."""
     begins, blocks = spec.strategy_row.constants(spec)["STAGES"], spec.workload_row.costs(spec.options)

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from labkit.arguments import check_choice
 from labkit.figures.as_plotly import FONT, as_figure
 from labkit.figures.colours import GRID, INK, OPERATIONS, OWNERS, PHASES
+from labkit.pictures.checked import checked
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -25,18 +27,20 @@ _TITLE = {"x": 0, "xref": "container", "xanchor": "left", "pad": {"l": 8}, "font
 _PLAIN = {"font": {"family": FONT, "size": 12, "color": INK}, "paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)"}
 
 
+@checked
 def share(owner: str, stage: int, ranks: int) -> float:
     """The part of all parameters, gradients or optimizer state ("parameters", "gradients", "optimizer") that one rank holds."""
+    check_choice("owner", owner, _STATES)
     return 1 / ranks if stage >= _SHARDED_FROM[owner] else 1.0
 
 
+@checked
 def who_holds_what(ranks: int = 4, held: Sequence[int] = ADAM) -> go.Figure:
     """For DDP and each stage of ZeRO, what every rank holds of the model states; the empty part of a column is what others hold.
 
     `held` has the bytes of a parameter, of its gradient and of its optimizer state, which are the widths of the columns.
     Raises `ValueError` where there is no rank.
     """
-    _at_least_one("ranks", ranks)
     line = {"color": INK, "width": 0.6}
     parts, full = _boxes(ranks, held)
     data = [{"type": "bar", **full, "marker": {"color": "rgba(0,0,0,0)", "line": line}, "hoverinfo": "skip", "showlegend": False}]
@@ -92,6 +96,7 @@ def _sum_of(held: Sequence[int], stage: int, ranks: int) -> str:
     return f"{told}<br>= {sum(size * part for size, part in zip(held, parts)):.4g} P bytes"
 
 
+@checked
 def bytes_by_ranks(
     parameters: float = 7e9, ranks: Sequence[int] = (1, 2, 4, 8, 16, 32, 64), held: Sequence[int] = ADAM, limit: float | None = None
 ) -> go.Figure:
@@ -100,8 +105,6 @@ def bytes_by_ranks(
     `limit` draws a line at the memory of a device, in bytes. Activations, buffers and gathered parameters come on top.
     Raises `ValueError` where a number of ranks is below one.
     """
-    for count in ranks:
-        _at_least_one("ranks", count)
     places = [(name, stage, count) for stage, name in enumerate(STAGES) for count in ranks]
     largest = max(parameters * sum(held), limit or 0)
     unit, word = next((unit, word) for unit, word in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes")) if largest >= unit or unit == 1)
@@ -162,6 +165,7 @@ class Turn:
 GATHER, FORWARD, BACKWARD, SCATTER = 1.0, 2.0, 4.0, 1.0  # how long each is for one unit, in the model
 
 
+@checked
 def turns(units: int, reshard: bool = True, prefetch: int = 1) -> list[Turn]:
     """A step of FSDP as a model of two streams: units are gathered one after the other, `prefetch` of them before their turn.
 
@@ -189,22 +193,20 @@ def turns(units: int, reshard: bool = True, prefetch: int = 1) -> list[Turn]:
     return done
 
 
+@checked
 def whole(step: Sequence[Turn], reshard: bool = True) -> list[tuple[int, float, float]]:
     """When which unit's parameters are whole on a rank: unit, from and to."""
     last = {turn.unit: turn.compute[1] for turn in step}
     return [(turn.unit, turn.gather[0], turn.compute[1] if reshard else last[turn.unit]) for turn in step if turn.gather]
 
 
+@checked
 def gather_compute_drop(units: int = 6, ranks: int = 4, reshard: bool = True, prefetch: int = 1) -> go.Figure:
     """A step of FSDP on one rank, modelled: what is sent and computed, which units are whole, and how much of the parameters is held.
 
     All units are of one size. `reshard=False` keeps parameters from forward to backward; `prefetch` units are gathered before their turn.
     Raises `ValueError` where a number is too small.
     """
-    _at_least_one("units", units)
-    _at_least_one("ranks", ranks)
-    if prefetch < 0:
-        raise ValueError(f"prefetch was {prefetch}; it takes 0 or more")
     step = turns(units, reshard, prefetch)
     held = whole(step, reshard)
     end = max(turn.scatter[1] for turn in step if turn.scatter)
@@ -289,8 +291,3 @@ def _words(owner: str) -> str:
 
 def _count(number: float) -> str:
     return next((f"{number / unit:.3g}{letter}" for unit, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")) if number >= unit), f"{number:g}")
-
-
-def _at_least_one(name: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"{name} was {value}; it takes 1 or more")

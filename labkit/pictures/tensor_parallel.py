@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from labkit.figures import colours
 from labkit.figures.as_plotly import as_figure
 from labkit.pictures.canvas import EVERY, HIDDEN, box, ink, layout, note
+from labkit.pictures.checked import checked
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -19,6 +20,7 @@ __all__ = ["column", "layer", "pair", "row"]
 _GAP = 0.9  # cells between two matrices
 
 
+@checked
 def column(x: Matrix, a: Matrix, ranks: int = 2) -> go.Figure:
     """X·A by columns: every rank has all of X and some columns of A, and gets the same columns of the product. Nothing is sent.
 
@@ -34,6 +36,7 @@ def column(x: Matrix, a: Matrix, ranks: int = 2) -> go.Figure:
     return page.figure("<b>Split by columns</b>  every rank has all of X; its columns of A give its columns of XA; nothing is sent")
 
 
+@checked
 def row(h: Matrix, b: Matrix, ranks: int = 2) -> go.Figure:
     """H·B by rows: every rank has some columns of H and the same rows of B, and gets an addend of the whole product: one all-reduce.
 
@@ -53,6 +56,7 @@ def row(h: Matrix, b: Matrix, ranks: int = 2) -> go.Figure:
     return page.figure("<b>Split by rows</b>  every rank gets an addend as large as Y; the all-reduce adds them up")
 
 
+@checked
 def pair(x: Matrix, a: Matrix, b: Matrix, ranks: int = 2) -> go.Figure:
     """Y = relu(XA)·B in one picture: A by columns, then B by rows, so that each rank goes from X to its addend without the others.
 
@@ -91,6 +95,7 @@ _STATIONS = (  # of a transformer's layer: name, and whether its matrices are sp
 )
 
 
+@checked
 def layer(sequence_parallel: bool = False, ranks: int = 2) -> go.Figure:
     """A transformer's layer, forward: what each rank has at every station, and what is sent between them.
 

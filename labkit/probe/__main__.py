@@ -1,29 +1,26 @@
-"""Starts the probe. The first thing is the promise to die with the launcher, long before torch has been imported."""
+"""Starts the probe. First of all it binds this process to the launcher, long before torch is imported."""
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import sys
 
-_PR_SET_PDEATHSIG = 1
+from labkit.probe.lifetime import PARENT, end_with_parent, identity
 
 
-def die_with_parent() -> None:
-    """Has the kernel kill this process when its parent dies, so that SIGKILL to torchrun's agent leaves no orphan (Linux only)."""
-    if sys.platform != "linux":
-        return
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the promise was made
-        os.kill(os.getpid(), signal.SIGKILL)
+def give_stdin_to_rank_0() -> None:
+    """Empties the standard input of all other ranks: they share one descriptor, and whichever read first would get it."""
+    if os.environ.get("RANK", "0") != "0":
+        empty = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(empty, 0)
+        os.close(empty)
 
 
 def start() -> None:
-    """Makes the promise where this is a rank of a run, and runs the script."""
+    """Binds the process to its parent if it is a rank of a run, and runs the script."""
     if os.environ.get("LABKIT_RUN_DIR"):
-        die_with_parent()
+        end_with_parent(os.environ.pop(PARENT, "") or identity(os.getppid()))  # removed: the script's children have another parent
+        give_stdin_to_rank_0()
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would tell of itself in the script's output
     from labkit.probe.runner import main
 

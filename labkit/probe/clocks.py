@@ -6,6 +6,7 @@ device has passed or not: asking costs microseconds and nothing ever waits for i
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -45,6 +46,10 @@ class CpuClock:
     def value(self, copy: Any) -> float:
         """What was copied, once it has arrived; gives the copy back."""
         return float(copy)
+
+    def not_finite(self, copy: Any) -> bool:
+        """Whether a copy is NaN or infinite, as far as that is known without asking the device; the copy stays."""
+        return not math.isfinite(copy)
 
 
 class CudaClock:
@@ -100,6 +105,10 @@ class CudaClock:
         self._slots.append(slot)
         self._events.append(event)
         return value
+
+    def not_finite(self, copy: Any) -> bool:
+        """The same; on CUDA it is not known before the device was asked, and that is left to the end of the step."""
+        return False
 
 
 def clock_for(device: torch.device) -> CpuClock | CudaClock:

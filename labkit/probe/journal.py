@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 import os
-import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from labkit import clock
+from labkit.appender import FULL, Reserve
 from labkit.events import Writer
+from labkit.probe.untraced import untraced
+from labkit.stacks import MESSAGE_LIMIT, clipped
+
+_BUDGET = 4 << 20  # bytes of lines after which what is written regularly becomes half as frequent
+_MOST_DOUBLINGS = 30
+_LAST = ("error", "end")  # kinds that are written even if the disk is full, into the room that was reserved for them
+_RESERVED = 1 << 15  # bytes
 
 
 class Journal:
-    """Appends a rank's events to `<run>/events/rank<r>.jsonl`. It never raises, and is silent in a forked child."""
+    """Appends a rank's events to `<run>/events/rank<r>.jsonl`. It never raises, and is silent in a forked child.
+
+    While the disk is full, events are dropped and counted; once there is room again, an event `dropped` tells how many.
+    """
 
     def __init__(self, run: str | os.PathLike[str], rank: int):
         folder = Path(run) / "events"
         folder.mkdir(parents=True, exist_ok=True)
-        self.started = time.time()
+        self.started = clock.now()
+        self._dropped = 0
         self._writer: Writer | None = Writer(folder / f"rank{rank}.jsonl", rank)
+        self._reserve = Reserve(folder / f".rank{rank}.reserve")
+        with suppress(OSError):  # the disk is full already: then there is no reserve
+            self._reserve.make(_RESERVED)
         os.register_at_fork(after_in_child=self._silence)
 
     def _silence(self) -> None:
@@ -27,17 +43,32 @@ class Journal:
 
     @property
     def silent(self) -> bool:
-        """Whether nothing is written any more: in a child of the rank, or after the disk refused."""
+        """Whether nothing is written any more: in a child of the rank, or after writing failed for another reason than a full disk."""
         return self._writer is None
 
+    def spaced(self, every: int) -> int:
+        """In how many steps something is written that comes every so many steps in a short run.
+
+        The number doubles with each 4 MiB that the rank has written, so the file grows with the logarithm of the run's length. It stays a
+        multiple of `every`: ranks of different sizes still write of common steps.
+        """
+        return every << min(self._writer.size // _BUDGET if self._writer else 0, _MOST_DOUBLINGS)
+
     def write(self, kind: str, **fields: Any) -> None:
-        """Appends one event; where that fails (a full disk) the script goes on and nothing more is written."""
+        """Appends one event. If that fails, the script goes on."""
         if self._writer is None:
             return
+        if kind in _LAST:
+            self._reserve.release()
         try:
+            if self._dropped:
+                self._writer.write("dropped", events=self._dropped)
+                self._dropped = 0
             self._writer.write(kind, **fields)
-        except OSError:
-            self._writer = None
+        except OSError as error:
+            self._dropped += 1
+            if error.errno not in FULL:
+                self._writer = None
 
 
 class Guard:
@@ -52,10 +83,14 @@ class Guard:
         if self.off or self._journal.silent:
             return None
         try:
-            return function(*args)
+            return untraced(function, *args)
         except Exception as error:
             self.off = True
             self._journal.write(
-                "probe_error", part=self._part, type=type(error).__name__, message=str(error), traceback=traceback.format_exc()
+                "probe_error",
+                part=self._part,
+                type=type(error).__name__,
+                message=clipped(str(error), MESSAGE_LIMIT),
+                traceback=clipped(traceback.format_exc()),
             )
             return None

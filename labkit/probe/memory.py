@@ -1,10 +1,11 @@
 """Bytes of live tensors by owner, and the memory of a step.
 
-What is counted: the unique storages of parameters, their gradients, the optimizers' state tensors and the models' buffers ("other"),
-of every model that trained and every optimizer that stepped, on the device of the models; a sharded tensor counts with this
-rank's shard, and a storage that was freed counts 0. DDP's buckets are "communication", by DDP's own account of their sizes. What lives
-within a step only (activations, gathered shards, the batch, scratch memory) is seen in a sampled step, by torch's own profiler, to
-the byte: see `timeline.curve`.
+What is counted: the unique storages, on the device of the models, that outlive a step. "parameters" are those of every module that is
+alive: models that train, frozen ones, and copies such as an exponential moving average. "gradients" are the gradients of these,
+"optimizer" the state tensors of every optimizer that stepped, and "other" the modules' buffers and whatever else Python's objects hold
+(see `held.py`). A sharded tensor counts with this rank's shard, and a storage that was freed counts 0. DDP's buckets are
+"communication", by DDP's own account of their sizes. What lives within a step only (activations, gathered shards, the batch, scratch
+memory) is seen in a sampled step, by torch's own profiler, to the byte: see `timeline.curve`.
 On a CPU rank a step's `allocated` is the sum at its end, and `peak` the largest sum that any sampled step reached; before one was
 sampled it is the largest `allocated`. On CUDA, `allocated`, `reserved` and `peak` are the caching allocator's own figures.
 """
@@ -17,6 +18,9 @@ from typing import Any
 
 import torch
 
+from labkit.probe.held import Held
+
+_WALKED = 2  # steps, counted from the newest model or optimizer, after which all objects are looked at
 _SAMPLED = 3  # the step, counted from the newest model or optimizer, that is looked at closely
 _SETTLED = 3  # steps after which the owners have settled, and are looked at rarely
 _RARELY = 100
@@ -56,13 +60,19 @@ class Census:
                 total += size
         return total
 
+    def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
+        """The storages of these tensors count for nobody, unless they were counted before."""
+        for tensor in tensors:
+            address, _ = self._storage(tensor)
+            self.counted.setdefault(address, ("", 0))
+
     def _storage(self, tensor: torch.Tensor | None) -> tuple[int, int]:
         if tensor is None or tensor.device.type != self._type:
             return 0, 0
         try:
             storage = local(tensor).untyped_storage()
             return storage.data_ptr(), storage.nbytes()
-        except (RuntimeError, NotImplementedError):  # a sparse or fake tensor has no storage of its own
+        except (RuntimeError, NotImplementedError, ValueError):  # a sparse, fake or lazy tensor has no storage of its own
             return 0, 0
 
 
@@ -79,6 +89,8 @@ class MemoryWatch:
         self._peak = self._activations = 0
         self._age = 0
         self._is_sampled = False
+        self._held = Held()
+        self.walked = False  # whether the newest step's end took a walk over all objects
 
     @property
     def is_due(self) -> bool:
@@ -99,7 +111,11 @@ class MemoryWatch:
     def at_step(self, step: int) -> dict[str, int | None]:
         """The memory of a step that just ended: allocated, reserved (null on CPU) and peak, in bytes."""
         self._age += 1
+        self.walked = False
         if self._age <= _SETTLED or self._age % _RARELY == 0:
+            if self._age <= _WALKED or self._held.is_due:
+                self._held.walk(self.device)
+                self.walked = True
             self.look(step)
         if self.device.type == "cuda":
             stats = torch.cuda.memory_stats_as_nested_dict(self.device)
@@ -143,12 +159,18 @@ class MemoryWatch:
     def _count(self, census: Census) -> dict[str, int]:
         parameters = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
         parameters += [p for model in self._models for p in model.parameters()]
-        return {
+        parameters += self._held.parameters()
+        found = {
             "parameters": census.add(parameters, "parameters"),
             "gradients": census.add((p.grad for p in parameters if p.is_leaf), "gradients"),
             "optimizer": census.add(tensors_in([list(optimizer.state.values()) for optimizer in self._optimizers]), "optimizer"),
             "communication": sum(map(_buckets, self._models)),
-            "other": census.add((buffer for model in self._models for buffer in model.buffers()), "other"),
+        }
+        if self.device.type == "cpu":
+            census.leave_out(self._held.data())  # on a GPU they would be on the host
+        return found | {
+            "other": census.add((buffer for model in self._models for buffer in model.buffers()), "other")
+            + census.add(self._held.rest(), "other"),
         }
 
 

@@ -3,13 +3,18 @@
 ======= ============================================ =====================================================================
 what    fields                                       when
 ======= ============================================ =====================================================================
-model   name, units (of FSDP), parameters            a model trains for the first time
+model   name, units (of FSDP), parameters            a module with trainable parameters is called for the first time
 loader  batches, samples, sampler (a class)          an iteration over a DataLoader begins
 epoch   sampler, set (by `set_epoch`), shuffle, ranks an iteration over a DistributedSampler begins
-batch   step, digest                                 in the first steps: a digest of the first tensor of the batch
+batch   step, digest                                 in the first steps: a digest of the batch's tensors
+input   step, digest                                 in a model's first steps: a digest of what it is called with; null where that is an
+                                                     activation, as a pipeline stage receives it from the one before
 item    calls                                        `.item()` was called between phases in as many of the first 20 steps
 save    path, step                                   the script calls `torch.save` with a path
 ======= ============================================ =====================================================================
+
+`not_finite` (step, parameters, nan, infinite) follows the first loss that is not finite, before the optimizer steps with it: how many of
+the parameter tensors hold NaN or infinities then. It tells a gradient that was not finite from a loss that diverged.
 """
 
 from __future__ import annotations
@@ -17,8 +22,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +30,27 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from labkit.probe.journal import Guard, Journal
-from labkit.probe.memory import tensors_in
+from labkit.probe.memory import local, tensors_in
+from labkit.probe.untraced import compiling
 
 _BATCHES = 3  # batches that are digested
+_INPUTS = 3  # steps of a model whose inputs are digested
+_MODELS = 8  # of which that is so
 _ITERATIONS = 4  # iterations over loaders and samplers that are told of
-_DIGESTED = 1 << 16  # bytes of a batch
+_ROWS, _DIGESTED = 16, 1 << 16  # rows and bytes of a tensor that are digested
 _ITEMS = 20  # steps in which calls of item are counted
 _SAVES = 50
 _UNITS = ("FSDPModule", "FullyShardedDataParallel")
 
 
 class Observations:
-    """Tells the journal; `step` gives the steps that were finished, `between` whether the script is in no phase."""
+    """Tells the journal; `step` gives the steps that were finished, `between` whether the script calls from no phase."""
 
     def __init__(self, journal: Journal, step: Callable[[], int], between: Callable[[], bool]):
         self._journal, self._guard = journal, Guard(journal, "observations")
         self._step, self._between = step, between
-        self._left = {"loader": _ITERATIONS, "epoch": _ITERATIONS, "batch": _BATCHES, "save": _SAVES}
+        self._left = {"loader": _ITERATIONS, "epoch": _ITERATIONS, "batch": _BATCHES, "save": _SAVES, "input": 0, "not_finite": 1}
+        self._models_left, self._input_step = _MODELS, 0
         self._stepped: set[int] = set()
         self._samplers: dict[int, int] = {}
         self._iterations()
@@ -50,23 +58,43 @@ class Observations:
         self._saves()
 
     def model(self, model: torch.nn.Module) -> None:
-        """A model trains for the first time."""
+        """A module is called with gradients for the first time. It is a model if it has parameters that are trained: a loss is none."""
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            return
         units = sum(any(kind.__name__ in _UNITS for kind in type(part).__mro__) for part in model.modules())
         parameters = sum(parameter.numel() for parameter in model.parameters())
         self._journal.write("saw", what="model", name=type(model).__name__, units=units, parameters=parameters)
+        if self._models_left:
+            self._models_left -= 1
+            self._left["input"] = _INPUTS
+
+    def not_finite(self, step: int, models: Iterable[torch.nn.Module]) -> None:
+        """The loss of a step is not finite, and the parameters are still those that it was computed with: whether they are finite."""
+        if self._left["not_finite"]:
+            parameters = [local(parameter.detach()) for model in models for parameter in model.parameters()]
+            counts = {"nan": torch.isnan, "infinite": torch.isinf}
+            found = {name: sum(bool(test(one).any()) for one in parameters if one.numel()) for name, test in counts.items()}
+            self._tell("not_finite", step=step, parameters=len(parameters), **found)
 
     def batch(self, values: Any) -> None:
         """A batch has come."""
         if self._left["batch"]:
             self._guard(self._digest, values)
 
+    def input(self, values: Any) -> None:
+        """A model was called in training; of several calls in a step, as a pipeline's micro-batches are, the first one counts."""
+        step = self._step() + 1
+        if self._left["input"] and step != self._input_step:
+            self._input_step = step
+            tensors = list(tensors_in(values))
+            if any(tensor.requires_grad for tensor in tensors):
+                self._tell("input", step=step, digest=None)
+            elif digest := _digest(tensors):
+                self._tell("input", step=step, digest=digest)
+
     def _digest(self, values: Any) -> None:
-        tensor = next(tensors_in(values), None)
-        if tensor is None or tensor.device.type != "cpu" or not tensor.numel():
-            return
-        rows = tensor.detach()[:16] if tensor.dim() else tensor.detach()
-        data = rows.contiguous().view(torch.uint8).numpy().tobytes()[:_DIGESTED] if rows.dim() else str(rows.item()).encode()
-        self._tell("batch", step=self._step() + 1, digest=hashlib.blake2b(data, digest_size=8).hexdigest())
+        if digest := _digest(tensor for tensor in tensors_in(values) if tensor.device.type == "cpu"):
+            self._tell("batch", step=self._step() + 1, digest=digest)
 
     def _tell(self, what: str, **fields: Any) -> None:
         if self._left[what]:
@@ -101,11 +129,11 @@ class Observations:
         self._tell("loader", batches=batches, samples=samples, sampler=type(sampler).__name__)
 
     def _items(self) -> None:
-        original, mine = torch.Tensor.item, threading.get_ident()
+        original = torch.Tensor.item
 
         @functools.wraps(original)
         def item(tensor: torch.Tensor) -> Any:
-            if threading.get_ident() == mine and self._between():
+            if not compiling() and self._between():
                 self._guard(self._count_item)
             return original(tensor)
 
@@ -129,6 +157,23 @@ class Observations:
             return original(obj, f, *args, **kwargs)
 
         torch.save = torch.serialization.save = save
+
+
+def _digest(tensors: Iterable[torch.Tensor]) -> str | None:
+    """A digest of the first rows of tensors, which may be on a GPU: then it waits for them. None where nothing can be read."""
+    digest, read = hashlib.blake2b(digest_size=8), 0
+    for tensor in tensors:
+        if type(tensor) is torch.Tensor and tensor.device.type in ("cpu", "cuda") and tensor.numel() and not _captured(tensor):
+            rows = tensor.detach()[:_ROWS] if tensor.dim() else tensor.detach().reshape(1)
+            data = rows.contiguous().cpu().view(torch.uint8).numpy().tobytes()[:_DIGESTED]
+            digest.update(data)
+            read += len(data)
+    return digest.hexdigest() if read else None
+
+
+def _captured(tensor: torch.Tensor) -> bool:
+    """Whether a CUDA graph is being captured, during which nothing may be read."""
+    return tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _length(thing: Any) -> int | None:

@@ -18,12 +18,13 @@ import torch
 
 from labkit.probe.journal import Journal
 from labkit.probe.steps import StepWatch
+from labkit.probe.threads import is_foreign
 
 _NAP = 0.005  # seconds that the sampler sleeps
 
 
 class ReplicaWatch:
-    """Told of forwards outside the script's thread; writes one `replica` event for each step that had some."""
+    """Told of forwards outside the script's thread; writes one `replica` event for each step that had some, fewer in a long run."""
 
     def __init__(self, journal: Journal, watch: StepWatch):
         self._journal, self._watch = journal, watch
@@ -38,12 +39,18 @@ class ReplicaWatch:
         if here.depth == 1:
             here.began = time.perf_counter(), time.thread_time()
 
-    def forward_ends(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        """It has ended; the outermost one is a replica's."""
+    def forget(self) -> None:
+        """The thread that was measured is the script's, and no replica."""
+        self._found = {}
+
+    def forward_ends(self, module: torch.nn.Module, inputs: Any, output: Any) -> bool:
+        """It has ended; the outermost one is a replica's. Whether this was one."""
         here, ended = self._thread, (time.perf_counter(), time.thread_time())
         here.depth -= 1
-        if here.depth or not torch.is_grad_enabled() or isinstance(threading.current_thread(), threading._DummyThread):
-            return
+        if here.depth or not torch.is_grad_enabled() or is_foreign():
+            return False
+        if threading.current_thread().name in self._watch.thread.others:
+            return False  # it trains for itself
         tensor = next(value for value in inputs if isinstance(value, torch.Tensor))
         on_gpu = tensor.device.type == "cuda"
         new = {"device": str(tensor.device), "forward": 0.0, "cpu": 0.0, "samples": 0, "outputs": 0}
@@ -56,6 +63,7 @@ class ReplicaWatch:
             one["memory"] = torch.cuda.memory_allocated(tensor.device)
         else:
             one["memory"] = sum(parameter.nbytes for parameter in module.parameters()) + tensor.nbytes + one["outputs"]
+        return True
 
     def step_ends(self, optimizer: torch.optim.Optimizer) -> None:
         """A step is over: what its replicas took, and what replica 0 had on top of its own part."""
@@ -67,7 +75,8 @@ class ReplicaWatch:
         others = replicas[1:]
         extra = {"outputs": sum(one.pop("outputs") for one in replicas), "gradients": sum(gradients) * len(others)}
         waited = self._sampler.share() if self._sampler else None
-        self._journal.write("replica", step=self._watch.finished, replicas=replicas, extra=extra, gil_wait=waited)
+        if self._watch.finished % self._journal.spaced(1) == 0:
+            self._journal.write("replica", step=self._watch.finished, replicas=replicas, extra=extra, gil_wait=waited)
         if self._sampler is None:
             self._sampler = GilSampler()
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import gc
+import importlib.util
 import io
 import os
 import socket
 import sys
 import threading
-import time
 import traceback
 import types
 from contextlib import suppress
@@ -18,16 +19,19 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
+from labkit import clock
 from labkit.probe.journal import Guard, Journal
+from labkit.stacks import MESSAGE_LIMIT, clipped
 
 _HERE = str(Path(__file__).parent) + os.sep
+_exit_process = os._exit  # Python's own, before the probe wraps it
 _LAST_STEPS = 5.0  # seconds that the steps still on the GPU are waited for once the script has ended
-_USAGE = "usage: python -m labkit.probe SCRIPT [ARGS…]"
+_USAGE = "usage: python -m labkit.probe (SCRIPT | -m MODULE) [ARGS…]"
 
 
 def main(arguments: list[str]) -> None:
-    """Runs the script named first with the arguments after it, and leaves with the exit code that python would give."""
-    if not arguments:
+    """Runs the script (or `-m MODULE`) named first with the arguments after it, and exits with the code that python would give."""
+    if not arguments or arguments == ["-m"]:
         sys.exit(_USAGE)
     run = os.environ.get("LABKIT_RUN_DIR")
     for stream in (sys.stdout, sys.stderr):
@@ -48,9 +52,11 @@ class Watched:
         import torch
 
         from labkit.probe import hooks, loopback
+        from labkit.probe.position import Position
         from labkit.probe.waiting import WaitWatch
 
         self.journal = Journal(run, _number("RANK"))
+        self._ended, self._left_at = False, ""  # the stack of the call that ended the script, if one did
         self.journal.write(
             "start",
             pid=os.getpid(),
@@ -65,14 +71,42 @@ class Watched:
         self._guard = Guard(self.journal, "end")
         self._watch = Guard(self.journal, "hooks")(hooks.install, self.journal, run, _number("LABKIT_SAMPLE_EVERY", 50))
         self._waiting = None
+        position = Guard(self.journal, "position")(Position, run, _number("RANK"))
         if self._watch:
-            self._waiting = Guard(self.journal, "waiting")(WaitWatch, self.journal, self._watch, _number("LABKIT_HANG_AFTER", 30))
+            patience = _number("LABKIT_HANG_AFTER", 30)
+            self._waiting = Guard(self.journal, "waiting")(WaitWatch, self.journal, self._watch, patience, position)
             if self._waiting:
                 self._waiting.start()
         self._tensors = None
         if self._watch and os.environ.get("LABKIT_TENSORS") == "1":
             self._tensors = Guard(self.journal, "tensors")(hooks.keep_tensors, self._watch, self.journal, run, _number("RANK"))
         Guard(self.journal, "loopback")(loopback.keep_stores_local, run)
+        self._watch_exit()
+
+    def _watch_exit(self) -> None:
+        """`os._exit` ends the process past every handler of Python: what it leaves is written before it is called."""
+
+        @functools.wraps(_exit_process)
+        def _exit(status: int) -> None:
+            self._guard(self._exits, status)
+            _exit_process(status)
+
+        os._exit = _exit
+
+    def _exits(self, status: int) -> None:
+        code = status & 0xFF
+        frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith((_HERE, "<frozen"))]
+        self._left_at = clipped("".join(traceback.format_list(frames)).rstrip())
+        if code:
+            said = {"type": f"exit code {code}", "message": f"os._exit({status})", "traceback": self._left_at}
+            self.journal.write("error", **said, ops=[], owners={})
+        if self._watch and threading.current_thread() is threading.main_thread():
+            self._guard(self._watch.drain)
+        self._say_end(code)
+
+    def leaves(self, stop: SystemExit) -> None:
+        """The script asked for its end without an error; where is told with its end."""
+        self._left_at = clipped("".join(traceback.format_tb(stop.__traceback__)).rstrip())
 
     def error(self, error: BaseException) -> None:
         """Tells of an exception that the script did not catch, at once; torchrun's error file is told too."""
@@ -81,8 +115,8 @@ class Watched:
         self.journal.write(
             "error",
             type=type(error).__name__,
-            message=_text(error),
-            traceback="".join(traceback.format_exception(error)).rstrip(),
+            message=clipped(_text(error), MESSAGE_LIMIT),
+            traceback=clipped("".join(traceback.format_exception(error)).rstrip()),
             ops=self._guard(newest) or [],
             owners=(self._watch and self._guard(self._watch.memory.owners)) or {},
         )
@@ -101,9 +135,19 @@ class Watched:
         if self._watch:
             if self._watch.sampler:
                 self._guard(self._watch.sampler.give_up)
-            self._guard(self._watch.drain, _LAST_STEPS if code == 0 else 0.0)
+            self._guard(self._watch.script_ends, _LAST_STEPS if code == 0 else 0.0)
+        self._say_end(code)
+
+    def _say_end(self, code: int) -> None:
+        if self._ended:
+            return  # what runs at exit may call os._exit
+        self._ended = True
         steps = self._watch.finished if self._watch else 0
-        self.journal.write("end", exit_code=code, steps=steps, seconds=round(time.time() - self.journal.started, 6))
+        if self._watch and self._watch.backwards and not steps:
+            self.journal.write("saw", what="gradients", backwards=self._watch.backwards)
+        seconds = round(clock.now() - self.journal.started, 6)
+        stack = {"stack": self._left_at} if self._left_at else {}
+        self.journal.write("end", exit_code=code, steps=steps, seconds=seconds, **stack)
 
 
 def execute(arguments: list[str], watched: Watched | None) -> int:
@@ -113,8 +157,12 @@ def execute(arguments: list[str], watched: Watched | None) -> int:
         return 0
     except SystemExit as stop:
         code = _exit_code(stop)
-        if watched and code:
-            watched.error(_clean(stop))
+        _clean(stop)
+        if watched:
+            if isinstance(stop, _NoScript):
+                watched.error(_clean(stop.__cause__))
+            else:
+                (watched.error if code else watched.leaves)(stop)
         return code
     except BaseException as error:
         _clean(error)
@@ -126,24 +174,55 @@ def execute(arguments: list[str], watched: Watched | None) -> int:
         return 130 if interrupted else 1
 
 
+class _NoScript(SystemExit):
+    """The script cannot be read; its cause says why."""
+
+
 def _run(arguments: list[str]) -> None:
-    script = arguments[0]
-    path = Path(script).absolute()
-    sys.argv[:] = arguments
-    if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = str(path.resolve().parent)
     main = types.ModuleType("__main__")
-    main.__file__ = str(path)
-    main.__loader__ = SourceFileLoader("__main__", str(path))
     main.__builtins__ = sys.modules["builtins"]
     sys.modules["__main__"] = main
+    code = _module_code(main, arguments[1:]) if arguments[0] == "-m" else _script_code(main, arguments)
+    exec(code, main.__dict__)
+
+
+def _module_code(main: types.ModuleType, arguments: list[str]) -> types.CodeType:
+    """A module's code, with everything set that `python -m` sets; sys.path[0] is the working folder already."""
+    name = arguments[0]
+    sys.argv[:] = ["-m", *arguments[1:]]  # what the packages above it see
     try:
-        with io.open_code(str(path)) as file:
+        spec = importlib.util.find_spec(name)  # imports the packages above it
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+        code = spec.loader.get_code(spec.name) if spec is not None and spec.loader is not None else None
+    except (ModuleNotFoundError, ValueError) as error:  # a package above it is missing, or is a module
+        if isinstance(error, ModuleNotFoundError) and error.name and not f"{name}.".startswith(f"{error.name}."):
+            raise  # the package is there, and what it imports is not
+        code = None
+    if code is None:
+        sys.stderr.write(f"{sys.executable}: No module named {name}\n")
+        raise _NoScript(1) from ModuleNotFoundError(f"No module named {name!r}", name=name)
+    sys.argv[0] = spec.origin
+    main.__file__, main.__cached__, main.__loader__ = spec.origin, spec.cached, spec.loader
+    main.__package__, main.__spec__ = spec.parent, spec
+    return code
+
+
+def _script_code(main: types.ModuleType, arguments: list[str]) -> types.CodeType:
+    """A script's code, with everything set that `python SCRIPT` sets."""
+    path = os.path.join(os.getcwd(), arguments[0])  # noqa: PTH109, PTH118 - as python joins them: `./` stays
+    sys.argv[:] = arguments
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = str(Path(path).resolve().parent)
+    main.__file__ = path
+    main.__loader__ = SourceFileLoader("__main__", path)
+    try:
+        with io.open_code(path) as file:
             source = file.read()
     except OSError as error:
-        sys.stderr.write(f"{sys.executable}: can't open file {str(path)!r}: [Errno {error.errno}] {error.strerror}\n")
-        raise SystemExit(2) from None
-    exec(compile(source, str(path), "exec", dont_inherit=True), main.__dict__)
+        sys.stderr.write(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}\n")
+        raise _NoScript(2) from error
+    return compile(source, path, "exec", dont_inherit=True)
 
 
 def _exit_code(stop: SystemExit) -> int:
@@ -210,7 +289,7 @@ def leave(code: int) -> None:
         except BaseException:
             with suppress(BaseException):
                 traceback.print_exc()
-    os._exit(code)
+    _exit_process(code)
 
 
 def _close_files() -> None:

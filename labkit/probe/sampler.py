@@ -2,6 +2,7 @@
 
 Torch's profiler runs for such a step alone, and what it saw becomes a `timeline` event, and for the early step and those asked for
 a `memory_step` event. A step is given up where an evaluation begins in it, and all of it ends where the script uses a profiler itself.
+A loop that trains in another thread than the main one is not profiled.
 
 Asked for is a step by the file `capture.json` in the run folder: {"step": N, "snapshot": true or false}; a rank that is past that
 step takes its next one. A snapshot is torch's own record of the CUDA allocator, `snapshots/rank<r>-step<n>.pickle`.
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 
+from labkit import clock as run_clock
 from labkit.probe.clocks import CpuClock, CudaClock
 from labkit.probe.journal import Journal
 from labkit.probe.memory import MemoryWatch
@@ -47,7 +49,7 @@ class StepSampler:
         self._profiler: Any = None
         self._off = self._starting = self._with_memory = self._with_snapshot = False
         self._seen, self._next_look, self._asked = 0, 0.0, 0
-        self._begun: tuple[int, Any] = 0, None  # unix ns, and the mark of that moment
+        self._begun: tuple[run_clock.SystemMoment, Any] = run_clock.SystemMoment.now(), None  # and the mark of that moment
         self._held: tuple[dict[int, tuple[str, int]], dict[str, int]] = {}, {}
         self._loudness = _Loudness()
         self._ended = 0  # how many profiles have been
@@ -109,11 +111,11 @@ class StepSampler:
     # ---- when
 
     def _is_due(self, step: int) -> bool:
-        if self._off or torch.autograd._profiler_enabled():
-            return False
+        if self._off or torch.autograd._profiler_enabled() or threading.current_thread() is not threading.main_thread():
+            return False  # kineto works in the main thread alone, and says so on stderr elsewhere
         captured = self._was_asked_for(step)
         self._with_memory = captured or self._memory.is_due
-        usual = self._every and (step == _EARLY or step % self._every == 0)
+        usual = self._every and (step == _EARLY or step % self._journal.spaced(self._every) == 0)
         return bool(self._with_memory or usual)
 
     def _was_asked_for(self, step: int) -> bool:
@@ -153,7 +155,7 @@ class StepSampler:
             self._profiler.start()
         finally:
             self._starting = False
-        self._begun = time.time_ns(), clock.mark()
+        self._begun = run_clock.SystemMoment.now(), clock.mark()
         if self._traffic:
             self._traffic.keep_sends()
 
@@ -163,22 +165,27 @@ class StepSampler:
             torch.cuda.synchronize(clock.device)
         results = self._stop()
         self._stop_snapshot(step)
-        origin, first = self._begun
+        begun, first = self._begun
+        if begun.clock_was_set():
+            clock.release([first])
+            self._held = {}, {}
+            return  # what the profiler saw cannot be put on one axis
 
         def nanoseconds(mark: Any) -> int:
-            return origin + round(clock.seconds(first, mark) * 1e9)
+            return begun.ns + round(clock.seconds(first, mark) * 1e9)
 
         spans = [(name, nanoseconds(start), nanoseconds(end)) for name, start, end in phases]
         clock.release([first])
         rows, allocations = list(_rows(results)), list(_allocations(results, clock.device.type)) if self._with_memory else []
         del results  # now: kineto crashes where the garbage collector frees an old result while a new profile runs
         recorded = self._traffic.operations_since(spans[0][1]) if self._traffic else []
-        self._journal.write("timeline", step=step, **timeline(rows, spans, recorded, clock.device.type))
+        t0 = {"t0": begun.seconds(spans[0][1])}
+        self._journal.write("timeline", step=step, **timeline(rows, spans, recorded, clock.device.type) | t0)
         if self._with_memory:
             freed = max((row.end for row in rows if row.name.startswith(_ZERO_GRAD)), default=0)
             before, apart = self._held
             after = {address: owner for address, (owner, _) in self._memory.held()[0].items()}
-            self._memory.sampled(step, curve(allocations, spans, before, after, apart, freed))
+            self._memory.sampled(step, curve(allocations, spans, before, after, apart, freed) | t0)
         self._held = {}, {}
 
     def _stop(self) -> Any:

@@ -8,67 +8,39 @@ A forward without gradients may be an evaluation or a part of training (a teache
 runs in eval mode, or when another batch is fetched before anything was trained on. An evaluation belongs to no step: the step's clock
 starts anew with the first phase after it.
 
-The loss is what backward was called on in the step, as it was called. Of several, as gradient accumulation has them, it is the mean;
-where a script divided each by their number, or gave each a weight, that is undone; sums that were divided by the number of all samples
-are added up. In an optimizer's closure the first call counts.
+An optimizer that steps with a learning rate of zero, and without a backward since the last step, creates its state and trains
+nothing: `get_state_dict` of torch.distributed.checkpoint makes it do so. Such a step is ignored.
+
+Optimizers that step within backward, one for each parameter, end the step together when backward ends. An update that no optimizer's
+hook reports, because the step is compiled or the script's own, is found when the script goes on to its next batch, forward or backward
+(`optimizers.py`); what lies between backward and that moment is the optimizer's.
+
+Losses and samples are counted in `losses.py` and `samples.py`. If an optimizer calls its closure more than once, the first call counts.
 """
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections import Counter, deque
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from labkit.events import PHASES
+from labkit import clock
 from labkit.probe.clocks import CpuClock, CudaClock, clock_for, likely_device
 from labkit.probe.journal import Guard, Journal
-from labkit.probe.memory import MemoryWatch, local, tensors_in
+from labkit.probe.losses import Edge, Loss, LossWatch, share_of
+from labkit.probe.memory import MemoryWatch, local
 from labkit.probe.observations import Observations
+from labkit.probe.optimizers import Optimizers, UpdateWatch
+from labkit.probe.pace import InsideBackward, Pace
+from labkit.probe.pending import OtherLoss, Pending, Step
 from labkit.probe.sampler import StepSampler
+from labkit.probe.samples import SampleCount, Shape, shapes_in
+from labkit.probe.threads import ScriptThread
 
-_PATIENCE = 20  # so many steps of another optimizer, and the pacemaker has none: it is replaced
 _OTHER = "other"
-_SUM = 2  # how a loss that is summed up, and not averaged, saves its reduction
-
-
-@dataclass
-class Step:
-    """A step whose work was handed out; `marks` are the moments where its phases changed to `names`, and its end."""
-
-    number: int
-    t: float
-    clock: CpuClock | CudaClock
-    marks: list[Any]
-    names: list[str]
-    losses: list[Any]
-    weight: float  # of all losses together
-    samples: int
-    memory: dict[str, int | None] | None
-
-    def known(self) -> bool:
-        """Whether the device has come by its end, and its losses have arrived."""
-        return self.clock.passed(self.marks[-1]) and all(map(self.clock.copied, self.losses))
-
-    def fields(self) -> dict[str, Any]:
-        """The fields of its event; its marks and losses go back to their pools."""
-        seconds = dict.fromkeys(PHASES, 0.0)
-        for name, start, end in zip(self.names, self.marks, self.marks[1:]):
-            seconds[name] += self.clock.seconds(start, end)
-        losses = [self.clock.value(copy) for copy in self.losses]
-        self.clock.release(self.marks[:-1])  # its end is the beginning of the next
-        total = sum(seconds.values())
-        return {
-            "t": self.t,
-            "step": self.number,
-            "loss": sum(losses) / self.weight if losses else None,
-            "samples": self.samples,
-            "seconds": {"step": round(total, 7)} | {name: round(value, 7) for name, value in seconds.items()},
-            "memory": self.memory,
-        }
 
 
 class StepWatch:
@@ -85,12 +57,23 @@ class StepWatch:
         self._look = Guard(journal, "memory")
         self._clock: CpuClock | CudaClock | None = None
         self._activity: str | None = None
+        self._before_build: tuple[str | None] | None = None
+        self._finite = True  # whether every loss was, as far as is known
         self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        self._pacemaker: Any = lambda: None
-        self._strangers: Counter[int] = Counter()
-        self._pending: deque[Step] = deque()
+        self._pace = Pace()
+        self.thread = ScriptThread()
+        self.after_step: list[Callable[[], None]] = []
+        self.backwards = 0
+        self.optimizers = Optimizers()
+        self._losses, self._updates = LossWatch(self.optimizers, journal.write), UpdateWatch(self.optimizers)
+        self._pending = Pending(journal.write, self._losses)
+        self._samples = SampleCount()
+        self._loss: Loss | None = None
+        self._closure_ran = False
+        self._inside = InsideBackward()
         self._stack: list[str] = []
         self._stepping: list[torch.optim.Optimizer] = []
+        self._creating: torch.optim.Optimizer | None = None
         self._marks: list[Any] = []
         self._names: list[str] = []
         self._restart()
@@ -109,6 +92,21 @@ class StepWatch:
     def between(self) -> bool:
         """Whether the script is in a step, and in no phase of it."""
         return bool(self._names) and not self._stack
+
+    @property
+    def builds(self) -> bool:
+        """Whether torch compiles a C++ extension at this moment, which can take minutes."""
+        return self._before_build is not None
+
+    @property
+    def creating_state(self) -> bool:
+        """Whether an optimizer steps now only to create its state."""
+        return self._creating is not None
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether the script may update its parameters itself."""
+        return self._updates.by_hand
 
     @property
     def models(self) -> list[torch.nn.Module]:
@@ -149,7 +147,8 @@ class StepWatch:
 
     def _use(self, clock: CpuClock | CudaClock) -> None:
         self._clock = clock
-        self._marks, self._names, self._losses, self._weights = [], [], [], []  # what the other clock has marked cannot be compared
+        self._marks, self._names = [], []  # what the other clock has marked cannot be compared
+        self._losses.forget()
         self._journal.write("device", device=str(clock.device), device_name=clock.device_name)
 
     def _restart(self, mark: Any = None) -> None:
@@ -157,28 +156,54 @@ class StepWatch:
         if self._clock is not None:
             self._clock.release(self._marks[1:] if mark is None else ())
         self._marks, self._names = ([], []) if mark is None else ([mark], [self._now])
-        self._losses: list[Any] = []
-        self._weights: list[float] = []
-        self._fetched = self._fed = 0
-        self._feeder: int | None = None
-        self._trained = self._unsure = False
+        self._samples.restart()
+        self._trained = self._unsure = self._learned = False
 
-    def _do(self, activity: str) -> None:
+    def resumes(self, step: int) -> None:
+        """The script continues after this step, the last of a checkpoint; the batches that it skipped belong to no step."""
+        self.finished = step
+        self._samples.forget()
+        self._restart()
+
+    def _do(self, activity: str | None) -> None:
         if activity != self._activity:
             self._activity = activity
             self._journal.write("activity", name=activity)
+
+    def build_begins(self, extension: str) -> None:
+        """torch compiles a C++ extension, or waits for another process that compiles it."""
+        self._before_build = self._before_build or (self._activity,)
+        self._do(f"building the C++ extension {extension} (first use only)")
+
+    def build_ends(self) -> None:
+        """It is compiled; the script continues with what it did before."""
+        if self._before_build is not None:
+            (before,), self._before_build = self._before_build, None
+            self._do(before)
 
     def _evaluates(self) -> None:
         self.evaluations += 1
         if self.sampler:
             self._sample(self.sampler.give_up)
         self._do("evaluating")
+        self._samples.forget()
         self._restart()
 
     # ---- what the hooks tell
 
+    def moves(self, forwards: list[tuple[torch.nn.Module, list[Shape]]]) -> None:
+        """Another thread is followed from now on, which has called these models since its step began."""
+        self._stack, self._stepping = [], []
+        self._samples.forget()
+        self._restart()
+        for model, shapes in forwards:
+            if model not in self._models:
+                self._meet(model)
+            self._samples.called(id(model), shapes)
+
     def data_begins(self) -> int:
         """A batch, or a loader's first iteration, is asked for."""
+        self._look_for_update("optimizer")
         if self._unsure:
             self._evaluates()
         return self.enter("data")
@@ -186,10 +211,10 @@ class StepWatch:
     def data_ends(self, depth: int | None, batch: Any) -> None:
         """It has come; None where none came. A step does not begin with the end of an evaluation's batches."""
         self.leave(depth)
-        if batch is None and not self._fetched and self._names[:1] == ["data"]:
+        if batch is None and not self._samples.has_batch and self._names[:1] == ["data"]:
             self._restart()
         if "data" not in self._stack:
-            self._fetched += _first_dimension(batch)
+            self._samples.fetched(batch)
             if self.observations and batch is not None:
                 self._see(self.observations.batch, batch)
 
@@ -198,6 +223,7 @@ class StepWatch:
         self.progress = time.monotonic()
         if "backward" in self._stack:
             return None
+        self._look_for_update("optimizer")
         if not torch.is_grad_enabled():
             if not model.training and self._knows(model):
                 self._evaluates()
@@ -210,83 +236,161 @@ class StepWatch:
             self._meet(model)
         return self.enter("forward")
 
-    def forward_ends(self, depth: int | None, model: torch.nn.Module, inputs: Any) -> None:
+    def forward_ends(self, depth: int | None, model: torch.nn.Module, inputs: Any, raised: bool = False) -> None:
         """It has returned, or raised."""
         self.leave(depth)
         if depth is None or not torch.is_grad_enabled():
             return
-        self._feeder = self._feeder or id(model)  # of several models in a step, the first one's samples count
-        if self._feeder == id(model) and not ("optimizer" in self._stack and self._fed):
-            self._fed += _first_dimension(inputs)
+        if raised:
+            self._samples.raised(shapes_in(inputs))
+        elif not self._closure_ran:
+            counts = self._samples.called(id(model), shapes_in(inputs))
+            if counts and self.observations:
+                self._see(self.observations.input, inputs)
 
-    def backward_begins(self, root: torch.Tensor | None, made_by: torch.autograd.graph.Node | None = None) -> int:
+    def backward_begins(self, root: torch.Tensor | None, made_by: Edge | None = None) -> int:
         """Backward is called; `root` is the scalar that it starts from, where it is one, and `made_by` what computed that."""
+        if "backward" in self._stack:
+            return self.enter("backward")
+        self._look_for_update()
+        if not self._stack and (owner := self._updates.backward_begins(root)) is not None:
+            self._ends_unreported(owner)
         self._do("training")
+        self._learned = True
+        self.backwards += 1
         depth = self.enter("backward")
-        outer = self._stack[:-1]
-        if root is not None and "backward" not in outer and not ("optimizer" in outer and self._losses):
+        self._loss = None
+        if root is not None and not self._closure_ran:
             copy = self._clock.copy(local(root.detach()))
-            if copy is not None:
-                self._losses.append(copy)
-                self._weights.append(_weight(made_by))
+            self._loss = None if copy is None else Loss(copy, share_of(made_by))
+        self._losses.backward_begins()
         return depth
+
+    def backward_ends(self, depth: int | None) -> None:
+        """It has returned, or raised."""
+        self.leave(depth)
+        if depth is None or "backward" in self._stack:
+            return
+        self._losses.backward_ends(self._loss)
+        if self._loss and ("optimizer" in self._stack or self.by_hand):
+            self._look_for_divergence([self._loss])  # no optimizer begins between this loss and the update
+        if "optimizer" in self._stack:
+            self._closure_ran = True
+            return
+        if self._inside.stepped:
+            self._inside.stepped = False
+            self._stepped(self._inside)
+        self._updates.backward_ends()
+
+    def _look_for_divergence(self, losses: list[Loss]) -> None:
+        """Counts the parameters that are not finite at the first loss that is not, as long as no step was made with it."""
+        if self._finite and any(self._clock.not_finite(loss.copy) for loss in losses):
+            self._finite = False
+            if self.observations:
+                self._see(self.observations.not_finite, self.finished + 1, list(self._models))
+
+    def steps_inside_backward(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer that begins a step does so while backward runs, in whatever thread; then it is noted."""
+        if "backward" not in self._stack or "optimizer" in self._stack[: self._stack.index("backward")]:
+            return False
+        self._look(self.memory.add_optimizer, optimizer)
+        self._updates.reported()
+        self._inside.stepped = True
+        self._inside.optimizers.add(optimizer)
+        return True
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer steps; one that steps already when it begins again had raised."""
+        if self._creating not in (None, optimizer):
+            return  # an optimizer inside the one that creates its state
+        self._creating = optimizer if not self._stepping and self._creates_state(optimizer) else None
+        if self._creating is not None:
+            return
+        self.steps_inside_backward(optimizer)
         if optimizer in self._stepping:
             self._stepping.clear()
             self.leave(self._stack.index("optimizer") if "optimizer" in self._stack else None)
         self._look(self.memory.add_optimizer, optimizer)
+        self._look_for_divergence(self._losses.newest)
         self._stepping.append(optimizer)
         if len(self._stepping) == 1:
+            self._closure_ran = False
             self.enter("optimizer")
 
     def optimizer_ends(self, optimizer: torch.optim.Optimizer) -> None:
         """It has stepped; the outermost one ends the phase, the pacemaker the step."""
+        if self._creating is not None:
+            if self._creating is optimizer:
+                self._creating = None
+            return
         while self._stepping and self._stepping.pop() is not optimizer:
             pass
         if self._stepping:
             return
+        self._closure_ran = False
         self.leave(self._stack.index("optimizer") if "optimizer" in self._stack else None)
-        if self._sets_the_pace(optimizer):
-            self._finish()
+        if self._inside.stepped:
+            return
+        self._updates.reported()
+        self._stepped(optimizer)
+
+    def script_ends(self, seconds: float) -> None:
+        """The script has ended: its last step may not have been reported; the steps that are not known yet are waited for so long."""
+        self._look_for_update("optimizer", script_ends=True)
+        self.drain(seconds)
+        self._pending.flush()
 
     # ---- the end of a step
 
-    def _finish(self) -> None:
+    def _look_for_update(self, phase: str = _OTHER, script_ends: bool = False) -> None:
+        """Ends the step if parameters were updated since the last backward; the time since then is given to `phase`."""
+        if not self._stack and (owner := self._updates.found(script_ends)) is not None:
+            if self._names[-1:] == [_OTHER]:
+                self._names[-1] = phase
+            self._ends_unreported(owner)
+
+    def _ends_unreported(self, owner: Any) -> None:
+        if isinstance(owner, torch.optim.Optimizer):
+            self._look(self.memory.add_optimizer, owner)
+        self._stepped(owner)
+
+    def _stepped(self, optimizer: Any) -> None:
+        """An optimizer, or what stands for one, has stepped."""
+        paces = self._pace.is_set_by(optimizer)
+        losses = self._losses.of(optimizer, paces)
+        if paces:
+            self._finish(losses)
+        elif losses:
+            number = self._losses.number(optimizer, False)
+            self._losses.number(self._pace.maker(), True)
+            self._pending.add(OtherLoss(max(1, self.finished), self._clock, number, losses))
+            self.drain()
+
+    def _finish(self, losses: list[Loss]) -> None:
         mark = self._clock.mark() if self._names else None
         if mark is None:
             return
         self.finished += 1
-        samples = self._fetched or self._fed
+        samples = self._samples.take()
         memory = self._look(self.memory.at_step, self.finished)
         marks = [*self._marks, mark]
-        weight = sum(self._weights) if len(self._weights) > 1 and any(self._weights) else 1.0
-        self._pending.append(Step(self.finished, time.time(), self._clock, marks, self._names, self._losses, weight, samples, memory))
-        if self.sampler and self._sample(self.sampler.step_ends, self.finished, list(zip(self._names, marks, marks[1:])), self._clock):
-            mark = self._clock.mark()  # what the sampler took is no part of the next step
+        self._pending.add(Step(self.finished, clock.now(), self._clock, marks, self._names, losses, samples, memory))
+        sampled = self.sampler and self._sample(
+            self.sampler.step_ends, self.finished, list(zip(self._names, marks, marks[1:])), self._clock
+        )
+        if sampled or self.memory.walked:
+            mark = self._clock.mark()  # what sampler and walk took is no part of the next step
         self._restart(mark)
+        for call in self.after_step:
+            call()
         self.drain()
 
     def drain(self, seconds: float = 0.0) -> None:
         """Writes the steps that are known, in order; waits at most so many seconds for the rest."""
-        end = time.monotonic() + seconds
-        while self._pending:
-            if self._pending[0].known():
-                self._journal.write("step", **self._pending.popleft().fields())
-            elif time.monotonic() < end:
-                time.sleep(0.001)
-            else:
-                return
+        self._pending.drain(seconds)
 
-    def _sets_the_pace(self, optimizer: torch.optim.Optimizer) -> bool:
-        self._strangers[id(optimizer)] += 1
-        if self._pacemaker() is None or self._strangers[id(optimizer)] > _PATIENCE:
-            self._pacemaker = weakref.ref(optimizer)
-        if self._pacemaker() is not optimizer:
-            return False
-        self._strangers.clear()
-        return True
+    def _creates_state(self, optimizer: torch.optim.Optimizer) -> bool:
+        return not self._learned and all(float(group.get("lr", 1.0)) == 0 for group in optimizer.param_groups)
 
     def _knows(self, module: torch.nn.Module) -> bool:
         return any(module is part for model in self._models for part in model.modules())
@@ -302,27 +406,3 @@ class StepWatch:
         if self._clock is None or self._clock.device.type != ("cuda" if device.type == "cuda" else "cpu"):
             self._use(clock_for(device))
         self._look(self.memory.add_model, model, device)
-
-
-def _first_dimension(values: Any) -> int:
-    """The first dimension of the first tensor that has one; 0 where there is none."""
-    return next((tensor.shape[0] for tensor in tensors_in(values) if tensor.dim()), 0)
-
-
-def _weight(made_by: torch.autograd.graph.Node | None) -> float:
-    """The share of the step's loss that this operation made of one: 0.25 for `loss / 4` and `loss * 0.25`, 1 for any other.
-
-    It is 0 for a sum over samples that was divided by how many there are in the whole step: such losses add up to its mean.
-    """
-    name = made_by.name() if made_by is not None else ""
-    if name not in ("DivBackward0", "MulBackward0"):
-        return 1.0
-    number = made_by._saved_other
-    if number is None or number.requires_grad or number.numel() != 1 or number.device.type != "cpu":  # a GPU would be waited for
-        return 1.0
-    if getattr(made_by.next_functions[0][0], "_saved_reduction", None) == _SUM:
-        return 0.0
-    share = number.item()
-    if name == "DivBackward0":
-        share = 1 / share if share else 1.0
-    return share if 0 < share < 1 else 1.0

@@ -14,16 +14,18 @@ from __future__ import annotations
 import functools
 import json
 import math
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
+from labkit import clock
 from labkit.probe.journal import Guard, Journal
+from labkit.probe.untraced import compiling
 
 _EARLY = (2, 3)  # in step 1 DDP still orders its buckets; a script of two steps is told of all the same
 _EVERY = 50
+_SET_BACK = 1_000_000_000  # ns by which an earlier entry is stamped later: the clock was set, threads do not disagree so far
 _NEWEST = 24  # collectives that are told of where a rank waits
 _SIZES = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Short": 2, "ComplexFloat": 8, "ComplexDouble": 16}
 _NAMES = ("reduce_scatter", "all_gather", "all_reduce", "all_to_all", "broadcast", "barrier", "gather", "scatter", "reduce")
@@ -37,7 +39,7 @@ class TrafficWatch:
         self._journal = journal
         self._guard = Guard(journal, "traffic")
         self._due = _EARLY[0]
-        self._begun = 0
+        self._begun = clock.SystemMoment.now()
         self._seen = (0, 0)
         self._calls = self._sent = self._depth = 0
         self._passed: list[dict[str, Any]] | None = None
@@ -64,6 +66,8 @@ class TrafficWatch:
 
         @functools.wraps(original)
         def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            if compiling():
+                return original(tensor, *args, **kwargs)
             if not self._depth:  # `send` may be made of `isend`
                 size = tensor.numel() * tensor.element_size()
                 if sends:
@@ -100,19 +104,20 @@ class TrafficWatch:
         last, before = self._seen
         if step == last:
             return
-        if step >= self._due and step == last + 1 and evaluations == before:
+        if step >= self._due and step == last + 1 and evaluations == before and not self._begun.clock_was_set():
             ops = self._operations()
-            self._due = _EARLY[1] if step < _EARLY[1] else (step // _EVERY + 1) * _EVERY
+            every = self._journal.spaced(_EVERY)
+            self._due = _EARLY[1] if step < _EARLY[1] else (step // every + 1) * every
             if ops is not None:
                 self._journal.write("traffic", step=step, ops=ops)
         self._seen, self._read = (step, evaluations), None
         self._calls = self._sent = 0
-        self._begun = time.time_ns()
+        self._begun = clock.SystemMoment.now()
 
     def _operations(self) -> dict[str, dict[str, float]] | None:
         if not (dist.is_available() and dist.is_initialized()):
             return {}
-        entries = since_then(self._read or _entries(), self._begun)
+        entries = since_then(self._read or _entries(), self._begun.ns)
         if entries is None or not (entries or self._calls):
             return None
         ops = {}
@@ -124,14 +129,26 @@ class TrafficWatch:
         return ops
 
 
-def since_then(entries: list[dict[str, Any]] | None, since: int) -> list[dict[str, Any]] | None:
-    """Those of the recorder's collectives that are not older (unix ns); None where there is no recorder or it holds too few."""
+def since_then(entries: list[dict[str, Any]] | None, since: int, now: int | None = None) -> list[dict[str, Any]] | None:
+    """Those of the recorder's collectives that are not older (unix ns); None where there is no recorder or it holds too few.
+
+    The recorder stamps its entries with the system clock. If that was set back, an entry that was recorded earlier has a later time:
+    it, and everything recorded before it, is older. `now` is the time of the call.
+    """
     if not entries:
         return entries  # gloo records no sends, so a pipeline may have no entry at all
-    oldest = min(entries, key=lambda entry: entry["record_id"])
-    if oldest["record_id"] > 0 and oldest["time_created_ns"] > since:
-        return None
-    return [entry for entry in entries if entry["time_created_ns"] >= since and not entry["is_p2p"] and entry["process_group"]]
+    newest_first = sorted(entries, key=lambda entry: -entry["record_id"])
+    found, later = [], clock.SystemMoment.now().ns if now is None else now
+    for entry in newest_first:
+        created = entry["time_created_ns"]
+        if created < since or created > later + _SET_BACK:
+            break
+        found.append(entry)
+        later = created
+    else:
+        if newest_first[-1]["record_id"] > 0:
+            return None
+    return [entry for entry in reversed(found) if not entry["is_p2p"] and entry["process_group"]]
 
 
 _LAST: list[dict[str, Any]] = []  # what `newest` gave when the process group was destroyed
@@ -148,8 +165,8 @@ def newest() -> list[dict[str, Any]]:
         known = described(entry)
         over = bool(entry["retired"]) or entry["state"] == "completed"
         if over:
-            found = [one for one in found if (one["group"], one["ranks"]) != (known["group"], known["ranks"]) or not one["over"]]
-        found.append({name: known[name] for name in ("op", "group", "ranks", "seq")} | {"sizes": entry["input_sizes"], "over": over})
+            found = [one for one in found if one["id"] != known["id"] or not one["over"]]
+        found.append({name: known[name] for name in ("op", "group", "id", "ranks", "seq")} | {"sizes": entry["input_sizes"], "over": over})
     return found[-_NEWEST:]
 
 
@@ -162,13 +179,14 @@ def _entries() -> list[dict[str, Any]] | None:
 
 
 def described(entry: dict[str, Any]) -> dict[str, Any]:
-    """One recorded collective: op, bytes of its payload, the group's name and its ranks, its number in that group."""
+    """One recorded collective: op, bytes of its payload, the group's description, id and ranks, its number in that group."""
     name, (group, called) = operation(entry["profiling_name"]), entry["process_group"]
     ranks = _members(group)
     return {
         "op": name,
         "bytes": payload(entry, name, len(ranks)),
         "group": called or group,
+        "id": group,
         "ranks": ranks,
         "seq": entry["collective_seq_id"],
     }

@@ -31,7 +31,10 @@ class Strategy:
     `note` says what a run on a device ("cpu", "cuda") is not of what the title says, such as an emulation; it is empty where all is as
     said. A `further` one stands behind "more" where there is room for a few only. `one_loss` is how many neighbouring ranks must have
     the same loss, because they split layers and not samples. `wrapper` is what sends the gradients: "DDP",
-    "FSDP", "DeepSpeed", or nothing.
+    "FSDP", "DeepSpeed", or nothing. `layout` is what its checkpoints hold, one of `labkit.checkpoints.LAYOUTS`: strategies
+    with the same layout resume from each other's checkpoints, with any number of ranks. `layout_details` gives what else
+    must agree, by name. `extra` is the optional extra of the project
+    that it needs.
     """
 
     name: str
@@ -51,6 +54,9 @@ class Strategy:
     further: bool = False
     one_loss: Callable[[Spec], int] = lambda spec: 1
     wrapper: str = ""
+    layout: str = "whole"
+    layout_details: Callable[[Spec], dict[str, Any]] = lambda spec: {}
+    extra: str | None = None
 
     @property
     def all_options(self) -> tuple[Option, ...]:
@@ -63,28 +69,29 @@ class Strategy:
         return f"{__name__}.{self.name}"
 
 
+_MOST = 65_536  # of ranks, and of what is counted in ranks or micro-batches
 INPUT_PIPELINE: tuple[Option, ...] = (
     Option("fetch", "batches", "a batch at once from tensors, or sample by sample as most tutorials do", choices=("batches", "samples")),
-    Option("workers", 0, "processes of each rank that fetch batches ahead", minimum=0),
+    Option("workers", 0, "processes of each rank that fetch batches ahead", minimum=0, maximum=64),
     Option("pin_memory", True, "batches in memory that a GPU reads by itself"),
     Option("non_blocking", True, "go on while a batch is copied to the GPU"),
 )
 COMMON: tuple[Option, ...] = (
-    Option("accumulate", 1, "parts that a step's batch is taken in, one after the other: less memory, the same step", minimum=1),
-    Option("clip_norm", 0.0, "largest norm of all gradients together; 0 leaves them as they are", minimum=0),
+    Option("accumulate", 1, "micro-batches that a step's batch is split into: less memory, the same step", minimum=1, maximum=_MOST),
+    Option("clip_norm", 0.0, "largest norm of all gradients together; 0: no clipping", minimum=0.0, maximum=1e12),
     Option("checkpoint_activations", False, "keep no activations inside a block: compute them again in backward"),
     Option("compile", False, "each block through torch.compile"),
     *INPUT_PIPELINE,
 )
-_BUCKET_MB = Option("bucket_mb", 25, "size of a gradient bucket in MiB; smaller ones start earlier", minimum=1)
+_BUCKET_MB = Option("bucket_mb", 25, "size of a gradient bucket in MiB; smaller ones start earlier", minimum=1, maximum=_MOST)
 _DDP_OPTIONS = (
     _BUCKET_MB,
     Option("static_graph", False, "promise that every step runs the same graph, and let DDP plan by the first"),
     Option("compression", "none", "what gradients are sent as: half the bits, or low-rank factors", choices=("none", "fp16", "powersgd")),
 )
 _RESHARD = Option("reshard_after_forward", True, "drop the gathered parameters after forward, gather again in backward")
-_TP_SIZE = Option("tp_size", 2, "ranks that split a layer between them", minimum=1)
-_PP_SIZE = Option("pp_size", 2, "ranks that a batch goes through, one after the other", minimum=2)
+_TP_SIZE = Option("tp_size", 2, "ranks that split a layer between them", minimum=1, maximum=_MOST)
+_PP_SIZE = Option("pp_size", 2, "ranks that a batch goes through, one after the other", minimum=2, maximum=_MOST)
 _SCHEDULE = Option(
     "schedule",
     "1F1B",
@@ -93,9 +100,9 @@ _SCHEDULE = Option(
 )
 # A zero bubble takes the gradients of parameters after those of inputs, past the hooks by which DDP and FSDP2 send them.
 _SCHEDULE_OF_WRAPPED = replace(_SCHEDULE, choices=("GPipe", "1F1B", "Interleaved1F1B"))
-_MICRO_BATCHES = Option("micro_batches", 4, "parts of a batch that are in the pipe together", minimum=1)
+_MICRO_BATCHES = Option("micro_batches", 4, "parts of a batch that are in the pipe together", minimum=1, maximum=_MOST)
 _SEQUENCE_PARALLEL = Option("sequence_parallel", False, "split by places what stands between the split matrices")
-_REPLICAS = Option("replicas", 1, "groups of ranks, of which each holds the whole model in shards (HSDP)", minimum=1)
+_REPLICAS = Option("replicas", 1, "groups of ranks, of which each holds the whole model in shards (HSDP)", minimum=1, maximum=_MOST)
 # Why a strategy lacks what the others have.
 _REPLICATED = "nn.DataParallel makes its replicas anew at every step, and they would run blocks of the first device; use the strategy ddp"
 _PARTS = "its micro-batches are such parts already; set micro_batches"
@@ -156,8 +163,9 @@ STRATEGIES: dict[str, Strategy] = {
             splits="The batch; by stage 1 optimizer state, 2 gradients too, 3 parameters too.",
             sends="Gradients: reduce. Parameters: all-gather, in stage 3 block by block.",
             wrapper="DeepSpeed",
+            extra="deepspeed",
             data_ranks=lambda spec: spec.nproc,
-            unmet=rules.deepspeed_missing,
+            unmet=rules.compiler_of_deepspeed_missing,
             options=(Option("stage", 1, "ZeRO stage: what is sharded", choices=(1, 2, 3)),),
             lacks={
                 "accumulate": "its engine counts micro-batches by itself; use zero1 or fsdp2 for that",
@@ -171,6 +179,7 @@ STRATEGIES: dict[str, Strategy] = {
             splits="The batch, parameters, gradients and optimizer state: a shard on each rank.",
             sends="Parameters: all-gather before forward and backward. Gradients: reduce-scatter.",
             wrapper="FSDP",
+            layout="shards",
             data_ranks=lambda spec: spec.nproc,
             limit=rules.fsdp_limit,
             options=(
@@ -180,7 +189,13 @@ STRATEGIES: dict[str, Strategy] = {
                     "what is kept in shards; HYBRID_SHARD takes replicas",
                     choices=("FULL_SHARD", "HYBRID_SHARD", "NO_SHARD", "SHARD_GRAD_OP"),
                 ),
-                Option("min_parameters", 20_000, "a part of the model with so many parameters is a unit of its own", minimum=1),
+                Option(
+                    "min_parameters",
+                    20_000,
+                    "a module with at least this many parameters becomes an FSDP unit of its own",
+                    minimum=1,
+                    maximum=10**12,
+                ),
                 _REPLICAS,
             ),
             constants=lambda spec: {"SHARDING": "HYBRID_SHARD"} if spec.options["replicas"] > 1 else {},
@@ -191,6 +206,7 @@ STRATEGIES: dict[str, Strategy] = {
             splits="The batch, and parameters, gradients and optimizer state: a shard on each rank.",
             sends="Parameters: all-gather before forward and backward. Gradients: reduce-scatter.",
             wrapper="FSDP",
+            layout="shards",
             data_ranks=lambda spec: spec.nproc,
             limit=rules.fsdp2_limit,
             unmet=rules.fully_shard_on_cpu,
@@ -207,6 +223,7 @@ STRATEGIES: dict[str, Strategy] = {
             splits="The layers: each rank has a part of every split matrix; all see the same samples.",
             sends="Activations: all-reduce behind every split pair of matrices, and again in backward.",
             one_loss=lambda spec: spec.nproc,
+            layout="shards",
             data_ranks=lambda spec: 1,
             limit=rules.tensor_limit,
             options=(
@@ -220,6 +237,8 @@ STRATEGIES: dict[str, Strategy] = {
             title="PP",
             splits="The blocks: each rank has some, and a batch goes through in micro-batches.",
             sends="Activations to the rank with the next blocks, their gradients back.",
+            layout="stages",
+            layout_details=rules.pipe_layout,
             data_ranks=lambda spec: 1,
             limit=rules.first_of(rules.pipe_limit, rules.micro_batch_limit),
             unmet=rules.without_evaluation,
@@ -235,6 +254,7 @@ STRATEGIES: dict[str, Strategy] = {
             sends="Activations: all-reduce in a row. Parameters: all-gather, gradients: reduce-scatter, in a column.",
             one_loss=lambda spec: spec.options["tp_size"],
             wrapper="FSDP",
+            layout="shards",
             data_ranks=lambda spec: spec.nproc // spec.options["tp_size"],
             limit=rules.first_of(rules.mesh_limit, rules.tensor_limit),
             unmet=rules.fully_shard_on_cpu,
@@ -249,6 +269,8 @@ STRATEGIES: dict[str, Strategy] = {
             splits="The blocks over one axis of the mesh (PP), the batch over the other (DDP).",
             sends="Activations and their gradients along a pipeline; gradients of parameters: all-reduce between pipelines.",
             wrapper="DDP",
+            layout="stages",
+            layout_details=rules.pipe_layout,
             data_ranks=lambda spec: spec.nproc // spec.options["pp_size"],
             limit=rules.first_of(rules.mesh_limit, rules.pipe_limit, rules.micro_batch_limit),
             unmet=rules.without_evaluation,
@@ -265,6 +287,8 @@ STRATEGIES: dict[str, Strategy] = {
             sends="What PP, FSDP2 and TP send, each along its own axis of the mesh.",
             wrapper="FSDP",
             one_loss=lambda spec: spec.options["tp_size"],
+            layout="stages",
+            layout_details=rules.pipe_layout,
             data_ranks=lambda spec: spec.nproc // (spec.options["pp_size"] * spec.options["tp_size"]),
             limit=rules.first_of(rules.mesh_limit, rules.pipe_limit, rules.micro_batch_limit, rules.tensor_limit),
             unmet=rules.without_evaluation,

@@ -5,7 +5,10 @@ of theirs that defines a function or constant of the same name replaces the one 
 decided. README.md beside this file says which functions those are, and what each is given and gives back.
 """
 
+import hashlib
+import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime
@@ -43,8 +46,10 @@ LOSS_PARALLEL = False  # the logits stay split over the ranks
 SAVE_EVERY = 0  # steps from one checkpoint to the next; 0: none is written
 FAULT = None  # what goes wrong on purpose; it may spoil data, extend the model, disturb steps
 SPOIL = EXTEND = DISTURB = False
-RESUME = None  # a folder of checkpoints of another run, to go on from
-CHECKPOINTS = Path(__file__).with_name("checkpoints")  # the newest is gone on from
+RESUME = None  # the checkpoint of another run to resume from
+CHECKPOINTS = Path(__file__).with_name("checkpoints")  # of this run; a restart resumes
+# What a checkpoint must say of itself for this script to load it.
+MANIFEST = {"format": 1, "layout": "whole", "workload": "cnn"}
 SCALER = torch.amp.GradScaler()  # small gradients would vanish in 16 bits: scaled up
 SPEAKER = os.environ.get("RANK", "0") == "0"  # the one process that prints and logs
 
@@ -190,51 +195,99 @@ def optimizer_state(optimizer) -> dict:
     return optimizer.state_dict()
 
 
+def progress(step: int) -> dict:
+    """What a checkpoint holds in addition to model and optimizer."""
+    state = {"step": step, "random": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda_random"] = torch.cuda.get_rng_state()
+    if PRECISION == "fp16":
+        state["scaler"] = SCALER.state_dict()
+    return state
+
+
+def restore(state: dict) -> None:
+    """Sets what `progress` saved, as far as the checkpoint has it."""
+    torch.set_rng_state(state["random"])
+    if torch.cuda.is_available() and "cuda_random" in state:
+        torch.cuda.set_rng_state(state["cuda_random"])
+    if PRECISION == "fp16":
+        if state.get("scaler"):
+            SCALER.load_state_dict(state["scaler"])
+
+
+def checksum(path: Path) -> str:
+    """The SHA-256 of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def publish(unfinished: Path, step: int) -> None:
+    """Adds a manifest to a complete checkpoint, then gives the folder its name."""
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    sums = {path.name: checksum(path) for path in unfinished.iterdir()}
+    manifest = {**MANIFEST, "step": step, "world_size": ranks, "sha256": sums}
+    (unfinished / "manifest.json").write_text(json.dumps(manifest, indent=2))
+    final = CHECKPOINTS / f"step{step:08}"
+    shutil.rmtree(final, ignore_errors=True)  # a damaged one may have that name
+    unfinished.replace(final)
+
+
+def verify(path: Path) -> None:
+    """Raises ValueError for a checkpoint of another kind, and for one that has changed."""
+    manifest = json.loads((path / "manifest.json").read_text())
+    for key, mine in MANIFEST.items():
+        if manifest.get(key) != mine:
+            raise ValueError(f"its {key} is {manifest.get(key)!r}, and not {mine!r}")
+    for name, expected in manifest["sha256"].items():
+        if not (path / name).is_file() or checksum(path / name) != expected:
+            raise ValueError(f"{name} is missing or has changed since it was written")
+
+
+def intact() -> Path | None:
+    """The newest intact checkpoint of this run, else RESUME; None for a new run."""
+    found = sorted(CHECKPOINTS.glob("step*"), reverse=True)
+    if RESUME:
+        found.append(Path(RESUME))
+    for path in found:
+        try:
+            verify(path)
+            return path
+        except (OSError, ValueError, KeyError) as error:
+            reason = f"{path} cannot be used: {error}"
+            if SPEAKER:
+                print(reason, flush=True)
+    if found:
+        raise SystemExit(f"Cannot resume: {reason}")
+    return None
+
+
 def save(model, optimizer, step: int) -> None:
     """Writes a checkpoint from one rank, whole or not at all."""
     optimizer_kept = optimizer_state(optimizer)
     if not SPEAKER:
         return
     whole = getattr(model, "module", model)  # as one device has it
-    state = {"model": whole.state_dict(), "optimizer": optimizer_kept, "step": step}
-    state["random"] = torch.get_rng_state()
-    if torch.cuda.is_available():
-        state["cuda_random"] = torch.cuda.get_rng_state()
-    if PRECISION == "fp16":
-        state["scaler"] = SCALER.state_dict()
-    CHECKPOINTS.mkdir(exist_ok=True)
+    state = {"model": whole.state_dict(), "optimizer": optimizer_kept}
     unfinished = CHECKPOINTS / "unfinished"
-    torch.save(state, unfinished)
-    unfinished.replace(CHECKPOINTS / f"step{step:08}.pt")
+    shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
+    unfinished.mkdir(parents=True)
+    torch.save(state | progress(step), unfinished / "state.pt")
+    publish(unfinished, step)
     log_event(Event("checkpoint", datetime.now(), {"checkpoint": step}))
 
 
 def resume(model, optimizer) -> int:
-    """Goes on from the newest checkpoint that can be used; its step, or 0."""
-    found = sorted(CHECKPOINTS.glob("step*.pt"), reverse=True)
-    if RESUME:
-        found += sorted(Path(RESUME).glob("step*.pt"), reverse=True)
-    for path in found:
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-            getattr(model, "module", model).load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
-            torch.set_rng_state(state["random"])
-            if torch.cuda.is_available():
-                torch.cuda.set_rng_state(state["cuda_random"])
-            if PRECISION == "fp16":
-                SCALER.load_state_dict(state["scaler"])
-        except Exception as error:
-            if SPEAKER:
-                print(f"{path} cannot be used: {error}", flush=True)
-            continue
-        if SPEAKER:
-            print(f"going on from {path}", flush=True)
-        log_event(Event("resume", datetime.now(), {"step": state["step"]}))
-        return state["step"]
-    if found:
-        raise SystemExit("there are checkpoints, and none of them can be used")
-    return 0
+    """Loads the newest intact checkpoint and gives its step; 0 for a new run."""
+    path = intact()
+    if path is None:
+        return 0
+    # weights_only: tensors and plain values are loaded, code in a pickle is refused.
+    state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+    getattr(model, "module", model).load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    restore(state)
+    if SPEAKER:
+        print(f"resuming from {path}", flush=True)
+    return state["step"]
 
 
 def spoil(dataset: TensorDataset) -> TensorDataset:
@@ -282,6 +335,8 @@ def main() -> None:
                 batches = joined(model, batches)
             for batch, step in batches:
                 if SAVE_EVERY or RESUME:
+                    if step == done:  # training continues with the next batch
+                        log_event(Event("resume", datetime.now(), {"step": step}))
                     if step <= done:
                         continue  # trained on before
                 if NON_BLOCKING:
@@ -307,6 +362,9 @@ def main() -> None:
                 print(f"epoch {epoch}: {accuracy:.2%} right, test loss {test_loss:.4f}")
                 result = {"epoch": epoch, "accuracy": accuracy, "test_loss": test_loss}
                 log_event(Event("evaluation", datetime.now(), result))
+        if SAVE_EVERY or RESUME:
+            if step < done:
+                raise SystemExit(f"Nothing to do: step {done} is saved, the last is {step}")
     finally:
         cleanup()
 

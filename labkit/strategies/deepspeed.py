@@ -13,6 +13,7 @@ from labkit.strategies.base import (
     COMPILE,
     LEARNING_RATE,
     PRECISION,
+    SPEAKER,
     transform,
 )
 from labkit.strategies.ddp import cleanup, evaluate, setup, share
@@ -30,14 +31,15 @@ def parallelize(model: nn.Module, device: torch.device) -> nn.Module:
         "train_micro_batch_size_per_gpu": BATCH_PER_RANK,
         "zero_optimization": {"stage": STAGE},
         "zero_allow_untested_optimizer": True,
+        "gradient_clipping": CLIP_NORM,  # its default is a norm of 1, not 0
     }
-    if CLIP_NORM:
-        config["gradient_clipping"] = CLIP_NORM
     if PRECISION == "bf16":
         config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
     if PRECISION == "fp16":
         config["torch_autocast"] = {"enabled": True, "dtype": "float16"}
     os.environ.setdefault("DS_ACCELERATOR", device.type)
+    if SPEAKER:
+        print("loading DeepSpeed: its first run may compile an operator for minutes")
     import deepspeed  # looks at once for what it shall run on
 
     model.to(device)

@@ -4,7 +4,6 @@ know, and why it may rightly train something else. Light, as the table is that n
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import shutil
@@ -54,9 +53,7 @@ def departures(spec: Spec) -> tuple[str, ...]:
     return tuple(filter(None, reasons))
 
 
-def deepspeed_missing(spec: Spec, machine: Machine) -> str | None:
-    if importlib.util.find_spec("deepspeed") is None:
-        return "deepspeed is not installed; install it with: pip install 'labkit[deepspeed]' (or pip install deepspeed)"
+def compiler_of_deepspeed_missing(spec: Spec, machine: Machine) -> str | None:
     compiler = os.environ.get("CXX", "g++")
     if not shutil.which(compiler):
         return f"deepspeed compiles a part of itself, and {compiler} is not on the PATH; install it (apt install g++), or use zero1"
@@ -175,6 +172,12 @@ def pipe_constants(spec: Spec) -> dict[str, Any]:
     stages = ranks * (2 if schedule in TWO_STAGES else 1)
     last = (ranks - 1) * (spec.nproc // ranks)
     return {"STAGES": cut(spec.workload_row.costs(spec.options), stages), "LOSS_RANK": last}
+
+
+def pipe_layout(spec: Spec) -> dict[str, Any]:
+    """The first block of the ranks' second stages, 0 if each has one: checkpoints name parameters by stage and block."""
+    stages = pipe_constants(spec)["STAGES"]
+    return {"second_stages_from": stages[_pipe_ranks(spec)] if spec.options["schedule"] in TWO_STAGES else 0}
 
 
 def pipe_limit(spec: Spec) -> str | None:

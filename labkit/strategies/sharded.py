@@ -1,12 +1,12 @@
-"""Checkpoints of what is sharded: every rank writes what it holds, and can be given another share of it when it goes on."""
+"""Checkpoints in shards: every rank writes what it holds, and any number of ranks can load it."""
 
 import shutil
 from datetime import datetime
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -14,66 +14,74 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.monitor import Event, log_event
 
-from labkit.strategies.base import CHECKPOINTS, PRECISION, RESUME, SCALER, SPEAKER
+from labkit.strategies.base import CHECKPOINTS, SPEAKER, intact, progress, publish, restore
 
 # Each parameter's state under its name: it is found again by whoever holds it then.
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
+# What the index of the shards consists of; torch.load refuses every other class in it.
+INDEX = [
+    filesystem._StorageInfo,
+    metadata._MEM_FORMAT_ENCODING,
+    metadata.ChunkStorageMetadata,
+    metadata.Metadata,
+    metadata.MetadataIndex,
+    metadata.TensorProperties,
+    metadata.TensorStorageMetadata,
+]
 
 
-def checkpoint_of(model, optimizer, step: int) -> dict:
-    """Everything that a checkpoint holds; of a tensor in shards, this rank's."""
-    weights, optimizer_kept = get_state_dict(model, optimizer, options=BY_NAME)
-    rest = {"step": step, "random": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        rest["cuda_random"] = torch.cuda.get_rng_state()
-    if PRECISION == "fp16":
-        rest["scaler"] = SCALER.state_dict()
-    return {"model": weights, "optimizer": optimizer_kept, "rest": rest}
+class ShardReader(dcp.FileSystemReader):
+    """Reads shards without unpickling code: torch's own reader trusts `.metadata`."""
+
+    def read_metadata(self, **how) -> metadata.Metadata:
+        with torch.serialization.safe_globals(INDEX):
+            index = torch.load(self.path / "index.pt", weights_only=True)
+        files = {shard.relative_path for shard in index.storage_data.values()}
+        if outside := files - {path.name for path in self.path.iterdir()}:
+            raise ValueError(f"the index names {outside}, which are not in {self.path}")
+        return index
+
+
+def tensors_of(weights: dict, optimizer_kept: dict) -> dict:
+    """What is saved; of a tensor in shards, this rank's. Settings are the script's."""
+    kept = {key: value for key, value in optimizer_kept.items() if torch.is_tensor(value)}
+    return {"model": weights, "optimizer": kept}
 
 
 def save(model, optimizer, step: int) -> None:
-    """Writes a checkpoint, each rank its part; it has its name when all are done."""
+    """Writes a checkpoint, each rank its shards; it gets its name when all are done."""
     unfinished = CHECKPOINTS / "unfinished"
-    dcp.save(checkpoint_of(model, optimizer, step), checkpoint_id=unfinished)
     if dist.get_rank() == 0:
-        # One of that name is there where it could not be used.
-        shutil.rmtree(CHECKPOINTS / f"step{step:08}", ignore_errors=True)
-        unfinished.replace(CHECKPOINTS / f"step{step:08}")
+        shutil.rmtree(unfinished, ignore_errors=True)  # of processes that were killed
+    state = tensors_of(*get_state_dict(model, optimizer, options=BY_NAME))
+    index = dcp.save(state, checkpoint_id=unfinished)
+    if dist.get_rank() == 0:
+        index.storage_meta = None  # it names the folder, which is renamed
+        torch.save(index, unfinished / "index.pt")
+        torch.save(progress(step), unfinished / "progress.pt")
+        publish(unfinished, step)
     dist.barrier()
     if SPEAKER:
         log_event(Event("checkpoint", datetime.now(), {"checkpoint": step}))
 
 
 def resume(model, optimizer) -> int:
-    """Goes on from the newest checkpoint that can be used; its step, or 0."""
-    found = sorted(CHECKPOINTS.glob("step*"), reverse=True)
-    if RESUME:
-        found += sorted(Path(RESUME).glob("step*"), reverse=True)
-    for path in found:
-        state = checkpoint_of(model, optimizer, 0)
-        try:
-            dcp.load(state, checkpoint_id=path)
-            weights, optimizer_kept = state["model"], state["optimizer"]
-            set_state_dict(
-                model,
-                optimizer,
-                model_state_dict=weights,
-                optim_state_dict=optimizer_kept,
-                options=BY_NAME,
-            )
-            torch.set_rng_state(state["rest"]["random"])
-            if torch.cuda.is_available():
-                torch.cuda.set_rng_state(state["rest"]["cuda_random"])
-            if PRECISION == "fp16":
-                SCALER.load_state_dict(state["rest"]["scaler"])
-        except (Exception, dcp.CheckpointException) as error:
-            if SPEAKER:
-                print(f"{path} cannot be used: {type(error).__name__}", flush=True)
-            continue
-        if SPEAKER:
-            print(f"going on from {path}", flush=True)
-        log_event(Event("resume", datetime.now(), {"step": state["rest"]["step"]}))
-        return state["rest"]["step"]
-    if found:
-        raise SystemExit("there are checkpoints, and none of them can be used")
-    return 0
+    """Loads the newest intact checkpoint and gives its step; 0 for a new run."""
+    path = intact()
+    if path is None:
+        return 0
+    weights, optimizer_kept = get_state_dict(model, optimizer, options=BY_NAME)
+    state = tensors_of(weights, optimizer_kept)
+    dcp.load(state, storage_reader=ShardReader(path))
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=optimizer_kept | state["optimizer"],
+        options=BY_NAME,
+    )
+    state = torch.load(path / "progress.pt", weights_only=True)
+    restore(state)
+    if SPEAKER:
+        print(f"resuming from {path}", flush=True)
+    return state["step"]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from labkit import preflight
+from labkit.environment import how_to_add
 from labkit.options import Option
 
 if TYPE_CHECKING:
@@ -22,15 +23,18 @@ if TYPE_CHECKING:
 class Data:
     """A data set. `train` and `test` count samples; `missing` gives one sentence where the data cannot be had, else None.
 
-    A Spec may ask for fewer training samples, or, where more can be made, for more: `most` is None there.
+    A Spec may ask for fewer training samples, or, where more can be made, for more: `most` is None there. `sample_bytes` gives the memory
+    that one training sample takes, with its target, for given options. `extra` is the optional extra of the project that it needs.
     """
 
     name: str
     title: str
     train: int
     test: int
+    sample_bytes: Callable[[Mapping[str, Any]], int]
     missing: Callable[[Spec], str | None] = lambda spec: None
     most: int | None = None
+    extra: str | None = None
 
     @property
     def module(self) -> str:
@@ -50,7 +54,8 @@ class Workload:
     multiplication and an addition each. `constants` gives the settings of the model's module that stand behind an option, by name.
     `missing` gives one sentence where the model cannot be built here, else None. `tensor_parts` says how many parts tensor parallelism
     can split a layer into, and what they are; None where there is no plan for it (`tensor_plans` in the module). `batch_norm` says that it
-    normalises over a batch, so that what a sample gives depends on those beside it.
+    normalises over a batch, so that what a sample gives depends on those beside it. `extra` is the optional extra of the project that it
+    needs.
     """
 
     name: str
@@ -64,6 +69,7 @@ class Workload:
     missing: Callable[[Spec], str | None] = lambda spec: None
     tensor_parts: Callable[[Mapping[str, Any]], tuple[int, str]] | None = None
     batch_norm: bool = False
+    extra: str | None = None
 
     @property
     def module(self) -> str:
@@ -141,7 +147,7 @@ def _gpt_constants(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _needs_scikit_learn(spec: Spec) -> str | None:
     if importlib.util.find_spec("sklearn") is None:
-        return "the digits come with scikit-learn, which is not installed here; pip install scikit-learn"
+        return "the digits come with scikit-learn, which is not installed; add it with: python3 -m labkit setup"
     return None
 
 
@@ -149,7 +155,7 @@ def _needs_torchvision(what: str, instead: str) -> str | None:
     """Why torchvision does not load here; torch is asked in a process of its own, once for what is installed."""
     found = importlib.util.find_spec("torchvision")
     if found is None:
-        return f"{what} comes from torchvision, which is not installed here; install the one that fits your torch, or use {instead}"
+        return f"{what} comes from torchvision, which is not installed; {how_to_add('mnist')}, or use {instead}"
     installed = [path for path in map(_version_file, ("torch", "torchvision")) if path.is_file()]
     version, error = _torchvision(tuple((str(path), path.stat().st_mtime_ns) for path in installed))
     if not error:
@@ -218,14 +224,46 @@ def _answers(host: str, minute: int) -> bool:
     return True
 
 
+def _image_bytes(colours: int, side: int) -> Callable[[Mapping[str, Any]], int]:
+    """Memory of an image as 32-bit numbers, and of its label as one of 64 bits."""
+    return lambda options: 4 * colours * side**2 + 8
+
+
+def _window_bytes(options: Mapping[str, Any]) -> int:
+    """Memory of a window of text, each byte as a number of 64 bits; inputs and targets share it."""
+    return 8 * (options["context"] + 1)
+
+
 DATA: dict[str, Data] = {
     row.name: row
     for row in (
-        Data("digits", "handwritten digits (scikit-learn, 1,797 real ones, augmented to 60,000)", 60_000, 360, _needs_scikit_learn),
-        Data("mnist", "MNIST (torchvision)", 60_000, 10_000, _mnist_missing, most=60_000),
-        Data("digits32", "the digits as images of 3×32×32", 10_000, 360, _needs_scikit_learn),
-        Data("cifar10", "CIFAR-10 (torchvision)", 50_000, 10_000, _cifar10_missing, most=50_000),
-        Data("text", "the Python language reference (pydoc_data.topics), as bytes", 20_000, 1_000),
+        Data(
+            "digits",
+            "handwritten digits (scikit-learn, 1,797 real ones, augmented to 60,000)",
+            60_000,
+            360,
+            _image_bytes(1, 28),
+            _needs_scikit_learn,
+        ),
+        Data("mnist", "MNIST (torchvision)", 60_000, 10_000, _image_bytes(1, 28), _mnist_missing, most=60_000, extra="mnist"),
+        Data("digits32", "the digits as images of 3×32×32", 10_000, 360, _image_bytes(1, 32), _needs_scikit_learn),
+        Data(
+            "cifar10",
+            "CIFAR-10 (torchvision)",
+            50_000,
+            10_000,
+            _image_bytes(3, 32),
+            _cifar10_missing,
+            most=50_000,
+            extra="mnist",
+        ),
+        Data(
+            "text",
+            "the Python language reference (pydoc_data.topics), as bytes",
+            20_000,
+            1_000,
+            _window_bytes,
+        ),
     )
 }
 
@@ -271,6 +309,7 @@ WORKLOADS: dict[str, Workload] = {
             batch_size=64,
             missing=_resnet18_missing,
             batch_norm=True,
+            extra="mnist",
         ),
     )
 }

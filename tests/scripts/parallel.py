@@ -79,8 +79,8 @@ def tensor_parallel():
 
 def pipeline(schedule_of):
     rank = dist.get_rank()
-    whole = mlp()
-    stage = PipelineStage(whole[:2] if rank == 0 else whole[2:], rank, 2, torch.device("cpu"))
+    mine = mlp()[:2] if rank == 0 else mlp()[2:]  # the other part is not kept
+    stage = PipelineStage(mine, rank, 2, torch.device("cpu"))
     schedule = schedule_of(stage, 4, loss_fn=F.cross_entropy)
     optimizer = torch.optim.Adam(stage.submod.parameters())
     for _ in range(STEPS):

@@ -2,6 +2,7 @@
 
 import datetime
 import gc
+import itertools
 import sys
 
 import torch
@@ -60,12 +61,16 @@ def two_optimizers():
     for x, _ in loader(32):
         with torch.no_grad():
             fake = maker(torch.randn(len(x), 4))
-        (critic(x).mean() - critic(fake).mean()).backward()
+        judged = critic(x).mean() - critic(fake).mean()
+        judged.backward()
         first.step()
         first.zero_grad()
-        critic(maker(torch.randn(len(x), 4))).mean().backward()
+        made = critic(maker(torch.randn(len(x), 4))).mean()
+        made.backward()
         second.step()
         second.zero_grad()
+        critic.zero_grad()
+        log("two", true_loss=judged.item(), other_loss=made.item())
 
 
 def lbfgs():
@@ -103,6 +108,78 @@ def keyword_batches():
     for batch in DataLoader(data, batch_size=5):
         loss = model(**batch)["loss"]
         loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def both_before_both():
+    """An actor and a critic: both gradients first, then both steps; each prints its own loss."""
+    actor, critic = mlp(), mlp(4)
+    for_actor, for_critic = torch.optim.Adam(actor.parameters()), torch.optim.SGD(critic.parameters(), lr=0.1)
+    for x, y in loader():
+        for_actor.zero_grad()
+        for_critic.zero_grad()
+        wrong, value = F.cross_entropy(actor(x), y), critic(x).square().mean()
+        wrong.backward()
+        value.backward()
+        for_actor.step()
+        for_critic.step()
+        log("both", true_loss=wrong.item(), other_loss=value.item())
+
+
+def one_loss_for_two():
+    """One optimizer for matrices and one for the rest, as with Muon: they have one loss."""
+    model = mlp()
+    first = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.dim() == 2], lr=0.1)
+    second = torch.optim.Adam([parameter for parameter in model.parameters() if parameter.dim() != 2])
+    for x, y in loader():
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        first.step()
+        second.step()
+        model.zero_grad()
+        log("shared", true_loss=loss.item())
+
+
+def inside_backward():
+    """Each parameter has an optimizer that steps as soon as its gradient is there."""
+    model = mlp()
+    own = {parameter: torch.optim.Adam([parameter], foreach=False) for parameter in model.parameters()}
+
+    def step(parameter):
+        own[parameter].step()
+        own[parameter].zero_grad()
+
+    handles = [parameter.register_post_accumulate_grad_hook(step) for parameter in model.parameters()]
+    for x, y in loader(160):
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        log("inside", true_loss=loss.item())
+    for handle in handles:
+        handle.remove()  # torch would keep the optimizers for good
+
+
+def prefetched():
+    """Fetches six batches before it needs the first; a step has two micro-batches."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches, ahead = iter(loader(96)), []
+    ahead += [next(batches) for _ in range(4)]
+    while ahead:
+        ahead += itertools.islice(batches, 2)
+        for x, y in (ahead.pop(0), ahead.pop(0)):
+            F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def sequence_first():
+    """The batch is the second dimension of what the model is called with, and the model is called once per position too."""
+    cell, head = nn.GRU(8, 4), nn.Linear(4, 3)
+    optimizer = torch.optim.SGD([*cell.parameters(), *head.parameters()], lr=0.1)
+    for x, y in loader():
+        states, _ = cell(x.expand(5, *x.shape))
+        F.cross_entropy(sum(head(state) for state in states), y).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -231,6 +308,11 @@ STYLES = [
     transforms,
     compiled,
     two_optimizers,
+    both_before_both,
+    one_loss_for_two,
+    inside_backward,
+    prefetched,
+    sequence_first,
 ]
 
 if __name__ == "__main__":

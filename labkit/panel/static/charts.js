@@ -64,12 +64,17 @@ function resize({ layout, data }, by) {
 function spoken({ label, data, layout }) {
   const told = data.map((trace) => {
     if (trace.orientation === "h") return `${trace.name} ${short(trace.x.reduce((sum, each) => sum + each, 0))} in ${trace.x.length} spans`;
-    if (trace.type === "bar") return `${trace.name} ${trace.x.map((category, index) => `${category} ${short(trace.y[index])}`).join(", ")}`;
+    if (trace.type === "bar") return `${trace.name} ${trace.x.map((category, index) => `${category} ${value(trace, index)}`).join(", ")}`;
     const last = trace.y.findLastIndex((value) => value !== null);
-    return last < 0 || trace.showlegend === false ? "" : `${trace.name} ${short(trace.y[last])} at ${short(trace.x[last])}`;
+    return last < 0 || trace.showlegend === false ? "" : `${trace.name} ${value(trace, last)} at ${short(trace.x[last])}`;
   });
   const unit = data[0]?.orientation === "h" ? layout.xaxis.title.text : layout.yaxis.title.text;
   return `${label}, ${unit}: ${told.filter(Boolean).join("; ") || "nothing yet"}`;
+}
+
+// Bytes come in words with their unit.
+function value(trace, index) {
+  return trace.text?.[index] ?? short(trace.y[index]);
 }
 
 function short(value) {
@@ -77,13 +82,14 @@ function short(value) {
 }
 
 function takeMore(chart, more) {
-  for (const [index, xs, ys] of more.points) {
+  for (const [index, xs, ys, words] of more.points) {
     const trace = chart.data[index];
     trace.x.push(...xs);
     trace.y.push(...ys);
+    trace.text?.push(...words);
     if (trace.x.length > 1) trace.mode = "lines";
   }
-  more.bars.forEach((values, index) => (chart.data[index].y = values));
+  more.bars.forEach(([values, words], index) => Object.assign(chart.data[index], { y: values }, words.length ? { text: words } : {}));
   if (more.x) chart.layout.xaxis.range = more.x;
   if (more.y) chart.layout.yaxis.range = more.y;
   chart.layout.datarevision = (chart.layout.datarevision ?? 0) + 1;

@@ -27,6 +27,7 @@ def main():
     chunks, batch = 4, 32
     pipe = pipeline(Model(), mb_args=(torch.randn(batch // chunks, 12),), split_spec={"second": SplitPoint.BEGINNING})
     stage = pipe.build_stage(rank, device)
+    del pipe  # and with it the stages of the other ranks
     schedule = ScheduleGPipe(stage, chunks, loss_fn=nn.functional.cross_entropy)
     optimizer = torch.optim.SGD(stage.submod.parameters(), lr=0.05, momentum=0.9)
     for _ in range(5):

@@ -1,0 +1,113 @@
+"""Calls of backward, and the losses that they start from."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from labkit.probe.journal import Guard
+from labkit.probe.losses import edge_before, edge_of
+from labkit.probe.steps import StepWatch
+from labkit.probe.untraced import compiling
+
+_DEEPSPEED = "deepspeed.runtime.fp16.loss_scaler"
+
+
+def watch_backward(watch: StepWatch, guard: Guard, scalers: ScalerWatch, follows: Callable[[], bool]) -> None:
+    """Tells of every backward in the thread that is followed; `follows` says whether this is the calling one."""
+    original, original_grad = torch.autograd.backward, torch.autograd.grad
+
+    def begin(tensors: Any) -> int:
+        root = _scalar(tensors)
+        if root is None:
+            return watch.backward_begins(None)
+        loss, made_by = scalers.unscaled(root), edge_of(root)
+        if loss is not root and made_by is not None:
+            made_by = edge_before(made_by)  # before the scaler
+        return watch.backward_begins(loss, made_by)
+
+    @functools.wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> None:
+        if compiling() or not follows():
+            return original(*args, **kwargs)
+        depth = guard(begin, args[0] if args else kwargs.get("tensors"))
+        try:
+            return original(*args, **kwargs)
+        finally:
+            guard(watch.backward_ends, depth)
+
+    @functools.wraps(original_grad)
+    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Gradients of a loss with respect to all that a script of hand-written updates trains; any other use is no backward."""
+        if compiling() or not watch.by_hand or _scalar(outputs) is None or not watch.thread.here() or kwargs.get("create_graph"):
+            return original_grad(outputs, inputs, *args, **kwargs)
+        inputs = inputs if isinstance(inputs, torch.Tensor) else tuple(inputs)
+        depth = guard(begin, outputs) if _are_leaves(inputs) and follows() else None
+        try:
+            return original_grad(outputs, inputs, *args, **kwargs)
+        finally:
+            guard(watch.backward_ends, depth)
+
+    torch.autograd.backward, torch.autograd.grad = backward, grad
+
+
+def _are_leaves(inputs: Any) -> bool:
+    return all(isinstance(one, torch.Tensor) and one.is_leaf for one in (inputs if isinstance(inputs, tuple) else (inputs,)))
+
+
+def _scalar(tensors: Any) -> torch.Tensor | None:
+    """The one scalar that backward is called on; None where it is called on anything else."""
+    if isinstance(tensors, (list, tuple)) and len(tensors) == 1:
+        tensors = tensors[0]
+    return tensors if isinstance(tensors, torch.Tensor) and tensors.numel() == 1 else None
+
+
+class ScalerWatch:
+    """Remembers what a gradient scaler was given, of torch or of DeepSpeed.
+
+    A scaler that is disabled gives back what it was given, which is then no scaled loss.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[Any, Any] = (lambda: None, None)
+        self._watched: set[type] = set()
+        begin = torch.amp.GradScaler.__init__
+
+        @functools.wraps(begin)
+        def init(scaler: Any, *args: Any, **kwargs: Any) -> None:
+            begin(scaler, *args, **kwargs)
+            for kind in type(scaler).__mro__:
+                self._watch(kind, "scale")
+
+        torch.amp.GradScaler.__init__ = init
+
+    def look(self) -> None:
+        """Watches DeepSpeed's scalers too, once the script has imported them."""
+        module = sys.modules.get(_DEEPSPEED)
+        if module is not None:
+            self._watch(module.LossScalerBase, "scale_loss")
+
+    def unscaled(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The loss for the newest scaled loss, and any other tensor itself."""
+        scaled, loss = self._last
+        return loss if scaled() is tensor else tensor
+
+    def _watch(self, kind: type, name: str) -> None:
+        original = kind.__dict__.get(name)
+        if original is None or kind in self._watched:
+            return
+        self._watched.add(kind)
+
+        @functools.wraps(original)
+        def scale(scaler: Any, outputs: Any) -> Any:
+            scaled = original(scaler, outputs)
+            if not compiling() and isinstance(scaled, torch.Tensor) and scaled is not outputs:
+                self._last = weakref.ref(scaled), outputs.detach()
+            return scaled
+
+        setattr(kind, name, scale)

@@ -1,0 +1,65 @@
+"""Processes that the script starts: whatever they train is not seen, since the probe watches ranks alone.
+
+A `saw` event `process` has the first few of them: `how` ("spawn", "fork", "forkserver" or "subprocess") and `target`, the function or
+command that they run. Workers of a DataLoader and of torch's compiler, and the servers of `multiprocessing` itself, are left out.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import multiprocessing.process
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from labkit.probe.journal import Guard, Journal
+
+_MOST = 16  # processes that are recorded
+_HELPERS = ("torch.utils.data.", "torch._inductor.", "multiprocessing.managers", "multiprocessing.resource_")
+_LAUNCHERS = ("python", "torchrun", "accelerate", "deepspeed")
+
+
+def watch_processes(journal: Journal) -> None:
+    """From now on the processes are recorded that the script starts."""
+    guard, left = Guard(journal, "processes"), _MOST
+    start, popen = multiprocessing.process.BaseProcess.start, subprocess.Popen.__init__
+
+    def record(how: str, target: str) -> None:
+        nonlocal left
+        if left and not target.startswith(_HELPERS):
+            left -= 1
+            journal.write("saw", what="process", how=how, target=target)
+
+    @functools.wraps(start)
+    def start_process(process: Any) -> None:
+        target = guard(_target, process)  # which is gone afterwards
+        start(process)
+        guard(record, process._start_method or multiprocessing.get_start_method(), target)
+
+    @functools.wraps(popen)
+    def init(self: Any, args: Any, *rest: Any, **named: Any) -> None:
+        popen(self, args, *rest, **named)
+        guard(lambda: record("subprocess", command) if (command := _command(args)) else None)
+
+    multiprocessing.process.BaseProcess.start, subprocess.Popen.__init__ = start_process, init
+
+
+def _target(process: Any) -> str:
+    """The function that a process runs, with its module; of `torch.multiprocessing.spawn` the script's function."""
+    function, args = process._target, process._args
+    if getattr(function, "__module__", "") == "torch.multiprocessing.spawn" and args:
+        function = args[0]
+    if function is None:
+        function = type(process).run  # a subclass of Process
+    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"
+
+
+def _command(args: Any) -> str:
+    """The words of a command that starts Python or a launcher of training; empty for any other."""
+    words = args.split() if isinstance(args, str) else [str(word) for word in args]
+    if not words or not Path(words[0]).name.startswith(_LAUNCHERS):
+        return ""
+    if any("torch/_inductor" in word or "triton" in word for word in words):
+        return ""
+    return " ".join([Path(words[0]).name, *words[1:4]])

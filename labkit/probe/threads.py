@@ -1,0 +1,65 @@
+"""The thread whose steps are counted: the script's main thread, until another thread trains in its place.
+
+Another thread takes over when it runs backward and the present one never has, or has ended. Autograd's own threads never do. Of two
+threads that train at the same time only one is followed; the names of the others are passed to `on_other`, each once.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable
+
+
+class ScriptThread:
+    """Made in the main thread."""
+
+    def __init__(self) -> None:
+        self._follow()
+        self.trains = False
+        self.others: set[str] = set()
+        self.on_other: Callable[[str], None] = lambda name: None
+
+    def here(self) -> bool:
+        """Whether the calling thread is the one that is followed."""
+        return threading.get_ident() == self.ident
+
+    @property
+    def may_move(self) -> bool:
+        """Whether another thread that trains would be followed."""
+        return not self.trains or not self._thread.is_alive()
+
+    def takes_over(self) -> bool:
+        """Told that the calling thread, which is not the one that is followed, trains: whether it is followed from now on."""
+        thread = threading.current_thread()
+        if not self.may_move:
+            if thread.name not in self.others:
+                self.others.add(thread.name)
+                self.on_other(thread.name)
+            return False
+        self._follow()
+        self.trains = True
+        return True
+
+    def _follow(self) -> None:
+        self._thread, self.ident = threading.current_thread(), threading.get_ident()
+        known = hasattr(time, "pthread_getcpuclockid")
+        self._clock = time.pthread_getcpuclockid(self.ident) if known else None  # of the calling thread: that of one that ended is no clock
+
+    def cpu_seconds(self) -> float | None:
+        """Seconds that the thread has computed; None if that is not known."""
+        if self._clock is None or not self._thread.is_alive():
+            return None
+        return time.clock_gettime(self._clock)
+
+    def frame(self) -> types.FrameType | None:
+        """Where the thread is; once it has ended, where the main thread is."""
+        frames = sys._current_frames()
+        return frames.get(self.ident) or frames.get(threading.main_thread().ident or 0)
+
+
+def is_foreign() -> bool:
+    """Whether the calling thread was not started by Python, as those of autograd are not."""
+    return isinstance(threading.current_thread(), threading._DummyThread)

@@ -1,0 +1,64 @@
+"""Keeps torch.compile away from the probe: nothing of the probe is traced or compiled.
+
+Compiled code reaches the probe in two ways. While Dynamo *traces* a function, it follows the hooks that the function calls: each of them
+begins with `if compiling(): return`, which Dynamo decides while tracing, so that no trace of a hook is left in the graph. Between two
+graphs, hooks are called for real, and Dynamo would compile every Python frame below them: `skip_frames` marks the frames of the probe as
+not to be compiled, and `untraced` switches Dynamo off for whatever they call.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+compiling = torch.compiler.is_compiling
+_dynamo = torch._C._dynamo.eval_frame  # private: the two functions below are all that uses it
+
+
+def untraced(function: Callable[..., T], *args: Any) -> T:
+    """Calls a function with Dynamo switched off."""
+    callback = _dynamo.set_eval_frame(None)
+    try:
+        return function(*args)
+    finally:
+        _dynamo.set_eval_frame(callback)
+
+
+def skip_frames() -> None:
+    """Marks every function of the probe and of the event writer that is loaded by now."""
+    for name, module in list(sys.modules.items()):
+        if name == "labkit" or name.startswith("labkit."):
+            for code in _codes(vars(module).values(), name, set()):
+                _skip(code)
+
+
+def _skip(code: types.CodeType) -> None:
+    """Has Dynamo run a function's own frame as it is, and look at those that it calls as usual."""
+    if hasattr(_dynamo, "skip_code"):  # torch 2.6
+        _dynamo.skip_code(code)
+    else:
+        _dynamo.set_code_exec_strategy(code, _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT))
+
+
+def _codes(things: Any, module: str, seen: set[int]) -> Iterator[types.CodeType]:
+    for thing in things:
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, types.CodeType):
+            yield thing
+            yield from _codes(thing.co_consts, module, seen)
+        elif isinstance(thing, types.FunctionType) and thing.__module__ == module:
+            yield from _codes([thing.__code__], module, seen)
+        elif isinstance(thing, type) and thing.__module__ == module:
+            yield from _codes(vars(thing).values(), module, seen)
+        elif isinstance(thing, (staticmethod, classmethod)):
+            yield from _codes([thing.__func__], module, seen)
+        elif isinstance(thing, property):
+            yield from _codes([thing.fget], module, seen)

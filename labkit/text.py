@@ -1,0 +1,51 @@
+"""Text from outside, made safe to show: names of folders, errors, output of scripts, hosts and devices.
+
+What a terminal would obey, or what makes a text read differently from how it is written, becomes a visible escape such as `\\x1b` or
+`\\u202e`: control characters (C0, DEL and C1), line and paragraph separators, zero-width and invisible characters, characters that
+override the writing direction, and halves of surrogate pairs. Standard library only, since errors are shown before there is an environment.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+
+_HIDDEN = (
+    r"\x00-\x08\x0b-\x1f\x7f-\x9f\xad"  # controls but for tab and newline; soft hyphen
+    r"\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"  # zero-width, separators, direction, annotations
+    r"\ud800-\udfff\U000e0000-\U000e007f"  # surrogates; tags
+)
+_IN_TEXT = re.compile(f"[{_HIDDEN}]")
+_IN_LINE = re.compile(f"[\t\n{_HIDDEN}]")
+_COLOURS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
+_SHORT = {"\t": r"\t", "\n": r"\n", "\r": r"\r"}
+
+
+def visible(text: str) -> str:
+    """A text with visible escapes; newlines and tabs stay."""
+    return _IN_TEXT.sub(_escape, text)
+
+
+def visible_line(text: str) -> str:
+    """A text as one line with visible escapes, of newlines and tabs too."""
+    return _IN_LINE.sub(_escape, text)
+
+
+def visible_log(text: str) -> str:
+    """Output of a program as `visible`, without the sequences that set colours or move the cursor (CSI), and with the last state of each
+    line that was written over by means of carriage returns.
+    """
+    lines = (line.rstrip("\r").rpartition("\r")[2] for line in _COLOURS.sub("", text).split("\n"))
+    return visible("\n".join(lines))
+
+
+def escape(text: str, quote: bool = True) -> str:
+    """A text as HTML, with visible escapes."""
+    return html.escape(visible(text), quote)
+
+
+def _escape(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    if match[0] in _SHORT:
+        return _SHORT[match[0]]
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

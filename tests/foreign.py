@@ -1,0 +1,49 @@
+"""Run folders as they may come from somebody else: copies of recorded runs to be spoilt, and all that front ends say of a folder."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+from labkit import cli
+from labkit.handout.run import RunError, run_page
+from labkit.launch.folder import STREAMS, RunFolder
+from labkit.record.documents import Unreadable
+
+RECORDED = Path(__file__).parent / "recorded"  # by an earlier version: a finished run, one of dp, a hang and one with a killed rank
+FINISHED, THREADS, HANG, KILLED = sorted(path.name for path in RECORDED.iterdir())
+
+
+def copy_of(root: Path, recorded: str = FINISHED, name: str = "") -> RunFolder:
+    """A copy of a recorded run under `root`."""
+    root.mkdir(parents=True, exist_ok=True)
+    path = root / (name or recorded)
+    shutil.copytree(RECORDED / recorded, path)
+    return RunFolder(path)
+
+
+def command(*arguments: str) -> tuple[int, str]:
+    """The exit code of a command in this process, and what it wrote to stdout and stderr."""
+    said = io.StringIO()
+    with redirect_stdout(said), redirect_stderr(said):
+        try:
+            code = cli.act(cli.parse(arguments))
+        except SystemExit as end:
+            code = end.code
+    return code, said.getvalue()
+
+
+def everything(folder: RunFolder) -> str:
+    """All that commands, handout and logs give away of a run, by path."""
+    path = str(folder.path)
+    said = [command("show", path)[1], command("show", path, "--json")[1], command("runs")[1], command("runs", "--json")[1]]
+    said += [command("replay", path, "--speed", "1e12")[1], command("compare", path)[1], command("trace", path, "-o", f"{path}.trace")[1]]
+    try:
+        said.append(run_page(folder).body)
+    except (RunError, Unreadable) as error:
+        said.append(str(error))
+    said += [folder.whole_log(rank, stream) for rank in range(2) for stream in STREAMS]
+    said += [str(folder.search_log(rank, stream, "S", 10)) for rank in range(2) for stream in STREAMS]
+    return "\n".join(said)

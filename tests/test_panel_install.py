@@ -1,0 +1,92 @@
+"""The panel's button that installs a missing extra, with a command of the test in the place of the real one."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import pytest
+
+from labkit import SpecError, environment
+from labkit.machine import Machine
+from labkit.panel import Lab, install
+from labkit.spec import Spec
+
+CPU = Machine(gpus=(), cores=2, memory=8 << 30, torch=(2, 13))
+_INSTALLS = """
+import pathlib, sys, time
+print("labkit: installing", flush=True)
+time.sleep(0.2)
+if sys.argv[2] == "works":
+    pathlib.Path(sys.argv[1], "package_of_the_test.py").touch()
+else:
+    print("labkit: pip could not install what the lab needs; start again", flush=True)
+sys.exit(sys.argv[2] == "fails")
+"""
+
+
+@pytest.fixture
+def packages(tmp_path, monkeypatch):
+    """A folder of packages in which the one that the strategy deepspeed needs is missing."""
+    folder = tmp_path / "packages"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setitem(environment.OPTIONAL, "deepspeed", "package_of_the_test")
+    monkeypatch.setattr(Machine, "here", staticmethod(lambda: CPU))
+    return folder
+
+
+def installing(monkeypatch, packages, how: str) -> None:
+    monkeypatch.setattr(install, "setup_command", lambda extra: [sys.executable, "-c", _INSTALLS, str(packages), how])
+
+
+def shown_while_installing(button: install.Install) -> list[str]:
+    said: list[str] = []
+    button.progress.observe(lambda change: said.append(change["new"]), "value")
+    button.button.click()
+    button.join(60)
+    return said
+
+
+def test_a_missing_package_names_its_extra(packages):
+    with pytest.raises(SpecError) as caught:
+        Spec("deepspeed", nproc=2).on(CPU)
+    assert (caught.value.field, caught.value.extra) == ("strategy", "deepspeed")
+    assert str(caught.value) == (
+        "deepspeed needs the package package_of_the_test, which is not installed; add it with: python3 -m labkit setup --with deepspeed"
+    )
+
+
+def test_button_installs_and_the_strategy_is_there_without_a_restart(packages, monkeypatch):
+    installing(monkeypatch, packages, "works")
+    lab = Lab(strategy="deepspeed", nproc=2)
+    button = lab._install
+    assert button.button.layout.display == "" and button.button.description == "Install package_of_the_test"
+    assert lab._run_button.disabled
+    before = threading.current_thread()
+    said = shown_while_installing(button)
+    assert any("installing" in text for text in said), "progress is shown"
+    assert before is threading.current_thread() and not button.busy
+    assert lab.spec.strategy == "deepspeed"
+    assert button.button.layout.display == "none" and not lab._run_button.disabled
+
+
+def test_another_strategy_needs_no_button(packages):
+    lab = Lab(strategy="deepspeed", nproc=2)
+    lab._choices.strategy.value = "ddp"
+    assert lab._install.button.layout.display == "none"
+    lab._choices.further.value = "deepspeed"
+    assert lab._install.button.layout.display == ""
+
+
+@pytest.mark.parametrize(("how", "says"), [("fails", "pip could not install"), ("elsewhere", "installed, but not for this kernel")])
+def test_what_went_wrong_is_said(packages, monkeypatch, how, says):
+    installing(monkeypatch, packages, how)
+    lab = Lab(strategy="deepspeed", nproc=2)
+    shown_while_installing(lab._install)
+    assert says in lab._install.progress.value
+    assert not lab._install.button.disabled, "it can be tried again"
+
+
+def test_the_real_command_is_that_of_the_terminal():
+    assert install.setup_command("deepspeed") == [sys.executable, "-m", "labkit", "setup", "--with", "deepspeed"]
