@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,6 +22,7 @@ from labkit.launch.folder import STREAMS, RunFolder
 from labkit.launch.follow import Follower
 from labkit.launch.job import Job
 from labkit.launch.logs import whole
+from labkit.launch.warm.client import prepare
 from labkit.ledger import ledger
 from labkit.machine import Machine
 from labkit.progress import Reading
@@ -39,17 +41,35 @@ if TYPE_CHECKING:
 _LOOK = 0.5  # seconds between two looks at what was found
 
 
-def run(what: str | os.PathLike[str] | Spec, *, detached: bool = False, stdin: int | None = None, **fields: Any) -> Run:
+def run(
+    what: str | os.PathLike[str] | Spec, *, detached: bool = False, cold: bool = False, stdin: int | None = None, **fields: Any
+) -> Run:
     """Starts a run on this machine and returns at once.
 
     `what` is a strategy's name, the path of a script (it ends in `.py`), or a `Spec`; `fields` are the Spec's other fields, such as
     `nproc=2`, `steps=100`, or `args=[...]` for a script of your own; with `as_module=True`, `what` is the name of a module.
     The run ends with this process, unless it is `detached`. `stdin` is a file descriptor that all ranks inherit as their standard
-    input, as under torchrun; without it that is empty.
+    input, as under torchrun; without it that is empty. The first run of a session starts cold, and once it is under way a warm server
+    is started, from which the next ones are forked; a `cold` run is started by torchrun itself.
     Raises `SpecError` before anything is created, and `LaunchError` if the run cannot be started.
     """
     check_flag("detached", detached)
-    return Run(Job.start(settle(what, **fields), detached=detached, stdin=_descriptor(stdin)))
+    check_flag("cold", cold)
+    job = Job.start(settle(what, **fields), detached=detached, cold=cold, stdin=_descriptor(stdin))
+    if not cold:
+        prepare_after(job)
+    return Run(job)
+
+
+def prepare_after(job: Job) -> None:
+    """Starts a warm server for the runs that follow as soon as it takes no time from the start of this one."""
+
+    def prepare_then() -> None:
+        while job.state == "starting":
+            time.sleep(_LOOK)
+        prepare()
+
+    threading.Thread(target=prepare_then, daemon=True, name="labkit warm server").start()
 
 
 def settle(what: str | os.PathLike[str] | Spec, **fields: Any) -> Spec:

@@ -117,6 +117,7 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "max_restarts": {"metavar": "N", "help": "how often torchrun restarts the ranks after one has failed (default: 0)"},
 }
 STREAMS = ("stdout", "stderr")
+_COLD = "have torchrun itself start the ranks; otherwise the warm server of an open notebook forks them where that makes no difference"
 _SPEED = Number(float, 0.01, 10_000.0)
 _KEEP = Number(int, 0, 1_000_000)
 _PORT = Number(int, 1, 65_535)
@@ -171,6 +172,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     run.add_argument("-m", dest="module", metavar="MODULE", help="run a module of your own as a script, as python -m does")
     _add_fields(run)
     run.add_argument("--detach", action="store_true", help="return at once; the run continues when this terminal is closed")
+    run.add_argument("--cold", action="store_true", help=_COLD)
 
     script = commands.add("script", "print the script that a strategy runs")
     script.add_argument("what", metavar="STRATEGY", help=", ".join(STRATEGIES))
@@ -188,6 +190,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     compare.add_argument(
         "--strategies", metavar="A,B,…", help=f"run these one after another, single first: all, or some of {', '.join(STRATEGIES)}"
     )
+    compare.add_argument("--cold", action="store_true", help=_COLD)
     _add_fields(compare)
 
     commands.add("runs", "list the recorded runs", json=True)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from labkit.api import Run, run, settle
-from labkit.arguments import check_seconds, shown
+from labkit.arguments import check_flag, check_seconds, shown
 from labkit.columns import RankState
 from labkit.equivalence import REFERENCE, Badge, badge, training
 from labkit.events import PHASES
@@ -157,8 +157,9 @@ def _settled(name: str, names: Sequence[str], **fields: Any) -> Spec:
 class Comparing:
     """Runs the Specs one after another, in a thread of its own; `rows` are the figures at any moment."""
 
-    def __init__(self, specs: Sequence[Spec], left_out: Mapping[str, str] | None = None):
+    def __init__(self, specs: Sequence[Spec], left_out: Mapping[str, str] | None = None, *, cold: bool = False):
         self.specs = tuple(specs)
+        self._cold = cold
         self.left_out = dict(left_out or {})
         self._runs: list[Run] = []
         self._error: BaseException | None = None
@@ -222,7 +223,7 @@ class Comparing:
             for spec in self.specs:
                 if self._stopping.is_set():
                     return
-                started = run(spec)
+                started = run(spec, cold=self._cold)
                 self._runs.append(started)
                 if self._stopping.is_set():  # who stopped had not seen this one yet
                     started.stop()
@@ -231,9 +232,13 @@ class Comparing:
             self._error = error
 
 
-def compare(strategies: Sequence[str] | str, **fields: Any) -> Comparing:
-    """Starts to run strategies side by side and returns at once; `show` shows it. See `plan` for the arguments; raises `SpecError`."""
-    return Comparing(*plan(strategies, **fields)).start()
+def compare(strategies: Sequence[str] | str, *, cold: bool = False, **fields: Any) -> Comparing:
+    """Starts to run strategies side by side and returns at once; `show` shows it. See `plan` for the arguments, and `run` for `cold`.
+
+    Raises `SpecError`.
+    """
+    check_flag("cold", cold)
+    return Comparing(*plan(strategies, **fields), cold=cold).start()
 
 
 # ---- the figures

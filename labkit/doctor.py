@@ -24,6 +24,7 @@ from labkit import preflight
 from labkit.console import Console
 from labkit.environment import active, how_to_add, release, requirements
 from labkit.launch.folder import runs_root
+from labkit.launch.warm.client import Cold, about
 from labkit.machine import Gpu, Machine
 from labkit.units import size
 
@@ -333,6 +334,16 @@ def digits() -> Check:
     return Check("data", "fine", f"the digits of scikit-learn {_version('scikit-learn')}; text of the standard library")
 
 
+def warm_start() -> Check:
+    """The process that starts runs of a notebook without delay."""
+    found = about()
+    if isinstance(found, Cold):
+        says = found.reason or "no warm server is running; an open panel, %%torchrun and run() in a notebook start one"
+        return Check("warm start", "degraded" if found.reason else "fine", says, "runs start cold meanwhile" if found.reason else "")
+    memory = size(psutil.Process(found["pid"]).memory_info().rss)
+    return Check("warm start", "fine", f"process {found['pid']} with {memory} has started {found['runs']} runs")
+
+
 def compiler() -> Check:
     """A C++ compiler, which nothing of the lab needs."""
     path = shutil.which("g++")
@@ -342,5 +353,5 @@ def compiler() -> Check:
 CHECKS: tuple[Callable[[], Check], ...] = (
     *(python, torch, devices, precision, backends, all_reduce, torchvision),
     *(jupyterlab, widgets),
-    *(loopback, ports, other_users, shared_memory, runs_folder, digits, compiler),
+    *(loopback, ports, other_users, shared_memory, runs_folder, digits, warm_start, compiler),
 )

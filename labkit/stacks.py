@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
+import traceback
+from pathlib import Path
+from types import FrameType
 
 TEXT_LIMIT = 1 << 14  # characters of a traceback, or of any other text of an event
 MESSAGE_LIMIT = 1 << 12  # characters of an error's message, which findings search with regular expressions
@@ -10,6 +14,7 @@ MESSAGE_LIMIT = 1 << 12  # characters of an error's message, which findings sear
 _FRAME = re.compile(r'File "(?P<file>[^"\n]+)", line (?P<line>\d+)(?:,? in (?P<function>\S+))?')
 _THREAD = re.compile(r"^(?P<current>Current thread|Thread) .*\(most recent call first\):$", re.MULTILINE)
 LIBRARIES = ("site-packages", "/lib/python", "/labkit/probe/")  # what a path of no script's file contains
+RUNNER = str(Path(__file__).parent / "probe" / "runner.py")  # the frames of this file and those outside of it are no script's
 _NAMED = re.compile(r"^(?P<type>(?:\w+\.)*\w*(?:Error|Exception|Warning|Interrupt|Exit)): (?P<message>.*)$", re.DOTALL)
 
 
@@ -33,6 +38,13 @@ def place(stack: str | None) -> str:
     return f"{file}:{frames[-1]['line']}" + (f" in {frames[-1]['function']}" if frames[-1]["function"] else "")
 
 
+def of_script(frame: FrameType | None = None) -> list[traceback.FrameSummary]:
+    """The frames of the script above which `frame` stands (this call by default), the outermost first."""
+    frames = traceback.extract_stack(frame or sys._getframe(1))
+    begins = max((index + 1 for index, one in enumerate(frames) if one.filename == RUNNER and one.name == "_run"), default=0)
+    return [one for one in frames[begins:] if not one.filename.startswith((str(Path(RUNNER).parent), "<frozen"))]
+
+
 def of_crash(dump: str) -> str:
     """The script's stack in what faulthandler wrote, with the innermost frame last, as tracebacks have it; empty if there is none.
 
@@ -46,7 +58,7 @@ def of_crash(dump: str) -> str:
     end = next((thread.start() for thread in threads if thread.start() > chosen.start()), len(dump))
     frames = []
     for line in dump[chosen.end() : end].splitlines()[1:]:
-        if not line.startswith("  File "):
+        if not line.startswith("  File ") or f'"{RUNNER}"' in line:
             break
         frames.append(line)
     return "\n".join(reversed(frames))

@@ -109,8 +109,13 @@ class RunState:
 
     @property
     def note(self) -> str:
-        """What differs from the strategy's title, such as an emulation; of a script, how samples are counted. Empty if nothing is."""
-        return self._asked.strategy_row.note(self._asked.device) if self._asked else inferred_note(self)
+        """What differs from the strategy's title, such as an emulation; of a script, how samples are counted; why a run had to start cold.
+
+        Empty where there is nothing to say.
+        """
+        note = self._asked.strategy_row.note(self._asked.device) if self._asked else inferred_note(self)
+        because = self.status.get("cold_because")
+        return " ".join(part for part in (note, f"The run started cold: {because}." if because else "") if part)
 
     @property
     def over(self) -> bool:

@@ -35,6 +35,7 @@ def summarise(state: RunState, run: str = "") -> dict[str, Any]:
         "samples_per_second": _rounded(state.throughput()),
         "loss": _rounded(state.loss_at(), 6),
         "accuracy": state.metric("accuracy"),
+        "start": state.status.get("start", "cold"),
         "restarts": state.status.get("restarts", 0),
         "failure": state.failure,
         "broken_lines": state.broken,

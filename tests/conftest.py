@@ -3,11 +3,52 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 import time
 from collections.abc import Callable
 
 import psutil
 import pytest
+
+from labkit.launch.warm import client
+
+PATIENCE = 60.0  # seconds that a test waits for a server on a busy machine
+
+
+@pytest.fixture(autouse=True, scope="session")
+def warm_server():
+    """A warm server of this process's own, which forks the ranks of most tests; gives a function that waits until it is there."""
+    place = tempfile.mkdtemp(prefix="labkit-")  # a socket's path must be short
+    before = os.environ.get("XDG_RUNTIME_DIR")
+    os.environ["XDG_RUNTIME_DIR"] = place
+
+    def ready() -> dict:
+        if isinstance(client.about(), client.Cold):
+            client.prepare()
+        return wait_until(lambda: found if isinstance(found := client.about(), dict) else None, PATIENCE)
+
+    client.prepare()
+    yield ready
+    found = client.about()
+    if isinstance(found, dict):
+        psutil.Process(found["pid"]).kill()
+    if before is None:
+        del os.environ["XDG_RUNTIME_DIR"]
+    else:
+        os.environ["XDG_RUNTIME_DIR"] = before
+    shutil.rmtree(place)
+
+
+@pytest.fixture(params=["warm", "cold"])
+def start(request, warm_server, monkeypatch):
+    """Runs of this test start warm, and in another round of it cold."""
+    if request.param == "cold":
+        monkeypatch.setenv(client.FORCE_COLD, "1")
+    else:
+        warm_server()
+        monkeypatch.setattr(client, "ANSWER", PATIENCE)
+    return request.param
 
 
 @pytest.fixture(autouse=True)

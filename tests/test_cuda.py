@@ -6,8 +6,11 @@ import json
 
 import pytest
 import torch
+from conftest import PATIENCE
 from weaving import RECORDER, TORCHRUN, record, run_alone
 
+from labkit.api import run
+from labkit.launch.warm import client
 from labkit.script import write_script
 from labkit.spec import Spec, SpecError
 from labkit.strategies import STRATEGIES
@@ -43,3 +46,16 @@ def test_two_ranks_share_one_gpu_over_gloo(strategy, tmp_path):
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text())["losses"] for rank in range(2)]
     wanted = record(Spec("single", **ASKED), tmp_path / "single")[0]["losses"]
     assert [sum(losses) / 2 for losses in zip(*ranks)] == pytest.approx(wanted, rel=1e-4)
+
+
+def test_a_warm_start_initialises_cuda_in_the_rank(warm_server, tmp_path, monkeypatch):
+    monkeypatch.setattr(client, "ANSWER", PATIENCE)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as the server has it; one rank on a GPU has no such variable of its own
+    warm_server()
+    path = tmp_path / "first.py"
+    path.write_text(
+        "import torch\nassert not torch.cuda.is_initialized() and not torch.cuda._is_in_bad_fork()\n"
+        "torch.cuda.set_device(0)\nprint(torch.ones(1, device='cuda').item(), torch.cuda.is_initialized())\n"
+    )
+    handle = run(path, nproc=1, device="cuda").wait(240)
+    assert handle.logs(0) == "1.0 True\n" and handle.state.status["start"] == "warm"

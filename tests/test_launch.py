@@ -91,8 +91,8 @@ time.sleep(100)
 
 
 @pytest.fixture
-def script(tmp_path):
-    """Writes a script into a folder whose name has spaces, and gives its path."""
+def script(tmp_path, start):
+    """Writes a script into a folder whose name has spaces, and gives its path. Every test with it has a warm and a cold round."""
 
     def write(text: str) -> Path:
         path = tmp_path / "my own scripts" / "train it.py"

@@ -79,7 +79,7 @@ def bystander():
 
 
 @pytest.fixture
-def script(tmp_path):
+def script(tmp_path, start):
     def write(text: str) -> Path:
         path = tmp_path / "train.py"
         path.write_text(text)

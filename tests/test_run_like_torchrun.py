@@ -116,7 +116,7 @@ def labkit(folder: Path, *arguments: str, **settings) -> subprocess.CompletedPro
     )
 
 
-def test_rank_0_reads_standard_input_and_every_rank_has_its_name_as_written(project):
+def test_rank_0_reads_standard_input_and_every_rank_has_its_name_as_written(project, start):
     (project / "sub").mkdir()
     (project / "sub" / "reads.py").write_text(READS)
     text = "line\n" * 50_000  # more than a pipe holds
@@ -130,7 +130,7 @@ def test_rank_0_reads_standard_input_and_every_rank_has_its_name_as_written(proj
     assert refused.returncode == 2 and "rank must be an integer from 0 to 1 in run" in refused.stderr and "Traceback" not in refused.stderr
 
 
-def test_a_module_runs_on_ranks_and_from_python_standard_input_is_empty(project, monkeypatch):
+def test_a_module_runs_on_ranks_and_from_python_standard_input_is_empty(project, start, monkeypatch):
     (project / "pkg" / "reads.py").write_text(READS)
     monkeypatch.chdir(project)
     job = run("pkg.reads", as_module=True, nproc=2, device="cpu", args=["x"]).wait(300)

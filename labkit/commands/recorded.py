@@ -30,12 +30,12 @@ _CODES = {"finished": 0, "failed": 1, "lost": 1, "stopped": 130}
 
 def run(args: argparse.Namespace) -> int:
     """Starts a run and watches it to its end; Ctrl-C stops it."""
-    from labkit.api import run as start
-    from labkit.launch.job import LaunchError
+    from labkit.api import Run
+    from labkit.launch.job import Job, LaunchError
 
     with interrupts() as interrupted:
         try:
-            job = start(args.specs[0], detached=args.detach, stdin=None if args.detach else _stdin())
+            job = Run(Job.start(args.specs[0], detached=args.detach, cold=args.cold, stdin=None if args.detach else _stdin()))
         except (LaunchError, OSError) as error:
             raise Refused(str(error), code=1) from None
         if args.detach:
@@ -255,7 +255,7 @@ def compare(args: argparse.Namespace) -> int:
             raise Refused(f"{args.runs[0]!r} is a recorded run, and --strategies makes new ones; give one of the two")
         names = "all" if args.strategies == "all" else [name.strip() for name in args.strategies.split(",") if name.strip()]
         specs, left_out = comparison.plan(names, **fields)
-        found = _compared(comparison.Comparing(specs, left_out), args)
+        found = _compared(comparison.Comparing(specs, left_out, cold=args.cold), args)
         stopped = any(row.words in ("stopped", "not started") for row in found)
     if args.json:
         print(json.dumps(comparison.document(found, left_out)))

@@ -51,6 +51,7 @@ def stand_in(folder: str) -> None:
         spec: Spec,
         *,
         detached: bool = False,
+        cold: bool = False,
         root: Path | None = None,
         source: str | None = None,
         stdin: int | None = None,

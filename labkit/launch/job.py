@@ -21,6 +21,7 @@ from labkit.launch.folder import RunFolder, runs_root
 from labkit.launch.logs import LogTail
 from labkit.launch.processes import end, is_stopped, is_supervisor, living, of_folder, tag_of, tagged
 from labkit.launch.status import current, hidden_supervisor, is_abandoned, is_here, is_over, supervisor_of
+from labkit.launch.warm.client import Cold, Consent, Started, consent
 from labkit.script import command, write_script
 from labkit.spec import Spec
 from labkit.state import OVER
@@ -49,13 +50,21 @@ class Job:
 
     @classmethod
     def start(
-        cls, spec: Spec, *, detached: bool = False, root: Path | None = None, source: str | None = None, stdin: int | None = None
+        cls,
+        spec: Spec,
+        *,
+        detached: bool = False,
+        cold: bool = False,
+        root: Path | None = None,
+        source: str | None = None,
+        stdin: int | None = None,
     ) -> Job:
         """Starts a settled Spec (see `Spec.on`) in a folder of its own and returns as soon as torchrun is on its way.
 
         Where the script is not a file yet, `source` is its text: it is written into the folder, whatever name `spec.script` has.
         `stdin` is a file descriptor that all ranks inherit as their standard input, as under torchrun; without it that is empty.
-        The run ends with this process, by whatever this process may end, unless it is `detached`.
+        The run ends with this process, by whatever this process may end, unless it is `detached`. It starts warm where it can, unless
+        `cold`; the plan and the status say which it was, and why it had to be cold.
         Raises `LaunchError` or `OSError` where it cannot start, and then nothing is left behind.
         """
         asked = time.time()
@@ -70,8 +79,7 @@ class Job:
             if spec.script is None:
                 RunFolder.write_text(folder.script, write_script(spec))
             RunFolder.write_text(folder.command, command(spec) + "\n")
-            RunFolder.write_json(folder.plan, plan)
-            _start_supervisor(folder, plan, asked, stdin)
+            _start_supervisor(folder, plan, asked, stdin, _consent(spec, plan, cold))
         except BaseException:
             end(lambda: of_folder(folder.path), grace=0.0)
             shutil.rmtree(folder.path, ignore_errors=True)
@@ -166,12 +174,13 @@ class Job:
 
     def _end_without(self, supervisor: psutil.Process | None) -> None:
         """Kills the supervisor first, so that it starts nothing more, and then the rest."""
-        if supervisor is not None:
-            with suppress(psutil.NoSuchProcess):
-                supervisor.kill()
-        self._end_all()
         why = "; its supervisor did not respond, so it was killed" if supervisor is not None else ""
-        self._close("stopped", f"it was asked to stop{why}")
+        with self.folder.closing():  # before the supervisor's end can be noticed by others
+            if supervisor is not None:
+                with suppress(psutil.NoSuchProcess):
+                    supervisor.kill()
+            self._end_all()
+            self._close("stopped", f"it was asked to stop{why}")
 
     def _see_off(self) -> None:
         """After the end: lets the supervisor leave, and ends what a lost one has left."""
@@ -182,9 +191,9 @@ class Job:
             psutil.wait_procs(of_folder(self.folder.path), timeout=_LEAVE)
             self._end_all()
         elif is_abandoned(self.folder):
-            message = self.status()["message"]
-            self._end_all()
-            self._close("failed", message)
+            with self.folder.closing():
+                self._end_all()
+                self._close("failed", self.status()["message"])
 
     def _end_all(self) -> None:
         end(lambda: of_folder(self.folder.path), grace=0.0)
@@ -213,33 +222,31 @@ def end_deleted(name: str, root: Path | None = None) -> str:
     return str(found[0]) if found else ""
 
 
-def _start_supervisor(folder: RunFolder, plan: dict[str, Any], asked: float, stdin: int | None) -> None:
+def _consent(spec: Spec, plan: dict[str, Any], cold: bool) -> Consent | Cold:
+    """Whether the warm server starts this run."""
+    if cold:
+        return Cold()
+    folders = {plan["cwd"]} if spec.script is None or spec.as_module else {plan["cwd"], str(Path(spec.script).resolve().parent)}
+    return consent(os.environ | plan["env"], sorted(folders))
+
+
+def _start_supervisor(folder: RunFolder, plan: dict[str, Any], asked: float, stdin: int | None, start: Consent | Cold) -> None:
     """Starts it in a session of its own and waits for its first status; the lifeline stays open for as long as this process lives."""
     lifeline = None if plan["detached"] else os.pipe()
     if lifeline:
         _lifelines.add(lifeline[1])
-    argv = [sys.executable, "-m", "labkit.launch.supervisor", str(folder.path), repr(asked)]
-    passed = () if stdin is None else (os.dup(stdin),)  # not 0, which is the lifeline
     try:
-        with open(folder.supervisor_log, "ab") as log:
-            process = subprocess.Popen(
-                [*argv, *map(str, passed)],
-                pass_fds=passed,
-                cwd=folder.path,  # where no file of the user's can stand in for a module
-                env=os.environ | plan["env"],
-                stdin=lifeline[0] if lifeline else subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        with open(os.devnull, "rb") as nothing, open(folder.supervisor_log, "ab") as log:
+            files = [lifeline[0] if lifeline else nothing.fileno(), log.fileno(), *([] if stdin is None else [stdin])]
+            process = _launch(folder, plan, asked, files, start)
     except BaseException:
         if lifeline:
             _lifelines.discard(lifeline[1])
             os.close(lifeline[1])
         raise
     finally:
-        for descriptor in (*(lifeline or ())[:1], *passed):
-            os.close(descriptor)
+        if lifeline:
+            os.close(lifeline[0])
     threading.Thread(target=_see_out, args=(folder, process, lifeline), daemon=True, name=f"labkit {folder.name}").start()
     last = time.monotonic() + _START_LIMIT
     while not folder.status.exists():
@@ -249,7 +256,36 @@ def _start_supervisor(folder: RunFolder, plan: dict[str, Any], asked: float, std
         time.sleep(0.005)
 
 
-def _see_out(folder: RunFolder, process: subprocess.Popen, lifeline: tuple[int, int] | None) -> None:
+def _launch(folder: RunFolder, plan: dict[str, Any], asked: float, files: list[int], start: Consent | Cold) -> Started | subprocess.Popen:
+    """Writes the plan and starts the supervisor by it; `files` are its standard input, its log, and the run's input, if it has one."""
+    environment = os.environ | plan["env"]
+    if isinstance(start, Consent):
+        RunFolder.write_json(folder.plan, plan | {"start": "warm", "cold_because": ""})
+        started = start.start(folder.path, asked, environment, files)
+        if isinstance(started, Started):
+            return started
+        end(lambda: of_folder(folder.path), grace=0.0)  # it may have started and could not say so
+        start = started
+    RunFolder.write_json(folder.plan, plan | {"start": "cold", "cold_because": start.reason})
+    stdin, log, *passed = files
+    passed = [os.dup(file) for file in passed]  # not 0, which is the lifeline
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-m", "labkit.launch.supervisor", str(folder.path), repr(asked), *map(str, passed)],
+            pass_fds=passed,
+            cwd=folder.path,  # where no file of the user's can stand in for a module
+            env=environment,
+            stdin=stdin,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    finally:
+        for file in passed:
+            os.close(file)
+
+
+def _see_out(folder: RunFolder, process: Started | subprocess.Popen, lifeline: tuple[int, int] | None) -> None:
     """Reaps the supervisor when it has ended, ends what it left if it was killed, and gives the lifeline back."""
     process.wait()
     Job(folder)._see_off()

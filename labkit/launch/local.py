@@ -14,6 +14,8 @@ from labkit.launch.folder import RunFolder
 from labkit.launch.processes import TAG
 from labkit.spec import Spec
 
+_STANDING = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # added to the environment of every run
+
 
 def plan(spec: Spec, folder: RunFolder) -> dict[str, Any]:
     """What is started, as `launch.json` holds it: `argv`, the `env` that is added, the working folder `cwd`.
@@ -51,23 +53,28 @@ def _argv(spec: Spec, folder: RunFolder) -> list[str]:
     ]
 
 
+def standing_environment() -> dict[str, str]:
+    """The environment of this process with what is added to it for most runs: that of several ranks."""
+    return os.environ | _STANDING | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} | _import_path()
+
+
 def _environment(spec: Spec, folder: RunFolder) -> dict[str, str]:
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     added = {
         TAG: str(folder.path),
         clock.VARIABLE: clock.reference(),
         "LABKIT_LOOPBACK": "1",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        **_STANDING,
         "GLOO_SOCKET_IFNAME": loopback,
         "NCCL_SOCKET_IFNAME": loopback,
     }
     added |= {"LABKIT_SAMPLE_EVERY": str(spec.sample_every), "LABKIT_HANG_AFTER": str(spec.hang_after)}
     if spec.tensors:
         added["LABKIT_TENSORS"] = "1"
+    if "OMP_NUM_THREADS" not in os.environ and (spec.device == "cpu" or spec.processes > 1):
+        added["OMP_NUM_THREADS"] = "1"  # one CPU rank stands for one device; for several ranks torchrun sets the same, and warns
     if spec.device == "cpu":
         added["CUDA_VISIBLE_DEVICES"] = ""
-        if "OMP_NUM_THREADS" not in os.environ:
-            added["OMP_NUM_THREADS"] = "1"  # one CPU rank stands for one device
     elif "CUDA_DEVICE_ORDER" not in os.environ:
         added["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # so that cuda:0 is the device that NVML calls 0
     return added | _import_path()

@@ -19,13 +19,16 @@ from labkit.launch.folder import RunFolder
 from labkit.probe import lifetime
 
 
-def main(run_dir: str, started: str, stdin: str | None = None) -> None:
-    """Runs what the run folder's plan says to its end. `started` is the unix time at which the run was asked for."""
+def main(run_dir: str, started: str, stdin: str | None = None, popen: Callable[..., Any] = subprocess.Popen) -> None:
+    """Runs what the run folder's plan says to its end. `started` is the unix time at which the run was asked for.
+
+    `popen` starts torchrun's agent; a warm start forks it instead.
+    """
     signals = _wake_on_signals()
     lifetime.adopt_orphans()
     folder = RunFolder(run_dir)
     plan = RunFolder.read_json(folder.plan)
-    agent = _start(plan, folder, subprocess.DEVNULL if stdin is None else int(stdin))
+    agent = _start(popen, plan, folder, subprocess.DEVNULL if stdin is None else int(stdin))
     if stdin is not None:
         os.close(int(stdin))  # whoever writes into it must see when the ranks have left
 
@@ -47,9 +50,9 @@ def _wake_on_signals() -> int:
     return read
 
 
-def _start(plan: dict[str, Any], folder: RunFolder, stdin: int) -> subprocess.Popen:
+def _start(popen: Callable[..., Any], plan: dict[str, Any], folder: RunFolder, stdin: int) -> Any:
     with open(folder.launcher_log, "ab") as log:
-        return subprocess.Popen(plan["argv"], cwd=plan["cwd"], stdin=stdin, stdout=log, stderr=log, preexec_fn=_bind_to_this_process())
+        return popen(plan["argv"], cwd=plan["cwd"], stdin=stdin, stdout=log, stderr=log, preexec_fn=_bind_to_this_process())
 
 
 def _bind_to_this_process() -> Callable[[], None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import signal
 import subprocess
 from contextlib import suppress
@@ -60,6 +61,8 @@ class Watch:
             "failures": {},
             "restarts": 0,
             "detached": self._detached,
+            "start": plan["start"],
+            "cold_because": plan["cold_because"],
             "message": "",
         }
 
@@ -121,6 +124,8 @@ class Watch:
 
     def _finish(self, reason: _Reason | None, left: list[psutil.Process]) -> None:
         path = self._anchor.path()
+        if path != self._folder.path and not os.path.lexists(self._folder.spec):
+            shutil.rmtree(self._folder.path, ignore_errors=True)  # what a process that was just starting has made anew there
         if path is None:
             return  # the folder was deleted: whoever follows the run sees that
         if path != self._folder.path:
@@ -187,5 +192,7 @@ class Watch:
                 self._write_status()
 
     def _write_status(self) -> None:
-        with suppress(FileNotFoundError):  # the folder was deleted: the next look ends the run
+        if self._anchor.lost():
+            return  # the next look ends the run
+        with suppress(FileNotFoundError):
             RunFolder.write_json(self._folder.status, self._status)

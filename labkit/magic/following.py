@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from labkit.api import Run
+from labkit.api import Run, prepare_after
 from labkit.diagnose import findings
 from labkit.launch.folder import STREAMS
 from labkit.launch.job import Job, LaunchError
@@ -89,7 +89,9 @@ class CellRun:
     def _start(self) -> None:
         spec = self.cell.spec
         self._show(Shown(f"starting {_ranks(spec.nproc)}", "waiting", self._outputs(RunState())))
-        self.run = run = Run(Job.start(replace(spec, hang_after=_HANG), source=self.cell.script))
+        job = Job.start(replace(spec, hang_after=_HANG), source=self.cell.script)
+        prepare_after(job)
+        self.run = run = Run(job)
         for rank in range(spec.nproc):
             for stream in STREAMS:
                 self._tails[rank, stream] = run.folder.log_tail(rank, stream, keep=KEPT)

@@ -79,11 +79,12 @@ def comparison_bundle(comparing: Comparing) -> dict[str, Any]:
 class CompareTab:
     """A checkbox for each strategy, a button, and the view.
 
-    `fields` gives those of the present choices, or raises `SpecError`; `elsewhere` says whether a run is under way in another tab.
+    `fields` gives those of the present choices, or raises `SpecError`; `cold` is as in `run`; `elsewhere` says
+    whether a run is under way in another tab.
     """
 
-    def __init__(self, fields: Callable[[], dict[str, Any]], elsewhere: Callable[[], bool]):
-        self._fields, self._elsewhere = fields, elsewhere
+    def __init__(self, fields: Callable[[], dict[str, Any]], cold: bool, elsewhere: Callable[[], bool]):
+        self._fields, self._cold, self._elsewhere = fields, cold, elsewhere
         self._comparing: Comparing | None = None
         self._boxes = {
             name: ipywidgets.Checkbox(value=name in (BASELINE, *_FIRST), description=row.title, indent=False, disabled=name == BASELINE)
@@ -143,7 +144,7 @@ class CompareTab:
             self._said.value = sentence_html(str(error))
             return
         self._said.value = ""
-        self._comparing = Comparing(specs, left_out).start()
+        self._comparing = Comparing(specs, left_out, cold=self._cold).start()
         self._free(False)
         self._view.follow(self._comparing, self._over)
 

@@ -16,6 +16,7 @@ from labkit.arguments import check_flag
 from labkit.launch.folder import RunFolder
 from labkit.launch.follow import Follower
 from labkit.launch.job import Job
+from labkit.launch.warm.client import prepare
 from labkit.machine import Machine
 from labkit.panel import code
 from labkit.panel.charts import STATIC
@@ -50,14 +51,18 @@ class _Command(anywidget.AnyWidget):
 class Lab:
     """The panel, as the last line of a cell. `defaults` are fields of Spec: `Lab(strategy="ddp", nproc=2, steps=200)`.
 
-    `stage` begins with the view for a projector. `recorded` opens a recorded run, which plays at its own speed: its name or an end of it,
-    its path, or `last`.
+    `cold` has torchrun itself start every run, where otherwise a warm server does. `stage` begins with the view for a projector.
+    `recorded` opens a recorded run, which plays at its own speed: its name or an end of it, its path, or `last`.
     Where nobody watches (nbclient, a batch run) the cell runs the job to its end instead and leaves plain figures, or those of the
     recorded run. Raises `SpecError` for defaults that cannot be meant here.
     """
 
-    def __init__(self, *, stage: bool = False, recorded: str | os.PathLike[str] | None = None, **defaults: Any):
+    def __init__(
+        self, *, stage: bool = False, cold: bool = False, recorded: str | os.PathLike[str] | None = None, **defaults: Any
+    ):
         check_flag("stage", stage)
+        check_flag("cold", cold)
+        self._cold = cold
         opened = None if recorded is None else find(recorded)
         self._choices = Choices(Machine.here(), defaults, self._changed)
         self._view = RunView(self._over)
@@ -89,7 +94,7 @@ class Lab:
         self._command = _Command()
         view, choices = self._view, self._choices
         live = ipywidgets.VBox([view.findings, view.charts.widget])
-        self._compare = CompareTab(choices.comparable, lambda: self._starting or view.busy)
+        self._compare = CompareTab(choices.comparable, self._cold, lambda: self._starting or view.busy)
         tabs = ipywidgets.Tab([live, self._sources(), view.logs.widget, view.timeline.widget, view.memory.widget, self._compare.widget])
         for number, title in enumerate(("Live", "Script & diff", "Logs", "Timeline", "Memory", "Compare")):
             tabs.set_title(number, title)
@@ -128,9 +133,11 @@ class Lab:
             if self._recorded.which.value:
                 _leave_recorded(RunFolder(self._recorded.which.value))
                 return
-            self._run = Run(Job.start(self.spec))
+            self._run = Run(Job.start(self.spec, cold=self._cold))
             to_the_end(self._run)
             return
+        if not self._cold:
+            prepare()
         display(self._widget)
         self._keepsake = Keepsake()
         self._view.shown()
@@ -227,7 +234,7 @@ class Lab:
     def _launch(self, spec: Spec) -> None:
         """Off the kernel's own thread: the kernel answers meanwhile."""
         try:
-            job = Job.start(spec)
+            job = Job.start(spec, cold=self._cold)
         except Exception as error:
             self._view.say("failed to start", "bad")
             self._view.complain(str(error))

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit import clock
-from labkit.stacks import LIBRARIES
+from labkit.stacks import LIBRARIES, RUNNER
 
 _HERE = str(Path(__file__).parent)
 _FRAMES = 3  # innermost ones that are no library's: more are not shown
@@ -48,7 +48,7 @@ class Position:
     def note(self, frame: Any, limit: float) -> None:
         """Writes that the script is at `frame` now; the stacks are written if this is not called again for `limit` seconds."""
         lines: list[str] = []
-        while frame is not None and len(lines) < _FRAMES:
+        while frame is not None and len(lines) < _FRAMES and frame.f_code.co_filename != RUNNER:
             code = frame.f_code
             if not code.co_filename.startswith((_HERE, "<frozen")) and not any(part in code.co_filename for part in LIBRARIES):
                 lines.append(f'  File "{code.co_filename}", line {frame.f_lineno}, in {code.co_name}')

@@ -21,7 +21,7 @@ from typing import Any
 
 from labkit import clock
 from labkit.probe.journal import Guard, Journal
-from labkit.stacks import MESSAGE_LIMIT, clipped
+from labkit.stacks import MESSAGE_LIMIT, clipped, of_script
 
 _HERE = str(Path(__file__).parent) + os.sep
 _exit_process = os._exit  # Python's own, before the probe wraps it
@@ -95,8 +95,7 @@ class Watched:
 
     def _exits(self, status: int) -> None:
         code = status & 0xFF
-        frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith((_HERE, "<frozen"))]
-        self._left_at = clipped("".join(traceback.format_list(frames)).rstrip())
+        self._left_at = clipped("".join(traceback.format_list(of_script())).rstrip())
         if code:
             said = {"type": f"exit code {code}", "message": f"os._exit({status})", "traceback": self._left_at}
             self.journal.write("error", **said, ops=[], owners={})

@@ -12,15 +12,14 @@ from __future__ import annotations
 import threading
 import time
 import traceback
-from pathlib import Path
 
 from labkit import clock
 from labkit.probe.journal import Guard, Journal
 from labkit.probe.position import Position
 from labkit.probe.steps import StepWatch
 from labkit.probe.traffic import newest
+from labkit.stacks import of_script
 
-_HERE = str(Path(__file__).parent)
 _FRAMES = 25
 _AGAIN = 10.0  # seconds between two words of one wait
 START_UP = 30.0  # seconds
@@ -86,5 +85,4 @@ class WaitWatch(threading.Thread):
         )
 
     def _stack(self) -> str:
-        frames = [one for one in traceback.extract_stack(self._watch.thread.frame()) if not one.filename.startswith((_HERE, "<frozen"))]
-        return "".join(traceback.format_list(frames[-_FRAMES:])).rstrip()
+        return "".join(traceback.format_list(of_script(self._watch.thread.frame())[-_FRAMES:])).rstrip()

@@ -36,15 +36,19 @@ _FAILED = record(
     optional={"message": TEXT, "traceback": TEXT, "last_seen": Flag()},
     **{"exit_code": CODE, "pid": PID, "signal": NAME, "t": TIME},
 )
+_START = Choice(("warm", "cold"))
 _STATUS = record(
     {"state": Choice(STATES)},
-    {"message": TEXT, "restarts": COUNT},
+    {"message": TEXT, "restarts": COUNT, "start": _START, "cold_because": TEXT},
     **{"v": COUNT, "started": TIME, "ended": TIME, "supervisor": _WHO, "agent": _WHO, "exit_code": CODE, "detached": Flag()},
     ranks=Table(PID, RANKS, numbers=RANKS),
     failures=Table(_FAILED, RANKS, numbers=RANKS),
     oom_kills=COUNT,
 )
-_LAUNCH = record(optional={"argv": Sequence(_LINE), "env": Table(_LINE, 10_000), "cwd": _LINE}, v=COUNT, engine=NAME, detached=Flag())
+_LAUNCH = record(
+    optional={"argv": Sequence(_LINE), "env": Table(_LINE, 10_000), "cwd": _LINE, "start": _START, "cold_because": TEXT},
+    **{"v": COUNT, "engine": NAME, "detached": Flag()},
+)
 _CAPTURE = record({"step": COUNT}, snapshot=Flag())
 
 _FINDING = record(dict.fromkeys(("name", "kind", "title", "evidence", "cause", "way_out"), TEXT) | {"ranks": Sequence(RANK, RANKS)})
@@ -64,6 +68,7 @@ _SUMMARY = record(
     {"run": NAME, "state": Choice(("ready", *STATES)), "world_size": _PROCESSES, "steps": COUNT, "restarts": COUNT, "broken_lines": COUNT}
     | {"seconds": record(null={"total": Number(), "to_first_step": Number()}), "note": TEXT, "ranks": Sequence(_RANK, RANKS)}
     | {"findings": Sequence(_FINDING, 1_000), "ledger": Sequence(_ENTRY, 1_000), "replicas": Sequence(Anything(), 1_000)},
+    optional={"start": _START},
     null={
         **dict.fromkeys(("strategy", "workload", "device"), NAME),
         **dict.fromkeys(("samples_per_second", "loss", "gil_wait"), Number()),

@@ -2,6 +2,7 @@
 
 from torch.utils.data import TensorDataset
 
+from labkit.workloads.cache import cached
 from labkit.workloads.digits import draw_digits
 
 SAMPLES = 10_000  # training images: 1,437 real ones, then variants of them
@@ -9,7 +10,8 @@ SAMPLES = 10_000  # training images: 1,437 real ones, then variants of them
 
 def load_data() -> tuple[TensorDataset, TensorDataset]:
     """Images of 3×32×32 to train on, and the last 360 real ones to test on."""
-    return tuple(in_colour(*part.tensors) for part in draw_digits(32))
+    images, labels, *test = cached(draw_digits, SAMPLES, 32)
+    return in_colour(images, labels), in_colour(*test)
 
 
 def in_colour(images, labels) -> TensorDataset:

@@ -1,0 +1,60 @@
+"""The processes of a run, each forked from the one above it: supervisor, torchrun's own agent, ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import IO
+
+import torch.distributed.run
+from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+
+from labkit.launch import supervisor
+from labkit.launch.warm.fork import Child, fork
+from labkit.launch.warm.fresh import Origin
+from labkit.probe import __main__ as probe
+
+_PROBE = ("-u", "-m", "labkit.probe")  # how torchrun begins the command of a rank, after the interpreter
+_start_process = SubprocessHandler._popen  # private: it is all of torchrun that is replaced
+
+
+def fork_supervisor(
+    origin: Origin, run_dir: str, started: str, environment: Mapping[str, str], lifeline: int, log: int, stdin: int | None = None
+) -> Child:
+    """Forks the supervisor of a run. `stdin` is what the ranks read; without it that is empty."""
+    passed = () if stdin is None else (stdin,)
+    command = (sys.executable, "-m", supervisor.__name__, run_dir, started, *map(str, passed))
+
+    def program() -> None:
+        supervisor.main(*sys.argv[1:], popen=partial(_fork_agent, origin))
+
+    return fork(program, origin, command, environment, (lifeline, log, log), cwd=run_dir, keep=passed, new_session=True)
+
+
+def _fork_agent(
+    origin: Origin, command: Sequence[str], *, cwd: str, stdin: int, stdout: IO[bytes], stderr: IO[bytes], preexec_fn: Callable[[], None]
+) -> Child | subprocess.Popen:
+    """Forks torchrun's agent; the arguments are those of `subprocess.Popen`, which starts any other command."""
+    if command[:1] != [sys.executable] or torch.distributed.run.__name__ not in command:
+        return subprocess.Popen(command, cwd=cwd, stdin=stdin, stdout=stdout, stderr=stderr, preexec_fn=preexec_fn)
+    files = stdout.fileno(), stderr.fileno()
+    empty = os.open(os.devnull, os.O_RDONLY) if stdin == subprocess.DEVNULL else stdin
+    try:
+        return fork(lambda: _run_agent(origin), origin, command, dict(os.environ), (empty, *files), cwd=cwd, before=preexec_fn)
+    finally:
+        if empty != stdin:
+            os.close(empty)
+
+
+def _run_agent(origin: Origin) -> None:
+    def popen(handler: SubprocessHandler, args: Sequence[str], environment: Mapping[str, str]) -> Child | subprocess.Popen:
+        if tuple(args[1:4]) != _PROBE:
+            return _start_process(handler, args, environment)
+        files = 0, *(stream.fileno() if stream else number for number, stream in ((1, handler._stdout), (2, handler._stderr)))
+        return fork(probe.start, origin, args, environment, files, new_session=True)
+
+    SubprocessHandler._popen = popen
+    torch.distributed.run.main()

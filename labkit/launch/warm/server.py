@@ -1,0 +1,174 @@
+"""The warm server: imports what ranks import, and then waits, with one thread and without CUDA, for runs to fork.
+
+`python -u -m labkit.launch.warm.server IDLE_SECONDS PID`. It ends when every process that wanted it has ended, of which PID is the first,
+after so many seconds without a run, and when another server takes its place. A run takes two messages: the first asks whether it can start
+warm, and only a starter that has heard yes in time sends the second. So a server that was halted for a while starts nothing that was
+started cold meanwhile.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import importlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from labkit.launch.warm import facts, wire
+from labkit.launch.warm.fork import Child
+from labkit.launch.warm.fresh import Origin
+from labkit.probe import lifetime
+
+_IMPORTS = (
+    *("torch", "torch.distributed.run", "torch.distributed.fsdp", "torch.distributed.optim", "torch.distributed.pipelining"),
+    *("torch.distributed.checkpoint", "torch.distributed.tensor.parallel", "torch.nn.parallel", "torch.profiler", "torch.utils.data"),
+    *("labkit.launch.supervisor", "labkit.launch.watch", "labkit.launch.warm.ranks", "labkit.probe.__main__", "labkit.probe.runner"),
+    *("labkit.probe.hooks", "labkit.probe.loopback", "labkit.probe.position", "labkit.probe.waiting"),
+)
+_LOOK = 1.0  # seconds between two looks at those who want the server
+
+
+class Server:
+    """The server's state. `serve` returns when it is not wanted any more."""
+
+    def __init__(self, listener: socket.socket, idle: float, own: dict[str, Any], origin: Origin):
+        self._facts = own
+        self._origin = origin
+        self._idle = idle
+        self._wanted_by: dict[int, str] = {}
+        self._runs = 0
+        self._used = time.monotonic()
+        self._over = False
+        self._granted: set[socket.socket] = set()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(_wake_on_child(), selectors.EVENT_READ, _reap)
+
+    def serve(self) -> None:
+        """Answers until nobody wants the server, or nobody has used it for long enough."""
+        while not self._over and time.monotonic() - self._used < self._idle:
+            for key, _ in self._selector.select(_LOOK):
+                key.data(key.fileobj)
+            self._wanted_by = {pid: who for pid, who in self._wanted_by.items() if lifetime.identity(pid) == who}
+            self._over |= not self._wanted_by
+
+    def want(self, pid: int) -> None:
+        """Notes that a process wants the server to stay."""
+        self._wanted_by[pid] = lifetime.identity(pid)
+
+    def _accept(self, listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        self._selector.register(connection, selectors.EVENT_READ, self._hear)
+
+    def _hear(self, connection: socket.socket) -> None:
+        """Answers one message; a connection that ends, or says what is no message, is closed."""
+        files: list[int] = []
+        try:
+            pid = wire.peer(connection)
+            message, files = wire.receive(connection)
+            if message["ask"] == "start":
+                child = self._start(connection, files)
+                files.append(os.pidfd_open(child.pid))
+                wire.send(connection, {"pid": child.pid}, files[-1:])
+            else:
+                answers = {"about": self._about, "want": self._want, "replace": self._replace, "consent": self._consent}
+                wire.send(connection, answers[message["ask"]](pid, message, connection))
+        except (EOFError, OSError, LookupError, TypeError, ValueError):
+            self._selector.unregister(connection)
+            self._granted.discard(connection)
+            connection.close()
+        finally:
+            for file in files:
+                os.close(file)
+
+    def _about(self, *_: Any) -> dict[str, Any]:
+        return {"pid": os.getpid(), "runs": self._runs, "idle": round(time.monotonic() - self._used, 1)}
+
+    def _want(self, pid: int, message: dict[str, Any], *_: Any) -> dict[str, Any]:
+        """Stays for one more process if that would start a server just like this one; says what would be different."""
+        differs = facts.difference(self._facts, message["facts"])
+        if not differs:
+            self.want(pid)
+            self._used = time.monotonic()
+        return {"differs": differs}
+
+    def _replace(self, pid: int, *_: Any) -> dict[str, Any]:
+        """Makes room for another server if nobody but the process that asks wants this one."""
+        self._over = self._over or set(self._wanted_by) <= {pid}
+        return {"leaves": self._over}
+
+    def _consent(self, pid: int, message: dict[str, Any], connection: socket.socket) -> dict[str, Any]:
+        """Whether a run can start warm; empty if it can, and otherwise why not."""
+        if differs := facts.difference(self._facts, message["facts"]):
+            return {"cold": f"the warm server differs in {differs}"}
+        if shadow := facts.shadowing(set(message["folders"])):
+            return {"cold": f"the warm server has loaded another module of that name than {shadow}"}
+        self._granted.add(connection)
+        return {"cold": ""}
+
+    def _start(self, connection: socket.socket, files: list[int]) -> Child:
+        """Forks a supervisor. The files are its arguments, its standard input, its log, and the run's standard input, if it has one."""
+        from labkit.launch.warm.ranks import fork_supervisor
+
+        self._granted.remove(connection)
+        self._runs += 1
+        self._used = time.monotonic()
+        how = wire.from_file(os.dup(files[0]))
+        return fork_supervisor(self._origin, how["run_dir"], how["started"], how["environment"], *files[1:])
+
+
+def _wake_on_child() -> int:
+    """A descriptor that can be read when a child has ended."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    return read
+
+
+def _reap(wakes: int) -> None:
+    os.read(wakes, 4096)
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def main(idle: str, wanted_by: str) -> None:
+    """Serves unless this user has a server already. `wanted_by` is the pid of the process that wants it."""
+    address = wire.address()
+    address.parent.mkdir(mode=0o700, exist_ok=True)
+    wire.check_folder(address.parent)
+    lock = os.open(address.with_suffix(".lock"), os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    own = facts.facts(os.environ)  # before what is imported changes the environment
+    for name in _IMPORTS:
+        importlib.import_module(name)
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    if threads != 1:
+        sys.exit(f"a warm server must have one thread, and what it imported started {threads - 1} more")
+    origin = Origin()
+    origin.entitle([sys.executable, "-m", "labkit.launch.warm.server"])
+    gc.collect()
+    gc.freeze()
+    with wire.endpoint() as listener:
+        address.unlink(missing_ok=True)
+        listener.bind(str(address))
+        listener.listen()
+        server = Server(listener, float(idle), own, origin)
+        server.want(int(wanted_by))
+        server.serve()
+        address.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3])

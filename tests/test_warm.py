@@ -1,0 +1,412 @@
+"""Warm starts: a script cannot tell the difference, a run is cold wherever there could be one, and the server leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import PATIENCE, processes_of, wait_until
+
+import labkit
+from labkit.api import Run, run
+from labkit.doctor import warm_start
+from labkit.launch.job import Job
+from labkit.launch.processes import is_supervisor
+from labkit.launch.warm import client, facts, wire
+from labkit.launch.warm.client import Cold
+from labkit.panel import Lab
+
+SEES = Path(__file__).parent / "scripts" / "sees.py"
+CLONE = Path(labkit.__file__).parents[1]
+OF_ONE_RUN = {"LABKIT_CLOCK", "LABKIT_COLD", "LABKIT_RUN_DIR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID"}
+ENDS = "print('done')\n"
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    """A server has as long to answer as it takes on a busy machine."""
+    monkeypatch.setattr(client, "ANSWER", PATIENCE)
+
+
+@pytest.fixture
+def server(warm_server, patient) -> dict:
+    """The server of this process, which runs of this test are forked from."""
+    return warm_server()
+
+
+@pytest.fixture
+def place(tmp_path_factory, monkeypatch) -> Path:
+    """Where the sockets of this test are, apart from those of all others; a server that it starts there is ended."""
+    folder = Path(f"/tmp/labkit-test-{os.getpid()}-{time.monotonic_ns()}")  # a socket's path must be short
+    folder.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    yield folder
+    for process in psutil.process_iter(["environ"]):
+        if (process.info["environ"] or {}).get("XDG_RUNTIME_DIR") == str(folder):
+            process.kill()
+    found = client.about()
+    if isinstance(found, dict):
+        psutil.Process(found["pid"]).kill()
+    subprocess.run(["rm", "-r", str(folder)], check=True)
+
+
+@pytest.fixture
+def ends(tmp_path) -> Path:
+    path = tmp_path / "ends.py"
+    path.write_text(ENDS)
+    return path
+
+
+def started(path: Path, **fields: object) -> Run:
+    """A run of a script on one rank that has come to its end."""
+    handle = run(path, **{"nproc": 1, "device": "cpu"} | fields).wait(120)
+    assert handle.words == "finished", handle.logs(0, "stderr")
+    return handle
+
+
+def how(handle: Run) -> tuple[str, str]:
+    status = handle.state.status
+    return status["start"], status["cold_because"]
+
+
+# ---- a script cannot tell the difference
+
+
+@pytest.fixture(scope="module")
+def seen(warm_server, tmp_path_factory):
+    """What each of two ranks sees of itself, by how it was started."""
+    warm_server()
+    before = client.ANSWER
+    client.ANSWER = PATIENCE
+    told = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LABKIT_RUNS", str(tmp_path_factory.mktemp("runs")))
+        patch.chdir(SEES.parent)
+        for cold in (False, True):
+            handle = run("sees.py", nproc=2, device="cpu", args=["one", "two words"], cold=cold).wait(240)
+            assert handle.words == "finished", handle.logs(0, "stderr")
+            start = handle.state.status["start"]
+            told[start] = [json.loads(handle.logs(rank).splitlines()[-1]) for rank in (0, 1)]
+            for one in told[start]:
+                folder = str(handle.folder.path)
+                one["same"] = json.loads(json.dumps(one["same"]).replace(folder, "RUN"))
+                for name in OF_ONE_RUN:
+                    one["same"]["environ"].pop(name, None)
+    client.ANSWER = before
+    assert told.keys() == {"warm", "cold"}
+    return told
+
+
+ASPECTS = (
+    *("environ", "argv", "path", "file", "cwd", "main", "flags", "orig_argv", "threads", "signals", "blocked", "descriptors"),
+    *("streams", "session", "start methods", "children", "workers", "umask", "limits", "name", "tempdir", "logging", "hooks", "zone"),
+    "recursion",
+)
+
+
+@pytest.mark.parametrize("aspect", ASPECTS)
+def test_a_script_sees_the_same(aspect, seen):
+    for warm, cold in zip(seen["warm"], seen["cold"]):
+        assert warm["same"][aspect] == cold["same"][aspect]
+
+
+def test_every_aspect_is_compared(seen):
+    assert set(ASPECTS) == seen["warm"][0]["same"].keys() == seen["cold"][0]["same"].keys()
+
+
+def test_ranks_draw_different_random_numbers_and_keys(seen):
+    chance = [value for one in seen["warm"] for value in (*one["own"]["chance"], one["own"]["key"])]
+    assert len(set(chance)) == 8
+
+
+@pytest.mark.parametrize("fields", [{"strategy": "ddp", "workload": "cnn"}, {"strategy": "fsdp2", "workload": "gpt"}])
+def test_losses_are_bit_identical(fields, server):
+    losses = []
+    for cold in (False, True):
+        handle = run(fields["strategy"], workload=fields["workload"], nproc=2, device="cpu", steps=4, batch_size=8, samples=256, cold=cold)
+        handle.wait(240)
+        assert handle.words == "finished"
+        assert how(handle)[0] == ("cold" if cold else "warm")
+        losses.append([handle.state.ranks[rank].steps.loss[:].tolist() for rank in (0, 1)])
+        assert len(losses[-1][0]) == 4
+    assert losses[0] == losses[1]
+
+
+def test_a_restarted_rank_is_forked_again(server, tmp_path):
+    path = tmp_path / "fails_once.py"
+    path.write_text(
+        "import os, sys\nattempt = os.environ['TORCHELASTIC_RESTART_COUNT']\nprint('attempt', attempt)\nsys.exit(attempt == '0')\n"
+    )
+    handle = started(path, nproc=2, max_restarts=1)
+    assert how(handle) == ("warm", "") and handle.state.status["restarts"] == 1
+    assert [handle.logs(rank).splitlines()[-1] for rank in (0, 1)] == ["attempt 1"] * 2
+
+
+def test_files_that_a_script_leaves_open_are_written_whole(server, tmp_path):
+    """Numbers of descriptors that the launcher had used belong to the script."""
+    path = tmp_path / "leaves_open.py"
+    path.write_text(
+        "files = [open(f'{__file__}.{number}', 'w') for number in range(40)]\n"
+        "for number, file in enumerate(files):\n    file.write(f'{number}\\n' * 10)\n"
+    )
+    started(path)
+    assert [Path(f"{path}.{number}").read_text() for number in range(40)] == [f"{number}\n" * 10 for number in range(40)]
+
+
+def test_the_processes_of_a_run_have_its_tag_and_their_own_commands(server, tmp_path):
+    path = tmp_path / "waits.py"
+    path.write_text("import time\nprint('waits', flush=True)\ntime.sleep(100)\n")
+    handle = run(path, nproc=2, device="cpu")
+    wait_until(lambda: handle.state.over or all("waits" in handle.logs(rank) for rank in (0, 1)))
+    assert how(handle) == ("warm", "")
+    processes = processes_of(str(handle.folder.path))
+    commands = [" ".join(process.cmdline()) for process in processes]
+    assert len(processes) == 4 and len(list(filter(is_supervisor, processes))) == 1
+    assert sum(" -m torch.distributed.run " in command for command in commands) == 1
+    assert sum(" -u -m labkit.probe " in command for command in commands) == 2
+    assert psutil.Process(server["pid"]).cmdline()[1:] == ["-m", "labkit.launch.warm.server"]
+    handle.stop()
+    assert processes_of(str(handle.folder.path)) == []
+
+
+# ---- where a run is cold
+
+
+@pytest.mark.parametrize("name", ["TORCH_LOGS", "OMP_NUM_THREADS", "PYTHONHASHSEED", "LD_PRELOAD", "MKL_NUM_THREADS", "LC_ALL"])
+def test_a_variable_that_is_read_early_makes_it_cold(name, server, monkeypatch):
+    for common, value in client.local.standing_environment().items():
+        monkeypatch.setenv(common, value)
+    monkeypatch.setenv(name, {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2", "LD_PRELOAD": "", "LC_ALL": "C"}.get(name, "1"))
+    found = client.consent(os.environ, [])
+    assert isinstance(found, Cold) and f"the environment variable {name}" in found.reason
+
+
+@pytest.mark.parametrize("name", ["LABKIT_RUNS", "RANK", "HOME_OF_MY_DATA", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG"])
+def test_any_other_variable_leaves_it_warm(name, server):
+    found = client.consent(client.local.standing_environment() | {name: "x"}, [])
+    assert not isinstance(found, Cold), found
+    found._connection.close()
+
+
+def test_limits_of_the_process_are_inherited_as_under_a_cold_start(server):
+    code = (
+        "import os, resource; resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))\n"
+        "from labkit.launch.warm import client; client.ANSWER = 60\n"
+        "print(client.consent(client.local.standing_environment(), []).reason)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=CLONE)
+    assert done.stdout == "the warm server differs in the limits of the process\n"
+
+
+def test_a_module_beside_the_script_that_shadows_a_loaded_one_makes_it_cold(server, ends):
+    (ends.parent / "numpy.py").write_text("x = 1\n")
+    handle = started(ends)
+    assert how(handle) == ("cold", f"the warm server has loaded another module of that name than {ends.parent / 'numpy.py'}")
+
+
+@pytest.mark.parametrize("name", ["torch.txt", "torch", "unknown.py", "labkit.md"])
+def test_what_is_no_module_shadows_none(name, tmp_path):
+    path = tmp_path / name
+    path.mkdir() if name == "torch" else path.touch()
+    assert facts.shadowing({str(tmp_path)}) == ""
+
+
+def test_the_clone_itself_shadows_nothing():
+    assert facts.shadowing({str(CLONE)}) == ""
+
+
+def test_another_version_starts_cold_and_says_so(server, ends, monkeypatch):
+    monkeypatch.setattr(facts, "_labkit", lambda: "another")
+    handle = started(ends)
+    assert how(handle) == ("cold", "the warm server differs in the version of labkit")
+    assert "The run started cold: the warm server differs in the version of labkit." in handle.state.note
+
+
+def test_torch_that_changed_on_disk_starts_cold(server, monkeypatch):
+    changed = facts._changed
+    monkeypatch.setattr(facts, "_changed", lambda place: changed(place) + place.endswith("torch/__init__.py"))
+    assert client.consent(client.local.standing_environment(), []).reason == "the warm server differs in the installed packages"
+
+
+@pytest.mark.parametrize("system", ["darwin", "win32"])
+def test_other_systems_start_cold(system, monkeypatch):
+    monkeypatch.setattr(client, "_AVAILABLE", False)
+    assert client.consent({}, []) == client.about() == Cold()
+
+
+def test_cold_can_be_asked_for(server, ends, monkeypatch, capsys):
+    assert how(started(ends, cold=True)) == ("cold", "")
+    assert started(ends).summary()["start"] == "warm"
+    monkeypatch.setenv(client.FORCE_COLD, "1")
+    assert how(started(ends)) == ("cold", "")
+    monkeypatch.delenv(client.FORCE_COLD)
+    done = subprocess.run(
+        [sys.executable, "-m", "labkit", "run", str(ends), "--nproc", "1", "--device", "cpu", "--cold", "--json"],
+        capture_output=True, text=True, check=True, cwd=CLONE,
+    )
+    assert json.loads(done.stdout)["start"] == "cold"
+    asked = []
+    monkeypatch.setattr(Job, "start", classmethod(lambda cls, spec, **how: asked.append(how) or 1 / 0))
+    Lab(cold=True)._launch(None)
+    assert asked == [{"cold": True}]
+
+
+# ---- servers that are ill
+
+
+def test_a_server_that_hangs_is_not_waited_for_and_starts_nothing_later(warm_server, ends, monkeypatch):
+    process = psutil.Process(warm_server()["pid"])
+    process.suspend()
+    try:
+        handle = run(ends, nproc=1, device="cpu")
+    finally:
+        process.resume()
+    handle.wait(120)
+    assert handle.words == "finished" and how(handle) == ("cold", "the warm server did not answer: nothing for 0.3 s")
+    assert "started cold" in handle.state.note
+    before = warm_server()["runs"]
+    time.sleep(0.5)  # the server hears now what it was asked while it was halted
+    assert warm_server()["runs"] == before
+    assert handle.logs(0) == "done\n"
+
+
+def test_a_server_that_was_killed_is_told_of_once_and_replaced(place, ends, monkeypatch, patient):
+    client.prepare()
+    found = wait_until(lambda: about if isinstance(about := client.about(), dict) else None)
+    os.kill(found["pid"], signal.SIGKILL)
+    wait_until(lambda: not psutil.pid_exists(found["pid"]))
+    handle = started(ends)
+    assert how(handle) == ("cold", "the warm server has ended")
+    again = wait_until(lambda: about if isinstance(about := client.about(), dict) else None)
+    assert again["pid"] != found["pid"]
+    assert how(started(ends)) == ("warm", "")
+
+
+def test_a_server_that_dies_between_yes_and_start_costs_nothing(place, ends, monkeypatch, patient):
+    client.prepare()
+    found = wait_until(lambda: about if isinstance(about := client.about(), dict) else None)
+    monkeypatch.setattr(client.Consent, "start", _killing(found["pid"], client.Consent.start))
+    handle = started(ends)
+    start, because = how(handle)
+    assert start == "cold" and because.startswith("the warm server did not start it: ")
+
+
+def _killing(pid: int, start):
+    def killed(self, *args):
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE if psutil.pid_exists(pid) else True)
+        return start(self, *args)
+
+    return killed
+
+
+def test_a_folder_that_others_may_enter_is_not_used(place, ends):
+    wire.address().parent.mkdir(mode=0o755)
+    wire.address().parent.chmod(0o755)
+    start, because = how(started(ends))
+    folder = wire.address().parent
+    assert start == "cold" and because == f"the warm server cannot be used: {folder} is not a folder that only this user may enter"
+    assert warm_start().level == "degraded" and "cannot be used" in warm_start().says
+
+
+def test_a_socket_of_another_user_is_not_spoken_to(place, monkeypatch):
+    wire.address().parent.mkdir(mode=0o700)
+    with wire.endpoint() as listener:
+        listener.bind(str(wire.address()))
+        listener.listen()
+        monkeypatch.setattr(wire, "_PEER", _of_user(os.getuid() + 1))
+        found = client.consent(os.environ, [])
+        assert isinstance(found, Cold) and "another user's" in found.reason
+
+
+def _of_user(uid: int):
+    class Peer:
+        size = 12
+
+        @staticmethod
+        def unpack(data: bytes) -> tuple[int, int, int]:
+            return 4321, uid, uid
+
+    return Peer
+
+
+@pytest.mark.parametrize(
+    "message", [b"", b"x", b"[]", b"{}", b'{"ask": 1}', b'{"ask": "start"}', b'{"ask": "consent"}', b'{"ask": "want", "facts": 3}']
+)
+def test_what_is_no_message_does_the_server_no_harm(message, server):
+    with wire.endpoint() as connection:
+        connection.connect(str(wire.address()))
+        connection.send(message)
+        connection.settimeout(PATIENCE)
+        assert connection.recv(100) == b""  # it hung up
+    assert client.about()["pid"] == server["pid"]
+
+
+# ---- the server's own life
+
+
+def test_a_server_ends_with_all_who_wanted_it(place, patient, monkeypatch):
+    code = "import sys; from labkit.launch.warm import client; client.ANSWER = 60; client.prepare(); print(1, flush=True); sys.stdin.read()"
+    first = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=CLONE)
+    found = wait_until(lambda: about if isinstance(about := client.about(), dict) else None)
+    second = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=CLONE)
+    second.stdout.readline()
+    process = psutil.Process(found["pid"])
+    time.sleep(2.0)
+    first.kill()
+    first.wait()
+    time.sleep(2.5)
+    assert process.is_running() and client.about()["pid"] == found["pid"]
+    second.kill()
+    second.wait()
+    wait_until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
+    assert list(wire.address().parent.glob("*.socket")) == []
+
+
+def test_an_idle_server_ends(place, patient, monkeypatch):
+    monkeypatch.setattr(client, "IDLE", 0.5)
+    client._prepare(client.local.standing_environment())  # returns when it has ended
+    assert client.about() == Cold()
+
+
+def test_a_server_that_fits_no_more_is_replaced(place, patient, monkeypatch):
+    client.prepare()
+    found = wait_until(lambda: about if isinstance(about := client.about(), dict) else None)
+    monkeypatch.setenv("TORCH_SHOW_CPP_STACKTRACES", "1")
+    client.prepare()
+    other = wait_until(lambda: about if isinstance(about := client.about(), dict) and about["pid"] != found["pid"] else None)
+    assert "TORCH_SHOW_CPP_STACKTRACES" in os.environ and other["runs"] == 0
+
+
+def test_importing_labkit_starts_nothing(place):
+    code = "import labkit, labkit.api, labkit.panel, labkit.magic, time; time.sleep(1)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=CLONE)
+    assert list(place.iterdir()) == []
+
+
+def test_a_server_has_one_thread_and_little_memory(server):
+    process = psutil.Process(server["pid"])
+    assert process.num_threads() == 1
+    assert process.memory_info().rss < 400 << 20
+    mode = wire.address().parent.stat().st_mode & 0o777
+    assert mode == 0o700 and process.net_connections(kind="inet") == []
+    assert warm_start().level == "fine" and str(server["pid"]) in warm_start().says
+
+
+def test_runs_leave_nothing_in_the_server(server, ends):
+    process = psutil.Process(server["pid"])
+    started(ends)
+    before = process.num_fds(), process.num_threads()
+    memory = process.memory_info().rss
+    for _ in range(3):
+        assert how(started(ends)) == ("warm", "")
+    assert (process.num_fds(), process.num_threads()) == before
+    assert process.memory_info().rss - memory < 5 << 20
+    wait_until(lambda: not process.children())
