@@ -81,7 +81,7 @@ def test_a_run_without_a_sampled_step_has_no_trace(runs):
     fake.end()
     fake.close()
     told = command("trace", fake.folder.name)
-    assert told.returncode == 2 and "has no sampled step" in told.stderr
+    assert told.returncode == 2 and "has no profiled step" in told.stderr
     with pytest.raises(LookupError, match="is over"):
         Run.attach(fake.folder.path).capture()
 
