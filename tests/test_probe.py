@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import faulthandler
 import json
 import math
 import os
@@ -26,6 +27,7 @@ from labkit.figures import CHARTS
 from labkit.probe import hooks
 from labkit.probe.clocks import CpuClock, CudaClock
 from labkit.probe.journal import Guard, Journal
+from labkit.probe.position import Position
 from labkit.probe.steps import StepWatch
 from labkit.probe.threads import ScriptThread
 from labkit.probe.waiting import WaitWatch
@@ -537,6 +539,39 @@ def test_a_loss_that_diverges_on_a_gpu_is_noticed_if_it_has_arrived_and_never_wa
         watch.optimizer_begins(optimizer)
         watch.optimizer_ends(optimizer)
     assert seen == ([2] if arrives else [])
+
+
+def test_no_frame_is_held_while_the_memory_of_a_step_is_profiled(tmp_path):
+    """It would keep the tensors of a function that returns, and free them where no profile sees it."""
+    journal, frames = Journal(tmp_path, 0), []
+    watch = StepWatch(journal)
+    watch.sampler = types.SimpleNamespace(profiles_memory=False)
+    waiting = WaitWatch(journal, watch, 30, types.SimpleNamespace(note=lambda frame, limit: frames.append(frame)))
+
+    def noted() -> bool:
+        waiting._note()
+        return frames.pop() is not None
+
+    assert noted()
+    watch.sampler.profiles_memory = True
+    assert not noted()
+    watch.progress = time.monotonic() - 31
+    assert noted(), "a function that is stuck does not return"
+
+
+def test_a_rank_without_a_frame_is_alive_where_it_was_last(tmp_path, monkeypatch):
+    for name in ("enable", "disable", "dump_traceback_later", "cancel_dump_traceback_later"):
+        monkeypatch.setattr(faulthandler, name, getattr(faulthandler, name))  # so that they are restored
+    position = Position(tmp_path, 0)
+    try:
+        position.note(sys._getframe(), 30)
+        first = json.loads((tmp_path / "stacks" / "rank0.position.json").read_text())
+        position.note(None, 30)
+        second = json.loads((tmp_path / "stacks" / "rank0.position.json").read_text())
+    finally:
+        position.end()
+    assert "test_a_rank_without_a_frame" in first["stack"] == second["stack"]
+    assert second["t"] > first["t"]
 
 
 def test_events_are_used_again(on_cuda):

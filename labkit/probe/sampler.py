@@ -57,6 +57,11 @@ class StepSampler:
         self._outlive()
         self._give_way()
 
+    @property
+    def profiles_memory(self) -> bool:
+        """Whether a profile with the step's allocations is under way."""
+        return self._profiler is not None and self._with_memory
+
     def step_ends(self, step: int, phases: Sequence[tuple[str, Any, Any]], clock: CpuClock | CudaClock) -> bool:
         """Step `step` has ended, whose phases lie between marks of the clock; True where time was spent here, which is no step's own."""
         spent = self._profiler is not None
