@@ -101,7 +101,7 @@ def check_choice(name: str, value: Any, allowed: Iterable[str]) -> str:
     """One of the names in `allowed`."""
     names = list(allowed)
     if not isinstance(value, str) or value not in names:
-        raise ValueError(f"{name} must be one of {', '.join(names)}; got {shown(value)}")
+        raise ValueError(f"{name} must be one of {', '.join(names)}, got {shown(value)}")
     return value
 
 

@@ -21,6 +21,7 @@ class FakeRun:
         self.folder = RunFolder.create(f"ddp-x{nproc}", root)
         self.nproc, self.total, self.device = nproc, steps, device
         self.step_seconds, self.began, self.done = 0.05, time.time(), 0
+        self.newest = self.began  # the time of the newest step
         asked = {"strategy": "ddp", "workload": "cnn", "nproc": nproc, "batch_size": 128, "steps": steps, "device": device} | spec
         RunFolder.write_json(self.folder.spec, asked)
         self.writers = [Writer(self.folder.events_of(rank), rank) for rank in range(nproc)]
@@ -51,9 +52,9 @@ class FakeRun:
         """The next steps of every rank; stamped now where the test is `live`."""
         for _ in range(count):
             self.done += 1
-            t = time.time() if live else self.began + 1 + self.done * self.step_seconds
+            self.newest = time.time() if live else self.began + 1 + self.done * self.step_seconds
             for rank, writer in enumerate(self.writers):
-                writer.write("step", t=t, **self.measured(rank))
+                writer.write("step", t=self.newest, **self.measured(rank))
 
     def measured(self, rank: int) -> dict[str, Any]:
         """What one rank measures at one step: a loss that falls, phases that differ a little."""
@@ -75,10 +76,11 @@ class FakeRun:
             file.write(text)
 
     def end(self, state: str = "finished", **more: Any) -> None:
-        """The ranks are done, and so is the run."""
+        """The ranks are done, and so is the run; not before its last step, whose time may be yet to come."""
+        ended = max(time.time(), self.newest)
         for writer in self.writers:
-            writer.write("end", exit_code=0, steps=self.done, seconds=self.done * self.step_seconds)
-        self.status(state, ended=time.time(), **more)
+            writer.write("end", t=ended, exit_code=0, steps=self.done, seconds=self.done * self.step_seconds)
+        self.status(state, ended=ended, **more)
 
     def close(self) -> None:
         """Closes the files."""

@@ -109,7 +109,7 @@ def test_what_cannot_be_meant_is_one_sentence(runs, capsys, monkeypatch, argumen
         *((f"replay --speed {speed}", f"--speed must be a number from 0.01 to 10000, got {got}") for speed, got in SPEEDS.items()),
         ("clean --keep -1", "--keep must be an integer from 0 to 1000000, got -1"),
         ("logs --rank -1", "--rank must be an integer from 0 to 65535, got -1"),
-        ("logs --stream stdin", "--stream must be one of stdout, stderr; got 'stdin'"),
+        ("logs --stream stdin", "--stream must be one of stdout, stderr, got 'stdin'"),
         ("setup --with deepsped", "extra 'deepsped' is not known (did you mean deepspeed?); there is deepspeed, handout and mnist"),
     ],
 )

@@ -75,8 +75,14 @@ def test_the_script_shows_the_fault(fault):
     ("fields", "words"),
     [
         ({"fault": "meteor"}, "fault 'meteor' is not known; there is slow_rank"),
-        ({"strategy": "single", "fault": "killed_rank"}, "shows between ranks, and single runs in one process here; use ddp"),
-        ({"strategy": "tp", "fault": "no_sampler"}, "tp gives all the same; use ddp or fsdp2"),
+        (
+            {"strategy": "single", "fault": "killed_rank"},
+            "shows between ranks, and single with --nproc 1 runs in one process; use ddp with --nproc 2",
+        ),
+        (
+            {"strategy": "tp", "fault": "no_sampler"},
+            "tp with --nproc 2 has one shard of the data set only; use ddp or fsdp2 with --nproc 2",
+        ),
         ({"strategy": "fsdp2", "fault": "unused_parameters"}, "is one of DDP, and the strategy is fsdp2"),
         ({"strategy": "fsdp2", "fault": "nan_gradient"}, "keeps shards; use ddp or tp"),
         ({"fault": "no_set_epoch", "steps": 5}, "shows in the second epoch, and the run has one; use --epochs 2"),

@@ -115,7 +115,8 @@ def test_the_plan_keeps_what_the_user_set(folder, monkeypatch):
 
 def test_the_plan_of_a_script_of_ones_own(folder):
     plan = local.plan(Spec(script="of mine.py", args=("--lr", "0.1", "a b"), nproc=2, device="cpu"), folder)
-    assert plan["argv"][-4:] == [str(Path.cwd() / "of mine.py"), "--lr", "0.1", "a b"]
+    assert plan["argv"][-6:] == ["-m", "labkit.probe", "of mine.py", "--lr", "0.1", "a b"]  # argv as under bare torchrun
+    assert plan["cwd"] == str(Path.cwd()), "where that name is looked up"
 
 
 # ---- the status

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import errno
+import faulthandler
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+import types
 from pathlib import Path
 
 import numpy
@@ -23,9 +27,11 @@ from labkit.figures import CHARTS
 from labkit.probe import hooks
 from labkit.probe.clocks import CpuClock, CudaClock
 from labkit.probe.journal import Guard, Journal
+from labkit.probe.position import Position
 from labkit.probe.steps import StepWatch
 from labkit.probe.threads import ScriptThread
 from labkit.probe.waiting import WaitWatch
+from labkit.record import kinds
 from labkit.state import RunState
 from labkit.summary import summarise
 
@@ -77,6 +83,7 @@ def test_the_compilation_of_an_extension_is_an_activity_in_words(tmp_path):
     words = "building the C++ extension my_operator (first use only)"
     assert [event["name"] for event in told.of("activity")][:3] == [words, None, words]
     assert told.of("activity")[-1]["name"] is None
+    assert all(kinds.checked(event) for event in told.events), "a run's own reader takes no event for a broken line"
     assert told.of("probe_error") == []
     state = RunState()
     state.apply({"kind": "status", "status": {"state": "running"}})
@@ -484,9 +491,11 @@ class Cuda:
 
 
 @pytest.fixture
-def on_cuda(tmp_path):
+def on_cuda(tmp_path, monkeypatch):
     cuda = Cuda()
     watch = StepWatch(Journal(tmp_path, 0))
+    monkeypatch.setattr(torch.optim.Optimizer, "__init__", torch.optim.Optimizer.__init__)  # so that it is restored
+    watch.optimizers.follow()
     watch._use(CudaClock(torch.device("cuda", 0), cuda))
     weight = torch.zeros(2, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.1)
@@ -514,6 +523,55 @@ def test_steps_are_written_in_order_once_the_device_has_passed_them(on_cuda):
     for event in written():
         assert event["loss"] == 1.0
         assert event["seconds"]["step"] == pytest.approx(sum(event["seconds"][phase] for phase in PHASES), abs=1e-6)
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_a_loss_that_diverges_on_a_gpu_is_noticed_if_it_has_arrived_and_never_waited_for(on_cuda, arrives):
+    cuda, watch, _, _ = on_cuda
+    seen = []
+    watch.observations = types.SimpleNamespace(not_finite=lambda step, models: seen.append(step))
+    weight = torch.zeros(2, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for loss in (1.0, math.inf, math.nan):
+        watch.backward_ends(watch.backward_begins(weight.sum() + loss))
+        if arrives:
+            cuda.now = cuda.handed_out
+        watch.optimizer_begins(optimizer)
+        watch.optimizer_ends(optimizer)
+    assert seen == ([2] if arrives else [])
+
+
+def test_no_frame_is_held_while_the_memory_of_a_step_is_profiled(tmp_path):
+    """It would keep the tensors of a function that returns, and free them where no profile sees it."""
+    journal, frames = Journal(tmp_path, 0), []
+    watch = StepWatch(journal)
+    watch.sampler = types.SimpleNamespace(profiles_memory=False)
+    waiting = WaitWatch(journal, watch, 30, types.SimpleNamespace(note=lambda frame, limit: frames.append(frame)))
+
+    def noted() -> bool:
+        waiting._note()
+        return frames.pop() is not None
+
+    assert noted()
+    watch.sampler.profiles_memory = True
+    assert not noted()
+    watch.progress = time.monotonic() - 31
+    assert noted(), "a function that is stuck does not return"
+
+
+def test_a_rank_without_a_frame_is_alive_where_it_was_last(tmp_path, monkeypatch):
+    for name in ("enable", "disable", "dump_traceback_later", "cancel_dump_traceback_later"):
+        monkeypatch.setattr(faulthandler, name, getattr(faulthandler, name))  # so that they are restored
+    position = Position(tmp_path, 0)
+    try:
+        position.note(sys._getframe(), 30)
+        first = json.loads((tmp_path / "stacks" / "rank0.position.json").read_text())
+        position.note(None, 30)
+        second = json.loads((tmp_path / "stacks" / "rank0.position.json").read_text())
+    finally:
+        position.end()
+    assert "test_a_rank_without_a_frame" in first["stack"] == second["stack"]
+    assert second["t"] > first["t"]
 
 
 def test_events_are_used_again(on_cuda):
@@ -614,6 +672,28 @@ def test_a_part_that_fails_is_told_once_and_stays_off(tmp_path):
     assert guard(fails) is None and guard(fails) is None and guard(lambda: 1) is None
     (event,) = Told(tmp_path).of("probe_error")
     assert (event["part"], event["message"]) == ("steps", "a hook's own fault")
+
+
+def test_a_thread_with_the_ident_of_one_that_ended_is_not_the_one_that_is_followed():
+    """The system gives idents out again; whether a script's next thread gets one depends on the load."""
+    followed, found = ScriptThread(), []
+
+    def in_a_thread(do, *arguments):
+        thread = threading.Thread(target=lambda: found.append(do(*arguments)), name="a thread")
+        thread.start()
+        thread.join()
+        return thread.ident, found[-1]
+
+    assert followed.here() and not in_a_thread(followed.here)[1]
+    first, moved = in_a_thread(lambda: (followed.takes_over(), followed.here()))
+    assert moved == (True, True) and not followed.here()
+    look = lambda: (followed.here(), followed.may_move, followed.cpu_seconds(), followed.frame())  # noqa: E731
+    told = next((told for ident, told in (in_a_thread(look) for _ in range(1000)) if ident == first), None)
+    if told is None:
+        pytest.skip("this system did not give the ident out again")
+    here, may_move, seconds, frame = told
+    assert (here, may_move, seconds) == (False, True, None)
+    assert frame.f_code.co_name != "<lambda>", "the main thread's, and not that of the thread which has the ident now"
 
 
 def test_a_forked_child_is_silent(tmp_path):

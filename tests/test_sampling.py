@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import wait_until
@@ -14,6 +15,7 @@ from fabricate import FakeRun
 
 from labkit import run
 from labkit.api import Run
+from labkit.clock import SystemMoment
 from labkit.probe import sampler
 
 ROOT = Path(__file__).parent.parent
@@ -81,9 +83,21 @@ def test_a_run_without_a_sampled_step_has_no_trace(runs):
     fake.end()
     fake.close()
     told = command("trace", fake.folder.name)
-    assert told.returncode == 2 and "has no sampled step" in told.stderr
+    assert told.returncode == 2 and "has no profiled step" in told.stderr
     with pytest.raises(LookupError, match="is over"):
         Run.attach(fake.folder.path).capture()
+
+
+@pytest.mark.parametrize(
+    ("readings", "taken"), [((0, 9), 1), ((0, 900_000, 900_007, 900_020), 2), (range(0, 9_000_000, 90_000), 1 + sampler._TRIES)]
+)
+def test_system_time_and_mark_are_of_one_moment(monkeypatch, readings, taken):
+    """A process that loses its core between the two readings takes them again, so often that it ends."""
+    times, marks, released = iter(readings), iter(range(1, 100)), []
+    monkeypatch.setattr(SystemMoment, "now", lambda: SystemMoment(0, next(times)))
+    clock = SimpleNamespace(mark=lambda: next(marks), release=released.extend)
+    _, mark = sampler._moment(clock)
+    assert (mark, released) == (taken, list(range(1, taken)))
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="the system does not tell what threads do")

@@ -8,7 +8,7 @@ from typing import Any
 from labkit.launch.folder import RunFolder, runs_root
 from labkit.launch.job import Job
 from labkit.launch.status import current
-from labkit.spec import Spec
+from labkit.spec import Spec, SpecError
 from labkit.state import OVER
 
 _OF_A_MACHINE = ("device", "precision", "data_dir")  # what a Spec gets from the machine that it is settled for
@@ -21,7 +21,8 @@ class Shelf:
         self._root = root
         runs, self._unreadable = RunFolder.readable(RunFolder.all(root))
         self._runs = [folder for folder in reversed(runs) if current(folder).get("state") in OVER]
-        self._asked = {folder.name: _asked(RunFolder.read_json(folder.spec), _text(folder)) for folder in self._runs}
+        specs = {folder.name: _complete(RunFolder.read_json(folder.spec)) for folder in self._runs}
+        self._asked = {folder.name: _asked(specs[folder.name], _text(folder)) for folder in self._runs}
 
     def take(self, spec: Spec, source: str | None = None) -> RunFolder:
         """The newest run of the same Spec that was not taken yet; where there is none, one of the same but for device and precision.
@@ -66,6 +67,14 @@ def _asked(spec: dict[str, Any], text: str | None) -> dict[str, Any]:
     """What was asked for, without its place: a checkpoint by the name of its run, a script by its text or its file's name."""
     script, resume = spec.get("script"), spec.get("resume")
     return spec | {"script": script and (text or Path(script).name), "resume": resume and run_of(Path(resume))}
+
+
+def _complete(spec: dict[str, Any]) -> dict[str, Any]:
+    """A recorded Spec with the defaults of what its version did not have; unchanged if this version refuses it."""
+    try:
+        return Spec.from_json(spec).to_json()
+    except SpecError:
+        return spec
 
 
 def run_of(checkpoint: Path) -> str:

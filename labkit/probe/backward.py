@@ -18,8 +18,8 @@ from labkit.probe.untraced import compiling
 _DEEPSPEED = "deepspeed.runtime.fp16.loss_scaler"
 
 
-def watch_backward(watch: StepWatch, guard: Guard, scalers: ScalerWatch, follows: Callable[[], bool]) -> None:
-    """Tells of every backward in the thread that is followed; `follows` says whether this is the calling one."""
+def watch_backward(watch: StepWatch, guard: Guard, scalers: ScalerWatch, follows: Callable[[bool], bool]) -> None:
+    """Tells of every backward in the thread that is followed; `follows` (in hooks.py) says if this is the caller."""
     original, original_grad = torch.autograd.backward, torch.autograd.grad
 
     def begin(tensors: Any) -> int:
@@ -33,7 +33,8 @@ def watch_backward(watch: StepWatch, guard: Guard, scalers: ScalerWatch, follows
 
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> None:
-        if compiling() or not follows():
+        gradients = args[1] if len(args) > 1 else kwargs.get("grad_tensors")
+        if compiling() or not follows(gradients is not None):
             return original(*args, **kwargs)
         depth = guard(begin, args[0] if args else kwargs.get("tensors"))
         try:
@@ -47,7 +48,7 @@ def watch_backward(watch: StepWatch, guard: Guard, scalers: ScalerWatch, follows
         if compiling() or not watch.by_hand or _scalar(outputs) is None or not watch.thread.here() or kwargs.get("create_graph"):
             return original_grad(outputs, inputs, *args, **kwargs)
         inputs = inputs if isinstance(inputs, torch.Tensor) else tuple(inputs)
-        depth = guard(begin, outputs) if _are_leaves(inputs) and follows() else None
+        depth = guard(begin, outputs) if _are_leaves(inputs) and follows(False) else None
         try:
             return original_grad(outputs, inputs, *args, **kwargs)
         finally:

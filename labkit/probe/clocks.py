@@ -48,7 +48,7 @@ class CpuClock:
         return float(copy)
 
     def not_finite(self, copy: Any) -> bool:
-        """Whether a copy is NaN or infinite, as far as that is known without asking the device; the copy stays."""
+        """Whether a copy is NaN or infinite, as far as that is known without waiting for the device; the copy stays."""
         return not math.isfinite(copy)
 
 
@@ -107,8 +107,8 @@ class CudaClock:
         return value
 
     def not_finite(self, copy: Any) -> bool:
-        """The same; on CUDA it is not known before the device was asked, and that is left to the end of the step."""
-        return False
+        """The same; a copy that has not arrived is not known to be."""
+        return self.copied(copy) and not math.isfinite(copy[0].item())
 
 
 def clock_for(device: torch.device) -> CpuClock | CudaClock:

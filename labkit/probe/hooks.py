@@ -80,18 +80,18 @@ def keep_tensors(watch: StepWatch, journal: Journal, run: str, rank: int) -> Ten
     return tensors
 
 
-Forwards = dict[int, list[tuple[weakref.ref[torch.nn.Module], list[Shape]]]]  # by thread
+Forwards = dict[threading.Thread, list[tuple[weakref.ref[torch.nn.Module], list[Shape]]]]
 
 
 def _watch_forwards(watch: StepWatch, guard: Guard, replicas: ReplicaWatch, apart: Guard, others: Forwards, scalers: ScalerWatch) -> None:
-    thread, here = watch.thread, threading.get_ident
+    thread = watch.thread
     depth, token = 0, None
 
     def before(module: torch.nn.Module, args: Any) -> None:
         nonlocal depth, token
         if compiling():
             return
-        if here() != thread.ident:
+        if not thread.here():
             apart(replicas.forward_begins)
             return
         depth += 1
@@ -103,9 +103,10 @@ def _watch_forwards(watch: StepWatch, guard: Guard, replicas: ReplicaWatch, apar
         nonlocal depth
         if compiling():
             return
-        if here() != thread.ident:
+        if not thread.here():
             if apart(replicas.forward_ends, module, args, rest[-1]) and thread.may_move:
-                others.setdefault(here(), []).append((weakref.ref(module), shapes_in((args, *rest[:-1]))))
+                called = others.setdefault(threading.current_thread(), [])
+                called.append((weakref.ref(module), shapes_in((args, *rest[:-1]))))
             return
         depth -= depth > 0
         if depth == 0:  # rest is (kwargs, result), or (result,) where forward raised
@@ -116,18 +117,25 @@ def _watch_forwards(watch: StepWatch, guard: Guard, replicas: ReplicaWatch, apar
     warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
 
 
-def _taking_over(watch: StepWatch, guard: Guard, replicas: ReplicaWatch, journal: Journal, forwards: Forwards) -> Callable[[], bool]:
-    """Gives a function that says whether the calling thread, which is about to run backward, is the one that is followed."""
+def _taking_over(
+    watch: StepWatch, guard: Guard, replicas: ReplicaWatch, journal: Journal, forwards: Forwards
+) -> Callable[[bool], bool]:
+    """Gives a function that says whether the calling thread, which is about to run backward, is the one that is followed.
+
+    The function takes whether that backward starts from given gradients. If it does, in another thread while the
+    followed one runs backward, it is a replica's part of that backward and not a training loop of its own.
+    """
     thread = watch.thread
 
-    def follows() -> bool:
+    def follows(given_gradients: bool) -> bool:
         if thread.here():
             thread.trains = True
-        elif is_foreign():
+        elif is_foreign() or (given_gradients and watch.in_backward):
             return False
         elif thread.takes_over():
             replicas.forget()
-            guard(watch.moves, [(model, shapes) for ref, shapes in forwards.get(thread.ident, ()) if (model := ref()) is not None])
+            called = forwards.get(threading.current_thread(), ())
+            guard(watch.moves, [(model, shapes) for ref, shapes in called if (model := ref()) is not None])
         else:
             return False
         forwards.clear()

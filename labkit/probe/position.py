@@ -37,7 +37,7 @@ class Position:
         self._position = io.FileIO(folder / f"rank{rank}.position.json", "w")
         self._crash = io.FileIO(folder / f"rank{rank}.crash.txt", "w")
         self._handler_is_ours, self._timer_is_ours = not faulthandler.is_enabled(), True
-        self._armed = -_REARM
+        self._armed, self._stack = -_REARM, ""
         self._ended, self._lock = False, threading.Lock()
         self._dump_later, self._cancel = faulthandler.dump_traceback_later, faulthandler.cancel_dump_traceback_later
         if self._handler_is_ours:
@@ -46,7 +46,10 @@ class Position:
         self._give_way()
 
     def note(self, frame: Any, limit: float) -> None:
-        """Writes that the script is at `frame` now; the stacks are written if this is not called again for `limit` seconds."""
+        """Writes that the script is at `frame` now; the stacks are written if this is not called again for `limit` seconds.
+
+        Without a frame the script is alive, and taken to be where it was last.
+        """
         lines: list[str] = []
         while frame is not None and len(lines) < _FRAMES and frame.f_code.co_filename != RUNNER:
             code = frame.f_code
@@ -55,7 +58,8 @@ class Position:
             frame = frame.f_back
         with self._lock:
             if not self._ended:
-                self._write(t=clock.now(), stack="\n".join(reversed(lines)))
+                self._stack = "\n".join(reversed(lines)) or self._stack
+                self._write(t=clock.now(), stack=self._stack)
                 self._set_timer(limit)
 
     def end(self) -> None:

@@ -36,6 +36,8 @@ _ERRORS_ONLY = 2
 _UNREST = 0.5  # seconds
 _LOOKS = 5  # in which all threads are at rest, a millisecond apart: one that was just woken shows late
 _MOMENT = 0.02  # seconds
+_APART = 50_000  # ns between two readings of one moment: more is an interruption
+_TRIES = 20
 _ZERO_GRAD = "Optimizer.zero_grad#"
 
 
@@ -56,6 +58,11 @@ class StepSampler:
         self._unended: list[Any] = []
         self._outlive()
         self._give_way()
+
+    @property
+    def profiles_memory(self) -> bool:
+        """Whether a profile with the step's allocations is under way."""
+        return self._profiler is not None and self._with_memory
 
     def step_ends(self, step: int, phases: Sequence[tuple[str, Any, Any]], clock: CpuClock | CudaClock) -> bool:
         """Step `step` has ended, whose phases lie between marks of the clock; True where time was spent here, which is no step's own."""
@@ -155,7 +162,7 @@ class StepSampler:
             self._profiler.start()
         finally:
             self._starting = False
-        self._begun = run_clock.SystemMoment.now(), clock.mark()
+        self._begun = _moment(clock)
         if self._traffic:
             self._traffic.keep_sends()
 
@@ -207,6 +214,20 @@ class StepSampler:
             rank = os.environ.get("RANK", "0")
             torch.cuda.memory._dump_snapshot(str(self._snapshots / f"rank{rank}-step{step}.pickle"))
         torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def _moment(clock: CpuClock | CudaClock) -> tuple[run_clock.SystemMoment, Any]:
+    """One moment by the system's clock and as a mark; taken again if the process was held up in between.
+
+    The profile has system times and the phases have marks: the time between the two readings shifts one against the other.
+    """
+    moment, mark = run_clock.SystemMoment.now(), clock.mark()
+    for _ in range(_TRIES):
+        if run_clock.SystemMoment.now().monotonic_ns - moment.monotonic_ns <= _APART:
+            break
+        clock.release([mark])
+        moment, mark = run_clock.SystemMoment.now(), clock.mark()
+    return moment, mark
 
 
 def _others_rest() -> None:

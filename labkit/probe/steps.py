@@ -94,6 +94,16 @@ class StepWatch:
         return bool(self._names) and not self._stack
 
     @property
+    def in_backward(self) -> bool:
+        """Whether backward runs in the thread that is followed."""
+        return "backward" in self._stack
+
+    @property
+    def memory_is_profiled(self) -> bool:
+        """Whether every allocation of the present step is recorded."""
+        return self.sampler is not None and self.sampler.profiles_memory
+
+    @property
     def builds(self) -> bool:
         """Whether torch compiles a C++ extension at this moment, which can take minutes."""
         return self._before_build is not None

@@ -23,8 +23,8 @@ class ScriptThread:
         self.on_other: Callable[[str], None] = lambda name: None
 
     def here(self) -> bool:
-        """Whether the calling thread is the one that is followed."""
-        return threading.get_ident() == self.ident
+        """Whether the calling thread is the one that is followed. Its ident may be that of one that ended."""
+        return hasattr(self._mark, "follows")
 
     @property
     def may_move(self) -> bool:
@@ -44,9 +44,11 @@ class ScriptThread:
         return True
 
     def _follow(self) -> None:
-        self._thread, self.ident = threading.current_thread(), threading.get_ident()
+        self._thread, self._mark = threading.current_thread(), threading.local()
+        self._mark.follows = True
         known = hasattr(time, "pthread_getcpuclockid")
-        self._clock = time.pthread_getcpuclockid(self.ident) if known else None  # of the calling thread: that of one that ended is no clock
+        ident = threading.get_ident()  # of the calling thread: that of one that ended has no clock
+        self._clock = time.pthread_getcpuclockid(ident) if known else None
 
     def cpu_seconds(self) -> float | None:
         """Seconds that the thread has computed; None if that is not known."""
@@ -56,8 +58,8 @@ class ScriptThread:
 
     def frame(self) -> types.FrameType | None:
         """Where the thread is; once it has ended, where the main thread is."""
-        frames = sys._current_frames()
-        return frames.get(self.ident) or frames.get(threading.main_thread().ident or 0)
+        thread = self._thread if self._thread.is_alive() else threading.main_thread()
+        return sys._current_frames().get(thread.ident or 0)
 
 
 def is_foreign() -> bool:

@@ -52,7 +52,15 @@ class WaitWatch(threading.Thread):
             self._guard(self._look)
 
     def _note(self) -> None:
-        self._position.note(self._watch.thread.frame(), self._patience())
+        """Notes where the script is; not while the memory of its step is profiled and it makes progress.
+
+        A function that returns while this thread holds its frame leaves its tensors to that frame. This thread then frees
+        them, which the profiler does not see, so outputs that live for a moment would count as activations.
+        """
+        patience = self._patience()
+        moves = time.monotonic() - self._watch.progress < patience
+        left_alone = moves and self._watch.memory_is_profiled
+        self._position.note(None if left_alone else self._watch.thread.frame(), patience)
 
     def _patience(self) -> float:
         """Seconds without progress that are no wait yet."""

@@ -90,7 +90,7 @@ EVENTS: dict[str, Record] = {
     "heard": _event(),
     "dropped": _event({"events": COUNT}),
     "saw": _event({"what": NAME}),
-    "activity": _event({"name": NAME}),
+    "activity": _event(null={"name": NAME}),
     "metric": record({"t": TIME, "kind": NAME}, v=COUNT, after=COUNT, rank=RANK, name=NAME, value=VALUE, step=COUNT),
     "report": _event({"values": Table(VALUE)}),
     "error": _event(optional={"type": TEXT, "message": TEXT, "traceback": TEXT, "ops": COLLECTIVES, "owners": _OWNERS}),
