@@ -130,13 +130,18 @@ def test_a_rank_whose_launcher_has_died_never_runs_its_script(tmp_path):
 @pytest.mark.parametrize(
     "one",
     [
-        Attack(("supervisor",), Moment("supervisor", 0.02), "detached"),
-        Attack(("supervisor", "starter"), Moment("agent", 0.0), "detached"),
-        Attack(("starter", "supervisor"), Moment("supervisor", 0.1), "bound"),
-        Attack(("agent", "supervisor"), Moment("rank", 0.0), "detached"),
+        Attack(victims, moment, start, warm)
+        for warm in (False, True)
+        for victims, moment, start in (
+            (("supervisor",), Moment("supervisor", 0.02), "detached"),
+            (("supervisor", "starter"), Moment("agent", 0.0), "detached"),
+            (("starter", "supervisor"), Moment("supervisor", 0.1), "bound"),
+            (("agent", "supervisor"), Moment("rank", 0.0), "detached"),
+        )
     ],
 )
-def test_nothing_outlives_kills_at_early_moments(one):
+def test_nothing_outlives_kills_at_early_moments(one, warm_server):
+    warm_server()
     assert attack(one) == 0
 
 

@@ -349,6 +349,20 @@ def test_what_is_no_message_does_the_server_no_harm(message, server):
     assert client.about()["pid"] == server["pid"]
 
 
+def test_a_run_goes_on_when_the_server_that_forked_it_is_killed(place, tmp_path, patient):
+    client.prepare()
+    found = wait_until(lambda: about if isinstance(about := client.about(), dict) else None)
+    path = tmp_path / "waits.py"
+    path.write_text(
+        "import pathlib, time\nprint('waits', flush=True)\nwhile not pathlib.Path(f'{__file__}.go').exists():\n    time.sleep(0.05)\n"
+    )
+    handle = run(path, nproc=2, device="cpu")
+    wait_until(lambda: handle.state.over or all("waits" in handle.logs(rank) for rank in (0, 1)))
+    os.kill(found["pid"], signal.SIGKILL)
+    Path(f"{path}.go").touch()
+    assert handle.wait(60).words == "finished" and how(handle) == ("warm", "")
+
+
 # ---- the server's own life
 
 

@@ -20,7 +20,7 @@ from labkit.bench.faces import burst, importing, latency, opening
 from labkit.bench.figure import Figure
 from labkit.bench.fuzz import hostile
 from labkit.bench.kills import kill_matrix
-from labkit.bench.runs import beside_traceml, overhead, scaling, written_out
+from labkit.bench.runs import beside_traceml, one_server, overhead, profiled, scaling, warm_starts, written_out
 from labkit.bench.scale import long_runs
 from labkit.console import Console
 from labkit.machine import Machine
@@ -36,6 +36,9 @@ BENCHES: tuple[Callable[[], list[Figure]], ...] = (
     long_runs,
     burst,
     overhead,
+    warm_starts,
+    one_server,
+    profiled,
     beside_traceml,
     written_out,
     scaling,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -16,7 +15,9 @@ from typing import NamedTuple
 import psutil
 
 from labkit.bench.figure import Figure
+from labkit.launch import local
 from labkit.launch.processes import TAG, is_supervisor, living, tagged
+from labkit.launch.warm import client
 
 ROUNDS = 20  # of each moment; the victims and the kinds of start take turns
 LIMIT = 5.0  # seconds after which nothing of the run may be left
@@ -45,11 +46,12 @@ class Moment(NamedTuple):
 
 
 class Attack(NamedTuple):
-    """Whom to kill, in which order and when, and how the run was started: `bound` to its starter or `detached`."""
+    """Whom to kill, in which order and when, and how the run was started: `bound` to its starter or `detached`, warm or cold."""
 
     victims: tuple[str, ...]
     moment: Moment
     start: str
+    warm: bool
 
 
 MOMENTS = (
@@ -63,17 +65,20 @@ VICTIMS = (("supervisor",), ("supervisor", "starter"), ("starter", "supervisor")
 def kill_matrix(rounds: int = ROUNDS, moments: tuple[Moment, ...] = MOMENTS) -> list[Figure]:
     """Processes that are left of a run after SIGKILL to its supervisor, alone or with its starter or its agent, at early moments."""
     figures = []
+    client.prepare()  # it is there after some rounds, and the warm ones before that are cold
     for moment in moments:
-        attacks = [Attack(victims, moment, start) for victims, start in product(VICTIMS, ("detached", "bound"))]
+        ways = product(VICTIMS, ("detached", "bound"), (False, True))
+        attacks = [Attack(victims, moment, start, warm) for victims, start, warm in ways]
         left = [float(attack(one)) for one in islice(cycle(attacks), rounds)]
-        note = f"in total, {LIMIT:g} s later; killed: {', '.join(' and '.join(victims) for victims in VICTIMS)}; detached and not"
+        killed = ", ".join(" and ".join(victims) for victims in VICTIMS)
+        note = f"in total, {LIMIT:g} s later; killed: {killed}; detached and not, warm and cold"
         figures.append(Figure(f"left after SIGKILL {moment}", sum(left), "processes", "0", tuple(left), note))
     return figures
 
 
 def attack(one: Attack) -> int:
     """One round: starts a run, kills, and counts the processes of the run that are left after `LIMIT` seconds. Leaves none itself."""
-    with tempfile.TemporaryDirectory() as place, _starter(Path(place), one.start) as starter:
+    with tempfile.TemporaryDirectory() as place, _starter(Path(place), one) as starter:
         root = str(Path(place, "runs"))
         _appeared(one.moment.who, starter, root)
         time.sleep(one.moment.after)
@@ -86,12 +91,12 @@ def attack(one: Attack) -> int:
 
 
 @contextmanager
-def _starter(place: Path, start: str) -> Iterator[psutil.Process]:
+def _starter(place: Path, one: Attack) -> Iterator[psutil.Process]:
     """A process that starts a run and lives on; afterwards neither it nor anything of the run is there."""
     (place / "train.py").write_text(_SCRIPT)
-    home = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"LABKIT_RUNS": str(place / "runs"), "PYTHONPATH": home}
-    command = [sys.executable, "-c", _STARTER, str(place / "train.py"), start]
+    asked = {"LABKIT_RUNS": str(place / "runs"), client.FORCE_COLD: "" if one.warm else "1"}
+    environment = local.standing_environment() | asked
+    command = [sys.executable, "-c", _STARTER, str(place / "train.py"), one.start]
     child = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         yield psutil.Process(child.pid)

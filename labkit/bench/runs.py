@@ -13,10 +13,13 @@ from collections.abc import Callable
 from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import psutil
 
 from labkit.api import run
 from labkit.bench.figure import EVERY, PAIRS, Figure, ratio
+from labkit.launch.warm import client
 from labkit.machine import Machine
 from labkit.script import write_script
 from labkit.spec import Spec
@@ -45,6 +48,10 @@ for step in range(3000):
     optimizer.step()
 """
 _FIRST, _LAST = 11, 110  # steps that are measured, and that are sampled: 50 and 100 are among them
+_WARM_STEPS = 40
+_RUNS = 100  # through one server
+_PIPELINES = 200
+_APPEARS = 60.0  # seconds within which a server must be there
 _FEW = 3  # pairs of each strategy and workload; all of them together have figures of their own
 _BATCHES = {"cnn": 32, "gpt": 4}  # a rank: the bench ends in minutes, and a cost is a greater share than where people train
 _ASPECTS = {  # fields of _Times: in words, and the lab's aim; what samples a step is in the mean alone
@@ -106,6 +113,69 @@ def _against(what: str, side: str, under: list[_Times], bare: list[_Times], *fie
 
 def _ratios(under: list[_Times], bare: list[_Times], field: str) -> list[float]:
     return [getattr(one, field) / getattr(other, field) for one, other in zip(under, bare)]
+
+
+# ---- a warm start
+
+
+def warm_starts() -> list[Figure]:
+    """A warm start against bare torchrun and a cold start with the same script: until the first step, and what a step takes."""
+    figures, warms, colds = [], [], []
+    _wait_for_server()
+    for workload, strategy in product(("cnn", "gpt"), ("ddp", "fsdp2")):
+        script = write_script(Spec(strategy, workload, nproc=2, steps=_WARM_STEPS, device="cpu").on(Machine.here()))
+        sides = {"warm": (_warm, script), "bare": (_under_torchrun, script), "cold": (_under_the_lab, script)}
+        warm, bare, cold = _in_turn(sides, 2)
+        warms, colds = warms + warm, colds + cold
+        name = f"{strategy}, {workload} × 2: until the first step"
+        seconds = [one.first for one in warm]
+        note = f"bare: {statistics.median(one.first for one in bare):.2f} s"
+        figures.append(Figure(f"{name}, warm", statistics.median(seconds), "s", "≤ 2.5 s", tuple(seconds), note))
+        figures.append(ratio(f"{name}, warm / bare torchrun", _ratios(warm, bare, "first"), "≤ 0.5", note))
+        figures.append(ratio(f"{name}, cold / bare torchrun", _ratios(cold, bare, "first"), "≤ 1.05", note))
+    note = f"all of these; {_WARM_STEPS} steps, the first {_FIRST - 1} not counted"
+    return [*figures, ratio("steps, median, warm / cold", _ratios(warms, colds, "step"), "0.98 to 1.02", note)]
+
+
+def one_server() -> list[Figure]:
+    """Runs one after another from one server: what the server has more of after the last than after the first."""
+    server = psutil.Process(_wait_for_server()["pid"])
+    with tempfile.TemporaryDirectory() as place:
+        script = Path(place) / "train.py"
+        script.write_text(_TINY.replace("3000", "3"))
+        seen = []
+        for _ in range(_RUNS + 1):
+            _warm(script, 2)
+            seen.append((server.num_fds(), server.num_threads(), server.memory_info().rss))
+    descriptors, threads, memory = (last - first for first, last in zip(seen[0], seen[-1]))
+    note = f"after {_RUNS} more runs of 2 ranks"
+    return [
+        Figure("descriptors of the warm server", descriptors, "more", "0", (), note),
+        Figure("threads of the warm server", threads, "more", "0", (), note),
+        Figure("memory of the warm server", memory / 2**20, "MiB more", "≤ 5", (), note),
+        Figure("memory of the warm server", seen[-1][2] / 2**20, "MiB", "≤ 381", (), "resident"),
+    ]
+
+
+def profiled() -> list[Figure]:
+    """Pipelines that profile every step, cold and warm in turn: how many ended otherwise than well."""
+    _wait_for_server()
+    ends = []
+    for number in range(_PIPELINES):
+        handle = run("pp", workload="mlp", nproc=2, device="cpu", steps=6, batch_size=8, samples=64, sample_every=1, cold=bool(number % 2))
+        ends.append(float(handle.wait().words != "finished"))
+    note = f"in total, of {_PIPELINES}; half of them warm"
+    return [Figure("pipelines that profile every step", sum(ends), "crashes", "0", tuple(ends), note)]
+
+
+def _wait_for_server() -> dict[str, Any]:
+    client.prepare()
+    last = time.monotonic() + _APPEARS
+    while isinstance(found := client.about(), client.Cold):
+        if time.monotonic() > last:
+            raise RuntimeError(f"there is no warm server after {_APPEARS:g} s")
+        time.sleep(0.1)
+    return found
 
 
 # ---- the package traceml-ai on the same script
@@ -172,7 +242,13 @@ def _in_turn(sides: dict[str, tuple[Callable[[Path, int], None], str]], nproc: i
 
 
 def _under_the_lab(script: Path, nproc: int, sample_every: int = EVERY) -> None:
-    run(str(script), nproc=nproc, device="cpu", sample_every=sample_every).wait()
+    run(str(script), nproc=nproc, device="cpu", sample_every=sample_every, cold=True).wait()
+
+
+def _warm(script: Path, nproc: int) -> None:
+    handle = run(str(script), nproc=nproc, device="cpu").wait()
+    if handle.state.status["start"] != "warm":
+        raise RuntimeError(f"a run that was to start warm started cold: {handle.state.status['cold_because']}")
 
 
 def _under_torchrun(script: Path, nproc: int, python: str = sys.executable) -> None:

@@ -81,9 +81,9 @@ def _environment(spec: Spec, folder: RunFolder) -> dict[str, str]:
 
 
 def _import_path() -> dict[str, str]:
-    """PYTHONPATH with this package's place in front; nothing where it is installed among the interpreter's own packages."""
+    """PYTHONPATH with this package's place in front; nothing where it is there, or among the interpreter's own packages."""
     home = str(Path(__file__).resolve().parents[2])
     installed = {*site.getsitepackages(), site.getusersitepackages(), *sysconfig.get_paths().values()}
-    if home in installed:
+    if home in installed | set(os.environ.get("PYTHONPATH", "").split(os.pathsep)):
         return {}
     return {"PYTHONPATH": os.pathsep.join(part for part in (home, os.environ.get("PYTHONPATH")) if part)}

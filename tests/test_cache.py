@@ -1,0 +1,108 @@
+"""Data that are made once: read again from the cache, by any number of ranks, and made anew where the cache is no help."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from labkit.script import write_script
+from labkit.spec import Spec
+from labkit.workloads import cache, digits
+from labkit.workloads.cache import cached
+
+made = []
+
+
+def make(count: int) -> tuple[torch.Tensor, ...]:
+    """What is slow to make."""
+    made.append(count)
+    return torch.arange(count, dtype=torch.float32), torch.ones(2, dtype=torch.uint8)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch) -> Path:
+    """The user's cache folder of this test."""
+    made.clear()
+    monkeypatch.setattr(cache, "CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "labkit"
+
+
+def is_made(tensors: tuple[torch.Tensor, ...], count: int) -> bool:
+    return torch.equal(tensors[0], torch.arange(count, dtype=torch.float32)) and torch.equal(tensors[1], torch.ones(2, dtype=torch.uint8))
+
+
+def test_what_was_made_is_read_again_and_may_be_changed(folder, capfd):
+    first, second = cached(make, 1000), cached(make, 1000)
+    assert made == [1000] and is_made(first, 1000) and is_made(second, 1000)
+    second[0][0] = -1.0  # in memory alone
+    assert is_made(cached(make, 1000), 1000)
+    assert folder.stat().st_mode & 0o777 == 0o700 and len(list(folder.iterdir())) == 1
+    assert capfd.readouterr() == ("", "")
+
+
+def test_other_arguments_and_another_source_have_files_of_their_own(folder, monkeypatch):
+    cached(make, 1000)
+    assert is_made(cached(make, 10), 10)
+    monkeypatch.setattr(cache.inspect, "getsource", lambda function: "another")
+    cached(make, 10)
+    assert made == [1000, 10, 10] and len(list(folder.iterdir())) == 3
+
+
+@pytest.mark.parametrize("damage", [b"", b"no tensors", None])
+def test_a_damaged_file_is_made_anew_and_told_of_once(damage, folder, capfd):
+    cached(make, 100_000)
+    (path,) = folder.iterdir()
+    path.write_bytes(path.read_bytes()[:1000] if damage is None else damage)
+    assert is_made(cached(make, 100_000), 100_000) and is_made(cached(make, 100_000), 100_000)
+    assert made == [100_000, 100_000]
+    told = capfd.readouterr().err
+    assert told.count("cannot use the cache file") == 1 and str(path) in told and "Traceback" not in told
+
+
+def test_a_cache_that_cannot_be_written_is_skipped(folder, capfd):
+    folder.parent.write_text("a file stands in the way")
+    assert is_made(cached(make, 10), 10) and is_made(cached(make, 10), 10)
+    assert capfd.readouterr().err.count("cannot use the cache file") == 2, "once for each run"
+
+
+def test_a_full_disk_leaves_no_half_file(folder, monkeypatch, capfd):
+    def save(tensors: object, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", save)
+    assert is_made(cached(make, 10), 10)
+    assert list(folder.iterdir()) == [] and "No space left" in capfd.readouterr().err
+
+
+def test_one_rank_of_a_machine_writes(folder, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert is_made(cached(make, 10), 10)
+    assert not folder.exists()
+
+
+def test_digits_from_the_cache_are_those_that_were_made(monkeypatch):
+    monkeypatch.setattr(digits, "SAMPLES", 2000)
+    (fresh, test), (again, test_again) = digits.load_data(), digits.load_data()
+    for one, other in ((fresh, again), (test, test_again)):
+        assert all(torch.equal(a, b) for a, b in zip(one.tensors, other.tensors))
+    assert [len(one) for one in (again, test_again)] == [2000, 360]
+
+
+@pytest.mark.parametrize("workload", ["cnn", "gpt"])
+def test_a_script_keeps_its_data_where_the_user_keeps_caches_and_works_without(workload, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(write_script(Spec("single", workload, nproc=1, steps=2, batch_size=4, samples=1500, device="cpu")))
+    printed = []
+    for place in ("caches", "caches", "/proc/nowhere"):
+        settings = os.environ | {"XDG_CACHE_HOME": str(tmp_path / place), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=True, env=settings, timeout=120)
+        printed.append(done.stdout)
+        assert ("cannot use the cache file" in done.stderr) == (place == "/proc/nowhere")
+    assert printed[0] == printed[1] == printed[2] != ""
+    assert len(list((tmp_path / "caches" / "labkit").iterdir())) == 1
