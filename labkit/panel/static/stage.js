@@ -2,7 +2,7 @@
 // focus and nobody types; they are taken before the notebook sees them, whose own single keys change cells.
 
 const PRESSED = ".widget-toggle-button, .widget-toggle-buttons button";
-const FOLDS = [".labkit-more.mod-active", ".labkit-why.mod-active"]; // what Escape closes first
+const FOLDS = [".labkit-more.mod-active", ".labkit-why.mod-active", ".labkit-compare-recorded.mod-active"]; // what Escape closes first
 
 function isTyping(element) {
   if (element.isContentEditable || ["TEXTAREA", "SELECT"].includes(element.tagName)) return true;
@@ -59,7 +59,7 @@ class Panel {
 
   press(button) {
     const value = String(button.classList.contains("mod-active"));
-    const name = button.matches(".labkit-more, .labkit-why") ? "aria-expanded" : "aria-pressed";
+    const name = button.matches(".labkit-more, .labkit-why, .labkit-compare-recorded") ? "aria-expanded" : "aria-pressed";
     if (button.getAttribute(name) !== value) button.setAttribute(name, value);
   }
 
