@@ -171,6 +171,7 @@ def _show_comparison(comparing: Comparing) -> Comparing:
     if in_notebook():
         from labkit.panel import show_comparison_in_notebook
 
+        comparing.shown_in = cell()
         show_comparison_in_notebook(comparing)
     else:
         from labkit.console import Console
@@ -184,6 +185,11 @@ def in_notebook() -> bool:
     """Whether this process is the kernel of a notebook: then IPython is there already."""
     ipython = sys.modules.get("IPython")
     return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
+
+
+def cell() -> int:
+    """The number of the notebook's cell that runs now."""
+    return sys.modules["IPython"].get_ipython().execution_count
 
 
 def headless() -> bool:

@@ -27,6 +27,8 @@ class Losses:
 class RankState:
     """What is known of one rank. Times are unix seconds; `attempts` maps each attempt to the index of its first step.
 
+    `began` is when its process began, `started` when torch was imported, and `startup` when it reached what `startup` events name.
+
     `silent` is what the supervisor reported of a process that could not, and holds until it is heard again or has written anything since.
     `left_at` is the stack of the call that ended the script without an error, such as `sys.exit()`; empty if there was none.
 
@@ -41,7 +43,9 @@ class RankState:
     device_name: str = ""
     attempt: int = 0
     attempts: dict[int, int] = field(default_factory=dict)
+    began: float | None = None
     started: float | None = None
+    startup: dict[str, float] = field(default_factory=dict)
     ended: float | None = None
     exit_code: int | None = None
     left_at: str = ""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from labkit.api import Run, run, settle
+from labkit.api import Run, cell, in_notebook, run, settle, show
 from labkit.arguments import check_flag, check_seconds, shown
 from labkit.columns import RankState
 from labkit.equivalence import REFERENCE, Badge, badge, training
@@ -165,6 +165,7 @@ class Comparing:
         self._error: BaseException | None = None
         self._stopping = threading.Event()
         self._badges: dict[str, Badge] = {}
+        self.shown_in: int | None = None  # the cell that showed it last
         self._thread = threading.Thread(target=self._work, daemon=True, name="labkit compare")
 
     def start(self) -> Comparing:
@@ -186,6 +187,17 @@ class Comparing:
         if self._error is not None:
             raise self._error
         return self
+
+    def __repr__(self) -> str:
+        found = self.rows
+        return f"<Comparing {', '.join(row.title for row in found)}: {sum(row.over for row in found)} of {len(found)} over>"
+
+    def _ipython_display_(self) -> None:
+        """As the last line of a notebook's cell it is shown as by `show`, but where that was called in the same cell."""
+        if not in_notebook():
+            raise NotImplementedError  # IPython takes the repr then
+        if self.shown_in != cell():
+            show(self)
 
     @property
     def over(self) -> bool:
@@ -272,6 +284,12 @@ def alike(folders: Sequence[RunFolder]) -> list[RunFolder]:
     return [found[name] for name in STRATEGIES if name in found]
 
 
+def newest(folders: Sequence[RunFolder]) -> list[RunFolder]:
+    """Of recorded runs (the oldest first) those of the newest comparison, whose runs alone record tensors; empty if there is none."""
+    found = alike([folder for folder in folders if RunFolder.read_json(folder.spec).get("tensors")])
+    return found if len(found) > 1 else []
+
+
 def rows(known: Sequence[tuple[RunFolder, RunState]], badges: dict[str, Badge]) -> tuple[Row, ...]:
     """The rows of runs, live or over; `badges` keeps those that were worked out, by the run's name."""
     found = [_row(folder, state) for folder, state in known]
@@ -283,9 +301,14 @@ def rows(known: Sequence[tuple[RunFolder, RunState]], badges: dict[str, Badge]) 
     for number, row in enumerate(found):
         if row.over and row.run not in badges and found[base].over:
             badges[row.run] = REFERENCE if number == base else badge(*known[number], folder, state)
-        speedup = row.samples_per_second / speed if speed and row.samples_per_second else None
+        speedup = row.samples_per_second / speed if speed and row.samples_per_second and _same(known[number][1], state) else None
         found[number] = replace(row, speedup=speedup, badge=badges.get(row.run))
     return tuple(found)
+
+
+def _same(state: RunState, other: RunState) -> bool:
+    """Whether two runs train the same, so that their speeds can be compared."""
+    return state.asked is not None and other.asked is not None and training(state.asked) == training(other.asked)
 
 
 def _row(folder: RunFolder, state: RunState) -> Row:

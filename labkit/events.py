@@ -11,7 +11,10 @@ the line was written (0 where it is missing), so that the two files have one ord
 Kinds written today, in addition to `v`, `t` (unix seconds on the run's clock, see clock.py), `rank`, `after` and `kind`:
 
 =========== ==========================================================================================================
-start       pid, host, local_rank, world_size, device ("cpu", "cuda:0"), device_name, torch, attempt
+start       pid, host, local_rank, world_size, device ("cpu", "cuda:0"), device_name, torch, attempt, began (unix seconds at which the
+            process began); torch is imported by then
+startup     name: what the rank has reached for the first time in this attempt: "group" (init_process_group has returned), "data"
+            (a DataLoader was made), "batch" (the first batch was fetched, or a model was called to train)
 device      device, device_name: where the script really works, once that has been seen
 step        step (from 1, counting on over attempts' own count), loss (null where this rank has none), samples,
             seconds {step, data, copy, forward, backward, optimizer, other}, memory {allocated, reserved, peak} in bytes
@@ -55,11 +58,12 @@ from labkit import clock, stepfile
 from labkit.appender import Appender
 from labkit.stepfile import PHASES, Block, StepFile, StepWriter
 
-__all__ = ["OWNERS", "PHASES", "REPORT", "VERSION", "Block", "Reader", "Writer"]
+__all__ = ["OWNERS", "PHASES", "REPORT", "STARTUP", "VERSION", "Block", "Reader", "Writer"]
 
 VERSION = 1
 REPORT = "labkit.report"  # the torch.monitor event that becomes a `report`; its field `values` is JSON
 LONGEST = 32 << 20  # bytes of one event: a longer line is broken
+STARTUP = ("group", "data", "batch")  # what a `startup` event can name
 OWNERS = ("parameters", "gradients", "optimizer", "activations", "communication", "other")
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from labkit.columns import Losses, RankState, System, numbers, whole_timeline
-from labkit.events import OWNERS
+from labkit.events import OWNERS, STARTUP
 from labkit.failures import exit_code, failure_of
 from labkit.sources import inferred_note, weights
 from labkit.spec import Spec, SpecError
@@ -260,6 +260,12 @@ class RunState:
         rank.attempts[rank.attempt] = len(rank.steps)
         rank.started, rank.ended, rank.exit_code, rank.error, rank.activity = event["t"], None, None, None, None
         rank.waiting, rank.not_finite, rank.saw, rank.timelines, rank.left_at = None, None, [], {}, ""
+        rank.began, rank.startup = event.get("began"), {}
+
+    def _on_startup(self, event: Mapping[str, Any]) -> None:
+        startup = self._rank(event).startup
+        if event["name"] in STARTUP:
+            startup.setdefault(event["name"], event["t"])
 
     def _on_device(self, event: Mapping[str, Any]) -> None:
         rank = self._rank(event)
@@ -413,6 +419,7 @@ _HANDLERS: dict[Any, Callable[[RunState, Mapping[str, Any]], None]] = {
     "spec": RunState._on_spec,
     "status": RunState._on_status,
     "start": RunState._on_start,
+    "startup": RunState._on_startup,
     "device": RunState._on_device,
     "step": RunState._on_step,
     "steps": RunState._on_steps,

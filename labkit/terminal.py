@@ -26,6 +26,8 @@ from labkit.figures.colours import rank_colour
 from labkit.figures.sampled import timeline
 from labkit.launch.folder import RunFolder
 from labkit.ledger import ledger
+from labkit.startup import in_words, is_starting, newest
+from labkit.startup import table as startup_rows
 from labkit.state import RunState
 from labkit.steps import Column
 from labkit.text import visible_line, visible_log
@@ -100,10 +102,10 @@ def _live(source: Source, folder: RunFolder, console: Console, leave: Callable[[
 
 
 def _plain(source: Source, folder: RunFolder, console: Console, leave: Callable[[], bool]) -> None:
-    said, since = "", -math.inf
+    said, since = None, -math.inf
     source.poll()
     while not (source.state.over or leave()):
-        words = source.state.words
+        words = source.state.words, newest(source.state)
         if words != said or time.monotonic() - since >= _PLAIN_SECONDS:
             console.print(Text(line(source.state)), soft_wrap=True)
             said, since = words, time.monotonic()
@@ -114,13 +116,18 @@ def _plain(source: Source, folder: RunFolder, console: Console, leave: Callable[
 
 def line(state: RunState) -> str:
     """The state in one line: `training · step 120/470 · 0:32 left · 1,650 samples/s · loss 0.4321`."""
-    return visible_line(" · ".join([state.words, *_figures(state, _now(state))]))
+    return visible_line(" · ".join(filter(None, [state.words, in_words(state), *_figures(state, _now(state))])))
 
 
 def view(state: RunState, folder: RunFolder, height: int | None = None) -> RenderableType:
     """The whole picture; with a `height` in lines it shows no more ranks than fit."""
     rows = state.world_size if height is None else max(2, height - _LINES_AROUND)
+    starting = is_starting(state)
+    if starting and height is not None:
+        rows = max(2, (rows - 3) // 2)  # two tables
     parts = [_head(state, folder), _progress(state), Text(""), _table(state, rows), _legend()]
+    if starting:
+        parts.append(_startup(state, rows))
     parts += [Text(visible_line(text), style="dim") for text in (*_replicas(state), *_sampled(state))]
     parts += [_finding(finding, folder) for finding in findings(state)]
     tail = _tail(folder)
@@ -295,6 +302,17 @@ def _row(state: RunState, number: int) -> list[RenderableType]:
     style = "bold red" if code else ""
     texts = [Text(cell, style=style) if isinstance(cell, str) else cell for cell in cells]
     return [Text(f"■ {number}", style=rank_colour(number)), *texts]
+
+
+def _startup(state: RunState, rows: int) -> RenderableType:
+    """What each rank has reached on its way to the first step, and after how many seconds."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    head, *ranks = startup_rows(state)
+    for name in head:
+        table.add_column(name, justify="right" if name != head[0] else "left")
+    for number, *texts in ranks[:rows]:
+        table.add_row(Text(f"■ {number}", style=rank_colour(int(number))), *texts)
+    return table
 
 
 class _Shares:

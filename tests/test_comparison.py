@@ -14,7 +14,7 @@ from fabricate import FakeRun
 from rich.console import Console
 
 from labkit import SpecError, compare, show, terminal
-from labkit.comparison import HEADS, RECORDED, RECORDED_NOTE, Row, alike, cells, plan, recorded, sentences
+from labkit.comparison import HEADS, RECORDED, RECORDED_NOTE, Comparing, Row, alike, cells, newest, plan, recorded, sentences
 from labkit.environment import CLONE
 from labkit.equivalence import Badge
 from labkit.figures import comparison as pictures
@@ -193,6 +193,70 @@ def test_tab_greys_out_what_cannot_run_and_refuses_while_a_run_is_under_way():
     tab.start()
     assert "a run is under way" in tab._said.value
     assert tab.comparing is None
+
+
+def tab_of(fields: dict | None = None) -> CompareTab:
+    return CompareTab(lambda: fields or {"workload": "mlp", "nproc": 2, "device": "cpu", "batch_size": 64}, lambda: False)
+
+
+def test_the_newest_comparison_is_known_by_its_tensors(runs):
+    single, ddp = fabricated(runs, "single", 1, 0.05, tensors=True), fabricated(runs, "ddp", 2, 0.05, tensors=True)
+    alone = fabricated(runs, "tp", 2, 0.05, seed=3)
+    assert newest([single, ddp, alone]) == [single, ddp]
+    assert newest([single, alone]) == [], "one run is no comparison"
+
+
+def test_the_tab_shows_the_newest_comparison_or_what_it_will_do(runs):
+    tab = tab_of()
+    tab.opened()
+    assert "Compare trains the same model with each chosen strategy" in tab._view.widget.value
+    fabricated(runs, "single", 1, 0.08, tensors=True)
+    fabricated(runs, "ddp", 2, 0.05, tensors=True)
+    tab = tab_of()
+    tab.opened()
+    wait_until(lambda: "The newest comparison of this runs folder." in tab._view.widget.value)
+    assert "<td>1.60×</td>" in tab._view.widget.value
+
+
+def test_chosen_recorded_runs_are_compared_and_unreadable_ones_refused(runs):
+    single, ddp, other = (
+        fabricated(runs, "single", 1, 0.08),
+        fabricated(runs, "ddp", 2, 0.05),
+        fabricated(runs, "fsdp2", 2, 0.05, seed=7),
+    )
+    tab = tab_of()
+    tab._recorded_button.value = True
+    wait_until(lambda: len(tab._list.options) == 3)
+    assert [path for _, path in tab._list.options] == [str(folder.path) for folder in (other, ddp, single)]
+    tab._list.value = [str(single.path), str(ddp.path), str(other.path)]
+    tab._chosen_button.click()
+    assert tab._popover.layout.display == "none"
+    wait_until(lambda: "<table" in tab._view.widget.value)
+    before = tab._view.widget.value
+    assert before.count("<td>1.60×</td>") == 1, "what trained something else has no speed-up"
+    ddp.status.write_text('{"state": 5}')
+    tab._chosen_button.click()
+    assert f"{ddp.name} cannot be read: status.json" in tab._said.value
+    assert tab._view.widget.value == before
+
+
+def test_a_bare_comparison_is_shown_once_in_a_cell(monkeypatch):
+    shown, number = [], 1
+    monkeypatch.setattr("labkit.comparison.show", shown.append)
+    monkeypatch.setattr("labkit.comparison.cell", lambda: number)
+    comparing = Comparing(plan(["ddp"], workload="mlp", nproc=2, device="cpu", batch_size=64)[0])
+    assert repr(comparing) == "<Comparing Single, DDP: 0 of 2 over>"
+    with pytest.raises(NotImplementedError):
+        comparing._ipython_display_()  # no notebook: IPython shows the repr
+    monkeypatch.setattr("labkit.comparison.in_notebook", lambda: True)
+    comparing._ipython_display_()
+    assert shown == [comparing]
+    comparing.shown_in = number  # as `show` notes it
+    comparing._ipython_display_()
+    assert shown == [comparing], "show(compare(...)) is not shown twice"
+    number = 2
+    comparing._ipython_display_()
+    assert shown == [comparing, comparing]
 
 
 # ---- for real

@@ -34,6 +34,7 @@ NEVER = {
     "state.py": (*HEAVY, "labkit.launch"),
     "columns.py": (*HEAVY, "labkit.launch", *FACES),
     "sources.py": (*HEAVY, "labkit.launch", *FACES),
+    "startup.py": (*HEAVY, "labkit.launch", *FACES),
     "steps.py": (*HEAVY, "labkit.launch", "labkit.state", *FACES),
     "sampled.py": (*HEAVY, "labkit.launch", *FACES),
     "arguments.py": (*HEAVY, "labkit"),

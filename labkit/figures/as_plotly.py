@@ -108,8 +108,8 @@ def _line(drawn: Drawn, line, points: Points) -> dict[str, Any]:
         "name": escape(line.name),
         "showlegend": line.in_legend,
         "legendgroup": line.key.split("-")[0],
-        "x": numbers(xs),
-        "y": numbers(ys),
+        "x": numbers(xs or [None]),  # plotly leaves a line without any value out of the legend
+        "y": numbers(ys or [None]),
         "line": {"color": line.colour or colours.INK, "width": line.width, "dash": line.dash},
         "meta": {"ink": line.colour is None},
         "hovertemplate": f"%{{y:.4~g}} {what}<br>{where} %{{x:,.4~r}}<extra>{escape(line.name)}</extra>",

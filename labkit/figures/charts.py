@@ -136,7 +136,8 @@ def memory(state: RunState) -> Chart:
         if device:
             name = f"device of rank {rank.rank}"
             lines.append(line(f"{key}-device", name, device["t"], device["memory_used"], colour=colour, dash="dash", in_legend=False))
-    on_cuda = any(rank.device.startswith("cuda") for rank in ranks)
+    devices = [rank.device for rank in state.ranks.values()] or [state.spec.get("device") or ""]
+    on_cuda = any(device.startswith("cuda") for device in devices)
     title = "Memory per GPU" if on_cuda else "Memory: bytes of live tensors (CPU rank)"
     note = "thin: reserved, dots: peak, dashes: whole device" if on_cuda else "dots: peak"
     return Chart("memory", title, Axis("seconds since the start", least=10.0), axis, tuple(lines), note=note)
@@ -158,7 +159,7 @@ def _memory_axis(state: RunState) -> Axis:
 
 def phases(state: RunState) -> Chart:
     """What a step's time goes to, per rank: the median of each phase in milliseconds, stacked. The first step is left out."""
-    ranks = _ranks(state) or [RankState(number) for number in range(state.world_size)]
+    ranks = _ranks(state)
     names = tuple(f"rank {rank.rank}" for rank in ranks)
     waits = [exposed(rank) for rank in ranks]
     whole = {phase: [1000 * _median(rank, phase) for rank in ranks] for phase in PHASES}
@@ -171,8 +172,8 @@ def phases(state: RunState) -> Chart:
     if sampled:
         hidden = tuple(sum(whole[phase][index] * share for phase, share in wait.items()) for index, wait in enumerate(waits))
         bars.append(Bars("communication", colours.COMMUNICATION, hidden))
-    note = "communication: not hidden" if sampled else ""
-    title = "Where a step's time goes (median)"
+    note = "median; communication: exposed" if sampled else "median"
+    title = "Where a step's time goes"
     return Chart("phases", title, Axis("", categories=names), Axis("ms per step", least=1.0), bars=tuple(bars), note=note)
 
 
@@ -180,7 +181,11 @@ CHARTS = {chart.__name__: chart for chart in (loss, throughput, memory, phases, 
 
 
 def _ranks(state: RunState) -> list[RankState]:
-    return [rank for _, rank in sorted(state.ranks.items())]
+    """The ranks in order; before the first step of any, also those that are still to come."""
+    known = dict(state.ranks)
+    if not any(len(rank.steps) for rank in known.values()):
+        known = {number: RankState(number) for number in range(state.world_size)} | known
+    return [rank for _, rank in sorted(known.items())]
 
 
 def _steps_axis(state: RunState) -> Axis:

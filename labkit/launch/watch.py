@@ -22,6 +22,7 @@ from labkit.launch.folder import RunFolder
 from labkit.launch.follow import Follower
 from labkit.launch.processes import TAG, end, here, identity, is_stopped, members, reap, send
 from labkit.launch.system import Sampler
+from labkit.probe import lifetime
 
 STOP_GRACE = 2.0  # seconds that torchrun and its ranks have to leave by themselves when the run is stopped
 END_GRACE = 1.0  # the same for what a run that came to its own end has left behind
@@ -56,6 +57,7 @@ class Watch:
             "ended": None,
             "supervisor": identity() | here(),
             "agent": identity(agent.pid),
+            "agent_began": lifetime.began(agent.pid),
             "ranks": {},
             "exit_code": None,
             "failures": {},

@@ -57,6 +57,7 @@ class Charts:
         self.page.on_msg(self._heard)
         self.plain = ipywidgets.HTML(layout={"display": "none"})
         self.widget = ipywidgets.VBox([self.page, self.plain])
+        self.widget.add_class("labkit-board")
         self.lock = threading.RLock()
         self._charts = charts
         self._feed = Feed(charts)

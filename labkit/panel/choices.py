@@ -119,10 +119,11 @@ class Choices:
     @property
     def row(self) -> ipywidgets.Box:
         """The choices under the strategy, side by side."""
-        sized = {self.workload: 200, self.device: 96, self.nproc: 70, self.batch: 78, self.scaling: 92, self.length: 78, self.unit: 80}
-        for widget, width in (sized | {self.precision: 78}).items():
+        sized = {self.workload: 200, self.device: 96, self.nproc: 66, self.batch: 68, self.scaling: 92, self.length: 66, self.unit: 80}
+        for widget, width in (sized | {self.precision: 70}).items():
             widget.layout.width = f"{width}px"
             widget.add_class("labkit-field")
+        self.workload.add_class("labkit-workload")
         options = ipywidgets.Box([self.more, self.popover])
         options.add_class("labkit-options")
         row = ipywidgets.HBox([*sized, self.precision, options])

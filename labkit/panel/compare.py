@@ -11,9 +11,10 @@ from typing import Any
 import ipywidgets
 
 from labkit.api import headless
-from labkit.comparison import BASELINE, HEADS, Comparing, Row, alike, beside, cells, plan, recorded, sentences
+from labkit.comparison import BASELINE, HEADS, Comparing, Row, alike, beside, cells, newest, plan, recorded, sentences
 from labkit.figures import comparison as pictures
 from labkit.launch.folder import RunFolder
+from labkit.panel.recorded import label
 from labkit.panel.view import style
 from labkit.panel.words import sentence_html
 from labkit.replay import is_recorded, recorded_words
@@ -23,6 +24,12 @@ from labkit.text import escape
 
 _REDRAW = 0.5  # seconds between two pictures
 _FIRST = ("ddp", "fsdp2")  # chosen from the start
+_NEWEST = 100  # recorded runs in the list
+_INTRODUCTION = (
+    "Compare trains the same model with each chosen strategy, one run after another, with the same global batch. "
+    "Here you then see their time, speed-up, memory and traffic side by side; Recorded shows the same of runs that are over."
+)
+_HOW_TO_CHOOSE = "Ctrl or Shift selects several; with none selected, the newest run of each strategy that trained the same."
 _TONES = {"equal": "good", "reference": "quiet", "differs": "bad"}
 
 
@@ -53,6 +60,10 @@ class ComparisonView:
         """Shows rows as they are now, below a sentence that comes `first`."""
         self._html.value = (f"<p>{escape(first)}</p>" if first else "") + comparison_html(rows, left_out)
 
+    def say(self, text: str) -> None:
+        """Shows a text in the place of a comparison."""
+        self._html.value = f'<p class="labkit-empty">{escape(text)}</p>'
+
 
 def show_comparison_in_notebook(comparing: Comparing) -> None:
     """Shows a comparison live and returns at once; where nobody watches it waits for the end and leaves plain outputs."""
@@ -67,7 +78,12 @@ def show_comparison_in_notebook(comparing: Comparing) -> None:
     widget.add_class("labkit")
     display(widget)
     kept = display({"text/html": "", "text/plain": ""}, raw=True, display_id=True)
-    view.follow(comparing, lambda: kept.update(comparison_bundle(comparing), raw=True))
+
+    def leave() -> None:
+        kept.update(comparison_bundle(comparing), raw=True)
+        widget.layout.display = "none"  # the same is in the notebook now
+
+    view.follow(comparing, leave)
 
 
 def comparison_bundle(comparing: Comparing) -> dict[str, Any]:
@@ -96,19 +112,31 @@ class CompareTab:
         self._stop_button = ipywidgets.Button(description="■ Stop", tooltip="End the run that is under way", disabled=True)
         self._stop_button.on_click(lambda _: self.stop())
         self._stop_button.add_class("labkit-compare-stop")
-        self._recorded_button = ipywidgets.Button(
-            description="Recorded", tooltip="Of the recorded runs, the newest of each strategy that trained the same as the newest of all"
-        )
-        self._recorded_button.on_click(lambda _: threading.Thread(target=self.show_recorded, daemon=True).start())
-        self._recorded_button.add_class("labkit-compare-recorded")
         self._said = ipywidgets.HTML()
         self._view = ComparisonView()
+        self._view.say(_INTRODUCTION)
+        self._opened = False
         boxes = ipywidgets.HBox(list(self._boxes.values()))
         boxes.add_class("labkit-boxes")
-        head = ipywidgets.HBox([self._start_button, self._stop_button, self._recorded_button, boxes])
+        head = ipywidgets.HBox([self._start_button, self._stop_button, self._recorded(), boxes])
         head.add_class("labkit-compare-head")
         self.widget = ipywidgets.VBox([head, self._said, self._view.widget])
         self.widget.add_class("labkit-compare")
+
+    def _recorded(self) -> ipywidgets.Box:
+        """A button that opens the list of recorded runs, from which some are chosen and compared."""
+        self._recorded_button = ipywidgets.ToggleButton(description="Recorded", tooltip="Compare recorded runs, without running anything")
+        self._recorded_button.observe(self._disclose, "value")
+        self._recorded_button.add_class("labkit-compare-recorded")
+        self._list = ipywidgets.SelectMultiple(rows=9, description="Recorded runs")
+        self._chosen_button = ipywidgets.Button(description="Compare these", tooltip="The table and the charts of the chosen runs")
+        self._chosen_button.on_click(lambda _: self._show_chosen())
+        help_ = ipywidgets.HTML(f'<div class="labkit-help">{_HOW_TO_CHOOSE}</div>')
+        self._popover = ipywidgets.VBox([self._list, ipywidgets.HBox([self._chosen_button, help_])], layout={"display": "none"})
+        self._popover.add_class("labkit-runs")
+        box = ipywidgets.Box([self._recorded_button, self._popover])
+        box.add_class("labkit-options")
+        return box
 
     @property
     def comparing(self) -> Comparing | None:
@@ -148,8 +176,45 @@ class CompareTab:
         self._free(False)
         self._view.follow(self._comparing, self._over)
 
+    def opened(self) -> None:
+        """To be called when the tab comes to the front: the first time it looks for the newest comparison among the recorded runs."""
+        if not self._opened and self._comparing is None:
+            self._opened = True
+            _in_a_thread(self._show_newest)
+
+    def _show_newest(self) -> None:
+        readable, _ = RunFolder.readable(RunFolder.all())
+        folders = newest([folder for folder in readable if is_recorded(folder)])
+        if folders:
+            self._show(folders, "The newest comparison of this runs folder. ")
+
+    def _disclose(self, change: dict[str, Any]) -> None:
+        self._popover.layout.display = "" if change["new"] else "none"
+        if change["new"]:
+            _in_a_thread(self._list_runs)
+
+    def _list_runs(self) -> None:
+        there = [folder for folder in RunFolder.all()[: -_NEWEST - 1 : -1] if folder.trouble() or is_recorded(folder)]
+        chosen = self._list.value
+        self._list.options = [(label(folder), str(folder.path)) for folder in there]
+        self._list.value = [path for path in chosen if path in {value for _, value in self._list.options}]
+
+    def _show_chosen(self) -> None:
+        """Shows the runs that are chosen in the list; one sentence names those that cannot be read."""
+        folders = [RunFolder(path) for path in self._list.value]
+        _, unreadable = RunFolder.readable(folders)
+        if not folders:
+            _in_a_thread(self.show_recorded)
+        elif unreadable:
+            told = "; ".join(f"{name} cannot be read: {why}" for name, why in unreadable.items())
+            self._said.value = sentence_html(told)
+        else:
+            self._said.value = ""
+            _in_a_thread(lambda: self._show(folders))
+        self._recorded_button.value = False
+
     def show_recorded(self) -> None:
-        """Shows recorded runs side by side, without running anything; a sentence says why where it cannot."""
+        """Shows the newest recorded run of each strategy that trained the same as the newest of all, or says why there is none."""
         readable, unreadable = RunFolder.readable(RunFolder.all())
         folders = alike([folder for folder in readable if is_recorded(folder)])
         left = [f"{name} is left out: it cannot be read ({why})." for name, why in unreadable.items()]
@@ -157,11 +222,14 @@ class CompareTab:
             self._said.value = sentence_html("there is no recorded run of a strategy yet; compare some, and they are recorded")
             return
         self._said.value = ""
-        self._view.show(
-            recorded(folders),
-            {},
-            " ".join([f"Recorded runs, nothing runs now. The newest was {recorded_words(max(folders, key=lambda run: run.name))}.", *left]),
-        )
+        self._show(folders, after=" ".join(["", *left]))
+
+    def _show(self, folders: Sequence[RunFolder], before: str = "", after: str = "") -> None:
+        """Shows recorded runs, if no comparison has begun meanwhile."""
+        when = recorded_words(max(folders, key=lambda run: run.name))
+        found = recorded(folders)
+        if not self.busy:
+            self._view.show(found, {}, f"{before}Recorded runs, nothing runs now. The newest was {when}.{after}")
 
     def stop(self) -> None:
         """Ends the run that is under way, and does not begin the rest; returns at once."""
@@ -181,6 +249,11 @@ class CompareTab:
             self._comparing.wait(0)
         except Exception as error:  # what kept a run from being started
             self._said.value = sentence_html(str(error))
+
+
+def _in_a_thread(work: Callable[[], None]) -> None:
+    """Off the kernel's own thread: run folders are read."""
+    threading.Thread(target=work, daemon=True, name="labkit recorded runs").start()
 
 
 def comparison_html(rows: Sequence[Row], left_out: Mapping[str, str]) -> str:

@@ -93,12 +93,13 @@ class Lab:
         self._batch, self._script, self._diff = ipywidgets.HTML(), ipywidgets.HTML(), ipywidgets.HTML()
         self._command = _Command()
         view, choices = self._view, self._choices
-        live = ipywidgets.VBox([view.findings, view.charts.widget])
         self._compare = CompareTab(choices.comparable, self._cold, lambda: self._starting or view.busy)
-        tabs = ipywidgets.Tab([live, self._sources(), view.logs.widget, view.timeline.widget, view.memory.widget, self._compare.widget])
+        shown = (view.live, self._sources(), view.logs.widget, view.timeline.widget, view.memory.widget, self._compare.widget)
+        tabs = ipywidgets.Tab(shown)
         for number, title in enumerate(("Live", "Script & diff", "Logs", "Timeline", "Memory", "Compare")):
             tabs.set_title(number, title)
         tabs.add_class("labkit-tabs")
+        tabs.observe(self._turned, "selected_index")
         actions = ipywidgets.HBox([self._run_button, view.stop_button, view.words, view.progress, Stage(on=stage)])
         actions.add_class("labkit-actions")
         self._install = Install(self._changed)
@@ -111,6 +112,10 @@ class Lab:
         self._head.add_class("labkit-head")
         self._widget = ipywidgets.VBox([style(), self._head, said, actions, tabs])
         self._widget.add_class("labkit")
+
+    def _turned(self, change: dict[str, Any]) -> None:
+        if change["owner"].children[change["new"]] is self._compare.widget:
+            self._compare.opened()
 
     def _sources(self) -> ipywidgets.Box:
         """The script, or what it changes: one at a time, as wide as the panel."""
@@ -151,6 +156,8 @@ class Lab:
             self._batch.value = sentence_html(str(error))
             self._install.offer(error.extra)
             self._run_button.disabled = True
+            if not (self._starting or self._view.busy):
+                self._view.plan(None)
             return
         self._install.offer(None)
         self._describe(spec)
@@ -159,6 +166,8 @@ class Lab:
         self._free(not (self._starting or self._view.busy))
         if not self._starting and (self._run is None or self._view.recorded):
             self._view.preview(spec)
+        elif not (self._starting or self._view.busy):
+            self._view.plan(spec)
 
     def _describe(self, spec: Spec) -> None:
         self._batch.value = f'<div class="labkit-batch">{spec.batch_sentence}</div>'

@@ -31,8 +31,7 @@ def _live(run: Run) -> None:
     view = RunView(lambda name, state: kept[0].fill(name, state))
     actions = ipywidgets.HBox([view.stop_button, view.words, view.progress, Stage()])
     actions.add_class("labkit-actions")
-    live = ipywidgets.VBox([view.findings, view.charts.widget])
-    tabs = ipywidgets.Tab([live, view.logs.widget, view.timeline.widget, view.memory.widget])
+    tabs = ipywidgets.Tab([view.live, view.logs.widget, view.timeline.widget, view.memory.widget])
     for number, title in enumerate(("Live", "Logs", "Timeline", "Memory")):
         tabs.set_title(number, title)
     tabs.add_class("labkit-tabs")

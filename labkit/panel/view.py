@@ -12,6 +12,7 @@ import ipywidgets
 from labkit.diagnose import findings
 from labkit.launch.folder import RunFolder
 from labkit.launch.follow import Follower
+from labkit.panel.before import Before
 from labkit.panel.charts import STATIC, Charts
 from labkit.panel.logs import Logs
 from labkit.panel.sampled import MemoryTab, TimelineTab
@@ -75,6 +76,9 @@ class RunView:
         self.findings = ipywidgets.VBox([line, self._diagnosis])
         self.findings.add_class("labkit-findings")
         self.charts = Charts()
+        self._before = Before()
+        self.live = ipywidgets.VBox([self.findings, self._before.widget, self.charts.widget])
+        self.live.add_class("labkit-live")
         self.logs = Logs()
         self.timeline, self.memory = TimelineTab(self._folder), MemoryTab(self._folder)
         self.stop_button = ipywidgets.Button(description="■ Stop", tooltip="End the run: no process of it is left", disabled=True)
@@ -115,11 +119,16 @@ class RunView:
         self.finding.value = sentence_html(sentence)
 
     def preview(self, spec: Spec) -> None:
-        """Shows the axes of a run that was not started yet."""
+        """Shows the axes of a run that was not started yet, and what it will hold and send."""
         state = RunState()
         state.apply({"kind": "spec", "spec": spec.to_json()})
         self._job, self._recorded, self._stopping = None, False, False
         self._begin(state)
+        self.plan(spec)
+
+    def plan(self, spec: Spec | None) -> None:
+        """Shows what the ranks of a run that was not started yet will hold and send, above whatever run is shown; None: it cannot run."""
+        self._before.plan(spec)
 
     def follow(self, job: Job) -> None:
         """Shows a run from now on until it is over."""
@@ -224,6 +233,8 @@ class RunView:
         self.progress.value = progress_html(state)
         self.finding.value = finding_html(state)
         self._explain()
+        if self._job is not None:
+            self._before.draw(state)
         self.charts.draw(state, final=state.over)
         self.timeline.draw(state, final=state.over)
         self.memory.draw(state, final=state.over)

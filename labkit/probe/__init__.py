@@ -8,6 +8,7 @@
 `__main__`      binds the rank to the launcher, then hands over
 `lifetime`      how the processes of a run are bound together: by signals of the kernel (Linux)
 `runner`        the script as `__main__`, exactly as python would run it; its errors; the way out
+`startup`       what a rank reaches on its way to the first step
 `journal`       the rank's events, written by something that never raises
 `hooks`         torch's global hooks, and who is told by them
 `backward`      calls of backward, and gradient scalers

@@ -37,6 +37,7 @@ from labkit.probe.observations import Observations
 from labkit.probe.replicas import ReplicaWatch
 from labkit.probe.sampler import StepSampler
 from labkit.probe.samples import Shape, shapes_in
+from labkit.probe.startup import Startup
 from labkit.probe.steps import StepWatch
 from labkit.probe.tensors import TensorWatch
 from labkit.probe.threads import is_foreign
@@ -63,6 +64,7 @@ def install(journal: Journal, run: str, sample_every: int) -> StepWatch:
         watch.after_step.append(lambda: traffic.step_ends(watch.finished, watch.evaluations))
     watch.sampler = Guard(journal, "sampler")(StepSampler, journal, run, watch.memory, traffic, sample_every)
     seen = (journal, lambda: watch.finished, lambda: watch.between and watch.thread.here())
+    watch.startup = Guard(journal, "startup")(Startup, journal)
     watch.observations = Guard(journal, "observations")(Observations, *seen)
     skip_frames()
     return watch
@@ -166,8 +168,13 @@ def _watch_loaders(watch: StepWatch, guard: Guard) -> None:
 
         return call
 
+    def fetched(batch: Any) -> Any:
+        if batch is not None and watch.startup:
+            watch.startup.reached("batch")
+        return batch
+
     DataLoader.__iter__ = timed(iterate, lambda iterator: ())
-    _BaseDataLoaderIter.__next__ = timed(advance, lambda batch: batch)
+    _BaseDataLoaderIter.__next__ = timed(advance, fetched)
 
 
 def _watch_copies(watch: StepWatch, guard: Guard) -> None:

@@ -15,8 +15,11 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+
+from labkit import clock
 
 PARENT = "LABKIT_PARENT"
 _PR_SET_PDEATHSIG = 1
@@ -32,6 +35,14 @@ def identity(pid: int) -> str:
     except OSError:
         return ""
     return f"{pid}:{stat.rpartition(b')')[2].split()[19].decode()}"
+
+
+def began(pid: int) -> float | None:
+    """When a process of this machine began, in unix seconds on the run's clock, to 10 ms; None where the system does not tell."""
+    _, _, ticks = identity(pid).partition(":")
+    if not ticks:
+        return None
+    return clock.now() - (time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK"))
 
 
 def end_with_parent(parent: str) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit import clock
+from labkit.probe import lifetime
 from labkit.probe.journal import Guard, Journal
 from labkit.stacks import MESSAGE_LIMIT, clipped, of_script
 
@@ -67,6 +68,7 @@ class Watched:
             device_name="",
             torch=torch.__version__,
             attempt=_number("TORCHELASTIC_RESTART_COUNT"),
+            began=lifetime.began(os.getpid()),
         )
         self._guard = Guard(self.journal, "end")
         self._watch = Guard(self.journal, "hooks")(hooks.install, self.journal, run, _number("LABKIT_SAMPLE_EVERY", 50))

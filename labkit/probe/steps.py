@@ -38,6 +38,7 @@ from labkit.probe.pace import InsideBackward, Pace
 from labkit.probe.pending import OtherLoss, Pending, Step
 from labkit.probe.sampler import StepSampler
 from labkit.probe.samples import SampleCount, Shape, shapes_in
+from labkit.probe.startup import Startup
 from labkit.probe.threads import ScriptThread
 
 _OTHER = "other"
@@ -52,6 +53,7 @@ class StepWatch:
         self.memory = MemoryWatch(journal.write)
         self.sampler: StepSampler | None = None
         self.observations: Observations | None = None
+        self.startup: Startup | None = None
         self._sample, self._see = Guard(journal, "sampler"), Guard(journal, "observations")
         self._journal = journal
         self._look = Guard(journal, "memory")
@@ -241,6 +243,8 @@ class StepWatch:
             self._unsure = not self._trained
             return self.enter("forward")
         self._do("training")
+        if self.startup:
+            self.startup.reached("batch")
         self._unsure, self._trained = False, True
         if model not in self._models:
             self._meet(model)

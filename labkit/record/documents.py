@@ -41,6 +41,7 @@ _STATUS = record(
     {"state": Choice(STATES)},
     {"message": TEXT, "restarts": COUNT, "start": _START, "cold_because": TEXT},
     **{"v": COUNT, "started": TIME, "ended": TIME, "supervisor": _WHO, "agent": _WHO, "exit_code": CODE, "detached": Flag()},
+    agent_began=TIME,
     ranks=Table(PID, RANKS, numbers=RANKS),
     failures=Table(_FAILED, RANKS, numbers=RANKS),
     oom_kills=COUNT,

@@ -61,8 +61,9 @@ _MOMENT = {"step": COUNT, "t0": TIME, "seconds": SECONDS, "phases": _SPANS}
 EVENTS: dict[str, Record] = {
     "start": _event(
         optional={"device": NAME, "device_name": NAME, "attempt": Number(0, 1e6, whole=True)},
-        **{"pid": PID, "host": NAME, "local_rank": RANK, "world_size": Number(1, RANKS, whole=True), "torch": NAME},
+        **{"pid": PID, "host": NAME, "local_rank": RANK, "world_size": Number(1, RANKS, whole=True), "torch": NAME, "began": TIME},
     ),
+    "startup": _event({"name": NAME}),
     "device": _event({"device": NAME}, {"device_name": NAME}),
     "step": _event(
         {"step": COUNT},

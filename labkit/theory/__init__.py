@@ -1,4 +1,4 @@
-"""Bytes that a strategy sends in a step, by formula.
+"""Bytes that a strategy sends in a step, and that its ranks keep from step to step (`states.py`), by formula.
 
 The formulas count what textbooks count, in a ring, as `sent` in probe/traffic.py has it: an all-reduce sends 2(n−1)/n of its payload
 (Patarasuk and Yuan 2009), an all-gather, reduce-scatter or broadcast (n−1)/n, a send all of it. Their letters: n ranks of a group,
@@ -14,9 +14,10 @@ from __future__ import annotations
 from labkit.spec import Spec
 from labkit.theory.models import MODELS, Module, borders
 from labkit.theory.pieces import Case, Flow
+from labkit.theory.states import STATES, States, states
 from labkit.theory.strategies import THEORY
 
-__all__ = ["MODELS", "THEORY", "Flow", "Module", "borders", "theory"]
+__all__ = ["MODELS", "STATES", "THEORY", "Flow", "Module", "States", "borders", "states", "theory"]
 
 
 def theory(spec: Spec, step: int = 3) -> tuple[Flow, ...]:

@@ -113,17 +113,17 @@ def _fsdp(case: Case) -> Iterator[Flow]:
     """FSDP1 (Zhao et al. 2023): each unit is a flat parameter, and the root's stays whole from forward to backward."""
     replicas, units = case.options["replicas"], _units(case)
     shards = case.n // replicas
-    flats = [4 * _flat(unit, shards) for unit in units]
-    padded = {"FSDP1 aligns tensors to 16 bytes, and pads a unit to a multiple of the ranks": sum(flats) - case.size}
+    sizes = [4 * numbers for numbers in flats(case, shards)]
+    padded = {"FSDP1 aligns tensors to 16 bytes, and pads a unit to a multiple of the ranks": sum(sizes) - case.size}
     if case.options["sharding"] == "NO_SHARD":
         yield flow_of("all_reduce", case.size, case.n, "4P", more=padded, times=case.parts)
     elif case.options["sharding"] == "SHARD_GRAD_OP":
         yield flow_of("all_gather", case.size, shards, "4P", replicas, padded, case.parts)
         yield from _reduced(case, shards, replicas, padded)
     else:
-        more = padded | {"the root unit is gathered once": -flats[-1] / 2}
+        more = padded | {"the root unit is gathered once": -sizes[-1] / 2}
         if case.again:
-            again = sum(flat for unit, flat in zip(units[:-1], flats) if unit.again)
+            again = sum(size for unit, size in zip(units[:-1], sizes) if unit.again)
             more["units inside a block are gathered again to compute its activations anew"] = again / 2
         yield flow_of("all_gather", case.size, shards, "4P", replicas, more, 2 * case.parts)
         yield from _reduced(case, shards, replicas, padded)
@@ -171,6 +171,11 @@ def _units(case: Case) -> list[Unit]:
     whole = sum(block.size for block in case.blocks) >= least
     left = [wrap(block, False, case.spec.workload == "gpt") if whole else block.parameters for block in case.blocks]
     return [*units, Unit(tuple(shape for those in left for shape in those))]
+
+
+def flats(case: Case, shards: int) -> list[int]:
+    """Numbers of FSDP1's flat parameters, padding included, in so many shards; the root's is the last."""
+    return [_flat(unit, shards) for unit in _units(case)]
 
 
 def _flat(unit: Unit, ranks: int) -> int:

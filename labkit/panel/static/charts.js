@@ -43,7 +43,10 @@ function theme(element) {
   return { ink: of("--labkit-ink", style.color), grid: of("--labkit-grid", "rgba(128,128,128,0.3)"), scale };
 }
 
-function themed(chart, { ink, grid, scale }) {
+const ROOM = 140; // px of height that a chart needs for letters of the usual size
+
+function themed(chart, { ink, grid, scale: wanted }) {
+  const scale = Math.min(wanted, Math.max(1, chart.box.clientHeight / ROOM));
   const { layout, data } = chart;
   layout.font.color = ink;
   for (const axis of [layout.xaxis, layout.yaxis]) axis.gridcolor = grid;

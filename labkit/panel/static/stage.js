@@ -1,8 +1,8 @@
 // The panel's keys, its view for a projector, and what the widgets do not tell a screen reader. Keys count while the panel has the
-// focus and nobody types; they are taken before the notebook sees them, whose own single keys change cells.
+// focus and nobody types, Escape wherever nobody types outside of the panel; they are taken before the notebook sees them, whose own single keys change cells.
 
 const PRESSED = ".widget-toggle-button, .widget-toggle-buttons button";
-const FOLDS = [".labkit-more.mod-active", ".labkit-why.mod-active"]; // what Escape closes first
+const FOLDS = [".labkit-more.mod-active", ".labkit-why.mod-active", ".labkit-compare-recorded.mod-active"]; // what Escape closes first
 
 function isTyping(element) {
   if (element.isContentEditable || ["TEXTAREA", "SELECT"].includes(element.tagName)) return true;
@@ -59,7 +59,7 @@ class Panel {
 
   press(button) {
     const value = String(button.classList.contains("mod-active"));
-    const name = button.matches(".labkit-more, .labkit-why") ? "aria-expanded" : "aria-pressed";
+    const name = button.matches(".labkit-more, .labkit-why, .labkit-compare-recorded") ? "aria-expanded" : "aria-pressed";
     if (button.getAttribute(name) !== value) button.setAttribute(name, value);
   }
 
@@ -73,8 +73,9 @@ class Panel {
 
   key(event) {
     const path = event.composedPath();
-    if (!path.includes(this.element) || event.ctrlKey || event.metaKey || event.altKey) return;
-    const action = event.key === "Escape" ? this.back() : isTyping(path[0]) ? null : this.action(event.key);
+    const inside = path.includes(this.element);
+    if (event.ctrlKey || event.metaKey || event.altKey || (!inside && isTyping(path[0]))) return;
+    const action = event.key === "Escape" ? this.back() : !inside || isTyping(path[0]) ? null : this.action(event.key);
     if (!action) return;
     event.preventDefault();
     event.stopImmediatePropagation();

@@ -1,0 +1,69 @@
+"""What a rank reaches on its way to the first step: `startup` events, each at most once in a process, so once in an attempt.
+
+======= =====================================================================================
+name    written when
+======= =====================================================================================
+group   `init_process_group` has returned for the first time
+data    a DataLoader is made for the first time: what it loads from is there
+batch   a loader has given its first batch, or a model is called to train before any has
+======= =====================================================================================
+
+What a script never does is never written: one without a process group, or one that fetches its batches without a loader.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from labkit.events import STARTUP
+from labkit.probe.journal import Guard, Journal
+
+_MODULES = ("torch.distributed", "torch.distributed.distributed_c10d", "torch.distributed.device_mesh")  # each has a name for it
+
+
+class Startup:
+    """Writes what is reached for the first time; later calls cost a look into a small set."""
+
+    def __init__(self, journal: Journal):
+        self._journal, self._guard = journal, Guard(journal, "startup")
+        self._awaited = set(STARTUP)
+        self._watch_groups()
+        self._watch_data()
+
+    def reached(self, name: str) -> None:
+        """The rank has reached `name`, one of `events.STARTUP`."""
+        if name in self._awaited:
+            self._awaited.discard(name)
+            self._journal.write("startup", name=name)
+
+    def _watch_groups(self) -> None:
+        if not torch.distributed.is_available():
+            return
+        original = torch.distributed.init_process_group
+
+        @functools.wraps(original)
+        def init_process_group(*args: Any, **kwargs: Any) -> Any:
+            given = original(*args, **kwargs)
+            self._guard(self.reached, "group")
+            return given
+
+        for module in map(importlib.import_module, _MODULES):
+            if getattr(module, "init_process_group", None) is original:
+                module.init_process_group = init_process_group
+
+    def _watch_data(self) -> None:
+        original = DataLoader.__init__
+
+        @functools.wraps(original)
+        def make(loader: Any, *args: Any, **kwargs: Any) -> None:
+            original(loader, *args, **kwargs)
+            self._guard(self.reached, "data")
+            if DataLoader.__init__ is make:
+                DataLoader.__init__ = original
+
+        DataLoader.__init__ = make

@@ -1,0 +1,140 @@
+"""The panel in JupyterLab from before a run to the comparison: it is never blank, and no text is cut off at 1280 pixels."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from conftest import wait_until
+from test_browser import LAB, SECONDS, command, jupyter, open_notebook, page, picture, points, see, sync_api, wait_for_words  # noqa: F401
+
+pytestmark = pytest.mark.browser
+
+COMPARE = """
+# %%
+from labkit import compare
+compare(["ddp"], workload="mlp", nproc=2, device="cpu", samples=640, batch_size=64, steps=5)
+"""
+NOTEBOOK = LAB.replace("epochs=1", "steps=60") + COMPARE
+CLIPPED = """(element) => [...element.querySelectorAll("*")].filter((one) => {
+  const style = getComputedStyle(one);
+  if (!(one instanceof HTMLElement) || !one.checkVisibility() || style.clipPath !== "none" || ["INPUT", "SELECT", "CODE"].includes(one.tagName)) return false;
+  if (!["hidden", "clip"].includes(style.overflowX) || !one.textContent.trim()) return false;
+  const end = one.getBoundingClientRect().right - parseFloat(style.paddingRight);
+  const ends = [...one.childNodes].filter((node) => node.nodeType === Node.TEXT_NODE).map((node) => {
+    const text = document.createRange();
+    text.selectNode(node);
+    return text.getBoundingClientRect().right;
+  });
+  return one.scrollWidth > one.clientWidth + 1 || Math.max(...ends) > end + 1;
+}).map((one) => `${one.className}: ${one.textContent.trim()}`)"""
+TITLES = """(element) => [...element.querySelectorAll(".labkit-chart")].filter((one) => one.checkVisibility()).map((chart) => {
+  const box = (one) => one?.getBoundingClientRect();
+  const [title, legend] = [".gtitle", ".legendtext"].map((name) => box(chart.querySelector(name)));
+  const meets = legend && legend.left < title.right && legend.top < title.bottom - 2;
+  return title.right > box(chart).right || meets ? chart.querySelector(".gtitle").textContent : "";
+}).filter(Boolean)"""
+
+
+def nothing_is_cut_off(panel: sync_api.Locator) -> None:
+    """Neither text in a box that hides what is too wide for it, nor the title of a chart."""
+    assert panel.evaluate(CLIPPED) == []
+    assert panel.evaluate(TITLES) == []
+    assert panel.evaluate("element => element.scrollWidth <= element.clientWidth + 1")
+
+
+def test_the_panel_is_never_blank(page, jupyter, runs):  # noqa: F811
+    (jupyter.work / "labs" / "before.py").write_text(NOTEBOOK)
+    open_notebook(page, jupyter, "labs/before.py")
+    command(page, "notebook:run-cell")
+    panel = page.locator(".labkit", has=page.locator(".labkit-run"))
+    panel.wait_for(timeout=SECONDS)
+    see(panel)
+    before = panel.locator(".labkit-before")
+    sync_api.expect(before).to_contain_text("Next run, by formula")
+    sync_api.expect(before.locator("tbody tr")).to_have_count(2)
+    sync_api.expect(before).to_contain_text("all_reduce 5.1 MiB")
+    wait_until(lambda: panel.locator(".labkit-chart .gtitle").count() == 4, 60)
+    picture(page, "20-before-run")
+    nothing_is_cut_off(panel)
+    choices_are_followed(page, panel, before)
+    escape_closes_the_options(page, panel)
+
+    panel.locator(".labkit-run").click()
+    sync_api.expect(before).to_contain_text(re.compile(r"torch imported.*group formed.*first step"), timeout=SECONDS)
+    reached = re.compile(r"(\d+\.\d s.*){3}…")
+    sync_api.expect(before.locator("tbody tr").first).to_contain_text(reached, timeout=SECONDS)
+    picture(page, "21-ranks-start")
+    nothing_is_cut_off(panel)
+    wait_for_words(panel, "training")
+    sync_api.expect(before).to_be_hidden(timeout=SECONDS)
+    wait_for_words(panel, "finished")
+    assert points(panel, "loss") > 2
+    picture(page, "22-finished")
+    nothing_is_cut_off(panel)
+    panel.get_by_role("tab", name="Timeline").click()
+    traffic = panel.locator(".labkit-timeline .labkit-comparison")
+    sync_api.expect(traffic.locator("td").last).to_be_visible()
+    assert traffic.evaluate("element => element.scrollWidth <= element.clientWidth")
+    picture(page, "23-timeline")
+    nothing_is_cut_off(panel)
+    recorded_runs_are_compared(page, panel)
+    command(page, "notebook:run-all-below")
+    last = page.locator(".jp-CodeCell").last
+    sync_api.expect(last.locator(".labkit-comparison tr", has_text="DDP")).to_be_visible(timeout=SECONDS)
+    picture(page, "26-bare-compare-live")
+    left = last.locator(".jp-RenderedHTMLCommon tr", has_text="DDP")
+    sync_api.expect(left).to_contain_text("equal", timeout=SECONDS)
+    sync_api.expect(last.locator(".labkit-comparison")).to_be_hidden()
+    last.evaluate("element => element.scrollIntoView()")
+    picture(page, "27-bare-compare")
+
+
+def choices_are_followed(page: sync_api.Page, panel: sync_api.Locator, before: sync_api.Locator) -> None:  # noqa: F811
+    panel.get_by_role("button", name="ZeRO-1", exact=True).click()
+    sync_api.expect(before).to_contain_text("broadcast")
+    for title in ("Single", "DP", "DDP", "FSDP2", "TP", "PP"):
+        panel.get_by_role("button", name=title, exact=True).click()
+        sync_api.expect(before).to_contain_text(f"Next run, by formula {title} ·")
+        nothing_is_cut_off(panel)
+    panel.locator(".labkit-further select").select_option("DeepSpeed")
+    sync_api.expect(before).to_contain_text("no formula says what DeepSpeed keeps on a rank")
+    nothing_is_cut_off(panel)
+    panel.get_by_role("button", name="FSDP2", exact=True).click()
+    sync_api.expect(before).to_contain_text("Next run, by formula FSDP2 ·")
+    panel.locator(".labkit-to-stage").click()
+    picture(page, "20-before-run-for-a-projector")
+    nothing_is_cut_off(panel)
+    panel.locator(".labkit-to-stage").click()
+
+
+def escape_closes_the_options(page: sync_api.Page, panel: sync_api.Locator) -> None:  # noqa: F811
+    more, popover = panel.locator(".labkit-more"), panel.locator(".labkit-popover")
+    first, blur = popover.locator("select").first, "document.activeElement.blur()"
+    for then in (first.focus, popover.locator(".labkit-help").first.click, lambda: page.evaluate(blur), lambda: None):
+        more.click()
+        sync_api.expect(popover).to_be_visible()
+        then()
+        page.keyboard.press("Escape")
+        sync_api.expect(popover).to_be_hidden()
+        sync_api.expect(more).to_be_focused()
+
+
+def recorded_runs_are_compared(page: sync_api.Page, panel: sync_api.Locator) -> None:  # noqa: F811
+    panel.get_by_role("tab", name="Compare").click()
+    tab = panel.locator(".labkit-compare")
+    sync_api.expect(tab).to_contain_text("Compare trains the same model with each chosen strategy")
+    tab.locator(".labkit-compare-recorded").click()
+    runs = tab.locator(".labkit-runs select")
+    sync_api.expect(runs.locator("option")).to_have_count(1)
+    picture(page, "24-recorded-runs")
+    nothing_is_cut_off(panel)
+    page.keyboard.press("Escape")
+    sync_api.expect(runs).to_be_hidden()
+    tab.locator(".labkit-compare-recorded").click()
+    runs.select_option(index=0)
+    tab.get_by_role("button", name="Compare these").click()
+    sync_api.expect(tab).to_contain_text("Recorded runs, nothing runs now.")
+    sync_api.expect(tab.locator("tr", has_text="FSDP2").first).to_be_visible()
+    picture(page, "25-recorded-compared")
+    nothing_is_cut_off(panel)
