@@ -68,7 +68,7 @@ def test_a_rank_that_left_early_is_named_and_not_its_victim():
 def test_ranks_that_are_stopped_or_hold_the_gil_are_named_in_a_pipeline():
     job = broken("one_stops_and_one_holds_the_gil", "pipeline", nproc=4)
     try:
-        wait_until(lambda: len([rank for rank in job.state.ranks.values() if rank.waiting or rank.silent]) == 4, 180)
+        wait_until(lambda: len([rank for rank in job.state.ranks.values() if rank.waiting or rank.silent]) == 4, 400)
         found = first(job)
         told = {number: rank.silent and rank.silent["process"] for number, rank in job.state.ranks.items()}
     finally:
