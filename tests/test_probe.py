@@ -676,24 +676,26 @@ def test_a_part_that_fails_is_told_once_and_stays_off(tmp_path):
 
 def test_a_thread_with_the_ident_of_one_that_ended_is_not_the_one_that_is_followed():
     """The system gives idents out again; whether a script's next thread gets one depends on the load."""
-    followed, found = ScriptThread(), []
 
-    def in_a_thread(do, *arguments):
-        thread = threading.Thread(target=lambda: found.append(do(*arguments)), name="a thread")
+    def in_a_thread(look, followed):
+        found = []
+        thread = threading.Thread(target=lambda: found.append(look(followed)))
         thread.start()
         thread.join()
-        return thread.ident, found[-1]
+        return thread.ident, found[0]
 
-    assert followed.here() and not in_a_thread(followed.here)[1]
-    first, moved = in_a_thread(lambda: (followed.takes_over(), followed.here()))
-    assert moved == (True, True) and not followed.here()
-    look = lambda: (followed.here(), followed.may_move, followed.cpu_seconds(), followed.frame())  # noqa: E731
-    told = next((told for ident, told in (in_a_thread(look) for _ in range(1000)) if ident == first), None)
-    if told is None:
-        pytest.skip("this system did not give the ident out again")
-    here, may_move, seconds, frame = told
-    assert (here, may_move, seconds) == (False, True, None)
-    assert frame.f_code.co_name != "<lambda>", "the main thread's, and not that of the thread which has the ident now"
+    for _ in range(1000):
+        thread = ScriptThread()
+        assert thread.here()
+        first, moved = in_a_thread(lambda followed: (followed.takes_over(), followed.here()), thread)
+        second, here = in_a_thread(ScriptThread.here, thread)
+        third, looks = in_a_thread(lambda followed: (followed.may_move, followed.cpu_seconds(), followed.frame()), thread)
+        assert moved == (True, True) and not thread.here()
+        assert not here and looks[:2] == (True, None)
+        assert looks[2].f_code.co_name != "<lambda>", "the main thread's, and not that of a thread which has the ident now"
+        if first == second == third:
+            return
+    pytest.skip("this system did not give the ident out again")
 
 
 def test_a_forked_child_is_silent(tmp_path):
