@@ -78,17 +78,15 @@ def show_comparison_in_notebook(comparing: Comparing) -> None:
     widget.add_class("labkit")
     display(widget)
     kept = display({"text/html": "", "text/plain": ""}, raw=True, display_id=True)
-
-    def leave() -> None:
-        kept.update(comparison_bundle(comparing), raw=True)
-        widget.layout.display = "none"  # the same is in the notebook now
-
-    view.follow(comparing, leave)
+    view.follow(comparing, lambda: kept.update(comparison_bundle(comparing), raw=True))
 
 
 def comparison_bundle(comparing: Comparing) -> dict[str, Any]:
-    """The table and the charts as a plain output, which needs no widget, no kernel and no network."""
-    html = comparison_html(comparing.rows, comparing.left_out)
+    """The table and the charts as a plain output, which needs no widget, no kernel and no network.
+
+    A page that has the widget hides it: the two show the same.
+    """
+    html = f'<div class="labkit-kept">{comparison_html(comparing.rows, comparing.left_out)}</div>'
     return {"text/html": html, "text/plain": json.dumps(comparing.to_json(), indent=2)}
 
 
