@@ -189,11 +189,11 @@ class Comparing:
         return self
 
     def __repr__(self) -> str:
-        found = self.rows
-        return f"<Comparing {', '.join(row.title for row in found)}: {sum(row.over for row in found)} of {len(found)} over>"
+        over = [row.over for row in self.rows]
+        return f"<Comparing {', '.join(spec.strategy_row.title for spec in self.specs)}: {sum(over)} of {len(over)} over>"
 
     def _ipython_display_(self) -> None:
-        """As the last line of a notebook's cell it is shown as by `show`, but where that was called in the same cell."""
+        """Shows it as the last line of a notebook's cell, unless `show` did so in the same cell."""
         if not in_notebook():
             raise NotImplementedError  # IPython takes the repr then
         if self.shown_in != cell():
@@ -285,7 +285,7 @@ def alike(folders: Sequence[RunFolder]) -> list[RunFolder]:
 
 
 def newest(folders: Sequence[RunFolder]) -> list[RunFolder]:
-    """Of recorded runs (the oldest first) those of the newest comparison, whose runs alone record tensors; empty if there is none."""
+    """Of recorded runs (the oldest first) those of the newest comparison, whose runs alone record tensors; empty for none."""
     found = alike([folder for folder in folders if RunFolder.read_json(folder.spec).get("tensors")])
     return found if len(found) > 1 else []
 
@@ -301,7 +301,8 @@ def rows(known: Sequence[tuple[RunFolder, RunState]], badges: dict[str, Badge]) 
     for number, row in enumerate(found):
         if row.over and row.run not in badges and found[base].over:
             badges[row.run] = REFERENCE if number == base else badge(*known[number], folder, state)
-        speedup = row.samples_per_second / speed if speed and row.samples_per_second and _same(known[number][1], state) else None
+        known_both = speed and row.samples_per_second and _same(known[number][1], state)
+        speedup = row.samples_per_second / speed if known_both else None
         found[number] = replace(row, speedup=speedup, badge=badges.get(row.run))
     return tuple(found)
 

@@ -16,6 +16,19 @@ from labkit.launch.warm import client
 PATIENCE = 60.0  # seconds that a test waits for a server on a busy machine
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="also run the slow tier: every lab live in a browser, the long list of faults, …")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without --all, slow tests are left out, unless they were named."""
+    if config.getoption("--all") or any("::" in argument for argument in config.args):
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    items[:] = [item for item in items if item not in set(slow)]
+    config.hook.pytest_deselected(items=slow)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def warm_server():
     """A warm server of this process's own, which forks the ranks of most tests; gives a function that waits until it is there."""

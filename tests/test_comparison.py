@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 
+import nbclient
+import nbformat
 import pytest
 from conftest import processes_of, wait_until
 from fabricate import FakeRun
@@ -312,6 +314,26 @@ def test_a_run_that_fails_does_not_end_the_others(runs, monkeypatch, capsys):
     assert dp.badge.verdict == "equal"
     assert len(comparing.figure().data) == 1 + 5 + 1 + 1
     assert "KeyError" in capsys.readouterr().out
+
+
+HEADLESS = (
+    "from labkit import compare, show\n"
+    "compare(['ddp'], workload='mlp', nproc=2, device='cpu', samples=640, batch_size=64, steps=3)",
+    "show(_)",
+)
+
+
+def test_a_bare_comparison_where_nobody_watches_waits_for_the_end_and_leaves_plain_figures(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(CLONE))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    monkeypatch.chdir(tmp_path)
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in HEADLESS])
+    nbclient.NotebookClient(notebook, timeout=240).execute()
+    for cell in notebook.cells:
+        (output,) = cell.outputs  # once, also where `show` gives back what IPython would show again
+        assert output["data"]["text/html"].count("<svg") == 4
+        rows = json.loads(output["data"]["text/plain"])["rows"]
+        assert [(row["title"], row["words"]) for row in rows] == [("Single", "finished"), ("DDP", "finished")]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from labkit.exercises import LABS
 
 sync_api = pytest.importorskip("playwright.sync_api")
 sync_api.expect.set_options(timeout=60_000)  # ms: a busy machine takes its time
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 TOPICS = {lab: topic for topic, lab in LABS.items()}
 LESSONS = ("00_start_here", "01_collectives", "03_ddp", "05_fsdp", "07_pipeline_parallel")

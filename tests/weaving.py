@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from labkit.api import run
 from labkit.script import write_script
 from labkit.spec import Spec
 
@@ -33,11 +34,19 @@ def run_alone(argv: list[str], folder: Path, seconds: float = 600) -> str:
     return done.stdout
 
 
-def record(spec: Spec, folder: Path) -> list[dict]:
-    """What each rank's steps and evaluations gave: `losses` and `evaluations`, by rank."""
+def record(spec: Spec, folder: Path, alone: bool = False) -> list[dict]:
+    """What each rank's steps and evaluations gave: `losses` and `evaluations`, by rank.
+
+    The ranks are those of a run, forked from the warm server; or the script runs `alone`, by torchrun, without labkit.
+    """
     folder.mkdir()
     script = folder / "train.py"
     script.write_text(write_script(spec), encoding="utf-8")
-    launcher = [sys.executable] if spec.processes == 1 else [*TORCHRUN, f"--nproc-per-node={spec.processes}"]
-    run_alone([*launcher, str(RECORDER), "train.py", "."], folder)
+    if alone:
+        launcher = [sys.executable] if spec.processes == 1 else [*TORCHRUN, f"--nproc-per-node={spec.processes}"]
+        run_alone([*launcher, str(RECORDER), "train.py", "."], folder)
+    else:
+        asked = {"nproc": spec.processes, "device": spec.device, "args": [str(script), str(folder)], "sample_every": 0}
+        handle = run(RECORDER, **asked).wait(600)
+        assert handle.state.status["state"] == "finished", handle.logs(0, "stderr")[-3000:]
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(spec.processes)]

@@ -1,10 +1,9 @@
-"""What the Live tab shows above its charts before there is a first step: what will run, by formula, and then how far each rank has come."""
+"""What the Live tab shows above its charts until there are steps: what will run, by formula, then how far each rank is."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from itertools import groupby
 
 import ipywidgets
 
@@ -23,7 +22,8 @@ _DEBOUNCE = 0.15  # seconds without another choice after which the formulas are 
 class Before:
     """A strip that is as high as it needs to be, and gone once every rank has finished a step.
 
-    `plan` may be called at every choice: the formulas of the last one are computed in a thread, when no other choice has followed.
+    `plan` may be called at every choice: the formulas of the last one are computed in a thread, when no other choice has
+    followed.
     """
 
     def __init__(self) -> None:
@@ -69,10 +69,10 @@ def plan_html(spec: Spec) -> str:
         rest = f"no formula says what {spec.strategy_row.title} keeps on a rank; {_sent(flows)}"
         return f'<div class="labkit-told"><p>{title}</p><p>{escape(rest)}</p></div>'
     mean = size(sum(flow.theory for flow in flows) / ranks)
-    head = ("rank", "parameters", "gradients", "optimizer state", "kept from step to step", "sends per step" + " (mean)" * (ranks > 1))
-    rows = [
-        (str(rank), size(one.parameters), size(one.gradients), size(one.optimizer), size(one.total), mean) for rank, one in enumerate(held)
-    ]
+    sends = "sends per step (mean)" if ranks > 1 else "sends per step"
+    head = ("rank", "parameters", "gradients", "optimizer state", "kept from step to step", sends)
+    sizes = [map(size, (one.parameters, one.gradients, one.optimizer, one.total)) for one in held]
+    rows = [(str(rank), *cells, mean) for rank, cells in enumerate(sizes)]
     note = f"Activations and buffers come on top. {_sent(flows)}"
     return f'<div class="labkit-told"><p>{title}. {escape(note)}</p></div>{_table(head, rows)}'
 
@@ -80,8 +80,8 @@ def plan_html(spec: Spec) -> str:
 def _sent(flows: Sequence[Flow]) -> str:
     """`Sent per step, all ranks: all_reduce 3.1 MiB = 2(n−1)/n · 4P per rank`."""
     told = []
-    for op, those in groupby(sorted(filter(lambda flow: flow.theory, flows), key=lambda flow: flow.op), lambda flow: flow.op):
-        same = list(those)
+    for op in dict.fromkeys(flow.op for flow in flows if flow.theory):
+        same = [flow for flow in flows if flow.op == op and flow.theory]
         formula = " + ".join(dict.fromkeys(flow.formula for flow in same))
         told.append(f"{op} {size(sum(flow.theory for flow in same))} = {formula}")
     return f"Sent per step, all ranks: {'; '.join(told) or 'nothing'}"
@@ -95,9 +95,10 @@ def startup_html(state: RunState) -> str:
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     heads = "".join(f"<th>{escape(name)}</th>" for name in head)
-    body = "".join(
-        f'<tr><td><i style="background:{rank_colour(int(rank))}"></i>{rank}</td>' + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-        + "</tr>"
-        for rank, *cells in rows
-    )
+    body = "".join(_row(rank, cells) for rank, *cells in rows)
     return f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _row(rank: str, cells: Sequence[str]) -> str:
+    texts = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+    return f'<tr><td><i style="background:{rank_colour(int(rank))}"></i>{rank}</td>{texts}</tr>'

@@ -78,17 +78,15 @@ def show_comparison_in_notebook(comparing: Comparing) -> None:
     widget.add_class("labkit")
     display(widget)
     kept = display({"text/html": "", "text/plain": ""}, raw=True, display_id=True)
-
-    def leave() -> None:
-        kept.update(comparison_bundle(comparing), raw=True)
-        widget.layout.display = "none"  # the same is in the notebook now
-
-    view.follow(comparing, leave)
+    view.follow(comparing, lambda: kept.update(comparison_bundle(comparing), raw=True))
 
 
 def comparison_bundle(comparing: Comparing) -> dict[str, Any]:
-    """The table and the charts as a plain output, which needs no widget, no kernel and no network."""
-    html = comparison_html(comparing.rows, comparing.left_out)
+    """The table and the charts as a plain output, which needs no widget, no kernel and no network.
+
+    A page that has the widget hides it: the two show the same.
+    """
+    html = f'<div class="labkit-kept">{comparison_html(comparing.rows, comparing.left_out)}</div>'
     return {"text/html": html, "text/plain": json.dumps(comparing.to_json(), indent=2)}
 
 
@@ -115,7 +113,7 @@ class CompareTab:
         self._said = ipywidgets.HTML()
         self._view = ComparisonView()
         self._view.say(_INTRODUCTION)
-        self._opened = False
+        self._used = False
         boxes = ipywidgets.HBox(list(self._boxes.values()))
         boxes.add_class("labkit-boxes")
         head = ipywidgets.HBox([self._start_button, self._stop_button, self._recorded(), boxes])
@@ -125,14 +123,17 @@ class CompareTab:
 
     def _recorded(self) -> ipywidgets.Box:
         """A button that opens the list of recorded runs, from which some are chosen and compared."""
-        self._recorded_button = ipywidgets.ToggleButton(description="Recorded", tooltip="Compare recorded runs, without running anything")
+        hint = "Compare recorded runs, without running anything"
+        self._recorded_button = ipywidgets.ToggleButton(description="Recorded", tooltip=hint)
         self._recorded_button.observe(self._disclose, "value")
         self._recorded_button.add_class("labkit-compare-recorded")
         self._list = ipywidgets.SelectMultiple(rows=9, description="Recorded runs")
-        self._chosen_button = ipywidgets.Button(description="Compare these", tooltip="The table and the charts of the chosen runs")
+        hint = "The table and the charts of the chosen runs"
+        self._chosen_button = ipywidgets.Button(description="Compare these", tooltip=hint)
         self._chosen_button.on_click(lambda _: self._show_chosen())
         help_ = ipywidgets.HTML(f'<div class="labkit-help">{_HOW_TO_CHOOSE}</div>')
-        self._popover = ipywidgets.VBox([self._list, ipywidgets.HBox([self._chosen_button, help_])], layout={"display": "none"})
+        below = ipywidgets.HBox([self._chosen_button, help_])
+        self._popover = ipywidgets.VBox([self._list, below], layout={"display": "none"})
         self._popover.add_class("labkit-runs")
         box = ipywidgets.Box([self._recorded_button, self._popover])
         box.add_class("labkit-options")
@@ -171,21 +172,23 @@ class CompareTab:
         except SpecError as error:
             self._said.value = sentence_html(str(error))
             return
-        self._said.value = ""
+        self._said.value, self._used = "", True
         self._comparing = Comparing(specs, left_out, cold=self._cold).start()
         self._free(False)
         self._view.follow(self._comparing, self._over)
 
     def opened(self) -> None:
-        """To be called when the tab comes to the front: the first time it looks for the newest comparison among the recorded runs."""
-        if not self._opened and self._comparing is None:
-            self._opened = True
+        """To be called when the tab comes to the front: it shows the newest comparison among the recorded runs.
+
+        Once something was compared in the tab itself, that stays.
+        """
+        if not self._used:
             _in_a_thread(self._show_newest)
 
     def _show_newest(self) -> None:
         readable, _ = RunFolder.readable(RunFolder.all())
         folders = newest([folder for folder in readable if is_recorded(folder)])
-        if folders:
+        if folders and not self._used:
             self._show(folders, "The newest comparison of this runs folder. ")
 
     def _disclose(self, change: dict[str, Any]) -> None:
@@ -201,6 +204,7 @@ class CompareTab:
 
     def _show_chosen(self) -> None:
         """Shows the runs that are chosen in the list; one sentence names those that cannot be read."""
+        self._used = True
         folders = [RunFolder(path) for path in self._list.value]
         _, unreadable = RunFolder.readable(folders)
         if not folders:
@@ -214,7 +218,9 @@ class CompareTab:
         self._recorded_button.value = False
 
     def show_recorded(self) -> None:
-        """Shows the newest recorded run of each strategy that trained the same as the newest of all, or says why there is none."""
+        """Shows the newest recorded run of each strategy that trained the same as the newest of all; a sentence says
+        where there is none.
+        """
         readable, unreadable = RunFolder.readable(RunFolder.all())
         folders = alike([folder for folder in readable if is_recorded(folder)])
         left = [f"{name} is left out: it cannot be read ({why})." for name, why in unreadable.items()]

@@ -127,7 +127,7 @@ class RunView:
         self.plan(spec)
 
     def plan(self, spec: Spec | None) -> None:
-        """Shows what the ranks of a run that was not started yet will hold and send, above whatever run is shown; None: it cannot run."""
+        """Shows what the ranks of the next run will hold and send, above whatever run is shown; None: it cannot run."""
         self._before.plan(spec)
 
     def follow(self, job: Job) -> None:

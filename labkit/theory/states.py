@@ -1,4 +1,4 @@
-"""Bytes of model states that each rank keeps from step to step, by formula: parameters, gradients, and the two moments of AdamW.
+"""Bytes of model states that each rank keeps from step to step, by formula: parameters, gradients and AdamW's moments.
 
 All are numbers of 32 bits, since mixed precision is computed by autocast or on gathered copies: 4P + 4P + 8P bytes for
 the P parameters that a rank holds (Rajbhandari et al. 2020, section 3.1, without its 16-bit copies). Activations,
@@ -34,7 +34,7 @@ class States:
 
 
 def states(spec: Spec) -> tuple[States, ...] | None:
-    """What each rank of a Spec, whose number of ranks is known, keeps on its device, in their order; None where there is no formula."""
+    """What each rank of a Spec, whose number of ranks is known, keeps on its device; None where there is no formula."""
     formula = STATES.get(spec.strategy)
     return None if formula is None else tuple(formula(Case(spec, step=1)))
 
@@ -56,11 +56,12 @@ def _shapes(case: Case, rank: int) -> list[Shape]:
         return list(case.shapes)
     place = rank // (case.n // case.pipes)
     mine = range(place, len(case.stages) - 1, case.pipes)
-    return [shape for stage in mine for block in case.blocks[case.stages[stage] : case.stages[stage + 1]] for shape in block.parameters]
+    blocks = [block for stage in mine for block in case.blocks[case.stages[stage] : case.stages[stage + 1]]]
+    return [shape for block in blocks for shape in block.parameters]
 
 
 def _zero1(case: Case) -> Iterator[States]:
-    """ZeroRedundancyOptimizer gives each tensor, the largest first, to the rank that steps the fewest numbers by then."""
+    """ZeroRedundancyOptimizer gives each tensor, the largest first, to the rank that has the fewest numbers by then."""
     stepped = [0] * case.n
     for size in sorted(map(math.prod, case.shapes), reverse=True):
         stepped[stepped.index(min(stepped))] += size
