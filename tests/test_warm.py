@@ -19,7 +19,7 @@ from labkit.api import Run, run
 from labkit.doctor import warm_start
 from labkit.launch.job import Job
 from labkit.launch.processes import is_supervisor
-from labkit.launch.warm import client, facts, wire
+from labkit.launch.warm import client, facts, fork, wire
 from labkit.launch.warm.client import Cold
 from labkit.panel import Lab
 
@@ -256,6 +256,12 @@ def test_cold_can_be_asked_for(server, ends, monkeypatch, capsys):
     monkeypatch.setattr(Job, "start", classmethod(lambda cls, spec, **how: asked.append(how) or 1 / 0))
     Lab(cold=True)._launch(None)
     assert asked == [{"cold": True}]
+
+
+def test_a_process_that_has_a_gpu_open_is_known(tmp_path, monkeypatch):
+    assert not fork.has_touched_a_gpu()
+    monkeypatch.setattr(Path, "readlink", lambda path: Path("/dev/nvidiactl"))
+    assert fork.has_touched_a_gpu()
 
 
 # ---- servers that are ill

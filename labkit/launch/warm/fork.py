@@ -9,6 +9,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn
 
 from labkit.launch.warm.fresh import Origin, take_files
@@ -106,6 +108,15 @@ def _become(
         traceback.print_exc()
         os._exit(_FAILED)
     _run(program)
+
+
+def has_touched_a_gpu() -> bool:
+    """Whether this process has a GPU's device open: CUDA, once initialised, does not work in a copy of the process."""
+    for path in list(Path("/proc/self/fd").iterdir()):
+        with suppress(OSError):  # closed meanwhile
+            if str(path.readlink()).startswith("/dev/nvidia"):
+                return True
+    return False
 
 
 def _path_of(module: str) -> str:

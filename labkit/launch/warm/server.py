@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.launch.warm import facts, wire
-from labkit.launch.warm.fork import Child
+from labkit.launch.warm.fork import Child, has_touched_a_gpu
 from labkit.launch.warm.fresh import Origin
 from labkit.probe import lifetime
 
@@ -156,6 +156,8 @@ def main(idle: str, wanted_by: str) -> None:
     threads = len(list(Path("/proc/self/task").iterdir()))
     if threads != 1:
         sys.exit(f"a warm server must have one thread, and what it imported started {threads - 1} more")
+    if has_touched_a_gpu():
+        sys.exit("a warm server must not touch a GPU, and what it imported has")
     origin = Origin()
     origin.entitle([sys.executable, "-m", "labkit.launch.warm.server"])
     gc.collect()
