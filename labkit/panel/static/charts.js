@@ -87,6 +87,7 @@ function short(value) {
 function takeMore(chart, more) {
   for (const [index, xs, ys, words] of more.points) {
     const trace = chart.data[index];
+    if (trace.x.length === 1 && trace.x[0] === null) trace.x.length = trace.y.length = 0; // it stood for an empty line
     trace.x.push(...xs);
     trace.y.push(...ys);
     trace.text?.push(...words);
