@@ -41,7 +41,7 @@ def test_what_was_made_is_read_again_and_may_be_changed(folder, capfd):
     assert made == [1000] and is_made(first, 1000) and is_made(second, 1000)
     second[0][0] = -1.0  # in memory alone
     assert is_made(cached(make, 1000), 1000)
-    assert folder.stat().st_mode & 0o777 == 0o700 and len(list(folder.iterdir())) == 1
+    assert len(list(folder.iterdir())) == 1
     assert capfd.readouterr() == ("", "")
 
 
@@ -61,13 +61,13 @@ def test_a_damaged_file_is_made_anew_and_told_of_once(damage, folder, capfd):
     assert is_made(cached(make, 100_000), 100_000) and is_made(cached(make, 100_000), 100_000)
     assert made == [100_000, 100_000]
     told = capfd.readouterr().err
-    assert told.count("cannot use the cache file") == 1 and str(path) in told and "Traceback" not in told
+    assert told.count(f"cache file {path} is damaged: ") == 1 == told.count("cache file") and "Traceback" not in told
 
 
 def test_a_cache_that_cannot_be_written_is_skipped(folder, capfd):
     folder.parent.write_text("a file stands in the way")
     assert is_made(cached(make, 10), 10) and is_made(cached(make, 10), 10)
-    assert capfd.readouterr().err.count("cannot use the cache file") == 2, "once for each run"
+    assert capfd.readouterr().err.count("cannot be written: ") == 2, "once for each run"
 
 
 def test_a_full_disk_leaves_no_half_file(folder, monkeypatch, capfd):
@@ -103,6 +103,6 @@ def test_a_script_keeps_its_data_where_the_user_keeps_caches_and_works_without(w
         settings = os.environ | {"XDG_CACHE_HOME": str(tmp_path / place), "OMP_NUM_THREADS": "1"}
         done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=True, env=settings, timeout=120)
         printed.append(done.stdout)
-        assert ("cannot use the cache file" in done.stderr) == (place == "/proc/nowhere")
+        assert ("cannot be written: " in done.stderr) == (place == "/proc/nowhere")
     assert printed[0] == printed[1] == printed[2] != ""
     assert len(list((tmp_path / "caches" / "labkit").iterdir())) == 1

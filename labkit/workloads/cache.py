@@ -4,7 +4,6 @@ import hashlib
 import inspect
 import os
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
@@ -13,27 +12,25 @@ CACHE = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
 
 
 def cached(make, *args) -> tuple[torch.Tensor, ...]:
-    """The tensors of make(*args): made once, then mapped from a file that all ranks share."""
-    versions = sys.version, torch.__version__, torch.backends.cpu.get_cpu_capability()
-    key = hashlib.sha256(repr((inspect.getsource(make), args, versions)).encode())
-    path = Path(CACHE, "labkit", f"{make.__name__}-{key.hexdigest()}.pt")
-    problem = None
+    """The tensors of make(*args), made once and then mapped from a file by all ranks."""
+    key = repr((inspect.getsource(make), args, sys.version, torch.__version__))
+    path = Path(CACHE, "labkit", hashlib.sha256(key.encode()).hexdigest() + ".pt")
+    writes = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
         return torch.load(path, mmap=True, weights_only=True)
-    except FileNotFoundError:
-        pass
-    except Exception as error:  # the file is damaged
-        problem = error
-    tensors = make(*args)
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-                whole = Path(folder, path.name)
-                torch.save(tensors, whole)
-                whole.replace(path)  # at once: no rank reads half of a file
-        except Exception as error:  # the disk is full, or the folder is read-only
-            problem = error
-        if problem:
-            print(f"cannot use the cache file {path}: {problem}", file=sys.stderr)
+    except OSError:
+        pass  # it is not there
+    except Exception as error:
+        if writes:
+            print(f"cache file {path} is damaged: {error}", file=sys.stderr)
+    tensors, part = make(*args), path.with_suffix(f".{os.getpid()}")
+    try:
+        if writes:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(tensors, part)
+            part.replace(path)  # at once: no rank reads half of a file
+    except Exception as error:
+        print(f"cache file {path} cannot be written: {error}", file=sys.stderr)
+        if part.exists():
+            part.unlink()
     return tensors

@@ -16,7 +16,7 @@ def load_data() -> tuple[TensorDataset, TensorDataset]:
 
 
 def draw_digits(count: int, side: int) -> tuple[torch.Tensor, ...]:
-    """So many images of the digits, variants of all but the last 360, and their labels; then those 360, and theirs."""
+    """Images and labels: so many to train on, variants of real ones, and 360 real ones."""
     from sklearn.datasets import load_digits  # a second to import, and needed once
 
     pixels, labels = map(torch.tensor, load_digits(return_X_y=True))
@@ -26,7 +26,7 @@ def draw_digits(count: int, side: int) -> tuple[torch.Tensor, ...]:
     maps = torch.eye(2, 3) + torch.randn(count, 2, 3, generator=random) / 10
     maps[:1437] = torch.eye(2, 3)  # once as it is; then turned, stretched and shifted
     drawn = []
-    for which, how in zip(source.split(1000), maps.split(1000)):  # few at a time: faster
+    for which, how in zip(source.split(1000), maps.split(1000)):  # few at once
         grid = affine_grid(how, (len(how), 1, side, side), align_corners=False)
         drawn.append(grid_sample(images[which], grid, align_corners=False))
     return torch.cat(drawn), labels[source], images[1437:], labels[1437:]
