@@ -37,6 +37,8 @@ class WaitWatch(threading.Thread):
         self._over = threading.Event()
         self._told: float | None = None
         self._progress, self._computed = watch.progress, watch.thread.cpu_seconds()
+        if position:
+            self._position_guard(self._note)  # now: a script may enter a C call that never ends before this thread runs
 
     def stop(self) -> None:
         """The script has ended: what comes now is no progress of it."""
