@@ -30,12 +30,14 @@ _CODES = {"finished": 0, "failed": 1, "lost": 1, "stopped": 130}
 
 def run(args: argparse.Namespace) -> int:
     """Starts a run and watches it to its end; Ctrl-C stops it."""
-    from labkit.api import Run
+    from labkit.api import Run, settle
     from labkit.launch.job import Job, LaunchError
+
+    spec = settle(args.specs[0])
 
     with interrupts() as interrupted:
         try:
-            job = Run(Job.start(args.specs[0], detached=args.detach, cold=args.cold, stdin=None if args.detach else _stdin()))
+            job = Run(Job.start(spec, detached=args.detach, cold=args.cold, stdin=None if args.detach else _stdin()))
         except (LaunchError, OSError) as error:
             raise Refused(str(error), code=1) from None
         if args.detach:
