@@ -205,6 +205,19 @@ def test_limits_of_the_process_are_inherited_as_under_a_cold_start(server):
     assert done.stdout == "the warm server differs in the limits of the process\n"
 
 
+def test_signals_that_the_supervisor_sets_anew_may_be_ignored_and_others_may_not(server):
+    """A notebook's kernel ignores SIGINT between two cells."""
+    told = []
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        before = signal.signal(number, signal.SIG_IGN)
+        try:
+            told.append(client.facts(os.environ)["the signals that are ignored"])
+        finally:
+            signal.signal(number, before)
+    nothing = client.facts(os.environ)["the signals that are ignored"]
+    assert told == [nothing, nothing, nothing | 1 << signal.SIGUSR1 - 1]
+
+
 def test_a_module_beside_the_script_that_shadows_a_loaded_one_makes_it_cold(server, ends):
     (ends.parent / "numpy.py").write_text("x = 1\n")
     handle = started(ends)

@@ -97,7 +97,7 @@ class CompareTab:
     whether a run is under way in another tab.
     """
 
-    def __init__(self, fields: Callable[[], dict[str, Any]], cold: bool, elsewhere: Callable[[], bool]):
+    def __init__(self, fields: Callable[[], dict[str, Any]], elsewhere: Callable[[], bool], cold: bool = False):
         self._fields, self._cold, self._elsewhere = fields, cold, elsewhere
         self._comparing: Comparing | None = None
         self._boxes = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import signal
 import site
 import sys
 from collections.abc import Mapping
@@ -24,7 +25,8 @@ _READ_EARLY = (
     *("TRITON_", "VECLIB_", "XLA_"),
 )
 _ADDED_BY_RANKS = {"KINETO_LOG_LEVEL": "99"}  # see probe/__main__.py
-_STATUS = ("Umask", "SigIgn", "Groups", "Cpus_allowed_list", "Mems_allowed_list", "NoNewPrivs", "Seccomp", "CapEff")
+_STATUS = ("Umask", "Groups", "Cpus_allowed_list", "Mems_allowed_list", "NoNewPrivs", "Seccomp", "CapEff")
+_RESET = ("SIGINT", "SIGHUP", "SIGTERM", "SIGCHLD", "SIGPIPE", "SIGXFSZ")  # by the supervisor, or by every Python
 _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 
 
@@ -105,6 +107,7 @@ def _inherited() -> dict[str, Any]:
     spaces = [str(Path("/proc/self/ns", name).readlink()) for name in _NAMESPACES]
     cgroup = Path("/proc/self/cgroup").read_text(encoding="utf-8", errors="surrogateescape")
     return {
+        "the signals that are ignored": int(status["SigIgn"], 16) & ~sum(1 << signal.Signals[name] - 1 for name in _RESET),
         "the user": [os.getuid(), os.geteuid(), os.getgid(), os.getegid()],
         "the limits of the process": {name: list(limit) for name, limit in limits.items()},
         "the priority of the process": os.getpriority(os.PRIO_PROCESS, 0),

@@ -150,6 +150,9 @@ def main(idle: str, wanted_by: str) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a notebook's kernel ignores it, and so would all that is forked here
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
     own = facts.facts(os.environ)  # before what is imported changes the environment
     for name in _IMPORTS:
         importlib.import_module(name)
