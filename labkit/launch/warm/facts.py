@@ -26,7 +26,7 @@ _READ_EARLY = (
 )
 _ADDED_BY_RANKS = {"KINETO_LOG_LEVEL": "99"}  # see probe/__main__.py
 _STATUS = ("Umask", "Groups", "Cpus_allowed_list", "Mems_allowed_list", "NoNewPrivs", "Seccomp", "CapEff")
-_RESET = ("SIGINT", "SIGHUP", "SIGTERM", "SIGCHLD", "SIGPIPE", "SIGXFSZ")  # by the supervisor, or by every Python
+_RESET = ("SIGINT", "SIGHUP", "SIGQUIT", "SIGTERM", "SIGCHLD", "SIGPIPE", "SIGXFSZ")  # by supervisor and agent, or by every Python
 _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 
 

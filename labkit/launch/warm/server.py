@@ -151,7 +151,7 @@ def main(idle: str, wanted_by: str) -> None:
     except BlockingIOError:
         return
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a notebook's kernel ignores it, and so would all that is forked here
-    for number in (signal.SIGHUP, signal.SIGTERM):
+    for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     own = facts.facts(os.environ)  # before what is imported changes the environment
     for name in _IMPORTS:
