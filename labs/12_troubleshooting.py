@@ -87,7 +87,7 @@ print(diff_scripts(spec_of("relpmas_on", steps=30), Spec("ddp", **SMALL, steps=3
 # you would expect is missing?
 
 # %%
-print(excerpt(spec_of("hcope_tes_on", epochs=2, samples=512), "main"))
+print(excerpt(spec_of("hcope_tes_on", epochs=2, samples=512), "train"))
 
 # %%
 second = run(spec_of("hcope_tes_on", epochs=2, samples=512)).wait()
@@ -137,11 +137,11 @@ print(third.words)
 # ## Patient 4: "It stops whenever it has trained well"
 #
 # Training is healthy to the last step. Then nothing comes any more, or an error about a peer that has gone. Predict from the end of its
-# `main` what each rank does.
+# `train` what each rank does.
 
 # %%
 fourth = spec_of("0_knar_no_noitaulave", steps=20)
-print("…\n" + "\n".join(excerpt(fourth, "main").splitlines()[-15:]))
+print("…\n" + "\n".join(excerpt(fourth, "train").splitlines()[-15:]))
 
 # %%
 print(excerpt(fourth, "evaluate"))

@@ -308,63 +308,68 @@ def cleanup() -> None:
     """Nothing to leave: one process alone is in no group."""
 
 
+def train(device: torch.device) -> None:
+    """All epochs; the model is freed before the group is left, for which it may wait."""
+    torch.manual_seed(SEED)  # the same initial weights on every rank
+    train_data, test_data = load_data()
+    if SPOIL:
+        train_data = spoil(train_data)
+    sampler, loader = load(train_data)
+    if EXTEND:  # noqa: SIM108
+        model = parallelize(extend(build_model()), device)
+    else:
+        model = parallelize(build_model(), device)
+    optimizer = build_optimizer(model)
+    if SAVE_EVERY or RESUME:
+        done = resume(model, optimizer)
+    steps = islice(count(1), MAX_STEPS)  # 1, 2, 3 … MAX_STEPS, over all epochs
+    for epoch in range(1, EPOCHS + 1):
+        if FAULT not in ("no_sampler", "no_set_epoch"):
+            sampler.set_epoch(epoch)
+        model.train()
+        batches = zip(loader, steps)
+        if JOIN:
+            batches = joined(model, batches)
+        for batch, step in batches:
+            if SAVE_EVERY or RESUME:
+                if step == done:  # training continues with the next batch
+                    log_event(Event("resume", datetime.now(), {"step": step}))
+                if step <= done:
+                    continue  # trained on before
+            if NON_BLOCKING:
+                inputs, targets = (p.to(device, non_blocking=True) for p in batch)
+            else:
+                inputs, targets = (part.to(device) for part in batch)
+            if DISTURB:
+                disturb(model, step)
+            loss = train_step(model, optimizer, inputs, targets)
+            if step % 20 == 0 and SPEAKER:
+                print(f"step {step}: loss {loss.item():.4f}", flush=True)
+            if SAVE_EVERY:
+                if step % SAVE_EVERY == 0:
+                    save(model, optimizer, step)
+        if SAVE_EVERY or RESUME:
+            if step < done:
+                continue  # evaluated before
+        if FAULT == "evaluation_on_rank_0":
+            if os.environ["RANK"] != "0":
+                continue
+        test_loss, accuracy = evaluate(model, test_data, device)
+        if SPEAKER:
+            print(f"epoch {epoch}: {accuracy:.2%} right, test loss {test_loss:.4f}")
+            result = {"epoch": epoch, "accuracy": accuracy, "test_loss": test_loss}
+            log_event(Event("evaluation", datetime.now(), result))
+    if SAVE_EVERY or RESUME:
+        if step < done:
+            raise SystemExit(f"Nothing to do: step {done} is saved, the last is {step}")
+
+
 def main() -> None:
     device = setup()
     if PRECISION == "tf32":
         torch.set_float32_matmul_precision("high")
     try:
-        torch.manual_seed(SEED)  # the same initial weights on every rank
-        train_data, test_data = load_data()
-        if SPOIL:
-            train_data = spoil(train_data)
-        sampler, loader = load(train_data)
-        if EXTEND:  # noqa: SIM108
-            model = parallelize(extend(build_model()), device)
-        else:
-            model = parallelize(build_model(), device)
-        optimizer = build_optimizer(model)
-        if SAVE_EVERY or RESUME:
-            done = resume(model, optimizer)
-        steps = islice(count(1), MAX_STEPS)  # 1, 2, 3 … MAX_STEPS, over all epochs
-        for epoch in range(1, EPOCHS + 1):
-            if FAULT not in ("no_sampler", "no_set_epoch"):
-                sampler.set_epoch(epoch)
-            model.train()
-            batches = zip(loader, steps)
-            if JOIN:
-                batches = joined(model, batches)
-            for batch, step in batches:
-                if SAVE_EVERY or RESUME:
-                    if step == done:  # training continues with the next batch
-                        log_event(Event("resume", datetime.now(), {"step": step}))
-                    if step <= done:
-                        continue  # trained on before
-                if NON_BLOCKING:
-                    inputs, targets = (p.to(device, non_blocking=True) for p in batch)
-                else:
-                    inputs, targets = (part.to(device) for part in batch)
-                if DISTURB:
-                    disturb(model, step)
-                loss = train_step(model, optimizer, inputs, targets)
-                if step % 20 == 0 and SPEAKER:
-                    print(f"step {step}: loss {loss.item():.4f}", flush=True)
-                if SAVE_EVERY:
-                    if step % SAVE_EVERY == 0:
-                        save(model, optimizer, step)
-            if SAVE_EVERY or RESUME:
-                if step < done:
-                    continue  # evaluated before
-            if FAULT == "evaluation_on_rank_0":
-                if os.environ["RANK"] != "0":
-                    continue
-            test_loss, accuracy = evaluate(model, test_data, device)
-            if SPEAKER:
-                print(f"epoch {epoch}: {accuracy:.2%} right, test loss {test_loss:.4f}")
-                result = {"epoch": epoch, "accuracy": accuracy, "test_loss": test_loss}
-                log_event(Event("evaluation", datetime.now(), result))
-        if SAVE_EVERY or RESUME:
-            if step < done:
-                raise SystemExit(f"Nothing to do: step {done} is saved, the last is {step}")
+        train(device)
     finally:
         cleanup()
 
