@@ -173,6 +173,7 @@ def main(idle: str, wanted_by: str) -> None:
         server.want(int(wanted_by))
         server.serve()
         address.unlink(missing_ok=True)
+        os.close(lock)  # before those who wait for the end hear of it: another server may begin now
 
 
 if __name__ == "__main__":
