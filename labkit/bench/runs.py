@@ -48,7 +48,7 @@ for step in range(3000):
     optimizer.step()
 """
 _FIRST, _LAST = 11, 110  # steps that are measured, and that are sampled: 50 and 100 are among them
-_WARM_STEPS = 40
+_WARM_STEPS = 25
 _RUNS = 100  # through one server
 _PIPELINES = 200
 _APPEARS = 60.0  # seconds within which a server must be there
