@@ -15,6 +15,7 @@ import pytest
 from conftest import PATIENCE, processes_of, wait_until
 
 import labkit
+from labkit import api
 from labkit.api import Run, run
 from labkit.doctor import warm_start
 from labkit.launch.job import Job
@@ -386,6 +387,7 @@ def test_a_run_goes_on_when_the_server_that_forked_it_is_killed(place, tmp_path,
 
 
 def test_a_server_ends_with_all_who_wanted_it(place, patient, monkeypatch):
+    monkeypatch.setattr(api, "prepare", lambda: None)  # this process, on behalf of an earlier test's run, must not want it too
     code = "import sys; from labkit.launch.warm import client; client.ANSWER = 60; client.prepare(); print(1, flush=True); sys.stdin.read()"
     first = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=CLONE)
     found = wait_until(lambda: about if isinstance(about := client.about(), dict) else None)

@@ -61,7 +61,8 @@ class Server:
 
     def want(self, pid: int) -> None:
         """Notes that a process wants the server to stay."""
-        self._wanted_by[pid] = lifetime.identity(pid)
+        if who := lifetime.identity(pid):  # else it has ended already
+            self._wanted_by[pid] = who
 
     def _accept(self, listener: socket.socket) -> None:
         connection, _ = listener.accept()
