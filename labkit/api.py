@@ -62,7 +62,7 @@ def run(
 
 
 def prepare_after(job: Job) -> None:
-    """Starts a warm server for the runs that follow as soon as it takes no time from the start of this one."""
+    """Starts a warm server for later runs once the ranks of this one have started: importing torch would slow them down."""
 
     def prepare_then() -> None:
         while job.state == "starting":

@@ -39,7 +39,7 @@ def warm_server():
     def ready() -> dict:
         if isinstance(client.about(), client.Cold):
             client.prepare()
-        return wait_until(lambda: found if isinstance(found := client.about(), dict) else None, PATIENCE)
+        return server_is_ready()
 
     client.prepare()
     yield ready
@@ -87,6 +87,16 @@ def processes_of(tag: str) -> list[psutil.Process]:
         if folder.startswith(tag) and process.pid != os.getpid():
             found.append(process)
     return found
+
+
+def server_is_ready(other_than: int = 0) -> dict:
+    """Waits for a warm server that answers, and is another process than this; gives what it says about itself."""
+
+    def answer() -> dict | None:
+        found = client.about()
+        return found if isinstance(found, dict) and found["pid"] != other_than else None
+
+    return wait_until(answer, PATIENCE)
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> object:

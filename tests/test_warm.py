@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import PATIENCE, processes_of, wait_until
+from conftest import PATIENCE, processes_of, server_is_ready, wait_until
 
 import labkit
 from labkit import api
@@ -249,8 +249,7 @@ def test_torch_that_changed_on_disk_starts_cold(server, monkeypatch):
     assert client.consent(client.local.standing_environment(), []).reason == "the warm server differs in the installed packages"
 
 
-@pytest.mark.parametrize("system", ["darwin", "win32"])
-def test_other_systems_start_cold(system, monkeypatch):
+def test_other_systems_start_cold(monkeypatch):
     monkeypatch.setattr(client, "_AVAILABLE", False)
     assert client.consent({}, []) == client.about() == Cold()
 
@@ -273,12 +272,12 @@ def test_cold_can_be_asked_for(server, ends, monkeypatch, capsys):
 
 
 def test_a_process_that_has_a_gpu_open_is_known(tmp_path, monkeypatch):
-    assert not fork.has_touched_a_gpu()
+    assert not fork.has_gpu_open()
     monkeypatch.setattr(Path, "readlink", lambda path: Path("/dev/nvidiactl"))
-    assert fork.has_touched_a_gpu()
+    assert fork.has_gpu_open()
 
 
-# ---- servers that are ill
+# ---- servers that fail
 
 
 def test_a_server_that_hangs_is_not_waited_for_and_starts_nothing_later(warm_server, ends, monkeypatch):
@@ -297,21 +296,37 @@ def test_a_server_that_hangs_is_not_waited_for_and_starts_nothing_later(warm_ser
     assert handle.logs(0) == "done\n"
 
 
+def test_a_start_that_nobody_waits_for_any_more_is_dropped(warm_server, runs, tmp_path, patient):
+    before = warm_server()
+    process = psutil.Process(before["pid"])
+    given = client.consent(client.local.standing_environment(), [])
+    assert isinstance(given, client.Consent)
+    process.suspend()
+    try:
+        how = wire.as_file({"run_dir": str(tmp_path), "started": "0.0", "environment": {}})
+        wire.send(given._connection, {"ask": "start"}, [how, how, how])
+        given._connection.close()
+        os.close(how)
+    finally:
+        process.resume()
+    assert warm_server()["runs"] == before["runs"] and process.children() == []
+
+
 def test_a_server_that_was_killed_is_told_of_once_and_replaced(place, ends, monkeypatch, patient):
     client.prepare()
-    found = wait_until(lambda: about if isinstance(about := client.about(), dict) else None)
+    found = server_is_ready()
     os.kill(found["pid"], signal.SIGKILL)
     wait_until(lambda: not psutil.pid_exists(found["pid"]))
     handle = started(ends)
     assert how(handle) == ("cold", "the warm server has ended")
-    again = wait_until(lambda: about if isinstance(about := client.about(), dict) else None)
+    again = server_is_ready()
     assert again["pid"] != found["pid"]
     assert how(started(ends)) == ("warm", "")
 
 
 def test_a_server_that_dies_between_yes_and_start_costs_nothing(place, ends, monkeypatch, patient):
     client.prepare()
-    found = wait_until(lambda: about if isinstance(about := client.about(), dict) else None)
+    found = server_is_ready()
     monkeypatch.setattr(client.Consent, "start", _killing(found["pid"], client.Consent.start))
     handle = started(ends)
     start, because = how(handle)
@@ -371,7 +386,7 @@ def test_what_is_no_message_does_the_server_no_harm(message, server):
 
 def test_a_run_goes_on_when_the_server_that_forked_it_is_killed(place, tmp_path, patient):
     client.prepare()
-    found = wait_until(lambda: about if isinstance(about := client.about(), dict) else None)
+    found = server_is_ready()
     path = tmp_path / "waits.py"
     path.write_text(
         "import pathlib, time\nprint('waits', flush=True)\nwhile not pathlib.Path(f'{__file__}.go').exists():\n    time.sleep(0.05)\n"
@@ -390,7 +405,7 @@ def test_a_server_ends_with_all_who_wanted_it(place, patient, monkeypatch):
     monkeypatch.setattr(api, "prepare", lambda: None)  # this process, on behalf of an earlier test's run, must not want it too
     code = "import sys; from labkit.launch.warm import client; client.ANSWER = 60; client.prepare(); print(1, flush=True); sys.stdin.read()"
     first = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=CLONE)
-    found = wait_until(lambda: about if isinstance(about := client.about(), dict) else None)
+    found = server_is_ready()
     second = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=CLONE)
     second.stdout.readline()
     process = psutil.Process(found["pid"])
@@ -407,16 +422,16 @@ def test_a_server_ends_with_all_who_wanted_it(place, patient, monkeypatch):
 
 def test_an_idle_server_ends(place, patient, monkeypatch):
     monkeypatch.setattr(client, "IDLE", 0.5)
-    client._prepare(client.local.standing_environment())  # returns when it has ended
+    client._prepare()  # returns when it has ended
     assert client.about() == Cold()
 
 
 def test_a_server_that_fits_no_more_is_replaced(place, patient, monkeypatch):
     client.prepare()
-    found = wait_until(lambda: about if isinstance(about := client.about(), dict) else None)
+    found = server_is_ready()
     monkeypatch.setenv("TORCH_SHOW_CPP_STACKTRACES", "1")
     client.prepare()
-    other = wait_until(lambda: about if isinstance(about := client.about(), dict) and about["pid"] != found["pid"] else None)
+    other = server_is_ready(other_than=found["pid"])
     assert "TORCH_SHOW_CPP_STACKTRACES" in os.environ and other["runs"] == 0
 
 

@@ -152,7 +152,7 @@ def one_server() -> list[Figure]:
     return [
         Figure("descriptors of the warm server", descriptors, "more", "0", (), note),
         Figure("threads of the warm server", threads, "more", "0", (), note),
-        Figure("memory of the warm server", memory / 2**20, "MiB more", "≤ 5", (), note),
+        Figure("memory of the warm server, growth", memory / 2**20, "MiB", "≤ 5", (), note),
         Figure("memory of the warm server", seen[-1][2] / 2**20, "MiB", "≤ 381", (), "resident"),
     ]
 

@@ -11,6 +11,7 @@
 `startup`       what a rank reaches on its way to the first step
 `journal`       the rank's events, written by something that never raises
 `hooks`         torch's global hooks, and who is told by them
+`groups`        what is done before the script destroys its process groups
 `backward`      calls of backward, and gradient scalers
 `threads`       which thread of the script is followed
 `untraced`      keeps torch.compile away from the probe

@@ -8,7 +8,6 @@ at `offset` that is summed with those of other ranks. A rank writes what it hold
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import sys
@@ -17,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from labkit.probe.groups import before_groups_end
 from labkit.probe.journal import Guard, Journal
 from labkit.probe.memory import local
 
@@ -36,8 +35,7 @@ class TensorWatch:
         self._kept: list[nn.Module] = []  # a function that trains may end, and its model with it, before the parameters are written
         self._guard = Guard(journal, "tensors")
         self._written: set[str] = set()
-        if dist.is_available():
-            self._watch_the_groups_end()
+        before_groups_end(self._group_ends)
 
     def optimizer_begins(self) -> None:
         """An optimizer is about to step; before the first step the gradients are written."""
@@ -47,16 +45,10 @@ class TensorWatch:
         """The script has come to its end without an error."""
         self._guard(self._write, "parameters")
 
-    def _watch_the_groups_end(self) -> None:
-        original = dist.destroy_process_group
-
-        @functools.wraps(original)
-        def destroy_process_group(group: Any = None) -> None:
-            if group in (None, dist.group.WORLD) and sys.exc_info()[0] is None:
-                self.script_ends()
-            return original(group)
-
-        dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = destroy_process_group
+    def _group_ends(self) -> None:
+        """The script leaves its group; not because of an error, which a `finally` would do."""
+        if sys.exc_info()[0] is None:
+            self.script_ends()
 
     def _write(self, what: str) -> None:
         if what in self._written:

@@ -14,19 +14,16 @@ from __future__ import annotations
 import functools
 import json
 import math
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from labkit import clock
+from labkit.probe.groups import before_groups_end
 from labkit.probe.journal import Guard, Journal
 from labkit.probe.untraced import compiling
 
-# Seconds before the group is left in which gloo's threads can have the GIL, to free their last tensors. A model that is freed after the
-# group holds the GIL while its destructor waits for these threads, and would wait forever for one that has not had it.
-_MOMENT = 0.05
 _EARLY = (2, 3)  # in step 1 DDP still orders its buckets; a script of two steps is told of all the same
 _EVERY = 50
 _SET_BACK = 1_000_000_000  # ns by which an earlier entry is stamped later: the clock was set, threads do not disagree so far
@@ -51,20 +48,11 @@ class TrafficWatch:
         if dist.is_available():
             for name in ("send", "isend", "recv", "irecv"):
                 self._count(name, sends="send" in name)
-            self._keep_the_last()
+        before_groups_end(self._keep_the_last)
 
     def _keep_the_last(self) -> None:
-        """An error is told after the script's `finally` has destroyed the group, and its collectives with it."""
-        original = dist.destroy_process_group
-
-        @functools.wraps(original)
-        def destroy_process_group(group: Any = None) -> None:
-            if group in (None, dist.group.WORLD):
-                _LAST[:] = self._guard(newest) or []
-                time.sleep(_MOMENT)
-            return original(group)
-
-        dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = destroy_process_group
+        """An error is reported after the script's `finally` has destroyed the group, and its collectives with it."""
+        _LAST[:] = self._guard(newest) or []
 
     def _count(self, name: str, sends: bool) -> None:
         original = getattr(dist, name)

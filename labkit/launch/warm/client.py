@@ -99,15 +99,16 @@ def about() -> dict[str, Any] | Cold:
         return _ask(connection, {"ask": "about"})
 
 
-def prepare(environment: Mapping[str, str] | None = None) -> None:
-    """Sees to it that a server is there for this process, or will be in some seconds; returns at once.
+def prepare() -> None:
+    """Starts a server for this process if there is none that serves it; returns at once, some seconds before the server is ready.
 
-    `environment` is that of the runs to come. The server ends when this process has ended and nobody else wants it.
+    The server ends when this process has ended and no other one wants it.
     """
-    threading.Thread(target=_prepare, args=(local.standing_environment() if environment is None else environment,), daemon=True).start()
+    threading.Thread(target=_prepare, daemon=True, name="labkit warm server").start()
 
 
-def _prepare(environment: Mapping[str, str]) -> None:
+def _prepare() -> None:
+    environment = local.standing_environment()
     if not _AVAILABLE or environment.get(FORCE_COLD):
         return
     connection = _connect()

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from labkit.launch.warm.fresh import Origin, take_files
+from labkit.launch.warm.fresh import Origin, redirect
 
 _LOOK = 0.005  # seconds between two looks at a process that is waited for
 _FAILED = 1  # exit code of a process that could not begin
@@ -79,26 +79,12 @@ def fork(
     has its environment, and before anything else can go wrong.
     """
     pid = os.fork()
-    if not pid:
-        _become(program, origin, command, environment, files, cwd, keep, new_session, before)
-    return Child(pid, command)
-
-
-def _become(
-    program: Callable[[], None],
-    origin: Origin,
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    files: tuple[int, int, int],
-    cwd: str | None,
-    keep: Sequence[int],
-    new_session: bool,
-    before: Callable[[], None],
-) -> NoReturn:
+    if pid:
+        return Child(pid, command)
     try:
         if new_session:
             os.setsid()
-        take_files(*files, keep)
+        redirect(*files, keep)
         if cwd is not None:
             os.chdir(cwd)
         module = command.index("-m") + 1
@@ -107,10 +93,10 @@ def _become(
     except BaseException:
         traceback.print_exc()
         os._exit(_FAILED)
-    _run(program)
+    return _run(program)
 
 
-def has_touched_a_gpu() -> bool:
+def has_gpu_open() -> bool:
     """Whether this process has a GPU's device open: CUDA, once initialised, does not work in a copy of the process."""
     for path in list(Path("/proc/self/fd").iterdir()):
         with suppress(OSError):  # closed meanwhile

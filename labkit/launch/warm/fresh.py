@@ -65,10 +65,10 @@ class Origin:
         sys.argv[:], sys.orig_argv[:] = argv, orig_argv
         sys.path[0] = os.getcwd()  # noqa: PTH109 - as python names it
         importlib.invalidate_caches()
-        self._tell_system(orig_argv, environment)
-        _forget_chance()
+        self._update_proc(orig_argv, environment)
+        _reseed()
 
-    def entitle(self, argv: Sequence[str]) -> None:
+    def set_title(self, argv: Sequence[str]) -> None:
         """Writes a command line where `ps` reads it."""
         start, end = self._arguments
         _write(start, end, " ".join(argv).encode(errors="surrogateescape")[: end - start - 2])
@@ -82,9 +82,9 @@ class Origin:
                     signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
-    def _tell_system(self, argv: Sequence[str], environment: Mapping[str, str]) -> None:
+    def _update_proc(self, argv: Sequence[str], environment: Mapping[str, str]) -> None:
         """Writes command line, environment and name where `ps` and other processes read them."""
-        self.entitle(argv)
+        self.set_title(argv)
         first = {name: value for name, value in environment.items() if name.startswith("LABKIT_")}
         variables = [f"{name}={value}\0".encode(errors="surrogateescape") for name, value in (first | dict(environment)).items()]
         room = self._environ[1] - self._environ[0]
@@ -103,7 +103,7 @@ def _write(start: int, end: int, data: bytes) -> None:
     ctypes.memmove(start, data, len(data))
 
 
-def _forget_chance() -> None:
+def _reseed() -> None:
     """What a new process draws from the system when it imports a module, and a forked one would have in common with its siblings."""
     random.seed()
     if numpy := sys.modules.get("numpy"):
@@ -117,7 +117,7 @@ def _forget_chance() -> None:
     process._process_counter = itertools.count(1)
 
 
-def take_files(stdin: int, stdout: int, stderr: int, keep: Sequence[int] = ()) -> None:
+def redirect(stdin: int, stdout: int, stderr: int, keep: Sequence[int] = ()) -> None:
     """Makes three open files the standard ones and closes all others but `keep`, also in the objects that hold them."""
     kept = {0, 1, 2, *keep}
     given = [os.dup(file) for file in (stdin, stdout, stderr)]  # first all, because one may be in another's place

@@ -13,7 +13,7 @@ import torch.distributed.run
 from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
 from labkit.launch import supervisor
-from labkit.launch.warm.fork import Child, fork, has_touched_a_gpu
+from labkit.launch.warm.fork import Child, fork, has_gpu_open
 from labkit.launch.warm.fresh import Origin
 from labkit.probe import __main__ as probe
 
@@ -51,7 +51,7 @@ def _fork_agent(
 
 def _run_agent(origin: Origin) -> None:
     def popen(handler: SubprocessHandler, args: Sequence[str], environment: Mapping[str, str]) -> Child | subprocess.Popen:
-        if tuple(args[1:4]) != _PROBE or has_touched_a_gpu():
+        if tuple(args[1:4]) != _PROBE or has_gpu_open():
             return _start_process(handler, args, environment)
         files = 0, *(stream.fileno() if stream else number for number, stream in ((1, handler._stdout), (2, handler._stderr)))
         return fork(probe.start, origin, args, environment, files, new_session=True)

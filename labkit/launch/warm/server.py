@@ -2,8 +2,8 @@
 
 `python -u -m labkit.launch.warm.server IDLE_SECONDS PID`. It ends when every process that wanted it has ended, of which PID is the first,
 after so many seconds without a run, and when another server takes its place. A run takes two messages: the first asks whether it can start
-warm, and only a starter that has heard yes in time sends the second. So a server that was halted for a while starts nothing that was
-started cold meanwhile.
+warm, and only a starter that has heard yes in time sends the second, which counts only while the starter waits for the answer. So a
+server that was halted for a while starts nothing that was started cold meanwhile.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.launch.warm import facts, wire
-from labkit.launch.warm.fork import Child, has_touched_a_gpu
+from labkit.launch.warm.fork import Child, has_gpu_open
 from labkit.launch.warm.fresh import Origin
 from labkit.probe import lifetime
 
@@ -119,6 +119,8 @@ class Server:
         from labkit.launch.warm.ranks import fork_supervisor
 
         self._granted.remove(connection)
+        if wire.is_closed(connection):
+            raise EOFError  # this process was halted meanwhile, and the run has started cold
         self._runs += 1
         self._used = time.monotonic()
         how = wire.from_file(os.dup(files[0]))
@@ -160,10 +162,10 @@ def main(idle: str, wanted_by: str) -> None:
     threads = len(list(Path("/proc/self/task").iterdir()))
     if threads != 1:
         sys.exit(f"a warm server must have one thread, and what it imported started {threads - 1} more")
-    if has_touched_a_gpu():
+    if has_gpu_open():
         sys.exit("a warm server must not touch a GPU, and what it imported has")
     origin = Origin()
-    origin.entitle([sys.executable, "-m", "labkit.launch.warm.server"])
+    origin.set_title([sys.executable, "-m", "labkit.launch.warm.server"])
     gc.collect()
     gc.freeze()
     with wire.endpoint() as listener:

@@ -74,6 +74,14 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
         raise OSError("what came is no message") from None
 
 
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the other end was closed, after everything that it sent was received."""
+    try:
+        return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+
+
 def as_file(value: Any) -> int:
     """An open file in memory with a value as JSON."""
     file = os.memfd_create("labkit", os.MFD_CLOEXEC)
