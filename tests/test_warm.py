@@ -450,13 +450,22 @@ def test_a_server_has_one_thread_and_little_memory(server):
     assert warm_start().level == "fine" and str(server["pid"]) in warm_start().says
 
 
+def least_held(process: psutil.Process) -> tuple[int, int]:
+    """The fewest descriptors and threads within a second: a question that is being answered holds a connection for a moment."""
+    seen = []
+    for _ in range(20):
+        seen.append((process.num_fds(), process.num_threads()))
+        time.sleep(0.05)
+    return min(fds for fds, _ in seen), min(threads for _, threads in seen)
+
+
 def test_runs_leave_nothing_in_the_server(server, ends):
     process = psutil.Process(server["pid"])
     started(ends)
-    before = process.num_fds(), process.num_threads()
+    before = least_held(process)
     memory = process.memory_info().rss
     for _ in range(3):
         assert how(started(ends)) == ("warm", "")
-    assert (process.num_fds(), process.num_threads()) == before
+    assert least_held(process) == before
     assert process.memory_info().rss - memory < 5 << 20
     wait_until(lambda: not process.children())
