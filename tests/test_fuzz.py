@@ -1,4 +1,4 @@
-"""Recorded runs with random mutations: some hundred here, always the same ones, and ten thousand in `labkit bench`."""
+"""Recorded runs with random mutations: some fifty here, always the same ones, and ten thousand in `labkit bench`."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def test_no_mutation_of_a_run_makes_anything_raise(runs, run, seed):
     folder = copy_of(runs, run)
     before = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
     fuzz.read(folder, slow=True)
-    report = fuzz.fuzz(folder, 100, seed)
+    report = fuzz.fuzz(folder, 50, seed)
     assert not report.crashes, "\n".join(report.examples.values())
-    assert report.mutations == 100 and 0 < report.refused < 100
+    assert report.mutations == 50 and 0 < report.refused < 50
     assert before == {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
 
 
@@ -43,7 +43,7 @@ def with_step_files(runs) -> RunFolder:
 
 def test_no_mutation_of_step_files_makes_anything_raise(with_step_files):
     assert with_step_files.events_of(0).with_suffix(".steps").exists()
-    report = fuzz.fuzz(with_step_files, 160, seed=9)
+    report = fuzz.fuzz(with_step_files, 80, seed=9)
     assert not report.crashes, "\n".join(report.examples.values())
 
 

@@ -15,7 +15,7 @@ import pytest
 from conftest import PATIENCE, processes_of, server_is_ready, wait_until
 
 import labkit
-from labkit import api
+from labkit import api, cli
 from labkit.api import Run, run
 from labkit.doctor import warm_start
 from labkit.launch.job import Job
@@ -254,21 +254,19 @@ def test_other_systems_start_cold(monkeypatch):
     assert client.consent({}, []) == client.about() == Cold()
 
 
-def test_cold_can_be_asked_for(server, ends, monkeypatch, capsys):
+def test_cold_can_be_asked_for(server, ends, monkeypatch):
     assert how(started(ends, cold=True)) == ("cold", "")
     assert started(ends).summary()["start"] == "warm"
-    monkeypatch.setenv(client.FORCE_COLD, "1")
-    assert how(started(ends)) == ("cold", "")
-    monkeypatch.delenv(client.FORCE_COLD)
-    done = subprocess.run(
-        [sys.executable, "-m", "labkit", "run", str(ends), "--nproc", "1", "--device", "cpu", "--cold", "--json"],
-        capture_output=True, text=True, check=True, cwd=CLONE,
-    )
-    assert json.loads(done.stdout)["start"] == "cold"
+    with monkeypatch.context() as patch:
+        patch.setenv(client.FORCE_COLD, "1")
+        assert how(started(ends)) == ("cold", "")
     asked = []
-    monkeypatch.setattr(Job, "start", classmethod(lambda cls, spec, **how: asked.append(how) or 1 / 0))
+    monkeypatch.setattr(Job, "start", classmethod(lambda cls, spec, **how: asked.append(how["cold"]) or 1 / 0))
     Lab(cold=True)._launch(None)
-    assert asked == [{"cold": True}]
+    for more in ([], ["--cold"]):
+        with pytest.raises(ZeroDivisionError):
+            cli.act(cli.parse(["run", str(ends), "--nproc", "1", "--device", "cpu", *more]))
+    assert asked == [True, False, True]
 
 
 def test_a_process_that_has_a_gpu_open_is_known(tmp_path, monkeypatch):
