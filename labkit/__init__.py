@@ -10,22 +10,22 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {  # no function here has the name of a room (claims, progress): once that is imported, its name is the module's
-    "Lab": "labkit.panel",
-    "Run": "labkit.api",
-    "Spec": "labkit.spec",
-    "SpecError": "labkit.spec",
-    "check": "labkit.exercises",
-    "compare": "labkit.comparison",
-    "diff_scripts": "labkit.script",
-    "excerpt": "labkit.script",
-    "my_progress": "labkit.exercises",
-    "on_trial": "labkit.claims",
-    "pictures": "labkit.pictures",
-    "place": "labkit.api",
-    "report": "labkit.magic",
-    "run": "labkit.api",
+    "Lab": "labkit.frontends.panel",
+    "Run": "labkit.runs.handle",
+    "Spec": "labkit.plan.spec",
+    "SpecError": "labkit.plan.spec",
+    "check": "labkit.course.exercises",
+    "compare": "labkit.api",
+    "diff_scripts": "labkit.plan.script",
+    "excerpt": "labkit.plan.script",
+    "my_progress": "labkit.course.exercises",
+    "on_trial": "labkit.course.claims",
+    "pictures": "labkit.course.pictures",
+    "place": "labkit.runs.handle",
+    "report": "labkit.frontends.magic",
+    "run": "labkit.runs.handle",
     "show": "labkit.api",
-    "write_script": "labkit.script",
+    "write_script": "labkit.plan.script",
 }
 
 __all__ = sorted(_HOMES)
@@ -35,14 +35,14 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = importlib.import_module(_HOMES[name])
-    value = home if home.__name__ == f"{__name__}.{name}" else getattr(home, name)
+    value = home if home.__name__.endswith(f".{name}") else getattr(home, name)
     globals()[name] = value
     return value
 
 
 def load_ipython_extension(ipython: Any) -> None:
     """`%load_ext labkit`: the cell magic `%%torchrun`."""
-    importlib.import_module("labkit.magic.torchrun").register(ipython)
+    importlib.import_module("labkit.frontends.magic.torchrun").register(ipython)
 
 
 def __dir__():

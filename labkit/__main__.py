@@ -16,17 +16,20 @@ def main(argv=None):
         sys.stderr.write(f"labkit needs Python {wanted} or newer, and {sys.executable} is {found}; start it with a newer python3\n")
         return 2
 
-    from labkit import bootstrap, cli
+    from labkit.cli.parser import parse, refuse
+    from labkit.setup import bootstrap
 
     argv = sys.argv[1:] if argv is None else list(argv)
-    args = cli.parse(argv)
+    args = parse(argv)
     try:
         bootstrap.ensure(args.extras, argv)
     except bootstrap.SetupError as error:
-        return cli.refuse(str(error), json=args.json, code=1)
+        return refuse(str(error), json=args.json, code=1)
     except KeyboardInterrupt:
-        return cli.refuse("stopped; the next start makes the environment anew", json=args.json, code=130)
-    return cli.act(args)
+        return refuse("stopped; the next start makes the environment anew", json=args.json, code=130)
+    from labkit.cli.commands import act  # needs the environment
+
+    return act(args)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from labkit.diagnose import findings
+from labkit.analysis.diagnose import findings
+from labkit.plan.spec import Spec
 from labkit.record import kinds
 from labkit.record.documents import DOCUMENTS
-from labkit.spec import Spec
-from labkit.state import RunState
+from labkit.record.state import RunState
 
 SITE = "/home/ann/.venv/lib/python3.11/site-packages/torch/distributed"
 MIB = 1 << 20

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from labkit.events import Writer
-from labkit.launch.folder import RunFolder
+from labkit.record.events import Writer
+from labkit.record.folder import RunFolder
 
 MIB = 1 << 20
 

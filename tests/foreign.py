@@ -7,10 +7,11 @@ import shutil
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
-from labkit import cli
-from labkit.handout.run import RunError, run_page
-from labkit.launch.folder import STREAMS, RunFolder
+from labkit.cli import parser as cli
+from labkit.cli.commands import act
+from labkit.frontends.handout.run import RunError, run_page
 from labkit.record.documents import Unreadable
+from labkit.record.folder import STREAMS, RunFolder
 
 RECORDED = Path(__file__).parent / "recorded"  # by an earlier version: a finished run, one of dp, a hang and one with a killed rank
 FINISHED, THREADS, HANG, KILLED = sorted(path.name for path in RECORDED.iterdir())
@@ -29,7 +30,7 @@ def command(*arguments: str) -> tuple[int, str]:
     said = io.StringIO()
     with redirect_stdout(said), redirect_stderr(said):
         try:
-            code = cli.act(cli.parse(arguments))
+            code = act(cli.parse(arguments))
         except SystemExit as end:
             code = end.code
     return code, said.getvalue()

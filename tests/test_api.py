@@ -8,8 +8,8 @@ import pytest
 from fabricate import FakeRun
 
 from labkit import Run, Spec, SpecError, excerpt, place, write_script
-from labkit.machine import Gpu, Machine
-from labkit.tables import Findings, Ledger
+from labkit.figures.tables import Findings, Ledger
+from labkit.setup.machine import Gpu, Machine
 
 DDP = Spec(strategy="ddp", nproc=2, device="cpu")
 

@@ -15,15 +15,16 @@ import pytest
 from fabricate import FakeRun
 
 import labkit
-from labkit import Lab, Run, Spec, SpecError, check, compare, diff_scripts, excerpt, on_trial, pictures, place, run, show, write_script
-from labkit.arguments import Number, shown
-from labkit.diagnose import NAMES
-from labkit.machine import Machine
-from labkit.magic import report
-from labkit.magic.cell import Cell, CellError
-from labkit.spec import bounds_of
-from labkit.strategies import STRATEGIES
-from labkit.workloads import WORKLOADS
+from labkit import Lab, Run, Spec, SpecError, check, compare, diff_scripts, excerpt, on_trial, place, run, show, write_script
+from labkit.analysis.diagnose import NAMES
+from labkit.common.arguments import Number, shown
+from labkit.course import pictures
+from labkit.frontends.magic import report
+from labkit.frontends.magic.cell import Cell, CellError
+from labkit.plan.spec import bounds_of
+from labkit.setup.machine import Machine
+from labkit.training.strategies import STRATEGIES
+from labkit.training.workloads import WORKLOADS
 
 DOCUMENTED = (SpecError, ValueError, TypeError, LookupError)
 HUGE = 10**5000
@@ -359,7 +360,7 @@ def drawn() -> Iterator[tuple[str, Callable]]:
             if (
                 not name.startswith("_")
                 and inspect.isfunction(function)
-                and function.__module__.startswith("labkit.pictures.")
+                and function.__module__.startswith("labkit.course.pictures.")
                 and hasattr(function, "__wrapped__")
             ):
                 yield f"{topic}.{name}", function

@@ -10,12 +10,12 @@ import pytest
 from conftest import wait_until
 from test_state import fold, spec, start, status, step
 
-from labkit.panel import Lab
-from labkit.panel.before import Before, plan_html, startup_html
-from labkit.spec import Spec
-from labkit.strategies import STRATEGIES
-from labkit.theory import STATES, states
-from labkit.units import size
+from labkit.analysis.theory import STATES, states
+from labkit.common.units import size
+from labkit.frontends.panel import Lab
+from labkit.frontends.panel.before import Before, plan_html, startup_html
+from labkit.plan.spec import Spec
+from labkit.training.strategies import STRATEGIES
 
 # Bytes of parameters (the gradients had as many) and of optimizer state, rank by rank, as the probe counted them in step 3
 # on CPU ranks: strategy, workload, ranks, options. The optimizer's include its step counts, 32 bits for each tensor.
@@ -123,6 +123,6 @@ def test_the_plan_follows_the_choices_of_the_panel():
 
 
 def test_the_formulas_load_no_torch():
-    code = "import sys; from labkit.panel.before import plan_html; from labkit import Spec\n"
+    code = "import sys; from labkit.frontends.panel.before import plan_html; from labkit import Spec\n"
     code += "plan_html(Spec('fsdp', 'gpt', 2, device='cpu', precision='fp32')); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

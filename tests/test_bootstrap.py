@@ -16,9 +16,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from labkit import __main__, bootstrap, cli, environment
-from labkit.environment import CLONE, CONSTRAINTS, PROJECT, Requirement, release
-from labkit.progress import Progress
+from labkit import __main__
+from labkit.cli import parser as cli
+from labkit.cli.commands import act
+from labkit.setup import bootstrap, environment
+from labkit.setup.environment import CLONE, CONSTRAINTS, PROJECT, Requirement, release
+from labkit.setup.progress import Progress
 
 
 class Handed(Exception):
@@ -435,7 +438,7 @@ def test_an_extra_that_could_not_be_added_is_refused_with_the_reason(place, monk
     monkeypatch.setattr(environment, "has", lambda name: False)
     if not clone:
         environment.PROJECT.unlink()
-    assert cli.act(asked(extra)) == 1
+    assert act(asked(extra)) == 1
     told = capsys.readouterr().err
     assert told.startswith(f"labkit: {says}") and told.count("\n") == 1
 

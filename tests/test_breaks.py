@@ -8,7 +8,7 @@ import pytest
 from conftest import wait_until
 
 from labkit import Run, run
-from labkit.diagnose import findings
+from labkit.analysis.diagnose import findings
 
 SCRIPT = Path(__file__).parent / "scripts" / "breaks.py"
 

@@ -9,7 +9,7 @@ from weaving import TORCHRUN, run_alone
 
 import labkit
 
-BY_HAND = Path(labkit.__file__).with_name("by_hand")
+BY_HAND = Path(labkit.__file__).parent / "benchmarks" / "by_hand"
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "tp", "pp"])

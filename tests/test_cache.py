@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from labkit.script import write_script
-from labkit.spec import Spec
-from labkit.workloads import cache, digits
-from labkit.workloads.cache import cached
+from labkit.plan.script import write_script
+from labkit.plan.spec import Spec
+from labkit.training.workloads import cache, digits
+from labkit.training.workloads.cache import cached
 
 made = []
 

@@ -15,12 +15,12 @@ import pytest
 from conftest import wait_until
 from weaving import TORCHRUN, run_alone
 
-from labkit.api import Run, run, settle
 from labkit.launch.job import Job
-from labkit.script import write_script
-from labkit.spec import Spec
-from labkit.state import RunState
-from labkit.strategies import STRATEGIES
+from labkit.plan.script import write_script
+from labkit.plan.spec import Spec
+from labkit.record.state import RunState
+from labkit.runs.handle import Run, run, settle
+from labkit.training.strategies import STRATEGIES
 
 STEPS, SAVED = 8, 6  # the run resumes within the second epoch of four steps
 ASKED = {"batch_size": 32, "scaling": "strong", "samples": 110, "seed": 3, "device": "cpu", "steps": STEPS, "save_every": 3}

@@ -16,13 +16,16 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from labkit import SpecError, checkpoints, cli
-from labkit.api import settle
-from labkit.launch.folder import RunFolder
-from labkit.script import settings, write_script
-from labkit.spec import Spec
-from labkit.strategies import STRATEGIES, base, sharded
-from labkit.workloads import WORKLOADS
+from labkit import SpecError
+from labkit.cli import parser as cli
+from labkit.cli.commands import act
+from labkit.plan import checkpoints
+from labkit.plan.script import settings, write_script
+from labkit.plan.spec import Spec
+from labkit.record.folder import RunFolder
+from labkit.runs.handle import settle
+from labkit.training.strategies import STRATEGIES, base, sharded
+from labkit.training.workloads import WORKLOADS
 
 SAVING = [name for name, row in STRATEGIES.items() if "save_every" not in row.lacks]
 
@@ -138,9 +141,9 @@ def test_a_script_that_is_only_printed_names_the_checkpoint_too(runs, capsys):
     RunFolder.write_json(folder.spec, spec("ddp").to_json())
     path = written(spec("ddp"), folder.checkpoints)
     asked = ("--workload", "mlp", "--nproc", "2", "--steps", "40", "--resume", folder.name)
-    assert cli.act(cli.parse(("script", "zero1", *asked))) == 0
+    assert act(cli.parse(("script", "zero1", *asked))) == 0
     assert f'\nRESUME = "{path}"' in capsys.readouterr().out
-    assert cli.act(cli.parse(("script", "fsdp2", *asked))) == 2
+    assert act(cli.parse(("script", "fsdp2", *asked))) == 2
     assert f"labkit: {path} holds the whole state in one file, and fsdp2 reads" in capsys.readouterr().err
 
 

@@ -11,16 +11,17 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-import labkit.claims.computed
-import labkit.claims.machine
-import labkit.claims.trials
-from labkit import cli
-from labkit.claims import CLAIMS, on_trial
-from labkit.claims.asked import ask
-from labkit.claims.trials import JOBS, Trials
-from labkit.claims.verdict import FAILS, HOLDS, OPEN, PARTLY, Claim, Ruling, Verdict, Verdicts
-from labkit.machine import Gpu, Machine
-from labkit.spec import SpecError
+import labkit.course.claims.computed
+import labkit.course.claims.machine
+import labkit.course.claims.trials
+from labkit.cli import parser as cli
+from labkit.cli.commands import act
+from labkit.course.claims import CLAIMS, on_trial
+from labkit.course.claims.asked import ask
+from labkit.course.claims.trials import JOBS, Trials
+from labkit.course.claims.verdict import FAILS, HOLDS, OPEN, PARTLY, Claim, Ruling, Verdict, Verdicts
+from labkit.plan.spec import SpecError
+from labkit.setup.machine import Gpu, Machine
 
 ROOT = Path(__file__).parents[1]
 MIB = 1 << 20
@@ -57,7 +58,7 @@ def test_the_parameters_of_the_cnn_are_counted_in_the_model():
 
 @pytest.mark.parametrize("blocks, verdict", [([100_000, 20_100], HOLDS), ([100_000, 26_000], FAILS)])
 def test_a_model_of_about_120_thousand_would_have_it_hold(monkeypatch, blocks, verdict):
-    monkeypatch.setattr(labkit.claims.computed, "ask", lambda code: (blocks, ""))
+    monkeypatch.setattr(labkit.course.claims.computed, "ask", lambda code: (blocks, ""))
     assert CLAIMS["cnn-parameters"].judge(Trials(machine())).verdict == verdict
 
 
@@ -90,14 +91,14 @@ def test_nccl_on_macos_says_what_is_read_and_what_is_run():
 def test_on_macos_torch_itself_decides(monkeypatch):
     for there in (True, False):
         here = {"system": "Darwin", "torch": "2.9", "cuda": None, "nccl": there, "said": ""}
-        monkeypatch.setattr(labkit.claims.machine, "ask", lambda code, here=here: (here, ""))
+        monkeypatch.setattr(labkit.course.claims.machine, "ask", lambda code, here=here: (here, ""))
         ruling = CLAIMS["nccl-macos"].judge(Trials(machine()))
         assert ruling.verdict == (HOLDS if there else FAILS) and "on macOS (torch 2.9 with no CUDA)" in ruling.evidence
 
 
 @pytest.mark.parametrize("name", ["cnn-parameters", "nccl-macos"])
 def test_a_torch_that_does_not_answer_leaves_it_open(monkeypatch, name):
-    for module in (labkit.claims.computed, labkit.claims.machine):
+    for module in (labkit.course.claims.computed, labkit.course.claims.machine):
         monkeypatch.setattr(module, "ask", lambda code: (None, "ImportError: no torch"))
     ruling = CLAIMS[name].judge(Trials(machine()))
     assert ruling.verdict == OPEN and "ImportError: no torch" in ruling.evidence
@@ -213,7 +214,7 @@ class Done:
 
 def test_jobs_take_turns_and_those_that_do_not_fit_are_left_out(monkeypatch):
     started, told = [], Told()
-    monkeypatch.setattr(labkit.claims.trials, "run", lambda spec: started.append(spec) or Done(spec))
+    monkeypatch.setattr(labkit.course.claims.trials, "run", lambda spec: started.append(spec) or Done(spec))
     trials = Trials(machine())
     trials.run(["single", "ddp", "single", "ddp on 4", "pinned"], 2, told)
     assert [spec.name for spec in started] == ["single-x1", "ddp-x2", "ddp-x2", "single-x1"]
@@ -225,7 +226,7 @@ def test_jobs_take_turns_and_those_that_do_not_fit_are_left_out(monkeypatch):
 
 def test_on_gpus_all_runs_that_are_compared_use_them(monkeypatch):
     started = []
-    monkeypatch.setattr(labkit.claims.trials, "run", lambda spec: started.append(spec) or Done(spec))
+    monkeypatch.setattr(labkit.course.claims.trials, "run", lambda spec: started.append(spec) or Done(spec))
     Trials(machine(gpus=2)).run(["single", "ddp", "pinned"], 1, Told())
     assert [spec.device for spec in started] == ["cuda"] * 3
     started.clear()
@@ -239,7 +240,7 @@ def test_a_run_that_fails_or_cannot_start_is_told(monkeypatch):
             raise SpecError("data", "the digits are not here")
         return Done(spec, "failed" if spec.strategy == "single" else "finished")
 
-    monkeypatch.setattr(labkit.claims.trials, "run", start)
+    monkeypatch.setattr(labkit.course.claims.trials, "run", start)
     trials = Trials(machine())
     trials.run(["single", "dp", "ddp"], 1, Told())
     assert CLAIMS["ddp-dp"].judge(trials).evidence == "Not measured: the digits are not here."
@@ -267,7 +268,7 @@ def test_every_claim_says_something_and_needs_jobs_that_there_are():
 
 
 def test_quick_runs_nothing(monkeypatch):
-    monkeypatch.setattr(labkit.claims.trials, "run", None)
+    monkeypatch.setattr(labkit.course.claims.trials, "run", None)
     verdicts = on_trial(quick=True)
     assert [one.claim.name for one in verdicts] == [name for name, claim in CLAIMS.items() if not claim.needs]
     assert all(one.runs == () for one in verdicts)
@@ -281,7 +282,7 @@ def test_quick_runs_nothing(monkeypatch):
     ],
 )
 def test_what_cannot_be_tried_is_one_sentence(capsys, arguments, says):
-    assert cli.act(cli.parse(("claims", *arguments))) == 2
+    assert act(cli.parse(("claims", *arguments))) == 2
     out, error = capsys.readouterr()
     assert out == "" and error.startswith(f"labkit: {says}") and error.count("\n") == 1
 
@@ -293,10 +294,10 @@ def test_rounds_are_bounded(rounds):
 
 
 def test_the_command_gives_one_object_or_a_table(capsys):
-    assert cli.act(cli.parse(("claims", "batch", "--json"))) == 0
+    assert act(cli.parse(("claims", "batch", "--json"))) == 0
     (claim,) = json.loads(capsys.readouterr().out)["claims"]
     assert claim["name"] == "batch" and claim["verdict"] == FAILS and claim["figures"]["samples of a rank"] == [128.0]
-    assert cli.act(cli.parse(("claims", "batch"))) == 0
+    assert act(cli.parse(("claims", "batch"))) == 0
     assert "✗ does not hold" in capsys.readouterr().out
 
 
@@ -313,8 +314,8 @@ def test_nothing_that_is_shown_can_bring_markup_in():
 
 def test_the_claims_load_no_torch():
     code = (
-        "import sys, labkit.claims\n"
-        "labkit.claims.on_trial(quick=True)\n"
+        "import sys, labkit.course.claims\n"
+        "labkit.course.claims.on_trial(quick=True)\n"
         "print([name for name in ('torch', 'plotly', 'ipywidgets', 'IPython') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)

@@ -17,13 +17,16 @@ from conftest import processes_of, wait_until
 from fabricate import FakeRun
 from rich.console import Console
 
-from labkit import cli, commands, terminal
-from labkit.environment import CLONE
-from labkit.launch.folder import RunFolder
-from labkit.launch.follow import Follower
-from labkit.replay import Recording
-from labkit.strategies import STRATEGIES
-from labkit.summary import summarise
+from labkit.analysis.summary import summarise
+from labkit.cli import commands, setting_up
+from labkit.cli import parser as cli
+from labkit.cli.commands import act
+from labkit.frontends import terminal
+from labkit.record.folder import RunFolder
+from labkit.record.follow import Follower
+from labkit.record.replay import Recording
+from labkit.setup.environment import CLONE
+from labkit.training.strategies import STRATEGIES
 
 LABKIT = [sys.executable, "-m", "labkit"]
 
@@ -36,7 +39,7 @@ def labkit(*arguments: str, **settings) -> subprocess.CompletedProcess[str]:
 def called(*arguments: str) -> int:
     """One command in this process: its exit code."""
     try:
-        return cli.act(cli.parse(arguments))
+        return act(cli.parse(arguments))
     except SystemExit as end:
         return end.code
 
@@ -137,7 +140,7 @@ def test_what_is_not_there_is_refused(capsys, arguments):
 
 def test_every_command_has_its_function():
     _, names = cli._parser()
-    assert all(callable(getattr(commands, name)) for name in names)
+    assert all(callable(commands.COMMANDS[name]) for name in names)
 
 
 def test_arguments_become_the_spec():
@@ -162,13 +165,13 @@ def test_all_after_test_is_for_pytest():
 def test_lab_keeps_its_token_and_stays_on_this_machine(monkeypatch):
     monkeypatch.delenv("LABKIT_RUNS")
     monkeypatch.setenv("JUPYTER_CONFIG_PATH", "/etc/mine")
-    command = commands.lab_command(cli.parse(["lab", "--no-browser", "--port", "9000", "--", "--debug"]))
+    command = setting_up.lab_command(cli.parse(["lab", "--no-browser", "--port", "9000", "--", "--debug"]))
     assert "--ServerApp.ip=127.0.0.1" in command
     assert f"--ServerApp.root_dir={CLONE}" in command
     assert "--LabApp.default_url=/lab/tree/labs/00_start_here.py" in command
     assert {"--ServerApp.port=9000", "--no-browser", "--debug"} <= set(command)
     assert not any("token" in word or "password" in word for word in command)
-    settings = commands.lab_environment()
+    settings = setting_up.lab_environment()
     assert settings["JUPYTER_CONFIG_PATH"] == os.pathsep.join([str(CLONE / "labkit" / "jupyter"), "/etc/mine"])
     assert settings["LABKIT_RUNS"] == str(CLONE / "runs")
 
@@ -254,7 +257,7 @@ def test_replay_ends_where_the_run_did(recorded, capsys):
 
 def test_recording_plays_at_its_own_speed(recorded, monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("labkit.replay.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("labkit.record.replay.time.monotonic", lambda: now[0])
     recording = Recording(recorded.folder, speed=2.0)
     recording.poll()
     assert (recording.state.step, recording.state.status["state"]) == (0, "running")

@@ -7,15 +7,15 @@ import time
 import pytest
 from diagnosed import fold, spec, start, status, steps
 
-from labkit import clock
-from labkit.events import Reader, Writer
+from labkit.analysis.summary import summarise
 from labkit.figures.charts import memory
+from labkit.frontends.terminal import _figures
 from labkit.launch import report
-from labkit.launch.folder import RunFolder
 from labkit.probe.traffic import since_then
-from labkit.state import RunState, elapsed
-from labkit.summary import summarise
-from labkit.terminal import _figures
+from labkit.record import clock
+from labkit.record.events import Reader, Writer
+from labkit.record.folder import RunFolder
+from labkit.record.state import RunState, elapsed
 
 HOUR = 3600
 

@@ -15,14 +15,15 @@ from conftest import processes_of, wait_until
 from fabricate import FakeRun
 from rich.console import Console
 
-from labkit import SpecError, compare, show, terminal
-from labkit.comparison import HEADS, RECORDED, RECORDED_NOTE, Comparing, Row, alike, cells, newest, plan, recorded, sentences
-from labkit.environment import CLONE
-from labkit.equivalence import Badge
+from labkit import SpecError, compare, show
+from labkit.analysis.comparison import HEADS, RECORDED, RECORDED_NOTE, Comparing, Row, alike, cells, newest, plan, recorded, sentences
+from labkit.analysis.equivalence import Badge
 from labkit.figures import comparison as pictures
-from labkit.launch.folder import RunFolder
-from labkit.panel.compare import CompareTab, comparison_html
-from labkit.strategies import STRATEGIES
+from labkit.frontends import terminal
+from labkit.frontends.panel.compare import CompareTab, comparison_html
+from labkit.record.folder import RunFolder
+from labkit.setup.environment import CLONE
+from labkit.training.strategies import STRATEGIES
 
 LABKIT = [sys.executable, "-m", "labkit", "compare"]
 SMALL = ["--workload", "mlp", "--nproc", "2", "--device", "cpu", "--samples", "640", "--batch-size", "64"]
@@ -244,13 +245,13 @@ def test_chosen_recorded_runs_are_compared_and_unreadable_ones_refused(runs):
 
 def test_a_bare_comparison_is_shown_once_in_a_cell(monkeypatch):
     shown, number = [], 1
-    monkeypatch.setattr("labkit.comparison.show", shown.append)
-    monkeypatch.setattr("labkit.comparison.cell", lambda: number)
+    monkeypatch.setattr("labkit.analysis.comparison.show", shown.append)
+    monkeypatch.setattr("labkit.analysis.comparison.cell", lambda: number)
     comparing = Comparing(plan(["ddp"], workload="mlp", nproc=2, device="cpu", batch_size=64)[0])
     assert repr(comparing) == "<Comparing Single, DDP: 0 of 2 over>"
     with pytest.raises(NotImplementedError):
         comparing._ipython_display_()  # no notebook: IPython shows the repr
-    monkeypatch.setattr("labkit.comparison.in_notebook", lambda: True)
+    monkeypatch.setattr("labkit.analysis.comparison.in_notebook", lambda: True)
     comparing._ipython_display_()
     assert shown == [comparing]
     comparing.shown_in = number  # as `show` notes it

@@ -9,11 +9,11 @@ import torch
 from conftest import PATIENCE
 from weaving import RECORDER, TORCHRUN, record, run_alone
 
-from labkit.api import run
 from labkit.launch.warm import client
-from labkit.script import write_script
-from labkit.spec import Spec, SpecError
-from labkit.strategies import STRATEGIES
+from labkit.plan.script import write_script
+from labkit.plan.spec import Spec, SpecError
+from labkit.runs.handle import run
+from labkit.training.strategies import STRATEGIES
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 ASKED = {"workload": "gpt", "nproc": 1, "batch_size": 8, "steps": 4, "samples": 64, "device": "cuda", "precision": "fp32"}

@@ -32,11 +32,11 @@ from diagnosed import (
     waiting,
 )
 
-from labkit.diagnose import findings
-from labkit.events import Writer
-from labkit.launch.folder import RunFolder
-from labkit.launch.follow import Follower
-from labkit.state import RunState
+from labkit.analysis.diagnose import findings
+from labkit.record.events import Writer
+from labkit.record.folder import RunFolder
+from labkit.record.follow import Follower
+from labkit.record.state import RunState
 
 # ---- what was not seen
 

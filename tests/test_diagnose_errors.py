@@ -27,11 +27,11 @@ from diagnosed import (
     waiting,
 )
 
-from labkit.diagnose import RULES, findings
-from labkit.faults import FAULTS
+from labkit.analysis.diagnose import RULES, findings
 from labkit.launch.cgroup import out_of_memory_kills
-from labkit.stacks import of_crash, place
-from labkit.state import RunState
+from labkit.record.stacks import of_crash, place
+from labkit.record.state import RunState
+from labkit.training.faults import FAULTS
 
 # ---- errors that say what they are
 

@@ -25,7 +25,7 @@ from diagnosed import (
     waiting,
 )
 
-from labkit.diagnose import findings
+from labkit.analysis.diagnose import findings
 
 # ---- ranks that do not meet
 

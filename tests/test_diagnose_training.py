@@ -10,9 +10,9 @@ import pytest
 from diagnosed import MIB, batches, ddp, epoch, first, fold, memory, names, saw, script, spec, start, steps, timeline, traffic
 
 from labkit import run
-from labkit.diagnose import findings
-from labkit.diagnose.advice import _ADVICE, advice
-from labkit.strategies import STRATEGIES
+from labkit.analysis.diagnose import findings
+from labkit.analysis.diagnose.advice import _ADVICE, advice
+from labkit.training.strategies import STRATEGIES
 
 SCRIPTS = Path(__file__).parent / "scripts"
 

@@ -12,9 +12,12 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from labkit import cli, doctor, preflight
-from labkit.doctor import LEVELS, Check, serves
-from labkit.machine import Gpu, Machine
+from labkit.cli import parser as cli
+from labkit.cli.commands import act
+from labkit.frontends import doctor
+from labkit.frontends.doctor import LEVELS, Check, serves
+from labkit.setup import preflight
+from labkit.setup.machine import Gpu, Machine
 
 T4 = Gpu(0, "Tesla T4", 15 << 30, (7, 5))
 P100 = Gpu(0, "Tesla P100", 16 << 30, (6, 0))
@@ -30,7 +33,7 @@ def having(monkeypatch, *gpus: Gpu, **torch) -> None:
 
 
 def test_this_machine(capsys):
-    code = cli.act(cli.parse(["doctor", "--json"]))
+    code = act(cli.parse(["doctor", "--json"]))
     said = json.loads(capsys.readouterr().out)
     found = {check["name"]: check for check in said["checks"]}
     assert len(found) == len(doctor.CHECKS)
@@ -196,7 +199,7 @@ def test_missing_package_is_named(monkeypatch):
 
 
 def doctor_requirement(name: str):
-    from labkit.environment import Requirement
+    from labkit.setup.environment import Requirement
 
     return Requirement(name, "1")
 

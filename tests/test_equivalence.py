@@ -7,12 +7,12 @@ import json
 import numpy
 import pytest
 
-from labkit.api import run
-from labkit.equivalence import NotRecorded, assembled, badge, tolerance
-from labkit.launch.folder import RunFolder
-from labkit.spec import Spec
-from labkit.state import RunState
-from labkit.strategies.rules import departures
+from labkit.analysis.equivalence import NotRecorded, assembled, badge, tolerance
+from labkit.plan.spec import Spec
+from labkit.record.folder import RunFolder
+from labkit.record.state import RunState
+from labkit.runs.handle import run
+from labkit.training.strategies.rules import departures
 
 STEPS = 3
 SHAPES = {"0.weight": (4, 6), "0.bias": (4,), "1.weight": (2, 4)}

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from labkit.events import VERSION, Reader, Writer
+from labkit.record.events import VERSION, Reader, Writer
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ import pytest
 
 import labkit
 from labkit import check, my_progress
-from labkit.exercises import LABS, Exercise, Wrong, exercise, exercises, is_empty
-from labkit.exercises.book import Book
+from labkit.course.exercises import LABS, Exercise, Wrong, exercise, exercises, is_empty
+from labkit.course.exercises.book import Book
 
 ROOT = Path(__file__).parents[1]
 NAMES = [f"{topic}.{own}" for topic in LABS for own in exercises(topic)]

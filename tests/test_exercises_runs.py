@@ -8,7 +8,7 @@ from answers.input_pipeline import Loading, ran
 from fabricate import FakeRun
 
 from labkit import Run, check
-from labkit.exercises import Wrong, own
+from labkit.course.exercises import Wrong, own
 
 
 def handed_in(fake, state="finished", **spec):

@@ -6,11 +6,11 @@ import pytest
 from conftest import wait_until
 
 from labkit import SpecError, run
-from labkit.api import settle
-from labkit.diagnose import findings
-from labkit.faults import FAULTS
-from labkit.script import diff_scripts
-from labkit.strategies import STRATEGIES
+from labkit.analysis.diagnose import findings
+from labkit.plan.script import diff_scripts
+from labkit.runs.handle import settle
+from labkit.training.faults import FAULTS
+from labkit.training.strategies import STRATEGIES
 
 SMALL = {"workload": "mlp", "nproc": 2, "device": "cpu", "batch_size": 16, "samples": 512, "hang_after": 3}
 LENGTH = {"no_set_epoch": {"epochs": 2}}

@@ -12,8 +12,8 @@ from fabricate import FakeRun
 
 from labkit import figures
 from labkit.figures.model import LIMIT, Axis, Line, ceiling, ticks
-from labkit.launch.follow import Follower
-from labkit.state import RunState
+from labkit.record.follow import Follower
+from labkit.record.state import RunState
 
 
 @pytest.fixture

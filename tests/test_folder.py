@@ -14,15 +14,15 @@ import psutil
 import pytest
 from conftest import wait_until
 
-from labkit.events import Writer
+from labkit.common.processes import identity, is_same, living
 from labkit.launch import local, report
-from labkit.launch.folder import RunFolder, runs_root
-from labkit.launch.follow import Follower
-from labkit.launch.logs import LogTail, search
-from labkit.launch.processes import identity, is_same, living
-from labkit.launch.status import current, supervisor_of
+from labkit.plan.spec import Spec
 from labkit.record.documents import Unreadable
-from labkit.spec import Spec
+from labkit.record.events import Writer
+from labkit.record.folder import RunFolder, runs_root
+from labkit.record.follow import Follower
+from labkit.record.logs import LogTail, search
+from labkit.record.status import current, supervisor_of
 
 
 @pytest.fixture

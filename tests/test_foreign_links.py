@@ -12,14 +12,14 @@ from fabricate import FakeRun
 from foreign import FINISHED, RECORDED, copy_of, everything
 
 import labkit
-from labkit.api import Run
-from labkit.bench.fuzz import time_limit
-from labkit.exercises import Wrong
-from labkit.exercises.own import source
-from labkit.handout.recorded import stand_in
-from labkit.launch.folder import RunFolder
+from labkit.benchmarks.fuzz import time_limit
+from labkit.course.exercises import Wrong
+from labkit.course.exercises.own import source
+from labkit.frontends.handout.recorded import stand_in
 from labkit.record import files
 from labkit.record.files import NotPlain, names_below, open_below, read_below
+from labkit.record.folder import RunFolder
+from labkit.runs.handle import Run
 
 SECRET = "SECRET-7c1f"
 LOG = next((RECORDED / FINISHED / "logs").glob("none_*")).name
@@ -130,7 +130,7 @@ def test_a_copy_holds_plain_files_only(folder, tmp_path):
 
 def test_recorded_runs_of_a_lab_are_copied_the_same_way(folder, runs, tmp_path, monkeypatch):
     from labkit.launch.job import Job
-    from labkit.spec import Spec
+    from labkit.plan.spec import Spec
 
     folder.command.unlink()
     folder.command.symlink_to("/etc/hostname")
@@ -229,7 +229,7 @@ def test_nothing_reads_a_run_folder_but_through_its_class():
         r"(?:folder|run)\.(?:spec|script|command|plan|status|summary|system|capture|events_of\(.*?\)|log_of\(.*?\)|launcher_log|supervisor_log)"
         r"\.(?:read_text|read_bytes|open)\(|open\([\w.]*folder\.[\w.]+(?:, \"rb?\")?\)"
     )
-    allowed = {root / "launch" / "folder.py", root / "bench" / "fuzz.py"}
+    allowed = {root / "record" / "folder.py", root / "benchmarks" / "fuzz.py"}
     found = {path.name: direct.findall(path.read_text(encoding="utf-8")) for path in root.rglob("*.py") if path not in allowed}
     assert not {name: hits for name, hits in found.items() if hits}
     assert direct.search("folder.script.read_text()") and direct.search("open(self.folder.spec)")

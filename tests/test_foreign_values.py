@@ -11,18 +11,18 @@ from fabricate import FakeRun
 from foreign import FINISHED, HANG, KILLED, RECORDED, THREADS, command, copy_of, everything
 
 from labkit import Lab, SpecError, show
-from labkit.api import Run
-from labkit.bench.fuzz import time_limit
-from labkit.comparison import alike, recorded
-from labkit.diagnose import findings
-from labkit.handout.recorded import Shelf
-from labkit.launch.folder import RunFolder
-from labkit.launch.follow import Follower
+from labkit.analysis.comparison import alike, recorded
+from labkit.analysis.diagnose import findings
+from labkit.analysis.summary import summarise
+from labkit.benchmarks.fuzz import time_limit
+from labkit.frontends.handout.recorded import Shelf
 from labkit.record import kinds
 from labkit.record.documents import DOCUMENTS, Unreadable, read_document
+from labkit.record.folder import RunFolder
+from labkit.record.follow import Follower
 from labkit.record.plain import DEEPEST, parse
 from labkit.record.schema import Choice, Flag, Number, Row, Sequence, Table, Text, record
-from labkit.summary import summarise
+from labkit.runs.handle import Run
 
 BAD = "20261123-000000-bad"
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -161,7 +161,7 @@ def test_a_line_with_invalid_values_is_counted_as_broken(runs, line):
 
 
 def test_a_line_of_gigabytes_is_given_up(runs, monkeypatch):
-    monkeypatch.setattr("labkit.events.LONGEST", 1_000)
+    monkeypatch.setattr("labkit.record.events.LONGEST", 1_000)
     folder = copy_of(runs)
     whole = folder.events_of(0).read_bytes()
     folder.events_of(0).write_bytes(whole + b"x" * 9_000_000 + b"\n" + whole.splitlines(keepends=True)[-1])
@@ -216,7 +216,7 @@ def test_every_field_that_is_recorded_has_a_row_in_a_table(run):
 
 
 def test_every_kind_that_is_folded_has_a_table():
-    from labkit.state import _HANDLERS
+    from labkit.record.state import _HANDLERS
 
     assert _HANDLERS.keys() - {"spec", "status", "steps"} <= kinds.EVENTS.keys()  # documents, and records of step files
     assert kinds.event(b'{"t": 1, "rank": 0, "kind": "saw", "what": "of another time", "x": 1}')["x"] == 1
@@ -225,8 +225,8 @@ def test_every_kind_that_is_folded_has_a_table():
 def test_every_field_of_a_spec_and_of_a_summary_has_a_row(runs):
     from dataclasses import fields
 
-    from labkit.spec import Spec
-    from labkit.state import RunState
+    from labkit.plan.spec import Spec
+    from labkit.record.state import RunState
 
     assert DOCUMENTS["spec.json"].shape.fields.keys() == {one.name for one in fields(Spec)}
     assert DOCUMENTS["summary.json"].shape.fields.keys() == summarise(RunState()).keys()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from labkit import api
-from labkit.events import Reader
+from labkit.record.events import Reader
 
 FRAMEWORKS = Path(__file__).parent / "scripts" / "frameworks"
 

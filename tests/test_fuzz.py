@@ -8,11 +8,11 @@ import pytest
 from fabricate import FakeRun
 from foreign import FINISHED, HANG, KILLED, THREADS, copy_of
 
-from labkit.bench import fuzz
-from labkit.launch.folder import RunFolder
-from labkit.launch.follow import Follower
+from labkit.analysis.summary import summarise
+from labkit.benchmarks import fuzz
 from labkit.record import kinds
-from labkit.summary import summarise
+from labkit.record.folder import RunFolder
+from labkit.record.follow import Follower
 
 
 @pytest.mark.parametrize(("run", "seed"), [(FINISHED, 0), (THREADS, 1), (HANG, 2), (KILLED, 3)])

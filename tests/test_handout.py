@@ -12,14 +12,16 @@ from fabricate import FakeRun
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from test_browser import browser_path
 
-from labkit import Spec, cli
-from labkit.exercises import check, exercise
-from labkit.handout import LabError, RunError, course, executed, lab_page, run_page
-from labkit.handout.clean import Prose, clean
-from labkit.handout.files import read_lab, write
-from labkit.handout.lab import STUDENT, TEACHER, page_of
-from labkit.handout.recorded import Shelf, run_of
-from labkit.launch.folder import RunFolder
+from labkit import Spec
+from labkit.cli import parser as cli
+from labkit.cli.commands import act
+from labkit.course.exercises import check, exercise
+from labkit.frontends.handout import LabError, RunError, course, executed, lab_page, run_page
+from labkit.frontends.handout.clean import Prose, clean
+from labkit.frontends.handout.files import read_lab, write
+from labkit.frontends.handout.lab import STUDENT, TEACHER, page_of
+from labkit.frontends.handout.recorded import Shelf, run_of
+from labkit.record.folder import RunFolder
 
 PICTURES = Path(__file__).parent / "screenshots"
 PLOTLY = "application/vnd.plotly.v1+json"
@@ -104,7 +106,7 @@ def page(*cells, runs: Path = Path("none"), **settings) -> str:
 def ask(*argv: str) -> int:
     """The exit code of a command."""
     try:
-        return cli.act(cli.parse(argv))
+        return act(cli.parse(argv))
     except SystemExit as refused:
         return refused.code
 

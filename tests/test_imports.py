@@ -14,56 +14,41 @@ import labkit
 
 ROOT = Path(labkit.__file__).parent
 HEAVY = ("torch", "plotly", "ipywidgets", "IPython", "anywidget")
-FACES = ("labkit.panel", "labkit.terminal", "labkit.handout", "labkit.magic")
-STANDARD = ("__main__.py", "bootstrap.py", "environment.py", "progress.py", "cli.py", "text.py")
+STANDARD = ("__main__.py", "setup/bootstrap.py", "setup/environment.py", "setup/progress.py", "cli/parser.py", "common/text.py")
 
-# room (files under labkit/): what none of them may import, at whatever depth of the code
+# Every room imports the ones before it, and none after it.
+ROOMS = (
+    *("common", "setup", "training", "plan", "record", "probe", "analysis", "figures", "launch", "runs", "course", "frontends"),
+    *("api", "benchmarks", "cli", "__main__"),
+)
+
+# files under labkit/: what else none of them may import, at whatever depth of the code
 NEVER = {
-    "spec.py": (*HEAVY, "labkit.launch", "labkit.script", "labkit.probe", "labkit.figures", "labkit.api", *FACES),
-    "checkpoints.py": (*HEAVY, "labkit.spec", "labkit.launch", "labkit.script", "labkit.api", *FACES),
-    "strategies/__init__.py": ("torch",),
-    "strategies/rules.py": ("torch",),
-    "workloads/__init__.py": ("torch",),
-    "script.py": ("torch", "labkit.launch", *FACES),
-    "stepfile.py": (*HEAVY, "numpy", "labkit.launch", "labkit.probe", "labkit.state", *FACES),
-    "appender.py": (*HEAVY, "labkit"),
-    "events.py": (*HEAVY, "labkit.launch", "labkit.probe", "labkit.state", *FACES),
-    "clock.py": (*HEAVY, "labkit"),
-    "stacks.py": (*HEAVY, "labkit"),
-    "failures.py": (*HEAVY, "labkit.launch", "labkit.state", *FACES),
-    "state.py": (*HEAVY, "labkit.launch"),
-    "columns.py": (*HEAVY, "labkit.launch", *FACES),
-    "sources.py": (*HEAVY, "labkit.launch", *FACES),
-    "startup.py": (*HEAVY, "labkit.launch", *FACES),
-    "steps.py": (*HEAVY, "labkit.launch", "labkit.state", *FACES),
-    "sampled.py": (*HEAVY, "labkit.launch", *FACES),
-    "arguments.py": (*HEAVY, "labkit"),
-    "units.py": (*HEAVY, "labkit"),
-    "text.py": (*HEAVY, "labkit"),
-    "record/*.py": (*HEAVY, "labkit.launch", "labkit.api", "labkit.state", *FACES),
-    "faults/__init__.py": ("torch",),
-    "diagnose/*.py": (*HEAVY, "labkit.launch", *FACES),
-    "machine.py": ("torch",),
-    "launch/*.py": (*HEAVY, *FACES),
-    "figures/*.py": ("ipywidgets", "labkit.launch", *FACES),
-    "panel/*.py": ("torch",),
-    "terminal.py": (*HEAVY, "labkit.panel"),
-    "replay.py": (*HEAVY, *FACES),
-    "commands/*.py": HEAVY,
-    "doctor.py": HEAVY,
-    "equivalence.py": (*HEAVY, *FACES),
-    "comparison.py": (*HEAVY, *FACES),
-    "ledger.py": (*HEAVY, "labkit.launch", *FACES),
-    "theory/*.py": (*HEAVY, "labkit.launch", *FACES),
-    "summary.py": (*HEAVY, "labkit.launch", *FACES),
-    "tables.py": (*HEAVY, "labkit.launch", *FACES),
-    "magic/cell.py": (*HEAVY, "labkit.launch"),
-    "magic/reporting.py": ("plotly", "ipywidgets", "IPython", "labkit.launch", "labkit.api"),
-    "pictures/*.py": ("torch", "ipywidgets", "IPython", "labkit.launch", *FACES),
-    "exercises/*.py": ("plotly", "ipywidgets", "IPython", *FACES),
-    "claims/*.py": ("torch", "plotly", "ipywidgets", "anywidget", *FACES),
-    "handout/*.py": ("torch", "ipywidgets", "anywidget", "IPython", "labkit.panel", "labkit.terminal", "labkit.magic"),
+    "common/*.py": HEAVY,
+    "setup/*.py": HEAVY,
+    "training/*.py": HEAVY,
+    "training/strategies/__init__.py": HEAVY,
+    "training/strategies/rules.py": HEAVY,
+    "training/workloads/__init__.py": HEAVY,
+    "training/faults/__init__.py": HEAVY,
+    "plan/*.py": HEAVY,
+    "record/*.py": HEAVY,
+    "record/stepfile.py": ("numpy",),
+    "analysis/**/*.py": HEAVY,
+    "figures/*.py": ("torch", "ipywidgets", "IPython", "anywidget"),
+    "launch/*.py": HEAVY,
+    "runs/*.py": ("torch", "ipywidgets", "IPython", "anywidget"),
+    "course/pictures/*.py": ("torch", "ipywidgets", "IPython", "labkit.launch"),
+    "course/exercises/*.py": ("plotly", "ipywidgets", "IPython"),
+    "course/claims/*.py": ("torch", "plotly", "ipywidgets", "anywidget"),
+    "frontends/*.py": HEAVY,
+    "frontends/panel/*.py": ("torch", "labkit.frontends.terminal", "labkit.frontends.handout", "labkit.frontends.magic"),
+    "frontends/magic/*.py": ("labkit.frontends.panel", "labkit.frontends.handout"),
+    "frontends/magic/cell.py": (*HEAVY, "labkit.launch"),
+    "frontends/magic/reporting.py": ("plotly", "ipywidgets", "IPython", "labkit.launch", "labkit.runs"),
+    "frontends/handout/*.py": ("torch", "ipywidgets", "anywidget", "IPython", "labkit.frontends.panel", "labkit.frontends.magic"),
     "api.py": ("torch", "ipywidgets"),
+    "cli/*.py": HEAVY,
 }
 
 
@@ -105,30 +90,83 @@ def test_room_imports_nothing_that_it_must_not(room):
     assert not broken
 
 
+MODULES = {
+    ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): path for path in sorted(ROOT.rglob("*.py"))
+}
+
+
+def own_imports(path: Path) -> set[str]:
+    """The modules of labkit that a file imports in any way: also inside a function, and for type checkers alone."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            whole = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= (whole & MODULES.keys()) | ({node.module} if whole - MODULES.keys() else set())
+    return found & MODULES.keys()
+
+
+IMPORTS = {name: own_imports(path) for name, path in MODULES.items()}
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def test_no_import_cycle_of_modules():
+    """Modules that import nothing that is left are taken away until none is left; in a cycle there is always one that is."""
+    left = dict(IMPORTS)
+    while free := [name for name, others in left.items() if not others & left.keys()]:
+        for name in free:
+            del left[name]
+    assert not left, f"in an import cycle, or importing one: {sorted(left)}"
+
+
+def test_rooms_import_one_way():
+    assert {room_of(name) for name in MODULES} - {""} == set(ROOMS)
+    wrong = [
+        f"{name} imports {other}"
+        for name, others in IMPORTS.items()
+        for other in others
+        if room_of(name) and (not room_of(other) or ROOMS.index(room_of(other)) > ROOMS.index(room_of(name)))
+        and other != "labkit"
+    ]
+    assert not wrong
+
+
+def test_each_room_says_what_it_holds_and_what_it_never_imports():
+    for room in ROOMS:
+        path = ROOT / room / "__init__.py"
+        if path.parent.is_dir():
+            assert (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").count("\n") <= 40, room
+    assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "__main__.py", "api.py"}
+
+
 @pytest.mark.parametrize("name", STANDARD)
 def test_what_runs_before_the_environment_needs_the_standard_library_alone(name):
     allowed = sys.stdlib_module_names
     tops = {module.partition(".")[0] for module in imported(ROOT / name)}
     assert tops <= {*allowed, "labkit"}
     # whatever it takes from labkit must itself need nothing more, but for what the commands do once the environment is there
-    ours = {module for module in imported(ROOT / name) if module.startswith("labkit.")}
-    light = {"environment", "bootstrap", "progress", "cli", "spec", "strategies", "workloads", "options", "faults", "text", "arguments"}
-    assert {module.split(".")[1] for module in ours} <= light
+    ours = {module for module in imported(ROOT / name) if module in MODULES and MODULES[module].name != "__init__.py"}
+    standard = {*STANDARD, "common/arguments.py", "common/units.py", "plan/spec.py", "cli/commands.py"}
+    assert {MODULES[module].relative_to(ROOT).as_posix() for module in ours} <= standard
 
 
 def test_training_code_knows_only_its_siblings():
-    modules = [path for path in (*files("strategies/*.py"), *files("workloads/*.py")) if path.name != "__init__.py"]
+    modules = [path for path in (*files("training/strategies/*.py"), *files("training/workloads/*.py")) if path.name != "__init__.py"]
     assert modules
     for path in modules:
         foreign = {module for module in imported(path) if within(module, "labkit")}
-        assert all(within(module, "labkit.strategies") or within(module, "labkit.workloads") for module in foreign), path
+        assert all(within(module, "labkit.training.strategies") or within(module, "labkit.training.workloads") for module in foreign), path
 
 
 def test_events_need_the_standard_library_and_their_own_files_alone():
-    own = ("labkit.appender", "labkit.clock", "labkit.stepfile")
-    for name in ("events.py", "stepfile.py"):
+    own = ("labkit.record.appender", "labkit.record.clock", "labkit.record.stepfile")
+    for name in ("record/events.py", "record/stepfile.py"):
         for module in imported(ROOT / name):
-            ours = module == "labkit" or any(within(module, part) for part in own)
+            ours = module in ("labkit", "labkit.record") or any(within(module, part) for part in own)
             assert module.partition(".")[0] in sys.stdlib_module_names or ours, module
 
 
@@ -138,18 +176,9 @@ def test_probe_knows_events_and_torch_alone():
     for path in probe:
         for module in imported(path):
             assert module.partition(".")[0] in {*sys.stdlib_module_names, "torch", "numpy", "labkit"}, f"{path.name} imports {module}"
-            rooms = ("labkit.appender", "labkit.clock", "labkit.events", "labkit.stacks", "labkit.probe")
-            assert not within(module, "labkit") or module == "labkit" or any(within(module, room) for room in rooms), path
-
-
-def test_nothing_imports_a_face_but_what_people_call():
-    allowed = {"faces.py", "fuzz.py", "api.py", "__init__.py"}  # the first two measure faces, and feed them
-    for path in ROOT.rglob("*.py"):
-        room = path.relative_to(ROOT).parts[0]
-        for module in imported(path):
-            face = next((face for face in FACES if within(module, face)), None)
-            at_home = face == f"labkit.{room.removesuffix('.py')}"
-            assert face is None or path.name in allowed or room == "commands" or at_home, f"{path} imports {module}"
+            parts = ("labkit.record.appender", "labkit.record.clock", "labkit.record.events", "labkit.record.stacks", "labkit.probe")
+            ours = module in ("labkit", "labkit.record") or any(within(module, part) for part in parts)
+            assert not within(module, "labkit") or ours, path
 
 
 def test_labs_use_public_names_alone():

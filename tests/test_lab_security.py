@@ -17,9 +17,9 @@ import pytest
 from conftest import wait_until
 from jupyter_client import BlockingKernelClient
 
-from labkit import cli, commands
-from labkit.commands import setting_up
-from labkit.environment import CLONE
+from labkit.cli import parser as cli
+from labkit.cli import setting_up
+from labkit.setup.environment import CLONE
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows has no Unix sockets for ZeroMQ")
 
@@ -33,9 +33,8 @@ class Server:
         self.runtime = folder / "runtime"
         self._log = folder / "server.log"
         with self._log.open("w") as log:
-            self.process = subprocess.Popen(
-                commands.lab_command(arguments), cwd=CLONE, env=os.environ | commands.lab_environment() | settings, stdout=log, stderr=log
-            )
+            environment = os.environ | setting_up.lab_environment() | settings
+            self.process = subprocess.Popen(setting_up.lab_command(arguments), cwd=CLONE, env=environment, stdout=log, stderr=log)
         found = wait_until(lambda: re.search(r"(http://127\.0\.0\.1:\d+)/lab\S*\?token=(\w+)", self._log.read_text()), 120)
         self._root, self._token = found[1], found[2]
         wait_until(self._answers)  # the address is logged before the port is open

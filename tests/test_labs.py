@@ -11,10 +11,10 @@ import pytest
 
 import labkit
 from labkit import Run
-from labkit.exercises import LABS as LABS_WITH_EXERCISES
-from labkit.handout import executed
-from labkit.handout.lab import STUDENT, page_of
-from labkit.launch.folder import RunFolder
+from labkit.course.exercises import LABS as LABS_WITH_EXERCISES
+from labkit.frontends.handout import executed
+from labkit.frontends.handout.lab import STUDENT, page_of
+from labkit.record.folder import RunFolder
 
 ROOT = Path(__file__).parents[1]
 LABS = sorted((ROOT / "labs").glob("[0-9]*.py"))

@@ -19,7 +19,7 @@ from test_browser import (  # noqa: F401
     see,
 )
 
-from labkit.exercises import LABS
+from labkit.course.exercises import LABS
 
 sync_api = pytest.importorskip("playwright.sync_api")
 sync_api.expect.set_options(timeout=60_000)  # ms: a busy machine takes its time

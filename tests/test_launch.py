@@ -17,12 +17,12 @@ import pytest
 from conftest import processes_of, wait_until
 from jupyter_client.manager import start_new_kernel
 
-from labkit.api import Run, run
+from labkit.common.processes import of_folder
 from labkit.launch import local
-from labkit.launch.folder import RunFolder
 from labkit.launch.job import Job, LaunchError
-from labkit.launch.processes import of_folder
-from labkit.spec import SpecError
+from labkit.plan.spec import SpecError
+from labkit.record.folder import RunFolder
+from labkit.runs.handle import Run, run
 
 LIMIT = 5.0  # seconds within which a stopped or abandoned run is gone
 
@@ -79,7 +79,7 @@ time.sleep(100)
 # Starts two runs, one of them detached; and two children that must not keep the first one's lifeline.
 STARTER = """
 import os, subprocess, sys, time
-from labkit.api import run
+from labkit.runs.handle import run
 runs = [run(sys.argv[1], nproc=1, device="cpu", detached=detached) for detached in (False, True)]
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"], close_fds=False)
 fork = os.fork()

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from labkit import preflight
-from labkit.ledger import CLOSE, Entry, ledger
-from labkit.spec import Spec, SpecError
-from labkit.state import RunState
-from labkit.strategies import STRATEGIES
-from labkit.theory import MODELS, THEORY, Module, borders, theory
-from labkit.workloads import GPT_SIZES, WORKLOADS
+from labkit.analysis.ledger import CLOSE, Entry, ledger
+from labkit.analysis.theory import MODELS, THEORY, Module, borders, theory
+from labkit.plan.spec import Spec, SpecError
+from labkit.record.state import RunState
+from labkit.setup import preflight
+from labkit.training.strategies import STRATEGIES
+from labkit.training.workloads import GPT_SIZES, WORKLOADS
 
 BATCH = {"cnn": 16, "mlp": 32, "gpt": 8, "resnet18": 8}
 P = {name: 4 * WORKLOADS[name].parameters({"size": "1M", "context": 128}) for name in BATCH}  # bytes
@@ -368,7 +368,7 @@ def loaded(workload: str):
             library = torch.library.Library("torchvision", "FRAGMENT")
             library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
             library.define("qnms(Tensor d, Tensor s, float t) -> Tensor")
-    return importlib.import_module(f"labkit.workloads.{workload}")
+    return importlib.import_module(f"labkit.training.workloads.{workload}")
 
 
 @pytest.mark.parametrize("workload", MODELS)
@@ -386,7 +386,7 @@ def test_tables_are_the_models(workload):
 
 @pytest.mark.parametrize("workload", [name for name, row in WORKLOADS.items() if row.tensor_parts])
 def test_layers_are_split_as_in_the_plans(workload):
-    plans = importlib.import_module(f"labkit.workloads.{workload}").tensor_plans().values()
+    plans = importlib.import_module(f"labkit.training.workloads.{workload}").tensor_plans().values()
     styles = Counter(type(style).__name__ for plan in plans for style in plan.values())
     cuts = Counter(module.cut for block in MODELS[workload](spec("ddp", workload).options) for module in block.leaves)
     assert (cuts[0], cuts[1]) == (styles["ColwiseParallel"], styles["RowwiseParallel"])
@@ -406,5 +406,5 @@ def test_a_part_of_a_layer():
 
 
 def test_it_loads_no_torch():
-    code = "import sys, labkit.ledger; print('torch' in sys.modules)"
+    code = "import sys, labkit.analysis.ledger; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -17,19 +17,20 @@ import pytest
 from conftest import processes_of, wait_until
 from fabricate import FakeRun
 
-from labkit.api import Run, run
-from labkit.appender import Reserve
-from labkit.bench.kills import Attack, Moment, attack
-from labkit.cli import act, parse
-from labkit.events import Reader, Writer
+from labkit.benchmarks.kills import Attack, Moment, attack
+from labkit.cli.commands import act
+from labkit.cli.parser import parse
+from labkit.common.processes import TAG, here, identity, members, names, of_folder, tag_of
 from labkit.launch import ending
 from labkit.launch.anchor import Anchor
-from labkit.launch.folder import RunFolder
 from labkit.launch.job import Job, LaunchError
-from labkit.launch.processes import TAG, here, identity, members, names, of_folder, tag_of
-from labkit.launch.status import QUIET, current
 from labkit.probe.journal import Journal
-from labkit.state import RunState
+from labkit.record.appender import Reserve
+from labkit.record.events import Reader, Writer
+from labkit.record.folder import RunFolder
+from labkit.record.state import RunState
+from labkit.record.status import QUIET, current
+from labkit.runs.handle import Run, run
 
 ROOT = Path(__file__).parent.parent
 LIMIT = 5.0  # seconds within which a stopped or abandoned run is gone

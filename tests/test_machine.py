@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from labkit.machine import Gpu, Machine
+from labkit.setup.machine import Gpu, Machine
 
 
 class NVMLError(Exception):

@@ -15,14 +15,14 @@ from conftest import processes_of, wait_until
 from fabricate import FakeRun
 
 from labkit import report
-from labkit.diagnose import Finding
-from labkit.launch.follow import Follower
-from labkit.machine import Gpu, Machine
-from labkit.magic import following
-from labkit.magic.cell import Cell, CellError
-from labkit.magic.following import CellRun, Reports
-from labkit.magic.output import RankOutput, Shown, script_html, value_text
-from labkit.magic.reporting import MOST
+from labkit.analysis.diagnose import Finding
+from labkit.frontends.magic import following
+from labkit.frontends.magic.cell import Cell, CellError
+from labkit.frontends.magic.following import CellRun, Reports
+from labkit.frontends.magic.output import RankOutput, Shown, script_html, value_text
+from labkit.frontends.magic.reporting import MOST
+from labkit.record.follow import Follower
+from labkit.setup.machine import Gpu, Machine
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 240  # that a run may take to get somewhere on a busy machine

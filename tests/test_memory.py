@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from weaving import TORCHRUN
 
-from labkit.machine import Machine
-from labkit.script import write_script
-from labkit.spec import Spec
+from labkit.plan.script import write_script
+from labkit.plan.spec import Spec
+from labkit.setup.machine import Machine
 
 ROOT = Path(__file__).parent.parent
 PEAKS = Path(__file__).parent / "scripts" / "peaks.py"

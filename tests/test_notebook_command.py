@@ -11,17 +11,18 @@ from pathlib import Path
 import nbformat
 import pytest
 
-import labkit.handout.notebook as module
-from labkit import cli
-from labkit.environment import CLONE
-from labkit.handout import LabError, to_import
+import labkit.frontends.handout.notebook as module
+from labkit.cli import parser as cli
+from labkit.cli.commands import act
+from labkit.frontends.handout import LabError, to_import
+from labkit.setup.environment import CLONE
 
 LAB = CLONE / "labs" / "00_start_here.py"
 
 
 def ask(*argv: str) -> int:
     try:
-        return cli.act(cli.parse(argv))
+        return act(cli.parse(argv))
     except SystemExit as refused:
         return refused.code
 

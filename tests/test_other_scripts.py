@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from labkit import api
-from labkit.events import Reader
 from labkit.probe.losses import Loss, LossWatch, edge_of, share_of
 from labkit.probe.optimizers import Optimizers
+from labkit.record.events import Reader
 
 OTHERS = Path(__file__).parent / "scripts" / "others"
 

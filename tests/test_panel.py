@@ -14,20 +14,20 @@ from conftest import wait_until
 from fabricate import FakeRun
 
 from labkit import SpecError
-from labkit.launch.folder import RunFolder
-from labkit.launch.follow import Follower
-from labkit.machine import Gpu, Machine
-from labkit.panel import Lab
-from labkit.panel.charts import LIVE, Charts
-from labkit.panel.choices import Choices
-from labkit.panel.feed import CAP, WHOLE, Feed
-from labkit.panel.logs import Logs
-from labkit.panel.stage import Stage
-from labkit.panel.view import RunView
-from labkit.panel.words import finding_html, state_html
-from labkit.replay import recorded_words
-from labkit.strategies import COMMON, STRATEGIES
-from labkit.tables import ranks_html
+from labkit.figures.tables import ranks_html
+from labkit.frontends.panel import Lab
+from labkit.frontends.panel.charts import LIVE, Charts
+from labkit.frontends.panel.choices import Choices
+from labkit.frontends.panel.feed import CAP, WHOLE, Feed
+from labkit.frontends.panel.logs import Logs
+from labkit.frontends.panel.stage import Stage
+from labkit.frontends.panel.view import RunView
+from labkit.frontends.panel.words import finding_html, state_html
+from labkit.record.folder import RunFolder
+from labkit.record.follow import Follower
+from labkit.record.replay import recorded_words
+from labkit.setup.machine import Gpu, Machine
+from labkit.training.strategies import COMMON, STRATEGIES
 
 CPU = Machine(gpus=(), cores=2, memory=8 << 30)
 T4S = Machine(gpus=tuple(Gpu(index, "Tesla T4", 15 << 30, (7, 5)) for index in range(2)), cores=4, memory=31 << 30)
@@ -299,7 +299,7 @@ def test_a_page_that_is_new_is_told_everything(fake, monkeypatch):
 
 
 def test_a_front_end_without_widgets_gets_svg(fake, monkeypatch):
-    monkeypatch.setattr("labkit.panel.charts._PATIENCE", 0.05)
+    monkeypatch.setattr("labkit.frontends.panel.charts._PATIENCE", 0.05)
     fake.step(10)
     follower = Follower(fake.folder)
     follower.poll()
@@ -446,7 +446,8 @@ def recorded(fake):
 
 def played(lab: Lab, monkeypatch, clock: list[float]) -> Lab:
     """The panel with its recorded run open, and the recording's clock in our hand."""
-    monkeypatch.setattr("labkit.replay.time", SimpleNamespace(monotonic=lambda: clock[0], strftime=time.strftime, localtime=time.localtime))
+    times = SimpleNamespace(monotonic=lambda: clock[0], strftime=time.strftime, localtime=time.localtime)
+    monkeypatch.setattr("labkit.record.replay.time", times)
     wait_until(lambda: "ready to play" in lab._view.words.value)
     return lab
 
@@ -525,7 +526,7 @@ def test_a_recording_that_cannot_be_read_is_one_sentence(recorded, monkeypatch):
     def broken(folder, speed):
         raise OSError("<b>gone</b>")
 
-    monkeypatch.setattr("labkit.panel.recorded.Recording", broken)
+    monkeypatch.setattr("labkit.frontends.panel.recorded.Recording", broken)
     lab = Lab(recorded="last")
     wait_until(lambda: "cannot be played" in lab._view.finding.value)
     assert "<b>gone" not in lab._view.finding.value

@@ -7,10 +7,11 @@ import threading
 
 import pytest
 
-from labkit import SpecError, environment
-from labkit.machine import Machine
-from labkit.panel import Lab, install
-from labkit.spec import Spec
+from labkit import SpecError
+from labkit.frontends.panel import Lab, install
+from labkit.plan.spec import Spec
+from labkit.setup import environment
+from labkit.setup.machine import Machine
 
 CPU = Machine(gpus=(), cores=2, memory=8 << 30, torch=(2, 13))
 _INSTALLS = """

@@ -10,10 +10,11 @@ from dataclasses import replace
 import pytest
 from answers.collectives import RIGHT
 
-from labkit import check, pictures
+from labkit import check
+from labkit.analysis.theory import collectives as plans
+from labkit.analysis.theory.collectives import Message
+from labkit.course import pictures
 from labkit.figures import rank_colour
-from labkit.theory import collectives as plans
-from labkit.theory.collectives import Message
 
 pictured = pictures.collectives
 DRAWN = {
@@ -253,7 +254,7 @@ def test_the_verdict_names_the_rank_and_the_piece_that_is_wrong(function, words)
 
 
 def test_a_function_without_an_end_is_ended(monkeypatch):
-    monkeypatch.setattr("labkit.exercises.collectives._PATIENCE", 0.3)
+    monkeypatch.setattr("labkit.course.exercises.collectives._PATIENCE", 0.3)
     verdict = check("collectives.ring", for_ever)
     assert "rank 2 did not come to an end" in verdict.words
     assert not [thread for thread in threading.enumerate() if "exercise" in thread.name]

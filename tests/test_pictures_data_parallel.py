@@ -6,13 +6,14 @@ import math
 
 import pytest
 
-from labkit import Spec, pictures
-from labkit.exercises import Wrong, exercise
-from labkit.pictures.data_parallel import divide
-from labkit.pictures.overlap import Bucket, filled, sent
-from labkit.theory import theory
-from labkit.theory.pieces import Case
-from labkit.theory.strategies import _buckets
+from labkit import Spec
+from labkit.analysis.theory import theory
+from labkit.analysis.theory.pieces import Case
+from labkit.analysis.theory.strategies import _buckets
+from labkit.course import pictures
+from labkit.course.exercises import Wrong, exercise
+from labkit.course.pictures.data_parallel import divide
+from labkit.course.pictures.overlap import Bucket, filled, sent
 
 draw = pictures.data_parallel
 

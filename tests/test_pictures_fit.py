@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from labkit import pictures
-from labkit.pictures import fit
-from labkit.pictures.fit import QUESTIONS, RECIPES, Case, advise, states, tree
+from labkit.course import pictures
+from labkit.course.pictures import fit
+from labkit.course.pictures.fit import QUESTIONS, RECIPES, Case, advise, states, tree
 
 GB = 1e9
 LARGE = Case(parameters=5e9, memory=24 * GB, activations=9 * GB, least=2 * GB, block=0.4 * GB, devices=8)

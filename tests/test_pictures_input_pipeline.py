@@ -7,8 +7,8 @@ import re
 
 import pytest
 
+from labkit.course.pictures import input_pipeline as pictures
 from labkit.figures import colours
-from labkit.pictures import input_pipeline as pictures
 
 TIMES = [(0.2, 0.1), (0.03, 0.05), (0.1, 0.1), (0.0, 0.1), (0.1, 0.0)]
 

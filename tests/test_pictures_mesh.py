@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from labkit.course.pictures import mesh, tensor_parallel
+from labkit.course.pictures.canvas import EVERY
 from labkit.figures.colours import rank_colour
-from labkit.pictures import mesh, tensor_parallel
-from labkit.pictures.canvas import EVERY
-from labkit.state import RunState
+from labkit.record.state import RunState
 
 MESHES = [{"dp": 2, "tp": 2}, {"pp": 2, "dp": 2, "tp": 2}, {"replicate": 2, "shard": 4}, {"pp": 2, "dp": 3, "tp": 4}]
 

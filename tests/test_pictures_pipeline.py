@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.pipelining import schedules as of_torch
 
-from labkit.pictures import pipeline
-from labkit.pictures.schedules import SCHEDULES, Plan, Slot, needs, order, planned, simulate
-from labkit.spec import Spec
-from labkit.state import RunState
+from labkit.course.pictures import pipeline
+from labkit.course.pictures.schedules import SCHEDULES, Plan, Slot, needs, order, planned, simulate
+from labkit.plan.spec import Spec
+from labkit.record.state import RunState
 
 SIZES = [(2, 2), (2, 4), (2, 8), (3, 6), (4, 4), (4, 8), (4, 16), (8, 8)]
 CASES = [(schedule, ranks, parts) for schedule in SCHEDULES for ranks, parts in SIZES]

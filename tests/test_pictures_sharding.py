@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from labkit import pictures
-from labkit.pictures.sharding import FORWARD, GATHER, STAGES, share, turns, whole
+from labkit.course import pictures
+from labkit.course.pictures.sharding import FORWARD, GATHER, STAGES, share, turns, whole
 
 OWNERS = ("parameters", "gradients", "optimizer state")
 

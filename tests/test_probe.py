@@ -22,7 +22,7 @@ import torch
 from conftest import processes_of, wait_until
 from probed import PROBE, SCRIPTS, Told, environment, launch
 
-from labkit.events import PHASES, Reader
+from labkit.analysis.summary import summarise
 from labkit.figures import CHARTS
 from labkit.probe import hooks
 from labkit.probe.clocks import CpuClock, CudaClock
@@ -32,8 +32,8 @@ from labkit.probe.steps import StepWatch
 from labkit.probe.threads import ScriptThread
 from labkit.probe.waiting import WaitWatch
 from labkit.record import kinds
-from labkit.state import RunState
-from labkit.summary import summarise
+from labkit.record.events import PHASES, Reader
+from labkit.record.state import RunState
 
 # ---- resuming, and what comes before the first step
 

@@ -12,10 +12,12 @@ import pytest
 from conftest import wait_until
 from fabricate import FakeRun
 
-from labkit import Run, Spec, SpecError, cli, run
-from labkit.environment import CLONE
-from labkit.launch.logs import whole
-from labkit.script import command
+from labkit import Run, Spec, SpecError, run
+from labkit.cli import parser as cli
+from labkit.cli.commands import act
+from labkit.plan.script import command
+from labkit.record.logs import whole
+from labkit.setup.environment import CLONE
 
 FACTS = """\
 import sys
@@ -161,7 +163,7 @@ def test_logs_are_those_of_all_attempts(restarted, capsysbinary):
     assert job.logs(0) == "first, cut sho\n──── attempt 1 ────\nsecond \x1b[31m\ufffd\n"
     assert job.logs(1) == "" and job.logs(0, "stderr") == ""
     restarted.end()
-    assert cli.act(cli.parse(["logs", restarted.folder.name])) == 0
+    assert act(cli.parse(["logs", restarted.folder.name])) == 0
     assert capsysbinary.readouterr().out == "first, cut sho\n──── attempt 1 ────\nsecond \x1b[31m".encode() + b"\xff\n"
 
 

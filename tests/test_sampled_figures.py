@@ -9,12 +9,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from labkit import figures, sampled
-from labkit.events import OWNERS, PHASES
+from labkit import figures
+from labkit.analysis import sampled
+from labkit.analysis.trace import trace, write_trace
 from labkit.figures.charts import phases as phases_chart
 from labkit.figures.sampled import memory_of_step, timeline
-from labkit.state import RunState
-from labkit.trace import trace, write_trace
+from labkit.record.events import OWNERS, PHASES
+from labkit.record.state import RunState
 
 SVG = "{http://www.w3.org/2000/svg}"
 MIB = 1 << 20

@@ -14,9 +14,9 @@ from conftest import wait_until
 from fabricate import FakeRun
 
 from labkit import run
-from labkit.api import Run
-from labkit.clock import SystemMoment
 from labkit.probe import sampler
+from labkit.record.clock import SystemMoment
+from labkit.runs.handle import Run
 
 ROOT = Path(__file__).parent.parent
 OWN = """

@@ -17,21 +17,21 @@ import numpy
 import pytest
 from rich.console import Console
 
-from labkit import stepfile, steps
-from labkit.api import Run
-from labkit.events import PHASES, Reader, Writer
+from labkit.analysis.summary import summarise
 from labkit.figures import CHARTS
 from labkit.figures.as_svg import drawing
-from labkit.launch.folder import RunFolder
-from labkit.launch.follow import Follower
+from labkit.frontends.panel.view import RunView
+from labkit.frontends.terminal import watch
 from labkit.launch.system import interval
-from labkit.panel.view import RunView
 from labkit.probe.journal import Journal
+from labkit.record import stepfile, steps
 from labkit.record.documents import Unreadable
-from labkit.replay import Recording
-from labkit.state import RunState
-from labkit.summary import summarise
-from labkit.terminal import watch
+from labkit.record.events import PHASES, Reader, Writer
+from labkit.record.folder import RunFolder
+from labkit.record.follow import Follower
+from labkit.record.replay import Recording
+from labkit.record.state import RunState
+from labkit.runs.handle import Run
 
 RECORD = 88  # bytes
 
@@ -419,7 +419,7 @@ def test_a_folder_whose_steps_are_json_lines_opens_as_before(tmp_path):
 def test_a_replay_reads_steps_as_they_are_due(tmp_path, monkeypatch):
     folder = written(tmp_path, 40_000, ranks=2)
     now = [100.0]
-    monkeypatch.setattr("labkit.replay.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("labkit.record.replay.time.monotonic", lambda: now[0])
     recording = Recording(folder, speed=10.0)
     recording.poll()
     assert (recording.state.step, recording.state.over) == (0, False)
@@ -440,7 +440,7 @@ def test_reading_says_how_far_it_is_once_it_has_taken_a_second(tmp_path, monkeyp
     follower.poll()
     assert said == [], "a run that opens at once"
     clock = iter(range(0, 1000))
-    monkeypatch.setattr("labkit.launch.follow.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("labkit.record.follow.time.monotonic", lambda: next(clock))
     Follower(folder, progress=said.append).poll()
     assert said and said == sorted(said) and said[0] > 0 and said[-1] > 0.99
 
@@ -453,14 +453,14 @@ def test_no_event_has_a_field_that_the_order_of_the_files_needs(tmp_path):
             file.write(json.dumps({"t": 1001.0, "rank": 0, "kind": "going_on", "after": after}) + "\n")
     state = opened(folder)
     assert state.broken == 0 and len(state.ranks[0].steps) == 3
-    fields = [line for path in (Path(stepfile.__file__).parent / "probe").glob("*.py") for line in path.read_text().splitlines()]
+    fields = [line for path in (Path(stepfile.__file__).parents[1] / "probe").glob("*.py") for line in path.read_text().splitlines()]
     assert not [line for line in fields if ".write(" in line and " after=" in line]
 
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_the_terminal_says_how_far_a_long_run_is_read(tmp_path, monkeypatch, terminal):
-    monkeypatch.setattr("labkit.launch.follow._PATIENCE", -1.0)
-    monkeypatch.setattr("labkit.launch.follow._TICK", 0.0)
+    monkeypatch.setattr("labkit.record.follow._PATIENCE", -1.0)
+    monkeypatch.setattr("labkit.record.follow._TICK", 0.0)
     folder = written(tmp_path, 100)
     console = Console(file=io.StringIO(), width=120, force_terminal=terminal, color_system=None)
     watch(Follower(folder), folder, console)
@@ -469,8 +469,8 @@ def test_the_terminal_says_how_far_a_long_run_is_read(tmp_path, monkeypatch, ter
 
 
 def test_the_panel_says_how_far_a_long_run_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("labkit.launch.follow._PATIENCE", -1.0)
-    monkeypatch.setattr("labkit.launch.follow._TICK", 0.0)
+    monkeypatch.setattr("labkit.record.follow._PATIENCE", -1.0)
+    monkeypatch.setattr("labkit.record.follow._TICK", 0.0)
     folder, said = written(tmp_path, 100), []
     view = RunView()
     view.words.observe(lambda change: said.append(change["new"]), "value")
@@ -489,7 +489,7 @@ def test_the_panel_says_how_far_a_long_run_is_read(tmp_path, monkeypatch):
 
 
 def test_a_handle_says_on_stderr_how_far_a_long_run_is_read(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("labkit.launch.follow._PATIENCE", -1.0)
+    monkeypatch.setattr("labkit.record.follow._PATIENCE", -1.0)
     folder = written(tmp_path, 100)
     run = Run.attach(folder.path)
     assert run.state.step == 100

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from ruff.__main__ import find_ruff_bin
 
-from labkit.script import command, diff_scripts, write_script
-from labkit.spec import PRECISIONS, Spec, SpecError
-from labkit.strategies import STRATEGIES
-from labkit.workloads import WORKLOADS
+from labkit.plan.script import command, diff_scripts, write_script
+from labkit.plan.spec import PRECISIONS, Spec, SpecError
+from labkit.training.strategies import STRATEGIES
+from labkit.training.workloads import WORKLOADS
 
 
 def spec(strategy: str, **asked) -> Spec:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from diagnosed import fold, saw, script, start, steps
 
-from labkit.sources import inferred, weights
+from labkit.record.sources import inferred
 
 
 def ranks(inputs: dict[int, str], batches: dict[int, str] | None = None) -> list[dict]:
@@ -39,7 +39,7 @@ CASES = {
 def test_each_sample_counts_once(case):
     inputs, batches, expected = CASES[case]
     state = fold(script(len(expected)), start(*expected), ranks(inputs, batches), *(steps(rank) for rank in expected))
-    assert weights(state) == expected
+    assert state.sample_weights() == expected
     each = 8 / 0.1
     assert state.throughput() == pytest.approx(sum(expected.values()) * each)
     assert bool(state.note) == any(weight != 1 for weight in expected.values())
@@ -47,7 +47,7 @@ def test_each_sample_counts_once(case):
 
 def test_what_was_inferred_is_said():
     state = fold(script(4), start(0, 1, 2, 3), ranks({0: "abc", 1: "abc", 2: "...", 3: "..."}))
-    assert inferred(state) == ([(0, 1)], (2, 3))
+    assert inferred(state.ranks) == ([(0, 1)], (2, 3))
     assert state.note == (
         "samples/s inferred from the first batches: ranks 0 and 1 read the same samples, so each sample counts once; "
         "ranks 2 and 3 receive activations, so no samples count there"

@@ -10,12 +10,12 @@ from probed import PROBE, Told, launch
 from rich.console import Console
 from test_state import fold, spec, start, status, step
 
-from labkit import terminal
-from labkit.launch.folder import RunFolder
-from labkit.launch.follow import Follower
+from labkit.frontends import terminal
 from labkit.record import kinds
-from labkit.startup import MILESTONES, in_words, is_starting, milestones, newest, table
-from labkit.state import RunState
+from labkit.record.folder import RunFolder
+from labkit.record.follow import Follower
+from labkit.record.startup import MILESTONES, in_words, is_starting, milestones, newest, table
+from labkit.record.state import RunState
 
 RECORDED = sorted(path for path in (Path(__file__).parent / "recorded").iterdir() if path.is_dir())
 ASKED = [spec(), status("starting", started=100.0, agent_began=100.25)]

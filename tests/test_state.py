@@ -8,15 +8,15 @@ from collections import Counter
 
 import pytest
 
-from labkit import diagnose
-from labkit.diagnose import findings
-from labkit.events import OWNERS, PHASES
-from labkit.launch.folder import RunFolder
-from labkit.ledger import ledger
-from labkit.spec import Spec
-from labkit.stacks import MESSAGE_LIMIT, TEXT_LIMIT
-from labkit.state import RunState
-from labkit.summary import summarise
+from labkit.analysis import diagnose
+from labkit.analysis.diagnose import findings
+from labkit.analysis.ledger import ledger
+from labkit.analysis.summary import summarise
+from labkit.plan.spec import Spec
+from labkit.record.events import OWNERS, PHASES
+from labkit.record.folder import RunFolder
+from labkit.record.stacks import MESSAGE_LIMIT, TEXT_LIMIT
+from labkit.record.state import RunState
 
 
 def step(rank: int, number: int, t: float = 0.0, **fields) -> dict:

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from weaving import record
 
-from labkit.machine import Gpu, Machine
-from labkit.script import write_script
-from labkit.spec import Spec, SpecError
-from labkit.strategies import base, ddp
+from labkit.plan.script import write_script
+from labkit.plan.spec import Spec, SpecError
+from labkit.setup.machine import Gpu, Machine
+from labkit.training.strategies import base, ddp
 
 CPU = Machine(gpus=(), cores=8, memory=2**34, torch=(2, 13))
 

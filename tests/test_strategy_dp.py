@@ -11,11 +11,11 @@ import pytest
 from weaving import run_alone
 
 import labkit
-from labkit.events import Reader
-from labkit.script import write_script
-from labkit.spec import Spec, SpecError
-from labkit.state import RunState
-from labkit.summary import summarise
+from labkit.analysis.summary import summarise
+from labkit.plan.script import write_script
+from labkit.plan.spec import Spec, SpecError
+from labkit.record.events import Reader
+from labkit.record.state import RunState
 
 
 def small(**asked) -> Spec:

@@ -14,12 +14,12 @@ import weaving
 from torch import nn
 from weaving import record
 
-from labkit.machine import Machine
-from labkit.script import write_script
-from labkit.spec import Spec, SpecError
-from labkit.strategies import STRATEGIES, pp
-from labkit.strategies.rules import cut
-from labkit.workloads import WORKLOADS, gpt
+from labkit.plan.script import write_script
+from labkit.plan.spec import Spec, SpecError
+from labkit.setup.machine import Machine
+from labkit.training.strategies import STRATEGIES, pp
+from labkit.training.strategies.rules import cut
+from labkit.training.workloads import WORKLOADS, gpt
 
 
 def refusal(strategy: str, workload: str = "cnn", **fields) -> str:

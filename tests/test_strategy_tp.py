@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from weaving import record
 
-from labkit.script import write_script
-from labkit.spec import Spec, SpecError
-from labkit.strategies import cp, tp
-from labkit.workloads import WORKLOADS
+from labkit.plan.script import write_script
+from labkit.plan.spec import Spec, SpecError
+from labkit.training.strategies import cp, tp
+from labkit.training.workloads import WORKLOADS
 
 
 def refusal(strategy: str, workload: str = "gpt", **fields) -> str:
@@ -88,7 +88,7 @@ def test_a_part_of_the_places_sees_what_the_whole_window_would_show_it(monkeypat
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_parts_of_a_window_are_the_window(monkeypatch, ranks):
-    from labkit.workloads import text
+    from labkit.training.workloads import text
 
     data = torch.arange(1000)
     inputs, targets = text.windows(data, 7).tensors

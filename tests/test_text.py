@@ -17,19 +17,19 @@ from rich.table import Table
 from rich.text import Text
 
 import labkit
-from labkit import terminal
-from labkit.api import Run
-from labkit.console import Console
-from labkit.environment import CLONE
+from labkit.common.text import escape, visible, visible_line, visible_log
 from labkit.figures.as_plotly import parts
 from labkit.figures.charts import CHARTS
-from labkit.handout.run import run_page
-from labkit.launch.folder import RunFolder
-from labkit.magic.output import RankOutput, Shown
-from labkit.panel import Lab
-from labkit.progress import Progress
-from labkit.tables import Findings
-from labkit.text import escape, visible, visible_line, visible_log
+from labkit.figures.tables import Findings
+from labkit.frontends import terminal
+from labkit.frontends.console import Console
+from labkit.frontends.handout.run import run_page
+from labkit.frontends.magic.output import RankOutput, Shown
+from labkit.frontends.panel import Lab
+from labkit.record.folder import RunFolder
+from labkit.runs.handle import Run
+from labkit.setup.environment import CLONE
+from labkit.setup.progress import Progress
 
 OSC8, OSC52, CSI, BELL = "\x1b]8;;http://host.example\x1b\\here", "\x1b]52;c;aGk=\x07", "\x1b[2J\x1b[31m", "\x07"
 C1, BIDI, ZERO, LINES = "\x9b2J\x9d0;x\x9c", "\u202egnp.exe\u2066\u2069\u200e\u200f", "a\u200bb\u2060\ufeff", "\u2028\u2029\x85"
@@ -125,7 +125,7 @@ def test_the_live_terminal_obeys_rich_alone(hostile):
 
 
 def terminal_source(folder: RunFolder):
-    from labkit.launch.follow import Follower
+    from labkit.record.follow import Follower
 
     return Follower(folder)
 
@@ -172,7 +172,7 @@ def _calls(path: Path, name: str) -> list[ast.Call]:
 
 def test_commands_print_json_or_say_lines():
     root = Path(labkit.__file__).parent
-    printed = [(path, call) for path in (*(root / "commands").glob("*.py"), root / "cli.py") for call in _calls(path, "print")]
+    printed = [(path, call) for path in (root / "cli").glob("*.py") for call in _calls(path, "print")]
     assert printed
     for path, call in printed:
         text = ast.unparse(call)

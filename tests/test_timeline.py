@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import pytest
 
-from labkit.events import OWNERS
 from labkit.probe import timeline as at
 from labkit.probe.timeline import GAP, MOST, Allocation, Row, busy, collectives, curve, merged, overlap, timeline, without
+from labkit.record.events import OWNERS
 
 MS = 1_000_000
 PHASES = (("data", 0, 2 * MS), ("forward", 2 * MS, 10 * MS), ("backward", 10 * MS, 30 * MS), ("optimizer", 30 * MS, 40 * MS))

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from labkit.events import Reader
 from labkit.probe.traffic import operation, sent
-from labkit.state import RunState
+from labkit.record.events import Reader
+from labkit.record.state import RunState
 
 SCRIPT = Path(__file__).parent / "scripts" / "exchange.py"
 ALL = 4 * (16 * 34 + 34 + 34 * 5 + 5)  # bytes of the model's parameters

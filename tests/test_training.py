@@ -16,10 +16,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from weaving import TORCHRUN, record, run_alone
 
-from labkit.script import write_script
-from labkit.spec import Spec
-from labkit.strategies import STRATEGIES, base, ddp
-from labkit.workloads import WORKLOADS, cnn, gpt, mlp
+from labkit.plan.script import write_script
+from labkit.plan.spec import Spec
+from labkit.training.strategies import STRATEGIES, base, ddp
+from labkit.training.workloads import WORKLOADS, cnn, gpt, mlp
 
 BATCH = 48  # of all ranks together
 

@@ -11,14 +11,14 @@ import pytest
 from rich.console import Console
 
 import labkit
-from labkit import terminal
+from labkit.common.units import scale, size, sizes
 from labkit.figures import CHARTS
 from labkit.figures.as_plotly import parts
 from labkit.figures.as_svg import drawing
-from labkit.panel.feed import Feed
-from labkit.state import RunState
-from labkit.tables import ranks_html
-from labkit.units import scale, size, sizes
+from labkit.figures.tables import ranks_html
+from labkit.frontends import terminal
+from labkit.frontends.panel.feed import Feed
+from labkit.record.state import RunState
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SMALL, LARGE = int(4.6 * MIB), int(1.9 * GIB)

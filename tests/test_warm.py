@@ -15,14 +15,16 @@ import pytest
 from conftest import PATIENCE, processes_of, server_is_ready, wait_until
 
 import labkit
-from labkit import api, cli
-from labkit.api import Run, run
-from labkit.doctor import warm_start
+from labkit import api
+from labkit.cli import parser as cli
+from labkit.cli.commands import act
+from labkit.common.processes import is_supervisor
+from labkit.frontends.doctor import warm_start
+from labkit.frontends.panel import Lab
 from labkit.launch.job import Job
-from labkit.launch.processes import is_supervisor
 from labkit.launch.warm import client, facts, fork, wire
 from labkit.launch.warm.client import Cold
-from labkit.panel import Lab
+from labkit.runs.handle import Run, run
 
 SEES = Path(__file__).parent / "scripts" / "sees.py"
 CLONE = Path(labkit.__file__).parents[1]
@@ -265,7 +267,7 @@ def test_cold_can_be_asked_for(server, ends, monkeypatch):
     Lab(cold=True)._launch(None)
     for more in ([], ["--cold"]):
         with pytest.raises(ZeroDivisionError):
-            cli.act(cli.parse(["run", str(ends), "--nproc", "1", "--device", "cpu", *more]))
+            act(cli.parse(["run", str(ends), "--nproc", "1", "--device", "cpu", *more]))
     assert asked == [True, False, True]
 
 
@@ -434,7 +436,7 @@ def test_a_server_that_fits_no_more_is_replaced(place, patient, monkeypatch):
 
 
 def test_importing_labkit_starts_nothing(place):
-    code = "import labkit, labkit.api, labkit.panel, labkit.magic, time; time.sleep(1)"
+    code = "import labkit, labkit.api, labkit.frontends.panel, labkit.frontends.magic, time; time.sleep(1)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=CLONE)
     assert list(place.iterdir()) == []
 

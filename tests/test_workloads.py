@@ -19,12 +19,25 @@ from torch.utils.data import TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 from weaving import run_alone
 
-import labkit.workloads as tables
-from labkit import preflight
-from labkit.machine import Machine
-from labkit.script import write_script
-from labkit.spec import Spec, SpecError
-from labkit.workloads import CIFAR10_FILES, DATA, GPT_SIZES, MNIST_FILES, WORKLOADS, cnn, digits, digits32, gpt, gpt_parameters, mlp, text
+import labkit.training.workloads as tables
+from labkit.plan.script import write_script
+from labkit.plan.spec import Spec, SpecError
+from labkit.setup import preflight
+from labkit.setup.machine import Machine
+from labkit.training.workloads import (
+    CIFAR10_FILES,
+    DATA,
+    GPT_SIZES,
+    MNIST_FILES,
+    WORKLOADS,
+    cnn,
+    digits,
+    digits32,
+    gpt,
+    gpt_parameters,
+    mlp,
+    text,
+)
 
 BESIDE_CPU_TORCH = Path(__file__).parent / "scripts" / "beside_cpu_torch.py"
 SIZES = {"M": 10**6, "B": 10**9}
@@ -80,7 +93,7 @@ def test_table_knows_what_each_block_costs(name, torchvision):
 
 
 def test_resnet18_is_torchvisions_but_for_the_stem(torchvision):
-    from labkit.workloads import resnet18
+    from labkit.training.workloads import resnet18
 
     torch.manual_seed(0)
     ours, theirs = resnet18.build_model().eval(), importlib.import_module("torchvision.models").resnet18(num_classes=10).eval()
@@ -231,7 +244,7 @@ def write_mnist(folder, train: int, test: int) -> None:
 @pytest.fixture
 def mnist(tmp_path, monkeypatch, torchvision):
     write_mnist(tmp_path, train=50, test=20)
-    module = importlib.import_module("labkit.workloads.mnist")
+    module = importlib.import_module("labkit.training.workloads.mnist")
     monkeypatch.setattr(module, "DATA_DIR", str(tmp_path))
     return module
 
@@ -273,7 +286,7 @@ def test_mnist_is_downloaded_by_one_process_while_the_others_wait(mnist, monkeyp
 @pytest.fixture
 def cifar10(tmp_path, monkeypatch, torchvision):
     """The module, and a folder in CIFAR's format: in image i the colours are i, i + 1 and i + 2, and its label is i % 10."""
-    module = importlib.import_module("labkit.workloads.cifar10")
+    module = importlib.import_module("labkit.training.workloads.cifar10")
     folder = tmp_path / "cifar-10-batches-py"
     folder.mkdir()
     sums = {}
@@ -381,5 +394,6 @@ def test_resnet18_trains_as_a_person_would_run_it(torchvision, tmp_path):
 
 
 def test_no_default_imports_torchvision():
-    code = "import sys, labkit.workloads.digits, labkit.workloads.text, labkit.strategies.base; print('torchvision' in sys.modules)"
+    modules = ("workloads.digits", "workloads.text", "strategies.base")
+    code = f"import sys, {', '.join(f'labkit.training.{name}' for name in modules)}; print('torchvision' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from labkit.api import run
-from labkit.script import write_script
-from labkit.spec import Spec
+from labkit.plan.script import write_script
+from labkit.plan.spec import Spec
+from labkit.runs.handle import run
 
 RECORDER = Path(__file__).with_name("recorder.py")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
@@ -19,7 +19,8 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 def run_alone(argv: list[str], folder: Path, seconds: float = 600) -> str:
     """Runs a command in `folder`, where no labkit can be imported, one thread a process; its stdout, or the failure of the test.
 
-    Torch may abort a rank on its way out, after all went well (see labkit/strategies/README.md): that is no failure, and stdout is whole.
+    Torch may abort a rank on its way out, after all went well (see labkit/training/strategies/README.md): that is no failure, and stdout
+    is whole.
     """
     settings = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "RANK", "WORLD_SIZE")}
     done = subprocess.run(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from labkit.arguments import shown
+from labkit.common.arguments import shown
 from labkit.figures.as_svg import drawing
 from labkit.figures.charts import CHARTS
 from labkit.figures.colours import rank_colour
@@ -16,7 +16,7 @@ from labkit.figures.model import LIMIT, Chart
 if TYPE_CHECKING:
     import plotly.graph_objects
 
-    from labkit.state import RunState
+    from labkit.record.state import RunState
 
 __all__ = ["CHARTS", "LIVE", "NAMES", "chart", "figure", "overview", "rank_colour", "svg"]
 

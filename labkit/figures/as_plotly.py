@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from labkit.common.text import escape
 from labkit.figures import colours
 from labkit.figures.model import Axis, Drawn, Points, Spans
-from labkit.text import escape
 
 if TYPE_CHECKING:
     import plotly.graph_objects

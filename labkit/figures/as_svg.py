@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import groupby
 
+from labkit.common.text import escape
 from labkit.figures.model import Drawn, Points, ticks
-from labkit.text import escape
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 92, 26, 34
 _DASHES = {"dot": "1.5 3", "dash": "6 4", "dashdot": "6 3 1.5 3"}

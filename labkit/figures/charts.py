@@ -8,14 +8,13 @@ from functools import partial
 
 import numpy
 
-from labkit.columns import Losses, RankState
-from labkit.events import PHASES
+from labkit.analysis.sampled import exposed, usual
 from labkit.figures import colours
 from labkit.figures.model import Axis, Bars, Chart, Derived, Line
 from labkit.figures.sampled import memory_by_owner, memory_of_step, timeline
-from labkit.sampled import exposed, usual
-from labkit.sources import weights
-from labkit.state import RunState
+from labkit.record.columns import Losses, RankState
+from labkit.record.events import PHASES
+from labkit.record.state import RunState
 
 _WINDOW = 10  # steps that a throughput is the mean over
 
@@ -90,7 +89,7 @@ def _named(name: str, optimizer: str | None) -> str:
 
 def throughput(state: RunState) -> Chart:
     """Samples per second over all ranks, each sample counted once, over steps; the mean of the newest steps at each."""
-    ranks, counts = _ranks(state), weights(state)
+    ranks, counts = _ranks(state), state.sample_weights()
     starts = [rank.attempts.get(rank.attempt, 0) for rank in ranks]
     length = min((len(rank.steps) - start for rank, start in zip(ranks, starts)), default=0)
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from labkit.events import PHASES
 from labkit.figures import colours
 from labkit.figures.as_svg import drawing
 from labkit.figures.model import Axis, Bars, Chart
+from labkit.record.events import PHASES
 
 if TYPE_CHECKING:
     import plotly.graph_objects
 
-    from labkit.comparison import Row
+    from labkit.analysis.comparison import Row
 
 
 def speedup(rows: Sequence[Row], recorded: Sequence[Row] = ()) -> Chart:

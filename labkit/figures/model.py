@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy
 
-from labkit.units import scale, size
+from labkit.common.units import scale, size
 
 LIMIT = 1000  # points of one line in a whole picture
 _ENDS = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)

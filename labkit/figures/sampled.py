@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from labkit.columns import RankState
-from labkit.events import OWNERS, PHASES
+from labkit.analysis.sampled import aligned, beyond, newest, overlap
+from labkit.common.units import size
 from labkit.figures import colours
 from labkit.figures.model import Axis, Bars, Chart, Line, Spans
-from labkit.sampled import aligned, beyond, newest, overlap
-from labkit.state import RunState
-from labkit.units import size
+from labkit.record.columns import RankState
+from labkit.record.events import OWNERS, PHASES
+from labkit.record.state import RunState
 
 _PIXELS = 1500  # stretches narrower than one of so many parts of the axis are drawn as one
 _NONE = "no step was sampled yet"

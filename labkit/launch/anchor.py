@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from labkit.launch.folder import RunFolder
+from labkit.record.folder import RunFolder
 
 _F_GETPATH = 50  # macOS: the path of an open file
 _PATH_LIMIT = 1024

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from labkit.launch.folder import RunFolder
-from labkit.state import RunState
+from labkit.record.folder import RunFolder
+from labkit.record.state import RunState
 
 _AHEAD = 1.0  # seconds: a request is seen within 0.2 s, and the state may be as old as that
 

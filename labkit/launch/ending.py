@@ -7,12 +7,12 @@ import time
 import traceback
 from typing import Any
 
-from labkit import clock
-from labkit.appender import FULL, Reserve
-from labkit.launch.folder import RunFolder
-from labkit.launch.follow import Follower
-from labkit.state import RunState
-from labkit.summary import summarise
+from labkit.analysis.summary import summarise
+from labkit.record import clock
+from labkit.record.appender import FULL, Reserve
+from labkit.record.folder import RunFolder
+from labkit.record.follow import Follower
+from labkit.record.state import RunState
 
 DISK_FULL = "the disk that holds the run folder was full"
 _ROOM = 1 << 16  # bytes that one status needs at most, with what ranks write meanwhile

@@ -15,17 +15,17 @@ from typing import Any
 
 import psutil
 
+from labkit.common.processes import end, is_stopped, is_supervisor, living, of_folder, tag_of, tagged
+from labkit.common.text import visible_line
 from labkit.launch import local, report
 from labkit.launch.ending import conclude_unattended, reserve
-from labkit.launch.folder import RunFolder, runs_root
-from labkit.launch.logs import LogTail
-from labkit.launch.processes import end, is_stopped, is_supervisor, living, of_folder, tag_of, tagged
-from labkit.launch.status import current, hidden_supervisor, is_abandoned, is_here, is_over, supervisor_of
 from labkit.launch.warm.client import Cold, Consent, Started, consent
-from labkit.script import command, write_script
-from labkit.spec import Spec
-from labkit.state import OVER
-from labkit.text import visible_line
+from labkit.plan.script import command, write_script
+from labkit.plan.spec import Spec
+from labkit.record.folder import RunFolder, runs_root
+from labkit.record.logs import LogTail
+from labkit.record.state import OVER
+from labkit.record.status import current, hidden_supervisor, is_abandoned, is_here, is_over, supervisor_of
 
 _START_LIMIT = 30.0  # seconds until the supervisor must have written its first status; usually that takes a tenth of one
 _ANSWER = 2.0  # seconds in which a supervisor that works says that it stops the run

@@ -9,10 +9,10 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-from labkit import clock
-from labkit.launch.folder import RunFolder
-from labkit.launch.processes import TAG
-from labkit.spec import Spec
+from labkit.common.processes import TAG
+from labkit.plan.spec import Spec
+from labkit.record import clock
+from labkit.record.folder import RunFolder
 
 _STANDING = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # added to the environment of every run
 

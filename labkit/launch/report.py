@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from labkit import clock
-from labkit.launch.folder import RunFolder
 from labkit.launch.silence import crash_stack, last_position
-from labkit.stacks import of_crash
+from labkit.record import clock
+from labkit.record.folder import RunFolder
+from labkit.record.stacks import of_crash
 
 # One entry of ChildFailedError's report (torch.distributed.elastic.multiprocessing.errors), read for no more than is needed.
 _ENTRY = re.compile(

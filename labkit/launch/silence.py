@@ -15,9 +15,9 @@ from typing import Any
 
 import psutil
 
-from labkit import clock
-from labkit.launch.folder import RunFolder
-from labkit.stacks import clipped, of_crash
+from labkit.record import clock
+from labkit.record.folder import RunFolder
+from labkit.record.stacks import clipped, of_crash
 
 _EVERY = 1.0  # seconds between two looks
 _LASTS = 2  # looks after which a state is reported: a debugger or a shell may stop a process for a moment

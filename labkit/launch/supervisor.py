@@ -15,8 +15,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from labkit.launch.folder import RunFolder
 from labkit.probe import lifetime
+from labkit.record.folder import RunFolder
 
 
 def main(run_dir: str, started: str, stdin: str | None = None, popen: Callable[..., Any] = subprocess.Popen) -> None:

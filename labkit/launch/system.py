@@ -10,11 +10,11 @@ from typing import Any
 
 import psutil
 
-from labkit.appender import FULL
-from labkit.events import Writer
-from labkit.launch.folder import RunFolder
 from labkit.launch.silence import Silence
-from labkit.machine import Machine
+from labkit.record.appender import FULL
+from labkit.record.events import Writer
+from labkit.record.folder import RunFolder
+from labkit.setup.machine import Machine
 
 INTERVAL = 0.2  # seconds between two samples at first
 _SPREAD = 3000  # samples that a run of any length is divided into; more only where `_RAREST` demands it

@@ -12,17 +12,17 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from labkit import clock
-from labkit.appender import FULL
+from labkit.common.processes import TAG, end, here, identity, is_stopped, members, reap, send
 from labkit.launch import report
 from labkit.launch.anchor import Anchor
 from labkit.launch.cgroup import out_of_memory_kills
 from labkit.launch.ending import DISK_FULL, conclude, make_room
-from labkit.launch.folder import RunFolder
-from labkit.launch.follow import Follower
-from labkit.launch.processes import TAG, end, here, identity, is_stopped, members, reap, send
 from labkit.launch.system import Sampler
 from labkit.probe import lifetime
+from labkit.record import clock
+from labkit.record.appender import FULL
+from labkit.record.folder import RunFolder
+from labkit.record.follow import Follower
 
 STOP_GRACE = 2.0  # seconds that torchrun and its ranks have to leave by themselves when the run is stopped
 END_GRACE = 1.0  # the same for what a run that came to its own end has left behind

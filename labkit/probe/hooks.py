@@ -29,7 +29,6 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.file_baton import FileBaton
 
-from labkit.events import REPORT
 from labkit.probe.backward import ScalerWatch, watch_backward
 from labkit.probe.elsewhere import watch_processes
 from labkit.probe.journal import Guard, Journal
@@ -43,6 +42,7 @@ from labkit.probe.tensors import TensorWatch
 from labkit.probe.threads import is_foreign
 from labkit.probe.traffic import TrafficWatch
 from labkit.probe.untraced import compiling, skip_frames
+from labkit.record.events import REPORT
 
 
 def install(journal: Journal, run: str, sample_every: int) -> StepWatch:

@@ -9,11 +9,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from labkit import clock
-from labkit.appender import FULL, Reserve
-from labkit.events import Writer
 from labkit.probe.untraced import untraced
-from labkit.stacks import MESSAGE_LIMIT, clipped
+from labkit.record import clock
+from labkit.record.appender import FULL, Reserve
+from labkit.record.events import Writer
+from labkit.record.stacks import MESSAGE_LIMIT, clipped
 
 _BUDGET = 4 << 20  # bytes of lines after which what is written regularly becomes half as frequent
 _MOST_DOUBLINGS = 30

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from labkit import clock
+from labkit.record import clock
 
 PARENT = "LABKIT_PARENT"
 _PR_SET_PDEATHSIG = 1

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from labkit.events import PHASES
 from labkit.probe.clocks import CpuClock, CudaClock
 from labkit.probe.losses import Loss, LossWatch
+from labkit.record.events import PHASES
 
 _TOGETHER = 1000  # losses of an optimizer in one event
 _OFTEN = 1.0  # seconds between two

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from labkit import clock
-from labkit.stacks import LIBRARIES, RUNNER
+from labkit.record import clock
+from labkit.record.stacks import LIBRARIES, RUNNER
 
 _HERE = str(Path(__file__).parent)
 _FRAMES = 3  # innermost ones that are no library's: more are not shown

@@ -19,10 +19,10 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
-from labkit import clock
 from labkit.probe import lifetime
 from labkit.probe.journal import Guard, Journal
-from labkit.stacks import MESSAGE_LIMIT, clipped, of_script
+from labkit.record import clock
+from labkit.record.stacks import MESSAGE_LIMIT, clipped, of_script
 
 _HERE = str(Path(__file__).parent) + os.sep
 _exit_process = os._exit  # Python's own, before the probe wraps it

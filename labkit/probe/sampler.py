@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
-from labkit import clock as run_clock
 from labkit.probe.clocks import CpuClock, CudaClock
 from labkit.probe.journal import Journal
 from labkit.probe.memory import MemoryWatch
 from labkit.probe.timeline import Allocation, Row, curve, timeline
 from labkit.probe.traffic import TrafficWatch
+from labkit.record import clock as run_clock
 
 _EARLY = 8  # a step whose timeline is taken too, so that a short run has a usual one
 _LOOK = 0.2  # seconds between two looks for a request

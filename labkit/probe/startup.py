@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from labkit.events import STARTUP
 from labkit.probe.journal import Guard, Journal
+from labkit.record.events import STARTUP
 
 _MODULES = ("torch.distributed", "torch.distributed.distributed_c10d", "torch.distributed.device_mesh")  # each has a name for it
 

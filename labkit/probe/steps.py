@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 
-from labkit import clock
 from labkit.probe.clocks import CpuClock, CudaClock, clock_for, likely_device
 from labkit.probe.journal import Guard, Journal
 from labkit.probe.losses import Edge, Loss, LossWatch, share_of
@@ -40,6 +39,7 @@ from labkit.probe.sampler import StepSampler
 from labkit.probe.samples import SampleCount, Shape, shapes_in
 from labkit.probe.startup import Startup
 from labkit.probe.threads import ScriptThread
+from labkit.record import clock
 
 _OTHER = "other"
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from labkit.events import OWNERS
+from labkit.record.events import OWNERS
 
 GAP = 50_000  # ns
 MOST = 600  # comm spans, busy intervals, marks or points of a curve in one event

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from labkit import clock
 from labkit.probe.groups import before_groups_end
 from labkit.probe.journal import Guard, Journal
 from labkit.probe.untraced import compiling
+from labkit.record import clock
 
 _EARLY = (2, 3)  # in step 1 DDP still orders its buckets; a script of two steps is told of all the same
 _EVERY = 50

@@ -13,12 +13,12 @@ import threading
 import time
 import traceback
 
-from labkit import clock
 from labkit.probe.journal import Guard, Journal
 from labkit.probe.position import Position
 from labkit.probe.steps import StepWatch
 from labkit.probe.traffic import newest
-from labkit.stacks import of_script
+from labkit.record import clock
+from labkit.record.stacks import of_script
 
 _FRAMES = 25
 _AGAIN = 10.0  # seconds between two words of one wait

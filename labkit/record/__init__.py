@@ -1,1 +1,4 @@
-"""Reading what a run folder holds. A folder may come from anybody: files are opened below the folder only, and values are checked once."""
+"""What a run folder holds: events and their fold (`RunState`), logs, status, replay. The only link between ranks and front ends.
+
+A folder may come from anybody, so files are opened below the folder only, and values are checked once. It never imports torch or plotly.
+"""

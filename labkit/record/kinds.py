@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from labkit.events import PHASES
+from labkit.record.events import PHASES
 from labkit.record.plain import parse
 from labkit.record.schema import Either, Flag, Null, Number, Record, Row, Sequence, Shape, Table, Text, record
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from labkit.common.processes import TAG
 from labkit.launch import local
-from labkit.launch.processes import TAG
 from labkit.launch.warm import wire
 from labkit.launch.warm.facts import facts
 from labkit.probe.lifetime import PARENT

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from labkit.environment import CLONE
+from labkit.setup.environment import CLONE
 
 # Environment variables that the interpreter, torch or a library that it loads reads while it starts.
 _READ_EARLY = (

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from labkit.environment import CLONE
+from labkit.setup.environment import CLONE
 
 RESERVED = "LABKIT_RESERVED"  # a variable of the server whose room in memory takes the environment of what is forked from it, for `ps`
 ROOM = 1 << 15  # bytes of it, and of an argument that serves for the command

@@ -1,0 +1,4 @@
+"""What follows from a RunState: summary, comparison, equivalence, traffic against formulas, profiled steps, findings.
+
+It never imports torch, `launch` or front ends.
+"""

@@ -1,0 +1,257 @@
+"""Several strategies side by side: the same training by each, one run after another, and what each was like.
+
+`plan` settles all Specs before the first starts; `Comparing` runs them; `rows` are the figures, from runs that are live or recorded.
+No face is known here: terminal, panel and `--json` draw the same rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from labkit.analysis.equivalence import REFERENCE, Badge, badge, training
+from labkit.analysis.summary import summarise
+from labkit.common.units import size
+from labkit.plan.spec import Spec, SpecError
+from labkit.record.columns import RankState
+from labkit.record.events import PHASES
+from labkit.record.folder import RunFolder
+from labkit.record.follow import Follower
+from labkit.record.state import RunState
+from labkit.record.steps import Column, median
+from labkit.training.strategies import STRATEGIES
+
+if TYPE_CHECKING:
+    pass
+
+BASELINE = "single"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One strategy's figures; None where there is none (yet).
+
+    `seconds` is the time from the end of the first step, which warms up, to the last step or evaluation, and `epoch_seconds` the part of
+    it that goes to as many steps as an epoch has. `speedup` is how many times more samples a second than the baseline trained on in that
+    time. `memory` is the largest peak of any device, and `sent` what the rank that sends the most sends in a step, in bytes. `phases`
+    are shares of a median step of the slowest rank, which sum to 1. `words` is the state in words, `note` what the run is not of what
+    its title says.
+    """
+
+    strategy: str
+    title: str
+    workload: str = "cnn"
+    run: str = ""
+    devices: int = 0
+    device: str = ""
+    words: str = "waiting"
+    over: bool = False
+    failed: bool = False
+    steps: int = 0
+    seconds: float | None = None
+    epoch_seconds: float | None = None
+    samples_per_second: float | None = None
+    accuracy: float | None = None
+    loss: float | None = None
+    speedup: float | None = None
+    memory: int | None = None
+    sent: float | None = None
+    phases: Mapping[str, float] = field(default_factory=dict)
+    badge: Badge | None = None
+    note: str = ""
+
+    @property
+    def bound(self) -> str:
+        """The phase that takes the largest part of a step, with its share; empty where none is known."""
+        if not self.phases:
+            return ""
+        phase = max(self.phases, key=self.phases.__getitem__)
+        return f"{phase} {self.phases[phase]:.0%}"
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict of plain values."""
+        plain = {name: value for name, value in asdict(self).items() if name != "badge"}
+        return plain | {"bound": self.bound, "badge": self.badge.to_json() if self.badge else None}
+
+
+# A result to set beside one's own. It was measured elsewhere, and not by labkit: a CNN with the same three convolutions, on MNIST,
+# 5 epochs, batch 128 per GPU, on two GPUs, fed sample by sample.
+RECORDED = (
+    Row("single", "Single", devices=1, device="cuda", seconds=44.69, epoch_seconds=44.69 / 5, accuracy=0.9924, speedup=1.0),
+    Row("ddp", "DDP", devices=2, device="cuda", seconds=34.69, epoch_seconds=34.69 / 5, accuracy=0.9905, speedup=44.69 / 34.69),
+    Row("fsdp", "FSDP1", devices=2, device="cuda", seconds=34.63, epoch_seconds=34.63 / 5, accuracy=0.9920, speedup=44.69 / 34.63),
+)
+RECORDED_NOTE = (
+    "Recorded elsewhere, not measured here: this CNN on MNIST, 5 epochs, batch 128 per GPU, two GPUs. Its input pipeline, "
+    "which fetches sample by sample, held the speed-up down."
+)
+
+
+def beside(found: Sequence[Row]) -> tuple[Row, ...]:
+    """The recorded result, where it is of the same model; else nothing."""
+    return RECORDED if any(row.workload == "cnn" for row in found) else ()
+
+
+# ---- the figures
+
+
+def recorded(folders: Iterable[RunFolder]) -> tuple[Row, ...]:
+    """The rows of recorded runs, the baseline first."""
+    known = []
+    for folder in folders:
+        follower = Follower(folder)
+        follower.poll()
+        known.append((folder, follower.state))
+    known.sort(key=lambda pair: pair[1].spec.get("strategy") != BASELINE)
+    return rows(known, {})
+
+
+def alike(folders: Sequence[RunFolder]) -> list[RunFolder]:
+    """Of recorded runs (the oldest first) the newest of each strategy that trained the same as the newest of all."""
+    found: dict[str, RunFolder] = {}
+    wanted = None
+    for folder in reversed(folders):
+        try:
+            spec = Spec.from_json(RunFolder.read_json(folder.spec))
+        except SpecError:
+            continue
+        if spec.strategy is None or spec.nproc is None:
+            continue
+        wanted = wanted or training(spec)
+        if training(spec) == wanted:
+            found.setdefault(spec.strategy, folder)
+    return [found[name] for name in STRATEGIES if name in found]
+
+
+def newest(folders: Sequence[RunFolder]) -> list[RunFolder]:
+    """Of recorded runs (the oldest first) those of the newest comparison, whose runs alone record tensors; empty for none."""
+    found = alike([folder for folder in folders if RunFolder.read_json(folder.spec).get("tensors")])
+    return found if len(found) > 1 else []
+
+
+def rows(known: Sequence[tuple[RunFolder, RunState]], badges: dict[str, Badge]) -> tuple[Row, ...]:
+    """The rows of runs, live or over; `badges` keeps those that were worked out, by the run's name."""
+    found = [_row(folder, state) for folder, state in known]
+    base = next((number for number, row in enumerate(found) if row.strategy == BASELINE), None)
+    if base is None:
+        return tuple(found)
+    folder, state = known[base]
+    speed = found[base].samples_per_second
+    for number, row in enumerate(found):
+        if row.over and row.run not in badges and found[base].over:
+            badges[row.run] = REFERENCE if number == base else badge(*known[number], folder, state)
+        known_both = speed and row.samples_per_second and _same(known[number][1], state)
+        speedup = row.samples_per_second / speed if known_both else None
+        found[number] = replace(row, speedup=speedup, badge=badges.get(row.run))
+    return tuple(found)
+
+
+def _same(state: RunState, other: RunState) -> bool:
+    """Whether two runs train the same, so that their speeds can be compared."""
+    return state.asked is not None and other.asked is not None and training(state.asked) == training(other.asked)
+
+
+def _row(folder: RunFolder, state: RunState) -> Row:
+    summary, spec = summarise(state, folder.name), state.asked
+    accuracy = summary["accuracy"]  # whatever the script logged by that name
+    peaks = [rank["peak_memory_bytes"] for rank in summary["ranks"] if rank["peak_memory_bytes"] is not None]
+    sent = [rank["comm_bytes_per_step"] for rank in summary["ranks"] if rank["comm_bytes_per_step"] is not None]
+    row = Row(
+        strategy=str(state.spec.get("strategy")),
+        title=spec.strategy_row.title if spec else folder.name,
+        workload=str(state.spec.get("workload")),
+        run=folder.name,
+        devices=state.spec.get("nproc") or state.world_size,
+        device=summary["device"] or "",
+        words=state.words,
+        over=state.over,
+        failed=state.status.get("state") == "failed",
+        steps=state.step,
+        accuracy=accuracy if isinstance(accuracy, (int, float)) else None,
+        loss=summary["loss"],
+        memory=max(peaks, default=None),
+        sent=max(sent, default=None),
+        phases=_shares(state),
+        note=state.note,
+    )
+    seconds, steps = _training(state)
+    if spec is None or not steps or seconds <= 0:
+        return row
+    per_second = steps * spec.global_batch / seconds
+    return replace(row, seconds=seconds, samples_per_second=per_second, epoch_seconds=seconds / steps * spec.steps_per_epoch)
+
+
+def _training(state: RunState) -> tuple[float, int]:
+    """Seconds from the end of the first step to the last step or evaluation, and the steps in between."""
+    ranks = [rank.steps for rank in state.ranks.values() if len(rank.steps) > rank.first_step + 1]
+    if not ranks or len(ranks) < state.world_size:
+        return 0.0, 0
+    firsts = [rank.first_step for rank in state.ranks.values()]
+    begin = max(steps.t[first] for steps, first in zip(ranks, firsts))
+    end = max([steps.t[-1] for steps in ranks] + [metric["t"] for metric in state.metrics if metric["t"]])
+    return end - begin, min(len(steps) - first for steps, first in zip(ranks, firsts)) - 1
+
+
+def _shares(state: RunState) -> dict[str, float]:
+    """What part of a median step each phase is, on the rank whose steps take the longest."""
+
+    def typical(rank: RankState, column: Column) -> float:
+        value = median(column, rank.first_step + 1)
+        return 0.0 if math.isnan(value) else value
+
+    slowest = max(state.ranks.values(), key=lambda rank: typical(rank, rank.steps.seconds), default=None)
+    if slowest is None:
+        return {}
+    medians = {phase: typical(slowest, slowest.steps.phases[phase]) for phase in PHASES}
+    total = sum(medians.values())
+    return {phase: value / total for phase, value in medians.items()} if total else {}
+
+
+def document(found: Sequence[Row], left_out: Mapping[str, str]) -> dict[str, Any]:
+    """What `compare --json` prints."""
+    elsewhere = {"note": RECORDED_NOTE, "rows": [_measured(row) for row in beside(found)]}
+    return {"rows": [row.to_json() for row in found], "left_out": dict(left_out), "recorded_elsewhere": elsewhere}
+
+
+def _measured(row: Row) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in ("strategy", "devices", "device", "seconds", "epoch_seconds", "accuracy", "speedup")}
+
+
+# ---- in words, for all faces
+
+HEADS = ("mode", "devices", "time (s)", "epoch (s)", "accuracy", "speed-up", "peak memory", "sent a step", "same training")
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """A row as texts, one for each of HEADS; an en dash where there is no figure."""
+    return (
+        row.title,
+        f"{row.devices} {row.device.upper() if row.device == 'cpu' else 'GPU' if row.device else ''}".strip(),
+        _number(row.seconds, ".2f"),
+        _number(row.epoch_seconds, ".2f"),
+        _number(row.accuracy, ".2%"),
+        _number(row.speedup, ".2f", "×"),
+        _bytes(row.memory),
+        _bytes(row.sent),
+        row.badge.verdict if row.badge else ("–" if row.over else row.words),
+    )
+
+
+def sentences(found: Sequence[Row], left_out: Mapping[str, str]) -> list[str]:
+    """What stands below the table: badges, notes, what bounds a step, what was left out."""
+    said = [f"{row.title}: {row.words}." for row in found if row.failed]
+    said += [f"{row.title}: {row.badge.sentence}" for row in found if row.badge and row.badge is not REFERENCE]
+    said += [f"{row.title}: {row.note}" for row in found if row.note]
+    said += [f"{row.title}: {row.bound} of a step, more than any other phase." for row in found if row.bound and row.over]
+    said += [f"{STRATEGIES[name].title} is left out: {reason}." for name, reason in left_out.items()]
+    return said + [RECORDED_NOTE] * bool(beside(found))
+
+
+def _number(value: float | None, how: str, unit: str = "") -> str:
+    return "–" if value is None else f"{value:{how}}{unit}"
+
+
+def _bytes(value: float | None) -> str:
+    return "–" if value is None else size(value)

@@ -1,0 +1,60 @@
+"""What a finding is, and the words that several rules share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from labkit.record.state import RunState
+
+DDP = "DistributedDataParallel"  # the class, as the probe tells it
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One finding.
+
+    `kind` is "wrong" (the run is not what was meant), "slow", "memory", or "unseen" (part of it was not measured). `title` says what
+    it is, `evidence` by what it is seen, `cause` why it comes to that, `way_out` what to do. `ranks` are those that it speaks of.
+    """
+
+    name: str
+    kind: str
+    title: str
+    evidence: str
+    cause: str
+    way_out: str
+    ranks: tuple[int, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict of plain values."""
+        return asdict(self) | {"ranks": list(self.ranks)}
+
+
+def texts(state: RunState) -> Iterator[tuple[int | None, str]]:
+    """What errors said, with their rank, each text once: the first failure's, then those of the others, then torchrun's."""
+    known: set[str] = set()
+    for rank, text in _texts(state):
+        if text not in known:
+            known.add(text)
+            yield rank, text
+
+
+def _texts(state: RunState) -> Iterator[tuple[int | None, str]]:
+    failure = state.failure
+    if failure is not None:
+        yield failure["rank"], f"{failure['type']}: {failure['message']}"
+    for rank in state.ranks.values():
+        if rank.error:
+            yield rank.rank, f"{rank.error.get('type')}: {rank.error.get('message')}"
+    for number, failed in (state.status.get("failures") or {}).items():
+        yield int(number), str(failed.get("message", ""))
+    yield None, str(state.status.get("message") or "")
+
+
+def shorter(text: str, most: int = 300) -> str:
+    """A text in one line of at most `most` characters."""
+    line = " ".join(text[: 4 * most].split())
+    return line if len(line) <= most else line[: most - 3] + "…"

@@ -1,0 +1,81 @@
+"""Training that the probe could not watch: without this, such a run would end without figures and without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from labkit.analysis.diagnose.finding import Finding
+from labkit.common.units import counted, ranks_in_words
+
+if TYPE_CHECKING:
+    from labkit.record.columns import RankState
+    from labkit.record.state import RunState
+
+_PATIENCE = 30.0  # seconds in which a rank that started processes may still begin to train itself
+_SHOWN = 3
+
+
+def trains_elsewhere(state: RunState) -> Iterator[Finding]:
+    """Ranks without a step whose script started other processes, or computed gradients that no update followed."""
+    for rank in state.ranks.values():
+        if len(rank.steps):
+            continue
+        over = state.over or rank.ended is not None
+        if started := rank.seen("process"):
+            if over or _now(state, rank) - started[0]["t"] > _PATIENCE:
+                yield _processes(rank, started)
+        elif over and (seen := rank.seen("gradients")):
+            yield _gradients(rank, seen[-1]["backwards"])
+
+
+def trains_beside(state: RunState) -> Iterator[Finding]:
+    """Threads that train at the same time as the thread whose steps are counted."""
+    for rank in state.ranks.values():
+        names = [one["name"] for one in rank.seen("thread")]
+        if names:
+            yield Finding(
+                name="trains_beside",
+                kind="unseen",
+                title=f"{counted(len(names), 'training thread')} of rank {rank.rank} are not watched",
+                evidence=f"backward was also called in {_listed(names)}",
+                cause="the probe follows one thread per rank: the first that calls backward, and the next one when that thread has ended",
+                way_out="use one process per training loop, started with torchrun, to see the steps of each",
+                ranks=(rank.rank,),
+            )
+
+
+def _processes(rank: RankState, started: list[dict]) -> Finding:
+    targets = [f"{one['target']} ({one['how']})" for one in started]
+    return Finding(
+        name="trains_elsewhere",
+        kind="unseen",
+        title=f"no training step of {ranks_in_words([rank.rank])} was seen: its script started {counted(len(started), 'process', 'es')}",
+        evidence=f"processes started: {_listed(targets)}; optimizer steps in the rank itself: 0",
+        cause="the probe watches the processes that torchrun starts, not those that a script starts itself",
+        way_out="let torchrun start the workers: run the script with --nproc N, and replace "
+        "torch.multiprocessing.spawn(train, nprocs=N) by train(int(os.environ['LOCAL_RANK']))",
+        ranks=(rank.rank,),
+    )
+
+
+def _gradients(rank: RankState, backwards: int) -> Finding:
+    return Finding(
+        name="trains_elsewhere",
+        kind="unseen",
+        title=f"no training step of {ranks_in_words([rank.rank])} was seen: gradients were computed, but no parameter changed",
+        evidence=f"calls of backward: {backwards}; optimizer steps: 0; changes of a parameter after a backward: 0",
+        cause="a step is the step of a torch.optim.Optimizer, or a change of the parameters after a backward; the script made neither",
+        way_out="call optimizer.step() after backward; if the script updates tensors in another way, use a torch.optim.Optimizer",
+        ranks=(rank.rank,),
+    )
+
+
+def _now(state: RunState, rank: RankState) -> float:
+    """The newest moment of the run that is recorded."""
+    return float(state.system.t[-1]) if len(state.system.t) else rank.started or 0.0
+
+
+def _listed(words: list[str]) -> str:
+    more = len(words) - _SHOWN
+    return ", ".join(words[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,190 @@
+"""What ranks wait for, read from their `waiting` and `error` events: which collective of which group, at which line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from labkit.record.failures import PEER_GONE
+from labkit.record.stacks import place
+
+if TYPE_CHECKING:
+    from labkit.record.columns import RankState
+    from labkit.record.state import RunState
+
+MISMATCH = re.compile(r"collective mismatch|data size doesn't match|preamble\.length|Detected mismatch between collectives", re.IGNORECASE)
+_POINT_TO_POINT = re.compile(r"\bin (?:i?send|i?recv|batch_isend_irecv)\b")
+IDLE = 0.05  # share of the time that a rank may compute and still be said to wait
+STOPPED = ("stopped", "tracing-stop")
+_GONE = 2.0  # seconds for which the supervisor's samples lack a process before it counts as gone
+_UNNAMED = ("", "undefined")
+
+
+def unmet(failure: Mapping[str, Any]) -> bool:
+    """Whether an error tells of other ranks only: gone, too late, or in another collective."""
+    said = f"{failure['type']}: {failure['message']}"
+    return failure["type"] in ("SIGABRT", "SIGTERM") or bool(PEER_GONE.search(said) or MISMATCH.search(said))
+
+
+def waiting(state: RunState) -> dict[int, Mapping[str, Any]]:
+    """By rank where each stands that waits: not those that have gone on since, have ended well, or only compute for long."""
+    return {number: event for number, event in held(state).items() if _waits(event)}
+
+
+def held(state: RunState) -> dict[int, Mapping[str, Any]]:
+    """By rank the newest `waiting` event of each that has made no progress since, whatever it does meanwhile."""
+    if state.status.get("state") == "finished":
+        return {}
+    ranks = (rank for _, rank in sorted(state.ranks.items()))
+    return {rank.rank: rank.waiting for rank in ranks if rank.waiting and rank.exit_code != 0 and not _went_on(rank)}
+
+
+def silent(state: RunState) -> dict[int, Mapping[str, Any]]:
+    """By rank those that cannot report about themselves: stopped, or inside a C call that holds the GIL; the supervisor reports them.
+
+    Its events are in another file than the rank's own, so their times decide which of them came last.
+    """
+    if state.status.get("state") == "finished":
+        return {}
+    ranks = (rank for _, rank in sorted(state.ranks.items()))
+    return {rank.rank: rank.silent for rank in ranks if rank.silent and rank.exit_code is None and not _heard(rank)}
+
+
+def _heard(rank: RankState) -> bool:
+    last = rank.steps.t[-1] if len(rank.steps) else 0.0
+    return max(last, rank.started or 0.0, (rank.waiting or {}).get("t", 0.0)) > rank.silent["t"]
+
+
+def gone(state: RunState) -> tuple[int, ...]:
+    """Ranks whose process has ended without an event that says so, while the run goes on."""
+    if state.over or not len(state.system.t):
+        return ()
+    samples = ((number, columns["t"][-1]) for number, columns in state.system.ranks.items() if len(columns["t"]))
+    ended = (number for number, last in samples if last < state.system.t[-1] - _GONE)
+    return tuple(number for number in sorted(ended) if number in state.ranks and state.ranks[number].exit_code is None)
+
+
+def _went_on(rank: RankState) -> bool:
+    since = rank.waiting.get("step")
+    return isinstance(since, int) and len(rank.steps) > rank.first_step and rank.steps.step[-1] > since
+
+
+def _waits(event: Mapping[str, Any]) -> bool:
+    computed = event.get("computed")
+    return first_pending(event) is not None or (computed is not None and computed < IDLE)
+
+
+# ---- collectives
+
+
+def operations(event: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The collectives of an event, with all that is read of them; without those that have no group or number."""
+    ops = [op for op in event.get("ops") or () if isinstance(op, Mapping) and isinstance(op.get("seq"), int) and op.get("group")]
+    plain = {"op": "collective", "over": True, "id": None}
+    return [plain | dict(op) | {"ranks": tuple(op.get("ranks") or ()), "sizes": op.get("sizes") or []} for op in ops]
+
+
+def first_pending(event: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The oldest collective that the rank is still in."""
+    return next((op for op in operations(event) if not op["over"]), None)
+
+
+def failed_in(event: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The collective in which an error came: the newest one, which an error completes too; None if a send or receive failed."""
+    ops = operations(event)
+    if not ops or _POINT_TO_POINT.search(event.get("traceback", "")):
+        return None
+    return first_pending(event) or ops[-1]
+
+
+def group_of(op: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What identifies a group on all of its ranks: two groups may have one description, and the same ranks."""
+    return op["group"], op["id"], op["ranks"]
+
+
+def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two ranks are in one collective."""
+    return group_of(one) == group_of(other) and (one["seq"], one["op"]) == (other["seq"], other["op"])
+
+
+def in_words(op: Mapping[str, Any]) -> str:
+    """`all_reduce #10 (4×4)`, with the shapes of what the rank hands in."""
+    shapes = " and ".join("×".join(map(str, shape)) or "one number" for shape in op["sizes"])
+    return f"{op['op']} #{op['seq']}" + (f" ({shapes})" if shapes else "")
+
+
+def group_in_words(op: Mapping[str, Any]) -> str:
+    """`the default group`, `group "tp" of ranks 0, 1`; a group without a description has its number."""
+    if op["group"] == "default_pg":
+        return "the default group"
+    name = f"#{op['id']}" if op["group"] in _UNNAMED and op["id"] is not None else f'"{op["group"]}"'
+    return f"group {name} of ranks {', '.join(map(str, op['ranks']))}"
+
+
+def where(event: Mapping[str, Any], op: Mapping[str, Any] | None) -> str:
+    """`in all_reduce #10 (4) at train.py:88 in step, 12 steps done`."""
+    at = place(event.get("stack")) or event.get("phase") or "an unknown line"
+    return (f"in {in_words(op)} at {at}" if op else f"in no collective, at {at}") + f", {event.get('step', 0)} steps done"
+
+
+def last_seen(state: RunState, number: int) -> str:
+    """What is known of a rank that waits for nothing."""
+    rank = state.ranks.get(number)
+    if rank is None:
+        return "has not begun"
+    if rank.exit_code is not None:
+        return f"has ended with exit code {rank.exit_code}"
+    if number in gone(state):
+        return f"its process has ended, after {steps_done(rank)} steps"
+    return f"goes on{' evaluating' if rank.activity == 'evaluating' else ''}, {steps_done(rank)} steps done"
+
+
+def steps_done(rank: RankState) -> int:
+    """Steps of the newest attempt."""
+    return int(rank.steps.step[-1]) if len(rank.steps) > rank.first_step else 0
+
+
+def pending_operations(events: Mapping[int, Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
+    """By rank the collective that it is in, for those that are in one."""
+    return {number: op for number, event in events.items() if (op := first_pending(event)) is not None}
+
+
+def crossing(events: Mapping[int, Mapping[str, Any]]) -> list[int]:
+    """Ranks that wait for each other in a circle, each in a collective of another group than the next; empty if there are none.
+
+    A rank waits for those ranks of its collective that are in a collective of another group, and have not completed this one.
+    """
+    pending = pending_operations(events)
+    completed = {number: [op for op in operations(event) if op["over"]] for number, event in events.items()}
+
+    def has_completed(other: int, op: Mapping[str, Any]) -> bool:
+        return any(group_of(one) == group_of(op) and one["seq"] >= op["seq"] for one in completed[other])
+
+    def waits_for(number: int) -> list[int]:
+        op = pending[number]
+        elsewhere = (other for other in op["ranks"] if other in pending and group_of(pending[other]) != group_of(op))
+        return [other for other in elsewhere if not has_completed(other, op)]
+
+    return _circle({number: waits_for(number) for number in sorted(pending)})
+
+
+def _circle(following: Mapping[int, list[int]]) -> list[int]:
+    """A circle in a graph, a short one if two nodes make one; empty if there is none."""
+    pair = next(([one, other] for one, others in following.items() for other in others if one in following[other]), [])
+    if pair:
+        return pair
+    done: set[int] = set()
+    for start in following:
+        path, rest = [start], [iter(following[start])] if start not in done else []
+        while rest:
+            node = next(rest[-1], None)
+            if node in path:
+                return path[path.index(node) :]
+            if node is None:
+                done.add(path.pop())
+                rest.pop()
+            elif node not in done:
+                path.append(node)
+                rest.append(iter(following[node]))
+    return []

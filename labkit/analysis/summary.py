@@ -1,0 +1,101 @@
+"""The figures of a run in one dict of plain values: `run --json`, `summary.json`, the table below a notebook's panel."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from labkit.analysis.diagnose import findings
+from labkit.analysis.ledger import ledger
+from labkit.analysis.sampled import overlap
+from labkit.record.columns import RankState
+from labkit.record.documents import Unreadable
+from labkit.record.events import OWNERS
+from labkit.record.folder import RunFolder
+from labkit.record.follow import Follower
+from labkit.record.state import RunState, elapsed
+from labkit.record.steps import median
+from labkit.setup.progress import Reading
+
+
+def summarise(state: RunState, run: str = "") -> dict[str, Any]:
+    """The figures of the run `run` so far: bytes, seconds, samples per second. A value that is not known is None."""
+    started = state.status.get("started")
+    first = [rank.steps.t[0] for rank in state.ranks.values() if len(rank.steps)]
+    devices = sorted({rank.device.split(":")[0] for rank in state.ranks.values()})
+    return {
+        "run": run,
+        "state": state.status.get("state", "ready"),
+        "strategy": state.spec.get("strategy"),
+        "workload": state.spec.get("workload"),
+        "script": state.spec.get("script"),
+        "world_size": state.world_size,
+        "device": devices[0] if devices else state.spec.get("device"),
+        "steps": state.step,
+        "seconds": {
+            "total": _rounded(state.seconds),
+            "to_first_step": _rounded(elapsed(started, max(first, default=None))),
+        },
+        "samples_per_second": _rounded(state.throughput()),
+        "loss": _rounded(state.loss_at(), 6),
+        "accuracy": state.metric("accuracy"),
+        "start": state.status.get("start", "cold"),
+        "restarts": state.status.get("restarts", 0),
+        "failure": state.failure,
+        "broken_lines": state.broken,
+        "ranks": [_rank(state, number) for number in range(state.world_size)],
+        "note": state.note,
+        "replicas": state.replica_figures(),
+        "gil_wait": _rounded(state.gil_wait),
+        "ledger": [entry.to_json() for entry in ledger(state)],
+        "findings": [finding.to_json() for finding in findings(state)],
+    }
+
+
+def _rank(state: RunState, number: int) -> dict[str, Any]:
+    rank = state.ranks.get(number) or RankState(number)
+    return {
+        "rank": number,
+        "exit_code": state.exit_code(number),
+        "peak_memory_bytes": rank.peak_memory,
+        "memory_bytes": {owner: rank.owners[owner] for owner in OWNERS if owner in rank.owners},
+        "step_seconds_median": _rounded(median(rank.steps.seconds, 1), 6),
+        "phase_seconds": {phase: _rounded(median(column, 1), 6) for phase, column in rank.steps.phases.items()},
+        "comm_bytes_per_step": rank.bytes_per_step,
+        "communication": _communication(rank),
+    }
+
+
+def _communication(rank: RankState) -> dict[str, Any] | None:
+    """Of the newest sampled step: seconds with a collective under way, those that no computing hid, and the share that was hidden."""
+    one = rank.timeline
+    if one is None:
+        return None
+    under_way, open_ = overlap(one)
+    hidden = 1 - min(1.0, open_ / under_way) if under_way else None
+    return {"step": one["step"], "seconds": _rounded(under_way, 6), "open_seconds": _rounded(open_, 6), "hidden": _rounded(hidden)}
+
+
+def _rounded(value: float | None, digits: int = 3) -> float | None:
+    return None if value is None or not math.isfinite(value) else round(value, digits)
+
+
+def recorded_summary(folder: RunFolder) -> dict[str, Any]:
+    """The figures as they were written when the run was over; of one that is not, as they are now."""
+    try:
+        if recorded := RunFolder.read_json(folder.summary):
+            return recorded
+    except Unreadable:
+        pass  # the events are what counts: a summary of another kind is computed again
+    follower = Follower(folder, progress=Reading(folder.name))
+    follower.poll()
+    return summarise(follower.state, folder.name)
+
+
+def summary_or_reason(folder: RunFolder) -> dict[str, Any]:
+    """The figures of a run, or the reason why its folder cannot be read."""
+    try:
+        folder.require_readable()
+        return recorded_summary(folder)
+    except Unreadable as error:
+        return {"run": folder.name, "state": "unreadable", "reason": error.reason}

@@ -1,0 +1,342 @@
+"""What each strategy sends in a step, by formula: one function a strategy, and the table of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from labkit.analysis.theory.models import Module, borders
+from labkit.analysis.theory.pieces import Case, Flow, flow_of, scalars, scattered
+from labkit.plan.spec import Spec
+from labkit.training.workloads import GPT_SIZES, GPT_VOCABULARY
+
+_KEPT = 4 * 10**9  # bytes of the parameters that DeepSpeed's stage3_max_live_parameters and stage3_max_reuse_distance let stay gathered
+
+
+def _single(case: Case) -> Iterator[Flow]:
+    return iter(())
+
+
+def _dp(case: Case) -> Iterator[Flow]:
+    """`nn.DataParallel`: device 0 takes part in all that is sent, and keeps its own share."""
+    samples, others = case.batch * case.n, case.n - 1
+    unseen = "what device 0 hands out inside its process is counted nowhere"
+    inputs = 8 * case.options["context"] if case.spec.workload == "gpt" else 4 * (3 * 32**2 if case.norms else 28**2)
+    for op, size, formula in (
+        ("scatter", case.batch * inputs * others, "(n−1)/n · inputs"),
+        ("broadcast", case.size * others, "(n−1) · 4P"),
+    ):
+        yield Flow(op, size, formula, ((-size, unseen),))
+    logits = (2 if case.half else 4) * borders(case.spec)[-1][0]
+    yield Flow("gather", others / case.n * samples * logits, "(n−1)/n · logits")
+    yield Flow("reduce", case.size * others, "(n−1) · 4P")
+
+
+def _ddp(case: Case) -> Iterator[Flow]:
+    """DDP (Li et al. 2020) sends every gradient once; PowerSGD (Vogels et al. 2019) of a matrix its factors, from the third step on."""
+    compression = case.options.get("compression", "none")
+    if compression == "powersgd" and case.step > 2:
+        yield flow_of("all_reduce", 4 * sum(map(_low_rank, case.shapes)), case.n, "4·(rows + columns + vectors)")
+    elif compression == "fp16":
+        yield flow_of("all_reduce", case.size / 2, case.n, "2P")
+    else:
+        yield flow_of("all_reduce", case.size, case.n, "4P")
+    if case.options.get("join"):
+        yield scalars("join counts the ranks that have samples left", 8, case.n)
+    if case.norms:  # two numbers for each channel, and a count of batches
+        buffers = sum(8 * channels + 8 for channels in case.norms)
+        yield flow_of("broadcast", 0, case.n, "", more={"DDP hands out rank 0's running figures of batch norm before a step": buffers})
+    if case.step == (3 if case.options.get("static_graph") else 2):
+        order = 4 * (len(case.shapes) + 1 + _buckets(case))
+        yield flow_of("broadcast", 0, case.n, "", more={"DDP lays out its buckets anew, once, and rank 0 tells how": order})
+
+
+def _buckets(case: Case) -> int:
+    """How many buckets take the gradients, from the last parameter to the first; one is closed as soon as it is full."""
+    count, filled = 0, 0
+    for shape in reversed(case.shapes):
+        filled += 4 * math.prod(shape)
+        if filled >= case.options["bucket_mb"] << 20:
+            count, filled = count + 1, 0
+    return count + (filled > 0)
+
+
+def _low_rank(shape: tuple[int, ...]) -> int:
+    """Numbers that rank 1 sends of a parameter: rows and columns of the matrix that it makes, where they are less than half of all."""
+    rows, columns = shape[0], math.prod(shape[1:])
+    return rows + columns if 2 * (rows + columns) < rows * columns else rows * columns
+
+
+def _zero1(case: Case) -> Iterator[Flow]:
+    """ZeroRedundancyOptimizer sends each tensor whole from the rank that stepped it."""
+    yield from _ddp(case)
+    yield flow_of("broadcast", case.size, case.n, "4P")
+
+
+def _deepspeed(case: Case) -> Iterator[Flow]:
+    """ZeRO (Rajbhandari et al. 2020, section 7): stages 1 and 2 scatter gradients and gather parameters, stage 3 gathers them twice."""
+    size, what = case.size, "4P"
+    if case.half:
+        size, what = case.size - 2 * sum(block.multiplied for block in case.blocks), "(2M + 4(P − M))"
+    gradients = flow_of("reduce_scatter", size, case.n, what)
+    if case.options["stage"] < 3:
+        twice = (gradients.theory, "DeepSpeed sums up whole buckets by all-reduce")
+        yield replace(gradients, op="all_reduce", formula=f"reduce-scatter {gradients.formula}", beside=(twice,))
+        filled = 4 * (-(case.size // 4) % (2 * case.n))
+        yield flow_of("all_gather", case.size, case.n, "4P", more={"DeepSpeed fills up to a multiple of 2n numbers": filled})
+        yield scalars("the norm of all gradients", 4, case.n)
+        return
+    padded = 4 * sum(-math.prod(shape) % case.n for shape in case.shapes)
+    why = "DeepSpeed pads every tensor to a multiple of the ranks"
+    yield scattered(case, flow_of("reduce_scatter", size, case.n, what, more={why: padded}))
+    kept = case.size if case.size <= _KEPT else 0
+    more = {
+        "DeepSpeed keeps parameters from forward to backward, and gathers them once": -kept / 2,
+        why: padded if not kept else padded / 2,
+    }
+    yield flow_of("all_gather", case.size, case.n, "4P", more=more, times=2)
+    yield scalars("the norm of all gradients", 8, case.n)
+    if case.step == 2:
+        order = 8 * (3 + _visits(case.spec) + 4 * len(case.shapes))
+        agreed = {"DeepSpeed has all ranks agree on the order of modules and parameters, once": order}
+        yield flow_of("broadcast", 0, case.n, "", more=agreed)
+
+
+def _visits(spec: Spec) -> int:
+    """Modules that forward and backward go through; backward does not go through one before the first parameter."""
+    known = {"cnn": 36, "mlp": 17, "resnet18": 148}
+    return known[spec.workload] if spec.workload in known else 2 * (10 * GPT_SIZES[spec.options["size"]][0] + 7)
+
+
+def _fsdp(case: Case) -> Iterator[Flow]:
+    """FSDP1 (Zhao et al. 2023): each unit is a flat parameter, and the root's stays whole from forward to backward."""
+    replicas, units = case.options["replicas"], _units(case)
+    shards = case.n // replicas
+    sizes = [4 * numbers for numbers in flats(case, shards)]
+    padded = {"FSDP1 aligns tensors to 16 bytes, and pads a unit to a multiple of the ranks": sum(sizes) - case.size}
+    if case.options["sharding"] == "NO_SHARD":
+        yield flow_of("all_reduce", case.size, case.n, "4P", more=padded, times=case.parts)
+    elif case.options["sharding"] == "SHARD_GRAD_OP":
+        yield flow_of("all_gather", case.size, shards, "4P", replicas, padded, case.parts)
+        yield from _reduced(case, shards, replicas, padded)
+    else:
+        more = padded | {"the root unit is gathered once": -sizes[-1] / 2}
+        if case.again:
+            again = sum(size for unit, size in zip(units[:-1], sizes) if unit.again)
+            more["units inside a block are gathered again to compute its activations anew"] = again / 2
+        yield flow_of("all_gather", case.size, shards, "4P", replicas, more, 2 * case.parts)
+        yield from _reduced(case, shards, replicas, padded)
+    if case.options["clip_norm"]:
+        yield scalars("the norm of all gradients", 4, shards, replicas)
+
+
+def _reduced(case: Case, shards: int, replicas: int, padded: Mapping[str, float], columns: int = 1) -> Iterator[Flow]:
+    """Gradients: reduce-scatter among the shards, then all-reduce of what a shard holds among the replicas."""
+    what = f"4{case.letter}"
+    yield scattered(case, flow_of("reduce_scatter", case.size, shards, what, replicas * columns, padded, case.parts))
+    if replicas > 1:
+        smaller = {why: size / shards for why, size in padded.items()}
+        flow = flow_of("all_reduce", case.size / shards, replicas, f"{what}/s", shards * columns, smaller, case.parts)
+        yield replace(flow, formula=flow.formula.replace("(n−1)/n", "(r−1)/r"))
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What FSDP1 makes one flat parameter of. `again` says that activation checkpointing of the block around it gathers it once more."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    again: bool = False
+
+
+def _units(case: Case) -> list[Unit]:
+    """The units of FSDP1's size-based policy, the root's last.
+
+    A block that is computed again stops as soon as nothing more is missing: a unit that ends it, as gpt's have, is still gathered then.
+    """
+    least, units = case.options["min_parameters"], []
+
+    def wrap(module: Module, inside: bool, ends: bool) -> tuple[tuple[int, ...], ...]:
+        """Puts what is large enough into units; the shapes that are left to the unit around it."""
+        if module.size < least:
+            return module.parameters
+        left = module.shapes
+        for inner in module.inside:
+            left += wrap(inner, True, ends and inner is module.inside[-1])
+        if sum(map(math.prod, left)) < least:
+            return left
+        units.append(Unit(left, inside and not ends))
+        return ()
+
+    whole = sum(block.size for block in case.blocks) >= least
+    left = [wrap(block, False, case.spec.workload == "gpt") if whole else block.parameters for block in case.blocks]
+    return [*units, Unit(tuple(shape for those in left for shape in those))]
+
+
+def flats(case: Case, shards: int) -> list[int]:
+    """Numbers of FSDP1's flat parameters, padding included, in so many shards; the root's is the last."""
+    return [_flat(unit, shards) for unit in _units(case)]
+
+
+def _flat(unit: Unit, ranks: int) -> int:
+    """Numbers of a flat parameter: each tensor begins at a multiple of four, and the whole is one of the ranks."""
+    total = 0
+    for shape in unit.shapes:
+        total += -total % 4 + math.prod(shape)
+    return total + -total % ranks
+
+
+def _fsdp2(case: Case) -> Iterator[Flow]:
+    replicas = case.options["replicas"]
+    yield from _sharded(case, case.n // replicas, replicas, reshard=case.options["reshard_after_forward"])
+    if case.options["clip_norm"]:
+        yield scalars("the norms of all gradients", 4 * len(case.shapes), case.n // replicas, replicas)
+
+
+def _sharded(case: Case, shards: int, replicas: int = 1, columns: int = 1, reshard: bool = True) -> Iterator[Flow]:
+    """FSDP2: all-gather before forward, and before backward where what was gathered is dropped; reduce-scatter of gradients."""
+    padded = 4 * sum(-shape[0] % shards * math.prod(shape[1:]) for shape in case.shapes)
+    why, share = "FSDP2 pads the rows of every parameter to a multiple of the ranks", 2 if case.half else 1
+    what, times = f"{4 // share}{case.letter}", case.parts * (2 if reshard else 1)
+    yield flow_of("all_gather", case.size / share, shards, what, replicas * columns, {why: padded / share}, times)
+    yield from _reduced(case, shards, replicas, {why: padded}, columns)
+
+
+def _tp(case: Case) -> Iterator[Flow]:
+    yield from _split(case)
+    if case.options["clip_norm"]:
+        yield scalars("the norms of gradients of split layers", 4 * case.cut, case.n)
+
+
+def _split(case: Case) -> Iterator[Flow]:
+    """Tensor parallelism (Shoeybi et al. 2019, section 3): in each direction one all-reduce behind a pair of split matrices."""
+    groups, wide = case.n // case.rows // case.pipes, 2 if case.half else 4
+    if case.spec.workload == "gpt":
+        yield from _split_gpt(case, groups, wide)
+    elif case.spec.workload == "cnn":
+        yield flow_of("all_reduce", wide * case.batch * (1152 + 10), case.rows, f"{wide}·B·(1152 + 10)", groups)
+    else:
+        sums = wide * case.batch * 512
+        more = {"a layer is computed again for its activations, and its parts are added up again": sums if case.again else 0}
+        yield flow_of("all_reduce", sums, case.rows, f"{wide}·B·512", groups, more)
+
+
+def _split_gpt(case: Case, groups: int, wide: int) -> Iterator[Flow]:
+    layers, width, _ = GPT_SIZES[case.options["size"]]
+    places = case.batch * case.options["context"]
+    vectors, what = wide * places * width, f"{wide}·B·T·d"
+    if case.options["sequence_parallel"]:
+        yield from _split_places(case, groups, vectors, what)
+    else:
+        more = {
+            "gradients behind query, key and value are added up one by one": 2 * layers * vectors,
+            "attention is computed again for its activations, and its parts are added up again": layers * vectors if case.again else 0,
+            "autocast leaves the gradients of what it casts in 32 bits": (4 * layers + 1) * vectors if case.cast else 0,
+        }
+        yield flow_of("all_reduce", (4 * layers + 1) * vectors, case.rows, f"{what}·(4L + 1)", groups, more)
+    if case.options.get("loss_parallel"):
+        yield flow_of("all_reduce", 3 * 4 * places, case.rows, "3·4·B·T", groups)
+    else:
+        yield flow_of("all_gather", wide * places * GPT_VOCABULARY, case.rows, f"{wide}·B·T·V", groups)
+
+
+def _split_places(case: Case, groups: int, vectors: int, what: str) -> Iterator[Flow]:
+    """Sequence parallelism (Korthikanti et al. 2022, section 4.2.2): an all-reduce becomes a reduce-scatter and an all-gather."""
+    layers, width, _ = GPT_SIZES[case.options["size"]]
+    again, cast = layers if case.again else 0, vectors if case.cast else 0
+    gathered = {
+        "what goes into a perceptron or the head is gathered again for the gradients of its matrix": (layers + 1) * vectors,
+        "a layer is computed again for its activations, and gathers again": 2 * again * vectors,
+        "autocast casts behind the gather in front of attention, and not the embedding's gradients": (layers + 1 + again) * cast,
+    }
+    yield flow_of("all_gather", (4 * layers + 2) * vectors, case.rows, f"{what}·(4L + 2)", groups, gathered)
+    sent_back = {
+        "a layer is computed again for its activations, and scatters again": again * vectors,
+        "autocast leaves the gradients of what it casts in 32 bits": (2 * layers + 1) * cast,
+    }
+    yield scattered(case, flow_of("reduce_scatter", (4 * layers + 1) * vectors, case.rows, f"{what}·(4L + 1)", groups, sent_back))
+    # FSDP2 adds the gradients of norms up by itself; else each operation that needs them does: three of AdamW's, and the clipping.
+    norms = 4 * 2 * width * (2 * layers + 1)
+    times = 1 if case.spec.strategy_row.wrapper == "FSDP" else 4 if case.options["clip_norm"] else 3
+    yield scalars("gradients of norms, whenever an operation needs them", times * norms, case.rows, groups)
+
+
+def _pp(case: Case) -> Iterator[Flow]:
+    yield from _piped(case)
+    yield from _agreed(case)
+
+
+def _agreed(case: Case) -> Iterator[Flow]:
+    """What the stages have to agree on."""
+    if case.options["clip_norm"]:
+        yield scalars("the norm of all gradients", 4, case.pipes, case.n // case.pipes)
+    if case.spec.precision == "fp16":
+        yield scalars("whether a gradient overflowed", 4, case.n)
+
+
+def _piped(case: Case) -> Iterator[Flow]:
+    """A pipeline (Huang et al. 2019): what comes out of a stage goes to the next, and its gradient comes back."""
+    behind = [borders(case.spec)[first - 1] for first in case.stages[1:-1]]
+    wide = 2 if case.half and not (case.cast and case.spec.workload == "gpt") else 4  # gpt's layers add to a sum in 32 bits
+    lanes = case.n // case.pipes
+    numbers = sum(size / case.rows if split else size for size, split in behind)
+    total = 2 * wide * case.batch * numbers * lanes
+    yield Flow("send", total, f"2 · {wide}·B·A per pipeline, A numbers of a sample between stages")
+
+
+def _fsdp2_tp(case: Case) -> Iterator[Flow]:
+    yield from _split(case)
+    yield from _sharded(case, case.n // case.rows, columns=case.rows, reshard=case.options["reshard_after_forward"])
+    yield from _norms(case)
+
+
+def _norms(case: Case) -> Iterator[Flow]:
+    """For the norm of all gradients: that of each tensor in shards, and again that of each tensor in split layers."""
+    columns = case.n // case.rows // case.pipes
+    if case.options["clip_norm"]:
+        yield scalars("the norms of all gradients", 4 * len(case.shapes), columns, case.rows)
+        yield scalars("the norms of all gradients", 4 * case.cut, case.rows, columns)
+
+
+def _pp_ddp(case: Case) -> Iterator[Flow]:
+    yield from _piped(case)
+    ranks = case.n // case.pipes
+    used = {"DDP tells which parameters were used, for stages that are tried out": 4 * len(case.shapes)}
+    yield flow_of("all_reduce", case.size, ranks, f"4{case.letter}", more=used)
+    yield from _agreed(case)
+
+
+def _pp_fsdp2_tp(case: Case) -> Iterator[Flow]:
+    yield from _piped(case)
+    yield from _split(case)
+    yield from _sharded(case, case.n // case.rows // case.pipes, columns=case.rows, reshard=False)
+    yield from _norms(case)
+    yield from _agreed(case)
+
+
+def _cp(case: Case) -> Iterator[Flow]:
+    """Context parallelism as Llama 3 was trained (2024, section 3.3.2): keys and values are gathered, their gradients scattered."""
+    layers, width, _ = GPT_SIZES[case.options["size"]]
+    wide = 2 if case.half else 4
+    both, what = 2 * wide * layers * case.batch * case.options["context"] * width, f"2·{wide}·L·B·T·d"
+    again = {"a layer is computed again for its activations, and gathers again": both if case.again else 0}
+    yield flow_of("all_gather", both, case.n, what, more=again)
+    yield scattered(case, flow_of("reduce_scatter", both, case.n, what))
+    yield from _ddp(case)
+
+
+THEORY: dict[str, Callable[[Case], Iterator[Flow]]] = {
+    "single": _single,
+    "dp": _dp,
+    "ddp": _ddp,
+    "zero1": _zero1,
+    "deepspeed": _deepspeed,
+    "fsdp": _fsdp,
+    "fsdp2": _fsdp2,
+    "tp": _tp,
+    "pp": _pp,
+    "fsdp2_tp": _fsdp2_tp,
+    "pp_ddp": _pp_ddp,
+    "pp_fsdp2_tp": _pp_fsdp2_tp,
+    "cp": _cp,
+}

@@ -1,0 +1,60 @@
+"""Sampled steps as a trace for Perfetto or Chrome: one process a rank, on one axis of time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from labkit.analysis.sampled import aligned, sampled_steps
+from labkit.record.folder import RunFolder
+from labkit.record.state import RunState
+
+_PHASES, _COMPUTING, _MARKS, _COMMUNICATION = range(4)
+_ROWS = ("phases", "computes", "torch's marks", "communication")
+
+
+def trace(state: RunState) -> dict[str, Any]:
+    """All sampled steps of a run in Chrome's trace event format; times in microseconds from the first of them."""
+    events = list(_names(state))
+    zero = min((one["t0"] for rank in state.ranks.values() for one in rank.timelines.values()), default=0.0)
+    for step in sampled_steps(state):
+        found = {number: rank.timelines[step] for number, rank in sorted(state.ranks.items()) if step in rank.timelines}
+        shifts, _ = aligned(found)
+        begin = min(one["t0"] for one in found.values()) - zero
+        for rank, one in found.items():
+            events += _events(rank, step, one, begin + shifts[rank])
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def write_trace(state: RunState, path: Path) -> None:
+    """Writes it, whole or not at all."""
+    RunFolder.write_text(path, json.dumps(trace(state), separators=(",", ":")))
+
+
+def _names(state: RunState) -> Iterator[dict[str, Any]]:
+    for number in sorted(state.ranks):
+        yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": f"rank {number}"}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": number, "args": {"sort_index": number}}
+        for row, name in enumerate(_ROWS):
+            yield {"ph": "M", "name": "thread_name", "pid": number, "tid": row, "args": {"name": name}}
+
+
+def _events(rank: int, step: int, one: dict[str, Any], begin: float) -> Iterator[dict[str, Any]]:
+    def span(row: int, name: str, start: float, end: float, **args: Any) -> dict[str, Any]:
+        first, last = round(1e6 * start), round(1e6 * end)  # whole microseconds, so that what nests in a step nests here
+        moment = round(1e6 * begin) + first
+        return {"ph": "X", "pid": rank, "tid": row, "name": name, "ts": moment, "dur": last - first, "args": {"step": step} | args}
+
+    for name, start, end in one["phases"]:
+        yield span(_PHASES, name, start, end)
+    for start, end in one["busy"]:
+        yield span(_COMPUTING, "computes", start, end)
+    for name, start, end in one["marks"]:
+        yield span(_MARKS, name, start, end)
+    free: list[float] = []  # a row of its own for what overlaps: spans of one row must nest
+    for op, start, end, size, group, ranks, number in sorted(one["comm"], key=lambda each: each[1]):
+        lane = next((index for index, last in enumerate(free) if last <= start), len(free))
+        free[lane : lane + 1] = [end]
+        yield span(_COMMUNICATION + lane, op, start, end, bytes=size, group=group, ranks=ranks, number=number)

@@ -1,0 +1,309 @@
+"""What a person waits for: the import, the panel behind its events, a recorded run opened, a flood of log lines."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from labkit.benchmarks.figure import EVERY, PAIRS, Figure
+from labkit.plan.spec import Spec
+from labkit.record import clock
+from labkit.record.events import OWNERS, Writer
+from labkit.record.folder import RunFolder
+from labkit.record.follow import Follower
+from labkit.setup.environment import CLONE
+
+# ---- the small things
+
+
+def importing() -> list[Figure]:
+    """`import labkit`, in a process of its own each time, and whether anything heavy came along."""
+    code = (
+        "import time, sys; t = time.perf_counter(); import labkit; s = time.perf_counter() - t;"
+        "print(s, *sorted({'torch', 'plotly', 'ipywidgets'} & set(sys.modules)))"
+    )
+    times, heavy = [], set()
+    for _ in range(PAIRS):
+        seconds, *loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+        times.append(float(seconds) * 1000)
+        heavy |= set(loaded)
+    return [
+        Figure("import labkit", statistics.median(times), "ms", "≤ 50 ms", tuple(times), f"loads {', '.join(heavy) or 'nothing heavy'}")
+    ]
+
+
+# ---- from an event's writing to the panel
+
+_RANKS, _RATE, _SECONDS = 8, 100, 15
+
+
+def latency() -> list[Figure]:
+    """Milliseconds from an event's writing until the panel's model has it, with 8 ranks writing 100 steps a second each."""
+    from labkit.frontends.panel.view import RunView
+
+    with tempfile.TemporaryDirectory() as place:
+        folder = RunFolder.create("latency", Path(place))
+        RunFolder.write_json(folder.spec, Spec("ddp", nproc=_RANKS, steps=_RATE * _SECONDS).to_json())
+        _say_state(folder, "running")
+        context = multiprocessing.get_context("spawn")
+        ranks = [context.Process(target=_write_steps, args=(folder.path, rank)) for rank in range(_RANKS)]
+        for rank in ranks:
+            rank.start()
+        view, seen, late = RunView(), [0] * _RANKS, []
+        view.follow(_Watched(folder))
+        while any(rank.is_alive() for rank in ranks) or min(seen) < _RATE * _SECONDS:
+            for number, rank in list(view.state.ranks.items()):
+                known = len(rank.steps)
+                late += [clock.now() - t for t in rank.steps.t[seen[number] : known]]
+                seen[number] = known
+            time.sleep(0.005)
+        _say_state(folder, "finished")
+        view.wait()
+    quantiles = statistics.quantiles([seconds * 1000 for seconds in late], n=20)
+    note = f"{len(late):,} events of {_RANKS} ranks at {_RATE} a second each; median {quantiles[9]:.0f} ms, measured every 5 ms"
+    return [Figure("event to the panel's model, 95th percentile", quantiles[-1], "ms", "≤ 300 ms", (quantiles[-1],), note)]
+
+
+@dataclass
+class _Watched:
+    """A run folder that this process fills itself; nothing of it can be stopped."""
+
+    folder: RunFolder
+
+    def stop(self) -> None:
+        """There is no process to end."""
+
+
+def _say_state(folder: RunFolder, state: str) -> None:
+    RunFolder.write_json(folder.status, {"v": 1, "state": state, "started": clock.now()})
+
+
+def _write_steps(path: Path, rank: int) -> None:
+    writer = Writer(RunFolder(path).events_of(rank), rank)
+    writer.write("start", pid=os.getpid(), device="cpu")
+    writer.write("activity", name="training")
+    due = time.monotonic()
+    for step in range(1, _RATE * _SECONDS + 1):
+        writer.write("step", **_measured(step))
+        due += 1 / _RATE
+        time.sleep(max(0.0, due - time.monotonic()))
+
+
+def _measured(step: int) -> dict[str, Any]:
+    seconds = {"step": 0.01, "data": 0.001, "forward": 0.003, "backward": 0.005, "optimizer": 0.001, "other": 0.0}
+    return {
+        "step": step,
+        "loss": 1 / step,
+        "samples": 128,
+        "seconds": seconds,
+        "memory": {"allocated": 1 << 20, "reserved": None, "peak": 2 << 20},
+    }
+
+
+# ---- a recorded run, opened
+
+_LONG = 1_000
+_LAYERS, _MOMENTS = 50, 600  # units with a gather, a scatter and computing of their own; points of a step's memory, which are its most
+
+
+def opening() -> list[Figure]:
+    """A recorded run of 8 ranks and 1,000 steps with timelines, read and drawn: seconds, and the size of its largest figure."""
+    import plotly.graph_objects as go
+
+    from labkit.analysis.ledger import ledger
+    from labkit.figures import NAMES, figure
+
+    go.Figure().to_json()  # importing plotly is not what is measured
+    with tempfile.TemporaryDirectory() as place:
+        folder = RunFolder.create("opening", Path(place))
+        RunFolder.write_json(folder.spec, Spec("fsdp2", "gpt", nproc=_RANKS, steps=_LONG).to_json())
+        _say_state(folder, "finished")
+        for rank in range(_RANKS):
+            _write_sampled(folder, rank)
+        held = sum(path.stat().st_size for path in folder.event_files().values()) / 1e6
+        opened, read, work, sizes = [], [], [], {}
+        for _ in range(PAIRS):
+            began, before = time.perf_counter(), time.process_time()
+            follower = Follower(folder)
+            follower.poll()
+            read.append(time.perf_counter() - began)
+            ledger(follower.state)
+            drawn = {name: figure(name, follower.state).to_json() for name in NAMES}
+            opened.append(time.perf_counter() - began)
+            work.append(time.process_time() - before)
+            sizes = {name: len(text.encode()) / 1e6 for name, text in drawn.items()}
+    largest = max(sizes, key=sizes.__getitem__)
+    of_it = (
+        f"reading {statistics.median(read):.2f} s, the ledger and {len(sizes)} figures the rest; CPU time {statistics.median(work):.2f} s"
+    )
+    note = f"{held:.0f} MB of events, one step of {EVERY} sampled; {of_it}"
+    return [
+        Figure(f"{_RANKS} ranks × {_LONG:,} steps, opened", statistics.median(opened), "s", "≤ 2 s", tuple(opened), note),
+        Figure("the largest figure of these", sizes[largest], "MB", "≤ 2 MB", tuple(sizes.values()), f"{largest}; {', '.join(sizes)}"),
+    ]
+
+
+def _write_sampled(folder: RunFolder, rank: int) -> None:
+    """The events of one rank: every step, for one of fifty its timeline and traffic, for an early one its memory, as of a deep model."""
+    writer, size = Writer(folder.events_of(rank), rank), 4 << 20
+    writer.write("start", pid=os.getpid(), device="cpu")
+    gather = {"calls": 2 * _LAYERS, "bytes": 2 * _LAYERS * size, "sent": 2 * _LAYERS * size * (_RANKS - 1) / _RANKS}
+    for step in range(1, _LONG + 1):
+        writer.write("step", **_measured(step))
+        if step % EVERY == 0:
+            sampled = {"step": step, "t0": clock.now(), "seconds": 0.1}
+            writer.write("timeline", **sampled, **_timeline(rank, size))
+            if step == EVERY:
+                writer.write("memory_step", **sampled, **_moments())
+            writer.write("traffic", step=step, ops={"all_gather": gather})
+    writer.write("end", exit_code=0, steps=_LONG, seconds=_LONG / 100)
+    writer.close()
+
+
+def _phases() -> list[list[Any]]:
+    return [["data", 0.0, 0.01], ["forward", 0.01, 0.05], ["backward", 0.05, 0.09], ["optimizer", 0.09, 0.1]]
+
+
+def _timeline(rank: int, size: int) -> dict[str, Any]:
+    """Each unit is gathered and computed, forward and once more backward, where its gradients are scattered."""
+    comm, busy, marks, group = [], [], [], ("default_pg", list(range(_RANKS)))
+    for number in range(2 * _LAYERS):
+        begin, way = 10_000 + 800 * number + 10 * rank, "backward" if number >= _LAYERS else "forward"
+        marks.append([f"FSDP::pre_{way} ({number % _LAYERS})", *_seconds(begin, begin + 200)])
+        comm.append(["all_gather", *_seconds(begin, begin + 300), size, *group, len(comm)])
+        busy += [_seconds(begin + 300, begin + 500), _seconds(begin + 550, begin + 700)]
+        if way == "backward":
+            comm.append(["reduce_scatter", *_seconds(begin + 400, begin + 700), size, *group, len(comm)])
+    exposed = {"forward": 3e-4 * _LAYERS, "backward": 35e-5 * _LAYERS}
+    return {"backend": "gloo", "device": "cpu", "phases": _phases(), "comm": comm, "busy": busy, "marks": marks, "exposed": exposed}
+
+
+def _seconds(*microseconds: int) -> list[float]:
+    return [moment / 1e6 for moment in microseconds]
+
+
+def _moments() -> dict[str, Any]:
+    columns = {owner: [(number * place * 7919) % 512 << 20 for number in range(_MOMENTS)] for place, owner in enumerate(OWNERS, 1)}
+    totals = [sum(row) for row in zip(*columns.values())]
+    peak = max(range(_MOMENTS), key=totals.__getitem__)
+    at_peak = {owner: column[peak] for owner, column in columns.items()}
+    times = [round(number * 0.1 / _MOMENTS, 6) for number in range(_MOMENTS)]
+    return {"phases": _phases(), "times": times, "owners": columns, "peak": totals[peak], "at_peak": at_peak}
+
+
+# ---- a million lines of log at once
+
+_LINES = 250_000
+_BURST = f"""
+import os
+rank = os.environ["RANK"]
+for number in range({_LINES}):
+    print(f"rank {{rank}} writes line {{number}}, and it is about as long as such lines are")
+"""
+
+
+def burst() -> list[Figure]:
+    """1,000,000 log lines from 4 ranks while a kernel shows them: its answers, its memory, the lines in files and on the page."""
+    from jupyter_client.manager import start_new_kernel
+
+    with tempfile.TemporaryDirectory() as place:
+        script = Path(place) / "burst.py"
+        script.write_text(_BURST)
+        added = {"LABKIT_RUNS": str(Path(place) / "runs"), "PYTHONPATH": str(CLONE)}
+        manager, client = start_new_kernel(env=os.environ | added, cwd=place, stderr=subprocess.DEVNULL)
+        try:
+            pages = _Pages(client)
+            pages.ask("from labkit import run, show; import labkit.frontends.panel")
+            kernel = psutil.Process(manager.provisioner.pid)
+            before = kernel.memory_info().rss
+            pages.ask(f"burst_ = show(run({str(script)!r}, nproc=4, device='cpu'))")
+            answers, memory = [], []
+            while pages.ask("print(burst_.folder.read_json(burst_.folder.status)['state'])").strip() not in (
+                "finished",
+                "failed",
+                "stopped",
+            ):
+                answers.append(pages.last_seconds * 1000)
+                memory.append(kernel.memory_info().rss)
+                time.sleep(0.02)
+            lines = sum(path.read_bytes().count(b"\n") for path in Path(place).glob("runs/*/logs/*/attempt_0/*/stdout.log"))
+            newest = pages.wait_for(f"writes line {_LINES - 1},")
+        finally:
+            client.stop_channels()
+            manager.shutdown_kernel(now=True)
+    grown = (max(memory) - before) / 1e6
+    shown = "the page was sent the newest" if newest else "the page was NOT sent the newest"
+    return [
+        Figure(
+            "kernel's slowest answer during the burst",
+            max(answers),
+            "ms",
+            "≤ 200 ms",
+            tuple(answers),
+            f"median {statistics.median(answers):.0f} ms",
+        ),
+        Figure(
+            "kernel's memory grown by the burst",
+            grown,
+            "MB",
+            "≤ 100 MB",
+            (grown,),
+            f"{lines:,} of {4 * _LINES:,} lines are in the files; {shown}",
+        ),
+    ]
+
+
+class _Pages:
+    """A client of a kernel that looks as a page does, and remembers what the kernel sends to widgets."""
+
+    def __init__(self, client) -> None:
+        self._client = client
+        self._sent: list[str] = []
+        self.last_seconds = 0.0
+
+    def ask(self, code: str) -> str:
+        """Executes `code` as a page would and gives what it printed; notes how long that took."""
+        began, printed = time.perf_counter(), []
+        request = self._client.execute(code, allow_stdin=True)
+        while True:
+            message = self._client.get_iopub_msg(timeout=60)
+            kind, content = message["msg_type"], message["content"]
+            self._note(kind, content)
+            if message["parent_header"].get("msg_id") != request:
+                continue  # a widget's, sent by a thread of the kernel's own accord
+            if kind == "stream":
+                printed.append(content["text"])
+            elif kind == "error":
+                raise RuntimeError(f"the kernel answered {content['ename']}: {content['evalue']}")
+            elif kind == "status" and content["execution_state"] == "idle":
+                self.last_seconds = time.perf_counter() - began
+                return "".join(printed)
+
+    def wait_for(self, text: str, seconds: float = 20.0) -> bool:
+        """Whether a widget is sent `text` within so many seconds."""
+        last = time.monotonic() + seconds
+        while time.monotonic() < last:
+            self.ask("None")
+            if any(text in sent for sent in self._sent):
+                return True
+            time.sleep(0.1)
+        return False
+
+    def _note(self, kind: str, content: dict) -> None:
+        if kind == "comm_open" and "_esm" in content["data"].get("state", {}):
+            for word in ("here", "ready", "show"):  # what a page says of its charts and its logs when it has drawn them
+                answer = {"method": "custom", "content": {"kind": word}}
+                self._client.shell_channel.send(self._client.session.msg("comm_msg", {"comm_id": content["comm_id"], "data": answer}))
+        elif kind == "comm_msg":
+            self._sent = [*self._sent[-50:], json.dumps(content.get("data"), default=str)]

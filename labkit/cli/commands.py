@@ -1,0 +1,43 @@
+"""The commands by name, and the one function that runs them: from parsed arguments to the exit code."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from labkit.cli.pages import diff, handout, notebook, script
+from labkit.cli.parser import refuse
+from labkit.cli.project import bench, claims, doctor, progress
+from labkit.cli.recorded import capture, clean, compare, logs, replay, run, runs, show, stop, trace
+from labkit.cli.setting_up import lab, setup, test
+from labkit.cli.shared import Refused
+from labkit.plan.spec import SpecError
+from labkit.record.documents import Unreadable
+
+COMMANDS = {
+    command.__name__: command
+    for command in (
+        *(bench, capture, claims, clean, compare, diff, doctor, handout, lab, logs, notebook, progress, replay, run, runs, script),
+        *(setup, show, stop, test, trace),
+    )
+}
+
+
+def act(args: argparse.Namespace) -> int:
+    """Does what was parsed, in an environment that has what it needs; gives the exit code."""
+    try:
+        code = COMMANDS[args.command](args)
+        sys.stdout.flush()
+        return code
+    except SpecError as error:
+        return refuse(str(error), json=args.json, code=2, field=error.field)
+    except Refused as error:
+        return refuse(str(error), json=args.json, code=error.code)
+    except Unreadable as error:
+        return refuse(error.args[0], json=args.json, code=1)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever read has seen enough (| head)
+        return 0

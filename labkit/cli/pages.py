@@ -1,0 +1,124 @@
+"""What is read: scripts and what changes between two, handouts, and labs as notebooks."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from rich.syntax import Syntax
+
+from labkit.cli.shared import Refused, find, say
+from labkit.frontends.console import Console
+from labkit.plan.spec import Spec
+from labkit.record.folder import RunFolder
+from labkit.runs.handle import located
+from labkit.setup.environment import CLONE
+from labkit.setup.machine import Machine
+from labkit.setup.progress import Progress
+
+
+def script(args: argparse.Namespace) -> int:
+    """Prints the script."""
+    from labkit.plan.script import write_script
+
+    _print_code(write_script(_with_ranks(args.specs[0])), "python")
+    return 0
+
+
+def diff(args: argparse.Namespace) -> int:
+    """Prints what changes."""
+    from labkit.plan.script import diff_scripts
+
+    _print_code(diff_scripts(*map(_with_ranks, args.specs)), "diff")
+    return 0
+
+
+def _with_ranks(spec: Spec) -> Spec:
+    """A script may be for another machine than this one: what is taken from here is the number of ranks, unless it is given, and the
+    checkpoint to resume from.
+    """
+    if spec.script is not None:
+        return spec
+    if spec.nproc is None:
+        machine = Machine.here()
+        device = spec.device if spec.device != "auto" else "cuda" if machine.gpus else "cpu"
+        spec = replace(spec, nproc=machine.default_nproc(device) or 2)
+    return located(spec).with_checkpoint()
+
+
+def _print_code(text: str, language: str) -> None:
+    if sys.stdout.isatty():
+        Console().print(Syntax(text, language, background_color="default", word_wrap=False))
+    else:
+        sys.stdout.write(text)
+
+
+def handout(args: argparse.Namespace) -> int:
+    """Makes the pages."""
+    from labkit.frontends.handout import LabError, RunError
+
+    if args.all and args.name:
+        raise Refused(f"--all is every lab, and {args.name!r} was named; give one of the two")
+    if not (args.all or args.name):
+        raise Refused("nothing was named; give a lab (labs/NAME.py), a run, or --all")
+    try:
+        pages, failed = _pages(args)
+    except RunError as error:
+        raise Refused(str(error), code=2 if error.unfinished else 1) from None
+    except LabError as error:
+        raise Refused(str(error), code=1) from None
+    except OSError as error:
+        raise Refused(f"{error.filename or args.output} cannot be written: {error.strerror}") from None
+    for page in pages:
+        say(f"{page} ({page.stat().st_size / 1e6:.1f} MB)")
+    if failed:
+        raise Refused("; ".join(failed), code=1)
+    return 0
+
+
+def _pages(args: argparse.Namespace) -> tuple[list[Path], list[str]]:
+    """The files that were written, and a sentence for each lab that failed."""
+    from labkit.frontends.handout import course, lab_page, run_page
+
+    reader = "student" if args.student else "teacher" if args.teacher else ""
+    if not args.all and not args.name.endswith((".py", ".ipynb")):
+        if reader or args.recorded:
+            raise Refused(f"{'--' + reader if reader else '--recorded'} goes with a lab, and {args.name!r} is a run; leave it out")
+        folder = find(args.name)
+        return [run_page(folder).write(_output(args.output, f"{folder.name}.html"))], []
+    settings = {"audience": reader, "recorded": _runs_folder(args.recorded)}
+    with Progress() as progress:
+        if args.all:
+            return course(sorted((CLONE / "labs").glob("[0-9]*.py")), Path(args.output or "site"), **settings, told=progress.step)
+        path = _output(args.output, f"{Path(args.name).stem}.html")
+        return [lab_page(Path(args.name), **settings, told=progress.step).write(path)], []
+
+
+def notebook(args: argparse.Namespace) -> int:
+    """Writes a lab as a notebook to be imported."""
+    from labkit.frontends.handout import LabError, to_import
+
+    path = _output(args.output, str(Path(args.name).with_suffix(".ipynb")))
+    try:
+        say(str(to_import(Path(args.name), path, source=args.source)))
+    except LabError as error:
+        raise Refused(str(error)) from None
+    except OSError as error:
+        raise Refused(f"{path} cannot be written: {error.strerror}") from None
+    return 0
+
+
+def _output(given: str | None, otherwise: str) -> Path:
+    path = Path(given or otherwise)
+    if path.is_dir():
+        raise Refused(f"{path} is a folder; name the file with -o")
+    return path
+
+
+def _runs_folder(given: str | None) -> Path | None:
+    """A folder of recorded runs."""
+    if given is not None and not RunFolder.all(Path(given)):
+        raise Refused(f"there is no recorded run in {given}; --recorded takes a folder of runs, such as runs/")
+    return Path(given) if given else None

@@ -1,0 +1,51 @@
+"""The learner's page, claims on trial, the machine, and the project's own figures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from labkit.cli.shared import WIDE, Refused, console, say
+from labkit.course.exercises import my_progress
+
+
+def progress(args: argparse.Namespace) -> int:
+    """The learner's page of exercises."""
+    page = my_progress()
+    if args.json:
+        print(json.dumps(page.to_json()))
+    else:
+        say(*str(page).splitlines())
+    return 0
+
+
+def claims(args: argparse.Namespace) -> int:
+    """Tries what is commonly said, and gives the verdicts."""
+    from labkit.course.claims import on_trial
+    from labkit.launch.job import LaunchError
+
+    try:
+        verdicts = on_trial(*args.names, quick=args.quick, rounds=args.rounds)
+    except (LookupError, ValueError) as error:
+        raise Refused(error.args[0]) from None
+    except (LaunchError, OSError) as error:
+        raise Refused(str(error), code=1) from None
+    if args.json:
+        print(json.dumps({"claims": [one.to_json() for one in verdicts]}))
+    else:
+        console(args, WIDE).print(verdicts)
+    return 0
+
+
+def doctor(args: argparse.Namespace) -> int:
+    """Says what this machine can do."""
+    from labkit.frontends.doctor import main
+
+    return main(json=args.json)
+
+
+def bench(args: argparse.Namespace) -> int:
+    """Measures the project's own figures."""
+    from labkit.benchmarks import main
+
+    return main(as_json=args.json)

@@ -1,0 +1,285 @@
+"""Runs: to start one, and everything that is done with those that were recorded."""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+from labkit.analysis.summary import recorded_summary, summarise, summary_or_reason
+from labkit.cli.parser import fields_of
+from labkit.cli.shared import WIDE, Refused, console, find, interrupts, say
+from labkit.common.text import visible_log
+from labkit.frontends import terminal
+from labkit.record.folder import RunFolder
+from labkit.record.follow import Follower
+from labkit.record.logs import whole
+from labkit.record.state import OVER
+from labkit.record.status import is_over
+
+_LONGEST_LINE = 1 << 16  # characters of a line that has not ended, such as a progress bar's
+_LOOK = 0.2  # seconds between two looks for more output
+_CODES = {"finished": 0, "failed": 1, "lost": 1, "stopped": 130}
+
+
+def run(args: argparse.Namespace) -> int:
+    """Starts a run and watches it to its end; Ctrl-C stops it."""
+    from labkit.launch.job import Job, LaunchError
+    from labkit.runs.handle import Run, settle
+
+    spec = settle(args.specs[0])
+
+    with interrupts() as interrupted:
+        try:
+            job = Run(Job.start(spec, detached=args.detach, cold=args.cold, stdin=None if args.detach else _stdin()))
+        except (LaunchError, OSError) as error:
+            raise Refused(str(error), code=1) from None
+        if args.detach:
+            _detached(job.name, args.json)
+            return 0
+        stopping = threading.Thread(target=job.stop, daemon=True)
+
+        def stop_once() -> bool:
+            if interrupted.is_set() and not stopping.ident:
+                stopping.start()
+            return False
+
+        state = terminal.watch(Follower(job.folder), job.folder, console(args), stop_once)
+        job.wait()  # the state is there before the last process has left
+    if args.json:
+        print(json.dumps(summarise(state, job.name)))
+    return _CODES[state.status["state"]]
+
+
+def _stdin() -> int | None:
+    """Standard input for the ranks where it is a file or a pipe; a terminal stays this command's own, for Ctrl-C."""
+    try:
+        descriptor = sys.stdin.fileno()
+    except (AttributeError, OSError):  # closed, or replaced by an object without a descriptor
+        return None
+    return None if os.isatty(descriptor) else descriptor
+
+
+def logs(args: argparse.Namespace) -> int:
+    """Prints everything that one rank wrote: byte for byte into a file or pipe, without control characters on a terminal."""
+    from labkit.runs.handle import Run
+
+    run = Run.attach(find(args.name).path)
+    try:
+        run.check_rank(args.rank)
+    except LookupError as error:
+        raise Refused(str(error)) from None
+    paths = partial(run.log_paths, args.rank, args.stream)
+    terminal_of = _for_a_terminal if sys.stdout.isatty() else lambda blocks: blocks
+    with interrupts() as interrupted:
+        blocks = whole(paths, lambda: args.follow and not (interrupted.is_set() or is_over(run.folder)), run.folder.open)
+        for block in terminal_of(blocks):
+            sys.stdout.buffer.write(block)
+            if not block:
+                sys.stdout.flush()
+                interrupted.wait(_LOOK)
+    return 0
+
+
+def _for_a_terminal(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """Blocks of a log line by line as `visible_log` shows them; a line that has not ended is shown when nothing follows for now."""
+    decode, rest = codecs.getincrementaldecoder("utf-8")(errors="replace").decode, ""
+    for block in blocks:
+        lines, newline, rest = (rest + decode(block)).rpartition("\n")
+        if not block or len(rest) > _LONGEST_LINE:
+            lines, newline, rest = lines + newline + rest, "", ""
+        shown = visible_log(lines + newline).encode()
+        if shown:
+            yield shown
+        if not block:
+            yield b""
+    if rest:
+        yield visible_log(rest).encode()
+
+
+def runs(args: argparse.Namespace) -> int:
+    """The recorded runs, oldest first."""
+    rows = [summary_or_reason(folder) for folder in RunFolder.all()]
+    if args.json:
+        print(json.dumps({"runs": rows}))
+    elif rows:
+        console(args, WIDE).print(terminal.runs_table(rows))
+    else:
+        say("no run is recorded yet; start one with: labkit run ddp")
+    return 0
+
+
+def show(args: argparse.Namespace) -> int:
+    """One run as it is now; with --follow, until it is over."""
+    folder = find(args.name)
+    if args.json:
+        print(json.dumps(recorded_summary(folder)))
+        return 0
+    source = Follower(folder)
+    with interrupts() as interrupted:
+        terminal.watch(source, folder, console(args), leave=interrupted.is_set if args.follow else lambda: True)
+    return 0
+
+
+def stop(args: argparse.Namespace) -> int:
+    """Ends a run; one that is over is left as it is."""
+    from labkit.launch.job import Job, LaunchError
+
+    try:
+        folder = find(args.name)
+    except Refused:
+        if _stop_deleted(args.name):
+            return 0
+        raise
+    job = Job.attach(folder)
+    before = job.state
+    try:
+        state = job.stop()
+    except LaunchError as error:
+        raise Refused(str(error), code=1) from None
+    said = f"{'already ' if before in OVER else ''}{state}"
+    say(f"{job.folder.name}: {said}" + (f" ({job.status().get('message')})" if state == "lost" else ""))
+    return 0
+
+
+def _stop_deleted(name: str) -> bool:
+    """Terminates what is left of a run whose folder was deleted; False if no process carries such a run's tag."""
+    from labkit.launch.job import end_deleted
+
+    try:
+        path = end_deleted(name)
+    except LookupError as error:
+        raise Refused(error.args[0]) from None
+    if path:
+        say(f"{path} was deleted while its run was under way; the processes of the run have been terminated")
+    return bool(path)
+
+
+def capture(args: argparse.Namespace) -> int:
+    """Asks the ranks to look closely at a step."""
+    from labkit.runs.handle import Run
+
+    folder = find(args.name)
+    try:
+        step = Run.attach(folder.path).capture(args.snapshot)
+    except LookupError as error:
+        raise Refused(str(error), code=1) from None
+    say(f"step {step} of {folder.name} will be looked at; see it with: labkit show {folder.name}")
+    return 0
+
+
+def trace(args: argparse.Namespace) -> int:
+    """Writes the sampled steps."""
+    from labkit.runs.handle import Run
+
+    run = Run.attach(find(args.name).path)
+    try:
+        say(f"{run.trace(args.output)}: open it at https://ui.perfetto.dev")
+    except (LookupError, ValueError) as error:
+        raise Refused(str(error)) from None
+    except OSError as error:
+        raise Refused(f"{error.filename} cannot be written: {error.strerror}") from None
+    return 0
+
+
+def replay(args: argparse.Namespace) -> int:
+    """Plays a run again in the same view."""
+    from labkit.record.replay import Recording
+
+    folder = find(args.name)
+    if not is_over(folder):
+        raise Refused(f"{folder.name} is not over yet; watch it with: labkit show {folder.name} --follow")
+    with interrupts() as interrupted:
+        terminal.watch(Recording(folder, args.speed), folder, console(args), leave=interrupted.is_set)
+    return 130 if interrupted.is_set() else 0
+
+
+def clean(args: argparse.Namespace) -> int:
+    """Deletes runs that are over, after asking."""
+    folders, unreadable = RunFolder.readable(RunFolder.all())
+    say(*(f"{name} is left: it cannot be read ({why})" for name, why in unreadable.items()))
+    over = [folder for folder in folders if is_over(folder)]
+    old = over[: len(over) - args.keep]
+    if not old:
+        say("nothing to delete")
+        return 0
+    if not args.yes:
+        if not sys.stdin.isatty():
+            raise Refused(f"{len(old)} runs would be deleted, and nobody can be asked here; say --yes")
+        if input(f"Delete {len(old)} of {len(over)} ended runs under {old[0].path.parent}? [y/N] ").strip().lower() not in ("y", "yes"):
+            return 0
+    for folder in old:
+        folder.delete()
+    say(f"deleted {len(old)}")
+    return 0
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Runs strategies side by side, or shows recorded runs so."""
+    from labkit.analysis import comparison
+    from labkit.runs.comparing import Comparing, plan
+
+    fields = fields_of(args)
+    stopped = False
+    if args.strategies is None:
+        given = [name for name, value in fields.items() if value is not None and value != {}]
+        if given:
+            raise Refused(f"--{given[0].replace('_', '-')} goes with --strategies; recorded runs are compared as they are")
+        folders, unreadable = [find(name) for name in args.runs], {}
+        if not folders:
+            there, unreadable = RunFolder.readable(RunFolder.all())
+            folders = comparison.alike(there)
+        if not folders:
+            left = "".join(f"; {name} cannot be read: {why}" for name, why in unreadable.items())
+            raise Refused(f"no run is recorded that could be compared; make some with: labkit compare --strategies single,ddp{left}")
+        found, left_out = comparison.recorded(folders), {}
+        shown = console(args, WIDE)
+        shown.print(terminal.comparison(found, left_out))
+        for name, why in unreadable.items():
+            shown.print(f"  {name} is left out: it cannot be read ({why})", style="dim")
+    else:
+        if args.runs:
+            raise Refused(f"{args.runs[0]!r} is a recorded run, and --strategies makes new ones; give one of the two")
+        names = "all" if args.strategies == "all" else [name.strip() for name in args.strategies.split(",") if name.strip()]
+        specs, left_out = plan(names, **fields)
+        found = _compared(Comparing(specs, left_out, cold=args.cold), args)
+        stopped = any(row.words in ("stopped", "not started") for row in found)
+    if args.json:
+        print(json.dumps(comparison.document(found, left_out)))
+    if stopped:
+        return 130
+    return 1 if any(row.failed for row in found) else 0
+
+
+def _compared(comparing: Any, args: argparse.Namespace) -> tuple:
+    """The rows of a comparison that was run to its end; Ctrl-C ends the run that is under way, and the rest does not begin."""
+    from labkit.launch.job import LaunchError
+
+    with interrupts() as interrupted:
+        stopping = threading.Thread(target=comparing.stop, daemon=True)
+
+        def stop_once() -> None:
+            if interrupted.is_set() and not stopping.ident:
+                stopping.start()
+
+        found = terminal.watch_comparison(comparing.start(), console(args, WIDE), stop_once)
+        if stopping.ident:
+            stopping.join()
+        try:
+            comparing.wait()
+        except (LaunchError, OSError) as error:
+            raise Refused(str(error), code=1) from None
+    return found
+
+
+def _detached(name: str, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"run": name, "state": "running"}))
+    else:
+        say(f"{name} has begun; watch it with: labkit show {name} --follow, end it with: labkit stop {name}")

@@ -1,0 +1,124 @@
+"""The environment, and what goes on in it as another program: JupyterLab and pytest."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from labkit.cli.shared import Refused, say
+from labkit.setup import environment
+from labkit.setup.bootstrap import become
+from labkit.setup.environment import CLONE
+from labkit.setup.progress import Progress
+
+_FIRST_LAB = "labs/00_start_here.py"
+_SOCKET = "kernel-00000000-0000-0000-0000-000000000000-ipc-5"  # the longest name of a kernel's socket
+_LONGEST_SOCKET_PATH = 104  # bytes with the final zero: 108 on Linux, 104 on macOS
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+def setup(args: argparse.Namespace) -> int:
+    """The environment exists by now, with what could be added to it; says why an extra could not."""
+    for extra in args.extras_asked:
+        if not environment.has(extra):
+            raise Refused(environment.why_not_added(extra), code=1)
+    say(f"ready: {sys.executable}")
+    return 0
+
+
+def lab(args: argparse.Namespace) -> int:
+    """Becomes JupyterLab."""
+    if args.port is not None and args.port < 1024 and hasattr(os, "geteuid") and os.geteuid() != 0:
+        raise Refused(f"--port {args.port} is reserved for the system administrator; use a port from 1024 to 65535")
+    if not (CLONE / _FIRST_LAB).is_file():
+        raise Refused(f"there is no {_FIRST_LAB} in {CLONE}; start the lab from a clone of the project")
+    os.environ.update(lab_environment())
+    become(lab_command(args), folder=CLONE)
+    return 0
+
+
+def lab_command(args: argparse.Namespace) -> list[str]:
+    """JupyterLab's command line: its token stays on, it listens on this machine only by default, and its kernels on no port."""
+    return [
+        *(sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={CLONE}", f"--ServerApp.ip={args.ip}"),
+        f"--LabApp.default_url=/lab/tree/{_FIRST_LAB}",
+        *([f"--ServerApp.port={args.port}"] if args.port else []),
+        *kernel_transport(),
+        *(["--no-browser"] if args.no_browser else []),
+        *(["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []),
+        *args.rest,
+    ]
+
+
+def kernel_transport() -> list[str]:
+    """Unix sockets between JupyterLab and its kernels where the platform has them: a TCP port is open to every user of the machine."""
+    return ["--KernelManager.transport=ipc"] if hasattr(socket, "AF_UNIX") and os.name != "nt" else []
+
+
+def private_runtime_folder() -> Path:
+    """Where JupyterLab puts connection files and sockets: a folder of this user's alone, with a path short enough for sockets.
+
+    It is Jupyter's own runtime folder if that serves, else a new one under the folder of temporary files.
+    """
+    from jupyter_core.paths import jupyter_runtime_dir
+
+    usual = Path(jupyter_runtime_dir())
+    if len(os.fsencode(usual / _SOCKET)) < _LONGEST_SOCKET_PATH and _is_made_private(usual):
+        return usual
+    own = Path(tempfile.gettempdir(), f"labkit-{os.geteuid()}")
+    return own if _is_made_private(own) else Path(tempfile.mkdtemp(prefix="labkit-"))  # mode 0700
+
+
+def _is_made_private(folder: Path) -> bool:
+    """Makes a folder readable by its owner alone; False if it is another user's, or cannot be written."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
+            return False  # not ours: whoever made it can read it
+        folder.chmod(0o700)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)
+
+
+def lab_environment() -> dict[str, str]:
+    """The environment of JupyterLab and its kernels: Jupyter's settings, the folder of the runs, and where labkit is."""
+
+    def in_front(variable: str, path: Path) -> str:
+        return os.pathsep.join(part for part in (str(path), os.environ.get(variable)) if part)
+
+    return {
+        "JUPYTER_CONFIG_PATH": in_front("JUPYTER_CONFIG_PATH", CLONE / "labkit" / "jupyter"),
+        "LABKIT_RUNS": os.environ.get("LABKIT_RUNS") or str(CLONE / "runs"),
+        "PYTHONPATH": in_front("PYTHONPATH", CLONE),
+    } | ({"JUPYTER_RUNTIME_DIR": str(private_runtime_folder())} if kernel_transport() else {})
+
+
+def test(args: argparse.Namespace) -> int:
+    """Becomes pytest, in the clone's root: two tests at a time, since much of a test is waiting for processes to start."""
+    _see_to_browser()
+    become([sys.executable, "-m", "pytest", "-n", "2", "--dist", "worksteal", *args.rest], folder=CLONE)
+    return 0
+
+
+def _see_to_browser() -> None:
+    if any(shutil.which(name) for name in _BROWSERS):
+        return
+    may_install = hasattr(os, "geteuid") and os.geteuid() == 0 and shutil.which("apt-get")
+    if may_install:
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "stdin": subprocess.DEVNULL, "check": False}
+        settings = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+        with Progress() as progress:
+            progress.step("installing Chromium for the tests in a browser (apt-get install chromium fonts-dejavu-core)")
+            subprocess.run(["apt-get", "update", "-qq"], env=settings, **quiet)
+            subprocess.run(
+                ["apt-get", "install", "-y", "-qq", "--no-install-recommends", "chromium", "fonts-dejavu-core"], env=settings, **quiet
+            )
+    if not shutil.which("chromium"):
+        print("labkit: there is no Chromium on the PATH; the tests in a browser are skipped until one is installed", file=sys.stderr)

@@ -1,0 +1,94 @@
+"""Claims on trial: what is commonly said of distributed training, each run or computed here, with a verdict and its evidence.
+
+A verdict that this machine cannot give says so: CPU ranks do not decide what is said of GPUs.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING
+
+from labkit.common.arguments import ROUNDS, check_flag, check_type, shown
+from labkit.course.claims import computed, machine, measured
+from labkit.course.claims.trials import Trials
+from labkit.course.claims.verdict import Claim, Verdict, Verdicts
+from labkit.runs.notebook import in_notebook
+from labkit.setup.machine import Machine
+from labkit.setup.progress import Progress
+
+if TYPE_CHECKING:
+    from IPython.display import DisplayHandle
+
+__all__ = ["CLAIMS", "on_trial"]
+
+CLAIMS: dict[str, Claim] = {
+    claim.name: claim
+    for claim in (
+        Claim("cnn-parameters", "The MNIST CNN of three convolutions has 120K parameters", "computed", computed.cnn_parameters),
+        Claim("batch", "With a batch size of 128 on 2 GPUs each takes 64", "computed", computed.batch_of_two),
+        Claim("fsdp-all-reduce", "FSDP synchronises gradients by all-reduce", "computed", computed.fsdp_gradients),
+        Claim("nccl-macos", "NCCL works on macOS", "asked", machine.nccl_on_macos),
+        Claim("fsdp-memory", "FSDP halves memory on 2 GPUs", "measured", measured.fsdp_memory, ("ddp", "fsdp2")),
+        Claim("two-gpus", "2 GPUs give 1.8 to 1.9 times the speed", "measured", measured.two_devices, ("single", "ddp")),
+        Claim("ddp-dp", "DDP is 20 to 50 % faster than DP on one machine", "measured", measured.ddp_over_dp, ("dp", "ddp")),
+        Claim("dp-small", "DP is better for small models", "measured", measured.dp_for_small, ("dp of an mlp", "ddp of an mlp")),
+        Claim("fsdp-small", "FSDP costs 10 to 20 % on small models", "measured", measured.fsdp_for_small, ("ddp", "fsdp2")),
+        Claim("pin-memory", "pin_memory with non_blocking gives 15 to 20 %", "measured", measured.pinned_memory, ("pinned", "pageable")),
+        Claim(
+            "scaling",
+            "DDP scales 1.9, 3.5 and 6 times on 2, 4 and 8 GPUs",
+            "measured",
+            measured.ddp_scaling,
+            ("single", "ddp", "ddp on 4", "ddp on 8"),
+        ),
+    )
+}
+
+
+def on_trial(*names: str, quick: bool = False, rounds: int = 3) -> Verdicts:
+    """The verdicts on the claims called `names`, or on all; `quick` leaves out what needs runs. Those take turns, `rounds` times each.
+
+    It waits for its runs, which stay among the recorded ones. Raises `LookupError` for a claim that there is not, `ValueError` for
+    fewer rounds than one, or where nothing is left to try.
+    """
+    check_flag("quick", quick)
+    rounds = ROUNDS.check("rounds", rounds)
+    claims = list(dict.fromkeys(map(_claim, names))) or list(CLAIMS.values())
+    chosen = [claim for claim in claims if not (quick and claim.needs)]
+    if not chosen:
+        raise ValueError(f"{claims[0].name} is measured, and quick leaves out what needs runs; ask without it")
+    trials = Trials(Machine.here())
+    with _Line() if in_notebook() else Progress() as progress:
+        trials.run((job for claim in chosen for job in claim.needs), rounds, progress)
+        verdicts = []
+        for claim in chosen:
+            if not claim.needs:
+                progress.step(claim.says)
+            verdicts.append(Verdict(claim, claim.judge(trials), trials.runs(claim.needs)))
+    return Verdicts(verdicts)
+
+
+class _Line:
+    """Progress in a notebook: one line that changes, and is gone at the end."""
+
+    def __enter__(self) -> _Line:
+        from IPython.display import display
+
+        self._shown: DisplayHandle = display({"text/plain": ""}, raw=True, display_id=True)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.step("")
+
+    def step(self, text: str) -> None:
+        """What is going on now."""
+        self._shown.update({"text/plain": text}, raw=True)
+
+
+def _claim(name: str) -> Claim:
+    check_type("the name of a claim", name, str, f"a string such as {next(iter(CLAIMS))!r}")
+    if name not in CLAIMS:
+        near = difflib.get_close_matches(name, CLAIMS, n=1)
+        meant = f" (did you mean {near[0]}?)" if near else ""
+        raise LookupError(f"claim {shown(name)} is not known{meant}; there is {', '.join(CLAIMS)}")
+    return CLAIMS[name]

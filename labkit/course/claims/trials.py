@@ -1,0 +1,108 @@
+"""The runs that measured claims stand on. They take turns (A B C, C B A, …), so that a machine that slows down slows all of them, and
+ratios are those of one round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from labkit.plan.spec import Spec, SpecError
+from labkit.runs.handle import run
+from labkit.setup.machine import Machine
+
+_STEPS = 20  # the first is not counted
+_COPY = {"pin_memory": False, "non_blocking": False}
+JOBS: Mapping[str, Spec] = {
+    "single": Spec("single", steps=_STEPS),
+    "dp": Spec("dp", nproc=2, steps=_STEPS),
+    "ddp": Spec("ddp", nproc=2, steps=_STEPS),
+    "fsdp2": Spec("fsdp2", nproc=2, steps=_STEPS),
+    "dp of an mlp": Spec("dp", "mlp", nproc=2, steps=_STEPS),
+    "ddp of an mlp": Spec("ddp", "mlp", nproc=2, steps=_STEPS),
+    "ddp on 4": Spec("ddp", nproc=4, steps=_STEPS),
+    "ddp on 8": Spec("ddp", nproc=8, steps=_STEPS),
+    "pinned": Spec("single", steps=_STEPS, device="cuda"),
+    "pageable": Spec("single", steps=_STEPS, device="cuda", options=_COPY),
+}
+
+
+class Teller(Protocol):
+    """What is told of each step as it begins."""
+
+    def step(self, text: str) -> None: ...
+
+
+class Trials:
+    """What was measured: the summaries of each job's runs, a round each; None where a run did not finish."""
+
+    def __init__(self, machine: Machine, measured: Mapping[str, Sequence[dict[str, Any] | None]] | None = None):
+        self.machine = machine
+        self.device = "cuda" if len(machine.gpus) > 1 else "cpu"  # of the runs that are compared with each other
+        self.measured: dict[str, list[dict[str, Any] | None]] = {name: list(each) for name, each in (measured or {}).items()}
+        self._failed: dict[str, str] = {}
+
+    def lacks(self, jobs: Iterable[str]) -> str:
+        """Why some of the jobs cannot be measured here, in a few words; empty where all can."""
+        gpus, cores = len(self.machine.gpus), self.machine.cores
+        most, of = (gpus, f"{gpus} GPUs") if self.device == "cuda" else (max(2, cores), f"{cores} cores")
+        for spec in (JOBS[name] for name in jobs):
+            if spec.device == "cuda" and not self.machine.gpus:
+                return self.machine.no_gpu_reason
+            if spec.nproc > most:
+                return f"{spec.nproc} ranks would have to share {of}"
+        return ""
+
+    def run(self, jobs: Iterable[str], rounds: int, progress: Teller) -> None:
+        """Runs those of the jobs that this machine can, so many times each; an interrupt ends the run that is under way."""
+        names = [name for name in dict.fromkeys(jobs) if not self.lacks([name])]
+        for turn in range(rounds):
+            for name in names[:: -1 if turn % 2 else 1]:
+                progress.step(f"round {turn + 1} of {rounds}: {name}")
+                self.measured.setdefault(name, []).append(self._summary(name))
+
+    def _summary(self, name: str) -> dict[str, Any] | None:
+        spec = JOBS[name]
+        try:
+            done = run(replace(spec, device=spec.device if spec.device != "auto" else self.device)).wait()
+        except SpecError as error:
+            self._failed[name] = str(error)
+            return None
+        summary = done.summary()
+        if summary["state"] != "finished":
+            self._failed[name] = f"the run {done.name} {done.words}"
+            return None
+        return summary
+
+    def why(self, jobs: Iterable[str]) -> str:
+        """Why there are no figures of some of the jobs, in a few words."""
+        told = [self.lacks([name]) or self._failed.get(name, "") for name in jobs]
+        return next(filter(None, told), "no run was made")
+
+    # ---- what judges ask for
+
+    def summary(self, job: str) -> dict[str, Any] | None:
+        """A finished run's figures; None where there is none."""
+        return next(filter(None, self.measured.get(job, ())), None)
+
+    def owners(self, job: str) -> dict[str, int]:
+        """Bytes by owner of the first rank; empty where no run has finished."""
+        summary = self.summary(job)
+        return summary["ranks"][0]["memory_bytes"] if summary else {}
+
+    def ratios(self, job: str, other: str) -> tuple[float, ...]:
+        """How many times as many samples a second one job trains on as the other, round by round, each at its median step."""
+        rounds = zip(self.measured.get(job, ()), self.measured.get(other, ()))
+        speeds = [(_speed(one, JOBS[job]), _speed(two, JOBS[other])) for one, two in rounds]
+        return tuple(one / two for one, two in speeds if one and two)
+
+    def runs(self, jobs: Iterable[str]) -> tuple[str, ...]:
+        """The names of the runs that were made for these jobs."""
+        return tuple(each["run"] for name in jobs for each in self.measured.get(name, ()) if each)
+
+
+def _speed(summary: dict[str, Any] | None, spec: Spec) -> float | None:
+    if summary is None:
+        return None
+    times = [rank["step_seconds_median"] for rank in summary["ranks"]]
+    return spec.global_batch / max(times) if all(times) else None

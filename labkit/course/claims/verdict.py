@@ -1,0 +1,100 @@
+"""A claim, the verdict on it, and how both are shown: a table in a terminal, a table in a notebook, plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from labkit.common.text import escape
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from labkit.course.claims.trials import Trials
+
+HOLDS, FAILS, PARTLY, OPEN = "holds", "does not hold", "partly", "cannot be told here"
+_MARKS = {HOLDS: "✓", FAILS: "✗", PARTLY: "◐", OPEN: "?"}
+_HEADS = ("commonly said", "verdict", "evidence", "how")
+
+
+@dataclass(frozen=True)
+class Ruling:
+    """What a trial gives: one of the four verdicts, its evidence in sentences, and the figures behind it by name, each as often as
+    it was measured."""
+
+    verdict: str
+    evidence: str
+    figures: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Something that is commonly said. `how` is it tried: computed, measured, or asked of torch and the system.
+
+    `judge` is given the runs that were made, and `needs` names those of `trials.JOBS` that it cannot do without.
+    """
+
+    name: str
+    says: str
+    how: str
+    judge: Callable[[Trials], Ruling]
+    needs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A claim with what became of it; `runs` are the names of the runs that it stands on."""
+
+    claim: Claim
+    ruling: Ruling
+    runs: tuple[str, ...] = ()
+
+    @property
+    def verdict(self) -> str:
+        """One of: holds, does not hold, partly, cannot be told here."""
+        return self.ruling.verdict
+
+    @property
+    def marked(self) -> str:
+        """The verdict with its mark."""
+        return f"{_MARKS[self.verdict]} {self.verdict}"
+
+    @property
+    def cells(self) -> tuple[str, str, str, str]:
+        """Claim, verdict, evidence, how it was tried."""
+        return self.claim.says, self.marked, self.ruling.evidence, self.claim.how
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict of plain values."""
+        plain = {"name": self.claim.name, "says": self.claim.says, "how": self.claim.how, "runs": list(self.runs)}
+        return plain | asdict(self.ruling)
+
+
+class Verdicts(tuple[Verdict, ...]):
+    """The page of claims: a table in a notebook, and text elsewhere."""
+
+    def __repr__(self) -> str:
+        return "\n".join(f"“{says}”\n    {marked} ({how})\n    {evidence}" for says, marked, evidence, how in (one.cells for one in self))
+
+    def _repr_html_(self) -> str:
+        heads = "".join(f"<th>{head}</th>" for head in _HEADS)
+        return f'<table class="labkit-claims"><thead><tr>{heads}</tr></thead><tbody>{"".join(map(_row, self))}</tbody></table>'
+
+    def __rich__(self) -> Table:
+        from rich.table import Column, Table
+        from rich.text import Text
+
+        says, verdict, evidence, how = _HEADS
+        columns = Column(says, ratio=3), Column(verdict, min_width=12), Column(evidence, ratio=6, overflow="fold"), Column(how)
+        table = Table(*columns, expand=True, show_lines=True)
+        for one in self:
+            table.add_row(*map(Text, one.cells))
+        return table
+
+
+def _row(one: Verdict) -> str:
+    says, marked, evidence, how = map(escape, one.cells)
+    left = "text-align:left;vertical-align:top"
+    cells = (("", says), (";white-space:nowrap;font-weight:bold", marked), ("", evidence), ("", how))
+    return "<tr>" + "".join(f'<td style="{left}{more}">{text}</td>' for more, text in cells) + "</tr>"

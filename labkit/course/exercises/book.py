@@ -1,0 +1,48 @@
+"""The learner's own record of exercises: how often each was tried, and whether it is done; one small file beside the run folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from labkit.record.files import NotPlain, read_below
+from labkit.record.folder import RunFolder, runs_root
+from labkit.record.kinds import COUNT
+from labkit.record.plain import parse
+from labkit.record.schema import Flag, Table, record
+
+_MOST = 1 << 20  # bytes
+_NOTED = Table(record({"tries": COUNT, "done": Flag()}))
+
+
+class Book:
+    """The record in one file. A file that cannot be read counts as empty and is kept under another name."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    @classmethod
+    def here(cls) -> Book:
+        """The record of this runs folder."""
+        return cls(runs_root() / "exercises.json")
+
+    def read(self) -> dict[str, dict[str, Any]]:
+        """By exercise: `tries` and `done`."""
+        try:
+            noted = parse(read_below(self._path.parent, self._path, _MOST))
+        except FileNotFoundError:
+            return {}
+        except (NotPlain, ValueError):
+            noted = None
+        if _NOTED.check(noted):
+            return noted
+        self._path.replace(self._path.with_suffix(".unreadable.json"))
+        return {}
+
+    def note(self, name: str, done: bool) -> None:
+        """Counts one try; what was done once stays done."""
+        noted = self.read()
+        before = noted.get(name, {"tries": 0, "done": False})
+        noted[name] = {"tries": before["tries"] + 1, "done": before["done"] or done}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        RunFolder.write_json(self._path, noted)

@@ -1,0 +1,206 @@
+"""Data parallelism as pictures: the five exchanges of DP, a step of DDP, whose the samples are, the average of gradients, and buckets.
+
+Bytes come from the formulas of `labkit.analysis.theory`. Orders of samples are drawn with Python's own generator, by the rule of torch's
+`DistributedSampler`; times are modelled, and their titles say so.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from labkit.analysis.theory import theory
+from labkit.common.units import size
+from labkit.course.pictures.checked import checked
+from labkit.course.pictures.lanes import Arrow, Box, axis, lane_name, layout, model_words, side_by_side
+from labkit.course.pictures.overlap import buckets
+from labkit.figures import colours
+from labkit.figures.as_plotly import as_figure, numbers
+from labkit.plan.spec import Spec
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+__all__ = ["average", "buckets", "ddp_step", "divide", "dp_step", "shares", "wires"]
+
+
+# ---- who does what
+
+
+@checked
+def dp_step(devices: int = 2, workload: str = "cnn") -> go.Figure:
+    """One step of `nn.DataParallel`: what each device does, and the five exchanges, with the bytes that device 0 sends or takes in."""
+    spec = Spec(strategy="dp", workload=workload, nproc=devices)
+    bytes_of = {flow.op: size(flow.theory) for flow in theory(spec)}
+    moments = {"scatter": 1.25, "broadcast": 2.3, "gather": 4.35, "gradients": 6.1, "reduce": 8.15}
+    boxes = [Box(0, 0.0, 1.1, "batch", f"{spec.global_batch} samples"), Box(0, 5.1, 5.85, "loss", "loss")]
+    boxes.append(Box(0, 8.9, 9.8, "update", "update"))
+    arrows = []
+    for device in range(devices):
+        boxes += [Box(device, 3.1, 4.15, "forward", "forward"), Box(device, 6.8, 7.95, "backward", "backward")]
+        for op, moment in moments.items() if device else ():
+            ends = (device, 0) if op in ("gather", "reduce") else (0, device)
+            arrows.append(Arrow(*ends, moment + 0.45 * (device - 1) / max(devices - 2, 1)))
+    words = ("① inputs", "② the model", "③ outputs", "④ outputs’ gradients", "⑤ gradients")
+    told = (bytes_of["scatter"], bytes_of["broadcast"], bytes_of["gather"], bytes_of["gather"], bytes_of["reduce"])
+    heads = [(moment + 0.22, f"<b>{name}</b><br>{bytes_}") for moment, name, bytes_ in zip(moments.values(), words, told)]
+    note = f"{model_words(spec)}, {spec.batch_per_rank} samples a device; bytes by formula"
+    names = [lane_name(device, "device") for device in range(devices)]
+    return side_by_side(f"A step of DP on {devices} devices", note, names, boxes, arrows, heads)
+
+
+@checked
+def ddp_step(ranks: int = 2, workload: str = "cnn", buckets: int = 3) -> go.Figure:
+    """One step of DDP: every rank does the same, and the gradients are averaged while backward still runs."""
+    spec = Spec(strategy="ddp", workload=workload, nproc=ranks)
+    boxes, arrows = [], []
+    for rank in range(ranks):
+        boxes += [Box(rank, 1.3, 2.2, "batch", f"its {spec.batch_per_rank}"), Box(rank, 2.3, 3.9, "forward", "forward")]
+        boxes += [Box(rank, 4.0, 7.4, "backward", "backward"), Box(rank, 8.4, 9.4, "update", "update")]
+        if rank:
+            arrows.append(Arrow(0, rank, 0.35 + 0.35 * (rank - 1) / max(ranks - 2, 1)))
+            arrows += [Arrow(rank - 1, rank, 7.6 - 2.4 * left / buckets, both=True) for left in range(buckets)]
+    gradients, *_ = theory(spec)
+    heads = [
+        (0.55, "<b>once: ① broadcast</b><br>rank 0’s weights"),
+        (2.6, "<b>② forward</b><br>own samples, own loss"),
+        (5.2, "<b>③ backward</b><br>own gradients"),
+        (7.4, f"<b>④ all-reduce</b><br>{size(gradients.theory / ranks)} a rank"),
+        (8.95, "<b>⑤ update</b><br>all the same"),
+    ]
+    note = f"{model_words(spec)}; bytes by formula, drawn with {buckets} all-reduces a step"
+    names = [lane_name(rank) for rank in range(ranks)]
+    return side_by_side(f"A step of DDP on {ranks} ranks", note, names, boxes, arrows, heads)
+
+
+@checked
+def wires(most: int = 8, workload: str = "cnn") -> go.Figure:
+    """MiB that pass a device's wire in a step, in and out together, over the number of devices: DP's device 0 and others, a rank of DDP."""
+    counts = list(range(2, most + 1))
+    through_0, ddp = [], []
+    for count in counts:
+        flows = {flow.op: flow.theory for flow in theory(Spec(strategy="dp", workload=workload, nproc=count))}
+        through_0.append(sum(flows.values()) + flows["gather"])  # the outputs' gradients go back
+        ddp.append(2 * sum(flow.theory for flow in theory(Spec(strategy="ddp", workload=workload, nproc=count))) / count)
+    others = [whole / (count - 1) for whole, count in zip(through_0, counts)]
+    lines = [
+        _line("DP, device 0", counts, through_0, colours.RANKS[5], "solid", "circle"),
+        _line("DDP, every rank", counts, ddp, colours.RANKS[2], "solid", "diamond"),
+        _line("DP, every other device", counts, others, colours.RANKS[0], "dash", "square"),
+    ]
+    looks = layout("What passes one device’s wire in a step", f"{model_words(Spec(workload=workload))}; by formula, not measured", 330)
+    looks |= {
+        "xaxis": axis("devices") | {"dtick": 1},
+        "yaxis": axis("MiB a step, in and out") | {"rangemode": "tozero"},
+        "margin": {"l": 62, "r": 12, "t": 56, "b": 44},
+        "legend": {"x": 0.02, "y": 0.98, "bgcolor": "rgba(0,0,0,0)"},
+    }
+    return as_figure(lines, looks)
+
+
+def _line(name: str, xs: Sequence[float], bytes_: Sequence[float], colour: str, dash: str, symbol: str) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": name,
+        "x": list(xs),
+        "y": numbers(each / 2**20 for each in bytes_),
+        "line": {"color": colour, "width": 2.5, "dash": dash},
+        "marker": {"symbol": symbol, "size": 9},
+        "hovertemplate": f"{name}: %{{y:.3~g}} MiB on %{{x}} devices<extra></extra>",
+    }
+
+
+# ---- whose the samples are
+
+
+@checked
+def divide(order: Sequence[int], ranks: int) -> list[list[int]]:
+    """Each rank's part of samples in an order, as `DistributedSampler` divides them: in turns, filled up from the front to equal parts."""
+    whole = [order[place % len(order)] for place in range(math.ceil(len(order) / ranks) * ranks)]
+    return [whole[rank::ranks] for rank in range(ranks)]
+
+
+@checked
+def shares(samples: int = 20, ranks: int = 2, batch: int = 5, epochs: int = 2, sampler: bool = True, set_epoch: bool = True) -> go.Figure:
+    """Which samples each rank takes, step by step and epoch by epoch; without a sampler every rank takes all, in one order.
+
+    Each sample has its number and its colour: where they come again, something is trained on twice.
+    """
+    rows, names, told = [], [], []
+    for epoch in range(1, epochs + 1):
+        order = random.Random(epoch if set_epoch else 0).sample(range(samples), samples)
+        parts = divide(order, ranks) if sampler else [order] * ranks
+        rows += parts
+        names += [f"epoch {epoch} · {lane_name(rank)} " for rank in range(ranks)]
+        told.append(f"epoch {epoch}: {sum(map(len, parts))} taken, {len(set().union(*parts))} different")
+    width = len(rows[0])
+    steps = math.ceil(width / batch)
+    cells = {
+        "type": "heatmap",
+        "z": rows,
+        "x": list(range(1, width + 1)),
+        "y": list(range(len(rows))),
+        "texttemplate": "%{z}",
+        "textfont": {"size": 13},
+        "colorscale": "Cividis",
+        "showscale": False,
+        "xgap": 1,
+        "ygap": 3,
+        "hovertemplate": "sample %{z}<extra></extra>",
+    }
+    borders = [_border("x", place + 0.5) for place in range(batch, width, batch)]
+    borders += [_border("y", row - 0.5) for row in range(ranks, len(rows), ranks)]
+    middles = [(start + 1 + min(start + batch, width)) / 2 for start in range(0, width, batch)]
+    what = "DistributedSampler" if sampler else "No sampler"
+    title = f"{what}: {samples} samples, {ranks} ranks, {batch} a step: {steps} step{'s' if steps > 1 else ''} an epoch"
+    looks = layout(title, " · ".join(told), 104 + 34 * len(rows)) | {
+        "shapes": borders,
+        "xaxis": axis("") | {"tickvals": middles, "ticktext": [f"step {step + 1}" for step in range(steps)], "showgrid": False},
+        "yaxis": axis("") | {"tickvals": list(range(len(rows))), "ticktext": names, "autorange": "reversed", "showgrid": False},
+        "margin": {"l": 144, "r": 12, "t": 56, "b": 28},
+    }
+    return as_figure([cells], looks)
+
+
+def _border(axis: str, at: float) -> dict[str, Any]:
+    """A line between two steps, or between two epochs."""
+    other = "y" if axis == "x" else "x"
+    place = {f"{axis}0": at, f"{axis}1": at, f"{other}0": 0, f"{other}1": 1, f"{other}ref": "paper"}
+    return place | {"type": "line", "line": {"color": colours.INK, "width": 3}}
+
+
+# ---- the average of gradients
+
+
+@checked
+def average(gradients: Sequence[Sequence[float]]) -> go.Figure:
+    """Each rank's own gradient, weight by weight, and their average, which is what DDP leaves on every rank."""
+    mean = [math.fsum(column) / len(gradients) for column in zip(*gradients, strict=True)]
+    edged = {"color": colours.COMMUNICATION, "line": {"color": colours.INK, "width": 3}}
+    bars = [_gradient(f"rank {rank}", values, {"color": colours.rank_colour(rank)}) for rank, values in enumerate(gradients)]
+    looks = layout("Own gradients, and what the all-reduce makes of them", "every rank ends with the average", 330) | {
+        "barmode": "group",
+        "bargap": 0.3,
+        "xaxis": {"fixedrange": True, "showgrid": False},
+        "yaxis": axis("gradient") | {"zeroline": True, "zerolinecolor": colours.INK},
+        "margin": {"l": 62, "r": 12, "t": 56, "b": 34},
+    }
+    return as_figure([*bars, _gradient("average", mean, edged)], looks)
+
+
+def _gradient(name: str, values: Sequence[float], marker: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "bar",
+        "name": name,
+        "x": [f"weight {number}" for number in range(len(values))],
+        "y": list(values),
+        "text": [f"{value:.3g}" for value in values],
+        "textposition": "outside",
+        "cliponaxis": False,
+        "textfont": {"size": 14},
+        "marker": marker,
+        "hovertemplate": f"{name}: %{{y:.4g}}<extra>%{{x}}</extra>",
+    }

@@ -1,0 +1,181 @@
+"""Loading against computing, as a Gantt chart: what workers hide, and what pinned memory and copies without waiting do. All modelled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from labkit.course.pictures.checked import checked
+from labkit.figures import as_plotly, colours
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+AHEAD = 2  # batches that each worker may have under way or waiting: DataLoader's prefetch_factor
+_COLOURS = {
+    "fetch": colours.PHASES["data"],
+    "copy": colours.PHASES["copy"],
+    "launch": colours.PHASES["forward"],
+    "train": colours.PHASES["backward"],
+}
+_LANE = 30  # px
+
+
+class Batch(NamedTuple):
+    """When one batch is fetched, by which worker (None: by the training process itself), and when it is trained on. Times in seconds."""
+
+    worker: int | None
+    fetch_start: float
+    fetch_end: float
+    train_start: float
+    train_end: float
+
+
+class Step(NamedTuple):
+    """When the program fetches, copies and launches the work of one step, and when the GPU computes it; each from and to, in seconds."""
+
+    fetch: tuple[float, float]
+    copy: tuple[float, float]
+    launch: tuple[float, float]
+    train: tuple[float, float]
+
+
+@checked
+def schedule(load: float, compute: float, workers: int, batches: int) -> list[Batch]:
+    """The course of so many batches, each of which takes `load` seconds to fetch and `compute` to train on.
+
+    Without workers the training process fetches a batch when the step before is over. With them batch i is worker i mod `workers`'s, who
+    may be `AHEAD` batches ahead of the training, as `torch.utils.data.DataLoader` has it. Raises `ValueError` for times or counts that
+    cannot be.
+    """
+    done: list[Batch] = []
+    free = [0.0] * workers
+    now = 0.0
+    for number in range(batches):
+        if workers:
+            mine, before = number % workers, number - AHEAD * workers
+            start = max(free[mine], done[before].train_start if before >= 0 else 0.0)
+            free[mine] = start + load
+        else:
+            mine, start = None, now
+        train = max(now, start + load)
+        now = train + compute
+        done.append(Batch(mine, start, start + load, train, now))
+    return done
+
+
+@checked
+def workers(load: float = 0.2, compute: float = 0.1, counts: Sequence[int] = (0, 1, 2), batches: int = 6) -> go.Figure:
+    """Who fetches and who trains, for each number of workers: a lane each for the training process and for every worker."""
+    lanes, bars, notes = [], [], []
+    for count in counts:
+        course = schedule(load, compute, count, batches)
+        named = f"{count} worker{'s' * (count != 1)}"
+        trains = f"{named}: training"
+        lanes += [trains, *(f"{named}: worker {number + 1}" for number in range(count))]
+        for number, one in enumerate(course, 1):
+            lane = trains if one.worker is None else f"{named}: worker {one.worker + 1}"
+            bars.append(("fetch", lane, one.fetch_start, one.fetch_end, str(number)))
+            bars.append(("train", trains, one.train_start, one.train_end, str(number)))
+        notes.append((trains, course[-1].train_end, f"{_milliseconds(_later_steps(course))} a step"))
+    return _gantt("Fetching against training, modelled", "the number on a bar is the batch's", lanes, bars, notes)
+
+
+def _later_steps(course: Sequence[Batch]) -> float:
+    """The mean time of a step in the second half, when the first batches that were fetched ahead are used up."""
+    half = len(course) // 2
+    if not half:
+        return course[-1].train_end
+    return (course[-1].train_end - course[half - 1].train_end) / (len(course) - half)
+
+
+@checked
+def copying(fetch: float, launch: float, copy: float, compute: float, steps: int, waits: bool) -> list[Step]:
+    """The course of steps on a GPU, which takes copies and kernels one after the other; `waits` says that the program waits for each copy.
+
+    A kernel may begin when the program has begun to launch, and the last one ends no sooner than the launching does.
+    Raises `ValueError` for times or counts that cannot be.
+    """
+    done: list[Step] = []
+    now = free = 0.0
+    for _ in range(steps):
+        fetched = now + fetch
+        copied = max(free, fetched) + copy
+        begins = copied if waits else fetched
+        now = begins + launch
+        starts = max(copied, begins)
+        free = max(starts + compute, now)
+        done.append(Step((fetched - fetch, fetched), (copied - copy, copied), (begins, now), (starts, free)))
+    return done
+
+
+@checked
+def copies(
+    fetch: float = 0.003, launch: float = 0.003, copy: float = 0.001, compute: float = 0.004, slower: float = 2.5, steps: int = 4
+) -> go.Figure:
+    """The program and its GPU with the three ways to bring a batch there; a copy out of memory that is not pinned takes `slower` times."""
+    lanes, bars, notes = [], [], []
+    ways = (("not pinned", slower * copy, True), ("pinned", copy, True), ("pinned, non_blocking", copy, False))
+    for named, takes, waits in ways:
+        program, gpu = f"{named}: program", f"{named}: GPU"
+        lanes += [program, gpu]
+        course = copying(fetch, launch, takes, compute, steps, waits)
+        for one in course:
+            bars += [(what, program, *getattr(one, what), what) for what in ("fetch", "launch")]
+            bars += [(what, gpu, *getattr(one, what), what) for what in ("copy", "train")]
+        notes.append((gpu, course[-1].train[1], f"{_milliseconds(course[-1].train[1] - course[0].train[1], steps - 1)} a step"))
+    return _gantt("The way of a batch to the GPU, modelled", "a gap is waiting", lanes, bars, notes)
+
+
+def _milliseconds(seconds: float, steps: int = 1) -> str:
+    return f"{1e3 * seconds / max(steps, 1):.3g} ms"
+
+
+def _gantt(
+    title: str,
+    note: str,
+    lanes: Sequence[str],
+    bars: Sequence[tuple[str, str, float, float, str]],
+    notes: Sequence[tuple[str, float, str]],
+) -> go.Figure:
+    """Lanes from the top down; a bar is what it is, its lane, from and to in seconds, and the word on it; a note stands behind a lane."""
+    data: list[dict[str, Any]] = []
+    for what in _COLOURS:
+        those = [bar for bar in bars if bar[0] == what]
+        if those:
+            data.append(
+                {
+                    "type": "bar",
+                    "orientation": "h",
+                    "name": what,
+                    "y": [lane for _, lane, *_ in those],
+                    "base": as_plotly.numbers(1e3 * start for _, _, start, _, _ in those),
+                    "x": as_plotly.numbers(1e3 * (end - start) for _, _, start, end, _ in those),
+                    "text": [word for *_, word in those],
+                    "textposition": "inside",
+                    "insidetextanchor": "middle",
+                    "textfont": {"color": "#000" if what == "launch" else "#FFF"},
+                    "constraintext": "inside",
+                    "marker": {"color": _COLOURS[what], "line": {"width": 1, "color": "#FFF"}},
+                    "hovertemplate": f"{what} %{{text}}: %{{x:.3g}} ms, from %{{base:.3g}} ms on<extra>%{{y}}</extra>",
+                }
+            )
+    plain = {"gridcolor": colours.GRID, "zeroline": False}
+    layout = {
+        "title": {"text": f"<b>{title}</b><span style='font-size:10px'>  {note}</span>", "x": 0, "font": {"size": 13}},
+        "xaxis": plain | {"title": {"text": "ms"}, "rangemode": "tozero"},
+        "yaxis": plain | {"type": "category", "categoryarray": list(lanes), "range": [len(lanes) - 0.5, -0.5], "showgrid": False},
+        "annotations": [
+            {"y": lane, "x": 1e3 * end, "text": f" {words}", "xanchor": "left", "showarrow": False, "font": {"size": 11}}
+            for lane, end, words in notes
+        ],
+        "barmode": "overlay",
+        "bargap": 0.25,
+        "height": 110 + _LANE * len(lanes),
+        "margin": {"l": 30 + 7 * max(map(len, lanes)), "r": 80, "t": 56, "b": 40},
+        "legend": {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom", "bgcolor": "rgba(0,0,0,0)"},
+        "font": {"family": as_plotly.FONT, "size": 11, "color": colours.INK},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+    }
+    return as_plotly.as_figure(data, layout)

@@ -1,0 +1,116 @@
+"""Lanes, one for each rank or device, time to the right: boxes for what each does, arrows for what goes between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from labkit.course.pictures import canvas
+from labkit.figures import colours
+from labkit.figures.as_plotly import as_figure
+from labkit.plan.spec import Spec
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+_HALF = 0.27  # of a lane's height: what a box takes above and below its middle
+_BOXES = {"batch": colours.PHASES["copy"], "loss": colours.PHASES["other"], "update": colours.PHASES["optimizer"]}
+_BOXES |= {"forward": colours.PHASES["forward"], "backward": colours.PHASES["backward"], "all_reduce": colours.COMMUNICATION}
+_LIGHT = ("forward", "loss", "all_reduce")  # boxes with black words; they are white on the others
+
+
+@dataclass(frozen=True)
+class Box:
+    """What a lane does from `start` to `end`: its phase, the words in it, and `more` for who points at it."""
+
+    lane: int
+    start: float
+    end: float
+    phase: str
+    words: str
+    more: str = ""
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """What goes from one lane to another at a moment; `both` ways where they exchange."""
+
+    start: int
+    end: int
+    at: float
+    both: bool = False
+
+
+def lane_name(lane: int, what: str = "rank") -> str:
+    """A rank or device by number, in its colour."""
+    return f'<b><span style="color:{colours.rank_colour(lane)}">■</span> {what} {lane}</b>'
+
+
+def side_by_side(title: str, note: str, names: Sequence[str], boxes: Sequence[Box], arrows: Sequence[Arrow], heads) -> go.Figure:
+    """Lanes from the top down, time to the right, without a scale: boxes are what a lane does, arrows what goes between lanes."""
+    annotations = [canvas.note(x, -0.62, text, 13) | {"yanchor": "bottom"} for x, text in heads]
+    annotations += [_arrow(arrow) for arrow in arrows]
+    shapes = [{"type": "line", "x0": 0, "x1": 10, "y0": lane, "y1": lane, "line": {"color": colours.GRID}} for lane in range(len(names))]
+    looks = layout(title, note, 150 + 92 * len(names)) | {
+        "annotations": annotations,
+        "shapes": [shape | {"layer": "below"} for shape in shapes],
+        "xaxis": {"visible": False, "range": [-0.1, 10], "fixedrange": True},
+        "yaxis": lane_axis(names, -1.25),
+        "showlegend": False,
+    }
+    return as_figure([bars(boxes)], looks)
+
+
+def bars(boxes: Sequence[Box]) -> dict[str, Any]:
+    """Boxes as one trace of horizontal bars."""
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "y": [box.lane for box in boxes],
+        "base": [box.start for box in boxes],
+        "x": [box.end - box.start for box in boxes],
+        "width": 2 * _HALF,
+        "marker": {"color": [_BOXES[box.phase] for box in boxes], "line": {"width": 0}},
+        "text": [box.words for box in boxes],
+        "textposition": "inside",
+        "insidetextanchor": "middle",
+        "textangle": 0,
+        "constraintext": "inside",
+        "textfont": {"color": ["#000000" if box.phase in _LIGHT else "#FFFFFF" for box in boxes], "size": 13},
+        "customdata": [f"{box.words}{box.more}" for box in boxes],
+        "hovertemplate": "%{customdata}<extra></extra>",
+    }
+
+
+def _arrow(arrow: Arrow) -> dict[str, Any]:
+    """An arrow from the edge of one lane's box to that of another's."""
+    down = math.copysign(_HALF + 0.03, arrow.end - arrow.start)
+    look = {"showarrow": True, "text": "", "arrowhead": 2, "arrowwidth": 2.5, "arrowsize": 0.9, "arrowcolor": colours.COMMUNICATION}
+    ends = {"x": arrow.at, "ax": arrow.at, "y": arrow.end - down, "ay": arrow.start + down}
+    both = {"startarrowhead": 2, "startarrowsize": 0.9, "arrowside": "end+start"} if arrow.both else {}
+    return look | ends | both | {"xref": "x", "yref": "y", "axref": "x", "ayref": "y"}
+
+
+def lane_axis(names: Sequence[str], top: float) -> dict[str, Any]:
+    """Lanes by name, the first on top."""
+    lanes = {"tickvals": list(range(len(names))), "ticktext": list(names), "range": [len(names) - 0.55, top]}
+    return lanes | {"ticks": "", "showgrid": False, "zeroline": False, "fixedrange": True}
+
+
+def layout(title: str, note: str, height: int) -> dict[str, Any]:
+    """The layout of a picture that is shown on a stage: larger letters, and a line below the title for what it rests on."""
+    base = canvas.layout(f"<b>{title}</b><br><span style='font-size:12px'>{note}</span>", height)
+    large = {"title": base["title"] | {"font": {"size": 16}, "pad": {"l": 8, "t": 18}}, "font": base["font"] | {"size": 13}}
+    return base | large | {"margin": {"l": 84, "r": 12, "t": 56, "b": 12}, "hovermode": "closest"}
+
+
+def axis(title: str) -> dict[str, Any]:
+    """An axis with a scale."""
+    return {"title": {"text": title, "standoff": 6, "font": {"size": 13}}, "gridcolor": colours.GRID, "zeroline": False, "fixedrange": True}
+
+
+def model_words(spec: Spec) -> str:
+    """`cnn: 405,898 parameters`."""
+    return f"{spec.workload}: {spec.workload_row.parameters(spec.options):,} parameters"

@@ -1,0 +1,157 @@
+"""Pictures of meshes: which ranks form a group along which axis, what an axis sends, and over which wire."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import permutations
+from typing import TYPE_CHECKING
+
+from labkit.course.pictures.canvas import HIDDEN, SCALED, box, ink, layout, note
+from labkit.course.pictures.checked import checked
+from labkit.figures import colours
+from labkit.figures.as_plotly import as_figure
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+    from labkit.runs.handle import Run
+
+__all__ = ["by_axis", "grid", "groups", "modelled", "wires"]
+
+_AXES = {"pp": "#CC6677", "dp": "#88CCEE", "fsdp": "#88CCEE", "shard": "#88CCEE", "replicate": "#DDCC77", "tp": "#44AA99"}
+_SHARES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1}  # (n−1)/n of the payload so many times, in a ring
+
+
+@checked
+def groups(axes: Mapping[str, int], axis: str) -> list[list[int]]:
+    """The groups of ranks along an axis of a mesh. Ranks are counted as in `init_device_mesh`: neighbours differ in the last axis.
+
+    >>> groups({"dp": 2, "tp": 2}, "dp")
+    [[0, 2], [1, 3]]
+    """
+    names = list(axes)
+    if axis not in names:
+        raise ValueError(f"there is no axis {axis!r} in a mesh of {', '.join(names)}")
+    stride = math.prod(axes[name] for name in names[names.index(axis) + 1 :])
+    firsts = [rank for rank in range(math.prod(axes.values())) if rank // stride % axes[axis] == 0]
+    return [[first + step * stride for step in range(axes[axis])] for first in firsts]
+
+
+@checked
+def grid(axes: Mapping[str, int], per_node: int | None = None) -> go.Figure:
+    """The ranks of a mesh, once for each axis: ranks of one colour and letter form a group along it. A row is a node of `per_node` ranks.
+
+    Where `per_node` is left out, a row is what has one place on the first axis.
+    """
+    ranks = math.prod(axes.values())
+    wide = per_node or ranks // next(iter(axes.values()))
+    if ranks % wide:
+        raise ValueError(f"a mesh of {ranks} ranks does not fill nodes of {wide}; take a divisor of {ranks}")
+    shapes, notes = [], []
+    for panel, axis in enumerate(axes):
+        left = panel * (wide + 1.4)
+        those = groups(axes, axis)
+        notes.append(note(left, -0.75, f"<b>{axis}</b>: {_told(those, wide if per_node else None)}", 12, anchor="left"))
+        for number, group in enumerate(those):
+            colour = colours.rank_colour(number)
+            for rank in group:
+                x, y = left + rank % wide, rank // wide
+                shapes.append(box(x, y, 0.92, 0.88, colour))
+                words = f"<b>{rank}</b> {_letter(number)}"
+                notes.append(note(x + 0.46, y + 0.44, words, 11, ink(number)))
+    rows = ranks // wide
+    if per_node:
+        notes += [note(-0.15, row + 0.44, f"node {row}", 11, anchor="right") for row in range(rows)]
+    title = f"<b>{' × '.join(f'{axis} {size}' for axis, size in axes.items())}</b>  number: rank; letter: its group along the axis"
+    right = max(12, len(axes) * (wide + 1.4))
+    axes_of = {"xaxis": HIDDEN | {"range": [-1.2 if per_node else -0.2, right]}, "yaxis": HIDDEN | {"range": [rows + 0.1, -1.2]}}
+    return as_figure([], layout(title, 50 + 38 * (rows + 1.3)) | axes_of | {"shapes": shapes, "annotations": notes, "showlegend": False})
+
+
+@checked
+def modelled(
+    axes: Mapping[str, int], sent: Mapping[str, float], per_node: int, inside: float, between: float
+) -> dict[tuple[str, ...], dict[str, tuple[float, bool]]]:
+    """By order of the axes, outermost first: for each axis the seconds that its bytes take in a step, and whether they leave the node.
+
+    `sent` are the bytes of one rank in a step, `inside` and `between` bytes per second of a rank within a node of `per_node` ranks and
+    between nodes. An axis uses the slower wire as soon as one of its groups has ranks on two nodes, and nothing is hidden behind anything.
+    """
+    found = {}
+    for names in permutations(axes):
+        mesh = {name: axes[name] for name in names}
+        found[names] = {}
+        for axis in names:
+            leaves = any(len({rank // per_node for rank in group}) > 1 for group in groups(mesh, axis))
+            found[names][axis] = sent[axis] / (between if leaves else inside), leaves
+    return found
+
+
+@checked
+def wires(axes: Mapping[str, int], sent: Mapping[str, float], per_node: int, inside: float, between: float) -> go.Figure:
+    """What `modelled` gives, as a bar for each order of the axes, the quickest on top; hatched is what goes between nodes."""
+    times = modelled(axes, sent, per_node, inside, between)
+    best = sorted(times, key=lambda names: sum(seconds for seconds, _ in times[names].values()))
+    lanes = [" × ".join(names) for names in best]
+    traces = []
+    for axis in axes:
+        leaves = [times[names][axis][1] for names in best]
+        where = ["between nodes" if each else "inside a node" for each in leaves]
+        traces.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": axis,
+                "y": lanes,
+                "x": [float(f"{1000 * times[names][axis][0]:.5g}") for names in best],
+                "customdata": where,
+                "marker": {
+                    "color": _AXES.get(axis, colours.OTHER_OPERATION),
+                    "pattern": {"shape": ["/" if each else "" for each in leaves], "fillmode": "overlay", "fgcolor": "#000000", "size": 7},
+                },
+                "hovertemplate": f"{axis}: %{{x:.3s}} ms, %{{customdata}}<extra>%{{y}}</extra>",
+            }
+        )
+    title = "<b>Communication of a step</b>  modelled: bytes over bandwidth, nothing hidden · hatched: between nodes"
+    order = {"type": "category", "categoryarray": lanes, "range": [len(lanes) - 0.5, -0.5], "automargin": True}
+    return as_figure(
+        traces,
+        layout(title, 110 + 34 * len(lanes))
+        | {"barmode": "stack", "xaxis": SCALED | {"title": {"text": "ms", "standoff": 4}, "rangemode": "tozero"}, "yaxis": order}
+        | {"margin": {"l": 112, "r": 60, "t": 34, "b": 44}, "legend": {"x": 1.01, "y": 1, "title": {"text": "axis"}}},
+    )
+
+
+@checked
+def by_axis(run: Run, axes: Mapping[str, int]) -> dict[str, float]:
+    """Bytes that rank 0 sent along each axis in the newest step that was looked at closely, counted as in a ring.
+
+    What stages hand on counts for the axis pp; what went to all ranks, or to a group along no axis, is `other`. Raises `ValueError` for
+    a run without such a step.
+    """
+    one = run.state.ranks[0].timeline if 0 in run.state.ranks else None
+    if one is None:
+        raise ValueError(f"run {run.name} has no sampled step yet; wait for it with .wait()")
+    along = {tuple(group): axis for axis in axes for group in groups(axes, axis)}
+    sent = dict.fromkeys(axes, 0.0)
+    for op, _, _, count, _, ranks, _ in one["comm"]:
+        if op == "send":
+            axis, bytes_ = "pp", count or 0
+        else:
+            axis, size = along.get(tuple(ranks or ()), "other"), len(ranks or ()) or run.state.world_size
+            bytes_ = _SHARES.get(op, 0) * (size - 1) / size * (count or 0)
+        if bytes_:
+            sent[axis] = sent.get(axis, 0.0) + bytes_
+    return sent
+
+
+def _told(those: list[list[int]], per_node: int | None) -> str:
+    if per_node is None:
+        return " · ".join(" ".join(map(str, group)) for group in those[:4]) + (" …" if len(those) > 4 else "")
+    leaves = any(len({rank // per_node for rank in group}) > 1 for group in those)
+    return f"{len(those)} groups, {'between nodes' if leaves else 'inside a node'}"
+
+
+def _letter(number: int) -> str:
+    return chr(ord("a") + number % 26)

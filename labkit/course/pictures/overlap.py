@@ -1,0 +1,94 @@
+"""Buckets of gradients that are sent while backward still runs: how DDP fills them, and a model of when each one travels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from labkit.analysis.theory import MODELS
+from labkit.common.units import size
+from labkit.course.pictures import canvas
+from labkit.course.pictures.checked import checked
+from labkit.course.pictures.lanes import Box, axis, bars, lane_axis, layout, model_words
+from labkit.figures.as_plotly import as_figure
+from labkit.plan.spec import Spec
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that are sent together: their bytes, and the part of backward (0 to 1) after which the last of them is there."""
+
+    bytes: int
+    ready: float
+
+
+def filled(workload: str, bucket_mb: float, **options: Any) -> list[Bucket]:
+    """The buckets of a model's gradients, the last layer's first, as DDP closes them: each as soon as it is full.
+
+    Backward is modelled as taking for a block what its forward costs (`Workload.costs`), and for a tensor its part of the block's.
+    """
+    spec = Spec(workload=workload, options=options)
+    costs, found = spec.workload_row.costs(spec.options), []
+    spent = waiting = 0
+    for block, cost in reversed(list(zip(MODELS[workload](spec.options), costs, strict=True))):
+        for shape in reversed(block.parameters):
+            spent += cost * math.prod(shape) / block.size
+            waiting += 4 * math.prod(shape)
+            if waiting >= bucket_mb * 2**20:
+                found.append(Bucket(waiting, spent / sum(costs)))
+                waiting = 0
+    return [*found, Bucket(waiting, 1.0)] if waiting else found
+
+
+def sent(found: Sequence[Bucket], backward: float, rate: float, latency: float, ranks: int) -> list[tuple[float, float]]:
+    """When each bucket's all-reduce begins and ends, in seconds: one after the other, in a ring (Patarasuk and Yuan 2009).
+
+    `backward` is in seconds, `rate` what a rank sends in a second, in bytes, and `latency` that of each of the 2(n−1) steps, in seconds.
+    """
+    spans, free = [], 0.0
+    for bucket in found:
+        start = max(free, bucket.ready * backward)
+        free = start + 2 * (ranks - 1) * (latency + bucket.bytes / ranks / rate)
+        spans.append((start, free))
+    return spans
+
+
+@checked
+def buckets(
+    workload: str = "gpt",
+    bucket_mb: Sequence[float] = (25, 1),
+    backward: float = 0.040,
+    rate: float = 250e6,
+    latency: float = 0.0003,
+    ranks: int = 2,
+    **options: Any,
+) -> go.Figure:
+    """Backward and the buckets that leave while it runs, one below the other for each bucket size in MiB: modelled, in milliseconds.
+
+    `backward` is its length in seconds; `rate` and `latency` are those of `sent`, and `options` the workload's, as `size="10M"`.
+    """
+    boxes, names, ends = [], [], []
+    for lane, each in enumerate(bucket_mb):
+        found = filled(workload, each, **options)
+        spans = sent(found, backward, rate, latency, ranks)
+        boxes.append(Box(2 * lane, 0.0, 1000 * backward, "backward", "backward, last layer first"))
+        for number, (bucket, (start, end)) in enumerate(zip(found, spans), 1):
+            boxes.append(Box(2 * lane + 1, 1000 * start, 1000 * end, "all_reduce", str(number), f": {size(bucket.bytes)}"))
+        hidden = sum(max(0.0, min(end, backward) - start) for start, end in spans) / sum(end - start for start, end in spans)
+        told = f"  {len(found)} bucket{'s' if len(found) > 1 else ''}, {hidden:.0%} hidden"
+        ends.append(canvas.note(1000 * spans[-1][1], 2 * lane + 1, told, 13, anchor="left"))
+        names += [f"<b>bucket_mb={each:g}</b> ", "sends "]
+    note = f"{model_words(Spec(workload=workload, options=options))}; {ranks} ranks, {rate / 1e6:,.0f} MB/s, {1e3 * latency:g} ms a message"
+    looks = layout("Modelled: what is sent while backward runs", note, 112 + 46 * len(names)) | {
+        "annotations": ends,
+        "xaxis": axis("ms") | {"range": [0, 1.25 * max(box.end for box in boxes)]},
+        "yaxis": lane_axis(names, -0.6),
+        "margin": {"l": 112, "r": 12, "t": 56, "b": 40},
+        "showlegend": False,
+    }
+    return as_figure([bars(boxes)], looks)

@@ -1,0 +1,205 @@
+"""Pictures of pipelines: who computes what and when, by rule and as a run was seen to do it, and what that costs in time and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from labkit.analysis.sampled import USUAL, aligned, sampled_steps
+from labkit.course.pictures.canvas import SCALED, layout
+from labkit.course.pictures.checked import checked
+from labkit.course.pictures.schedules import SCHEDULES, Plan, Slot, order, planned, simulate
+from labkit.figures import colours
+from labkit.figures.as_plotly import as_figure
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+    from labkit.runs.handle import Run
+
+__all__ = ["activations", "bubbles", "gantt", "measured", "order", "planned", "simulate"]
+
+_KINDS = {  # name in the legend, colour, colour of the number on it
+    "F": ("forward", colours.PHASES["forward"], "#000000"),
+    "B": ("backward", colours.PHASES["backward"], "#FFFFFF"),
+    "W": ("backward of the weights", colours.PHASES["optimizer"], "#FFFFFF"),
+    "BW": ("halves of backwards", "#7B50B0", "#FFFFFF"),
+}
+_HATCHED = {"shape": "/", "size": 7, "fillmode": "overlay", "fgcolor": "rgba(255, 255, 255, 0.55)"}  # a rank's second stage
+_MARKS = {"GPipe": "circle", "1F1B": "x", "Interleaved1F1B": "square", "ZB-H1": "diamond", "InterleavedZeroBubble": "triangle-up"}
+_PATTERNS = {"GPipe": "", "1F1B": "/", "Interleaved1F1B": "x", "ZB-H1": ".", "InterleavedZeroBubble": "-"}
+_LEAST = 0.01  # of a step: a pause that is shorter lies between two operations, and is no waiting
+
+
+@checked
+def gantt(plan: Plan) -> go.Figure:
+    """Who computes what and when: a lane for each rank, a bar for each pass of a micro-batch, with the micro-batch's number on it."""
+    halved = any(slot.kind == "W" for slot in plan.slots)
+    first, last = plan.span
+    traces = []
+    for kind, second in sorted(
+        {(slot.kind, _second(slot, plan)) for slot in plan.slots}, key=lambda pair: (pair[1], [*_KINDS].index(pair[0]))
+    ):
+        slots = [slot for slot in plan.slots if (slot.kind, _second(slot, plan)) == (kind, second)]
+        name, colour, ink = _KINDS[kind]
+        name = "backward of the inputs" if kind == "B" and halved else name
+        traces.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": name + (", second stage" if second else ""),
+                "y": [f"rank {slot.rank}" for slot in slots],
+                "base": [round(slot.start - first, 4) for slot in slots],
+                "x": [round(slot.end - slot.start, 4) for slot in slots],
+                "text": ["" if slot.number is None else str(slot.number) for slot in slots],
+                "textposition": "inside",
+                "insidetextanchor": "middle",
+                "textangle": 0,
+                "constraintext": "none",
+                "textfont": {"color": ink, "size": 10},
+                "marker": {"color": colour, "line": {"width": 1, "color": colours.INK}} | ({"pattern": _HATCHED} if second else {}),
+                "hovertext": [_words(slot, plan, name) for slot in slots],
+                "hovertemplate": "%{hovertext}<extra></extra>",
+            }
+        )
+    lanes = [f"rank {rank}" for rank in plan.ranks]
+    how = "modelled" if plan.modelled else "measured"
+    unit = "a mean forward of a rank = 1" if plan.modelled else plan.unit
+    return _figure(
+        traces,
+        f"<b>{plan.title}</b>  {how} · idle {plan.bubble:.0%}",
+        {"title": {"text": unit, "standoff": 4}, "range": [0, last - first], **SCALED},
+        {"type": "category", "categoryarray": lanes, "range": [len(lanes) - 0.5, -0.5], "showgrid": False},
+        height=110 + 34 * len(lanes),
+    )
+
+
+@checked
+def bubbles(ranks: int, schedules: Sequence[str] = tuple(SCHEDULES), most: int = 32) -> go.Figure:
+    """The share of idle time over the number of micro-batches, from the number of ranks on, for so many ranks with equal stages."""
+    traces = []
+    for index, schedule in enumerate(schedules):
+        counts = [ranks * rounds for rounds in range(1, max(4, most // ranks) + 1)]
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "lines+markers",
+                "name": schedule,
+                "x": counts,
+                "y": [round(100 * simulate(schedule, ranks, count).bubble, 3) for count in counts],
+                "line": {"color": colours.rank_colour(index), "dash": ("solid", "dot")[schedule == "1F1B"]},
+                "marker": {"symbol": _MARKS[schedule], "size": 8},
+                "hovertemplate": f"{schedule}: %{{x}} micro-batches, %{{y:.1f}} %<extra></extra>",
+            }
+        )
+    return _figure(
+        traces,
+        f"<b>Idle time of {ranks} ranks</b>  modelled, by rule",
+        {"title": {"text": "micro-batches", "standoff": 4}, **SCALED},
+        {"title": {"text": "% of a step"}, "rangemode": "tozero", **SCALED},
+        height=300,
+    )
+
+
+@checked
+def activations(ranks: int, micro_batches: int, schedules: Sequence[str] = tuple(SCHEDULES)) -> go.Figure:
+    """The most activations that each rank keeps at a time, in those of one micro-batch through all stages of a rank."""
+    traces = []
+    for index, schedule in enumerate(schedules):
+        kept = simulate(schedule, ranks, micro_batches).kept
+        traces.append(
+            {
+                "type": "bar",
+                "name": schedule,
+                "x": [f"rank {rank}" for rank in kept],
+                "y": list(kept.values()),
+                "text": [f"{value:g}" for value in kept.values()],
+                "textposition": "outside",
+                "marker": {"color": colours.rank_colour(index), "pattern": {"shape": _PATTERNS[schedule], "size": 5}},
+                "hovertemplate": f"{schedule}: %{{y:g}} micro-batches' activations<extra>%{{x}}</extra>",
+            }
+        )
+    figure = _figure(
+        traces,
+        f"<b>Activations kept, {ranks} ranks, {micro_batches} micro-batches</b>  modelled, by rule",
+        {"type": "category"},
+        {"title": {"text": "micro-batches"}, "rangemode": "tozero", **SCALED},
+        height=300,
+    )
+    return figure.update_layout(barmode="group")
+
+
+@checked
+def measured(run: Run) -> Plan:
+    """What a run of the strategy pp was seen to do in a step: of its sampled steps the quickest, as the least disturbed, in milliseconds.
+
+    The halves of a backward are seen as computing, and not which half it is. Raises `ValueError` for a run without such a step.
+    """
+    state = run.state
+    if state.spec.get("strategy") != "pp":
+        raise ValueError(
+            f"run {run.name} is no pipeline: it trains with {state.spec.get('strategy') or 'a script of its own'}; give a run of pp"
+        )
+    whole = [step for step in sampled_steps(state) if all(step in rank.timelines for rank in state.ranks.values())]
+    usual = [step for step in whole if step >= USUAL] or whole
+    if not usual:
+        raise ValueError(f"run {run.name} has no sampled step of all ranks yet; wait for it with .wait()")
+    schedule, parts = state.spec["options"]["schedule"], state.spec["options"]["micro_batches"]
+    plans = []
+    for step in usual:
+        found = {number: rank.timelines[step] for number, rank in sorted(state.ranks.items())}
+        shifts, _ = aligned(found)
+        slots = tuple(
+            slot for rank, one in found.items() for slot in _seen(rank, one, shifts[rank], order(schedule, rank, len(found), parts))
+        )
+        words = f"{schedule}, {len(found)} ranks, {parts} micro-batch{'es' if parts > 1 else ''}, step {step}"
+        plans.append(Plan(words, slots, "ms", modelled=False))
+    return min(plans, key=lambda plan: plan.span[1] - plan.span[0])
+
+
+def _seen(rank: int, one: Mapping[str, Any], shift: float, rule: list[tuple[str, int, int]]) -> Iterator[Slot]:
+    """Of one rank's timeline the forwards and backwards, named in the order of the rule, and what was computed between them."""
+    turns = {kind: iter([(stage, number) for each, stage, number in rule if each == kind]) for kind in "FB"}
+    passes = [(name, start, end) for name, start, end in one["phases"] if name in ("forward", "backward")]
+    stop = min([start for name, start, _ in one["phases"] if name == "optimizer"], default=one["seconds"])
+    halved = any(kind == "W" for kind, _, _ in rule)
+    for name, start, end in passes:
+        kind = "BW" if halved and name == "backward" else name[0].upper()
+        stage, number = next(turns[kind], (None, None)) if kind in turns else (None, None)
+        yield Slot(rank, kind, stage, number, 1000 * (start + shift), 1000 * (end + shift))
+    if halved:  # a half is no backward to autograd's hooks; it is what else was computed from the first forward to the optimizer
+        for start, end in _between(one["busy"], passes, stop, _LEAST * one["seconds"]):
+            yield Slot(rank, "BW", None, None, 1000 * (start + shift), 1000 * (end + shift))
+
+
+def _between(busy: Sequence[Sequence[float]], passes: list[tuple[str, float, float]], stop: float, least: float) -> list[list[float]]:
+    """Stretches of computing outside of the passes, from the first of them to `stop`; pauses shorter than `least` are joined."""
+    pieces: list[list[float]] = []
+    edges = [end for _, _, end in passes], [start for _, start, _ in passes[1:]] + [stop]
+    for free_from, free_to in zip(*edges):
+        inside = [(max(start, free_from), min(end, free_to)) for start, end in busy]
+        fresh = True
+        for start, end in sorted(pair for pair in inside if pair[0] < pair[1]):
+            if not fresh and start - pieces[-1][1] < least:
+                pieces[-1][1] = end
+            else:
+                pieces.append([start, end])
+            fresh = False
+    return [piece for piece in pieces if piece[1] - piece[0] >= least]
+
+
+def _second(slot: Slot, plan: Plan) -> bool:
+    """Whether it is of a rank's second stage."""
+    return slot.stage is not None and slot.stage >= len(plan.ranks)
+
+
+def _words(slot: Slot, plan: Plan, name: str) -> str:
+    what = name if slot.number is None else f"{name} of micro-batch {slot.number} in stage {slot.stage}"
+    unit = "" if plan.modelled else " ms"
+    return f"rank {slot.rank}: {what}<br>{slot.end - slot.start:.3g}{unit}"
+
+
+def _figure(traces: list[dict[str, Any]], title: str, x: dict[str, Any], y: dict[str, Any], height: int) -> go.Figure:
+    legend = {"orientation": "h", "x": 0, "y": 0, "yref": "container", "yanchor": "bottom", "font": {"size": 11}}
+    own = {"xaxis": x, "yaxis": y, "barmode": "overlay", "bargap": 0.15, "margin": {"l": 64, "r": 16, "t": 34, "b": 78}, "legend": legend}
+    return as_figure(traces, layout(title, height + 40) | own | {"hovermode": "closest"})

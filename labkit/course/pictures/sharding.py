@@ -1,0 +1,293 @@
+"""Pictures of ZeRO and FSDP: who holds what, what that makes in bytes, and gathering, computing and dropping over time.
+
+Stages are numbered as in ZeRO (Rajbhandari et al. 2020): 0 shards nothing, which is DDP; 1 shards the optimizer state, 2 the gradients
+too, 3 the parameters too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from labkit.common.arguments import check_choice
+from labkit.course.pictures.checked import checked
+from labkit.figures.as_plotly import FONT, as_figure
+from labkit.figures.colours import GRID, INK, OPERATIONS, OWNERS, PHASES
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+STAGES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+ADAM = (4, 4, 8)  # bytes of a parameter, its gradient and its two moments, all in 32 bits
+_STATES = ("parameters", "gradients", "optimizer")
+_SHARDED_FROM = {"optimizer": 1, "gradients": 2, "parameters": 3}  # the first stage that does
+_TITLE = {"x": 0, "xref": "container", "xanchor": "left", "pad": {"l": 8}, "font": {"size": 13}}
+_PLAIN = {"font": {"family": FONT, "size": 12, "color": INK}, "paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)"}
+
+
+@checked
+def share(owner: str, stage: int, ranks: int) -> float:
+    """The part of all parameters, gradients or optimizer state ("parameters", "gradients", "optimizer") that one rank holds."""
+    check_choice("owner", owner, _STATES)
+    return 1 / ranks if stage >= _SHARDED_FROM[owner] else 1.0
+
+
+@checked
+def who_holds_what(ranks: int = 4, held: Sequence[int] = ADAM) -> go.Figure:
+    """For DDP and each stage of ZeRO, what every rank holds of the model states; the empty part of a column is what others hold.
+
+    `held` has the bytes of a parameter, of its gradient and of its optimizer state, which are the widths of the columns.
+    Raises `ValueError` where there is no rank.
+    """
+    line = {"color": INK, "width": 0.6}
+    parts, full = _boxes(ranks, held)
+    data = [{"type": "bar", **full, "marker": {"color": "rgba(0,0,0,0)", "line": line}, "hoverinfo": "skip", "showlegend": False}]
+    for owner, size in zip(_STATES, held):
+        words = {"name": f"{_words(owner)} ({size} bytes each)", "textposition": "none", "hovertemplate": "%{text}<extra></extra>"}
+        data.append({"type": "bar", **parts[owner], **words, "marker": {"color": OWNERS[owner], "line": line}})
+    shown = range(0, ranks, max(1, -(-ranks // 16)))
+    return as_figure(
+        data,
+        _PLAIN
+        | {
+            "title": {"text": f"What each of {ranks} rank{'s' * (ranks > 1)} holds, P parameters (by rule)", **_TITLE},
+            "barmode": "overlay",
+            "height": 420,
+            "xaxis": {"tickvals": [rank + 0.45 for rank in shown], "ticktext": [f"rank {rank}" for rank in shown]}
+            | {"range": [-0.06, ranks - 0.04], "showgrid": False, "zeroline": False},
+            "yaxis": {"tickvals": [_foot(stage) + 0.5 for stage in range(len(STAGES))], "range": [-0.05, _foot(0) + 1.05]}
+            | {"ticktext": [f"<b>{name}</b><br>{_sum_of(held, stage, ranks)}" for stage, name in enumerate(STAGES)]}
+            | {"showgrid": False, "zeroline": False},
+            "legend": {"orientation": "h", "y": -0.09, "x": 0},
+            "margin": {"l": 150, "r": 10, "t": 34, "b": 60},
+        },
+    )
+
+
+def _foot(stage: int) -> float:
+    """Where the row of a stage begins, from below."""
+    return 1.3 * (len(STAGES) - 1 - stage)
+
+
+def _boxes(ranks: int, held: Sequence[int]) -> tuple[dict[str, dict[str, list[Any]]], dict[str, list[Any]]]:
+    """The bars of what is held, by owner, and those of the whole columns behind them: rank r has shard r, counted from above."""
+    full: dict[str, list[Any]] = {"x": [], "y": [], "base": [], "width": []}
+    parts: dict[str, dict[str, list[Any]]] = {owner: {"x": [], "y": [], "base": [], "width": [], "text": []} for owner in _STATES}
+    for stage, rank, number in product(range(len(STAGES)), range(ranks), range(len(_STATES))):
+        owner, part = _STATES[number], share(_STATES[number], stage, ranks)
+        left, width = (0.9 * size / sum(held) for size in (sum(held[:number]), held[number]))
+        place = {"x": rank + left + width / 2, "width": 0.94 * width}
+        which = "all" if part == 1 else f"shard {rank} of {ranks}"
+        words = f"{STAGES[stage]}, rank {rank}: {which} of the {_words(owner)}"
+        foot = _foot(stage)
+        for key, value in (place | {"y": part, "base": foot if part == 1 else foot + 1 - part * (rank + 1), "text": words}).items():
+            parts[owner][key].append(value)
+        for key, value in (place | {"y": 1.0, "base": foot}).items():
+            full[key].append(value)
+    return parts, full
+
+
+def _sum_of(held: Sequence[int], stage: int, ranks: int) -> str:
+    """The bytes of a rank as a sum of its three parts, and what that makes."""
+    parts = [share(owner, stage, ranks) for owner in _STATES]
+    told = " + ".join(f"{size}P" + (f"/{ranks}" if part < 1 else "") for size, part in zip(held, parts))
+    return f"{told}<br>= {sum(size * part for size, part in zip(held, parts)):.4g} P bytes"
+
+
+@checked
+def bytes_by_ranks(
+    parameters: float = 7e9, ranks: Sequence[int] = (1, 2, 4, 8, 16, 32, 64), held: Sequence[int] = ADAM, limit: float | None = None
+) -> go.Figure:
+    """The bytes of model states on one rank by number of ranks, for DDP and each stage of ZeRO, by formula.
+
+    `limit` draws a line at the memory of a device, in bytes. Activations, buffers and gathered parameters come on top.
+    Raises `ValueError` where a number of ranks is below one.
+    """
+    places = [(name, stage, count) for stage, name in enumerate(STAGES) for count in ranks]
+    largest = max(parameters * sum(held), limit or 0)
+    unit, word = next((unit, word) for unit, word in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes")) if largest >= unit or unit == 1)
+    axis = [[name for name, _, _ in places], [str(count) for _, _, count in places]]
+    data: list[dict[str, Any]] = [
+        {
+            "type": "bar",
+            "name": _words(owner),
+            "x": axis,
+            "y": [parameters * size * share(owner, stage, count) / unit for _, stage, count in places],
+            "marker": {"color": OWNERS[owner], "line": {"color": INK, "width": 0.6}},
+            "hovertemplate": f"{_words(owner)}: %{{y:.3~g}} {word}<extra>%{{x}} ranks</extra>",
+        }
+        for owner, size in zip(_STATES, held)
+    ]
+    shapes, notes = [], []
+    if limit is not None:
+        line = {"color": INK, "width": 1.5, "dash": "dash"}
+        shapes.append({"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": limit / unit, "y1": limit / unit, "line": line})
+        note = {"text": f"{limit / unit:.3g} {word} of a device", "xref": "paper", "x": 1, "xanchor": "right", "y": limit / unit}
+        notes.append(note | {"yanchor": "bottom", "showarrow": False})
+    title = f"Model states on one rank, {_count(parameters)} parameters at {' + '.join(map(str, held))} bytes (by formula)"
+    return as_figure(
+        data,
+        _PLAIN
+        | {
+            "title": {"text": title, **_TITLE},
+            "barmode": "stack",
+            "bargap": 0.15,
+            "height": 380,
+            "shapes": shapes,
+            "annotations": notes,
+            "xaxis": {
+                "title": {"text": "number of ranks"},
+                "type": "multicategory",
+                "showgrid": False,
+                "dividercolor": INK,
+                "tickangle": 0,
+            },
+            "yaxis": {"title": {"text": f"{word} on each rank"}, "gridcolor": GRID, "zeroline": False},
+            "legend": {"orientation": "h", "y": 1.1, "x": 0, "traceorder": "normal"},
+            "margin": {"l": 60, "r": 10, "t": 60, "b": 64},
+        },
+    )
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One unit's turn in forward or backward. Times are in the model's own unit; None stands for what does not happen."""
+
+    unit: int
+    phase: str
+    gather: tuple[float, float] | None
+    compute: tuple[float, float]
+    scatter: tuple[float, float] | None
+
+
+GATHER, FORWARD, BACKWARD, SCATTER = 1.0, 2.0, 4.0, 1.0  # how long each is for one unit, in the model
+
+
+@checked
+def turns(units: int, reshard: bool = True, prefetch: int = 1) -> list[Turn]:
+    """A step of FSDP as a model of two streams: units are gathered one after the other, `prefetch` of them before their turn.
+
+    A gather begins when the turn that lies `prefetch` + 1 before its own is over, and not before its unit was dropped; a reduce-scatter
+    when backward of its unit is over.
+    """
+    order = [(unit, "forward") for unit in range(units)] + [(unit, "backward") for unit in reversed(range(units))]
+    done: list[Turn] = []
+    gathered = scattered = 0.0
+    for number, (unit, phase) in enumerate(order):
+        computed, earlier = (done[back].compute[1] if back >= 0 else 0.0 for back in (number - 1, number - 1 - prefetch))
+        gather = scatter = None
+        if phase == "forward" or reshard:
+            dropped = max((turn.compute[1] for turn in done if turn.unit == unit), default=0.0)
+            start = max(gathered, earlier, dropped)
+            gather = start, start + GATHER
+            gathered = gather[1]
+        begin = max(computed, gathered)
+        compute = begin, begin + (FORWARD if phase == "forward" else BACKWARD)
+        if phase == "backward":
+            start = max(scattered, compute[1])
+            scatter = start, start + SCATTER
+            scattered = scatter[1]
+        done.append(Turn(unit, phase, gather, compute, scatter))
+    return done
+
+
+@checked
+def whole(step: Sequence[Turn], reshard: bool = True) -> list[tuple[int, float, float]]:
+    """When which unit's parameters are whole on a rank: unit, from and to."""
+    last = {turn.unit: turn.compute[1] for turn in step}
+    return [(turn.unit, turn.gather[0], turn.compute[1] if reshard else last[turn.unit]) for turn in step if turn.gather]
+
+
+@checked
+def gather_compute_drop(units: int = 6, ranks: int = 4, reshard: bool = True, prefetch: int = 1) -> go.Figure:
+    """A step of FSDP on one rank, modelled: what is sent and computed, which units are whole, and how much of the parameters is held.
+
+    All units are of one size. `reshard=False` keeps parameters from forward to backward; `prefetch` units are gathered before their turn.
+    Raises `ValueError` where a number is too small.
+    """
+    step = turns(units, reshard, prefetch)
+    held = whole(step, reshard)
+    end = max(turn.scatter[1] for turn in step if turn.scatter)
+    times, gathered = _gathered(held, units, end)
+    most = 1 / ranks + max(gathered)
+    curves = [_area("own shards", OWNERS["parameters"], times, [1 / ranks] * len(times))]
+    curves.append(_area("gathered", OPERATIONS["all_gather"], times, gathered))
+    border = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "yref": "y2", "y0": 1, "y1": 1, "line": {"color": INK, "dash": "dash"}}
+    note = {"text": "all of them, as DDP holds", "xref": "paper", "x": 1, "xanchor": "right", "yref": "y2", "y": 1, "yanchor": "bottom"}
+    lanes = ["all-gather", "compute", "reduce-scatter", *(f"unit {unit + 1}" for unit in range(units))]
+    plain = {"showgrid": False, "zeroline": False}
+    title = f"One step of FSDP on one of {ranks} ranks: {most:.0%} of the parameters at the most (modelled)"
+    return as_figure(
+        _lanes(step, held, units, ranks, end) + curves,
+        _PLAIN
+        | {
+            "title": {"text": title, **_TITLE},
+            "barmode": "overlay",
+            "height": 300 + 30 * (3 + units),
+            "shapes": [border],
+            "annotations": [note | {"showarrow": False, "font": {"size": 11}}],
+            "xaxis": {"title": {"text": f"time (a gather takes {GATHER:g}, forward of a unit {FORWARD:g}, backward {BACKWARD:g})"}}
+            | {"range": [0, end], "anchor": "y2", "gridcolor": GRID, "zeroline": False},
+            "yaxis": {"tickvals": [*range(len(lanes))], "ticktext": lanes, "range": [len(lanes) - 0.5, -0.5], "domain": [0.38, 1]} | plain,
+            "yaxis2": {"title": {"text": "parameters held"}, "tickformat": ".0%", "range": [0, max(1.25, 1.1 * most)]}
+            | {"domain": [0, 0.3], "gridcolor": GRID, "zeroline": False},
+            "legend": {"orientation": "h", "y": -0.17, "x": 0, "traceorder": "normal"},
+            "margin": {"l": 100, "r": 10, "t": 34, "b": 70},
+        },
+    )
+
+
+def _lanes(step: Sequence[Turn], held: Sequence[tuple[int, float, float]], units: int, ranks: int, end: float) -> list[dict[str, Any]]:
+    """The bars: what is sent, what is computed, and below a lane for each unit, in which its shard always lies."""
+    data = [_spans("all-gather", OPERATIONS["all_gather"], [(0, turn.unit, *turn.gather) for turn in step if turn.gather])]
+    for phase in ("forward", "backward"):
+        data.append(_spans(phase, PHASES[phase], [(1, turn.unit, *turn.compute) for turn in step if turn.phase == phase]))
+    scatters = [(2, turn.unit, *turn.scatter) for turn in step if turn.scatter]
+    data.append(_spans("reduce-scatter", OPERATIONS["reduce_scatter"], scatters))
+    quiet = {"showlegend": False, "textposition": "none"}
+    data.append(_spans("gathered", OPERATIONS["all_gather"], [(3 + unit, unit, start, stop) for unit, start, stop in held]) | quiet)
+    shards = [(3 + unit, unit, 0.0, end) for unit in range(units)]
+    data.append(_spans("own shard", OWNERS["parameters"], shards) | quiet | {"width": 0.8 / ranks})
+    return data
+
+
+def _area(name: str, colour: str, times: Sequence[float], shares: Sequence[float]) -> dict[str, Any]:
+    """A part of what is held, over time; parts lie on one another."""
+    look = {"stackgroup": "held", "fillcolor": colour, "line": {"shape": "hv", "color": colour, "width": 0.5}}
+    words = {"name": name, "hovertemplate": f"{name}: %{{y:.0%}} of the parameters<extra></extra>"}
+    return {"type": "scatter", "mode": "lines", "x": [*times], "y": [*shares], "yaxis": "y2", **look, **words}
+
+
+def _gathered(held: Sequence[tuple[int, float, float]], units: int, end: float) -> tuple[list[float], list[float]]:
+    """Moments, and from each on the share of all parameters that is whole: it lies beside the rank's own shards."""
+    times = sorted({0.0, end, *(moment for _, start, stop in held for moment in (start, stop))})
+    return times, [sum(start <= time < stop for _, start, stop in held) / units for time in times]
+
+
+def _spans(name: str, colour: str, spans: Sequence[tuple[int, int, float, float]]) -> dict[str, Any]:
+    """Stretches of time: lane, unit, start, end."""
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": name,
+        "y": [lane for lane, *_ in spans],
+        "base": [start for *_, start, _ in spans],
+        "x": [stop - start for *_, start, stop in spans],
+        "width": 0.8,
+        "text": [str(unit + 1) for _, unit, *_ in spans],
+        "textposition": "inside",
+        "textangle": 0,
+        "insidetextanchor": "middle",
+        "marker": {"color": colour, "line": {"color": INK, "width": 0.6}},
+        "hovertemplate": f"{name}, unit %{{text}}<extra></extra>",
+    }
+
+
+def _words(owner: str) -> str:
+    return "optimizer state" if owner == "optimizer" else owner
+
+
+def _count(number: float) -> str:
+    return next((f"{number / unit:.3g}{letter}" for unit, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")) if number >= unit), f"{number:g}")

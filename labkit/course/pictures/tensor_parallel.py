@@ -1,0 +1,191 @@
+"""Pictures of tensor parallelism: matrices with their numbers, each part in the colour of the rank that has it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from labkit.course.pictures.canvas import EVERY, HIDDEN, box, ink, layout, note
+from labkit.course.pictures.checked import checked
+from labkit.figures import colours
+from labkit.figures.as_plotly import as_figure
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+Matrix = Sequence[Sequence[float]]
+
+__all__ = ["column", "layer", "pair", "row"]
+
+_GAP = 0.9  # cells between two matrices
+
+
+@checked
+def column(x: Matrix, a: Matrix, ranks: int = 2) -> go.Figure:
+    """X·A by columns: every rank has all of X and some columns of A, and gets the same columns of the product. Nothing is sent.
+
+    Matrices are rows of numbers; `a` must have a multiple of `ranks` columns, else `ValueError`.
+    """
+    _split(len(a[0]), ranks, "columns")
+    page = _Page()
+    page.matrix("X", x)
+    page.sign("·")
+    page.matrix("A", a, across=ranks)
+    page.sign("=")
+    page.matrix("XA", _times(x, a), across=ranks)
+    return page.figure("<b>Split by columns</b>  every rank has all of X; its columns of A give its columns of XA; nothing is sent")
+
+
+@checked
+def row(h: Matrix, b: Matrix, ranks: int = 2) -> go.Figure:
+    """H·B by rows: every rank has some columns of H and the same rows of B, and gets an addend of the whole product: one all-reduce.
+
+    Raises `ValueError` where `b` has no multiple of `ranks` rows.
+    """
+    each = _split(len(b), ranks, "rows")
+    page = _Page()
+    page.matrix("H", h, across=ranks)
+    page.sign("·")
+    page.matrix("B", b, down=ranks)
+    page.sign("=")
+    for rank in range(ranks):
+        mine = slice(rank * each, (rank + 1) * each)
+        page.matrix(f"of rank {rank}", _times([line[mine] for line in h], b[mine]), rank=rank)
+        page.sign("+" if rank + 1 < ranks else "→")
+    page.matrix("Y, after the all-reduce", _times(h, b))
+    return page.figure("<b>Split by rows</b>  every rank gets an addend as large as Y; the all-reduce adds them up")
+
+
+@checked
+def pair(x: Matrix, a: Matrix, b: Matrix, ranks: int = 2) -> go.Figure:
+    """Y = relu(XA)·B in one picture: A by columns, then B by rows, so that each rank goes from X to its addend without the others.
+
+    Raises `ValueError` where the inner width is no multiple of `ranks`.
+    """
+    each = _split(len(b), ranks, "rows")
+    hidden = [[max(0, value) for value in line] for line in _times(x, a)]
+    page = _Page()
+    for rank in range(ranks):
+        mine = slice(rank * each, (rank + 1) * each)
+        page.matrix("X", x)
+        page.sign("·")
+        page.matrix(f"A{_SUB[rank]}", [line[mine] for line in a], rank=rank)
+        page.sign("→")
+        page.matrix(f"relu(XA{_SUB[rank]})", [line[mine] for line in hidden], rank=rank)
+        page.sign("·")
+        page.matrix(f"B{_SUB[rank]}", b[mine], rank=rank)
+        page.sign("=")
+        page.matrix(f"addend of rank {rank}", _times([line[mine] for line in hidden], b[mine]), rank=rank)
+        page.line(f"rank {rank}")
+    page.matrix("Y = the sum: one all-reduce", _times(hidden, b))
+    return page.figure("<b>A pair of split matrices</b>  columns, then rows: one all-reduce for both")
+
+
+_SUB = "₀₁₂₃₄₅₆₇"
+_STATIONS = (  # of a transformer's layer: name, and whether its matrices are split
+    ("norm", False),
+    ("query, key, value<br>(columns)", True),
+    ("attention<br>by heads", True),
+    ("merge<br>(rows)", True),
+    ("add, norm", False),
+    ("expand<br>(columns)", True),
+    ("GELU", True),
+    ("contract<br>(rows)", True),
+    ("add", False),
+)
+
+
+@checked
+def layer(sequence_parallel: bool = False, ranks: int = 2) -> go.Figure:
+    """A transformer's layer, forward: what each rank has at every station, and what is sent between them.
+
+    What stands between the split matrices is whole on every rank, or, with `sequence_parallel`, split by places.
+    """
+    shapes, notes = [], []
+    width = 1.35
+    for index, (name, split) in enumerate(_STATIONS):
+        notes.append(note(index * width + 0.5, -0.62, name, size=10))
+        for rank in range(ranks):
+            own = split or sequence_parallel
+            shapes.append(box(index * width, rank, 1, 0.82, colours.rank_colour(rank) if own else EVERY))
+            words = "its heads" if split and index < 4 else "its units" if split else "its places" if own else "all, alike"
+            notes.append(note(index * width + 0.5, rank + 0.41, words, size=10, colour=ink(rank if own else None)))
+    for before, after in zip(range(len(_STATIONS)), range(1, len(_STATIONS))):
+        if _STATIONS[before][1] == _STATIONS[after][1]:
+            continue
+        leaves = _STATIONS[before][1]
+        if sequence_parallel:
+            op = "reduce_scatter" if leaves else "all_gather"
+        elif leaves:
+            op = "all_reduce"
+        else:
+            continue
+        place = after * width - (width - 1) / 2
+        shapes.append(box(place - 0.08, -0.15, 0.16, ranks + 0.15, colours.OPERATIONS[op]))
+        notes.append(note(place, ranks + 0.25, op.replace("_", "-"), size=10))
+    lanes = [note(-0.12, rank + 0.41, f"rank {rank}", size=11, anchor="right") for rank in range(ranks)]
+    how = f"between the split matrices {'each rank has some places' if sequence_parallel else 'every rank has everything'}"
+    title = f"<b>A layer, forward{', sequence parallel' if sequence_parallel else ''}</b>  {how}"
+    return _drawn(shapes, notes + lanes, (-1.1, len(_STATIONS) * width), (-1.0, ranks + 0.6), title, 60 * (ranks + 1.6))
+
+
+class _Page:
+    """Matrices and signs from left to right, and line by line."""
+
+    def __init__(self) -> None:
+        self.shapes: list[dict[str, Any]] = []
+        self.notes: list[dict[str, Any]] = []
+        self.across, self.down, self.widest, self.tallest = 0.0, 0.0, 0.0, 0
+        self.begun = 0  # the first shape and note of this line, which `line` puts in the middle of its height
+
+    def matrix(self, name: str, values: Matrix, across: int = 1, down: int = 1, rank: int | None = None) -> None:
+        """A matrix, its columns or rows split `across` or `down` over so many ranks, or all of it `rank`'s; else it is on every rank."""
+        rows, columns = len(values), len(values[0])
+        self.notes.append(note(self.across + columns / 2, self.down - 0.35, name, size=11))
+        for i, line in enumerate(values):
+            for j, value in enumerate(line):
+                owner = rank if rank is not None else j * across // columns if across > 1 else i * down // rows if down > 1 else None
+                colour = EVERY if owner is None else colours.rank_colour(owner)
+                self.shapes.append(box(self.across + j, self.down + i, 0.94, 0.94, colour))
+                words = f"{value:g}".replace("-", "−")
+                self.notes.append(note(self.across + j + 0.47, self.down + i + 0.47, words, size=13, colour=ink(owner)))
+        self.across += columns + _GAP
+        self.tallest = max(self.tallest, rows)
+        self.widest = max(self.widest, self.across)
+
+    def sign(self, sign: str) -> None:
+        self.notes.append(note(self.across - _GAP / 2 - 0.03, self.down + 0.97, sign, size=16))
+
+    def line(self, name: str) -> None:
+        """Ends a line, which is of the rank called `name`."""
+        self.notes.append(note(-0.3, self.down + 0.97, name, size=11, anchor="right"))
+        self.down += self.tallest + 1.0
+        self.across, self.tallest = 0.0, 0
+
+    def figure(self, title: str) -> go.Figure:
+        lines = self.down > 0
+        left = -2.2 if lines else -0.3
+        return _drawn(self.shapes, self.notes, (left, max(self.widest, 20)), (-0.8, self.down + self.tallest + 0.2), title, None)
+
+
+def _drawn(
+    shapes: list[dict[str, Any]],
+    notes: list[dict[str, Any]],
+    x: tuple[float, float],
+    y: tuple[float, float],
+    title: str,
+    height: float | None,
+) -> go.Figure:
+    axes = {"xaxis": HIDDEN | {"range": list(x)}, "yaxis": HIDDEN | {"range": [y[1], y[0]]}}
+    tall = height or 36 * (y[1] - y[0]) + 44
+    return as_figure([], layout(title, tall) | axes | {"shapes": shapes, "annotations": notes, "showlegend": False})
+
+
+def _times(left: Matrix, right: Matrix) -> list[list[float]]:
+    return [[sum(a * b for a, b in zip(line, column)) for column in zip(*right)] for line in left]
+
+
+def _split(number: int, ranks: int, what: str) -> int:
+    if ranks < 1 or number % ranks:
+        raise ValueError(f"{number} {what} cannot be shared evenly by {ranks} ranks; take a multiple of {ranks}")
+    return number // ranks

@@ -1,0 +1,357 @@
+"""`labkit doctor`: what this machine can and cannot do, line by line, and how to mend it.
+
+Each check is one small function of `CHECKS`. torch is asked in processes of its own, which may crash or hang without harm.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json as jsonlib
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+from rich.text import Text
+
+from labkit.common.units import size
+from labkit.frontends.console import Console
+from labkit.launch.warm.client import Cold, about
+from labkit.record.folder import runs_root
+from labkit.setup import preflight
+from labkit.setup.environment import active, how_to_add, release, requirements
+from labkit.setup.machine import Gpu, Machine
+
+LEVELS = ("fine", "degraded", "broken")
+_STYLES = {"fine": "green", "degraded": "yellow", "broken": "bold red"}
+_GIB = 1 << 30
+_REINSTALL = "let the lab make its own environment: deactivate this one, then python3 -m labkit setup"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line: `level` is fine, degraded or broken, `says` what was found, `way_out` how to mend it (empty where all is fine)."""
+
+    name: str
+    level: str
+    says: str
+    way_out: str = ""
+
+
+def main(json: bool = False) -> int:
+    """Runs every check and shows each as it comes, or all of them as one JSON object; 1 where anything is broken."""
+    done: list[Check] = []
+    console = Console(stderr=json)
+    for check in checks():
+        done.append(check)
+        if not json:
+            _show(console, check)
+    worst = max((check.level for check in done), key=LEVELS.index)
+    if json:
+        print(jsonlib.dumps({"level": worst, "checks": [asdict(check) for check in done]}))
+    return int(worst == "broken")
+
+
+def checks() -> Iterator[Check]:
+    """Every check's line; one that fails in a way that nobody thought of is a broken line, not the end of the others."""
+    for check in CHECKS:
+        try:
+            yield check()
+        except Exception as error:
+            yield Check(check.__name__, "broken", f"could not be checked: {type(error).__name__}: {error}", "please report this")
+
+
+def _show(console: Console, check: Check) -> None:
+    mark = Text.assemble(("● ", _STYLES[check.level]), (f"{check.name:<12}", "bold"), (f"{check.level:<9}", _STYLES[check.level]))
+    console.print(mark, Text(check.says), soft_wrap=True)
+    if check.way_out:
+        console.print(Text(f"{'':23}→ {check.way_out}"), soft_wrap=True)
+
+
+# ---- Python and torch
+
+
+def python() -> Check:
+    """Where Python is, and what the lab needs of packages."""
+    where = active() or f"the Python at {sys.prefix}"
+    says = f"{sys.version.split()[0]}, {where}"
+    lacking = [package for package in requirements() if not package.met]
+    if lacking:
+        here = ", ".join(f"{package} (here: {package.installed or 'none'})" for package in lacking)
+        return Check("python", "degraded", f"{says}, lacks {here}", _REINSTALL)
+    return Check("python", "fine", says)
+
+
+def torch() -> Check:
+    """Whether torch can be imported, and which build it is."""
+    found = preflight.torch()
+    if found.error:
+        return Check("torch", "broken", f"cannot be imported: {found.error}", _REINSTALL)
+    build = f"CUDA {found.cuda} build" if found.cuda else "CPU build"
+    says = f"{found.version}, {build}"
+    if release(found.version) < (2, 6):
+        return Check("torch", "broken", f"{says}; the lab needs 2.6 or newer", _REINSTALL)
+    return Check("torch", "fine", says)
+
+
+def devices() -> Check:
+    """The GPUs, and whether this torch can drive them."""
+    machine, found = Machine.here(), preflight.torch()
+    if not machine.gpus:
+        return Check("devices", "fine", f"{machine.no_gpu_reason}: CPU ranks train over gloo ({machine.cores} cores)")
+    names = ", ".join(f"{gpu.name} ({size(gpu.memory, 0)}, {gpu.capability[0]}.{gpu.capability[1]})" for gpu in machine.gpus)
+    if found.error:
+        return Check("devices", "broken", f"{names}; without torch nothing runs on them", _REINSTALL)
+    if not found.cuda:
+        return Check("devices", "degraded", f"{names}; this torch is a CPU build", f"use --device cpu, or {_REINSTALL}")
+    if not found.available:
+        return Check("devices", "broken", f"{names}; torch finds no CUDA driver that serves it", "update the driver, or use --device cpu")
+    unserved = [gpu for gpu in machine.gpus if not serves(found.archs, gpu)]
+    if unserved:
+        had = " ".join(found.archs)
+        says = f"{names}; torch {found.version} is built for {had}, not for {unserved[0].name}"
+        return Check("devices", "broken", says, "choose another GPU, or install a torch that still serves this one; --device cpu works")
+    return Check("devices", "fine", names)
+
+
+def serves(archs: tuple[str, ...], gpu: Gpu) -> bool:
+    """Whether a torch built for `archs` runs on a GPU: code of its major version and no higher minor, or PTX of no higher version."""
+    for arch in archs:
+        kind, _, digits = arch.partition("_")
+        number = "".join(letter for letter in digits if letter.isdigit())  # sm_90a is 9.0
+        version = (int(number[:-1]), int(number[-1]))
+        if version <= gpu.capability and (kind == "compute" or version[0] == gpu.capability[0]):
+            return True
+    return False
+
+
+def precision() -> Check:
+    """Whether the GPUs know bf16."""
+    gpus = Machine.here().gpus
+    old = [gpu.name for gpu in gpus if gpu.capability < (8, 0)]
+    if old:
+        return Check("precision", "fine", f"fp32 and fp16; {old[0]} has no bf16 (capability 8.0 and newer have)")
+    return Check("precision", "fine", "fp32, fp16 and bf16" if gpus else "fp32 and bf16 on CPU ranks")
+
+
+def backends() -> Check:
+    """Which backends torch has for collectives."""
+    found, gpus = preflight.torch(), Machine.here().gpus
+    if found.error:
+        return Check("backends", "broken", "not known without torch", _REINSTALL)
+    there = [name for name, has in (("gloo", found.gloo), ("nccl", found.nccl)) if has]
+    says = " and ".join(there) or "none"
+    if not found.gloo:
+        return Check("backends", "broken", f"{says}; CPU ranks need gloo", _REINSTALL)
+    if gpus and found.cuda and not found.nccl:
+        return Check("backends", "degraded", f"{says}; several GPUs need nccl", f"use --device cpu, or {_REINSTALL}")
+    return Check("backends", "fine", says)
+
+
+def all_reduce() -> Check:
+    """Two processes that add up a number, over gloo, and over nccl where two GPUs are."""
+    says, found = [], preflight.torch()
+    if found.error:
+        return Check("all-reduce", "broken", "cannot be tried without torch", _REINSTALL)
+    both_gpus = found.nccl and found.available and len(Machine.here().gpus) > 1
+    for backend in ("gloo", "nccl") if both_gpus else ("gloo",):
+        seconds, error = preflight.all_reduce(backend)
+        if error:
+            way_out = "a firewall or a proxy may stand between processes of this machine; see the line loopback"
+            if backend == "nccl":
+                way_out = "give /dev/shm more room (docker: --shm-size=1g); if that is not it, NCCL_DEBUG=INFO says where it stands"
+            return Check("all-reduce", "broken", f"two ranks over {backend} failed: {error}", way_out)
+        says.append(f"two ranks over {backend} in {seconds:.1f} s, imports included")
+    return Check("all-reduce", "fine", "; ".join(says))
+
+
+_NEEDS_TORCHVISION = "only --workload resnet18 and --data mnist or cifar10 need it"
+
+
+def torchvision() -> Check:
+    """Whether torchvision, where there is one, fits torch; few choices need it."""
+    if importlib.util.find_spec("torchvision") is None:
+        return Check("torchvision", "fine", f"not installed; {_NEEDS_TORCHVISION} ({how_to_add('mnist')})")
+    version, error = preflight.torchvision()
+    if not error:
+        return Check("torchvision", "fine", version)
+    if "torchvision::nms" in error:
+        error = f'{version} was built for another torch ("operator torchvision::nms does not exist")'
+    way_out = f"{_NEEDS_TORCHVISION}; install torch and torchvision from the same source and of matching versions"
+    return Check("torchvision", "degraded", error, way_out)
+
+
+# ---- JupyterLab
+
+
+def jupyterlab() -> Check:
+    """Whether JupyterLab and jupytext are here."""
+    absent = [name for name in ("jupyterlab", "jupytext", "ipykernel") if _version(name) is None]
+    if absent:
+        way_out = "python3 -m labkit setup adds it; run, script and diff work without"
+        return Check("jupyterlab", "degraded", f"{' and '.join(absent)} not installed", way_out)
+    return Check("jupyterlab", "fine", f"{_version('jupyterlab')}, jupytext {_version('jupytext')}, ipykernel {_version('ipykernel')}")
+
+
+def widgets() -> Check:
+    """Whether the widgets' two halves, the kernel's package and JupyterLab's extension, are of the same make."""
+    unfit, says = [], []
+    for package, extension, fits in _HALVES:
+        kernel, front = _version(package), _extension_version(extension)
+        says.append(f"{package} {kernel or 'missing'}")
+        if kernel is None or front is None or not fits(release(kernel), release(front)):
+            unfit.append(f"{package} {kernel or 'missing'} in the kernel, {extension} {front or 'missing'} in JupyterLab")
+    if unfit:
+        way_out = f"the panel may stay empty; install both halves together: pip install --force-reinstall PACKAGE, or {_REINSTALL}"
+        return Check("widgets", "degraded", "; ".join(unfit), way_out)
+    return Check("widgets", "fine", ", ".join(says))
+
+
+_HALVES: tuple[tuple[str, str, Callable[[tuple[int, ...], tuple[int, ...]], bool]], ...] = (
+    ("anywidget", "anywidget", lambda kernel, front: kernel[:2] == front[:2]),
+    ("ipywidgets", "@jupyter-widgets/jupyterlab-manager", lambda kernel, front: kernel[0] == 8 and front[0] == 5),
+    ("plotly", "jupyterlab-plotly", lambda kernel, front: kernel[0] == front[0]),
+)
+
+
+def _extension_version(name: str) -> str | None:
+    """The version of a front-end extension, from the first place where JupyterLab would find one."""
+    if importlib.util.find_spec("jupyter_core") is None:
+        return None
+    from jupyter_core.paths import jupyter_path
+
+    for root in jupyter_path("labextensions"):
+        package = Path(root) / name / "package.json"
+        if package.is_file():
+            return jsonlib.loads(package.read_text(encoding="utf-8")).get("version")
+    return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+# ---- the machine
+
+
+def loopback() -> Check:
+    """Whether a process of this machine can talk to another one."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), timeout=5) as client:
+            server.settimeout(5)
+            accepted, _ = server.accept()
+            with accepted:
+                client.sendall(b"x")
+                accepted.recv(1)
+    except OSError as error:
+        return Check(
+            "loopback", "broken", f"127.0.0.1 does not answer: {error}", "bring the interface lo up, or ask who set up this container"
+        )
+    return Check("loopback", "fine", "127.0.0.1 answers")
+
+
+def ports() -> Check:
+    """Whether the ports that people expect are free; the lab needs neither of them."""
+    taken = [port for port in (8888, 29500) if not _is_free(port)]
+    if 8888 in taken:
+        return Check("ports", "fine", f"{' and '.join(map(str, taken))} taken: JupyterLab takes the next one, and runs use none of them")
+    says = "8888 (JupyterLab) is free" + ("; 29500 is taken, which no run here uses" if taken else ", and 29500, which no run here uses")
+    return Check("ports", "fine", says)
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        if os.name != "nt":
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def other_users() -> Check:
+    """Whether other people use this machine: every local user can connect to the ranks' sockets on loopback."""
+    if os.name == "nt":
+        return Check("users", "fine", "not checked on Windows")
+    own, others = os.geteuid(), set()
+    for process in psutil.process_iter(["uids", "username"]):
+        uids = process.info["uids"]
+        if uids is not None and uids.real >= _FIRST_PERSON and uids.real != own and uids.real != _NOBODY:
+            others.add(process.info["username"])
+    if not others:
+        return Check("users", "fine", "no other user is active; while a run is going on, every local user could connect to its ranks")
+    names = ", ".join(sorted(others)[:3]) + (" and others" if len(others) > 3 else "")
+    says = f"{names} also work here: torch's store and gloo accept every local user's connection to the ranks on 127.0.0.1"
+    return Check("users", "degraded", says, "if you do not trust them, train in a container of your own (README, Security)")
+
+
+_FIRST_PERSON, _NOBODY = 1000, 65_534  # user ids of people, and of the user that is nobody
+
+
+def shared_memory() -> Check:
+    """/dev/shm, through which nccl and the workers of data loaders talk."""
+    path = Path("/dev/shm")
+    if not path.is_dir():
+        return Check("shm", "fine", "this system has no /dev/shm")
+    total = shutil.disk_usage(path).total
+    says = f"/dev/shm holds {size(total, 2)}"
+    if total < _GIB // 2 and len(Machine.here().gpus) > 1:
+        return Check("shm", "degraded", f"{says}, which nccl may find too little", "docker: --shm-size=1g")
+    return Check("shm", "fine", says)
+
+
+def runs_folder() -> Check:
+    """Whether runs can be written, and how many."""
+    root = runs_root()
+    there = next(path for path in (root, *root.parents) if path.is_dir())
+    way_out = "name another folder in LABKIT_RUNS"
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        return Check("runs", "broken", f"nothing can be written under {there}: {error.strerror}", way_out)
+    free = shutil.disk_usage(there).free
+    says = f"{root}, {size(free)} free"
+    if free < _GIB // 4:
+        return Check("runs", "broken", says, f"labkit clean deletes runs that are over; or {way_out}")
+    return Check("runs", "degraded" if free < _GIB else "fine", says, way_out if free < _GIB else "")
+
+
+def digits() -> Check:
+    """The embedded data."""
+    if importlib.util.find_spec("sklearn") is None:
+        return Check("data", "degraded", "the digits come with scikit-learn, which is not installed", "python3 -m labkit setup")
+    return Check("data", "fine", f"the digits of scikit-learn {_version('scikit-learn')}; text of the standard library")
+
+
+def warm_start() -> Check:
+    """The process that starts runs of a notebook without delay."""
+    found = about()
+    if isinstance(found, Cold):
+        says = found.reason or "no warm server is running; an open panel, %%torchrun and run() in a notebook start one"
+        return Check("warm start", "degraded" if found.reason else "fine", says, "runs start cold meanwhile" if found.reason else "")
+    memory = size(psutil.Process(found["pid"]).memory_info().rss)
+    return Check("warm start", "fine", f"process {found['pid']} with {memory} has started {found['runs']} runs")
+
+
+def compiler() -> Check:
+    """A C++ compiler, which nothing of the lab needs."""
+    path = shutil.which("g++")
+    return Check("compiler", "fine", path or "no g++; nothing here needs it, some libraries of others compile their parts with it")
+
+
+CHECKS: tuple[Callable[[], Check], ...] = (
+    *(python, torch, devices, precision, backends, all_reduce, torchvision),
+    *(jupyterlab, widgets),
+    *(loopback, ports, other_users, shared_memory, runs_folder, digits, warm_start, compiler),
+)

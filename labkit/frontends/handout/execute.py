@@ -1,0 +1,124 @@
+"""A lab, executed from top to bottom where nobody watches: by this Python, in a working folder that is gone afterwards."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+from nbclient.exceptions import CellControlSignal, DeadKernelError
+from nbformat import NotebookNode
+from nbformat.v4 import new_code_cell
+
+from labkit.frontends.handout.files import LabError, first_line, read_lab
+from labkit.launch.job import Job
+from labkit.record.folder import RunFolder
+from labkit.record.state import OVER
+from labkit.setup.environment import CLONE
+
+_PATIENCE = 1800  # seconds that one cell may take
+_STAND_IN = "from labkit.frontends.handout.recorded import stand_in; stand_in({folder!r})"
+
+
+def executed(
+    path: str | os.PathLike[str],
+    *,
+    skip: Iterable[str] = (),
+    runs: Path | None = None,
+    recorded: Path | None = None,
+    told: Callable[[str], None] = lambda words: None,
+) -> NotebookNode:
+    """The lab at `path` with the outputs of its cells; a cell that started runs has their names in `metadata.labkit_runs`.
+
+    Cells with a tag of `skip` are left out. Run folders go to `runs`, where nothing is said to LABKIT_RUNS, and where there is none
+    they are gone afterwards. With `recorded`, a folder of runs, none is started: each is taken from there. `told` hears how far it is.
+    Raises `LabError`, which names the cell that failed; whatever comes, no kernel and no run of the lab is left.
+    """
+    notebook = read_lab(Path(path))
+    left_out = set(skip)
+    notebook.cells = [cell for cell in notebook.cells if not left_out & set(cell.metadata.get("tags", ()))]
+    with tempfile.TemporaryDirectory(prefix="labkit-") as place:
+        given = runs or os.environ.get("LABKIT_RUNS")
+        root = Path(given).absolute() if given else Path(place) / "runs"
+        work = Path(place) / "work"
+        work.mkdir()
+        before = {folder.name for folder in RunFolder.all(root)}
+        try:
+            _Execution(Path(path).name, notebook, root, told).run(work, recorded)
+        finally:
+            for folder in RunFolder.all(root):
+                if folder.name not in before and Job.attach(folder).state not in OVER:
+                    Job.attach(folder).stop()
+    return notebook
+
+
+class _Execution:
+    """One execution: which cell it is at, and which runs each has started."""
+
+    def __init__(self, name: str, notebook: NotebookNode, root: Path, told: Callable[[str], None]):
+        self._name, self._notebook, self._root, self._told = name, notebook, root, told
+        self._of = sum(cell.cell_type == "code" for cell in notebook.cells)
+        self._at, self._number = "", 0  # the first line of the code cell, and which of them it is
+
+    def run(self, work: Path, recorded: Path | None) -> None:
+        client = NotebookClient(
+            self._notebook,
+            km=_manager(work.parent),
+            timeout=_PATIENCE,
+            resources={"metadata": {"path": str(work)}},
+        )
+        try:
+            quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}  # what a kernel says of itself; cells have their outputs
+            with client.setup_kernel(env=self._environment(work), cleanup_kc=True, **quiet):
+                if recorded is not None:
+                    self._prepare(client, _STAND_IN.format(folder=str(recorded.absolute())))
+                self._cells(client)
+        except (CellControlSignal, DeadKernelError, TimeoutError) as error:
+            raise LabError(self._failure(error)) from None
+
+    def _environment(self, work: Path) -> dict[str, str]:
+        """The kernel's: it finds labkit, takes nothing of the user's own settings, and leaves figures as data."""
+        path = os.pathsep.join(filter(None, (str(CLONE), os.environ.get("PYTHONPATH"))))
+        own = {"PYTHONPATH": path, "LABKIT_RUNS": str(self._root), "IPYTHONDIR": str(work.parent / "ipython")}
+        return os.environ | own | {"PLOTLY_RENDERER": "plotly_mimetype", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+
+    def _prepare(self, client: NotebookClient, code: str) -> None:
+        """Runs code in the kernel that is no cell of the lab; it stands in the notebook only meanwhile."""
+        self._notebook.cells.insert(0, new_code_cell(code))
+        client.execute_cell(self._notebook.cells[0], 0)
+        del self._notebook.cells[0]
+
+    def _cells(self, client: NotebookClient) -> None:
+        seen = {folder.name for folder in RunFolder.all(self._root)}
+        for index, cell in enumerate(self._notebook.cells):
+            if cell.cell_type != "code":
+                continue
+            self._at, self._number = first_line(cell), self._number + 1
+            self._told(f"cell {self._number} of {self._of}: {self._at}")
+            client.execute_cell(cell, index)
+            new = [folder.name for folder in RunFolder.all(self._root) if folder.name not in seen]
+            seen |= set(new)
+            if new:
+                cell.metadata["labkit_runs"] = new
+
+    def _failure(self, error: Exception) -> str:
+        if not self._number:
+            return f"{self._name} could not begin: its kernel did not start ({error})"
+        where = f"{self._name}, code cell {self._number} ({self._at})"
+        if isinstance(error, DeadKernelError):
+            return f"{where}: its kernel died"
+        if isinstance(error, TimeoutError):
+            return f"{where}: it took longer than {_PATIENCE} s"
+        said = str(getattr(error, "evalue", error)).strip()
+        return f"{where}: {getattr(error, 'ename', type(error).__name__)}" + (f": {said.splitlines()[0]}" if said else "")
+
+
+def _manager(place: Path) -> AsyncKernelManager:
+    """Of a kernel of this very Python, whatever kernels are installed; it listens on no port where the system has another way."""
+    ways = {} if os.name == "nt" else {"transport": "ipc", "connection_file": str(place / "kernel.json")}
+    return AsyncKernelManager(kernel_name="python3", kernel_spec_manager=KernelSpecManager(kernel_dirs=[]), **ways)

@@ -1,0 +1,167 @@
+"""A lab as a page: its cells by nbconvert with a template of our own, its runs under the cells that started them."""
+
+from __future__ import annotations
+
+import base64
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nbconvert import HTMLExporter
+from nbformat import NotebookNode
+
+from labkit.common.text import escape
+from labkit.course.exercises import exercise
+from labkit.frontends.handout import pieces
+from labkit.frontends.handout.clean import Prose, clean, markdown
+from labkit.frontends.handout.execute import executed
+from labkit.frontends.handout.files import LabError
+from labkit.frontends.handout.page import TEMPLATES, Page
+from labkit.frontends.handout.plots import Plots
+from labkit.record.folder import RunFolder
+from labkit.record.follow import Follower
+
+STUDENT, TEACHER = "student", "teacher"
+_PLOTLY = "application/vnd.plotly.v1+json"
+_WIDGET = "application/vnd.jupyter.widget-view+json"
+_RUN = re.compile(r"\A[\w, ]+ of ([^\s/\\]+): ")  # how the pictures of a run name themselves in plain text
+_PRINTS = (
+    (re.compile(r"\bdiff_scripts\("), "diff", "The difference"),
+    (re.compile(r"\b(write_script|excerpt)\("), "python", "The script"),
+)
+_HANDLE = re.compile(r"\A<Run \S+: .*>\Z", re.DOTALL)  # what `show` gives back: the run stands there already
+_FOLDED = 45  # lines of source from which on it is folded
+_PROGRESS = re.compile(r"\bmy_progress\(")
+_CHECKED = re.compile(r"\bcheck\(\s*[\"']([\w.]+)[\"']")
+
+
+def lab_page(path: Path, *, audience: str = "", recorded: Path | None = None, told: Callable[[str], None] = lambda words: None) -> Page:
+    """The page of the lab at `path`, which is executed for it; with `recorded`, a folder of runs, those take the place of new ones.
+
+    `audience` is student (no answers, no verdicts), teacher (with the key of every exercise) or empty (as the lab is).
+    Raises `LabError` where the lab cannot be read, a cell fails, or a run was never recorded.
+    """
+    with tempfile.TemporaryDirectory(prefix="labkit-runs-") as place:
+        notebook = executed(path, runs=Path(place), recorded=recorded, told=told)
+        told("laying out the page")
+        return page_of(notebook, Path(path), Path(place), audience=audience, recorded=recorded is not None)
+
+
+def page_of(notebook: NotebookNode, path: Path, runs: Path, *, audience: str = "", recorded: bool = False) -> Page:
+    """The page of an executed lab, whose runs lie in `runs`."""
+    cells = _Cells(path.parent, runs, audience, recorded)
+    body = cells.html(notebook)
+    heading = next((text for level, _, text in cells.prose.contents if level == 1), path.stem)
+    return Page(heading, cells.about, body, cells.prose.contents, cells.plots)
+
+
+class _Cells:
+    """The filters that the template asks, and what they gather on their way through the cells."""
+
+    def __init__(self, folder: Path, runs: Path, audience: str, recorded: bool):
+        self._runs, self._audience, self._recorded = runs, audience, recorded
+        self.prose = Prose(answers=audience != STUDENT, folder=folder)
+        self.plots = Plots()
+        self._places: list[str] = []
+        self._states: dict[str, Any] = {}
+
+    @property
+    def about(self) -> str:
+        """Where and when it ran, and for whom it is."""
+        ran = "its runs are recorded ones" if self._recorded else f"executed {pieces.day(None)}"
+        where = f"on {', '.join(dict.fromkeys(self._places))}" if self._places else ""
+        reader = {STUDENT: "for students: without answers", TEACHER: "for the teacher: with the key"}.get(self._audience, "")
+        return " · ".join(filter(None, (f"{ran} {where}".strip(), reader)))
+
+    def html(self, notebook: NotebookNode) -> str:
+        filters = {"prose": self.prose.take, "show": self.show, "under": self.under}
+        exporter = HTMLExporter(
+            template_name="handout",
+            extra_template_basedirs=[str(TEMPLATES)],
+            filters=filters,
+            exclude_anchor_links=True,
+            exclude_input_prompt=True,
+            exclude_output_prompt=True,
+        )
+        notebook.metadata.setdefault("language_info", {"name": "python", "pygments_lexer": "ipython3"})
+        html, _ = exporter.from_notebook_node(notebook)
+        return html
+
+    # ---- outputs
+
+    def show(self, output: NotebookNode, cell: NotebookNode) -> str:
+        """One output of a cell."""
+        if _PROGRESS.search(cell.source) or (self._audience == STUDENT and "exercise" in output.get("metadata", {}).get("labkit", {})):
+            return ""  # what a learner has done: here nobody has
+        if output.output_type == "stream":
+            inner = self._stream(output, cell)
+        elif output.output_type == "error":
+            inner = f'<pre class="error">{pieces.printed(chr(10).join(output.traceback))}</pre>'
+        else:
+            inner = self._data(output.data)
+        return f'<div class="output">{inner}</div>' if inner else ""
+
+    def _stream(self, output: NotebookNode, cell: NotebookNode) -> str:
+        prints = next((row for row in _PRINTS if row[0].search(cell.source)), None)
+        if output.name != "stdout" or prints is None:
+            return f'<pre class="{output.name}">{pieces.printed(output.text)}</pre>'
+        _, language, words = prints
+        code, lines = pieces.coloured(output.text, language), len(output.text.splitlines())
+        return pieces.fold(f"{words} · {lines} lines", code, "code") if lines > _FOLDED else code
+
+    def _data(self, data: dict[str, Any]) -> str:
+        """What a cell displayed, in the best form that a page without a kernel can show."""
+        html = "".join(data.get("text/html", ""))
+        if _PLOTLY in data:
+            named = _RUN.match("".join(data.get("text/plain", "")))
+            state = self._state(named[1]) if named else None
+            return self.plots.charts(state) if state else self.plots.add(data[_PLOTLY], clean(html) if "<svg" in html else "")
+        if html:
+            return clean(html).replace("<table", '<div class="wide-table"><table').replace("</table>", "</table></div>")
+        if "text/markdown" in data:
+            return markdown("".join(data["text/markdown"]))
+        for kind in ("image/png", "image/jpeg"):
+            if kind in data:
+                return f'<img alt="picture" src="data:{kind};base64,{escape("".join(data[kind].split()), quote=True)}">'
+        if "image/svg+xml" in data:
+            picture = base64.b64encode("".join(data["image/svg+xml"]).encode()).decode("ascii")
+            return f'<img alt="picture" src="data:image/svg+xml;base64,{picture}">'
+        if _WIDGET in data:
+            return "<p>Here the notebook has buttons and fields: open it there to use them.</p>"
+        text = "".join(data.get("text/plain", ""))
+        return "" if not text or _HANDLE.match(text) else f"<pre>{pieces.printed(text)}</pre>"
+
+    # ---- under a cell
+
+    def under(self, cell: NotebookNode) -> str:
+        """The runs that a cell started, and for the teacher the key of its exercise."""
+        shown = cell.source.lstrip().startswith("%%torchrun")  # which shows each rank's output and the script itself
+        html = "".join(self._run(name, folds=not shown) for name in cell.metadata.get("labkit_runs", ()))
+        named = _CHECKED.search(cell.source) if self._audience == TEACHER else None
+        return html + (self._key(named[1]) if named else "")
+
+    def _key(self, name: str) -> str:
+        try:
+            asked = exercise(name)
+        except LookupError as error:
+            raise LabError(str(error)) from None
+        return f'<div class="key"><b>Key: {escape(asked.title)}</b>{markdown(asked.key)}</div>'
+
+    def _state(self, name: str) -> Any:
+        """The state of a run of this lab; None where there is none of the name."""
+        if name not in self._states:
+            folder = RunFolder(self._runs / name)
+            follower = Follower(folder)
+            follower.poll()
+            self._states[name] = follower.state if folder.spec.is_file() else None
+        return self._states[name]
+
+    def _run(self, name: str, folds: bool) -> str:
+        folder, state = RunFolder(self._runs / name), self._state(name)
+        self._places.append(pieces.place(state))
+        mark = '<span class="recorded">recorded</span> ' if self._recorded else ""
+        head = f"<p>{mark}<b>{escape(pieces.title(state))}</b> {escape(pieces.facts(state, self._recorded))}</p>"
+        inner = pieces.logs(folder, state) + pieces.script(folder, state) + pieces.diff(folder, state) if folds else ""
+        return f'<div class="run">{head}{inner}</div>'

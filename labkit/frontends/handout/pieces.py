@@ -1,0 +1,143 @@
+"""What a run leaves, as HTML that stands under a cell or makes up a page: where it ran, its logs, its script and the diff. All escaped."""
+
+from __future__ import annotations
+
+import difflib
+import time
+from collections import Counter
+from dataclasses import replace
+
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import DiffLexer, PythonLexer
+
+from labkit.common.text import escape, visible, visible_log
+from labkit.figures import rank_colour
+from labkit.plan.script import write_script
+from labkit.plan.spec import Spec, SpecError
+from labkit.record.files import NotPlain
+from labkit.record.folder import STREAMS, RunFolder
+from labkit.record.logs import LogTail
+from labkit.record.state import RunState
+from labkit.training.strategies import STRATEGIES
+
+_LINES = 200  # newest lines of a log that go along: each is printed too
+_LEXERS = {"python": PythonLexer(), "diff": DiffLexer()}
+
+
+def coloured(text: str, language: str) -> str:
+    """Source text with its colours, as classes; `language` is python or diff."""
+    return highlight(visible(text), _LEXERS[language], HtmlFormatter(cssclass="source"))
+
+
+def printed(text: str) -> str:
+    """What a program wrote, as a terminal would show it without its colours."""
+    return escape(visible_log(text))
+
+
+def fold(summary: str, inner: str, kind: str = "") -> str:
+    """A fold; `summary` is plain text, `inner` is HTML."""
+    return f'<details class="{kind}"><summary>{escape(summary)}</summary>{inner}</details>'
+
+
+def place(state: RunState) -> str:
+    """Where a run's ranks were: `2 CPU ranks (no GPU)`, `4 × Tesla T4`."""
+    ranks = state.ranks.values()
+    number = state.world_size
+    names = Counter(rank.device_name or "GPU" for rank in ranks if rank.device.startswith("cuda"))
+    if names:
+        return " + ".join(f"{count} × {name}" for name, count in names.items())
+    if any(rank.device == "cpu" for rank in ranks) or state.spec.get("device") == "cpu":
+        return f"{number} CPU rank{'' if number == 1 else 's'} (no GPU)"
+    return f"{number} rank{'' if number == 1 else 's'}"
+
+
+def day(seconds: float | None) -> str:
+    """A time as people say it, in this machine's own zone."""
+    return time.strftime("%d %B %Y, %H:%M", time.localtime(seconds)).lstrip("0")
+
+
+def title(state: RunState) -> str:
+    """A run in a few words: `ddp · cnn`, or the script's name."""
+    script = state.spec.get("script")
+    if script:
+        return str(script).replace("\\", "/").rsplit("/", 1)[-1]
+    return " · ".join(str(state.spec[name]) for name in ("strategy", "workload") if state.spec.get(name))
+
+
+def facts(state: RunState, recorded: bool = False) -> str:
+    """In one line: what became of it, where it ran and when."""
+    when = day(state.status["started"]) if isinstance(state.status.get("started"), (int, float)) else "at an unknown time"
+    ran = f"recorded {when}, on {place(state)}" if recorded else f"ran on {place(state)}, {when}"
+    return " · ".join(filter(None, (state.words, ran, state.note)))
+
+
+def logs(folder: RunFolder, state: RunState) -> str:
+    """What each rank wrote, each in a fold; of long logs the newest lines."""
+    folds = [_log(folder, rank, stream) for rank in range(state.world_size) for stream in STREAMS]
+    if state.status.get("state") in ("failed", "lost"):
+        folds.append(_text(folder.tail(folder.launcher_log, keep=_LINES), "torchrun's own log", ""))
+    return "".join(folds)
+
+
+def _log(folder: RunFolder, rank: int, stream: str) -> str:
+    words = f"rank {rank}" if stream == "stdout" else f"rank {rank}, stderr"
+    tail = folder.log_tail(rank, stream, keep=_LINES)
+    return _text(tail, words, rank_colour(rank), empty="it wrote nothing" if stream == "stdout" else "")
+
+
+def _text(tail: LogTail, words: str, colour: str, empty: str = "") -> str:
+    while tail.poll():
+        pass
+    lines = [*tail.lines, *filter(None, [tail.partial])]
+    count = tail.count + bool(tail.partial)
+    if not lines:
+        return f'<p class="log-of-none">Log of {escape(words)}: {empty}.</p>' if empty else ""
+    gone = f"… {count - len(lines):,} lines before these are in the run's folder\n" if count > len(lines) else ""
+    style = f' style="--rank:{colour}"' if colour else ""
+    return fold(f"Log of {words} · {_lines(count)}", f"<pre{style}>{gone}{printed(chr(10).join(lines))}</pre>", "log")
+
+
+def script(folder: RunFolder, state: RunState) -> str:
+    """The script that ran; of a script of one's own, where it lay."""
+    own = state.spec.get("script")
+    text = _script_of(folder)
+    if isinstance(text, NotPlain):
+        return f"<p>The script is not shown: {escape(str(text))}.</p>"
+    if text is None:
+        return f"<p>A script of one's own, {escape(title(state))}: it is not kept with the run.</p>" if own else ""
+    return fold(f"The script that ran · {_lines(len(text.splitlines()))}", coloured(text, "python"), "code")
+
+
+def diff(folder: RunFolder, state: RunState) -> str:
+    """What the script changes from the same training on one device."""
+    spec, text = state.asked, _script_of(folder)
+    if spec is None or not isinstance(text, str) or spec.strategy == "single":
+        return ""
+    try:
+        before = write_script(_on_one_device(spec))
+    except SpecError:
+        return ""
+    lines = list(difflib.unified_diff(before.splitlines(), text.splitlines(), "one device", f"{spec.name}/train.py", lineterm=""))
+    more, fewer = (sum(line.startswith(sign) and not line.startswith(3 * sign) for line in lines) for sign in "+-")
+    return fold(f"What changes from one device · {more} lines come, {fewer} go", coloured("\n".join(lines), "diff"), "code")
+
+
+def _script_of(folder: RunFolder) -> str | NotPlain | None:
+    """The script that lies in the run folder, why it is not shown, or None if there is none. One that lies elsewhere is only named."""
+    try:
+        return folder.text(folder.script)
+    except NotPlain as error:
+        return error
+    except OSError:
+        return None
+
+
+def _on_one_device(spec: Spec) -> Spec:
+    own = {option.name for option in STRATEGIES["single"].all_options + spec.workload_row.options}
+    options = {name: value for name, value in spec.options.items() if name in own}
+    return replace(spec, strategy="single", nproc=1, options=options)
+
+
+def _lines(number: int) -> str:
+    return f"{number:,} line" + ("" if number == 1 else "s")

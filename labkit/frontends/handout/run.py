@@ -1,0 +1,69 @@
+"""One run as a page: its figures, findings, ledger and ranks, each rank's log, the script and its diff."""
+
+from __future__ import annotations
+
+from labkit.analysis.diagnose import findings
+from labkit.analysis.ledger import ledger
+from labkit.common.text import escape
+from labkit.figures.tables import findings_html, ledger_html, ranks_html
+from labkit.frontends.handout import pieces
+from labkit.frontends.handout.clean import Prose
+from labkit.frontends.handout.page import Page
+from labkit.frontends.handout.plots import Plots
+from labkit.record.files import NotPlain
+from labkit.record.folder import RunFolder
+from labkit.record.follow import Follower
+from labkit.record.state import RunState
+
+
+class RunError(Exception):
+    """A run that no page can be made of: one sentence. `unfinished` where waiting would help."""
+
+    def __init__(self, message: str, unfinished: bool = False):
+        super().__init__(message)
+        self.unfinished = unfinished
+
+
+def run_page(folder: RunFolder) -> Page:
+    """The page of a recorded run. Raises `RunError` for one that is still going, was cut short, or is none of this lab."""
+    state = _recorded(folder)
+    plots, prose = Plots(), Prose()
+    found = findings(state)
+    parts = {
+        "What was found": findings_html(found) if found else "<p>Nothing was wrong, slow or large.</p>",
+        "Figures": plots.charts(state),
+        "Ranks": ranks_html(folder.name, state),
+        "What was sent": ledger_html(ledger(state)),
+        "Logs": pieces.logs(folder, state),
+        "Script": pieces.script(folder, state) + pieces.diff(folder, state) + _command(folder),
+    }
+    body = "".join(f"<h2>{name}</h2>{html}" for name, html in parts.items() if html)
+    title = f"{pieces.title(state)} · {folder.name}"
+    about = pieces.facts(state, recorded=True)
+    return Page(title, about, prose.take(f"<h1>{escape(title)}</h1>{body}"), prose.contents, plots)
+
+
+def _recorded(folder: RunFolder) -> RunState:
+    spec = RunFolder.read_json(folder.spec)
+    if not any(isinstance(spec.get(name), str) for name in ("strategy", "script")):
+        raise RunError(f"{folder.path} is not a run of this lab: its {folder.spec.name} names neither a strategy nor a script")
+    follower = Follower(folder)
+    follower.poll()
+    state = follower.state
+    if not state.status:
+        raise RunError(f"run {folder.name} was cut short before it began: it has no {folder.status.name}, and so nothing to hand out")
+    if not state.over:
+        raise RunError(
+            f"run {folder.name} is still going ({state.words}); wait for its end, or end it with: labkit stop {folder.name}", True
+        )
+    return state
+
+
+def _command(folder: RunFolder) -> str:
+    try:
+        command = folder.text(folder.command).strip()
+    except NotPlain as error:
+        return f"<p>The command is not shown: {escape(str(error))}.</p>"
+    except OSError:
+        return ""
+    return f"<p>By hand:</p><pre>{pieces.printed(command)}</pre>"

@@ -1,0 +1,135 @@
+"""A `%%torchrun` cell: what was asked for in its first line, and the script that is written from it. Nothing is started here."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from labkit.common.arguments import shown
+from labkit.plan.spec import DEVICES, Spec, SpecError, bounds_of
+from labkit.setup.machine import Machine
+
+OPTIONS = "--device cpu, --device cuda and --as NAME"
+_MEET = {
+    "cpu": 'device = torch.device("cpu")\ndist.init_process_group("gloo")',
+    "cuda": (
+        'device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))\n'
+        "torch.cuda.set_device(device)\n"
+        'dist.init_process_group("nccl", device_id=device)'
+    ),
+}
+_BEFORE = """\
+# One cell, started as {nproc} processes: torchrun --standalone --nproc-per-node={nproc} train.py
+import os
+import time
+
+import torch
+import torch.distributed as dist
+
+from labkit import report
+
+{meet}
+rank, world_size = dist.get_rank(), dist.get_world_size()
+
+# ---- the cell
+"""
+_AFTER = """
+
+# ---- its end
+if dist.is_initialized():
+    dist.destroy_process_group()
+"""
+
+
+class CellError(ValueError):
+    """A cell that cannot be started: one sentence with what was written and the way out."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell that parses, for ranks that this machine has. `name` is the variable that its reports go to, if any."""
+
+    body: str
+    spec: Spec
+    name: str | None = None
+
+    @classmethod
+    def read(cls, line: str, body: str, machine: Machine) -> Cell:
+        """The cell of a first line, what follows `%%torchrun`, and the lines below it. Raises `CellError`."""
+        nproc, device, name = _asked(line)
+        if device is None:
+            device = "cuda" if len(machine.gpus) >= nproc else "cpu"
+        cell = cls(body, _settled(nproc, device, machine), name)
+        cell._check()
+        return cell
+
+    @property
+    def before(self) -> str:
+        """What the script does before the cell: the ranks meet."""
+        return _BEFORE.format(nproc=self.spec.nproc, meet=_MEET[self.spec.device])
+
+    @property
+    def script(self) -> str:
+        """The whole script that every rank runs."""
+        return self.before + self.body.rstrip("\n") + _AFTER
+
+    def in_cell(self, text: str, script: Path) -> str:
+        """`text` with the lines of `script` named as the cell's: its first, `%%torchrun`, is line 1."""
+        first, count = self.before.count("\n"), len(self.body.splitlines())
+
+        def rename(found: re.Match[str]) -> str:
+            number = int(found["file"] or found["line"]) - first
+            return f"Cell, line {number + 1}" if 0 < number <= count else found[0]
+
+        path = re.escape(str(script))
+        return re.sub(rf'File "{path}", line (?P<file>\d+)|(?:{path}|\b{re.escape(script.name)}):(?P<line>\d+)', rename, text)
+
+    def _check(self) -> None:
+        if not self.body.strip():
+            raise CellError("the cell is empty; write below its first line what every rank is to do")
+        try:
+            compile(self.script, "cell", "exec", dont_inherit=True)
+        except SyntaxError as error:
+            number = min((error.lineno or 0) - self.before.count("\n"), len(self.body.splitlines())) + 1
+            raise CellError(f"the cell does not parse, line {max(number, 2)}: {error.msg}; nothing was started") from None
+        except ValueError as error:  # a null byte
+            raise CellError(f"the cell does not parse: {error}; nothing was started") from None
+
+
+def _asked(line: str) -> tuple[int, str | None, str | None]:
+    """The number of ranks, the device and the name of a first line."""
+    try:
+        words = shlex.split(line)
+    except ValueError as error:
+        raise CellError(f"{shown(line)} could not be read: {error}") from None
+    if not words:
+        raise CellError("say on how many ranks: %%torchrun 4")
+    try:
+        nproc = bounds_of("nproc").read("the number of ranks", words[0])
+    except ValueError as error:
+        raise CellError(f"{error}; write %%torchrun 4") from None
+    given = dict(zip(words[1::2], words[2::2]))
+    for option in words[1::2]:
+        if option not in ("--device", "--as"):
+            raise CellError(f"{shown(option)} is not known; there is {OPTIONS}")
+        if option not in given:
+            raise CellError(f"{option} needs a value; there is {OPTIONS}")
+    device, name = given.get("--device"), given.get("--as")
+    if device is not None and device not in DEVICES[1:]:
+        raise CellError(f"device {shown(device)} is not known; there is {' and '.join(DEVICES[1:])}")
+    if name is not None and not name.isidentifier():
+        raise CellError(f"--as takes the name of a variable, and this is {shown(name)}")
+    return nproc, device, name
+
+
+def _settled(nproc: int, device: str, machine: Machine) -> Spec:
+    most = len(machine.gpus) if device == "cuda" else machine.max_cpu_ranks
+    if 0 < most < nproc:
+        what, why = ("GPUs", "that is all there are") if device == "cuda" else ("CPU ranks", f"for {machine.cores} cores")
+        raise CellError(f"{nproc} ranks were asked for, and {most} {what} are the most here, {why}; write %%torchrun {most}")
+    try:
+        return Spec(script="cell.py", nproc=nproc, device=device).on(machine)
+    except SpecError as error:
+        raise CellError(str(error)) from None

@@ -1,0 +1,207 @@
+"""The run of a cell: it starts once the cell before it has ended, is followed to its end, and brings its reports back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from labkit.analysis.diagnose import findings
+from labkit.common.units import ranks_in_words
+from labkit.frontends.magic.cell import Cell
+from labkit.frontends.magic.output import RankOutput, Shown, columns, table_html, table_text
+from labkit.launch.job import Job, LaunchError
+from labkit.record.folder import STREAMS
+from labkit.record.logs import LogTail
+from labkit.record.state import RunState
+from labkit.runs.handle import Run, prepare_after
+
+KEPT = 400  # newest lines of one stream that are shown
+_REDRAW = 0.25  # seconds between two pictures
+_LAST_WORDS = 2.0  # seconds that a run that hangs is given, so that every rank says where it stands
+_HANG = 10  # seconds without progress after which a rank is told of
+
+
+class CellRun:
+    """One cell on its ranks. `draw` is told what is to be shown, a few times a second and only when it changed."""
+
+    def __init__(self, cell: Cell, draw: Callable[[Shown], None], before: CellRun | None = None):
+        self.cell = cell
+        self.run: Run | None = None
+        self._draw, self._before = draw, before
+        self._drawn: Shown | None = None
+        self._tails: dict[tuple[int, str], LogTail] = {}
+        self._stopped, self._over = threading.Event(), threading.Event()
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended, and its end is shown."""
+        return self._over.is_set()
+
+    def go(self, patient: bool = True) -> None:
+        """Runs the cell to its end; who is not `patient` ends a run whose ranks hang."""
+        try:
+            self._wait_for_the_one_before()
+            if not self._stopped.is_set():
+                self._start()
+                self._follow(patient)
+        except (LaunchError, OSError) as error:
+            self._show(Shown(str(error), "bad"))
+        except KeyboardInterrupt:
+            self.stop()
+            if self.run is not None:
+                self._show(self._shown(self.run.state))
+            raise
+        finally:
+            self._before = None
+            self._over.set()
+
+    def stop(self) -> None:
+        """Ends the run; where it has not begun it never does."""
+        self._stopped.set()
+        if self.run is not None:
+            self.run.stop()
+
+    def stop_all(self) -> None:
+        """Ends this run, and those before it that it waits for."""
+        before = self._before
+        self.stop()
+        if before is not None:
+            before.stop_all()
+
+    def wait(self) -> None:
+        """Waits for its end; an interrupt stops it and is raised again."""
+        try:
+            while not self._over.wait(0.2):
+                pass
+        except KeyboardInterrupt:
+            self.stop()
+            raise
+
+    def _wait_for_the_one_before(self) -> None:
+        while self._before is not None and not self._before.over and not self._stopped.wait(_REDRAW):
+            self._show(Shown("waits for the cell before to end", "waiting"))
+        if self._stopped.is_set():
+            self._show(Shown("stopped before it began", "quiet"))
+
+    def _start(self) -> None:
+        spec = self.cell.spec
+        self._show(Shown(f"starting {_ranks(spec.nproc)}", "waiting", self._outputs(RunState())))
+        job = Job.start(replace(spec, hang_after=_HANG), source=self.cell.script)
+        prepare_after(job)
+        self.run = run = Run(job)
+        for rank in range(spec.nproc):
+            for stream in STREAMS:
+                self._tails[rank, stream] = run.folder.log_tail(rank, stream, keep=KEPT)
+        if self._stopped.is_set():
+            run.stop()
+
+    def _follow(self, patient: bool) -> None:
+        hangs = 0.0
+        while not (state := self.run.state).over:
+            self._show(self._shown(state))
+            hangs += _REDRAW if any(one.name == "hang" for one in findings(state)) else -hangs
+            if hangs > _LAST_WORDS and not patient:
+                self.run.stop()  # nobody is there to press Stop
+            time.sleep(_REDRAW)
+        self._show(self._shown(state))
+
+    # ---- what is shown
+
+    def _show(self, shown: Shown) -> None:
+        if shown != self._drawn:
+            self._drawn = shown
+            self._draw(shown)
+
+    def _shown(self, state: RunState) -> Shown:
+        for tail in self._tails.values():
+            tail.poll()
+        wrong = next((one for one in findings(state) if one.kind == "wrong"), None)
+        hint = self._named(f"{wrong.title}: {wrong.evidence}") if wrong and state.failure is None else ""
+        reports = {rank: dict(values) for rank, values in state.reports.items()}
+        return Shown(*self._title(state), self._outputs(state), reports, hint)
+
+    def _title(self, state: RunState) -> tuple[str, str]:
+        spec, status = self.cell.spec, state.status
+        name, ranks = status.get("state", "starting"), _ranks(spec.nproc, spec.device)
+        if name in ("failed", "lost"):
+            return self._failure(state), "bad"
+        took = "" if state.seconds is None else f" after {state.seconds:.1f} s"
+        return {
+            "starting": (f"starting {ranks}", "waiting"),
+            "running": (f"running on {ranks}", "busy"),
+            "stopping": (f"stopping {ranks}", "waiting"),
+            "finished": (f"finished on {ranks}{took}", "good"),
+            "stopped": (f"stopped{took}", "quiet"),
+        }[name]
+
+    def _failure(self, state: RunState) -> str:
+        failure = state.failure
+        if failure is None:
+            return state.words
+        where = ""
+        for line in self._named(failure["traceback"]).splitlines():
+            if line.strip().startswith("Cell, line "):
+                where = f" at line {line.split()[2].rstrip(',')} of the cell"
+        said = failure["type"] + (f": {failure['message']}" if failure["message"] else "")
+        return f"{ranks_in_words(failure['alike'], state.world_size)} failed{where}: {said}"
+
+    def _outputs(self, state: RunState) -> tuple[RankOutput, ...]:
+        failure = state.failure or {"rank": None, "alike": [], "collateral": []}
+        outputs = [self._output(rank, failure) for rank in range(self.cell.spec.nproc)]
+        return tuple(sorted(outputs, key=lambda one: one.rank != failure["rank"]))  # the first to fail comes first
+
+    def _output(self, rank: int, failure: dict[str, Any]) -> RankOutput:
+        texts, passed = {}, 0
+        for stream in STREAMS:
+            tail = self._tails.get((rank, stream))
+            lines = [*tail.lines, *filter(None, [tail.partial])] if tail else []
+            passed += tail.dropped if tail else 0
+            texts[stream] = self._named("\n".join(lines))
+        aside = rank in failure["collateral"]
+        fate = "failed first" if rank == failure["rank"] else f"ended with rank {failure['rank']}" if aside else ""
+        if len(failure["alike"]) > 1 and rank in failure["alike"]:
+            fate = "failed in the same way"
+        return RankOutput(rank, texts["stdout"], texts["stderr"], passed, fate, aside)
+
+    def _named(self, text: str) -> str:
+        return text if self.run is None else self.cell.in_cell(text, self.run.folder.script)
+
+
+class Reports:
+    """What the ranks of a cell reported. `reports["name"]` is a list with one value a rank, None where a rank reported none."""
+
+    def __init__(self, cell_run: CellRun):
+        self._of = cell_run
+
+    @property
+    def run(self) -> Run:
+        """The run, once it has ended."""
+        self._of.wait()
+        if self._of.run is None:
+            raise LookupError("the cell was stopped before it began, so there is no run of it")
+        return self._of.run
+
+    @property
+    def names(self) -> list[str]:
+        """What was reported, by name; waits for the run's end, and an interrupt then stops it."""
+        return columns(self.run.state.reports)
+
+    def __getitem__(self, name: str) -> list[Any]:
+        reports = self.run.state.reports
+        if name not in columns(reports):
+            raise LookupError(f"no rank reported {name!r}; there is {', '.join(columns(reports)) or 'no report at all'}")
+        return [reports.get(rank, {}).get(name) for rank in range(self._of.cell.spec.nproc)]
+
+    def __repr__(self) -> str:
+        return table_text(self.run.state.reports, self._of.cell.spec.nproc) or "nothing was reported"
+
+    def _repr_html_(self) -> str:
+        return table_html(self.run.state.reports, self._of.cell.spec.nproc) or "<p>nothing was reported</p>"
+
+
+def _ranks(nproc: int, device: str = "") -> str:
+    kind = {"cpu": "CPU rank", "cuda": "GPU"}.get(device, "rank")
+    return f"{nproc} {kind}" + ("" if nproc == 1 else "s")

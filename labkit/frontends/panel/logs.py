@@ -1,0 +1,130 @@
+"""The log view: every rank's output, new lines only, a bounded number of them in the page; searched in the whole files."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import anywidget
+
+from labkit.common.text import visible_log
+from labkit.figures import rank_colour
+from labkit.frontends.panel.charts import STATIC
+from labkit.record.folder import STREAMS, RunFolder
+from labkit.record.logs import LogTail
+
+_FRESH = 1000  # lines that a page is told when it begins
+_AT_ONCE = 200  # lines of one redraw: more than that nobody reads, and the newest matter
+_FOUND = 500  # matches of a search that are shown
+_NOTHING = {"rank": "", "stream": "", "query": ""}  # of a page: all ranks, both streams, no search
+
+
+class _Page(anywidget.AnyWidget):
+    _esm = (STATIC / "logs.js").read_text(encoding="utf-8")
+
+
+class Logs:
+    """The output of one run's ranks. `widget` goes on screen; `draw` sends it what is new, from any thread."""
+
+    def __init__(self) -> None:
+        self.widget = _Page()
+        self.widget.on_msg(self._heard)
+        self._lock = threading.RLock()
+        self._folder: RunFolder | None = None
+        self._remark = ""
+        self._tails: dict[tuple[int, str], LogTail] = {}
+        self._sent: dict[tuple[int, str], int] = {}
+        self._wanted = _NOTHING
+        self._ready = False
+
+    def restart(self, folder: RunFolder | None, nproc: int, remark: str = "") -> None:
+        """Shows another run, or none; `remark` stands beside the number of its lines."""
+        with self._lock:
+            self._folder, self._remark = folder, remark
+            keys = [(rank, stream) for rank in range(nproc) for stream in STREAMS] if folder else []
+            self._tails = {key: self._tail(folder, *key) for key in keys}
+            self._wanted = _NOTHING
+            self._begin()
+
+    @staticmethod
+    def _tail(folder: RunFolder, rank: int, stream: str) -> LogTail:
+        return folder.log_tail(rank, stream, keep=_FRESH)
+
+    def draw(self, over: bool = False) -> None:
+        """Reads on and sends the newest lines of what is shown; when `over`, the last line too, though it may have no end."""
+        with self._lock:
+            for tail in self._tails.values():
+                tail.poll()
+            if not self._ready or self._wanted["query"]:
+                return
+            lines = [line for key in self._shown() for line in self._new(key, _AT_ONCE)]
+            if over:
+                lines += [
+                    [*key, visible_log(tail.partial), None] for key, tail in self._tails.items() if key in self._shown() and tail.partial
+                ]
+            if lines:
+                self._send(lines, self._count())
+
+    def _new(self, key: tuple[int, str], most: int) -> list[list[Any]]:
+        tail = self._tails[key]
+        wanted = self._sent[key]
+        first, texts = tail.since(max(wanted, tail.count - max(1, most // len(self._shown()))))
+        self._sent[key] = tail.count
+        lines = [[*key, visible_log(text), None] for text in texts]
+        if first > wanted:
+            passed = f"… {_lines(first - wanted)} of rank {key[0]} went by; all are in its file, and Search finds them"
+            lines.insert(0, [None, "", passed, None])
+        return lines
+
+    def _begin(self) -> None:
+        """Tells the page what it is to show from now on, from the beginning."""
+        self._sent = dict.fromkeys(self._tails, 0)
+        if not self._ready:
+            return
+        for tail in self._tails.values():
+            tail.poll()
+        self._send_fresh([line for key in self._shown() for line in self._new(key, _FRESH)], self._count())
+
+    def _send_fresh(self, lines: list[list[Any]], note: str) -> None:
+        ranks = sorted({rank for rank, _ in self._tails})
+        self._send(lines, note, fresh=True, wanted=self._wanted, ranks=ranks, colours=[rank_colour(rank) for rank in ranks])
+
+    def _found(self, folder: RunFolder, keys: list[tuple[int, str]], query: str) -> tuple[list[list[Any]], str]:
+        lines: list[list[Any]] = []
+        for rank, stream in keys:
+            found = folder.search_log(rank, stream, query, _FOUND)
+            lines += [[rank, stream, visible_log(text), number + 1] for number, text in found]
+        more = len(lines) > _FOUND
+        return lines[:_FOUND], f"the first {_FOUND} lines found" if more else f"{_lines(len(lines))} found"
+
+    def _shown(self) -> list[tuple[int, str]]:
+        rank, stream = self._wanted["rank"], self._wanted["stream"]
+        return [key for key in self._tails if rank in ("", str(key[0])) and stream in ("", key[1])]
+
+    def _count(self) -> str:
+        count = _lines(sum(self._tails[key].count for key in self._shown()))
+        return f"{count} · {self._remark}" if self._remark else count
+
+    def _send(self, lines: list[list[Any]], note: str, **more: Any) -> None:
+        self.widget.send({"kind": "lines", "lines": lines, "note": note} | more)
+
+    def _heard(self, _, message, buffers) -> None:
+        if message.get("kind") == "show":  # in a thread, since a search reads whole files
+            threading.Thread(target=self._show, args=(message,), daemon=True).start()
+
+    def _show(self, message: dict[str, Any]) -> None:
+        wanted = {name: str(message.get(name) or "") for name in _NOTHING}
+        with self._lock:
+            self._ready, self._wanted = True, wanted
+            folder, keys = self._folder, self._shown()
+            if folder is None or not wanted["query"]:
+                self._begin()
+                return
+        found = self._found(folder, keys, wanted["query"])  # without the lock: new lines are still read meanwhile
+        with self._lock:
+            if self._wanted is wanted:
+                self._send_fresh(*found)
+
+
+def _lines(number: int) -> str:
+    return f"{number:,} line" + ("" if number == 1 else "s")

@@ -1,0 +1,138 @@
+"""Recorded runs in the panel: which there are, and what stands in the place of the choices while one is open."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ipywidgets
+
+from labkit.common.arguments import check_path
+from labkit.common.text import escape, visible_line
+from labkit.plan.spec import Spec, SpecError
+from labkit.record.folder import RunFolder
+from labkit.record.replay import Recording, is_recorded, recorded_words
+from labkit.record.status import current
+from labkit.training.strategies import STRATEGIES
+from labkit.training.workloads import WORKLOADS
+
+_NEWEST = 20  # runs in the list
+_SPEEDS = (1.0, 2.0, 4.0, 16.0)
+_NONE = "choose …"
+
+
+class Recorded:
+    """The list of recorded runs, the speed, and what is said of the run that is open.
+
+    `on_choice` is called with its path, empty for none.
+    """
+
+    def __init__(self, on_choice: Callable[[str], None]):
+        self._on_choice = on_choice
+        self._recording: Recording | None = None
+        self._listing = False
+        self.which = ipywidgets.Dropdown(options=[(_NONE, "")], description="Recorded", tooltip="Open a recorded run, and play it")
+        self.which.observe(self._chosen, "value")
+        self.speed = ipywidgets.Dropdown(options=[(f"{speed:g}×", speed) for speed in _SPEEDS], value=1.0, description="Speed")
+        self.speed.observe(lambda _: self._set_speed(), "value")
+        self.close_button = ipywidgets.Button(description="✕ Close", tooltip="Back to a run of your own")
+        self.close_button.on_click(lambda _: self.choose(""))
+        self.close_button.add_class("labkit-close")
+        for widget, width in ((self.which, 170), (self.speed, 70)):
+            widget.layout.width = f"{width}px"
+            widget.add_class("labkit-field")
+        self._title, self._said = ipywidgets.HTML(), ipywidgets.HTML()
+        self.which.add_class("labkit-recorded-runs")
+        row = ipywidgets.HBox([self.which, self.speed, self.close_button])
+        row.add_class("labkit-row")
+        self.widgets = (self._title, self._said, row)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Lists the newest runs that are over, and keeps what is chosen."""
+        there = [folder for folder in RunFolder.all()[: -_NEWEST - 1 : -1] if folder.trouble() or is_recorded(folder)]
+        self._list([(_NONE, ""), *((label(folder), str(folder.path)) for folder in there)])
+
+    def choose(self, path: str) -> None:
+        """Chooses a run by its path, so that `on_choice` is called; an empty path chooses none."""
+        if path not in [value for _, value in self.which.options]:
+            self._list([*self.which.options, (label(RunFolder(path)), path)])
+        self.which.value = path
+
+    def _list(self, options: list[tuple[str, str]]) -> None:
+        chosen = self.which.value
+        if chosen not in [path for _, path in options]:
+            options.append((label(RunFolder(chosen)), chosen))
+        self._listing = True  # new options choose the first of them for a moment
+        try:
+            self.which.options = options
+            self.which.value = chosen
+        finally:
+            self._listing = False
+
+    def _chosen(self, change: dict[str, Any]) -> None:
+        if not self._listing:
+            self._on_choice(change["new"])
+
+    def open(self, folder: RunFolder) -> Recording:
+        """A run's recording at its beginning, with its head on screen."""
+        self._recording = Recording(folder, self.speed.value)
+        self._title.value = (
+            f'<div class="labkit-recording" role="status"><b>{escape(_what(folder))}</b> {escape(recorded_words(folder))}</div>'
+        )
+        self._said.value = (
+            f'<div class="labkit-explanation"><div>Nothing trains now: these are the events of run {escape(folder.name)}, each at its own '
+            "time.</div><div>Play begins where Stop left it, and at the end from the beginning.</div></div>"
+        )
+        return self._recording
+
+    def _set_speed(self) -> None:
+        if self._recording is not None:
+            self._recording.speed = self.speed.value
+
+
+def find(name: str | os.PathLike[str]) -> RunFolder:
+    """The recorded run that `name` names, as `RunFolder.find` takes it; `SpecError` where there is none, or it is not over."""
+    try:
+        folder = RunFolder.find(check_path("recorded", name))
+        folder.require_readable()
+    except (LookupError, TypeError, ValueError) as error:
+        raise SpecError("recorded", error.args[0]) from None
+    if not is_recorded(folder):
+        raise SpecError("recorded", f"{folder.name} is not over yet; watch it with show({folder.name!r})")
+    return folder
+
+
+def spec_of(folder: RunFolder) -> Spec | None:
+    """What was asked of a run; None if it is of a version that knew more."""
+    try:
+        return Spec.from_json(RunFolder.read_json(folder.spec))
+    except SpecError:
+        return None
+
+
+def _what(folder: RunFolder) -> str:
+    """What was run: `DDP: CNN on digits, 2 ranks`."""
+    asked = RunFolder.read_json(folder.spec)
+    strategy, workload = STRATEGIES.get(asked.get("strategy")), WORKLOADS.get(asked.get("workload"))
+    what = strategy.title if strategy else Path(str(asked.get("script") or folder.name)).name
+    on = f": {workload.title.partition(':')[0]} on {asked.get('data') or workload.data[0]}" if workload else ""
+    return f"{what}{on}, {_ranks(asked)}"
+
+
+def label(folder: RunFolder) -> str:
+    if why := folder.trouble():
+        return visible_line(f"{folder.name} · unreadable: {why}")
+    asked, status = RunFolder.read_json(folder.spec), current(folder)
+    when = time.strftime("%d %b %H:%M", time.localtime(status["started"])) if status.get("started") else folder.name
+    strategy = STRATEGIES.get(asked.get("strategy"))
+    what = strategy.title if strategy else Path(str(asked.get("script") or folder.name)).name
+    return visible_line(f"{when} · {what} · {_ranks(asked)} · {status.get('state', 'over')}")
+
+
+def _ranks(asked: dict[str, Any]) -> str:
+    number = asked.get("nproc") or 1
+    return f"{number} rank" + ("" if number == 1 else "s")

@@ -1,0 +1,138 @@
+"""The tabs of sampled steps: the timeline of all ranks with its ledger, and whose the memory is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import ipywidgets
+
+from labkit import figures
+from labkit.analysis.ledger import ledger
+from labkit.analysis.sampled import beyond, newest, resident, sampled_steps
+from labkit.analysis.trace import write_trace
+from labkit.common.text import escape
+from labkit.common.units import size
+from labkit.figures.sampled import timeline
+from labkit.figures.tables import ledger_html
+from labkit.frontends.panel.charts import Charts
+from labkit.launch.capture import ask
+from labkit.record.folder import RunFolder
+from labkit.record.state import RunState
+
+_NEWEST = "newest"
+
+
+class _Tab:
+    """What both have: a row of actions and words, and charts below. `folder` gives the run that is shown, or None."""
+
+    def __init__(self, folder: Callable[[], RunFolder | None], charts: Charts):
+        self._folder, self.charts = folder, charts
+        self.live = True  # else it is a recording: nobody is there who could look at a step
+        self._state = RunState()
+        self._waits_for = 0
+        self._said = ipywidgets.HTML()
+        self._capture = ipywidgets.Button(description="Capture a step", tooltip="Look closely at a step that is to come", disabled=True)
+        self._capture.on_click(lambda _: self._ask())
+
+    def _ask(self, snapshot: bool = False) -> None:
+        folder = self._folder()
+        if folder is None or self._state.over or not self.live:
+            return
+        self._waits_for = ask(folder, self._state, snapshot=snapshot)
+        self._tell(f"step {self._waits_for} will be looked at")
+
+    def _tell(self, text: str) -> None:
+        self._said.value = _help(text)
+
+    def _follow(self, state: RunState) -> None:
+        """What every picture begins with: the buttons as they may be pressed, and a word that was kept."""
+        self._state = state
+        self._capture.disabled = state.over or not state.step or not self.live
+        if self._waits_for and any(step >= self._waits_for for step in sampled_steps(state)):
+            self._tell(f"step {max(sampled_steps(state))} was captured")
+            self._waits_for = 0
+
+    def _box(self, name: str, head: list[ipywidgets.Widget], *below: ipywidgets.Widget) -> ipywidgets.Box:
+        row = ipywidgets.HBox([*head, self._said])
+        row.add_class("labkit-tab-head")
+        box = ipywidgets.VBox([row, self.charts.widget, *below])
+        box.add_class(name)
+        return box
+
+
+class TimelineTab(_Tab):
+    """One sampled step of all ranks, chosen or the newest, and what its communication should have been."""
+
+    def __init__(self, folder: Callable[[], RunFolder | None]):
+        super().__init__(folder, Charts({"timeline": lambda state: timeline(state, self._chosen())}))
+        self._which = ipywidgets.Dropdown(options=[(_NEWEST, 0)], value=0, description="Step", layout={"width": "150px"})
+        self._which.observe(lambda _: self.charts.draw(self._state), "value")
+        self._export = ipywidgets.Button(description="Save trace", tooltip="For ui.perfetto.dev or chrome://tracing", disabled=True)
+        self._export.on_click(lambda _: self._save())
+        self._ledger = ipywidgets.HTML()
+        self._ledger.add_class("labkit-comparison")
+        self.widget = self._box("labkit-timeline", [self._capture, self._which, self._export], self._ledger)
+
+    def _chosen(self) -> int | None:
+        return self._which.value or newest(self._state)
+
+    def _save(self) -> None:
+        folder = self._folder()
+        if folder is not None:
+            write_trace(self._state, folder.trace)
+            self._tell(f"saved as {_near(folder.trace)}")
+
+    def draw(self, state: RunState, final: bool = False) -> None:
+        """Brings the tab up to the state."""
+        self._follow(state)
+        steps = sampled_steps(state)
+        options = [(_NEWEST, 0), *((f"{step}", step) for step in steps)]
+        if list(self._which.options) != options:
+            chosen = self._which.value
+            self._which.options = options
+            self._which.value = chosen if chosen in steps else 0
+        self._export.disabled = not steps
+        self.charts.draw(state, final)
+        told = ledger_html(ledger(state))
+        if self._ledger.value != told:
+            self._ledger.value = told
+
+
+class MemoryTab(_Tab):
+    """The bytes at the peak of a step by owner, per rank, and over one step."""
+
+    def __init__(self, folder: Callable[[], RunFolder | None]):
+        names = ("memory_by_owner", "memory_of_step")
+        super().__init__(folder, Charts({name: figures.CHARTS[name] for name in names}))
+        self._snapshot = ipywidgets.Button(description="Memory snapshot", tooltip="For torch's own viewer", layout={"display": "none"})
+        self._snapshot.on_click(lambda _: self._ask(snapshot=True))
+        self._apart = ipywidgets.HTML()
+        self.widget = self._box("labkit-memory", [self._capture, self._snapshot, self._apart])
+
+    def draw(self, state: RunState, final: bool = False) -> None:
+        """Brings the tab up to the state."""
+        self._follow(state)
+        on_cuda = any(rank.device.startswith("cuda") for rank in state.ranks.values())
+        self._snapshot.layout.display = "" if on_cuda else "none"
+        self._snapshot.disabled = self._capture.disabled
+        self._apart.value = _help(apart(state))
+        self.charts.draw(state, final)
+
+
+def apart(state: RunState) -> str:
+    """What is no tensor of a step: on CUDA what is in use beyond what torch has reserved, else the resident memory of the processes."""
+    ranks = [rank for _, rank in sorted(state.ranks.items())]
+    if any(rank.device.startswith("cuda") for rank in ranks):
+        told = [f"rank {rank.rank} {size(beyond(state, rank)[1])}" for rank in ranks[:8]]
+        return "In use beyond torch's reserve (CUDA's context, NCCL, other processes): " + ", ".join(told) if told else ""
+    told = [f"rank {rank} {size(count)}" for rank, count in list(resident(state).items())[:8]]
+    return "Apart from tensors, resident memory of the processes: " + ", ".join(told) if told else ""
+
+
+def _help(text: str) -> str:
+    return f'<div class="labkit-help" role="status">{escape(text)}</div>'
+
+
+def _near(path: Path) -> str:
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

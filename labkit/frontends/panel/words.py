@@ -1,0 +1,60 @@
+"""The state of a run as small pieces of HTML, every text escaped."""
+
+from __future__ import annotations
+
+import math
+
+from labkit.analysis.diagnose import findings
+from labkit.common.text import escape
+from labkit.record.state import RunState
+
+_TONES = {"finished": "good", "failed": "bad", "stopped": "quiet", "ready": "quiet", "lost": "bad", "running": "busy"}
+
+
+def state_html(words: str, tone: str) -> str:
+    """The state in words, with a dot: `tone` is quiet, waiting, busy, good or bad. The widget around it tells a screen reader."""
+    text = escape(words, quote=True)
+    return f'<div class="labkit-state labkit-{tone}" title="{text}"><i></i><span>{text}</span></div>'
+
+
+def tone_of(state: RunState) -> str:
+    """The tone of a run's state."""
+    return _TONES.get(state.status.get("state", "ready"), "waiting")
+
+
+def progress_html(state: RunState) -> str:
+    """Step i/n, a bar, and the time left or, at the end, taken."""
+    total, step = state.total_steps, state.step
+    steps = f"step {step:,}/{total:,}" if total else f"step {step:,}"
+    share = min(100.0, 100 * step / total) if total else 0.0
+    inner = f'<div style="width:{share:.1f}%"></div>'
+    value = f'aria-valuemin="0" aria-valuemax="100" aria-valuenow="{share:.0f}" aria-valuetext="{steps}"'
+    bar = f'<div class="labkit-progress" role="progressbar" aria-label="steps" {value}>{inner}</div>'
+    return f'<div class="labkit-advance"><span>{steps}</span>{bar}<span>{_time(state)}</span></div>'
+
+
+def _time(state: RunState) -> str:
+    if state.over:
+        return "" if state.seconds is None else f"{_clock(state.seconds)} in total"
+    left = state.seconds_left
+    return "" if left is None else f"{_clock(math.ceil(left))} left"
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def finding_html(state: RunState) -> str:
+    """The gravest finding in one line; empty where there is none."""
+    first = next(iter(findings(state)), None)
+    if first is None and state.status.get("state") in ("failed", "lost"):
+        return sentence_html(state.words)
+    if first is None:
+        return ""
+    return sentence_html(f"{first.title}: {first.evidence}", first.way_out, first.kind)
+
+
+def sentence_html(text: str, way_out: str = "", kind: str = "wrong") -> str:
+    """One sentence that something is wrong, or of another `kind` of finding; the way out is what it says when it is pointed at."""
+    hint = escape(f"{text}\n{way_out}".strip(), quote=True)
+    return f'<div class="labkit-finding labkit-{kind}" role="alert" title="{hint}">{escape(text)}</div>' if text else ""

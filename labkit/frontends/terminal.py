@@ -1,0 +1,384 @@
+"""The terminal's view of a run: the same facts as the panel, drawn from RunState with rich, live at 4 Hz or as plain lines."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy
+from rich.console import ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
+from rich.measure import Measurement
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from labkit.analysis.comparison import HEADS, Row, beside, cells, sentences
+from labkit.analysis.diagnose import Finding, findings
+from labkit.analysis.ledger import ledger
+from labkit.common.text import visible_line, visible_log
+from labkit.common.units import sizes
+from labkit.figures.colours import PHASES as PHASE_COLOURS
+from labkit.figures.colours import rank_colour
+from labkit.figures.sampled import timeline
+from labkit.frontends.console import Console
+from labkit.record.columns import RankState
+from labkit.record.events import PHASES
+from labkit.record.folder import RunFolder
+from labkit.record.startup import in_words, is_starting, newest
+from labkit.record.startup import table as startup_rows
+from labkit.record.state import RunState
+from labkit.record.steps import Column
+from labkit.runs.comparing import Comparing
+
+_SECONDS = 0.25  # between two pictures
+_PLAIN_SECONDS = 5.0  # between two lines, where there is no screen to redraw
+_RECENT = 20  # steps that a rank's figures of "now" are of
+_TAIL = 5  # lines of rank 0's output
+_TAIL_BYTES = 8192
+_LINES_AROUND = 16  # of the picture, beside the rows of the ranks
+_BAR = (8, 40)  # characters of the bar of phases, at least and at most
+_GLYPHS = dict(zip(PHASES, "·-░▒▓█"))  # told apart where colours are not
+_STYLES = {"finished": "bold green", "failed": "bold red", "stopped": "bold yellow", "stopping": "bold yellow", "lost": "bold yellow"}
+
+
+class Source(Protocol):
+    """Where the state comes from: a `Follower` of a run folder, or a recording that plays."""
+
+    state: RunState
+    progress: Callable[[float], None]  # is called when reading takes long, with the share that was read
+
+    def poll(self) -> bool:
+        """Folds in what is new."""
+
+
+def watch(source: Source, folder: RunFolder, console: Console, leave: Callable[[], bool] = lambda: False) -> RunState:
+    """Shows a run until it is over, and gives back its last state; the last picture stays on the screen.
+
+    `leave` is asked at every look, and ends the watch before that where it says True.
+    """
+    _read(source, console)
+    show = _live if console.is_terminal else _plain
+    show(source, folder, console, leave)
+    return source.state
+
+
+def _read(source: Source, console: Console) -> None:
+    """The first look at a run. Of one that takes long to read, it says how far the reading is."""
+    status, before = console.status("reading the run"), source.progress
+    said = -math.inf
+
+    def say(share: float) -> None:
+        nonlocal said
+        words = f"reading the run: {share:.0%}"
+        if console.is_terminal:
+            status.update(words)
+            status.start()
+        elif time.monotonic() - said >= _PLAIN_SECONDS:
+            console.print(words)
+            said = time.monotonic()
+
+    source.progress = say
+    try:
+        source.poll()
+    finally:
+        status.stop()
+        source.progress = before
+
+
+def _live(source: Source, folder: RunFolder, console: Console, leave: Callable[[], bool]) -> None:
+    def picture() -> RenderableType:
+        return view(source.state, folder, height=console.height)
+
+    source.poll()
+    with Live(picture(), console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
+        while not (source.state.over or leave()):
+            time.sleep(_SECONDS)
+            source.poll()
+            live.update(picture(), refresh=True)
+        live.update(view(source.state, folder), refresh=True)
+
+
+def _plain(source: Source, folder: RunFolder, console: Console, leave: Callable[[], bool]) -> None:
+    said, since = None, -math.inf
+    source.poll()
+    while not (source.state.over or leave()):
+        words = source.state.words, newest(source.state)
+        if words != said or time.monotonic() - since >= _PLAIN_SECONDS:
+            console.print(Text(line(source.state)), soft_wrap=True)
+            said, since = words, time.monotonic()
+        time.sleep(_SECONDS)
+        source.poll()
+    console.print(view(source.state, folder))
+
+
+def line(state: RunState) -> str:
+    """The state in one line: `training · step 120/470 · 0:32 left · 1,650 samples/s · loss 0.4321`."""
+    return visible_line(" · ".join(filter(None, [state.words, in_words(state), *_figures(state, _now(state))])))
+
+
+def view(state: RunState, folder: RunFolder, height: int | None = None) -> RenderableType:
+    """The whole picture; with a `height` in lines it shows no more ranks than fit."""
+    rows = state.world_size if height is None else max(2, height - _LINES_AROUND)
+    starting = is_starting(state)
+    if starting and height is not None:
+        rows = max(2, (rows - 3) // 2)  # two tables
+    parts = [_head(state, folder), _progress(state), Text(""), _table(state, rows), _legend()]
+    if starting:
+        parts.append(_startup(state, rows))
+    parts += [Text(visible_line(text), style="dim") for text in (*_replicas(state), *_sampled(state))]
+    parts += [_finding(finding, folder) for finding in findings(state)]
+    tail = _tail(folder)
+    if tail:
+        parts += [Text("\nrank 0 says", style="dim"), *(Text(f"  {text}", no_wrap=True, overflow="ellipsis") for text in tail)]
+    return Group(*parts)
+
+
+def runs_table(rows: Sequence[dict]) -> RenderableType:
+    """The table of recorded runs, from their summaries, the newest last; below it why some cannot be read."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name, justify in (("run", "left"), ("state", "left"), ("workload", "left"), ("ranks", "right"), ("steps", "right")):
+        table.add_column(name, justify=justify, no_wrap=True, overflow="fold" if name == "run" else "ellipsis")
+    for name in ("seconds", "samples/s", "loss", "accuracy"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        if row["state"] == "unreadable":
+            table.add_row(*(Text(visible_line(cell)) for cell in (row["run"], "unreadable")), style="yellow")
+            continue
+        what = row["workload"] or Path(row["script"] or "").name
+        figures = (_number(row["seconds"]["total"], ".1f"), _number(row["samples_per_second"], ",.0f"))
+        figures += (_number(row["loss"], ".4f"), _number(row["accuracy"], ".1%"))
+        cells = (row["run"], row["state"], what, str(row["world_size"]), str(row["steps"]), *figures)
+        table.add_row(*(Text(visible_line(cell)) for cell in cells), style=None if row["state"] != "failed" else "red")
+    reasons = [f"{row['run']} cannot be read: {row['reason']}" for row in rows if row["state"] == "unreadable"]
+    return Group(table, *(Text(visible_line(reason), style="yellow") for reason in reasons))
+
+
+def watch_comparison(comparing: Comparing, console: Console, look: Callable[[], None] = lambda: None) -> Sequence[Row]:
+    """Shows a comparison until nothing of it runs any more, and gives back its last rows; `look` is called at every look."""
+    if not console.is_terminal:
+        said: set[str] = set()
+        while not comparing.over:
+            look()
+            for row in comparing.rows:
+                if row.over and row.run and row.run not in said:
+                    said.add(row.run)
+                    console.print(Text(visible_line(f"{row.title}: {row.words} · {row.steps} steps · {row.run}")), soft_wrap=True)
+            time.sleep(_SECONDS)
+        console.print(comparison(comparing.rows, comparing.left_out))
+        return comparing.rows
+    with Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
+        while not comparing.over:
+            look()
+            live.update(comparison(comparing.rows, comparing.left_out, final=False), refresh=True)
+            time.sleep(_SECONDS)
+        live.update(comparison(comparing.rows, comparing.left_out), refresh=True)
+    return comparing.rows
+
+
+def comparison(rows: Sequence[Row], left_out: Mapping[str, str], final: bool = True) -> RenderableType:
+    """The table of a comparison with its bars, the recorded result beside it where it is of the same workload, and what there is to say."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for number, head in enumerate((*HEADS, "phases of a step")):
+        table.add_column(head, justify="right" if 0 < number < 8 else "left", no_wrap=number != 8)
+    for row in rows:
+        style = "red" if row.failed else "dim" if not row.run else None
+        table.add_row(*(Text(visible_line(cell)) for cell in cells(row)), _Shares(row.phases), style=style)
+    for row in beside(rows):
+        table.add_row(*(Text(cell) for cell in (*cells(row)[:-1], "recorded elsewhere")), Text(""), style="dim")
+    said = [Text(f"  {visible_line(sentence)}", style="dim") for sentence in sentences(rows, left_out)] if final else []
+    return Group(table, _legend(), *said)
+
+
+# ---- the parts of the picture
+
+
+def _head(state: RunState, folder: RunFolder) -> RenderableType:
+    spec = state.asked
+    device = {"cpu": "CPU ", "cuda": "GPU "}.get(state.spec.get("device"), "")
+    ranks = f"{state.world_size} {device}rank{'s' if state.world_size > 1 else ''}"
+    if spec is None:
+        title, batch = f"{Path(state.spec.get('script') or folder.name).name} · {ranks}", state.note
+    else:
+        title = f"{spec.strategy_row.title} · {spec.workload} on {spec.data} · {spec.precision} · {ranks}"
+        batch = "\n".join(filter(None, (spec.batch_sentence, state.note)))
+    grid = _grid(1, 0)
+    grid.add_row(Text(visible_line(title), style="bold"), Text(visible_line(folder.name), style="dim"))
+    return Group(grid, Text(batch, style="dim")) if batch else grid
+
+
+def _progress(state: RunState) -> RenderableType:
+    style = _STYLES.get(state.status.get("state", ""), "bold cyan")
+    words = Text.assemble("● ", visible_line(state.words), style=style, no_wrap=True, overflow="ellipsis")
+    figures = Text(" · ".join(_figures(state, _now(state))), no_wrap=True, overflow="ellipsis")
+    total = state.total_steps
+    if state.over or not total:
+        return Group(words, figures)
+    grid = _grid(0, 1)
+    waits = not state.step  # a bar that moves, while there is nothing yet to measure by
+    grid.add_row(
+        words, ProgressBar(total=total, completed=min(state.step, total), pulse=waits, complete_style="cyan", finished_style="green")
+    )
+    return Group(grid, figures)
+
+
+def _figures(state: RunState, speed: float | None) -> list[str]:
+    total, left, loss, accuracy = state.total_steps, state.seconds_left, state.loss_at(), state.metric("accuracy")
+    figures = []
+    if total or state.step:
+        figures.append(f"step {state.step}/{total}" if total else f"step {state.step}")
+    if left is not None and not state.over:
+        figures.append(f"{int(left) // 60}:{int(left) % 60:02d} left")
+    if state.over and state.seconds is not None:
+        figures.append(f"{state.seconds:.1f} s in total")
+    if speed:
+        figures.append(f"{speed:,.0f} samples/s")
+    if loss is not None:
+        figures.append(f"loss {loss:.4f}")
+    if isinstance(accuracy, (int, float)):
+        figures.append(f"accuracy {accuracy:.1%}")
+    return figures
+
+
+def _replicas(state: RunState) -> list[str]:
+    """One line where replicas run in threads: what each one's forward takes, and the wait for the GIL."""
+    found = [
+        f"replica {one['replica']} forward {1e3 * one['forward']:.1f} ms ({1e3 * one['cpu']:.1f} CPU)" for one in state.replica_figures()
+    ]
+    if found and state.gil_wait is not None:
+        found.append(f"waits for the GIL or a core {state.gil_wait:.0%}")
+    return [" · ".join(found)] if found else []
+
+
+def _sampled(state: RunState) -> list[str]:
+    """The newest sampled step in one line, and the ledger of what was sent once the run is over."""
+    if not any(rank.timelines for rank in state.ranks.values()):
+        return []
+    chart = timeline(state)
+    lines = [f"{chart.title.lower()} looked at closely: {chart.note}"]
+    if state.over:
+        for one in ledger(state):
+            theory = "" if one.theory is None else f", by theory {sizes(one.theory)}"
+            lines.append(f"{one.op}: {sizes(one.measured)} a step over all ranks{theory}" + (f" ({one.reason})" if one.reason else ""))
+    return lines
+
+
+def _now(state: RunState) -> float | None:
+    return state.throughput() if state.over else state.throughput(recent=_RECENT)
+
+
+def _table(state: RunState, rows: int) -> RenderableType:
+    table = Table(box=None, padding=(0, 1, 0, 0), expand=True)
+    for name in ("rank", "device"):
+        table.add_column(name, no_wrap=True)
+    for name, least in (("step", 6), ("loss", 7), ("samples/s", 9), ("ms/step", 7)):  # wide enough that nothing jumps
+        table.add_column(name, justify="right", no_wrap=True, min_width=least)
+    table.add_column("phases", ratio=1, min_width=_BAR[0])
+    table.add_column("memory / peak", justify="right", no_wrap=True, min_width=16)
+    table.add_column("exit", justify="right", no_wrap=True)
+    for number in range(min(rows, state.world_size)):
+        table.add_row(*_row(state, number))
+    hidden = state.world_size - rows
+    return Group(table, Text(f"… and {hidden} more ranks", style="dim")) if hidden > 0 else table
+
+
+def _row(state: RunState, number: int) -> list[RenderableType]:
+    rank = state.ranks.get(number) or RankState(number)
+    steps, code = rank.steps, state.exit_code(number)
+    seconds, samples = _mean(steps.seconds), _mean(steps.samples)
+    memory = [steps.memory[name][-1] if len(steps) else math.nan for name in ("allocated", "peak")]
+    cells = (
+        visible_line(str(rank.device)) if rank.started else "–",
+        str(int(steps.step[-1])) if len(steps) else "–",
+        _number(steps.loss[-1] if len(steps) else None, ".4f"),
+        _number(samples / seconds if seconds else None, ",.0f"),
+        _number(seconds * 1000, ".1f"),
+        _Shares({phase: _mean(column) for phase, column in steps.phases.items()}),
+        sizes(*memory),
+        "" if code is None else str(code),
+    )
+    style = "bold red" if code else ""
+    texts = [Text(cell, style=style) if isinstance(cell, str) else cell for cell in cells]
+    return [Text(f"■ {number}", style=rank_colour(number)), *texts]
+
+
+def _startup(state: RunState, rows: int) -> RenderableType:
+    """What each rank has reached on its way to the first step, and after how many seconds."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    head, *ranks = startup_rows(state)
+    for name in head:
+        table.add_column(name, justify="right" if name != head[0] else "left")
+    for number, *texts in ranks[:rows]:
+        table.add_row(Text(f"■ {number}", style=rank_colour(int(number))), *texts)
+    return table
+
+
+class _Shares:
+    """A bar of the phases' shares of a step, as wide as there is room."""
+
+    def __init__(self, seconds: Mapping[str, float]):
+        self._shares = {phase: value for phase, value in seconds.items() if value > 0}
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(_BAR[0], min(_BAR[1], options.max_width))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width, total = min(_BAR[1], options.max_width), sum(self._shares.values())
+        bar, done, at = Text(no_wrap=True), 0.0, 0
+        for phase, seconds in self._shares.items():
+            done += seconds
+            end = round(width * done / total)
+            bar.append(_GLYPHS[phase] * (end - at), style=PHASE_COLOURS[phase])
+            at = end
+        yield bar
+
+
+def _legend() -> Text:
+    legend = Text(justify="right", style="dim")
+    for phase in PHASES:
+        legend.append(f" {_GLYPHS[phase] * 2}", style=PHASE_COLOURS[phase])
+        legend.append(f" {phase} ")
+    return legend
+
+
+def _finding(finding: Finding, folder: RunFolder) -> RenderableType:
+    style = "bold red" if finding.kind == "wrong" else "yellow"
+    text = Text.assemble(
+        ("\n", ""),
+        (visible_line(finding.title), style),
+        (f"\n  {visible_line(finding.evidence)}", style),
+        f"\n  because {visible_line(finding.cause)}\n  {visible_line(finding.way_out)}",
+    )
+    log = folder.log_of(finding.ranks[0], "stderr") if finding.ranks else None
+    if log:
+        path = log.relative_to(Path.cwd()) if log.is_relative_to(Path.cwd()) else log
+        text.append(f"\n  {visible_line(str(path))}", style="dim")
+    return text
+
+
+def _tail(folder: RunFolder) -> list[str]:
+    """The last lines of rank 0's log, at most `_TAIL`."""
+    path = folder.log_of(0)
+    lines = visible_log(folder.end_of(path, _TAIL_BYTES)).expandtabs(4).split("\n") if path else []
+    return [line for line in lines if line.strip()][-_TAIL:]
+
+
+def _grid(*ratios: int) -> Table:
+    grid = Table.grid(expand=True, padding=(0, 1, 0, 0))
+    for ratio in ratios:
+        grid.add_column(ratio=ratio or None, no_wrap=True, overflow="ellipsis")
+    return grid
+
+
+def _mean(column: Column) -> float:
+    """The mean of the newest values that are known; NaN where none is. The first step, which warms up, counts only while it is alone."""
+    newest = column[max(1, len(column) - _RECENT) :] if len(column) > 1 else column[:]
+    known = newest[~numpy.isnan(newest)]
+    return float(known.mean()) if len(known) else math.nan
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if not isinstance(value, (int, float)) or math.isnan(value) else format(value, form)

@@ -1,0 +1,236 @@
+"""Events: append-only files, two per rank. The envelope, the writer, and a reader that tolerates broken lines.
+
+The run folder is the only link between the workers and everything that shows them, so this module is the whole protocol. It is
+imported inside every worker: nothing but the standard library.
+
+`events/rankN.jsonl` holds one JSON object per line. Step events alone go to `events/rankN.steps`, one binary record each
+(`stepfile.py` has the layout), because a long run has millions of them. A step event that a record cannot hold is a JSON line, as
+every step event was in folders that older versions recorded. Each line says with `after` how many records were in the step file when
+the line was written (0 where it is missing), so that the two files have one order.
+
+Kinds written today, in addition to `v`, `t` (unix seconds on the run's clock, see clock.py), `rank`, `after` and `kind`:
+
+=========== ==========================================================================================================
+start       pid, host, local_rank, world_size, device ("cpu", "cuda:0"), device_name, torch, attempt, began (unix seconds at which the
+            process began); torch is imported by then
+startup     name: what the rank has reached for the first time in this attempt: "group" (init_process_group has returned), "data"
+            (a DataLoader was made), "batch" (the first batch was fetched, or a model was called to train)
+device      device, device_name: where the script really works, once that has been seen
+step        step (from 1, counting on over attempts' own count), loss (null where this rank has none), samples,
+            seconds {step, data, copy, forward, backward, optimizer, other}, memory {allocated, reserved, peak} in bytes
+optimizer   optimizer (a number), name, sets_pace: written once for each of several optimizers that train on losses of their own. The
+            steps, and the loss in them, are those of the optimizer that sets the pace
+losses      optimizer, points [[step, loss]]: the losses of an optimizer that does not set the pace, each at the step of the run that
+            it belongs to; written once a second at the most
+memory      owners {parameters, gradients, optimizer, activations, communication, other} in bytes, step
+timeline    step, t0 (unix seconds at which the step began), seconds, device, backend; phases [[name, start, end]],
+            comm [[operation, start, end, bytes, group, ranks, sequence number]], busy [[start, end]] (intervals in which the rank
+            computed), marks [[name, start, end]] (FSDP units, micro-batches), exposed {phase: seconds}; times from t0. A few steps only
+memory_step step, t0, seconds, phases as above, times [...] and owners {owner: [...]} (bytes from each time on), peak, at_peak
+            {owner: bytes}. For one early step, and for those that were asked for
+waiting     since (unix seconds of the last progress), step, activity, stack (text), ops [{op, group, id, ranks, seq, sizes, over}],
+            the newest of each group (its description and its id): written when a rank has made no progress for long, and again
+error       type, message, traceback, ops as above, owners: the exception that ended the script; `exit code 3` for os._exit(3)
+end         exit_code, steps, seconds, stack (of the call that ended the script without an error, such as sys.exit())
+report      values {name: a number, text or list}: what the script brings back by labkit.report
+going_on    waited (seconds): a rank that was waiting makes progress again
+saw         what ("model", "loader", "epoch", "batch", "item", "save", "not_finite") and its fields, see probe/observations.py;
+            "process", see probe/elsewhere.py; "thread" with its name, if it trains and is not followed; "gradients" with the number
+            of backwards, if the script ended without a step
+dropped     events: how many could not be written before this one, because the disk was full
+=========== ==========================================================================================================
+
+`system.jsonl` holds lines of kind `system`: cpu_percent, memory_used, gpus [{index, memory_used, memory_total, utilisation,
+power}], ranks {rank: {cpu_percent, rss}}; all bytes, percent of one core or device, and watts. Two more kinds name a rank that cannot
+report about itself: `silent` (rank, since, process: its state as the system has it, computed: the share of a core, stack) and `heard`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from labkit.record import clock, stepfile
+from labkit.record.appender import Appender
+from labkit.record.stepfile import PHASES, Block, StepFile, StepWriter
+
+__all__ = ["OWNERS", "PHASES", "REPORT", "STARTUP", "VERSION", "Block", "Reader", "Writer"]
+
+VERSION = 1
+REPORT = "labkit.report"  # the torch.monitor event that becomes a `report`; its field `values` is JSON
+LONGEST = 32 << 20  # bytes of one event: a longer line is broken
+STARTUP = ("group", "data", "batch")  # what a `startup` event can name
+OWNERS = ("parameters", "gradients", "optimizer", "activations", "communication", "other")
+
+
+_MOST_STEPS = 2**53  # of a run, that `after` may count
+_BLOCK = 1 << 15  # records that are read at once
+
+
+class Writer:
+    """Appends events to one file, each in one write, so that a reader sees whole lines and a kill loses none; threads may share it.
+
+    With a `rank`, step events go to the step file next to it. `size` is what the lines take in bytes.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], rank: int | None = None):
+        self._head = {"v": VERSION, "t": 0.0} | ({} if rank is None else {"rank": rank})
+        self._lines = Appender(path)
+        self.size = Path(path).stat().st_size
+        self._encode = json.JSONEncoder(separators=(",", ":"), allow_nan=True, default=str).encode
+        self._steps = None if rank is None else _step_writer(path, rank)
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Appends one event, stamped with the time of now unless `t` is given. Raises `OSError` if it is lost, as on a full disk."""
+        if kind == "step" and self._steps is not None:
+            record = stepfile.packed(fields.get("t", clock.now()), fields)
+            if record is not None:
+                self._steps.write(record)
+                return
+        after = {"after": self._steps.count} if self._steps is not None and self._steps.count else {}
+        line = self._encode(self._head | {"t": clock.now()} | after | {"kind": kind} | fields).encode() + b"\n"
+        self._lines.append(line)
+        self.size += len(line)
+
+    def close(self) -> None:
+        """Closes the files; everything is written already."""
+        self._lines.close()
+        if self._steps is not None:
+            self._steps.close()
+
+
+def _step_writer(path: str | os.PathLike[str], rank: int) -> StepWriter | None:
+    try:
+        return StepWriter(stepfile.path_beside(path), rank)
+    except OSError:
+        return None  # the file there is none of ours: steps are JSON lines then
+
+
+class Reader:
+    """Reads on where it stopped: a file of JSON lines and, next to a rank's file, its steps, in the order in which they were written.
+
+    A half-written last line or record is waited for; a broken one is counted, never fatal. `opened` opens a file, and `parsed` makes the
+    event of a line, or None if it is broken: a `RunFolder` gives those that trust nothing.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        opened: Callable[[Path], BinaryIO] = lambda path: path.open("rb"),
+        parsed: Callable[[bytes], dict[str, Any] | None] | None = None,
+    ):
+        self.path = Path(path)
+        self.broken = 0
+        self._opened, self._parsed = opened, parsed or parse
+        self._steps = StepFile(stepfile.path_beside(path), opened)
+        self._taken = 0  # records of the step file
+        self._offset = 0
+        self._rest = b""
+        self._too_long = False  # whether the line that is being read was given up
+        self._at_end = True
+        self._has_gap = False
+
+    def skip_to(self, last: int) -> None:
+        """Skips everything but the `last` bytes of lines; a line that is cut by that counts as broken."""
+        with contextlib.suppress(OSError):
+            self._offset = max(0, self.path.stat().st_size - last)
+            self._taken = self._steps.whole()
+
+    def poll(self, limit: int = 4 << 20, blocks: bool = False) -> Iterator[dict[str, Any]]:
+        """The events that came since the last call, reading `limit` bytes of lines at most.
+
+        With `blocks`, consecutive steps come as one event of kind `steps` whose `block` holds them unread.
+        """
+        known = self._steps.whole()  # asked first: a line that is read now was not written before steps that are read later
+        for event in self._new_lines(limit):
+            after = event.get("after", 0)
+            if isinstance(after, int) and self._taken < after <= _MOST_STEPS:
+                yield from self._steps_up_to(after, blocks)
+                self._note_gap(self._taken < after)
+            yield event
+        if self._at_end:
+            yield from self._steps_up_to(known, blocks)
+            self._note_gap(bool(self._steps.unreadable))
+
+    @property
+    def more(self) -> bool:
+        """Whether the last poll stopped at its limit, so that there may be more to read at once."""
+        return not self._at_end
+
+    @property
+    def position(self) -> int:
+        """The bytes that were read so far, of both files."""
+        return self._offset + (self._taken * self._steps.layout.size if self._steps.layout else 0)
+
+    @property
+    def size(self) -> int:
+        """The bytes that both files have now."""
+        try:
+            return self.path.stat().st_size + self._steps.size
+        except OSError:
+            return self._steps.size
+
+    def _new_lines(self, limit: int) -> Iterator[dict[str, Any]]:
+        self._at_end = True
+        try:
+            with self._opened(self.path) as file:
+                file.seek(self._offset)
+                block = file.read(limit)
+        except OSError:
+            return
+        self._at_end = len(block) < limit
+        self._offset += len(block)
+        *lines, self._rest = (self._rest + block).split(b"\n")
+        if self._too_long and lines:
+            self._too_long = False
+            del lines[0]
+        for line in lines:
+            event = self._event(line)
+            if event is not None and event["kind"] != "steps":  # which only this reader makes
+                yield event
+        if len(self._rest) > LONGEST or self._too_long:
+            self.broken += not self._too_long
+            self._rest, self._too_long = b"", True
+
+    def _steps_up_to(self, last: int, blocks: bool) -> Iterator[dict[str, Any]]:
+        if self._steps.layout is None:
+            self._steps.whole()  # the file is newer than the poll
+        while self._taken < last and self._steps.layout:
+            block = Block(self._steps, self._taken, self._steps.read(self._taken, min(_BLOCK, last - self._taken)))
+            if not len(block):
+                return
+            self._taken += len(block)
+            if blocks:
+                yield {"v": VERSION, "kind": "steps", "rank": block.layout.rank, "block": block}
+                continue
+            for event in stepfile.events(block):
+                self.broken += event is None
+                if event is not None:
+                    yield event
+
+    def _note_gap(self, found: bool) -> None:
+        """Counts a step file that is cut short, missing or unreadable as one broken line."""
+        if found and not self._has_gap:
+            self._has_gap = True
+            self.broken += 1
+
+    def _event(self, line: bytes) -> dict[str, Any] | None:
+        if not line.strip():
+            return None
+        event = self._parsed(line)
+        self.broken += event is None
+        return event
+
+
+def parse(line: bytes) -> dict[str, Any] | None:
+    """The event of one line, whose fields are as they were written; None if it is broken."""
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    whole = isinstance(event, dict) and isinstance(event.get("kind"), str) and isinstance(event.get("t"), (int, float))
+    return event if whole else None

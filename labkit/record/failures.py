@@ -1,0 +1,93 @@
+"""From what ranks and torchrun reported to one failure: which ranks failed first, in which way, and which followed."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from labkit.record.columns import RankState
+from labkit.record.stacks import error_in, place
+
+# What gloo, NCCL and torchrun say on a rank whose peer is gone: a consequence, if any other error is known.
+PEER_GONE = re.compile(
+    r"connection (?:was likely )?(?:closed|reset|refused)|broken pipe|timed out|timeout|remote process exited|peer closed", re.IGNORECASE
+)
+_NUMBERS = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)  # addresses, sizes and ranks, in which messages of one cause may differ
+
+
+def failure_of(ranks: Mapping[int, RankState], status: Mapping[str, Any], over: bool) -> dict[str, Any] | None:
+    """The first failure of a run; None if no rank failed.
+
+    `rank`, `type`, `message`, `traceback` (a stack, innermost frame last) and `exit_code` are those of the first rank in time. An error
+    that only says that a peer is gone never outranks the peer itself: a rank that died by a signal leaves no error event, only the
+    others' complaints. `alike` are all ranks that failed in the same way, the first one included: the same type, the same message but
+    for numbers, at the same line. `collateral` are the other ranks that ended with it; once the run is over, these are also ranks that
+    did not report how they ended. `left` are ranks that had ended with exit code 0 if the first failure says that a peer is gone.
+    `last_seen` is true if `traceback` was sampled a moment before the process died, and is not the stack of the failure itself.
+    """
+    failures = [*_reported_by_ranks(ranks, status), *_reported_by_torchrun(ranks, status)]
+    if not failures:
+        return None
+    first = min(failures, key=lambda failure: (failure["consequence"], failure["t"]))
+    alike = sorted(failure["rank"] for failure in failures if failure is first or _same_way(first, failure))
+    left = sorted(rank.rank for rank in ranks.values() if rank.exit_code == 0) if first["consequence"] else []
+    others = {failure["rank"] for failure in failures}
+    if over:
+        others |= {rank.rank for rank in ranks.values() if rank.exit_code is None}
+    shown = {name: first[name] for name in ("rank", "type", "message", "traceback", "exit_code", "last_seen")}
+    return shown | {"alike": alike, "collateral": sorted(others - set(alike)), "left": left}
+
+
+def exit_code(ranks: Mapping[int, RankState], status: Mapping[str, Any], number: int) -> int | None:
+    """A rank's exit code, from its own last event or from torchrun's report; None if it was terminated with its group."""
+    rank = ranks.get(number)
+    if rank is not None and rank.exit_code is not None:
+        return rank.exit_code
+    reported = (status.get("failures") or {}).get(str(number), {}).get("exit_code")
+    return 1 if reported is None and rank is not None and rank.error else reported
+
+
+def _reported_by_ranks(ranks: Mapping[int, RankState], status: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    for rank in ranks.values():
+        if rank.error:
+            kind, message = rank.error["type"], rank.error["message"]
+            yield {
+                "rank": rank.rank,
+                "t": rank.error["t"],
+                "type": kind,
+                "message": message,
+                "traceback": rank.error["traceback"],
+                "exit_code": exit_code(ranks, status, rank.rank),
+                "consequence": bool(PEER_GONE.search(f"{kind} {message}")),
+                "last_seen": False,
+            }
+
+
+def _reported_by_torchrun(ranks: Mapping[int, RankState], status: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    for name, failure in (status.get("failures") or {}).items():
+        rank = int(name)
+        if not failure.get("exit_code") or (rank in ranks and ranks[rank].error):
+            continue
+        kind, message = failure.get("signal") or f"exit code {failure['exit_code']}", str(failure.get("message") or "")
+        if not failure.get("signal"):
+            kind, message = error_in(message) or (kind, message)  # the end of a traceback in its log
+        yield {
+            "rank": rank,
+            "t": failure.get("t", math.inf),
+            "type": kind,
+            "message": message,
+            "traceback": failure.get("traceback", ""),
+            "exit_code": failure["exit_code"],
+            "consequence": failure.get("signal") == "SIGTERM",
+            "last_seen": bool(failure.get("last_seen")),
+        }
+
+
+def _same_way(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two ranks failed in the same way. A rank of which only torchrun's report is left has no line to compare."""
+    if one["type"] != other["type"] or _NUMBERS.sub("#", one["message"]) != _NUMBERS.sub("#", other["message"]):
+        return False
+    lines = {place(failure["traceback"]) for failure in (one, other) if failure["traceback"] and not failure["last_seen"]}
+    return len(lines) < 2

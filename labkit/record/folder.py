@@ -1,0 +1,368 @@
+"""RunFolder: the one class that knows the paths of a run. Nobody else joins strings into paths."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from labkit.common.arguments import shown
+from labkit.common.text import visible_line
+from labkit.record import kinds
+from labkit.record.documents import Unreadable, read_document
+from labkit.record.events import Reader
+from labkit.record.files import NotPlain, is_plain, names_below, open_below, read_below
+from labkit.record.logs import KEEP, LogTail, search
+from labkit.record.stepfile import path_beside
+
+STREAMS = ("stdout", "stderr")
+_TEXT = 4 << 20  # bytes of a script or a command
+_TAIL = 1 << 18  # bytes at the end of a log that are read for its last lines
+_LOG = 64 << 20  # bytes of a log that are read as one text
+
+
+def runs_root() -> Path:
+    """Where run folders go: LABKIT_RUNS, else `runs/` in the working folder."""
+    return Path(os.environ.get("LABKIT_RUNS") or "runs").absolute()
+
+
+class RunFolder:
+    """One run's folder, there or not. It can be moved, mailed and opened elsewhere: no path inside is absolute in meaning.
+
+    It may come from anybody, so everything is read through this class: below the folder only, plain files only, up to a limit, and with
+    values that are checked once. `Unreadable` says what is wrong with a folder that fails this.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path).absolute()
+
+    def __repr__(self) -> str:
+        return f"RunFolder({str(self.path)!r})"
+
+    @classmethod
+    def create(cls, name: str, root: Path | None = None) -> RunFolder:
+        """A new folder `<date>-<time>-<name>` under `root`, the user's own (mode 0700)."""
+        root = root or runs_root()
+        root.mkdir(parents=True, exist_ok=True)
+        stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}"
+        for number in range(1, 1000):
+            path = root / (stem if number == 1 else f"{stem}-{number}")
+            try:
+                path.mkdir(mode=0o700)
+            except FileExistsError:
+                continue
+            folder = cls(path)
+            for inner in (folder.events, folder.logs):
+                inner.mkdir(mode=0o700)
+            return folder
+        raise FileExistsError(f"{root / stem}: a thousand runs began in this second")
+
+    @classmethod
+    def all(cls, root: Path | None = None) -> list[RunFolder]:
+        """Every run under `root`, oldest first; also those that cannot be read."""
+        root = root or runs_root()
+        if not root.is_dir():
+            return []
+        return [cls(path) for path in sorted(root.iterdir()) if os.path.lexists(path / "spec.json")]
+
+    @classmethod
+    def readable(cls, folders: Iterable[RunFolder]) -> tuple[list[RunFolder], dict[str, str]]:
+        """Those of `folders` that can be read, and by the name of each other one the reason why it cannot."""
+        reasons = {folder: folder.trouble() for folder in folders}
+        return [one for one, why in reasons.items() if not why], {one.name: why for one, why in reasons.items() if why}
+
+    @classmethod
+    def find(cls, name: str, root: Path | None = None) -> RunFolder:
+        """The run that `name` names: a path, a folder's name, the end or beginning of one, or `last`.
+
+        Raises `LookupError`, one sentence with the runs there are.
+        """
+        if not name:
+            raise LookupError("the name of a run is empty; give a run's name, its path, or last")
+        if "\0" not in name and os.path.lexists(Path(name) / "spec.json"):
+            return cls(name)
+        runs = cls.all(root)
+        if name == "last" and runs:
+            return runs[-1]
+        matches = [run for run in runs if run.name == name] or [run for run in runs if run.name.startswith(name) or run.name.endswith(name)]
+        if len(matches) == 1:
+            return matches[0]
+        if matches:
+            raise LookupError(f"{shown(name)} could be {', '.join(visible_line(run.name) for run in matches[-5:])}; say more of the name")
+        there = ", ".join(visible_line(run.name) for run in runs[-5:]) or "none yet"
+        raise LookupError(f"there is no run {shown(name)} under {root or runs_root()}; the newest are: {there}")
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether there is no folder at this path any more: it was deleted, or moved away."""
+        try:
+            self.path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:
+            pass  # it cannot be looked at now, which says nothing
+        return False
+
+    # ---- the paths
+
+    @property
+    def name(self) -> str:
+        """The folder's name, which is the run's."""
+        return self.path.name
+
+    @property
+    def spec(self) -> Path:
+        """What was asked."""
+        return self.path / "spec.json"
+
+    @property
+    def script(self) -> Path:
+        """The script as written out; a script of one's own stays where it is."""
+        return self.path / "train.py"
+
+    @property
+    def command(self) -> Path:
+        """The exact command to run it by hand."""
+        return self.path / "command.txt"
+
+    @property
+    def plan(self) -> Path:
+        """What the supervisor starts: argv, the environment's additions, the working folder."""
+        return self.path / "launch.json"
+
+    @property
+    def status(self) -> Path:
+        """State, pids, exit codes, restarts: written by the supervisor alone."""
+        return self.path / "status.json"
+
+    @property
+    def capture(self) -> Path:
+        """A request to look closely at one step, for the ranks to read."""
+        return self.path / "capture.json"
+
+    @property
+    def trace(self) -> Path:
+        """The sampled steps for Perfetto, where somebody asked for that."""
+        return self.path / "trace.json"
+
+    @property
+    def tensors(self) -> Path:
+        """Gradients and parameters of every rank, where LABKIT_TENSORS=1 asked for them."""
+        return self.path / "tensors"
+
+    @property
+    def summary(self) -> Path:
+        """The figures of the finished run."""
+        return self.path / "summary.json"
+
+    @property
+    def system(self) -> Path:
+        """Device and process samples, taken from outside the ranks."""
+        return self.path / "system.jsonl"
+
+    @property
+    def events(self) -> Path:
+        """The folder of the ranks' events."""
+        return self.path / "events"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints, beside the script that writes them."""
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        """The folder of the ranks' output."""
+        return self.path / "logs"
+
+    @property
+    def launcher_log(self) -> Path:
+        """What torchrun itself said."""
+        return self.logs / "torchrun.log"
+
+    @property
+    def supervisor_log(self) -> Path:
+        """What the supervisor had to say, empty in a good run."""
+        return self.logs / "supervisor.log"
+
+    @property
+    def rendezvous(self) -> Path:
+        """The file through which the ranks of one machine find each other, instead of an open port."""
+        return self.path / "rendezvous"
+
+    @property
+    def reserve(self) -> Path:
+        """Room on the disk for the final status and the summary, while the run lasts."""
+        return self.path / ".reserve"
+
+    def reserves_of_ranks(self) -> list[Path]:
+        """The room that ranks have reserved for their last events."""
+        return list(self.events.glob(".rank*.reserve"))
+
+    def events_of(self, rank: int) -> Path:
+        """The events of one rank."""
+        return self.events / f"rank{rank}.jsonl"
+
+    def position_of(self, rank: int) -> Path:
+        """Where one rank's script was last; see probe/position.py."""
+        return self.path / "stacks" / f"rank{rank}.position.json"
+
+    def crash_of(self, rank: int) -> Path:
+        """What faulthandler wrote in one rank."""
+        return self.path / "stacks" / f"rank{rank}.crash.txt"
+
+    def event_files(self) -> dict[int, Path]:
+        """The event files there are, by rank."""
+        found = {}
+        for name in names_below(self.path, self.events):
+            number = re.fullmatch(r"rank(\d{1,6})\.jsonl", name, re.ASCII)
+            if number and int(number[1]) < kinds.RANKS:
+                found[int(number[1])] = self.events / name
+        return dict(sorted(found.items()))
+
+    def log_of(self, rank: int, stream: str = "stdout", attempt: int | None = None) -> Path | None:
+        """One rank's output of one attempt (the newest where none is named); None where there is none yet."""
+        logs = self.log_files(stream)
+        attempts = [number for number, of in logs if of == rank and attempt in (None, number)]
+        return logs[max(attempts), rank] if attempts else None
+
+    def log_files(self, stream: str = "stdout") -> dict[tuple[int, int], Path]:
+        """The output files there are, by (attempt, rank), as torchrun lays them: `<id>/attempt_<n>/<rank>/<stream>.log`."""
+        found = {}
+        for place in (self.logs / name for name in names_below(self.path, self.logs)):
+            for attempt in (name for name in names_below(self.path, place) if re.fullmatch(r"attempt_\d{1,6}", name, re.ASCII)):
+                for rank in (name for name in names_below(self.path, place / attempt) if re.fullmatch(r"\d{1,6}", name, re.ASCII)):
+                    path = place / attempt / rank / f"{stream}.log"
+                    if os.path.lexists(path):
+                        found[int(attempt.removeprefix("attempt_")), int(rank)] = path
+        return dict(sorted(found.items()))
+
+    # ---- reading
+
+    def open(self, path: Path) -> BinaryIO:
+        """Opens a file of this folder for reading. Raises `OSError`, which is `NotPlain` for a link, a FIFO, a device or a directory."""
+        return open_below(self.path, path)
+
+    def text(self, path: Path) -> str:
+        """A script or a command as text, with � for bytes that are not UTF-8. Raises `OSError` as `open` does, and if it is too large."""
+        return read_below(self.path, path, _TEXT).decode(errors="replace")
+
+    def end_of(self, path: Path, most: int = _TAIL) -> str:
+        """The last `most` bytes of a text file; empty if there is none."""
+        try:
+            with self.open(path) as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - most))
+                return file.read(most).decode(errors="replace")
+        except OSError:
+            return ""
+
+    def whole_log(self, rank: int, stream: str = "stdout") -> str:
+        """All that a rank wrote in its newest attempt; of more than 64 MiB the end."""
+        path = self.log_of(rank, stream)
+        return self.end_of(path, _LOG) if path else ""
+
+    def tail(self, path: Path, keep: int = KEEP) -> LogTail:
+        """The newest lines of a file below `logs`, as it grows."""
+        return LogTail(path, keep, opened=self.open)
+
+    def log_tail(self, rank: int, stream: str = "stdout", keep: int = KEEP) -> LogTail:
+        """The newest lines of one rank's output, which may have none yet, over all attempts from now on."""
+        return LogTail(lambda: self.log_of(rank, stream), keep, opened=self.open)
+
+    def search_log(self, rank: int, stream: str, text: str, limit: int) -> list[tuple[int, str]]:
+        """The first `limit` lines of a rank's newest output that contain `text`, with their numbers from 0."""
+        path = self.log_of(rank, stream)
+        try:
+            return search(path, text, limit, opened=self.open) if path else []
+        except OSError:
+            return []
+
+    def reader(self, path: Path) -> Reader:
+        """A reader of an event file, whose events are checked; `Unreadable` when it reads a file that is not a plain one."""
+        return Reader(path, opened=self._events_file, parsed=kinds.event)
+
+    def _events_file(self, path: Path) -> BinaryIO:
+        try:
+            return self.open(path)
+        except NotPlain as error:
+            raise Unreadable(self.name, str(error)) from None
+
+    @staticmethod
+    def read_json(path: Path) -> dict[str, Any]:
+        """The checked document `path` of a run folder, such as `spec.json`; empty if it is missing. Raises `Unreadable`."""
+        return read_document(path)
+
+    def require_readable(self) -> None:
+        """Raises `Unreadable` if what was asked for or the status is not valid, or if events or logs are links or no plain files."""
+        self.read_json(self.spec)
+        self.read_json(self.status)
+        ranks = self.event_files().values()
+        for path in (self.events, self.logs, self.system, *ranks, *map(path_beside, ranks)):
+            if os.path.lexists(path) and not is_plain(path):
+                raise Unreadable(self.name, f"{path.relative_to(self.path).as_posix()} is a link or no plain file")
+
+    def trouble(self) -> str:
+        """Why this folder cannot be read, as one clause; empty if it can."""
+        try:
+            self.require_readable()
+        except Unreadable as error:
+            return error.reason
+        return ""
+
+    def copy(self, path: Path) -> RunFolder:
+        """Copies the plain files of this folder to a new one at `path`; links, FIFOs and devices are left out."""
+
+        def copied(source: str, target: str) -> None:
+            with self.open(Path(source)) as file, open(target, "xb") as made:
+                shutil.copyfileobj(file, made)
+
+        def left_out(place: str, names: list[str]) -> list[str]:
+            return [name for name in names if not is_plain(Path(place, name))]
+
+        shutil.copytree(self.path, path, ignore=left_out, copy_function=copied)
+        return RunFolder(path)
+
+    def delete(self) -> None:
+        """Deletes the folder; of one that is a symbolic link the link alone."""
+        if self.path.is_symlink():
+            self.path.unlink()
+        else:
+            shutil.rmtree(self.path)
+
+    # ---- writing
+
+    @contextmanager
+    def closing(self) -> Iterator[None]:
+        """Held by whoever ends a run without its supervisor: nobody else writes another end meanwhile. A deleted folder is not held."""
+        with ExitStack() as held:
+            with suppress(ImportError, OSError):  # it was deleted, or the system has no such locks
+                import fcntl
+
+                folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                held.callback(os.close, folder)
+                fcntl.flock(folder, fcntl.LOCK_EX)
+            yield
+
+    @staticmethod
+    def write_json(path: Path, value: dict[str, Any]) -> None:
+        """Writes `value` so that a reader sees the old file or the new one, never half of one."""
+        RunFolder.write_text(path, json.dumps(value, indent=2) + "\n")
+
+    @staticmethod
+    def write_text(path: Path, text: str) -> None:
+        """Writes `text` atomically, readable by its owner alone."""
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            Path(temporary).replace(path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise

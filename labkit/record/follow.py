@@ -1,0 +1,81 @@
+"""Follower: keeps a RunState up to date with a run folder, reading only what is new."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from labkit.record.events import Reader
+from labkit.record.folder import RunFolder
+from labkit.record.state import RunState
+from labkit.record.status import current
+
+_DELETED = {
+    "state": "failed",
+    "message": "the run folder was deleted or moved while the run was under way, so the run was stopped",
+}
+_PATIENCE = 1.0  # seconds that a person waits without a word
+_TICK = 0.25  # seconds between two words
+
+
+class Follower:
+    """Folds a run folder's files into `state`; `poll` reads on where it stopped.
+
+    An ended run is read by one call of `poll`, however long it was. When a call has taken a second, `progress` is called again and again
+    with the share of all bytes that was read so far (0 to 1). If the folder disappears, what was read of it stays.
+    """
+
+    def __init__(self, folder: RunFolder, progress: Callable[[float], None] = lambda share: None):
+        self.folder = folder
+        self.state = RunState()
+        self.progress = progress
+        self._readers: dict[str, Reader] = {"system": folder.reader(folder.system)}
+        self._known: dict[str, dict[str, Any]] = {}
+        self._next_word = 0.0
+        self._was_there = not folder.is_gone
+
+    def poll(self) -> bool:
+        """Reads what is new; True where anything was. The status is read first, so that a state that is over has all its events."""
+        if self.folder.is_gone:
+            under_way = self._was_there and not self.state.over
+            return under_way and self._apply_object("status", self.state.status | _DELETED)
+        self._was_there = True
+        self._next_word = time.monotonic() + _PATIENCE
+        changed = self._apply_object("status", current(self.folder))
+        if "spec" not in self._known:
+            changed |= self._apply_object("spec", RunFolder.read_json(self.folder.spec))
+        for rank, path in self.folder.event_files().items():
+            if f"rank{rank}" not in self._readers:
+                self._readers[f"rank{rank}"] = self.folder.reader(path)
+        readers = self._readers.values()
+        broken = sum(reader.broken for reader in readers)
+        for reader in readers:
+            more = True
+            while more:
+                for event in reader.poll(blocks=True):
+                    self.state.apply(event)
+                    changed = True
+                    self._tell()
+                more = reader.more
+        self.state.broken += sum(reader.broken for reader in readers) - broken
+        return changed
+
+    def _tell(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_word:
+            self._next_word = now + _TICK
+            self.progress(self.share)
+
+    @property
+    def share(self) -> float:
+        """The share of the files' bytes that was read."""
+        size = sum(reader.size for reader in self._readers.values())
+        return min(1.0, sum(reader.position for reader in self._readers.values()) / size) if size else 1.0
+
+    def _apply_object(self, kind: str, value: dict[str, Any]) -> bool:
+        if not value or self._known.get(kind) == value:
+            return False
+        self._known[kind] = value
+        self.state.apply({"kind": kind, kind: value})
+        return True

@@ -1,0 +1,70 @@
+"""Stacks and error texts as Python, faulthandler and torchrun write them: the line of the script in them, and a bounded length."""
+
+from __future__ import annotations
+
+import re
+import sys
+import traceback
+from pathlib import Path
+from types import FrameType
+
+TEXT_LIMIT = 1 << 14  # characters of a traceback, or of any other text of an event
+MESSAGE_LIMIT = 1 << 12  # characters of an error's message, which findings search with regular expressions
+
+_FRAME = re.compile(r'File "(?P<file>[^"\n]+)", line (?P<line>\d+)(?:,? in (?P<function>\S+))?')
+_THREAD = re.compile(r"^(?P<current>Current thread|Thread) .*\(most recent call first\):$", re.MULTILINE)
+LIBRARIES = ("site-packages", "/lib/python", "/labkit/probe/")  # what a path of no script's file contains
+RUNNER = str(Path(__file__).parents[1] / "probe" / "runner.py")  # the frames of this file and those outside of it are no script's
+_NAMED = re.compile(r"^(?P<type>(?:\w+\.)*\w*(?:Error|Exception|Warning|Interrupt|Exit)): (?P<message>.*)$", re.DOTALL)
+
+
+def clipped(text: str, limit: int = TEXT_LIMIT) -> str:
+    """A text of at most about `limit` characters: its beginning and its end, and how much is left out between them."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n[… {len(text) - 2 * half:,} characters left out …]\n{text[-half:]}"
+
+
+def place(stack: str | None) -> str:
+    """The innermost line of a stack that is not a library's: `train.py:139 in step`; empty if there is none.
+
+    A SyntaxError has a line and no function: `train.py:3`.
+    """
+    frames = [frame for frame in _FRAME.finditer(stack or "") if not any(part in frame["file"] for part in LIBRARIES)]
+    if not frames:
+        return ""
+    file = frames[-1]["file"].replace("\\", "/").rpartition("/")[2]
+    return f"{file}:{frames[-1]['line']}" + (f" in {frames[-1]['function']}" if frames[-1]["function"] else "")
+
+
+def of_script(frame: FrameType | None = None) -> list[traceback.FrameSummary]:
+    """The frames of the script above which `frame` stands (this call by default), the outermost first."""
+    frames = traceback.extract_stack(frame or sys._getframe(1))
+    begins = max((index + 1 for index, one in enumerate(frames) if one.filename == RUNNER and one.name == "_run"), default=0)
+    return [one for one in frames[begins:] if not one.filename.startswith((str(Path(RUNNER).parent), "<frozen"))]
+
+
+def of_crash(dump: str) -> str:
+    """The script's stack in what faulthandler wrote, with the innermost frame last, as tracebacks have it; empty if there is none.
+
+    That is the thread that crashed, or, if none did, the main thread, which faulthandler writes last. Of several dumps the last counts.
+    """
+    threads = list(_THREAD.finditer(dump))
+    if not threads:
+        return ""
+    last_crash = next((thread for thread in reversed(threads) if thread["current"] == "Current thread"), None)
+    chosen = last_crash or threads[-1]
+    end = next((thread.start() for thread in threads if thread.start() > chosen.start()), len(dump))
+    frames = []
+    for line in dump[chosen.end() : end].splitlines()[1:]:
+        if not line.startswith("  File ") or f'"{RUNNER}"' in line:
+            break
+        frames.append(line)
+    return "\n".join(reversed(frames))
+
+
+def error_in(line: str) -> tuple[str, str] | None:
+    """Type and message of the last line of a traceback, such as `NameError: name 'x' is not defined`; None for any other line."""
+    found = _NAMED.match(line.strip())
+    return (found["type"].rpartition(".")[2], found["message"]) if found else None

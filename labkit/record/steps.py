@@ -1,0 +1,250 @@
+"""The steps of a rank as columns: numpy over the records that were read, in bounded memory however long the run was.
+
+The newest records are held in memory. Of a long run, older ones are read from the step file again where somebody asks for them, so a
+state over ten million steps takes some tens of megabytes.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy
+
+from labkit.record.stepfile import COLUMNS, LIMITS, MEMORY, PHASES, Block
+
+HELD = 1 << 15  # records of a rank that stay in memory
+_CHUNK = 1 << 13  # records that are joined when they come few at a time
+_SPREAD = 1 << 20  # values that a median is taken of; of more, so many that are evenly spread
+_ROW = numpy.dtype([(name, "f8") for name, _ in COLUMNS])
+_SHORT = {name for name, type_ in COLUMNS if type_ == "<f4"}
+_SAMPLE = 1 << 10  # steps that are kept as a sample of all, up to twice as many
+_DIGITS = 7  # of seconds that are stored in 32 bits: what was measured, to 0.1 µs
+
+
+class Column(Sequence[float]):
+    """One column of a rank's steps. An index gives a float, a slice a numpy array; a value that is not known is NaN."""
+
+    def __init__(self, steps: Steps, name: str):
+        self._steps, self._name = steps, name
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __getitem__(self, which: Any) -> Any:
+        if isinstance(which, slice):
+            first, last, stride = which.indices(len(self))
+            if stride < 0:
+                return self[last + 1 : first + 1][::-1][::-stride] if first > last else self[0:0]
+            return self._steps.values(self._name, first, last, stride)
+        index = range(len(self))[which]
+        return float(self._steps.values(self._name, index, index + 1)[0])
+
+    def __iter__(self) -> Iterator[float]:
+        for values in self.pieces():
+            yield from values.tolist()
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> numpy.ndarray:
+        return self[:].astype(dtype or float)
+
+    def pieces(self, first: int = 0) -> Iterator[numpy.ndarray]:
+        """The values from index `first` on, a bounded number at a time."""
+        return self._steps.pieces(self._name, first)
+
+
+class Steps:
+    """The steps of one rank, column by column: `t`, `step`, `loss`, `samples`, `seconds`, and by name `phases` and `memory`.
+
+    All columns have the same length.
+    """
+
+    def __init__(self) -> None:
+        self.t, self.step, self.loss, self.samples, self.seconds = (
+            Column(self, name) for name in ("t", "step", "loss", "samples", "seconds")
+        )
+        self.phases = {phase: Column(self, phase) for phase in PHASES}
+        self.memory = {name: Column(self, name) for name in MEMORY}
+        self._peak: int | None = None
+        self._has_loss = False
+        self._new: list[tuple[float, ...]] = []  # rows that came one by one, and are not in a chunk yet
+        self._chunks: list[_Chunk] = []
+        self._starts: list[int] = []  # the index of each chunk's first record
+        self._length = 0
+        self._sample = numpy.empty(0, _ROW)
+        self._every = 1  # the sample has every so many-th step
+        self._first_held = 0  # chunks before this one are not in memory
+
+    def __len__(self) -> int:
+        return self._length + len(self._new)
+
+    @property
+    def peak(self) -> int | None:
+        """The largest peak of any step, in bytes; None where none is known."""
+        self._flush()
+        return self._peak
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether any step has a loss."""
+        self._flush()
+        return self._has_loss
+
+    def append(self, event: Mapping[str, Any]) -> None:
+        """Adds one step event; raises before anything is added where it makes no sense."""
+        seconds, memory = event.get("seconds") or {}, event.get("memory") or {}
+        row = {"t": float(event["t"]), "step": float(int(event["step"]))}
+        row |= {"loss": number(event.get("loss")), "samples": number(event.get("samples")), "seconds": number(seconds.get("step"))}
+        row |= {phase: number(seconds.get(phase), 0.0) for phase in PHASES} | {name: number(memory.get(name)) for name in MEMORY}
+        row["losses"] = float(event.get("loss") is not None)
+        self._new.append(tuple(row[name] for name in _ROW.names))
+        if len(self._new) >= _CHUNK:
+            self._flush()
+
+    def extend(self, block: Block) -> tuple[int, int | None]:
+        """Adds the records of a block; gives how many of them made no sense, and the first step whose loss is not finite."""
+        self._flush()
+        rows, wrong = checked(block)
+        if len(rows):
+            self._take(rows, block)
+        diverged = rows["step"][(rows["losses"] > 0) & ~numpy.isfinite(rows["loss"])]
+        return wrong, int(diverged[0]) if len(diverged) else None
+
+    def values(self, name: str, first: int, last: int, stride: int = 1) -> numpy.ndarray:
+        """A column from index `first` to `last`, every `stride`-th value."""
+        self._flush()
+        parts, index = [], first
+        while index < last:
+            number = bisect_right(self._starts, index) - 1
+            begin, chunk = self._starts[number], self._chunks[number]
+            end = min(last, begin + len(chunk))
+            parts.append(chunk.values(name, index - begin, end - begin)[::stride])
+            index += -(-(end - index) // stride) * stride
+        return numpy.concatenate(parts) if parts else numpy.empty(0)
+
+    def sample(self, name: str) -> numpy.ndarray:
+        """A column at about a thousand steps that are spread evenly over the run; all of it where there are no more."""
+        self._flush()
+        return self._sample[name]
+
+    def pieces(self, name: str, first: int = 0) -> Iterator[numpy.ndarray]:
+        """A column from index `first` on, a bounded number of values at a time."""
+        for index in range(first, len(self), HELD):
+            yield self.values(name, index, min(len(self), index + HELD))
+
+    def _flush(self) -> None:
+        if self._new:
+            rows, self._new = numpy.array(self._new, _ROW), []
+            self._take(rows, None)
+
+    def _take(self, rows: numpy.ndarray, block: Block | None) -> None:
+        peaks = rows["peak"][numpy.isfinite(rows["peak"])]
+        if len(peaks):
+            self._peak = max(self._peak or 0, int(peaks.max()))
+        self._has_loss |= bool(rows["losses"].any())
+        self._sample = numpy.concatenate([self._sample, rows[-self._length % self._every :: self._every]])
+        while len(self._sample) > 2 * _SAMPLE:
+            self._sample, self._every = self._sample[::2].copy(), 2 * self._every
+        if not (self._chunks and self._chunks[-1].joined(rows, block)):
+            self._chunks.append(_Chunk(rows, block))
+            self._starts.append(self._length)
+        self._length += len(rows)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Old chunks leave the memory, if their file can be read again."""
+        while self._first_held < len(self._chunks) - 1 and self._length - self._starts[self._first_held + 1] >= HELD:
+            self._chunks[self._first_held].let_go()
+            self._first_held += 1
+
+
+class _Chunk:
+    """Consecutive steps: rows in memory, or the place in a step file where they are read again."""
+
+    def __init__(self, rows: numpy.ndarray, block: Block | None):
+        self._rows: numpy.ndarray | None = rows
+        self._length = len(rows)
+        self._file, self._first = (block.file, block.first) if block else (None, 0)
+        self._records = len(block) if block else 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def joined(self, rows: numpy.ndarray, block: Block | None) -> bool:
+        """Adds rows that follow at once in the same file, or come without one, while the chunk is small; gives whether it did."""
+        length = self._length + len(rows)
+        follows = (block.file, block.first) == (self._file, self._first + self._records) if block else self._file is None
+        if self._rows is None or not follows or length > _CHUNK:
+            return False
+        if length > len(self._rows):
+            grown = numpy.empty(min(_CHUNK, 2 * length), _ROW)
+            grown[: self._length] = self._rows[: self._length]
+            self._rows = grown
+        self._rows[self._length : length] = rows
+        self._length = length
+        self._records += len(block) if block else 0
+        return True
+
+    def let_go(self) -> None:
+        """Leaves the rows to the file."""
+        if self._file is not None and self._file.hold():
+            self._rows = None
+
+    def values(self, name: str, first: int, last: int) -> numpy.ndarray:
+        """A column from the row of index `first` to that of index `last`, counted within the chunk."""
+        if self._rows is not None:
+            return self._rows[name][first:last].copy()
+        whole = self._length == self._records  # else broken records lie between
+        begin, count = (first, last - first) if whole else (0, self._records)
+        block = Block(self._file, self._first + begin, self._file.read(self._first + begin, count))
+        found = column(block, name) if whole else checked(block)[0][name][first:last]
+        if len(found) == last - first:
+            return found
+        return numpy.concatenate([found, numpy.full(last - first - len(found), math.nan)])  # the file was cut since
+
+
+def checked(block: Block) -> tuple[numpy.ndarray, int]:
+    """The records of a block that make sense, as rows of float64, and how many do not."""
+    rows = numpy.empty(len(block), _ROW)
+    for name in _ROW.names:
+        rows[name] = column(block, name)
+    good = numpy.ones(len(rows), bool)
+    with numpy.errstate(invalid="ignore"):
+        for name, (least, end, may_be_unknown) in LIMITS.items():
+            values = rows[name]
+            inside = (values >= least) & (values < end)
+            good &= inside | numpy.isnan(values) if may_be_unknown else inside
+        good &= rows["step"] == numpy.floor(rows["step"])
+    return (rows, 0) if good.all() else (rows[good], int(len(rows) - good.sum()))
+
+
+def column(block: Block, name: str) -> numpy.ndarray:
+    """One column of a block in float64; NaN where its file has none of the name."""
+    names = [name for name, _ in block.layout.columns]
+    if name not in names:
+        missing = column(block, "loss") if name == "losses" else None
+        return numpy.full(len(block), math.nan) if missing is None else (~numpy.isnan(missing)).astype(float)
+    values = numpy.frombuffer(block.data, numpy.dtype(list(block.layout.columns)))[name].astype(float)
+    return values.round(_DIGITS) if name in _SHORT else values
+
+
+# ---- figures of a column
+
+
+def median(values: Column | Sequence[float], first: int = 0) -> float:
+    """The median of the known values from index `first` on; NaN where none is. Of more than a million, that of a million evenly spread."""
+    stride = max(1, -(-(len(values) - first) // _SPREAD))
+    known = numpy.asarray(values[first::stride], float)
+    known = known[~numpy.isnan(known)]
+    return float(numpy.median(known)) if len(known) else math.nan
+
+
+def total(values: Column, first: int = 0) -> float:
+    """The sum of the known values from index `first` on."""
+    return float(sum(numpy.nansum(piece) for piece in values.pieces(first)))
+
+
+def number(value: Any, missing: float = math.nan) -> float:
+    """A value as a column holds it."""
+    return missing if value is None else float(value)

@@ -1,0 +1,73 @@
+"""A named choice with a default: what a strategy or a workload lets a person set, and how it is checked.
+
+An option becomes one constant of the written-out script: the option ``bucket_mb`` is the setting ``BUCKET_MB``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from labkit.common.arguments import Number, shown
+
+_WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+
+@dataclass(frozen=True)
+class Option:
+    """One setting of a strategy or workload; the type of `default` is the type of the setting.
+
+    A numeric setting without `choices` has a `minimum` and a `maximum`, both allowed.
+    """
+
+    name: str
+    default: Any
+    help: str
+    choices: tuple[Any, ...] = ()
+    minimum: float | None = None
+    maximum: float | None = None
+
+    def __post_init__(self) -> None:
+        if self._is_number and not self.choices and (self.minimum is None or self.maximum is None):
+            raise TypeError(f"option {self.name} is a number and needs a minimum and a maximum")
+
+    def parse(self, given: Any) -> Any:
+        """The value that `given` (a value or its text) stands for; ValueError says what is allowed."""
+        value = self._convert(given)
+        if value is None or (self.choices and value not in self.choices):
+            raise ValueError(f"option {self.name} must be {self.allowed}, got {shown(given)}")
+        return value
+
+    @property
+    def bounds(self) -> Number | None:
+        """The bounds of a numeric setting; None of a setting of another type."""
+        if not self._is_number:
+            return None
+        low, high = (min(self.choices), max(self.choices)) if self.choices else (self.minimum, self.maximum)
+        return Number(type(self.default), low, high)
+
+    @property
+    def allowed(self) -> str:
+        """What is allowed, in words."""
+        if self.choices:
+            return "one of " + ", ".join(str(choice) for choice in self.choices)
+        if isinstance(self.default, bool):
+            return "true or false"
+        return self.bounds.allowed if self.bounds else "a string"
+
+    @property
+    def _is_number(self) -> bool:
+        return isinstance(self.default, (int, float)) and not isinstance(self.default, bool)
+
+    def _convert(self, given: Any) -> Any:
+        if isinstance(self.default, bool):
+            return _WORDS.get(str(given).strip().lower()) if isinstance(given, (bool, str)) else None
+        if isinstance(self.default, str):
+            return given if isinstance(given, str) else None
+        value = self.bounds.from_text(given) if isinstance(given, str) else given
+        if isinstance(self.default, int) and isinstance(value, float) and value.is_integer():
+            value = int(value)
+        try:
+            return self.bounds.check(self.name, value)
+        except ValueError:
+            return None

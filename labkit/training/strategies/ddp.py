@@ -1,0 +1,84 @@
+"""Distributed data parallel: every rank holds the whole model, trains on its own samples, and the gradients are averaged."""
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
+    PowerSGDState,
+    powerSGD_hook,
+)
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+from labkit.training.strategies.base import BATCH_PER_RANK, CHECKPOINT_ACTIVATIONS, COMPILE, transform
+
+BUCKET_MB = 25  # gradients are sent in buckets of this size, while backward still runs
+STATIC_GRAPH = False  # every step runs the same graph, which the first one records
+COMPRESSION = "none"  # fp16 or powersgd: what gradients are sent as
+
+
+def setup() -> torch.device:
+    """Joins the process group: NCCL between GPUs, gloo between CPU processes."""
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    return device
+
+
+def share() -> tuple[int, int]:
+    """How many shares the samples are taken in, and which of them is this rank's."""
+    return dist.get_world_size(), dist.get_rank()
+
+
+def parallelize(model: nn.Module, device: torch.device) -> nn.Module:
+    """A replica on every rank; backward averages the gradients over the ranks."""
+    if CHECKPOINT_ACTIVATIONS or COMPILE:
+        model = transform(model)
+    model = model.to(device)
+    if STATIC_GRAPH:
+        model = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB, static_graph=True)
+    else:
+        model = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
+    if COMPRESSION == "fp16":
+        model.register_comm_hook(None, fp16_compress_hook)
+    if COMPRESSION == "powersgd":
+        # Two steps as they are, then low-rank factors in the place of each matrix.
+        low_rank = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+        model.register_comm_hook(low_rank, powerSGD_hook)
+    return model
+
+
+def exchange(model: nn.Module, last: bool) -> AbstractContextManager:
+    """Gradients add up on each rank, and are sent with the last part of a step."""
+    return nullcontext() if last else model.no_sync()
+
+
+@torch.no_grad()
+def evaluate(model, dataset: TensorDataset, device: torch.device) -> list[float]:
+    """Mean loss and accuracy over the test set, of which each rank takes a share."""
+    model.eval()
+    sums = torch.zeros(3, device=device)
+    shares, mine = share()
+    rounds = len(dataset) // (shares * BATCH_PER_RANK) + 1  # as many for every rank
+    for indices in torch.arange(len(dataset))[mine::shares].tensor_split(rounds):
+        inputs, targets = (part.to(device) for part in dataset[indices])
+        logits, targets = model(inputs).flatten(0, -2), targets.flatten()
+        sums[0] += cross_entropy(logits, targets, reduction="sum")
+        sums[1] += (logits.argmax(-1) == targets).sum()
+        sums[2] += len(targets)
+    dist.all_reduce(sums)
+    dist.barrier()  # nobody leaves while another still sends
+    return (sums[:2] / sums[2]).tolist()
+
+
+def cleanup() -> None:
+    """Leaves the process group."""
+    dist.destroy_process_group()

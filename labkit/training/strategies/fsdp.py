@@ -1,0 +1,41 @@
+"""Fully sharded data parallel as it first was (FSDP1): a wrapped unit is one flat parameter, of which each rank keeps a shard."""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
+
+from labkit.training.strategies.base import CHECKPOINT_ACTIVATIONS, CLIP_NORM, COMPILE, transform
+from labkit.training.strategies.ddp import cleanup, evaluate, setup, share
+from labkit.training.strategies.sharded import resume, save
+
+__all__ = ["SCALER", "cleanup", "clip_gradients", "evaluate", "parallelize", "resume", "save", "setup", "share"]
+
+SHARDING = "FULL_SHARD"  # SHARD_GRAD_OP keeps parameters whole until backward
+MIN_PARAMETERS = 20_000  # from so many on, a part of the model is a unit of its own
+REPLICAS = 1  # groups of ranks that each hold the whole model, sharded inside
+SCALER = ShardedGradScaler()  # asks all ranks whether a gradient overflowed
+
+
+def parallelize(model: nn.Module, device: torch.device) -> nn.Module:
+    """A shard of every unit on each rank; a unit is gathered when it is needed."""
+    if CHECKPOINT_ACTIVATIONS or COMPILE:
+        model = transform(model)
+    units = partial(size_based_auto_wrap_policy, min_num_params=MIN_PARAMETERS)
+    settings = {"auto_wrap_policy": units, "device_id": device, "use_orig_params": True}
+    if REPLICAS > 1:
+        shape = (REPLICAS, dist.get_world_size() // REPLICAS)
+        names = ("replicate", "shard")
+        mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=names)
+        settings["device_mesh"] = mesh
+    sharding = ShardingStrategy[SHARDING]
+    return FullyShardedDataParallel(model, sharding_strategy=sharding, **settings)
+
+
+def clip_gradients(model: nn.Module) -> None:
+    """Holds the norm of all gradients, of all shards together, to CLIP_NORM."""
+    model.clip_grad_norm_(CLIP_NORM)
