@@ -299,7 +299,7 @@ def test_a_cell_magic_refuses_what_it_cannot_run(line):
 
 def test_every_finding_can_be_waited_for():
     """`wait(until=...)` knows the names of all findings that the rules give."""
-    folder = Path(labkit.__file__).parent / "diagnose"
+    folder = Path(labkit.__file__).parent / "analysis" / "diagnose"
     written = {name for path in folder.glob("*.py") for name in re.findall(r'name="(\w+)"', path.read_text(encoding="utf-8"))}
     assert written and written <= set(NAMES)
 

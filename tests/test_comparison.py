@@ -16,12 +16,13 @@ from fabricate import FakeRun
 from rich.console import Console
 
 from labkit import SpecError, compare, show
-from labkit.analysis.comparison import HEADS, RECORDED, RECORDED_NOTE, Comparing, Row, alike, cells, newest, plan, recorded, sentences
+from labkit.analysis.comparison import HEADS, RECORDED, RECORDED_NOTE, Row, alike, cells, newest, recorded, sentences
 from labkit.analysis.equivalence import Badge
 from labkit.figures import comparison as pictures
 from labkit.frontends import terminal
 from labkit.frontends.panel.compare import CompareTab, comparison_html
 from labkit.record.folder import RunFolder
+from labkit.runs.comparing import Comparing, plan
 from labkit.setup.environment import CLONE
 from labkit.training.strategies import STRATEGIES
 
@@ -245,13 +246,12 @@ def test_chosen_recorded_runs_are_compared_and_unreadable_ones_refused(runs):
 
 def test_a_bare_comparison_is_shown_once_in_a_cell(monkeypatch):
     shown, number = [], 1
-    monkeypatch.setattr("labkit.analysis.comparison.show", shown.append)
-    monkeypatch.setattr("labkit.analysis.comparison.cell", lambda: number)
-    comparing = Comparing(plan(["ddp"], workload="mlp", nproc=2, device="cpu", batch_size=64)[0])
+    monkeypatch.setattr("labkit.runs.comparing.cell", lambda: number)
+    comparing = Comparing(plan(["ddp"], workload="mlp", nproc=2, device="cpu", batch_size=64)[0], show=shown.append)
     assert repr(comparing) == "<Comparing Single, DDP: 0 of 2 over>"
     with pytest.raises(NotImplementedError):
         comparing._ipython_display_()  # no notebook: IPython shows the repr
-    monkeypatch.setattr("labkit.analysis.comparison.in_notebook", lambda: True)
+    monkeypatch.setattr("labkit.runs.comparing.in_notebook", lambda: True)
     comparing._ipython_display_()
     assert shown == [comparing]
     comparing.shown_in = number  # as `show` notes it
