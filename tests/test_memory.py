@@ -20,7 +20,7 @@ WITHIN = 0.02
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallinfo2 is glibc's")
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "fsdp2", "tp"])
 def test_the_curve_is_right_to_two_percent(strategy, tmp_path):
-    spec = Spec(strategy, workload="gpt", nproc=2, batch_size=16, steps=4, samples=256, device="cpu").on(Machine.here())
+    spec = Spec(strategy, workload="gpt", nproc=2, batch_size=16, steps=3, samples=96, device="cpu").on(Machine.here())
     (tmp_path / "train.py").write_text(write_script(spec), encoding="utf-8")
     handle = warm_run(PEAKS, nproc=2, device="cpu", args=[str(tmp_path / "train.py"), str(tmp_path)], sample_every=0)
     assert handle.words == "finished", handle.logs(0, "stderr")
