@@ -19,7 +19,7 @@ import numpy
 import psutil
 import pytest
 import torch
-from conftest import processes_of, started_warm, wait_until
+from conftest import processes_of, started_warm, wait_until, warm_run
 from probed import PROBE, SCRIPTS, Told, environment, launch, watched
 
 from labkit.events import PHASES, Reader
@@ -252,16 +252,6 @@ def test_metrics_keep_their_names_apart(styles):
 # ---- two ranks under torchrun, as the launcher starts them
 
 
-def torchrun(run: Path, *script: object) -> list[object]:
-    return [
-        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--rdzv-backend=c10d", "--rdzv-conf", "store_type=file"),
-        *(f"--rdzv-endpoint={run / 'rendezvous'}", "--local-addr=127.0.0.1", "--nproc-per-node=2", "-m", "labkit.probe", *script),
-    ]
-
-
-LOCAL = {"LABKIT_LOOPBACK": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-
-
 def listeners(run: Path) -> set[str]:
     """The addresses that the processes of a run listen on."""
     found = set()
@@ -358,19 +348,18 @@ def test_shards_are_counted_as_shards(parallel):
     assert (stage + sent) / 2 <= first.owners("one_f_one_b")["activations"] < stage + sent  # of those in flight
 
 
-def test_a_rank_that_raises(tmp_path, runs):
-    run = runs / "raises"
-    run.mkdir(parents=True)
-    done = launch(torchrun(run, SCRIPTS / "raises.py"), run, **LOCAL)
-    assert done.returncode == 1
-    (error,) = Told(run, 1).of("error")
+def test_a_rank_that_raises():
+    done = warm_run(SCRIPTS / "raises.py", nproc=2, device="cpu")
+    assert done.state.status["exit_code"] == 1
+    (error,) = Told(done.folder.path, 1).of("error")
     assert (error["type"], error["message"]) == ("ValueError", "sample 11 has no label")
-    for text in (error["traceback"], done.stderr):
+    for text in (error["traceback"], done.logs(1, "stderr")):
         assert "KeyError: 'label'" in text and "raises.py" in text and "labkit/probe/" not in text
-    assert "ValueError: sample 11 has no label" in done.stderr.split("Root Cause")[-1]  # torchrun read the error file
+    launcher = done.folder.launcher_log.read_text()
+    assert "ValueError: sample 11 has no label" in launcher.split("Root Cause")[-1]  # torchrun read the error file
     state = RunState()
     for rank in (0, 1):
-        for event in Told(run, rank).events:
+        for event in Told(done.folder.path, rank).events:
             state.apply(event)
     assert state.failure["rank"] == 1 and state.exit_code(1) == 1
 
