@@ -55,7 +55,7 @@ def warm_server():
 
 @pytest.fixture(scope="session")
 def shared_run(warm_server, tmp_path_factory) -> Callable[..., Run]:
-    """`warm_run` for runs that several tests look at and none changes: with the same arguments there is one in this process."""
+    """`warm_run` for runs that several tests look at and none changes: one for the same arguments, in this process."""
     known: dict[str, Run] = {}
 
     def of(what: object, **fields: Any) -> Run:
@@ -104,7 +104,7 @@ def processes_of(tag: str) -> list[psutil.Process]:
 
 
 def warm_run(what: object, root: Path | None = None, **fields: Any) -> Run:
-    """A run at its end, forked from the warm server however busy the machine is; the arguments are those of `labkit.run`.
+    """A run at its end, forked from the warm server however busy the machine is; the arguments are `labkit.run`'s.
 
     Its folder is made in `root`, which is else this test's own place for runs.
     """

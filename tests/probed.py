@@ -1,4 +1,4 @@
-"""Scripts under the probe, and what it recorded of them: on a rank from the warm server, or in a process without the launcher."""
+"""Scripts under the probe, and what it recorded of them: on a warm rank, or in a process without the launcher."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def launch(argv: list[object], run: Path | None, **more: str) -> subprocess.Comp
 
 
 def watched(script: Path, *arguments: object, root: Path | None = None, **fields: object) -> tuple[Run, Told]:
-    """A script at its end that ran on one rank, forked from the warm server, and what was recorded of it; `fields` are the Spec's."""
+    """A script that has run on one warm rank, and what was recorded of it; `fields` are the Spec's."""
     handle = warm_run(script, root, nproc=1, device="cpu", args=[str(one) for one in arguments], **fields)
     return handle, Told(handle.folder.path)
 

@@ -93,7 +93,7 @@ def test_strategies_with_the_same_layout_resume_from_each_other(unbroken, writer
 
 
 def by_hand(folder: Path, strategy: str, **more) -> Run:
-    """Writes a script into `folder` and runs it there as a script of one's own, of whose checkpoints the launcher knows nothing."""
+    """Runs a script in `folder` as one's own: the launcher knows nothing of its checkpoints."""
     spec = Spec(strategy, **asked(strategy, **more))
     script = folder / "train.py"
     script.write_text(write_script(spec), encoding="utf-8")

@@ -265,7 +265,8 @@ def listeners(run: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def parallel(tmp_path_factory):
-    started, heard = started_warm(SCRIPTS / "parallel.py", tmp_path_factory.mktemp("parallel"), nproc=2, device="cpu"), set()
+    started = started_warm(SCRIPTS / "parallel.py", tmp_path_factory.mktemp("parallel"), nproc=2, device="cpu")
+    heard = set()
 
     def look() -> bool:
         heard.update(listeners(started.folder.path))
@@ -399,7 +400,8 @@ def test_exit_codes(tmp_path, source):
     done, told = watched(script)
     stderr = done.logs(0, "stderr")
     failures = {"0": code} if code else {}
-    assert {rank: failure["exit_code"] for rank, failure in done.state.status["failures"].items()} == failures, "as torchrun saw it"
+    seen = done.state.status["failures"]
+    assert {rank: failure["exit_code"] for rank, failure in seen.items()} == failures, "as torchrun saw it"
     assert "labkit" not in stderr, stderr
     assert said in stderr
     assert [event["type"] for event in told.of("error")] == ([error] if error else [])

@@ -57,8 +57,8 @@ def command(capsys) -> Callable[..., Said]:
 
 
 def test_a_step_that_is_asked_for_is_captured_by_every_rank(command):
-    asked = {"workload": "mlp", "nproc": 2, "device": "cpu", "batch_size": 16, "steps": 40, "samples": 2048, "sample_every": 0}
-    job = started_warm("ddp", **asked, fault="slow_rank")
+    asked = {"workload": "mlp", "nproc": 2, "device": "cpu", "batch_size": 16, "steps": 40, "samples": 2048}
+    job = started_warm("ddp", **asked, fault="slow_rank", sample_every=0)
     wait_until(lambda: job.state.step >= 4, 120)
     told = command("capture", job.name)
     assert told.code == 0, told.stderr
