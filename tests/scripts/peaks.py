@@ -1,9 +1,9 @@
 """Runs a written-out script, and writes down what else can be known of the memory of the step that the probe samples.
 
-labkit run peaks.py -- SCRIPT FOLDER. Beside the curve stand two figures from elsewhere. `walked`: when the step
-begins, the bytes of all tensors that Python knows, but for those that it knew before the model was built (the data set, which stays on the host), and DDP's
-buckets by its own account. `grown`: what the C library has handed out from the step's beginning to the end of its forward, which torch
-has no part in counting; `curve_grown` is the same by the curve.
+labkit run peaks.py -- SCRIPT FOLDER. Beside the curve stand two figures from elsewhere. `walked`: when the step begins,
+the bytes of all tensors that Python knows, but for those that it knew before the model was built (the data set, which
+stays on the host), and DDP's buckets by its own account. `grown`: what the C library has handed out from the step's
+beginning to the end of its forward, which torch has no part in counting; `curve_grown` is the same by the curve.
 """
 
 import ctypes
