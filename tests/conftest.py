@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from labkit.api import Run, settle
+from labkit.launch.job import Job
 from labkit.launch.warm import client
 
 PATIENCE = 60.0  # seconds that a test waits for a server on a busy machine
@@ -36,13 +41,8 @@ def warm_server():
     before = os.environ.get("XDG_RUNTIME_DIR")
     os.environ["XDG_RUNTIME_DIR"] = place
 
-    def ready() -> dict:
-        if isinstance(client.about(), client.Cold):
-            client.prepare()
-        return server_is_ready()
-
     client.prepare()
-    yield ready
+    yield server_for_this_process
     found = client.about()
     if isinstance(found, dict):
         psutil.Process(found["pid"]).kill()
@@ -51,6 +51,20 @@ def warm_server():
     else:
         os.environ["XDG_RUNTIME_DIR"] = before
     shutil.rmtree(place)
+
+
+@pytest.fixture(scope="session")
+def shared_run(warm_server, tmp_path_factory) -> Callable[..., Run]:
+    """`warm_run` for runs that several tests look at and none changes: one for the same arguments, in this process."""
+    known: dict[str, Run] = {}
+
+    def of(what: object, **fields: Any) -> Run:
+        spec = settle(what, **fields)
+        if repr(spec) not in known:
+            known[repr(spec)] = warm_run(spec, tmp_path_factory.mktemp("shared"))
+        return known[repr(spec)]
+
+    return of
 
 
 @pytest.fixture(params=["warm", "cold"])
@@ -87,6 +101,30 @@ def processes_of(tag: str) -> list[psutil.Process]:
         if folder.startswith(tag) and process.pid != os.getpid():
             found.append(process)
     return found
+
+
+def warm_run(what: object, root: Path | None = None, **fields: Any) -> Run:
+    """A run at its end, forked from the warm server however busy the machine is; the arguments are `labkit.run`'s.
+
+    Its folder is made in `root`, which is else this test's own place for runs.
+    """
+    return started_warm(what, root, **fields).wait(300)
+
+
+def started_warm(what: object, root: Path | None = None, **fields: Any) -> Run:
+    """`warm_run` that does not wait for the end."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client, "ANSWER", PATIENCE)
+        if sys.platform == "linux":  # there is no server elsewhere
+            server_for_this_process()
+        return Run(Job.start(settle(what, **fields), root=root))
+
+
+def server_for_this_process() -> dict:
+    """Waits for a warm server that answers, and starts one if there is none."""
+    if isinstance(client.about(), client.Cold):
+        client.prepare()
+    return server_is_ready()
 
 
 def server_is_ready(other_than: int = 0) -> dict:
