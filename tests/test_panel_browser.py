@@ -5,20 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
+from browser import LAB, RUN_TIMEOUT, command, open_notebook, picture, points, see, sync_api, wait_for_words
 from conftest import wait_until
-from test_browser import (  # noqa: F401
-    LAB,
-    SECONDS,
-    command,
-    jupyter,
-    open_notebook,
-    page,
-    picture,
-    points,
-    see,
-    sync_api,
-    wait_for_words,
-)
 
 pytestmark = pytest.mark.browser
 
@@ -56,12 +44,12 @@ def nothing_is_cut_off(panel: sync_api.Locator) -> None:
     assert panel.evaluate("element => element.scrollWidth <= element.clientWidth + 1")
 
 
-def test_the_panel_is_never_blank(page, jupyter, runs):  # noqa: F811
+def test_the_panel_is_never_blank(page, jupyter):
     (jupyter.work / "labs" / "before.py").write_text(NOTEBOOK)
     open_notebook(page, jupyter, "labs/before.py")
     command(page, "notebook:run-cell")
     panel = page.locator(".labkit", has=page.locator(".labkit-run"))
-    panel.wait_for(timeout=SECONDS)
+    panel.wait_for(timeout=RUN_TIMEOUT)
     see(panel)
     before = panel.locator(".labkit-before")
     sync_api.expect(before).to_contain_text("Next run, by formula")
@@ -74,13 +62,13 @@ def test_the_panel_is_never_blank(page, jupyter, runs):  # noqa: F811
     escape_closes_the_options(page, panel)
 
     panel.locator(".labkit-run").click()
-    sync_api.expect(before).to_contain_text(re.compile(r"torch imported.*group formed.*first step"), timeout=SECONDS)
+    sync_api.expect(before).to_contain_text(re.compile(r"torch imported.*group formed.*first step"), timeout=RUN_TIMEOUT)
     reached = re.compile(r"(\d+\.\d s.*){3}…")
-    sync_api.expect(before.locator("tbody tr").first).to_contain_text(reached, timeout=SECONDS)
+    sync_api.expect(before.locator("tbody tr").first).to_contain_text(reached, timeout=RUN_TIMEOUT)
     picture(page, "21-ranks-start")
     nothing_is_cut_off(panel)
     wait_for_words(panel, "training")
-    sync_api.expect(before).to_be_hidden(timeout=SECONDS)
+    sync_api.expect(before).to_be_hidden(timeout=RUN_TIMEOUT)
     wait_for_words(panel, "finished")
     assert points(panel, "loss") > 2
     picture(page, "22-finished")
@@ -94,17 +82,17 @@ def test_the_panel_is_never_blank(page, jupyter, runs):  # noqa: F811
     recorded_runs_are_compared(page, panel)
     command(page, "notebook:run-all-below")
     last = page.locator(".jp-CodeCell").last
-    sync_api.expect(last.locator(".labkit-comparison tr", has_text="DDP")).to_be_visible(timeout=SECONDS)
+    sync_api.expect(last.locator(".labkit-comparison tr", has_text="DDP")).to_be_visible(timeout=RUN_TIMEOUT)
     picture(page, "26-bare-compare-live")
-    sync_api.expect(last.locator(".labkit-comparison tr", has_text="DDP")).to_contain_text("equal", timeout=SECONDS)
+    sync_api.expect(last.locator(".labkit-comparison tr", has_text="DDP")).to_contain_text("equal", timeout=RUN_TIMEOUT)
     left = last.locator(".jp-RenderedHTMLCommon tr", has_text="DDP")
-    sync_api.expect(left).to_contain_text("equal", timeout=SECONDS)  # for a page without the widget, and hidden in this one
+    sync_api.expect(left).to_contain_text("equal", timeout=RUN_TIMEOUT)  # for a page without the widget, and hidden in this one
     sync_api.expect(left).to_be_hidden()
     last.evaluate("element => element.scrollIntoView()")
     picture(page, "27-bare-compare")
 
 
-def choices_are_followed(page: sync_api.Page, panel: sync_api.Locator, before: sync_api.Locator) -> None:  # noqa: F811
+def choices_are_followed(page: sync_api.Page, panel: sync_api.Locator, before: sync_api.Locator) -> None:
     panel.get_by_role("button", name="ZeRO-1", exact=True).click()
     sync_api.expect(before).to_contain_text("broadcast")
     for title in ("Single", "DP", "DDP", "FSDP2", "TP", "PP"):
@@ -122,7 +110,7 @@ def choices_are_followed(page: sync_api.Page, panel: sync_api.Locator, before: s
     panel.locator(".labkit-to-stage").click()
 
 
-def escape_closes_the_options(page: sync_api.Page, panel: sync_api.Locator) -> None:  # noqa: F811
+def escape_closes_the_options(page: sync_api.Page, panel: sync_api.Locator) -> None:
     more, popover = panel.locator(".labkit-more"), panel.locator(".labkit-popover")
     first, blur = popover.locator("select").first, "document.activeElement.blur()"
     for then in (first.focus, popover.locator(".labkit-help").first.click, lambda: page.evaluate(blur), lambda: None):
@@ -134,7 +122,7 @@ def escape_closes_the_options(page: sync_api.Page, panel: sync_api.Locator) -> N
         sync_api.expect(more).to_be_focused()
 
 
-def recorded_runs_are_compared(page: sync_api.Page, panel: sync_api.Locator) -> None:  # noqa: F811
+def recorded_runs_are_compared(page: sync_api.Page, panel: sync_api.Locator) -> None:
     panel.get_by_role("tab", name="Compare").click()
     tab = panel.locator(".labkit-compare")
     sync_api.expect(tab).to_contain_text("Compare trains the same model with each chosen strategy")
