@@ -183,6 +183,12 @@ def command(page: sync_api.Page, name: str, **arguments: str) -> None:
     page.evaluate("([name, given]) => window.jupyterapp.commands.execute(name, given).then(() => null)", [name, arguments])
 
 
+def in_the_kernel(page: sync_api.Page, code: str) -> None:
+    """Executes code outside of any cell; what the page asked of the kernel before has been done by then."""
+    kernel = "window.jupyterapp.shell.currentWidget.sessionContext.session.kernel"
+    assert page.evaluate(f"code => {kernel}.requestExecute({{ code }}).done.then(reply => reply.content.status)", code) == "ok"
+
+
 def set_theme(page: sync_api.Page, name: str) -> None:
     """`name` is Light or Dark."""
     command(page, "apputils:change-theme", theme=f"JupyterLab {name}")

@@ -15,6 +15,7 @@ from browser import (
     ROOT,
     RUN_TIMEOUT,
     command,
+    in_the_kernel,
     open_notebook,
     picture,
     points,
@@ -142,12 +143,6 @@ def record(root: Path, spec: Spec) -> RunFolder:
     return run.folder
 
 
-def in_the_kernel(page: sync_api.Page, code: str) -> None:
-    """Executes code that is no cell's."""
-    kernel = "window.jupyterapp.shell.currentWidget.sessionContext.session.kernel"
-    assert page.evaluate(f"code => {kernel}.requestExecute({{ code }}).done.then(reply => reply.content.status)", code) == "ok"
-
-
 def fits_the_projector(panel: sync_api.Locator) -> None:
     """All of the panel can be seen at once, beside JupyterLab's own bars."""
     box = panel.bounding_box()
@@ -229,7 +224,7 @@ def test_strategies_are_chosen_and_compared(page, jupyter):
     picture(page, "9-compared-dark")
 
 
-SLOW = LAB.replace("samples=1280, batch_size=64, epochs=1", "batch_size=64, steps=80")
+SLOW = LAB.replace("samples=1280, batch_size=64, epochs=1", "batch_size=64, steps=100_000")  # until Stop is pressed
 
 
 def test_a_step_is_captured_and_a_fault_is_found(page, jupyter):
@@ -269,4 +264,5 @@ def test_a_step_is_captured_and_a_fault_is_found(page, jupyter):
     sync_api.expect(panel.get_by_text("every collective waits for the last rank")).to_be_visible()
     sync_api.expect(panel.get_by_text("look at what this rank does between the phases")).to_be_visible()
     picture(page, "14-finding")
-    wait_for_words(panel, "finished")
+    panel.locator(".labkit-stop").click()
+    wait_for_words(panel, "stopped")

@@ -7,7 +7,7 @@ import inspect
 import re
 
 import pytest
-from browser import CELLS, NOTEBOOK, RUN_TIMEOUT, drawn, open_notebook, set_theme, sync_api
+from browser import CELLS, NOTEBOOK, RUN_TIMEOUT, open_notebook, set_theme, sync_api
 from conftest import PICTURES
 
 from labkit.exercises import LABS

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
-from browser import HEADER, RUN_TIMEOUT, drawn, open_notebook, picture, see, set_theme, sync_api, wait_for_words
+from browser import HEADER, RUN_TIMEOUT, in_the_kernel, open_notebook, picture, see, set_theme, sync_api, wait_for_words
 from conftest import processes_of, wait_until
 
 pytestmark = pytest.mark.browser
@@ -16,6 +17,16 @@ Lab(strategy="zero1", workload="mlp", nproc=1, device="cpu", batch_size=64, step
 # %%
 Lab(recorded="last", stage=True)
 """
+
+# The tabs, and what each shows of a run that has trained.
+TABS = {
+    "Live": ".labkit-live .main-svg",
+    "Script & diff": ".labkit-source span",
+    "Logs": ".labkit-log-line",
+    "Timeline": ".labkit-timeline .main-svg",
+    "Memory": ".labkit-memory .main-svg",
+    "Compare": ".labkit-compare label",
+}
 
 # The name that a screen reader says, as far as the panel's own elements go.
 NAME = """element => (element.ariaLabel || [...(element.labels ?? [])].map(one => one.textContent).join(" ")
@@ -144,7 +155,7 @@ def test_the_panel_by_keyboard_alone(page, jupyter):
     tab_to(page, panel, "CPU ranks")
     page.keyboard.press("r")
     page.keyboard.press("s")
-    page.wait_for_timeout(500)
+    in_the_kernel(page, "pass")
     sync_api.expect(panel.locator(".labkit-state")).to_have_text("stopped")
     sync_api.expect(panel).not_to_have_class(re.compile("labkit-stage"))
     a_recorded_run_plays_on_the_stage(page)
@@ -177,20 +188,30 @@ def a_recorded_run_plays_on_the_stage(page: sync_api.Page) -> None:
 def everybody_can_read_it(page: sync_api.Page, panel: sync_api.Locator) -> None:
     """Every tab, in both themes and on the stage: every control has a name, and all letters stand out."""
     faint = {}
-    for theme in ("JupyterLab Light", "JupyterLab Dark"):
-        command(page, "apputils:change-theme", theme=theme)
-        page.wait_for_function(f"document.body.dataset.jpThemeLight === '{'true' if 'Light' in theme else 'false'}'")
+    for theme in ("Light", "Dark"):
+        set_theme(page, theme)
         for stage in (False, True):
             panel.evaluate("panel => panel.focus()")
             if stage:
                 page.keyboard.press("s")
-            for number in range(1, 7):
+                sync_api.expect(panel).to_have_class(re.compile("labkit-stage"))
+            for number, (tab, content) in enumerate(TABS.items(), 1):
                 see(panel)
                 page.keyboard.press(str(number))
-                page.wait_for_timeout(400)
+                sync_api.expect(panel.get_by_role("tab", name=tab)).to_have_attribute("aria-selected", "true")
+                sync_api.expect(panel.locator(content).first).to_be_visible()
+                place = f"23-{theme.lower()}{'-stage' if stage else ''}-{number}"
+                picture(page, place)
                 assert panel.evaluate(NAMELESS) == []
-                faint |= {f"{theme} {'stage' if stage else ''} tab {number} {what}": ratio for what, ratio in panel.evaluate(FAINT).items()}
-                page.screenshot(path=PICTURES / f"23-{theme[11:].lower()}{'-stage' if stage else ''}-{number}.png")
+                faint |= {f"{place}: {what}": ratio for what, ratio in faint_letters(panel).items()}
             if stage:
                 page.keyboard.press("Escape")
     assert not faint, "\n".join(f"{ratio} {what}" for what, ratio in faint.items())
+
+
+def faint_letters(panel: sync_api.Locator, seconds: float = 10.0) -> dict[str, float]:
+    """The contrast of all letters that are too faint, by what they say; a change of the theme has `seconds` to be drawn."""
+    end = time.monotonic() + seconds
+    while (found := panel.evaluate(FAINT)) and time.monotonic() < end:
+        time.sleep(0.1)
+    return found
