@@ -21,11 +21,11 @@ Lab(recorded="last", stage=True)
 # The tabs, and what each shows of a run that has trained.
 TABS = {
     "Live": ".labkit-live .main-svg",
-    "Script & diff": ".labkit-source span",
+    "Script & diff": ".labkit-source pre",
     "Logs": ".labkit-log-line",
     "Timeline": ".labkit-timeline .main-svg",
     "Memory": ".labkit-memory .main-svg",
-    "Compare": ".labkit-compare label",
+    "Compare": ".labkit-compare-run",
 }
 
 # The name that a screen reader says, as far as the panel's own elements go.
@@ -176,7 +176,7 @@ def a_recorded_run_plays_on_the_stage(page: sync_api.Page) -> None:
     wait_for_words(panel, "recorded: (training|stopped)")
     picture(page, "22-stage-recorded")
     page.keyboard.press("r")
-    wait_for_words(panel, "recorded: (training · held here|stopped)")
+    wait_for_words(panel, "recorded: (.+ · held here|stopped)")
     page.keyboard.press("3")
     sync_api.expect(panel.locator(".labkit-logs")).to_contain_text("all of the recording: lines of a log have no times")
     sync_api.expect(panel.get_by_role("log")).to_contain_text("loss")

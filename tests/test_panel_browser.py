@@ -33,10 +33,11 @@ from labkit import run, show
 show(run("held.py", nproc=2, device="cpu"))
 """
 LESSON = LAB.replace("epochs=1", "steps=60") + WATCH + COMPARE
+# Text that its box hides. The line of a finding may be longer than the panel is wide: "Why?" shows all of it.
 CLIPPED = """(element) => [...element.querySelectorAll("*")].filter((one) => {
   const style = getComputedStyle(one);
   if (!(one instanceof HTMLElement) || !one.checkVisibility() || style.clipPath !== "none") return false;
-  if (["INPUT", "SELECT", "CODE"].includes(one.tagName)) return false;
+  if (["INPUT", "SELECT", "CODE"].includes(one.tagName) || one.matches(".labkit-finding")) return false;
   if (!["hidden", "clip"].includes(style.overflowX) || !one.textContent.trim()) return false;
   const end = one.getBoundingClientRect().right - parseFloat(style.paddingRight);
   const ends = [...one.childNodes].filter((node) => node.nodeType === Node.TEXT_NODE).map((node) => {
