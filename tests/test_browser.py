@@ -127,6 +127,7 @@ def test_lab_00_with_recorded_runs(page, jupyter, tmp_path):
     for panel in panels[:2]:
         wait_for_words(panel, "finished")
         wait_until(lambda panel=panel: points(panel, "loss") == 30, 60)
+    see(panels[1])
     picture(page, "9-lab-00-with-recorded-runs")
     outputs = page.evaluate(f"numbers => numbers.flatMap(number => {CELLS}[number].model.outputs.toJSON())", code)
     assert not [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"]
