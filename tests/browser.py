@@ -1,7 +1,7 @@
-"""JupyterLab in a real browser: one server and one Chromium for the whole session, and the actions that the browser tests share.
+"""JupyterLab in a real browser: one server and one Chromium per session, and what the browser tests share.
 
-The fixtures `jupyterlab`, `jupyter`, `chromium` and `page` in `conftest.py` are made of what is here. Importing this module skips the
-tests of a machine without Playwright.
+The fixtures `jupyterlab`, `jupyter`, `chromium` and `page` in `conftest.py` use it. Importing this module
+without Playwright skips the tests that need it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Server:
 
     @contextmanager
     def clone(self) -> Iterator[Jupyter]:
-        """A copy of the labs for one test, with JupyterLab's settings and workspaces reset. Its kernels and their runs end with it."""
+        """A copy of the labs for one test, whose kernels and runs end with it. Settings and workspaces are reset."""
         for name in ("settings", "workspaces"):
             shutil.rmtree(self.home / name, ignore_errors=True)
         work, runs = self.home / "root" / f"clone {next(self.numbers)}", self.home / "runs"
@@ -91,15 +91,17 @@ class Server:
                 for one in self.ask(kind):
                     self.ask(f"{kind}/{one['id']}", "DELETE")
             left = end_processes_of(runs, 30)
-            reasons = [RunFolder.read_json(folder.plan).get("cold_because", "") for folder in RunFolder.all(runs)]
+            plans = [RunFolder.read_json(folder.plan) for folder in RunFolder.all(runs)]
+            differing = [plan for plan in plans if "differs" in plan.get("cold_because", "")]
             shutil.rmtree(runs)
             shutil.rmtree(work)
             assert not left, f"runs outlived their kernel: {left}"
-            assert not [reason for reason in reasons if "differs" in reason], f"a kernel's runs cannot start warm: {reasons}"
+            assert not differing, f"runs of a kernel cannot start warm: {differing}"
 
     def ask(self, what: str, method: str = "GET") -> Any:
         """The answer of Jupyter's REST API."""
-        request = urllib.request.Request(f"{self.url}/api/{what}", method=method, headers={"Authorization": f"token {TOKEN}"})
+        headers = {"Authorization": f"token {TOKEN}"}
+        request = urllib.request.Request(f"{self.url}/api/{what}", method=method, headers=headers)
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.loads(answer.read() or "null")
 
@@ -108,7 +110,7 @@ class Server:
 def jupyterlab() -> Iterator[Server]:
     """A JupyterLab on a free loopback port, with nothing of the user's; its kernels end with it.
 
-    It has the environment of this process but for Jupyter's own variables, so that the warm server of the tests starts the ranks.
+    Its environment is that of this process, but for Jupyter's own variables: so the tests' warm server starts the ranks.
     """
     with tempfile.TemporaryDirectory(prefix="labkit-", ignore_cleanup_errors=True) as place, socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -129,7 +131,8 @@ def jupyterlab() -> Iterator[Server]:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("JUPYTER", "IPYTHON"))}
         environment |= {name: str(home / folder) for name, folder in own.items()}
         environment["JUPYTER_CONFIG_PATH"] = str(ROOT / "labkit" / "jupyter")
-        argv = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", f"--port={port}", "--ServerApp.port_retries=0"]
+        argv = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", f"--port={port}"]
+        argv += ["--ServerApp.port_retries=0"]
         argv += [f"--IdentityProvider.token={TOKEN}", f"--ServerApp.root_dir={root}", "--expose-app-in-browser"]
         argv += ["--ServerApp.min_open_files_limit=0"]  # the limits of a process are another such fact
         argv += ["--allow-root"] if hasattr(os, "getuid") and os.getuid() == 0 else []
@@ -176,17 +179,20 @@ def chromium() -> Iterator[sync_api.Browser]:
 def open_notebook(page: sync_api.Page, jupyter: Jupyter, path: str) -> None:
     page.goto(jupyter.file(path))
     page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
-    page.wait_for_function("window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'", timeout=60_000)
+    kernel = "window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel"
+    page.wait_for_function(f"{kernel}?.status === 'idle'", timeout=60_000)
 
 
 def command(page: sync_api.Page, name: str, **arguments: str) -> None:
-    page.evaluate("([name, given]) => window.jupyterapp.commands.execute(name, given).then(() => null)", [name, arguments])
+    execute = "([name, given]) => window.jupyterapp.commands.execute(name, given).then(() => null)"
+    page.evaluate(execute, [name, arguments])
 
 
 def in_the_kernel(page: sync_api.Page, code: str) -> None:
     """Executes code outside of any cell; what the page asked of the kernel before has been done by then."""
     kernel = "window.jupyterapp.shell.currentWidget.sessionContext.session.kernel"
-    assert page.evaluate(f"code => {kernel}.requestExecute({{ code }}).done.then(reply => reply.content.status)", code) == "ok"
+    execute = f"code => {kernel}.requestExecute({{ code }}).done.then(reply => reply.content.status)"
+    assert page.evaluate(execute, code) == "ok"
 
 
 def set_theme(page: sync_api.Page, name: str) -> None:
@@ -200,7 +206,7 @@ def see(panel: sync_api.Locator) -> None:
 
 
 def picture(page: sync_api.Page, name: str) -> None:
-    """A screenshot for a person to look at, with the pointer out of the way, of what the page has drawn by its next frames."""
+    """A screenshot for a person to look at, after the next frames of the page and without the pointer."""
     page.mouse.move(0, 0)
     drawn(page)
     page.screenshot(path=PICTURES / f"{name}.png")
@@ -208,13 +214,14 @@ def picture(page: sync_api.Page, name: str) -> None:
 
 def drawn(page: sync_api.Page) -> None:
     """Waits for two frames of the page: what a change asks for is drawn in the first, and laid out by the second."""
-    page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done())))")
+    page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 
 def points(panel: sync_api.Locator, chart: str) -> int:
     """The most points that a trace of a chart has, as plotly holds it."""
     found = panel.locator(f'.labkit-chart[data-chart="{chart}"]')
-    return found.evaluate("box => Math.max(0, ...(box.data ?? []).map(trace => trace.x.length))") if found.count() else 0
+    most = "box => Math.max(0, ...(box.data ?? []).map(trace => trace.x.length))"
+    return found.evaluate(most) if found.count() else 0
 
 
 def wait_for_words(panel: sync_api.Locator, words: str) -> None:

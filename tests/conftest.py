@@ -87,7 +87,7 @@ def jupyterlab(warm_server):
 
 @pytest.fixture
 def jupyter(jupyterlab, warm_server):
-    """A folder of this test's own in JupyterLab, and its run folders; no kernel and no process of a run may outlive the test."""
+    """This test's folder in JupyterLab, and its run folders; no kernel and no process of a run may outlive the test."""
     warm_server()
     with jupyterlab.clone() as own:
         yield own
@@ -104,7 +104,7 @@ def chromium():
 
 @pytest.fixture
 def page(chromium, jupyter):
-    """A page of a browser context of its own, as wide as a projector; an error in it fails the test. It closes before the kernels end."""
+    """A page in a new context, as wide as a projector; an error in it fails the test. It closes before kernels end."""
     errors: list[str] = []
     context = chromium.new_context(viewport={"width": 1280, "height": 720})
     page = context.new_page()

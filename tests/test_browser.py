@@ -1,4 +1,4 @@
-"""The real thing: JupyterLab in a real browser, lab 00 opened by its file, Run and Stop pressed, the page loaded again."""
+"""JupyterLab in a real browser: the panel of lab 00, the whole lab with recorded runs, logs, a comparison, a fault."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ show(run("chatter.py", nproc=2, device="cpu"))
 
 
 def test_the_panel_of_lab_00(page, jupyter):
-    """One run that finishes, one that is watched and stopped, and what stays in the notebook; a .py file that saving does not change."""
+    """One run finishes, one is stopped; what stays in the notebook; saving does not change the .py file."""
     file = jupyter.work / "labs" / "panel.py"
     source = panel_of_lab_00()
     file.write_text(source, encoding="utf-8")
@@ -115,7 +115,8 @@ def test_lab_00_with_recorded_runs(page, jupyter, tmp_path):
     in_the_kernel(page, f"from labkit.handout.recorded import stand_in; stand_in({str(tmp_path)!r})")
     command(page, "notebook:run-all-cells")
     code = page.evaluate(f"{CELLS}.flatMap((one, number) => one.model.type === 'code' ? [number] : [])")
-    page.wait_for_function(f"number => {CELLS}[number].model.executionCount !== null", arg=code[-1], timeout=RUN_TIMEOUT)
+    executed = f"number => {CELLS}[number].model.executionCount !== null"
+    page.wait_for_function(executed, arg=code[-1], timeout=RUN_TIMEOUT)
     assert {folder.name for folder in RunFolder.all(jupyter.runs)} == recorded
     panels = []
     for number in code:

@@ -210,7 +210,7 @@ def everybody_can_read_it(page: sync_api.Page, panel: sync_api.Locator) -> None:
 
 
 def faint_letters(panel: sync_api.Locator, seconds: float = 10.0) -> dict[str, float]:
-    """The contrast of all letters that are too faint, by what they say; a change of the theme has `seconds` to be drawn."""
+    """The contrast of letters that are too faint, by their text; a change of the theme has `seconds` to be drawn."""
     end = time.monotonic() + seconds
     while (found := panel.evaluate(FAINT)) and time.monotonic() < end:
         time.sleep(0.1)

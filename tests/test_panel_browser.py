@@ -1,11 +1,23 @@
-"""The panel in JupyterLab from before a run to the comparison: it is never blank, and no text is cut off at 1280 pixels."""
+"""The panel in JupyterLab, from before a run to a comparison: never blank, and no text is cut off at 1280 px."""
 
 from __future__ import annotations
 
 import re
 
 import pytest
-from browser import LAB, NOTEBOOK, RUN_TIMEOUT, Jupyter, command, open_notebook, picture, points, see, sync_api, wait_for_words
+from browser import (
+    LAB,
+    NOTEBOOK,
+    RUN_TIMEOUT,
+    Jupyter,
+    command,
+    open_notebook,
+    picture,
+    points,
+    see,
+    sync_api,
+    wait_for_words,
+)
 from conftest import wait_until
 
 pytestmark = pytest.mark.browser
