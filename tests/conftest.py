@@ -19,6 +19,7 @@ from labkit.launch.job import Job
 from labkit.launch.warm import client
 
 PATIENCE = 60.0  # seconds that a test waits for a server on a busy machine
+PICTURES = Path(__file__).parent / "screenshots"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -84,10 +85,56 @@ def runs(tmp_path, monkeypatch):
     root = tmp_path / "runs"
     monkeypatch.setenv("LABKIT_RUNS", str(root))
     yield root
-    left = processes_of(str(root))
+    left = end_processes_of(root)
+    assert not left, f"processes left behind: {left}"
+
+
+@pytest.fixture(scope="session")
+def jupyterlab(warm_server):
+    """One JupyterLab for all tests of this process, whose ranks the warm server starts."""
+    import browser
+
+    with browser.jupyterlab() as server:
+        yield server
+
+
+@pytest.fixture
+def jupyter(jupyterlab, warm_server):
+    """This test's folder in JupyterLab, and its run folders; no kernel and no process of a run may outlive the test."""
+    warm_server()
+    with jupyterlab.clone() as own:
+        yield own
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    """One Chromium for all tests of this process."""
+    import browser
+
+    with browser.chromium() as started:
+        yield started
+
+
+@pytest.fixture
+def page(chromium, jupyter):
+    """A page in a new context, as wide as a projector; an error in it fails the test. It closes before kernels end."""
+    errors: list[str] = []
+    context = chromium.new_context(viewport={"width": 1280, "height": 720})
+    page = context.new_page()
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    yield page
+    context.close()
+    assert not errors
+
+
+def end_processes_of(root: Path, seconds: float = 0.0) -> list[psutil.Process]:
+    """The processes of run folders under `root` that have not ended by themselves after `seconds`; they are killed."""
+    end = time.monotonic() + seconds
+    while (left := processes_of(str(root))) and time.monotonic() < end:
+        time.sleep(0.05)
     for process in left:
         process.kill()
-    assert not left, f"processes left behind: {left}"
+    return left
 
 
 def processes_of(tag: str) -> list[psutil.Process]:
