@@ -181,6 +181,7 @@ def a_recorded_run_plays_on_the_stage(page: sync_api.Page) -> None:
     sync_api.expect(panel.locator(".labkit-logs")).to_contain_text("all of the recording: lines of a log have no times")
     sync_api.expect(panel.get_by_role("log")).to_contain_text("loss")
     page.keyboard.press("Escape")
+    sync_api.expect(panel).not_to_have_class(re.compile("labkit-stage"))
     panel.get_by_role("button", name="✕ Close").click()
     sync_api.expect(panel.get_by_role("button", name="▶ Run")).to_be_visible()
 
