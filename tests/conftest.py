@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from labkit.launch.job import Job
 from labkit.launch.warm import client
+from labkit.runs.handle import Run, settle
 
 PATIENCE = 60.0  # seconds that a test waits for a server on a busy machine
+PICTURES = Path(__file__).parent / "screenshots"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,13 +42,8 @@ def warm_server():
     before = os.environ.get("XDG_RUNTIME_DIR")
     os.environ["XDG_RUNTIME_DIR"] = place
 
-    def ready() -> dict:
-        if isinstance(client.about(), client.Cold):
-            client.prepare()
-        return server_is_ready()
-
     client.prepare()
-    yield ready
+    yield server_for_this_process
     found = client.about()
     if isinstance(found, dict):
         psutil.Process(found["pid"]).kill()
@@ -51,6 +52,20 @@ def warm_server():
     else:
         os.environ["XDG_RUNTIME_DIR"] = before
     shutil.rmtree(place)
+
+
+@pytest.fixture(scope="session")
+def shared_run(warm_server, tmp_path_factory) -> Callable[..., Run]:
+    """`warm_run` for runs that several tests look at and none changes: one for the same arguments, in this process."""
+    known: dict[str, Run] = {}
+
+    def of(what: object, **fields: Any) -> Run:
+        spec = settle(what, **fields)
+        if repr(spec) not in known:
+            known[repr(spec)] = warm_run(spec, tmp_path_factory.mktemp("shared"))
+        return known[repr(spec)]
+
+    return of
 
 
 @pytest.fixture(params=["warm", "cold"])
@@ -70,10 +85,56 @@ def runs(tmp_path, monkeypatch):
     root = tmp_path / "runs"
     monkeypatch.setenv("LABKIT_RUNS", str(root))
     yield root
-    left = processes_of(str(root))
+    left = end_processes_of(root)
+    assert not left, f"processes left behind: {left}"
+
+
+@pytest.fixture(scope="session")
+def jupyterlab(warm_server):
+    """One JupyterLab for all tests of this process, whose ranks the warm server starts."""
+    import browser
+
+    with browser.jupyterlab() as server:
+        yield server
+
+
+@pytest.fixture
+def jupyter(jupyterlab, warm_server):
+    """This test's folder in JupyterLab, and its run folders; no kernel and no process of a run may outlive the test."""
+    warm_server()
+    with jupyterlab.clone() as own:
+        yield own
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    """One Chromium for all tests of this process."""
+    import browser
+
+    with browser.chromium() as started:
+        yield started
+
+
+@pytest.fixture
+def page(chromium, jupyter):
+    """A page in a new context, as wide as a projector; an error in it fails the test. It closes before kernels end."""
+    errors: list[str] = []
+    context = chromium.new_context(viewport={"width": 1280, "height": 720})
+    page = context.new_page()
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    yield page
+    context.close()
+    assert not errors
+
+
+def end_processes_of(root: Path, seconds: float = 0.0) -> list[psutil.Process]:
+    """The processes of run folders under `root` that have not ended by themselves after `seconds`; they are killed."""
+    end = time.monotonic() + seconds
+    while (left := processes_of(str(root))) and time.monotonic() < end:
+        time.sleep(0.05)
     for process in left:
         process.kill()
-    assert not left, f"processes left behind: {left}"
+    return left
 
 
 def processes_of(tag: str) -> list[psutil.Process]:
@@ -87,6 +148,30 @@ def processes_of(tag: str) -> list[psutil.Process]:
         if folder.startswith(tag) and process.pid != os.getpid():
             found.append(process)
     return found
+
+
+def warm_run(what: object, root: Path | None = None, **fields: Any) -> Run:
+    """A run at its end, forked from the warm server however busy the machine is; the arguments are `labkit.run`'s.
+
+    Its folder is made in `root`, which is else this test's own place for runs.
+    """
+    return started_warm(what, root, **fields).wait(300)
+
+
+def started_warm(what: object, root: Path | None = None, **fields: Any) -> Run:
+    """`warm_run` that does not wait for the end."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client, "ANSWER", PATIENCE)
+        if sys.platform == "linux":  # there is no server elsewhere
+            server_for_this_process()
+        return Run(Job.start(settle(what, **fields), root=root))
+
+
+def server_for_this_process() -> dict:
+    """Waits for a warm server that answers, and starts one if there is none."""
+    if isinstance(client.about(), client.Cold):
+        client.prepare()
+    return server_is_ready()
 
 
 def server_is_ready(other_than: int = 0) -> dict:

@@ -1,4 +1,4 @@
-"""Scripts under the probe in a process of their own, without the launcher, and what the probe recorded of them."""
+"""Scripts under the probe, and what it recorded of them: on a warm rank, or in a process without the launcher."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+from conftest import warm_run
+
 from labkit.record.events import Reader
+from labkit.runs.handle import Run
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -23,6 +26,12 @@ def environment(run: Path | None, **more: str) -> dict[str, str]:
 
 def launch(argv: list[object], run: Path | None, **more: str) -> subprocess.CompletedProcess:
     return subprocess.run([str(a) for a in argv], env=environment(run, **more), capture_output=True, text=True, timeout=240)
+
+
+def watched(script: Path, *arguments: object, root: Path | None = None, **fields: object) -> tuple[Run, Told]:
+    """A script that has run on one warm rank, and what was recorded of it; `fields` are the Spec's."""
+    handle = warm_run(script, root, nproc=1, device="cpu", args=[str(one) for one in arguments], **fields)
+    return handle, Told(handle.folder.path)
 
 
 class Told:

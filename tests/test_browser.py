@@ -1,30 +1,40 @@
-"""The real thing: JupyterLab in a real browser, lab 00 opened by its file, Run and Stop pressed, the page loaded again."""
+"""JupyterLab in a real browser: the panel of lab 00, the whole lab with recorded runs, logs, a comparison, a fault."""
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import socket
-import subprocess
-import sys
-import urllib.request
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
+import jupytext
 import pytest
+from browser import (
+    CELLS,
+    HEADER,
+    LAB,
+    NOTEBOOK,
+    ROOT,
+    RUN_TIMEOUT,
+    command,
+    in_the_kernel,
+    open_notebook,
+    picture,
+    points,
+    see,
+    set_theme,
+    sync_api,
+    wait_for_words,
+)
 from conftest import processes_of, wait_until
+from fabricate import FakeRun
 
-sync_api = pytest.importorskip("playwright.sync_api")
-sync_api.expect.set_options(timeout=60_000)  # ms: a busy machine takes its time
+from labkit import Spec
+from labkit.record.folder import RunFolder
+from labkit.runs.handle import settle
+
 pytestmark = pytest.mark.browser
 
-ROOT = Path(__file__).parents[1]
-PICTURES = Path(__file__).parent / "screenshots"
-TOKEN = "for-this-test-only"
-SECONDS = 120_000  # ms that a run may take to get somewhere on a busy machine
+LAB_00 = ROOT / "labs" / "00_start_here.py"
+
 CHATTER = """
 import os, time, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -32,165 +42,52 @@ print("<b>hello</b> from rank", dist.get_rank(), flush=True)
 dist.barrier()
 dist.destroy_process_group()
 """
-NOTEBOOK = """# ---
-# jupyter:
-#   kernelspec:
-#     display_name: Python 3 (ipykernel)
-#     language: python
-#     name: python3
-# ---
-
-# %%
-from labkit import run, show
+WATCHED = HEADER + """from labkit import run, show
 show(run("chatter.py", nproc=2, device="cpu"))
 """
 
 
-@dataclass
-class Jupyter:
-    """A JupyterLab of the test's own; `work` is what it serves."""
-
-    url: str
-    work: Path
-
-    def file(self, path: str) -> str:
-        """The address that opens a file."""
-        return f"{self.url}/lab/tree/{path}?token={TOKEN}"
-
-
-def browser_path() -> str | None:
-    """A Chromium of this machine."""
-    return next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
-
-
-@pytest.fixture
-def jupyter(runs, tmp_path) -> Iterator[Jupyter]:
-    """JupyterLab on a free loopback port, with nothing of the user's; it and its kernels are ended afterwards."""
-    work = tmp_path / "a clone"
-    shutil.copytree(ROOT / "labs", work / "labs", ignore=shutil.ignore_patterns("*.ipynb", ".ipynb_checkpoints"))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    home = tmp_path / "home"
-    home.mkdir()
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("JUPYTER", "IPYTHON"))}
-    environment |= {"HOME": str(home), "JUPYTER_CONFIG_PATH": str(ROOT / "labkit" / "jupyter"), "PYTHONPATH": str(ROOT)}
-    argv = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", f"--port={port}", "--ServerApp.port_retries=0"]
-    argv += [f"--IdentityProvider.token={TOKEN}", f"--ServerApp.root_dir={work}", "--expose-app-in-browser"]
-    argv += ["--allow-root"] if hasattr(os, "getuid") and os.getuid() == 0 else []
-    with open(tmp_path / "jupyter.log", "w") as log:
-        server = subprocess.Popen(argv, env=environment, stdout=log, stderr=log)
-    started = Jupyter(f"http://127.0.0.1:{port}", work)
-    try:
-        wait_until(lambda: answers(f"{started.url}/api/status?token={TOKEN}"), 60)
-        yield started
-    finally:
-        family = [server, *psutil.Process(server.pid).children(recursive=True)]
-        server.terminate()
-        _, left = psutil.wait_procs([psutil.Process(one.pid) for one in family if psutil.pid_exists(one.pid)], timeout=20)
-        for process in left:
-            process.kill()
-        server.wait(10)
-
-
-@pytest.fixture
-def page(jupyter) -> Iterator[sync_api.Page]:
-    """A page as wide as a projector; an error in it fails the test."""
-    path = browser_path()
-    if path is None:
-        pytest.skip("there is no Chromium on this machine: apt-get install chromium")
-    PICTURES.mkdir(exist_ok=True)
-    errors: list[str] = []
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=path, args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-        )
-        page = browser.new_page(viewport={"width": 1280, "height": 720})
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        yield page
-        browser.close()
-    assert not errors
-
-
-def answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=2) as response:
-            return response.status == 200
-    except OSError:
-        return False
-
-
-def open_notebook(page: sync_api.Page, jupyter: Jupyter, path: str) -> None:
-    page.goto(jupyter.file(path))
-    page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
-    page.wait_for_function("window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'", timeout=60_000)
-
-
-def command(page: sync_api.Page, name: str, **arguments: str) -> None:
-    page.evaluate("([name, given]) => window.jupyterapp.commands.execute(name, given).then(() => null)", [name, arguments])
-
-
-def see(panel: sync_api.Locator) -> None:
-    panel.evaluate("element => element.scrollIntoView({block: 'start'})")
-
-
-def picture(page: sync_api.Page, name: str) -> None:
-    """A screenshot for a person to look at, with the pointer out of the way."""
-    page.mouse.move(0, 0)
-    page.wait_for_timeout(600)
-    page.screenshot(path=PICTURES / f"{name}.png")
-
-
-def points(panel: sync_api.Locator, chart: str) -> int:
-    """The most points that a trace of a chart has, as plotly holds it."""
-    found = panel.locator(f'.labkit-chart[data-chart="{chart}"]')
-    return found.evaluate("box => Math.max(0, ...(box.data ?? []).map(trace => trace.x.length))") if found.count() else 0
-
-
-def wait_for_words(panel: sync_api.Locator, words: str) -> None:
-    sync_api.expect(panel.locator(".labkit-state")).to_have_text(re.compile(words), timeout=SECONDS)
-
-
-def test_lab_00_in_jupyterlab(page, jupyter, runs):
-    open_notebook(page, jupyter, "labs/00_start_here.py")
+def test_the_panel_of_lab_00(page, jupyter):
+    """One run finishes, one is stopped; what stays in the notebook; saving does not change the .py file."""
+    file = jupyter.work / "labs" / "panel.py"
+    source = panel_of_lab_00()
+    file.write_text(source, encoding="utf-8")
+    open_notebook(page, jupyter, "labs/panel.py")
     command(page, "notebook:run-all-cells")
     panel = page.locator(".labkit", has=page.locator(".labkit-run"))
-    panel.wait_for(timeout=SECONDS)
+    panel.wait_for(timeout=RUN_TIMEOUT)
     see(panel)
     sync_api.expect(panel.locator(".labkit-command code")).to_have_text(re.compile("torchrun --standalone --nproc-per-node=2"))
     fits_the_projector(panel)
+    panel.locator(".labkit-run").click()
+    wait_for_words(panel, "finished")
+    static_output_is_in_the_notebook(page, "finished")
 
+    see(panel)
+    panel.get_by_label("Length").fill("100000")  # it trains until Stop is pressed
+    panel.get_by_label("Length").press("Tab")
     panel.locator(".labkit-run").click()
     wait_for_words(panel, "training")
     wait_until(lambda: points(panel, "loss") > 2, 120)
     before = points(panel, "loss")
     wait_until(lambda: points(panel, "loss") > before and points(panel, "memory") > 2, 120)
     picture(page, "1-live-light")
-    command(page, "apputils:change-theme", theme="JupyterLab Dark")
-    page.wait_for_function("document.body.dataset.jpThemeLight === 'false'")
+    set_theme(page, "Dark")
     see(panel)
     picture(page, "2-live-dark")
-    command(page, "apputils:change-theme", theme="JupyterLab Light")
-    page.wait_for_function("document.body.dataset.jpThemeLight === 'true'")
+    set_theme(page, "Light")
     see(panel)
     script_and_diff(page, panel)
-    wait_for_words(panel, "finished")
-    keepsake_is_in_the_notebook(page, "finished")
-
-    see(panel)
-    panel.locator(".labkit-run").click()
-    wait_for_words(panel, "training")
-    wait_until(lambda: points(panel, "loss") > 2, 120)
     panel.locator(".labkit-stop").click()
     wait_for_words(panel, "stopped")
-    wait_until(lambda: not processes_of(str(runs)), 10)
+    wait_until(lambda: not processes_of(str(jupyter.runs)), 10)
     picture(page, "5-stopped")
-    keepsake_is_in_the_notebook(page, "stopped")
+    static_output_is_in_the_notebook(page, "stopped")
 
     had = points(panel, "loss")
     command(page, "docmanager:save")
-    wait_until(lambda: "stopped · " in (jupyter.work / "labs" / "00_start_here.ipynb").read_text(encoding="utf-8"), 30)
-    assert (jupyter.work / "labs" / "00_start_here.py").read_text() == (ROOT / "labs" / "00_start_here.py").read_text()
+    wait_until(lambda: "stopped · " in file.with_suffix(".ipynb").read_text(encoding="utf-8"), 30)
+    assert file.read_text(encoding="utf-8") == source
     page.reload()
     panel.wait_for(timeout=60_000)
     see(panel)
@@ -198,7 +95,54 @@ def test_lab_00_in_jupyterlab(page, jupyter, runs):
     wait_for_words(panel, "stopped")
     see(panel)
     picture(page, "6-after-reload")
-    keepsake_is_in_the_notebook(page, "stopped")
+    static_output_is_in_the_notebook(page, "stopped")
+
+
+def panel_of_lab_00() -> str:
+    """Lab 00 with only its import and its panel, which trains an MLP."""
+    lab = jupytext.read(LAB_00)
+    imports, *cells = [cell for cell in lab.cells if cell.cell_type == "code"]
+    (panel,) = [cell for cell in cells if cell.source.startswith("Lab(")]
+    panel.source = panel.source.replace("Lab(", 'Lab(workload="mlp", ')
+    lab.cells = [imports, panel]
+    return jupytext.writes(lab, fmt="py:percent")
+
+
+def test_lab_00_with_recorded_runs(page, jupyter, tmp_path):
+    """All cells of a real lab without an error, and its figures; recorded runs stand in for new ones."""
+    recorded = {record(tmp_path, settle(strategy, steps=30)).name for strategy in ("single", "ddp")}
+    open_notebook(page, jupyter, "labs/00_start_here.py")
+    in_the_kernel(page, f"from labkit.frontends.handout.recorded import stand_in; stand_in({str(tmp_path)!r})")
+    command(page, "notebook:run-all-cells")
+    code = page.evaluate(f"{CELLS}.flatMap((one, number) => one.model.type === 'code' ? [number] : [])")
+    executed = f"number => {CELLS}[number].model.executionCount !== null"
+    page.wait_for_function(executed, arg=code[-1], timeout=RUN_TIMEOUT)
+    assert {folder.name for folder in RunFolder.all(jupyter.runs)} == recorded
+    panels = []
+    for number in code:
+        page.evaluate(f"number => {NOTEBOOK}.scrollToItem(number)", number)
+        for panel in page.locator(f".jp-Cell[data-windowed-list-index='{number}'] .labkit:has(.labkit-charts)").all():
+            sync_api.expect(panel.locator(".labkit-chart .main-svg").first).to_be_visible()
+            panels.append(panel)
+    assert len(panels) == 3, "one run, the other, and the panel"
+    for panel in panels[:2]:
+        wait_for_words(panel, "finished")
+        wait_until(lambda panel=panel: points(panel, "loss") == 30, 60)
+    see(panels[1])
+    picture(page, "9-lab-00-with-recorded-runs")
+    outputs = page.evaluate(f"numbers => numbers.flatMap(number => {CELLS}[number].model.outputs.toJSON())", code)
+    assert not [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"]
+
+
+def record(root: Path, spec: Spec) -> RunFolder:
+    """The folder of a run of `spec` that has finished."""
+    run = FakeRun(root, nproc=spec.processes, steps=spec.steps)
+    RunFolder.write_json(run.folder.spec, spec.to_json())
+    run.start()
+    run.step(spec.steps)
+    run.end()
+    run.close()
+    return run.folder
 
 
 def fits_the_projector(panel: sync_api.Locator) -> None:
@@ -219,7 +163,7 @@ def script_and_diff(page: sync_api.Page, panel: sync_api.Locator) -> None:
     panel.get_by_role("tab", name="Live").click()
 
 
-def keepsake_is_in_the_notebook(page: sync_api.Page, state: str) -> None:
+def static_output_is_in_the_notebook(page: sync_api.Page, state: str) -> None:
     """The plain figure and the table stand under the panel, one of each, outside of any widget."""
     last = page.locator(".jp-CodeCell", has=page.locator(".labkit-run"))
     figure = last.locator(".jp-RenderedPlotly")
@@ -227,17 +171,17 @@ def keepsake_is_in_the_notebook(page: sync_api.Page, state: str) -> None:
     figure.evaluate("element => element.scrollIntoView()")  # plotly draws what is in sight; of a saved one it shows the image first
     sync_api.expect(figure.locator(".main-svg, img").first).to_be_visible(timeout=60_000)
     sync_api.expect(last.locator(".jp-RenderedHTMLCommon table", has_text="ms per step")).to_have_count(1, timeout=60_000)
-    picture(page, f"8-keepsake-{state}")
+    picture(page, f"8-static-output-{state}")
     sync_api.expect(last.get_by_text(re.compile(rf"{state} · \d+ steps"))).to_be_visible()
 
 
 def test_logs_of_two_ranks_of_a_script_of_ones_own(page, jupyter):
     (jupyter.work / "chatter.py").write_text(CHATTER)
-    (jupyter.work / "watch.py").write_text(NOTEBOOK)
+    (jupyter.work / "watch.py").write_text(WATCHED)
     open_notebook(page, jupyter, "watch.py")
     command(page, "notebook:run-all-cells")
     panel = page.locator(".labkit")
-    panel.wait_for(timeout=SECONDS)
+    panel.wait_for(timeout=RUN_TIMEOUT)
     wait_for_words(panel, "finished")
     panel.get_by_role("tab", name="Logs").click()
     lines = panel.locator(".labkit-log-line")
@@ -249,26 +193,12 @@ def test_logs_of_two_ranks_of_a_script_of_ones_own(page, jupyter):
     picture(page, "7-logs")
 
 
-LAB = """# ---
-# jupyter:
-#   kernelspec:
-#     display_name: Python 3 (ipykernel)
-#     language: python
-#     name: python3
-# ---
-
-# %%
-from labkit import Lab
-Lab(strategy="ddp", workload="mlp", nproc=2, device="cpu", samples=1280, batch_size=64, epochs=1)
-"""
-
-
 def test_strategies_are_chosen_and_compared(page, jupyter):
     (jupyter.work / "labs" / "compare.py").write_text(LAB)
     open_notebook(page, jupyter, "labs/compare.py")
     command(page, "notebook:run-all-cells")
     panel = page.locator(".labkit", has=page.locator(".labkit-run"))
-    panel.wait_for(timeout=SECONDS)
+    panel.wait_for(timeout=RUN_TIMEOUT)
     see(panel)
     fits_the_projector(panel)
     panel.locator(".labkit-further select").select_option("PP × DDP")
@@ -286,26 +216,25 @@ def test_strategies_are_chosen_and_compared(page, jupyter):
     tab.get_by_label("TP", exact=True).check()
     picture(page, "7-compare-chosen")
     tab.locator(".labkit-compare-run").click()
-    sync_api.expect(tab.locator("tr", has_text="Single").first).to_contain_text("reference", timeout=SECONDS)
+    sync_api.expect(tab.locator("tr", has_text="Single").first).to_contain_text("reference", timeout=RUN_TIMEOUT)
     for title in ("DDP", "TP"):
-        sync_api.expect(tab.locator("tr", has_text=title).locator(".labkit-good")).to_have_text("equal", timeout=SECONDS)
-    sync_api.expect(tab.locator(".labkit-compare-run")).to_be_enabled(timeout=SECONDS)
+        sync_api.expect(tab.locator("tr", has_text=title).locator(".labkit-good")).to_have_text("equal", timeout=RUN_TIMEOUT)
+    sync_api.expect(tab.locator(".labkit-compare-run")).to_be_enabled(timeout=RUN_TIMEOUT)
     picture(page, "8-compared")
-    command(page, "apputils:change-theme", theme="JupyterLab Dark")
-    page.wait_for_function("document.body.dataset.jpThemeLight === 'false'")
+    set_theme(page, "Dark")
     see(panel)
     picture(page, "9-compared-dark")
 
 
-SLOW = LAB.replace("samples=1280, batch_size=64, epochs=1", "batch_size=64, steps=80")
+SLOW = LAB.replace("samples=1280, batch_size=64, epochs=1", "batch_size=64, steps=100_000")  # until Stop is pressed
 
 
-def test_a_step_is_captured_and_a_fault_is_found(page, jupyter, runs):
+def test_a_step_is_captured_and_a_fault_is_found(page, jupyter):
     (jupyter.work / "labs" / "slow.py").write_text(SLOW)
     open_notebook(page, jupyter, "labs/slow.py")
     command(page, "notebook:run-all-cells")
     panel = page.locator(".labkit", has=page.locator(".labkit-run"))
-    panel.wait_for(timeout=SECONDS)
+    panel.wait_for(timeout=RUN_TIMEOUT)
     see(panel)
     panel.locator(".labkit-more").click()
     panel.get_by_label("goes wrong").select_option("One rank is slow")
@@ -318,24 +247,24 @@ def test_a_step_is_captured_and_a_fault_is_found(page, jupyter, runs):
     timeline = panel.locator(".labkit-timeline")
     wait_until(lambda: timeline.locator(".labkit-chart .bars path").count() > 4, 120)
     timeline.get_by_role("button", name="Capture a step").click()
-    sync_api.expect(timeline).to_contain_text(re.compile(r"step \d+ was captured"), timeout=SECONDS)
+    sync_api.expect(timeline).to_contain_text(re.compile(r"step \d+ was captured"), timeout=RUN_TIMEOUT)
     sync_api.expect(timeline.locator("td", has_text="all_reduce").first).to_be_visible()
     picture(page, "11-timeline")
     timeline.get_by_role("button", name="Save trace").click()
     sync_api.expect(timeline).to_contain_text("trace.json")
-    assert list(runs.glob("*/trace.json"))
+    assert list(jupyter.runs.glob("*/trace.json"))
     panel.get_by_role("tab", name="Memory").click()
     memory = panel.locator(".labkit-memory")
     wait_until(lambda: memory.locator(".labkit-chart .main-svg").count() > 1, 60)
     picture(page, "12-memory")
-    command(page, "apputils:change-theme", theme="JupyterLab Dark")
-    page.wait_for_function("document.body.dataset.jpThemeLight === 'false'")
+    set_theme(page, "Dark")
     see(panel)
     picture(page, "13-memory-dark")
     panel.get_by_role("tab", name="Live").click()
-    sync_api.expect(panel.locator(".labkit-finding").first).to_contain_text("rank 1 is slower than the others", timeout=SECONDS)
+    sync_api.expect(panel.locator(".labkit-finding").first).to_contain_text("rank 1 is slower than the others", timeout=RUN_TIMEOUT)
     panel.get_by_role("button", name="Why?").click()
     sync_api.expect(panel.get_by_text("every collective waits for the last rank")).to_be_visible()
     sync_api.expect(panel.get_by_text("look at what this rank does between the phases")).to_be_visible()
     picture(page, "14-finding")
-    wait_for_words(panel, "finished")
+    panel.locator(".labkit-stop").click()
+    wait_for_words(panel, "stopped")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from conftest import PICTURES
 from fabricate import FakeRun
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
-from test_browser import browser_path
 
 from labkit import Spec
 from labkit.cli import parser as cli
@@ -23,7 +23,6 @@ from labkit.frontends.handout.lab import STUDENT, TEACHER, page_of
 from labkit.frontends.handout.recorded import Shelf, run_of
 from labkit.record.folder import RunFolder
 
-PICTURES = Path(__file__).parent / "screenshots"
 PLOTLY = "application/vnd.plotly.v1+json"
 WIDGET = "application/vnd.jupyter.widget-view+json"
 HOSTILE = (
@@ -479,21 +478,6 @@ def test_what_cannot_be_meant_is_said_in_one_sentence(fake, capsys, argv, says):
 
 
 # ---- in a browser, with the network cut
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    sync_api = pytest.importorskip("playwright.sync_api")
-    path = browser_path()
-    if path is None:
-        pytest.skip("there is no Chromium on this machine: apt-get install chromium")
-    PICTURES.mkdir(exist_ok=True)
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=path, args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-        )
-        yield browser
-        browser.close()
 
 
 @pytest.fixture

@@ -7,34 +7,22 @@ import inspect
 import re
 
 import pytest
-from test_browser import (  # noqa: F401
-    PICTURES,
-    ROOT,
-    SECONDS,
-    Jupyter,
-    command,
-    jupyter,
-    open_notebook,
-    page,
-    see,
-)
+from browser import CELLS, NOTEBOOK, RUN_TIMEOUT, open_notebook, set_theme, sync_api
+from conftest import PICTURES
 
 from labkit.course.exercises import LABS
 
-sync_api = pytest.importorskip("playwright.sync_api")
-sync_api.expect.set_options(timeout=60_000)  # ms: a busy machine takes its time
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 TOPICS = {lab: topic for topic, lab in LABS.items()}
 LESSONS = ("00_start_here", "01_collectives", "03_ddp", "05_fsdp", "07_pipeline_parallel")
-CELLS = "window.jupyterapp.shell.currentWidget.content.widgets"
 # Of every cell: its source, its tags, and whether it is one that runs.
 SHOWN = f"{CELLS}.map(one => [one.model.sharedModel.getSource(), one.model.getMetadata('tags') ?? [], one.model.type === 'code'])"
 IDLE = f"number => {CELLS}[number].model.executionState !== 'running' && {CELLS}[number].model.executionCount !== null"
 
 
 @pytest.mark.parametrize("lab", LESSONS)
-def test_a_student_goes_through_a_lab(lab, page, jupyter):  # noqa: F811
+def test_a_student_goes_through_a_lab(lab, page, jupyter):
     open_notebook(page, jupyter, f"labs/{lab}.py")
     cells = page.evaluate(SHOWN)
     codes = [number for number, (_, tags, runs) in enumerate(cells) if runs and "long" not in tags]
@@ -44,28 +32,27 @@ def test_a_student_goes_through_a_lab(lab, page, jupyter):  # noqa: F811
     sync_api.expect(page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr']")).to_have_count(0)
     sync_api.expect(page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.error']")).to_have_count(0)
     for state in page.locator(".labkit:not(:has(.labkit-run)) .labkit-state").all():
-        sync_api.expect(state).to_have_text(re.compile("finished|stopped|failed"), timeout=SECONDS)
+        sync_api.expect(state).to_have_text(re.compile("finished|stopped|failed"), timeout=RUN_TIMEOUT)
     an_exercise_is_answered(page, lab, cells)
     for theme in ("Light", "Dark"):
-        command(page, "apputils:change-theme", theme=f"JupyterLab {theme}")
-        page.wait_for_function(f"document.body.dataset.jpThemeLight === '{str(theme == 'Light').lower()}'")
+        set_theme(page, theme)
         pictures_of(page, f"30-{lab}-{theme.lower()}")
 
 
-def run_cell(page: sync_api.Page, number: int) -> None:  # noqa: F811
+def run_cell(page: sync_api.Page, number: int) -> None:
     """Puts the cursor into a cell, presses Shift + Enter, and waits until the cell is done."""
-    page.evaluate(f"number => {{ {cell_of('number')}; window.jupyterapp.shell.currentWidget.content.scrollToItem(number); }}", number)
+    page.evaluate(f"number => {{ {cell_of('number')}; {NOTEBOOK}.scrollToItem(number); }}", number)
     page.locator(".jp-Cell.jp-mod-active .cm-content").first.click()
     page.keyboard.press("Shift+Enter")
-    page.wait_for_function(IDLE, arg=number, timeout=3 * SECONDS)  # a cell may wait for several runs
+    page.wait_for_function(IDLE, arg=number, timeout=3 * RUN_TIMEOUT)  # a cell may wait for several runs
 
 
 def cell_of(number: str) -> str:
     """JavaScript that makes a cell the active one."""
-    return f"window.jupyterapp.shell.currentWidget.content.activeCellIndex = {number}"
+    return f"{NOTEBOOK}.activeCellIndex = {number}"
 
 
-def an_exercise_is_answered(page: sync_api.Page, lab: str, cells: list) -> None:  # noqa: F811
+def an_exercise_is_answered(page: sync_api.Page, lab: str, cells: list) -> None:
     """First a plausible wrong answer, whose verdict says what is wrong, then the right one."""
     topic = TOPICS[lab]
     answers = importlib.import_module(f"answers.{topic}")
@@ -73,13 +60,13 @@ def an_exercise_is_answered(page: sync_api.Page, lab: str, cells: list) -> None:
     number, source = next((number, source) for number, (source, *_) in enumerate(cells) if f'check("{topic}.{name}"' in source)
     wrong, words = answers.WRONG[name]
     for answer, mark in ((wrong, "✗ not yet"), (answers.RIGHT[name], "✓ right")):
-        page.evaluate(f"number => {{ {cell_of('number')}; window.jupyterapp.shell.currentWidget.content.scrollToItem(number); }}", number)
+        page.evaluate(f"number => {{ {cell_of('number')}; {NOTEBOOK}.scrollToItem(number); }}", number)
         page.locator(".jp-Cell.jp-mod-active .cm-content").click()
         page.keyboard.press("Control+A")
         page.keyboard.insert_text(typed(source, answer))
         page.keyboard.press("Control+Enter")
         verdict = page.locator(".jp-Cell.jp-mod-active .labkit-verdict")
-        sync_api.expect(verdict).to_contain_text(mark, timeout=SECONDS)
+        sync_api.expect(verdict).to_contain_text(mark, timeout=RUN_TIMEOUT)
         if answer is wrong:
             sync_api.expect(verdict).to_contain_text(words)
 
@@ -97,7 +84,7 @@ def typed(source: str, answer: object) -> str:
     return f"{inspect.getsource(answer)}\n\n{asked}{answer.__name__})"
 
 
-def pictures_of(page: sync_api.Page, name: str) -> None:  # noqa: F811
+def pictures_of(page: sync_api.Page, name: str) -> None:
     """The whole lesson in pictures for a person to look at, a tall page at a time."""
     page.set_viewport_size({"width": 1280, "height": 2400})
     notebook = page.locator(".jp-WindowedPanel-outer").first

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
+from browser import RUN_TIMEOUT, command, open_notebook, picture, see, set_theme, sync_api
 from conftest import processes_of, wait_until
-from test_browser import SECONDS, command, jupyter, open_notebook, page, picture, see, sync_api  # noqa: F401
 
 pytestmark = pytest.mark.browser
 
@@ -37,13 +37,13 @@ time.sleep(600)
 """
 
 
-def test_a_cell_on_four_ranks_and_one_that_is_stopped(page, jupyter, runs):  # noqa: F811
+def test_a_cell_on_four_ranks_and_one_that_is_stopped(page, jupyter):
     (jupyter.work / "cells.py").write_text(NOTEBOOK)
     open_notebook(page, jupyter, "cells.py")
     command(page, "notebook:run-all-cells")
     sums, held = page.locator(".jp-CodeCell").nth(1), page.locator(".jp-CodeCell").nth(2)
-    sync_api.expect(held.locator(".labkit-cell-state")).to_have_text(re.compile("waits for the cell before"), timeout=SECONDS)
-    sync_api.expect(sums.locator(".labkit-cell-state")).to_have_text(re.compile("finished on 4 CPU ranks"), timeout=SECONDS)
+    sync_api.expect(held.locator(".labkit-cell-state")).to_have_text(re.compile("waits for the cell before"), timeout=RUN_TIMEOUT)
+    sync_api.expect(sums.locator(".labkit-cell-state")).to_have_text(re.compile("finished on 4 CPU ranks"), timeout=RUN_TIMEOUT)
     for rank in range(4):
         block = sums.get_by_role("group", name=f"rank {rank}", exact=True)
         sync_api.expect(block).to_contain_text(f"<b>I am</b> rank {rank} and have [6.0, 6.0]")
@@ -51,18 +51,17 @@ def test_a_cell_on_four_ranks_and_one_that_is_stopped(page, jupyter, runs):  # n
     sync_api.expect(sums.locator(".labkit-cell-reports tr")).to_have_count(5)
     sync_api.expect(sums.get_by_role("button", name="Stop")).to_have_count(0)
 
-    sync_api.expect(held.locator(".labkit-cell-rank", has_text="rank 1 waits")).to_be_visible(timeout=SECONDS)
+    sync_api.expect(held.locator(".labkit-cell-rank", has_text="rank 1 waits")).to_be_visible(timeout=RUN_TIMEOUT)
     see(sums)
     picture(page, "20-torchrun-cells")
     held.get_by_role("button", name="Stop").focus()
     page.keyboard.press("Enter")
-    sync_api.expect(held.locator(".labkit-cell-state")).to_have_text(re.compile("stopped after"), timeout=SECONDS)
-    wait_until(lambda: not processes_of(str(runs)), 10)
+    sync_api.expect(held.locator(".labkit-cell-state")).to_have_text(re.compile("stopped after"), timeout=RUN_TIMEOUT)
+    wait_until(lambda: not processes_of(str(jupyter.runs)), 10)
     sync_api.expect(held.get_by_role("button", name="Stop")).to_have_count(0)
     sums.locator(".labkit-cell-script summary").click()
     sync_api.expect(sums.get_by_text("init_process_group")).to_be_visible()
-    command(page, "apputils:change-theme", theme="JupyterLab Dark")
-    page.wait_for_function("document.body.dataset.jpThemeLight === 'false'")
+    set_theme(page, "Dark")
     see(sums)
     picture(page, "21-torchrun-dark")
 

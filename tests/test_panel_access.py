@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
+from browser import HEADER, RUN_TIMEOUT, in_the_kernel, open_notebook, picture, see, set_theme, sync_api, wait_for_words
 from conftest import processes_of, wait_until
-from test_browser import PICTURES, SECONDS, command, jupyter, open_notebook, page, picture, see, wait_for_words  # noqa: F401
 
-sync_api = pytest.importorskip("playwright.sync_api")
-sync_api.expect.set_options(timeout=60_000)  # ms: a busy machine takes its time
 pytestmark = pytest.mark.browser
 
-NOTEBOOK = """# ---
-# jupyter:
-#   kernelspec:
-#     display_name: Python 3 (ipykernel)
-#     language: python
-#     name: python3
-# ---
-
-# %%
-from labkit import Lab
+NOTEBOOK = HEADER + """from labkit import Lab
 Lab(strategy="zero1", workload="mlp", nproc=1, device="cpu", batch_size=64, steps=3000)
 
 # %%
 Lab(recorded="last", stage=True)
 """
+
+# The tabs, and what each shows of a run that has trained.
+TABS = {
+    "Live": ".labkit-live .main-svg",
+    "Script & diff": ".labkit-source pre",
+    "Logs": ".labkit-log-line",
+    "Timeline": ".labkit-timeline .main-svg",
+    "Memory": ".labkit-memory .main-svg",
+    "Compare": ".labkit-compare-run",
+}
 
 # The name that a screen reader says, as far as the panel's own elements go.
 NAME = """element => (element.ariaLabel || [...(element.labels ?? [])].map(one => one.textContent).join(" ")
@@ -84,12 +84,12 @@ FAINT = """panel => {
 }"""
 
 
-def focused(page: sync_api.Page) -> str:  # noqa: F811
+def focused(page: sync_api.Page) -> str:
     """The name of what has the focus."""
     return page.evaluate(f"({NAME})(document.activeElement)")
 
 
-def tab_to(page: sync_api.Page, panel: sync_api.Locator, name: str) -> None:  # noqa: F811
+def tab_to(page: sync_api.Page, panel: sync_api.Locator, name: str) -> None:
     """Presses Tab until `name` has the focus; everything on the way in the panel shows that it has it, and says its name."""
     for _ in range(80):
         page.keyboard.press("Tab")
@@ -102,13 +102,13 @@ def tab_to(page: sync_api.Page, panel: sync_api.Locator, name: str) -> None:  # 
     raise AssertionError(f"{name!r} is not reached by the Tab key")
 
 
-def test_the_panel_by_keyboard_alone(page, jupyter, runs):  # noqa: F811
+def test_the_panel_by_keyboard_alone(page, jupyter):
     (jupyter.work / "keys.py").write_text(NOTEBOOK)
     open_notebook(page, jupyter, "keys.py")
     page.locator(".jp-CodeCell .cm-content").first.click()
     page.keyboard.press("Control+Enter")
     panel = page.locator(".labkit", has=page.locator(".labkit-run")).first
-    sync_api.expect(panel.locator(".labkit-to-stage")).to_be_visible(timeout=SECONDS)
+    sync_api.expect(panel.locator(".labkit-to-stage")).to_be_visible(timeout=RUN_TIMEOUT)
     see(panel)
     page.keyboard.press("Escape")
 
@@ -135,7 +135,7 @@ def test_the_panel_by_keyboard_alone(page, jupyter, runs):  # noqa: F811
     assert panel.evaluate("panel => panel.contains(document.activeElement)"), "a button that is greyed keeps the focus in the panel"
     page.keyboard.press("3")
     sync_api.expect(panel.get_by_role("tab", name="Logs")).to_have_attribute("aria-selected", "true")
-    sync_api.expect(panel.get_by_role("log")).to_contain_text("loss", timeout=SECONDS)
+    sync_api.expect(panel.get_by_role("log")).to_contain_text("loss", timeout=RUN_TIMEOUT)
     page.keyboard.press("s")
     sync_api.expect(panel).to_have_class(re.compile("labkit-stage"))
     box = panel.bounding_box()
@@ -146,7 +146,7 @@ def test_the_panel_by_keyboard_alone(page, jupyter, runs):  # noqa: F811
     picture(page, "21-stage-live")
     page.keyboard.press("r")
     wait_for_words(panel, "stopped")
-    wait_until(lambda: not processes_of(str(runs)), 10)
+    wait_until(lambda: not processes_of(str(jupyter.runs)), 10)
     page.keyboard.press("Escape")
     sync_api.expect(panel).not_to_have_class(re.compile("labkit-stage"))
     kinds = page.evaluate("window.jupyterapp.shell.currentWidget.content.widgets.map(one => one.model.type)")
@@ -155,19 +155,19 @@ def test_the_panel_by_keyboard_alone(page, jupyter, runs):  # noqa: F811
     tab_to(page, panel, "CPU ranks")
     page.keyboard.press("r")
     page.keyboard.press("s")
-    page.wait_for_timeout(500)
+    in_the_kernel(page, "pass")
     sync_api.expect(panel.locator(".labkit-state")).to_have_text("stopped")
     sync_api.expect(panel).not_to_have_class(re.compile("labkit-stage"))
     a_recorded_run_plays_on_the_stage(page)
     everybody_can_read_it(page, panel)
 
 
-def a_recorded_run_plays_on_the_stage(page: sync_api.Page) -> None:  # noqa: F811
+def a_recorded_run_plays_on_the_stage(page: sync_api.Page) -> None:
     page.locator(".jp-CodeCell .cm-content").nth(1).click()
     page.keyboard.press("Control+Enter")
     panel = page.locator(".labkit", has=page.locator(".labkit-run")).nth(1)
     wait_for_words(panel, "recorded: ready to play")
-    sync_api.expect(panel).to_have_class(re.compile("labkit-stage"), timeout=SECONDS)
+    sync_api.expect(panel).to_have_class(re.compile("labkit-stage"), timeout=RUN_TIMEOUT)
     sync_api.expect(panel.locator(".labkit-recording")).to_contain_text(
         re.compile(r"DDP: MLP on digits, 2 ranks.*recorded on \d+ \w+ \d{4}, .* on 2 CPU ranks")
     )
@@ -176,32 +176,43 @@ def a_recorded_run_plays_on_the_stage(page: sync_api.Page) -> None:  # noqa: F81
     wait_for_words(panel, "recorded: (training|stopped)")
     picture(page, "22-stage-recorded")
     page.keyboard.press("r")
-    wait_for_words(panel, "recorded: (training · held here|stopped)")
+    wait_for_words(panel, "recorded: (.+ · held here|stopped)")
     page.keyboard.press("3")
     sync_api.expect(panel.locator(".labkit-logs")).to_contain_text("all of the recording: lines of a log have no times")
     sync_api.expect(panel.get_by_role("log")).to_contain_text("loss")
     page.keyboard.press("Escape")
+    sync_api.expect(panel).not_to_have_class(re.compile("labkit-stage"))
     panel.get_by_role("button", name="✕ Close").click()
     sync_api.expect(panel.get_by_role("button", name="▶ Run")).to_be_visible()
 
 
-def everybody_can_read_it(page: sync_api.Page, panel: sync_api.Locator) -> None:  # noqa: F811
+def everybody_can_read_it(page: sync_api.Page, panel: sync_api.Locator) -> None:
     """Every tab, in both themes and on the stage: every control has a name, and all letters stand out."""
     faint = {}
-    for theme in ("JupyterLab Light", "JupyterLab Dark"):
-        command(page, "apputils:change-theme", theme=theme)
-        page.wait_for_function(f"document.body.dataset.jpThemeLight === '{'true' if 'Light' in theme else 'false'}'")
+    for theme in ("Light", "Dark"):
+        set_theme(page, theme)
         for stage in (False, True):
             panel.evaluate("panel => panel.focus()")
             if stage:
                 page.keyboard.press("s")
-            for number in range(1, 7):
+                sync_api.expect(panel).to_have_class(re.compile("labkit-stage"))
+            for number, (tab, content) in enumerate(TABS.items(), 1):
                 see(panel)
                 page.keyboard.press(str(number))
-                page.wait_for_timeout(400)
+                sync_api.expect(panel.get_by_role("tab", name=tab)).to_have_attribute("aria-selected", "true")
+                sync_api.expect(panel.locator(content).first).to_be_visible()
+                place = f"23-{theme.lower()}{'-stage' if stage else ''}-{number}"
+                picture(page, place)
                 assert panel.evaluate(NAMELESS) == []
-                faint |= {f"{theme} {'stage' if stage else ''} tab {number} {what}": ratio for what, ratio in panel.evaluate(FAINT).items()}
-                page.screenshot(path=PICTURES / f"23-{theme[11:].lower()}{'-stage' if stage else ''}-{number}.png")
+                faint |= {f"{place}: {what}": ratio for what, ratio in faint_letters(panel).items()}
             if stage:
                 page.keyboard.press("Escape")
     assert not faint, "\n".join(f"{ratio} {what}" for what, ratio in faint.items())
+
+
+def faint_letters(panel: sync_api.Locator, seconds: float = 10.0) -> dict[str, float]:
+    """The contrast of letters that are too faint, by their text; a change of the theme has `seconds` to be drawn."""
+    end = time.monotonic() + seconds
+    while (found := panel.evaluate(FAINT)) and time.monotonic() < end:
+        time.sleep(0.1)
+    return found

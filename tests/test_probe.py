@@ -19,8 +19,8 @@ import numpy
 import psutil
 import pytest
 import torch
-from conftest import processes_of, wait_until
-from probed import PROBE, SCRIPTS, Told, environment, launch
+from conftest import processes_of, started_warm, wait_until, warm_run
+from probed import PROBE, SCRIPTS, Told, environment, launch, watched
 
 from labkit.analysis.summary import summarise
 from labkit.figures import CHARTS
@@ -39,10 +39,9 @@ from labkit.record.state import RunState
 
 
 @pytest.mark.parametrize("done", [0, 3])
-def test_a_step_that_creates_optimizer_state_and_batches_that_are_skipped_are_no_steps(done, tmp_path):
-    ran = launch([*PROBE, SCRIPTS / "resumes.py", done], tmp_path)
-    assert ran.stdout == "done\n", ran.stderr
-    told = Told(tmp_path)
+def test_a_step_that_creates_optimizer_state_and_batches_that_are_skipped_are_no_steps(done):
+    ran, told = watched(SCRIPTS / "resumes.py", done)
+    assert ran.logs(0) == "done\n", ran.logs(0, "stderr")
     steps = told.of("step")
     assert [step["step"] for step in steps] == list(range(done + 1, 7))
     assert [step["samples"] for step in steps] == [8] * (6 - done)
@@ -52,10 +51,10 @@ def test_a_step_that_creates_optimizer_state_and_batches_that_are_skipped_are_no
         assert steps[0]["t"] - steps[0]["seconds"]["step"] >= resumed - 0.005
 
 
-def test_gradients_are_not_recorded_from_a_step_that_creates_optimizer_state(tmp_path):
-    ran = launch([*PROBE, SCRIPTS / "resumes.py", 3], tmp_path, LABKIT_TENSORS="1")
-    assert ran.stdout == "done\n", ran.stderr
-    gradients = numpy.load(tmp_path / "tensors" / "rank0-gradients.npz")
+def test_gradients_are_not_recorded_from_a_step_that_creates_optimizer_state():
+    ran, _ = watched(SCRIPTS / "resumes.py", 3, tensors=True)
+    assert ran.logs(0) == "done\n", ran.logs(0, "stderr")
+    gradients = numpy.load(ran.folder.tensors / "rank0-gradients.npz")
     arrays = [gradients[name] for name in gradients.files if name != "index"]
     assert arrays
     assert all(array.any() for array in arrays), "a step that creates state has gradients of zero"
@@ -77,9 +76,8 @@ def test_the_compilation_of_an_extension_is_an_activity_in_words(tmp_path):
         "threading.Timer(0.2, mine.release).start()\n"
         "other.wait()\n"
     )
-    ran = launch([*PROBE, script, build / "lock"], tmp_path)
-    assert ran.returncode == 0, ran.stderr
-    told = Told(tmp_path)
+    ran, told = watched(script, build / "lock")
+    assert ran.words == "finished", ran.logs(0, "stderr")
     words = "building the C++ extension my_operator (first use only)"
     assert [event["name"] for event in told.of("activity")][:3] == [words, None, words]
     assert told.of("activity")[-1]["name"] is None
@@ -112,16 +110,14 @@ def test_a_rank_that_compiles_an_extension_does_not_hang_before_a_quarter_of_an_
 
 @pytest.fixture(scope="module")
 def styles(tmp_path_factory):
-    run = tmp_path_factory.mktemp("styles") / "run"
-    done = launch([*PROBE, SCRIPTS / "styles.py"], run)
-    return done, Told(run)
+    return watched(SCRIPTS / "styles.py", root=tmp_path_factory.mktemp("styles"))
 
 
 def test_every_style_runs_to_its_end_unseen(styles):
     done, told = styles
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("done") == len(told.styles) - 1 > 10
-    assert done.stderr == ""
+    assert done.logs(0, "stderr") == ""
+    assert done.words == "finished"
+    assert done.logs(0).count("done") == len(told.styles) - 1 > 10
     assert told.of("probe_error") == []
     assert told.events[0]["kind"] == "start" and told.events[0]["torch"] == torch.__version__
     assert told.events[-1]["kind"] == "end" and told.events[-1]["exit_code"] == 0
@@ -232,10 +228,9 @@ def test_bytes_by_owner(styles):
         assert step["memory"]["peak"] >= step["memory"]["allocated"]
 
 
-def test_what_does_not_train_is_counted_too(tmp_path):
-    done = launch([*PROBE, SCRIPTS / "held.py"], tmp_path / "run")
-    assert done.returncode == 0, done.stderr
-    told = Told(tmp_path / "run")
+def test_what_does_not_train_is_counted_too():
+    done, told = watched(SCRIPTS / "held.py")
+    assert done.words == "finished", done.logs(0, "stderr")
     one = 4 * (64 * 256 + 256 + 2 * 256 + 256 * 10 + 10)
     buffers = 2 * 4 * 256 + 8
     first, last = told.of("memory")[0]["owners"], told.of("memory")[-1]["owners"]
@@ -257,16 +252,6 @@ def test_metrics_keep_their_names_apart(styles):
 # ---- two ranks under torchrun, as the launcher starts them
 
 
-def torchrun(run: Path, *script: object) -> list[object]:
-    return [
-        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--rdzv-backend=c10d", "--rdzv-conf", "store_type=file"),
-        *(f"--rdzv-endpoint={run / 'rendezvous'}", "--local-addr=127.0.0.1", "--nproc-per-node=2", "-m", "labkit.probe", *script),
-    ]
-
-
-LOCAL = {"LABKIT_LOOPBACK": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-
-
 def listeners(run: Path) -> set[str]:
     """The addresses that the processes of a run listen on."""
     found = set()
@@ -280,20 +265,16 @@ def listeners(run: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def parallel(tmp_path_factory):
-    run = tmp_path_factory.mktemp("parallel") / "run"
-    run.mkdir()
-    log, heard = run / "log", set()
-    with log.open("w") as output:
-        argv = [str(a) for a in torchrun(run, SCRIPTS / "parallel.py")]
-        process = subprocess.Popen(argv, env=environment(run, **LOCAL), stdout=output, stderr=output)
+    started = started_warm(SCRIPTS / "parallel.py", tmp_path_factory.mktemp("parallel"), nproc=2, device="cpu")
+    heard = set()
 
-        def look() -> bool:
-            heard.update(listeners(run))
-            return process.poll() is not None
+    def look() -> bool:
+        heard.update(listeners(started.folder.path))
+        return started.state.over
 
-        wait_until(look, 240)
-    assert process.returncode == 0, log.read_text()
-    return heard, [Told(run, rank) for rank in (0, 1)]
+    wait_until(look, 240)
+    assert started.words == "finished", started.logs(0, "stderr")
+    return heard, [Told(started.folder.path, rank) for rank in (0, 1)]
 
 
 def test_nothing_listens_beyond_this_machine(parallel):
@@ -368,19 +349,17 @@ def test_shards_are_counted_as_shards(parallel):
     assert (stage + sent) / 2 <= first.owners("one_f_one_b")["activations"] < stage + sent  # of those in flight
 
 
-def test_a_rank_that_raises(tmp_path, runs):
-    run = runs / "raises"
-    run.mkdir(parents=True)
-    done = launch(torchrun(run, SCRIPTS / "raises.py"), run, **LOCAL)
-    assert done.returncode == 1
-    (error,) = Told(run, 1).of("error")
+def test_a_rank_that_raises():
+    done = warm_run(SCRIPTS / "raises.py", nproc=2, device="cpu")
+    assert done.state.status["exit_code"] == 1
+    (error,) = Told(done.folder.path, 1).of("error")
     assert (error["type"], error["message"]) == ("ValueError", "sample 11 has no label")
-    for text in (error["traceback"], done.stderr):
+    for text in (error["traceback"], done.logs(1, "stderr")):
         assert "KeyError: 'label'" in text and "raises.py" in text and "labkit/probe/" not in text
-    assert "ValueError: sample 11 has no label" in done.stderr.split("Root Cause")[-1]  # torchrun read the error file
+    assert "ValueError: sample 11 has no label" in done.folder.launcher_log.read_text()  # torchrun read the error file
     state = RunState()
     for rank in (0, 1):
-        for event in Told(run, rank).events:
+        for event in Told(done.folder.path, rank).events:
             state.apply(event)
     assert state.failure["rank"] == 1 and state.exit_code(1) == 1
 
@@ -418,10 +397,13 @@ def test_exit_codes(tmp_path, source):
     code, said, error = ENDS[source]
     script = tmp_path / "a script.py"
     script.write_text(source + "\n")
-    done = launch([*PROBE, script], tmp_path / "run")
-    assert (done.returncode, "labkit" in done.stderr) == (code, False), done.stderr
-    assert said in done.stderr
-    told = Told(tmp_path / "run")
+    done, told = watched(script)
+    stderr = done.logs(0, "stderr")
+    failures = {"0": code} if code else {}
+    seen = done.state.status["failures"]
+    assert {rank: failure["exit_code"] for rank, failure in seen.items()} == failures, "as torchrun saw it"
+    assert "labkit" not in stderr, stderr
+    assert said in stderr
     assert [event["type"] for event in told.of("error")] == ([error] if error else [])
     assert told.of("end")[0]["exit_code"] == code
 

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
-from conftest import wait_until
+from conftest import started_warm, wait_until, warm_run
 from fabricate import FakeRun
 
-from labkit import run
+from labkit.cli import parser as cli
 from labkit.probe import sampler
 from labkit.record.clock import SystemMoment
 from labkit.runs.handle import Run
 
-ROOT = Path(__file__).parent.parent
 OWN = """
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -37,15 +36,32 @@ print("seen", sum(row.key.startswith("aten::addmm") for row in prof.key_averages
 """
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "labkit", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120)
+class Said(NamedTuple):
+    """What a command gave back: its exit code, and what it wrote."""
+
+    code: int
+    stdout: str
+    stderr: str
 
 
-def test_a_step_that_is_asked_for_is_captured_by_every_rank():
-    job = run("ddp", workload="mlp", nproc=2, device="cpu", batch_size=16, steps=40, samples=2048, fault="slow_rank", sample_every=0)
+@pytest.fixture
+def command(capsys) -> Callable[..., Said]:
+    """Runs a command of labkit in this process."""
+
+    def act(*arguments: str) -> Said:
+        code = act(cli.parse(arguments))
+        said = capsys.readouterr()
+        return Said(code, said.out, said.err)
+
+    return act
+
+
+def test_a_step_that_is_asked_for_is_captured_by_every_rank(command):
+    asked = {"workload": "mlp", "nproc": 2, "device": "cpu", "batch_size": 16, "steps": 40, "samples": 2048}
+    job = started_warm("ddp", **asked, fault="slow_rank", sample_every=0)
     wait_until(lambda: job.state.step >= 4, 120)
     told = command("capture", job.name)
-    assert told.returncode == 0, told.stderr
+    assert told.code == 0, told.stderr
     asked = int(told.stdout.split()[1])
     job.wait(120)
     ranks = job.state.ranks
@@ -59,7 +75,7 @@ def test_a_step_that_is_asked_for_is_captured_by_every_rank():
     assert f"step {asked} looked at closely" in shown.stdout and "all_reduce" in shown.stdout
     assert "because every collective waits for the last rank" in shown.stdout
     written = command("trace", job.name, "-o", str(job.folder.path / "t.json"))
-    assert written.returncode == 0 and "perfetto" in written.stdout
+    assert written.code == 0 and "perfetto" in written.stdout
     events = json.loads((job.folder.path / "t.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1} and any(event["name"] == "all_reduce" for event in events)
     assert command("capture", job.name).stderr.strip() == f"labkit: run {job.name} is over; only one that trains can be looked at"
@@ -69,21 +85,21 @@ def test_a_step_that_is_asked_for_is_captured_by_every_rank():
 def test_a_script_with_a_profiler_of_its_own_has_it_to_itself(tmp_path, warm):
     script = tmp_path / "own.py"
     script.write_text(OWN.replace("WARM", str(warm)))
-    job = run(str(script), nproc=1, device="cpu", sample_every=4).wait(120)
+    job = warm_run(script, nproc=1, device="cpu", sample_every=4)
     assert job.words == "finished", job.logs(0, "stderr")
     assert job.logs(0).strip() == "seen 1"
     assert job.state.unwatched == []
     assert all(step <= warm for step in job.state.ranks[0].timelines), "none from the time when the script's own profiler was there"
 
 
-def test_a_run_without_a_sampled_step_has_no_trace(runs):
+def test_a_run_without_a_sampled_step_has_no_trace(runs, command):
     fake = FakeRun(runs)
     fake.start()
     fake.step(3)
     fake.end()
     fake.close()
     told = command("trace", fake.folder.name)
-    assert told.returncode == 2 and "has no profiled step" in told.stderr
+    assert told.code == 2 and "has no profiled step" in told.stderr
     with pytest.raises(LookupError, match="is over"):
         Run.attach(fake.folder.path).capture()
 

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-from weaving import run_alone
+from conftest import warm_run
+from probed import watched
 
-import labkit
 from labkit.analysis.summary import summarise
 from labkit.plan.script import write_script
 from labkit.plan.spec import Spec, SpecError
-from labkit.record.events import Reader
 from labkit.record.state import RunState
 
 
@@ -45,15 +39,17 @@ def test_on_cpu_it_says_that_it_is_emulated_and_on_gpus_it_is_data_parallel():
 )
 def test_it_runs_also_where_the_last_batch_is_smaller_than_the_replicas(asked, tmp_path):
     (tmp_path / "train.py").write_text(write_script(small(**asked)), encoding="utf-8")
-    assert "epoch 1: " in run_alone([sys.executable, "train.py"], tmp_path)
+    handle = warm_run(tmp_path / "train.py", nproc=1, device="cpu", sample_every=0)
+    assert handle.words == "finished", handle.logs(0, "stderr")
+    assert "epoch 1: " in handle.logs(0)
 
 
 def test_replicas_are_measured_and_folded(tmp_path):
     spec = small()
     (tmp_path / "train.py").write_text(write_script(spec), encoding="utf-8")
-    settings = os.environ | {"LABKIT_RUN_DIR": str(tmp_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(labkit.__file__).parents[1])}
-    subprocess.run([sys.executable, "-m", "labkit.probe", "train.py"], cwd=tmp_path, env=settings, check=True, timeout=120)
-    events = list(Reader(tmp_path / "events" / "rank0.jsonl").poll())
+    handle, told = watched(tmp_path / "train.py")
+    assert handle.words == "finished", handle.logs(0, "stderr")
+    events = told.events
     steps = [event for event in events if event["kind"] == "replica"]
     assert not [event for event in events if event["kind"] == "probe_error"]
     assert [event["step"] for event in steps] == [1, 2, 3, 4]

@@ -6,13 +6,13 @@ import json
 
 import numpy
 import pytest
-from test_traffic import exchange
+from weaving import exchange
 
 
-def together(run, what):
+def together(folder, what):
     """The whole model's tensors from every rank's pieces; each element must be held by some rank."""
     whole = {}
-    for file in sorted((run / "tensors").glob(f"rank*-{what}.npz")):
+    for file in sorted(folder.tensors.glob(f"rank*-{what}.npz")):
         with numpy.load(file) as arrays:
             for piece in json.loads(arrays["index"].tobytes()):
                 array, shape = arrays[piece["key"]], piece["shape"]
@@ -25,20 +25,15 @@ def together(run, what):
     return whole
 
 
-@pytest.fixture(scope="module")
-def single(tmp_path_factory):
-    return exchange("single", tmp_path_factory.mktemp("single"), LABKIT_TENSORS="1")
-
-
 @pytest.mark.parametrize("way", ["ddp", "fsdp", "fsdp_orig", "fsdp2", "tp", "pp"])
-def test_the_pieces_are_the_single_model(way, single, tmp_path):
-    run = exchange(way, tmp_path, LABKIT_TENSORS="1")
+def test_the_pieces_are_the_single_model(way, shared_run):
+    single, split = exchange(shared_run, "single"), exchange(shared_run, way)
     for what in ("gradients", "parameters"):
-        expected, found = together(single, what), together(run, what)
+        expected, found = together(single, what), together(split, what)
         assert set(found) == set(expected) == {"0.weight", "0.bias", "2.weight", "2.bias"}
         for name, tensor in expected.items():
             numpy.testing.assert_allclose(found[name], tensor, rtol=1e-4, atol=1e-6, err_msg=f"{what} of {name}")
 
 
-def test_nothing_is_kept_unasked(tmp_path):
-    assert not (exchange("single", tmp_path) / "tensors").exists()
+def test_nothing_is_kept_unasked(shared_run):
+    assert not exchange(shared_run, "single", tensors=False).tensors.exists()

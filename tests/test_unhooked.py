@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from diagnosed import end, first, fold, names, saw, script, start, status, steps
-from probed import PROBE, SCRIPTS, Told, launch
+from probed import SCRIPTS, Told, launch, watched
 
 from labkit.probe.journal import Journal
 from labkit.probe.steps import StepWatch
@@ -19,10 +19,9 @@ from labkit.probe.steps import StepWatch
 
 @pytest.fixture(scope="module")
 def by_hand(tmp_path_factory):
-    run = tmp_path_factory.mktemp("by_hand") / "run"
-    done = launch([*PROBE, SCRIPTS / "by_hand.py"], run)
-    assert (done.returncode, done.stderr) == (0, "")
-    return Told(run)
+    done, told = watched(SCRIPTS / "by_hand.py", root=tmp_path_factory.mktemp("by_hand"))
+    assert (done.words, done.logs(0, "stderr")) == ("finished", "")
+    return told
 
 
 def test_an_update_by_hand_ends_a_step(by_hand):
@@ -44,19 +43,17 @@ def test_what_follows_backward_is_the_optimizer(by_hand):
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    run = tmp_path_factory.mktemp("compiled") / "run"
     bare = launch([sys.executable, SCRIPTS / "compiled.py", "eager"], None)
-    watched = launch([*PROBE, SCRIPTS / "compiled.py", "eager"], run)
-    return bare, watched, Told(run)
+    return bare, *watched(SCRIPTS / "compiled.py", "eager", root=tmp_path_factory.mktemp("compiled"))
 
 
 def test_the_probe_is_not_compiled(compiled):
-    bare, watched, told = compiled
+    bare, probed, told = compiled
     assert told.of("probe_error") == []
-    assert (bare.returncode, watched.returncode) == (0, 0), watched.stderr
-    assert watched.stdout == bare.stdout, "losses, graphs, recompiles and graph breaks"
+    assert (bare.returncode, probed.words) == (0, "finished"), probed.logs(0, "stderr")
+    assert probed.logs(0) == bare.stdout, "losses, graphs, recompiles and graph breaks"
     assert [json.loads(line)["unique_graphs"] for line in bare.stdout.splitlines() if "{" in line] == [1, 2, 1]
-    assert _without_times(watched.stderr) == _without_times(bare.stderr)
+    assert _without_times(probed.logs(0, "stderr")) == _without_times(bare.stderr)
 
 
 def _without_times(text: str) -> str:
@@ -76,10 +73,9 @@ def test_compiled_steps_are_counted(compiled):
 
 @pytest.fixture(scope="module")
 def threads(tmp_path_factory):
-    run = tmp_path_factory.mktemp("threads") / "run"
-    done = launch([*PROBE, SCRIPTS / "threads.py"], run)
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout, Told(run)
+    done, told = watched(SCRIPTS / "threads.py", root=tmp_path_factory.mktemp("threads"))
+    assert (done.words, done.logs(0, "stderr")) == ("finished", "")
+    return done.logs(0), told
 
 
 def test_a_loop_in_a_thread_has_steps(threads):
@@ -100,10 +96,9 @@ def test_a_thread_that_trains_beside_is_named(threads):
 # ---- elsewhere
 
 
-def test_processes_that_a_script_starts_are_named(tmp_path):
-    done = launch([*PROBE, SCRIPTS / "spawns.py"], tmp_path / "run")
-    assert done.returncode == 0 and done.stdout.count("is done") == 2, done.stderr
-    told = Told(tmp_path / "run")
+def test_processes_that_a_script_starts_are_named():
+    done, told = watched(SCRIPTS / "spawns.py")
+    assert done.words == "finished" and done.logs(0).count("is done") == 2, done.logs(0, "stderr")
     assert told.of("probe_error") == told.of("step") == []
     finding = first(fold(script(1), told.events, status("finished")), "trains_elsewhere")
     assert "2 processes" in finding.title and "__main__.train (spawn)" in finding.evidence and "torchrun" in finding.way_out
@@ -120,9 +115,9 @@ def test_workers_of_a_loader_are_not_the_scripts_processes(tmp_path):
         "    subprocess.run(['true'])\n"
     )
     (tmp_path / "loads.py").write_text(source)
-    done = launch([*PROBE, tmp_path / "loads.py"], tmp_path / "run")
-    assert done.returncode == 0, done.stderr
-    started = [(event["how"], event["target"]) for event in Told(tmp_path / "run").of("saw") if event["what"] == "process"]
+    done, told = watched(tmp_path / "loads.py")
+    assert done.words == "finished", done.logs(0, "stderr")
+    started = [(event["how"], event["target"]) for event in told.of("saw") if event["what"] == "process"]
     assert [how for how, _ in started] == ["fork", "subprocess"] and started[0][1] == "builtins.print"
 
 
@@ -135,9 +130,9 @@ def test_gradients_without_an_update_are_said(tmp_path):
         "    model(torch.ones(3, 2)).sum().backward()\n"
     )
     (tmp_path / "gradients.py").write_text(source)
-    done = launch([*PROBE, tmp_path / "gradients.py"], tmp_path / "run")
-    assert (done.returncode, done.stderr) == (0, "")
-    finding = first(fold(script(1), Told(tmp_path / "run").events, status("finished")), "trains_elsewhere")
+    done, told = watched(tmp_path / "gradients.py")
+    assert (done.words, done.logs(0, "stderr")) == ("finished", "")
+    finding = first(fold(script(1), told.events, status("finished")), "trains_elsewhere")
     assert "no parameter changed" in finding.title and "calls of backward: 5" in finding.evidence
 
 

@@ -6,13 +6,18 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+from conftest import warm_run
 
 from labkit.plan.script import write_script
 from labkit.plan.spec import Spec
-from labkit.runs.handle import run
+from labkit.record.folder import RunFolder
+from labkit.runs.handle import Run
 
 RECORDER = Path(__file__).with_name("recorder.py")
+EXCHANGE = Path(__file__).parent / "scripts" / "exchange.py"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 
 
@@ -48,6 +53,13 @@ def record(spec: Spec, folder: Path, alone: bool = False) -> list[dict]:
         run_alone([*launcher, str(RECORDER), "train.py", "."], folder)
     else:
         asked = {"nproc": spec.processes, "device": spec.device, "args": [str(script), str(folder)], "sample_every": 0}
-        handle = run(RECORDER, **asked).wait(600)
+        handle = warm_run(RECORDER, **asked)
         assert handle.state.status["state"] == "finished", handle.logs(0, "stderr")[-3000:]
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(spec.processes)]
+
+
+def exchange(shared_run: Callable[..., Run], way: str, tensors: bool = True) -> RunFolder:
+    """The folder of a run of scripts/exchange.py, on two ranks where `way` splits anything."""
+    handle = shared_run(EXCHANGE, nproc=1 if way == "single" else 2, device="cpu", args=[way], tensors=tensors)
+    assert handle.words == "finished", handle.logs(0, "stderr")
+    return handle.folder

@@ -94,7 +94,7 @@ def lab_environment() -> dict[str, str]:
         return os.pathsep.join(part for part in (str(path), os.environ.get(variable)) if part)
 
     return {
-        "JUPYTER_CONFIG_PATH": in_front("JUPYTER_CONFIG_PATH", CLONE / "labkit" / "jupyter"),
+        "JUPYTER_CONFIG_PATH": in_front("JUPYTER_CONFIG_PATH", CLONE / "labkit" / "setup" / "jupyter"),
         "LABKIT_RUNS": os.environ.get("LABKIT_RUNS") or str(CLONE / "runs"),
         "PYTHONPATH": in_front("PYTHONPATH", CLONE),
     } | ({"JUPYTER_RUNTIME_DIR": str(private_runtime_folder())} if kernel_transport() else {})

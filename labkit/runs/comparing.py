@@ -1,4 +1,7 @@
-"""The same training by several strategies, one run after another: `plan` settles all Specs before the first starts, `Comparing` runs them."""
+"""The same training by several strategies, one run after another.
+
+`plan` settles all Specs before the first starts, `Comparing` runs them.
+"""
 
 from __future__ import annotations
 

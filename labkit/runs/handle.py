@@ -15,23 +15,23 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from labkit.common.arguments import check_choice, check_flag, check_path, check_seconds, check_type, shown
 from labkit.analysis.diagnose import NAMES, findings
+from labkit.analysis.ledger import ledger
+from labkit.analysis.summary import summarise
+from labkit.analysis.trace import write_trace
+from labkit.common.arguments import check_choice, check_flag, check_path, check_seconds, check_type, shown
+from labkit.common.text import visible_line
+from labkit.figures.tables import Findings, Ledger
 from labkit.launch.capture import ask
+from labkit.launch.job import Job
+from labkit.launch.warm.client import prepare
+from labkit.plan.spec import Spec, SpecError, bounds_of, check_fields
 from labkit.record.folder import STREAMS, RunFolder
 from labkit.record.follow import Follower
-from labkit.launch.job import Job
 from labkit.record.logs import whole
-from labkit.launch.warm.client import prepare
-from labkit.analysis.ledger import ledger
+from labkit.record.state import OVER, RunState
 from labkit.setup.machine import Machine
 from labkit.setup.progress import Reading
-from labkit.plan.spec import Spec, SpecError, bounds_of, check_fields
-from labkit.record.state import OVER, RunState
-from labkit.analysis.summary import summarise
-from labkit.figures.tables import Findings, Ledger
-from labkit.common.text import visible_line
-from labkit.analysis.trace import write_trace
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
