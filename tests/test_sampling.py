@@ -14,6 +14,7 @@ from conftest import started_warm, wait_until, warm_run
 from fabricate import FakeRun
 
 from labkit.cli import parser as cli
+from labkit.cli.commands import act
 from labkit.probe import sampler
 from labkit.record.clock import SystemMoment
 from labkit.runs.handle import Run
@@ -48,12 +49,12 @@ class Said(NamedTuple):
 def command(capsys) -> Callable[..., Said]:
     """Runs a command of labkit in this process."""
 
-    def act(*arguments: str) -> Said:
+    def command(*arguments: str) -> Said:
         code = act(cli.parse(arguments))
         said = capsys.readouterr()
         return Said(code, said.out, said.err)
 
-    return act
+    return command
 
 
 def test_a_step_that_is_asked_for_is_captured_by_every_rank(command):
