@@ -74,7 +74,7 @@ def jupyter(runs, tmp_path) -> Iterator[Jupyter]:
     home = tmp_path / "home"
     home.mkdir()
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("JUPYTER", "IPYTHON"))}
-    environment |= {"HOME": str(home), "JUPYTER_CONFIG_PATH": str(ROOT / "labkit" / "jupyter"), "PYTHONPATH": str(ROOT)}
+    environment |= {"HOME": str(home), "JUPYTER_CONFIG_PATH": str(ROOT / "labkit" / "setup" / "jupyter"), "PYTHONPATH": str(ROOT)}
     argv = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", f"--port={port}", "--ServerApp.port_retries=0"]
     argv += [f"--IdentityProvider.token={TOKEN}", f"--ServerApp.root_dir={work}", "--expose-app-in-browser"]
     argv += ["--allow-root"] if hasattr(os, "getuid") and os.getuid() == 0 else []

@@ -172,7 +172,7 @@ def test_lab_keeps_its_token_and_stays_on_this_machine(monkeypatch):
     assert {"--ServerApp.port=9000", "--no-browser", "--debug"} <= set(command)
     assert not any("token" in word or "password" in word for word in command)
     settings = setting_up.lab_environment()
-    assert settings["JUPYTER_CONFIG_PATH"] == os.pathsep.join([str(CLONE / "labkit" / "jupyter"), "/etc/mine"])
+    assert settings["JUPYTER_CONFIG_PATH"] == os.pathsep.join([str(CLONE / "labkit" / "setup" / "jupyter"), "/etc/mine"])
     assert settings["LABKIT_RUNS"] == str(CLONE / "runs")
 
 
