@@ -243,7 +243,7 @@ def compare(args: argparse.Namespace) -> int:
         shown = console(args, WIDE)
         shown.print(terminal.comparison(found, left_out))
         for name, why in unreadable.items():
-            shown.print(f"  {name} is left out because it cannot be read ({why})", style="dim")
+            shown.print(f"  {name} is left out: it cannot be read ({why})", style="dim")
     else:
         if args.runs:
             raise Refused(f"a recorded run ({args.runs[0]!r}) and --strategies exclude each other; give one of them")

@@ -142,7 +142,7 @@ def _docstring(spec: Spec) -> str:
     if spec.fault:
         entries.append(("Fault", f"{FAULTS[spec.fault].title} (injected). {FAULTS[spec.fault].shows}"))
     lines = [textwrap.fill(text, 88, initial_indent=f"{name:7}", subsequent_indent=" " * 7) for name, text in entries if text]
-    return "\n".join([f'"""{model} on {spec.data} with {row.title}, {precision}: {command(spec)}\n', *lines, '"""'])
+    return "\n".join([f'"""{model} on {spec.data}, {row.title}, {precision}: {command(spec)}\n', *lines, '"""'])
 
 
 @lru_cache(maxsize=64)

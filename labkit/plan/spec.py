@@ -195,7 +195,7 @@ class Spec:
         if device == "cuda" and nproc > len(machine.gpus):
             raise SpecError(
                 "nproc",
-                f"--nproc {nproc} needs {nproc} GPUs, and this machine has {len(machine.gpus)}; "
+                f"--nproc {nproc} exceeds the {_count(len(machine.gpus), 'GPU')} of this machine; "
                 f"use --nproc {len(machine.gpus)}, or --device cpu for CPU ranks",
             )
         if device == "cpu" and nproc > machine.max_cpu_ranks:

@@ -97,7 +97,7 @@ def _check_module(name: str) -> None:
     """`SpecError` if no module of this name is found, without importing anything."""
     first, *rest = name.split(".")
     if not all(part.isidentifier() for part in (first, *rest)):
-        raise SpecError("script", f"module must be a name such as package.module, got {shown(name)}; to run a file, give its path without -m")
+        raise SpecError("script", f"module must be a name such as package.module, got {shown(name)}; to run a file, omit -m")
     found = PathFinder.find_spec(first, [str(Path.cwd()), *sys.path])
     paths = [Path(place, *rest) for place in (found and found.submodule_search_locations) or ()]
     if rest or paths:

@@ -50,7 +50,7 @@ RESUME = None  # the checkpoint of another run to resume from
 CHECKPOINTS = Path(__file__).with_name("checkpoints")  # a restart resumes from them
 # The identity that a checkpoint must have to be loaded by this script.
 MANIFEST = {"format": 2, "layout": "whole", "workload": "cnn"}
-SCALER = torch.amp.GradScaler()  # scales the loss, so that fp16 gradients do not underflow
+SCALER = torch.amp.GradScaler()  # prevents underflow of fp16 gradients
 IS_LOGGING_RANK = os.environ.get("RANK", "0") == "0"  # only this rank prints and logs
 
 

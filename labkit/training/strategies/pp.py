@@ -30,7 +30,7 @@ SCALER = ShardedGradScaler()  # checks for overflow on all ranks
 IS_LOGGING_RANK = os.environ.get("RANK", "0") == str(LOSS_RANK)  # it prints and logs
 
 
-def pipeline_group() -> dist.ProcessGroup:
+def pp_group() -> dist.ProcessGroup:
     """The ranks of a pipeline, in the order of their stages."""
     return dist.group.WORLD
 
@@ -41,7 +41,7 @@ class Pipeline(nn.Module):
     def __init__(self, stages: dict[int, nn.Module], device: torch.device):
         super().__init__()
         self.stages = nn.ModuleList(stages.values())
-        args = {"num_stages": len(STAGES) - 1, "device": device, "group": pipeline_group()}
+        args = {"num_stages": len(STAGES) - 1, "device": device, "group": pp_group()}
         own = [PipelineStage(stages[n], n, **args) for n in stages]
         options = {"loss_fn": self.loss_of, "scale_grads": False}
         if SCHEDULE == "GPipe":
@@ -66,16 +66,16 @@ class Pipeline(nn.Module):
         """Run a batch through all stages; a small batch is padded with ignored samples."""
         self.num_targets, missing = targets.numel(), BATCH_PER_RANK - len(inputs)
         pad = [t.new_zeros(missing, *t.shape[1:]) for t in (inputs, targets)]
-        inputs, targets = torch.cat([inputs, pad[0]]), torch.cat([targets, pad[1] - 100])
-        args = () if dist.get_rank(pipeline_group()) else (inputs,)
+        inputs = torch.cat([inputs, pad[0]])
+        targets = torch.cat([targets, pad[1] - 100])
+        args = () if dist.get_rank(pp_group()) else (inputs,)
         return run(*args, target=targets, losses=losses)
 
 
 def parallelize(model: nn.Sequential, device: torch.device) -> nn.Module:
     """Build the stages of this rank and the pipeline."""
     stages = {}
-    group = pipeline_group()
-    for n in range(dist.get_rank(group), len(STAGES) - 1, group.size()):
+    for n in range(dist.get_rank(pp_group()), len(STAGES) - 1, pp_group().size()):
         blocks = model[STAGES[n] : STAGES[n + 1]]
         if CHECKPOINT_ACTIVATIONS or COMPILE:
             blocks = transform(blocks)
@@ -98,7 +98,7 @@ def clip_gradients(model: nn.Module) -> None:
 def total_norm(norms: list[torch.Tensor]) -> torch.Tensor:
     """The norm of the gradients of all stages, from the norms on this rank."""
     squares = torch.stack(norms).square().sum()
-    dist.all_reduce(squares, group=pipeline_group())
+    dist.all_reduce(squares, group=pp_group())
     return squares.sqrt()
 
 

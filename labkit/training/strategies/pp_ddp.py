@@ -38,7 +38,7 @@ def mesh() -> DeviceMesh:
     return init_device_mesh(kind, shape, mesh_dim_names=("pp", "dp"))
 
 
-def pipeline_group() -> dist.ProcessGroup:
+def pp_group() -> dist.ProcessGroup:
     """The ranks of a pipeline, in the order of their stages."""
     return mesh()["pp"].get_group()
 
@@ -46,8 +46,7 @@ def pipeline_group() -> dist.ProcessGroup:
 def parallelize(model: nn.Sequential, device: torch.device) -> nn.Module:
     """Wrap the stages of this rank in DDP, and build the pipeline."""
     stages = {}
-    group = pipeline_group()
-    for n in range(dist.get_rank(group), len(STAGES) - 1, group.size()):
+    for n in range(dist.get_rank(pp_group()), len(STAGES) - 1, pp_group().size()):
         blocks = model[STAGES[n] : STAGES[n + 1]]
         if CHECKPOINT_ACTIVATIONS or COMPILE:
             blocks = transform(blocks)
@@ -57,9 +56,8 @@ def parallelize(model: nn.Sequential, device: torch.device) -> nn.Module:
         if PRECISION == "fp16":
             mixed = torch.autocast(device.type, dtype=torch.float16)
             blocks.forward = mixed(blocks.forward)
-        replicas = mesh()["dp"].get_group()
-        options = {"process_group": replicas, "bucket_cap_mb": BUCKET_MB}
+        args = {"process_group": mesh()["dp"].get_group(), "bucket_cap_mb": BUCKET_MB}
         # Without it, DDP rebuilds its buckets after the pass that infers the shapes.
-        options["find_unused_parameters"] = True
-        stages[n] = DistributedDataParallel(blocks.to(device), **options)
+        args["find_unused_parameters"] = True
+        stages[n] = DistributedDataParallel(blocks.to(device), **args)
     return Pipeline(stages, device)

@@ -40,7 +40,7 @@ def mesh() -> DeviceMesh:
     return init_device_mesh(kind, shape, mesh_dim_names=("pp", "dp", "tp"))
 
 
-def pipeline_group() -> dist.ProcessGroup:
+def pp_group() -> dist.ProcessGroup:
     """The ranks of a pipeline, in the order of their stages."""
     return mesh()["pp"].get_group()
 
@@ -48,8 +48,7 @@ def pipeline_group() -> dist.ProcessGroup:
 def parallelize(model: nn.Sequential, device: torch.device) -> nn.Module:
     """Split (TP) and shard (FSDP2) the stages of this rank, and build the pipeline (PP)."""
     stages, plans = {}, tensor_plans()
-    group = pipeline_group()
-    for n in range(dist.get_rank(group), len(STAGES) - 1, group.size()):
+    for n in range(dist.get_rank(pp_group()), len(STAGES) - 1, pp_group().size()):
         blocks = model[STAGES[n] : STAGES[n + 1]].to(device)
         for name, block in blocks.named_children():
             parallelize_module(block, mesh()["tp"], plans.get(name, {}))

@@ -33,7 +33,7 @@ def several_devices(spec: Request) -> str | None:
 
 
 def emulated(device: str | None) -> str:
-    return "" if device == "cuda" else "Emulated on the CPU: the devices are threads of one process and share its memory."
+    return "" if device == "cuda" else "Emulated on CPU: the devices are threads of one process and share its memory."
 
 
 def departures(spec: Request) -> tuple[str, ...]:
