@@ -1,7 +1,7 @@
-"""labkit: pick a strategy, write out the script, run it under torchrun, watch it live.
+"""labkit: choose a strategy, generate its training script, run it under torchrun, and watch it live.
 
-The public names are loaded when they are first asked for: importing this package loads nothing heavy and never touches CUDA.
-Old Pythons must be able to read this file and `__main__.py`, which tells them so.
+Public names are imported on first access: importing this package loads no heavy dependency and never initializes CUDA.
+This file and `__main__.py` must parse on old versions of Python, because `__main__.py` prints the error message for them.
 """
 
 import importlib
@@ -9,7 +9,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_HOMES = {  # no function here has the name of a room (claims, progress): once that is imported, its name is the module's
+_HOMES = {  # no function may have the name of a subpackage: importing the subpackage would replace the function
     "Lab": "labkit.frontends.panel",
     "Run": "labkit.runs.handle",
     "Spec": "labkit.plan.spec",

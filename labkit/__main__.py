@@ -1,6 +1,6 @@
-"""`python3 -m labkit COMMAND`, from a fresh clone with nothing but Python and pip: the environment first, then the command.
+"""`python3 -m labkit COMMAND`: sets up the environment of a fresh clone, which needs only Python and pip, then runs the command.
 
-Nothing is imported before the version of Python is known to serve, and nothing outside the standard library before the environment is.
+Nothing is imported before the version of Python is checked, and only the standard library before the environment is ready.
 """
 
 import sys
@@ -9,7 +9,7 @@ OLDEST = (3, 10)
 
 
 def main(argv=None):
-    """Runs one command and gives back its exit code: 0 done, 1 failed, 2 wrong usage, 130 stopped."""
+    """Runs one command and returns its exit code: 0 done, 1 failed, 2 wrong usage, 130 stopped."""
     if sys.version_info < OLDEST:
         found = "{}.{}".format(*sys.version_info[:2])
         wanted = "{}.{}".format(*OLDEST)
@@ -26,7 +26,7 @@ def main(argv=None):
     except bootstrap.SetupError as error:
         return refuse(str(error), json=args.json, code=1)
     except KeyboardInterrupt:
-        return refuse("stopped; the next start makes the environment anew", json=args.json, code=130)
+        return refuse("interrupted; the next start sets up the environment again", json=args.json, code=130)
     from labkit.cli.commands import act  # needs the environment
 
     return act(args)

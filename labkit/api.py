@@ -1,6 +1,6 @@
-"""What a notebook or a script calls besides `run` (labkit.runs.handle): comparing strategies, and showing what runs.
+"""The Python API besides `run` (labkit.runs.handle): comparing strategies, and displaying runs.
 
-The front end that fits the place is loaded by the call that shows something.
+The front end (notebook or terminal) is imported by the call that displays something.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from labkit.runs.notebook import cell, in_notebook
 
 
 def compare(strategies: Sequence[str] | str, *, cold: bool = False, **fields: Any) -> Comparing:
-    """Starts to run strategies side by side and returns at once; `show` shows it. See `plan` for the arguments, and `run` for `cold`.
+    """Starts running the strategies one after another and returns at once; `show` displays the comparison.
 
-    Raises `SpecError`.
+    See `labkit.runs.comparing.plan` for the arguments, and `run` for `cold`. Raises `SpecError`.
     """
     check_flag("cold", cold)
     return Comparing(*plan(strategies, **fields), cold=cold, show=show).start()
 
 
 def show(run: str | os.PathLike[str] | Run | Comparing = "last") -> Run | Comparing:
-    """Shows a run live and gives it back: a `Run`, its name or an end of it, its path, or `last`; or what `compare` started.
+    """Displays a run live and returns it: a `Run`, its name, the start or end of its name, its path, or `last`; or a comparison.
 
-    In a notebook it returns at once; where nobody watches (nbclient, a batch run) it waits for the run's end and leaves plain figures;
-    outside of a notebook it shows the run in the terminal until it is over. Raises `LookupError` if there is no such run.
+    In a notebook it returns at once. In a headless notebook (nbclient, a batch run) it waits until the run is over and leaves static
+    figures. Outside a notebook it displays the run in the terminal until the run is over. Raises `LookupError` if there is no such run.
     """
     if isinstance(run, (str, os.PathLike)):
         run = Run.attach(run)

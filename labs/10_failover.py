@@ -41,8 +41,8 @@ print(HERE)
 print(excerpt(Spec("ddp", **SAVING), "save"))
 
 # %% [markdown]
-# 1. Every rank calls `save`, and all but one leave at once (`SPEAKER` is true on rank 0 alone). Why is one enough, and what would happen
-#    if all of them wrote?
+# 1. Every rank calls `save`, and all but one leave at once (`IS_LOGGING_RANK` is true only on rank 0). Why is one enough, and what
+#    would happen if all of them wrote?
 # 2. Why `getattr(model, "module", model)`?
 # 3. Why is the file written under another name first, and renamed?
 # 4. Why are the model's weights not enough?

@@ -1,4 +1,4 @@
-"""The Python handle beyond starting and stopping: where ranks run, parts of a script, what was found and what was sent."""
+"""The Python API besides starting and stopping runs: placement of ranks, excerpts of scripts, findings and traffic."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ DDP = Spec(strategy="ddp", nproc=2, device="cpu")
 
 
 @pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (1, "cpu"), (2, "cuda"), (4, "cuda")])
-def test_ranks_get_gpus_where_there_are_enough(monkeypatch, gpus, device):
+def test_ranks_get_gpus_if_there_are_enough(monkeypatch, gpus, device):
     machine = Machine(gpus=tuple(Gpu(index, "Tesla T4", 15 << 30, (7, 5)) for index in range(gpus)), cores=4, memory=8 << 30)
     monkeypatch.setattr(Machine, "here", staticmethod(lambda: machine))
     assert place(2) == {"nproc": 2, "device": device}
 
 
-def test_an_excerpt_is_the_script_s_own_text():
+def test_an_excerpt_is_text_of_the_script():
     script = write_script(DDP)
     names = [node.name for node in ast.parse(script).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
     for name in names:
@@ -35,14 +35,14 @@ def test_an_excerpt_keeps_decorators():
     assert text.startswith("@torch.no_grad()\ndef evaluate(")
 
 
-def test_an_excerpt_of_what_is_not_there():
+def test_an_excerpt_of_an_unknown_name():
     with pytest.raises(LookupError, match=r"the script of ddp-x2 defines no 'reshard'; it defines .*train_step"):
         excerpt(DDP, "reshard")
     with pytest.raises(SpecError):
         excerpt(Spec(script="train.py", nproc=2), "main")
 
 
-def test_findings_and_ledger_show_themselves(runs):
+def test_findings_and_ledger_have_a_repr(runs):
     fake = FakeRun(runs)
     fake.start()
     run = Run.attach(fake.folder.path)
@@ -51,7 +51,7 @@ def test_findings_and_ledger_show_themselves(runs):
     assert "no step was looked at yet" in repr(run.ledger()) and "no step was looked at yet" in run.ledger()._repr_html_()
 
 
-def test_waiting_for_a_finding_ends_where_it_is_not_found(runs):
+def test_waiting_for_a_finding_ends_with_the_run(runs):
     fake = FakeRun(runs)
     fake.start()
     run = Run.attach(fake.folder.path)

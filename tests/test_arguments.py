@@ -1,4 +1,4 @@
-"""Every public name checks its arguments: one sentence that names the value, at once, and nothing is started."""
+"""Every public name validates its arguments: one sentence that names the value, immediately, and nothing is started."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SMALL = Machine(gpus=(), cores=2, memory=8 << 30)
 
 
 class Rude:
-    """A value whose text cannot be had."""
+    """A value whose repr raises."""
 
     def __repr__(self) -> str:
         raise RuntimeError("no")
@@ -46,7 +46,7 @@ PATHS = ("", "\0", b"x", 5, [], Rude())
 
 
 def refused(call: Callable[[], Any], value: Any = ...) -> str:
-    """The one sentence with which a call is refused, within 5 s; it quotes `value`."""
+    """The sentence with which a call is refused within 5 s; it quotes `value`."""
     began = time.monotonic()
     with pytest.raises(DOCUMENTED) as caught:
         call()
@@ -63,7 +63,7 @@ def nothing_started(runs: Path) -> bool:
     return not runs.exists() or not list(runs.iterdir())
 
 
-# ---- Spec, and everything that takes its fields
+# ---- Spec, and functions that take its fields
 
 NUMERIC = [name for name in Spec.__dataclass_fields__ if bounds_of(name)]
 WRONG_FIELDS = [
@@ -92,7 +92,7 @@ def is_wrong(name: str, value: Any) -> bool:
 
 
 @pytest.mark.parametrize("name", STARTING)
-def test_no_field_of_a_spec_takes_what_it_must_not(name, runs):
+def test_no_field_of_a_spec_accepts_invalid_values(name, runs):
     fails = []
     for field, value in WRONG_FIELDS:
         if not is_wrong(field, value):
@@ -109,9 +109,9 @@ def test_no_field_of_a_spec_takes_what_it_must_not(name, runs):
 def test_refusal_of_a_field_names_it_with_bounds_and_value():
     assert refused(lambda: Spec(seed=2**64), 2**64) == "--seed must be an integer from 0 to 9223372036854775807, got 18446744073709551616"
     assert refused(lambda: Spec(nproc=HUGE)).endswith("got an integer of 16610 bits")
-    assert refused(lambda: Spec(nprocs=2)).startswith("there is no field 'nprocs' (did you mean nproc?); the fields are strategy, ")
-    assert refused(lambda: run("ddp", args=("x",))) == "args ('x',) go with a script of your own; name it with script='train.py'"
-    assert refused(lambda: Spec(script="train.py", precision="bf16")).startswith("precision 'bf16' goes with a strategy")
+    assert refused(lambda: Spec(nprocs=2)).startswith("Spec has no field 'nprocs' (did you mean nproc?); fields: strategy, ")
+    assert refused(lambda: run("ddp", args=("x",))) == "args=('x',) applies only to your own script; name it with script='train.py'"
+    assert refused(lambda: Spec(script="train.py", precision="bf16")).startswith("precision 'bf16' applies only to a strategy")
 
 
 # ---- options
@@ -121,7 +121,7 @@ OPTIONS |= {("ddp", option.name): option for workload in WORKLOADS.values() for 
 
 
 @pytest.mark.parametrize("key", OPTIONS, ids=lambda key: "-".join(key))
-def test_no_option_takes_what_it_must_not(key):
+def test_no_option_accepts_invalid_values(key):
     option = OPTIONS[key]
     for value in (
         math.nan,
@@ -148,7 +148,7 @@ def test_no_option_takes_what_it_must_not(key):
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
 
 
-def test_every_number_has_bounds_that_hold_its_default():
+def test_the_bounds_of_every_number_contain_its_default():
     for option in OPTIONS.values():
         if option.bounds is not None:
             assert option.parse(option.default) == option.default
@@ -164,33 +164,33 @@ def test_clip_norm_in_a_script_is_a_number():
         assert "clip_norm must be a number from 0 to 1e+12" in refused(lambda value=value: Spec(options={"clip_norm": value}))
 
 
-# ---- sizes that only make sense together
+# ---- combinations of sizes
 
 
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
         ({"batch_size": 99_999_999_999}, "--batch-size must be an integer from 1 to 1000000000"),
-        ({"batch_size": 1_000_000, "nproc": 2}, "a rank has 30000 samples in an epoch; use --batch-size 30000, or more --samples"),
-        ({"batch_size": 60_002, "nproc": 2, "scaling": "strong"}, "a rank has 30000 samples in an epoch; use --batch-size 60000"),
+        ({"batch_size": 1_000_000, "nproc": 2}, "the 30000 samples that a rank has per epoch; use --batch-size 30000, or more --samples"),
+        ({"batch_size": 60_002, "nproc": 2, "scaling": "strong"}, "the 30000 samples that a rank has per epoch; use --batch-size 60000"),
         (
             {"samples": 10**9},
-            "samples of digits take 2.9 TiB on each of 2 ranks, and this machine has 8.0 GiB; use --samples 1366083 or less",
+            "samples of digits need 2.9 TiB on each of 2 ranks, and this machine has 8.0 GiB of memory; use --samples 1366083 or less",
         ),
         (
             {"options": {"workers": 60}},
-            "workers=60 on 2 ranks starts 120 processes, and 16 are the most for 2 cores; use workers=8 or less",
+            "workers=60 on 2 ranks starts 120 processes, more than the maximum of 16 for 2 cores; use workers=8 or less",
         ),
-        ({"options": {"accumulate": 256}}, "accumulate=256 splits a batch of 128 samples into more micro-batches than it has samples"),
-        ({"nproc": 60_001}, "60000 samples cannot be divided among 60001 ranks; use --samples 60001 or more, or at most 60000 ranks"),
-        ({"nproc": 60_001, "data": "mnist"}, "60000 samples cannot be divided among 60001 ranks; use at most 60000 ranks"),
+        ({"options": {"accumulate": 256}}, "accumulate=256 splits a batch of 128 samples into more micro-batches than samples"),
+        ({"nproc": 60_001}, "60000 samples are too few for 60001 ranks; use --samples 60001 or more, or at most 60000 ranks"),
+        ({"nproc": 60_001, "data": "mnist"}, "60000 samples are too few for 60001 ranks; use at most 60000 ranks"),
     ],
 )
-def test_what_is_too_large_is_refused_with_what_fits(asked, says):
+def test_sizes_that_are_too_large_are_refused_with_sizes_that_fit(asked, says):
     assert says in refused(lambda: Spec("ddp", **asked).on(SMALL))
 
 
-def test_what_the_refusal_advises_is_accepted():
+def test_the_advice_of_a_refusal_is_accepted():
     assert Spec("ddp", nproc=2, batch_size=30_000).on(SMALL).steps_per_epoch == 1
     assert Spec("ddp", samples=1_366_083).on(SMALL).train_samples == 1_366_083
     assert Spec("ddp", options={"workers": 8}).on(SMALL).options["workers"] == 8
@@ -220,7 +220,7 @@ def test_a_fault_advises_what_this_strategy_can_do(strategy, nproc, advice):
 
 
 def calls(fake: Run) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Public names with arguments that they must refuse."""
+    """Public names with invalid arguments."""
 
     def each(text: str, values: tuple, call: Callable[[Any], Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
         for value in values:
@@ -271,7 +271,7 @@ def fake(runs) -> Iterator[Run]:
     made.close()
 
 
-def test_no_public_name_takes_what_it_must_not(fake, runs):
+def test_no_public_name_accepts_invalid_values(fake, runs):
     fails = []
     for text, call in calls(fake):
         try:
@@ -298,7 +298,7 @@ def test_a_cell_magic_refuses_what_it_cannot_run(line):
 
 
 def test_every_finding_can_be_waited_for():
-    """`wait(until=...)` knows the names of all findings that the rules give."""
+    """`wait(until=...)` accepts the names of all findings of the rules."""
     folder = Path(labkit.__file__).parent / "analysis" / "diagnose"
     written = {name for path in folder.glob("*.py") for name in re.findall(r'name="(\w+)"', path.read_text(encoding="utf-8"))}
     assert written and written <= set(NAMES)
@@ -315,7 +315,7 @@ BAD = {
     "dict": (None, -1, "x", [], {}, {"x": None}, {1: 2}, {"x": math.nan}, {"x": "y"}, {"x": HUGE}, Rude()),
     "object": (None, -1, "x", [], {}, Rude()),
 }
-GOOD = {  # of parameters without a default
+GOOD = {  # for parameters without a default
     "sizes": [1.0, 2.0],
     "measured": {"a": [1.0, 2.0]},
     "modelled": {"a": [1.0, 2.0]},
@@ -374,7 +374,7 @@ def kind_of(annotation: str) -> str:
 
 
 @pytest.mark.parametrize(("name", "function"), drawn(), ids=lambda value: value if isinstance(value, str) else "")
-def test_no_picture_is_drawn_from_what_it_must_not(name, function):
+def test_no_picture_accepts_invalid_values(name, function):
     signature, fails = inspect.signature(function), []
     needed = {p.name: GOOD.get(p.name) for p in signature.parameters.values() if p.default is p.empty and p.kind != p.VAR_KEYWORD}
     for parameter in signature.parameters.values():

@@ -1,4 +1,4 @@
-"""The first minute: which environment is taken, what is put into it, and that a set-up that went wrong is mended."""
+"""Bootstrap: which environment is used, what is installed in it, and that a failed setup is repaired."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from labkit.setup.progress import Progress
 
 
 class Handed(Exception):
-    """The command was started over in another Python: what `os.execv` does not come back from."""
+    """The command was restarted in another Python: a stand-in for `os.execv`, which does not return."""
 
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A clone of its own with no environment yet, whose pip and venv only say that they were called."""
+    """A separate clone without an environment, whose pip and venv only record their calls."""
     clone = tmp_path / "clone"
     clone.mkdir()
     for path in (PROJECT, CONSTRAINTS):
@@ -40,7 +40,7 @@ def place(tmp_path, monkeypatch):
         environment: {"VENV": venv, "PROJECT": clone / PROJECT.name, "CONSTRAINTS": clone / CONSTRAINTS.name},
         bootstrap: {
             **{"CLONE": clone, "VENV": venv, "PROJECT": clone / PROJECT.name, "CONSTRAINTS": clone / CONSTRAINTS.name},
-            **{"STATE": venv / "labkit.json", "HELD": venv / "held.txt", "VENV_PYTHON": venv / "bin" / "python"},
+            **{"STATE": venv / "labkit.json", "PINS": venv / "held.txt", "VENV_PYTHON": venv / "bin" / "python"},
         },
     }.items():
         for name, value in names.items():
@@ -50,7 +50,7 @@ def place(tmp_path, monkeypatch):
 
 @pytest.fixture
 def calls(place, monkeypatch):
-    """What was called, in order: ("create",), ("install", arguments), ("become", command)."""
+    """The calls in order: ("create",), ("install", arguments), ("become", command)."""
     made: list[tuple] = []
 
     def create() -> None:
@@ -72,9 +72,9 @@ def calls(place, monkeypatch):
 
 
 def having(monkeypatch, *, lacks=(), torch=True, active=None, own=False):
-    """What this Python is said to have."""
+    """Fakes the packages of this Python."""
     monkeypatch.setattr(environment, "missing", lambda *extras: [Requirement(name, "1") for name in lacks])
-    monkeypatch.setattr(environment, "torch_serves", lambda: torch)
+    monkeypatch.setattr(environment, "has_supported_torch", lambda: torch)
     monkeypatch.setattr(environment, "active", lambda: active)
     monkeypatch.setattr(environment, "is_own", lambda: own)
 
@@ -97,18 +97,18 @@ def test_active_environment_with_torch_gets_only_what_it_lacks(calls, monkeypatc
     assert not bootstrap.VENV.exists()
 
 
-def test_widgets_that_are_there_are_never_upgraded(calls, monkeypatch, capsys):
+def test_installed_widgets_are_never_upgraded(calls, monkeypatch, capsys):
     having(monkeypatch, active="Colab's image")
     lacking = [Requirement("ipywidgets", "99"), Requirement("jupytext", "1")]  # ipywidgets is installed here, and older than 99
     monkeypatch.setattr(environment, "missing", lambda *extras: lacking)
     bootstrap.ensure((), ["runs"])
     assert calls[0][1][-1] == "jupytext>=1"
     assert not any("ipywidgets" in word for word in calls[0][1])
-    assert "it stays" in capsys.readouterr().err
+    assert "keeping ipywidgets " in capsys.readouterr().err
 
 
-def test_everything_installed_is_held(monkeypatch):
-    lines = environment.held({"rich"})
+def test_installed_packages_are_pinned(monkeypatch):
+    lines = environment.pinned({"rich"})
     names = {line.partition("==")[0].lower() for line in lines}
     assert {"plotly", "ipywidgets", "pytest"} <= names
     assert "rich" not in names
@@ -123,7 +123,7 @@ def test_everything_installed_is_held(monkeypatch):
         {"lacks": ["torch", "rich"], "torch": False, "active": None},
     ],
 )
-def test_else_the_clone_gets_its_own(calls, monkeypatch, given):
+def test_otherwise_the_clone_gets_its_own_environment(calls, monkeypatch, given):
     having(monkeypatch, **given)
     with pytest.raises(Handed):
         bootstrap.ensure(("lab",), ["lab", "--no-browser"])
@@ -133,7 +133,7 @@ def test_else_the_clone_gets_its_own(calls, monkeypatch, given):
     assert calls[2][1] == [str(bootstrap.VENV_PYTHON), "-m", "labkit", "lab", "--no-browser"]
 
 
-def test_second_start_goes_straight_through(calls, monkeypatch):
+def test_second_start_installs_nothing(calls, monkeypatch):
     having(monkeypatch, lacks=["torch"], torch=False)
     for _ in range(2):
         with pytest.raises(Handed):
@@ -141,7 +141,7 @@ def test_second_start_goes_straight_through(calls, monkeypatch):
     assert [call[0] for call in calls] == ["create", "install", "become", "become"]
 
 
-def test_another_extra_or_version_is_added_without_making_anew(calls, monkeypatch):
+def test_another_extra_or_version_is_added_to_the_environment(calls, monkeypatch):
     having(monkeypatch, lacks=["torch"], torch=False)
     with pytest.raises(Handed):
         bootstrap.ensure((), ["runs"])
@@ -153,10 +153,10 @@ def test_another_extra_or_version_is_added_without_making_anew(calls, monkeypatc
     with pytest.raises(Handed):
         bootstrap.ensure((), ["runs"])
     assert [call[0] for call in calls[5:]] == ["install", "become"]
-    assert calls[5][1][-1].endswith("[lab,test,torch]")  # what was there stays there
+    assert calls[5][1][-1].endswith("[lab,test,torch]")  # installed extras are kept
 
 
-def test_setup_that_was_cut_short_begins_anew(calls, monkeypatch):
+def test_interrupted_setup_starts_again(calls, monkeypatch):
     having(monkeypatch, lacks=["torch"], torch=False)
 
     def cut(*_):
@@ -172,7 +172,7 @@ def test_setup_that_was_cut_short_begins_anew(calls, monkeypatch):
     assert [call[0] for call in calls] == ["create", "create", "install", "become"]
 
 
-def test_pip_that_fails_keeps_what_was_there(calls, monkeypatch):
+def test_failed_pip_keeps_the_installed_packages(calls, monkeypatch):
     having(monkeypatch, lacks=["torch"], torch=False)
 
     def fail(*_):
@@ -187,7 +187,7 @@ def test_pip_that_fails_keeps_what_was_there(calls, monkeypatch):
     assert [call[0] for call in calls] == ["create", "install", "become"]
 
 
-def test_environment_that_moved_or_lost_its_python_is_made_anew(calls, monkeypatch):
+def test_environment_that_moved_or_lost_its_python_is_created_again(calls, monkeypatch):
     having(monkeypatch, lacks=["torch"], torch=False)
     with pytest.raises(Handed):
         bootstrap.ensure((), ["runs"])
@@ -201,7 +201,7 @@ def test_environment_that_moved_or_lost_its_python_is_made_anew(calls, monkeypat
     assert [call[0] for call in calls] == ["create", "install", "become"] * 3
 
 
-def test_setup_that_leaves_something_out_says_so_instead_of_turning_in_circles(calls, monkeypatch):
+def test_incomplete_setup_is_an_error_and_not_a_loop(calls, monkeypatch):
     having(monkeypatch, lacks=["torch"], torch=False)
     monkeypatch.setattr(bootstrap, "_runs", lambda command: "missing" not in command[-1])
     with pytest.raises(bootstrap.SetupError, match="still lacks"):
@@ -211,7 +211,7 @@ def test_setup_that_leaves_something_out_says_so_instead_of_turning_in_circles(c
 def test_clone_that_cannot_be_written_to(calls, monkeypatch):
     having(monkeypatch, lacks=["torch"], torch=False)
     monkeypatch.setattr(bootstrap.os, "access", lambda path, mode: False)
-    with pytest.raises(bootstrap.SetupError, match="cannot be written to by you; clone it"):
+    with pytest.raises(bootstrap.SetupError, match="is not writable; clone the project"):
         bootstrap.ensure((), ["runs"])
     assert calls == []
 
@@ -232,9 +232,9 @@ def test_two_starts_take_turns(place):
     assert order == ["first", "second"]
 
 
-def test_torch_of_the_python_below_is_held_in_a_venv_that_sees_it(place):
-    bootstrap.HELD.parent.mkdir()
-    bootstrap.HELD.write_text("torch==2.10.0+cu128\n")
+def test_torch_of_the_base_python_is_pinned_in_a_venv_that_uses_it(place):
+    bootstrap.PINS.parent.mkdir()
+    bootstrap.PINS.write_text("torch==2.10.0+cu128\n")
     lines = bootstrap._versions().read_text().splitlines()
     assert [line for line in lines if line.startswith("torch")] == ["torch==2.10.0+cu128"]
     assert any(line.startswith("plotly==") for line in lines)
@@ -249,10 +249,10 @@ def test_pip_says_why_it_failed(place, capfd):
     assert said.out == ""
 
 
-# ---- what this Python has
+# ---- the packages of this Python
 
 
-def test_active_environments_are_told_from_the_system(monkeypatch):
+def test_active_environments_are_distinguished_from_the_system(monkeypatch):
     for variable in ("CONDA_PREFIX", "KAGGLE_KERNEL_RUN_TYPE", "COLAB_RELEASE_TAG"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(environment.sys, "prefix", "/usr")
@@ -282,7 +282,7 @@ def test_too_old_a_version_is_missing():
     assert not Requirement("no-such-package", "1").met
 
 
-# ---- what is asked for, in three files
+# ---- requirements, in three files
 
 
 def pyproject() -> dict:
@@ -305,7 +305,7 @@ def test_pyproject_is_read_as_toml_reads_it():
     assert not any(one.startswith("torch") for one in project["dependencies"])
 
 
-def test_tested_versions_serve_every_requirement():
+def test_tested_versions_meet_every_requirement():
     pinned = constraints()
     wanted = environment.requirements("torch", "lab", "mnist", "deepspeed", "test")
     assert {one.name for one in wanted} | {"jupyterlab_widgets"} == set(pinned)
@@ -315,7 +315,7 @@ def test_tested_versions_serve_every_requirement():
     assert pinned["torchvision"] == "0.28.0"
 
 
-def test_tested_versions_can_be_had_for_the_oldest_python():
+def test_tested_versions_are_available_for_the_oldest_python():
     from importlib import metadata
 
     lines = CONSTRAINTS.read_text(encoding="utf-8").splitlines()
@@ -341,10 +341,10 @@ def test_conda_environment_asks_for_the_same():
     assert pyproject()["requires-python"] == ">=3.10"
 
 
-# ---- for real
+# ---- real processes
 
 
-def test_fresh_clone_in_an_environment_that_serves(tmp_path):
+def test_fresh_clone_in_a_complete_environment(tmp_path):
     """A clone in an empty home, a Python that has everything: no set-up, and under three seconds with all that JupyterLab does not do."""
     clone = tmp_path / "a clone"
     shutil.copytree(CLONE / "labkit", clone / "labkit", ignore=shutil.ignore_patterns("__pycache__"))
@@ -357,7 +357,7 @@ def test_fresh_clone_in_an_environment_that_serves(tmp_path):
     assert not (clone / ".venv").exists()
 
 
-def test_old_python_is_told_in_one_sentence(monkeypatch, capsys):
+def test_old_python_is_refused_in_one_sentence(monkeypatch, capsys):
     monkeypatch.setattr(__main__.sys, "version_info", (3, 9, 18))
     assert __main__.main(["lab"]) == 2
     said = capsys.readouterr()
@@ -366,7 +366,7 @@ def test_old_python_is_told_in_one_sentence(monkeypatch, capsys):
 
 
 def test_help_needs_no_environment(tmp_path):
-    """A bare Python that has no package at all answers --help and wrong usage before it makes an environment."""
+    """A Python without packages handles --help and wrong usage before it creates an environment."""
     clone = tmp_path / "clone"
     shutil.copytree(CLONE / "labkit", clone / "labkit", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(PROJECT, clone)
@@ -384,7 +384,7 @@ def test_ci_calls_the_test_command():
     assert ci.read_text().splitlines()[-1] == "exec python3 -m labkit test"
 
 
-# ---- extras that somebody asks for
+# ---- requested extras
 
 
 def asked(*extras: str):
@@ -421,16 +421,16 @@ def test_an_environment_without_pip_is_one_clear_sentence(calls, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "pip" else found(name, *rest))
     with pytest.raises(bootstrap.SetupError) as caught:
         bootstrap.ensure(asked("deepspeed").extras, ["setup", "--with", "deepspeed"])
-    assert str(caught.value) == "the conda environment /opt/lab lacks deepspeed, and has no pip; install them into it, or deactivate it"
+    assert str(caught.value) == "the conda environment /opt/lab lacks deepspeed and has no pip; install them in it, or deactivate it"
     assert calls == []
 
 
 @pytest.mark.parametrize(
     ("extra", "clone", "says"),
     [
-        ("mnist", True, "torchvision must be built for the torch of the conda environment /opt/lab and is not added to it; install it"),
+        ("mnist", True, "torchvision must match the torch of the conda environment /opt/lab, so setup does not add it; install it"),
         ("deepspeed", True, "deepspeed was not added to the conda environment /opt/lab; install it there, or deactivate"),
-        ("deepspeed", False, "labkit is a package of"),
+        ("deepspeed", False, "labkit is installed as a package in"),
     ],
 )
 def test_an_extra_that_could_not_be_added_is_refused_with_the_reason(place, monkeypatch, capsys, extra, clone, says):
@@ -443,8 +443,8 @@ def test_an_extra_that_could_not_be_added_is_refused_with_the_reason(place, monk
     assert told.startswith(f"labkit: {says}") and told.count("\n") == 1
 
 
-def test_nobody_is_told_to_install_a_package_called_labkit():
-    """On public registries that name is somebody else's project."""
+def test_no_message_says_to_install_a_package_called_labkit():
+    """On public registries, that name belongs to a different project."""
     texts = [path for folder in ("labkit", "labs") for path in (CLONE / folder).rglob("*") if path.suffix in (".py", ".md", ".j2", ".js")]
     for path in (*texts, CLONE / "README.md", CLONE / "environment.yml"):
         text = path.read_text(encoding="utf-8")

@@ -124,9 +124,9 @@ def test_a_damaged_checkpoint_is_named_and_a_restart_uses_the_one_before_it(unbr
 @pytest.mark.parametrize(
     ("strategy", "more", "says"),
     [
-        ("single", {}, "Cannot resume: {} cannot be used: its layout is 'shards', and not 'whole'"),
-        ("fsdp2", {"workload": "cnn"}, "Cannot resume: {} cannot be used: its workload is 'mlp', and not 'cnn'"),
-        ("fsdp2", {"steps": 4}, "Nothing to do: step 6 is saved, the last is 4"),
+        ("single", {}, "Cannot resume: {} cannot be used: layout must be 'whole', got 'shards'"),
+        ("fsdp2", {"workload": "cnn"}, "Cannot resume: {} cannot be used: workload must be 'cnn', got 'mlp'"),
+        ("fsdp2", {"steps": 4}, "Nothing to train: step 6 is saved, the last is 4"),
     ],
 )
 def test_a_script_by_hand_never_starts_from_scratch_when_it_was_to_resume(unbroken, strategy, more, says, tmp_path):

@@ -1,4 +1,4 @@
-"""What is refused before a launch, and that no pickle of a checkpoint ever runs code. Nothing is launched here."""
+"""Checkpoints that are refused before a launch; no pickle in a checkpoint ever runs code. Nothing is launched here."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def spec(strategy: str, workload: str | None = None, **more) -> Spec:
 
 
 def written(by: Spec, folder: Path, step: int = 30) -> Path:
-    """A checkpoint as the script of a Spec leaves it, with text in the place of weights."""
+    """A checkpoint as the script of a Spec writes it, with text instead of weights."""
     path = folder / f"step{step:08}"
     path.mkdir(parents=True)
     for name in ("state.pt", "more.pt"):
@@ -47,7 +47,7 @@ def written(by: Spec, folder: Path, step: int = 30) -> Path:
 
 
 def described(path: Path, **manifest) -> Path:
-    """Writes the manifest of a checkpoint, with the checksums of its files as they are."""
+    """Writes the manifest of a checkpoint, with the current checksums of its files."""
     files = [file for file in path.iterdir() if file.name != "manifest.json"]
     sums = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
     (path / "manifest.json").write_text(json.dumps({**manifest, "sha256": sums}))
@@ -62,7 +62,7 @@ def refused(strategy: str, resume: object, **more) -> str:
     return str(error.value)
 
 
-# ---- of another kind
+# ---- a different identity
 
 
 @pytest.mark.parametrize("writer", SAVING)
@@ -73,11 +73,11 @@ def test_a_checkpoint_is_resumed_by_its_layout_and_refused_by_every_other(writer
             assert settle(spec(reader, "gpt", resume=str(path))).resume == str(path)
         else:
             said = refused(reader, path, workload="gpt")
-            assert f"{path} holds {checkpoints.LAYOUTS[STRATEGIES[writer].layout]}, and {reader} reads " in said
+            assert f"{path} contains {checkpoints.LAYOUTS[STRATEGIES[writer].layout]}, and {reader} loads " in said
             assert writer in said.split("resume with one of the strategies ")[1]
 
 
-def test_every_layout_of_the_table_has_words_and_every_script_says_what_the_launcher_expects():
+def test_every_layout_has_a_description_and_every_script_the_identity_that_the_launcher_expects():
     assert {row.layout for row in STRATEGIES.values()} == set(checkpoints.LAYOUTS)
     for strategy in SAVING:
         one = spec(strategy, save_every=5)
@@ -89,15 +89,15 @@ def test_every_layout_of_the_table_has_words_and_every_script_says_what_the_laun
 @pytest.mark.parametrize("other", [name for name in WORKLOADS if name != "mlp"])
 def test_another_workload_is_refused_with_the_one_to_use(other, tmp_path):
     path = written(Spec("ddp", other, nproc=2), tmp_path)
-    assert f"{path} is of the workload '{other}', and this run trains mlp; use --workload {other}, or" in refused("ddp", path)
+    assert f"{path} belongs to the workload '{other}', and this run trains mlp; use --workload {other}, or" in refused("ddp", path)
 
 
 def test_another_size_of_the_model_is_refused_with_the_option_to_use(tmp_path):
     path = written(spec("ddp", "gpt", options={"size": "10M"}), tmp_path)
     said = refused("ddp", path, workload="gpt")
-    assert "size is '10M', and this run trains gpt with '1M'; use --option size=10M, or start without --resume" in said
+    assert "has size='10M', and this run has size='1M'; use --option size=10M, or run without --resume" in said
     described(path, **checkpoints.identity(spec("ddp", "gpt")) | {"step": 30, "world_size": 2, "context": "\x1b]0;"})
-    assert r"context is '\x1b]0;', and this run trains gpt with 128; start without" in refused("ddp", path, workload="gpt")
+    assert r"has context='\x1b]0;', and this run has context=128; run without" in refused("ddp", path, workload="gpt")
 
 
 def test_other_ranks_resume_unless_their_stages_hold_other_blocks(tmp_path):
@@ -107,21 +107,21 @@ def test_other_ranks_resume_unless_their_stages_hold_other_blocks(tmp_path):
     interleaved = {"schedule": "Interleaved1F1B"}
     path = written(spec("pp", "gpt", nproc=2, options=interleaved), tmp_path / "two stages")
     assert settle(spec("pp", "gpt", nproc=2, options=interleaved, resume=str(path))).resume == str(path)
-    assert "hold other pipeline stages than the 2 ranks" in refused("pp", path, workload="gpt", nproc=2)
+    assert "with different pipeline stages than the 2 ranks" in refused("pp", path, workload="gpt", nproc=2)
 
 
 @pytest.mark.parametrize(
     ("fields", "says"), [({"steps": 20}, "use --steps 31 or more"), ({"steps": None, "epochs": 1}, "use --epochs 7 or more")]
 )
-def test_a_run_that_would_have_nothing_to_do_is_refused(fields, says, tmp_path):
+def test_a_run_with_nothing_left_to_train_is_refused(fields, says, tmp_path):
     # 1,280 samples, 256 per step: 5 steps per epoch
     path = written(spec("ddp"), tmp_path)
     said = refused("ddp", path, **fields)
-    assert "is of step 30, and the run ends at step " in said
-    assert said.endswith(f"there is nothing to do; {says}")
+    assert "was written at step 30, and the run ends at step " in said
+    assert said.endswith(f"nothing is left to train; {says}")
 
 
-# ---- where it is
+# ---- locating checkpoints
 
 
 def test_a_run_is_named_by_its_name_its_path_its_checkpoints_or_one_of_them(runs, tmp_path, monkeypatch):
@@ -144,21 +144,21 @@ def test_a_script_that_is_only_printed_names_the_checkpoint_too(runs, capsys):
     assert act(cli.parse(("script", "zero1", *asked))) == 0
     assert f'\nRESUME = "{path}"' in capsys.readouterr().out
     assert act(cli.parse(("script", "fsdp2", *asked))) == 2
-    assert f"labkit: {path} holds the whole state in one file, and fsdp2 reads" in capsys.readouterr().err
+    assert f"labkit: {path} contains the whole state in one file, and fsdp2 loads" in capsys.readouterr().err
 
 
-def test_what_is_no_checkpoint_says_so(runs, tmp_path):
+def test_folders_without_checkpoints_are_refused(runs, tmp_path):
     assert "there is no run 'nothing'" in refused("ddp", "nothing")
     assert "there are no checkpoints in" in refused("ddp", tmp_path)
     (tmp_path / "step00000010.pt").write_bytes(b"")
-    assert "have no manifest.json (an older version wrote none" in refused("ddp", tmp_path)
+    assert "have no manifest.json (an older version wrote them" in refused("ddp", tmp_path)
     shards = tmp_path / "shards" / "step00000010"
     shards.mkdir(parents=True)
     assert "have no manifest.json" in refused("ddp", shards)
     assert "have no manifest.json" in refused("ddp", shards.parent)
 
 
-# ---- damaged, and hostile
+# ---- damaged and malicious checkpoints
 
 
 def test_every_bit_that_flips_is_found_and_the_newest_intact_checkpoint_is_named(tmp_path):
@@ -170,32 +170,32 @@ def test_every_bit_that_flips_is_found_and_the_newest_intact_checkpoint_is_named
             flipped[bit // 8] ^= 1 << bit % 8
             (newest / name).write_bytes(flipped)
             assert f"{newest / name} has changed since it was written" in checkpoints.damage(checkpoints.read(newest))
-        assert refused("ddp", tmp_path).endswith(f"(its SHA-256 differs); the newest checkpoint that is intact: --resume {older}")
+        assert refused("ddp", tmp_path).endswith(f"(its SHA-256 differs); resume from the newest intact checkpoint with --resume {older}")
         (newest / name).write_bytes(whole)
     (newest / "more.pt").unlink()
     said = refused("ddp", tmp_path)
     assert f"{newest / 'more.pt'} cannot be read (No such file or directory)" in said
     assert said.endswith(f"--resume {older}")
     (older / "state.pt").write_bytes(b"")
-    assert "there is no other intact one in its folder" in refused("ddp", tmp_path)
+    assert "its folder contains no other intact checkpoint" in refused("ddp", tmp_path)
 
 
-def test_a_link_and_what_is_no_regular_file_are_refused(tmp_path):
+def test_links_and_special_files_are_refused(tmp_path):
     path = written(spec("ddp"), tmp_path)
     outside = tmp_path / "outside"
-    outside.write_text("state.pt")  # its content is right
+    outside.write_text("state.pt")  # with the right content
     (path / "state.pt").unlink()
     (path / "state.pt").symlink_to(outside)
-    assert f"{path / 'state.pt'} cannot be read (it is not a regular file)" in refused("ddp", path)
+    assert f"{path / 'state.pt'} cannot be read (not a regular file)" in refused("ddp", path)
     (path / "state.pt").unlink()
     os.mkfifo(path / "state.pt")
-    assert "is not a regular file" in refused("ddp", path)
+    assert "not a regular file" in refused("ddp", path)
     (path / "state.pt").unlink()
     (path / "state.pt").symlink_to("/dev/zero")
-    assert "is not a regular file" in refused("ddp", path)
+    assert "not a regular file" in refused("ddp", path)
     (path / "manifest.json").rename(outside)
     (path / "manifest.json").symlink_to(outside)
-    assert "is not the manifest of a checkpoint" in refused("ddp", path)
+    assert "is not a valid checkpoint manifest" in refused("ddp", path)
 
 
 DIGEST = "0" * 64
@@ -230,20 +230,20 @@ GOOD = {"step": 30, "world_size": 2, "sha256": {"state.pt": DIGEST}}
     ],
     ids=lambda text: repr(text[:60]),
 )
-def test_a_manifest_that_makes_no_sense_is_refused(manifest, tmp_path):
+def test_an_invalid_manifest_is_refused(manifest, tmp_path):
     path = written(spec("ddp"), tmp_path)
     (path / "manifest.json").write_bytes(manifest if isinstance(manifest, bytes) else manifest.encode())
-    assert "is not the manifest of a checkpoint" in refused("ddp", path)
+    assert "is not a valid checkpoint manifest" in refused("ddp", path)
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"format": 2}, "has the format 2, and this version reads 1"),
-        ({"format": True}, "has the format True"),
-        ({"layout": "other"}, "has the layout 'other', which no strategy reads"),
-        ({"layout": ["whole"]}, "has the layout ['whole'], which no strategy reads"),
-        ({"workload": {}}, "is of the workload {}, and this run trains mlp; start without --resume"),
+        ({"format": 1}, "has format 1, and this version reads format 2"),
+        ({"format": True}, "has format True"),
+        ({"layout": "other"}, "has the layout 'other', which no strategy can load"),
+        ({"layout": ["whole"]}, "has the layout ['whole'], which no strategy can load"),
+        ({"workload": {}}, "belongs to the workload {}, and this run trains mlp; run without --resume"),
     ],
 )
 def test_an_identity_of_any_type_is_compared(change, says, tmp_path):
@@ -252,7 +252,7 @@ def test_an_identity_of_any_type_is_compared(change, says, tmp_path):
     assert says in refused("ddp", path)
 
 
-# ---- the script's own functions, as they stand
+# ---- the functions of the script
 
 
 class Evil:
@@ -284,7 +284,7 @@ def group():
 
 @pytest.fixture(params=["whole", "shards"])
 def form(request, group, tmp_path, monkeypatch):
-    """The module whose save and resume are used, and a checkpoint that it has just written."""
+    """The module whose save and resume are used, and a checkpoint written by it."""
     module = {"whole": base, "shards": sharded}[request.param]
     for one in (base, sharded):
         monkeypatch.setattr(one, "CHECKPOINTS", tmp_path / "checkpoints")
@@ -293,7 +293,7 @@ def form(request, group, tmp_path, monkeypatch):
     return module, tmp_path / "checkpoints" / "step00000007"
 
 
-def test_what_is_saved_comes_back(form):
+def test_saved_state_is_restored(form):
     module, path = form
     saved, (other, optimizer) = model_of(1)[0], model_of(2)
     assert not torch.equal(saved[0].weight, other[0].weight)
@@ -305,7 +305,7 @@ def test_what_is_saved_comes_back(form):
 
 
 def test_no_file_of_a_checkpoint_can_run_code(form, tmp_path):
-    """Whoever wrote the pickles wrote the manifest too: the checksums agree."""
+    """The attacker also writes the manifest, so the checksums match."""
     module, path = form
     mark, manifest = tmp_path / "code ran", json.loads((path / "manifest.json").read_text())
     del manifest["sha256"]
@@ -332,8 +332,8 @@ def test_no_file_of_a_checkpoint_can_run_code(form, tmp_path):
     assert mark.exists(), "it would have run"
 
 
-def test_no_shard_can_run_code_whatever_the_index_says_of_it(group, tmp_path, monkeypatch):
-    """torch's reader unpickles what the index calls bytes; here no index may say that."""
+def test_no_shard_can_run_code_regardless_of_the_index(group, tmp_path, monkeypatch):
+    """torch's reader unpickles entries that the index declares as bytes; here the index may not contain them."""
     for one in (base, sharded):
         monkeypatch.setattr(one, "CHECKPOINTS", tmp_path / "checkpoints")
     sharded.save(*model_of(1), 7)
@@ -359,7 +359,7 @@ def test_no_shard_can_run_code_whatever_the_index_says_of_it(group, tmp_path, mo
     assert mark.exists(), "torch's own reader runs it"
 
 
-def test_an_index_cannot_lead_out_of_its_folder(group, tmp_path, monkeypatch):
+def test_an_index_cannot_refer_to_files_outside_its_folder(group, tmp_path, monkeypatch):
     for one in (base, sharded):
         monkeypatch.setattr(one, "CHECKPOINTS", tmp_path / "checkpoints")
     sharded.save(*model_of(1), 7)
@@ -376,7 +376,7 @@ def test_an_index_cannot_lead_out_of_its_folder(group, tmp_path, monkeypatch):
         sharded.resume(*model_of(2))
 
 
-def test_a_damaged_checkpoint_and_one_of_another_kind_end_the_script(form, monkeypatch, capsys):
+def test_a_damaged_or_different_checkpoint_ends_the_script(form, monkeypatch, capsys):
     module, path = form
     weights = next(file for file in sorted(path.iterdir()) if file.name in ("state.pt", "__0_0.distcp"))
     data = weights.read_bytes()
@@ -385,7 +385,7 @@ def test_a_damaged_checkpoint_and_one_of_another_kind_end_the_script(form, monke
         module.resume(*model_of(2))
     weights.write_bytes(data)
     monkeypatch.setattr(base, "MANIFEST", base.MANIFEST | {"workload": "mlp"})
-    with pytest.raises(SystemExit, match="its workload is 'cnn', and not 'mlp'"):
+    with pytest.raises(SystemExit, match="workload must be 'mlp', got 'cnn'"):
         module.resume(*model_of(2))
     monkeypatch.setattr(base, "RESUME", str(path / "nothing"))
     with pytest.raises(SystemExit, match=r"nothing cannot be used: .*No such file"):

@@ -1,4 +1,4 @@
-"""The command line and the terminal's view: what they print, what they answer to what cannot be meant, and their exit codes."""
+"""The command line and the terminal view: output, errors for invalid input, and exit codes."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ LABKIT = [sys.executable, "-m", "labkit"]
 
 
 def labkit(*arguments: str, **settings) -> subprocess.CompletedProcess[str]:
-    """Runs one command in the clone, as a person would."""
+    """Runs one command in the clone as a subprocess."""
     return subprocess.run([*LABKIT, *arguments], cwd=CLONE, capture_output=True, text=True, check=False, timeout=120, **settings)
 
 
 def called(*arguments: str) -> int:
-    """One command in this process: its exit code."""
+    """Runs one command in this process and returns its exit code."""
     try:
         return act(cli.parse(arguments))
     except SystemExit as end:
         return end.code
 
 
-# ---- what cannot be meant
+# ---- invalid input
 
 SPEEDS = {"nan": "nan", "inf": "inf", "-1": "-1.0", "0": "0.0", "1e400": "inf", "fast": "'fast'"}
 
@@ -52,19 +52,20 @@ SPEEDS = {"nan": "nan", "inf": "inf", "-1": "-1.0", "0": "0.0", "1e400": "inf", 
 @pytest.mark.parametrize(
     ("arguments", "field", "says"),
     [
-        ("run ddpp", "strategy", "'ddpp' is not known (did you mean ddp?); there is single, "),
-        ("run zzz", "strategy", "; a script of your own is named by its path, ending in .py"),
-        ("run nowhere.py", "script", "there is no script 'nowhere.py'"),
-        ("run ddp --workload cn", "workload", "there is cnn, mlp, gpt and resnet18"),
+        ("run ddpp", "strategy", "strategy must be one of single, "),
+        ("run ddpp", "strategy", ", got 'ddpp' (did you mean ddp?); name your own script"),
+        ("run zzz", "strategy", "; name your own script by its path, ending in .py"),
+        ("run nowhere.py", "script", "has no script 'nowhere.py'"),
+        ("run ddp --workload cn", "workload", "workload must be one of cnn, mlp, gpt, resnet18, got 'cn'"),
         ("run ddp --nproc 0", "nproc", "--nproc must be an integer from 1 to 65536, got 0"),
-        ("run ddp --nproc 4000 --device cpu", "nproc", "4000 CPU ranks were asked for"),
-        ("run ddp --scaling strong --batch-size 7 --nproc 2", "batch_size", "use 6 or 8"),
+        ("run ddp --nproc 4000 --device cpu", "nproc", "--nproc 4000 exceeds the maximum of"),
+        ("run ddp --scaling strong --batch-size 7 --nproc 2", "batch_size", "use --batch-size 6 or 8"),
         ("run ddp --steps 3 --epochs 2", "steps", "give one of them"),
         ("run ddp --option bucket_mb", "options", "has no value; write --option NAME=VALUE"),
-        ("run ddp --option buckets=1", "options", "has no option 'buckets'; there is bucket_mb"),
+        ("run ddp --option buckets=1", "options", "has no option 'buckets'; options: bucket_mb"),
         ("run ddp --data mnist --data-dir /nowhere", "data", "use --data digits"),
-        ("run ddp -- --lr 1", "args", "goes with a script of your own"),
-        ("run train.py --workload cnn", "workload", "goes with a strategy"),
+        ("run ddp -- --lr 1", "args", "apply only to your own script"),
+        ("run train.py --workload cnn", "workload", "applies only to a strategy"),
         ("run single --nproc 2", "strategy", "single trains on one device"),
         ("run ddp --nproc two", "nproc", "--nproc must be an integer from 1 to 65536, got 'two'"),
         ("run", None, "nothing to run was given; name a strategy"),
@@ -83,18 +84,18 @@ SPEEDS = {"nan": "nan", "inf": "inf", "-1": "-1.0", "0": "0.0", "1e400": "inf", 
         ("run ddp --option clip_norm=inf", "options", "got 'inf'"),
         ("run ddp --option accumulate=1000", "options", "use accumulate=128 or less"),
         ("run ddp --fault slow_rank --nproc 1", "fault", "use --nproc 2"),
-        ("run ddp --workload=", "workload", "workload '' is not known; there is cnn"),
-        ("run ddp --data-dir=", "data_dir", "data_dir must be a path that is not empty, got ''"),
-        ("run -m nowhere.at.all", "script", "there is no module nowhere.at.all"),
-        ("run train.py --precision bf16", "precision", "goes with a strategy"),
-        ("compare --strategies=", "strategies", "no strategy was named"),
+        ("run ddp --workload=", "workload", "workload must be one of cnn, mlp, gpt, resnet18, got ''"),
+        ("run ddp --data-dir=", "data_dir", "data_dir must be a non-empty path, got ''"),
+        ("run -m nowhere.at.all", "script", "no module nowhere.at.all that can run as a script"),
+        ("run train.py --precision bf16", "precision", "applies only to a strategy"),
+        ("compare --strategies=", "strategies", "strategies must not be empty"),
         ("compare --strategies all --nproc 0", "nproc", "--nproc must be an integer from 1 to 65536, got 0"),
         ("claims --rounds 0", None, "--rounds must be an integer from 1 to 100, got 0"),
         ("show nothing", None, "there is no run 'nothing'"),
         ("show", None, "there is no run 'last'"),
     ],
 )
-def test_what_cannot_be_meant_is_one_sentence(runs, capsys, monkeypatch, arguments, field, says):
+def test_invalid_input_is_refused_in_one_sentence(runs, capsys, monkeypatch, arguments, field, says):
     monkeypatch.setattr("socket.create_connection", lambda *_, **__: (_ for _ in ()).throw(OSError("no network")))
     command, *rest = arguments.split()
     assert called(command, "--json", *rest) == 2
@@ -113,7 +114,7 @@ def test_what_cannot_be_meant_is_one_sentence(runs, capsys, monkeypatch, argumen
         ("clean --keep -1", "--keep must be an integer from 0 to 1000000, got -1"),
         ("logs --rank -1", "--rank must be an integer from 0 to 65535, got -1"),
         ("logs --stream stdin", "--stream must be one of stdout, stderr, got 'stdin'"),
-        ("setup --with deepsped", "extra 'deepsped' is not known (did you mean deepspeed?); there is deepspeed, handout and mnist"),
+        ("setup --with deepsped", "extra must be one of deepspeed, handout, mnist, got 'deepsped' (did you mean deepspeed?)"),
     ],
 )
 def test_flags_are_bounded(runs, capsys, arguments, says):
@@ -121,10 +122,11 @@ def test_flags_are_bounded(runs, capsys, arguments, says):
     assert capsys.readouterr().err == f"labkit: {says}\n"
 
 
-def test_unknown_command_names_those_there_are(capsys):
+def test_unknown_command_lists_the_valid_ones(capsys):
     assert called("rnu") == 2
     said = capsys.readouterr().err
-    assert "command 'rnu' is not known (did you mean run?); there is setup, lab, test, run," in said
+    assert said.startswith("labkit: command must be one of setup, lab, test, run, ")
+    assert said.endswith(", got 'rnu' (did you mean run?)\n")
 
 
 def test_no_command_shows_the_commands(capsys):
@@ -133,7 +135,7 @@ def test_no_command_shows_the_commands(capsys):
 
 
 @pytest.mark.parametrize("arguments", [["runs", "--", "x"], ["stop", "a", "b"], ["run", "ddp", "--np", "2"], ["predict", "ddp"]])
-def test_what_is_not_there_is_refused(capsys, arguments):
+def test_missing_runs_and_files_are_refused(capsys, arguments):
     assert called(*arguments) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
@@ -153,7 +155,7 @@ def test_arguments_become_the_spec():
     assert (spec.script, spec.args) == ("my/train.py", ("--lr", "0.1", "--", "x"))
 
 
-def test_all_after_test_is_for_pytest():
+def test_all_arguments_of_test_go_to_pytest():
     args = cli.parse(["test", "-k", "cli and not slow", "tests/test_cli.py", "-x", "--", "--lf"])
     assert args.rest == ["-k", "cli and not slow", "tests/test_cli.py", "-x", "--lf"]
     assert args.extras == ("lab", "test", "deepspeed")
@@ -228,19 +230,19 @@ def test_runs_and_show_for_people(recorded, capsys):
         assert fact in shown
 
 
-def test_stop_of_a_run_that_is_over_leaves_it(recorded, capsys):
+def test_stop_does_not_change_a_run_that_is_over(recorded, capsys):
     assert called("stop", "last") == 0
     assert "already finished" in capsys.readouterr().out
 
 
-def test_clean_asks_and_never_touches_a_run_that_goes_on(recorded, runs, capsys, monkeypatch):
+def test_clean_asks_for_confirmation_and_keeps_a_run_in_progress(recorded, runs, capsys, monkeypatch):
     going = FakeRun(runs, steps=30)
     going.start()
     for _ in range(2):
         FakeRun(runs).end()
     monkeypatch.setattr("sys.stdin", io.StringIO())
     assert called("clean") == 2
-    assert "say --yes" in capsys.readouterr().err
+    assert "add --yes" in capsys.readouterr().err
     assert called("clean", "--keep", "1", "--yes") == 0
     left = RunFolder.all()
     assert len(left) == 2
@@ -289,7 +291,7 @@ def followed(run: FakeRun):
 
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_view_fits_and_holds_still(runs, width, device):
+def test_view_fits_and_does_not_move(runs, width, device):
     run = FakeRun(runs, nproc=2, steps=12_345, device=device)
     run.start()
     run.step(9)
@@ -348,7 +350,7 @@ def test_phases_fill_the_bar(runs):
     assert bar.count("▒") == pytest.approx(40 * 0.5, abs=2)
 
 
-def test_run_with_nothing_known_yet_can_be_drawn(tmp_path):
+def test_run_without_events_can_be_drawn(tmp_path):
     folder = RunFolder(tmp_path / "x")
     follower = Follower(folder)
     follower.poll()
@@ -440,8 +442,8 @@ def test_detached_run_is_followed_left_and_stopped(runs, tmp_path):
     assert not [process for process in processes_of(str(runs)) if process.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_reader_that_leaves_early_is_no_error():
+def test_closed_pipe_is_not_an_error():
     with subprocess.Popen([*LABKIT, "script", "ddp"], cwd=CLONE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        process.stdout.close()  # as head does once it has its lines
+        process.stdout.close()  # as `head` does
         assert process.stderr.read() == ""
     assert process.returncode == 0

@@ -68,10 +68,10 @@ def test_an_option_goes_to_those_that_have_it():
 @pytest.mark.parametrize(
     ("strategies", "fields", "says"),
     [
-        (["dpp"], {}, "strategy 'dpp' is not known; there is single, dp, ddp"),
-        ([], {}, "no strategy was named"),
-        (["ddp", "cp"], {}, "cp cannot be compared: cp splits the places of a sequence, and mlp has none"),
-        (["ddp"], {"batch_size": 7}, "ddp cannot be compared: a global batch of 7 cannot be shared by 2 ranks; use 6 or 8"),
+        (["dpp"], {}, "strategy must be one of single, dp, ddp, .*, or all, got 'dpp'"),
+        ([], {}, "strategies must not be empty"),
+        (["ddp", "cp"], {}, "cp cannot be compared: cp splits the sequence dimension, and mlp has none"),
+        (["ddp"], {"batch_size": 7}, "ddp cannot be compared: a global batch of 7 is not divisible by 2 ranks; use --batch-size 6 or 8"),
         (["ddp"], {"options": {"buckets": 1}}, "has no option 'buckets'"),
     ],
 )
@@ -340,13 +340,13 @@ def test_a_bare_comparison_where_nobody_watches_waits_for_the_end_and_leaves_pla
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--strategies", "ddpp"], "'ddpp' is not known"),
-        (["--strategies", "ddp", "last"], "'last' is a recorded run, and --strategies makes new ones"),
-        (["--nproc", "2"], "--nproc goes with --strategies"),
-        (["--seed", "0"], "--seed goes with --strategies"),
-        (["--strategies", ""], "no strategy was named"),
+        (["--strategies", "ddpp"], "or all, got 'ddpp'"),
+        (["--strategies", "ddp", "last"], "a recorded run ('last') and --strategies exclude each other"),
+        (["--nproc", "2"], "--nproc has no effect on recorded runs"),
+        (["--seed", "0"], "--seed has no effect on recorded runs"),
+        (["--strategies", ""], "strategies must not be empty"),
         (["nothing"], "there is no run 'nothing'"),
-        ([], "no run is recorded that could be compared; make some with: labkit compare --strategies single,ddp"),
+        ([], "there are no recorded runs to compare; start some with: labkit compare --strategies single,ddp"),
     ],
 )
 def test_wrong_usage_is_one_sentence(runs, arguments, says):

@@ -212,14 +212,14 @@ def test_tolerances_grow_with_steps_and_with_the_rounding():
 def test_why_a_strategy_may_differ():
     assert departures(Spec("ddp", "mlp", nproc=2)) == ()
     (norm,) = departures(Spec("ddp", "resnet18", nproc=2, batch_size=64, scaling="strong"))
-    assert "batch norm averages over the 32 samples" in norm
+    assert "batch norm averages over 32 samples at a time" in norm
     (norm,) = departures(Spec("pp", "resnet18", nproc=2))
-    assert "batch norm averages over the 16 samples" in norm
+    assert "batch norm averages over 16 samples at a time" in norm
     (repeats,) = departures(Spec("ddp", "mlp", nproc=4, samples=110, epochs=1))
     assert "so the sampler repeats 2 of them" in repeats
     assert departures(Spec("ddp", "mlp", nproc=4, samples=110, batch_size=4, steps=2)) == (), "the end of the epoch is not reached"
     (join,) = departures(Spec("ddp", "mlp", nproc=2, samples=97, options={"join": True}))
-    assert join.startswith("join: ranks with fewer samples")
+    assert join.startswith("join: in the last step of an epoch, ranks with fewer samples")
 
 
 def test_real_runs_get_their_badges():

@@ -90,7 +90,7 @@ def test_a_bad_folder_is_listed_with_the_reason_and_the_rest_works(bad, runs):
         code, said = command("compare")
         assert code == 0 and f"{BAD} is left out: it cannot be read" in " ".join(said.split()) and "DDP" in said
         code, said = command("clean", "--yes")
-        assert code == 0 and "is left: it cannot be read" in said and folder.path.is_dir()
+        assert code == 0 and "is kept because it cannot be read" in said and folder.path.is_dir()
 
 
 def test_python_refuses_a_bad_folder_and_lists_it(bad, runs):

@@ -463,11 +463,11 @@ def test_the_course_has_an_index_and_goes_on_past_a_lab_that_fails(lab, tmp_path
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["handout"], "nothing was named"),
-        (["handout", "--all", "last"], "--all is every lab"),
+        (["handout"], "nothing to write was given"),
+        (["handout", "--all", "last"], "--all and a name ('last') exclude each other"),
         (["handout", "no-such-run"], "there is no run 'no-such-run'"),
         (["handout", "labs/00_start_here.py", "--student", "--teacher"], "not allowed with"),
-        (["handout", "last", "--teacher"], "--teacher goes with a lab"),
+        (["handout", "last", "--teacher"], "--teacher applies only to labs"),
         (["handout", "labs/00_start_here.py", "--recorded", "nowhere"], "there is no recorded run in nowhere"),
         (["handout", "last", "-o", "/"], "/ is a folder"),
     ],

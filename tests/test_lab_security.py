@@ -145,7 +145,7 @@ def test_folder_of_another_user_is_not_used(tmp_path, monkeypatch):
         ("--port 65536", "--port must be an integer from 1 to 65535, got 65536"),
         ("--port x", "--port must be an integer from 1 to 65535, got 'x'"),
         ("--ip 999.1.1.1", "--ip must be an address of this machine, such as 127.0.0.1"),
-        ("--ip 192.0.2.1", "--ip 192.0.2.1 is no address of this machine"),
+        ("--ip 192.0.2.1", "--ip 192.0.2.1 is not an address of this machine"),
         ("--ip=", "--ip must be an address of this machine"),
     ],
 )

@@ -271,7 +271,7 @@ def test_nothing_outlives_a_supervisor_that_is_killed(script):
 
 
 def test_bad_input_leaves_nothing_behind(runs, tmp_path):
-    with pytest.raises(SpecError, match=r"there is no script 'missing.py'") as raised:
+    with pytest.raises(SpecError, match=r"has no script 'missing.py'") as raised:
         run("missing.py", nproc=2)
     assert raised.value.field == "script"
     with pytest.raises(SpecError, match="'ddpp' is not known"):

@@ -1,4 +1,4 @@
-"""What a machine has, asked without CUDA: NVML is faked, so that the answers for GPUs are tested where there are none."""
+"""Detection of the machine without CUDA: NVML is faked, so that GPUs can be tested on machines without them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_gpus_come_with_memory_and_capability(two_t4):
     ("visible", "indices"),
     [("1", [1]), ("1,0", [1, 0]), ("GPU-11", [1]), ("0,7,1", [0]), ("", []), ("-1", []), ("0, 1", [0, 1])],
 )
-def test_cuda_visible_devices_is_read_as_cuda_reads_it(two_t4, monkeypatch, visible, indices):
+def test_cuda_visible_devices_is_interpreted_as_by_cuda(two_t4, monkeypatch, visible, indices):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     here = Machine.here()
     assert [gpu.index for gpu in here.gpus] == indices

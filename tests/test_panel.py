@@ -62,7 +62,7 @@ def test_choices_start_as_given_and_make_the_spec():
 
 
 def test_defaults_that_cannot_be_meant_are_refused():
-    with pytest.raises(SpecError, match="not known"):
+    with pytest.raises(SpecError, match=r"strategy must be one of .*, got 'dpp'"):
         choices_of(CPU, strategy="dpp")
     with pytest.raises(SpecError, match="2 GPUs"):
         choices_of(T4S, strategy="ddp", nproc=4)
@@ -115,7 +115,7 @@ def test_the_workload_brings_its_batch_and_options():
 
 def test_a_choice_shows_batch_command_script_and_diff_before_run():
     lab = Lab(strategy="ddp", nproc=2, steps=20)
-    assert "128 per rank × 2 = 256 in all" in lab._batch.value
+    assert "128 per rank × 2 = 256 global" in lab._batch.value
     assert lab._command.text == "torchrun --standalone --nproc-per-node=2 train.py"
     assert "DistributedDataParallel" in lab._script.value
     assert "labkit-gi" in lab._diff.value
@@ -129,7 +129,7 @@ def test_what_cannot_run_is_one_sentence_and_no_run():
     lab = Lab(strategy="ddp", nproc=2, steps=20)
     lab._choices.scaling.value = "strong"
     lab._choices.batch.value = 255
-    assert "cannot be shared by 2 ranks" in lab._batch.value
+    assert "is not divisible by 2 ranks" in lab._batch.value
     assert lab._run_button.disabled
     lab._choices.batch.value = 256
     assert not lab._run_button.disabled

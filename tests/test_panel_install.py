@@ -1,4 +1,4 @@
-"""The panel's button that installs a missing extra, with a command of the test in the place of the real one."""
+"""The panel's button that installs a missing extra, with a fake install command."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ time.sleep(0.2)
 if sys.argv[2] == "works":
     pathlib.Path(sys.argv[1], "package_of_the_test.py").touch()
 else:
-    print("labkit: pip could not install what the lab needs; start again", flush=True)
+    print("labkit: pip install failed with exit code 1; start again", flush=True)
 sys.exit(sys.argv[2] == "fails")
 """
 
 
 @pytest.fixture
 def packages(tmp_path, monkeypatch):
-    """A folder of packages in which the one that the strategy deepspeed needs is missing."""
+    """A folder of packages without the package of the strategy deepspeed."""
     folder = tmp_path / "packages"
     folder.mkdir()
     monkeypatch.syspath_prepend(folder)
@@ -58,7 +58,7 @@ def test_a_missing_package_names_its_extra(packages):
     )
 
 
-def test_button_installs_and_the_strategy_is_there_without_a_restart(packages, monkeypatch):
+def test_button_installs_and_the_strategy_works_without_a_restart(packages, monkeypatch):
     installing(monkeypatch, packages, "works")
     lab = Lab(strategy="deepspeed", nproc=2)
     button = lab._install
@@ -80,8 +80,8 @@ def test_another_strategy_needs_no_button(packages):
     assert lab._install.button.layout.display == ""
 
 
-@pytest.mark.parametrize(("how", "says"), [("fails", "pip could not install"), ("elsewhere", "installed, but not for this kernel")])
-def test_what_went_wrong_is_said(packages, monkeypatch, how, says):
+@pytest.mark.parametrize(("how", "says"), [("fails", "pip install failed"), ("elsewhere", "installed, but not for this kernel")])
+def test_a_failed_installation_shows_its_reason(packages, monkeypatch, how, says):
     installing(monkeypatch, packages, how)
     lab = Lab(strategy="deepspeed", nproc=2)
     shown_while_installing(lab._install)
@@ -89,5 +89,5 @@ def test_what_went_wrong_is_said(packages, monkeypatch, how, says):
     assert not lab._install.button.disabled, "it can be tried again"
 
 
-def test_the_real_command_is_that_of_the_terminal():
+def test_the_real_command_is_labkit_setup():
     assert install.setup_command("deepspeed") == [sys.executable, "-m", "labkit", "setup", "--with", "deepspeed"]

@@ -79,7 +79,7 @@ def test_a_step_that_is_asked_for_is_captured_by_every_rank(command):
     assert written.code == 0 and "perfetto" in written.stdout
     events = json.loads((job.folder.path / "t.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1} and any(event["name"] == "all_reduce" for event in events)
-    assert command("capture", job.name).stderr.strip() == f"labkit: run {job.name} is over; only one that trains can be looked at"
+    assert command("capture", job.name).stderr.strip() == f"labkit: run {job.name} is over; only a run in progress can be profiled"
 
 
 @pytest.mark.parametrize("warm", [1, 2, 7])

@@ -1,4 +1,4 @@
-"""Scripts as they are written out: every strategy, workload, data set and precision of the tables."""
+"""Generated scripts: every strategy, workload, data set and precision of the tables."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from labkit.training.workloads import WORKLOADS
 
 
 def spec(strategy: str, **asked) -> Spec:
-    """As asked for; of the first workload that the strategy can train, where none is named."""
+    """A Spec with the given fields; the workload defaults to the first that the strategy can train."""
     ranks = STRATEGIES[strategy].default_nproc or 2
     return Spec(strategy, **{"nproc": ranks, "workload": FIRST.get(strategy, "cnn")} | asked)
 
 
 def fits(strategy: str, **asked) -> bool:
-    """Whether the table lets it be asked for: the sentences that refuse are tested beside each strategy."""
+    """Whether the Spec is valid; the refusals are tested with each strategy."""
     try:
         return bool(spec(strategy, **asked))
     except SpecError:
@@ -43,14 +43,14 @@ EVERY = [
 EVERY_PRECISION = [(strategy, precision) for strategy in STRATEGIES for precision in PRECISIONS if fits(strategy, precision=precision)]
 EVERY_SCRIPT = [(*one, precision) for one in EVERY for precision in PRECISIONS if (one[0], precision) in EVERY_PRECISION]
 SAVING = [one for one in EVERY_PRECISION if FIRST[one[0]] == "cnn" and "save_every" not in STRATEGIES[one[0]].lacks]
-RULES = "E4,E7,E9,F,I"  # what ruff must not find
+RULES = "E4,E7,E9,F,I"  # rules of ruff that scripts must pass
 
 
 USES_LABKIT = re.compile(r"(import|from) +labkit|labkit\.")
 
 
 def checked(sources: dict[tuple, str], folder: Path, widths: tuple[int, ...]) -> dict[tuple, tuple[str, list[str]]]:
-    """Each script with what ruff says of it; all of them are looked at together."""
+    """Each script with the complaints of ruff, which checks all of them in one run."""
     for number, source in enumerate(sources.values()):
         (folder / f"{number}.py").write_text(source, encoding="utf-8")
     looks = [["format", "--check", f"--line-length={width}"] for width in widths] + [["check", f"--select={RULES}", "--quiet"]]
@@ -66,14 +66,14 @@ def checked(sources: dict[tuple, str], folder: Path, widths: tuple[int, ...]) ->
 
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory):
-    """Every script of the tables."""
+    """The scripts of all combinations in the tables."""
     written = {one: write_script(spec(one[0], workload=one[1], data=one[2], precision=one[3])) for one in EVERY_SCRIPT}
     return checked(written, tmp_path_factory.mktemp("scripts"), (88, 140))
 
 
 @pytest.fixture(scope="module")
 def saving(tmp_path_factory):
-    """Every script that saves and resumes."""
+    """The scripts of all combinations with checkpoints."""
     written = {one: write_script(spec(one[0], precision=one[1], save_every=10, resume="/a/step00000030")) for one in SAVING}
     return checked(written, tmp_path_factory.mktemp("scripts"), (88,))
 
@@ -100,7 +100,7 @@ def changed(old: Spec, new: Spec) -> set[str]:
 
 
 @pytest.mark.parametrize(("strategy", "workload", "data", "precision"), EVERY_SCRIPT)
-def test_every_script_is_whole_formatted_and_alone(strategy, workload, data, precision, scripts):
+def test_every_script_compiles_is_formatted_and_standalone(strategy, workload, data, precision, scripts):
     source, complaints = scripts[strategy, workload, data, precision]
     compile(source, "train.py", "exec")
     assert complaints == []
@@ -111,14 +111,14 @@ def test_every_script_is_whole_formatted_and_alone(strategy, workload, data, pre
 @pytest.mark.parametrize(("strategy", "precision"), [one for one in EVERY_PRECISION if FIRST[one[0]] == "cnn"])
 def test_cnn_fits_on_a_page(strategy, precision, scripts):
     lines = scripts[strategy, "cnn", WORKLOADS["cnn"].data[0], precision][0].splitlines()
-    # dp holds its own emulation; a pipeline has a class of its own; the rest are two or three strategies in one.
+    # dp contains an emulation, pipelines contain a class, and the others combine two or three strategies.
     most = {"dp": 230, "fsdp2_tp": 235, "pp": 245, "pp_ddp": 265, "pp_fsdp2_tp": 275}
     assert len(lines) <= most.get(strategy, 220)
     assert max(map(len, lines)) <= 92
 
 
 @pytest.mark.parametrize(("strategy", "precision"), SAVING)
-def test_a_script_with_checkpoints_is_whole_formatted_and_stays_readable(strategy, precision, scripts, saving):
+def test_a_script_with_checkpoints_is_formatted_standalone_and_short(strategy, precision, scripts, saving):
     plain = scripts[strategy, "cnn", WORKLOADS["cnn"].data[0], precision][0].splitlines()
     source, complaints = saving[strategy, precision]
     assert complaints == []
@@ -160,32 +160,32 @@ def test_options_become_constants():
 
 def test_batch_arithmetic_is_spelled_out():
     weak, strong = spec("ddp", batch_size=128), spec("ddp", batch_size=128, scaling="strong")
-    assert "BATCH_PER_RANK = 128  # × 2 = 256 in all; 60,000 samples: 235 steps an epoch\n" in write_script(weak)
-    assert "BATCH_PER_RANK = 64  # × 2 = 128 in all; 60,000 samples: 469 steps an epoch\n" in write_script(strong)
+    assert "BATCH_PER_RANK = 128  # × 2 = 256 global; 60,000 samples: 235 steps per epoch\n" in write_script(weak)
+    assert "BATCH_PER_RANK = 64  # × 2 = 128 global; 60,000 samples: 469 steps per epoch\n" in write_script(strong)
 
 
-def test_comments_come_along():
+def test_comments_are_copied():
     source = write_script(spec("ddp"))
-    assert "# nobody leaves while another still sends" in source
-    assert "SEED = 0  # of the initial weights" in source
+    assert "# no rank leaves while another is still sending" in source
+    assert "SEED = 0  # seed of the initial weights" in source
 
 
-def test_only_what_is_used_is_written_out():
+def test_only_used_definitions_are_written():
     assert "SCALER" not in write_script(spec("ddp"))
     assert "import os" in write_script(spec("ddp"))
     assert "distributed as dist" not in write_script(spec("single"))
     assert "torchvision" not in "".join(write_script(spec("ddp", workload=name)) for name in WORKLOADS if name != "resnet18")
 
 
-def test_strategies_differ_in_their_own_functions_alone():
+def test_strategies_differ_only_in_their_own_functions():
     own = {"setup", "load", "parallelize", "build_optimizer", "loss_of", "train_step", "evaluate", "cleanup"}
     for strategy in STRATEGIES:
         options = {option.name.upper() for option in STRATEGIES[strategy].options}
         helpers = set(functions(Path(importlib.util.find_spec(STRATEGIES[strategy].module).origin).read_text(encoding="utf-8")))
         constant = set(STRATEGIES[strategy].constants(spec(strategy)))
         assert changed(spec("single", workload=FIRST[strategy]), spec(strategy)) <= own | options | helpers | constant | {
-            "share",
-            "SPEAKER",
+            "data_shard",
+            "IS_LOGGING_RANK",
             "CLIP_NORM",  # DeepSpeed sets it even if it is 0
             "RANKS",
             "tensor_plans",
@@ -215,17 +215,17 @@ def test_precision_is_written_into_the_step(strategy):
     assert "SCALER" not in write_script(spec(strategy, precision="bf16"))
 
 
-def test_what_the_spec_settles_is_not_asked_in_the_script():
+def test_conditions_on_settings_are_not_in_the_script():
     plain = write_script(spec("ddp"))
     assert not {"PRECISION", "ACCUMULATE", "CLIP_NORM", "COMPILE"} & set(constants(plain))
     full = write_script(spec("ddp", precision="fp16", options={"accumulate": 4, "clip_norm": 1.0, "compile": True}))
     assert constants(full)["ACCUMULATE"] == 4
     assert full.index("SCALER.unscale_(optimizer)\n    clip_gradients(model)\n") > 0
     step = next(node for node in ast.parse(full).body if getattr(node, "name", "") == "train_step")
-    assert not [node for node in ast.walk(step) if isinstance(node, ast.If)], "nothing is left to decide"
+    assert not [node for node in ast.walk(step) if isinstance(node, ast.If)], "no condition is left"
 
 
-def test_an_if_is_decided_whole(tmp_path, monkeypatch):
+def test_an_if_is_resolved_completely(tmp_path, monkeypatch):
     body = """def cleanup():
     first = 1
     if SEED == 1:
@@ -272,11 +272,11 @@ def test_command_is_what_the_docstring_says():
     assert command(own) == "torchrun --standalone --nproc-per-node=2 'my dir/train.py' --lr 0.1 'a b'"
 
 
-def test_what_cannot_be_written_out_says_so():
-    with pytest.raises(SpecError, match="number of ranks is still open") as open_ranks:
+def test_specs_without_a_script_are_refused():
+    with pytest.raises(SpecError, match="number of ranks, which is not set") as open_ranks:
         write_script(Spec("ddp"))
     assert open_ranks.value.field == "nproc"
-    with pytest.raises(SpecError, match=r"own\.py is a script of your own"):
+    with pytest.raises(SpecError, match=r"own\.py is your own script"):
         write_script(Spec(script="own.py"))
 
 

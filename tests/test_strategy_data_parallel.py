@@ -1,4 +1,4 @@
-"""zero1, deepspeed, fsdp, and the options of ddp and fsdp2: what is refused and why, and that an option does what it says."""
+"""zero1, deepspeed, fsdp, and the options of ddp and fsdp2: refusals, and the effects of options."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ def refusal(strategy: str, nproc: int = 2, **fields) -> str:
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
-def test_a_mesh_that_does_not_multiply_to_the_ranks_says_all_numbers(strategy):
+def test_ranks_that_are_not_divisible_by_replicas_are_refused(strategy):
     told = refusal(strategy, 4, options={"replicas": 3})
-    assert told == "a mesh of 3 replicas × 1 shards has 3 ranks, and there are 4; use replicas=2, or --nproc 6"
-    assert "8 replicas × 1 shards has 8 ranks, and there are 2; use replicas=2, or --nproc 8" in refusal(strategy, options={"replicas": 8})
+    assert told == "4 ranks are not divisible by replicas=3; use replicas=2, or --nproc 6"
+    assert "2 ranks are not divisible by replicas=8; use replicas=2, or --nproc 8" in refusal(strategy, options={"replicas": 8})
     assert Spec(strategy, "mlp", nproc=4, options={"replicas": 2})
 
 
 def test_sharding_and_replicas_that_contradict_each_other_are_refused():
-    assert "HYBRID_SHARD with replicas=1 is FULL_SHARD; use replicas=2" in refusal("fsdp", options={"sharding": "HYBRID_SHARD"})
+    assert "HYBRID_SHARD with replicas=1 is the same as FULL_SHARD; use replicas=2" in refusal("fsdp", options={"sharding": "HYBRID_SHARD"})
     told = refusal("fsdp", options={"sharding": "NO_SHARD", "replicas": 2})
-    assert told == "replicas=2 goes with HYBRID_SHARD, and sharding is NO_SHARD; use sharding=HYBRID_SHARD, or replicas=1"
+    assert told == "replicas=2 needs sharding=HYBRID_SHARD, got sharding=NO_SHARD; use sharding=HYBRID_SHARD, or replicas=1"
     source = write_script(Spec("fsdp", "mlp", nproc=4, options={"replicas": 2}))
     assert 'SHARDING = "HYBRID_SHARD"' in source
     assert "REPLICAS = 2" in source
 
 
-def test_cpu_offload_says_what_it_cannot_do():
-    assert "CPU ranks have it there already" in refusal("fsdp2", options={"cpu_offload": True})
-    assert "clip_norm=0.5; leave one of the two out" in refusal("fsdp2", options={"cpu_offload": True, "clip_norm": 0.5})
+def test_cpu_offload_names_its_limits():
+    assert "the state of CPU ranks is already there" in refusal("fsdp2", options={"cpu_offload": True})
+    assert "clip_norm=0.5; use only one of the two" in refusal("fsdp2", options={"cpu_offload": True, "clip_norm": 0.5})
     assert "use --precision bf16" in refusal("fsdp2", options={"cpu_offload": True}, precision="fp16")
     gpus = Machine(gpus=tuple(Gpu(index, "GPU", 2**34, (9, 0)) for index in range(2)), cores=8, memory=2**34, torch=(2, 13))
     settled = Spec("fsdp2", "mlp", nproc=2, options={"cpu_offload": True}).on(gpus)
@@ -51,7 +51,7 @@ def test_cpu_offload_says_what_it_cannot_do():
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_static_graph_and_accumulation_contradict_each_other(strategy):
-    assert "accumulate=4 holds them back; leave one of the two out" in refusal(strategy, options={"static_graph": True, "accumulate": 4})
+    assert "accumulate=4 delays it; use only one of the two" in refusal(strategy, options={"static_graph": True, "accumulate": 4})
 
 
 def test_deepspeed_says_what_is_missing(monkeypatch):
@@ -61,7 +61,7 @@ def test_deepspeed_says_what_is_missing(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: True)
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert "no-such-compiler is not on the PATH" in refusal("deepspeed")
-    assert "counts micro-batches by itself" in refusal("deepspeed", options={"accumulate": 2})
+    assert "counts micro-batches itself" in refusal("deepspeed", options={"accumulate": 2})
 
 
 @pytest.mark.parametrize("compression", ["fp16", "powersgd"])
@@ -76,21 +76,21 @@ def test_compressed_gradients_train_nearly_the_same_and_say_why(compression, tmp
     assert losses == pytest.approx(exact, rel=0.05)
 
 
-def test_ddp_holds_gradients_back_until_the_last_part(monkeypatch):
+def test_ddp_synchronizes_gradients_only_in_the_last_micro_batch(monkeypatch):
     calls = []
 
     class Replica(nn.Linear):
         def no_sync(self):
-            calls.append("held back")
+            calls.append("no_sync")
             return base.nullcontext()
 
     monkeypatch.setattr(base, "ACCUMULATE", 3)
-    monkeypatch.setattr(base, "exchange", ddp.exchange)
+    monkeypatch.setattr(base, "gradient_sync", ddp.gradient_sync)
     model = Replica(4, 10)
     base.train_step(model, torch.optim.SGD(model.parameters()), torch.randn(6, 4), torch.zeros(6, dtype=torch.long))
-    assert calls == ["held back"] * 2
+    assert calls == ["no_sync"] * 2
     base.train_step(model, torch.optim.SGD(model.parameters()), torch.randn(1, 4), torch.zeros(1, dtype=torch.long))
-    assert len(calls) == 2, "a batch that makes one part sends it"
+    assert len(calls) == 2, "a batch with one micro-batch synchronizes"
     assert "model.no_sync()" in write_script(Spec("ddp", nproc=2, options={"accumulate": 3}))
 
 
@@ -105,8 +105,8 @@ def test_join_trains_on_every_sample_once_though_one_rank_has_a_batch_more(tmp_p
 
 
 @pytest.mark.parametrize(("other", "value"), [("static_graph", True), ("accumulate", 2)])
-def test_join_says_what_it_does_not_go_with(other, value):
-    assert f"{other}={value} forbids; leave one of the two out" in refusal("ddp", options={"join": True, other: value})
+def test_join_names_the_options_that_it_excludes(other, value):
+    assert f"join does not work with {other}={value}; use only one of the two" in refusal("ddp", options={"join": True, other: value})
 
 
 def test_precision_is_a_policy_of_fsdp2():

@@ -1,4 +1,4 @@
-"""dp: what it refuses, what it says of itself, and what is measured of its replicas."""
+"""dp: its limits, its note on emulation, and the measurements of its replicas."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def small(**asked) -> Spec:
     return Spec("dp", **{"workload": "mlp", "nproc": 2, "batch_size": 16, "steps": 4, "samples": 99, "device": "cpu"} | asked)
 
 
-def test_one_device_is_refused_with_the_way_out():
-    with pytest.raises(SpecError, match=r"dp splits a batch .* 1 was asked for; use --nproc 2, or the strategy single"):
+def test_one_device_is_refused_with_a_fix():
+    with pytest.raises(SpecError, match=r"dp splits the batch .* got --nproc 1; use --nproc 2, or the strategy single"):
         small(nproc=1)
     with pytest.raises(SpecError, match=r"dp has no option compile: nn.DataParallel"):
         small(options={"compile": True})
@@ -37,7 +37,7 @@ def test_on_cpu_it_says_that_it_is_emulated_and_on_gpus_it_is_data_parallel():
     "asked",
     [{"precision": "bf16", "steps": None, "samples": 33}, {"nproc": 4, "steps": None, "samples": 65}, {"workload": "gpt", "steps": 1}],
 )
-def test_it_runs_also_where_the_last_batch_is_smaller_than_the_replicas(asked, tmp_path):
+def test_it_runs_if_the_last_batch_has_fewer_samples_than_replicas(asked, tmp_path):
     (tmp_path / "train.py").write_text(write_script(small(**asked)), encoding="utf-8")
     handle = warm_run(tmp_path / "train.py", nproc=1, device="cpu", sample_every=0)
     assert handle.words == "finished", handle.logs(0, "stderr")

@@ -1,4 +1,4 @@
-"""pp and what is built on it: where the blocks are cut, what is refused with all numbers, and that a small batch counts as it is."""
+"""pp and the strategies built on it: stage boundaries, refusals, and the padding of small batches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def refusal(strategy: str, workload: str = "cnn", **fields) -> str:
     return str(error.value)
 
 
-# ---- the cut
+# ---- stage boundaries
 
 
 def costliest(costs: tuple[float, ...], starts: tuple[int, ...]) -> float:
@@ -36,7 +36,7 @@ def costliest(costs: tuple[float, ...], starts: tuple[int, ...]) -> float:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_costliest_stage_is_the_cheapest_that_there_can_be(seed):
+def test_the_cost_of_the_most_expensive_stage_is_minimal(seed):
     chance = random.Random(seed)
     costs = tuple(chance.randint(1, 100) for _ in range(chance.randint(2, 9)))
     stages = chance.randint(1, len(costs))
@@ -46,7 +46,7 @@ def test_the_costliest_stage_is_the_cheapest_that_there_can_be(seed):
     assert costliest(costs, found) == min(costliest(costs, way) for way in ways)
 
 
-def test_layers_that_are_all_alike_are_shared_evenly():
+def test_equal_layers_are_divided_evenly():
     constants = STRATEGIES["pp"].constants(Spec("pp", "gpt", nproc=4, options={"size": "7B"}))
     begins = constants["STAGES"]
     assert (
@@ -69,7 +69,7 @@ def test_every_schedule_has_its_stages_and_its_ranks_get_them_all(schedule, each
     held = []
     monkeypatch.setattr(pp, "STAGES", begins)
     monkeypatch.setattr(pp, "Pipeline", lambda stages, device: held.append(stages))
-    monkeypatch.setattr(pp, "pipe", lambda: SimpleNamespace(size=lambda: 3))
+    monkeypatch.setattr(pp, "pp_group", lambda: SimpleNamespace(size=lambda: 3))
     model = gpt.build_model()
     for rank in range(3):
         monkeypatch.setattr(pp.dist, "get_rank", lambda group, rank=rank: rank)
@@ -84,34 +84,38 @@ def test_every_schedule_has_its_stages_and_its_ranks_get_them_all(schedule, each
 
 def test_more_stages_than_blocks_are_refused_with_a_number_that_works():
     told = refusal("pp", nproc=6, options={"micro_batches": 8})
-    assert told == "cnn has 5 blocks, and 1F1B over 6 ranks makes 6 stages of them; use --nproc 5"
+    assert told == "cnn has 5 blocks, too few for the 6 stages of 1F1B on 6 ranks; use --nproc 5"
     told = refusal("pp", "mlp", nproc=2, options={"schedule": "Interleaved1F1B"})
-    assert told == "mlp has 3 blocks, and Interleaved1F1B over 2 ranks makes 4 stages of them; use schedule=1F1B with --nproc 2"
+    assert told == "mlp has 3 blocks, too few for the 4 stages of Interleaved1F1B on 2 ranks; use schedule=1F1B with --nproc 2"
     assert "use pp_size=2" in refusal("pp_ddp", nproc=6, options={"pp_size": 3, "schedule": "Interleaved1F1B", "micro_batches": 3})
 
 
-def test_one_rank_is_no_pipeline():
-    assert refusal("pp", nproc=1).endswith("and 1 was asked for; use --nproc 2, or the strategy single")
+def test_a_pipeline_needs_two_ranks():
+    assert refusal("pp", nproc=1).endswith("needs at least 2 ranks, got --nproc 1; use --nproc 2, or the strategy single")
 
 
 def test_micro_batches_that_do_not_fit_are_refused():
-    assert refusal("pp", nproc=2, batch_size=50) == "a batch of 50 cannot be taken in 4 equal micro-batches; use 2, or a batch of 52"
-    assert refusal("pp", nproc=4, options={"micro_batches": 2}).endswith("and 2 were asked for; use 4, or GPipe")
+    refused = refusal("pp", nproc=2, batch_size=50)
+    assert refused == "a batch of 50 is not divisible by micro_batches=4; use micro_batches=2, or a batch of 52 per rank"
+    refused = refusal("pp", nproc=4, options={"micro_batches": 2})
+    assert refused.endswith("got micro_batches=2 for 4 stages; use micro_batches=4, or schedule=GPipe")
     told = refusal("pp", nproc=2, batch_size=50, options={"schedule": "Interleaved1F1B", "micro_batches": 5})
-    assert told == "Interleaved1F1B takes micro-batches in 2 equal rounds, and 5 cannot be; use 4 or 6"
-    assert "its micro-batches are such parts already; set micro_batches" in refusal("pp", nproc=2, options={"accumulate": 2})
+    assert told == (
+        "Interleaved1F1B runs the micro-batches in 2 equal rounds, and micro_batches=5 is not divisible by 2; use micro_batches=4 or 6"
+    )
+    assert "a pipeline already splits the batch into micro-batches; set micro_batches" in refusal("pp", nproc=2, options={"accumulate": 2})
 
 
 def test_ranks_that_form_no_mesh_are_refused():
-    assert refusal("pp_ddp", nproc=5) == "5 ranks are no multiple of pp_size=2; use --nproc 4 or 6"
-    assert refusal("pp_fsdp2_tp", nproc=6) == "6 ranks are no multiple of pp_size=2 × tp_size=2; use --nproc 4 or 8"
-    assert "has no plan for the layers of resnet18" in refusal("pp_fsdp2_tp", "resnet18", nproc=8)
-    assert "12 heads to split, and 8 tensor-parallel ranks" in refusal(
+    assert refusal("pp_ddp", nproc=5) == "5 ranks are not divisible by pp_size=2; use --nproc 4 or 6"
+    assert refusal("pp_fsdp2_tp", nproc=6) == "6 ranks are not divisible by pp_size=2 × tp_size=2; use --nproc 4 or 8"
+    assert "there is no tensor-parallel plan for resnet18" in refusal("pp_fsdp2_tp", "resnet18", nproc=8)
+    assert "12 heads, which is not divisible by 8 tensor-parallel ranks" in refusal(
         "pp_fsdp2_tp", "gpt", nproc=16, options={"size": "100M", "tp_size": 8}
     )
 
 
-def test_a_zero_bubble_is_not_for_stages_that_are_wrapped():
+def test_zero_bubble_schedules_do_not_work_with_wrapped_stages():
     for strategy in ("pp_ddp", "pp_fsdp2_tp"):
         told = refusal(strategy, options={"schedule": "InterleavedZeroBubble"})
         assert told == "option schedule must be one of GPipe, 1F1B, Interleaved1F1B, got 'InterleavedZeroBubble'"
@@ -120,18 +124,18 @@ def test_a_zero_bubble_is_not_for_stages_that_are_wrapped():
 @pytest.mark.parametrize("strategy", ["pp", "pp_ddp", "pp_fsdp2_tp"])
 def test_a_torch_whose_schedules_cannot_evaluate_is_refused(strategy):
     machine = Machine(gpus=(), cores=8, memory=8 * 2**30, torch=(2, 8))
-    with pytest.raises(SpecError, match=f"{strategy} evaluates with its schedule, .* 2.9 .* torch 2.8 is installed; use a newer torch"):
+    with pytest.raises(SpecError, match=f"{strategy} evaluates with schedule.eval, .* 2.9 .* torch 2.8 is installed; use a newer torch"):
         Spec(strategy).on(machine)
     assert Spec(strategy).on(replace(machine, torch=(2, 9))).strategy == strategy
 
 
-# ---- the functions, as they stand
+# ---- the functions of the script
 
 
-def test_a_small_batch_is_filled_up_and_counts_as_it_is(monkeypatch):
+def test_a_small_batch_is_padded_without_changing_the_loss(monkeypatch):
     torch.manual_seed(0)
     monkeypatch.setattr(pp, "BATCH_PER_RANK", 8)
-    monkeypatch.setattr(pp, "pipe", lambda: None)
+    monkeypatch.setattr(pp, "pp_group", lambda: None)
     monkeypatch.setattr(pp.dist, "get_rank", lambda group: 0)
     model, pipeline = nn.Linear(4, 10), pp.Pipeline.__new__(pp.Pipeline)
     inputs, targets = torch.randn(5, 4), torch.arange(5)
@@ -142,11 +146,11 @@ def test_a_small_batch_is_filled_up_and_counts_as_it_is(monkeypatch):
 
     losses = []
     pp.Pipeline.feed(pipeline, step, inputs, targets, losses)
-    assert losses[3].item() == 0, "it was filled in"
+    assert losses[3].item() == 0, "it contains only padding"
     torch.testing.assert_close(sum(losses), nn.functional.cross_entropy(model(inputs), targets))
 
 
-def test_the_rank_with_the_last_stage_speaks(tmp_path):
+def test_the_rank_with_the_last_stage_has_the_loss(tmp_path):
     ranks = record(Spec("pp", "mlp", nproc=2, batch_size=16, steps=2, samples=40, precision="bf16", device="cpu"), tmp_path / "run")
     assert ranks[0]["losses"] == [None, None]
     assert ranks[1]["losses"] == pytest.approx([2.3, 2.3], abs=0.3)
@@ -161,7 +165,7 @@ def test_fp16_steps_on_the_ranks_without_a_loss_too(tmp_path, monkeypatch):
     monkeypatch.setattr(weaving, "write_script", lambda spec: write_script(spec).replace(*on_cpu))
     ranks = record(replace(spec, precision="fp16"), tmp_path / "fp16")
     assert ranks[0]["losses"] == [None] * 12
-    assert ranks[1]["losses"] == pytest.approx(whole, rel=0.02), "told without the scale"
+    assert ranks[1]["losses"] == pytest.approx(whole, rel=0.02), "reported without the loss scale"
     assert ranks[1]["losses"][-1] < ranks[1]["losses"][0] - 0.1, "both ranks stepped"
 
 

@@ -1,4 +1,4 @@
-"""tp, fsdp2_tp and cp: what cannot be split is refused with all numbers, and what is split is what the field splits."""
+"""tp, fsdp2_tp and cp: refusals with all numbers, and the correctness of what is split."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ def refusal(strategy: str, workload: str = "gpt", **fields) -> str:
     return str(error.value)
 
 
-def test_heads_that_the_ranks_cannot_share_are_refused_with_a_number_that_works():
+def test_heads_that_are_not_divisible_by_the_ranks_are_refused_with_a_number_that_works():
     told = refusal("tp", nproc=8, options={"size": "100M"})
-    assert told == "gpt has 12 heads to split, and 8 tensor-parallel ranks cannot share them evenly; use --nproc 6"
+    assert told == "gpt has 12 heads, which is not divisible by 8 tensor-parallel ranks; use --nproc 6"
     assert Spec("tp", "gpt", nproc=6, options={"size": "100M"})
     assert refusal("fsdp2_tp", nproc=6, options={"tp_size": 3}).endswith(
-        "4 heads to split, and 3 tensor-parallel ranks cannot share them evenly; use tp_size=2"
+        "4 heads, which is not divisible by 3 tensor-parallel ranks; use tp_size=2"
     )
-    assert "128 units to split, and 3 tensor-parallel ranks" in refusal("tp", "cnn", nproc=3)
+    assert "128 units, which is not divisible by 3 tensor-parallel ranks" in refusal("tp", "cnn", nproc=3)
     sequence = refusal("tp", nproc=6, options={"size": "10M", "sequence_parallel": True})
-    assert sequence == "gpt has 128 places to split, and 6 tensor-parallel ranks cannot share them evenly; use --nproc 2"
+    assert sequence == "gpt has 128 positions, which is not divisible by 6 tensor-parallel ranks; use --nproc 2"
 
 
-def test_what_a_workload_has_not_cannot_be_split():
-    assert "has no plan for the layers of resnet18" in refusal("tp", "resnet18", nproc=2)
-    assert "sequence_parallel is for the places of a sequence, which cnn has not" in refusal(
+def test_workloads_without_a_plan_or_a_sequence_are_refused():
+    assert "there is no tensor-parallel plan for resnet18" in refusal("tp", "resnet18", nproc=2)
+    assert "sequence_parallel needs a sequence dimension, and cnn has none" in refusal(
         "tp", "cnn", nproc=2, options={"sequence_parallel": True}
     )
-    assert "loss_parallel is for the places of a sequence, which mlp has not" in refusal(
+    assert "loss_parallel needs a sequence dimension, and mlp has none" in refusal(
         "tp", "mlp", nproc=2, options={"loss_parallel": True}
     )
-    assert "cp splits the places of a sequence, and cnn has none" in refusal("cp", "cnn", nproc=2)
+    assert "cp splits the sequence dimension, and cnn has none" in refusal("cp", "cnn", nproc=2)
 
 
 def test_ranks_that_form_no_mesh_are_refused():
-    assert refusal("fsdp2_tp", nproc=5) == "5 ranks are no multiple of tp_size=2; use --nproc 4 or 6"
-    assert refusal("fsdp2_tp", nproc=2, options={"tp_size": 4}) == "2 ranks are no multiple of tp_size=4; use --nproc 4"
-    assert refusal("cp", nproc=3) == "a context of 128 places cannot be shared by 3 ranks; use --nproc 2"
+    assert refusal("fsdp2_tp", nproc=5) == "5 ranks are not divisible by tp_size=2; use --nproc 4 or 6"
+    assert refusal("fsdp2_tp", nproc=2, options={"tp_size": 4}) == "2 ranks are not divisible by tp_size=4; use --nproc 4"
+    assert refusal("cp", nproc=3) == "a context of 128 positions is not divisible by 3 ranks; use --nproc 2"
 
 
 @pytest.mark.parametrize("strategy", ["tp", "fsdp2_tp"])
 def test_fp16_is_refused_and_not_the_default_of_a_t4(strategy):
-    assert "GradScaler cannot; use --precision bf16 or fp32" in refusal(strategy, nproc=4, precision="fp16")
+    assert "gradients together; use --precision bf16 or fp32" in refusal(strategy, nproc=4, precision="fp16")
 
 
 def test_every_plan_names_parts_of_the_model():
@@ -62,7 +62,7 @@ def test_every_plan_names_parts_of_the_model():
                 model.get_submodule(f"{block}.{part}".rstrip("."))
 
 
-def test_the_norm_that_gradients_are_clipped_to_is_that_of_all(monkeypatch):
+def test_gradients_are_clipped_by_the_norm_over_all_ranks(monkeypatch):
     monkeypatch.setattr(tp, "CLIP_NORM", 0.5)
     model, same = nn.Linear(3, 2), nn.Linear(3, 2)
     for one in (model, same):
@@ -74,20 +74,20 @@ def test_the_norm_that_gradients_are_clipped_to_is_that_of_all(monkeypatch):
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2, 3])
-def test_a_part_of_the_places_sees_what_the_whole_window_would_show_it(monkeypatch, rank):
+def test_attention_of_a_chunk_equals_attention_of_the_whole_window(monkeypatch, rank):
     torch.manual_seed(0)
-    query, key, value = torch.randn(3, 2, 4, 16, 8)  # batch, heads, places, width of a head
+    query, key, value = torch.randn(3, 2, 4, 16, 8)  # batch, heads, positions, head width
     whole = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
     gathered = iter([key, value])
     monkeypatch.setattr(cp.dist, "get_rank", lambda: rank)
-    monkeypatch.setattr(cp.Gathered, "apply", lambda part: next(gathered))
-    mine = slice(4 * rank, 4 * rank + 4)
-    seen = cp.attend(query[:, :, mine], key[:, :, mine], value[:, :, mine])
-    torch.testing.assert_close(seen, whole[:, :, mine])
+    monkeypatch.setattr(cp.AllGather, "apply", lambda chunk: next(gathered))
+    chunk = slice(4 * rank, 4 * rank + 4)
+    attended = cp.attend(query[:, :, chunk], key[:, :, chunk], value[:, :, chunk])
+    torch.testing.assert_close(attended, whole[:, :, chunk])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_parts_of_a_window_are_the_window(monkeypatch, ranks):
+def test_the_chunks_of_a_window_are_the_window(monkeypatch, ranks):
     from labkit.training.workloads import text
 
     data = torch.arange(1000)
@@ -97,7 +97,7 @@ def test_the_parts_of_a_window_are_the_window(monkeypatch, ranks):
     for rank in range(ranks):
         monkeypatch.setattr(cp.dist, "get_rank", lambda rank=rank: rank)
         parts.append(cp.windows(data, 7).tensors)
-        assert cp.places(parts[-1][0])[0] == rank * (128 // ranks)
+        assert cp.positions(parts[-1][0])[0] == rank * (128 // ranks)
     assert torch.equal(torch.cat([part[0] for part in parts], 1), inputs)
     assert torch.equal(torch.cat([part[1] for part in parts], 1), targets)
 

@@ -1,4 +1,4 @@
-"""Text from outside: what a terminal would obey, or what reads differently from how it is written, is shown as an escape everywhere."""
+"""Untrusted text: characters that control a terminal or hide text are displayed as escapes everywhere."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def is_clean(text: str) -> bool:
 
 @pytest.fixture
 def hostile(runs) -> RunFolder:
-    """A run whose name, errors, host, device, operations and logs are hostile."""
+    """A run with malicious name, errors, host, device, operations and logs."""
     run = FakeRun(runs, steps=30)
     run.start()
     run.step(10)
@@ -63,14 +63,14 @@ def hostile(runs) -> RunFolder:
 
 
 @pytest.mark.parametrize("character", sorted(FORBIDDEN), ids=ascii)
-def test_what_must_not_be_obeyed_becomes_an_escape(character):
+def test_control_characters_become_escapes(character):
     for function in (visible, visible_line, escape, visible_log):
         shown = function(f"a{character}b")
         assert is_clean(shown)
     assert visible_line(f"a{character}b") in (f"a\\x{ord(character):02x}b", f"a\\u{ord(character):04x}b", "a\\rb")
 
 
-def test_other_text_stays():
+def test_other_text_is_unchanged():
     text = "loss 0.5 → 1.2 MiB · rank 0 ■ 汉字 עברית 🏖️ e\u0301\tx\n"
     assert visible(text) == visible_log(text) == escape(text) == text
     assert visible_line("a\tb\nc") == r"a\tb\nc"
@@ -92,7 +92,7 @@ COMMANDS = (
 
 
 @pytest.mark.parametrize("arguments", COMMANDS, ids=lambda words: " ".join(words).encode("ascii", "backslashreplace").decode()[:40])
-def test_no_command_writes_what_a_terminal_would_obey(hostile, arguments, tmp_path, monkeypatch):
+def test_no_command_writes_control_characters(hostile, arguments, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin", io.StringIO())
     _, said = command(*arguments)
@@ -100,7 +100,7 @@ def test_no_command_writes_what_a_terminal_would_obey(hostile, arguments, tmp_pa
 
 
 @pytest.mark.parametrize("arguments", [("runs",), ("show",), ("stop",), ("show", HOSTILE)])
-def test_nothing_is_obeyed_in_a_process_of_its_own(hostile, arguments):
+def test_no_command_writes_control_characters_in_a_subprocess(hostile, arguments):
     done = subprocess.run([sys.executable, "-m", "labkit", *arguments], cwd=CLONE, capture_output=True, check=False, timeout=120)
     assert is_clean((done.stdout + done.stderr).decode()), ascii(done)
 
@@ -113,7 +113,7 @@ def test_an_unreadable_folder_of_a_hostile_name_is_listed(runs):
         assert is_clean(said) and "\\x1b" in said
 
 
-def test_the_live_terminal_obeys_rich_alone(hostile):
+def test_the_live_terminal_gets_control_sequences_only_from_rich(hostile):
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=200)
     terminal.watch(terminal_source(hostile), hostile, console)
@@ -162,7 +162,7 @@ def test_pages_and_panels_have_no_hidden_characters(hostile):
     assert isinstance(run.findings(), Findings)
 
 
-# ---- the boundary, held by the code itself
+# ---- the boundary, checked in the code
 
 
 def _calls(path: Path, name: str) -> list[ast.Call]:
@@ -189,6 +189,6 @@ def test_one_function_makes_html_of_text_and_one_class_draws_on_terminals():
 
 
 @pytest.mark.skipif(os.name == "nt", reason="such names cannot be made")
-def test_the_name_of_the_folder_stays_what_it_is(hostile):
+def test_the_name_of_the_folder_is_unchanged(hostile):
     assert RunFolder.find(NAME).name == NAME
     assert json.loads(command("runs", "--json")[1])["runs"][0]["run"] == NAME

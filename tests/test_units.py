@@ -1,4 +1,4 @@
-"""Bytes in words: one function for every front end, whose figures always have digits that mean something."""
+"""Formatting of bytes: one function for all front ends, always with significant digits."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_unit_of_an_axis(largest, unit):
 
 @pytest.fixture
 def mixed():
-    """A rank of 4.6 MiB next to one of 1.9 GiB."""
+    """Two ranks, with 4.6 MiB and 1.9 GiB."""
     state = RunState()
     state.apply({"kind": "spec", "spec": {"script": "train.py", "nproc": 2}})
     for rank, peak in enumerate((SMALL, LARGE)):
@@ -110,6 +110,6 @@ def test_an_axis_of_small_figures_is_in_kib():
 
 def test_no_other_place_formats_mib_or_gib():
     own = re.compile(r"""\}\s*[KMG]iB|\d\s*\* ?\d+:?[^"]*[KMG]iB\b""")
-    allowed = {"units.py", "data_parallel.py"}  # a picture's axis, which has a fixed unit
+    allowed = {"units.py", "data_parallel.py"}  # the axis of a picture, which has a fixed unit
     found = [path.name for path in Path(labkit.__file__).parent.rglob("*.py") if own.search(path.read_text(encoding="utf-8"))]
     assert set(found) <= allowed

@@ -1,4 +1,4 @@
-"""Models and data sets as they stand: their counts, shapes, and what is in them."""
+"""Models and data sets: sizes, shapes and contents."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def parameters(model: torch.nn.Module) -> int:
 
 @pytest.fixture(scope="module")
 def torchvision():
-    """torchvision, also where it was built for another torch: that one loads where its operators are known."""
+    """torchvision; a build for a different torch loads if its operators are registered first."""
     version, error = preflight.torchvision()
     if not version:
         pytest.skip(f"there is no torchvision here: {error}")
@@ -77,7 +77,7 @@ def test_table_knows_what_each_block_costs(name, torchvision):
     row = WORKLOADS[name]
     model = importlib.import_module(row.module).build_model().eval()
     values, counted = INPUTS.get(name, lambda: torch.randn(1, 1, 28, 28))(), []
-    with sdpa_kernel(SDPBackend.MATH):  # the fused kernel for the CPU is not counted
+    with sdpa_kernel(SDPBackend.MATH):  # the FLOP counter ignores the fused CPU kernel
         for block in model:
             with FlopCounterMode(display=False) as counter:
                 values = block(values)
@@ -92,7 +92,7 @@ def test_table_knows_what_each_block_costs(name, torchvision):
     assert row.batch_norm == bool(normalised)
 
 
-def test_resnet18_is_torchvisions_but_for_the_stem(torchvision):
+def test_resnet18_equals_torchvisions_except_for_the_stem(torchvision):
     from labkit.training.workloads import resnet18
 
     torch.manual_seed(0)
@@ -108,7 +108,7 @@ def test_resnet18_is_torchvisions_but_for_the_stem(torchvision):
     assert ours(torch.zeros(0, 3, 32, 32)).shape == (0, 10)
 
 
-def test_cnn_is_the_one_that_was_asked_for():
+def test_cnn_has_the_specified_layers():
     model = cnn.build_model()
     assert parameters(model) == 405_898
     convolutions = [layer for layer in model.modules() if isinstance(layer, torch.nn.Conv2d)]
@@ -121,7 +121,7 @@ def test_image_models_give_ten_logits(module):
 
 
 @pytest.mark.parametrize("size", GPT_SIZES)
-def test_gpt_sizes_are_true_to_their_names(size, monkeypatch):
+def test_gpt_sizes_match_their_names(size, monkeypatch):
     with torch.device("meta"):
         for name, value in WORKLOADS["gpt"].constants({"size": size}).items():
             monkeypatch.setattr(gpt, name, value)
@@ -184,7 +184,7 @@ def test_digits_begin_with_the_real_ones_and_the_test_ones_stay_out(drawn):
     assert test_labels.tolist() == classes[1437:].tolist()
     means = images[:1437].mean((1, 2, 3)), torch.tensor(pixels[:1437]).float().mean(1) / 16
     torch.testing.assert_close(*means, atol=0.01, rtol=0.02)
-    # every variant is made of a training image: its class is that image's, and it is nearer to that one than to most others
+    # each variant has the class of the training image that it is made from, and is closer to that image than to most others
     assert torch.equal(labels, labels[:1437].repeat(42)[:60_000])
     variants, sources = images[1437:2874].flatten(1), images[:1437].flatten(1)
     distances = torch.cdist(variants, sources)
@@ -222,11 +222,11 @@ def test_digits32_are_the_digits_in_the_shape_of_cifar(monkeypatch):
 
 def test_one_module_of_digits_draws_for_both():
     written = write_script(Spec("single", "resnet18", samples=640))
-    assert "SAMPLES = 640 " in written and written.count("def load_data") == 1 and "in_colour" in written
-    assert "in_colour" not in write_script(Spec("single", "cnn"))
+    assert "SAMPLES = 640 " in written and written.count("def load_data") == 1 and "three_channels" in written
+    assert "three_channels" not in write_script(Spec("single", "cnn"))
 
 
-# ---- MNIST, on files of our own
+# ---- MNIST, with generated files
 
 
 def write_mnist(folder, train: int, test: int) -> None:
@@ -280,12 +280,12 @@ def test_mnist_is_downloaded_by_one_process_while_the_others_wait(mnist, monkeyp
     assert done == ["barrier", "read", "read"]
 
 
-# ---- CIFAR-10, on files of our own
+# ---- CIFAR-10, with generated files
 
 
 @pytest.fixture
 def cifar10(tmp_path, monkeypatch, torchvision):
-    """The module, and a folder in CIFAR's format: in image i the colours are i, i + 1 and i + 2, and its label is i % 10."""
+    """The module, and a folder in CIFAR's format: the channels of image i are i, i + 1 and i + 2, and its label is i % 10."""
     module = importlib.import_module("labkit.training.workloads.cifar10")
     folder = tmp_path / "cifar-10-batches-py"
     folder.mkdir()
@@ -332,13 +332,13 @@ def test_cifar10_is_downloaded_by_one_process_while_the_others_wait(cifar10, mon
         assert done == expected
 
 
-def test_cifar10_that_is_nowhere(tmp_path, monkeypatch):
+def test_cifar10_that_is_not_available(tmp_path, monkeypatch):
     def no_network(*args, **kwargs):
         raise OSError("no network here")
 
     monkeypatch.setattr(tables.socket, "create_connection", no_network)
     monkeypatch.setattr(tables, "_needs_torchvision", lambda what, instead: None)
-    tables._answers.cache_clear()
+    tables._is_reachable.cache_clear()
     asked = Spec("single", "resnet18", data="cifar10", data_dir=str(tmp_path))
     sentence = DATA["cifar10"].missing(asked)
     assert str(tmp_path) in sentence and "--data-dir" in sentence and "--data digits32" in sentence
@@ -348,12 +348,12 @@ def test_cifar10_that_is_nowhere(tmp_path, monkeypatch):
     assert DATA["cifar10"].missing(asked) is None
 
 
-# ---- torchvision beside torch
+# ---- torchvision and torch
 
 
 @pytest.fixture
 def says(monkeypatch):
-    """Sets what the import of torchvision says, and counts how often it was asked."""
+    """Fakes the error of importing torchvision, and counts the attempts."""
     asked = []
 
     def set_to(error):
@@ -365,16 +365,16 @@ def says(monkeypatch):
     tables._torchvision.cache_clear()
 
 
-def test_torchvision_that_does_not_load_is_told_before_a_run_starts(torchvision, says):
+def test_torchvision_that_does_not_load_is_refused_before_a_run(torchvision, says):
     asked = says("RuntimeError: operator torchvision::nms does not exist")
     for fields in ({"workload": "resnet18"}, {"workload": "cnn", "data": "mnist"}, {"workload": "resnet18", "data": "cifar10"}):
         with pytest.raises(SpecError) as refused:
             Spec("single", device="cpu", **fields).on(Machine.here())
         sentence = str(refused.value)
         assert refused.value.field == ("data" if fields["workload"] == "cnn" else "workload")
-        assert "torchvision 0.28.0 does not load" in sentence and "built for another torch" in sentence
-        assert "matching versions, or use --" in sentence
-    assert len(asked) == 1, "an import takes seconds, and a panel checks its Spec at every choice"
+        assert "torchvision 0.28.0 does not load" in sentence and "built for a different torch" in sentence
+        assert "from the same source, or use --" in sentence
+    assert len(asked) == 1, "an import takes seconds, and the panel validates its Spec after every change"
     says("")
     assert Spec("single", "resnet18", device="cpu").on(Machine.here()).data == "digits32"
 
@@ -385,7 +385,7 @@ def test_torchvision_that_is_not_installed(monkeypatch):
     assert "setup --with mnist" in sentence and "--workload cnn" in sentence
 
 
-def test_resnet18_trains_as_a_person_would_run_it(torchvision, tmp_path):
+def test_resnet18_trains_under_torchrun(torchvision, tmp_path):
     spec = Spec("single", "resnet18", batch_size=4, steps=20, samples=80)
     source = write_script(spec).replace("images[1437:]", "images[1777:]").replace("labels[1437:]", "labels[1777:]")  # a shorter evaluation
     (tmp_path / "train.py").write_text(source, encoding="utf-8")

@@ -1,1 +1,1 @@
-"""The command line: the parser, for which the standard library is enough, and one thin function per command."""
+"""The command line: the parser, which needs only the standard library, and one thin function per command."""

@@ -1,4 +1,4 @@
-"""The commands by name, and the one function that runs them: from parsed arguments to the exit code."""
+"""The table of commands, and the function that runs one: from parsed arguments to the exit code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COMMANDS = {
 
 
 def act(args: argparse.Namespace) -> int:
-    """Does what was parsed, in an environment that has what it needs; gives the exit code."""
+    """Runs the parsed command in an environment that has its dependencies; returns the exit code."""
     try:
         code = COMMANDS[args.command](args)
         sys.stdout.flush()
@@ -39,5 +39,5 @@ def act(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever read has seen enough (| head)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader closed the pipe (| head)
         return 0

@@ -1,4 +1,4 @@
-"""What is read: scripts and what changes between two, handouts, and labs as notebooks."""
+"""The commands script, diff, handout and notebook."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from labkit.setup.progress import Progress
 
 
 def script(args: argparse.Namespace) -> int:
-    """Prints the script."""
+    """Prints the script of a strategy."""
     from labkit.plan.script import write_script
 
     _print_code(write_script(_with_ranks(args.specs[0])), "python")
@@ -28,7 +28,7 @@ def script(args: argparse.Namespace) -> int:
 
 
 def diff(args: argparse.Namespace) -> int:
-    """Prints what changes."""
+    """Prints the diff of two scripts."""
     from labkit.plan.script import diff_scripts
 
     _print_code(diff_scripts(*map(_with_ranks, args.specs)), "diff")
@@ -36,9 +36,7 @@ def diff(args: argparse.Namespace) -> int:
 
 
 def _with_ranks(spec: Spec) -> Spec:
-    """A script may be for another machine than this one: what is taken from here is the number of ranks, unless it is given, and the
-    checkpoint to resume from.
-    """
+    """A Spec that may be for another machine: only a missing number of ranks and the checkpoint to resume from are taken from this one."""
     if spec.script is not None:
         return spec
     if spec.nproc is None:
@@ -56,13 +54,13 @@ def _print_code(text: str, language: str) -> None:
 
 
 def handout(args: argparse.Namespace) -> int:
-    """Makes the pages."""
+    """Writes the HTML files."""
     from labkit.frontends.handout import LabError, RunError
 
     if args.all and args.name:
-        raise Refused(f"--all is every lab, and {args.name!r} was named; give one of the two")
+        raise Refused(f"--all and a name ({args.name!r}) exclude each other; give one of them")
     if not (args.all or args.name):
-        raise Refused("nothing was named; give a lab (labs/NAME.py), a run, or --all")
+        raise Refused("nothing to write was given; name a lab (labs/NAME.py) or a run, or use --all")
     try:
         pages, failed = _pages(args)
     except RunError as error:
@@ -79,13 +77,13 @@ def handout(args: argparse.Namespace) -> int:
 
 
 def _pages(args: argparse.Namespace) -> tuple[list[Path], list[str]]:
-    """The files that were written, and a sentence for each lab that failed."""
+    """The files that were written, and one sentence per lab that failed."""
     from labkit.frontends.handout import course, lab_page, run_page
 
     reader = "student" if args.student else "teacher" if args.teacher else ""
     if not args.all and not args.name.endswith((".py", ".ipynb")):
         if reader or args.recorded:
-            raise Refused(f"{'--' + reader if reader else '--recorded'} goes with a lab, and {args.name!r} is a run; leave it out")
+            raise Refused(f"{'--' + reader if reader else '--recorded'} applies only to labs, and {args.name!r} is a run; leave it out")
         folder = find(args.name)
         return [run_page(folder).write(_output(args.output, f"{folder.name}.html"))], []
     settings = {"audience": reader, "recorded": _runs_folder(args.recorded)}
@@ -97,7 +95,7 @@ def _pages(args: argparse.Namespace) -> tuple[list[Path], list[str]]:
 
 
 def notebook(args: argparse.Namespace) -> int:
-    """Writes a lab as a notebook to be imported."""
+    """Writes a lab as an .ipynb file."""
     from labkit.frontends.handout import LabError, to_import
 
     path = _output(args.output, str(Path(args.name).with_suffix(".ipynb")))
@@ -110,15 +108,15 @@ def notebook(args: argparse.Namespace) -> int:
     return 0
 
 
-def _output(given: str | None, otherwise: str) -> Path:
-    path = Path(given or otherwise)
+def _output(given: str | None, default: str) -> Path:
+    path = Path(given or default)
     if path.is_dir():
-        raise Refused(f"{path} is a folder; name the file with -o")
+        raise Refused(f"{path} is a folder; give the name of the file with -o")
     return path
 
 
 def _runs_folder(given: str | None) -> Path | None:
     """A folder of recorded runs."""
     if given is not None and not RunFolder.all(Path(given)):
-        raise Refused(f"there is no recorded run in {given}; --recorded takes a folder of runs, such as runs/")
+        raise Refused(f"there is no recorded run in {given}; --recorded needs a folder of runs, such as runs/")
     return Path(given) if given else None

@@ -1,5 +1,5 @@
-"""The command line: commands, flags, and the error message for wrong usage. Standard library only, so that it answers before
-there is an environment; what the commands do stands in `labkit.cli.commands`.
+"""The command-line parser: commands, flags, and errors for wrong usage. It uses only the standard library, because it runs before the
+environment is set up. The functions of the commands are in `labkit.cli.commands`.
 
 Exit codes: 0 done, 1 the run failed, 2 wrong usage or invalid Spec, 130 stopped.
 """
@@ -28,13 +28,13 @@ _WITH_HELP = f"also install an extra: {', '.join(OPTIONAL)}"
 
 
 class UsageError(Exception):
-    """Wrong usage, in one sentence."""
+    """Wrong usage: the message is one sentence."""
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command and its arguments, with the `extras` of pyproject.toml that it needs; exits with 2 if they are invalid.
+    """The command and its arguments, with the `extras` of pyproject.toml that it needs; exits with code 2 if they are invalid.
 
-    For the commands that speak of strategies, `specs` holds what was asked for.
+    For commands that take strategies or scripts, `specs` is the list of their Specs.
     """
     head, rest = _split(argv)
     try:
@@ -58,16 +58,16 @@ def _parsed(head: list[str], rest: list[str]) -> argparse.Namespace:
         raise UsageError(_unknown("command", name, commands))
     passed_on = []
     if name == "test" and not {"-h", "--help"} & set(head):
-        head, passed_on = head[:1], head[1:]  # all of it is pytest's
+        head, passed_on = head[:1], head[1:]  # all arguments go to pytest
     args = parser.parse_args(head, argparse.Namespace(json=False, extras=_EXTRAS.get(name, ())))
     if rest and name not in _AFTER_DASHES:
-        raise UsageError(f"{name} takes nothing after --, and {' '.join(rest)!r} was given")
+        raise UsageError(f"{name} takes no arguments after --, got {' '.join(rest)!r}")
     args.rest = [*passed_on, *rest]
     return args
 
 
 def refuse(message: str, *, json: bool, code: int, field: str | None = None) -> int:
-    """Says in one sentence on stderr why nothing is done, with `json` also as one object on stdout; gives back `code`."""
+    """Prints the error on stderr, with `json` also as one object on stdout, and returns `code`."""
     print(f"labkit: {visible_line(message)}", file=sys.stderr)
     if json:
         print(jsonlib.dumps({"error": message, "field": field}))
@@ -77,25 +77,25 @@ def refuse(message: str, *, json: bool, code: int, field: str | None = None) -> 
 _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "workload": {"metavar": "W", "help": f"model to train: {', '.join(WORKLOADS)} (default: cnn)"},
     "nproc": {"metavar": "N", "help": "ranks: one per GPU, or CPU ranks (default: all GPUs, or 2 CPU ranks)"},
-    "steps": {"metavar": "N", "help": "optimizer steps of the whole run"},
+    "steps": {"metavar": "N", "help": "optimizer steps of the whole run (default: all steps of the epochs)"},
     "epochs": {"metavar": "N", "help": "epochs (default: 1)"},
-    "batch_size": {"metavar": "B", "help": "samples per step: per rank (weak scaling) or global (strong scaling)"},
+    "batch_size": {"metavar": "B", "help": "samples per step, per rank (weak scaling) or global (strong scaling) (default: depends on W)"},
     "scaling": {"metavar": "S", "help": f"{' or '.join(SCALINGS)} (default: weak)"},
     "device": {"metavar": "D", "help": f"{', '.join(DEVICES)} (default: auto)"},
     "precision": {"metavar": "P", "help": f"{', '.join(PRECISIONS)} (default: fp32; fp16 on a T4)"},
     "seed": {"metavar": "S", "help": "seed of the initial weights and of shuffling (default: 0)"},
     "data": {"metavar": "D", "help": f"data set: {', '.join(DATA)} (default: the workload's first)"},
-    "data_dir": {"metavar": "DIR", "help": "folder of the data set, also for downloads"},
-    "samples": {"metavar": "N", "help": "training samples per epoch"},
-    "save_every": {"metavar": "N", "help": "write a checkpoint every N steps; after a restart, resume from the newest"},
+    "data_dir": {"metavar": "DIR", "help": "folder of the data set, also for downloads (default: data)"},
+    "samples": {"metavar": "N", "help": "training samples per epoch (default: the whole data set)"},
+    "save_every": {"metavar": "N", "help": "write a checkpoint every N steps, from which a restart resumes (default: no checkpoints)"},
     "resume": {"metavar": "RUN|DIR", "help": "resume from the newest checkpoint of a run (name or path), or from one checkpoint"},
-    "fault": {"metavar": "F", "help": f"inject a fault: {', '.join(FAULTS)}"},
+    "fault": {"metavar": "F", "help": f"inject a fault: {', '.join(FAULTS)} (default: none)"},
     "sample_every": {"metavar": "N", "help": "profile every Nth step (default: 50; 0: only one early step)"},
     "hang_after": {"metavar": "S", "help": "seconds without progress after which a rank is reported as hanging (default: 30)"},
-    "max_restarts": {"metavar": "N", "help": "how often torchrun restarts the ranks after one has failed (default: 0)"},
+    "max_restarts": {"metavar": "N", "help": "maximum number of restarts by torchrun after a rank has failed (default: 0)"},
 }
 STREAMS = ("stdout", "stderr")
-_COLD = "have torchrun itself start the ranks; otherwise the warm server of an open notebook forks them where that makes no difference"
+_COLD = "start the ranks with torchrun, even if the warm server of an open notebook could fork them (default: fork if possible)"
 _SPEED = Number(float, 0.01, 10_000.0)
 _KEEP = Number(int, 0, 1_000_000)
 _PORT = Number(int, 1, 65_535)
@@ -133,7 +133,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     setup.add_argument("--with", dest="extras_asked", action="append", metavar="EXTRA", default=[], help=_WITH_HELP)
 
     lab = commands.add("lab", "start JupyterLab on the first lab (arguments after -- go to JupyterLab)")
-    lab.add_argument("--no-browser", action="store_true", help="print the address and open no browser")
+    lab.add_argument("--no-browser", action="store_true", help="print the address instead of opening a browser")
     lab.add_argument("--port", type=_number("--port", _PORT), metavar="N", help="port (default: 8888, or the next free one)")
     lab.add_argument(
         "--ip",
@@ -143,13 +143,13 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[str]]:
         help="address to listen on (default: 127.0.0.1, this machine only)",
     )
 
-    commands.add("test", "install what the tests need, then run them (all arguments go to pytest)")
+    commands.add("test", "install the dependencies of the tests, then run them (all arguments go to pytest)")
 
-    run = commands.add("run", "run a strategy, or a script of your own: run train.py --nproc 2 -- ARGUMENTS", json=True)
-    run.add_argument("what", metavar="STRATEGY|PATH.py", nargs="?", help=f"a script of your own, or one of {', '.join(STRATEGIES)}")
-    run.add_argument("-m", dest="module", metavar="MODULE", help="run a module of your own as a script, as python -m does")
+    run = commands.add("run", "run a strategy, or your own script: run train.py --nproc 2 -- ARGUMENTS", json=True)
+    run.add_argument("what", metavar="STRATEGY|PATH.py", nargs="?", help=f"your own script, or one of {', '.join(STRATEGIES)}")
+    run.add_argument("-m", dest="module", metavar="MODULE", help="run your own module as a script, like python -m")
     _add_fields(run)
-    run.add_argument("--detach", action="store_true", help="return at once; the run continues when this terminal is closed")
+    run.add_argument("--detach", action="store_true", help="return at once; the run continues after this terminal is closed")
     run.add_argument("--cold", action="store_true", help=_COLD)
 
     script = commands.add("script", "print the script that a strategy runs")
@@ -175,7 +175,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     show = commands.add("show", "show the figures of a run", json=True)
     show.add_argument("--follow", action="store_true", help="update until the run is over; Ctrl-C leaves it running")
     stop = commands.add("stop", "stop a run and all of its processes")
-    logs = commands.add("logs", "print everything that one rank wrote, all attempts in order")
+    logs = commands.add("logs", "print the complete output of one rank, all attempts in order")
     logs.add_argument("--rank", type=_number("--rank", _RANK), default=0, metavar="N", help="the rank (default: 0)")
     logs.add_argument(
         "--stream",
@@ -185,8 +185,8 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[str]]:
         help=f"{' or '.join(STREAMS)} (default: stdout)",
     )
     logs.add_argument("--follow", action="store_true", help="continue until the run is over; Ctrl-C leaves it running")
-    capture = commands.add("capture", "profile a step of a running run")
-    capture.add_argument("--snapshot", action="store_true", help="also record the CUDA allocator, for torch's memory viewer")
+    capture = commands.add("capture", "profile a step of a run in progress")
+    capture.add_argument("--snapshot", action="store_true", help="also record a snapshot of the CUDA allocator for torch's memory viewer")
     trace = commands.add("trace", "write the profiled steps of a run for Perfetto or chrome://tracing")
     trace.add_argument("-o", "--output", metavar="FILE.json", help="output file (default: trace.json in the run folder)")
     replay = commands.add("replay", "replay a recorded run in this terminal")
@@ -201,30 +201,30 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     clean.add_argument("--yes", action="store_true", help="do not ask for confirmation")
     commands.add("progress", "show the exercises of the labs: open, tried or done", json=True)
     claims = commands.add("claims", "test common claims about distributed training on this machine", json=True)
-    claims.add_argument("names", metavar="NAME", nargs="*", help="names of claims (default: all)")
-    claims.add_argument("--quick", action="store_true", help="only claims that need no run")
+    claims.add_argument("names", metavar="NAME", nargs="*", help="claims to test (default: all)")
+    claims.add_argument("--quick", action="store_true", help="only claims that can be decided without a run")
     claims.add_argument("--rounds", type=_number("--rounds", ROUNDS), default=3, metavar="N", help="repetitions of each run (default: 3)")
-    handout = commands.add("handout", "write a lab, a run or the course as self-contained HTML files that work offline")
-    handout.add_argument("name", metavar="LAB.py|RUN", nargs="?", help="a lab, which is executed, or a recorded run")
+    handout = commands.add("handout", "write a lab, a run or all labs as self-contained HTML files that work offline")
+    handout.add_argument("name", metavar="LAB.py|RUN", nargs="?", help="a lab, which is executed first, or a recorded run")
     handout.add_argument(
         "-o", "--output", metavar="FILE|DIR", help="output file (default: NAME.html); with --all, a folder (default: site)"
     )
     handout.add_argument("--all", action="store_true", help="all labs, with an index page")
     readers = handout.add_mutually_exclusive_group()
-    readers.add_argument("--student", action="store_true", help="without answers and verdicts")
-    readers.add_argument("--teacher", action="store_true", help="with the solution of every exercise")
-    handout.add_argument("--recorded", metavar="DIR", help="use the recorded runs of this folder and start none")
+    readers.add_argument("--student", action="store_true", help="leave out answers and verdicts")
+    readers.add_argument("--teacher", action="store_true", help="include the solution of every exercise")
+    handout.add_argument("--recorded", metavar="DIR", help="use the recorded runs of this folder instead of starting runs")
     notebook = commands.add("notebook", "write a lab as .ipynb, to import into Kaggle, Colab or another Jupyter")
     notebook.add_argument("name", metavar="LAB.py")
     notebook.add_argument("-o", "--output", metavar="FILE.ipynb", help="output file (default: next to the lab)")
-    notebook.add_argument("--source", metavar="URL", help="repository that the first cell clones (default: the origin of this clone)")
-    commands.add("doctor", "check what this machine can and cannot do, and how to fix it", json=True)
+    notebook.add_argument("--source", metavar="URL", help="repository that the first cell clones (default: origin of this clone)")
+    commands.add("doctor", "check what this machine supports, and how to fix what is missing", json=True)
     commands.add("bench", "measure the performance of the lab itself", json=True)
     return parser, commands.names
 
 
 class _Commands:
-    """Adds commands of one form."""
+    """Adds commands with a common format."""
 
     def __init__(self, parser: argparse.ArgumentParser):
         self._adder = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
@@ -247,23 +247,23 @@ def _add_fields(command: argparse.ArgumentParser) -> None:
 
 
 def _spec(args: argparse.Namespace, what: str) -> Spec:
-    """What is asked for by `what`, a strategy, the path of a script or a module, and by the other arguments."""
+    """The Spec of `what` (a strategy, the path of a script or a module) and the other arguments."""
     fields = fields_of(args)
     if getattr(args, "module", None) is not None:
         return Spec(script=what, as_module=True, args=tuple(args.rest), **fields)
     if what.endswith(".py"):
         return Spec(script=what, args=tuple(args.rest), **fields)
     if what not in STRATEGIES:
-        raise SpecError("strategy", f"{_unknown('strategy', what, STRATEGIES)}; a script of your own is named by its path, ending in .py")
+        raise SpecError("strategy", f"{_unknown('strategy', what, STRATEGIES)}; name your own script by its path, ending in .py")
     if args.rest:
-        raise SpecError("args", f"{shown(' '.join(args.rest))} after -- goes with a script of your own, not with {what}; see --option")
+        raise SpecError("args", f"arguments after -- apply only to your own script, got {shown(' '.join(args.rest))}; use --option")
     if args.command == "diff" and STRATEGIES[what].default_nproc:
-        fields["nproc"] = STRATEGIES[what].default_nproc  # --nproc applies to the other of the two
+        fields["nproc"] = STRATEGIES[what].default_nproc  # --nproc applies to the other strategy
     return Spec(strategy=what, **fields)
 
 
 def fields_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of Spec that were given on the command line; a text that is no number is left for Spec to refuse."""
+    """The fields of Spec that were given on the command line; a text that is not a number is passed on, and Spec rejects it."""
     fields = {}
     for name in _FIELDS:
         text, bounds = getattr(args, name), bounds_of(name)
@@ -273,7 +273,7 @@ def fields_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _extras(args: argparse.Namespace) -> tuple[str, ...]:
-    """The extras of pyproject.toml that the command needs, and those that `setup --with` asks for."""
+    """The extras of pyproject.toml that the command needs, and those of `setup --with`."""
     asked = [name.strip() for text in getattr(args, "extras_asked", ()) for name in text.split(",")]
     for name in asked:
         if name not in OPTIONAL:
@@ -294,7 +294,7 @@ def _options(given: Iterable[str]) -> dict[str, str]:
 
 def _whats(args: argparse.Namespace) -> list[str]:
     if args.command == "run" and (args.what is None) == (args.module is None):
-        both = "both a script and -m were given" if args.what else "nothing to run was given"
+        both = "a script and -m exclude each other" if args.what else "nothing to run was given"
         raise UsageError(f"{both}; name a strategy, the path of a script, or -m MODULE (see labkit run --help)")
     if args.command == "run" and args.module is not None:
         return [args.module]
@@ -302,7 +302,7 @@ def _whats(args: argparse.Namespace) -> list[str]:
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What stands before the first `--`, and after it."""
+    """The arguments before the first `--`, and those after it."""
     argv = list(argv)
     at = argv.index("--") if "--" in argv else len(argv)
     return argv[:at], argv[at + 1 :]
@@ -311,5 +311,5 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def _unknown(kind: str, name: str, there: Iterable[str]) -> str:
     names = list(there)
     near = difflib.get_close_matches(name, names, n=1)
-    meant = f" (did you mean {near[0]}?)" if near else ""
-    return f"{kind} {shown(name)} is not known{meant}; there is {', '.join(names[:-1])} and {names[-1]}"
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    return f"{kind} must be one of {', '.join(names)}, got {shown(name)}{hint}"

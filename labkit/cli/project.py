@@ -1,4 +1,4 @@
-"""The learner's page, claims on trial, the machine, and the project's own figures."""
+"""The commands progress, claims, doctor and bench."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from labkit.course.exercises import my_progress
 
 
 def progress(args: argparse.Namespace) -> int:
-    """The learner's page of exercises."""
+    """Prints the progress of the exercises."""
     page = my_progress()
     if args.json:
         print(json.dumps(page.to_json()))
@@ -20,7 +20,7 @@ def progress(args: argparse.Namespace) -> int:
 
 
 def claims(args: argparse.Namespace) -> int:
-    """Tries what is commonly said, and gives the verdicts."""
+    """Tests claims and prints the verdicts."""
     from labkit.course.claims import on_trial
     from labkit.launch.job import LaunchError
 
@@ -38,14 +38,14 @@ def claims(args: argparse.Namespace) -> int:
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """Says what this machine can do."""
+    """Prints what this machine supports."""
     from labkit.frontends.doctor import main
 
     return main(json=args.json)
 
 
 def bench(args: argparse.Namespace) -> int:
-    """Measures the project's own figures."""
+    """Measures the performance of the lab itself."""
     from labkit.benchmarks import main
 
     return main(as_json=args.json)

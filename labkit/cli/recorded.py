@@ -1,4 +1,4 @@
-"""Runs: to start one, and everything that is done with those that were recorded."""
+"""The commands for runs: starting one, and everything for recorded runs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from labkit.analysis.summary import recorded_summary, summarise, summary_or_reas
 from labkit.cli.parser import fields_of
 from labkit.cli.shared import WIDE, Refused, console, find, interrupts, say
 from labkit.common.text import visible_log
+from labkit.common.units import counted
 from labkit.frontends import terminal
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
@@ -24,12 +25,12 @@ from labkit.record.state import OVER
 from labkit.record.status import is_over
 
 _LONGEST_LINE = 1 << 16  # characters of a line that has not ended, such as a progress bar's
-_LOOK = 0.2  # seconds between two looks for more output
+_POLL_INTERVAL = 0.2  # seconds between two checks for more output
 _CODES = {"finished": 0, "failed": 1, "lost": 1, "stopped": 130}
 
 
 def run(args: argparse.Namespace) -> int:
-    """Starts a run and watches it to its end; Ctrl-C stops it."""
+    """Starts a run and displays it until it is over; Ctrl-C stops the run."""
     from labkit.launch.job import Job, LaunchError
     from labkit.runs.handle import Run, settle
 
@@ -51,14 +52,14 @@ def run(args: argparse.Namespace) -> int:
             return False
 
         state = terminal.watch(Follower(job.folder), job.folder, console(args), stop_once)
-        job.wait()  # the state is there before the last process has left
+        job.wait()  # the state is final before the last process has exited
     if args.json:
         print(json.dumps(summarise(state, job.name)))
     return _CODES[state.status["state"]]
 
 
 def _stdin() -> int | None:
-    """Standard input for the ranks where it is a file or a pipe; a terminal stays this command's own, for Ctrl-C."""
+    """Standard input for the ranks if it is a file or a pipe; a terminal is not passed on, because of Ctrl-C."""
     try:
         descriptor = sys.stdin.fileno()
     except (AttributeError, OSError):  # closed, or replaced by an object without a descriptor
@@ -67,7 +68,7 @@ def _stdin() -> int | None:
 
 
 def logs(args: argparse.Namespace) -> int:
-    """Prints everything that one rank wrote: byte for byte into a file or pipe, without control characters on a terminal."""
+    """Prints the complete output of one rank: unchanged into a file or pipe, without control characters on a terminal."""
     from labkit.runs.handle import Run
 
     run = Run.attach(find(args.name).path)
@@ -83,12 +84,12 @@ def logs(args: argparse.Namespace) -> int:
             sys.stdout.buffer.write(block)
             if not block:
                 sys.stdout.flush()
-                interrupted.wait(_LOOK)
+                interrupted.wait(_POLL_INTERVAL)
     return 0
 
 
 def _for_a_terminal(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """Blocks of a log line by line as `visible_log` shows them; a line that has not ended is shown when nothing follows for now."""
+    """Converts blocks of a log line by line with `visible_log`; an incomplete line is printed if no more output is available."""
     decode, rest = codecs.getincrementaldecoder("utf-8")(errors="replace").decode, ""
     for block in blocks:
         lines, newline, rest = (rest + decode(block)).rpartition("\n")
@@ -104,19 +105,19 @@ def _for_a_terminal(blocks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def runs(args: argparse.Namespace) -> int:
-    """The recorded runs, oldest first."""
+    """Lists the recorded runs, oldest first."""
     rows = [summary_or_reason(folder) for folder in RunFolder.all()]
     if args.json:
         print(json.dumps({"runs": rows}))
     elif rows:
         console(args, WIDE).print(terminal.runs_table(rows))
     else:
-        say("no run is recorded yet; start one with: labkit run ddp")
+        say("there are no recorded runs; start one with: labkit run ddp")
     return 0
 
 
 def show(args: argparse.Namespace) -> int:
-    """One run as it is now; with --follow, until it is over."""
+    """Displays the current state of a run; with --follow, until it is over."""
     folder = find(args.name)
     if args.json:
         print(json.dumps(recorded_summary(folder)))
@@ -128,7 +129,7 @@ def show(args: argparse.Namespace) -> int:
 
 
 def stop(args: argparse.Namespace) -> int:
-    """Ends a run; one that is over is left as it is."""
+    """Stops a run; a run that is over is not changed."""
     from labkit.launch.job import Job, LaunchError
 
     try:
@@ -143,13 +144,13 @@ def stop(args: argparse.Namespace) -> int:
         state = job.stop()
     except LaunchError as error:
         raise Refused(str(error), code=1) from None
-    said = f"{'already ' if before in OVER else ''}{state}"
-    say(f"{job.folder.name}: {said}" + (f" ({job.status().get('message')})" if state == "lost" else ""))
+    words = f"{'already ' if before in OVER else ''}{state}"
+    say(f"{job.folder.name}: {words}" + (f" ({job.status().get('message')})" if state == "lost" else ""))
     return 0
 
 
 def _stop_deleted(name: str) -> bool:
-    """Terminates what is left of a run whose folder was deleted; False if no process carries such a run's tag."""
+    """Terminates the processes of a run whose folder was deleted; False if no process carries the tag of such a run."""
     from labkit.launch.job import end_deleted
 
     try:
@@ -157,12 +158,12 @@ def _stop_deleted(name: str) -> bool:
     except LookupError as error:
         raise Refused(error.args[0]) from None
     if path:
-        say(f"{path} was deleted while its run was under way; the processes of the run have been terminated")
+        say(f"{path} was deleted while its run was in progress; the processes of the run have been terminated")
     return bool(path)
 
 
 def capture(args: argparse.Namespace) -> int:
-    """Asks the ranks to look closely at a step."""
+    """Asks the ranks to profile a step."""
     from labkit.runs.handle import Run
 
     folder = find(args.name)
@@ -170,12 +171,12 @@ def capture(args: argparse.Namespace) -> int:
         step = Run.attach(folder.path).capture(args.snapshot)
     except LookupError as error:
         raise Refused(str(error), code=1) from None
-    say(f"step {step} of {folder.name} will be looked at; see it with: labkit show {folder.name}")
+    say(f"step {step} of {folder.name} will be profiled; display it with: labkit show {folder.name}")
     return 0
 
 
 def trace(args: argparse.Namespace) -> int:
-    """Writes the sampled steps."""
+    """Writes the profiled steps as a trace."""
     from labkit.runs.handle import Run
 
     run = Run.attach(find(args.name).path)
@@ -189,21 +190,21 @@ def trace(args: argparse.Namespace) -> int:
 
 
 def replay(args: argparse.Namespace) -> int:
-    """Plays a run again in the same view."""
+    """Replays a run in the view of a live run."""
     from labkit.record.replay import Recording
 
     folder = find(args.name)
     if not is_over(folder):
-        raise Refused(f"{folder.name} is not over yet; watch it with: labkit show {folder.name} --follow")
+        raise Refused(f"{folder.name} is still in progress; watch it with: labkit show {folder.name} --follow")
     with interrupts() as interrupted:
         terminal.watch(Recording(folder, args.speed), folder, console(args), leave=interrupted.is_set)
     return 130 if interrupted.is_set() else 0
 
 
 def clean(args: argparse.Namespace) -> int:
-    """Deletes runs that are over, after asking."""
+    """Deletes runs that are over, after confirmation."""
     folders, unreadable = RunFolder.readable(RunFolder.all())
-    say(*(f"{name} is left: it cannot be read ({why})" for name, why in unreadable.items()))
+    say(*(f"{name} is kept because it cannot be read ({why})" for name, why in unreadable.items()))
     over = [folder for folder in folders if is_over(folder)]
     old = over[: len(over) - args.keep]
     if not old:
@@ -211,17 +212,17 @@ def clean(args: argparse.Namespace) -> int:
         return 0
     if not args.yes:
         if not sys.stdin.isatty():
-            raise Refused(f"{len(old)} runs would be deleted, and nobody can be asked here; say --yes")
-        if input(f"Delete {len(old)} of {len(over)} ended runs under {old[0].path.parent}? [y/N] ").strip().lower() not in ("y", "yes"):
+            raise Refused(f"deleting {len(old)} runs needs confirmation, and there is no terminal; add --yes")
+        if input(f"Delete {len(old)} of {len(over)} finished runs in {old[0].path.parent}? [y/N] ").strip().lower() not in ("y", "yes"):
             return 0
     for folder in old:
         folder.delete()
-    say(f"deleted {len(old)}")
+    say(f"deleted {counted(len(old), 'run')}")
     return 0
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Runs strategies side by side, or shows recorded runs so."""
+    """Runs strategies and compares them, or compares recorded runs."""
     from labkit.analysis import comparison
     from labkit.runs.comparing import Comparing, plan
 
@@ -230,14 +231,14 @@ def compare(args: argparse.Namespace) -> int:
     if args.strategies is None:
         given = [name for name, value in fields.items() if value is not None and value != {}]
         if given:
-            raise Refused(f"--{given[0].replace('_', '-')} goes with --strategies; recorded runs are compared as they are")
+            raise Refused(f"--{given[0].replace('_', '-')} has no effect on recorded runs; add --strategies to start new runs")
         folders, unreadable = [find(name) for name in args.runs], {}
         if not folders:
             there, unreadable = RunFolder.readable(RunFolder.all())
             folders = comparison.alike(there)
         if not folders:
-            left = "".join(f"; {name} cannot be read: {why}" for name, why in unreadable.items())
-            raise Refused(f"no run is recorded that could be compared; make some with: labkit compare --strategies single,ddp{left}")
+            skipped = "".join(f"; {name} cannot be read: {why}" for name, why in unreadable.items())
+            raise Refused(f"there are no recorded runs to compare; start some with: labkit compare --strategies single,ddp{skipped}")
         found, left_out = comparison.recorded(folders), {}
         shown = console(args, WIDE)
         shown.print(terminal.comparison(found, left_out))
@@ -245,7 +246,7 @@ def compare(args: argparse.Namespace) -> int:
             shown.print(f"  {name} is left out: it cannot be read ({why})", style="dim")
     else:
         if args.runs:
-            raise Refused(f"{args.runs[0]!r} is a recorded run, and --strategies makes new ones; give one of the two")
+            raise Refused(f"a recorded run ({args.runs[0]!r}) and --strategies exclude each other; give one of them")
         names = "all" if args.strategies == "all" else [name.strip() for name in args.strategies.split(",") if name.strip()]
         specs, left_out = plan(names, **fields)
         found = _compared(Comparing(specs, left_out, cold=args.cold), args)
@@ -258,7 +259,7 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def _compared(comparing: Any, args: argparse.Namespace) -> tuple:
-    """The rows of a comparison that was run to its end; Ctrl-C ends the run that is under way, and the rest does not begin."""
+    """The rows of a finished comparison; Ctrl-C stops the current run and skips the remaining ones."""
     from labkit.launch.job import LaunchError
 
     with interrupts() as interrupted:
@@ -282,4 +283,4 @@ def _detached(name: str, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"run": name, "state": "running"}))
     else:
-        say(f"{name} has begun; watch it with: labkit show {name} --follow, end it with: labkit stop {name}")
+        say(f"started {name}; watch it with: labkit show {name} --follow, stop it with: labkit stop {name}")

@@ -1,4 +1,4 @@
-"""The environment, and what goes on in it as another program: JupyterLab and pytest."""
+"""The commands setup, lab and test: the environment, JupyterLab and pytest."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from labkit.setup.environment import CLONE
 from labkit.setup.progress import Progress
 
 _FIRST_LAB = "labs/00_start_here.py"
-_SOCKET = "kernel-00000000-0000-0000-0000-000000000000-ipc-5"  # the longest name of a kernel's socket
-_LONGEST_SOCKET_PATH = 104  # bytes with the final zero: 108 on Linux, 104 on macOS
+_SOCKET = "kernel-00000000-0000-0000-0000-000000000000-ipc-5"  # the longest name of a kernel socket
+_LONGEST_SOCKET_PATH = 104  # bytes, including the terminating zero: 108 on Linux, 104 on macOS
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
 def setup(args: argparse.Namespace) -> int:
-    """The environment exists by now, with what could be added to it; says why an extra could not."""
+    """Reports that the environment is ready, or why a requested extra was not installed."""
     for extra in args.extras_asked:
         if not environment.has(extra):
             raise Refused(environment.why_not_added(extra), code=1)
@@ -33,18 +33,18 @@ def setup(args: argparse.Namespace) -> int:
 
 
 def lab(args: argparse.Namespace) -> int:
-    """Becomes JupyterLab."""
+    """Replaces this process with JupyterLab."""
     if args.port is not None and args.port < 1024 and hasattr(os, "geteuid") and os.geteuid() != 0:
-        raise Refused(f"--port {args.port} is reserved for the system administrator; use a port from 1024 to 65535")
+        raise Refused(f"--port {args.port} needs administrator rights; use a port from 1024 to 65535")
     if not (CLONE / _FIRST_LAB).is_file():
-        raise Refused(f"there is no {_FIRST_LAB} in {CLONE}; start the lab from a clone of the project")
+        raise Refused(f"{CLONE} does not contain {_FIRST_LAB}; start the lab from a clone of the project")
     os.environ.update(lab_environment())
     become(lab_command(args), folder=CLONE)
     return 0
 
 
 def lab_command(args: argparse.Namespace) -> list[str]:
-    """JupyterLab's command line: its token stays on, it listens on this machine only by default, and its kernels on no port."""
+    """The command line of JupyterLab: token enabled, listening on this machine only by default, and kernels without TCP ports."""
     return [
         *(sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={CLONE}", f"--ServerApp.ip={args.ip}"),
         f"--LabApp.default_url=/lab/tree/{_FIRST_LAB}",
@@ -57,14 +57,14 @@ def lab_command(args: argparse.Namespace) -> list[str]:
 
 
 def kernel_transport() -> list[str]:
-    """Unix sockets between JupyterLab and its kernels where the platform has them: a TCP port is open to every user of the machine."""
+    """Unix sockets between JupyterLab and its kernels, if supported: every user of the machine could connect to a TCP port."""
     return ["--KernelManager.transport=ipc"] if hasattr(socket, "AF_UNIX") and os.name != "nt" else []
 
 
 def private_runtime_folder() -> Path:
-    """Where JupyterLab puts connection files and sockets: a folder of this user's alone, with a path short enough for sockets.
+    """The folder for connection files and sockets of JupyterLab: private to this user, with a path short enough for sockets.
 
-    It is Jupyter's own runtime folder if that serves, else a new one under the folder of temporary files.
+    It is Jupyter's default runtime folder if that is suitable, otherwise a new one in the folder for temporary files.
     """
     from jupyter_core.paths import jupyter_runtime_dir
 
@@ -76,11 +76,11 @@ def private_runtime_folder() -> Path:
 
 
 def _is_made_private(folder: Path) -> bool:
-    """Makes a folder readable by its owner alone; False if it is another user's, or cannot be written."""
+    """Makes a folder private to its owner; False if it belongs to another user or is not writable."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
-            return False  # not ours: whoever made it can read it
+            return False  # its owner could read it
         folder.chmod(0o700)
     except OSError:
         return False
@@ -88,26 +88,26 @@ def _is_made_private(folder: Path) -> bool:
 
 
 def lab_environment() -> dict[str, str]:
-    """The environment of JupyterLab and its kernels: Jupyter's settings, the folder of the runs, and where labkit is."""
+    """Environment variables of JupyterLab and its kernels: Jupyter's settings, the folder of the runs, and the path of labkit."""
 
-    def in_front(variable: str, path: Path) -> str:
+    def prepended(variable: str, path: Path) -> str:
         return os.pathsep.join(part for part in (str(path), os.environ.get(variable)) if part)
 
     return {
-        "JUPYTER_CONFIG_PATH": in_front("JUPYTER_CONFIG_PATH", CLONE / "labkit" / "setup" / "jupyter"),
+        "JUPYTER_CONFIG_PATH": prepended("JUPYTER_CONFIG_PATH", CLONE / "labkit" / "setup" / "jupyter"),
         "LABKIT_RUNS": os.environ.get("LABKIT_RUNS") or str(CLONE / "runs"),
-        "PYTHONPATH": in_front("PYTHONPATH", CLONE),
+        "PYTHONPATH": prepended("PYTHONPATH", CLONE),
     } | ({"JUPYTER_RUNTIME_DIR": str(private_runtime_folder())} if kernel_transport() else {})
 
 
 def test(args: argparse.Namespace) -> int:
-    """Becomes pytest, in the clone's root: two tests at a time, since much of a test is waiting for processes to start."""
-    _see_to_browser()
+    """Replaces this process with pytest in the root of the clone: two tests at a time, because tests mostly wait for processes."""
+    _ensure_browser()
     become([sys.executable, "-m", "pytest", "-n", "2", "--dist", "worksteal", *args.rest], folder=CLONE)
     return 0
 
 
-def _see_to_browser() -> None:
+def _ensure_browser() -> None:
     if any(shutil.which(name) for name in _BROWSERS):
         return
     may_install = hasattr(os, "geteuid") and os.geteuid() == 0 and shutil.which("apt-get")
@@ -115,10 +115,10 @@ def _see_to_browser() -> None:
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "stdin": subprocess.DEVNULL, "check": False}
         settings = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
         with Progress() as progress:
-            progress.step("installing Chromium for the tests in a browser (apt-get install chromium fonts-dejavu-core)")
+            progress.step("installing Chromium for the browser tests (apt-get install chromium fonts-dejavu-core)")
             subprocess.run(["apt-get", "update", "-qq"], env=settings, **quiet)
             subprocess.run(
                 ["apt-get", "install", "-y", "-qq", "--no-install-recommends", "chromium", "fonts-dejavu-core"], env=settings, **quiet
             )
     if not shutil.which("chromium"):
-        print("labkit: there is no Chromium on the PATH; the tests in a browser are skipped until one is installed", file=sys.stderr)
+        print("labkit: there is no Chromium on the PATH; the browser tests are skipped until it is installed", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What several commands share: how a command refuses, what it prints on, and the runs that it speaks of."""
+"""Helpers of several commands: refusals, the console, and looking up runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDE = 160  # columns of a table that is written to a file
 
 
 class Refused(Exception):
-    """A command that cannot do what it was asked: one sentence, and the exit code."""
+    """A command cannot be executed: one sentence, and the exit code."""
 
     def __init__(self, message: str, code: int = 2):
         super().__init__(message)
@@ -25,19 +25,19 @@ class Refused(Exception):
 
 
 def console(args: argparse.Namespace, width: int | None = None) -> Console:
-    """Where people read: stdout, or stderr where stdout is for a program; `width` is for where there is no terminal to fit."""
+    """The console for output that people read: stdout, or stderr with --json; `width` applies if it is not a terminal."""
     stream = sys.stderr if args.json else sys.stdout
     return Console(stderr=args.json, width=None if stream.isatty() else width)
 
 
 def say(*lines: str) -> None:
-    """Prints lines for people on stdout. No command calls `print` for anything but JSON: names and paths may come from anybody."""
+    """Prints lines for people on stdout, with control characters escaped. Commands call `print` only for JSON."""
     for line in lines:
         print(visible_line(line))
 
 
 def find(name: str) -> RunFolder:
-    """The run that `name` names; `Refused` if there is none (2), or if it cannot be read (1)."""
+    """The run called `name`; `Refused` with exit code 2 if there is none, or 1 if it cannot be read."""
     try:
         folder = RunFolder.find(name)
     except LookupError as error:
@@ -48,7 +48,7 @@ def find(name: str) -> RunFolder:
 
 @contextmanager
 def interrupts() -> Iterator[threading.Event]:
-    """Ctrl-C sets the event instead of breaking off whatever is being read or drawn."""
+    """Within this context, Ctrl-C sets the event instead of raising `KeyboardInterrupt`."""
     interrupted = threading.Event()
     before = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
     try:

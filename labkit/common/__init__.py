@@ -1,5 +1,5 @@
-"""What every room uses: checks of arguments (`arguments`), text made safe to show (`text`), numbers in words (`units`),
-processes and whose they are (`processes`).
+"""Helpers for all packages: argument checks (`arguments`), escaping of text (`text`), formatting of numbers (`units`), and the processes
+of runs (`processes`).
 
-It never imports another room.
+It never imports another package of labkit.
 """

@@ -1,7 +1,7 @@
-"""The processes of a run: how they are found and how they are terminated.
+"""The processes of a run: finding and terminating them.
 
-A process belongs to a run if its own environment carries the run's tag, or if it is a descendant of the run's supervisor. No file can
-make a process part of a run, so nothing that a run folder says is enough to have a process signalled.
+A process belongs to a run if its environment contains the run's tag, or if it is a descendant of the run's supervisor. Files cannot make
+a process part of a run, so the content of a run folder can never cause a process to be signalled.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ import psutil
 
 TAG = "LABKIT_RUN_DIR"
 _SUPERVISOR = "labkit.launch.supervisor"
-_CLOCK = 2.0  # seconds that two readings of one process's start may differ by: the time of boot is known to a second
-_LOOK = 0.02  # seconds between two looks at processes that are to end
+_CLOCK_TOLERANCE = 2.0  # seconds between two readings of the start time of one process: the boot time has a resolution of 1 s
+_POLL_INTERVAL = 0.02  # seconds between two checks whether processes have ended
 
 
 def identity(pid: int | None = None) -> dict[str, Any]:
-    """`pid` and `create_time` of a process (this one by default): together they name it, even after its pid is used again."""
+    """`pid` and `create_time` of a process (default: this one): together they identify it, even after its pid is reused."""
     process = psutil.Process(pid)
     return {"pid": process.pid, "create_time": process.create_time()}
 
 
 @cache
 def here() -> dict[str, Any]:
-    """Where a pid names a process: `host`, and `boot`, which differs after a restart, and in containers that share the name of the host.
+    """The scope of a pid: `host`, and `boot`, which differs after a reboot and between containers with the same host name.
 
-    `boot` is empty where the system does not tell.
+    `boot` is empty if the system does not provide it.
     """
     boot = []
     with suppress(OSError):
@@ -44,7 +44,7 @@ def here() -> dict[str, Any]:
 
 
 def living(pid: Any) -> psutil.Process | None:
-    """The process of this pid; None where there is none, or it is only waiting to be reaped."""
+    """The process with this pid; None if there is none, or if it is a zombie."""
     if not isinstance(pid, int):
         return None
     try:
@@ -55,28 +55,28 @@ def living(pid: Any) -> psutil.Process | None:
 
 
 def is_same(process: psutil.Process, who: dict[str, Any]) -> bool:
-    """Whether a process is the one of an `identity`, as far as the two starting times tell. Not enough to signal it."""
+    """Whether a process matches an `identity` by pid and start time. This is not sufficient for signalling it."""
     try:
-        return process.pid == who["pid"] and abs(process.create_time() - who["create_time"]) < _CLOCK
+        return process.pid == who["pid"] and abs(process.create_time() - who["create_time"]) < _CLOCK_TOLERANCE
     except (psutil.Error, KeyError, TypeError):
         return False
 
 
 def is_stopped(process: psutil.Process) -> bool:
-    """Whether a process was halted by SIGSTOP or the like, and so handles no signal but SIGKILL and SIGCONT."""
+    """Whether a process was stopped, for example by SIGSTOP, so that it handles only SIGKILL and SIGCONT."""
     try:
         return process.status() == psutil.STATUS_STOPPED
     except psutil.Error:
         return False
 
 
-# ---- whose a process is
+# ---- which run a process belongs to
 
 
 def tag_of(process: psutil.Process) -> str | None:
-    """The run folder that a process's environment names, as it was at its start.
+    """The run folder in a process's environment, as of its start.
 
-    Empty if the process carries no tag, None if its environment cannot be read (it is another user's, or has ended).
+    Empty if the process has no tag, None if its environment cannot be read (it belongs to another user, or has ended).
     """
     try:
         return process.environ().get(TAG, "")
@@ -85,7 +85,7 @@ def tag_of(process: psutil.Process) -> str | None:
 
 
 def names(tag: str | None, folder: Path) -> bool:
-    """Whether a tag names this folder, and not one that it was copied from. No tag names none."""
+    """Whether a tag refers to this folder, and not to one that it was copied from; False without a tag."""
     if not tag:
         return False
     if tag == str(folder):
@@ -105,7 +105,7 @@ def is_supervisor(process: psutil.Process) -> bool:
 
 
 def tagged(matches: Callable[[str], bool]) -> list[psutil.Process]:
-    """Every living process but this one whose tag `matches`."""
+    """All living processes, except this one, whose tag `matches`."""
     found = []
     for pid in psutil.pids():
         process = living(pid) if pid != os.getpid() else None
@@ -116,14 +116,14 @@ def tagged(matches: Callable[[str], bool]) -> list[psutil.Process]:
 
 
 def of_folder(folder: Path) -> list[psutil.Process]:
-    """The processes of the run in `folder`, which may have been deleted, as any process of this user sees them: by their tag alone."""
+    """The processes of the run in `folder`, which may have been deleted, identified only by their tag."""
     return tagged(lambda tag: names(tag, folder))
 
 
 def members(tag: str) -> list[psutil.Process]:
-    """The processes of the run that this process supervises: those with its tag, and its own descendants whatever they carry.
+    """The processes of the run that this process supervises: those with its tag, and its own descendants with or without a tag.
 
-    A descendant with another run's tag is a run that was started from within this one; it and what belongs to it are left out.
+    A descendant with the tag of another run belongs to a run that was started within this one; it and its descendants are excluded.
     """
     found = {process.pid: process for process in tagged(lambda other: other == tag)}
     parents = [psutil.Process()]
@@ -142,40 +142,40 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
         return []
 
 
-# ---- how processes end
+# ---- terminating processes
 
 
 def end(find: Callable[[], list[psutil.Process]], grace: float, limit: float = 3.0) -> list[psutil.Process]:
-    """Terminates what `find` finds: SIGTERM, after `grace` seconds SIGKILL (at once if it is 0).
+    """Terminates the processes that `find` returns: SIGTERM, and after `grace` seconds SIGKILL (at once if `grace` is 0).
 
-    Returns those that are still there `limit` seconds later: such a process is blocked inside the kernel, or another user's.
+    Returns the processes that are still alive `limit` seconds later: they are blocked in the kernel or belong to another user.
     """
     if grace:
-        asked = find()
-        send(asked, psutil.Process.terminate)
-        send(filter(is_stopped, asked), psutil.Process.resume)
-        _wait(asked, grace)
-    last = time.monotonic() + limit
-    while left := find():  # again after each round: one of them may have started another meanwhile
-        if time.monotonic() > last:
-            return left
-        send(left, psutil.Process.kill)
-        _wait(left, 0.5)
+        found = find()
+        send(found, psutil.Process.terminate)
+        send(filter(is_stopped, found), psutil.Process.resume)
+        _wait(found, grace)
+    deadline = time.monotonic() + limit
+    while alive := find():  # repeated, because a process may have started another one in the meantime
+        if time.monotonic() > deadline:
+            return alive
+        send(alive, psutil.Process.kill)
+        _wait(alive, 0.5)
     return []
 
 
 def send(processes: Iterable[psutil.Process], signal: Callable[[psutil.Process], Any]) -> None:
-    """Signals each process; one that is gone, or another user's, is skipped: the caller looks again."""
+    """Signals each process; skips processes that have ended or belong to another user. The caller checks again."""
     for process in processes:
         with suppress(psutil.Error):
             signal(process)
 
 
 def _wait(processes: list[psutil.Process], seconds: float) -> None:
-    """Waits until all have ended, or `seconds`. It reaps none: the exit code of a child belongs to whoever started it."""
-    last = time.monotonic() + seconds
-    while any(_is_running(process) for process in processes) and time.monotonic() < last:
-        time.sleep(_LOOK)
+    """Waits until all have ended, at most `seconds`. It does not reap them: the code that started a child needs its exit code."""
+    deadline = time.monotonic() + seconds
+    while any(_is_running(process) for process in processes) and time.monotonic() < deadline:
+        time.sleep(_POLL_INTERVAL)
 
 
 def _is_running(process: psutil.Process) -> bool:
@@ -186,9 +186,9 @@ def _is_running(process: psutil.Process) -> bool:
 
 
 def reap(child: subprocess.Popen) -> None:
-    """Collects the exit codes of this process's children that have ended; `child`'s goes to its Popen."""
+    """Reaps the children of this process that have ended; the exit code of `child` goes to its Popen."""
     if not hasattr(os, "waitid"):
-        return  # without orphans to adopt (see probe/lifetime.py) there is no other child
+        return  # orphans are not adopted here (see probe/lifetime.py), so there is no other child
     with suppress(ChildProcessError):
         while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             if ended.si_pid == child.pid:

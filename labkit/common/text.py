@@ -1,8 +1,8 @@
-"""Text from outside, made safe to show: names of folders, errors, output of scripts, hosts and devices.
+"""Escaping of untrusted text for display: names of folders, errors, output of scripts, names of hosts and devices.
 
-What a terminal would obey, or what makes a text read differently from how it is written, becomes a visible escape such as `\\x1b` or
-`\\u202e`: control characters (C0, DEL and C1), line and paragraph separators, zero-width and invisible characters, characters that
-override the writing direction, and halves of surrogate pairs. Standard library only, since errors are shown before there is an environment.
+Characters that control a terminal or change how a text is displayed become visible escapes such as `\\x1b` or `\\u202e`: control
+characters (C0, DEL and C1), line and paragraph separators, zero-width and invisible characters, characters that override the writing
+direction, and unpaired surrogates. Standard library only, because errors are displayed before the environment is set up.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import html
 import re
 
 _HIDDEN = (
-    r"\x00-\x08\x0b-\x1f\x7f-\x9f\xad"  # controls but for tab and newline; soft hyphen
+    r"\x00-\x08\x0b-\x1f\x7f-\x9f\xad"  # controls except tab and newline; soft hyphen
     r"\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"  # zero-width, separators, direction, annotations
     r"\ud800-\udfff\U000e0000-\U000e007f"  # surrogates; tags
 )
@@ -22,18 +22,18 @@ _SHORT = {"\t": r"\t", "\n": r"\n", "\r": r"\r"}
 
 
 def visible(text: str) -> str:
-    """A text with visible escapes; newlines and tabs stay."""
+    """A text with visible escapes; newlines and tabs are kept."""
     return _IN_TEXT.sub(_escape, text)
 
 
 def visible_line(text: str) -> str:
-    """A text as one line with visible escapes, of newlines and tabs too."""
+    """A text as one line with visible escapes, including newlines and tabs."""
     return _IN_LINE.sub(_escape, text)
 
 
 def visible_log(text: str) -> str:
-    """Output of a program as `visible`, without the sequences that set colours or move the cursor (CSI), and with the last state of each
-    line that was written over by means of carriage returns.
+    """Output of a program as in `visible`, without sequences that set colours or move the cursor (CSI). Of a line that was overwritten
+    with carriage returns, only the final text is kept.
     """
     lines = (line.rstrip("\r").rpartition("\r")[2] for line in _COLOURS.sub("", text).split("\n"))
     return visible("\n".join(lines))

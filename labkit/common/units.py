@@ -1,4 +1,4 @@
-"""Bytes, counts and ranks in words."""
+"""Formatting of bytes, counts and ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def counted(number: int, thing: str, plural: str = "s") -> str:
 
 
 def ranks_in_words(numbers: Iterable[int], of: int | None = None) -> str:
-    """`rank 3`, `ranks 0, 1`; `all 4 ranks` if these are all the `of` ranks of a run with several."""
+    """`rank 3`, `ranks 0, 1`; `all 4 ranks` if these are all `of` ranks and there are several."""
     numbers = list(numbers)
     if of is not None and of > 1 and len(set(numbers)) == of:
         return f"all {of} ranks"
@@ -22,7 +22,7 @@ def ranks_in_words(numbers: Iterable[int], of: int | None = None) -> str:
 
 
 def size(count: float, digits: int = 1) -> str:
-    """`3.1 MiB`, in the largest unit that leaves at least one; whole bytes have no digits. A dash for what is not known."""
+    """`3.1 MiB`, in the largest unit in which the value is at least 1; bytes have no decimals. A dash if the value is not finite."""
     if not math.isfinite(count):
         return "–"
     power = _power(count, digits)
@@ -30,7 +30,7 @@ def size(count: float, digits: int = 1) -> str:
 
 
 def sizes(*counts: float) -> str:
-    """Several in one unit, `4.8 / 8.6 MiB`, where that leaves at least one of it for each; else in their own: `4.6 MiB / 1.9 GiB`."""
+    """Several sizes in one unit if all are at least 1 in it, `4.8 / 8.6 MiB`; otherwise in separate units, `4.6 MiB / 1.9 GiB`."""
     known = [count for count in counts if math.isfinite(count)]
     power = max((_power(count) for count in known), default=0)
     if any(count and _power(count) < power for count in known):
@@ -40,13 +40,13 @@ def sizes(*counts: float) -> str:
 
 
 def scale(largest: float) -> tuple[float, str]:
-    """The unit of an axis that goes up to `largest` bytes: how many bytes it is, and its name."""
+    """The unit of an axis up to `largest` bytes: its size in bytes, and its name."""
     power = max(1, _power(largest)) if math.isfinite(largest) else 1
     return float(1024**power), _UNITS[power]
 
 
 def _power(count: float, digits: int = 1) -> int:
-    """Which of the units suits: one that still leaves at least one, and less than 1024 of it once it is rounded."""
+    """The index of the unit in which the rounded value is at least 1 and less than 1024."""
     power = min(len(_UNITS) - 1, int(math.log(max(abs(count), 1), 1024)))
     if power < len(_UNITS) - 1 and round(abs(count) / 1024**power, digits if power else 0) >= 1024:
         power += 1

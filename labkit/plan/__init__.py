@@ -1,4 +1,4 @@
-"""What is asked for, and the script that follows from it: `Spec`, checkpoints to resume from, the generator of scripts.
+"""Run specification and script generation: `Spec`, checkpoints to resume from, the script generator.
 
 It never imports torch, `launch` or front ends.
 """

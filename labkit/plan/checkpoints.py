@@ -1,9 +1,9 @@
 """Checkpoints before a launch: which one a Spec resumes from, and whether it can be loaded.
 
-A checkpoint is a folder such as `step00000030`. In addition to the files of the state it has a manifest, which the training
-script writes last: what the checkpoint is (`identity`), its step, the number of ranks that wrote it, and the SHA-256 of every
-file. The script verifies the manifest again before it loads anything, so it refuses the same checkpoints when it is run by
-hand. This module uses the standard library only, and unpickles nothing.
+A checkpoint is a folder such as `step00000030`. Besides the state files it contains a manifest, which the training script writes
+last: what was trained (`identity`), the step, the number of ranks that wrote it, and the SHA-256 of every file. The script verifies
+the manifest again before it loads anything, so it rejects the same checkpoints when it is run by hand. This module uses the standard
+library only and unpickles nothing.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from labkit.training.workloads import WORKLOADS
 if TYPE_CHECKING:
     from labkit.training.request import Request
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 LAYOUTS = {
     "whole": "the whole state in one file",
     "shards": "shards of the whole model's parameters",
     "stages": "the parameters of pipeline stages",
 }
-_OWN = {"step", "world_size", "sha256"}  # of one checkpoint; all else in a manifest is its identity
-_LARGEST = 1 << 22  # bytes of a manifest
+_OWN = {"step", "world_size", "sha256"}  # specific to one checkpoint; every other key of a manifest belongs to the identity
+_LARGEST = 1 << 22  # maximum size of a manifest in bytes
 _NAME = re.compile(r"step\d+")
 _FILE = re.compile(r"(?!\.+$)[\w.-]+")  # a plain name: no folder, and not . or ..
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_WITHOUT = "start without --resume"
+_WITHOUT = "run without --resume"
 
 
 class CheckpointError(ValueError):
@@ -46,7 +46,7 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint as its manifest describes it; `sha256` has the digest of every file by its name."""
+    """A checkpoint as described by its manifest; `sha256` maps each file name to its digest."""
 
     path: Path
     identity: Mapping[str, Any]
@@ -56,14 +56,14 @@ class Checkpoint:
 
 
 def identity(spec: Request) -> dict[str, Any]:
-    """What the checkpoints of a Spec say of themselves: one that says the same can be loaded."""
+    """The identity that the checkpoints of a Spec carry: a checkpoint with the same identity can be loaded."""
     row = spec.strategy_row
     model = {option.name: spec.options[option.name] for option in spec.workload_row.options}
     return {"format": FORMAT, "layout": row.layout, "workload": spec.workload, **model, **row.layout_details(spec)}
 
 
 def resumable(spec: Request) -> Path:
-    """The folder of the checkpoint that a settled Spec resumes from; `CheckpointError` if it cannot."""
+    """The folder of the checkpoint that a resolved Spec resumes from; `CheckpointError` if it cannot resume."""
     path = newest(Path(spec.resume))
     checkpoint = read(path)
     for difference in (_other_identity(checkpoint, spec), _nothing_to_do(checkpoint, spec), damage(checkpoint)):
@@ -72,20 +72,20 @@ def resumable(spec: Request) -> Path:
     return path
 
 
-def newest(place: Path) -> Path:
-    """The checkpoint that `place` names: itself, or the newest one in a folder of checkpoints or in a run folder."""
-    place = place.absolute()
-    if (place / MANIFEST).is_file():
-        return place
-    folder = place / "checkpoints" if (place / "checkpoints").is_dir() else place
+def newest(path: Path) -> Path:
+    """The checkpoint at `path`: the folder itself, or the newest one in a folder of checkpoints or in a run folder."""
+    path = path.absolute()
+    if (path / MANIFEST).is_file():
+        return path
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     found = _checkpoints(folder)
     if found:
         return found[-1]
-    if any(folder.glob("step*")) or _NAME.match(place.name):
-        cause = "an older version wrote none, so their content cannot be verified"
-        raise CheckpointError(f"the checkpoints in {place} have no {MANIFEST} ({cause}); train again with --save-every")
-    way = "name a run that was started with --save-every, or a folder of checkpoints"
-    raise CheckpointError(f"there are no checkpoints in {place}; {way}")
+    if any(folder.glob("step*")) or _NAME.match(path.name):
+        cause = "an older version wrote them, and they cannot be verified"
+        raise CheckpointError(f"the checkpoints in {path} have no {MANIFEST} ({cause}); train again with --save-every")
+    fix = "name a run that was started with --save-every, or a folder of checkpoints"
+    raise CheckpointError(f"there are no checkpoints in {path}; {fix}")
 
 
 def _checkpoints(folder: Path) -> list[Path]:
@@ -95,9 +95,9 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 
 def read(path: Path) -> Checkpoint:
-    """The checkpoint in a folder, by its manifest; `CheckpointError` if the manifest is not one."""
+    """The checkpoint in a folder, read from its manifest; `CheckpointError` if the manifest is invalid."""
     file = path / MANIFEST
-    unreadable = CheckpointError(f"{file} is not the manifest of a checkpoint; name another one, or {_WITHOUT}")
+    unreadable = CheckpointError(f"{file} is not a valid checkpoint manifest; name another checkpoint, or {_WITHOUT}")
     try:
         with _opened(file) as stream:
             text = stream.read(_LARGEST + 1)
@@ -106,13 +106,13 @@ def read(path: Path) -> Checkpoint:
         manifest = json.loads(text)
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError):
         raise unreadable from None
-    if not isinstance(manifest, dict) or not _is_whole(manifest):
+    if not isinstance(manifest, dict) or not _is_complete(manifest):
         raise unreadable
     described = {key: value for key, value in manifest.items() if key not in _OWN}
     return Checkpoint(path, described, manifest["step"], manifest["world_size"], manifest["sha256"])
 
 
-def _is_whole(manifest: dict[str, Any]) -> bool:
+def _is_complete(manifest: dict[str, Any]) -> bool:
     numbers, sums = [manifest.get(name) for name in ("step", "world_size")], manifest.get("sha256")
     if not all(type(number) is int and number > 0 for number in numbers) or not isinstance(sums, dict) or not sums:
         return False
@@ -120,14 +120,14 @@ def _is_whole(manifest: dict[str, Any]) -> bool:
 
 
 def damage(checkpoint: Checkpoint) -> str | None:
-    """One sentence about the first file that is missing or has changed, with the newest checkpoint beside it that is intact."""
+    """One sentence about the first file that is missing or has changed, with the newest intact checkpoint of the same folder."""
     reason = _damaged(checkpoint)
     if reason is None:
         return None
     for path in reversed(_checkpoints(checkpoint.path.parent)):
         if path != checkpoint.path and _is_intact(path):
-            return f"{reason}; the newest checkpoint that is intact: --resume {path}"
-    return f"{reason}, and there is no other intact one in its folder; resume from another run, or {_WITHOUT}"
+            return f"{reason}; resume from the newest intact checkpoint with --resume {path}"
+    return f"{reason}, and its folder contains no other intact checkpoint; resume from another run, or {_WITHOUT}"
 
 
 def _is_intact(path: Path) -> bool:
@@ -151,9 +151,9 @@ def _damaged(checkpoint: Checkpoint) -> str | None:
 def _opened(path: Path) -> BinaryIO:
     """A regular file, opened for reading; `OSError` for a link, a pipe or a device."""
     if not stat.S_ISREG(path.lstat().st_mode):
-        raise OSError(errno.EINVAL, "it is not a regular file")
+        raise OSError(errno.EINVAL, "not a regular file")
     flags = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
-    return os.fdopen(os.open(path, flags), "rb")  # the flags hold if another took its place by now
+    return os.fdopen(os.open(path, flags), "rb")  # the flags protect against a replaced file
 
 
 def _checksum(path: Path) -> str:
@@ -165,49 +165,48 @@ def _checksum(path: Path) -> str:
 
 
 def _other_identity(checkpoint: Checkpoint, spec: Request) -> str | None:
-    """One sentence about the first thing in which the checkpoint differs from what the Spec trains."""
-    for name, wanted in identity(spec).items():
-        has = checkpoint.identity.get(name)
-        if has != wanted or type(has) is not type(wanted):
+    """One sentence about the first property in which the checkpoint differs from what the Spec trains."""
+    for name, expected in identity(spec).items():
+        found = checkpoint.identity.get(name)
+        if found != expected or type(found) is not type(expected):
             return _DIFFERENT.get(name, _other_option)(checkpoint, spec, name)
     return None
 
 
 def _other_format(checkpoint: Checkpoint, spec: Request, name: str) -> str:
-    has = checkpoint.identity.get(name)
-    return f"{checkpoint.path} has the format {has!r}, and this version reads {FORMAT}; train again with this version"
+    found = checkpoint.identity.get(name)
+    return f"{checkpoint.path} has format {found!r}, and this version reads format {FORMAT}; train again with this version"
 
 
 def _other_layout(checkpoint: Checkpoint, spec: Request, name: str) -> str:
-    has, mine = checkpoint.identity.get(name), LAYOUTS[spec.strategy_row.layout]
-    writers = [row.name for row in STRATEGIES.values() if row.layout == has and "resume" not in row.lacks]
+    found, expected = checkpoint.identity.get(name), LAYOUTS[spec.strategy_row.layout]
+    writers = [row.name for row in STRATEGIES.values() if row.layout == found and "resume" not in row.lacks]
     if not writers:
-        return f"{checkpoint.path} has the layout {has!r}, which no strategy reads; {_WITHOUT}"
+        return f"{checkpoint.path} has the layout {found!r}, which no strategy can load; {_WITHOUT}"
     return (
-        f"{checkpoint.path} holds {LAYOUTS[has]}, and {spec.strategy} reads {mine}; "
+        f"{checkpoint.path} contains {LAYOUTS[found]}, and {spec.strategy} loads {expected}; "
         f"resume with one of the strategies {', '.join(writers)}, or {_WITHOUT}"
     )
 
 
 def _other_workload(checkpoint: Checkpoint, spec: Request, name: str) -> str:
-    has = checkpoint.identity.get(name)
-    way = f"use --workload {has}, or " if has in tuple(WORKLOADS) else ""
-    return f"{checkpoint.path} is of the workload {has!r}, and this run trains {spec.workload}; {way}{_WITHOUT}"
+    found = checkpoint.identity.get(name)
+    fix = f"use --workload {found}, or " if found in tuple(WORKLOADS) else ""
+    return f"{checkpoint.path} belongs to the workload {found!r}, and this run trains {spec.workload}; {fix}{_WITHOUT}"
 
 
 def _other_stages(checkpoint: Checkpoint, spec: Request, name: str) -> str:
     return (
-        f"{checkpoint.path} was written by {checkpoint.world_size} ranks that hold other pipeline stages than the "
+        f"{checkpoint.path} was written by {checkpoint.world_size} ranks with different pipeline stages than the "
         f"{spec.nproc} ranks of this run; use the same schedule and the same number of ranks, or {_WITHOUT}"
     )
 
 
 def _other_option(checkpoint: Checkpoint, spec: Request, name: str) -> str:
-    has = checkpoint.identity.get(name)
+    found = checkpoint.identity.get(name)
     choices = next(option.choices for option in spec.workload_row.options if option.name == name)
-    way = f"use --option {name}={has}, or " if has in choices else ""
-    wanted = f"this run trains {spec.workload} with {spec.options[name]!r}"
-    return f"in {checkpoint.path} {name} is {has!r}, and {wanted}; {way}{_WITHOUT}"
+    fix = f"use --option {name}={found}, or " if found in choices else ""
+    return f"{checkpoint.path} has {name}={found!r}, and this run has {name}={spec.options[name]!r}; {fix}{_WITHOUT}"
 
 
 _DIFFERENT = {
@@ -222,6 +221,6 @@ def _nothing_to_do(checkpoint: Checkpoint, spec: Request) -> str | None:
     if checkpoint.step < spec.total_steps:
         return None
     epochs = checkpoint.step // spec.steps_per_epoch + 1
-    way = f"--steps {checkpoint.step + 1} or more" if spec.steps else f"--epochs {epochs} or more"
-    reason = f"{checkpoint.path} is of step {checkpoint.step}, and the run ends at step {spec.total_steps}"
-    return f"{reason}: there is nothing to do; use {way}"
+    fix = f"--steps {checkpoint.step + 1} or more" if spec.steps else f"--epochs {epochs} or more"
+    reason = f"{checkpoint.path} was written at step {checkpoint.step}, and the run ends at step {spec.total_steps}"
+    return f"{reason}, so nothing is left to train; use {fix}"

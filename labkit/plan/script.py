@@ -1,9 +1,9 @@
-"""Spec → script: weaves one standalone file out of real functions, and shows what differs between two.
+"""Spec → script: assembles one standalone file from real functions, and computes the diff of two scripts.
 
-The functions are taken as text, with their comments, from the modules of strategy, workload, data and base, in this order: the first
-that defines a name wins. An `if` that asks for nothing but settings of the Spec is decided: the branch that holds is written out, and
-the question is gone. What `main` needs is followed name by name, so nothing is written out that is not used, and the constants get the
-values of the Spec. No training code is imported here.
+The functions are copied as text, with their comments, from the modules of fault, strategy, workload, data set and base, in this order:
+the first module that defines a name wins. An `if` whose condition depends only on settings of the Spec is resolved at generation time:
+only the branch that is taken is written. Starting from `main`, the generator follows every name that is used, so the script contains no
+unused code; constants get the values of the Spec. No training code is imported here.
 """
 
 from __future__ import annotations
@@ -31,28 +31,29 @@ from labkit.training.faults import FAULTS
 from labkit.training.strategies import STRATEGIES
 
 BASE = "labkit.training.strategies.base"
+_INJECTIONS = {"INJECT_DATA": "fault_data", "INJECT_MODEL": "fault_model", "INJECT_STEP": "fault_step"}
 _START = '\n\nif __name__ == "__main__":\n    main()\n'
 
 
 def write_script(spec: Spec) -> str:
-    """The training script of a Spec, formatted by ruff: it needs torch, and nothing of labkit.
+    """The training script of a Spec, formatted by ruff. It needs torch and does not import labkit.
 
-    Raises `SpecError` where the number of ranks is still open (`Spec.on` settles it), or the Spec names a script of its own.
+    Raises `SpecError` if the number of ranks is not set (`Spec.on` sets it), or if the Spec names a user's script.
     """
     check_type("spec", spec, Spec, "a Spec such as Spec('ddp', nproc=2)")
     if spec.script is not None:
-        raise SpecError("script", f"{spec.script} is a script of your own; there is nothing to write out")
+        raise SpecError("script", f"{spec.script} is your own script, and only strategies have a generated one; name a strategy")
     if spec.nproc is None:
-        raise SpecError("nproc", "the number of ranks is still open, and the script depends on it; give --nproc")
+        raise SpecError("nproc", "the script depends on the number of ranks, which is not set; add --nproc")
     modules = (*_fault_module(spec), spec.strategy_row.module, spec.workload_row.module, spec.data_row.module, BASE)
-    weave = _Weave([_read(module) for module in modules], settings(spec))
-    weave.follow("main", _read(BASE))
-    parts = [_docstring(spec), weave.imports(), weave.constants(_notes(spec)), *weave.program()]
+    assembly = _Assembly([_read(module) for module in modules], settings(spec))
+    assembly.follow("main", _read(BASE))
+    parts = [_docstring(spec), assembly.imports(), assembly.constants(_notes(spec)), *assembly.program()]
     return _formatted("\n\n".join(parts) + _START)
 
 
 def diff_scripts(a: Spec, b: Spec) -> str:
-    """What changes from one Spec's script to the other's, as a unified diff; empty where nothing does."""
+    """The unified diff of the scripts of two Specs; empty if the scripts are equal."""
     for name, spec in (("a", a), ("b", b)):
         check_type(name, spec, Spec, "a Spec such as Spec('ddp', nproc=2)")
     old, new = write_script(a).splitlines(), write_script(b).splitlines()
@@ -61,7 +62,7 @@ def diff_scripts(a: Spec, b: Spec) -> str:
 
 
 def excerpt(spec: Spec, *names: str) -> str:
-    """Functions, classes or constants out of a Spec's script, as they stand in it, in the order of `names`.
+    """The source of functions, classes or constants of a Spec's script, in the order of `names`.
 
     Raises `SpecError` as `write_script` does, and `LookupError` for a name that the script does not define.
     """
@@ -87,15 +88,15 @@ def _segment(source: str, node: ast.stmt) -> str:
 
 
 def command(spec: Spec) -> str:
-    """The command that runs the script by hand, on one machine."""
+    """The command that runs the script by hand on one machine."""
     ranks = 1 if spec.nproc is None else spec.processes
     what = ["train.py"] if spec.script is None else [*(["-m"] if spec.as_module else []), spec.script, *spec.args]
     return shlex.join(["torchrun", "--standalone", f"--nproc-per-node={ranks}", *what])
 
 
 def settings(spec: Spec) -> dict[str, Any]:
-    """The constants that a Spec sets, by name; a script holds those of them that it uses."""
-    # An option that only other strategies have stands at its default, so that what asks for it is gone.
+    """The constants that a Spec sets, by name; a script contains the ones that it uses."""
+    # Options of other strategies keep their default, so that conditions on them are resolved and removed.
     values = {option.name.upper(): option.default for row in STRATEGIES.values() for option in row.options}
     values |= {
         "SEED": spec.seed,
@@ -108,7 +109,7 @@ def settings(spec: Spec) -> dict[str, Any]:
         "MANIFEST": checkpoints.identity(spec),
         "FAULT": spec.fault,
         "FAULT_RANK": spec.processes - 1,
-        **{name.upper(): name in _fault_parts(spec) for name in ("spoil", "extend", "disturb")},
+        **{setting: name in _fault_definitions(spec) for setting, name in _INJECTIONS.items()},
         "PRECISION": spec.precision or "fp32",
         "DEVICE": "cuda" if spec.device == "cuda" else "cpu",
         "RANKS": spec.nproc,
@@ -125,23 +126,23 @@ def _fault_module(spec: Spec) -> tuple[str, ...]:
     return () if module is None else (module,)
 
 
-def _fault_parts(spec: Spec) -> set[str]:
+def _fault_definitions(spec: Spec) -> set[str]:
     return {name for module in _fault_module(spec) for name in _read(module).definitions}
 
 
 def _notes(spec: Spec) -> dict[str, str]:
     """Comments that explain a constant by the Spec's arithmetic."""
-    steps = f"{spec.train_samples:,} samples: {spec.steps_per_epoch:,} steps an epoch"
-    return {"BATCH_PER_RANK": f"× {spec.data_ranks} = {spec.global_batch} in all; {steps}"}
+    steps = f"{spec.train_samples:,} samples: {spec.steps_per_epoch:,} steps per epoch"
+    return {"BATCH_PER_RANK": f"× {spec.data_ranks} = {spec.global_batch} global; {steps}"}
 
 
 def _docstring(spec: Spec) -> str:
     row, model, precision = spec.strategy_row, spec.workload_row.title.partition(":")[0], spec.precision or "fp32"
-    told = [("Splits", row.splits), ("Sends", row.sends), ("Note", row.note(spec.device))]
+    entries = [("Splits", row.splits), ("Sends", row.sends), ("Note", row.note(spec.device))]
     if spec.fault:
-        told.append(("Fault", f"{FAULTS[spec.fault].title}, on purpose. {FAULTS[spec.fault].shows}"))
-    lines = [textwrap.fill(text, 88, initial_indent=f"{name:7}", subsequent_indent=" " * 7) for name, text in told if text]
-    return "\n".join([f'"""{model} on {spec.data} by {row.title}, {precision}: {command(spec)}\n', *lines, '"""'])
+        entries.append(("Fault", f"{FAULTS[spec.fault].title} (injected). {FAULTS[spec.fault].shows}"))
+    lines = [textwrap.fill(text, 88, initial_indent=f"{name:7}", subsequent_indent=" " * 7) for name, text in entries if text]
+    return "\n".join([f'"""{model} on {spec.data}, {row.title}, {precision}: {command(spec)}\n', *lines, '"""'])
 
 
 @lru_cache(maxsize=64)
@@ -155,7 +156,7 @@ def _formatted(source: str) -> str:
 
 @dataclass(frozen=True)
 class _Import:
-    """What an import binds: a module, or a name of one."""
+    """One imported name: a module, or a name from a module."""
 
     module: str
     name: str | None
@@ -172,45 +173,45 @@ class _Import:
 
 @dataclass(frozen=True)
 class _Definition:
-    """A function, class or constant at the top of a module: its text with the comments above, and the names it uses."""
+    """A top-level function, class or constant: its text with the comments above it, and the names that it uses."""
 
     name: str
     home: str
     line: int
     text: str
     uses: tuple[str, ...]
-    value: tuple[int, int] | None  # of a constant: where its value stands in `text`
+    value: tuple[int, int] | None  # of a constant: start and end of its value in `text`
 
     def set_to(self, value: Any) -> str:
-        """The text with another value."""
+        """The text with a different value."""
         start, end = self.value
-        told = f"{value:_}" if type(value) is int and value >= 10_000 else repr(value)
-        return self.text[:start] + told + self.text[end:]
+        literal = f"{value:_}" if type(value) is int and value >= 10_000 else repr(value)
+        return self.text[:start] + literal + self.text[end:]
 
 
 @dataclass(frozen=True)
 class _Source:
-    """A module, read: its definitions and imports, by the name that they bind."""
+    """A parsed module: its definitions and imports, by the name that they bind."""
 
     module: str
     definitions: Mapping[str, _Definition]
     imports: Mapping[str, _Import]
 
     def lookup(self, name: str, among: Iterable[_Source]) -> _Definition | None:
-        """What this module says that `name` is: its own definition, or one from a sibling that is not asked anyway."""
+        """The definition of `name` in this module: its own, or one imported from a module that is not in `among`."""
         if name in self.definitions:
             return self.definitions[name]
         found = self.imports.get(name)
         if found is None or not _ours(found) or any(found.module == source.module for source in among):
             return None
         if _of_a_workload(found.module) and not _of_a_workload(self.module):
-            return None  # what a strategy takes from a workload, it takes from the one that the Spec names
+            return None  # a strategy uses the workload of the Spec, not the one that its module imports
         return _read(found.module).lookup(found.name, among)
 
 
 @cache
 def _read(module: str) -> _Source:
-    """A module, found by its name and parsed, not imported."""
+    """A module, located by its name and parsed, but not imported."""
     text = Path(importlib.util.find_spec(module).origin).read_text(encoding="utf-8")
     definitions: dict[str, _Definition] = {}
     imports: dict[str, _Import] = {}
@@ -237,58 +238,58 @@ def _definitions(node: ast.stmt, module: str, lines: list[str]) -> Iterator[_Def
     while first > 1 and lines[first - 2].startswith("#"):
         first -= 1
     text = "\n".join(lines[first - 1 : node.end_lineno])
-    yield _Definition(name, module, node.lineno, text, _names(node), _place_of_value(node, lines, text))
+    yield _Definition(name, module, node.lineno, text, _names(node), _position_of_value(node, lines, text))
 
 
-def _decided(one: _Definition, values: Mapping[str, Any]) -> _Definition:
-    """The definition with every `if` decided that asks for nothing but `values`; where none of its branches holds, it is gone."""
+def _resolved(one: _Definition, values: Mapping[str, Any]) -> _Definition:
+    """The definition with every `if` resolved whose condition depends only on `values`; one without a taken branch is removed."""
     text = one.text
     while True:
         tree = ast.parse(text)
-        question = next((node for node in ast.walk(tree) if isinstance(node, ast.If) and _is_settled(node.test, values)), None)
-        if question is None:
+        conditional = next((node for node in ast.walk(tree) if isinstance(node, ast.If) and _is_constant(node.test, values)), None)
+        if conditional is None:
             return one if text == one.text else replace(one, text=text, uses=_names(tree.body[0]))
-        holds = eval(compile(ast.Expression(question.test), one.home, "eval"), {"__builtins__": {}}, dict(values))
-        text = _answered(text.splitlines(), question, bool(holds))
+        taken = eval(compile(ast.Expression(conditional.test), one.home, "eval"), {"__builtins__": {}}, dict(values))
+        text = _with_branch(text.splitlines(), conditional, bool(taken))
 
 
-def _is_settled(test: ast.expr, values: Mapping[str, Any]) -> bool:
+def _is_constant(test: ast.expr, values: Mapping[str, Any]) -> bool:
     names = [node.id for node in ast.walk(test) if isinstance(node, ast.Name)]
     return bool(names) and all(name in values for name in names) and not any(isinstance(node, ast.Call) for node in ast.walk(test))
 
 
-def _answered(lines: list[str], question: ast.If, holds: bool) -> str:
-    """The lines with the branch that holds in the place of the whole question, as far in as this stood."""
-    first, last = question.lineno - 1, question.end_lineno
-    ends = question.body[-1].end_lineno
-    otherwise = lines[ends:last]  # `else:` or `elif …:`, with what belongs to it
-    if holds:
-        kept = _moved(lines[question.test.end_lineno : ends], question.body[0].col_offset - question.col_offset)
-    elif not otherwise:
+def _with_branch(lines: list[str], conditional: ast.If, taken: bool) -> str:
+    """The lines with the whole `if` statement replaced by the branch that is taken, dedented to the level of the `if`."""
+    first, last = conditional.lineno - 1, conditional.end_lineno
+    body_end = conditional.body[-1].end_lineno
+    orelse = lines[body_end:last]  # `else:` or `elif …:`, with its body
+    if taken:
+        kept = _dedented(lines[conditional.test.end_lineno : body_end], conditional.body[0].col_offset - conditional.col_offset)
+    elif not orelse:
         kept = []
-    elif otherwise[0].lstrip().startswith("elif"):
-        kept = [otherwise[0].replace("elif", "if", 1), *otherwise[1:]]
+    elif orelse[0].lstrip().startswith("elif"):
+        kept = [orelse[0].replace("elif", "if", 1), *orelse[1:]]
     else:
-        kept = _moved(otherwise[1:], question.orelse[0].col_offset - question.col_offset)
-    if holds and lines[first].lstrip().startswith("elif"):  # the end of a chain whose beginning stays open
-        raise ValueError(f"line {lines[first]!r} asks for settings behind an `if` that does not")
+        kept = _dedented(orelse[1:], conditional.orelse[0].col_offset - conditional.col_offset)
+    if taken and lines[first].lstrip().startswith("elif"):  # the first condition of the chain is not constant
+        raise ValueError(f"line {lines[first]!r} depends on settings only, but follows an `if` that does not")
     return "\n".join([*lines[:first], *kept, *lines[last:]])
 
 
-def _moved(lines: list[str], columns: int) -> list[str]:
+def _dedented(lines: list[str], columns: int) -> list[str]:
     return [line[columns:] if line[:columns].isspace() else line for line in lines]
 
 
 def _names(node: ast.stmt) -> tuple[str, ...]:
-    """The names that a definition reads and does not bind itself, as they come."""
+    """The names that a definition reads and does not bind itself, in order."""
     names = [inner for inner in ast.walk(node) if isinstance(inner, ast.Name)]
     bound = {name.id for name in names if isinstance(name.ctx, ast.Store)}
     bound |= {inner.arg for inner in ast.walk(node) if isinstance(inner, ast.arg)}
     return tuple(dict.fromkeys(name.id for name in names if name.id not in bound))
 
 
-def _place_of_value(node: ast.stmt, lines: list[str], text: str) -> tuple[int, int] | None:
-    """Where a constant's value stands; a setting stands on one line."""
+def _position_of_value(node: ast.stmt, lines: list[str], text: str) -> tuple[int, int] | None:
+    """Start and end of a constant's value in `text`; a setting occupies one line."""
     if not isinstance(node, ast.Assign):
         return None
     before = len(text) - len(lines[node.end_lineno - 1])  # the comment above
@@ -303,11 +304,11 @@ def _of_a_workload(module: str) -> bool:
     return module.startswith("labkit.training.workloads.")
 
 
-# ---- weaving
+# ---- assembling the script
 
 
-class _Weave:
-    """The definitions that are needed, followed from one name to the next."""
+class _Assembly:
+    """The definitions that the script needs, collected by following the names that they use."""
 
     def __init__(self, order: list[_Source], values: Mapping[str, Any]):
         self.order = order
@@ -316,23 +317,23 @@ class _Weave:
         self.imported: dict[str, _Import] = {}
 
     def follow(self, name: str, home: _Source) -> None:
-        """Takes in what `name` means to a definition of `home`, and all that this uses in turn."""
+        """Adds the definition that `name` refers to in module `home`, and everything that it uses in turn."""
         if name in self.found:
             return
         for source in (*self.order, home):
             definition = source.lookup(name, self.order)
             if definition is not None:
-                self.found[name] = definition = _decided(definition, self.values)
+                self.found[name] = definition = _resolved(definition, self.values)
                 for used in definition.uses:
                     self.follow(used, _read(definition.home))
                 return
         if name in home.imports:
             known = self.imported.setdefault(name, home.imports[name])
             if known != home.imports[name]:
-                raise ValueError(f"{home.module} imports {name} as {home.imports[name]}, and another module as {known}")
+                raise ValueError(f"{home.module} imports {name} as {home.imports[name]}, and another module imports it as {known}")
 
     def imports(self) -> str:
-        """The imports, sorted as ruff would: the standard library, then the rest."""
+        """The imports, sorted as ruff sorts them: the standard library, then the rest."""
         from_module: dict[str, list[_Import]] = {}
         lines = {True: [], False: []}
         for one in sorted(self.imported.values(), key=lambda one: one.module):
@@ -346,7 +347,7 @@ class _Weave:
         return "\n\n".join("\n".join(group) for group in lines.values() if group)
 
     def constants(self, notes: Mapping[str, str]) -> str:
-        """The settings, those of the base first, each with its value and the comment on it."""
+        """The settings, the ones of the base first, each with its value and comment."""
         lines = []
         for one in self._in_order(constants=True):
             text = one.set_to(self.values[one.name]) if one.name in self.values else one.text
@@ -354,11 +355,11 @@ class _Weave:
         return "\n".join(lines)
 
     def program(self) -> list[str]:
-        """Data, model, then the functions in the order of the base, with a strategy's own helpers before what needs them."""
+        """Data, model, then the functions in the order of the base; a strategy's helpers precede the functions that use them."""
         return [one.text for one in self._in_order(constants=False)]
 
     def _in_order(self, constants: bool) -> list[_Definition]:
-        waiting = {one.name: one for one in sorted(self.found.values(), key=self._place) if bool(one.value) == constants}
+        waiting = {one.name: one for one in sorted(self.found.values(), key=self._position) if bool(one.value) == constants}
         ordered = []
 
         def take(one: _Definition) -> None:
@@ -371,8 +372,8 @@ class _Weave:
             take(waiting.pop(next(iter(waiting))))
         return ordered
 
-    def _place(self, one: _Definition) -> tuple[int, int]:
-        """Where a reader meets a definition: settings, data, model, program, the strategy's own."""
+    def _position(self, one: _Definition) -> tuple[int, int]:
+        """The sort key of a definition: settings, data, model, program, then the strategy's own definitions."""
         *_, workload, data, base = self.order
         if one.name in base.definitions:
             return (0 if one.value else 3, base.definitions[one.name].line)

@@ -1,7 +1,8 @@
-"""Spec: what is asked for, checked once. After this gate, code trusts its input.
+"""Spec: the description of one run, validated once. After this gate, code trusts its input.
 
-A Spec checks itself when it is made. What depends on the machine (how many GPUs, whether they know bf16, whether the data
-are there) is checked by `Spec.on(machine)`, which also fills in what was left open: so a Spec that was recorded elsewhere can be read here.
+A Spec validates itself when it is created. What depends on the machine (number of GPUs, support for bf16, availability of the data
+set) is checked by `Spec.on(machine)`, which also fills in the values that were left open. A Spec recorded on another machine can
+therefore be loaded on this one.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ if TYPE_CHECKING:
 DEVICES = ("auto", "cpu", "cuda")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 SCALINGS = ("weak", "strong")
-_MANY = 1_000_000_000  # more of anything is a slip of the keyboard
+_MANY = 1_000_000_000  # a larger value is almost certainly a typing error
 
 
 class SpecError(ValueError):
-    """An invalid Spec: `field` is its field, and the message one sentence with the value and how to fix it.
+    """An invalid Spec: `field` is the name of the field; the message is one sentence with the value and the fix.
 
     `extra` is the optional extra of the project whose packages are missing, if that is the reason.
     """
@@ -46,21 +47,20 @@ class SpecError(ValueError):
 
 
 def _number(default: int | None, minimum: int, maximum: int) -> Any:
-    """A numeric field with its bounds, which the command line reads too."""
+    """A numeric field with its bounds, which the command line also uses."""
     return field(default=default, metadata={"bounds": Number(int, minimum, maximum)})
 
 
 @dataclass(frozen=True)
 class Spec:
-    """One run, as asked for.
+    """The description of one run.
 
-    Either a `strategy` for a `workload`, or a `script` of the user's own with its `args`; with `as_module`, `script` is the name of a
-    module that runs as under `python -m`. `batch_size` is per rank under
-    weak scaling and for all ranks together under strong scaling. `nproc`, `data`, `batch_size` and `options` that
-    are left open take the defaults of strategy and workload; `steps` cuts a run short or stretches it over epochs.
-    `fault` is what goes wrong on purpose, one of `FAULTS`. One step in `sample_every` is looked at closely (0: only an
-    early one), and a rank that makes no progress for `hang_after` seconds is told of.
-    Raises `SpecError` for anything that cannot be meant.
+    Either a `strategy` for a `workload`, or a user's `script` with its `args`; with `as_module`, `script` is the name of a module that
+    runs as under `python -m`. `batch_size` is in samples: per rank under weak scaling, global under strong scaling. `nproc`, `data`,
+    `batch_size` and `options` default to the values of strategy and workload. `steps` is the number of optimizer steps of the run,
+    and may end it within an epoch or extend it over several. `fault` is the name of an injected fault, one of `FAULTS`. Every
+    `sample_every`-th step is profiled (0: only one early step). A rank that makes no progress for `hang_after` seconds is reported.
+    Raises `SpecError` for an invalid value or combination of values.
     """
 
     strategy: str | None = None
@@ -89,7 +89,7 @@ class Spec:
     as_module: bool = False
 
     def __new__(cls, *given: Any, **named: Any) -> Spec:
-        """Refuses unknown field names before the generated `__init__` does so in words of its own."""
+        """Rejects unknown field names with a `SpecError`, before the generated `__init__` raises `TypeError`."""
         check_fields(named)
         return super().__new__(cls)
 
@@ -127,28 +127,28 @@ class Spec:
 
     @property
     def name(self) -> str:
-        """What a run folder is called after: `ddp-x2`, or the script's own name."""
+        """The end of the run folder's name: the strategy or script, and the number of ranks, such as `ddp-x2`."""
         stem = self.strategy or self.script.replace("\\", "/").rsplit("/", 1)[-1].removesuffix(".py")
         return f"{stem}-x{self.nproc or 1}"
 
     @property
     def processes(self) -> int:
-        """Processes that torchrun starts: one for each device, but where a strategy drives several from one process."""
+        """Processes that torchrun starts: one per device, unless the strategy drives all devices from one process."""
         return self.nproc if self.script is not None else self.strategy_row.processes(self)
 
     @property
     def train_samples(self) -> int:
-        """Samples of one epoch, over all ranks."""
+        """Samples per epoch, over all ranks."""
         return self.samples or self.data_row.train
 
     @property
     def data_ranks(self) -> int:
-        """Different shares that each step's batch is split into."""
+        """Data-parallel ranks: the number of different shards that each step's batch is split into."""
         return self.strategy_row.data_ranks(self)
 
     @property
     def batch_per_rank(self) -> int:
-        """Samples that one rank trains on in a full step: the batch, or all samples of its shard where these are fewer."""
+        """Samples per rank in a full step: the batch, or the rank's whole shard of the data set if that is smaller."""
         return min(self._wanted_per_rank, self._shard)
 
     @property
@@ -157,51 +157,51 @@ class Spec:
 
     @property
     def _shard(self) -> int:
-        """Samples of one rank in an epoch, rounded up as `DistributedSampler` does."""
+        """Samples of one rank per epoch, rounded up as `DistributedSampler` does."""
         return math.ceil(self.train_samples / self.data_ranks)
 
     @property
     def global_batch(self) -> int:
-        """Samples that all ranks together train on in a full step."""
+        """The global batch size: samples of a full step, over all ranks."""
         return self.batch_per_rank * self.data_ranks
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of one epoch: the samples of every rank's shard, divided by its batch and rounded up."""
+        """Steps per epoch: the samples of a rank's shard divided by its batch, rounded up."""
         return math.ceil(self._shard / self.batch_per_rank)
 
     @property
     def total_steps(self) -> int | None:
-        """Steps of the whole run; None for a script of one's own, which alone knows."""
+        """Steps of the whole run; None for a user's script, because only the script knows."""
         if self.script is not None:
             return None
         return self.steps or self.epochs * self.steps_per_epoch
 
     @property
     def batch_sentence(self) -> str:
-        """The batch in words: `128 per rank × 2 = 256 in all · 235 steps an epoch`."""
-        return f"{self.batch_per_rank} per rank × {self.data_ranks} = {self.global_batch} in all · {self.steps_per_epoch:,} steps an epoch"
+        """The batch in words: `128 per rank × 2 = 256 global · 235 steps per epoch`."""
+        return f"{self.batch_per_rank} per rank × {self.data_ranks} = {self.global_batch} global · {self.steps_per_epoch:,} steps per epoch"
 
     # ---- on a machine
 
     def on(self, machine: Machine) -> Spec:
-        """The same Spec with device and number of processes settled for `machine`; `SpecError` where it cannot run there."""
+        """The same Spec with device and number of ranks resolved for `machine`; `SpecError` if it cannot run there."""
         device = self.device
         if device == "auto":
             device = "cuda" if machine.gpus else "cpu"
         if device == "cuda" and not machine.gpus:
-            raise SpecError("device", f"device cuda was asked for, and {machine.no_gpu_reason}; use --device cpu")
+            raise SpecError("device", f"--device cuda is not available: {machine.no_gpu_reason}; use --device cpu")
         nproc = self.nproc or machine.default_nproc(device)
         if device == "cuda" and nproc > len(machine.gpus):
             raise SpecError(
                 "nproc",
-                f"{nproc} ranks were asked for, and this machine has {_count(len(machine.gpus), 'GPU')}; "
+                f"--nproc {nproc} exceeds the {_count(len(machine.gpus), 'GPU')} of this machine; "
                 f"use --nproc {len(machine.gpus)}, or --device cpu for CPU ranks",
             )
         if device == "cpu" and nproc > machine.max_cpu_ranks:
             raise SpecError(
                 "nproc",
-                f"{nproc} CPU ranks were asked for, and {machine.max_cpu_ranks} are the most for "
+                f"--nproc {nproc} exceeds the maximum of {machine.max_cpu_ranks} CPU ranks for "
                 f"{_count(machine.cores, 'core')}; use --nproc {machine.max_cpu_ranks}",
             )
         settled = replace(self, device=device, nproc=nproc)
@@ -223,7 +223,7 @@ class Spec:
         return settled
 
     def with_checkpoint(self) -> Spec:
-        """The same Spec with `resume` naming one verified checkpoint; `SpecError` if it cannot resume from that."""
+        """The same Spec with `resume` set to one verified checkpoint; `SpecError` if the run cannot resume from it."""
         if self.resume is None:
             return self
         try:
@@ -234,13 +234,13 @@ class Spec:
     # ---- to and from JSON
 
     def to_json(self) -> dict[str, Any]:
-        """A dict of plain values, as `spec.json` holds it."""
+        """A dict of plain values, as stored in `spec.json`."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
         return plain | {"options": dict(self.options), "args": list(self.args)}
 
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> Spec:
-        """The Spec of a `spec.json`; fields that this version does not know are passed over."""
+        """The Spec of a `spec.json`; fields unknown to this version are ignored."""
         known = {f.name for f in fields(cls)}
         return cls(**{name: value for name, value in given.items() if name in known})
 
@@ -262,16 +262,16 @@ class Spec:
 
     def _complete_training(self) -> None:
         if self.args or self.as_module:
-            what = f"args {shown(self.args)} go" if self.args else "as_module goes"
-            raise SpecError("args" if self.args else "as_module", f"{what} with a script of your own; name it with script='train.py'")
+            what = f"args={shown(self.args)}" if self.args else "as_module=True"
+            raise SpecError("args" if self.args else "as_module", f"{what} applies only to your own script; name it with script='train.py'")
         strategy = self._row("strategy", "ddp" if self.strategy is None else self.strategy, STRATEGIES)
         workload = self._row("workload", "cnn" if self.workload is None else self.workload, WORKLOADS)
         data = workload.data[0] if self.data is None else self.data
         self._one_of("data", data, tuple(DATA))
         if data not in workload.data:
-            raise SpecError("data", f"{workload.name} cannot learn from {data!r}; it learns from {_either(workload.data)}")
+            raise SpecError("data", f"{workload.name} cannot train on {data!r}; use --data {' or '.join(workload.data)}")
         if self.epochs is not None and self.steps is not None:
-            raise SpecError("steps", f"both epochs ({self.epochs}) and steps ({self.steps}) were given; give one of them")
+            raise SpecError("steps", f"epochs ({self.epochs}) and steps ({self.steps}) exclude each other; give one of them")
         self._settle(
             strategy=strategy.name,
             workload=workload.name,
@@ -283,19 +283,19 @@ class Spec:
         )
         most = self.data_row.most
         if most is not None and self.train_samples > most:
-            raise SpecError("samples", f"{self.samples} samples were asked for, and {data} has {most} to train on; use --samples {most}")
+            raise SpecError("samples", f"--samples {self.samples} exceeds the {most} training samples of {data}; use --samples {most}")
         limit = strategy.limit(self)
         if limit:
             raise SpecError("strategy", limit)
         if self.fault is not None:
-            impossible = self._row("fault", self.fault, FAULTS).limit(self)
-            if impossible:
-                raise SpecError("fault", impossible)
+            refusal = self._row("fault", self.fault, FAULTS).limit(self)
+            if refusal:
+                raise SpecError("fault", refusal)
         if self.nproc is not None:
             self._check_batch()
 
     def _check_script(self) -> None:
-        asked = {
+        given = {
             "strategy": self.strategy,
             "workload": self.workload,
             "data": self.data,
@@ -312,10 +312,10 @@ class Spec:
             "seed": self.seed or None,
             "scaling": self.scaling if self.scaling != "weak" else None,
         }
-        for name, value in asked.items():
+        for name, value in given.items():
             if value is not None:
-                flag, own = name.replace("_", "-"), self.script
-                raise SpecError(name, f"{flag} {shown(value)} goes with a strategy; the script {own} sets its own (pass it after --)")
+                flag = name.replace("_", "-")
+                raise SpecError(name, f"{flag} {shown(value)} applies only to a strategy; pass it to the script {self.script} after --")
 
     def _check_batch(self) -> None:
         ranks = self.data_ranks
@@ -324,29 +324,29 @@ class Spec:
             near = [size for size in (below, below + ranks) if size]
             raise SpecError(
                 "batch_size",
-                f"a global batch of {self.batch_size} cannot be shared by {ranks} ranks; use {' or '.join(map(str, near))}, "
-                "or weak scaling for a batch per rank",
+                f"a global batch of {self.batch_size} is not divisible by {ranks} ranks; use --batch-size {' or '.join(map(str, near))}, "
+                "or --scaling weak for a batch size per rank",
             )
         if self.train_samples < ranks:
             most = self.data_row.most
             more = "" if most is not None and most < ranks else f"--samples {ranks} or more, or "
             raise SpecError(
                 "samples",
-                f"{self.train_samples} samples cannot be divided among {ranks} ranks; use {more}at most {self.train_samples} ranks",
+                f"{self.train_samples} samples are too few for {ranks} ranks; use {more}at most {self.train_samples} ranks",
             )
-        # A default batch is reduced to the shard silently: every figure that is shown says so.
+        # A default batch is reduced to the shard silently: every displayed figure shows the reduced batch.
         if self._wanted_per_rank > self._shard and self.batch_size != self.workload_row.batch_size:
             fits = self._shard if self.scaling == "weak" else self._shard * ranks
             raise SpecError(
                 "batch_size",
-                f"a batch of {self._wanted_per_rank} per rank was asked for, and a rank has {self._shard} samples in an epoch; "
+                f"a batch of {self._wanted_per_rank} per rank exceeds the {self._shard} samples that a rank has per epoch; "
                 f"use --batch-size {fits}, or more --samples",
             )
-        parts = self.options.get("accumulate", 1)
-        if parts > self.batch_per_rank:
+        micro_batches = self.options.get("accumulate", 1)
+        if micro_batches > self.batch_per_rank:
             raise SpecError(
                 "options",
-                f"accumulate={parts} splits a batch of {self.batch_per_rank} samples into more micro-batches than it has samples; "
+                f"accumulate={micro_batches} splits a batch of {self.batch_per_rank} samples into more micro-batches than samples; "
                 f"use accumulate={self.batch_per_rank} or less",
             )
 
@@ -356,15 +356,15 @@ class Spec:
                 raise SpecError("options", f"{strategy.name} has no option {name}: {reason}")
         for name in ("save_every", "resume"):
             if name in strategy.lacks and getattr(self, name) is not None:
-                raise SpecError(name, f"{strategy.name} writes no checkpoints: {strategy.lacks[name]}")
+                raise SpecError(name, f"{strategy.name} does not support checkpoints: {strategy.lacks[name]}")
         if self.precision in strategy.lacks:
-            raise SpecError("precision", f"{strategy.name} does not train in {self.precision}: {strategy.lacks[self.precision]}")
+            raise SpecError("precision", f"{strategy.name} does not support {self.precision}: {strategy.lacks[self.precision]}")
         known: dict[str, Option] = {option.name: option for option in strategy.all_options + workload.options}
         settled = {name: option.default for name, option in known.items()}
         for name, value in dict(self.options).items():
             if name not in known:
-                there = _either(tuple(known)) if known else "none"
-                raise SpecError("options", f"{strategy.name} with {workload.name} has no option {name!r}; there is {there}")
+                names = ", ".join(known) or "there are none"
+                raise SpecError("options", f"{strategy.name} with {workload.name} has no option {name!r}; options: {names}")
             try:
                 settled[name] = known[name].parse(value)
             except ValueError as error:
@@ -373,16 +373,16 @@ class Spec:
 
     def _check_precision(self, machine: Machine) -> None:
         if self.precision == "fp16" and self.device == "cpu":
-            raise SpecError("precision", "fp16 was asked for on CPU ranks, which train in fp32 or bf16; use --precision fp32")
+            raise SpecError("precision", "--precision fp16 is not supported on CPU ranks; use --precision fp32 or bf16")
         if self.precision == "tf32" and self.device == "cpu":
-            raise SpecError("precision", "tf32 was asked for on CPU ranks, and only GPUs have it; use --precision fp32")
+            raise SpecError("precision", "--precision tf32 is not supported on CPU ranks, only on GPUs; use --precision fp32")
         if self.precision in ("tf32", "bf16") and self.device == "cuda":
             for gpu in machine.gpus[: self.nproc]:
                 if gpu.capability < (8, 0):
                     raise SpecError(
                         "precision",
-                        f"{self.precision} was asked for, and {gpu.name} (capability {gpu.capability[0]}.{gpu.capability[1]}) has none; "
-                        "use --precision fp16",
+                        f"--precision {self.precision} needs a GPU of compute capability 8.0 or newer, and {gpu.name} has "
+                        f"{gpu.capability[0]}.{gpu.capability[1]}; use --precision fp16",
                     )
 
     def _settle(self, **values: Any) -> None:
@@ -397,23 +397,23 @@ class Spec:
     @staticmethod
     def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
         if not isinstance(value, str) or value not in allowed:
-            raise SpecError(name, f"{name} {shown(value)} is not known; there is {_either(allowed)}")
+            raise SpecError(name, f"{name} must be one of {', '.join(allowed)}, got {shown(value)}")
 
 
 def bounds_of(name: str) -> Number | None:
-    """The bounds of a numeric field; None of a field of another type."""
+    """The bounds of a numeric field; None for a field of another type."""
     return Spec.__dataclass_fields__[name].metadata.get("bounds")
 
 
 def check_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a Spec by name, each checked by itself: unknown names and numbers out of bounds raise `SpecError`."""
+    """Fields of a Spec by name, each checked separately: unknown names and numbers out of bounds raise `SpecError`."""
     known = Spec.__dataclass_fields__
     checked = {}
     for name, value in given.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f" (did you mean {near[0]}?)" if near else ""
-            raise SpecError(name, f"there is no field {shown(name)}{hint}; the fields are {', '.join(known)}")
+            raise SpecError(name, f"Spec has no field {shown(name)}{hint}; fields: {', '.join(known)}")
         bounds, is_open = bounds_of(name), value is None and known[name].default is None
         if bounds is not None and not is_open:
             value = _checked(name, bounds.check, "--" + name.replace("_", "-"), value)
@@ -430,9 +430,9 @@ def _checked(field_name: str, check: Callable[..., Any], *given: Any) -> Any:
 
 
 def _compiler_missing(spec: Spec) -> str | None:
-    wanted = os.environ.get("CXX", "g++")
-    if spec.options.get("compile") and not shutil.which(wanted):
-        return f"compile needs a C++ compiler, and {wanted} is not on the PATH; install one (Debian: apt install g++), or leave compile out"
+    compiler = os.environ.get("CXX", "g++")
+    if spec.options.get("compile") and not shutil.which(compiler):
+        return f"compile needs a C++ compiler, and {compiler} is not on the PATH; install it (apt install g++), or use compile=false"
     return None
 
 
@@ -448,7 +448,7 @@ def _too_many_workers(spec: Spec, machine: Machine) -> str | None:
     if each * ranks <= machine.max_workers:
         return None
     return (
-        f"workers={each} on {ranks} ranks starts {each * ranks} processes, and {machine.max_workers} are the most for "
+        f"workers={each} on {ranks} ranks starts {each * ranks} processes, more than the maximum of {machine.max_workers} for "
         f"{_count(machine.cores, 'core')}; use workers={machine.max_workers // ranks} or less"
     )
 
@@ -460,19 +460,15 @@ def _too_many_samples(spec: Spec, machine: Machine) -> str | None:
         return None
     fits = machine.memory // (each * ranks)
     return (
-        f"{spec.train_samples} samples of {spec.data} take {size(spec.train_samples * each)} on each of {ranks} ranks, and this machine "
-        f"has {size(machine.memory)}; use --samples {fits} or less"
+        f"{spec.train_samples} samples of {spec.data} need {size(spec.train_samples * each)} on each of {ranks} ranks, and this machine "
+        f"has {size(machine.memory)} of memory; use --samples {fits} or less"
     )
 
 
 def _precision(machine: Machine, spec: Spec) -> str:
-    """What is right where nothing was said: fp16 for GPUs with tensor cores for it and none for bf16, such as a T4; else fp32."""
+    """The default precision: fp16 for GPUs with tensor cores for fp16 but not for bf16, such as a T4; otherwise fp32."""
     old = spec.device == "cuda" and any((7, 0) <= gpu.capability < (8, 0) for gpu in machine.gpus[: spec.nproc])
     return "fp16" if old and "fp16" not in spec.strategy_row.lacks else "fp32"
-
-
-def _either(names: tuple[str, ...]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _count(number: int, thing: str) -> str:

@@ -1,4 +1,4 @@
-"""Runs as Python objects: starting one and following it (`handle`), several strategies one after another (`comparing`).
+"""Runs as Python objects: starting and following one run (`handle`), comparing several strategies (`comparing`).
 
-It never imports front ends or torch; what a run can draw is loaded when it is drawn.
+It never imports front ends or torch; figures are imported when they are created.
 """

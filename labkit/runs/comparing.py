@@ -1,7 +1,4 @@
-"""The same training by several strategies, one run after another.
-
-`plan` settles all Specs before the first starts, `Comparing` runs them.
-"""
+"""Comparison of strategies on the same training: `plan` resolves all Specs before the first run, `Comparing` runs them in turn."""
 
 from __future__ import annotations
 
@@ -23,20 +20,20 @@ if TYPE_CHECKING:
 
 
 def plan(strategies: Sequence[str] | str, **fields: Any) -> tuple[list[Spec], dict[str, str]]:
-    """The Specs of a comparison as this machine would run them, the baseline first, and what is left out, with the reason.
+    """The Specs of a comparison, resolved for this machine, the baseline first; and the excluded strategies with the reason.
 
-    `strategies` are names, or "all": then those that cannot run are left out, where otherwise the first of them raises `SpecError`.
-    `fields` are those of Spec. The global batch is the same for all (`scaling` is strong if nothing is said), and an option goes to
-    the strategies that have it. The baseline is added where it can run.
+    `strategies` are names, or "all". With "all", strategies that cannot run here are excluded; otherwise the first of them raises
+    `SpecError`. `fields` are fields of Spec. The global batch size is the same for all strategies (`scaling` defaults to strong), and
+    an option applies to the strategies that have it. The baseline is added if it can run.
     """
     everything = isinstance(strategies, str) and strategies == "all"
     names = list(STRATEGIES) if everything else _names(strategies)
     check_fields(fields)
     for name in ("strategy", "script", "args", "as_module"):
         if name in fields:
-            raise SpecError(name, f"{name} does not go with a comparison, which runs strategies; name them in the first argument")
+            raise SpecError(name, f"{name} cannot be used in a comparison; name the strategies in the first argument")
     if not names:
-        raise SpecError("strategies", f"no strategy was named; name some of {', '.join(STRATEGIES)}, or all")
+        raise SpecError("strategies", f"strategies must not be empty; name some of {', '.join(STRATEGIES)}, or all")
     specs, left_out = [], {}
     for name in dict.fromkeys((BASELINE, *names)):
         try:
@@ -46,18 +43,18 @@ def plan(strategies: Sequence[str] | str, **fields: Any) -> tuple[list[Spec], di
                 raise SpecError(error.field, f"{name} cannot be compared: {error}") from None
             left_out[name] = str(error)
     if not specs:
-        raise SpecError("strategies", f"none of them can run here; the first says: {next(iter(left_out.values()))}")
+        raise SpecError("strategies", f"no strategy can run on this machine; the first reason: {next(iter(left_out.values()))}")
     return specs, left_out
 
 
 def _names(strategies: Sequence[str] | str) -> list[str]:
-    """The strategies that were named, each once; a single name may stand without a list."""
+    """The strategies, without duplicates; a single name does not need a list."""
     if not isinstance(strategies, (str, list, tuple, set, frozenset, Mapping)):
-        raise SpecError("strategies", f"strategies must be a list of names such as ['ddp', 'fsdp2'], or 'all'; got {shown(strategies)}")
+        raise SpecError("strategies", f"strategies must be a list of names such as ['ddp', 'fsdp2'], or 'all', got {shown(strategies)}")
     names = [strategies] if isinstance(strategies, str) else list(strategies)
     for name in names:
         if not isinstance(name, str) or name not in STRATEGIES:
-            raise SpecError("strategies", f"strategy {shown(name)} is not known; there is {', '.join(STRATEGIES)}, or all")
+            raise SpecError("strategies", f"strategy must be one of {', '.join(STRATEGIES)}, or all, got {shown(name)}")
     return list(dict.fromkeys(names))
 
 
@@ -70,16 +67,16 @@ def _settled(name: str, names: Sequence[str], **fields: Any) -> Spec:
         asked["nproc"] = row.default_nproc
     given = asked.get("options", {})
     if not isinstance(given, Mapping):
-        return settle(name, **asked)  # refuses them
+        return settle(name, **asked)  # raises SpecError
     elsewhere = {option.name for other in names for option in STRATEGIES[other].all_options} - {option.name for option in row.all_options}
     asked["options"] = {option: value for option, value in given.items() if option not in elsewhere}
     return settle(name, **asked)
 
 
 class Comparing:
-    """Runs the Specs one after another, in a thread of its own; `rows` are the figures at any moment.
+    """Runs the Specs one after another in a separate thread; `rows` has the current figures.
 
-    `show` draws it when it is the last line of a notebook's cell; without it, the cell shows its repr.
+    `show` displays the comparison if it is the last expression of a notebook cell; without it, the cell displays the repr.
     """
 
     def __init__(
@@ -98,23 +95,23 @@ class Comparing:
         self._error: BaseException | None = None
         self._stopping = threading.Event()
         self._badges: dict[str, Badge] = {}
-        self.shown_in: int | None = None  # the cell that showed it last
+        self.shown_in: int | None = None  # the cell that displayed it last
         self._thread = threading.Thread(target=self._work, daemon=True, name="labkit compare")
 
     def start(self) -> Comparing:
-        """Begins, and returns at once."""
+        """Starts the runs and returns at once."""
         self._thread.start()
         return self
 
     def stop(self) -> None:
-        """Ends the run that is under way; those that have not begun do not begin."""
+        """Stops the current run and skips the remaining ones."""
         self._stopping.set()
         for one in self._runs[-1:]:
             one.stop()
         self.wait()
 
     def wait(self, timeout: float | None = None) -> Comparing:
-        """Waits until all have run. Raises what kept a run from being started."""
+        """Waits until all runs are over, at most `timeout` seconds. Raises the error of a run that could not be started."""
         timeout = check_seconds("timeout", timeout)
         self._thread.join(timeout)
         if self._error is not None:
@@ -126,15 +123,15 @@ class Comparing:
         return f"<Comparing {', '.join(spec.strategy_row.title for spec in self.specs)}: {sum(over)} of {len(over)} over>"
 
     def _ipython_display_(self) -> None:
-        """Shows it as the last line of a notebook's cell, unless it was shown in the same cell."""
+        """Displays the comparison as the last expression of a notebook cell, unless the same cell has displayed it already."""
         if self._show is None or not in_notebook():
-            raise NotImplementedError  # IPython takes the repr then
+            raise NotImplementedError  # IPython then displays the repr
         if self.shown_in != cell():
             self._show(self)
 
     @property
     def over(self) -> bool:
-        """Whether nothing runs any more."""
+        """Whether all runs are over."""
         return self._thread.ident is not None and not self._thread.is_alive()
 
     @property
@@ -144,7 +141,7 @@ class Comparing:
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """A row for each Spec, in order."""
+        """One row per Spec, in order."""
         started = self.runs
         known = [(one.folder, one.state) for one in started]
         waiting = [Row(spec.strategy, spec.strategy_row.title, spec.workload, devices=spec.nproc) for spec in self.specs[len(started) :]]
@@ -153,11 +150,11 @@ class Comparing:
         return (*rows(known, self._badges), *waiting)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything in one dict of plain values."""
+        """The comparison as a dict of plain values."""
         return document(self.rows, self.left_out)
 
     def figure(self) -> go.Figure:
-        """The charts as they are now, as one plotly figure."""
+        """The current charts as one plotly figure."""
         from labkit.figures.comparison import figure
 
         found = self.rows
@@ -170,8 +167,8 @@ class Comparing:
                     return
                 started = run(spec, cold=self._cold)
                 self._runs.append(started)
-                if self._stopping.is_set():  # who stopped had not seen this one yet
+                if self._stopping.is_set():  # stop() was called before this run was listed
                     started.stop()
                 started.wait()
-        except BaseException as error:  # it is raised again where somebody waits
+        except BaseException as error:  # wait() raises it again
             self._error = error

@@ -1,6 +1,6 @@
-"""The Python handle: `run("ddp", nproc=2)` starts a run and gives a `Run`, which knows everything that is in its folder.
+"""The Python API of runs: `run("ddp", nproc=2)` starts a run and returns a `Run`, which gives access to everything in its folder.
 
-Plotly is loaded by the call that needs it.
+Plotly is imported by the calls that need it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from labkit.setup.progress import Reading
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-_LOOK = 0.5  # seconds between two looks at what was found
+_POLL_INTERVAL = 0.5  # seconds between two checks of a run's state
 
 
 def run(
@@ -45,10 +45,10 @@ def run(
     """Starts a run on this machine and returns at once.
 
     `what` is a strategy's name, the path of a script (it ends in `.py`), or a `Spec`; `fields` are the Spec's other fields, such as
-    `nproc=2`, `steps=100`, or `args=[...]` for a script of your own; with `as_module=True`, `what` is the name of a module.
+    `nproc=2`, `steps=100`, or `args=[...]` for your own script; with `as_module=True`, `what` is the name of a module.
     The run ends with this process, unless it is `detached`. `stdin` is a file descriptor that all ranks inherit as their standard
-    input, as under torchrun; without it that is empty. The first run of a session starts cold, and once it is under way a warm server
-    is started, from which the next ones are forked; a `cold` run is started by torchrun itself.
+    input, as under torchrun (default: empty input). The first run of a session starts cold; then a warm server is started, which forks
+    the ranks of later runs. A `cold` run is always started by torchrun.
     Raises `SpecError` before anything is created, and `LaunchError` if the run cannot be started.
     """
     check_flag("detached", detached)
@@ -60,35 +60,36 @@ def run(
 
 
 def prepare_after(job: Job) -> None:
-    """Starts a warm server for later runs once the ranks of this one have started: importing torch would slow them down."""
+    """Starts a warm server for later runs after the ranks of this run have started, because importing torch would slow them down."""
 
     def prepare_then() -> None:
         while job.state == "starting":
-            time.sleep(_LOOK)
+            time.sleep(_POLL_INTERVAL)
         prepare()
 
     threading.Thread(target=prepare_then, daemon=True, name="labkit warm server").start()
 
 
 def settle(what: str | os.PathLike[str] | Spec, **fields: Any) -> Spec:
-    """The Spec that `run` would start with the same arguments, with all that this machine decides; `SpecError` if it cannot run."""
+    """The Spec that `run` would start with the same arguments, resolved for this machine; `SpecError` if it cannot run."""
     check_fields(fields)
     spec = located(replace(what, **fields) if isinstance(what, Spec) else Spec(**_named(what, fields), **fields))
     if spec.as_module:
         _check_module(spec.script)
     elif spec.script is not None and not os.path.isfile(spec.script):  # noqa: PTH113 as above
-        raise SpecError("script", f"there is no script {shown(spec.script)} in {Path.cwd()}; give the path of a Python file")
+        raise SpecError("script", f"{Path.cwd()} has no script {shown(spec.script)}; give the path of a Python file")
     return spec.on(Machine.here())
 
 
 def _named(what: Any, fields: Mapping[str, Any]) -> dict[str, str]:
     """`what` as a field of Spec: a script or a strategy."""
     if not isinstance(what, (str, os.PathLike)):
-        raise SpecError("strategy", f"a strategy's name, the path of a script or a Spec can be run, got {shown(what)}")
+        raise SpecError("strategy", f"what must be a strategy, the path of a script or a Spec, got {shown(what)}")
     field = "script" if fields.get("as_module") or str(what).endswith(".py") else "strategy"
-    twice = {"strategy", "script"} & fields.keys()
-    if twice:
-        raise SpecError(min(twice), f"both {shown(what)} and {min(twice)}={shown(fields[min(twice)])} were given; give one of them")
+    duplicates = {"strategy", "script"} & fields.keys()
+    if duplicates:
+        name = min(duplicates)
+        raise SpecError(name, f"{shown(what)} and {name}={shown(fields[name])} exclude each other; give one of them")
     return {field: os.fspath(what)}
 
 
@@ -96,7 +97,7 @@ def _check_module(name: str) -> None:
     """`SpecError` if no module of this name is found, without importing anything."""
     first, *rest = name.split(".")
     if not all(part.isidentifier() for part in (first, *rest)):
-        raise SpecError("script", f"{shown(name)} is not the name of a module; write package.module, or give the path of a script")
+        raise SpecError("script", f"module must be a name such as package.module, got {shown(name)}; to run a file, omit -m")
     found = PathFinder.find_spec(first, [str(Path.cwd()), *sys.path])
     paths = [Path(place, *rest) for place in (found and found.submodule_search_locations) or ()]
     if rest or paths:
@@ -104,7 +105,7 @@ def _check_module(name: str) -> None:
     else:
         there = found is not None
     if not there:
-        raise SpecError("script", f"there is no module {name} that can run as a script, in {Path.cwd()} or on the path of {sys.executable}")
+        raise SpecError("script", f"no module {name} that can run as a script was found in {Path.cwd()} or on the path of {sys.executable}")
 
 
 def _descriptor(stdin: int | None) -> int | None:
@@ -120,9 +121,9 @@ def _descriptor(stdin: int | None) -> int | None:
 
 
 def place(nproc: int) -> dict[str, Any]:
-    """Where this many ranks run on this machine, as fields of a Spec: on GPUs if there are enough of them, else as CPU ranks.
+    """`nproc` and `device` for this many ranks on this machine: GPUs if there are enough, otherwise CPU ranks.
 
-    Raises `SpecError` for a number of ranks that no machine has.
+    Raises `SpecError` if the number of ranks is out of bounds.
     """
     try:
         nproc = bounds_of("nproc").check("nproc", nproc)
@@ -132,7 +133,7 @@ def place(nproc: int) -> dict[str, Any]:
 
 
 def located(spec: Spec) -> Spec:
-    """The same Spec with `resume` as a path if it is the name of a run; `SpecError` if there is no such run."""
+    """The same Spec, with `resume` converted to a path if it is the name of a run; `SpecError` if there is no such run."""
     if spec.resume is None or os.path.isdir(spec.resume):  # noqa: PTH112 pathlib raises for a name that is too long for a path
         return spec
     try:
@@ -142,7 +143,7 @@ def located(spec: Spec) -> Spec:
 
 
 class Run:
-    """One run: its state as of now, its figures and logs, and the ways to wait for it and to stop it."""
+    """One run: its current state, figures and logs; methods wait for it and stop it."""
 
     def __init__(self, job: Job):
         check_type("job", job, Job, "a Job; start a run with run(), or open a recorded one with Run.attach()")
@@ -156,7 +157,7 @@ class Run:
 
     @classmethod
     def attach(cls, name: str | os.PathLike[str] = "last") -> Run:
-        """A run that was started before, running or over: its name, the start or end of it, its path, or `last`.
+        """An existing run, in progress or over: by its name, the start or end of its name, its path, or `last`.
 
         Raises `LookupError` if there is no such run.
         """
@@ -169,12 +170,12 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The run's name, which is its folder's."""
+        """The name of the run and of its folder."""
         return self.folder.name
 
     @property
     def state(self) -> RunState:
-        """Everything that is known of the run up to now."""
+        """The current state of the run."""
         self._follower.poll()
         return self._follower.state
 
@@ -184,10 +185,10 @@ class Run:
         return self.state.words
 
     def wait(self, timeout: float | None = None, until: str | None = None) -> Run:
-        """Waits until the run is over, `timeout` seconds at most, or until a finding of the name `until` is there.
+        """Waits until the run is over, until it has a finding named `until`, or for at most `timeout` seconds.
 
-        A run that hangs is never over by itself: `wait(until="hang")` returns. An interrupt stops the run and is raised again.
-        Raises `ValueError` for a finding that does not exist.
+        A run that hangs is never over; `wait(until="hang")` returns. `KeyboardInterrupt` stops the run and is raised again.
+        Raises `ValueError` for an unknown finding.
         """
         timeout = check_seconds("timeout", timeout)
         if until is not None:
@@ -203,44 +204,44 @@ class Run:
         return self
 
     def _wait_for(self, finding: str, timeout: float | None) -> None:
-        last = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else time.monotonic() + timeout
         while not any(one.name == finding for one in self.findings()) and self._job.state not in OVER:
-            if last is not None and time.monotonic() > last:
+            if deadline is not None and time.monotonic() > deadline:
                 return
-            time.sleep(_LOOK)
+            time.sleep(_POLL_INTERVAL)
 
     def stop(self) -> Run:
-        """Ends the run; returns when no process of it is left. A run that is over is left as it is."""
+        """Stops the run and returns when all of its processes have ended. A run that is over is not changed."""
         self._job.stop()
         return self
 
     def summary(self) -> dict[str, Any]:
-        """The figures of the run so far, in the shape of `labkit run --json`."""
+        """The current figures of the run, in the format of `labkit run --json`."""
         return summarise(self.state, self.name)
 
     def findings(self) -> Findings:
-        """What is wrong, slow or large by what is known up to now, the gravest first, each with evidence, cause and way out."""
+        """The current findings (errors, slow steps, high memory use), most severe first, each with evidence, cause and fix."""
         return Findings(findings(self.state))
 
     def ledger(self) -> Ledger:
-        """What the ranks sent in a step, by operation, beside what theory says; empty until a step was looked at."""
+        """The traffic of a step by operation, measured and expected (analytical); empty until a step was profiled."""
         return Ledger(ledger(self.state))
 
     def figure(self, name: str = "loss") -> go.Figure:
-        """One of the run's figures as it is now: loss, throughput, memory, phases, timeline, memory_by_owner or memory_of_step."""
+        """One current figure of the run: loss, throughput, memory, phases, timeline, memory_by_owner or memory_of_step."""
         from labkit.figures import figure
 
         return figure(name, self.state)
 
     def capture(self, snapshot: bool = False) -> int:
-        """Has all ranks look closely at a step that is to come, and gives its number; with `snapshot` CUDA's allocator is recorded too.
+        """Asks all ranks to profile a later step and returns its number; `snapshot` also records the CUDA allocator.
 
         Raises `LookupError` for a run that is over.
         """
         check_flag("snapshot", snapshot)
         state = self.state
         if state.over:
-            raise LookupError(f"run {self.name} is over; only one that trains can be looked at")
+            raise LookupError(f"run {self.name} is over; only a run in progress can be profiled")
         return ask(self.folder, state, snapshot)
 
     def trace(self, path: str | os.PathLike[str] | None = None) -> Path:
@@ -253,12 +254,12 @@ class Run:
             raise ValueError(f"path must be a file in a folder that exists, got {shown(str(path))}")
         state = self.state
         if not any(rank.timelines for rank in state.ranks.values()):
-            raise LookupError(f"{self.name} has no profiled step; run with sample_every=50, or ask a running one with capture()")
+            raise LookupError(f"{self.name} has no profiled step; run with sample_every=50, or call capture() during a run")
         write_trace(state, path)
         return path
 
     def logs(self, rank: int = 0, stream: str = "stdout") -> str:
-        """Everything that one rank wrote to `stdout` or `stderr`, all attempts in order; empty if it has written nothing yet.
+        """The complete `stdout` or `stderr` of one rank, all attempts in order; empty if there is no output yet.
 
         Raises `LookupError` for a rank that the run does not have.
         """
@@ -267,11 +268,11 @@ class Run:
         return b"".join(whole(lambda: self.log_paths(rank, stream), opened=self.folder.open)).decode(errors="replace")
 
     def log_paths(self, rank: int, stream: str) -> list[Path]:
-        """The files of one rank's output, by attempt."""
+        """The output files of one rank, by attempt."""
         return [path for (_, of), path in self.folder.log_files(stream).items() if of == rank]
 
     def check_rank(self, rank: int) -> None:
-        """Raises `LookupError` for a rank that the run does not have, as far as its number of ranks is known."""
+        """Raises `LookupError` for a rank that the run does not have, if its number of ranks is known."""
         ranks = self.state.world_size
         if isinstance(rank, bool) or not isinstance(rank, int):
             raise TypeError(f"rank must be an integer from 0 to {max(ranks, 1) - 1}, got {shown(rank)}")

@@ -1,4 +1,4 @@
-"""Which kind of kernel this process is: of a notebook with a person, of one that nobody watches, or none."""
+"""Detects whether this process is the kernel of an interactive notebook, of a headless notebook, or not a kernel."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import sys
 
 
 def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook: then IPython is there already."""
+    """Whether this process is the kernel of a notebook, which has imported IPython already."""
     ipython = sys.modules.get("IPython")
     return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
 def cell() -> int:
-    """The number of the notebook's cell that runs now."""
+    """The execution count of the current notebook cell."""
     return sys.modules["IPython"].get_ipython().execution_count
 
 
 def headless() -> bool:
-    """Whether nobody watches this kernel: a cell must then not return before its run has ended.
+    """Whether this kernel is headless, so that a cell must not return before its run is over.
 
-    A front end with a person says in each request that it could ask for input; nbclient, papermill and Kaggle's batch runs do not.
+    Interactive front ends set `allow_stdin` in each request; nbclient, papermill and Kaggle's batch runs do not.
     """
     if os.environ.get("KAGGLE_KERNEL_RUN_TYPE", "").lower() == "batch":
         return True

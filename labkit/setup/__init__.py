@@ -1,4 +1,4 @@
-"""Before anything runs: the environment (`bootstrap`, `environment`), what torch answers (`preflight`), what this machine has (`machine`).
+"""Setup before a run: the Python environment (`bootstrap`, `environment`), checks of torch (`preflight`), this machine (`machine`).
 
-`bootstrap`, `environment` and `progress` use the standard library only. It never imports rooms other than `common`.
+`bootstrap`, `environment` and `progress` use only the standard library. From labkit, only `common` is imported.
 """

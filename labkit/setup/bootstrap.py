@@ -1,11 +1,11 @@
-"""The environment that a command needs: the one that is active where it serves, else `.venv` in the clone. Standard library only.
+"""The environment for a command: the active one if it is suitable, otherwise `.venv` in the clone. Standard library only.
 
-The first rule that holds decides:
+The first rule that applies decides:
 
-1. this Python has everything that the command needs: it is used as it is;
-2. the active environment has a torch that serves: only what it lacks is added, and everything that is there is held at its version;
-3. `.venv` is made in the clone, with the tested versions, and the command starts over in it. What stands in `.venv/labkit.json` says
-   for what it was made, so that the next start goes straight through and a set-up that was cut short begins anew.
+1. This Python has everything that the command needs: it is used without changes.
+2. The active environment has a supported torch: only missing packages are added, and all installed packages keep their versions.
+3. `.venv` is created in the clone with the tested versions, and the command restarts in it. `.venv/labkit.json` records what it was
+   created for, so that the next start needs no check by pip, and an interrupted setup starts again.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from labkit.setup.progress import Progress
 
 STATE = VENV / "labkit.json"
 VENV_PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-HELD = VENV / "held.txt"
+PINS = VENV / "held.txt"
 _TORCH = ("torch==", "torchvision==")
-_TAIL = 15  # of pip's last lines, shown where it fails
-_TELLING = ("Collecting", "Downloading", "Using cached", "Preparing", "Building", "Installing")  # lines of pip that say what it is at
+_TAIL = 15  # last lines of pip that are printed if it fails
+_ACTIVITIES = ("Collecting", "Downloading", "Using cached", "Preparing", "Building", "Installing")  # first words of pip's progress lines
 
 
 class SetupError(Exception):
-    """The environment cannot be made: one sentence with the way out."""
+    """The environment cannot be set up: one sentence with the fix."""
 
 
 def ensure(extras: Sequence[str], argv: Sequence[str]) -> None:
-    """Returns where this Python serves, after adding what it lacks; else starts `argv` over in the clone's own environment.
+    """Returns if this Python is suitable, after adding missing packages; otherwise restarts `argv` in the clone's own environment.
 
-    Raises `SetupError` where no environment can be had.
+    Raises `SetupError` if no environment can be set up.
     """
     if not PROJECT.is_file():
-        return  # installed as a package, not a clone: whoever did that chose its environment
+        return  # installed as a package, not a clone: its environment was chosen with the installation
     if environment.is_own():
         if (_is_ready(extras) or not STATE.exists()) and not environment.missing(*extras):
             return
     elif not environment.missing(*extras):
         return
-    elif environment.active() and environment.torch_serves():
+    elif environment.active() and environment.has_supported_torch():
         _add(extras)
         return
     elif VENV_PYTHON.exists() and (_is_ready(extras) or not STATE.exists()):
@@ -62,7 +62,7 @@ def ensure(extras: Sequence[str], argv: Sequence[str]) -> None:
 
 
 def become(command: Sequence[str], folder: Path | None = None) -> None:
-    """Goes on as another program, in `folder` where one is given: its exit code is this process's."""
+    """Replaces this process with another program, optionally in `folder`; its exit code becomes the exit code of this process."""
     if folder:
         os.chdir(folder)
     sys.stdout.flush()
@@ -75,29 +75,29 @@ def become(command: Sequence[str], folder: Path | None = None) -> None:
         sys.exit(130)
 
 
-# ---- rule 2: an environment that somebody else made
+# ---- rule 2: an existing environment
 
 
 def _add(extras: Sequence[str]) -> None:
-    """Adds to this Python's environment what it lacks, and changes nothing that is there but what is too old to serve."""
+    """Adds missing packages to this Python's environment, and upgrades only packages that are too old."""
     wanted = environment.missing(*extras)
     kept = [package for package in wanted if package.name in environment.WIDGETS and package.installed]
     wanted = [package for package in wanted if package not in kept]
     with Progress() as progress:
         for package in kept:
             progress.step(
-                f"{package} is needed and {package.installed} is here; it stays, because JupyterLab's front end has its other half"
+                f"keeping {package.name} {package.installed} instead of {package}, because it must match JupyterLab's front end"
             )
         if not wanted:
             return
         names = ", ".join(package.name for package in wanted)
         if importlib.util.find_spec("pip") is None:
-            raise SetupError(f"{environment.active()} lacks {names}, and has no pip; install them into it, or deactivate it")
+            raise SetupError(f"{environment.active()} lacks {names} and has no pip; install them in it, or deactivate it")
         progress.step(f"using {environment.active()}; adding {names}")
         with tempfile.TemporaryDirectory() as folder:
-            held = Path(folder) / "held.txt"
-            held.write_text("\n".join(environment.held({package.name for package in wanted})) + "\n", encoding="utf-8")
-            _install([sys.executable, "-m", "pip"], ["-c", str(held), *map(str, wanted)], progress)
+            pins = Path(folder) / "pins.txt"
+            pins.write_text("\n".join(environment.pinned({package.name for package in wanted})) + "\n", encoding="utf-8")
+            _install([sys.executable, "-m", "pip"], ["-c", str(pins), *map(str, wanted)], progress)
     importlib.invalidate_caches()
 
 
@@ -124,21 +124,21 @@ def _write_state(**state: object) -> None:
 
 
 def _made_from() -> str:
-    """What the environment is made from, as one word: the packages asked for, their versions, and the place (scripts in it name it)."""
-    said = hashlib.sha256(str(VENV).encode())
+    """A hash of what the environment is made from: required packages, their versions, and its path (which its scripts contain)."""
+    digest = hashlib.sha256(str(VENV).encode())
     for path in (PROJECT, CONSTRAINTS):
-        said.update(path.read_bytes())
-    return said.hexdigest()
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _make(extras: Sequence[str]) -> None:
-    """Makes `.venv` or mends it, under a lock: a second start waits, and finds it made."""
+    """Creates or repairs `.venv` under a lock: a second start waits and then uses it."""
     with Progress() as progress, _lock(progress) as lock:
-        if _is_whole(extras):
+        if _is_complete(extras):
             return
         before = _state()
-        if not _can_go_on(before):
-            progress.step(f"making {VENV}")
+        if not _is_reusable(before):
+            progress.step(f"creating {VENV}")
             _create()
             before = {}
         extras = sorted({"torch", "lab", *before.get("extras", ()), *extras})
@@ -147,22 +147,22 @@ def _make(extras: Sequence[str]) -> None:
         try:
             _install(_pip_for_venv(), ["-c", str(_versions()), "-e", f"{CLONE}[{','.join(extras)}]"], progress, lock)
         except SetupError:
-            # pip downloads everything before it changes anything: what was there still is.
+            # pip downloads everything before it changes anything, so the previous packages are still installed.
             _write_state(place=str(VENV), extras=before.get("extras", []))
             raise
         _write_state(place=str(VENV), made_from=_made_from(), extras=extras)
-        if not _is_whole(extras):
-            raise SetupError(f"{VENV} was made and still lacks what the lab needs; delete that folder and start again")
+        if not _is_complete(extras):
+            raise SetupError(f"{VENV} still lacks packages after the installation; delete that folder and start again")
 
 
-def _is_whole(extras: Sequence[str]) -> bool:
-    """Whether `.venv` is as its state says, asked of its own Python: the one below it may have changed since."""
-    question = f"import sys; from labkit import environment; sys.exit(bool(environment.missing(*{list(extras)!r})))"
-    return _is_ready(extras) and _runs([str(VENV_PYTHON), "-c", question])
+def _is_complete(extras: Sequence[str]) -> bool:
+    """Whether `.venv` has what its state says, checked by its own Python, because the base Python may have changed."""
+    check = f"import sys; from labkit.setup import environment; sys.exit(bool(environment.missing(*{list(extras)!r})))"
+    return _is_ready(extras) and _runs([str(VENV_PYTHON), "-c", check])
 
 
-def _can_go_on(state: dict) -> bool:
-    """Whether what stands in `.venv` can be added to: a whole environment, in its place, whose Python starts."""
+def _is_reusable(state: dict) -> bool:
+    """Whether packages can be added to `.venv`: a complete environment at its original path, whose Python starts."""
     if state.get("building") or state.get("place", str(VENV)) != str(VENV) or not VENV_PYTHON.exists():
         return False
     return _runs([str(VENV_PYTHON), "-c", "pass"])
@@ -171,50 +171,50 @@ def _can_go_on(state: dict) -> bool:
 def _create() -> None:
     base = getattr(sys, "_base_executable", None) or sys.executable
     flags = [] if importlib.util.find_spec("ensurepip") else ["--without-pip"]
-    torch_below = environment.torch_serves() and not environment.is_own()
-    if torch_below:
-        flags.append("--system-site-packages")  # this Python's torch, which may be one that cannot be had again
+    uses_base_torch = environment.has_supported_torch() and not environment.is_own()
+    if uses_base_torch:
+        flags.append("--system-site-packages")  # use this Python's torch, which may be impossible to install again
     made = subprocess.run([base, "-m", "venv", "--clear", *flags, str(VENV)], capture_output=True, text=True, check=False)
     if made.returncode:
         last = (made.stderr or made.stdout).strip().splitlines()[-1:]
-        raise SetupError(f"{VENV} could not be made: {' '.join(last) or 'python -m venv failed'}; mend that, or activate an environment")
-    if torch_below:
-        theirs = [line for line in environment.held(set()) if line.startswith(_TORCH)]
-        HELD.write_text("\n".join(theirs) + "\n", encoding="utf-8")
+        raise SetupError(f"{VENV} could not be created: {' '.join(last) or 'python -m venv failed'}; fix this, or activate an environment")
+    if uses_base_torch:
+        pinned = [line for line in environment.pinned(set()) if line.startswith(_TORCH)]
+        PINS.write_text("\n".join(pinned) + "\n", encoding="utf-8")
 
 
 def _pip_for_venv() -> list[str]:
-    """The venv's own pip; where it has none (Debian without python3-venv), the one of this Python, working on it."""
+    """The pip of the venv; if it has none (Debian without python3-venv), this Python's pip with `--python`."""
     if _runs([str(VENV_PYTHON), "-m", "pip", "--version"]):
         return [str(VENV_PYTHON), "-m", "pip"]
     from_here = [sys.executable, "-m", "pip", "--python", str(VENV_PYTHON)]
     if _runs([*from_here, "--version"]):
         return from_here
-    raise SetupError(f"no pip was found for {sys.executable}; install one (on Debian: apt install python3-venv) and start again")
+    raise SetupError(f"{sys.executable} has no pip; install it (Debian: apt install python3-venv) and start again")
 
 
 def _versions() -> Path:
-    """The tested versions as constraints, but for torch's where the venv was made to see the torch of the Python below it."""
-    if not HELD.exists():
+    """The tested versions as constraints; for torch, the installed version if the venv uses the torch of its base Python."""
+    if not PINS.exists():
         return CONSTRAINTS
-    ours = [line for line in CONSTRAINTS.read_text(encoding="utf-8").splitlines() if not line.startswith(_TORCH)]
-    path = HELD.with_name("constraints.txt")
-    path.write_text("\n".join(ours) + "\n" + HELD.read_text(encoding="utf-8"), encoding="utf-8")
+    tested = [line for line in CONSTRAINTS.read_text(encoding="utf-8").splitlines() if not line.startswith(_TORCH)]
+    path = PINS.with_name("constraints.txt")
+    path.write_text("\n".join(tested) + "\n" + PINS.read_text(encoding="utf-8"), encoding="utf-8")
     return path
 
 
 @contextlib.contextmanager
 def _lock(progress: Progress) -> Iterator[int]:
-    """Holds the clone's environment against other starts. The lock is on pyproject.toml, which is always there and never replaced by us."""
+    """Locks the clone's environment against other starts. The lock is on pyproject.toml, which always exists and is never replaced."""
     if not (os.access(CLONE, os.W_OK) and os.access(PROJECT, os.W_OK)):
         raise SetupError(
-            f"{CLONE} cannot be written to by you; clone it to a folder of your own, or activate an environment that has torch"
+            f"{CLONE} is not writable; clone the project to a writable folder, or activate an environment that has torch"
         )
     with PROJECT.open("r+b") as file:
         waiting = False
         while not _try_lock(file):
             if not waiting:
-                progress.step("another start is making the environment; waiting for it")
+                progress.step("waiting for another start that is creating the environment")
                 waiting = True
             time.sleep(0.2)
         yield file.fileno()
@@ -225,7 +225,7 @@ def _try_lock(file) -> bool:
         if os.name == "nt":
             import msvcrt
 
-            file.seek(1 << 20)  # beyond the end: the text itself stays readable
+            file.seek(1 << 20)  # beyond the end, so that the text stays readable
             msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
         else:
             import fcntl
@@ -247,7 +247,7 @@ def _runs(command: Sequence[str]) -> bool:
 
 
 def _install(pip: Sequence[str], arguments: Sequence[str], progress: Progress, lock: int | None = None) -> None:
-    """Runs `pip install`, showing what it is at; it inherits the lock, so that one whose parent was killed still keeps others out."""
+    """Runs `pip install` and displays its progress. pip inherits the lock, so that it stays locked if this process is killed."""
     command = [*pip, "install", "--disable-pip-version-check", "--no-input", "--progress-bar", "off", *arguments]
     inherited = {"pass_fds": (lock,)} if lock is not None and os.name != "nt" else {}
     settings = os.environ | {"PIP_USER": "0", "PYTHONUNBUFFERED": "1"}
@@ -258,14 +258,14 @@ def _install(pip: Sequence[str], arguments: Sequence[str], progress: Progress, l
         try:
             for line in process.stdout:
                 last.append(line.rstrip())
-                if line.lstrip().startswith(_TELLING):
-                    progress.detail(line.strip().partition(":")[0])  # without the list of all that is installed
+                if line.lstrip().startswith(_ACTIVITIES):
+                    progress.detail(line.strip().partition(":")[0])  # without the list of all packages
         except BaseException:
             process.terminate()
             raise
     if process.returncode:
         progress.lines(last)
         raise SetupError(
-            f"pip could not install what the lab needs (exit code {process.returncode}, its last lines are above); "
-            "mend what they name, most often the network or the disk, and start again"
+            f"pip install failed with exit code {process.returncode} (its last lines are above); "
+            "fix the reported problem, usually the network or the disk, and start again"
         )

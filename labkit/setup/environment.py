@@ -1,6 +1,6 @@
-"""What the lab needs and what a Python has of it, by the packages' metadata alone: nothing is imported, so it takes milliseconds.
+"""The requirements of the lab, and which of them this Python has, from package metadata only: it takes milliseconds, without imports.
 
-Standard library only: this runs before there is an environment.
+Standard library only, because this runs before the environment is set up.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ PROJECT = CLONE / "pyproject.toml"
 CONSTRAINTS = Path(__file__).with_name("constraints.txt")
 VENV = CLONE / ".venv"
 
-# What `labkit setup --with` adds: the extra of pyproject.toml, and the module by which it is found.
+# The extras of `labkit setup --with`, and the module that shows whether each is installed.
 OPTIONAL = {"deepspeed": "deepspeed", "handout": "nbconvert", "mnist": "torchvision"}
-# Compiled against one torch: a torchvision from elsewhere beside an environment's own torch does not load, so it is never added to one.
+# Compiled for one version of torch: a different build does not load with the torch of an existing environment, so it is never added.
 BUILT_FOR_TORCH = ("torchvision",)
-# The kernel's half of what a JupyterLab already shows: a newer one than its front end does not draw, so it is never upgraded.
+# Kernel packages that must match JupyterLab's front end: a newer version would not render, so they are never upgraded.
 WIDGETS = ("anywidget", "ipywidgets", "plotly")
 
 _HOSTED = {"KAGGLE_KERNEL_RUN_TYPE": "Kaggle's image", "COLAB_RELEASE_TAG": "Colab's image"}
@@ -31,7 +31,7 @@ _PEP440 = re.compile(r"\d+(\.\d+)*((a|b|rc)\d+)?(\.post\d+)?(\.dev\d+)?(\+[a-z0-
 
 @dataclass(frozen=True)
 class Requirement:
-    """A package and its lowest version, as pyproject.toml asks for it: `rich>=13.7`."""
+    """A package and its minimum version, as in pyproject.toml: `rich>=13.7`."""
 
     name: str
     minimum: str
@@ -41,7 +41,7 @@ class Requirement:
 
     @property
     def installed(self) -> str | None:
-        """The version that this Python has; None where it has none."""
+        """The installed version; None if the package is not installed."""
         try:
             return metadata.version(self.name)
         except metadata.PackageNotFoundError:
@@ -49,13 +49,13 @@ class Requirement:
 
     @property
     def met(self) -> bool:
-        """Whether this Python has it, in a version that serves."""
+        """Whether the package is installed in a sufficient version."""
         version = self.installed
         return version is not None and release(version) >= release(self.minimum)
 
 
 def release(version: str) -> tuple[int, ...]:
-    """The numbers of a version: (2, 13) of `2.13.0+cpu`. Zeros at the end say nothing."""
+    """The release numbers of a version, without trailing zeros: (2, 13) for `2.13.0+cpu`."""
     numbers = [int(number) for number in re.match(r"\d*(?:\.\d+)*", version)[0].split(".") if number]
     while numbers and not numbers[-1]:
         numbers.pop()
@@ -63,7 +63,7 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def requirements(*extras: str) -> list[Requirement]:
-    """The core dependencies of pyproject.toml and those of some extras. (Python 3.10 has no reader of TOML; these lists need none.)"""
+    """The core dependencies of pyproject.toml and those of some extras, parsed by hand because Python 3.10 has no TOML parser."""
     project, found = PROJECT.read_text(encoding="utf-8"), []
     for table in ("dependencies", *extras):
         block = re.search(rf"^{table} = \[(.*?)\]", project, re.MULTILINE | re.DOTALL)[1]
@@ -72,17 +72,17 @@ def requirements(*extras: str) -> list[Requirement]:
 
 
 def missing(*extras: str) -> list[Requirement]:
-    """What this Python lacks of core, torch and some extras. torchvision is no reason to change an environment: few need it."""
-    return [wanted for wanted in requirements("torch", *extras) if wanted.name not in BUILT_FOR_TORCH and not wanted.met]
+    """The missing requirements of core, torch and some extras, without torchvision, which few workloads need."""
+    return [package for package in requirements("torch", *extras) if package.name not in BUILT_FOR_TORCH and not package.met]
 
 
-def torch_serves() -> bool:
-    """Whether this Python has a torch of a version that the lab runs with."""
-    return all(wanted.met for wanted in requirements("torch") if wanted.name == "torch")
+def has_supported_torch() -> bool:
+    """Whether this Python has a supported version of torch."""
+    return all(package.met for package in requirements("torch") if package.name == "torch")
 
 
 def active() -> str | None:
-    """The environment that somebody chose by making it current, in words; None where Python is the system's own."""
+    """The active environment in words; None for the system's Python."""
     if sys.prefix != sys.base_prefix:
         return f"the virtual environment {sys.prefix}"
     conda = os.environ.get("CONDA_PREFIX")
@@ -97,28 +97,28 @@ def has(extra: str) -> bool:
 
 
 def how_to_add(extra: str) -> str:
-    """The end of a sentence that says what is missing: the command that adds it to the right environment."""
+    """The fix for a missing extra, as the end of a sentence: the command that adds it."""
     return f"add it with: python3 -m labkit setup --with {extra}"
 
 
 def why_not_added(extra: str) -> str:
-    """Why a set-up that succeeded has left an optional extra out, and how to get it."""
+    """Why a successful setup did not install an optional extra, and the fix."""
     package = OPTIONAL[extra]
     if not PROJECT.is_file():
-        return f"labkit is a package of {sys.prefix} and changes nothing there; install {package} with the tool that manages it"
+        return f"labkit is installed as a package in {sys.prefix} and does not change it; install {package} with the tool that manages it"
     where = active() or f"the Python at {sys.prefix}"
     if package in BUILT_FOR_TORCH:
-        return f"{package} must be built for the torch of {where} and is not added to it; install it from where that torch came from"
+        return f"{package} must match the torch of {where}, so setup does not add it; install it from the same source as that torch"
     return f"{package} was not added to {where}; install it there, or deactivate that environment and run setup again"
 
 
 def is_own() -> bool:
-    """Whether this Python is that of the clone's own `.venv`."""
+    """Whether this Python belongs to the clone's own `.venv`."""
     return Path(sys.prefix).resolve() == VENV.resolve()
 
 
-def held(upgraded: set[str]) -> list[str]:
-    """Constraints that hold every installed package at its version, but for those to be upgraded (by their names)."""
+def pinned(upgraded: set[str]) -> list[str]:
+    """Constraints that pin every installed package to its version, except the ones to be upgraded (by name)."""
     lines = {}
     for distribution in metadata.distributions():
         name, version = distribution.metadata["Name"], distribution.version

@@ -1,6 +1,6 @@
-"""What this machine has, asked without CUDA: GPUs through NVML, the rest through psutil.
+"""The resources of this machine, found without CUDA: GPUs through NVML, the rest through psutil.
 
-The kernel that draws the panel must never initialise CUDA (its forked children could not use it any more), so nothing here imports torch.
+The notebook kernel must never initialize CUDA, because its forked children could not use it; so this module does not import torch.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run can use: GPUs (those that CUDA_VISIBLE_DEVICES leaves), cores, bytes of memory, and torch's (major, minor) version.
+    """The resources for a run: GPUs (visible under CUDA_VISIBLE_DEVICES), CPU cores, bytes of memory, and torch's (major, minor) version.
 
-    `torch` is () where it is not installed.
+    `torch` is () if it is not installed.
     """
 
     gpus: tuple[Gpu, ...]
@@ -37,28 +37,28 @@ class Machine:
 
     @property
     def max_cpu_ranks(self) -> int:
-        """The most CPU ranks that are let start: more only take turns on the cores, but eight show how eight behave."""
+        """The maximum number of CPU ranks: twice the cores, but at least 8, so that every strategy can run."""
         return max(8, 2 * self.cores)
 
     @property
     def max_workers(self) -> int:
-        """The most data loading processes of all ranks together that are allowed to start."""
+        """The maximum number of data loader workers, over all ranks."""
         return max(16, 4 * self.cores)
 
     def default_nproc(self, device: str) -> int:
-        """Ranks where none are asked for: every GPU, or two CPU ranks, the fewest that have something to say to each other."""
+        """The default number of ranks: all GPUs, or two CPU ranks, the minimum for communication."""
         return len(self.gpus) if device == "cuda" else 2
 
     @classmethod
     def here(cls) -> Machine:
-        """This machine, asked now."""
+        """This machine, detected now."""
         gpus, reason = _visible_gpus()
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return cls(gpus=gpus, cores=cores, memory=psutil.virtual_memory().total, no_gpu_reason=reason, torch=_torch_version())
 
 
 def _torch_version() -> tuple[int, ...]:
-    """Of the package's metadata: importing torch would take seconds."""
+    """From the package metadata, because importing torch takes seconds."""
     try:
         version = metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -67,11 +67,11 @@ def _torch_version() -> tuple[int, ...]:
 
 
 def _visible_gpus() -> tuple[tuple[Gpu, ...], str]:
-    """The GPUs that a process started here would see, and where there are none, why."""
+    """The GPUs that a process on this machine can see, and the reason if there are none."""
     try:
         import pynvml
     except ImportError:
-        return (), "this machine's GPUs cannot be asked after, because nvidia-ml-py is not installed"
+        return (), "GPUs cannot be detected, because nvidia-ml-py is not installed"
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -93,7 +93,7 @@ def _gpu(pynvml, index: int) -> tuple[str, Gpu]:
 
 
 def _visible(every: list[tuple[str, Gpu]]) -> tuple[tuple[Gpu, ...], str]:
-    """CUDA_VISIBLE_DEVICES as CUDA reads it: numbers or UUID prefixes, up to the first that names no GPU."""
+    """CUDA_VISIBLE_DEVICES as CUDA interprets it: indices or UUID prefixes, up to the first that matches no GPU."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return tuple(gpu for _, gpu in every), "this machine has no GPU"
@@ -103,4 +103,4 @@ def _visible(every: list[tuple[str, Gpu]]) -> tuple[tuple[Gpu, ...], str]:
         if not match:
             break
         gpus.append(match[0])
-    return tuple(gpus), f"CUDA_VISIBLE_DEVICES={chosen!r} leaves no GPU"
+    return tuple(gpus), f"CUDA_VISIBLE_DEVICES={chosen!r} selects no GPU"

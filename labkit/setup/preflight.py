@@ -1,4 +1,4 @@
-"""Questions to torch, asked in processes of their own: importing it may fail, crash or hang, and CUDA must not begin in this one."""
+"""Checks of torch in separate processes: the import may fail, crash or hang, and this process must not initialize CUDA."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-_LIMIT = 60.0  # seconds; an import from a cold network disk takes long
+_LIMIT = 60.0  # seconds; an import from a slow network disk can take long
 
 _TORCH = """
 import json, torch, torch.distributed as dist
@@ -43,14 +43,14 @@ if device.type == "cuda":
 dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=20))
 number = torch.ones(1, device=device)
 dist.all_reduce(number)
-assert number.item() == 2, f"1 + 1 came out as {number.item()}"
+assert number.item() == 2, f"the all-reduce of 1 and 1 returned {number.item()}"
 dist.destroy_process_group()
 """
 
 
 @dataclass(frozen=True)
 class Torch:
-    """What torch says of itself; only `error` where it cannot be imported."""
+    """The properties of the installed torch; only `error` is set if it cannot be imported."""
 
     error: str = ""
     version: str = ""
@@ -63,19 +63,19 @@ class Torch:
 
 @lru_cache(maxsize=1)
 def torch() -> Torch:
-    """Asked once."""
-    said, error = _ask(_TORCH)
-    return Torch(error=error) if error else Torch(**said | {"archs": tuple(said["archs"])})
+    """The properties of torch, determined once."""
+    answer, error = _ask(_TORCH)
+    return Torch(error=error) if error else Torch(**answer | {"archs": tuple(answer["archs"])})
 
 
 def torchvision() -> tuple[str, str]:
-    """Its version, and the error that its import gives (empty where it gives none)."""
-    said, error = _ask(_TORCHVISION)
-    return said.get("version", ""), said.get("error", "") or error
+    """The version of torchvision, and the error of its import (empty if it succeeds)."""
+    answer, error = _ask(_TORCHVISION)
+    return answer.get("version", ""), answer.get("error", "") or error
 
 
 def all_reduce(backend: str) -> tuple[float, str]:
-    """Seconds that two ranks took from nothing to a sum, and the error (empty where there was none). No process is left."""
+    """Seconds that two ranks need to start and run an all-reduce, and the error (empty on success). No process is left running."""
     began = time.monotonic()
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     env = os.environ | {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback, "OMP_NUM_THREADS": "1"}
@@ -101,7 +101,7 @@ def all_reduce(backend: str) -> tuple[float, str]:
 
 
 def _ask(code: str) -> tuple[dict[str, Any], str]:
-    """What a piece of code prints as its last line, an object of JSON; else the error, in one line."""
+    """The JSON object in the last line that the code prints, and the error in one line (empty on success)."""
     try:
         answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=_LIMIT)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Progress on stderr: steps, and what is going on in each, as a live line on a terminal and as plain lines elsewhere."""
+"""Progress on stderr: steps and details, as a live line on a terminal, otherwise as plain lines."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from typing import TextIO
 from labkit.common.text import visible_line
 
 _TICK = 0.2  # seconds between redraws of a live line
-_QUIET = 15.0  # seconds between lines where there is no terminal
-_READING = 5.0  # seconds between lines about a long run that is being read
+_QUIET = 15.0  # seconds between lines without a terminal
+_READING = 5.0  # seconds between lines while a long run is read
 
 
 class Reading:
-    """Says on stderr how far the reading of something is, in one line every few seconds. Called with the share that was read."""
+    """Prints how much of something was read, as one line on stderr every few seconds. Called with the fraction that was read."""
 
     def __init__(self, name: str):
-        self._name, self._said = name, -math.inf
+        self._name, self._printed = name, -math.inf
 
-    def __call__(self, share: float) -> None:
+    def __call__(self, fraction: float) -> None:
         now = time.monotonic()
-        if now - self._said >= _READING:
-            self._said = now
-            print(f"labkit: reading {self._name}: {share:.0%}", file=sys.stderr, flush=True)
+        if now - self._printed >= _READING:
+            self._printed = now
+            print(f"labkit: reading {self._name}: {fraction:.0%}", file=sys.stderr, flush=True)
 
 
 class Progress:
-    """A context: `step` names what begins, `detail` what it is at. Its own thread shows the seconds, also while nothing is said."""
+    """A context manager: `step` starts a step, `detail` describes its current activity. A thread displays the elapsed seconds."""
 
     def __init__(self, stream: TextIO | None = None):
         self._stream = stream or sys.stderr
@@ -53,7 +53,7 @@ class Progress:
             self._finish(done=error[0] is None)
 
     def step(self, text: str) -> None:
-        """Begins a step; the one before it is done."""
+        """Starts a step and completes the previous one."""
         with self._guard:
             self._finish(done=True)
             self._step, self._detail, self._since = visible_line(text), "", time.monotonic()
@@ -61,11 +61,11 @@ class Progress:
                 self._write(f"labkit: {self._step}\n")
 
     def detail(self, text: str) -> None:
-        """What the step is at now."""
+        """Sets the current activity of the step."""
         self._detail = visible_line(text)
 
     def lines(self, lines: Iterable[str]) -> None:
-        """Lines to be read as they are."""
+        """Prints lines unchanged, except for escapes."""
         with self._guard:
             self._finish(done=False)
             for line in lines:

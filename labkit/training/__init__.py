@@ -1,4 +1,4 @@
-"""What is trained and how: the tables of strategies, workloads and faults, and the code that scripts are generated from.
+"""Strategies, workloads and faults: their tables, and the training code that scripts are generated from.
 
-The tables never import torch; the other modules never import anything of labkit but each other.
+The tables never import torch. The other modules import only each other from labkit.
 """

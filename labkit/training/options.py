@@ -1,6 +1,6 @@
-"""A named choice with a default: what a strategy or a workload lets a person set, and how it is checked.
+"""Options: the settings of a strategy or workload that a user can change, and their validation.
 
-An option becomes one constant of the written-out script: the option ``bucket_mb`` is the setting ``BUCKET_MB``.
+An option becomes one constant of the generated script: the option ``bucket_mb`` is the constant ``BUCKET_MB``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no"
 class Option:
     """One setting of a strategy or workload; the type of `default` is the type of the setting.
 
-    A numeric setting without `choices` has a `minimum` and a `maximum`, both allowed.
+    A numeric setting without `choices` needs a `minimum` and a `maximum`, both inclusive.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Option:
             raise TypeError(f"option {self.name} is a number and needs a minimum and a maximum")
 
     def parse(self, given: Any) -> Any:
-        """The value that `given` (a value or its text) stands for; ValueError says what is allowed."""
+        """The value of `given`, which is a value or its text; `ValueError` names the allowed values."""
         value = self._convert(given)
         if value is None or (self.choices and value not in self.choices):
             raise ValueError(f"option {self.name} must be {self.allowed}, got {shown(given)}")
@@ -40,7 +40,7 @@ class Option:
 
     @property
     def bounds(self) -> Number | None:
-        """The bounds of a numeric setting; None of a setting of another type."""
+        """The bounds of a numeric setting; None for a setting of another type."""
         if not self._is_number:
             return None
         low, high = (min(self.choices), max(self.choices)) if self.choices else (self.minimum, self.maximum)
@@ -48,7 +48,7 @@ class Option:
 
     @property
     def allowed(self) -> str:
-        """What is allowed, in words."""
+        """The allowed values in words."""
         if self.choices:
             return "one of " + ", ".join(str(choice) for choice in self.choices)
         if isinstance(self.default, bool):

@@ -1,4 +1,4 @@
-"""What the tables of strategies, workloads and faults ask of a Spec. `labkit.plan.spec.Spec` has it all; the tables come before it."""
+"""The interface of a Spec that the tables of strategies, workloads and faults use, because they cannot import `labkit.plan.spec`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class Request(Protocol):
-    """A Spec as the tables see it: read only, with its device and number of ranks decided. See `Spec` for each field."""
+    """The part of `Spec` that the tables use: read-only, with device and number of ranks resolved. See `Spec` for each field."""
 
     @property
     def strategy(self) -> str | None: ...

@@ -1,7 +1,7 @@
-"""The table of faults: what can go wrong on purpose, so that a class can meet it. Light, as the tables of strategies and workloads are.
+"""The table of faults for fault injection. Like the tables of strategies and workloads, it does not import torch.
 
-A fault is real: it stands in the script that is run, and `labkit diff` shows it. What it adds is a function in the module beside this
-file that bears its name, which outranks strategy and base; what it leaves out is an `if FAULT …` at that place in the base.
+A fault is part of the generated script, and `labkit diff` shows it. What it adds is a function in the module of the same name in this
+package, which takes precedence over strategy and base; what it omits is an `if FAULT …` in the base.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from labkit.training.request import Request
 
-STEP = 5  # the step at which those faults come that come once
+STEP = 5  # the step at which faults occur that occur once
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One way to go wrong. `shows` says what is seen of it, `finding` is the name of the diagnosis that names it.
+    """One fault. `shows` describes the symptom; `finding` is the name of the finding that reports it.
 
-    `limit` gives one sentence where a Spec cannot have it, with the way out, and None where it can.
+    `limit` gives one sentence with the fix if the fault cannot be injected into a Spec, otherwise None.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Fault:
 
     @property
     def module(self) -> str | None:
-        """The module of what it adds to the script; None where it only leaves something out."""
+        """The module with the code that the fault adds to the script; None if it only omits code."""
         name = f"{__name__}.{self.name}"
         return name if importlib.util.find_spec(name) else None
 
@@ -41,8 +41,8 @@ def _several_ranks(spec: Request) -> str | None:
     if spec.nproc is None or spec.processes > 1:
         return None
     found = _nproc_for(spec, lambda grown: grown.processes > 1)
-    ranks = f"{spec.strategy} with --nproc {spec.nproc} runs in one process"
-    return f"the fault {spec.fault} shows between ranks, and {ranks}; use {f'--nproc {found}' if found else 'ddp with --nproc 2'}"
+    fix = f"--nproc {found}" if found else "ddp with --nproc 2"
+    return f"the fault {spec.fault} needs several processes, and {spec.strategy} with --nproc {spec.nproc} runs in one; use {fix}"
 
 
 def _sampled(spec: Request) -> str | None:
@@ -51,38 +51,38 @@ def _sampled(spec: Request) -> str | None:
     if spec.data_ranks > 1:
         return _several_ranks(spec)
     found = _nproc_for(spec, lambda grown: grown.data_ranks > 1 and grown.processes > 1)
-    same = f"{spec.strategy} with --nproc {spec.nproc} has one shard of the data set only"
-    way_out = f"--nproc {found}" if found else "ddp or fsdp2 with --nproc 2"
-    return f"the fault {spec.fault} needs ranks that train on different samples, and {same}; use {way_out}"
+    same = f"with {spec.strategy} and --nproc {spec.nproc} all train on the same"
+    fix = f"--nproc {found}" if found else "ddp or fsdp2 with --nproc 2"
+    return f"the fault {spec.fault} needs ranks that train on different samples, and {same}; use {fix}"
 
 
-def _nproc_for(spec: Request, serves: Callable[[Request], bool]) -> int | None:
-    """The smallest number of ranks with which the same strategy and settings serve a fault; None where there is none up to 16."""
+def _nproc_for(spec: Request, suits: Callable[[Request], bool]) -> int | None:
+    """The smallest number of ranks, up to 16, with which the same strategy and settings suit a fault; None if there is none."""
     for nproc in (2, 4, 8, 16):
         try:
             grown = replace(spec, nproc=nproc, fault=None)
-        except ValueError:  # a SpecError: the strategy cannot run on so many
+        except ValueError:  # a SpecError: the strategy cannot run on this number of ranks
             continue
-        if serves(grown):
+        if suits(grown):
             return nproc
     return None
 
 
 def _second_epoch(spec: Request) -> str | None:
     if spec.nproc is not None and spec.total_steps <= spec.steps_per_epoch:
-        return f"{spec.fault} shows in the second epoch, and the run has one; use --epochs 2 --samples 2048 for two short ones"
+        return f"the fault {spec.fault} appears in the second epoch, and the run has only one; use --epochs 2 --samples 2048"
     return _sampled(spec)
 
 
 def _reducer(spec: Request) -> str | None:
-    if spec.strategy_row.wrapper != "DDP" or "micro_batches" in spec.options:  # a pipeline has DDP look for what is unused
-        return f"the fault {spec.fault} is one of DDP, and the strategy is {spec.strategy}; use ddp"
+    if spec.strategy_row.wrapper != "DDP" or "micro_batches" in spec.options:  # pipelines set find_unused_parameters
+        return f"the fault {spec.fault} affects only DDP, and the strategy is {spec.strategy}; use ddp"
     return _several_ranks(spec)
 
 
 def _whole_parameters(spec: Request) -> str | None:
     if spec.strategy_row.wrapper in ("FSDP", "DeepSpeed"):
-        return f"the fault {spec.fault} is put into a whole parameter's gradient, and {spec.strategy} keeps shards; use ddp or tp"
+        return f"the fault {spec.fault} needs unsharded gradients, and {spec.strategy} shards them; use ddp or tp"
     return None
 
 
@@ -93,39 +93,103 @@ def _anywhere(spec: Request) -> str | None:
 FAULTS: dict[str, Fault] = {
     row.name: row
     for row in (
-        Fault("slow_rank", "One rank is slow", "The others wait for it in backward.", "straggler", _sampled),
-        Fault("slow_loader", "The data come slowly", "Every step begins with a wait.", "input_bound", _anywhere),
-        Fault("killed_rank", "A rank is killed", "SIGKILL leaves no word; the others lose their peer.", "first_failure", _several_ranks),
+        Fault(
+            "slow_rank",
+            "One rank is slow",
+            "The other ranks wait for it in backward.",
+            "straggler",
+            _sampled,
+        ),
+        Fault(
+            "slow_loader",
+            "Slow data loading",
+            "Every step starts with a wait for its batch.",
+            "input_bound",
+            _anywhere,
+        ),
+        Fault(
+            "killed_rank",
+            "A rank is killed",
+            "SIGKILL leaves no error message; the others lose their peer.",
+            "first_failure",
+            _several_ranks,
+        ),
         Fault(
             "skipped_collective",
             "A rank skips a collective",
-            "The others wait in a barrier for a rank that is somewhere else.",
+            "The other ranks wait in a barrier that this rank never calls.",
             "hang",
             _several_ranks,
         ),
-        Fault("mismatched_shape", "Shapes differ in a collective", "One rank hands in one number more.", "mismatch", _several_ranks),
-        Fault("no_sampler", "No DistributedSampler", "Every rank trains on the same samples.", "same_samples", _sampled),
-        Fault("no_set_epoch", "set_epoch is forgotten", "Every epoch has the same order.", "no_set_epoch", _second_epoch),
+        Fault(
+            "mismatched_shape",
+            "Shapes differ in a collective",
+            "One rank passes a larger tensor than the others.",
+            "mismatch",
+            _several_ranks,
+        ),
+        Fault(
+            "no_sampler",
+            "No DistributedSampler",
+            "Every rank trains on the same samples.",
+            "same_samples",
+            _sampled,
+        ),
+        Fault(
+            "no_set_epoch",
+            "set_epoch is never called",
+            "Every epoch has the same order of samples.",
+            "no_set_epoch",
+            _second_epoch,
+        ),
         Fault(
             "shuffle_beside_sampler",
-            "shuffle beside a sampler",
-            "DataLoader refuses the pair.",
+            "shuffle=True with a sampler",
+            "DataLoader does not accept both.",
             "shuffle_beside_sampler",
             _sampled,
         ),
         Fault(
             "evaluation_on_rank_0",
-            "Rank 0 evaluates alone",
-            "It waits in a collective of the evaluation that no other rank comes to.",
+            "Only rank 0 evaluates",
+            "It waits in a collective of the evaluation that no other rank calls.",
             "evaluation_on_one_rank",
             _several_ranks,
         ),
-        Fault("everyone_saves", "Every rank saves to one file", "The file is whoever wrote last, or broken.", "one_file", _several_ranks),
-        Fault("out_of_memory", "A rank runs out of memory", "It fails, and the others lose their peer.", "out_of_memory", _anywhere),
-        Fault("nan_gradient", "NaN in one gradient", "One rank's gradient spoils the weights of all.", "nan_loss", _whole_parameters),
         Fault(
-            "unused_parameters", "Unused parameters under DDP", "DDP waits for gradients that do not come.", "unused_parameters", _reducer
+            "everyone_saves",
+            "Every rank saves to one file",
+            "The last writer wins, or the file is corrupt.",
+            "one_file",
+            _several_ranks,
         ),
-        Fault("uneven_inputs", "A rank has fewer batches", "It is done while the others still train.", "uneven_inputs", _sampled),
+        Fault(
+            "out_of_memory",
+            "A rank runs out of memory",
+            "It fails, and the others lose their peer.",
+            "out_of_memory",
+            _anywhere,
+        ),
+        Fault(
+            "nan_gradient",
+            "NaN in one gradient",
+            "One rank's gradient turns the weights of all ranks into NaN.",
+            "nan_loss",
+            _whole_parameters,
+        ),
+        Fault(
+            "unused_parameters",
+            "Unused parameters under DDP",
+            "DDP waits for gradients that are never computed.",
+            "unused_parameters",
+            _reducer,
+        ),
+        Fault(
+            "uneven_inputs",
+            "A rank has fewer batches",
+            "It finishes while the others still train.",
+            "uneven_inputs",
+            _sampled,
+        ),
     )
 }

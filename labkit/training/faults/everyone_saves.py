@@ -7,7 +7,7 @@ from labkit.training.strategies.base import CHECKPOINTS
 FAULT_STEP = 5
 
 
-def disturb(model, step: int) -> None:
-    """The fault: all ranks save, and to one file."""
+def fault_step(model, step: int) -> None:
+    """Injected fault: all ranks write to the same file."""
     if step % FAULT_STEP == 0:
         torch.save(model.state_dict(), CHECKPOINTS.with_name("model.pt"))

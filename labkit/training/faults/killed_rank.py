@@ -1,13 +1,13 @@
-"""One rank is killed from outside, as by a scheduler or the kernel when memory is short."""
+"""One rank is killed with SIGKILL, as by a scheduler or by the kernel's out-of-memory killer."""
 
 import os
 import signal
 
-FAULT_RANK = 1  # the rank that it happens to
+FAULT_RANK = 1  # the affected rank
 FAULT_STEP = 5
 
 
-def disturb(model, step: int) -> None:
-    """The fault: this process is killed."""
+def fault_step(model, step: int) -> None:
+    """Injected fault: this process is killed."""
     if step == FAULT_STEP and os.environ.get("RANK", "0") == str(FAULT_RANK):
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,12 +1,12 @@
-"""One gradient of one rank is not a number, once."""
+"""One gradient of one rank is NaN, in one step."""
 
 import os
 
-FAULT_RANK = 1  # the rank that it happens to
+FAULT_RANK = 1  # the affected rank
 FAULT_STEP = 5
 
 
-def disturb(model, step: int) -> None:
-    """The fault: NaN in the gradient of a parameter, before it is exchanged."""
+def fault_step(model, step: int) -> None:
+    """Injected fault: NaN in the gradient of a parameter, before gradients are averaged."""
     if step == FAULT_STEP and os.environ.get("RANK", "0") == str(FAULT_RANK):
         next(model.parameters()).register_hook(lambda gradient: gradient * float("nan"))

@@ -1,11 +1,11 @@
-"""A loader is told to shuffle, and has a sampler that does."""
+"""A data loader gets both shuffle=True and a sampler."""
 
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from labkit.training.strategies.base import BATCH_PER_RANK, SEED, share
+from labkit.training.strategies.base import BATCH_PER_RANK, SEED, data_shard
 
 
 def load(dataset: TensorDataset) -> tuple[DistributedSampler, DataLoader]:
-    """The fault: shuffle and sampler, which both say the order."""
-    sampler = DistributedSampler(dataset, *share(), seed=SEED)
+    """Injected fault: shuffle and sampler both define the sample order."""
+    sampler = DistributedSampler(dataset, *data_shard(), seed=SEED)
     return sampler, DataLoader(dataset, BATCH_PER_RANK, sampler=sampler, shuffle=True)

@@ -1,12 +1,12 @@
-"""All ranks but one wait for each other."""
+"""One rank skips a barrier."""
 
 import torch.distributed as dist
 
-FAULT_RANK = 1  # the rank that it happens to
+FAULT_RANK = 1  # the affected rank
 FAULT_STEP = 5
 
 
-def disturb(model, step: int) -> None:
-    """The fault: one rank does not come to the barrier."""
+def fault_step(model, step: int) -> None:
+    """Injected fault: one rank does not call the barrier."""
     if step == FAULT_STEP and dist.get_rank() != FAULT_RANK:
         dist.barrier()

@@ -1,4 +1,4 @@
-"""Each batch is fetched slowly, as from a network disk."""
+"""Each batch loads slowly, as from a network disk."""
 
 import time
 
@@ -6,13 +6,13 @@ from torch.utils.data import TensorDataset
 
 
 class SlowDataset(TensorDataset):
-    """Samples that take their time."""
+    """A data set with a delay of 0.2 s per access."""
 
     def __getitem__(self, index):
         time.sleep(0.2)
         return super().__getitem__(index)
 
 
-def spoil(dataset: TensorDataset) -> TensorDataset:
-    """The fault: the samples come slowly."""
+def fault_data(dataset: TensorDataset) -> TensorDataset:
+    """Injected fault: slow data loading."""
     return SlowDataset(*dataset.tensors)

@@ -1,12 +1,12 @@
-"""One rank takes longer than the others before each step."""
+"""One rank pauses before each step."""
 
 import os
 import time
 
-FAULT_RANK = 1  # the rank that it happens to
+FAULT_RANK = 1  # the affected rank
 
 
-def disturb(model, step: int) -> None:
-    """The fault: this rank is slow."""
+def fault_step(model, step: int) -> None:
+    """Injected fault: this rank is slow."""
     if os.environ.get("RANK", "0") == str(FAULT_RANK):
         time.sleep(0.2)

@@ -1,17 +1,17 @@
-"""The model has parameters that its forward does not use."""
+"""The model has a parameter that its forward pass does not use."""
 
 import torch
 from torch import nn
 
 
-class WithSpare(nn.Sequential):
-    """The blocks, and a parameter that none of them uses."""
+class WithUnusedParameter(nn.Sequential):
+    """The blocks, and a parameter that no block uses."""
 
     def __init__(self, model: nn.Sequential):
         super().__init__(*model)
-        self.register_parameter("spare", nn.Parameter(torch.zeros(8, 8)))
+        self.register_parameter("unused", nn.Parameter(torch.zeros(8, 8)))
 
 
-def extend(model: nn.Sequential) -> nn.Sequential:
-    """The fault: parameters that get no gradient."""
-    return WithSpare(model)
+def fault_model(model: nn.Sequential) -> nn.Sequential:
+    """Injected fault: a parameter that gets no gradient."""
+    return WithUnusedParameter(model)

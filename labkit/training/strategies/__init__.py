@@ -1,7 +1,7 @@
-"""The table of strategies: light, so that asking what there is loads no torch.
+"""The table of strategies. It does not import torch, so that listing the strategies is fast.
 
-A row says what a strategy is called, what it splits and sends, and where it cannot run. The module beside this file that bears
-its name holds the real training code, which `labkit.plan.script` reads as text and the tests import.
+A row contains the name of a strategy, what it splits and sends, and its limits. The module of the same name in this package contains
+the training code, which `labkit.plan.script` reads as text and the tests import.
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ if TYPE_CHECKING:
 class Strategy:
     """One way to train on several devices.
 
-    `data_ranks` gives the number of different shares that a step's batch is split into: with tensor parallelism, for
-    example, all ranks see the same samples and it is 1. `limit` gives one sentence where the strategy cannot run a Request,
-    with the nearest choice that works, and None where it can; `unmet` does the same for what this machine lacks. `differs` says why a run
-    rightly does not train what one process trains, and None where it does. `processes` is how
-    many torchrun starts for the Spec's devices. `lacks` names the common options that it has not, each with the reason;
-    `constants` gives settings of its script that follow from the Request, by name;
-    `note` says what a run on a device ("cpu", "cuda") is not of what the title says, such as an emulation; it is empty where all is as
-    said. A `further` one stands behind "more" where there is room for a few only. `one_loss` is how many neighbouring ranks must have
-    the same loss, because they split layers and not samples. `wrapper` is what sends the gradients: "DDP",
-    "FSDP", "DeepSpeed", or nothing. `layout` is what its checkpoints hold, one of `labkit.plan.checkpoints.LAYOUTS`: strategies
-    with the same layout resume from each other's checkpoints, with any number of ranks. `layout_details` gives what else
-    must agree, by name. `extra` is the optional extra of the project
-    that it needs.
+    - `data_ranks`: the number of data-parallel ranks, that is, of different shards of each step's batch; 1 for tensor parallelism,
+      because all ranks see the same samples.
+    - `limit`: one sentence with the nearest working choice if the strategy cannot run a Request, otherwise None; `unmet`: the same for
+      what this machine lacks.
+    - `differs`: the reason if a run is expected to train something different from one process, otherwise None.
+    - `processes`: the number of processes that torchrun starts.
+    - `lacks`: the common options that the strategy does not support, each with the reason.
+    - `constants`: settings of the script that follow from the Request, by name.
+    - `note`: how a run on a device ("cpu", "cuda") differs from what the title says, such as an emulation; otherwise empty.
+    - `further`: listed under "more" if only a few strategies can be displayed.
+    - `one_loss`: the number of adjacent ranks that must have the same loss, because they split layers and not samples.
+    - `wrapper`: what synchronizes the gradients: "DDP", "FSDP", "DeepSpeed", or empty.
+    - `layout`: the content of its checkpoints, one of `labkit.plan.checkpoints.LAYOUTS`. Strategies with the same layout can resume from
+      each other's checkpoints, with any number of ranks. `layout_details`: further properties that must agree, by name.
+    - `extra`: the optional extra of the project that the strategy needs.
     """
 
     name: str
@@ -60,7 +62,7 @@ class Strategy:
 
     @property
     def all_options(self) -> tuple[Option, ...]:
-        """Its own options, then those that it shares with the others."""
+        """The strategy's own options, then the common options that it supports."""
         return self.options + tuple(option for option in COMMON if option.name not in self.lacks)
 
     @property
@@ -69,44 +71,44 @@ class Strategy:
         return f"{__name__}.{self.name}"
 
 
-_MOST = 65_536  # of ranks, and of what is counted in ranks or micro-batches
+_MOST = 65_536  # maximum number of ranks, micro-batches and the like
 INPUT_PIPELINE: tuple[Option, ...] = (
-    Option("fetch", "batches", "a batch at once from tensors, or sample by sample as most tutorials do", choices=("batches", "samples")),
-    Option("workers", 0, "processes of each rank that fetch batches ahead", minimum=0, maximum=64),
-    Option("pin_memory", True, "batches in memory that a GPU reads by itself"),
-    Option("non_blocking", True, "go on while a batch is copied to the GPU"),
+    Option("fetch", "batches", "index whole batches, or single samples as in most tutorials", choices=("batches", "samples")),
+    Option("workers", 0, "data loader worker processes per rank", minimum=0, maximum=64),
+    Option("pin_memory", True, "load batches into page-locked memory, which a GPU can copy asynchronously"),
+    Option("non_blocking", True, "continue while a batch is copied to the GPU"),
 )
 COMMON: tuple[Option, ...] = (
-    Option("accumulate", 1, "micro-batches that a step's batch is split into: less memory, the same step", minimum=1, maximum=_MOST),
-    Option("clip_norm", 0.0, "largest norm of all gradients together; 0: no clipping", minimum=0.0, maximum=1e12),
-    Option("checkpoint_activations", False, "keep no activations inside a block: compute them again in backward"),
-    Option("compile", False, "each block through torch.compile"),
+    Option("accumulate", 1, "micro-batches per step, to use less memory for the same update", minimum=1, maximum=_MOST),
+    Option("clip_norm", 0.0, "maximum norm of all gradients; 0: no clipping", minimum=0.0, maximum=1e12),
+    Option("checkpoint_activations", False, "discard the activations inside each block and recompute them in backward"),
+    Option("compile", False, "compile each block with torch.compile"),
     *INPUT_PIPELINE,
 )
-_BUCKET_MB = Option("bucket_mb", 25, "size of a gradient bucket in MiB; smaller ones start earlier", minimum=1, maximum=_MOST)
+_BUCKET_MB = Option("bucket_mb", 25, "size of a gradient bucket in MiB; smaller ones are sent earlier", minimum=1, maximum=_MOST)
 _DDP_OPTIONS = (
     _BUCKET_MB,
-    Option("static_graph", False, "promise that every step runs the same graph, and let DDP plan by the first"),
-    Option("compression", "none", "what gradients are sent as: half the bits, or low-rank factors", choices=("none", "fp16", "powersgd")),
+    Option("static_graph", False, "declare that every step runs the same graph, so that DDP can optimize after the first"),
+    Option("compression", "none", "compress gradients to 16 bits, or to low-rank factors", choices=("none", "fp16", "powersgd")),
 )
-_RESHARD = Option("reshard_after_forward", True, "drop the gathered parameters after forward, gather again in backward")
-_TP_SIZE = Option("tp_size", 2, "ranks that split a layer between them", minimum=1, maximum=_MOST)
-_PP_SIZE = Option("pp_size", 2, "ranks that a batch goes through, one after the other", minimum=2, maximum=_MOST)
+_RESHARD = Option("reshard_after_forward", True, "free the gathered parameters after forward and all-gather them again in backward")
+_TP_SIZE = Option("tp_size", 2, "number of ranks that split each layer", minimum=1, maximum=_MOST)
+_PP_SIZE = Option("pp_size", 2, "number of ranks in a pipeline", minimum=2, maximum=_MOST)
 _SCHEDULE = Option(
     "schedule",
     "1F1B",
-    "the order in which micro-batches go forward and backward",
+    "order of the forward and backward passes of the micro-batches",
     choices=("GPipe", "1F1B", *rules.TWO_STAGES),
 )
-# A zero bubble takes the gradients of parameters after those of inputs, past the hooks by which DDP and FSDP2 send them.
+# Zero-bubble schedules compute parameter gradients separately, which bypasses the hooks with which DDP and FSDP2 synchronize them.
 _SCHEDULE_OF_WRAPPED = replace(_SCHEDULE, choices=("GPipe", "1F1B", "Interleaved1F1B"))
-_MICRO_BATCHES = Option("micro_batches", 4, "parts of a batch that are in the pipe together", minimum=1, maximum=_MOST)
-_SEQUENCE_PARALLEL = Option("sequence_parallel", False, "split by places what stands between the split matrices")
-_REPLICAS = Option("replicas", 1, "groups of ranks, of which each holds the whole model in shards (HSDP)", minimum=1, maximum=_MOST)
-# Why a strategy lacks what the others have.
-_REPLICATED = "nn.DataParallel makes its replicas anew at every step, and they would run blocks of the first device; use the strategy ddp"
-_PARTS = "its micro-batches are such parts already; set micro_batches"
-_SCALED = "loss scaling looks at split and whole gradients at once, which torch's GradScaler cannot; use --precision bf16 or fp32"
+_MICRO_BATCHES = Option("micro_batches", 4, "number of micro-batches per batch", minimum=1, maximum=_MOST)
+_SEQUENCE_PARALLEL = Option("sequence_parallel", False, "split the activations between the split matrices along the sequence dimension")
+_REPLICAS = Option("replicas", 1, "number of groups of ranks that each hold one sharded copy of the model (HSDP)", minimum=1, maximum=_MOST)
+# Why a strategy does not support a common option.
+_REPLICATED = "nn.DataParallel creates new replicas at every step, which would run the blocks of device 0; use the strategy ddp"
+_PIPELINED = "a pipeline already splits the batch into micro-batches; set micro_batches"
+_SCALED = "torch's GradScaler cannot handle sharded and replicated gradients together; use --precision bf16 or fp32"
 
 STRATEGIES: dict[str, Strategy] = {
     row.name: row
@@ -114,7 +116,7 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy(
             name="single",
             title="Single",
-            splits="Nothing: one device holds the model and sees every sample.",
+            splits="Nothing: one device holds the model and trains on every sample.",
             sends="Nothing.",
             data_ranks=lambda spec: 1,
             limit=rules.one_process,
@@ -123,8 +125,8 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy(
             name="dp",
             title="DP",
-            splits="The batch: one process has a thread and a replica of the model for each device.",
-            sends="At every step through device 0: inputs, parameters and outputs; their gradients back.",
+            splits="The batch: one process drives all devices, with a thread and a replica for each.",
+            sends="Inputs, parameters, outputs and gradients at every step, all through device 0.",
             data_ranks=lambda spec: spec.nproc,
             limit=rules.several_devices,
             processes=lambda spec: 1,
@@ -134,22 +136,22 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy(
             name="ddp",
             title="DDP",
-            splits="The batch: every rank holds the whole model and trains on samples of its own.",
-            sends="Gradients: one all-reduce per bucket, while backward still runs.",
+            splits="The batch: every rank holds the whole model and trains on its own samples.",
+            sends="Gradients: one all-reduce per bucket, overlapped with backward.",
             wrapper="DDP",
             data_ranks=lambda spec: spec.nproc,
             limit=rules.ddp_limit,
             differs=rules.ddp_differs,
             options=(
                 *_DDP_OPTIONS,
-                Option("join", False, "ranks may have unequal numbers of samples: who is done goes along with the rest"),
+                Option("join", False, "allow unequal numbers of samples: a rank that is done joins the collectives of the others"),
             ),
         ),
         Strategy(
             name="zero1",
             title="ZeRO-1",
-            splits="The batch and the optimizer state: each rank steps a part of the parameters.",
-            sends="Gradients: all-reduce. Parameters: each from the rank that stepped it.",
+            splits="The batch and the optimizer state: each rank updates some of the parameters.",
+            sends="Gradients: all-reduce. Parameters: broadcast by the rank that updated them.",
             wrapper="DDP",
             data_ranks=lambda spec: spec.nproc,
             limit=rules.ddp_limit,
@@ -160,23 +162,23 @@ STRATEGIES: dict[str, Strategy] = {
             name="deepspeed",
             title="DeepSpeed",
             further=True,
-            splits="The batch; by stage 1 optimizer state, 2 gradients too, 3 parameters too.",
-            sends="Gradients: reduce. Parameters: all-gather, in stage 3 block by block.",
+            splits="The batch and optimizer state; from stage 2 on gradients, in stage 3 parameters.",
+            sends="Gradients: reduce. Parameters: all-gather, block by block in stage 3.",
             wrapper="DeepSpeed",
             extra="deepspeed",
             data_ranks=lambda spec: spec.nproc,
             unmet=rules.compiler_of_deepspeed_missing,
-            options=(Option("stage", 1, "ZeRO stage: what is sharded", choices=(1, 2, 3)),),
+            options=(Option("stage", 1, "ZeRO stage: shard optimizer state (1), gradients (2), parameters (3)", choices=(1, 2, 3)),),
             lacks={
-                "accumulate": "its engine counts micro-batches by itself; use zero1 or fsdp2 for that",
-                **dict.fromkeys(("save_every", "resume"), "its engine has a format of its own; use zero1 or fsdp2 for that"),
+                "accumulate": "its engine counts micro-batches itself; use zero1 or fsdp2",
+                **dict.fromkeys(("save_every", "resume"), "its engine uses its own format; use zero1 or fsdp2"),
             },
         ),
         Strategy(
             name="fsdp",
             title="FSDP1",
             further=True,
-            splits="The batch, parameters, gradients and optimizer state: a shard on each rank.",
+            splits="The batch, parameters, gradients and optimizer state: one shard per rank.",
             sends="Parameters: all-gather before forward and backward. Gradients: reduce-scatter.",
             wrapper="FSDP",
             layout="shards",
@@ -186,13 +188,13 @@ STRATEGIES: dict[str, Strategy] = {
                 Option(
                     "sharding",
                     "FULL_SHARD",
-                    "what is kept in shards; HYBRID_SHARD takes replicas",
+                    "what is sharded; HYBRID_SHARD needs replicas",
                     choices=("FULL_SHARD", "HYBRID_SHARD", "NO_SHARD", "SHARD_GRAD_OP"),
                 ),
                 Option(
                     "min_parameters",
                     20_000,
-                    "a module with at least this many parameters becomes an FSDP unit of its own",
+                    "wrap each module with at least this many parameters as a separate FSDP unit",
                     minimum=1,
                     maximum=10**12,
                 ),
@@ -203,7 +205,7 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy(
             name="fsdp2",
             title="FSDP2",
-            splits="The batch, and parameters, gradients and optimizer state: a shard on each rank.",
+            splits="The batch, parameters, gradients and optimizer state: one shard per rank.",
             sends="Parameters: all-gather before forward and backward. Gradients: reduce-scatter.",
             wrapper="FSDP",
             layout="shards",
@@ -212,46 +214,46 @@ STRATEGIES: dict[str, Strategy] = {
             unmet=rules.fully_shard_on_cpu,
             options=(
                 _RESHARD,
-                Option("cpu_offload", False, "keep shards, gradients and optimizer state in CPU memory, and step there"),
-                Option("prefetch", 0, "blocks that are gathered before their turn", choices=(0, 1, 2)),
+                Option("cpu_offload", False, "keep parameters, gradients and optimizer state in CPU memory, and run the optimizer there"),
+                Option("prefetch", 0, "number of blocks that are all-gathered ahead", choices=(0, 1, 2)),
                 _REPLICAS,
             ),
         ),
         Strategy(
             name="tp",
             title="TP",
-            splits="The layers: each rank has a part of every split matrix; all see the same samples.",
-            sends="Activations: all-reduce behind every split pair of matrices, and again in backward.",
+            splits="The layers: a shard of each split matrix per rank; all ranks see the same samples.",
+            sends="Activations: all-reduce after every pair of split matrices, and again in backward.",
             one_loss=lambda spec: spec.nproc,
             layout="shards",
             data_ranks=lambda spec: 1,
             limit=rules.tensor_limit,
             options=(
                 _SEQUENCE_PARALLEL,
-                Option("loss_parallel", False, "keep the logits split, and put the loss together from the parts"),
+                Option("loss_parallel", False, "keep the logits split over the vocabulary and compute the loss from the shards"),
             ),
             lacks={"fp16": _SCALED},
         ),
         Strategy(
             name="pp",
             title="PP",
-            splits="The blocks: each rank has some, and a batch goes through in micro-batches.",
-            sends="Activations to the rank with the next blocks, their gradients back.",
+            splits="The blocks: each rank holds some, and batches pass through them in micro-batches.",
+            sends="Activations to the rank with the next stage, and their gradients back.",
             layout="stages",
-            layout_details=rules.pipe_layout,
+            layout_details=rules.pipeline_layout,
             data_ranks=lambda spec: 1,
-            limit=rules.first_of(rules.pipe_limit, rules.micro_batch_limit),
+            limit=rules.first_of(rules.pipeline_limit, rules.micro_batch_limit),
             unmet=rules.without_evaluation,
             options=(_SCHEDULE, _MICRO_BATCHES),
-            lacks={"accumulate": _PARTS},
-            constants=rules.pipe_constants,
+            lacks={"accumulate": _PIPELINED},
+            constants=rules.pipeline_constants,
         ),
         Strategy(
             name="fsdp2_tp",
             title="FSDP2 × TP",
             further=True,
-            splits="The layers over neighbours (TP); the batch and shards of the parts over the other axis.",
-            sends="Activations: all-reduce in a row. Parameters: all-gather, gradients: reduce-scatter, in a column.",
+            splits="The layers along one axis of the mesh (TP); the batch and the state along the other (FSDP2).",
+            sends="Activations: all-reduce (TP axis). Parameters: all-gather, gradients: reduce-scatter (FSDP2 axis).",
             one_loss=lambda spec: spec.options["tp_size"],
             wrapper="FSDP",
             layout="shards",
@@ -267,49 +269,49 @@ STRATEGIES: dict[str, Strategy] = {
             title="PP × DDP",
             further=True,
             splits="The blocks over one axis of the mesh (PP), the batch over the other (DDP).",
-            sends="Activations and their gradients along a pipeline; gradients of parameters: all-reduce between pipelines.",
+            sends="Activations and their gradients along a pipeline; parameter gradients: all-reduce between pipelines.",
             wrapper="DDP",
             layout="stages",
-            layout_details=rules.pipe_layout,
+            layout_details=rules.pipeline_layout,
             data_ranks=lambda spec: spec.nproc // spec.options["pp_size"],
-            limit=rules.first_of(rules.mesh_limit, rules.pipe_limit, rules.micro_batch_limit),
+            limit=rules.first_of(rules.mesh_limit, rules.pipeline_limit, rules.micro_batch_limit),
             unmet=rules.without_evaluation,
             default_nproc=4,
             options=(_PP_SIZE, _SCHEDULE_OF_WRAPPED, _MICRO_BATCHES, _BUCKET_MB),
-            lacks={"accumulate": _PARTS},
-            constants=rules.pipe_constants,
+            lacks={"accumulate": _PIPELINED},
+            constants=rules.pipeline_constants,
         ),
         Strategy(
             name="pp_fsdp2_tp",
             title="PP × FSDP2 × TP",
             further=True,
-            splits="The blocks (PP), the batch and shards of what a rank holds (FSDP2), and the layers (TP).",
-            sends="What PP, FSDP2 and TP send, each along its own axis of the mesh.",
+            splits="The blocks (PP), the batch and the state of each rank (FSDP2), and the layers (TP).",
+            sends="The traffic of PP, FSDP2 and TP, each along its own axis of the mesh.",
             wrapper="FSDP",
             one_loss=lambda spec: spec.options["tp_size"],
             layout="stages",
-            layout_details=rules.pipe_layout,
+            layout_details=rules.pipeline_layout,
             data_ranks=lambda spec: spec.nproc // (spec.options["pp_size"] * spec.options["tp_size"]),
-            limit=rules.first_of(rules.mesh_limit, rules.pipe_limit, rules.micro_batch_limit, rules.tensor_limit),
+            limit=rules.first_of(rules.mesh_limit, rules.pipeline_limit, rules.micro_batch_limit, rules.tensor_limit),
             unmet=rules.without_evaluation,
             default_nproc=8,
             options=(_PP_SIZE, _TP_SIZE, _SCHEDULE_OF_WRAPPED, _MICRO_BATCHES, _SEQUENCE_PARALLEL),
-            lacks={"accumulate": _PARTS, "fp16": _SCALED},
-            constants=rules.pipe_constants,
+            lacks={"accumulate": _PIPELINED, "fp16": _SCALED},
+            constants=rules.pipeline_constants,
         ),
         Strategy(
             name="cp",
             title="CP",
             further=True,
-            splits="The sequence: each rank has a part of every window, and the whole model.",
+            splits="The sequence: each rank holds a part of every window, and the whole model.",
             sends="Keys and values: all-gather in every layer. Gradients: all-reduce, as in DDP.",
             wrapper="DDP",
             data_ranks=lambda spec: 1,
             limit=rules.context_limit,
             options=(_BUCKET_MB,),
             note=lambda device: (
-                "Keys and values are gathered, as Llama 3 was trained; torch's own context_parallel sends them round "
-                "in a ring, with kernels that only GPUs have."
+                "Keys and values are all-gathered, as in the training of Llama 3; torch's own context_parallel "
+                "passes them around a ring, with kernels for GPUs only."
             ),
         ),
     )

@@ -1,8 +1,8 @@
-"""The whole program, on one device: what every strategy starts from, and changes a part of.
+"""The complete training program for one device, which every strategy modifies.
 
-Run as it stands it trains the CNN on the digits. `labkit.plan.script` writes it out with another workload, data set and strategy: a module
-of theirs that defines a function or constant of the same name replaces the one here, and every `if` that asks for settings alone is
-decided. README.md beside this file says which functions those are, and what each is given and gives back.
+Run directly, it trains the CNN on the digits. `labkit.plan.script` generates scripts for other workloads, data sets and strategies from
+it: a function or constant of the same name in one of their modules replaces the one here, and every `if` that depends only on settings
+is resolved. README.md in this folder lists these functions with their arguments and return values.
 """
 
 import hashlib
@@ -27,31 +27,31 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Tenso
 from labkit.training.workloads.cnn import build_model
 from labkit.training.workloads.digits import load_data
 
-SEED = 0  # of the initial weights and of the order of the samples
+SEED = 0  # seed of the initial weights and of the sample order
 EPOCHS = 1
-MAX_STEPS = None  # stop after so many steps; None: at the end of the last epoch
+MAX_STEPS = None  # stop after this many steps; None: after the last epoch
 BATCH_PER_RANK = 128
 LEARNING_RATE = 1e-3
-FETCH = "batches"  # or samples: one by one from the data set, then put together
-WORKERS = 0  # processes that fetch ahead; 0: this one does it itself
-PIN_MEMORY = True  # where there is a GPU: batches in memory that it can read by itself
-NON_BLOCKING = True  # go on while a batch is copied to the device
-PRECISION = "fp32"  # tf32, bf16, fp16: what matrix products are computed in
-ACCUMULATE = 1  # parts that the batch of a step is taken in, one after the other
-CLIP_NORM = 0.0  # the largest norm that all gradients together may have; 0: any
-CHECKPOINT_ACTIVATIONS = False  # compute activations again in backward, keep none
-COMPILE = False  # each block through torch.compile
-JOIN = False  # ranks may have unequal numbers of batches
-LOSS_PARALLEL = False  # the logits stay split over the ranks
-SAVE_EVERY = 0  # steps from one checkpoint to the next; 0: none is written
-FAULT = None  # what goes wrong on purpose; it may spoil data, extend the model, disturb steps
-SPOIL = EXTEND = DISTURB = False
+FETCH = "batches"  # or "samples": fetch one sample at a time, then collate
+WORKERS = 0  # data loader worker processes; 0: load in this process
+PIN_MEMORY = True  # page-locked batches, which a GPU can copy asynchronously
+NON_BLOCKING = True  # continue while a batch is copied to the device
+PRECISION = "fp32"  # tf32, bf16 or fp16: precision of the matrix products
+ACCUMULATE = 1  # micro-batches per step
+CLIP_NORM = 0.0  # maximum norm of all gradients; 0: no clipping
+CHECKPOINT_ACTIVATIONS = False  # recompute activations in backward
+COMPILE = False  # compile each block with torch.compile
+JOIN = False  # allow unequal numbers of batches per rank
+LOSS_PARALLEL = False  # keep the logits split over the ranks
+SAVE_EVERY = 0  # steps between checkpoints; 0: write none
+FAULT = None  # the injected fault, which may change the data, the model or the steps
+INJECT_DATA = INJECT_MODEL = INJECT_STEP = False
 RESUME = None  # the checkpoint of another run to resume from
-CHECKPOINTS = Path(__file__).with_name("checkpoints")  # of this run; a restart resumes
-# What a checkpoint must say of itself for this script to load it.
-MANIFEST = {"format": 1, "layout": "whole", "workload": "cnn"}
-SCALER = torch.amp.GradScaler()  # small gradients would vanish in 16 bits: scaled up
-SPEAKER = os.environ.get("RANK", "0") == "0"  # the one process that prints and logs
+CHECKPOINTS = Path(__file__).with_name("checkpoints")  # a restart resumes from them
+# The identity that a checkpoint must have to be loaded by this script.
+MANIFEST = {"format": 2, "layout": "whole", "workload": "cnn"}
+SCALER = torch.amp.GradScaler()  # prevents underflow of fp16 gradients
+IS_LOGGING_RANK = os.environ.get("RANK", "0") == "0"  # only this rank prints and logs
 
 
 def setup() -> torch.device:
@@ -59,33 +59,33 @@ def setup() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def share() -> tuple[int, int]:
-    """How many shares the samples are taken in, and which of them is this rank's."""
+def data_shard() -> tuple[int, int]:
+    """num_replicas and rank of the DistributedSampler."""
     return 1, 0
 
 
 def load(dataset: TensorDataset) -> tuple[DistributedSampler, DataLoader]:
-    """The batches of this rank, shuffled anew in each epoch."""
-    sampler = DistributedSampler(dataset, *share(), seed=SEED)
-    if JOIN:  # not filled up, so that some ranks have a sample less than others
-        shares, mine = share()
+    """The batches of this rank, reshuffled in each epoch."""
+    sampler = DistributedSampler(dataset, *data_shard(), seed=SEED)
+    if JOIN:  # no padding: some ranks have one sample less than others
+        num_replicas, rank = data_shard()
         sampler.total_size = len(dataset)
-        sampler.num_samples = len(range(mine, len(dataset), shares))
-    how = {"pin_memory": torch.cuda.is_available()}  # copied without waiting, then
+        sampler.num_samples = len(range(rank, len(dataset), num_replicas))
+    options = {"pin_memory": torch.cuda.is_available()}  # for asynchronous copies
     if not PIN_MEMORY:
-        how = {}
+        options = {}
     if WORKERS:
-        how |= {"num_workers": WORKERS, "persistent_workers": True}
+        options |= {"num_workers": WORKERS, "persistent_workers": True}
     if FETCH == "samples":
-        loader = DataLoader(dataset, BATCH_PER_RANK, sampler=sampler, **how)
+        loader = DataLoader(dataset, BATCH_PER_RANK, sampler=sampler, **options)
     else:
-        batches = BatchSampler(sampler, BATCH_PER_RANK, drop_last=False)  # not one by one
-        loader = DataLoader(dataset, None, sampler=batches, **how)
+        batches = BatchSampler(sampler, BATCH_PER_RANK, drop_last=False)  # whole batches
+        loader = DataLoader(dataset, None, sampler=batches, **options)
     return sampler, loader
 
 
 def transform(model: nn.Sequential) -> nn.Sequential:
-    """The model, each of its blocks as the settings ask for."""
+    """Apply activation checkpointing and torch.compile to each block."""
     for block in model:
         if CHECKPOINT_ACTIVATIONS:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
@@ -95,14 +95,14 @@ def transform(model: nn.Sequential) -> nn.Sequential:
 
 
 def parallelize(model: nn.Module, device: torch.device) -> nn.Module:
-    """The model, on the device."""
+    """Move the model to the device."""
     if CHECKPOINT_ACTIVATIONS or COMPILE:
         model = transform(model)
     return model.to(device)
 
 
 def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW over what this rank holds of the model."""
+    """AdamW for the parameters on this rank."""
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
 
 
@@ -110,10 +110,10 @@ def loss_of(model, inputs, targets) -> torch.Tensor:
     """The mean loss of a batch."""
     if PRECISION == "bf16":
         with torch.autocast(inputs.device.type, dtype=torch.bfloat16):
-            logits = model(inputs).float()  # the loss is computed in 32 bits
+            logits = model(inputs).float()  # compute the loss in fp32
     elif PRECISION == "fp16":
         with torch.autocast(inputs.device.type, dtype=torch.float16):
-            logits = model(inputs).float()  # the loss is computed in 32 bits
+            logits = model(inputs).float()  # compute the loss in fp32
     else:
         logits = model(inputs)
     if LOSS_PARALLEL:
@@ -122,25 +122,25 @@ def loss_of(model, inputs, targets) -> torch.Tensor:
     return cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
-def exchange(model: nn.Module, last: bool) -> AbstractContextManager:
-    """Around each part of a step: whether gradients are sent is the strategy's."""
+def gradient_sync(model: nn.Module, last: bool) -> AbstractContextManager:
+    """Context of each micro-batch; one process has no gradients to synchronize."""
     return nullcontext()
 
 
 def clip_gradients(model: nn.Module) -> None:
-    """Holds the norm of all gradients together to CLIP_NORM."""
+    """Clip the norm of all gradients to CLIP_NORM."""
     nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
 
 
 def train_step(model, optimizer, inputs, targets) -> torch.Tensor:
-    """One step; its loss is given back without waiting for the device."""
+    """One training step; returns the loss without synchronizing with the device."""
     optimizer.zero_grad()
     if ACCUMULATE > 1:
         losses = []
-        parts = [*zip(inputs.chunk(ACCUMULATE), targets.chunk(ACCUMULATE))]
-        for number, (part, wanted) in enumerate(parts, 1):
-            with exchange(model, last=number == len(parts)):
-                loss = loss_of(model, part, wanted) * (len(part) / len(inputs))
+        micro_batches = [*zip(inputs.chunk(ACCUMULATE), targets.chunk(ACCUMULATE))]
+        for number, (x, y) in enumerate(micro_batches, 1):
+            with gradient_sync(model, last=number == len(micro_batches)):
+                loss = loss_of(model, x, y) * (len(x) / len(inputs))
                 if PRECISION == "fp16":
                     SCALER.scale(loss).backward()
                 elif LOSS_PARALLEL:
@@ -164,7 +164,7 @@ def train_step(model, optimizer, inputs, targets) -> torch.Tensor:
             SCALER.unscale_(optimizer)
         clip_gradients(model)
     if PRECISION == "fp16":
-        SCALER.step(optimizer)  # but for a step in which a gradient overflowed
+        SCALER.step(optimizer)  # skips the step if a gradient overflowed
         SCALER.update()
     else:
         optimizer.step()
@@ -172,18 +172,18 @@ def train_step(model, optimizer, inputs, targets) -> torch.Tensor:
 
 
 def joined(model, batches: Iterable) -> Iterator:
-    """The batches of this rank; then it goes along with the ranks that have more."""
+    """The batches of this rank; afterwards it joins the collectives of the other ranks."""
     with model.join():
         yield from batches
 
 
 @torch.no_grad()
 def evaluate(model, dataset: TensorDataset, device: torch.device) -> list[float]:
-    """Mean loss and accuracy over the test set."""
+    """Mean loss and accuracy on the test set."""
     model.eval()
     sums = torch.zeros(2, device=device)
     for indices in torch.arange(len(dataset)).split(BATCH_PER_RANK):
-        inputs, targets = (part.to(device) for part in dataset[indices])
+        inputs, targets = (tensor.to(device) for tensor in dataset[indices])
         logits, targets = model(inputs).flatten(0, -2), targets.flatten()
         sums[0] += cross_entropy(logits, targets, reduction="sum")
         sums[1] += (logits.argmax(-1) == targets).sum()
@@ -191,12 +191,12 @@ def evaluate(model, dataset: TensorDataset, device: torch.device) -> list[float]
 
 
 def optimizer_state(optimizer) -> dict:
-    """What the optimizer keeps; every rank calls this, and the one that saves uses it."""
+    """The state of the optimizer; every rank must call this, the saving rank uses it."""
     return optimizer.state_dict()
 
 
 def progress(step: int) -> dict:
-    """What a checkpoint holds in addition to model and optimizer."""
+    """The state that a checkpoint contains besides model and optimizer."""
     state = {"step": step, "random": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda_random"] = torch.cuda.get_rng_state()
@@ -206,7 +206,7 @@ def progress(step: int) -> dict:
 
 
 def restore(state: dict) -> None:
-    """Sets what `progress` saved, as far as the checkpoint has it."""
+    """Restore the state that `progress` saved, as far as it is in the checkpoint."""
     torch.set_rng_state(state["random"])
     if torch.cuda.is_available() and "cuda_random" in state:
         torch.cuda.set_rng_state(state["cuda_random"])
@@ -221,22 +221,22 @@ def checksum(path: Path) -> str:
 
 
 def publish(unfinished: Path, step: int) -> None:
-    """Adds a manifest to a complete checkpoint, then gives the folder its name."""
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    """Add a manifest to a complete checkpoint, then rename the folder."""
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
     sums = {path.name: checksum(path) for path in unfinished.iterdir()}
-    manifest = {**MANIFEST, "step": step, "world_size": ranks, "sha256": sums}
+    manifest = {**MANIFEST, "step": step, "world_size": world_size, "sha256": sums}
     (unfinished / "manifest.json").write_text(json.dumps(manifest, indent=2))
     final = CHECKPOINTS / f"step{step:08}"
-    shutil.rmtree(final, ignore_errors=True)  # a damaged one may have that name
+    shutil.rmtree(final, ignore_errors=True)  # a damaged one of that name
     unfinished.replace(final)
 
 
 def verify(path: Path) -> None:
-    """Raises ValueError for a checkpoint of another kind, and for one that has changed."""
+    """Raise ValueError if the identity of a checkpoint differs or a file has changed."""
     manifest = json.loads((path / "manifest.json").read_text())
-    for key, mine in MANIFEST.items():
-        if manifest.get(key) != mine:
-            raise ValueError(f"its {key} is {manifest.get(key)!r}, and not {mine!r}")
+    for key, expected in MANIFEST.items():
+        if manifest.get(key) != expected:
+            raise ValueError(f"{key} must be {expected!r}, got {manifest.get(key)!r}")
     for name, expected in manifest["sha256"].items():
         if not (path / name).is_file() or checksum(path / name) != expected:
             raise ValueError(f"{name} is missing or has changed since it was written")
@@ -253,7 +253,7 @@ def intact() -> Path | None:
             return path
         except (OSError, ValueError, KeyError) as error:
             reason = f"{path} cannot be used: {error}"
-            if SPEAKER:
+            if IS_LOGGING_RANK:
                 print(reason, flush=True)
     if found:
         raise SystemExit(f"Cannot resume: {reason}")
@@ -261,14 +261,14 @@ def intact() -> Path | None:
 
 
 def save(model, optimizer, step: int) -> None:
-    """Writes a checkpoint from one rank, whole or not at all."""
-    optimizer_kept = optimizer_state(optimizer)
-    if not SPEAKER:
+    """Write a checkpoint atomically, from one rank."""
+    optimizer_state_dict = optimizer_state(optimizer)
+    if not IS_LOGGING_RANK:
         return
-    whole = getattr(model, "module", model)  # as one device has it
-    state = {"model": whole.state_dict(), "optimizer": optimizer_kept}
+    unwrapped = getattr(model, "module", model)  # the model without DDP
+    state = {"model": unwrapped.state_dict(), "optimizer": optimizer_state_dict}
     unfinished = CHECKPOINTS / "unfinished"
-    shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed process
     unfinished.mkdir(parents=True)
     torch.save(state | progress(step), unfinished / "state.pt")
     publish(unfinished, step)
@@ -276,53 +276,53 @@ def save(model, optimizer, step: int) -> None:
 
 
 def resume(model, optimizer) -> int:
-    """Loads the newest intact checkpoint and gives its step; 0 for a new run."""
+    """Load the newest intact checkpoint and return its step; 0 for a new run."""
     path = intact()
     if path is None:
         return 0
-    # weights_only: tensors and plain values are loaded, code in a pickle is refused.
+    # weights_only loads tensors and plain values, and rejects code in a pickle.
     state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
     getattr(model, "module", model).load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     restore(state)
-    if SPEAKER:
+    if IS_LOGGING_RANK:
         print(f"resuming from {path}", flush=True)
     return state["step"]
 
 
-def spoil(dataset: TensorDataset) -> TensorDataset:
-    """The training set, with the fault that there is on purpose: none here."""
+def fault_data(dataset: TensorDataset) -> TensorDataset:
+    """Inject a fault into the training set: none by default."""
     return dataset
 
 
-def extend(model: nn.Sequential) -> nn.Sequential:
-    """The model, with the fault that there is on purpose: none here."""
+def fault_model(model: nn.Sequential) -> nn.Sequential:
+    """Inject a fault into the model: none by default."""
     return model
 
 
-def disturb(model: nn.Module, step: int) -> None:
-    """What goes wrong on purpose before a step: nothing here."""
+def fault_step(model: nn.Module, step: int) -> None:
+    """Inject a fault before a step: none by default."""
 
 
 def cleanup() -> None:
-    """Nothing to leave: one process alone is in no group."""
+    """Nothing to clean up: a single process has no process group."""
 
 
 def train(device: torch.device) -> None:
-    """All epochs; the model is freed before the group is left, for which it may wait."""
+    """Run all epochs; on return, the model is freed before the process group."""
     torch.manual_seed(SEED)  # the same initial weights on every rank
     train_data, test_data = load_data()
-    if SPOIL:
-        train_data = spoil(train_data)
+    if INJECT_DATA:
+        train_data = fault_data(train_data)
     sampler, loader = load(train_data)
-    if EXTEND:  # noqa: SIM108
-        model = parallelize(extend(build_model()), device)
+    if INJECT_MODEL:  # noqa: SIM108
+        model = parallelize(fault_model(build_model()), device)
     else:
         model = parallelize(build_model(), device)
     optimizer = build_optimizer(model)
     if SAVE_EVERY or RESUME:
         done = resume(model, optimizer)
-    steps = islice(count(1), MAX_STEPS)  # 1, 2, 3 … MAX_STEPS, over all epochs
+    steps = islice(count(1), MAX_STEPS)  # 1 to MAX_STEPS, over all epochs
     for epoch in range(1, EPOCHS + 1):
         if FAULT not in ("no_sampler", "no_set_epoch"):
             sampler.set_epoch(epoch)
@@ -332,36 +332,36 @@ def train(device: torch.device) -> None:
             batches = joined(model, batches)
         for batch, step in batches:
             if SAVE_EVERY or RESUME:
-                if step == done:  # training continues with the next batch
+                if step == done:  # training resumes with the next batch
                     log_event(Event("resume", datetime.now(), {"step": step}))
                 if step <= done:
-                    continue  # trained on before
+                    continue  # already trained on
             if NON_BLOCKING:
-                inputs, targets = (p.to(device, non_blocking=True) for p in batch)
+                inputs, targets = (t.to(device, non_blocking=True) for t in batch)
             else:
-                inputs, targets = (part.to(device) for part in batch)
-            if DISTURB:
-                disturb(model, step)
+                inputs, targets = (t.to(device) for t in batch)
+            if INJECT_STEP:
+                fault_step(model, step)
             loss = train_step(model, optimizer, inputs, targets)
-            if step % 20 == 0 and SPEAKER:
+            if step % 20 == 0 and IS_LOGGING_RANK:
                 print(f"step {step}: loss {loss.item():.4f}", flush=True)
             if SAVE_EVERY:
                 if step % SAVE_EVERY == 0:
                     save(model, optimizer, step)
         if SAVE_EVERY or RESUME:
             if step < done:
-                continue  # evaluated before
+                continue  # already evaluated
         if FAULT == "evaluation_on_rank_0":
             if os.environ["RANK"] != "0":
                 continue
         test_loss, accuracy = evaluate(model, test_data, device)
-        if SPEAKER:
-            print(f"epoch {epoch}: {accuracy:.2%} right, test loss {test_loss:.4f}")
+        if IS_LOGGING_RANK:
+            print(f"epoch {epoch}: accuracy {accuracy:.2%}, test loss {test_loss:.4f}")
             result = {"epoch": epoch, "accuracy": accuracy, "test_loss": test_loss}
             log_event(Event("evaluation", datetime.now(), result))
     if SAVE_EVERY or RESUME:
         if step < done:
-            raise SystemExit(f"Nothing to do: step {done} is saved, the last is {step}")
+            raise SystemExit(f"Nothing to train: step {done} is saved, the last is {step}")
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""Context parallelism: each rank holds a part of every window; keys and values of the other parts are gathered for attention.
+"""Context parallelism: each rank holds a chunk of every window; attention all-gathers the keys and values of the other chunks.
 
-The form is that of Llama 3's training: one all-gather of keys and values in a layer, a reduce-scatter of their gradients in backward.
-What GPT's module and the text's define as `attend`, `places` and `windows` for whole windows is here defined for a part of them.
+As in the training of Llama 3: one all-gather of keys and values per layer, and a reduce-scatter of their gradients in backward.
+`attend`, `positions` and `windows`, which the modules of GPT and of the text define for whole windows, are defined for a chunk here.
 """
 
 import torch
@@ -9,14 +9,14 @@ import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.data import TensorDataset
 
-from labkit.training.strategies.ddp import cleanup, evaluate, exchange, parallelize, setup
+from labkit.training.strategies.ddp import cleanup, evaluate, gradient_sync, parallelize, setup
 from labkit.training.workloads.gpt import CONTEXT
 
-__all__ = ["attend", "cleanup", "evaluate", "exchange", "parallelize", "places", "setup", "windows"]
+__all__ = ["attend", "cleanup", "evaluate", "gradient_sync", "parallelize", "positions", "setup", "windows"]
 
 
 def windows(data: torch.Tensor, count: int) -> TensorDataset:
-    """This rank's part of windows of CONTEXT bytes; the targets are the same, one on."""
+    """This rank's chunk of windows of CONTEXT bytes; targets are shifted by one byte."""
     starts = torch.linspace(0, len(data) - CONTEXT - 1, count).long()
     length = CONTEXT // dist.get_world_size()
     first = dist.get_rank() * length
@@ -24,33 +24,33 @@ def windows(data: torch.Tensor, count: int) -> TensorDataset:
     return TensorDataset(window[:, :-1], window[:, 1:])
 
 
-def places(tokens: torch.Tensor) -> torch.Tensor:
-    """The place of each byte in the whole window."""
+def positions(tokens: torch.Tensor) -> torch.Tensor:
+    """The position of each byte in the whole window."""
     length = tokens.shape[1]
     return torch.arange(length, device=tokens.device) + dist.get_rank() * length
 
 
-class Gathered(torch.autograd.Function):
-    """The parts of all ranks, in the order of places; backward adds up their gradients."""
+class AllGather(torch.autograd.Function):
+    """All-gather along the sequence dimension; backward reduce-scatters the gradients."""
 
     @staticmethod
-    def forward(ctx, part: torch.Tensor) -> torch.Tensor:
-        parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, part)
-        return torch.cat(parts, dim=2)
+    def forward(ctx, chunk: torch.Tensor) -> torch.Tensor:
+        chunks = [torch.empty_like(chunk) for _ in range(dist.get_world_size())]
+        dist.all_gather(chunks, chunk)
+        return torch.cat(chunks, dim=2)
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
-        parts = gradient.chunk(dist.get_world_size(), dim=2)
-        mine = torch.empty_like(parts[0]).contiguous()
-        dist.reduce_scatter(mine, [part.contiguous() for part in parts])
-        return mine
+        chunks = gradient.chunk(dist.get_world_size(), dim=2)
+        own = torch.empty_like(chunks[0]).contiguous()
+        dist.reduce_scatter(own, [chunk.contiguous() for chunk in chunks])
+        return own
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """What this rank's places see of the whole window: (batch, head, place, width)."""
-    keys, values = (Gathered.apply(part.contiguous()) for part in (key, value))
-    mine, length = query.shape[2], keys.shape[2]
-    seen = torch.ones(mine, length, dtype=torch.bool, device=query.device)
-    seen = seen.tril(dist.get_rank() * mine)  # itself and what came before
-    return scaled_dot_product_attention(query, keys, values, attn_mask=seen)
+    """Causal attention of this chunk to the window: (batch, head, position, head width)."""
+    keys, values = (AllGather.apply(chunk.contiguous()) for chunk in (key, value))
+    length, context = query.shape[2], keys.shape[2]
+    mask = torch.ones(length, context, dtype=torch.bool, device=query.device)
+    mask = mask.tril(dist.get_rank() * length)  # this position and earlier ones
+    return scaled_dot_product_attention(query, keys, values, attn_mask=mask)

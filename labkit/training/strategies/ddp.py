@@ -1,4 +1,4 @@
-"""Distributed data parallel: every rank holds the whole model, trains on its own samples, and the gradients are averaged."""
+"""Distributed data parallel: every rank holds the whole model and trains on its own samples; gradients are averaged."""
 
 import os
 from contextlib import AbstractContextManager, nullcontext
@@ -17,13 +17,13 @@ from torch.utils.data import TensorDataset
 
 from labkit.training.strategies.base import BATCH_PER_RANK, CHECKPOINT_ACTIVATIONS, COMPILE, transform
 
-BUCKET_MB = 25  # gradients are sent in buckets of this size, while backward still runs
-STATIC_GRAPH = False  # every step runs the same graph, which the first one records
-COMPRESSION = "none"  # fp16 or powersgd: what gradients are sent as
+BUCKET_MB = 25  # size of the gradient buckets, which are all-reduced during backward
+STATIC_GRAPH = False  # every step runs the same graph, recorded in the first step
+COMPRESSION = "none"  # fp16 or powersgd: compression of the gradients
 
 
 def setup() -> torch.device:
-    """Joins the process group: NCCL between GPUs, gloo between CPU processes."""
+    """Join the process group: NCCL between GPUs, gloo between CPU processes."""
     if not torch.cuda.is_available():
         dist.init_process_group("gloo")
         return torch.device("cpu")
@@ -33,8 +33,8 @@ def setup() -> torch.device:
     return device
 
 
-def share() -> tuple[int, int]:
-    """How many shares the samples are taken in, and which of them is this rank's."""
+def data_shard() -> tuple[int, int]:
+    """num_replicas and rank of the DistributedSampler."""
     return dist.get_world_size(), dist.get_rank()
 
 
@@ -50,35 +50,35 @@ def parallelize(model: nn.Module, device: torch.device) -> nn.Module:
     if COMPRESSION == "fp16":
         model.register_comm_hook(None, fp16_compress_hook)
     if COMPRESSION == "powersgd":
-        # Two steps as they are, then low-rank factors in the place of each matrix.
+        # Two uncompressed steps, then low-rank factors instead of each matrix.
         low_rank = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
         model.register_comm_hook(low_rank, powerSGD_hook)
     return model
 
 
-def exchange(model: nn.Module, last: bool) -> AbstractContextManager:
-    """Gradients add up on each rank, and are sent with the last part of a step."""
+def gradient_sync(model: nn.Module, last: bool) -> AbstractContextManager:
+    """Accumulate gradients locally; synchronize them with the last micro-batch."""
     return nullcontext() if last else model.no_sync()
 
 
 @torch.no_grad()
 def evaluate(model, dataset: TensorDataset, device: torch.device) -> list[float]:
-    """Mean loss and accuracy over the test set, of which each rank takes a share."""
+    """Mean loss and accuracy on the test set; each rank evaluates its shard."""
     model.eval()
     sums = torch.zeros(3, device=device)
-    shares, mine = share()
-    rounds = len(dataset) // (shares * BATCH_PER_RANK) + 1  # as many for every rank
-    for indices in torch.arange(len(dataset))[mine::shares].tensor_split(rounds):
-        inputs, targets = (part.to(device) for part in dataset[indices])
+    num_replicas, rank = data_shard()
+    batches = len(dataset) // (num_replicas * BATCH_PER_RANK) + 1  # equal on all ranks
+    for indices in torch.arange(len(dataset))[rank::num_replicas].tensor_split(batches):
+        inputs, targets = (tensor.to(device) for tensor in dataset[indices])
         logits, targets = model(inputs).flatten(0, -2), targets.flatten()
         sums[0] += cross_entropy(logits, targets, reduction="sum")
         sums[1] += (logits.argmax(-1) == targets).sum()
         sums[2] += len(targets)
     dist.all_reduce(sums)
-    dist.barrier()  # nobody leaves while another still sends
+    dist.barrier()  # no rank leaves while another is still sending
     return (sums[:2] / sums[2]).tolist()
 
 
 def cleanup() -> None:
-    """Leaves the process group."""
+    """Leave the process group."""
     dist.destroy_process_group()

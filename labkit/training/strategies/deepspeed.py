@@ -1,4 +1,4 @@
-"""DeepSpeed: its engine holds model and optimizer, and shards what its ZeRO stage says over the ranks."""
+"""DeepSpeed: the engine wraps model and optimizer, and shards their state over the ranks according to the ZeRO stage."""
 
 import os
 
@@ -11,36 +11,36 @@ from labkit.training.strategies.base import (
     CHECKPOINT_ACTIVATIONS,
     CLIP_NORM,
     COMPILE,
+    IS_LOGGING_RANK,
     LEARNING_RATE,
     PRECISION,
-    SPEAKER,
     transform,
 )
-from labkit.training.strategies.ddp import cleanup, evaluate, setup, share
+from labkit.training.strategies.ddp import cleanup, data_shard, evaluate, setup
 
-__all__ = ["cleanup", "evaluate", "setup", "share"]
+__all__ = ["cleanup", "data_shard", "evaluate", "setup"]
 
-STAGE = 1  # of ZeRO: 1 shards optimizer state, 2 gradients too, 3 parameters too
+STAGE = 1  # ZeRO stage: 1 shards optimizer state, 2 also gradients, 3 also parameters
 
 
 def parallelize(model: nn.Module, device: torch.device) -> nn.Module:
-    """DeepSpeed's engine around the model and its optimizer."""
+    """Wrap the model and its optimizer in DeepSpeed's engine."""
     if CHECKPOINT_ACTIVATIONS or COMPILE:
         model = transform(model)
     config = {
         "train_micro_batch_size_per_gpu": BATCH_PER_RANK,
         "zero_optimization": {"stage": STAGE},
         "zero_allow_untested_optimizer": True,
-        "gradient_clipping": CLIP_NORM,  # its default is a norm of 1, not 0
+        "gradient_clipping": CLIP_NORM,  # the default is 1, not 0
     }
     if PRECISION == "bf16":
         config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
     if PRECISION == "fp16":
         config["torch_autocast"] = {"enabled": True, "dtype": "float16"}
     os.environ.setdefault("DS_ACCELERATOR", device.type)
-    if SPEAKER:
+    if IS_LOGGING_RANK:
         print("loading DeepSpeed: its first run may compile an operator for minutes")
-    import deepspeed  # looks at once for what it shall run on
+    import deepspeed  # selects its accelerator on import
 
     model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
@@ -49,18 +49,18 @@ def parallelize(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """The engine's, around AdamW over this rank's share."""
+    """The optimizer of the engine, which wraps AdamW."""
     return model.optimizer
 
 
 def loss_of(model, inputs, targets) -> torch.Tensor:
-    """The mean loss of a batch, in 32 bits whatever the engine computes in."""
+    """The mean loss of a batch, in fp32 regardless of the engine's precision."""
     logits = model(inputs).float()
     return cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
 def train_step(model, optimizer, inputs, targets) -> torch.Tensor:
-    """One step of the engine, which scales, sends and clips as it was told."""
+    """One step of the engine, which scales, synchronizes and clips the gradients."""
     loss = loss_of(model, inputs, targets)
     model.backward(loss)
     model.step()

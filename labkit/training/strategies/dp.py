@@ -1,4 +1,4 @@
-"""Data parallel in one process: a thread for each device, and a replica of the model that is made anew at every step."""
+"""Data parallel in one process: one thread per device, and a replica of the model that is created again at every step."""
 
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -9,65 +9,65 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Tenso
 
 from labkit.training.strategies.base import BATCH_PER_RANK, FETCH, PIN_MEMORY, SEED, WORKERS
 
-DEVICE = "cpu"  # cuda: nn.DataParallel itself, between GPUs
-RANKS = 2  # devices, each with a replica and a thread of this one process
+DEVICE = "cpu"  # cuda: use nn.DataParallel
+RANKS = 2  # devices, each with one replica and one thread of this process
 THREADS = [ThreadPoolExecutor(1, f"replica {n:03}") for n in range(RANKS)]
 
 
 def load(dataset: TensorDataset) -> tuple[DistributedSampler, DataLoader]:
-    """The batches of all devices together, shuffled anew in each epoch."""
+    """The global batches of all devices, reshuffled in each epoch."""
     sampler = DistributedSampler(dataset, num_replicas=1, rank=0, seed=SEED)
-    how = {"pin_memory": torch.cuda.is_available()}  # copied without waiting, then
+    options = {"pin_memory": torch.cuda.is_available()}  # for asynchronous copies
     if not PIN_MEMORY:
-        how = {}
+        options = {}
     if WORKERS:
-        how |= {"num_workers": WORKERS, "persistent_workers": True}
+        options |= {"num_workers": WORKERS, "persistent_workers": True}
     if FETCH == "samples":
-        loader = DataLoader(dataset, BATCH_PER_RANK * RANKS, sampler=sampler, **how)
+        loader = DataLoader(dataset, BATCH_PER_RANK * RANKS, sampler=sampler, **options)
     else:
         batches = BatchSampler(sampler, BATCH_PER_RANK * RANKS, drop_last=False)
-        loader = DataLoader(dataset, None, sampler=batches, **how)
+        loader = DataLoader(dataset, None, sampler=batches, **options)
     return sampler, loader
 
 
-def in_threads(run, *given) -> list:
-    """What `run` gives for each replica, called in the replica's own thread."""
-    calls = [thread.submit(run, *call) for thread, *call in zip(THREADS, *given)]
+def in_threads(function, *inputs) -> list:
+    """Call a function once per replica, in the replica's thread; returns the results."""
+    calls = [thread.submit(function, *args) for thread, *args in zip(THREADS, *inputs)]
     return [call.result() for call in calls]
 
 
 class Replicas(nn.Module):
-    """`nn.DataParallel`, emulated: the devices are threads, and what is sent is copied."""
+    """Emulation of nn.DataParallel: devices are threads, transfers are copies in memory."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
         self.module = model
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        learns, mixed = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+        training, mixed = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
 
-        def run(replica, share):  # each thread decides for itself what it records
-            with torch.set_grad_enabled(learns), torch.autocast("cpu", enabled=mixed):
-                return replica(share)
+        def apply(replica, chunk):  # grad mode and autocast are set per thread
+            with torch.set_grad_enabled(training), torch.autocast("cpu", enabled=mixed):
+                return replica(chunk)
 
         def backward(gradient):  # replica 0 has the loss
-            parts = gradient.split([len(share) for share in shares])  # 4: scattered
-            in_threads(torch.autograd.backward, outputs, parts)
-            for copy in copies:  # 5: gradients of parameters are reduced on replica 0
-                for mine, its in zip(self.module.parameters(), copy.parameters()):
-                    mine.grad += its.grad
+            gradients = gradient.split([len(chunk) for chunk in chunks])  # 4: scatter
+            in_threads(torch.autograd.backward, outputs, gradients)
+            for copy in copies:  # 5: reduce the parameter gradients on replica 0
+                for target, source in zip(self.module.parameters(), copy.parameters()):
+                    target.grad += source.grad
 
-        shares = inputs.chunk(RANKS)  # 1: scattered; a small batch has fewer shares
-        copies = [deepcopy(self.module) for _ in shares[1:]]  # 2: parameters broadcast
-        outputs = in_threads(run, [self.module, *copies], shares)
-        logits = torch.cat([output.detach() for output in outputs])  # 3: gathered
-        if learns:
+        chunks = inputs.chunk(RANKS)  # 1: scatter; a small batch has fewer chunks
+        copies = [deepcopy(self.module) for _ in chunks[1:]]  # 2: broadcast parameters
+        outputs = in_threads(apply, [self.module, *copies], chunks)
+        logits = torch.cat([output.detach() for output in outputs])  # 3: gather
+        if training:
             logits.requires_grad_().register_hook(backward)
         return logits
 
 
 def parallelize(model: nn.Module, device: torch.device) -> nn.Module:
-    """A replica on every device; each batch is scattered, and the logits are gathered."""
+    """One replica per device: each batch is scattered, and the logits are gathered."""
     if DEVICE == "cuda":
         model = model.to(device)
         model = nn.DataParallel(model, device_ids=[*range(RANKS)])

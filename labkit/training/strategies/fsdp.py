@@ -1,4 +1,4 @@
-"""Fully sharded data parallel as it first was (FSDP1): a wrapped unit is one flat parameter, of which each rank keeps a shard."""
+"""Fully sharded data parallel, first version (FSDP1): each wrapped unit is one flat parameter, sharded over the ranks."""
 
 from functools import partial
 
@@ -10,19 +10,19 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 from labkit.training.strategies.base import CHECKPOINT_ACTIVATIONS, CLIP_NORM, COMPILE, transform
-from labkit.training.strategies.ddp import cleanup, evaluate, setup, share
+from labkit.training.strategies.ddp import cleanup, data_shard, evaluate, setup
 from labkit.training.strategies.sharded import resume, save
 
-__all__ = ["SCALER", "cleanup", "clip_gradients", "evaluate", "parallelize", "resume", "save", "setup", "share"]
+__all__ = ["SCALER", "cleanup", "clip_gradients", "data_shard", "evaluate", "parallelize", "resume", "save", "setup"]
 
-SHARDING = "FULL_SHARD"  # SHARD_GRAD_OP keeps parameters whole until backward
-MIN_PARAMETERS = 20_000  # from so many on, a part of the model is a unit of its own
-REPLICAS = 1  # groups of ranks that each hold the whole model, sharded inside
-SCALER = ShardedGradScaler()  # asks all ranks whether a gradient overflowed
+SHARDING = "FULL_SHARD"  # SHARD_GRAD_OP keeps parameters gathered until backward
+MIN_PARAMETERS = 20_000  # modules of at least this size become separate FSDP units
+REPLICAS = 1  # groups of ranks that each hold one sharded copy of the model
+SCALER = ShardedGradScaler()  # checks for overflow on all ranks
 
 
 def parallelize(model: nn.Module, device: torch.device) -> nn.Module:
-    """A shard of every unit on each rank; a unit is gathered when it is needed."""
+    """Shard every unit over the ranks; each unit is all-gathered when it is needed."""
     if CHECKPOINT_ACTIVATIONS or COMPILE:
         model = transform(model)
     units = partial(size_based_auto_wrap_policy, min_num_params=MIN_PARAMETERS)
@@ -37,5 +37,5 @@ def parallelize(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def clip_gradients(model: nn.Module) -> None:
-    """Holds the norm of all gradients, of all shards together, to CLIP_NORM."""
+    """Clip the norm of all gradients, over all shards, to CLIP_NORM."""
     model.clip_grad_norm_(CLIP_NORM)

@@ -1,4 +1,4 @@
-"""Fully sharded data parallel: as DDP, but every rank keeps only a shard of the parameters, gradients and optimizer state."""
+"""Fully sharded data parallel (FSDP2): like DDP, but each rank stores only a shard of parameters, gradients and optimizer state."""
 
 import torch
 import torch.distributed as dist
@@ -7,19 +7,19 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.nn.functional import cross_entropy
 
 from labkit.training.strategies.base import CHECKPOINT_ACTIVATIONS, COMPILE, PRECISION, transform
-from labkit.training.strategies.ddp import cleanup, evaluate, setup, share
+from labkit.training.strategies.ddp import cleanup, data_shard, evaluate, setup
 from labkit.training.strategies.sharded import resume, save
 
-__all__ = ["cleanup", "evaluate", "loss_of", "parallelize", "resume", "save", "setup", "share"]
+__all__ = ["cleanup", "data_shard", "evaluate", "loss_of", "parallelize", "resume", "save", "setup"]
 
 RESHARD_AFTER_FORWARD = True  # False keeps the gathered parameters until backward
-CPU_OFFLOAD = False  # shards, gradients and optimizer state stay in CPU memory
-PREFETCH = 0  # blocks that are gathered before their turn
-REPLICAS = 1  # groups of ranks, of which each holds the whole model in shards
+CPU_OFFLOAD = False  # keep parameters, gradients and optimizer state in CPU memory
+PREFETCH = 0  # number of blocks that are all-gathered ahead
+REPLICAS = 1  # groups of ranks that each hold one sharded copy of the model
 
 
 def parallelize(model: nn.Module, device: torch.device) -> nn.Module:
-    """A shard of every parameter on each rank; a block is gathered when it is needed."""
+    """Shard every parameter over the ranks; blocks are all-gathered when needed."""
     if CHECKPOINT_ACTIVATIONS or COMPILE:
         model = transform(model)
     if REPLICAS > 1:
@@ -30,15 +30,15 @@ def parallelize(model: nn.Module, device: torch.device) -> nn.Module:
         mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
     settings = {"mesh": mesh, "reshard_after_forward": RESHARD_AFTER_FORWARD}
     if PRECISION == "bf16":
-        bits = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-        settings["mp_policy"] = MixedPrecisionPolicy(**bits, output_dtype=torch.float32)
+        dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+        settings["mp_policy"] = MixedPrecisionPolicy(**dtypes, output_dtype=torch.float32)
     if PRECISION == "fp16":
-        bits = {"param_dtype": torch.float16, "reduce_dtype": torch.float32}
-        settings["mp_policy"] = MixedPrecisionPolicy(**bits, output_dtype=torch.float32)
+        dtypes = {"param_dtype": torch.float16, "reduce_dtype": torch.float32}
+        settings["mp_policy"] = MixedPrecisionPolicy(**dtypes, output_dtype=torch.float32)
     if CPU_OFFLOAD:
         settings["offload_policy"] = CPUOffloadPolicy()
-    for part in (*model, model):  # every block, then what is left of the model
-        fully_shard(part, **settings)
+    for module in (*model, model):  # every block, then the remaining parameters
+        fully_shard(module, **settings)
     if PREFETCH:
         blocks = list(model)
         for number, block in enumerate(blocks):
@@ -50,6 +50,6 @@ def parallelize(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def loss_of(model, inputs, targets) -> torch.Tensor:
-    """The mean loss of a batch, in 32 bits whatever the blocks compute in."""
+    """The mean loss of a batch, in fp32 regardless of the precision of the blocks."""
     logits = model(inputs)
     return cross_entropy(logits.flatten(0, -2), targets.flatten())

@@ -1,4 +1,4 @@
-"""FSDP2 and tensor parallelism on a mesh: neighbours split the layers, and the shards of what they hold lie on the other axis."""
+"""FSDP2 and tensor parallelism on a 2D mesh: the layers are split along one axis, and the state is sharded along the other."""
 
 from functools import cache
 
@@ -16,27 +16,27 @@ from labkit.training.strategies.sharded import resume, save
 from labkit.training.strategies.tp import clip_gradients
 from labkit.training.workloads.cnn import tensor_plans
 
-__all__ = ["cleanup", "clip_gradients", "evaluate", "loss_of", "parallelize", "resume", "save", "setup", "share"]
+__all__ = ["cleanup", "clip_gradients", "data_shard", "evaluate", "loss_of", "parallelize", "resume", "save", "setup"]
 
-TP_SIZE = 2  # ranks that split a layer between them
-SEQUENCE_PARALLEL = False  # what stands between the split matrices is split by places
+TP_SIZE = 2  # ranks that split each layer
+SEQUENCE_PARALLEL = False  # split activations between the matrices by position
 
 
 @cache
 def mesh() -> DeviceMesh:
-    """The ranks in rows: those of a row split the layers, those of a column the batch."""
+    """The ranks of a row split the layers (tp), the ranks of a column the batch (dp)."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     shape = (dist.get_world_size() // TP_SIZE, TP_SIZE)
     return init_device_mesh(kind, shape, mesh_dim_names=("dp", "tp"))
 
 
-def share() -> tuple[int, int]:
-    """How many shares the samples are taken in, and which of them is this rank's."""
+def data_shard() -> tuple[int, int]:
+    """num_replicas and rank of the DistributedSampler."""
     return mesh()["dp"].size(), mesh()["dp"].get_local_rank()
 
 
 def parallelize(model: nn.Module, device: torch.device) -> nn.Module:
-    """A part of the split layers on each rank, of which it holds only a shard."""
+    """Split the layers (TP), then shard the parameters of each rank (FSDP2)."""
     model, plans = model.to(device), tensor_plans()
     for name, block in model.named_children():
         parallelize_module(block, mesh()["tp"], plans.get(name, {}))
@@ -44,8 +44,8 @@ def parallelize(model: nn.Module, device: torch.device) -> nn.Module:
         model = transform(model)
     settings = {"mesh": mesh()["dp"], "reshard_after_forward": RESHARD_AFTER_FORWARD}
     if PRECISION == "bf16":
-        bits = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-        settings["mp_policy"] = MixedPrecisionPolicy(**bits, output_dtype=torch.float32)
-    for part in (*model, model):  # every block, then what is left of the model
-        fully_shard(part, **settings)
+        dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+        settings["mp_policy"] = MixedPrecisionPolicy(**dtypes, output_dtype=torch.float32)
+    for module in (*model, model):  # every block, then the remaining parameters
+        fully_shard(module, **settings)
     return model

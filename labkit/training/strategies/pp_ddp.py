@@ -1,4 +1,4 @@
-"""Pipelines side by side: each trains on its own share of the batch, and the ranks with the same stage average their gradients."""
+"""Several pipelines: each trains on its own shard of the batch, and the ranks with the same stage average their gradients."""
 
 from functools import cache
 
@@ -10,43 +10,43 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit.training.strategies.base import CHECKPOINT_ACTIVATIONS, COMPILE, PRECISION, transform
 from labkit.training.strategies.ddp import BUCKET_MB, cleanup, setup
-from labkit.training.strategies.fsdp2_tp import share
-from labkit.training.strategies.pp import SCALER, SPEAKER, STAGES, Pipeline, clip_gradients, evaluate, train_step
+from labkit.training.strategies.fsdp2_tp import data_shard
+from labkit.training.strategies.pp import IS_LOGGING_RANK, SCALER, STAGES, Pipeline, clip_gradients, evaluate, train_step
 from labkit.training.strategies.sharded import resume, save
 
 __all__ = [
+    "IS_LOGGING_RANK",
     "SCALER",
-    "SPEAKER",
     "cleanup",
     "clip_gradients",
+    "data_shard",
     "evaluate",
     "resume",
     "save",
     "setup",
-    "share",
     "train_step",
 ]
 
-PP_SIZE = 2  # ranks that a batch goes through, one after the other
+PP_SIZE = 2  # ranks per pipeline
 
 
 @cache
 def mesh() -> DeviceMesh:
-    """The ranks in rows: a row holds the same stage, a column is a pipeline."""
+    """The ranks of a row hold the same stage (dp), a column is a pipeline (pp)."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     shape = (PP_SIZE, dist.get_world_size() // PP_SIZE)
     return init_device_mesh(kind, shape, mesh_dim_names=("pp", "dp"))
 
 
-def pipe() -> dist.ProcessGroup:
-    """The ranks that a batch goes through, in the order of their stages."""
+def pp_group() -> dist.ProcessGroup:
+    """The ranks of a pipeline, in the order of their stages."""
     return mesh()["pp"].get_group()
 
 
 def parallelize(model: nn.Sequential, device: torch.device) -> nn.Module:
-    """Stages whose gradients backward averages, and the pipeline around them."""
+    """Wrap the stages of this rank in DDP, and build the pipeline."""
     stages = {}
-    for n in range(dist.get_rank(pipe()), len(STAGES) - 1, pipe().size()):
+    for n in range(dist.get_rank(pp_group()), len(STAGES) - 1, pp_group().size()):
         blocks = model[STAGES[n] : STAGES[n + 1]]
         if CHECKPOINT_ACTIVATIONS or COMPILE:
             blocks = transform(blocks)
@@ -56,8 +56,8 @@ def parallelize(model: nn.Sequential, device: torch.device) -> nn.Module:
         if PRECISION == "fp16":
             mixed = torch.autocast(device.type, dtype=torch.float16)
             blocks.forward = mixed(blocks.forward)
-        how = {"process_group": mesh()["dp"].get_group(), "bucket_cap_mb": BUCKET_MB}
-        # Else DDP lays out buckets anew after the pass by which a stage is tried out.
-        how["find_unused_parameters"] = True
-        stages[n] = DistributedDataParallel(blocks.to(device), **how)
+        args = {"process_group": mesh()["dp"].get_group(), "bucket_cap_mb": BUCKET_MB}
+        # Without it, DDP rebuilds its buckets after the pass that infers the shapes.
+        args["find_unused_parameters"] = True
+        stages[n] = DistributedDataParallel(blocks.to(device), **args)
     return Pipeline(stages, device)

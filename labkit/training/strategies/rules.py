@@ -1,5 +1,5 @@
-"""What follows from a Spec for its strategy: where it cannot run, in one sentence with the nearest choice that works, what its script must
-know, and why it may rightly train something else. Light, as the table is that names these functions.
+"""Limits of the strategies (one sentence with the nearest working choice), constants of their scripts, and the reasons why a strategy
+is expected to train something different from one process. Like the table that refers to these functions, it does not import torch.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ if TYPE_CHECKING:
     from labkit.setup.machine import Machine
     from labkit.training.request import Request
 
-TWO_STAGES = ("Interleaved1F1B", "InterleavedZeroBubble")  # schedules that give two stages to a rank
+TWO_STAGES = ("Interleaved1F1B", "InterleavedZeroBubble")  # schedules with two stages per rank
 
 
 def one_process(spec: Request) -> str | None:
     if spec.nproc is not None and spec.nproc > 1:
-        return f"single trains on one device, and {spec.nproc} were asked for; use --nproc 1, or the strategy ddp"
+        return f"single trains on one device, got --nproc {spec.nproc}; use --nproc 1, or the strategy ddp"
     return None
 
 
 def several_devices(spec: Request) -> str | None:
     if spec.nproc is not None and spec.nproc < 2:
-        return f"dp splits a batch over the devices of one process, and {spec.nproc} was asked for; use --nproc 2, or the strategy single"
+        return f"dp splits the batch over several devices, got --nproc {spec.nproc}; use --nproc 2, or the strategy single"
     return None
 
 
 def emulated(device: str | None) -> str:
-    return "" if device == "cuda" else "Emulated on CPU: devices are threads of one process, and memory is their wire."
+    return "" if device == "cuda" else "Emulated on CPU: the devices are threads of one process and share its memory."
 
 
 def departures(spec: Request) -> tuple[str, ...]:
-    """Why a run rightly does not train exactly what one process trains with the same global batch and seed; empty where it must."""
+    """Why a run is expected to differ from one process with the same global batch and seed; empty if the losses must be equal."""
     reasons = [spec.strategy_row.differs(spec)]
-    shares, parts = spec.data_ranks, spec.options.get("micro_batches", 1) * spec.options.get("accumulate", 1)
-    if spec.workload_row.batch_norm and (shares > 1 or parts > 1):
+    ranks, micro_batches = spec.data_ranks, spec.options.get("micro_batches", 1) * spec.options.get("accumulate", 1)
+    if spec.workload_row.batch_norm and (ranks > 1 or micro_batches > 1):
         reasons.append(
-            f"batch norm averages over the {spec.batch_per_rank // parts} samples that go together, and not over {spec.global_batch}; "
-            "the running statistics that it evaluates with are those of such parts too"
+            f"batch norm averages over {spec.batch_per_rank // micro_batches} samples at a time, not over the global batch of "
+            f"{spec.global_batch}, and so do the running statistics that the evaluation uses"
         )
-    rest = spec.train_samples % shares
+    rest = spec.train_samples % ranks
     if rest and spec.processes > 1 and spec.total_steps >= spec.steps_per_epoch and not spec.options.get("join"):
         reasons.append(
-            f"{spec.train_samples:,} samples are no multiple of {shares} shares, so the sampler repeats {shares - rest} of them in an epoch"
+            f"{spec.train_samples:,} samples are not divisible by {ranks} ranks, so the sampler repeats {ranks - rest} of them per epoch"
         )
     return tuple(filter(None, reasons))
 
@@ -56,30 +56,30 @@ def departures(spec: Request) -> tuple[str, ...]:
 def compiler_of_deepspeed_missing(spec: Request, machine: Machine) -> str | None:
     compiler = os.environ.get("CXX", "g++")
     if not shutil.which(compiler):
-        return f"deepspeed compiles a part of itself, and {compiler} is not on the PATH; install it (apt install g++), or use zero1"
+        return f"deepspeed compiles a C++ operator, and {compiler} is not on the PATH; install it (apt install g++), or use zero1"
     return None
 
 
 def compressed(spec: Request) -> str | None:
-    how = spec.options["compression"]
-    lost = {"fp16": "rounded to 16 bits", "powersgd": "approximated by matrices of rank 1 from the third step on"}
-    return f"compression={how}: gradients are {lost[how]} before they are sent" if how in lost else None
+    method = spec.options["compression"]
+    loss = {"fp16": "rounded to 16 bits", "powersgd": "approximated by rank-1 matrices from the third step on"}
+    return f"compression={method}: gradients are {loss[method]} before they are sent" if method in loss else None
 
 
 def ddp_differs(spec: Request) -> str | None:
     if spec.options["join"] and spec.train_samples % spec.global_batch and spec.total_steps >= spec.steps_per_epoch:
-        return "join: ranks with fewer samples in the last batch of an epoch count as much as the others, or have none at all"
+        return "join: in the last step of an epoch, ranks with fewer samples have the same weight as the others, or have no samples"
     return compressed(spec)
 
 
 def ddp_limit(spec: Request) -> str | None:
-    for other, harmless in (("static_graph", False), ("accumulate", 1)):
-        if spec.options.get("join") and spec.options[other] != harmless:
-            return f"join goes along with ranks that have more steps, which {other}={spec.options[other]} forbids; leave one of the two out"
+    for other, default in (("static_graph", False), ("accumulate", 1)):
+        if spec.options.get("join") and spec.options[other] != default:
+            return f"join does not work with {other}={spec.options[other]}; use only one of the two"
     if spec.options["static_graph"] and spec.options["accumulate"] > 1:
         return (
-            f"static_graph plans by a first step that sends its gradients, and accumulate={spec.options['accumulate']} holds them back; "
-            "leave one of the two out"
+            f"static_graph needs gradient sync in the first pass, and accumulate={spec.options['accumulate']} delays it; "
+            "use only one of the two"
         )
     return None
 
@@ -90,69 +90,69 @@ def _replicas(spec: Request) -> str | None:
         return None
     near = max(number for number in range(1, min(replicas, ranks) + 1) if ranks % number == 0)
     return (
-        f"a mesh of {replicas} replicas × {max(1, ranks // replicas)} shards has {replicas * max(1, ranks // replicas)} ranks, "
-        f"and there are {ranks}; use replicas={near}, or --nproc {replicas * (ranks // replicas + 1)}"
+        f"{ranks} ranks are not divisible by replicas={replicas}; "
+        f"use replicas={near}, or --nproc {replicas * (ranks // replicas + 1)}"
     )
 
 
 def fsdp_limit(spec: Request) -> str | None:
     sharding, replicas = spec.options["sharding"], spec.options["replicas"]
     if sharding == "HYBRID_SHARD" and replicas == 1:
-        return "HYBRID_SHARD with replicas=1 is FULL_SHARD; use replicas=2 on 4 ranks, or sharding=FULL_SHARD"
+        return "sharding=HYBRID_SHARD with replicas=1 is the same as FULL_SHARD; use replicas=2 on 4 ranks, or sharding=FULL_SHARD"
     if sharding not in ("FULL_SHARD", "HYBRID_SHARD") and replicas > 1:
-        return f"replicas={replicas} goes with HYBRID_SHARD, and sharding is {sharding}; use sharding=HYBRID_SHARD, or replicas=1"
+        return f"replicas={replicas} needs sharding=HYBRID_SHARD, got sharding={sharding}; use sharding=HYBRID_SHARD, or replicas=1"
     return _replicas(spec)
 
 
 def fsdp2_limit(spec: Request) -> str | None:
     if spec.options["cpu_offload"] and spec.options["clip_norm"]:
         return (
-            "cpu_offload keeps the gradients in CPU memory, where NCCL cannot add up the norm "
-            f"for clip_norm={spec.options['clip_norm']:g}; leave one of the two out"
+            "cpu_offload keeps the gradients in CPU memory, where NCCL cannot reduce their norm "
+            f"for clip_norm={spec.options['clip_norm']:g}; use only one of the two"
         )
     if spec.options["cpu_offload"] and spec.precision == "fp16":
-        return "cpu_offload keeps the gradients in CPU memory, where fp16's loss scaling cannot look at them; use --precision bf16"
+        return "cpu_offload keeps the gradients in CPU memory, where the loss scaling of fp16 cannot check them; use --precision bf16"
     return _replicas(spec)
 
 
 def tensor_limit(spec: Request) -> str | None:
-    """Where the layers cannot be split evenly over `tp_size` ranks, or over all."""
+    """Refuses layers that cannot be split evenly over `tp_size` ranks, or over all ranks."""
     row, options = spec.workload_row, spec.options
     size = options.get("tp_size", spec.nproc)
     if row.tensor_parts is None:
-        return f"tensor parallelism has no plan for the layers of {row.name}; it has one for cnn, gpt and mlp, and fsdp2 takes any model"
-    for asked in ("sequence_parallel", "loss_parallel"):
-        if options.get(asked) and "context" not in options:
-            return f"{asked} is for the places of a sequence, which {row.name} has not; leave it out, or use --workload gpt"
+        return f"there is no tensor-parallel plan for {row.name}; use --workload cnn, gpt or mlp, or the strategy fsdp2"
+    for name in ("sequence_parallel", "loss_parallel"):
+        if options.get(name) and "context" not in options:
+            return f"{name} needs a sequence dimension, and {row.name} has none; leave it out, or use --workload gpt"
     if size is None:
         return None
-    parts = {what: number for number, what in (row.tensor_parts(options),)}
+    dimensions = {what: number for number, what in (row.tensor_parts(options),)}
     if options["sequence_parallel"]:
-        parts["places"] = options["context"]
+        dimensions["positions"] = options["context"]
     if options.get("loss_parallel"):
-        parts["logits"] = GPT_VOCABULARY
-    for what, number in parts.items():
+        dimensions["logits"] = GPT_VOCABULARY
+    for what, number in dimensions.items():
         if number % size:
-            near = max(fits for fits in range(1, size) if all(number % fits == 0 for number in parts.values()))
-            way = f"tp_size={near}" if "tp_size" in options else f"--nproc {near}"
-            return f"{row.name} has {number} {what} to split, and {size} tensor-parallel ranks cannot share them evenly; use {way}"
+            near = max(fits for fits in range(1, size) if all(number % fits == 0 for number in dimensions.values()))
+            fix = f"tp_size={near}" if "tp_size" in options else f"--nproc {near}"
+            return f"{row.name} has {number} {what}, which is not divisible by {size} tensor-parallel ranks; use {fix}"
     return None
 
 
 def context_limit(spec: Request) -> str | None:
     options, ranks = spec.options, spec.nproc
     if "context" not in options:
-        return f"cp splits the places of a sequence, and {spec.workload} has none; use --workload gpt, or the strategy ddp"
+        return f"cp splits the sequence dimension, and {spec.workload} has none; use --workload gpt, or the strategy ddp"
     if ranks is not None and options["context"] % ranks:
         near = max(fits for fits in range(1, ranks) if options["context"] % fits == 0)
-        return f"a context of {options['context']} places cannot be shared by {ranks} ranks; use --nproc {near}"
+        return f"a context of {options['context']} positions is not divisible by {ranks} ranks; use --nproc {near}"
     return None
 
 
 def cut(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
-    """Where each of `stages` runs of blocks begins, and where the last ends, so that the costliest run costs as little as can be."""
+    """The boundaries of `stages` contiguous stages of blocks, `stages` + 1 indices, that minimize the cost of the most expensive stage."""
     sums = [0.0, *accumulate(costs)]
-    # best[last]: of all ways to cut blocks[:last] into so many runs, the least cost of the costliest, and where those runs begin
+    # best[last]: for blocks[:last], the minimal cost of the most expensive stage, and the first block of each stage
     best = {last: (cost, (0,)) for last, cost in enumerate(sums) if last}
     for _ in range(stages - 1):
         best = {
@@ -162,82 +162,89 @@ def cut(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
     return (*best[len(costs)][1], len(costs))
 
 
-def _pipe_ranks(spec: Request) -> int | None:
+def _pipeline_ranks(spec: Request) -> int | None:
     return spec.options.get("pp_size", spec.nproc)
 
 
-def pipe_constants(spec: Request) -> dict[str, Any]:
-    """Where the stages begin, and the first rank that has the last of them: ranks of a stage stand together on the mesh."""
-    ranks, schedule = _pipe_ranks(spec), spec.options["schedule"]
+def pipeline_constants(spec: Request) -> dict[str, Any]:
+    """The stage boundaries, and the first rank that holds the last stage; ranks with the same stage are adjacent in the mesh."""
+    ranks, schedule = _pipeline_ranks(spec), spec.options["schedule"]
     stages = ranks * (2 if schedule in TWO_STAGES else 1)
     last = (ranks - 1) * (spec.nproc // ranks)
     return {"STAGES": cut(spec.workload_row.costs(spec.options), stages), "LOSS_RANK": last}
 
 
-def pipe_layout(spec: Request) -> dict[str, Any]:
-    """The first block of the ranks' second stages, 0 if each has one: checkpoints name parameters by stage and block."""
-    stages = pipe_constants(spec)["STAGES"]
-    return {"second_stages_from": stages[_pipe_ranks(spec)] if spec.options["schedule"] in TWO_STAGES else 0}
+def pipeline_layout(spec: Request) -> dict[str, Any]:
+    """The first block of the ranks' second stages, 0 if each rank has one stage: checkpoints name parameters by stage and block."""
+    stages = pipeline_constants(spec)["STAGES"]
+    return {"second_stages_from": stages[_pipeline_ranks(spec)] if spec.options["schedule"] in TWO_STAGES else 0}
 
 
-def pipe_limit(spec: Request) -> str | None:
-    ranks, schedule, parts = _pipe_ranks(spec), spec.options["schedule"], spec.options["micro_batches"]
+def pipeline_limit(spec: Request) -> str | None:
+    ranks, schedule, micro_batches = _pipeline_ranks(spec), spec.options["schedule"], spec.options["micro_batches"]
     if ranks is None:
         return None
-    way = "pp_size=" if "pp_size" in spec.options else "--nproc "
+    flag = "pp_size=" if "pp_size" in spec.options else "--nproc "
     if ranks < 2:
-        return f"a pipeline hands on from one rank to the next, and {ranks} was asked for; use {way}2, or the strategy single"
+        return f"a pipeline needs at least 2 ranks, got {flag}{ranks}; use {flag}2, or the strategy single"
     blocks, each = len(spec.workload_row.costs(spec.options)), 2 if schedule in TWO_STAGES else 1
     if ranks * each > blocks:
-        near = f"{way}{blocks // each}" if blocks // each > 1 else f"schedule=1F1B with {way}{min(ranks, blocks)}"
-        return f"{spec.workload} has {blocks} blocks, and {schedule} over {ranks} ranks makes {ranks * each} stages of them; use {near}"
-    if schedule == "1F1B" and parts < ranks:
-        return f"1F1B keeps {ranks} stages busy with as many micro-batches at least, and {parts} were asked for; use {ranks}, or GPipe"
-    rounds = max(1, parts // ranks)
-    if each == 2 and parts % rounds:
-        near = parts // ranks * ranks
-        return f"{schedule} takes micro-batches in {rounds} equal rounds, and {parts} cannot be; use {near} or {near + ranks}"
+        near = f"{flag}{blocks // each}" if blocks // each > 1 else f"schedule=1F1B with {flag}{min(ranks, blocks)}"
+        return f"{spec.workload} has {blocks} blocks, too few for the {ranks * each} stages of {schedule} on {ranks} ranks; use {near}"
+    if schedule == "1F1B" and micro_batches < ranks:
+        return (
+            f"1F1B needs at least one micro-batch per stage, got micro_batches={micro_batches} for {ranks} stages; "
+            f"use micro_batches={ranks}, or schedule=GPipe"
+        )
+    rounds = max(1, micro_batches // ranks)
+    if each == 2 and micro_batches % rounds:
+        near = micro_batches // ranks * ranks
+        return (
+            f"{schedule} runs the micro-batches in {rounds} equal rounds, and micro_batches={micro_batches} is not divisible by {rounds}; "
+            f"use micro_batches={near} or {near + ranks}"
+        )
     return None
 
 
 def micro_batch_limit(spec: Request) -> str | None:
-    parts = spec.options["micro_batches"]
-    if spec.nproc is None or spec.batch_per_rank % parts == 0:
+    count = spec.options["micro_batches"]
+    if spec.nproc is None or spec.batch_per_rank % count == 0:
         return None
     batch = spec.batch_per_rank
-    near = max(number for number in range(1, min(parts, max(batch, 1)) + 1) if batch % number == 0)
-    return f"a batch of {batch} cannot be taken in {parts} equal micro-batches; use {near}, or a batch of {-(-batch // parts) * parts}"
+    near = max(number for number in range(1, min(count, max(batch, 1)) + 1) if batch % number == 0)
+    larger = -(-batch // count) * count
+    return f"a batch of {batch} is not divisible by micro_batches={count}; use micro_batches={near}, or a batch of {larger} per rank"
 
 
 def mesh_limit(spec: Request) -> str | None:
-    """Where the ranks cannot form a mesh of whole rows."""
-    wanted = [name for name in ("pp_size", "tp_size") if name in spec.options]
-    size = math.prod(spec.options[name] for name in wanted)
+    """Refuses a number of ranks that is not divisible by the other axes of the mesh."""
+    axes = [name for name in ("pp_size", "tp_size") if name in spec.options]
+    size = math.prod(spec.options[name] for name in axes)
     if spec.nproc is None or spec.nproc % size == 0:
         return None
-    told = " × ".join(f"{name}={spec.options[name]}" for name in wanted)
+    divisor = " × ".join(f"{name}={spec.options[name]}" for name in axes)
     below = spec.nproc // size * size
     near = f"--nproc {below} or {below + size}" if below else f"--nproc {size}"
-    return f"{spec.nproc} ranks are no multiple of {told}; use {near}"
+    return f"{spec.nproc} ranks are not divisible by {divisor}; use {near}"
 
 
 def first_of(*limits: Callable[[Request], str | None]) -> Callable[[Request], str | None]:
-    """The first sentence of several limits."""
+    """The first refusal of several limits."""
     return lambda spec: next(filter(None, (limit(spec) for limit in limits)), None)
 
 
 def without_evaluation(spec: Request, machine: Machine) -> str | None:
     if () < machine.torch < (2, 9):
         version = ".".join(map(str, machine.torch))
-        asked = f"{spec.strategy} evaluates with its schedule, which torch can do from 2.9 on, and torch {version} is installed"
-        return f"{asked}; use a newer torch, or the strategy ddp"
+        reason = f"{spec.strategy} evaluates with schedule.eval, which needs torch 2.9 or newer, and torch {version} is installed"
+        return f"{reason}; use a newer torch, or the strategy ddp"
     return None
 
 
 def fully_shard_on_cpu(spec: Request, machine: Machine) -> str | None:
     if spec.device == "cpu" and () < machine.torch < (2, 7):
         version = ".".join(map(str, machine.torch))
-        return f"fsdp2 on CPU ranks needs torch 2.7, and torch {version} is installed; use a newer torch, a GPU, or the strategy ddp"
+        return f"fsdp2 on CPU ranks needs torch 2.7 or newer, got torch {version}; use a newer torch, a GPU, or the strategy ddp"
     if spec.device == "cpu" and spec.options.get("cpu_offload"):
-        return "cpu_offload moves what a GPU holds to CPU memory, and CPU ranks have it there already; leave it out, or use a GPU"
+        return "cpu_offload moves state from GPU to CPU memory, and the state of CPU ranks is already there; leave it out, or use a GPU"
     return None

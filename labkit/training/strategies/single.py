@@ -1,1 +1,1 @@
-"""One device and one process: the base program as it stands."""
+"""One device and one process: the base program without changes."""

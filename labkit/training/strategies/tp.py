@@ -1,4 +1,4 @@
-"""Tensor parallelism: every rank sees the same samples and holds a part of each split layer; what the parts give is added up."""
+"""Tensor parallelism: every rank sees the same samples and holds a shard of each split layer; an all-reduce adds the partial sums."""
 
 import torch
 import torch.distributed as dist
@@ -14,43 +14,43 @@ from labkit.training.workloads.cnn import tensor_plans
 
 __all__ = ["cleanup", "clip_gradients", "evaluate", "parallelize", "resume", "save", "setup"]
 
-SEQUENCE_PARALLEL = False  # what stands between the split matrices is split by places
-LOSS_PARALLEL = False  # the logits stay split, and the ranks put the loss together
+SEQUENCE_PARALLEL = False  # split activations between the matrices by position
+LOSS_PARALLEL = False  # keep the logits split and compute the loss from the shards
 
 
 def parallelize(model: nn.Module, device: torch.device) -> nn.Module:
-    """A part of the split layers on each rank, and the whole of the others."""
+    """Shard the split layers over the ranks; replicate the others."""
     model = model.to(device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     plans = tensor_plans()
     for name, block in model.named_children():
         parallelize_module(block, mesh, plans.get(name, {}))
     if LOSS_PARALLEL:
-        model.register_forward_hook(put_together)
+        model.register_forward_hook(gather_logits)
     if CHECKPOINT_ACTIVATIONS or COMPILE:
         model = transform(model)
     return model
 
 
-def put_together(model: nn.Module, inputs: tuple, logits: DTensor) -> torch.Tensor:
-    """All logits on every rank, where no loss is computed from the parts."""
+def gather_logits(model: nn.Module, inputs: tuple, logits: DTensor) -> torch.Tensor:
+    """In evaluation, all-gather the logits; in training, keep them split."""
     return logits if model.training else logits.full_tensor()
 
 
 def clip_gradients(model: nn.Module) -> None:
-    """Holds the norm of all gradients, split and whole, to CLIP_NORM."""
-    alike = {}  # parameters by the mesh that they are split on; None: they are whole
+    """Clip the norm of all gradients, sharded and replicated, to CLIP_NORM."""
+    groups = {}  # parameters by the mesh that they are sharded on; None: replicated
     for parameter in model.parameters():
-        alike.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
     norms = []
-    for parameters in alike.values():
+    for parameters in groups.values():
         norm = nn.utils.get_total_norm([each.grad for each in parameters])
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    norm = total(norms)
-    for parameters in alike.values():
+    norm = total_norm(norms)
+    for parameters in groups.values():
         nn.utils.clip_grads_with_norm_(parameters, CLIP_NORM, norm)
 
 
-def total(norms: list[torch.Tensor]) -> torch.Tensor:
-    """The norm of all gradients, from those of the parameters that are alike."""
+def total_norm(norms: list[torch.Tensor]) -> torch.Tensor:
+    """The norm of all gradients, from the norms of the groups."""
     return torch.stack(norms).norm()

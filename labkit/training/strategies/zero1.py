@@ -1,4 +1,4 @@
-"""ZeRO stage 1: as DDP, but each rank keeps the optimizer state of its share of the parameters alone, and steps only those."""
+"""ZeRO stage 1: like DDP, but each rank stores the optimizer state of some of the parameters, and updates only those."""
 
 import torch
 import torch.distributed as dist
@@ -6,18 +6,18 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from labkit.training.strategies.base import LEARNING_RATE
-from labkit.training.strategies.ddp import cleanup, evaluate, exchange, parallelize, setup, share
+from labkit.training.strategies.ddp import cleanup, data_shard, evaluate, gradient_sync, parallelize, setup
 
-__all__ = ["build_optimizer", "cleanup", "evaluate", "exchange", "optimizer_state", "parallelize", "setup", "share"]
+__all__ = ["build_optimizer", "cleanup", "data_shard", "evaluate", "gradient_sync", "optimizer_state", "parallelize", "setup"]
 
 
 def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW for this rank's share of the parameters; what it steps is sent to all."""
+    """AdamW for some of the parameters on each rank, which broadcasts its updates."""
     adamw = torch.optim.AdamW
     return ZeroRedundancyOptimizer(model.parameters(), adamw, lr=LEARNING_RATE)
 
 
 def optimizer_state(optimizer) -> dict:
-    """What the optimizer keeps on all ranks, gathered on the one that saves."""
+    """The optimizer state of all ranks, gathered on the saving rank."""
     optimizer.consolidate_state_dict(to=0)
     return optimizer.state_dict() if dist.get_rank() == 0 else {}

@@ -1,4 +1,4 @@
-"""The tables of workloads (what is trained) and data sets (on what): light, so that asking what there is loads no torch."""
+"""The tables of workloads (models) and data sets. They do not import torch, so that listing them is fast."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Data:
-    """A data set. `train` and `test` count samples; `missing` gives one sentence where the data cannot be had, else None.
+    """A data set. `train` and `test` are numbers of samples.
 
-    A Spec may ask for fewer training samples, or, where more can be made, for more: `most` is None there. `sample_bytes` gives the memory
-    that one training sample takes, with its target, for given options. `extra` is the optional extra of the project that it needs.
+    `missing` gives one sentence if the data set is not available, otherwise None. `most` is the maximum number of training samples that a
+    Spec may use, None if any number can be generated. `sample_bytes` gives the bytes of one training sample with its target, for given
+    options. `extra` is the optional extra of the project that the data set needs.
     """
 
     name: str
@@ -38,7 +39,7 @@ class Data:
 
     @property
     def module(self) -> str:
-        """The module that loads it."""
+        """The module that loads the data set."""
         return f"{__name__}.{self.name}"
 
 
@@ -48,14 +49,17 @@ def _no_constants(options: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and the data sets it can learn from, the default first. `parameters` counts them for given options.
+    """A model and the data sets that it can train on, the default first.
 
-    `costs` gives the floating-point operations of one sample's forward, block by block: those of matrix products and convolutions, a
-    multiplication and an addition each. `constants` gives the settings of the model's module that stand behind an option, by name.
-    `missing` gives one sentence where the model cannot be built here, else None. `tensor_parts` says how many parts tensor parallelism
-    can split a layer into, and what they are; None where there is no plan for it (`tensor_plans` in the module). `batch_norm` says that it
-    normalises over a batch, so that what a sample gives depends on those beside it. `extra` is the optional extra of the project that it
-    needs.
+    - `parameters`: the number of parameters for given options.
+    - `costs`: floating-point operations of one sample's forward pass, block by block; matrix products and convolutions only, with
+      multiplication and addition counted separately.
+    - `constants`: the settings of the model's module that follow from an option, by name.
+    - `missing`: one sentence if the model cannot be built here, otherwise None.
+    - `tensor_parts`: the dimension that tensor parallelism splits in each layer, as (size, name); None without a tensor-parallel plan
+      (`tensor_plans` in the module).
+    - `batch_norm`: whether the model uses batch norm, so that the output of a sample depends on the other samples of its batch.
+    - `extra`: the optional extra of the project that the workload needs.
     """
 
     name: str
@@ -100,21 +104,21 @@ def gpt_parameters(options: Mapping[str, Any]) -> int:
 
 
 def gpt_costs(options: Mapping[str, Any]) -> tuple[float, ...]:
-    """FLOPs of one sample, block by block, for T places, width d and V bytes.
+    """FLOPs of one sample, block by block, for T positions, width d and a vocabulary of V bytes.
 
-    A layer has 2·12·d²·T in its matrices and 2·2·T²·d in attention (no place is left out for being later), the head 2·d·V·T. The
-    embedding multiplies nothing: T·d, one addition for each value.
+    A layer needs 2·12·d²·T in its matrices and 2·2·T²·d in attention (the causal mask saves nothing), the head 2·d·V·T. The embedding
+    multiplies nothing: T·d, one addition per value.
     """
     layers, width, _ = GPT_SIZES[options["size"]]
-    places = options["context"]
-    layer = 24 * width**2 * places + 4 * places**2 * width
-    return (places * width, *[layer] * layers, 2 * width * GPT_VOCABULARY * places)
+    positions = options["context"]
+    layer = 24 * width**2 * positions + 4 * positions**2 * width
+    return (positions * width, *[layer] * layers, 2 * width * GPT_VOCABULARY * positions)
 
 
 def cnn_costs(options: Mapping[str, Any]) -> tuple[float, ...]:
     """FLOPs of one sample, block by block: 2·k²·in·out·side² for a convolution, with k = 5, and 2·in·out for a linear layer."""
     convolutions = ((1, 32, 28), (32, 64, 14), (64, 128, 7))
-    return (*(2 * 25 * come * go * side**2 for come, go, side in convolutions), 2 * 128 * 3 * 3 * 128, 2 * 128 * 10)
+    return (*(2 * 25 * inputs * outputs * side**2 for inputs, outputs, side in convolutions), 2 * 128 * 3 * 3 * 128, 2 * 128 * 10)
 
 
 def mlp_costs(options: Mapping[str, Any]) -> tuple[float, ...]:
@@ -122,22 +126,27 @@ def mlp_costs(options: Mapping[str, Any]) -> tuple[float, ...]:
     return 2 * 28 * 28 * 512, 2 * 512 * 512, 2 * 512 * 10
 
 
-# Channels in and out, and the side of the images that come out, of each residual block.
+# Input channels, output channels and output side length of each residual block.
 _RESNET18 = ((64, 64, 32), (64, 64, 32), (64, 128, 16), (128, 128, 16), (128, 256, 8), (256, 256, 8), (256, 512, 4), (512, 512, 4))
 
 
 def resnet18_parameters(options: Mapping[str, Any]) -> int:
-    """9·in·out for a 3×3 convolution and 2·out for the norm behind it, in stem and blocks; a shortcut that changes channels is 1×1."""
-    blocks = sum(9 * (come + go) * go + 4 * go + (come != go) * (come + 2) * go for come, go, _ in _RESNET18)
+    """9·in·out per 3×3 convolution and 2·out for its norm, in stem and blocks; a shortcut that changes channels is 1×1."""
+    blocks = sum(
+        9 * (inputs + outputs) * outputs + 4 * outputs + (inputs != outputs) * (inputs + 2) * outputs
+        for inputs, outputs, _ in _RESNET18
+    )
     return 9 * 3 * 64 + 2 * 64 + blocks + 512 * 10 + 10
 
 
 def resnet18_costs(options: Mapping[str, Any]) -> tuple[float, ...]:
-    """FLOPs of one sample: 2·side²·(9·in·out + 9·out²) in a block, and 2·side²·in·out for a shortcut that changes channels.
+    """FLOPs of one sample: 2·side²·(9·in·out + 9·out²) per block, and 2·side²·in·out for a shortcut that changes channels.
 
-    The stem has 2·32²·9·3·64, pooling and head 2·512·10.
+    The stem needs 2·32²·9·3·64, pooling and head 2·512·10.
     """
-    blocks = (2 * side**2 * (9 * (come + go) * go + (come != go) * come * go) for come, go, side in _RESNET18)
+    blocks = (
+        2 * side**2 * (9 * (inputs + outputs) * outputs + (inputs != outputs) * inputs * outputs) for inputs, outputs, side in _RESNET18
+    )
     return (2 * 32**2 * 9 * 3 * 64, *blocks, 2 * 512 * 10)
 
 
@@ -147,29 +156,29 @@ def _gpt_constants(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _needs_scikit_learn(spec: Request) -> str | None:
     if importlib.util.find_spec("sklearn") is None:
-        return "the digits come with scikit-learn, which is not installed; add it with: python3 -m labkit setup"
+        return "the data set digits needs scikit-learn, which is not installed; add it with: python3 -m labkit setup"
     return None
 
 
 def _needs_torchvision(what: str, instead: str) -> str | None:
-    """Why torchvision does not load here; torch is asked in a process of its own, once for what is installed."""
+    """Why torchvision does not load here, or None; tested in a separate process, once per installed version."""
     found = importlib.util.find_spec("torchvision")
     if found is None:
-        return f"{what} comes from torchvision, which is not installed; {how_to_add('mnist')}, or use {instead}"
+        return f"{what} needs torchvision, which is not installed; {how_to_add('mnist')}, or use {instead}"
     installed = [path for path in map(_version_file, ("torch", "torchvision")) if path.is_file()]
     version, error = _torchvision(tuple((str(path), path.stat().st_mtime_ns) for path in installed))
     if not error:
         return None
     if "torchvision::nms" in error:
-        error = "it was built for another torch"
+        error = "it was built for a different torch"
     return (
-        f"{what} comes from torchvision, and torchvision {version} does not load beside the torch that is installed here ({error}); "
-        f"install both from the same source and of matching versions, or use {instead}"
+        f"{what} needs torchvision, and torchvision {version} does not load with the installed torch ({error}); "
+        f"install matching versions of both from the same source, or use {instead}"
     )
 
 
 def _version_file(package: str) -> Path:
-    """Written anew with every installation of the package."""
+    """A file that every installation of the package rewrites."""
     found = importlib.util.find_spec(package)
     return Path(found.origin).with_name("version.py") if found else Path()
 
@@ -192,11 +201,11 @@ _CIFAR10_SOURCE = "www.cs.toronto.edu"
 def _mnist_missing(spec: Request) -> str | None:
     raw = Path(spec.data_dir or "data") / "MNIST" / "raw"
     there = all((raw / name).exists() or (raw / f"{name}.gz").exists() for name in MNIST_FILES)
-    unfit = _needs_torchvision("mnist", "--data digits")
-    if unfit or there or _answers(_MNIST_MIRROR, int(time.monotonic() / 60)):
-        return unfit
+    refusal = _needs_torchvision("mnist", "--data digits")
+    if refusal or there or _is_reachable(_MNIST_MIRROR, int(time.monotonic() / 60)):
+        return refusal
     return (
-        f"MNIST is not in {raw} and its mirror {_MNIST_MIRROR} cannot be reached from here; "
+        f"MNIST is not in {raw}, and its mirror {_MNIST_MIRROR} is not reachable; "
         f"put its four files there ({MNIST_FILES[0]}.gz …), name a folder with --data-dir, or use --data digits"
     )
 
@@ -205,18 +214,18 @@ def _cifar10_missing(spec: Request) -> str | None:
     folder = Path(spec.data_dir or "data")
     batches = folder / "cifar-10-batches-py"
     there = all((batches / name).exists() for name in CIFAR10_FILES) or (folder / "cifar-10-python.tar.gz").exists()
-    unfit = _needs_torchvision("cifar10", "--data digits32")
-    if unfit or there or _answers(_CIFAR10_SOURCE, int(time.monotonic() / 60)):
-        return unfit
+    refusal = _needs_torchvision("cifar10", "--data digits32")
+    if refusal or there or _is_reachable(_CIFAR10_SOURCE, int(time.monotonic() / 60)):
+        return refusal
     return (
-        f"CIFAR-10 is not in {batches} and {_CIFAR10_SOURCE} cannot be reached from here; "
+        f"CIFAR-10 is not in {batches}, and {_CIFAR10_SOURCE} is not reachable; "
         f"put cifar-10-python.tar.gz into {folder}, name a folder with --data-dir, or use --data digits32"
     )
 
 
 @lru_cache(maxsize=2)
-def _answers(host: str, minute: int) -> bool:
-    """Asked once a minute at the most: a panel checks its Spec at every choice."""
+def _is_reachable(host: str, minute: int) -> bool:
+    """Tried at most once per minute, because the panel validates its Spec after every change."""
     try:
         socket.create_connection((host, 443), timeout=3).close()
     except OSError:
@@ -225,12 +234,12 @@ def _answers(host: str, minute: int) -> bool:
 
 
 def _image_bytes(colours: int, side: int) -> Callable[[Mapping[str, Any]], int]:
-    """Memory of an image as 32-bit numbers, and of its label as one of 64 bits."""
+    """Bytes of an image of 32-bit floats, and of its 64-bit label."""
     return lambda options: 4 * colours * side**2 + 8
 
 
 def _window_bytes(options: Mapping[str, Any]) -> int:
-    """Memory of a window of text, each byte as a number of 64 bits; inputs and targets share it."""
+    """Bytes of a window of text with a 64-bit integer per byte of text; inputs and targets share the memory."""
     return 8 * (options["context"] + 1)
 
 
@@ -239,14 +248,14 @@ DATA: dict[str, Data] = {
     for row in (
         Data(
             "digits",
-            "handwritten digits (scikit-learn, 1,797 real ones, augmented to 60,000)",
+            "handwritten digits (scikit-learn: 1,797 images, augmented to 60,000)",
             60_000,
             360,
             _image_bytes(1, 28),
             _needs_scikit_learn,
         ),
         Data("mnist", "MNIST (torchvision)", 60_000, 10_000, _image_bytes(1, 28), _mnist_missing, most=60_000, extra="mnist"),
-        Data("digits32", "the digits as images of 3×32×32", 10_000, 360, _image_bytes(1, 32), _needs_scikit_learn),
+        Data("digits32", "handwritten digits as 3×32×32 images", 10_000, 360, _image_bytes(1, 32), _needs_scikit_learn),
         Data(
             "cifar10",
             "CIFAR-10 (torchvision)",
@@ -294,15 +303,15 @@ WORKLOADS: dict[str, Workload] = {
             gpt_costs,
             batch_size=16,
             options=(
-                Option("size", "1M", "parameters, by name", choices=tuple(GPT_SIZES)),
-                Option("context", 128, "bytes that a prediction looks back on", choices=(128, 256, 512, 1024, 2048, 4096)),
+                Option("size", "1M", "model size: number of parameters", choices=tuple(GPT_SIZES)),
+                Option("context", 128, "context length in bytes", choices=(128, 256, 512, 1024, 2048, 4096)),
             ),
             constants=_gpt_constants,
             tensor_parts=lambda options: (GPT_SIZES[options["size"]][2], "heads"),
         ),
         Workload(
             "resnet18",
-            "ResNet-18: torchvision's, with the 3×3 stem for small images",
+            "ResNet-18: torchvision's model with a 3×3 stem for small images",
             ("digits32", "cifar10"),
             resnet18_parameters,
             resnet18_costs,

@@ -1,4 +1,4 @@
-"""CIFAR-10 through torchvision, from DATA_DIR or downloaded to it."""
+"""CIFAR-10 from torchvision, read from DATA_DIR or downloaded to it."""
 
 import os
 
@@ -7,13 +7,13 @@ import torch.distributed as dist
 from torch.utils.data import TensorDataset
 from torchvision.datasets import CIFAR10
 
-DATA_DIR = "data"  # where the files are, or go
+DATA_DIR = "data"  # folder of the files, also for downloads
 SAMPLES = 50_000  # training images
 
 
 def load_data() -> tuple[TensorDataset, TensorDataset]:
-    """Images of 3×32×32 to train on, and 10,000 to test on."""
-    # One process of each machine downloads, while the others wait.
+    """The training and test sets: images of 3×32×32, 10,000 of them for testing."""
+    # One process per machine downloads; the others wait.
     if os.environ.get("LOCAL_RANK", "0") == "0":
         CIFAR10(DATA_DIR, download=True)
     if dist.is_initialized():
@@ -25,5 +25,5 @@ def load_data() -> tuple[TensorDataset, TensorDataset]:
 
 
 def channels_first(images) -> torch.Tensor:
-    """Bytes of (image, row, column, colour) as numbers from 0 to 1, colours first."""
+    """Bytes of (N, H, W, C) as floats of (N, C, H, W) from 0 to 1."""
     return torch.tensor(images.transpose(0, 3, 1, 2)) / 255

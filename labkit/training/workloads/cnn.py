@@ -9,7 +9,7 @@ from torch.distributed.tensor.parallel import (
 
 
 def build_model() -> nn.Sequential:
-    """The model: images of (batch, 1, 28, 28) to logits of (batch, 10)."""
+    """Maps images of (batch, 1, 28, 28) to logits of (batch, 10)."""
     return nn.Sequential(
         nn.Sequential(nn.Conv2d(1, 32, 5, padding=2), nn.MaxPool2d(2), nn.ReLU()),
         nn.Sequential(nn.Conv2d(32, 64, 5, padding=2), nn.MaxPool2d(2), nn.ReLU()),
@@ -20,5 +20,5 @@ def build_model() -> nn.Sequential:
 
 
 def tensor_plans() -> dict[str, dict[str, ParallelStyle]]:
-    """What the ranks split, by block: the 128 units; every rank has all convolutions."""
+    """Split the 128 units of the linear layers; replicate the convolutions."""
     return {"3": {"1": ColwiseParallel()}, "4": {"": RowwiseParallel()}}

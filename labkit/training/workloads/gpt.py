@@ -1,4 +1,4 @@
-"""A byte-level transformer that predicts the next byte. The model is a sequence of blocks: embedding, layers all alike, head."""
+"""A byte-level transformer that predicts the next byte. The model is a sequence of blocks: embedding, equal layers, head."""
 
 import math
 
@@ -18,32 +18,32 @@ from torch.nn.functional import gelu, scaled_dot_product_attention
 LAYERS = 5
 WIDTH = 128
 HEADS = 4
-CONTEXT = 128  # bytes that a prediction looks back on
+CONTEXT = 128  # context length in bytes
 VOCABULARY = 256  # every byte is a token
 LEARNING_RATE = 3e-4
-SEQUENCE_PARALLEL = False  # what stands between the split matrices is split by places
-LOSS_PARALLEL = False  # the logits stay split by bytes
+SEQUENCE_PARALLEL = False  # split activations between the matrices by position
+LOSS_PARALLEL = False  # keep the logits split over the vocabulary
 
 
 class Embedding(nn.Module):
-    """Bytes of (batch, context) to vectors of (batch, context, width), by value and place."""
+    """Maps bytes of (batch, context) to vectors of (batch, context, width)."""
 
     def __init__(self, width: int):
         super().__init__()
-        self.values = nn.Embedding(VOCABULARY, width)
-        self.places = nn.Embedding(CONTEXT, width)
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.positions = nn.Embedding(CONTEXT, width)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.values(tokens) + self.places(places(tokens))
+        return self.tokens(tokens) + self.positions(positions(tokens))
 
 
-def places(tokens: torch.Tensor) -> torch.Tensor:
-    """The place of each byte in its window."""
+def positions(tokens: torch.Tensor) -> torch.Tensor:
+    """The position of each byte in its window."""
     return torch.arange(tokens.shape[1], device=tokens.device)
 
 
 class Attention(nn.Module):
-    """Each place looks at itself and what came before, once for each head."""
+    """Causal multi-head self-attention."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -56,17 +56,17 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         vectors = (self.query(x), self.key(x), self.value(x))
         heads = (each.unflatten(-1, (-1, self.head_width)) for each in vectors)
-        seen = attend(*(each.transpose(1, 2) for each in heads))
-        return self.merge(seen.transpose(1, 2).flatten(-2))
+        attended = attend(*(each.transpose(1, 2) for each in heads))
+        return self.merge(attended.transpose(1, 2).flatten(-2))
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """What each place sees: tensors of (batch, head, place, width of a head)."""
+    """Causal attention for tensors of (batch, head, position, head width)."""
     return scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
 class Layer(nn.Module):
-    """Attention, then a perceptron on each vector; both add to what came in."""
+    """Attention and MLP, each with a layer norm and a residual connection."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -82,20 +82,20 @@ class Layer(nn.Module):
 
 
 def build_model() -> nn.Sequential:
-    """The model: bytes of (batch, context) to logits of (batch, context, 256)."""
+    """Maps bytes of (batch, context) to logits of (batch, context, 256)."""
     layers = [Layer(WIDTH, HEADS) for _ in range(LAYERS)]
     head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False))
     model = nn.Sequential(Embedding(WIDTH), *layers, head)
     for name, weight in model.named_parameters():
         if weight.dim() == 2:
-            # What the layers add to one another must not grow with their number.
-            adds = name.endswith(("merge.weight", "contract.weight"))
-            nn.init.normal_(weight, std=0.02 / math.sqrt(2 * LAYERS if adds else 1))
+            # As in GPT-2: scale down residual projections with the number of layers.
+            residual = name.endswith(("merge.weight", "contract.weight"))
+            nn.init.normal_(weight, std=0.02 / math.sqrt(2 * LAYERS if residual else 1))
     return model
 
 
 def tensor_plans() -> dict[str, dict[str, ParallelStyle]]:
-    """How the ranks split what is in each block: layers by heads and by units."""
+    """Split attention by heads, and MLPs by hidden units."""
     embedding = {}
     layer = {
         "attention.query": ColwiseParallel(),
@@ -109,12 +109,12 @@ def tensor_plans() -> dict[str, dict[str, ParallelStyle]]:
     if LOSS_PARALLEL:
         head["1"] = ColwiseParallel(use_local_output=False)
     if SEQUENCE_PARALLEL:
-        # Between the split matrices each rank has a part of the places, of all vectors.
-        cut = {"output_layouts": Replicate(), "desired_output_layouts": Shard(1)}
-        embedding[""] = PrepareModuleOutput(**cut)
+        # Between the split matrices, each rank holds the vectors of some positions.
+        scatter = {"output_layouts": Replicate(), "desired_output_layouts": Shard(1)}
+        embedding[""] = PrepareModuleOutput(**scatter)
         layer["norm1"] = layer["norm2"] = head["0"] = SequenceParallel()
-        whole = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
-        layer["attention"] = PrepareModuleInput(**whole)
+        gather = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
+        layer["attention"] = PrepareModuleInput(**gather)
         layer["attention.merge"] = RowwiseParallel(output_layouts=Shard(1))
         layer["contract"] = RowwiseParallel(output_layouts=Shard(1))
     plans = {str(number): layer for number in range(1, LAYERS + 1)}

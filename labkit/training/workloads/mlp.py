@@ -9,7 +9,7 @@ from torch.distributed.tensor.parallel import (
 
 
 def build_model() -> nn.Sequential:
-    """The model: images of (batch, 1, 28, 28) to logits of (batch, 10)."""
+    """Maps images of (batch, 1, 28, 28) to logits of (batch, 10)."""
     return nn.Sequential(
         nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, 512), nn.ReLU()),
         nn.Sequential(nn.Linear(512, 512), nn.ReLU()),
@@ -18,5 +18,5 @@ def build_model() -> nn.Sequential:
 
 
 def tensor_plans() -> dict[str, dict[str, ParallelStyle]]:
-    """What the ranks split, by block: the 512 units of the first hidden layer."""
+    """Split the 512 units of the first hidden layer."""
     return {"0": {"1": ColwiseParallel()}, "1": {"0": RowwiseParallel()}}

@@ -1,4 +1,4 @@
-"""MNIST through torchvision, from DATA_DIR or downloaded to it."""
+"""MNIST from torchvision, read from DATA_DIR or downloaded to it."""
 
 import os
 
@@ -6,13 +6,13 @@ import torch.distributed as dist
 from torch.utils.data import TensorDataset
 from torchvision.datasets import MNIST
 
-DATA_DIR = "data"  # where the files are, or go
+DATA_DIR = "data"  # folder of the files, also for downloads
 SAMPLES = 60_000  # training images
 
 
 def load_data() -> tuple[TensorDataset, TensorDataset]:
-    """Images of 28×28 to train on, and 10,000 to test on."""
-    # One process of each machine downloads, while the others wait.
+    """The training and test sets: images of 28×28, 10,000 of them for testing."""
+    # One process per machine downloads; the others wait.
     if os.environ.get("LOCAL_RANK", "0") == "0":
         MNIST(DATA_DIR, download=True)
     if dist.is_initialized():

@@ -1,4 +1,4 @@
-"""The Python language reference, as bytes: it comes with Python itself."""
+"""The Python language reference as bytes; it is part of Python."""
 
 from pydoc_data.topics import topics
 
@@ -7,25 +7,25 @@ from torch.utils.data import TensorDataset
 
 from labkit.training.workloads.cache import cached
 
-CONTEXT = 128  # bytes that a prediction looks back on
+CONTEXT = 128  # length of a window in bytes
 SAMPLES = 20_000  # training windows
 
 
 def load_data() -> tuple[TensorDataset, TensorDataset]:
-    """Windows of the first nine tenths to train on, and up to 1,000 of the last tenth to test on."""
+    """Train on windows of the first 90% of the text, test on up to 1,000 of the rest."""
     (data,) = cached(read_text)
     cut = len(data) * 9 // 10
     return windows(data[:cut], SAMPLES), windows(data[cut:], min(SAMPLES, 1000))
 
 
 def read_text() -> tuple[torch.Tensor]:
-    """The text as numbers, one for each byte."""
+    """The text as one integer per byte."""
     text = "\n".join(topics[name] for name in sorted(topics))
     return (torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8).long(),)
 
 
 def windows(data: torch.Tensor, count: int) -> TensorDataset:
-    """Windows of CONTEXT bytes, evenly spread; the targets are the same, one byte on."""
+    """Evenly spaced windows of CONTEXT bytes; the targets are shifted by one byte."""
     starts = torch.linspace(0, len(data) - CONTEXT - 1, count).long()
     window = data[starts[:, None] + torch.arange(CONTEXT + 1)]
     return TensorDataset(window[:, :-1], window[:, 1:])
