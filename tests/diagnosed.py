@@ -196,5 +196,5 @@ def first(state: RunState, name: str):
     """The first finding, which must be the one."""
     found = findings(state)
     assert found and found[0].name == name, [one.name for one in found]
-    assert found[0].title and found[0].evidence and found[0].cause and found[0].way_out
+    assert found[0].title and found[0].evidence and found[0].cause and found[0].fix
     return found[0]

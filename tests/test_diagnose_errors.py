@@ -300,7 +300,7 @@ def test_a_tensor_that_no_device_has_room_for():
     found = first(state, "out_of_memory")
     assert found.ranks == (1, 0) and found.title == "rank 1 ran out of memory at train.py:139 in disturb"
     assert "1125899906842624 bytes" in found.evidence and "parameters 2.0 MiB, activations 1.0 MiB" in found.evidence
-    assert "gradients" not in found.evidence and "1.0 PiB" in found.cause and "no setting would have fitted" in found.way_out
+    assert "gradients" not in found.evidence and "1.0 PiB" in found.cause and "no setting would have fitted" in found.fix
 
 
 def full(held: dict, **asked) -> RunState:
@@ -315,23 +315,23 @@ def full(held: dict, **asked) -> RunState:
 def test_a_batch_that_would_have_fitted(scaling, share):
     found = first(full({"parameters": 2, "activations": 12}, batch_size=64, scaling=scaling), "out_of_memory")
     fits = int(share * (0.95 * 16 - 2) / (12 + 2))
-    assert f"a batch of {fits} per rank would have fitted" in found.way_out and "2.0 GiB more" in found.cause
+    assert f"a batch of {fits} per rank would have fitted" in found.fix and "2.0 GiB more" in found.cause
     assert "activations 12.0 GiB, parameters 2.0 GiB" in found.evidence
 
 
 @pytest.mark.parametrize("held", [{}, {"parameters": 2}])
 def test_nothing_is_computed_from_a_breakdown_that_is_not_there(held):
-    assert first(full(held), "out_of_memory").way_out.startswith("use a smaller --batch-size")
+    assert first(full(held), "out_of_memory").fix.startswith("use a smaller --batch-size")
 
 
 def test_no_batch_fits_where_the_rest_fills_the_device():
     found = first(full({"parameters": 5.1, "optimizer": 10.2, "activations": 0.1}), "out_of_memory")
-    assert "15.3 GiB of 16.0 GiB" in found.way_out and "fsdp2" in found.way_out
+    assert "15.3 GiB of 16.0 GiB" in found.fix and "fsdp2" in found.fix
 
 
 @pytest.mark.parametrize(("type", "message"), [("MemoryError", ""), ("DistBackendError", NCCL_FULL), ("OSError", "Cannot allocate memory")])
 def test_memory_by_other_words(type, message):
-    assert "smaller --batch-size" in first(fold(spec(), start(0, 1), error(1, message, type), status("failed")), "out_of_memory").way_out
+    assert "smaller --batch-size" in first(fold(spec(), start(0, 1), error(1, message, type), status("failed")), "out_of_memory").fix
 
 
 # ---- the table of faults

@@ -285,7 +285,7 @@ def test_two_groups_in_opposite_order():
     found = first(state, "hang")
     of_groups = [f"rank {rank} is in all_reduce #1 of group #{rank + 1} of ranks 0, 1" for rank in (0, 1)]
     assert found.title == f"{', '.join(of_groups)}; each waits for the other"
-    assert "the same order" in found.way_out and found.ranks == (0, 1) and len(findings(state)) == 1
+    assert "the same order" in found.fix and found.ranks == (0, 1) and len(findings(state)) == 1
 
 
 def test_two_groups_with_names_and_a_bystander():
@@ -329,7 +329,7 @@ def test_a_rank_that_is_stopped_is_named():
     stopped, waits = found.title.split("; ")
     assert stopped == "rank 1 has been stopped for 42 s, last seen at train.py:30 in load"
     assert waits == "rank 0 waits in all_reduce #10 (train.py:88 in step)"
-    assert "kill -CONT 101" in found.way_out and found.ranks == (1, 0) and "SIGSTOP" in found.cause
+    assert "kill -CONT 101" in found.fix and found.ranks == (1, 0) and "SIGSTOP" in found.cause
     assert "rank 1: stopped, last seen at train.py:30 in load, 4 steps done (process 101: stopped)" in found.evidence
 
 

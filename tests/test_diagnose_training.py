@@ -23,7 +23,7 @@ def test_the_same_samples_on_every_rank():
     state = fold(spec(), start(0, 1), batches(0, "a", "b", "c"), batches(1, "a", "b", "c"))
     found = first(state, "same_samples")
     assert found.ranks == (0, 1) and "all 3 steps" in found.evidence and "1 different batch a step, and 2 were meant" in found.evidence
-    assert "DistributedSampler" in found.way_out
+    assert "DistributedSampler" in found.fix
 
 
 def test_two_of_four_ranks_with_the_same_samples():
@@ -130,7 +130,7 @@ def test_a_loss_that_diverges_is_no_ranks_gradient(asked, losses, seen, shown):
     state = fold(asked, start(*ranks), *(steps(rank, loss=loss) for rank, loss in enumerate(losses)), ddp(*ranks), seen)
     found = first(state, "loss_diverged")
     assert found.title.startswith("the loss diverged: ") and shown in found.title and "gradient" not in found.cause
-    assert "learning rate" in found.way_out and ("no parameter held NaN" in found.evidence) is bool(seen)
+    assert "learning rate" in found.fix and ("no parameter held NaN" in found.evidence) is bool(seen)
 
 
 def test_parameters_with_nan_are_a_gradient_that_was_not_finite():
@@ -205,11 +205,11 @@ def test_data_that_are_slow_at_first_only_are_no_finding():
     assert names(fold(spec(), start(0, 1), *(steps(rank, 7, data=0.2) for rank in (0, 1)))) == []  # too few to judge by
 
 
-@pytest.mark.parametrize(("phase", "way_out"), [("other", "logging"), ("forward", "device or core"), ("optimizer", "device or core")])
-def test_a_rank_that_the_others_wait_for(phase, way_out):
+@pytest.mark.parametrize(("phase", "fix"), [("other", "logging"), ("forward", "device or core"), ("optimizer", "device or core")])
+def test_a_rank_that_the_others_wait_for(phase, fix):
     others = [steps(rank, backward=0.25) for rank in (0, 2)]
     found = first(fold(spec(nproc=3), start(0, 1, 2), *others, steps(1, **{phase: 0.25})), "straggler")
-    assert found.ranks == (1,) and f"in {phase}" in found.title and way_out in found.way_out and "the others' 50.0 ms" in found.evidence
+    assert found.ranks == (1,) and f"in {phase}" in found.title and fix in found.fix and "the others' 50.0 ms" in found.evidence
 
 
 @pytest.mark.parametrize(
@@ -262,8 +262,8 @@ def test_communication_that_several_profiled_steps_agree_on():
 )
 def test_advice_is_in_the_terms_of_the_script(asked, words, foreign):
     found = first(fold(asked, start(0, 1), profiled(0, 1, times=3)), "communication_bound")
-    assert all(word in found.way_out for word in words) and ("--option" in found.way_out) is not foreign
-    assert ("compression" in found.way_out) is ("compression" in " ".join(words))
+    assert all(word in found.fix for word in words) and ("--option" in found.fix) is not foreign
+    assert ("compression" in found.fix) is ("compression" in " ".join(words))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -349,7 +349,7 @@ def test_fsdp1_with_a_size_based_policy_that_wraps_nothing():
     assert done.words == "finished", done.logs(0, "stderr")
     assert [(model["name"], model["units"]) for model in done.state.ranks[0].seen("model")] == [("FullyShardedDataParallel", 1)]
     found = next(one for one in done.findings() if one.name == "one_unit")
-    assert "min_num_params" in found.way_out and found.ranks == (0,)
+    assert "min_num_params" in found.fix and found.ranks == (0,)
 
 
 def test_a_peak_of_activations():

@@ -27,7 +27,7 @@ def test_the_diagnosis_names_the_fault(fault):
     found = findings(job.state) if job.state.status["state"] != "stopped" else while_it_lasted
     assert found, f"nothing was found; the run {job.words}"
     assert found[0].name == FAULTS[fault].finding, [(one.name, one.title) for one in found]
-    assert found[0].evidence and found[0].cause and found[0].way_out
+    assert found[0].evidence and found[0].cause and found[0].fix
 
 
 def test_a_hang_is_told_while_it_lasts_and_ends_with_stop():

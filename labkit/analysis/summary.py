@@ -7,7 +7,7 @@ from typing import Any
 
 from labkit.analysis.diagnose import findings
 from labkit.analysis.ledger import ledger
-from labkit.analysis.sampled import overlap
+from labkit.analysis.profiled import overlap
 from labkit.record.columns import RankState
 from labkit.record.documents import Unreadable
 from labkit.record.events import OWNERS

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from labkit.analysis.sampled import aligned, sampled_steps
+from labkit.analysis.profiled import aligned, profiled_steps
 from labkit.record.folder import RunFolder
 from labkit.record.state import RunState
 
@@ -19,7 +19,7 @@ def trace(state: RunState) -> dict[str, Any]:
     """All sampled steps of a run in Chrome's trace event format; times in microseconds from the first of them."""
     events = list(_names(state))
     zero = min((one["t0"] for rank in state.ranks.values() for one in rank.timelines.values()), default=0.0)
-    for step in sampled_steps(state):
+    for step in profiled_steps(state):
         found = {number: rank.timelines[step] for number, rank in sorted(state.ranks.items()) if step in rank.timelines}
         shifts, _ = aligned(found)
         begin = min(one["t0"] for one in found.values()) - zero

@@ -8,10 +8,10 @@ from functools import partial
 
 import numpy
 
-from labkit.analysis.sampled import exposed, usual
+from labkit.analysis.profiled import exposed, usual
 from labkit.figures import colours
 from labkit.figures.model import Axis, Bars, Chart, Derived, Line
-from labkit.figures.sampled import memory_by_owner, memory_of_step, timeline
+from labkit.figures.profiled import memory_by_owner, memory_of_step, timeline
 from labkit.record.columns import Losses, RankState
 from labkit.record.events import PHASES
 from labkit.record.state import RunState

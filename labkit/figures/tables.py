@@ -17,7 +17,7 @@ class Findings(tuple[Finding, ...]):
     """What was found about a run, the gravest first."""
 
     def __repr__(self) -> str:
-        lines = [f"{one.title}\n    seen: {one.evidence}\n    because: {one.cause}\n    way out: {one.way_out}" for one in self]
+        lines = [f"{one.title}\n    seen: {one.evidence}\n    because: {one.cause}\n    way out: {one.fix}" for one in self]
         return visible("\n".join(lines)) or "nothing was found"
 
     def _repr_html_(self) -> str:
@@ -43,7 +43,7 @@ def findings_html(found: Iterable[Finding]) -> str:
     """Findings, each with its evidence, cause and way out, as a list."""
     rows = []
     for one in found:
-        parts = (("Seen", one.evidence), ("Because", one.cause), ("Way out", one.way_out))
+        parts = (("Seen", one.evidence), ("Because", one.cause), ("Way out", one.fix))
         told = "".join(f"<div><b>{name}</b> {escape(text)}</div>" for name, text in parts)
         rows.append(f'<div class="labkit-diagnosis labkit-{one.kind}"><p>{escape(one.title)}</p>{told}</div>')
     return "".join(rows)

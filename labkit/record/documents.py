@@ -52,7 +52,7 @@ _LAUNCH = record(
 )
 _CAPTURE = record({"step": COUNT}, snapshot=Flag())
 
-_FINDING = record(dict.fromkeys(("name", "kind", "title", "evidence", "cause", "way_out"), TEXT) | {"ranks": Sequence(RANK, RANKS)})
+_FINDING = record(dict.fromkeys(("name", "kind", "title", "evidence", "cause", "fix"), TEXT) | {"ranks": Sequence(RANK, RANKS)})
 _ENTRY = record({"op": NAME, "calls": AMOUNT, "measured": Number(), "formula": TEXT, "reason": TEXT}, null={"theory": Number()})
 _RANK = record(
     {"rank": RANK, "memory_bytes": Table(BYTES), "phase_seconds": Table(Either((SECONDS, NULL)))},

@@ -46,7 +46,7 @@ def not_judged(unread: Sequence[str]) -> Iterator[Finding]:
             title=f"{len(unread)} of {len(RULES)} checks could not read what was recorded",
             evidence="; ".join(unread),
             cause="an event lacks a field or has one of another sort: changed by hand, or written by another version",
-            way_out="the other findings stand; what these checks look for has to be looked for by hand",
+            fix="the other findings stand; what these checks look for has to be looked for by hand",
         )
 
 
@@ -59,7 +59,7 @@ def not_watched(state: RunState) -> Iterator[Finding]:
             title=f"the probe stopped watching {lost['part']} on rank {lost['rank']}",
             evidence=f"{lost['type']}: {lost['message']}",
             cause="a part of the probe failed; it says so once and stays off",
-            way_out="the training itself went on; the rank's events hold the traceback, as an event of kind probe_error",
+            fix="the training itself went on; the rank's events hold the traceback, as an event of kind probe_error",
             ranks=(lost["rank"],),
         )
 
@@ -73,7 +73,7 @@ def not_written(state: RunState) -> Iterator[Finding]:
             title=f"{events} events of rank {rank} could not be written",
             evidence="the rank's events say so, written after there was room on the disk again",
             cause="the disk that holds the run folder was full",
-            way_out="steps may be missing from every figure; free space on that disk, or set LABKIT_RUNS to a folder on another disk",
+            fix="steps may be missing from every figure; free space on that disk, or set LABKIT_RUNS to a folder on another disk",
             ranks=(rank,),
         )
 
@@ -87,7 +87,7 @@ def not_readable(state: RunState) -> Iterator[Finding]:
             title=f"{state.broken} of the run's events could not be read",
             evidence="lines under events/ or in system.jsonl that are cut short, or no events",
             cause="the folder was cut short, changed by hand, or written by another version",
-            way_out="what could be read is shown; copy the run folder again if it came from elsewhere",
+            fix="what could be read is shown; copy the run folder again if it came from elsewhere",
         )
 
 
@@ -101,7 +101,7 @@ def not_there(state: RunState) -> Iterator[Finding]:
             title=f"nothing is recorded of {ranks_in_words(missing)}",
             evidence=f"{len(state.ranks)} of {state.world_size} ranks have events",
             cause="such a rank ended before it began to train, or its file under events/ is missing",
-            way_out="what the others recorded is shown; figures over all ranks are those of the ranks that are there",
+            fix="what the others recorded is shown; figures over all ranks are those of the ranks that are there",
             ranks=missing,
         )
 
@@ -120,7 +120,7 @@ def cut_short(state: RunState) -> Iterator[Finding]:
             title=f"the events of {ranks_in_words(short)} break off, and the run went on",
             evidence=f"last step by rank: {', '.join(f'{number}: {last[number]}' for number in short)}; the others: {most}; and no end",
             cause="the file was cut short, or the disk was full while it was written",
-            way_out="what is there is shown; copy the run folder again if it came from elsewhere",
+            fix="what is there is shown; copy the run folder again if it came from elsewhere",
             ranks=short,
         )
 

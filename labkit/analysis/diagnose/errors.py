@@ -30,7 +30,7 @@ class _Sign:
     words: str
     title: str
     cause: str
-    way_out: str
+    fix: str
 
 
 _SIGNS = (
@@ -126,7 +126,7 @@ def told_by_an_error(state: RunState) -> Iterator[Finding]:
         first, *more = text.strip().splitlines()
         last = "\n".join(more).rpartition("Last error:")[2] if "Last error:" in "\n".join(more) else ""
         ranks = (rank,) if rank is not None else () if failure is None else (failure["rank"],)
-        yield Finding(sign.name, "wrong", sign.title, shorter(f"{first} {last}"), sign.cause, sign.way_out, ranks)
+        yield Finding(sign.name, "wrong", sign.title, shorter(f"{first} {last}"), sign.cause, sign.fix, ranks)
         return
 
 
@@ -150,7 +150,7 @@ def out_of_memory(state: RunState) -> Iterator[Finding]:
         title=f"{ranks_in_words(failure['alike'], state.world_size)} ran out of memory" + (f" at {where}" if where else ""),
         evidence=evidence,
         cause=f"{size(asked)} more were asked for than there was room for" if asked else "more was asked for than there was room for",
-        way_out=_what_fits(state, rank, asked or 0, held),
+        fix=_what_fits(state, rank, asked or 0, held),
         ranks=_involved(failure),
     )
 
@@ -167,7 +167,7 @@ def _killed_for_memory(state: RunState, failure: Mapping[str, Any]) -> Finding:
         title=f"rank {rank} was killed by the kernel because memory ran out" + (f", last seen at {where}" if where else ""),
         evidence=f"SIGKILL; in this control group the kernel killed {counted(kills, 'process', 'es')} for lack of memory{resident}",
         cause="the processes of the host or container used more memory than its limit (this is host memory, not GPU memory)",
-        way_out=f"start the container or job with more memory; or hold less data in each rank; or {one_of(state, 'smaller batch')}",
+        fix=f"start the container or job with more memory; or hold less data in each rank; or {one_of(state, 'smaller batch')}",
         ranks=_involved(failure),
     )
 
@@ -233,7 +233,7 @@ def first_failure(state: RunState) -> Iterator[Finding]:
         title=title,
         evidence=shorter(says) + where,
         cause=_cause(state, failure),
-        way_out=f"read the end of the stderr of rank {failure['rank']}"
+        fix=f"read the end of the stderr of rank {failure['rank']}"
         + ("; the messages of the other ranks follow from it" if failure["collateral"] else ""),
         ranks=_involved(failure),
     )

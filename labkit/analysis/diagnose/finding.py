@@ -17,7 +17,7 @@ class Finding:
     """One finding.
 
     `kind` is "wrong" (the run is not what was meant), "slow", "memory", or "unseen" (part of it was not measured). `title` says what
-    it is, `evidence` by what it is seen, `cause` why it comes to that, `way_out` what to do. `ranks` are those that it speaks of.
+    it is, `evidence` by what it is seen, `cause` why it comes to that, `fix` what to do. `ranks` are those that it speaks of.
     """
 
     name: str
@@ -25,7 +25,7 @@ class Finding:
     title: str
     evidence: str
     cause: str
-    way_out: str
+    fix: str
     ranks: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def _silent(state: RunState) -> Finding | None:
         cause="a signal stopped the process (SIGSTOP, Ctrl-Z, a debugger, a batch system): it keeps its memory and runs no code"
         if is_stopped
         else "while a C call holds the GIL, no other Python code of this process runs",
-        way_out=f"resume the process (kill -CONT {pid or 'PID'}), or stop the run"
+        fix=f"resume the process (kill -CONT {pid or 'PID'}), or stop the run"
         if is_stopped
         else "stop the run, and look at that line: give the call a timeout, release the GIL in it, or make it in another process",
         ranks=(*those, *(one for one in others if one not in those)),
@@ -110,7 +110,7 @@ def _crossed(state: RunState) -> Finding | None:
         evidence=f"no progress for {_seconds(held_up.values()):.0f} s; " + "; ".join(_told(held_up)),
         cause="these ranks use several process groups, and not in the same order: a collective completes only when every rank in its "
         "group calls it, and each of these ranks is blocked in another one before it can",
-        way_out="stop the run; call the collectives of these groups in the same order on every rank",
+        fix="stop the run; call the collectives of these groups in the same order on every rank",
         ranks=(*circle, *(number for number in held_up if number not in circle)),
     )
 
@@ -141,7 +141,7 @@ def _waits(state: RunState) -> Finding | None:
         cause="a collective completes only when every rank in its group calls it: a rank that takes a different branch blocks the others"
         if pending
         else "no collective is pending: the rank waits for data, a file, a lock, a message of another stage, or ranks that did not start",
-        way_out="stop the run, and look at the line of the rank that is elsewhere: an `if rank ==`, fewer batches, a caught exception"
+        fix="stop the run, and look at the line of the rank that is elsewhere: an `if rank ==`, fewer batches, a caught exception"
         if pending
         else "stop the run, and look at the line where the rank is",
         ranks=(*absent, *(number for number in held_up if number not in absent)),

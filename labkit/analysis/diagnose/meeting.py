@@ -43,7 +43,7 @@ def uneven_inputs(state: RunState) -> Iterator[Finding]:
         title=f"{ranks_in_words(short)} had {least} batches, and others up to {max(lengths.values())}",
         evidence="batches of an epoch, by rank: " + ", ".join(f"{rank}: {length}" for rank, length in sorted(lengths.items())),
         cause="every step has a collective; who has no batch left does not come to it, and the others wait or meet another one",
-        way_out=f"give each rank equally many samples (DistributedSampler pads); or {one_of(state, 'join') or 'use ddp with join=true'}",
+        fix=f"give each rank equally many samples (DistributedSampler pads); or {one_of(state, 'join') or 'use ddp with join=true'}",
         ranks=short,
     )
 
@@ -68,7 +68,7 @@ def evaluation_on_one_rank(state: RunState) -> Iterator[Finding]:
         evidence=(f"it stood at {where}; " if where else "")
         + (f"{ranks_in_words(gone)} had left" if gone else f"{ranks_in_words(others)} went on training"),
         cause="an evaluation with a sharded model, or with a sum over ranks, is a collective: every rank must come to it",
-        way_out="let every rank evaluate a share of the test set, and print on rank 0 alone",
+        fix="let every rank evaluate a share of the test set, and print on rank 0 alone",
         ranks=alone + others,
     )
 
@@ -91,7 +91,7 @@ def mismatch(state: RunState) -> Iterator[Finding]:
         title="the ranks did not agree on a collective" + (f" at {where}" if where else ""),
         evidence="; ".join(filter(None, (apart, shorter(said[1]) if said else ""))),
         cause="collectives meet by their order alone: op, shape and type must be the same on every rank",
-        way_out="look for what depends on the rank there: a shape, an `if rank ==`, a last batch; TORCH_DISTRIBUTED_DEBUG=DETAIL helps",
+        fix="look for what depends on the rank there: a shape, an `if rank ==`, a last batch; TORCH_DISTRIBUTED_DEBUG=DETAIL helps",
         ranks=tuple(sorted(state.ranks)),
     )
 
@@ -122,7 +122,7 @@ def left_early(state: RunState) -> Iterator[Finding]:
         evidence="; ".join(_ended(state.ranks[number]) for number in ended)
         + (f"; rank {first.rank}: {shorter(failure['type'] + ': ' + failure['message'])}" if failure is not None else ""),
         cause="a collective completes only when every rank in its group calls it, and the process of a rank that has ended is gone",
-        way_out="let all ranks leave at the same step: base a `return`, `break` or `sys.exit()` on a value that every rank has, such as "
+        fix="let all ranks leave at the same step: base a `return`, `break` or `sys.exit()` on a value that every rank has, such as "
         "a flag that rank 0 broadcasts",
         ranks=(*ended, *held_up),
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from labkit.analysis.diagnose.advice import one_of
 from labkit.analysis.diagnose.finding import DDP, Finding
-from labkit.analysis.sampled import USUAL
+from labkit.analysis.profiled import USUAL
 from labkit.common.units import counted, ranks_in_words, size
 from labkit.record.steps import Column, median
 
@@ -46,7 +46,7 @@ def input_bound(state: RunState) -> Iterator[Finding]:
         evidence=f"rank {worst}: {1e3 * _median(state.ranks[worst].steps.phases['data']):.1f} ms of "
         f"{1e3 * _median(state.ranks[worst].steps.seconds):.1f} ms (medians); {ranks_in_words(sorted(slow))} the same way",
         cause="a batch is fetched when the step before is over, and fetching takes long",
-        way_out=f"{one_of(state, 'workers', 'whole batches')}; or keep the data on a local disk",
+        fix=f"{one_of(state, 'workers', 'whole batches')}; or keep the data on a local disk",
         ranks=tuple(sorted(slow)),
     )
 
@@ -78,7 +78,7 @@ def straggler(state: RunState) -> Iterator[Finding]:
         evidence=f"its own work takes {1e3 * total[slowest]:.1f} ms a step, the others' {1e3 * statistics.median(others):.1f} ms "
         f"(medians); {1e3 * lost[phase]:.1f} ms of that in {phase}",
         cause="every collective waits for the last rank, so all ranks go at its pace",
-        way_out={
+        fix={
             "data": "look at this rank's share of the data and at its disk",
             "other": "look at what this rank does between the phases: logging, saving, an `if rank ==`",
         }.get(phase, "look at what else runs on this rank's device or core, and at its share of the batch"),
@@ -119,7 +119,7 @@ def communication_bound(state: RunState) -> Iterator[Finding]:
         evidence=f"by rank, {unprofiled}: {', '.join(f'{share:.0%}' for share in shares.values())}, "
         f"from {counted(len(_usual_steps(rank)), 'profiled step')}; most of it in {op}" + (f" ({backend})" if backend else ""),
         cause="a step computes too little for the bytes that it sends, or computes nothing while they are sent",
-        way_out=one_of(state, "larger batch", "accumulate", "compress", "fewer ranks"),
+        fix=one_of(state, "larger batch", "accumulate", "compress", "fewer ranks"),
         ranks=tuple(sorted(state.ranks)),
     )
 
@@ -166,7 +166,7 @@ def small_buckets(state: RunState) -> Iterator[Finding]:
                 title=f"gradients go out in {ops['calls']:.0f} buckets of {size(mean)}",
                 evidence=f"all-reduces of one step on rank {rank.rank}, {size(ops['bytes'])} in all",
                 cause="each collective costs its latency, however little it carries",
-                way_out=f"{one_of(state, 'larger buckets')}; small buckets help only if the first must start early",
+                fix=f"{one_of(state, 'larger buckets')}; small buckets help only if the first must start early",
                 ranks=(rank.rank,),
             )
             return
@@ -187,7 +187,7 @@ def synchronised(state: RunState) -> Iterator[Finding]:
             cause="a value can be read when the device has computed it, so that no work is queued meanwhile"
             if on_gpu
             else "on CPU ranks it costs nothing; on a GPU no work would be queued meanwhile",
-            way_out="keep loss.detach(), and read it every 20 steps",
+            fix="keep loss.detach(), and read it every 20 steps",
             ranks=(rank.rank,),
         )
         return
@@ -204,7 +204,7 @@ def one_unit(state: RunState) -> Iterator[Finding]:
                 title=f"FSDP shards {whole['name']} as one unit",
                 evidence=f"rank {rank.rank} holds {whole['parameters']:,} parameters in one unit",
                 cause="a unit is gathered as a whole before it computes: the peak holds all parameters, and no gathering overlaps",
-                way_out="call fully_shard(block) for each block before fully_shard(model); under FSDP1 use an auto_wrap_policy that wraps "
+                fix="call fully_shard(block) for each block before fully_shard(model); under FSDP1 use an auto_wrap_policy that wraps "
                 "each block (size_based_auto_wrap_policy needs a min_num_params below the size of a block)",
                 ranks=(rank.rank,),
             )
@@ -226,7 +226,7 @@ def activations(state: RunState) -> Iterator[Finding]:
         title=f"{held / peak:.0%} of the peak are activations",
         evidence=f"rank {rank.rank}: {size(held)} of {size(peak)}, in step {rank.memory_step['step']}",
         cause="they grow with the batch, and no sharding of parameters, gradients or optimizer state makes them less",
-        way_out=one_of(state, "checkpoint activations", "accumulate for memory", "smaller batch", "sequence parallel"),
+        fix=one_of(state, "checkpoint activations", "accumulate for memory", "smaller batch", "sequence parallel"),
         ranks=(rank.rank,),
     )
 

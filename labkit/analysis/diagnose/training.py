@@ -47,7 +47,7 @@ def same_samples(state: RunState) -> Iterator[Finding]:
         evidence=f"their batches were alike in all {len(whole)} steps that were looked at, from step {step} on; "
         f"{counted(len(set(digests.values())), 'different batch', 'es')} a step, and {shares} were meant",
         cause="without a DistributedSampler every rank draws from the whole data set, and with one seed in one order",
-        way_out="give the DataLoader sampler=DistributedSampler(dataset), and no shuffle beside it",
+        fix="give the DataLoader sampler=DistributedSampler(dataset), and no shuffle beside it",
         ranks=tuple(alike),
     )
 
@@ -72,7 +72,7 @@ def no_set_epoch(state: RunState) -> Iterator[Finding]:
             title="every epoch has the same order of samples",
             evidence=f"rank {rank.rank}'s DistributedSampler began {len(epochs)} epochs with the same epoch number, {epochs[0]['set']}",
             cause="the sampler shuffles by its seed and its epoch number, and nobody told it a new one",
-            way_out="call sampler.set_epoch(epoch) at the beginning of each epoch",
+            fix="call sampler.set_epoch(epoch) at the beginning of each epoch",
             ranks=tuple(sorted(state.ranks)),
         )
         return
@@ -113,7 +113,7 @@ def nan_loss(state: RunState) -> Iterator[Finding]:
         evidence=f"{ranks_in_words(sorted(found))}: loss NaN or infinite"
         + (f"; the losses up to step {step - 1} were finite" if step > 1 else " in the first step"),
         cause=cause,
-        way_out=f"find the operation with torch.autograd.set_detect_anomaly(True); then lower the learning rate, "
+        fix=f"find the operation with torch.autograd.set_detect_anomaly(True); then lower the learning rate, "
         f"{one_of(state, 'clip') or 'clip the gradients'}, or use bf16 instead of fp16",
         ranks=first,
     )
@@ -164,7 +164,7 @@ def _divergence(state: RunState, ranks: tuple[int, ...], step: int) -> Finding:
         evidence=f"losses of rank {ranks[0]} in steps {first} to {step}: {shown}{whole}",
         cause="each update made the loss larger until it overflowed: the updates are too large for this loss, or the loss has no minimum; "
         "no single rank is at fault",
-        way_out=f"lower the learning rate, or let it rise over the first steps (warm-up); {one_of(state, 'clip') or 'clip the gradients'}; "
+        fix=f"lower the learning rate, or let it rise over the first steps (warm-up); {one_of(state, 'clip') or 'clip the gradients'}; "
         "check the sign of the loss",
         ranks=ranks,
     )
@@ -188,7 +188,7 @@ def loss_differs(state: RunState) -> Iterator[Finding]:
                     title=f"{ranks_in_words(numbers)} have different losses, and one is meant",
                     evidence=f"step {step}: " + ", ".join(f"{loss:.6f}" for loss in losses),
                     cause="ranks that split layers must see the same samples and have drawn the same weights",
-                    way_out="the same seed before the model is built on every rank, and the same batch for all ranks of a row",
+                    fix="the same seed before the model is built on every rank, and the same batch for all ranks of a row",
                     ranks=numbers,
                 )
                 return
@@ -217,6 +217,6 @@ def one_file(state: RunState) -> Iterator[Finding]:
         title=f"{ranks_in_words(sorted(ranks))} save to one file",
         evidence=f"{path}, after step {step}" + (f", and {counted(len(several) - 1, 'time')} more" if len(several) > 1 else ""),
         cause="nobody takes turns: the file is whichever rank wrote last, or pieces of several",
-        way_out="save on rank 0 alone while the others wait, or let every rank write its shard (torch.distributed.checkpoint)",
+        fix="save on rank 0 alone while the others wait, or let every rank write its shard (torch.distributed.checkpoint)",
         ranks=tuple(sorted(ranks)),
     )

@@ -40,7 +40,7 @@ def trains_beside(state: RunState) -> Iterator[Finding]:
                 title=f"{counted(len(names), 'training thread')} of rank {rank.rank} are not watched",
                 evidence=f"backward was also called in {_listed(names)}",
                 cause="the probe follows one thread per rank: the first that calls backward, and the next one when that thread has ended",
-                way_out="use one process per training loop, started with torchrun, to see the steps of each",
+                fix="use one process per training loop, started with torchrun, to see the steps of each",
                 ranks=(rank.rank,),
             )
 
@@ -53,7 +53,7 @@ def _processes(rank: RankState, started: list[dict]) -> Finding:
         title=f"no training step of {ranks_in_words([rank.rank])} was seen: its script started {counted(len(started), 'process', 'es')}",
         evidence=f"processes started: {_listed(targets)}; optimizer steps in the rank itself: 0",
         cause="the probe watches the processes that torchrun starts, not those that a script starts itself",
-        way_out="let torchrun start the workers: run the script with --nproc N, and replace "
+        fix="let torchrun start the workers: run the script with --nproc N, and replace "
         "torch.multiprocessing.spawn(train, nprocs=N) by train(int(os.environ['LOCAL_RANK']))",
         ranks=(rank.rank,),
     )
@@ -66,7 +66,7 @@ def _gradients(rank: RankState, backwards: int) -> Finding:
         title=f"no training step of {ranks_in_words([rank.rank])} was seen: gradients were computed, but no parameter changed",
         evidence=f"calls of backward: {backwards}; optimizer steps: 0; changes of a parameter after a backward: 0",
         cause="a step is the step of a torch.optim.Optimizer, or a change of the parameters after a backward; the script made neither",
-        way_out="call optimizer.step() after backward; if the script updates tensors in another way, use a torch.optim.Optimizer",
+        fix="call optimizer.step() after backward; if the script updates tensors in another way, use a torch.optim.Optimizer",
         ranks=(rank.rank,),
     )
 

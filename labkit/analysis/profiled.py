@@ -49,7 +49,7 @@ def overlap(one: Mapping[str, Any]) -> tuple[float, float]:
     return under_way, sum(one["exposed"].values())
 
 
-def sampled_steps(state: RunState) -> list[int]:
+def profiled_steps(state: RunState) -> list[int]:
     """The steps that some rank has a timeline of."""
     return sorted({step for rank in state.ranks.values() for step in rank.timelines})
 

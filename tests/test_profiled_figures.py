@@ -10,10 +10,10 @@ from xml.etree import ElementTree
 import pytest
 
 from labkit import figures
-from labkit.analysis import sampled
+from labkit.analysis import profiled
 from labkit.analysis.trace import trace, write_trace
 from labkit.figures.charts import phases as phases_chart
-from labkit.figures.sampled import memory_of_step, timeline
+from labkit.figures.profiled import memory_of_step, timeline
 from labkit.record.events import OWNERS, PHASES
 from labkit.record.state import RunState
 
@@ -111,25 +111,25 @@ def test_clocks_that_disagree_are_set_by_what_ranks_have_in_common_and_said(apar
 
 def test_a_collective_of_other_ranks_under_the_same_name_sets_no_clock():
     ours, theirs = ([["all_reduce", start, start + 0.002, 8, "mesh_tp", ranks, 7]] for start, ranks in ((0.005, [0, 1]), (0.03, [2, 3])))
-    shifts, moved = sampled.aligned({0: timeline_event(0, comm=ours), 2: timeline_event(2, t0=1000.01, comm=theirs)})
+    shifts, moved = profiled.aligned({0: timeline_event(0, comm=ours), 2: timeline_event(2, t0=1000.01, comm=theirs)})
     assert not moved
     assert shifts == pytest.approx({0: 0.0, 2: 0.01})
 
 
 def test_ranks_far_apart_without_a_common_collective_begin_together_and_it_is_said():
-    assert sampled.aligned({0: timeline_event(0, comm=[]), 1: timeline_event(1, t0=1600.0, comm=[])}) == ({0: 0.0, 1: 0.0}, True)
+    assert profiled.aligned({0: timeline_event(0, comm=[]), 1: timeline_event(1, t0=1600.0, comm=[])}) == ({0: 0.0, 1: 0.0}, True)
 
 
 def test_a_broadcast_may_end_at_its_root_before_others_begin_it():
     early, late = ([["broadcast", start, start + 0.001, 8, "default_pg", [0, 1], 7]] for start in (0.005, 0.02))
-    assert sampled.aligned({0: timeline_event(0, comm=early), 1: timeline_event(1, comm=late)}) == ({0: 0.0, 1: 0.0}, False)
+    assert profiled.aligned({0: timeline_event(0, comm=early), 1: timeline_event(1, comm=late)}) == ({0: 0.0, 1: 0.0}, False)
 
 
 def test_the_newest_step_of_all_ranks_is_shown_and_any_that_is_asked_for():
     state = state_of(timeline_event(0), timeline_event(1), timeline_event(0, step=50))
     assert figures.chart("timeline", state).title == "Step 8"
     assert timeline(state, 50).title == "Step 50"
-    assert sampled.sampled_steps(state) == [8, 50]
+    assert profiled.profiled_steps(state) == [8, 50]
 
 
 def test_ranks_without_a_timeline_are_counted():
@@ -141,7 +141,7 @@ def test_ranks_without_a_timeline_are_counted():
 def test_what_reaches_beyond_the_step_is_drawn_within_it():
     chart = figures.chart("timeline", state_of(timeline_event(0, comm=[["all_reduce", -0.01, 0.06, 8, None, None, None]]), nproc=1))
     assert stretches(chart)["all_reduce", 1] == pytest.approx((0, 40))
-    assert sampled.overlap(timeline_event(0, comm=[["all_reduce", -0.01, 0.06, 8]])) == pytest.approx((0.04, 0.004))
+    assert profiled.overlap(timeline_event(0, comm=[["all_reduce", -0.01, 0.06, 8]])) == pytest.approx((0.04, 0.004))
 
 
 def test_stretches_say_what_they_are():
@@ -233,9 +233,9 @@ def test_bars_with_communication_are_as_high_as_without():
 def test_what_is_exposed_is_the_median_of_usual_steps_and_never_more_than_the_phase():
     early = timeline_event(0, step=3, exposed={"backward": 0.02})
     usual = [timeline_event(0, step=8 + number, exposed={"backward": value}) for number, value in enumerate((0.002, 0.004, 0.5))]
-    assert sampled.exposed(state_of(early, *usual).ranks[0])["backward"] == pytest.approx(0.2)
-    assert sampled.exposed(state_of(usual[2]).ranks[0])["backward"] == 1.0
-    assert sampled.exposed(state_of(early).ranks[0])["backward"] == pytest.approx(1.0)
+    assert profiled.exposed(state_of(early, *usual).ranks[0])["backward"] == pytest.approx(0.2)
+    assert profiled.exposed(state_of(usual[2]).ranks[0])["backward"] == 1.0
+    assert profiled.exposed(state_of(early).ranks[0])["backward"] == pytest.approx(1.0)
 
 
 # ---- what is not there, and what is meant to hurt
