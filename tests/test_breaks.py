@@ -61,8 +61,8 @@ def test_a_rank_that_left_early_is_named_and_not_its_victim():
     job = ended("returns_early")
     found = first(job)
     assert found.name == "left_early" and found.ranks == (1, 0)
-    assert found.title.startswith("rank 1 ended its script with exit code 0 after 4 steps, while rank 0 waited in all_reduce #")
-    assert f"ended by the call at breaks.py:{line('sys.exit()')} in returns_early" in found.evidence
+    assert found.title.startswith("rank 1 exited with code 0 after 4 steps while rank 0 waited in all_reduce #")
+    assert f"exited at breaks.py:{line('sys.exit()')} in returns_early" in found.evidence
 
 
 def test_ranks_that_are_stopped_or_hold_the_gil_are_named_in_a_pipeline():

@@ -58,7 +58,7 @@ def test_a_rank_that_left_nothing():
 def test_events_that_break_off():
     whole, cut = [*start(0), *steps(0, 50), end(0)], [*start(1), *steps(1, 20)]
     found = first(fold(spec(), whole, cut, status("finished")), "cut_short")
-    assert found.ranks == (1,) and "1: 20; the others: 50" in found.evidence
+    assert found.ranks == (1,) and "1: 20; other ranks: 50" in found.evidence
     for healthy in (status("running"), status("stopped"), [end(1), status("finished")]):
         assert names(fold(spec(), whole, cut, healthy)) == []
 
@@ -102,7 +102,7 @@ def test_a_folder_that_was_cut_short(tmp_path):
 
 def test_a_folder_with_lines_that_are_no_events(tmp_path):
     state = followed(tmp_path, 0, 1, 2, spoil=4)
-    assert names(state) == ["not_readable"] and findings(state)[0].title.startswith("4 of")
+    assert names(state) == ["not_readable"] and findings(state)[0].title.startswith("4 lines of the run's events")
 
 
 def test_an_empty_folder(tmp_path):

@@ -208,10 +208,10 @@ STACK = '  File "/home/ann/train.py", line 7, in main\n  File "/home/ann/train.p
 @pytest.mark.parametrize(
     ("code", "more", "title", "cause"),
     [
-        (-11, {"traceback": STACK, "last_seen": False}, "SIGSEGV (train.py:41 in load)", "code outside Python"),
+        (-11, {"traceback": STACK, "last_seen": False}, "SIGSEGV (train.py:41 in load)", "native code"),
         (-9, {"traceback": STACK, "last_seen": True}, "SIGKILL (last seen at train.py:41 in load)", "killed from outside"),
-        (7, {"traceback": STACK, "last_seen": True}, "exit code 7 (last seen at train.py:41 in load)", "the exit, of this rank"),
-        (-11, {}, "SIGSEGV", "code outside Python"),
+        (7, {"traceback": STACK, "last_seen": True}, "exit code 7 (last seen at train.py:41 in load)", "this rank raised an exception or exited"),
+        (-11, {}, "SIGSEGV", "native code"),
     ],
 )
 def test_a_process_that_died_is_told_with_its_last_line(code, more, title, cause):
@@ -236,7 +236,7 @@ def test_a_rank_that_the_kernel_killed_for_memory():
     state = fold(spec(), start(0, 1), sample, error(0, GONE), ended)
     found = first(state, "out_of_memory")
     assert found.title == "rank 1 was killed by the kernel because memory ran out, last seen at train.py:41 in load"
-    assert "the kernel killed 1 process for lack of memory" in found.evidence and "700.0 MiB" in found.evidence and found.ranks == (1, 0)
+    assert "the kernel killed 1 process of this cgroup for lack of memory" in found.evidence and "700.0 MiB" in found.evidence and found.ranks == (1, 0)
     assert names(state) == ["out_of_memory", "first_failure"] and findings(state)[1].cause.startswith("the kernel killed the process")
 
 
@@ -300,7 +300,7 @@ def test_a_tensor_that_no_device_has_room_for():
     found = first(state, "out_of_memory")
     assert found.ranks == (1, 0) and found.title == "rank 1 ran out of memory at train.py:139 in disturb"
     assert "1125899906842624 bytes" in found.evidence and "parameters 2.0 MiB, activations 1.0 MiB" in found.evidence
-    assert "gradients" not in found.evidence and "1.0 PiB" in found.cause and "no setting would have fitted" in found.fix
+    assert "gradients" not in found.evidence and "an allocation of 1.0 PiB" in found.cause and "no setting would have fitted" in found.fix
 
 
 def full(held: dict, **asked) -> RunState:
@@ -315,7 +315,7 @@ def full(held: dict, **asked) -> RunState:
 def test_a_batch_that_would_have_fitted(scaling, share):
     found = first(full({"parameters": 2, "activations": 12}, batch_size=64, scaling=scaling), "out_of_memory")
     fits = int(share * (0.95 * 16 - 2) / (12 + 2))
-    assert f"a batch of {fits} per rank would have fitted" in found.fix and "2.0 GiB more" in found.cause
+    assert f"reduce the batch per rank to {fits}," in found.fix and "an allocation of 2.0 GiB" in found.cause
     assert "activations 12.0 GiB, parameters 2.0 GiB" in found.evidence
 
 

@@ -25,7 +25,7 @@ def test_the_diagnosis_names_the_fault(fault):
     finally:
         job.stop()
     found = findings(job.state) if job.state.status["state"] != "stopped" else while_it_lasted
-    assert found, f"nothing was found; the run {job.words}"
+    assert found, f"no findings; the run {job.words}"
     assert found[0].name == FAULTS[fault].finding, [(one.name, one.title) for one in found]
     assert found[0].evidence and found[0].cause and found[0].fix
 

@@ -87,7 +87,7 @@ def stretches(chart):
 def test_ranks_stand_on_one_axis_as_their_clocks_say():
     late = [["all_reduce", 0.015, 0.025, 4096, "default_pg", [0, 1], 7]]
     chart = figures.chart("timeline", state_of(timeline_event(0), timeline_event(1, t0=1000.005, comm=late)))
-    assert chart.y.categories == ("rank 0", "0 sends", "rank 1", "1 sends")
+    assert chart.y.categories == ("rank 0", "comm 0", "rank 1", "comm 1")
     found = stretches(chart)
     assert found["forward", 0] == pytest.approx((2, 10))
     assert found["forward", 2] == pytest.approx((7, 15))
@@ -95,7 +95,7 @@ def test_ranks_stand_on_one_axis_as_their_clocks_say():
     assert found["all_reduce", 3] == pytest.approx((20, 30))
     assert chart.x.end == pytest.approx(45)
     assert "disagree" not in chart.note
-    assert "60% of communication hidden" in chart.note
+    assert "60% of communication overlapped" in chart.note
     assert "gloo" in chart.note
 
 
@@ -244,8 +244,8 @@ def test_what_is_exposed_is_the_median_of_usual_steps_and_never_more_than_the_ph
 @pytest.mark.parametrize("name", EMPTY)
 def test_before_the_first_sample_a_picture_says_so(name):
     state = state_of(step_event(0, 1))
-    assert "no step was sampled yet" in "".join(ElementTree.fromstring(figures.svg(name, state)).itertext())
-    assert "no step was sampled yet" in figures.figure(name, state).layout.title.text
+    assert "no profiled step yet" in "".join(ElementTree.fromstring(figures.svg(name, state)).itertext())
+    assert "no profiled step yet" in figures.figure(name, state).layout.title.text
 
 
 @pytest.mark.parametrize("name", EMPTY)

@@ -9,7 +9,7 @@ import ipywidgets
 
 from labkit import figures
 from labkit.analysis.ledger import ledger
-from labkit.analysis.profiled import beyond, newest, resident, profiled_steps
+from labkit.analysis.profiled import beyond, newest, profiled_steps, resident
 from labkit.analysis.trace import write_trace
 from labkit.common.text import escape
 from labkit.common.units import size
