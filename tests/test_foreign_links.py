@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from fabricate import FakeRun
 from foreign import FINISHED, RECORDED, copy_of, everything
+from labkit.runs.handle import Run
 
 import labkit
 from labkit.benchmarks.fuzz import time_limit
@@ -19,7 +20,6 @@ from labkit.frontends.handout.recorded import stand_in
 from labkit.record import files
 from labkit.record.files import NotPlain, names_below, open_below, read_below
 from labkit.record.folder import RunFolder
-from labkit.runs.handle import Run
 
 SECRET = "SECRET-7c1f"
 LOG = next((RECORDED / FINISHED / "logs").glob("none_*")).name

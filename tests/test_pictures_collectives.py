@@ -98,7 +98,7 @@ def test_the_first_half_of_a_ring_is_a_reduce_scatter_and_the_second_an_all_gath
     [
         (((Message(0, 1, (0,)), Message(0, 2, (0,))),), "a rank is the source of two messages"),
         (((Message(0, 2, (0,)), Message(1, 2, (0,))),), "a rank is the target of two messages"),
-        (((Message(1, 2, (0,)),),), "rank 1 sends piece 0, which it does not have"),
+        (((Message(1, 2, (0,)),),), "rank 1 sends chunk 0, which it does not have"),
         (((Message(0, 1, (0,)),),), "rank 2 has None of piece 0"),
     ],
 )
@@ -178,7 +178,7 @@ def test_what_cannot_be_drawn_is_told(draw, words):
 
 def test_the_costs_are_those_of_the_plans():
     rounds, sent = pictured.costs(8).data
-    ring = rounds.y.index("all-reduce<br>each piece twice round the ring")
+    ring = rounds.y.index("all-reduce<br>each chunk travels around the ring twice")
     assert (rounds.x[ring], sent.x[ring]) == (14, 1.75)
     assert len(rounds.x) == len(EVERY)
 

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import pytest
 from conftest import wait_until
 from fabricate import FakeRun
+from labkit.runs.handle import Run
 
 from labkit import run
 from labkit.probe import sampler
 from labkit.record.clock import SystemMoment
-from labkit.runs.handle import Run
 
 ROOT = Path(__file__).parent.parent
 OWN = """

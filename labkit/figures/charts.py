@@ -20,7 +20,9 @@ _WINDOW = 10  # steps over which the throughput is averaged
 
 
 def loss(state: RunState) -> Chart:
-    """The loss of every rank on its own part of the batch, and their mean, over steps; one more line per further optimizer."""
+    """The loss of every rank on its own part of the batch, and their mean, over steps; one more line per further
+    optimizer.
+    """
     ranks = _ranks(state)
     lines = [line for rank in ranks for line in _losses(rank)]
     if len(ranks) > 1:
@@ -118,7 +120,9 @@ def _rates(rank: RankState, start: int, first: int, last: int) -> numpy.ndarray:
 
 
 def memory(state: RunState) -> Chart:
-    """Each rank's memory over time: allocated, the peak of the step, and on CUDA reserved and in use on the whole device."""
+    """Each rank's memory over time: allocated, the peak of the step, and on CUDA reserved and in use on the whole
+    device.
+    """
     ranks = _ranks(state)
     axis = _memory_axis(state)
     line = partial(Line, x_zero=_zero(state), y_unit=axis.bytes_each)
@@ -206,7 +210,9 @@ def _mean(columns: list[numpy.ndarray]) -> numpy.ndarray:
 
 
 def _median(rank: RankState, phase: str) -> float:
-    """The median seconds of a phase over the run, without the first step; estimated from about 1,000 steps if there are more."""
+    """The median seconds of a phase over the run, without the first step; estimated from about 1,000 steps if there are
+    more.
+    """
     values = rank.steps.sample(phase)
     values = values[1 if len(values) > 1 else 0 :]
     known = values[numpy.isfinite(values)]

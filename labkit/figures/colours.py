@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-# Okabe and Ito, "Color Universal Design": safe for colour-blind readers. Grey replaces black, so that it is visible in a dark theme.
+# Okabe and Ito, "Color Universal Design": safe for colour-blind readers. Grey replaces black, so that it is visible in
+# a dark theme.
 RANKS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B5A800", "#8C8C8C")
 
 # A ramp of purple, a hue that no rank has, for the computation of a step; greys for waiting.

@@ -1,6 +1,8 @@
-"""The data of a chart: titles, axes, and lines, bars or spans. Lines read the columns of RunState only when they are drawn.
+"""The data of a chart: titles, axes, and lines, bars or spans. Lines read the columns of RunState only when they are
+drawn.
 
-One Chart has three outputs: a plotly figure, a live chart (which asks each line only for its new points) and inline SVG.
+One Chart has three outputs: a plotly figure, a live chart (which asks each line only for its new points) and inline
+SVG.
 """
 
 from __future__ import annotations
@@ -82,7 +84,9 @@ class Bars:
 
 @dataclass(frozen=True)
 class Spans:
-    """Stretches of time of one kind, each with its lane (an index into the categories of the y axis), start, end and hover text."""
+    """Stretches of time of one kind, each with its lane (an index into the categories of the y axis), start, end and
+    hover text.
+    """
 
     name: str
     colour: str
@@ -233,7 +237,9 @@ def thin(ys: Sequence[float] | Derived, first: int, last: int, limit: int, keep:
 
 
 def _extremes(values: Sequence[float] | numpy.ndarray, begin: int) -> list[int]:
-    """The indices (counted from `begin`) of the smallest and largest value, in order; the last index if no value is finite."""
+    """The indices (counted from `begin`) of the smallest and largest value, in order; the last index if no value is
+    finite.
+    """
     numbers = numpy.asarray(values, float)
     (known,) = numpy.isfinite(numbers).nonzero()
     if not len(known):

@@ -18,7 +18,9 @@ _NONE = "no profiled step yet"
 
 
 def timeline(state: RunState, step: int | None = None) -> Chart:
-    """One profiled step (default: the newest that all ranks have): per rank a lane of computation and a lane of communication."""
+    """One profiled step (default: the newest that all ranks have): per rank a lane of computation and a lane of
+    communication.
+    """
     step = newest(state) if step is None else step
     found = {rank.rank: rank.timelines[step] for rank in _ranks(state) if step in rank.timelines}
     if not found:
@@ -49,7 +51,8 @@ def timeline(state: RunState, step: int | None = None) -> Chart:
 
 
 def _computing(one: Mapping[str, Any], least: float) -> Iterator[tuple[str, float, float, str]]:
-    """When the rank computed, phase by phase: phase, start, end and hover text; stretches too narrow to see are merged."""
+    """When the rank computed, phase by phase: phase, start, end and hover text; stretches too narrow to see are merged.
+    """
     many = {name: sum(phase == name for phase, *_ in one["phases"]) for name, *_ in one["phases"]}
     counted: dict[str, int] = {}
     for name, start, end in one["phases"]:
@@ -70,7 +73,9 @@ def _computing(one: Mapping[str, Any], least: float) -> Iterator[tuple[str, floa
 
 
 def _sending(one: Mapping[str, Any], least: float) -> Iterator[tuple[str, float, float, str]]:
-    """The rank's collectives: op, start, end and hover text; adjacent ones of one kind that are too narrow to see are merged."""
+    """The rank's collectives: op, start, end and hover text; adjacent ones of one kind that are too narrow to see are
+    merged.
+    """
     last: list[Any] | None = None
     for op, start, end, count, group, ranks, seq in sorted(one["comm"], key=lambda span: (span[0], span[1])):
         start, end = max(0.0, start), min(end, one["seconds"])
@@ -97,15 +102,18 @@ def _overlap_in_words(found: Mapping[int, Mapping[str, Any]]) -> str:
     under_way, exposed = (sum(values) for values in zip(*(overlap(one) for one in found.values())))
     if not under_way:
         return "no communication"
+    share = 1 - min(1.0, exposed / under_way)
     worst = max(found, key=lambda rank: overlap(found[rank])[1])
-    return f"{1 - min(1.0, exposed / under_way):.0%} of communication overlapped · {_ms(overlap(found[worst])[1]):.1f} ms exposed on rank {worst}"
+    return f"{share:.0%} of communication overlapped · {_ms(overlap(found[worst])[1]):.1f} ms exposed on rank {worst}"
 
 
 # ---- memory
 
 
 def memory_by_owner(state: RunState) -> Chart:
-    """The peak of each rank's profiled step, by owner; on CUDA, stacked on top, what the allocator caches and what else is in use."""
+    """The peak of each rank's profiled step, by owner; on CUDA, stacked on top, what the allocator caches and what else
+    is in use.
+    """
     ranks = [rank for rank in _ranks(state) if rank.memory_step]
     names = tuple(f"rank {rank.rank}" for rank in ranks)
     peaks = [rank.memory_step["at_peak"] for rank in ranks]
@@ -123,7 +131,9 @@ def memory_by_owner(state: RunState) -> Chart:
 
 
 def memory_of_step(state: RunState, rank: int | None = None) -> Chart:
-    """Bytes by owner over one profiled step of a rank (default: the rank with the highest peak), with its phases along the bottom."""
+    """Bytes by owner over one profiled step of a rank (default: the rank with the highest peak), with its phases along
+    the bottom.
+    """
     profiled = [one for one in _ranks(state) if one.memory_step and rank in (None, one.rank)]
     title = "Memory over one step"
     if not profiled:

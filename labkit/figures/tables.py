@@ -1,5 +1,5 @@
-"""Tables of a run: HTML fragments, in which every text is escaped, for notebooks and handouts, which add their own styles; and
-lists that display themselves, as a table in a notebook and as text elsewhere.
+"""Tables of a run: HTML fragments, in which every text is escaped, for notebooks and handouts, which add their own
+styles; and lists that display themselves, as a table in a notebook and as text elsewhere.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def findings_html(found: Iterable[Finding]) -> str:
 
 
 def ledger_html(entries: Iterable[Entry]) -> str:
-    """The ledger as a table: bytes per step by operation, measured and expected, and why they differ; empty for none."""
+    """The ledger as a table: bytes per step by operation, measured and expected, and why they differ; empty for none.
+    """
     rows = []
     for one in entries:
         theory = "–" if one.theory is None else size(one.theory)

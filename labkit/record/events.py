@@ -105,7 +105,7 @@ class Writer:
 
 def _step_writer(path: str | os.PathLike[str], rank: int) -> StepWriter | None:
     try:
-        return StepWriter(stepfile.path_beside(path), rank)
+        return StepWriter(stepfile.steps_path(path), rank)
     except OSError:
         return None  # the file there is none of ours: steps are JSON lines then
 
@@ -126,7 +126,7 @@ class Reader:
         self.path = Path(path)
         self.broken = 0
         self._opened, self._parsed = opened, parsed or parse
-        self._steps = StepFile(stepfile.path_beside(path), opened)
+        self._steps = StepFile(stepfile.steps_path(path), opened)
         self._taken = 0  # records of the step file
         self._offset = 0
         self._rest = b""

@@ -20,7 +20,7 @@ from labkit.record.documents import Unreadable, read_document
 from labkit.record.events import Reader
 from labkit.record.files import NotPlain, is_plain, names_below, open_below, read_below
 from labkit.record.logs import KEEP, LogTail, search
-from labkit.record.stepfile import path_beside
+from labkit.record.stepfile import steps_path
 
 STREAMS = ("stdout", "stderr")
 _TEXT = 4 << 20  # bytes of a script or a command
@@ -304,7 +304,7 @@ class RunFolder:
         self.read_json(self.spec)
         self.read_json(self.status)
         ranks = self.event_files().values()
-        for path in (self.events, self.logs, self.system, *ranks, *map(path_beside, ranks)):
+        for path in (self.events, self.logs, self.system, *ranks, *map(steps_path, ranks)):
             if os.path.lexists(path) and not is_plain(path):
                 raise Unreadable(self.name, f"{path.relative_to(self.path).as_posix()} is a link or no plain file")
 

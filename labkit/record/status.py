@@ -12,7 +12,7 @@ import psutil
 from labkit.common.processes import here, is_same, is_supervisor, living, names, tag_of
 from labkit.record.folder import RunFolder
 from labkit.record.state import OVER
-from labkit.record.stepfile import path_beside
+from labkit.record.stepfile import steps_path
 
 QUIET = 120.0  # seconds without a sign of life after which a run on another host counts as lost; the clocks of hosts may differ by less
 _YOUNG = 60.0  # seconds in which a folder without a status may be that of a run which is just being started
@@ -117,7 +117,7 @@ def _written(folder: RunFolder) -> list[float]:
     """When the files of a run that change while it is under way were written last, by the clock of the file system."""
     times = []
     events = folder.event_files().values()
-    for path in (folder.status, folder.system, *events, *map(path_beside, events)):
+    for path in (folder.status, folder.system, *events, *map(steps_path, events)):
         with suppress(OSError):
             times.append(path.stat().st_mtime)
     return times or [0.0]

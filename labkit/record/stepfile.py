@@ -64,7 +64,7 @@ LIMITS = {
 }
 
 
-def path_beside(path: str | os.PathLike[str]) -> Path:
+def steps_path(path: str | os.PathLike[str]) -> Path:
     """The step file that belongs to a rank's JSON lines."""
     return Path(path).with_suffix(".steps")
 

@@ -1,7 +1,7 @@
 """Findings: what went wrong in a run, or made it slow, each with its evidence, cause and fix.
 
-A rule is a function from the RunState to findings. `RULES` lists the rules from most to least severe: the explanation of a
-hang or a failure comes before the failure itself, and incorrect training comes before slow training.
+A rule is a function from the RunState to findings. `RULES` lists the rules from most to least severe: the explanation
+of a hang or a failure comes before the failure itself, and incorrect training comes before slow training.
 """
 
 from __future__ import annotations

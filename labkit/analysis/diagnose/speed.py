@@ -96,9 +96,9 @@ def _stages(ranks: Sequence[RankState]) -> bool:
 def communication_bound(state: RunState) -> Iterator[Finding]:
     """Steps in which communication is exposed for a large part of the time, on every rank.
 
-    Only a few steps are profiled, and one of them may have been delayed by something else. The finding therefore requires
-    either that several profiled steps agree, or that the phases of the unprofiled steps exceed their profiled computation
-    by as much.
+    Only a few steps are profiled, and one of them may have been delayed by something else. The finding therefore
+    requires either that several profiled steps agree, or that the phases of the unprofiled steps exceed their profiled
+    computation by as much.
     """
     found = {rank.rank: _exposed(rank) for rank in state.ranks.values()}
     shares = {number: share for number, share in found.items() if share is not None}

@@ -124,10 +124,12 @@ def nan_loss(state: RunState) -> Iterator[Finding]:
 
 
 def _diverged(state: RunState, ranks: tuple[int, ...], step: int) -> bool:
-    """Whether a loss that is not finite from `step` on, first on `ranks`, comes from finite updates that were too large.
+    """Whether a loss that is not finite from `step` on, first on `ranks`, comes from finite updates that were too
+    large.
 
-    NaN in a gradient makes the next loss NaN while the losses before it look normal. A loss that diverges was many times
-    larger than usual before, on every rank; or it becomes infinite on all ranks at once, or NaN although no parameter is.
+    NaN in a gradient makes the next loss NaN while the losses before it look normal. A loss that diverges was many
+    times larger than usual before, on every rank; or it becomes infinite on all ranks at once, or NaN although no
+    parameter is.
     """
     before = [[abs(loss) for loss in _until(rank, step)[:-1] if math.isfinite(loss)] for rank in state.ranks.values()]
     if all(_exploded(sizes) for sizes in before if sizes) and any(before):

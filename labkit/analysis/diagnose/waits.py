@@ -45,9 +45,11 @@ def held(state: RunState) -> dict[int, Mapping[str, Any]]:
 
 
 def silent(state: RunState) -> dict[int, Mapping[str, Any]]:
-    """By rank the `silent` event of each rank that cannot report itself, because it is stopped or inside a C call that holds the GIL.
+    """By rank the `silent` event of each rank that cannot report itself, because it is stopped or inside a C call that
+    holds the GIL.
 
-    The supervisor writes these events to a file of its own, so times decide whether they are newer than the rank's events.
+    The supervisor writes these events to a file of its own, so times decide whether they are newer than the rank's
+    events.
     """
     if state.status.get("state") == "finished":
         return {}
@@ -157,9 +159,11 @@ def pending_operations(events: Mapping[int, Mapping[str, Any]]) -> dict[int, Map
 
 
 def crossing(events: Mapping[int, Mapping[str, Any]]) -> list[int]:
-    """Ranks that wait for each other in a circle, each in a collective of a different group than the next; empty if there are none.
+    """Ranks that wait for each other in a circle, each in a collective of a different group than the next; empty if
+    there are none.
 
-    A rank waits for those ranks of its collective that are in a collective of a different group and have not completed this one.
+    A rank waits for those ranks of its collective that are in a collective of a different group and have not completed
+    this one.
     """
     pending = pending_operations(events)
     completed = {number: [op for op in operations(event) if op["over"]] for number, event in events.items()}
