@@ -1,4 +1,4 @@
-"""Real runs of scripts that break in ways in which ranks cannot report by themselves, and what the diagnosis says of them."""
+"""Real runs of scripts that break in ways that ranks cannot report themselves, and the findings about them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "breaks.py"
 
 
 def line(code: str) -> int:
-    """The number of the only line of the script that is this code."""
+    """The number of the only line of the script with this code."""
     (number,) = [number for number, text in enumerate(SCRIPT.read_text().splitlines(), 1) if text.strip() == code]
     return number
 

@@ -1,4 +1,4 @@
-"""Findings about runs that failed: errors that say what they are, who was first, and memory that ran out."""
+"""Findings about failed runs: errors recognised by their message, the rank that failed first, and memory that ran out."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from labkit.record.stacks import of_crash, place
 from labkit.record.state import RunState
 from labkit.training.faults import FAULTS
 
-# ---- errors that say what they are
+# ---- errors recognised by their message
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_an_error_that_only_resembles_one_is_a_failure(message):
     assert names(fold(spec(), start(0, 1), error(1, message, "OSError"), status("failed"))) == ["first_failure"]
 
 
-# ---- who was first
+# ---- the rank that failed first
 
 
 @pytest.mark.parametrize("complaint", [GONE, CLOSED, NCCL_GONE])
@@ -168,7 +168,7 @@ def test_mistakes_that_only_resemble_each_other(other):
 
 
 def test_a_syntax_error_and_a_rank_that_left_no_event():
-    """Of rank 1 only torchrun's report is left, with the last line of its stderr."""
+    """Rank 1 is known only from torchrun's report, with the last line of its stderr."""
     text = 'Traceback:\n  File "/home/ann/train.py", line 3\n    def broken(:\n               ^\nSyntaxError: invalid syntax'
     one = {"kind": "error", "t": 5.0, "rank": 0, "type": "SyntaxError", "message": "invalid syntax (train.py, line 3)", "traceback": text}
     state = fold(spec(), start(0), one, status("failed", rank1=(1, "SyntaxError: invalid syntax (train.py, line 3)")))
@@ -210,7 +210,7 @@ STACK = '  File "/home/ann/train.py", line 7, in main\n  File "/home/ann/train.p
     [
         (-11, {"traceback": STACK, "last_seen": False}, "SIGSEGV (train.py:41 in load)", "native code"),
         (-9, {"traceback": STACK, "last_seen": True}, "SIGKILL (last seen at train.py:41 in load)", "killed from outside"),
-        (7, {"traceback": STACK, "last_seen": True}, "exit code 7 (last seen at train.py:41 in load)", "this rank raised an exception or exited"),
+        (7, {"traceback": STACK, "last_seen": True}, "exit code 7 (last seen at train.py:41 in load)", "an exception or exited"),
         (-11, {}, "SIGSEGV", "native code"),
     ],
 )
@@ -236,11 +236,12 @@ def test_a_rank_that_the_kernel_killed_for_memory():
     state = fold(spec(), start(0, 1), sample, error(0, GONE), ended)
     found = first(state, "out_of_memory")
     assert found.title == "rank 1 was killed by the kernel because memory ran out, last seen at train.py:41 in load"
-    assert "the kernel killed 1 process of this cgroup for lack of memory" in found.evidence and "700.0 MiB" in found.evidence and found.ranks == (1, 0)
+    assert "the kernel killed 1 process of this cgroup for lack of memory" in found.evidence and "700.0 MiB" in found.evidence
+    assert found.ranks == (1, 0)
     assert names(state) == ["out_of_memory", "first_failure"] and findings(state)[1].cause.startswith("the kernel killed the process")
 
 
-# ---- what faulthandler writes
+# ---- dumps of faulthandler
 
 CRASH = """Fatal Python error: Segmentation fault
 

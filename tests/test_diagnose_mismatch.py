@@ -1,4 +1,4 @@
-"""Findings about ranks that do not meet: collectives that differ, and hangs while they last."""
+"""Findings about ranks that do not call the same collectives: mismatches and hangs."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ from diagnosed import (
 
 from labkit.analysis.diagnose import findings
 
-# ---- ranks that do not meet
+# ---- collective mismatch
 
 
 def test_ranks_with_unlike_numbers_of_batches():
     aborted = status("failed", rank0=-15, rank1=(-6, UNLIKE))
     state = fold(spec(), start(0, 1), loader(0, 16), loader(1, 5), error(0, GONE), aborted)
     found = first(state, "uneven_inputs")
-    assert found.ranks == (1,) and found.title == "rank 1 had only 5 batches per epoch; other ranks had up to 16" and "0: 16, 1: 5" in found.evidence
+    assert found.title == "rank 1 had only 5 batches per epoch; other ranks had up to 16"
+    assert found.ranks == (1,) and "0: 16, 1: 5" in found.evidence
     state = fold(spec(), start(0, 1), loader(0, 16), loader(1, 5), error(0, DETAIL), status("failed"))
     assert names(state) == ["uneven_inputs", "mismatch", "first_failure"]
     last = [waiting(0, op()), activity(0, "training"), activity(1, "evaluating"), end(1)]
@@ -136,7 +137,8 @@ def test_a_rank_that_skipped_a_collective():
     before = op(seq=9, over=True)
     stood = [waiting(0, before, op("barrier", sizes=()), at=(139, "disturb")), waiting(1, before, op())]
     found = first(fold(spec(), start(0, 1), steps(0, 4), steps(1, 4), stood), "hang")
-    assert found.title == "rank 0 waited for 42 s in barrier #10 at train.py:139 in disturb; rank 1 never reached it" and found.ranks == (1, 0)
+    assert found.title == "rank 0 waited for 42 s in barrier #10 at train.py:139 in disturb; rank 1 never reached it"
+    assert found.ranks == (1, 0)
     assert "rank 0: in barrier #10 at train.py:139 in disturb, 4 steps done" in found.evidence
     assert "rank 1: in all_reduce #10 (405898) at train.py:113 in train_step, 4 steps done" in found.evidence
 
@@ -188,7 +190,7 @@ def test_a_wait_for_a_rank_that_goes_on_elsewhere():
 
 @pytest.mark.parametrize("computed", [None, 1.0])
 def test_a_rank_in_a_collective_waits_however_busy_it_looks(computed):
-    """NCCL's wait spins, and not every system says what a thread computes."""
+    """NCCL spins while it waits, and not every system reports the CPU time of a thread."""
     found = first(fold(spec(), start(0, 1), waiting(0, op(sizes=[()]), computed=computed)), "hang")
     assert "all_reduce #10 (scalar)" in found.title
 
@@ -216,7 +218,7 @@ def test_what_is_no_hang(events):
     assert names(fold(spec(), start(0, 1), events)) == []
 
 
-# ---- ranks that left
+# ---- ranks that exited early
 
 
 def test_a_rank_that_left_early_while_another_waits():
@@ -250,7 +252,7 @@ def test_ranks_that_left_early_in_a_pipeline():
 
 
 def test_a_process_that_went_without_a_word_while_the_run_goes_on():
-    """Such as by `_exit(0)` in a C library: torchrun takes exit code 0 for success."""
+    """For example by `_exit(0)` in a C library: torchrun treats exit code 0 as success."""
     both, one = {"cpu_percent": 1.0, "rss": 9}, {"0": {"cpu_percent": 1.0, "rss": 9}}
     samples = [{"kind": "system", "t": 100.0, "ranks": {"0": both, "1": both}}, {"kind": "system", "t": 110.0, "ranks": one}]
     state = fold(spec(), start(0, 1), steps(1, 4), samples, waiting(0, op()), status("running"))
@@ -315,11 +317,11 @@ def test_waits_that_are_no_circle(stood):
     assert "each waits" not in found.title
 
 
-# ---- ranks that cannot report about themselves
+# ---- ranks that cannot report themselves
 
 
 def mute(rank: int, process: str = "stopped", computed: float = 0.0, at=(30, "load")) -> dict:
-    """As the supervisor reports a rank in its place."""
+    """An event in which the supervisor reports a rank that cannot report itself."""
     return {"kind": "silent", "t": 142.0, "rank": rank, "process": process, "since": 100.0, "computed": computed, "stack": stack(*at)}
 
 

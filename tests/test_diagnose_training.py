@@ -1,4 +1,4 @@
-"""Findings about runs that train something else than was meant, or are slower or larger than need be."""
+"""Findings about runs that train incorrectly, or are slower or larger than they need to be."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from labkit.training.strategies import STRATEGIES
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
-# ---- another training than was meant
+# ---- incorrect training
 
 
 def test_the_same_samples_on_every_rank():
@@ -63,7 +63,7 @@ def test_samples_that_are_as_meant(asked, digests):
     ],
 )
 def test_a_sampler_that_nobody_told_the_epoch(before, after, times):
-    """Sampler 0 is the one whose samples the model is trained on; 1 is for validation."""
+    """Sampler 0 is for training, sampler 1 for validation."""
     seen = [[epoch(rank, *one) for one in before] + ddp(rank) + [epoch(rank, *one) for one in after] for rank in (0, 1)]
     found = first(fold(spec(), start(0, 1), *seen), "no_set_epoch")
     assert found.ranks == (0, 1) and f"started {times} epochs with the same epoch number, {before[-1][1]}" in found.evidence
@@ -192,7 +192,7 @@ def test_files_that_nobody_shares(saves):
     assert names(fold(spec(), start(0, 1), saves)) == []
 
 
-# ---- slower, or larger, than need be
+# ---- slow, or large
 
 
 def test_steps_that_wait_for_data():
@@ -344,7 +344,7 @@ def test_several_models_of_which_one_is_a_single_unit():
 
 
 def test_fsdp1_with_a_size_based_policy_that_wraps_nothing():
-    """A real script with a loss module: what the probe records of it, and what is found."""
+    """A real script with a loss module: what the probe records, and the finding."""
     done = run(SCRIPTS / "one_unit.py", nproc=2, device="cpu").wait(180)
     assert done.words == "finished", done.logs(0, "stderr")
     assert [(model["name"], model["units"]) for model in done.state.ranks[0].seen("model")] == [("FullyShardedDataParallel", 1)]

@@ -1,4 +1,4 @@
-"""The badge: equal trainings are called so, others are told with the first tensor that differs, and what is missing is said."""
+"""The badge: equal trainings, the first tensor that differs, and missing data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tensors(seed: int = 0) -> dict[str, numpy.ndarray]:
 
 
 class Recorded:
-    """A run as the probe leaves it, of which a test says what is in it."""
+    """A run as the probe records it, with contents given by the test."""
 
     def __init__(self, root, strategy="single", nproc=1, losses=(2.0, 1.5, 1.0), **fields):
         self.folder = RunFolder.create(f"{strategy}-x{nproc}", root)

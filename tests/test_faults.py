@@ -1,4 +1,4 @@
-"""Every fault of the table in a real run, and its right name first among the findings; and none of kind "wrong" in healthy runs."""
+"""Every fault in a real run, with the right finding first, and no finding of kind "wrong" in healthy runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Links, FIFOs and devices in a run folder: nothing outside of it is read, and nothing waits for a writer that never comes."""
+"""Links, FIFOs and devices in a run folder: nothing outside of it is read, and no read blocks."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_step_files_are_opened_the_same_way(runs, tmp_path, name):
 
 
 def test_what_is_marked_does_show_without_a_link(folder):
-    """That the tests above can fail."""
+    """The tests above can fail."""
     for name in ("train.py", f"logs/{LOG}/attempt_0/0/stdout.log"):
         marked(folder.path / name)
         assert SECRET in everything(folder)
@@ -155,7 +155,7 @@ def test_a_script_outside_that_is_no_file_keeps_no_exercise_waiting(folder, tmp_
         source(Run.attach(folder.path))
 
 
-# ---- the opening itself, with and without openat
+# ---- opening files, with and without openat
 
 
 @pytest.fixture(params=[True, False], ids=["openat", "without openat"])

@@ -1,4 +1,4 @@
-"""The ledger: formulas held to what real runs sent, byte by byte, and what a reader is told of every difference."""
+"""The ledger: formulas compared with the traffic of real runs, to the byte, and the reasons for differences."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def spec(strategy: str, workload: str = "gpt", nproc: int | None = 2, **asked: A
 
 
 def state(asked: Spec, sent: dict[str, float], step: int = 3, ranks: int | None = None, calls: int = 1) -> RunState:
-    """A run of which each rank told of an equal part of what all sent."""
+    """A run in which every rank recorded an equal part of the total traffic."""
     folded = RunState()
     folded.apply({"kind": "spec", "t": 0.0, "spec": asked.to_json()})
     count = ranks or asked.processes
@@ -287,9 +287,10 @@ def test_gloo_sends_a_reduce_scatter_twice_and_nccl_once():
 
 def test_reasons_are_ordered_and_numbers_told():
     padded = entries(spec("fsdp2", "cnn", 3), {"all_gather": 6568608.0, "all_reduce": 6568608.0})
-    assert padded["all_gather"].reason == "+72.50 KiB: FSDP2 pads the rows of every parameter to a multiple of the ranks"
+    assert padded["all_gather"].reason == "+72.50 KiB: FSDP2 pads the rows of every parameter to a multiple of the number of shards"
     once = entries(spec("deepspeed", stage=3), {"all_gather": float(P["gpt"]), "all_reduce": 2.0 * P["gpt"] + 16})
-    assert once["all_gather"].reason == "−4.10 MiB: DeepSpeed keeps parameters from forward to backward, and gathers them once"
+    why = "DeepSpeed keeps parameters gathered from forward to backward, so they are gathered only once"
+    assert once["all_gather"].reason == f"−4.10 MiB: {why}"
 
 
 def test_what_nothing_explains_is_said_with_its_size():

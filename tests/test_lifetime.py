@@ -297,7 +297,7 @@ def elsewhere(runs):
 
 def test_a_run_of_another_host_is_lost_when_it_gives_no_sign_of_life(elsewhere, tmp_path, capsys):
     assert current(elsewhere)["state"] == "lost"
-    assert "it ran on gpu-server-7, there has been no sign of life since" in current(elsewhere)["message"]
+    assert "it ran on gpu-server-7 and has written nothing since" in current(elsewhere)["message"]
     assert Job.attach(elsewhere).wait(0.0) == "lost"
     assert command("stop", elsewhere.name) == 0
     assert "already lost (it ran on gpu-server-7" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Charts and traces of sampled steps: ranks on one axis, what is missing is said, areas and bars add up, and names stay text."""
+"""Charts and traces of profiled steps: ranks on one time axis, missing data is reported, areas and bars add up, names stay text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HOSTILE = '</text><script>alert("1")</script>&\'"'
 
 
 def timeline_event(rank, step=8, t0=1000.0, comm=None, **more):
-    """A step of 40 ms, with one collective from 20 to 30 ms that computing hides up to 26 ms."""
+    """A step of 40 ms, with one collective from 20 to 30 ms that overlaps with compute until 26 ms."""
     return {
         "kind": "timeline",
         "t": t0 + 1,
@@ -238,7 +238,7 @@ def test_what_is_exposed_is_the_median_of_usual_steps_and_never_more_than_the_ph
     assert profiled.exposed(state_of(early).ranks[0])["backward"] == pytest.approx(1.0)
 
 
-# ---- what is not there, and what is meant to hurt
+# ---- missing and malicious data
 
 
 @pytest.mark.parametrize("name", EMPTY)

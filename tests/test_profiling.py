@@ -1,4 +1,4 @@
-"""Steps that are looked at closely in real runs: those asked for, and none where the script has a profiler of its own."""
+"""Profiled steps in real runs: those requested, and none if the script uses a profiler itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Long runs: what a step costs on disk and in memory, and that the step file is read as it was written, whatever happened to it."""
+"""Long runs: the cost of a step on disk and in memory, and reading step files, including broken ones."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def measured(step: int, **fields) -> dict:
 
 
 def written(root, count: int, ranks: int = 1, **fields) -> RunFolder:
-    """The folder of a finished run whose ranks took `count` steps each, as the real writer leaves it."""
+    """The folder of a finished run with `count` steps per rank, written by the real writer."""
     folder = RunFolder.create("long", root)
     RunFolder.write_json(folder.spec, {"script": "train.py", "nproc": ranks})
     RunFolder.write_json(folder.status, {"state": "finished", "started": 1000.0, "ended": 1000.0 + count / 100})
@@ -87,7 +87,7 @@ def test_numpy_reads_the_file_as_the_docstring_says(long):
 
 
 def calls_of(work) -> int:
-    """How many functions, of Python or C, are called."""
+    """The number of calls of Python and C functions."""
     calls: Counter[str] = Counter()
     sys.setprofile(lambda frame, event, _: calls.update([event]))
     try:

@@ -152,14 +152,14 @@ def assembled(run: RunFolder, what: str) -> dict[str, numpy.ndarray]:
         raise NotRecorded(f"only {len(files)} of {spec.processes} ranks of {run.name} recorded their {what}")
     whole: dict[str, numpy.ndarray] = {}
     held: dict[str, numpy.ndarray] = {}
-    room = sum(path.lstat().st_size for path in files)  # most elements: there are no more than bytes
+    most = sum(path.lstat().st_size for path in files)  # most elements: there are no more than bytes
     for path in files:
         try:
             with run.open(path) as file:
                 _refuse_packed(file)
                 with numpy.load(file) as arrays:
                     for piece in _index(arrays):
-                        _put(piece, arrays[piece["key"]], whole, held, room)
+                        _put(piece, arrays[piece["key"]], whole, held, most)
         except (OSError, EOFError, LookupError, TypeError, ValueError, zipfile.BadZipFile) as error:
             raise NotRecorded(f"{what} cannot be read from {path.name} of {run.name}: {error}") from None
     holes = [name for name, there in held.items() if not there.all()]
@@ -184,13 +184,13 @@ def _index(arrays: Mapping[str, numpy.ndarray]) -> list[dict[str, Any]]:
 
 
 def _put(
-    piece: Mapping[str, Any], array: numpy.ndarray, whole: dict[str, numpy.ndarray], held: dict[str, numpy.ndarray], room: int
+    piece: Mapping[str, Any], array: numpy.ndarray, whole: dict[str, numpy.ndarray], held: dict[str, numpy.ndarray], most: int
 ) -> None:
     """Copies one rank's shard into its whole tensor. Partial sums are added; where copies of two ranks disagree, it is
     NaN.
     """
     name, shape = piece["name"], tuple(piece["shape"])
-    if name not in whole and math.prod(shape) + sum(tensor.size for tensor in whole.values()) > room:
+    if name not in whole and math.prod(shape) + sum(tensor.size for tensor in whole.values()) > most:
         raise ValueError(f"{name} would have more elements than the files have bytes")
     target = whole.setdefault(name, numpy.zeros(shape))
     there = held.setdefault(name, numpy.zeros(shape, dtype=bool))

@@ -18,8 +18,7 @@ class Finding:
 
     `kind` is "wrong" (the run failed or trains incorrectly), "slow", "memory", or "unseen" (part of the run was not
     recorded). `title` says what happened, to which rank and where; `evidence` gives the figures or messages that show
-    it;
-    `cause` says why it happened, and `fix` what to change. `ranks` are the ranks concerned.
+    it; `cause` says why it happened, and `fix` what to change. `ranks` are the ranks concerned.
     """
 
     name: str
