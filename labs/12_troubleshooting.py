@@ -254,7 +254,7 @@ run("elsewhere.py", nproc=1, device="cpu", args=("Windows",)).wait().findings()
 # %% tags=["long"]
 for where in list(WORDS)[1:]:
     seen = run("elsewhere.py", nproc=1, device="cpu", args=(where,)).wait().findings()[0]
-    print(f"{where}: {seen.title}\n    because: {seen.cause}\n    way out: {seen.way_out}\n")
+    print(f"{where}: {seen.title}\n    Cause: {seen.cause}\n    Fix: {seen.fix}\n")
 
 # %% [markdown]
 # ## NCCL_DEBUG: what to set, what to read

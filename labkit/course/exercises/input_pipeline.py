@@ -48,8 +48,8 @@ def _mend(answer: Any) -> str:
     told = next((found.title for found in run.findings() if found.name == "input_bound"), None)
     if told or waits > took / 2:
         raise Wrong(
-            f"still {told or 'too much of a step is waiting for data'}: {1e3 * waits:.1f} ms, of {1e3 * took:.0f} ms that a batch takes to "
-            "fetch; who else could fetch the batches, and how many of them does it take?"
+            f"still: {told or 'too much of a step is waiting for data'}: {1e3 * waits:.1f} ms, of {1e3 * took:.0f} ms "
+            "that a batch takes to fetch; who else could fetch the batches, and how many of them does it take?"
         )
     return f"a step still needs a batch that takes {1e3 * took:.0f} ms to fetch, and waits {1e3 * waits:.1f} ms for it"
 
