@@ -175,7 +175,7 @@ def test_lab_00_in_jupyterlab(page, jupyter, runs):
     see(panel)
     script_and_diff(page, panel)
     wait_for_words(panel, "finished")
-    keepsake_is_in_the_notebook(page, "finished")
+    static_figures_are_in_the_notebook(page, "finished")
 
     see(panel)
     panel.locator(".labkit-run").click()
@@ -185,7 +185,7 @@ def test_lab_00_in_jupyterlab(page, jupyter, runs):
     wait_for_words(panel, "stopped")
     wait_until(lambda: not processes_of(str(runs)), 10)
     picture(page, "5-stopped")
-    keepsake_is_in_the_notebook(page, "stopped")
+    static_figures_are_in_the_notebook(page, "stopped")
 
     had = points(panel, "loss")
     command(page, "docmanager:save")
@@ -198,7 +198,7 @@ def test_lab_00_in_jupyterlab(page, jupyter, runs):
     wait_for_words(panel, "stopped")
     see(panel)
     picture(page, "6-after-reload")
-    keepsake_is_in_the_notebook(page, "stopped")
+    static_figures_are_in_the_notebook(page, "stopped")
 
 
 def fits_the_projector(panel: sync_api.Locator) -> None:
@@ -213,13 +213,13 @@ def script_and_diff(page: sync_api.Page, panel: sync_api.Locator) -> None:
     panel.get_by_role("tab", name="Script & diff").click()
     sync_api.expect(panel.locator(".labkit-source")).to_contain_text("DistributedDataParallel")
     picture(page, "3-script")
-    panel.get_by_text("What changes from one device").click()
+    panel.get_by_text("Diff to one device").click()
     sync_api.expect(panel.locator(".labkit-gi").first).to_be_visible()
     picture(page, "4-diff")
     panel.get_by_role("tab", name="Live").click()
 
 
-def keepsake_is_in_the_notebook(page: sync_api.Page, state: str) -> None:
+def static_figures_are_in_the_notebook(page: sync_api.Page, state: str) -> None:
     """The plain figure and the table stand under the panel, one of each, outside of any widget."""
     last = page.locator(".jp-CodeCell", has=page.locator(".labkit-run"))
     figure = last.locator(".jp-RenderedPlotly")
@@ -227,7 +227,7 @@ def keepsake_is_in_the_notebook(page: sync_api.Page, state: str) -> None:
     figure.evaluate("element => element.scrollIntoView()")  # plotly draws what is in sight; of a saved one it shows the image first
     sync_api.expect(figure.locator(".main-svg, img").first).to_be_visible(timeout=60_000)
     sync_api.expect(last.locator(".jp-RenderedHTMLCommon table", has_text="ms per step")).to_have_count(1, timeout=60_000)
-    picture(page, f"8-keepsake-{state}")
+    picture(page, f"8-static-{state}")
     sync_api.expect(last.get_by_text(re.compile(rf"{state} · \d+ steps"))).to_be_visible()
 
 
@@ -308,7 +308,7 @@ def test_a_step_is_captured_and_a_fault_is_found(page, jupyter, runs):
     panel.wait_for(timeout=SECONDS)
     see(panel)
     panel.locator(".labkit-more").click()
-    panel.get_by_label("goes wrong").select_option("One rank is slow")
+    panel.get_by_label("Inject fault").select_option("One rank is slow")
     sync_api.expect(panel.locator(".labkit-popover")).to_contain_text("The others wait for it in backward.")
     picture(page, "10-a-fault-is-chosen")
     panel.locator(".labkit-more").click()
@@ -317,8 +317,8 @@ def test_a_step_is_captured_and_a_fault_is_found(page, jupyter, runs):
     panel.get_by_role("tab", name="Timeline").click()
     timeline = panel.locator(".labkit-timeline")
     wait_until(lambda: timeline.locator(".labkit-chart .bars path").count() > 4, 120)
-    timeline.get_by_role("button", name="Capture a step").click()
-    sync_api.expect(timeline).to_contain_text(re.compile(r"step \d+ was captured"), timeout=SECONDS)
+    timeline.get_by_role("button", name="Profile a step").click()
+    sync_api.expect(timeline).to_contain_text(re.compile(r"profiled step \d+"), timeout=SECONDS)
     sync_api.expect(timeline.locator("td", has_text="all_reduce").first).to_be_visible()
     picture(page, "11-timeline")
     timeline.get_by_role("button", name="Save trace").click()

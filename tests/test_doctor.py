@@ -216,7 +216,7 @@ class _Process:
         (
             [("root", 0), ("ann", 1001), ("bob", 1002)],
             "degraded",
-            "ann, bob also work here: torch's store and gloo accept every local user's",
+            "ann, bob also use this machine: torch's store and gloo accept connections of every local user",
         ),
     ],
 )

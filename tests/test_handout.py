@@ -20,7 +20,7 @@ from labkit.frontends.handout import LabError, RunError, course, executed, lab_p
 from labkit.frontends.handout.clean import Prose, clean
 from labkit.frontends.handout.files import read_lab, write
 from labkit.frontends.handout.lab import STUDENT, TEACHER, page_of
-from labkit.frontends.handout.recorded import Shelf, run_of
+from labkit.frontends.handout.recorded import RecordedRuns, run_of
 from labkit.record.folder import RunFolder
 
 PICTURES = Path(__file__).parent / "screenshots"
@@ -183,7 +183,7 @@ def test_page_has_prose_code_and_outputs():
     assert '<pre class="stdout">red\n</pre>' in body, "as a terminal shows it"
     assert '<pre class="stderr">careful</pre>' in body
     assert "<td>1</td>" in body
-    assert "the notebook has buttons" in body and "Button()" not in body
+    assert "This output is interactive" in body and "Button()" not in body
     assert "&lt;Run" not in body
 
 
@@ -208,9 +208,9 @@ def test_answers_and_verdicts_are_for_those_who_may_see_them():
     assert "0 of" not in page(code("my_progress()", shown(text__html="<b>0 of 30</b>"))), "nobody has done anything here"
     plain, student, teacher = (page(*cells, audience=audience) for audience in ("", STUDENT, TEACHER))
     key = exercise("start.steps").key.split("**")[1]
-    assert "forty-two" in plain and "not answered yet" in plain and "Key:" not in plain
-    assert "forty-two" not in student and "not answered yet" not in student and "Go on." in student and "Key:" not in student
-    assert "forty-two" in teacher and "Key: Steps of an epoch" in teacher and key in teacher
+    assert "forty-two" in plain and "not answered yet" in plain and "Answer key:" not in plain
+    assert "forty-two" not in student and "not answered yet" not in student and "Go on." in student and "Answer key:" not in student
+    assert "forty-two" in teacher and "Answer key: Steps of an epoch" in teacher and key in teacher
 
 
 def test_a_key_that_is_not_there_is_named():
@@ -226,12 +226,12 @@ def test_runs_stand_under_the_cell_that_started_them(fake, runs):
     assert len(made.plots) == 4, "each live chart by itself, so that a phone can show them below each other"
     assert "<b>ddp · cnn</b> finished · ran on 2 CPU ranks (no GPU)" in made.body
     assert "Log of rank 0 · 1 line<" in made.body and "--rank:#E69F00" in made.body
-    assert "The script that ran · 1 line<" in made.body and "What changes from one device" in made.body
+    assert "Script · 1 line<" in made.body and "Diff to one device" in made.body
     assert "on 2 CPU ranks (no GPU)" in made.about
     magic = page(code("%%torchrun 2\nreport(rank=rank)", labkit_runs=[name]), runs=runs)
     assert "ran on 2 CPU ranks" in magic and "Log of" not in magic, "its ranks and its script are shown by the cell itself"
     recorded = page_of(notebook(code("run", labkit_runs=[name])), Path("labs/99_test.py"), runs, recorded=True)
-    assert "its runs are recorded ones" in recorded.about
+    assert "with recorded runs" in recorded.about
     assert re.search(r"recorded \d+ \w+ \d{4}, \d\d:\d\d, on 2 CPU ranks", recorded.body)
 
 
@@ -250,7 +250,7 @@ def test_gpus_are_named(runs):
 
 def test_a_run_has_all_that_is_known_of_it(fake):
     made = run_page(fake.folder)
-    assert [text for _, _, text in made.contents][1:] == ["What was found", "Figures", "Ranks", "Logs"]
+    assert [text for _, _, text in made.contents][1:] == ["Findings", "Figures", "Ranks", "Logs"]
     assert len(made.plots) == 4
     assert made.body.count("<svg") == 4, "a still picture of each, until plotly draws"
 
@@ -259,13 +259,13 @@ def test_of_a_long_log_the_newest_lines_go_along(fake):
     fake.say(0, "".join(f"line {number}\n" for number in range(5000)))
     body = run_page(fake.folder).body
     assert "Log of rank 0 · 5,001 lines" in body
-    assert "… 4,801 lines before these" in body
+    assert "… 4,801 earlier lines" in body
     assert "line 4999" in body and "line 4799\n" not in body
 
 
 @pytest.mark.parametrize(
     ("state", "code", "says"),
-    [("running", 2, "is still going"), (None, 1, "was cut short before it began"), ("foreign", 1, "is not a run of this lab")],
+    [("running", 2, "is still active"), (None, 1, "was interrupted before it started"), ("foreign", 1, "was not recorded by labkit")],
 )
 def test_a_run_that_is_no_whole_run_is_refused_in_one_sentence(runs, tmp_path, capsys, state, code, says):
     run = FakeRun(runs)
@@ -378,7 +378,7 @@ def test_a_checkpoint_is_known_by_its_run_wherever_that_is(checkpoint, name):
         ("x.txt", "", "must end in .py or .ipynb"),
         ("none.py", None, "there is no lab"),
         ("x.ipynb", "{", "cannot be read as a notebook"),
-        ("x.py", "print(1)\n", "no cell with prose"),
+        ("x.py", "print(1)\n", "no markdown cell"),
     ],
 )
 def test_what_is_no_lab_is_named(tmp_path, name, text, says):
@@ -403,7 +403,7 @@ def test_recorded_runs_take_the_place_of_new_ones(lab, runs, tmp_path):
     assert f"finished {run.folder.name}" in made.body
     assert '<span class="recorded">recorded</span>' in made.body
     lab.write_text(LAB + f"\n# %%\n{asked}\nrun(spec)\nrun(spec)\n", encoding="utf-8")
-    with pytest.raises(LabError, match="no run of ddp-x2 with these settings is left"):
+    with pytest.raises(LabError, match="has no further run of ddp-x2 with these settings"):
         lab_page(lab, recorded=elsewhere)
     assert RunFolder.all(elsewhere), "what was recorded stays where it was"
 
@@ -418,10 +418,10 @@ def test_a_recorded_cell_is_known_by_its_text(tmp_path):
         run.end()
         run.close()
         folders[text] = run.folder.name
-    shelf, asked = Shelf(tmp_path), Spec(script="cell.py", nproc=2, device="cpu")
-    assert shelf.take(asked, source="first").name == folders["first"]
-    with pytest.raises(LookupError, match="no run of cell-x2"):
-        shelf.take(asked, source="third")
+    runs_of_lab, asked = RecordedRuns(tmp_path), Spec(script="cell.py", nproc=2, device="cpu")
+    assert runs_of_lab.take(asked, source="first").name == folders["first"]
+    with pytest.raises(LookupError, match="no further run of cell-x2"):
+        runs_of_lab.take(asked, source="third")
 
 
 def test_runs_that_a_lab_leaves_are_ended(lab, tmp_path):

@@ -228,7 +228,7 @@ def test_a_run_ends_with_its_starter_unless_detached(script, runs, tmp_path):
         starter.kill()
         nothing_left(bound.folder)
         assert bound.words == "stopped"
-        assert "had started it is gone" in bound.state.status["message"]
+        assert "the process that started it has ended" in bound.state.status["message"]
         assert detached.words in ("starting ranks", "training") and processes_of(str(detached.folder.path))
         begun = time.monotonic()
         assert detached.stop().words == "stopped"

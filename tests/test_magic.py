@@ -48,27 +48,27 @@ def test_a_cell_takes_gpus_where_there_are_enough_and_cpu_ranks_else():
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("", "say on how many ranks"),
+        ("", "the number of ranks is missing"),
         ("four", "got 'four'"),
         ("0", "got 0"),
         ("-1", "got -1"),
-        ("9", "9 ranks were asked for, and 8 CPU ranks are the most here, for 2 cores; write %%torchrun 8"),
-        ("2 --fast", "'--fast' is not known; there is --device cpu"),
+        ("9", "this machine has at most 8 CPU ranks (2 cores), got 9 ranks; write %%torchrun 8"),
+        ("2 --fast", "unknown option '--fast'; the options are --device cpu"),
         ("2 --as", "--as needs a value"),
-        ("2 --as 3x", "takes the name of a variable, and this is '3x'"),
-        ("2 --device tpu", "device 'tpu' is not known; there is cpu and cuda"),
+        ("2 --as 3x", "--as must be a variable name, got '3x'"),
+        ("2 --device tpu", "--device must be cpu or cuda, got 'tpu'"),
         ("2 --device cuda", "this machine has no GPU"),
-        ("2 'a", "could not be read"),
+        ("2 'a", "cannot parse"),
     ],
 )
-def test_a_first_line_that_cannot_be_meant_is_refused_in_one_sentence(line, words):
+def test_an_invalid_first_line_is_refused_in_one_sentence(line, words):
     with pytest.raises(CellError, match=re.escape(words)) as refused:
         Cell.read(line, "pass", CPU)
     assert "\n" not in str(refused.value)
 
 
 def test_more_gpus_than_there_are():
-    with pytest.raises(CellError, match="3 ranks were asked for, and 2 GPUs are the most here"):
+    with pytest.raises(CellError, match="this machine has 2 GPUs, got 3 ranks"):
         Cell.read("3 --device cuda", "pass", T4S)
 
 
@@ -134,7 +134,7 @@ def test_a_report_of_a_tensor_is_its_numbers(capsys):
 
 @pytest.mark.parametrize(
     ("value", "words"),
-    [(range(3), "was a range"), ({"a": 1}, "was a dict"), ([object()], "was a object"), ([0] * (MOST + 1), "1,001 values")],
+    [(range(3), "got range"), ({"a": 1}, "got dict"), ([object()], "got object"), ([0] * (MOST + 1), "got 1,001")],
 )
 def test_a_report_that_fits_into_no_table(value, words):
     with pytest.raises(ValueError, match=words):
@@ -144,7 +144,7 @@ def test_a_report_that_fits_into_no_table(value, words):
 def test_a_report_of_a_large_tensor_is_refused():
     import torch
 
-    with pytest.raises(ValueError, match="1,000,000 numbers, and 1,000 are the most"):
+    with pytest.raises(ValueError, match="must have at most 1,000 numbers, got 1,000,000"):
         report(x=torch.zeros(1000, 1000))
 
 
@@ -179,7 +179,7 @@ def test_each_rank_has_a_block_of_its_own_with_its_colour():
     assert re.findall(r'aria-label="(rank \d)"', page) == ["rank 0", "rank 1"]
     assert "#0072B2" in page and "#E69F00" in page
     assert "red" in page and "\x1b" not in page
-    assert "7 lines before" in page and "<table" not in page
+    assert "7 earlier lines" in page and "<table" not in page
 
 
 def test_ranks_that_only_report_have_a_table_and_no_empty_blocks():
@@ -195,7 +195,7 @@ def test_values_are_short_in_the_table():
 # ---- real cells
 
 
-def test_a_run_whose_ranks_hang_is_ended_where_nobody_could_press_stop(runs, monkeypatch):
+def test_a_hanging_run_is_stopped_if_headless(runs, monkeypatch):
     hang = Finding("hang", "wrong", "rank 0 waited", "for rank 1", "", "")
     shown: list[Shown] = []
     run = CellRun(Cell.read("1", "print('here')\ntime.sleep(600)", CPU), shown.append)
@@ -211,8 +211,8 @@ def test_a_cell_that_is_stopped_before_it_begins_never_does(runs):
     second = CellRun(Cell.read("1", "pass", CPU), shown.append, first)
     second.stop()
     second.go()
-    assert shown[-1].title == "stopped before it began"
-    with pytest.raises(LookupError, match="stopped before it began"):
+    assert shown[-1].title == "stopped before it started"
+    with pytest.raises(LookupError, match="stopped before it started"):
         Reports(second)["x"]
     assert not runs.exists()
 
@@ -259,12 +259,12 @@ def test_cells_where_nobody_watches(runs, tmp_path, kernel_environment):
 
     assert later.outputs[0]["text"] == "[[1.0, 1.0], [1.0, 1.0]] ['total', 'rank'] finished\n"
     assert "<table" in later.outputs[1]["data"]["text/html"]
-    assert missing.outputs[0]["evalue"] == "no rank reported 'nothing'; there is total, rank"
+    assert missing.outputs[0]["evalue"] == "no rank reported 'nothing'; reported: total, rank"
 
     told = failed.outputs[0]["data"]["text/plain"]
     assert told.startswith("rank 1 failed at line 4 of the cell: ValueError: no <i>\n── rank 1 · failed first")
     assert "Cell, line 6, in <module>" in told and "Cell, line 4, in f" in told and "train.py" not in told
-    assert "── rank 0 · ended with rank 1" in told
+    assert "── rank 0 · terminated because rank 1 failed" in told
 
     assert many.outputs[0]["text"].startswith("UsageError: %%torchrun: 99 ranks were asked for, and ")
     assert (

@@ -64,7 +64,7 @@ def test_a_notebook_that_is_there_is_left_alone(tmp_path, capsys):
     target = tmp_path / "lab.ipynb"
     target.write_text("mine", encoding="utf-8")
     assert ask("notebook", str(LAB), "-o", str(target)) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert target.read_text(encoding="utf-8") == "mine"
 
 

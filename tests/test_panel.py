@@ -1,4 +1,4 @@
-"""The panel without a browser: choices and what follows from them, and what a page is told."""
+"""The panel without a browser: the configuration and its effects, and the messages sent to a page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from labkit.frontends.panel.charts import LIVE, Charts
 from labkit.frontends.panel.choices import Choices
 from labkit.frontends.panel.feed import CAP, WHOLE, Feed
 from labkit.frontends.panel.logs import Logs
-from labkit.frontends.panel.stage import Stage
+from labkit.frontends.panel.presentation import Presentation
 from labkit.frontends.panel.view import RunView
 from labkit.frontends.panel.words import finding_html, state_html
 from labkit.record.folder import RunFolder
@@ -102,7 +102,7 @@ def test_the_workload_brings_its_batch_and_options():
         *(option.name for option in COMMON),
         "size",
         "context",
-        "goes wrong",
+        "Inject fault",
     ]
     choices.strategy.value = "single"
     options = choices.spec().options
@@ -350,7 +350,7 @@ def test_a_burst_of_lines_is_bounded_and_ends_with_the_newest(fake, monkeypatch)
     told = lines_of(messages)
     assert len(told) <= 201
     assert told[-1] == (0, "stdout", "line 49999")
-    assert "went by" in told[0][2]
+    assert "not shown" in told[0][2]
     assert messages[-1]["note"] == "50,000 lines"
 
 
@@ -432,7 +432,7 @@ def test_comparison_takes_the_present_choices():
     assert (fields["workload"], fields["steps"], fields["batch_size"], fields["scaling"]) == ("mlp", 5, 256, "strong")
 
 
-# ---- recorded runs, and the stage
+# ---- recorded runs, and presentation mode
 
 
 @pytest.fixture
@@ -466,7 +466,7 @@ def test_a_recorded_run_plays_in_the_panel_at_its_own_speed(recorded, monkeypatc
     assert lab._view.timeline._capture.disabled, "nobody is there who could look at a step"
     lab._view.stop_button.click()
     lab._view.wait(30)
-    assert "recorded: training · held here" in lab._view.words.value
+    assert "recorded: training · paused" in lab._view.words.value
     clock[0] += 1000  # a pause, which does not count
     lab._recorded.speed.value = 4.0
     lab._run_button.click()
@@ -488,7 +488,7 @@ def test_logs_of_a_recording_say_that_they_are_whole(recorded, monkeypatch):
     messages = sent_by(lab._view.logs.widget, monkeypatch)
     lab._view.logs._show({})
     assert lines_of(messages) == [(0, "stdout", "hello")]
-    assert messages[-1]["note"] == "1 line · all of the recording: lines of a log have no times"
+    assert messages[-1]["note"] == "1 line · complete log: log lines have no timestamps"
 
 
 def test_a_recorded_run_is_chosen_and_closed(recorded):
@@ -510,12 +510,12 @@ def test_a_recorded_script_of_ones_own_shows_its_command(recorded, monkeypatch):
     lab = played(Lab(recorded="last"), monkeypatch, [1.0])
     assert "&lt;train&gt;.py, 2 ranks" in lab._recorded.widgets[0].value
     assert lab._command.text == "torchrun mine/train.py"
-    assert "train.py is not in the folder" in lab._script.value
+    assert "train.py is missing from the folder" in lab._script.value
     assert lab._batch.value == ""
 
 
 def test_only_a_run_that_is_over_can_be_opened(fake):
-    with pytest.raises(SpecError, match="is not over yet"):
+    with pytest.raises(SpecError, match="is still running"):
         Lab(recorded="last")
     with pytest.raises(SpecError, match="there is no run 'nowhere'"):
         Lab(recorded="nowhere")
@@ -528,7 +528,7 @@ def test_a_recording_that_cannot_be_read_is_one_sentence(recorded, monkeypatch):
 
     monkeypatch.setattr("labkit.frontends.panel.recorded.Recording", broken)
     lab = Lab(recorded="last")
-    wait_until(lambda: "cannot be played" in lab._view.finding.value)
+    wait_until(lambda: "cannot be replayed" in lab._view.finding.value)
     assert "<b>gone" not in lab._view.finding.value
     assert not lab._run_button.disabled
 
@@ -537,7 +537,7 @@ def test_recorded_runs_are_compared_without_running_any(recorded):
     lab = Lab()
     lab._compare.show_recorded()
     told = lab._compare._view.widget.value
-    assert "Recorded runs, nothing runs now." in told
+    assert "Recorded runs; nothing is running now." in told
     assert "recorded on" in told
     assert "<td>DDP</td>" in told
 
@@ -562,6 +562,7 @@ def test_when_and_where_a_run_was_recorded(runs):
     assert recorded_words(nothing) == "recorded on a day that is not known, on 1 CPU rank"
 
 
-def test_the_stage_is_the_page_s_own(runs):
-    boxes = [child for box in Lab(stage=True)._widget.children for child in getattr(box, "children", ()) if isinstance(child, Stage)]
-    assert [stage.on for stage in boxes] == [True]
+def test_presentation_mode_is_set_in_the_page(runs):
+    children = [child for box in Lab(presentation=True)._widget.children for child in getattr(box, "children", ())]
+    boxes = [child for child in children if isinstance(child, Presentation)]
+    assert [box.on for box in boxes] == [True]

@@ -1,4 +1,6 @@
-"""The panel in JupyterLab from before a run to the comparison: it is never blank, and no text is cut off at 1280 pixels."""
+"""The panel in JupyterLab, before a run, during it and in a comparison: never blank, and no text is clipped at 1280
+pixels.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ def test_the_panel_is_never_blank(page, jupyter, runs):  # noqa: F811
     panel.wait_for(timeout=SECONDS)
     see(panel)
     before = panel.locator(".labkit-before")
-    sync_api.expect(before).to_contain_text("Next run, by formula")
+    sync_api.expect(before).to_contain_text("Next run (expected)")
     sync_api.expect(before.locator("tbody tr")).to_have_count(2)
     sync_api.expect(before).to_contain_text("all_reduce 5.1 MiB")
     wait_until(lambda: panel.locator(".labkit-chart .gtitle").count() == 4, 60)
@@ -109,17 +111,17 @@ def choices_are_followed(page: sync_api.Page, panel: sync_api.Locator, before: s
     sync_api.expect(before).to_contain_text("broadcast")
     for title in ("Single", "DP", "DDP", "FSDP2", "TP", "PP"):
         panel.get_by_role("button", name=title, exact=True).click()
-        sync_api.expect(before).to_contain_text(f"Next run, by formula {title} ·")
+        sync_api.expect(before).to_contain_text(f"Next run (expected) {title} ·")
         nothing_is_cut_off(panel)
     panel.locator(".labkit-further select").select_option("DeepSpeed")
-    sync_api.expect(before).to_contain_text("no formula says what DeepSpeed keeps on a rank")
+    sync_api.expect(before).to_contain_text("there is no memory formula for DeepSpeed")
     nothing_is_cut_off(panel)
     panel.get_by_role("button", name="FSDP2", exact=True).click()
-    sync_api.expect(before).to_contain_text("Next run, by formula FSDP2 ·")
-    panel.locator(".labkit-to-stage").click()
-    picture(page, "20-before-run-for-a-projector")
+    sync_api.expect(before).to_contain_text("Next run (expected) FSDP2 ·")
+    panel.locator(".labkit-present").click()
+    picture(page, "20-before-run-presentation")
     nothing_is_cut_off(panel)
-    panel.locator(".labkit-to-stage").click()
+    panel.locator(".labkit-present").click()
 
 
 def escape_closes_the_options(page: sync_api.Page, panel: sync_api.Locator) -> None:  # noqa: F811
@@ -137,7 +139,7 @@ def escape_closes_the_options(page: sync_api.Page, panel: sync_api.Locator) -> N
 def recorded_runs_are_compared(page: sync_api.Page, panel: sync_api.Locator) -> None:  # noqa: F811
     panel.get_by_role("tab", name="Compare").click()
     tab = panel.locator(".labkit-compare")
-    sync_api.expect(tab).to_contain_text("Compare trains the same model with each chosen strategy")
+    sync_api.expect(tab).to_contain_text("Compare trains the same model with each selected strategy")
     tab.locator(".labkit-compare-recorded").click()
     runs = tab.locator(".labkit-runs select")
     sync_api.expect(runs.locator("option")).to_have_count(1)
@@ -147,8 +149,8 @@ def recorded_runs_are_compared(page: sync_api.Page, panel: sync_api.Locator) -> 
     sync_api.expect(runs).to_be_hidden()
     tab.locator(".labkit-compare-recorded").click()
     runs.select_option(index=0)
-    tab.get_by_role("button", name="Compare these").click()
-    sync_api.expect(tab).to_contain_text("Recorded runs, nothing runs now.")
+    tab.get_by_role("button", name="Compare selected").click()
+    sync_api.expect(tab).to_contain_text("Recorded runs; nothing is running now.")
     sync_api.expect(tab.locator("tr", has_text="FSDP2").first).to_be_visible()
     picture(page, "25-recorded-compared")
     nothing_is_cut_off(panel)

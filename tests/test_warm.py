@@ -224,7 +224,7 @@ def test_signals_that_the_supervisor_sets_anew_may_be_ignored_and_others_may_not
 def test_a_module_beside_the_script_that_shadows_a_loaded_one_makes_it_cold(server, ends):
     (ends.parent / "numpy.py").write_text("x = 1\n")
     handle = started(ends)
-    assert how(handle) == ("cold", f"the warm server has loaded another module of that name than {ends.parent / 'numpy.py'}")
+    assert how(handle) == ("cold", f"the warm server has already imported a different module than {ends.parent / 'numpy.py'}")
 
 
 @pytest.mark.parametrize("name", ["torch.txt", "torch", "unknown.py", "labkit.md"])
@@ -288,7 +288,7 @@ def test_a_server_that_hangs_is_not_waited_for_and_starts_nothing_later(warm_ser
     finally:
         process.resume()
     handle.wait(120)
-    assert handle.words == "finished" and how(handle) == ("cold", "the warm server did not answer: nothing for 0.3 s")
+    assert handle.words == "finished" and how(handle) == ("cold", "the warm server did not respond: no answer within 0.3 s")
     assert "started cold" in handle.state.note
     before = warm_server()["runs"]
     time.sleep(0.5)  # the server hears now what it was asked while it was halted
@@ -347,7 +347,7 @@ def test_a_folder_that_others_may_enter_is_not_used(place, ends):
     wire.address().parent.chmod(0o755)
     start, because = how(started(ends))
     folder = wire.address().parent
-    assert start == "cold" and because == f"the warm server cannot be used: {folder} is not a folder that only this user may enter"
+    assert start == "cold" and because == f"the warm server cannot be used: {folder} must be a folder of this user with mode 0700"
     assert warm_start().level == "degraded" and "cannot be used" in warm_start().says
 
 
@@ -358,7 +358,7 @@ def test_a_socket_of_another_user_is_not_spoken_to(place, monkeypatch):
         listener.listen()
         monkeypatch.setattr(wire, "_PEER", _of_user(os.getuid() + 1))
         found = client.consent(os.environ, [])
-        assert isinstance(found, Cold) and "another user's" in found.reason
+        assert isinstance(found, Cold) and "belongs to another user" in found.reason
 
 
 def _of_user(uid: int):
