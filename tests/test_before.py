@@ -1,4 +1,4 @@
-"""Before a run: what each rank will hold, by formula and as it was measured, and the strip of the Live tab."""
+"""Before a run: the expected memory of each rank compared with measurements, and the strip of the Live tab."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ def asked(strategy: str = "ddp", workload: str = "mlp", nproc: int = 2, **more: 
 
 
 @pytest.mark.parametrize(("strategy", "workload", "nproc", "options", "measured"), MEASURED)
-def test_a_rank_holds_what_the_formula_says(strategy, workload, nproc, options, measured):
+def test_measured_memory_matches_the_formula(strategy, workload, nproc, options, measured):
     found = states(asked(strategy, workload, nproc, options=options, batch_size=16))
     assert [(one.parameters, one.gradients) for one in found] == [(size, size) for size, _ in measured]
     for one, (_, optimizer) in zip(found, measured, strict=True):
-        assert 0 <= optimizer - one.optimizer <= 4 * 200, "what is left are the counts of steps"
+        assert 0 <= optimizer - one.optimizer <= 4 * 200, "the rest are step counters"
         assert one.total == one.parameters + one.gradients + one.optimizer
 
 
-def test_only_an_engine_with_copies_of_its_own_has_no_formula():
+def test_only_an_engine_with_its_own_copies_has_no_formula():
     assert set(STRATEGIES) - set(STATES) == {"deepspeed"}
     assert states(asked("deepspeed")) is None
 
@@ -106,7 +106,7 @@ def test_the_strip_goes_from_the_plan_to_the_start_and_away():
     strip.plan(asked("pp"))
     strip.draw(fold(*run))
     strip._compute(strip._newest - 1, asked("pp"))  # its timer
-    assert "first step" in strip.widget.value, "a plan that is late does not replace the run"
+    assert "first step" in strip.widget.value, "a late plan does not replace the run"
     strip.draw(fold(*run, step(1, 1, 104.5)))
     assert (strip.widget.value, strip.widget.layout.display) == ("", "none")
 

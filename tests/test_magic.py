@@ -1,4 +1,4 @@
-"""`%%torchrun`: what a cell may ask for, the script that is written from it, what is shown, and real cells in real kernels."""
+"""`%%torchrun`: its options, the generated script, the output, and real cells in real kernels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from labkit.record.follow import Follower
 from labkit.setup.machine import Gpu, Machine
 
 ROOT = Path(__file__).parents[1]
-SECONDS = 240  # that a run may take to get somewhere on a busy machine
+SECONDS = 240  # timeout of a run on a busy machine
 CPU = Machine(gpus=(), cores=2, memory=8 << 30)
 T4S = Machine(gpus=tuple(Gpu(index, "Tesla T4", 15 << 30, (7, 5)) for index in range(2)), cores=4, memory=31 << 30)
 
@@ -84,7 +84,7 @@ def test_more_gpus_than_there_are():
         ("  \n", "the cell is empty"),
     ],
 )
-def test_a_cell_that_does_not_parse_is_told_its_line(body, words):
+def test_a_syntax_error_names_its_line(body, words):
     with pytest.raises(CellError, match=re.escape(words)):
         Cell.read("2", body, CPU)
 
@@ -245,7 +245,7 @@ CELLS = (
 )
 
 
-def test_cells_where_nobody_watches(runs, tmp_path, kernel_environment):
+def test_cells_in_a_headless_notebook(runs, tmp_path, kernel_environment):
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in CELLS])
     nbclient.NotebookClient(notebook, timeout=SECONDS, allow_errors=True).execute()
     _, sums, later, missing, failed, many, broken = notebook.cells
@@ -271,19 +271,19 @@ def test_cells_where_nobody_watches(runs, tmp_path, kernel_environment):
         broken.outputs[0]["text"].strip()
         == "UsageError: %%torchrun: the cell does not parse, line 2: '(' was never closed; nothing was started"
     )
-    assert len(list(runs.iterdir())) == 2, "what was refused has started nothing"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ipython", "runs"], "nothing is left beside the run folders"
+    assert len(list(runs.iterdir())) == 2, "a refused cell starts nothing"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ipython", "runs"], "no files are left next to the run folders"
 
 
 class Front:
-    """A front end with a person: it could be asked for input, keeps what is displayed, and can interrupt."""
+    """An interactive notebook client: it accepts input requests, stores displayed output, and can interrupt."""
 
     def __init__(self, manager: jupyter_client.KernelManager, client: jupyter_client.BlockingKernelClient):
         self.manager, self.client = manager, client
         self.shown: dict[str, str] = {}
 
     def do(self, code: str) -> str:
-        """Executes code; gives what it prints."""
+        """Executes code and returns its printed output."""
         printed = []
 
         def hear(message) -> None:
@@ -295,13 +295,13 @@ class Front:
         return "".join(printed)
 
     def take(self, message) -> None:
-        """Keeps what is displayed, by its place."""
+        """Stores displayed output by its display id."""
         place = message["content"].get("transient", {}).get("display_id")
         if place:
             self.shown[place] = message["content"]["data"].get("text/plain", "")
 
     def sees(self, words: str) -> bool:
-        """Whether `words` are on screen, now that all that has come is read."""
+        """Whether `words` are displayed, after reading all pending messages."""
         while self.client.iopub_channel.msg_ready():
             self.take(self.client.get_iopub_msg())
         return any(words in text for text in self.shown.values())
@@ -320,20 +320,20 @@ def front(kernel_environment, tmp_path) -> Iterator[Front]:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a kernel is interrupted by a signal here")
-def test_where_a_person_watches_the_kernel_is_free_and_an_interrupt_ends_the_run(front, runs):
+def test_in_an_interactive_notebook_the_kernel_is_free_and_an_interrupt_stops_the_run(front, runs):
     front.do("%%torchrun 2 --device cpu\nprint('I am', rank, flush=True)\ntime.sleep(600)")
     wait_until(lambda: front.sees("── rank 0\nI am 0") and front.sees("── rank 1\nI am 1"), SECONDS)
     wait_until(lambda: front.sees("running on 2 CPU ranks") and front.sees("Stop"), SECONDS)
-    assert front.do("print(1 + 1)") == "2\n", "the kernel is free though the ranks sleep"
+    assert front.do("print(1 + 1)") == "2\n", "the kernel responds while the ranks sleep"
 
     front.do("%%torchrun 1 --as later --device cpu\nreport(x=3)")
     wait_until(lambda: front.sees("waits for the cell before to end"), SECONDS)
-    front.do("%xdel nothing")  # the handler outlives other cells
+    front.do("%xdel nothing")  # the handler stays installed after other cells
     front.manager.interrupt_kernel()
     wait_until(lambda: front.sees("stopped after") and front.sees("stopped before it began"), SECONDS)
     wait_until(lambda: not processes_of(str(runs)), 10)
     assert not front.sees("Button")
 
     front.do("%%torchrun 1 --as later --device cpu\nreport(x=3)")
-    assert front.do("print(later['x'])") == "[3]\n", "who reads it waits for the end"
+    assert front.do("print(later['x'])") == "[3]\n", "reading it waits for the end"
     wait_until(lambda: front.sees("finished on 1 CPU rank"), SECONDS)

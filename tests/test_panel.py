@@ -47,7 +47,7 @@ def choices_of(machine: Machine, **defaults) -> Choices:
 
 
 def sent_by(page, monkeypatch) -> list[dict]:
-    """What a page is sent from now on."""
+    """Collects the messages sent to a page."""
     messages: list[dict] = []
     monkeypatch.setattr(page, "send", lambda message, buffers=None: messages.append(json.loads(json.dumps(message)) | {"buffers": buffers}))
     return messages
@@ -61,7 +61,7 @@ def test_choices_start_as_given_and_make_the_spec():
     assert (spec.strategy, spec.nproc, spec.steps, spec.epochs, spec.seed, spec.device) == ("ddp", 2, 60, None, 3, "cpu")
 
 
-def test_defaults_that_cannot_be_meant_are_refused():
+def test_invalid_defaults_are_refused():
     with pytest.raises(SpecError, match="not known"):
         choices_of(CPU, strategy="dpp")
     with pytest.raises(SpecError, match="2 GPUs"):
@@ -232,7 +232,7 @@ def test_a_run_that_failed_shows_who_and_why(fake):
 # ---- what a page is told
 
 
-def test_a_feed_tells_all_once_and_then_only_what_is_new(fake):
+def test_a_feed_sends_everything_once_and_then_only_new_points(fake):
     follower, feed = Follower(fake.folder), Feed(LIVE)
     fake.step(20)
     follower.poll()
@@ -243,7 +243,7 @@ def test_a_feed_tells_all_once_and_then_only_what_is_new(fake):
     fake.step(25)
     follower.poll()
     more = {piece["name"]: piece["more"] for piece in feed.message(follower.state)["charts"]}
-    assert [len(xs) for _, xs, *_ in more["loss"]["points"]] == [2, 2, 2], "one redraw has the least and the greatest of its steps"
+    assert [len(xs) for _, xs, *_ in more["loss"]["points"]] == [2, 2, 2], "one redraw has the minimum and the maximum of its steps"
     assert [len(xs) for _, xs, *_ in more["throughput"]["points"]] == [1]
     assert len(json.dumps(more)) < 2_000
 
@@ -280,14 +280,14 @@ def test_axes_of_a_page_only_grow(fake):
     assert len(set(ends)) <= 3
 
 
-def test_a_page_that_is_new_is_told_everything(fake, monkeypatch):
+def test_a_new_page_receives_everything(fake, monkeypatch):
     fake.step(10)
     follower = Follower(fake.folder)
     follower.poll()
     charts = Charts()
     messages = sent_by(charts.page, monkeypatch)
     charts.restart(follower.state)
-    assert messages == [], "nobody is there yet"
+    assert messages == [], "no page is connected yet"
     charts._heard(charts.page, {"kind": "ready"}, [])
     wait_until(lambda: messages)
     charts._heard(charts.page, {"kind": "ready"}, [])  # the page was loaded again
@@ -319,14 +319,14 @@ def lines_of(messages: list[dict]) -> list[tuple[int, str, str]]:
     return [tuple(line[:3]) for message in messages for line in message["lines"]]
 
 
-def test_logs_tell_new_lines_of_each_rank_and_stream(fake, monkeypatch):
+def test_new_log_lines_are_sent_with_rank_and_stream(fake, monkeypatch):
     logs = Logs()
     messages = sent_by(logs.widget, monkeypatch)
     logs.restart(fake.folder, 2)
     fake.say(0, "hello\nhalf")
     fake.say(1, "<b>careful</b>\n", "stderr")
     logs.draw()
-    assert messages == [], "nobody is there yet"
+    assert messages == [], "no page is connected yet"
     logs._show({"rank": "", "stream": "", "query": ""})
     assert lines_of(messages) == [(0, "stdout", "hello"), (1, "stderr", "<b>careful</b>")]
     assert messages[0]["ranks"] == [0, 1]
@@ -364,7 +364,7 @@ def test_search_looks_through_the_whole_file(fake, monkeypatch):
     assert messages[-1]["note"] == "1 line found"
     fake.say(1, "more\n")
     logs.draw()
-    assert len(messages) == 1, "what was found stays until the search is taken away"
+    assert len(messages) == 1, "the matches stay until the search is cleared"
     logs._show({"query": ""})
     assert lines_of(messages[-1:])[-1] == (1, "stdout", "more")
 
@@ -395,14 +395,14 @@ def test_no_thread_is_left(fake):
 # ---- strategies behind "more", and the Compare tab
 
 
-def test_further_strategies_stand_behind_more_and_one_is_chosen_at_a_time():
+def test_further_strategies_are_in_the_list_more_and_one_is_selected_at_a_time():
     choices = choices_of(CPU, strategy="ddp", nproc=2)
     choices.further.value = "fsdp"
     assert (choices.chosen, choices.strategy.value) == ("fsdp", None)
     assert "mod-active" in choices.further._dom_classes
     assert choices.spec().strategy == "fsdp"
     choices.further.value = ""
-    assert (choices.chosen, choices.further.value) == ("fsdp", "fsdp"), "more is no strategy"
+    assert (choices.chosen, choices.further.value) == ("fsdp", "fsdp"), "'more' is not a strategy"
     choices.strategy.value = "tp"
     assert (choices.chosen, choices.further.value) == ("tp", "")
     assert "mod-active" not in choices.further._dom_classes
@@ -445,7 +445,7 @@ def recorded(fake):
 
 
 def played(lab: Lab, monkeypatch, clock: list[float]) -> Lab:
-    """The panel with its recorded run open, and the recording's clock in our hand."""
+    """The panel with its recorded run open, and a clock controlled by the test."""
     times = SimpleNamespace(monotonic=lambda: clock[0], strftime=time.strftime, localtime=time.localtime)
     monkeypatch.setattr("labkit.record.replay.time", times)
     wait_until(lambda: "ready to play" in lab._view.words.value)
@@ -463,7 +463,7 @@ def test_a_recorded_run_plays_in_the_panel_at_its_own_speed(recorded, monkeypatc
     wait_until(lambda: not lab._view.stop_button.disabled)
     clock[0] += 1 + 10 * 0.05 + 0.01
     wait_until(lambda: lab._view.state.step == 10 and "recorded: training" in lab._view.words.value)
-    assert lab._view.timeline._capture.disabled, "nobody is there who could look at a step"
+    assert lab._view.timeline._capture.disabled, "a step of a recording cannot be profiled"
     lab._view.stop_button.click()
     lab._view.wait(30)
     assert "recorded: training · paused" in lab._view.words.value
@@ -497,14 +497,14 @@ def test_a_recorded_run_is_chosen_and_closed(recorded):
     lab._recorded.which.value = str(recorded.path)
     wait_until(lambda: lab._head.children == lab._recorded.widgets)
     lab._recorded.refresh()
-    assert lab._recording is not None, "a new list leaves the choice alone"
+    assert lab._recording is not None, "a new list keeps the selection"
     lab._recorded.close_button.click()
     assert (lab._head.children, lab._run_button.description) == (lab._own, "▶ Run")
     assert "--nproc-per-node=1" in lab._command.text
     assert not lab._view.recorded
 
 
-def test_a_recorded_script_of_ones_own_shows_its_command(recorded, monkeypatch):
+def test_a_recorded_user_script_shows_its_command(recorded, monkeypatch):
     RunFolder.write_json(recorded.spec, {"script": "mine/<train>.py", "nproc": 2})
     RunFolder.write_text(recorded.command, "torchrun mine/train.py\n")
     lab = played(Lab(recorded="last"), monkeypatch, [1.0])

@@ -224,7 +224,7 @@ def _watch_optimizers(watch: StepWatch, guard: Guard, replicas: ReplicaWatch, ap
 def _watch_metrics(watch: StepWatch, journal: Journal) -> None:
     guard, names = Guard(journal, "metrics"), {}
 
-    def told(event: Any) -> None:
+    def receive(event: Any) -> None:
         if event.name == REPORT:
             journal.write("report", values=json.loads(event.data["values"]))
             return
@@ -236,7 +236,7 @@ def _watch_metrics(watch: StepWatch, journal: Journal) -> None:
             name = key if names.setdefault(key, event.name) == event.name else f"{event.name}.{key}"
             journal.write("metric", name=name, value=value, step=watch.finished)
 
-    handle = torch.monitor.register_event_handler(lambda event: guard(told, event))
+    handle = torch.monitor.register_event_handler(lambda event: guard(receive, event))
     # else torch would release it after interpreter shutdown, and crash
     atexit.register(torch.monitor.unregister_event_handler, handle)
 

@@ -80,12 +80,12 @@ def plan_html(spec: Spec) -> str:
 
 def _sent(flows: Sequence[Flow]) -> str:
     """`Sent per step, all ranks: all_reduce 3.1 MiB = 2(n−1)/n · 4P per rank`."""
-    told = []
+    parts = []
     for op in dict.fromkeys(flow.op for flow in flows if flow.theory):
         same = [flow for flow in flows if flow.op == op and flow.theory]
         formula = " + ".join(dict.fromkeys(flow.formula for flow in same))
-        told.append(f"{op} {size(sum(flow.theory for flow in same))} = {formula}")
-    return f"Sent per step, all ranks: {'; '.join(told) or 'nothing'}"
+        parts.append(f"{op} {size(sum(flow.theory for flow in same))} = {formula}")
+    return f"Sent per step, all ranks: {'; '.join(parts) or 'nothing'}"
 
 
 def startup_html(state: RunState) -> str:
