@@ -125,7 +125,7 @@ class Panel {
 function render({ model, el }) {
   el.classList.add("labkit-presentation-keys");
   const keys = Object.assign(document.createElement("span"), { className: "labkit-keys" });
-  keys.innerHTML = "Keys: <kbd>r</kbd> run or stop <kbd>1</kbd>… tabs <kbd>s</kbd> presentation mode";
+  keys.innerHTML = "Keys: <kbd>r</kbd> run or stop <kbd>1</kbd>… tabs <kbd>s</kbd> presentation";
   const button = document.createElement("button");
   const title = "Presentation mode: large text for a projector (s; Escape exits)";
   Object.assign(button, { type: "button", className: "labkit-present", title });
