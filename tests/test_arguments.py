@@ -248,7 +248,7 @@ def calls(fake: Run) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield from each("on_trial", (None, 5, "", "typo", [], "x" * 5000), on_trial)
     yield from each("on_trial quick=", FLAGS, lambda value: on_trial("batch", quick=value))
     yield from each("on_trial rounds=", NUMBERS, lambda value: on_trial("batch", rounds=value))
-    yield from each("Lab stage=", FLAGS, lambda value: Lab(stage=value))
+    yield from each("Lab presentation=", FLAGS, lambda value: Lab(presentation=value))
     yield from each("Lab recorded=", ("", "typo", 5, b"x", "\0", Rude()), lambda value: Lab(recorded=value))
     yield "Lab script=", lambda: Lab(script="train.py")
     yield "report without a name", lambda: report(5)

@@ -1,4 +1,4 @@
-"""Before a run: what each rank will hold, by formula and as it was measured, and the strip of the Live tab."""
+"""Before a run: the expected memory of each rank compared with measurements, and the strip of the Live tab."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ def asked(strategy: str = "ddp", workload: str = "mlp", nproc: int = 2, **more: 
 
 
 @pytest.mark.parametrize(("strategy", "workload", "nproc", "options", "measured"), MEASURED)
-def test_a_rank_holds_what_the_formula_says(strategy, workload, nproc, options, measured):
+def test_measured_memory_matches_the_formula(strategy, workload, nproc, options, measured):
     found = states(asked(strategy, workload, nproc, options=options, batch_size=16))
     assert [(one.parameters, one.gradients) for one in found] == [(size, size) for size, _ in measured]
     for one, (_, optimizer) in zip(found, measured, strict=True):
-        assert 0 <= optimizer - one.optimizer <= 4 * 200, "what is left are the counts of steps"
+        assert 0 <= optimizer - one.optimizer <= 4 * 200, "the rest are step counters"
         assert one.total == one.parameters + one.gradients + one.optimizer
 
 
-def test_only_an_engine_with_copies_of_its_own_has_no_formula():
+def test_only_an_engine_with_its_own_copies_has_no_formula():
     assert set(STRATEGIES) - set(STATES) == {"deepspeed"}
     assert states(asked("deepspeed")) is None
 
@@ -75,10 +75,10 @@ def test_shards_in_cpu_memory_are_not_on_the_device():
 def test_every_strategy_has_a_plan_with_a_row_for_each_rank_or_says_why_not(strategy):
     spec = asked(strategy, "gpt", STRATEGIES[strategy].default_nproc or 2)
     html = plan_html(spec)
-    assert "Next run, by formula" in html and "Sent per step" in html
+    assert "Next run (expected)" in html and "Sent per step" in html
     held = states(spec)
     if held is None:
-        assert f"no formula says what {spec.strategy_row.title} keeps on a rank" in html
+        assert f"there is no memory formula for {spec.strategy_row.title}" in html
         assert "<table" not in html
     else:
         assert html.count("<tr>") == 1 + spec.processes
@@ -106,7 +106,7 @@ def test_the_strip_goes_from_the_plan_to_the_start_and_away():
     strip.plan(asked("pp"))
     strip.draw(fold(*run))
     strip._compute(strip._newest - 1, asked("pp"))  # its timer
-    assert "first step" in strip.widget.value, "a plan that is late does not replace the run"
+    assert "first step" in strip.widget.value, "a late plan does not replace the run"
     strip.draw(fold(*run, step(1, 1, 104.5)))
     assert (strip.widget.value, strip.widget.layout.display) == ("", "none")
 
@@ -119,7 +119,7 @@ def test_the_plan_follows_the_choices_of_the_panel():
     wait_until(lambda: "ZeRO-1" in strip.value)
     lab._choices.scaling.value = "strong"
     lab._choices.batch.value = 255
-    wait_until(lambda: "These choices cannot run" in strip.value)
+    wait_until(lambda: "This configuration cannot run" in strip.value)
 
 
 def test_the_formulas_load_no_torch():

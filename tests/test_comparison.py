@@ -213,12 +213,12 @@ def test_the_newest_comparison_is_known_by_its_tensors(runs):
 def test_the_tab_shows_the_newest_comparison_or_what_it_will_do(runs):
     tab = tab_of()
     tab.opened()
-    assert "Compare trains the same model with each chosen strategy" in tab._view.widget.value
+    assert "Compare trains the same model with each selected strategy" in tab._view.widget.value
     fabricated(runs, "single", 1, 0.08, tensors=True)
     fabricated(runs, "ddp", 2, 0.05, tensors=True)
     tab = tab_of()
     tab.opened()
-    wait_until(lambda: "The newest comparison of this runs folder." in tab._view.widget.value)
+    wait_until(lambda: "Newest comparison in this runs folder." in tab._view.widget.value)
     assert "<td>1.60×</td>" in tab._view.widget.value
 
 

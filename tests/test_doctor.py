@@ -1,4 +1,4 @@
-"""The doctor: every check on this machine, and each ailment that it knows, faked."""
+"""The doctor: every check on this machine, and every problem that it detects, simulated."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ARCHS = ("sm_70", "sm_75", "sm_80", "sm_86", "sm_90", "sm_90a", "compute_90")
 
 
 def having(monkeypatch, *gpus: Gpu, **torch) -> None:
-    """A machine with some GPUs, and a torch that says what it is told to say."""
+    """Simulates a machine with some GPUs and a torch with the given properties."""
     said = {"version": "2.13.0", "cuda": "12.8", "available": True, "archs": ARCHS, "gloo": True, "nccl": True} | torch
     monkeypatch.setattr(doctor.preflight, "torch", lambda: preflight.Torch(**said))
     monkeypatch.setattr(doctor.Machine, "here", lambda: Machine(gpus, cores=4, memory=1 << 34))
@@ -60,7 +60,7 @@ def test_this_machine(capsys):
     assert not [child for child in psutil.Process().children(recursive=True) if "all_reduce" in " ".join(child.cmdline())]
 
 
-def test_for_people_every_fix_is_shown(capsys, monkeypatch):
+def test_every_fix_is_printed(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "CHECKS", (lambda: Check("one", "fine", "good"), lambda: Check("two", "broken", "bad [red]", "mend it")))
     assert doctor.main() == 1
     said = capsys.readouterr().out
@@ -84,7 +84,7 @@ def test_check_that_fails_is_a_line_not_the_end(monkeypatch):
     [
         (ARCHS, T4, True),
         (ARCHS, H200, True),
-        (ARCHS, P100, False),  # Kaggle's P100 under a torch whose is_available() says True
+        (ARCHS, P100, False),  # Kaggle's P100 under a torch whose is_available() returns True
         (ARCHS, Gpu(0, "L4", 1, (8, 9)), True),  # code for 8.6 runs on 8.9
         (ARCHS, Gpu(0, "RTX 5090", 1, (12, 0)), True),  # by PTX for 9.0
         (("sm_80",), H200, False),
@@ -135,7 +135,7 @@ def test_torch_that_cannot_be_imported_or_is_too_old(monkeypatch):
     assert doctor.torch().level == "broken"
 
 
-def test_mismatched_torchvision_is_named_with_the_fix(monkeypatch):
+def test_mismatched_torchvision_is_named_with_its_fix(monkeypatch):
     monkeypatch.setattr(doctor.preflight, "torchvision", lambda: ("0.28.0", "RuntimeError: operator torchvision::nms does not exist"))
     check = doctor.torchvision()
     assert check.level == "degraded"
@@ -185,7 +185,7 @@ def test_small_shared_memory_matters_with_several_gpus(monkeypatch):
         assert doctor.shared_memory().level == "degraded"
 
 
-def test_taken_port_is_told_and_harmless():
+def test_a_port_in_use_is_reported_and_harmless():
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert not doctor._is_free(server.getsockname()[1])
     assert doctor.ports().level == "fine"
@@ -216,7 +216,7 @@ class _Process:
         (
             [("root", 0), ("ann", 1001), ("bob", 1002)],
             "degraded",
-            "ann, bob also work here: torch's store and gloo accept every local user's",
+            "ann, bob also use this machine: torch's store and gloo accept connections of every local user",
         ),
     ],
 )

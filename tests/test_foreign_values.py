@@ -16,7 +16,7 @@ from labkit.analysis.comparison import alike, recorded
 from labkit.analysis.diagnose import findings
 from labkit.analysis.summary import summarise
 from labkit.benchmarks.fuzz import time_limit
-from labkit.frontends.handout.recorded import Shelf
+from labkit.frontends.handout.recorded import RecordedRuns
 from labkit.record import kinds
 from labkit.record.documents import DOCUMENTS, Unreadable, read_document
 from labkit.record.folder import RunFolder
@@ -102,7 +102,7 @@ def test_python_refuses_a_bad_folder_and_lists_it(bad, runs):
     readable, why = RunFolder.readable(RunFolder.all())
     assert [one.name for one in readable] == [FINISHED] and reason in why[BAD]
     assert [one.name for one in alike(readable)] == [FINISHED]
-    assert [one.name for one in Shelf(runs)._runs] == [FINISHED]
+    assert [one.name for one in RecordedRuns(runs)._runs] == [FINISHED]
 
 
 def test_the_panel_opens_beside_a_bad_folder_and_says_what_is_wrong_with_it(bad):

@@ -1,4 +1,4 @@
-"""Handouts: what stands on a page, for whom, and that nothing in it runs, loads or breaks out; then in a browser with no network."""
+"""Handouts: the contents of a page per audience, sanitising of hostile text, and rendering in an offline browser."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from labkit.frontends.handout import LabError, RunError, course, executed, lab_p
 from labkit.frontends.handout.clean import Prose, clean
 from labkit.frontends.handout.files import read_lab, write
 from labkit.frontends.handout.lab import STUDENT, TEACHER, page_of
-from labkit.frontends.handout.recorded import Shelf, run_of
+from labkit.frontends.handout.recorded import RecordedRuns, run_of
 from labkit.record.folder import RunFolder
 
 PLOTLY = "application/vnd.plotly.v1+json"
@@ -48,7 +48,7 @@ print("takes its time")
 
 @pytest.fixture
 def fake(runs):
-    """A run of two ranks that is over."""
+    """A finished run of two ranks."""
     run = FakeRun(runs, steps=30)
     run.start()
     run.step(30)
@@ -60,7 +60,7 @@ def fake(runs):
 
 
 def hostile_run(runs: Path) -> RunFolder:
-    """A run in which everything that is free text means harm."""
+    """A run in which all free text is hostile."""
     evil = "".join(HOSTILE)
     run = FakeRun(runs, steps=10, script=f"{evil}.py", strategy=None, args=[evil])
     run.start()
@@ -178,11 +178,11 @@ def test_page_has_prose_code_and_outputs():
         code("run", new_output("execute_result", {"text/plain": "<Run 2026-ddp-x2: finished, step 3/3>"}, execution_count=1)),
     )
     assert '<h1 id="A-lab">A lab</h1>' in body
-    assert '<span class="nb">print</span>' in body, "code is coloured"
+    assert '<span class="nb">print</span>' in body, "code is highlighted"
     assert '<pre class="stdout">red\n</pre>' in body, "as a terminal shows it"
     assert '<pre class="stderr">careful</pre>' in body
     assert "<td>1</td>" in body
-    assert "the notebook has buttons" in body and "Button()" not in body
+    assert "This output is interactive" in body and "Button()" not in body
     assert "&lt;Run" not in body
 
 
@@ -204,12 +204,12 @@ def test_answers_and_verdicts_are_for_those_who_may_see_them():
         new_markdown_cell('Ask.\n\n<details class="answer"><summary>Answer</summary>\n\nforty-two\n\n</details>\n\nGo on.'),
         code('check("start.steps", ...)', verdict, tags=["exercise"]),
     )
-    assert "0 of" not in page(code("my_progress()", shown(text__html="<b>0 of 30</b>"))), "nobody has done anything here"
+    assert "0 of" not in page(code("my_progress()", shown(text__html="<b>0 of 30</b>"))), "a handout shows no progress"
     plain, student, teacher = (page(*cells, audience=audience) for audience in ("", STUDENT, TEACHER))
     key = exercise("start.steps").key.split("**")[1]
-    assert "forty-two" in plain and "not answered yet" in plain and "Key:" not in plain
-    assert "forty-two" not in student and "not answered yet" not in student and "Go on." in student and "Key:" not in student
-    assert "forty-two" in teacher and "Key: Steps of an epoch" in teacher and key in teacher
+    assert "forty-two" in plain and "not answered yet" in plain and "Answer key:" not in plain
+    assert "forty-two" not in student and "not answered yet" not in student and "Go on." in student and "Answer key:" not in student
+    assert "forty-two" in teacher and "Answer key: Steps of an epoch" in teacher and key in teacher
 
 
 def test_a_key_that_is_not_there_is_named():
@@ -222,15 +222,15 @@ def test_runs_stand_under_the_cell_that_started_them(fake, runs):
     name = fake.folder.name
     bundle = {PLOTLY: figure(), "text/html": "<div><svg></svg></div>", "text/plain": f"loss, memory of {name}: finished"}
     made = page_of(notebook(code("run", shown(**bundle), labkit_runs=[name])), Path("labs/99_test.py"), runs)
-    assert len(made.plots) == 4, "each live chart by itself, so that a phone can show them below each other"
+    assert len(made.plots) == 4, "each live chart is a separate figure, so that a phone can stack them"
     assert "<b>ddp · cnn</b> finished · ran on 2 CPU ranks (no GPU)" in made.body
     assert "Log of rank 0 · 1 line<" in made.body and "--rank:#E69F00" in made.body
-    assert "The script that ran · 1 line<" in made.body and "What changes from one device" in made.body
+    assert "Script · 1 line<" in made.body and "Diff to one device" in made.body
     assert "on 2 CPU ranks (no GPU)" in made.about
     magic = page(code("%%torchrun 2\nreport(rank=rank)", labkit_runs=[name]), runs=runs)
     assert "ran on 2 CPU ranks" in magic and "Log of" not in magic, "its ranks and its script are shown by the cell itself"
     recorded = page_of(notebook(code("run", labkit_runs=[name])), Path("labs/99_test.py"), runs, recorded=True)
-    assert "its runs are recorded ones" in recorded.about
+    assert "with recorded runs" in recorded.about
     assert re.search(r"recorded \d+ \w+ \d{4}, \d\d:\d\d, on 2 CPU ranks", recorded.body)
 
 
@@ -247,26 +247,26 @@ def test_gpus_are_named(runs):
 # ---- a run's page
 
 
-def test_a_run_has_all_that_is_known_of_it(fake):
+def test_the_page_of_a_run_has_all_sections(fake):
     made = run_page(fake.folder)
-    assert [text for _, _, text in made.contents][1:] == ["What was found", "Figures", "Ranks", "Logs"]
+    assert [text for _, _, text in made.contents][1:] == ["Findings", "Figures", "Ranks", "Logs"]
     assert len(made.plots) == 4
-    assert made.body.count("<svg") == 4, "a still picture of each, until plotly draws"
+    assert made.body.count("<svg") == 4, "a static picture of each, until plotly draws"
 
 
-def test_of_a_long_log_the_newest_lines_go_along(fake):
+def test_the_newest_lines_of_a_long_log_are_included(fake):
     fake.say(0, "".join(f"line {number}\n" for number in range(5000)))
     body = run_page(fake.folder).body
     assert "Log of rank 0 · 5,001 lines" in body
-    assert "… 4,801 lines before these" in body
+    assert "… 4,801 earlier lines" in body
     assert "line 4999" in body and "line 4799\n" not in body
 
 
 @pytest.mark.parametrize(
     ("state", "code", "says"),
-    [("running", 2, "is still going"), (None, 1, "was cut short before it began"), ("foreign", 1, "is not a run of this lab")],
+    [("running", 2, "is still active"), (None, 1, "was interrupted before it started"), ("foreign", 1, "was not recorded by labkit")],
 )
-def test_a_run_that_is_no_whole_run_is_refused_in_one_sentence(runs, tmp_path, capsys, state, code, says):
+def test_an_unfinished_or_foreign_run_is_refused_in_one_sentence(runs, tmp_path, capsys, state, code, says):
     run = FakeRun(runs)
     if state == "foreign":
         RunFolder.write_json(run.folder.spec, {"of": "something else"})
@@ -285,7 +285,7 @@ def test_a_run_that_is_no_whole_run_is_refused_in_one_sentence(runs, tmp_path, c
 
 
 def assert_inert(html: str) -> None:
-    """No element but the page's own came from text that means harm."""
+    """Checks that hostile text has added no element to the page."""
     from bs4 import BeautifulSoup
 
     soup = BeautifulSoup(html, "html.parser")
@@ -353,7 +353,7 @@ def test_a_cell_that_fails_is_named_and_no_file_is_left(lab, tmp_path, capsys):
     assert not target.parent.exists()
 
 
-def test_a_kernel_that_dies_is_told_of(lab):
+def test_a_kernel_that_dies_is_reported(lab):
     lab.write_text(LAB + "\n# %%\nimport os\nos._exit(3)\n", encoding="utf-8")
     with pytest.raises(LabError, match=r"code cell 3 \(import os\): its kernel died"):
         executed(lab)
@@ -377,7 +377,7 @@ def test_a_checkpoint_is_known_by_its_run_wherever_that_is(checkpoint, name):
         ("x.txt", "", "must end in .py or .ipynb"),
         ("none.py", None, "there is no lab"),
         ("x.ipynb", "{", "cannot be read as a notebook"),
-        ("x.py", "print(1)\n", "no cell with prose"),
+        ("x.py", "print(1)\n", "no markdown cell"),
     ],
 )
 def test_what_is_no_lab_is_named(tmp_path, name, text, says):
@@ -402,13 +402,13 @@ def test_recorded_runs_take_the_place_of_new_ones(lab, runs, tmp_path):
     assert f"finished {run.folder.name}" in made.body
     assert '<span class="recorded">recorded</span>' in made.body
     lab.write_text(LAB + f"\n# %%\n{asked}\nrun(spec)\nrun(spec)\n", encoding="utf-8")
-    with pytest.raises(LabError, match="no run of ddp-x2 with these settings is left"):
+    with pytest.raises(LabError, match="has no further run of ddp-x2 with these settings"):
         lab_page(lab, recorded=elsewhere)
-    assert RunFolder.all(elsewhere), "what was recorded stays where it was"
+    assert RunFolder.all(elsewhere), "recorded runs stay in place"
 
 
 def test_a_recorded_cell_is_known_by_its_text(tmp_path):
-    """Every cell of `%%torchrun` has the same Spec but for the script, which lies in the folder of its run."""
+    """Every cell of `%%torchrun` has the same Spec except for the script, which is in the folder of its run."""
     folders = {}
     for text in ("first", "second"):
         run = FakeRun(tmp_path)
@@ -417,10 +417,10 @@ def test_a_recorded_cell_is_known_by_its_text(tmp_path):
         run.end()
         run.close()
         folders[text] = run.folder.name
-    shelf, asked = Shelf(tmp_path), Spec(script="cell.py", nproc=2, device="cpu")
-    assert shelf.take(asked, source="first").name == folders["first"]
-    with pytest.raises(LookupError, match="no run of cell-x2"):
-        shelf.take(asked, source="third")
+    runs_of_lab, asked = RecordedRuns(tmp_path), Spec(script="cell.py", nproc=2, device="cpu")
+    assert runs_of_lab.take(asked, source="first").name == folders["first"]
+    with pytest.raises(LookupError, match="no further run of cell-x2"):
+        runs_of_lab.take(asked, source="third")
 
 
 def test_runs_that_a_lab_leaves_are_ended(lab, tmp_path):
@@ -472,7 +472,7 @@ def test_the_course_has_an_index_and_goes_on_past_a_lab_that_fails(lab, tmp_path
         (["handout", "last", "-o", "/"], "/ is a folder"),
     ],
 )
-def test_what_cannot_be_meant_is_said_in_one_sentence(fake, capsys, argv, says):
+def test_invalid_arguments_are_refused_in_one_sentence(fake, capsys, argv, says):
     assert ask(*argv) == 2
     assert says in capsys.readouterr().err
 
@@ -482,7 +482,7 @@ def test_what_cannot_be_meant_is_said_in_one_sentence(fake, capsys, argv, says):
 
 @pytest.fixture
 def opened(chromium, tmp_path):
-    """Opens a page's file with no network; fails on any request but for the file, any word in the console and any error."""
+    """Opens a page's file offline; fails on any other request, any console message and any error."""
     asked, said, contexts = [], [], []
 
     def open_page(html: str, width: int = 1280, **settings):
@@ -511,7 +511,7 @@ def drawn(page) -> None:
 
 @pytest.fixture
 def html(fake, runs) -> str:
-    """A page with everything on it."""
+    """A page with all kinds of content."""
     name = fake.folder.name
     fake.folder.script.write_text("import torch\n" * 80, encoding="utf-8")
     bundle = {PLOTLY: figure(), "text/html": "<svg></svg>", "text/plain": f"loss of {name}: finished"}
@@ -563,7 +563,7 @@ def test_a_phone_has_nothing_to_scroll_sideways(opened, html):
     page = opened(html, width=390)
     drawn(page)
     assert page.evaluate("document.documentElement.scrollWidth") == 390
-    assert page.locator("nav details").get_attribute("open") is None, "the contents are folded"
+    assert page.locator("nav details").get_attribute("open") is None, "the table of contents is closed"
     page.locator("figure").nth(2).scroll_into_view_if_needed()
     page.screenshot(path=PICTURES / "handout-3-phone.png")
 
@@ -581,10 +581,10 @@ def test_print_has_clean_pages(opened, html, tmp_path):
     )
     pdf = page.pdf(path=PICTURES / "handout-4-print.pdf", format="A4")
     seen = json.loads(page.evaluate("document.body.dataset.seen"))
-    assert seen["closed"] == 0, "all folds are open"
-    assert set(seen["widths"]) == {680, 332}, "as wide as the sheet, or half"
+    assert seen["closed"] == 0, "all sections are open"
+    assert set(seen["widths"]) == {680, 332}, "as wide as the page, or half of it"
     assert b"/Subtype /Image" not in pdf, "figures are vectors"
-    assert page.locator("main details:not([open])").count() == closed, "and as they were, afterwards"
+    assert page.locator("main details:not([open])").count() == closed, "restored afterwards"
     page.emulate_media(media="print")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert page.locator(".top").is_hidden() and page.locator("nav").is_hidden()
@@ -603,7 +603,7 @@ def test_hostile_text_does_nothing_in_a_browser(opened, runs):
 
 @pytest.mark.browser
 def test_what_gets_past_the_cleaning_is_stopped_by_the_policy(chromium, fake, tmp_path):
-    """The second fence by itself: the page's own policy lets no script run but the page's own."""
+    """The second line of defence alone: the content security policy allows only the page's own scripts."""
     made = run_page(fake.folder)
     made.body += "".join(HOSTILE)
     file = write(tmp_path / "page.html", made.html())

@@ -1,4 +1,4 @@
-"""What the walk over Python's objects finds, and that nothing that it meets can break it."""
+"""The walk over Python's objects: what it finds, and that no object can break it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def counted(held: Held) -> tuple[set[int], set[int]]:
-    """Addresses of what was found: of parameters, and of the rest without data sets."""
+    """Addresses of the tensors found: parameters, and the rest without data sets."""
     census = Census(CPU)
     census.add(held.parameters(), "parameters")
     census.leave_out(held.data())
@@ -39,7 +39,7 @@ def test_a_tensor_counts_once_it_has_outlived_a_step():
     held.walk(CPU)
     assert kept[0].data_ptr() in counted(held)[1] and batch.data_ptr() not in counted(held)[1]
     address = kept.pop().data_ptr()
-    assert address not in counted(held)[1], "nothing lives longer because it was found"
+    assert address not in counted(held)[1], "the walk does not keep tensors alive"
 
 
 def test_modules_count_whether_they_train_or_not():

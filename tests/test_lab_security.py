@@ -1,4 +1,4 @@
-"""A real JupyterLab as `labkit lab` starts it: its kernels talk over sockets that only their owner can open."""
+"""A real JupyterLab as `labkit lab` starts it: its kernels communicate over sockets that only their owner can open."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows has no Unix soc
 
 
 class Server:
-    """JupyterLab on a port of its own choice; `ask` sends one request of its REST interface."""
+    """JupyterLab on a port that it chooses; `ask` sends one request to its REST interface."""
 
     def __init__(self, folder: Path):
         arguments = cli.parse(["lab", "--no-browser", "--port", "18888", "--", "--ServerApp.log_level=INFO"])
@@ -75,7 +75,7 @@ def server(tmp_path_factory):
 
 
 def value_of(client: BlockingKernelClient, code: str) -> str:
-    """What an expression is in the kernel, as text."""
+    """The value of an expression in the kernel, as text."""
     answer = client.execute(f"_result = repr({code})", reply=True, timeout=120, user_expressions={"r": "_result"})
     return answer["content"]["user_expressions"]["r"]["data"]["text/plain"].strip("'\"")
 
@@ -94,11 +94,12 @@ def test_kernels_of_the_lab_listen_on_no_port_that_others_can_read(server):
         sockets = [Path(f"{facts['ip']}-{facts[name]}") for name in ("shell_port", "iopub_port", "stdin_port", "control_port", "hb_port")]
         assert all(stat.S_ISSOCK(path.stat().st_mode) and path.parent == server.runtime for path in sockets)
         listening = [one for one in server.kernel_process().net_connections("inet") if one.status == psutil.CONN_LISTEN]
-        # ipykernel itself keeps one port for the output of forked children; it only takes messages, and only with its 16 secret bytes.
+        # ipykernel keeps one port for the output of forked children; it only accepts messages with its 16 secret bytes.
         assert len(listening) <= 1 and all(one.laddr.ip == "127.0.0.1" for one in listening)
         assert not {one.laddr.port for one in listening} & {facts[name] for name in facts if name.endswith("_port")}
 
-        # Jupyter's server may miss every message of a kernel that starts just then, its state included: the cell itself says that it runs.
+        # Jupyter's server may miss all messages of a kernel that is just starting, so the cell itself reports that it
+        # runs.
         executing = server.runtime / "executing"
         asked = client.execute(f"import pathlib, time; pathlib.Path({str(executing)!r}).touch(); time.sleep(600)")
         wait_until(executing.exists)

@@ -1,4 +1,4 @@
-"""Real runs under torchrun: how they end, how they are ended, and that nothing of them is left."""
+"""Real runs under torchrun: how they end, how they are stopped, and that no process remains."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from labkit.launch.job import Job, LaunchError
 from labkit.plan.spec import SpecError
 from labkit.record.folder import RunFolder
 
-LIMIT = 5.0  # seconds within which a stopped or abandoned run is gone
+LIMIT = 5.0  # seconds within which all processes of a stopped or abandoned run end
 
 # It leaves a child of its own behind.
 ENDS_WELL = """
@@ -92,7 +92,7 @@ time.sleep(100)
 
 @pytest.fixture
 def script(tmp_path, start):
-    """Writes a script into a folder whose name has spaces, and gives its path. Every test with it has a warm and a cold round."""
+    """Writes a script to a folder whose name contains spaces, and returns its path. Tests with it run warm and cold."""
 
     def write(text: str) -> Path:
         path = tmp_path / "my own scripts" / "train it.py"
@@ -104,7 +104,7 @@ def script(tmp_path, start):
 
 
 def started(run: Run, word: str = "waits", times: int = 1) -> Run:
-    """Waits until every rank has printed `word` so often."""
+    """Waits until every rank has printed `word` that many times."""
     ranks = range(run.state.world_size)
     wait_until(lambda: run.state.over or all(run.logs(rank).count(word) >= times for rank in ranks))
     assert not run.state.over, run
@@ -124,7 +124,7 @@ def test_a_run_ends_well(script, runs):
     assert stat.S_IMODE(handle.folder.path.stat().st_mode) == 0o700
     listening = listened_to(handle)
     assert handle.wait(60).words == "finished", handle.folder.launcher_log.read_text()
-    assert not processes_of(str(runs)), "wait returns when nothing of the run is left"
+    assert not processes_of(str(runs)), "wait returns when all processes of the run have ended"
     for rank in (0, 1):
         assert handle.logs(rank) == "sum 2.0 args --name two words\n"
         assert f"threads 1 at {Path.cwd()}" in handle.logs(rank, "stderr")
@@ -141,11 +141,11 @@ def test_a_run_ends_well(script, runs):
     samples = [json.loads(line) for line in handle.folder.system.read_text().splitlines()]
     assert {"0", "1"} == {rank for sample in samples for rank in sample["ranks"]}
     assert all(sample["ranks"][rank]["rss"] > 1 << 20 for sample in samples for rank in sample["ranks"])
-    assert handle.stop().words == "finished", "a run that is over is left as it is"
+    assert handle.stop().words == "finished", "stop does nothing if the run is over"
 
 
 def listened_to(handle: Run) -> set[str]:
-    """Every address that a process of the run listens on, at any moment that was looked at."""
+    """Every address that a process of the run was found listening on."""
     found = set()
     while not handle.state.over:
         pids = {process.pid for process in processes_of(str(handle.folder.path))}
@@ -189,7 +189,7 @@ def test_stop_ends_what_hangs_and_what_will_not_hear(script):
         assert time.monotonic() - begun < LIMIT
         assert states == ["stopped", "stopped"]
         assert [process.pid for process in processes_of(str(handle.folder.path))] == [bystander.pid]
-        assert bystander.poll() is None, "another run's process is not this run's to end"
+        assert bystander.poll() is None, "a process of another run must not be killed"
     finally:
         bystander.kill()
         bystander.wait()
@@ -198,7 +198,7 @@ def test_stop_ends_what_hangs_and_what_will_not_hear(script):
 
 @pytest.fixture
 def hears_interrupts():
-    """A shell's background job is born deaf to SIGINT, and so would be the tests that run in one."""
+    """A shell's background job ignores SIGINT from the start, and so would tests that run in one."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -228,7 +228,7 @@ def test_a_run_ends_with_its_starter_unless_detached(script, runs, tmp_path):
         starter.kill()
         nothing_left(bound.folder)
         assert bound.words == "stopped"
-        assert "had started it is gone" in bound.state.status["message"]
+        assert "the process that started it has ended" in bound.state.status["message"]
         assert detached.words in ("starting ranks", "training") and processes_of(str(detached.folder.path))
         begun = time.monotonic()
         assert detached.stop().words == "stopped"

@@ -1,4 +1,4 @@
-"""The lifetime of a run's processes: who dies with whom, who may be signalled, and what is said of a run whose end nobody wrote."""
+"""The lifetime of a run's processes: which die together, which may be signalled, and runs without a final status."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from labkit.record.state import RunState
 from labkit.record.status import QUIET, current
 
 ROOT = Path(__file__).parent.parent
-LIMIT = 5.0  # seconds within which a stopped or abandoned run is gone
+LIMIT = 5.0  # seconds within which all processes of a stopped or abandoned run end
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's promises that are used here are Linux's")
 
 WAITS = """
@@ -56,7 +56,7 @@ if len(sys.argv) > 1:
 
 
 def python(code: str, *arguments: str, **changes: str) -> subprocess.Popen:
-    """A process of another program, with these changes to its environment; it is there when this returns."""
+    """Starts a process of another program with these changes to its environment."""
     environment = {name: value for name, value in os.environ.items() if name != TAG} | {"PYTHONPATH": str(ROOT)} | changes
     command = [sys.executable, "-c", f"print(flush=True)\n{code}", *arguments]
     process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -66,7 +66,7 @@ def python(code: str, *arguments: str, **changes: str) -> subprocess.Popen:
 
 @pytest.fixture
 def bystander():
-    """Starts processes that wait, and ends them after the test."""
+    """Starts processes that wait, and kills them after the test."""
     started = []
 
     def start(code: str = "input()", *arguments: str, **changes: str) -> subprocess.Popen:
@@ -253,9 +253,9 @@ def test_a_run_whose_folder_is_deleted_ends_and_says_why(script):
         handle.words == other.words == ("failed (the run folder was deleted or moved while the run was under way, so the run was stopped)")
     )
     assert "deleted" in handle.wait(1.0).words
-    assert not of_folder(handle.folder.path), "wait returns when nothing of the run is left"
+    assert not of_folder(handle.folder.path), "wait returns when all processes of the run have ended"
     assert handle.stop().summary()["state"] == "failed"
-    assert not handle.folder.path.exists(), "nothing is written at its old place"
+    assert not handle.folder.path.exists(), "nothing is written to its old path"
 
 
 @LINUX
@@ -282,7 +282,7 @@ def test_stop_finds_a_run_whose_folder_is_deleted(bystander, runs, capsys):
 
 @pytest.fixture
 def elsewhere(runs):
-    """The folder of a run that was under way on another host, and has come here without its supervisor."""
+    """The folder of a run on another host, copied here without its supervisor."""
     fake = FakeRun(runs, steps=3)
     fake.start()
     fake.step(3)
@@ -325,7 +325,7 @@ def test_a_run_of_another_host_that_gives_a_sign_of_life_is_under_way(sign, else
 
 @pytest.mark.parametrize("field", [{"host": "gpu-server-7"}, {"boot": "before the restart"}])
 def test_a_process_of_another_host_is_never_found_here(field, elsewhere, bystander):
-    """The same pid means another process on another host, after a restart, and in another container."""
+    """The same pid is a different process on another host, after a reboot, and in another container."""
     stranger = bystander("input()", "labkit.launch.supervisor", **{TAG: str(elsewhere.path)})
     supervisor_in(elsewhere, **(identity(stranger.pid) | field))
     for path in (elsewhere.status, elsewhere.system):
@@ -447,7 +447,7 @@ while True:
 
 @pytest.fixture
 def small_disk(tmp_path, monkeypatch):
-    """A file system of 4 MiB that the run folders go to."""
+    """A file system of 4 MiB for the run folders."""
     place = tmp_path / "disk"
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)]

@@ -1,4 +1,4 @@
-"""`%%torchrun`: what a cell may ask for, the script that is written from it, what is shown, and real cells in real kernels."""
+"""`%%torchrun`: its options, the generated script, the output, and real cells in real kernels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from labkit.record.follow import Follower
 from labkit.setup.machine import Gpu, Machine
 
 ROOT = Path(__file__).parents[1]
-SECONDS = 240  # that a run may take to get somewhere on a busy machine
+SECONDS = 240  # timeout of a run on a busy machine
 CPU = Machine(gpus=(), cores=2, memory=8 << 30)
 T4S = Machine(gpus=tuple(Gpu(index, "Tesla T4", 15 << 30, (7, 5)) for index in range(2)), cores=4, memory=31 << 30)
 
@@ -48,27 +48,27 @@ def test_a_cell_takes_gpus_where_there_are_enough_and_cpu_ranks_else():
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("", "say on how many ranks"),
+        ("", "the number of ranks is missing"),
         ("four", "got 'four'"),
         ("0", "got 0"),
         ("-1", "got -1"),
-        ("9", "9 ranks were asked for, and 8 CPU ranks are the most here, for 2 cores; write %%torchrun 8"),
-        ("2 --fast", "'--fast' is not known; there is --device cpu"),
+        ("9", "this machine has at most 8 CPU ranks (2 cores), got 9 ranks; write %%torchrun 8"),
+        ("2 --fast", "unknown option '--fast'; the options are --device cpu"),
         ("2 --as", "--as needs a value"),
-        ("2 --as 3x", "takes the name of a variable, and this is '3x'"),
-        ("2 --device tpu", "device 'tpu' is not known; there is cpu and cuda"),
+        ("2 --as 3x", "--as must be a variable name, got '3x'"),
+        ("2 --device tpu", "--device must be cpu or cuda, got 'tpu'"),
         ("2 --device cuda", "this machine has no GPU"),
-        ("2 'a", "could not be read"),
+        ("2 'a", "cannot parse"),
     ],
 )
-def test_a_first_line_that_cannot_be_meant_is_refused_in_one_sentence(line, words):
+def test_an_invalid_first_line_is_refused_in_one_sentence(line, words):
     with pytest.raises(CellError, match=re.escape(words)) as refused:
         Cell.read(line, "pass", CPU)
     assert "\n" not in str(refused.value)
 
 
 def test_more_gpus_than_there_are():
-    with pytest.raises(CellError, match="3 ranks were asked for, and 2 GPUs are the most here"):
+    with pytest.raises(CellError, match="this machine has 2 GPUs, got 3 ranks"):
         Cell.read("3 --device cuda", "pass", T4S)
 
 
@@ -84,7 +84,7 @@ def test_more_gpus_than_there_are():
         ("  \n", "the cell is empty"),
     ],
 )
-def test_a_cell_that_does_not_parse_is_told_its_line(body, words):
+def test_a_syntax_error_names_its_line(body, words):
     with pytest.raises(CellError, match=re.escape(words)):
         Cell.read("2", body, CPU)
 
@@ -134,7 +134,7 @@ def test_a_report_of_a_tensor_is_its_numbers(capsys):
 
 @pytest.mark.parametrize(
     ("value", "words"),
-    [(range(3), "was a range"), ({"a": 1}, "was a dict"), ([object()], "was a object"), ([0] * (MOST + 1), "1,001 values")],
+    [(range(3), "got range"), ({"a": 1}, "got dict"), ([object()], "got object"), ([0] * (MOST + 1), "got 1,001")],
 )
 def test_a_report_that_fits_into_no_table(value, words):
     with pytest.raises(ValueError, match=words):
@@ -144,7 +144,7 @@ def test_a_report_that_fits_into_no_table(value, words):
 def test_a_report_of_a_large_tensor_is_refused():
     import torch
 
-    with pytest.raises(ValueError, match="1,000,000 numbers, and 1,000 are the most"):
+    with pytest.raises(ValueError, match="must have at most 1,000 numbers, got 1,000,000"):
         report(x=torch.zeros(1000, 1000))
 
 
@@ -179,7 +179,7 @@ def test_each_rank_has_a_block_of_its_own_with_its_colour():
     assert re.findall(r'aria-label="(rank \d)"', page) == ["rank 0", "rank 1"]
     assert "#0072B2" in page and "#E69F00" in page
     assert "red" in page and "\x1b" not in page
-    assert "7 lines before" in page and "<table" not in page
+    assert "7 earlier lines" in page and "<table" not in page
 
 
 def test_ranks_that_only_report_have_a_table_and_no_empty_blocks():
@@ -195,7 +195,7 @@ def test_values_are_short_in_the_table():
 # ---- real cells
 
 
-def test_a_run_whose_ranks_hang_is_ended_where_nobody_could_press_stop(runs, monkeypatch):
+def test_a_hanging_run_is_stopped_if_headless(runs, monkeypatch):
     hang = Finding("hang", "wrong", "rank 0 waited", "for rank 1", "", "")
     shown: list[Shown] = []
     run = CellRun(Cell.read("1", "print('here')\ntime.sleep(600)", CPU), shown.append)
@@ -211,8 +211,8 @@ def test_a_cell_that_is_stopped_before_it_begins_never_does(runs):
     second = CellRun(Cell.read("1", "pass", CPU), shown.append, first)
     second.stop()
     second.go()
-    assert shown[-1].title == "stopped before it began"
-    with pytest.raises(LookupError, match="stopped before it began"):
+    assert shown[-1].title == "stopped before it started"
+    with pytest.raises(LookupError, match="stopped before it started"):
         Reports(second)["x"]
     assert not runs.exists()
 
@@ -245,7 +245,7 @@ CELLS = (
 )
 
 
-def test_cells_where_nobody_watches(runs, tmp_path, kernel_environment):
+def test_cells_in_a_headless_notebook(runs, tmp_path, kernel_environment):
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in CELLS])
     nbclient.NotebookClient(notebook, timeout=SECONDS, allow_errors=True).execute()
     _, sums, later, missing, failed, many, broken = notebook.cells
@@ -259,31 +259,31 @@ def test_cells_where_nobody_watches(runs, tmp_path, kernel_environment):
 
     assert later.outputs[0]["text"] == "[[1.0, 1.0], [1.0, 1.0]] ['total', 'rank'] finished\n"
     assert "<table" in later.outputs[1]["data"]["text/html"]
-    assert missing.outputs[0]["evalue"] == "no rank reported 'nothing'; there is total, rank"
+    assert missing.outputs[0]["evalue"] == "no rank reported 'nothing'; reported: total, rank"
 
     told = failed.outputs[0]["data"]["text/plain"]
     assert told.startswith("rank 1 failed at line 4 of the cell: ValueError: no <i>\n── rank 1 · failed first")
     assert "Cell, line 6, in <module>" in told and "Cell, line 4, in f" in told and "train.py" not in told
-    assert "── rank 0 · ended with rank 1" in told
+    assert "── rank 0 · terminated because rank 1 failed" in told
 
-    assert many.outputs[0]["text"].startswith("UsageError: %%torchrun: 99 ranks were asked for, and ")
+    assert many.outputs[0]["text"].startswith("UsageError: %%torchrun: this machine has ")
     assert (
         broken.outputs[0]["text"].strip()
         == "UsageError: %%torchrun: the cell does not parse, line 2: '(' was never closed; nothing was started"
     )
-    assert len(list(runs.iterdir())) == 2, "what was refused has started nothing"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ipython", "runs"], "nothing is left beside the run folders"
+    assert len(list(runs.iterdir())) == 2, "a refused cell starts nothing"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ipython", "runs"], "no files are left next to the run folders"
 
 
 class Front:
-    """A front end with a person: it could be asked for input, keeps what is displayed, and can interrupt."""
+    """An interactive notebook client: it accepts input requests, stores displayed output, and can interrupt."""
 
     def __init__(self, manager: jupyter_client.KernelManager, client: jupyter_client.BlockingKernelClient):
         self.manager, self.client = manager, client
         self.shown: dict[str, str] = {}
 
     def do(self, code: str) -> str:
-        """Executes code; gives what it prints."""
+        """Executes code and returns its printed output."""
         printed = []
 
         def hear(message) -> None:
@@ -295,13 +295,13 @@ class Front:
         return "".join(printed)
 
     def take(self, message) -> None:
-        """Keeps what is displayed, by its place."""
+        """Stores displayed output by its display id."""
         place = message["content"].get("transient", {}).get("display_id")
         if place:
             self.shown[place] = message["content"]["data"].get("text/plain", "")
 
     def sees(self, words: str) -> bool:
-        """Whether `words` are on screen, now that all that has come is read."""
+        """Whether `words` are displayed, after reading all pending messages."""
         while self.client.iopub_channel.msg_ready():
             self.take(self.client.get_iopub_msg())
         return any(words in text for text in self.shown.values())
@@ -320,20 +320,20 @@ def front(kernel_environment, tmp_path) -> Iterator[Front]:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a kernel is interrupted by a signal here")
-def test_where_a_person_watches_the_kernel_is_free_and_an_interrupt_ends_the_run(front, runs):
+def test_in_an_interactive_notebook_the_kernel_is_free_and_an_interrupt_stops_the_run(front, runs):
     front.do("%%torchrun 2 --device cpu\nprint('I am', rank, flush=True)\ntime.sleep(600)")
     wait_until(lambda: front.sees("── rank 0\nI am 0") and front.sees("── rank 1\nI am 1"), SECONDS)
     wait_until(lambda: front.sees("running on 2 CPU ranks") and front.sees("Stop"), SECONDS)
-    assert front.do("print(1 + 1)") == "2\n", "the kernel is free though the ranks sleep"
+    assert front.do("print(1 + 1)") == "2\n", "the kernel responds while the ranks sleep"
 
     front.do("%%torchrun 1 --as later --device cpu\nreport(x=3)")
-    wait_until(lambda: front.sees("waits for the cell before to end"), SECONDS)
-    front.do("%xdel nothing")  # the handler outlives other cells
+    wait_until(lambda: front.sees("waiting for the previous cell to finish"), SECONDS)
+    front.do("%xdel nothing")  # the handler stays installed after other cells
     front.manager.interrupt_kernel()
-    wait_until(lambda: front.sees("stopped after") and front.sees("stopped before it began"), SECONDS)
+    wait_until(lambda: front.sees("stopped after") and front.sees("stopped before it started"), SECONDS)
     wait_until(lambda: not processes_of(str(runs)), 10)
     assert not front.sees("Button")
 
     front.do("%%torchrun 1 --as later --device cpu\nreport(x=3)")
-    assert front.do("print(later['x'])") == "[3]\n", "who reads it waits for the end"
+    assert front.do("print(later['x'])") == "[3]\n", "reading it waits for the end"
     wait_until(lambda: front.sees("finished on 1 CPU rank"), SECONDS)

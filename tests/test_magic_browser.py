@@ -1,4 +1,4 @@
-"""`%%torchrun` in JupyterLab: each rank's output apart while it runs, Stop, and what stays when the page is loaded again."""
+"""`%%torchrun` in JupyterLab: separate output of each rank, Stop, and the output that stays after a page reload."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`labkit notebook`: a lab as an .ipynb whose first cell brings the project into somebody else's image."""
+"""`labkit notebook`: a lab as an .ipynb whose first cell installs the project into an existing image."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ask(*argv: str) -> int:
 
 @pytest.fixture
 def first_cell(tmp_path):
-    """The first cell of a notebook that was made with a source."""
+    """The first cell of a notebook created with this source."""
 
     def made(source: str | None) -> str:
         return nbformat.read(to_import(LAB, tmp_path / "lab.ipynb", source), 4).cells[0].source
@@ -38,7 +38,7 @@ def first_cell(tmp_path):
 
 
 def run(cell: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a cell in a Python that does not know the project."""
+    """Runs a cell in a Python without the project."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run([sys.executable, "-S", "-c", cell], cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
@@ -64,7 +64,7 @@ def test_a_notebook_that_is_there_is_left_alone(tmp_path, capsys):
     target = tmp_path / "lab.ipynb"
     target.write_text("mine", encoding="utf-8")
     assert ask("notebook", str(LAB), "-o", str(target)) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert target.read_text(encoding="utf-8") == "mine"
 
 
@@ -95,7 +95,7 @@ def test_a_source_cannot_break_out_of_its_line(first_cell):
 
 
 def test_the_first_cell_clones_and_starts_a_command_which_adds_what_is_missing(first_cell, tmp_path):
-    """A repository in a folder stands for one elsewhere; its command says what it was started with."""
+    """A repository in a folder instead of a remote one; its command prints its arguments."""
     source = tmp_path / "source"
     (source / "labkit").mkdir(parents=True)
     (source / "labkit" / "__init__.py").write_text("", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The panel for everybody, in a real browser: by keyboard alone, named for a screen reader, read in both themes and on a projector."""
+"""Accessibility of the panel in a real browser: keyboard, names for a screen reader, contrast in both themes and presentation mode."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOTEBOOK = HEADER + """from labkit import Lab
 Lab(strategy="zero1", workload="mlp", nproc=1, device="cpu", batch_size=64, steps=3000)
 
 # %%
-Lab(recorded="last", stage=True)
+Lab(recorded="last", presentation=True)
 """
 
 # The tabs, and what each shows of a run that has trained.
@@ -28,7 +28,7 @@ TABS = {
     "Compare": ".labkit-compare-run",
 }
 
-# The name that a screen reader says, as far as the panel's own elements go.
+# The accessible name of an element of the panel.
 NAME = """element => (element.ariaLabel || [...(element.labels ?? [])].map(one => one.textContent).join(" ")
     || element.textContent || element.title || "").trim()"""
 
@@ -43,7 +43,7 @@ SHOWS_FOCUS = """() => {
   return outlineStyle !== "none" && outlineWidth !== "0px";
 }"""
 
-# Letters that are hard to read: the contrast of their colour with the ground that they stand on, by WCAG 2, below 4.5.
+# Text that is hard to read: its contrast with the background, by WCAG 2, is below 4.5.
 FAINT = """panel => {
   const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
   const read = (colour) => {
@@ -108,7 +108,7 @@ def test_the_panel_by_keyboard_alone(page, jupyter):
     page.locator(".jp-CodeCell .cm-content").first.click()
     page.keyboard.press("Control+Enter")
     panel = page.locator(".labkit", has=page.locator(".labkit-run")).first
-    sync_api.expect(panel.locator(".labkit-to-stage")).to_be_visible(timeout=RUN_TIMEOUT)
+    sync_api.expect(panel.locator(".labkit-present")).to_be_visible(timeout=RUN_TIMEOUT)
     see(panel)
     page.keyboard.press("Escape")
 
@@ -132,23 +132,23 @@ def test_the_panel_by_keyboard_alone(page, jupyter):
     tab_to(page, panel, "▶ Run")
     page.keyboard.press("Enter")
     wait_for_words(panel, "training")
-    assert panel.evaluate("panel => panel.contains(document.activeElement)"), "a button that is greyed keeps the focus in the panel"
+    assert panel.evaluate("panel => panel.contains(document.activeElement)"), "a button that becomes disabled keeps the focus in the panel"
     page.keyboard.press("3")
     sync_api.expect(panel.get_by_role("tab", name="Logs")).to_have_attribute("aria-selected", "true")
     sync_api.expect(panel.get_by_role("log")).to_contain_text("loss", timeout=RUN_TIMEOUT)
     page.keyboard.press("s")
-    sync_api.expect(panel).to_have_class(re.compile("labkit-stage"))
+    sync_api.expect(panel).to_have_class(re.compile("labkit-presentation"))
     box = panel.bounding_box()
     assert (box["x"], box["y"], box["width"], box["height"]) == (0, 0, 1280, 720)
-    picture(page, "20-stage-logs")
+    picture(page, "20-presentation-logs")
     page.keyboard.press("1")
     sync_api.expect(panel.get_by_role("img", name=re.compile(r"Loss, loss: rank 0 [\d.]+ at \d+; rank 1"))).to_be_visible()
-    picture(page, "21-stage-live")
+    picture(page, "21-presentation-live")
     page.keyboard.press("r")
     wait_for_words(panel, "stopped")
     wait_until(lambda: not processes_of(str(jupyter.runs)), 10)
     page.keyboard.press("Escape")
-    sync_api.expect(panel).not_to_have_class(re.compile("labkit-stage"))
+    sync_api.expect(panel).not_to_have_class(re.compile("labkit-presentation"))
     kinds = page.evaluate("window.jupyterapp.shell.currentWidget.content.widgets.map(one => one.model.type)")
     assert kinds == ["code", "code"], "no key of the panel reached the notebook, where r makes a cell raw"
 
@@ -157,31 +157,31 @@ def test_the_panel_by_keyboard_alone(page, jupyter):
     page.keyboard.press("s")
     in_the_kernel(page, "pass")
     sync_api.expect(panel.locator(".labkit-state")).to_have_text("stopped")
-    sync_api.expect(panel).not_to_have_class(re.compile("labkit-stage"))
-    a_recorded_run_plays_on_the_stage(page)
+    sync_api.expect(panel).not_to_have_class(re.compile("labkit-presentation"))
+    a_recorded_run_plays_in_presentation_mode(page)
     everybody_can_read_it(page, panel)
 
 
-def a_recorded_run_plays_on_the_stage(page: sync_api.Page) -> None:
+def a_recorded_run_plays_in_presentation_mode(page: sync_api.Page) -> None:
     page.locator(".jp-CodeCell .cm-content").nth(1).click()
     page.keyboard.press("Control+Enter")
     panel = page.locator(".labkit", has=page.locator(".labkit-run")).nth(1)
     wait_for_words(panel, "recorded: ready to play")
-    sync_api.expect(panel).to_have_class(re.compile("labkit-stage"), timeout=RUN_TIMEOUT)
+    sync_api.expect(panel).to_have_class(re.compile("labkit-presentation"), timeout=RUN_TIMEOUT)
     sync_api.expect(panel.locator(".labkit-recording")).to_contain_text(
         re.compile(r"DDP: MLP on digits, 2 ranks.*recorded on \d+ \w+ \d{4}, .* on 2 CPU ranks")
     )
     panel.get_by_label("Speed", exact=True).select_option("4×")
     panel.get_by_role("button", name="▶ Play").click()
     wait_for_words(panel, "recorded: (training|stopped)")
-    picture(page, "22-stage-recorded")
+    picture(page, "22-presentation-recorded")
     page.keyboard.press("r")
-    wait_for_words(panel, "recorded: (.+ · held here|stopped)")
+    wait_for_words(panel, "recorded: (.+ · paused|stopped)")
     page.keyboard.press("3")
-    sync_api.expect(panel.locator(".labkit-logs")).to_contain_text("all of the recording: lines of a log have no times")
+    sync_api.expect(panel.locator(".labkit-logs")).to_contain_text("complete log: log lines have no timestamps")
     sync_api.expect(panel.get_by_role("log")).to_contain_text("loss")
     page.keyboard.press("Escape")
-    sync_api.expect(panel).not_to_have_class(re.compile("labkit-stage"))
+    sync_api.expect(panel).not_to_have_class(re.compile("labkit-presentation"))
     panel.get_by_role("button", name="✕ Close").click()
     sync_api.expect(panel.get_by_role("button", name="▶ Run")).to_be_visible()
 
@@ -195,7 +195,7 @@ def everybody_can_read_it(page: sync_api.Page, panel: sync_api.Locator) -> None:
             panel.evaluate("panel => panel.focus()")
             if stage:
                 page.keyboard.press("s")
-                sync_api.expect(panel).to_have_class(re.compile("labkit-stage"))
+                sync_api.expect(panel).to_have_class(re.compile("labkit-presentation"))
             for number, (tab, content) in enumerate(TABS.items(), 1):
                 see(panel)
                 page.keyboard.press(str(number))

@@ -1,4 +1,4 @@
-"""The panel's button that installs a missing extra, with a fake install command."""
+"""The panel's button that installs a missing extra, with a test command instead of the real one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ sys.exit(sys.argv[2] == "fails")
 
 @pytest.fixture
 def packages(tmp_path, monkeypatch):
-    """A folder of packages without the package of the strategy deepspeed."""
+    """A folder of packages without the one that the strategy deepspeed needs."""
     folder = tmp_path / "packages"
     folder.mkdir()
     monkeypatch.syspath_prepend(folder)
@@ -86,7 +86,7 @@ def test_a_failed_installation_shows_its_reason(packages, monkeypatch, how, says
     lab = Lab(strategy="deepspeed", nproc=2)
     shown_while_installing(lab._install)
     assert says in lab._install.progress.value
-    assert not lab._install.button.disabled, "it can be tried again"
+    assert not lab._install.button.disabled, "the user can retry"
 
 
 def test_the_real_command_is_labkit_setup():

@@ -1,4 +1,5 @@
-"""The probe around scripts in many styles, alone and under torchrun: what it sees, and that nobody notices it."""
+"""The probe with scripts in many styles, alone and under torchrun: what it records, and that scripts are not affected.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def test_gradients_are_not_recorded_from_a_step_that_creates_optimizer_state():
     gradients = numpy.load(ran.folder.tensors / "rank0-gradients.npz")
     arrays = [gradients[name] for name in gradients.files if name != "index"]
     assert arrays
-    assert all(array.any() for array in arrays), "a step that creates state has gradients of zero"
+    assert all(array.any() for array in arrays), "an optimizer step that only creates state has zero gradients"
 
 
 def test_the_compilation_of_an_extension_is_an_activity_in_words(tmp_path):
@@ -81,7 +82,7 @@ def test_the_compilation_of_an_extension_is_an_activity_in_words(tmp_path):
     words = "building the C++ extension my_operator (first use only)"
     assert [event["name"] for event in told.of("activity")][:3] == [words, None, words]
     assert told.of("activity")[-1]["name"] is None
-    assert all(kinds.checked(event) for event in told.events), "a run's own reader takes no event for a broken line"
+    assert all(kinds.checked(event) for event in told.events), "the reader accepts every event"
     assert told.of("probe_error") == []
     state = RunState()
     state.apply({"kind": "status", "status": {"state": "running"}})
@@ -135,7 +136,7 @@ def test_every_style_runs_to_its_end_unseen(styles):
         ("range_loop", [6] * 3),
         ("by_hand", [0] * 2),
         ("checkpointed", [8] * 3),
-        ("raises_and_goes_on", [8] * 3),  # nothing is trained on a batch whose forward raised
+        ("raises_and_goes_on", [8] * 3),  # a batch whose forward raised does not count
         ("transforms", [8] * 3),
         ("compiled", [8] * 3),
         ("two_optimizers", [8] * 4),
@@ -167,9 +168,10 @@ def test_steps_are_numbered_and_phases_add_up(styles):
 
 def test_the_loss_is_the_scripts_own(styles):
     _, told = styles
-    losses = [step["loss"] for step in told.of("step", "trainer")]  # and not the gradient scaler's
+    losses = [step["loss"] for step in told.of("step", "trainer")]  # not the scaled loss
     assert losses == pytest.approx(told.metric("true_loss", "trainer"))
-    assert told.of("step", "lbfgs")[0]["loss"] == pytest.approx(told.metric("first_loss", "lbfgs")[0])  # before the closure's others
+    # the closure's first loss
+    assert told.of("step", "lbfgs")[0]["loss"] == pytest.approx(told.metric("first_loss", "lbfgs")[0])
     assert told.of("step", "by_hand")[0]["loss"] == 4.0
 
 
@@ -210,8 +212,8 @@ def test_evaluation_is_told_and_belongs_to_no_step(styles):
     assert names["plain"] == ["training", "evaluating", "training", "evaluating"]
     assert names["accumulation"] == ["training", "evaluating"]  # though its model stays in train mode
     assert names["lbfgs"] == ["training"]
-    assert names["range_loop"] == []  # a teacher is no evaluation
-    assert names["two_optimizers"] == []  # nor is a critic's look at what is made
+    assert names["range_loop"] == []  # a teacher model is not an evaluation
+    assert names["two_optimizers"] == []  # nor is a critic's forward on generated samples
 
 
 def test_bytes_by_owner(styles):
@@ -220,7 +222,8 @@ def test_bytes_by_owner(styles):
     first, second = told.of("memory", "plain")
     held = {"parameters": parameters, "gradients": parameters, "optimizer": 2 * parameters + 4 * 4, "communication": 0, "other": 0}
     assert first["owners"] == held
-    # What the ReLU gave, kept once by two layers, and what the loss keeps: the logarithms, and two numbers.
+    # The output of the ReLU, saved once for two layers, and the tensors saved by the loss: log-probabilities, two
+    # scalars.
     kept = 4 * 8 * 16 + 4 * 8 * 3 + 4 + 4
     assert second["owners"] == held | {"activations": kept}
     for step in told.of("step", "plain"):
@@ -237,7 +240,7 @@ def test_what_does_not_train_is_counted_too():
     assert first["parameters"] == last["parameters"] == 3 * one, "the model, its teacher and its average"
     assert last["gradients"] == one and last["optimizer"] == pytest.approx(2 * one, rel=0.01)
     held = 3 * buffers + one + 3 * 4000  # the copy in a dictionary, and tensors in a list
-    assert held <= last["other"] < held + 2000, "neither the data set nor a batch, which are gone or on the host"
+    assert held <= last["other"] < held + 2000, "neither the data set nor a batch, which are freed or on the host"
     (curve,) = told.of("memory_step")
     assert curve["at_peak"]["parameters"] == 3 * one and curve["at_peak"]["other"] >= held
     assert told.of("step")[-1]["memory"]["allocated"] == sum(last.values()) - last["activations"]
@@ -253,7 +256,7 @@ def test_metrics_keep_their_names_apart(styles):
 
 
 def listeners(run: Path) -> set[str]:
-    """The addresses that the processes of a run listen on."""
+    """The addresses on which the processes of a run listen."""
     found = set()
     for process in processes_of(str(run)):
         try:
@@ -342,9 +345,10 @@ def test_shards_are_counted_as_shards(parallel):
         assert sum(told.owners(style)["parameters"] for told in (first, second)) == whole, style
     assert first.owners("tensor_parallel")["parameters"] == whole - 4 * (16 * 64 + 64 + 64 * 16) // 2
     same = first.owners("ddp")["activations"]
-    assert first.owners("fsdp1")["activations"] == first.owners("fsdp2")["activations"] == same  # gathered parameters are none
+    # gathered parameters do not count
+    assert first.owners("fsdp1")["activations"] == first.owners("fsdp2")["activations"] == same
     stage = 4 * 8 * 64
-    sent = 4 * 8 * 16  # what the next stage has been sent is kept until its gradient has come back
+    sent = 4 * 8 * 16  # the tensor sent to the next stage stays allocated until its gradient arrives
     assert stage + sent <= first.owners("gpipe")["activations"] < 1.1 * (stage + sent)  # of all micro-batches
     assert (stage + sent) / 2 <= first.owners("one_f_one_b")["activations"] < stage + sent  # of those in flight
 
@@ -434,7 +438,7 @@ def test_a_rank_dies_with_its_launcher(tmp_path, runs):
 
 
 class Event:
-    """An event of a stream that has come as far as `Cuda.now`."""
+    """An event of a stream that has advanced to `Cuda.now`."""
 
     def __init__(self, cuda):
         self.cuda, self.moment = cuda, None
@@ -448,7 +452,7 @@ class Event:
         return self.moment <= self.cuda.now
 
     def elapsed_time(self, end):
-        assert self.moment <= end.moment <= self.cuda.now, "asked before it was passed, which would raise"
+        assert self.moment <= end.moment <= self.cuda.now, "queried before it was passed, which would raise"
         return float(end.moment - self.moment)
 
 
@@ -476,7 +480,8 @@ class Cuda:
 def on_cuda(tmp_path, monkeypatch):
     cuda = Cuda()
     watch = StepWatch(Journal(tmp_path, 0))
-    monkeypatch.setattr(torch.optim.Optimizer, "__init__", torch.optim.Optimizer.__init__)  # so that it is restored
+    # so that monkeypatch restores it
+    monkeypatch.setattr(torch.optim.Optimizer, "__init__", torch.optim.Optimizer.__init__)
     watch.optimizers.follow()
     watch._use(CudaClock(torch.device("cuda", 0), cuda))
     weight = torch.zeros(2, requires_grad=True)
@@ -495,8 +500,9 @@ def test_steps_are_written_in_order_once_the_device_has_passed_them(on_cuda):
     cuda, watch, step, written = on_cuda
     for _ in range(3):
         step()
-    assert written() == [] and cuda.asked == 6  # each step asked once after its loss and the oldest step, and waited for nothing
-    cuda.now = 6  # by now the first step is passed, and half of the second
+    # queried once per step for the oldest step and its loss, without waiting
+    assert written() == [] and cuda.asked == 6
+    cuda.now = 6  # by now the first step has passed, and half of the second
     watch.drain()
     assert [event["step"] for event in written()] == [1]
     cuda.now = cuda.handed_out
@@ -524,7 +530,7 @@ def test_a_loss_that_diverges_on_a_gpu_is_noticed_if_it_has_arrived_and_never_wa
 
 
 def test_no_frame_is_held_while_the_memory_of_a_step_is_profiled(tmp_path):
-    """It would keep the tensors of a function that returns, and free them where no profile sees it."""
+    """A stored frame would keep the tensors of a returned function, and free them unseen by the profiler."""
     journal, frames = Journal(tmp_path, 0), []
     watch = StepWatch(journal)
     watch.sampler = types.SimpleNamespace(profiles_memory=False)
@@ -543,7 +549,7 @@ def test_no_frame_is_held_while_the_memory_of_a_step_is_profiled(tmp_path):
 
 def test_a_rank_without_a_frame_is_alive_where_it_was_last(tmp_path, monkeypatch):
     for name in ("enable", "disable", "dump_traceback_later", "cancel_dump_traceback_later"):
-        monkeypatch.setattr(faulthandler, name, getattr(faulthandler, name))  # so that they are restored
+        monkeypatch.setattr(faulthandler, name, getattr(faulthandler, name))  # so that monkeypatch restores them
     position = Position(tmp_path, 0)
     try:
         position.note(sys._getframe(), 30)
@@ -595,7 +601,7 @@ def test_an_evaluation_takes_no_event_from_a_step_that_is_not_over(on_cuda):
     cuda, watch, step, written = on_cuda
     step()
     watch.leave(watch.data_begins())
-    watch._evaluates()  # gives back what the evaluation had marked, but not the end of step 1
+    watch._evaluates()  # releases the marks of the evaluation, but not the end of step 1
     for _ in range(3):
         step()
     cuda.now = cuda.handed_out
@@ -657,7 +663,7 @@ def test_a_part_that_fails_is_told_once_and_stays_off(tmp_path):
 
 
 def test_a_thread_with_the_ident_of_one_that_ended_is_not_the_one_that_is_followed():
-    """The system gives idents out again; whether a script's next thread gets one depends on the load."""
+    """The system reuses thread idents; whether the script's next thread gets one depends on the load."""
 
     def in_a_thread(look, followed):
         found = []
@@ -674,7 +680,7 @@ def test_a_thread_with_the_ident_of_one_that_ended_is_not_the_one_that_is_follow
         third, looks = in_a_thread(lambda followed: (followed.may_move, followed.cpu_seconds(), followed.frame()), thread)
         assert moved == (True, True) and not thread.here()
         assert not here and looks[:2] == (True, None)
-        assert looks[2].f_code.co_name != "<lambda>", "the main thread's, and not that of a thread which has the ident now"
+        assert looks[2].f_code.co_name != "<lambda>", "the main thread's frame, not that of a new thread with the same ident"
         if first == second == third:
             return
     pytest.skip("this system did not give the ident out again")
@@ -708,7 +714,7 @@ def test_an_optimizer_that_raised_does_not_shift_the_phases(tmp_path):
     watch._use(CpuClock())
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     for _ in range(2):
-        watch.optimizer_begins(optimizer)  # raises, and the script tries again
+        watch.optimizer_begins(optimizer)  # raises, and the script retries
     watch.optimizer_ends(optimizer)
     watch.leave(watch.data_begins())
     watch.optimizer_begins(optimizer)

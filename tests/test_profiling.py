@@ -73,8 +73,8 @@ def test_a_step_that_is_asked_for_is_captured_by_every_rank(command):
     assert ranks[0].timeline["exposed"]["backward"] > 0.1, "rank 0 waits for the slow one"
     assert job.logs(0, "stderr") == job.logs(1, "stderr") == "", "nobody sees the profiler"
     shown = command("show", job.name)
-    assert f"step {asked} looked at closely" in shown.stdout and "all_reduce" in shown.stdout
-    assert "Cause: every collective waits for the slowest rank" in shown.stdout
+    assert f"profiled step {asked}" in shown.stdout and "all_reduce" in shown.stdout
+    assert "Cause: every collective waits for the last rank" in shown.stdout
     written = command("trace", job.name, "-o", str(job.folder.path / "t.json"))
     assert written.code == 0 and "perfetto" in written.stdout
     events = json.loads((job.folder.path / "t.json").read_text())["traceEvents"]
@@ -133,12 +133,12 @@ def test_a_profile_ends_when_no_other_thread_runs(monkeypatch):
     thread.start()
     try:
         monkeypatch.setattr(sampler, "_runs", runs)
-        sampler._others_rest()
+        sampler._wait_for_other_threads()
         assert busy["left"] <= 1 - sampler._LOOKS, "it looked until all were at rest, and some times more"
         assert str(threading.get_native_id()) not in looks
         monkeypatch.setattr(sampler, "_runs", lambda task: True)
         monkeypatch.setattr(sampler, "_UNREST", 0.05)
-        sampler._others_rest()  # one that never rests does not hold up the run
+        sampler._wait_for_other_threads()  # a thread that never sleeps does not block the run
     finally:
         other.set()
         thread.join()

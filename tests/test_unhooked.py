@@ -1,4 +1,6 @@
-"""Training that no optimizer's hook reports: updates by hand, compiled steps, threads; and what is said of what is not seen."""
+"""Training that no optimizer hook reports: hand-written updates, compiled steps, threads; and findings about unseen
+training.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ def test_the_probe_is_not_compiled(compiled):
 
 
 def _without_times(text: str) -> str:
-    """Dynamo's log lines begin with the level, the date, the time and the process."""
+    """Removes the prefix of Dynamo's log lines: level, date, time and process."""
     return re.sub(r"^([VDIWE])\d{4} \S+ \d+ \S*?(torch/)", r"\1 \2", text, flags=re.MULTILINE)
 
 
@@ -139,7 +141,7 @@ def test_gradients_without_an_update_are_said(tmp_path):
 def test_processes_are_no_finding_where_the_rank_trains_itself():
     helper = saw(0, "process", how="fork", target="data.prepare")
     assert names(fold(script(1), start(0), helper, steps(0), end(0), status("finished"))) == []
-    assert names(fold(script(1), start(0), helper, status("running"))) == []  # it may still begin to train
+    assert names(fold(script(1), start(0), helper, status("running"))) == []  # it may still start to train
     late = {"kind": "system", "t": 60.0, "cpu_percent": 1.0, "memory_used": 1}
     assert names(fold(script(1), start(0), helper, late, status("running"))) == ["trains_elsewhere"]
     assert names(fold(script(1), start(0), end(0), status("finished"))) == []  # a script that trains nothing

@@ -1,4 +1,4 @@
-"""Warm starts: a script cannot tell the difference, a run is cold wherever there could be one, and the server leaves nothing behind."""
+"""Warm starts: scripts behave the same, a run starts cold if they could not, and the server leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ ENDS = "print('done')\n"
 
 @pytest.fixture
 def patient(monkeypatch):
-    """A server has as long to answer as it takes on a busy machine."""
+    """Raises the server's answer timeout, for a busy machine."""
     monkeypatch.setattr(client, "ANSWER", PATIENCE)
 
 
 @pytest.fixture
 def server(warm_server, patient) -> dict:
-    """The server of this process, which runs of this test are forked from."""
+    """The server of this process, which forks the runs of the test."""
     return warm_server()
 
 
 @pytest.fixture
 def place(tmp_path_factory, monkeypatch) -> Path:
-    """Where the sockets of this test are, apart from those of all others; a server that it starts there is ended."""
+    """A separate folder for the sockets of this test; a server that it starts there is stopped."""
     folder = Path(f"/tmp/labkit-test-{os.getpid()}-{time.monotonic_ns()}")  # a socket's path must be short
     folder.mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
@@ -68,7 +68,7 @@ def ends(tmp_path) -> Path:
 
 
 def started(path: Path, **fields: object) -> Run:
-    """A run of a script on one rank that has come to its end."""
+    """A finished run of a script on one rank."""
     handle = run(path, **{"nproc": 1, "device": "cpu"} | fields).wait(120)
     assert handle.words == "finished", handle.logs(0, "stderr")
     return handle
@@ -84,7 +84,7 @@ def how(handle: Run) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def seen(warm_server, tmp_path_factory):
-    """What each of two ranks sees of itself, by how it was started."""
+    """The environment that each of two ranks observes, by kind of start."""
     warm_server()
     before = client.ANSWER
     client.ANSWER = PATIENCE
@@ -153,7 +153,7 @@ def test_a_restarted_rank_is_forked_again(server, tmp_path):
 
 
 def test_files_that_a_script_leaves_open_are_written_whole(server, tmp_path):
-    """Numbers of descriptors that the launcher had used belong to the script."""
+    """The script can use descriptor numbers that the launcher had used."""
     path = tmp_path / "leaves_open.py"
     path.write_text(
         "files = [open(f'{__file__}.{number}', 'w') for number in range(40)]\n"
@@ -224,7 +224,7 @@ def test_signals_that_the_supervisor_sets_anew_may_be_ignored_and_others_may_not
 def test_a_module_beside_the_script_that_shadows_a_loaded_one_makes_it_cold(server, ends):
     (ends.parent / "numpy.py").write_text("x = 1\n")
     handle = started(ends)
-    assert how(handle) == ("cold", f"the warm server has loaded another module of that name than {ends.parent / 'numpy.py'}")
+    assert how(handle) == ("cold", f"the warm server has already imported a different module than {ends.parent / 'numpy.py'}")
 
 
 @pytest.mark.parametrize("name", ["torch.txt", "torch", "unknown.py", "labkit.md"])
@@ -288,10 +288,10 @@ def test_a_server_that_hangs_is_not_waited_for_and_starts_nothing_later(warm_ser
     finally:
         process.resume()
     handle.wait(120)
-    assert handle.words == "finished" and how(handle) == ("cold", "the warm server did not answer: nothing for 0.3 s")
+    assert handle.words == "finished" and how(handle) == ("cold", "the warm server did not respond: no answer within 0.3 s")
     assert "started cold" in handle.state.note
     before = warm_server()["runs"]
-    time.sleep(0.5)  # the server hears now what it was asked while it was halted
+    time.sleep(0.5)  # the server now receives the message sent while it was suspended
     assert warm_server()["runs"] == before
     assert handle.logs(0) == "done\n"
 
@@ -342,23 +342,23 @@ def _killing(pid: int, start):
     return killed
 
 
-def test_a_folder_that_others_may_enter_is_not_used(place, ends):
+def test_a_folder_with_wrong_permissions_is_not_used(place, ends):
     wire.address().parent.mkdir(mode=0o755)
     wire.address().parent.chmod(0o755)
     start, because = how(started(ends))
     folder = wire.address().parent
-    assert start == "cold" and because == f"the warm server cannot be used: {folder} is not a folder that only this user may enter"
+    assert start == "cold" and because == f"the warm server cannot be used: {folder} must be a folder of this user with mode 0700"
     assert warm_start().level == "degraded" and "cannot be used" in warm_start().says
 
 
-def test_a_socket_of_another_user_is_not_spoken_to(place, monkeypatch):
+def test_a_socket_of_another_user_is_rejected(place, monkeypatch):
     wire.address().parent.mkdir(mode=0o700)
     with wire.endpoint() as listener:
         listener.bind(str(wire.address()))
         listener.listen()
         monkeypatch.setattr(wire, "_PEER", _of_user(os.getuid() + 1))
         found = client.consent(os.environ, [])
-        assert isinstance(found, Cold) and "another user's" in found.reason
+        assert isinstance(found, Cold) and "belongs to another user" in found.reason
 
 
 def _of_user(uid: int):
@@ -380,7 +380,7 @@ def test_what_is_no_message_does_the_server_no_harm(message, server):
         connection.connect(str(wire.address()))
         connection.send(message)
         connection.settimeout(PATIENCE)
-        assert connection.recv(100) == b""  # it hung up
+        assert connection.recv(100) == b""  # the server closed the connection
     assert client.about()["pid"] == server["pid"]
 
 
@@ -402,7 +402,8 @@ def test_a_run_goes_on_when_the_server_that_forked_it_is_killed(place, tmp_path,
 
 
 def test_a_server_ends_with_all_who_wanted_it(place, patient, monkeypatch):
-    monkeypatch.setattr(api, "prepare", lambda: None)  # this process, on behalf of an earlier test's run, must not want it too
+    # otherwise this process would also request the server, for the run of an earlier test
+    monkeypatch.setattr(api, "prepare", lambda: None)
     code = "import sys; from labkit.launch.warm import client; client.ANSWER = 60; client.prepare(); print(1, flush=True); sys.stdin.read()"
     first = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=CLONE)
     found = server_is_ready()
@@ -451,7 +452,7 @@ def test_a_server_has_one_thread_and_little_memory(server):
 
 
 def least_held(process: psutil.Process) -> tuple[int, int]:
-    """The fewest descriptors and threads within a second: a question that is being answered holds a connection for a moment."""
+    """The minimum of descriptors and threads within a second: answering a message briefly needs a connection."""
     seen = []
     for _ in range(20):
         seen.append((process.num_fds(), process.num_threads()))

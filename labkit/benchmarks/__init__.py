@@ -1,8 +1,8 @@
-"""The project's own performance figures, each measured side by side in one run: `labkit bench`.
+"""The project's performance figures, measured in paired runs: `labkit bench`.
 
-These figures depend on the machine and on what else it does, so nothing here passes or fails: every line says what was measured,
-how often, and the aim. Ratios come from pairs that take turns (A B, B A, …), so that a machine that slows down slows both.
-What a step costs is told in CPU time too, which hears little of what else runs.
+The figures depend on the machine and its load, so nothing here passes or fails: every line shows what was measured, how
+often, and the target. Ratios come from alternating pairs (A B, B A, …), so that a slower machine slows both sides. The
+cost of a step is also measured in CPU time, which depends little on other load.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dataclasses import asdict
 
 from rich.table import Column, Table
 
-from labkit.benchmarks.faces import burst, importing, latency, opening
 from labkit.benchmarks.figure import Figure
 from labkit.benchmarks.fuzz import hostile
 from labkit.benchmarks.kills import kill_matrix
-from labkit.benchmarks.runs import beside_traceml, one_server, overhead, profiled, scaling, warm_starts, written_out
+from labkit.benchmarks.responsiveness import burst, importing, latency, opening
+from labkit.benchmarks.runs import generated_scripts, one_server, overhead, profiled, scaling, traceml, warm_starts
 from labkit.benchmarks.scale import long_runs
 from labkit.common.units import size
 from labkit.frontends.console import Console
@@ -39,8 +39,8 @@ BENCHES: tuple[Callable[[], list[Figure]], ...] = (
     warm_starts,
     one_server,
     profiled,
-    beside_traceml,
-    written_out,
+    traceml,
+    generated_scripts,
     scaling,
     kill_matrix,
     hostile,
@@ -48,19 +48,19 @@ BENCHES: tuple[Callable[[], list[Figure]], ...] = (
 
 
 def main(as_json: bool = False) -> int:
-    """Runs every bench and prints its figures: a table, or one JSON object."""
+    """Runs every benchmark and prints its figures as a table or as one JSON object."""
     began, figures = time.time(), []
     with tempfile.TemporaryDirectory() as runs, Progress() as progress:
         os.environ["LABKIT_RUNS"] = runs
         for bench in BENCHES:
-            progress.step(bench.__doc__.splitlines()[0])
+            progress.step(" ".join(bench.__doc__.split()))
             figures += bench()
     machine = Machine.here()
     on = f"{machine.cores} cores, {size(machine.memory, 0)}, {len(machine.gpus)} GPUs; load {os.getloadavg()[0]:.1f} at the end"
     if as_json:
         print(json.dumps({"machine": on, "seconds": round(time.time() - began), "figures": [asdict(figure) for figure in figures]}))
         return 0
-    table = Table("figure", "median", "smallest to largest", "aim", Column("note", overflow="fold"), title=on)
+    table = Table("figure", "median", "min to max", "target", Column("note", overflow="fold"), title=on)
     for figure in figures:
         spread = f"{min(figure.each):.3g} to {max(figure.each):.3g} of {len(figure.each)}" if figure.each else ""
         median = "" if figure.median is None else f"{figure.median:.3g} {figure.unit}"

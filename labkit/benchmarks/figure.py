@@ -1,4 +1,4 @@
-"""What a bench gives."""
+"""The result of a benchmark."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import statistics
 from dataclasses import dataclass
 
 PAIRS = 5
-EVERY = 50  # steps from one that is sampled to the next, as runs have it where nothing is said
+EVERY = 50  # steps between two profiled steps, the default of a run
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured figure: the median of `each`, its unit, the aim, and what to know about it; None where nothing was measured."""
+    """One measured figure: the median of `each` (None if nothing was measured), its unit, the target, and a note."""
 
     name: str
     median: float | None

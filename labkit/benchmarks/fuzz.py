@@ -1,4 +1,4 @@
-"""Recorded runs with one thing wrong in them, read in every way that the project reads a run: nothing may raise, and nothing may hang."""
+"""Fuzzing of recorded runs: every reader of run folders must neither raise nor hang on a corrupted run."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ from labkit.record.state import RunState
 from labkit.record.status import is_over
 from labkit.record.stepfile import steps_path
 
-_SECONDS = 120  # for all that is read of one run: beyond that it hangs
+_SECONDS = 120  # time limit for reading one run
 _RUNS = (("ddp", {"nproc": 2}), ("dp", {"nproc": 2}), ("ddp", {"nproc": 2, "fault": "killed_rank", "max_restarts": 1, "save_every": 3}))
-_SLOW = 25  # one mutation in so many goes through the handout, which draws every figure with plotly
+_SLOW = 25  # every 25th mutation is also rendered as a handout, which draws every figure with plotly
 
 
 class _Raw(str):
-    """JSON as it stands, for what `json.dumps` would not write."""
+    """Verbatim JSON that `json.dumps` would not write."""
 
 
 HOSTILE: tuple[Any, ...] = (
@@ -64,7 +64,7 @@ _NUMBERS = (math.nan, math.inf, -math.inf, 0.0, -0.0, -1.0, 0.5, 1e18, 1e308, -1
 
 @dataclass
 class Report:
-    """What was found: `crashes` counts by site (exception and innermost line of this project), with one example each."""
+    """The result: `crashes` counts by site (exception and innermost line of this project), with one example each."""
 
     mutations: int = 0
     refused: int = 0
@@ -80,11 +80,13 @@ class Report:
         self.examples.setdefault(site, f"{what}\n{''.join(traceback.format_exception(error)[-6:])}")
 
 
-# ---- every way to read a run
+# ---- all readers of a run
 
 
 def read(folder: RunFolder, slow: bool = False) -> None:
-    """Reads a run as commands, panel and handout do; `slow` includes the page of the handout. `Unreadable` is a proper answer."""
+    """Reads a run as commands, panel and handout do; `slow` includes the handout. A run that is `Unreadable` is not a
+    crash.
+    """
     console = Console(file=io.StringIO(), width=120, force_terminal=True)
     console.print(terminal.runs_table([summary_or_reason(folder)]))
     label(folder)
@@ -129,13 +131,13 @@ def _played(folder: RunFolder) -> None:
         recording.poll()
 
 
-# ---- what can be wrong
+# ---- mutations
 
 
 def mutated(content: bytes, suffix: str, chance: random.Random) -> bytes:
-    """A file with one to four things wrong: a value, a name, bytes, a line that is cut, doubled or moved, or the end missing.
+    """A file with one to four mutations: a value, a name, bytes, a truncated, repeated or moved line, or a missing end.
 
-    A document (`suffix` .json) is one line, and a step file one line and its records.
+    A document (`suffix` .json) is one line, a step file is one line and its records.
     """
     for _ in range(chance.choice((1, 1, 1, 2, 4))):
         lines = content.split(b"\n", {".json": 0, ".steps": 1}.get(suffix, -1))
@@ -149,7 +151,7 @@ def mutated(content: bytes, suffix: str, chance: random.Random) -> bytes:
 
 
 def _value(lines: list[bytes], at: int, chance: random.Random) -> list[bytes]:
-    """A hostile value in the place of any value."""
+    """A hostile value instead of any value."""
     value = _parsed(lines[at])
     places = list(_places(value))
     if places:
@@ -160,7 +162,7 @@ def _value(lines: list[bytes], at: int, chance: random.Random) -> list[bytes]:
 
 
 def _name(lines: list[bytes], at: int, chance: random.Random) -> list[bytes]:
-    """A field that is missing, or has another name."""
+    """A field that is missing or renamed."""
     value = _parsed(lines[at])
     places = [(holder, key) for holder, key in _places(value) if isinstance(holder, dict)]
     if places:
@@ -175,7 +177,8 @@ def _name(lines: list[bytes], at: int, chance: random.Random) -> list[bytes]:
 def _column(lines: list[bytes], at: int, chance: random.Random) -> list[bytes]:
     """A hostile number in a record of a step file."""
     data, number = bytearray(lines[at]), struct.pack("<d", chance.choice(_NUMBERS))
-    place = 4 * chance.randrange(max(1, len(data) // 4 - 1))  # of either half, it is another number where a column has four bytes
+    # also misaligned: a different number if a column has four bytes
+    place = 4 * chance.randrange(max(1, len(data) // 4 - 1))
     data[place : place + 8] = number
     return [*lines[:at], bytes(data)]
 
@@ -206,7 +209,7 @@ def _end(lines: list[bytes], at: int, chance: random.Random) -> list[bytes]:
 
 
 def _parsed(line: bytes) -> Any:
-    """The value of a line that an earlier mutation has left whole; else None."""
+    """The value of a line; None if an earlier mutation made it invalid."""
     try:
         return parse(line)
     except ValueError:
@@ -214,7 +217,7 @@ def _parsed(line: bytes) -> Any:
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every place inside a value that another value can take, by what holds it."""
+    """Every position inside a value that can be replaced, as container and key."""
     keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
     for key in keys:
         yield value, key
@@ -240,7 +243,9 @@ def _dumped(value: Any) -> bytes:
 
 
 def fuzz(folder: RunFolder, count: int, seed: int, report: Report | None = None, read: Callable[[RunFolder, bool], None] = read) -> Report:
-    """Reads a run `count` times, each time with one file mutated; the files of the run take turns. The folder is as before afterwards."""
+    """Reads a run `count` times, each time with one mutated file; the files alternate. The folder is restored
+    afterwards.
+    """
     report, chance = report or Report(), random.Random(seed)
     ranks = folder.event_files().values()
     targets = [folder.spec, folder.status, folder.summary, folder.system, *ranks, *filter(Path.exists, map(steps_path, ranks))]
@@ -249,7 +254,7 @@ def fuzz(folder: RunFolder, count: int, seed: int, report: Report | None = None,
         path = targets[number % len(targets)]
         path.write_bytes(mutated(before[path], path.suffix, chance))
         if path != folder.summary and chance.random() < 0.7:
-            folder.summary.unlink()  # so that the figures are computed
+            folder.summary.unlink()  # so that the summary is computed
         report.mutations += 1
         try:
             with time_limit():
@@ -270,7 +275,7 @@ def _difference(before: bytes, after: bytes) -> str:
 
 @contextmanager
 def time_limit() -> Iterator[None]:
-    """Raises `TimeoutError` in what takes far longer than it may, where the system has such a timer."""
+    """Raises `TimeoutError` in code that exceeds the time limit, if the system has such a timer."""
     if not hasattr(signal, "setitimer"):
         yield
         return
@@ -288,7 +293,7 @@ def time_limit() -> Iterator[None]:
 
 
 def hostile() -> list[Figure]:
-    """Crashes in 10,000 mutations of recorded runs, read in every way that the project reads a run."""
+    """Crashes of all readers in 10,000 mutations of recorded runs."""
     from labkit.runs.handle import run
 
     report, rounds = Report(), 10_000 // len(_RUNS) + 1

@@ -1,4 +1,4 @@
-"""The kill matrix: SIGKILL at early moments of a run, to one process or two at once, and what is left of the run afterwards."""
+"""The kill matrix: sends SIGKILL to one or two processes early in a run, and counts the processes that remain."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from labkit.common.processes import TAG, is_supervisor, living, tagged
 from labkit.launch import local
 from labkit.launch.warm import client
 
-ROUNDS = 20  # of each moment; the victims and the kinds of start take turns
-LIMIT = 5.0  # seconds after which nothing of the run may be left
+ROUNDS = 20  # per moment; victims and kinds of start alternate
+LIMIT = 5.0  # seconds after which no process of the run may remain
 _APPEARS = 60.0  # seconds within which a process must have appeared
 _POLL = 0.002
 _STARTER = """
@@ -46,7 +46,9 @@ class Moment(NamedTuple):
 
 
 class Attack(NamedTuple):
-    """Whom to kill, in which order and when, and how the run was started: `bound` to its starter or `detached`, warm or cold."""
+    """The processes to kill in order, the moment, and the kind of start: `bound` to its starter or `detached`, warm or
+    cold.
+    """
 
     victims: tuple[str, ...]
     moment: Moment
@@ -63,21 +65,22 @@ VICTIMS = (("supervisor",), ("supervisor", "starter"), ("starter", "supervisor")
 
 
 def kill_matrix(rounds: int = ROUNDS, moments: tuple[Moment, ...] = MOMENTS) -> list[Figure]:
-    """Processes that are left of a run after SIGKILL to its supervisor, alone or with its starter or its agent, at early moments."""
+    """Processes that remain after SIGKILL to the supervisor, alone or with its starter or agent, early in a run."""
     figures = []
-    client.prepare()  # it is there after some rounds, and the warm ones before that are cold
+    client.prepare()  # the first warm rounds start cold until the server is ready
     for moment in moments:
         ways = product(VICTIMS, ("detached", "bound"), (False, True))
         attacks = [Attack(victims, moment, start, warm) for victims, start, warm in ways]
         left = [float(attack(one)) for one in islice(cycle(attacks), rounds)]
         killed = ", ".join(" and ".join(victims) for victims in VICTIMS)
         note = f"in total, {LIMIT:g} s later; killed: {killed}; detached and not, warm and cold"
-        figures.append(Figure(f"left after SIGKILL {moment}", sum(left), "processes", "0", tuple(left), note))
+        figures.append(Figure(f"remaining after SIGKILL {moment}", sum(left), "processes", "0", tuple(left), note))
     return figures
 
 
 def attack(one: Attack) -> int:
-    """One round: starts a run, kills, and counts the processes of the run that are left after `LIMIT` seconds. Leaves none itself."""
+    """One round: starts a run, kills, and returns the number of processes that remain after `LIMIT` seconds. Cleans up.
+    """
     with tempfile.TemporaryDirectory() as place, _starter(Path(place), one) as starter:
         root = str(Path(place, "runs"))
         _appeared(one.moment.who, starter, root)
@@ -92,7 +95,7 @@ def attack(one: Attack) -> int:
 
 @contextmanager
 def _starter(place: Path, one: Attack) -> Iterator[psutil.Process]:
-    """A process that starts a run and lives on; afterwards neither it nor anything of the run is there."""
+    """A process that starts a run and keeps running; on exit it and all processes of the run are killed."""
     (place / "train.py").write_text(_SCRIPT)
     asked = {"LABKIT_RUNS": str(place / "runs"), client.FORCE_COLD: "" if one.warm else "1"}
     environment = local.standing_environment() | asked
@@ -111,7 +114,7 @@ def _of(root: str) -> list[psutil.Process]:
 
 
 def _find(who: str, starter: psutil.Process, root: str) -> psutil.Process | None:
-    """A process of the run; None where there is none yet, or no more."""
+    """A process of the run; None if it does not exist yet or any more."""
     if who == "starter":
         return living(starter.pid)
     return next(filter(_IS[who], _of(root)), None)
@@ -144,7 +147,7 @@ def _left(root: str) -> int:
     last = time.monotonic() + LIMIT
     while time.monotonic() < last:
         if not _of(root):
-            time.sleep(0.1)  # one that was being started at the first look is there at the second
+            time.sleep(0.1)  # a process that was just starting is found by the second check
             if not _of(root):
                 return 0
         time.sleep(0.05)

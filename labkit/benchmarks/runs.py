@@ -1,4 +1,4 @@
-"""Runs side by side, in turns: the lab, bare torchrun, traceml-ai, scripts by hand, one rank and two."""
+"""Paired runs: the lab, plain torchrun, traceml-ai, hand-written scripts, one rank and two."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ _STEPS = 40
 _STRATEGIES = ("ddp", "fsdp2", "tp", "pp")
 
 
-# ---- a run under the lab against the same script under bare torchrun
+# ---- a run under the lab vs. the same script under plain torchrun
 
-# All sides run this clock, so that it costs them the same: unix time and the process's own CPU time at each optimizer step, one line each.
+# All sides run this clock at the same cost: it writes a line with Unix time and CPU time of the process at each
+# optimizer step.
 _CLOCK = """
 import os as _os, time as _time
 from torch.optim.optimizer import register_optimizer_step_post_hook as _hook
@@ -47,25 +48,28 @@ for step in range(3000):
     torch.nn.functional.cross_entropy(model(inputs), targets).backward()
     optimizer.step()
 """
-_FIRST, _LAST = 11, 110  # steps that are measured, and that are sampled: 50 and 100 are among them
+_FIRST, _LAST = 11, 110  # the measured steps; 50 and 100 are profiled
 _WARM_STEPS = 25
-_RUNS = 100  # through one server
+_RUNS = 100  # with one server
 _PIPELINES = 200
-_APPEARS = 60.0  # seconds within which a server must be there
-_FEW = 3  # pairs of each strategy and workload; all of them together have figures of their own
-_BATCHES = {"cnn": 32, "gpt": 4}  # a rank: the bench ends in minutes, and a cost is a greater share than where people train
-_ASPECTS = {  # fields of _Times: in words, and the lab's aim; what samples a step is in the mean alone
+_APPEARS = 60.0  # seconds within which the server must be ready
+_FEW = 3  # pairs per strategy and workload; there are also figures over all of them
+# per rank: small, so that the benchmark takes minutes, which makes relative costs larger
+_BATCHES = {"cnn": 32, "gpt": 4}
+_ASPECTS = {  # fields of _Times: description and target; the cost of profiling shows only in the mean
     "step": ("steps, median", "≤ 1.02"),
     "mean": ("steps, mean", "≤ 1.03"),
     "cpu": ("CPU time of steps, median", ""),
     "cpu_mean": ("CPU time of steps, mean", ""),
-    "first": ("until the first step", "≤ 1.05"),
-    "whole": ("the whole command", ""),
+    "first": ("time to first step", "≤ 1.05"),
+    "whole": ("whole command", ""),
 }
 
 
 class _Times(NamedTuple):
-    """Seconds of one run: median and mean of its steps from the eleventh on, the same of their CPU time, until the first, of the whole."""
+    """Seconds of one run: median and mean of steps 11 to 110, the same of their CPU time, time to first step, total
+    time.
+    """
 
     step: float
     mean: float
@@ -76,37 +80,39 @@ class _Times(NamedTuple):
 
 
 def overhead() -> list[Figure]:
-    """A run under the lab against bare torchrun, paired: its steps, those that are sampled too, the first step, the whole command."""
+    """A run under the lab vs. plain torchrun, paired: its steps (including profiled ones), time to first step, total
+    time.
+    """
     figures, labs, bares = [], [], []
     scripts = {f"{strategy}, {workload}": _short(strategy, workload) for workload, strategy in product(_BATCHES, _STRATEGIES)}
     for name, script in scripts.items():
         lab, bare = _in_turn({"lab": (_under_the_lab, script), "bare": (_under_torchrun, script)}, 2, _FEW)
         labs, bares = labs + lab, bares + bare
-        figures += _against(name, "lab", lab, bare, "step", "mean", "cpu", "cpu_mean")
-    figures += _against("all of these", "lab", labs, bares, *_ASPECTS)
+        figures += _compared(name, "lab", lab, bare, "step", "mean", "cpu", "cpu_mean")
+    figures += _compared("all of these", "lab", labs, bares, *_ASPECTS)
     sides = {"lab": (partial(_under_the_lab, sample_every=0), _TINY), "bare": (_under_torchrun, _TINY)}
     tiny = [(under.step - without.step) * 1e6 for under, without in zip(*_in_turn(sides, nproc=1))]
     share = statistics.median(tiny) / statistics.median(bare.step for bare in bares) / 1e4
-    note = f"always on; a step of a tiny model, 3,000 of them; of the median step above it is {share:.2f} %"
-    return [*figures, Figure("the probe's own cost of a step", statistics.median(tiny), "µs", "small", tuple(tiny), note)]
+    note = f"always on; measured with 3,000 steps of a tiny model; {share:.2f} % of the median step above"
+    return [*figures, Figure("cost of the probe per step", statistics.median(tiny), "µs", "small", tuple(tiny), note)]
 
 
 def _short(strategy: str, workload: str) -> str:
-    """A written-out script that trains on small batches until the last step that is measured, on two CPU ranks."""
+    """A generated script that trains with small batches up to the last measured step, on two CPU ranks."""
     batch = _BATCHES[workload]
     spec = Spec(strategy, workload, nproc=2, steps=_LAST, batch_size=batch, samples=2 * batch * _LAST, device="cpu")
     return write_script(spec.on(Machine.here()))
 
 
-def _against(what: str, side: str, under: list[_Times], bare: list[_Times], *fields: str) -> list[Figure]:
-    """The ratios of one side's times to those under bare torchrun, and by how much they differ."""
+def _compared(what: str, side: str, under: list[_Times], bare: list[_Times], *fields: str) -> list[Figure]:
+    """The ratios of one side's times to those under plain torchrun, and their differences."""
     figures = []
     for field in fields:
         words, aim = _ASPECTS[field]
         usual = statistics.median(getattr(times, field) for times in bare)
         more = statistics.median(getattr(one, field) - getattr(other, field) for one, other in zip(under, bare))
-        note = f"bare: {usual * 1000:,.1f} ms; {more * 1000:+,.2f} ms"
-        name = f"{what}: {words}, {side} / bare torchrun"
+        note = f"torchrun: {usual * 1000:,.1f} ms; {more * 1000:+,.2f} ms"
+        name = f"{what}: {words}, {side} / torchrun"
         figures.append(ratio(name, _ratios(under, bare, field), aim if side == "lab" else "", note))
     return figures
 
@@ -119,7 +125,7 @@ def _ratios(under: list[_Times], bare: list[_Times], field: str) -> list[float]:
 
 
 def warm_starts() -> list[Figure]:
-    """A warm start against bare torchrun and a cold start with the same script: until the first step, and what a step takes."""
+    """A warm start vs. plain torchrun and a cold start of the same script: time to first step, and step time."""
     figures, warms, colds = [], [], []
     _wait_for_server()
     for workload, strategy in product(("cnn", "gpt"), ("ddp", "fsdp2")):
@@ -127,18 +133,18 @@ def warm_starts() -> list[Figure]:
         sides = {"warm": (_warm, script), "bare": (_under_torchrun, script), "cold": (_under_the_lab, script)}
         warm, bare, cold = _in_turn(sides, 2)
         warms, colds = warms + warm, colds + cold
-        name = f"{strategy}, {workload} × 2: until the first step"
+        name = f"{strategy}, {workload} × 2: time to first step"
         seconds = [one.first for one in warm]
-        note = f"bare: {statistics.median(one.first for one in bare):.2f} s"
+        note = f"torchrun: {statistics.median(one.first for one in bare):.2f} s"
         figures.append(Figure(f"{name}, warm", statistics.median(seconds), "s", "≤ 2.5 s", tuple(seconds), note))
-        figures.append(ratio(f"{name}, warm / bare torchrun", _ratios(warm, bare, "first"), "≤ 0.5", note))
-        figures.append(ratio(f"{name}, cold / bare torchrun", _ratios(cold, bare, "first"), "≤ 1.05", note))
-    note = f"all of these; {_WARM_STEPS} steps, the first {_FIRST - 1} not counted"
+        figures.append(ratio(f"{name}, warm / torchrun", _ratios(warm, bare, "first"), "≤ 0.5", note))
+        figures.append(ratio(f"{name}, cold / torchrun", _ratios(cold, bare, "first"), "≤ 1.05", note))
+    note = f"all of the above; {_WARM_STEPS} steps without the first {_FIRST - 1}"
     return [*figures, ratio("steps, median, warm / cold", _ratios(warms, colds, "step"), "0.98 to 1.02", note)]
 
 
 def one_server() -> list[Figure]:
-    """Runs one after another from one server: what the server has more of after the last than after the first."""
+    """Sequential runs with one server: the growth of the server's resources between the first and the last run."""
     server = psutil.Process(_wait_for_server()["pid"])
     with tempfile.TemporaryDirectory() as place:
         script = Path(place) / "train.py"
@@ -158,7 +164,7 @@ def one_server() -> list[Figure]:
 
 
 def profiled() -> list[Figure]:
-    """Pipelines that profile every step, cold and warm in turn: how many ended otherwise than well."""
+    """Pipelines that profile every step, alternating cold and warm: the number of runs that did not finish."""
     _wait_for_server()
     ends = []
     for number in range(_PIPELINES):
@@ -173,7 +179,7 @@ def _wait_for_server() -> dict[str, Any]:
     last = time.monotonic() + _APPEARS
     while isinstance(found := client.about(), client.Cold):
         if time.monotonic() > last:
-            raise RuntimeError(f"there is no warm server after {_APPEARS:g} s")
+            raise RuntimeError(f"the warm server was not ready within {_APPEARS:g} s")
         time.sleep(0.1)
     return found
 
@@ -183,19 +189,22 @@ def _wait_for_server() -> dict[str, Any]:
 _TRAINS = "loss = train_step(model, optimizer, inputs, targets)"
 _TRACED = "import traceml_ai\ntraceml_ai.init(mode='auto')\n"
 _VERSION = "import sklearn, torch, traceml_ai; from importlib.metadata import version; print(version('traceml-ai'))"
-_HOW = "not measured; pip install traceml-ai torch scikit-learn in an environment of its own, named by LABKIT_BENCH_TRACEML=…/bin/python"
+_HOW = (
+    "not measured; pip install traceml-ai torch scikit-learn in a separate environment, "
+    "and set LABKIT_BENCH_TRACEML=…/bin/python"
+)
 
 
-def beside_traceml() -> list[Figure]:
-    """The package traceml-ai and the lab on the same script, each against bare torchrun of its own python, paired."""
+def traceml() -> list[Figure]:
+    """The package traceml-ai and the lab with the same script, each vs. plain torchrun of its environment, paired."""
     python = shutil.which(os.environ.get("LABKIT_BENCH_TRACEML", sys.executable))
     asked = subprocess.run([python, "-c", _VERSION], capture_output=True, text=True, check=False) if python else None
     if asked is None or asked.returncode:
-        return [Figure("steps, traceml-ai / bare torchrun", None, "×", "", (), _HOW)]
+        return [Figure("steps, traceml-ai / torchrun", None, "×", "", (), _HOW)]
     theirs, figures = f"traceml-ai {asked.stdout.strip()}", []
     for workload in _BATCHES:
         script = _short("ddp", workload)
-        before, after = script.split(_TRAINS)  # a loop of one's own is traced where it says so
+        before, after = script.split(_TRAINS)  # a custom loop must mark its steps
         sides = {
             "lab": (_under_the_lab, script),
             "bare": (_under_torchrun, script),
@@ -203,34 +212,38 @@ def beside_traceml() -> list[Figure]:
             "bare there": (partial(_under_torchrun, python=python), script),
         }
         lab, bare, traced, there = _in_turn(sides, 2, _FEW)
-        figures += _against(f"ddp, {workload}", "lab", lab, bare, *_ASPECTS)
-        figures += _against(f"ddp, {workload}", theirs, traced, there, *_ASPECTS)
+        figures += _compared(f"ddp, {workload}", "lab", lab, bare, *_ASPECTS)
+        figures += _compared(f"ddp, {workload}", theirs, traced, there, *_ASPECTS)
     return figures
 
 
-# ---- the written-out scripts against the same by hand
+# ---- generated scripts vs. hand-written ones
 
 
-def written_out() -> list[Figure]:
-    """Step time of the written-out scripts against the same written by hand with plain PyTorch, both under bare torchrun."""
+def generated_scripts() -> list[Figure]:
+    """Step time of the generated scripts vs. hand-written ones in plain PyTorch, both under plain torchrun."""
     figures = []
     for strategy in _STRATEGIES:
         script = write_script(Spec(strategy, nproc=2, steps=_STEPS, device="cpu").on(Machine.here()))
         by_hand = (Path(__file__).parent / "by_hand" / f"{strategy}.py").read_text(encoding="utf-8")
-        ours, theirs = _in_turn({"written out": (_under_torchrun, script), "by hand": (_under_torchrun, by_hand)}, nproc=2)
-        note = f"× 2, cnn, {_STEPS} steps; by hand: {statistics.median(times.step for times in theirs) * 1000:.1f} ms a step"
-        figures.append(ratio(f"step time of {strategy}, written out / by hand", _ratios(ours, theirs, "step"), "≤ 1.01", note))
+        sides = {"generated": (_under_torchrun, script), "hand-written": (_under_torchrun, by_hand)}
+        ours, theirs = _in_turn(sides, nproc=2)
+        milliseconds = statistics.median(times.step for times in theirs) * 1000
+        note = f"× 2, cnn, {_STEPS} steps; hand-written: {milliseconds:.1f} ms per step"
+        figures.append(ratio(f"step time of {strategy}, generated / hand-written", _ratios(ours, theirs, "step"), "≤ 1.01", note))
     return figures
 
 
 def _in_turn(sides: dict[str, tuple[Callable[[Path, int], None], str]], nproc: int, pairs: int = PAIRS) -> list[list[_Times]]:
-    """The times of so many runs of each side, a way to run a script and its source, which take turns."""
+    """The times of `pairs` alternating runs of each side; a side is a function that runs a script, and the script's
+    source.
+    """
     measured: dict[str, list[_Times]] = {name: [] for name in sides}
     with tempfile.TemporaryDirectory() as place:
         script = Path(place) / "train.py"
         for pair in range(pairs + 1):
-            turn = list(sides)[:: -1 if pair % 2 else 1]  # sides that are compared stand beside each other
-            for name in turn if pair else turn[:1]:  # one run warms the disk's cache and is not counted
+            turn = list(sides)[:: -1 if pair % 2 else 1]  # compared sides run directly after each other
+            for name in turn if pair else turn[:1]:  # the first run warms the disk cache and is not counted
                 start, source = sides[name]
                 script.write_text(_CLOCK + source)
                 os.environ["BENCH_CLOCK"] = clock = f"{place}/{name.replace(' ', '-')}{pair}-"
@@ -248,7 +261,7 @@ def _under_the_lab(script: Path, nproc: int, sample_every: int = EVERY) -> None:
 def _warm(script: Path, nproc: int) -> None:
     handle = run(str(script), nproc=nproc, device="cpu").wait()
     if handle.state.status["start"] != "warm":
-        raise RuntimeError(f"a run that was to start warm started cold: {handle.state.status['cold_because']}")
+        raise RuntimeError(f"the run started cold instead of warm: {handle.state.status['cold_because']}")
 
 
 def _under_torchrun(script: Path, nproc: int, python: str = sys.executable) -> None:
@@ -261,12 +274,12 @@ def _under_traceml(script: Path, nproc: int, python: str) -> None:
 
 def _alone(command: list[str], place: Path) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
-    # torch may abort a rank on its way out; the clock tells
+    # torch may abort a rank during shutdown, so the exit code is ignored
     subprocess.run(command, env=environment, cwd=place, check=False, capture_output=True)
 
 
 def _read_clock(clock: str, nproc: int, began: float, ended: float) -> _Times:
-    """The times of a run between two moments, each that of the slower rank."""
+    """The times of a run between two moments; each is that of the slowest rank."""
     ranks = []
     for rank in range(nproc):
         lines = Path(f"{clock}{rank}").read_text().splitlines()
@@ -276,11 +289,13 @@ def _read_clock(clock: str, nproc: int, began: float, ended: float) -> _Times:
     return _Times(*map(max, zip(*ranks)), ended - began)
 
 
-# ---- two ranks against one
+# ---- two ranks vs. one
 
 
 def scaling() -> list[Figure]:
-    """Samples per second of DDP on two CPU ranks against one, one thread each, on the 60,000 digits; and what bounds it."""
+    """Samples per second of DDP on two CPU ranks vs. one, one thread each, on the 60,000 digits, and the limiting
+    phase.
+    """
     ratios, phases = [], {1: [], 2: []}
     for pair in range(PAIRS):
         speed = {}
@@ -295,7 +310,7 @@ def scaling() -> list[Figure]:
     }
     worst = max(grown, key=grown.__getitem__)
     note = (
-        f"one thread a rank, batch 128 a rank; {worst} grows most: by {grown[worst] * 1000:+.1f} ms a step; one rank alone: "
+        f"one thread and batch size 128 per rank; {worst} grows most: {grown[worst] * 1000:+.1f} ms per step; one rank: "
         + ", ".join(f"{phase} {statistics.median(each[phase] for each in phases[1]) * 1000:.1f}" for phase in phases[1][0])
     )
-    return [ratio("samples per second, ddp × 2 / ddp × 1", ratios, "2.00 at the most", note + " ms")]
+    return [ratio("samples per second, ddp × 2 / ddp × 1", ratios, "≤ 2.00", note + " ms")]

@@ -1,4 +1,6 @@
-"""Long runs: 8 ranks × 100,000 steps and 10,000,000 steps, fabricated by the real writer, then opened in a process of their own."""
+"""Long runs of 8 ranks × 100,000 steps and of 10,000,000 steps: fabricated with the real writer, then opened in a new
+process.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ print(json.dumps([opened, drawn, peak, summary["steps"], summary["broken_lines"]
 
 
 def long_runs() -> list[Figure]:
-    """Runs of 8 ranks with 100,000 steps each and of 10,000,000 steps in total: size on disk, CPU time and memory of opening."""
+    """Runs of 8 ranks × 100,000 steps and of 10,000,000 steps in total: size on disk, CPU time and memory of opening.
+    """
     with tempfile.TemporaryDirectory() as place:
         folder = _fabricated(Path(place))
         size = sum(path.stat().st_size for path in folder.path.rglob("*") if path.is_file()) / 1e6
@@ -48,11 +51,14 @@ def long_runs() -> list[Figure]:
         most = _opened(longer)
     times, drawn, peaks = zip(*opened)
     name = f"{_RANKS} ranks × {_STEPS:,} steps"
-    note = f"read and summarised, imports included; the charts take {statistics.median(drawn):.2f} s more; peak RSS {max(peaks):.0f} MB"
+    note = (
+        f"reading and summary, including imports; the charts take another {statistics.median(drawn):.2f} s; "
+        f"peak RSS {max(peaks):.0f} MB"
+    )
     return [
         Figure(f"{name}, on disk", size, "MB", "≤ 100 MB", (size,)),
         Figure(f"{name}, opened", statistics.median(times), "s of CPU", "≤ 5 s", times, note),
-        Figure(f"{name}, labkit show", statistics.median(shown), "s", "≤ 5 s", tuple(shown), "wall time of the command"),
+        Figure(f"{name}, labkit show", statistics.median(shown), "s", "≤ 5 s", tuple(shown), "wall-clock time of the command"),
         Figure(
             f"{_MOST:,} steps, peak memory",
             most[2],
@@ -82,7 +88,7 @@ def _fabricated(place: Path) -> RunFolder:
 
 
 def _lengthened(folder: RunFolder) -> RunFolder:
-    """The same folder with its records repeated until all ranks together have ten million steps."""
+    """The same folder with its records repeated until all ranks have ten million steps in total."""
     times = _MOST // (_RANKS * _STEPS)
     rest = (_MOST - times * _RANKS * _STEPS) // _RANKS
     for lines in folder.event_files().values():
@@ -99,7 +105,7 @@ def _opened(folder: RunFolder) -> tuple[float, float, float]:
     done = subprocess.run([sys.executable, "-c", _OPEN, str(folder.path)], capture_output=True, text=True, check=True)
     opened, drawn, peak, steps, broken = json.loads(done.stdout)
     if not steps or broken:
-        raise RuntimeError(f"{steps} steps were read and {broken} records were broken")
+        raise RuntimeError(f"read {steps} steps, of which {broken} records are broken")
     return opened, drawn, peak
 
 

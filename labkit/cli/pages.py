@@ -89,9 +89,9 @@ def _pages(args: argparse.Namespace) -> tuple[list[Path], list[str]]:
     settings = {"audience": reader, "recorded": _runs_folder(args.recorded)}
     with Progress() as progress:
         if args.all:
-            return course(sorted((CLONE / "labs").glob("[0-9]*.py")), Path(args.output or "site"), **settings, told=progress.step)
+            return course(sorted((CLONE / "labs").glob("[0-9]*.py")), Path(args.output or "site"), **settings, report=progress.step)
         path = _output(args.output, f"{Path(args.name).stem}.html")
-        return [lab_page(Path(args.name), **settings, told=progress.step).write(path)], []
+        return [lab_page(Path(args.name), **settings, report=progress.step).write(path)], []
 
 
 def notebook(args: argparse.Namespace) -> int:

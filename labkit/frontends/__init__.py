@@ -1,4 +1,4 @@
-"""What a person sees: the panel, the terminal, the `%%torchrun` magic, handouts, `labkit doctor`.
+"""The front ends: the panel, the terminal, the `%%torchrun` magic, handouts and `labkit doctor`.
 
 Front ends never import each other's internals.
 """

@@ -1,4 +1,4 @@
-"""The terminal as rich draws on it: whatever text is drawn, its control characters are shown, not obeyed."""
+"""A rich console that shows control characters in text instead of executing them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from labkit.common.text import visible
 
 
 class Console(rich.console.Console):
-    """A console that reads no markup, and on which only rich's own controls (cursor, colours) reach the terminal as such."""
+    """A console without markup, on which only rich's own control sequences (cursor, colours) reach the terminal."""
 
     def __init__(self, **settings: Any):
         super().__init__(**({"highlight": False, "markup": False, "emoji": False} | settings))
 
     def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
-        """The segments of a renderable, with visible escapes."""
+        """The segments of a renderable, with control characters made visible."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(visible(segment.text), segment.style)

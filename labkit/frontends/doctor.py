@@ -1,6 +1,7 @@
-"""`labkit doctor`: what this machine can and cannot do, line by line, and how to mend it.
+"""`labkit doctor`: checks what this machine supports, line by line, and how to fix what is missing.
 
-Each check is one small function of `CHECKS`. torch is asked in processes of its own, which may crash or hang without harm.
+Each check is one small function of `CHECKS`. torch is probed in separate processes, so that a crash or hang does no
+harm.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from labkit.setup.machine import Gpu, Machine
 LEVELS = ("fine", "degraded", "broken")
 _STYLES = {"fine": "green", "degraded": "yellow", "broken": "bold red"}
 _GIB = 1 << 30
-_REINSTALL = "let the lab make its own environment: deactivate this one, then python3 -m labkit setup"
+_REINSTALL = "let the lab create its own environment: deactivate this one, then run python3 -m labkit setup"
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line: `level` is fine, degraded or broken, `says` what was found, `fix` how to mend it (empty where all is fine)."""
+    """One line: `level` is fine, degraded or broken, `says` is the result, `fix` the fix (empty if all is fine)."""
 
     name: str
     level: str
@@ -45,7 +46,9 @@ class Check:
 
 
 def main(json: bool = False) -> int:
-    """Runs every check and shows each as it comes, or all of them as one JSON object; 1 where anything is broken."""
+    """Runs every check and prints each result immediately, or all of them as one JSON object. Returns 1 if anything is
+    broken.
+    """
     done: list[Check] = []
     console = Console(stderr=json)
     for check in checks():
@@ -59,7 +62,7 @@ def main(json: bool = False) -> int:
 
 
 def checks() -> Iterator[Check]:
-    """Every check's line; one that fails in a way that nobody thought of is a broken line, not the end of the others."""
+    """Yields the result of every check; an unexpected exception becomes a broken line and does not stop the others."""
     for check in CHECKS:
         try:
             yield check()
@@ -78,18 +81,18 @@ def _show(console: Console, check: Check) -> None:
 
 
 def python() -> Check:
-    """Where Python is, and what the lab needs of packages."""
-    where = active() or f"the Python at {sys.prefix}"
+    """The location of Python, and the required packages that are missing or too old."""
+    where = active() or f"Python at {sys.prefix}"
     says = f"{sys.version.split()[0]}, {where}"
     lacking = [package for package in requirements() if not package.met]
     if lacking:
         here = ", ".join(f"{package} (here: {package.installed or 'none'})" for package in lacking)
-        return Check("python", "degraded", f"{says}, lacks {here}", _REINSTALL)
+        return Check("python", "degraded", f"{says}; missing {here}", _REINSTALL)
     return Check("python", "fine", says)
 
 
 def torch() -> Check:
-    """Whether torch can be imported, and which build it is."""
+    """Whether torch can be imported, and its build."""
     found = preflight.torch()
     if found.error:
         return Check("torch", "broken", f"cannot be imported: {found.error}", _REINSTALL)
@@ -101,27 +104,31 @@ def torch() -> Check:
 
 
 def devices() -> Check:
-    """The GPUs, and whether this torch can drive them."""
+    """The GPUs, and whether this build of torch supports them."""
     machine, found = Machine.here(), preflight.torch()
     if not machine.gpus:
         return Check("devices", "fine", f"{machine.no_gpu_reason}: CPU ranks train over gloo ({machine.cores} cores)")
     names = ", ".join(f"{gpu.name} ({size(gpu.memory, 0)}, {gpu.capability[0]}.{gpu.capability[1]})" for gpu in machine.gpus)
     if found.error:
-        return Check("devices", "broken", f"{names}; without torch nothing runs on them", _REINSTALL)
+        return Check("devices", "broken", f"{names}; they cannot be used without torch", _REINSTALL)
     if not found.cuda:
         return Check("devices", "degraded", f"{names}; this torch is a CPU build", f"use --device cpu, or {_REINSTALL}")
     if not found.available:
-        return Check("devices", "broken", f"{names}; torch finds no CUDA driver that serves it", "update the driver, or use --device cpu")
+        says = f"{names}; torch finds no CUDA driver that it supports"
+        return Check("devices", "broken", says, "update the driver, or use --device cpu")
     unserved = [gpu for gpu in machine.gpus if not serves(found.archs, gpu)]
     if unserved:
         had = " ".join(found.archs)
         says = f"{names}; torch {found.version} is built for {had}, not for {unserved[0].name}"
-        return Check("devices", "broken", says, "choose another GPU, or install a torch that still serves this one; --device cpu works")
+        fix = "use another GPU, or install a version of torch that supports this one; --device cpu works"
+        return Check("devices", "broken", says, fix)
     return Check("devices", "fine", names)
 
 
 def serves(archs: tuple[str, ...], gpu: Gpu) -> bool:
-    """Whether a torch built for `archs` runs on a GPU: code of its major version and no higher minor, or PTX of no higher version."""
+    """Whether torch built for `archs` runs on a GPU: SASS of the same major and no higher minor version, or PTX of no
+    higher version.
+    """
     for arch in archs:
         kind, _, digits = arch.partition("_")
         number = "".join(letter for letter in digits if letter.isdigit())  # sm_90a is 9.0
@@ -132,19 +139,19 @@ def serves(archs: tuple[str, ...], gpu: Gpu) -> bool:
 
 
 def precision() -> Check:
-    """Whether the GPUs know bf16."""
+    """Whether the GPUs support bf16."""
     gpus = Machine.here().gpus
     old = [gpu.name for gpu in gpus if gpu.capability < (8, 0)]
     if old:
-        return Check("precision", "fine", f"fp32 and fp16; {old[0]} has no bf16 (capability 8.0 and newer have)")
+        return Check("precision", "fine", f"fp32 and fp16; {old[0]} has no bf16 (it needs compute capability 8.0)")
     return Check("precision", "fine", "fp32, fp16 and bf16" if gpus else "fp32 and bf16 on CPU ranks")
 
 
 def backends() -> Check:
-    """Which backends torch has for collectives."""
+    """The collective backends of this build of torch."""
     found, gpus = preflight.torch(), Machine.here().gpus
     if found.error:
-        return Check("backends", "broken", "not known without torch", _REINSTALL)
+        return Check("backends", "broken", "unknown without torch", _REINSTALL)
     there = [name for name, has in (("gloo", found.gloo), ("nccl", found.nccl)) if has]
     says = " and ".join(there) or "none"
     if not found.gloo:
@@ -155,17 +162,17 @@ def backends() -> Check:
 
 
 def all_reduce() -> Check:
-    """Two processes that add up a number, over gloo, and over nccl where two GPUs are."""
+    """An all-reduce of two processes over gloo, and over nccl if there are two GPUs."""
     says, found = [], preflight.torch()
     if found.error:
-        return Check("all-reduce", "broken", "cannot be tried without torch", _REINSTALL)
+        return Check("all-reduce", "broken", "cannot be tested without torch", _REINSTALL)
     both_gpus = found.nccl and found.available and len(Machine.here().gpus) > 1
     for backend in ("gloo", "nccl") if both_gpus else ("gloo",):
         seconds, error = preflight.all_reduce(backend)
         if error:
-            fix = "a firewall or a proxy may stand between processes of this machine; see the line loopback"
+            fix = "check whether a firewall or proxy blocks local connections; see the line loopback"
             if backend == "nccl":
-                fix = "give /dev/shm more room (docker: --shm-size=1g); if that is not it, NCCL_DEBUG=INFO says where it stands"
+                fix = "enlarge /dev/shm (docker: --shm-size=1g); if it still fails, run with NCCL_DEBUG=INFO to find the cause"
             return Check("all-reduce", "broken", f"two ranks over {backend} failed: {error}", fix)
         says.append(f"two ranks over {backend} in {seconds:.1f} s, imports included")
     return Check("all-reduce", "fine", "; ".join(says))
@@ -175,15 +182,15 @@ _NEEDS_TORCHVISION = "only --workload resnet18 and --data mnist or cifar10 need 
 
 
 def torchvision() -> Check:
-    """Whether torchvision, where there is one, fits torch; few choices need it."""
+    """Whether torchvision, if installed, matches torch; only a few workloads need it."""
     if importlib.util.find_spec("torchvision") is None:
         return Check("torchvision", "fine", f"not installed; {_NEEDS_TORCHVISION} ({how_to_add('mnist')})")
     version, error = preflight.torchvision()
     if not error:
         return Check("torchvision", "fine", version)
     if "torchvision::nms" in error:
-        error = f'{version} was built for another torch ("operator torchvision::nms does not exist")'
-    fix = f"{_NEEDS_TORCHVISION}; install torch and torchvision from the same source and of matching versions"
+        error = f'{version} was built for another version of torch ("operator torchvision::nms does not exist")'
+    fix = f"{_NEEDS_TORCHVISION}; install matching versions of torch and torchvision from the same index"
     return Check("torchvision", "degraded", error, fix)
 
 
@@ -191,16 +198,16 @@ def torchvision() -> Check:
 
 
 def jupyterlab() -> Check:
-    """Whether JupyterLab and jupytext are here."""
+    """Whether JupyterLab, jupytext and ipykernel are installed."""
     absent = [name for name in ("jupyterlab", "jupytext", "ipykernel") if _version(name) is None]
     if absent:
-        fix = "python3 -m labkit setup adds it; run, script and diff work without"
+        fix = "install with: python3 -m labkit setup; the commands run, script and diff work without"
         return Check("jupyterlab", "degraded", f"{' and '.join(absent)} not installed", fix)
     return Check("jupyterlab", "fine", f"{_version('jupyterlab')}, jupytext {_version('jupytext')}, ipykernel {_version('ipykernel')}")
 
 
 def widgets() -> Check:
-    """Whether the widgets' two halves, the kernel's package and JupyterLab's extension, are of the same make."""
+    """Whether each widget package in the kernel matches its JupyterLab extension."""
     unfit, says = [], []
     for package, extension, fits in _HALVES:
         kernel, front = _version(package), _extension_version(extension)
@@ -208,7 +215,7 @@ def widgets() -> Check:
         if kernel is None or front is None or not fits(release(kernel), release(front)):
             unfit.append(f"{package} {kernel or 'missing'} in the kernel, {extension} {front or 'missing'} in JupyterLab")
     if unfit:
-        fix = f"the panel may stay empty; install both halves together: pip install --force-reinstall PACKAGE, or {_REINSTALL}"
+        fix = f"the panel may stay empty; reinstall both together: pip install --force-reinstall PACKAGE, or {_REINSTALL}"
         return Check("widgets", "degraded", "; ".join(unfit), fix)
     return Check("widgets", "fine", ", ".join(says))
 
@@ -221,7 +228,7 @@ _HALVES: tuple[tuple[str, str, Callable[[tuple[int, ...], tuple[int, ...]], bool
 
 
 def _extension_version(name: str) -> str | None:
-    """The version of a front-end extension, from the first place where JupyterLab would find one."""
+    """The version of a JupyterLab extension, from the first folder in JupyterLab's search path that has it."""
     if importlib.util.find_spec("jupyter_core") is None:
         return None
     from jupyter_core.paths import jupyter_path
@@ -244,7 +251,7 @@ def _version(package: str) -> str | None:
 
 
 def loopback() -> Check:
-    """Whether a process of this machine can talk to another one."""
+    """Whether processes of this machine can connect to each other."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), timeout=5) as client:
             server.settimeout(5)
@@ -253,19 +260,19 @@ def loopback() -> Check:
                 client.sendall(b"x")
                 accepted.recv(1)
     except OSError as error:
-        return Check(
-            "loopback", "broken", f"127.0.0.1 does not answer: {error}", "bring the interface lo up, or ask who set up this container"
-        )
-    return Check("loopback", "fine", "127.0.0.1 answers")
+        fix = "bring the interface lo up, or ask the administrator of this container"
+        return Check("loopback", "broken", f"cannot connect to 127.0.0.1: {error}", fix)
+    return Check("loopback", "fine", "127.0.0.1 accepts connections")
 
 
 def ports() -> Check:
-    """Whether the ports that people expect are free; the lab needs neither of them."""
+    """Whether the usual ports 8888 and 29500 are free; the lab requires neither."""
     taken = [port for port in (8888, 29500) if not _is_free(port)]
     if 8888 in taken:
-        return Check("ports", "fine", f"{' and '.join(map(str, taken))} taken: JupyterLab takes the next one, and runs use none of them")
-    says = "8888 (JupyterLab) is free" + ("; 29500 is taken, which no run here uses" if taken else ", and 29500, which no run here uses")
-    return Check("ports", "fine", says)
+        says = f"{' and '.join(map(str, taken))} in use: JupyterLab uses the next free port, and runs use neither"
+        return Check("ports", "fine", says)
+    other = "in use" if taken else "free"
+    return Check("ports", "fine", f"8888 (JupyterLab) is free; 29500 is {other}, but runs do not use it")
 
 
 def _is_free(port: int) -> bool:
@@ -280,7 +287,7 @@ def _is_free(port: int) -> bool:
 
 
 def other_users() -> Check:
-    """Whether other people use this machine: every local user can connect to the ranks' sockets on loopback."""
+    """Whether other users are active: every local user can connect to the ranks' sockets on loopback."""
     if os.name == "nt":
         return Check("users", "fine", "not checked on Windows")
     own, others = os.geteuid(), set()
@@ -289,65 +296,69 @@ def other_users() -> Check:
         if uids is not None and uids.real >= _FIRST_PERSON and uids.real != own and uids.real != _NOBODY:
             others.add(process.info["username"])
     if not others:
-        return Check("users", "fine", "no other user is active; while a run is going on, every local user could connect to its ranks")
+        says = "no other user is active; during a run every local user could connect to its ranks"
+        return Check("users", "fine", says)
     names = ", ".join(sorted(others)[:3]) + (" and others" if len(others) > 3 else "")
-    says = f"{names} also work here: torch's store and gloo accept every local user's connection to the ranks on 127.0.0.1"
-    return Check("users", "degraded", says, "if you do not trust them, train in a container of your own (README, Security)")
+    says = f"{names} also use this machine: torch's store and gloo accept connections of every local user on 127.0.0.1"
+    return Check("users", "degraded", says, "if you do not trust them, train in your own container (README, Security)")
 
 
-_FIRST_PERSON, _NOBODY = 1000, 65_534  # user ids of people, and of the user that is nobody
+_FIRST_PERSON, _NOBODY = 1000, 65_534  # the first user id of people, and the id of the user "nobody"
 
 
 def shared_memory() -> Check:
-    """/dev/shm, through which nccl and the workers of data loaders talk."""
+    """The size of /dev/shm, which nccl and data loader workers use."""
     path = Path("/dev/shm")
     if not path.is_dir():
         return Check("shm", "fine", "this system has no /dev/shm")
     total = shutil.disk_usage(path).total
-    says = f"/dev/shm holds {size(total, 2)}"
+    says = f"/dev/shm has {size(total, 2)}"
     if total < _GIB // 2 and len(Machine.here().gpus) > 1:
-        return Check("shm", "degraded", f"{says}, which nccl may find too little", "docker: --shm-size=1g")
+        says = f"{says}, which may be too small for nccl"
+        return Check("shm", "degraded", says, "enlarge it (docker: --shm-size=1g)")
     return Check("shm", "fine", says)
 
 
 def runs_folder() -> Check:
-    """Whether runs can be written, and how many."""
+    """Whether runs can be written, and the free disk space."""
     root = runs_root()
     there = next(path for path in (root, *root.parents) if path.is_dir())
-    fix = "name another folder in LABKIT_RUNS"
+    fix = "set LABKIT_RUNS to another folder"
     try:
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
-        return Check("runs", "broken", f"nothing can be written under {there}: {error.strerror}", fix)
+        return Check("runs", "broken", f"cannot write to {there}: {error.strerror}", fix)
     free = shutil.disk_usage(there).free
     says = f"{root}, {size(free)} free"
     if free < _GIB // 4:
-        return Check("runs", "broken", says, f"labkit clean deletes runs that are over; or {fix}")
+        return Check("runs", "broken", says, f"delete finished runs with labkit clean, or {fix}")
     return Check("runs", "degraded" if free < _GIB else "fine", says, fix if free < _GIB else "")
 
 
 def digits() -> Check:
-    """The embedded data."""
+    """The built-in data sets."""
     if importlib.util.find_spec("sklearn") is None:
-        return Check("data", "degraded", "the digits come with scikit-learn, which is not installed", "python3 -m labkit setup")
-    return Check("data", "fine", f"the digits of scikit-learn {_version('scikit-learn')}; text of the standard library")
+        says = "the digits data set needs scikit-learn, which is not installed"
+        return Check("data", "degraded", says, "run python3 -m labkit setup")
+    return Check("data", "fine", f"digits from scikit-learn {_version('scikit-learn')}; text from the standard library")
 
 
 def warm_start() -> Check:
-    """The process that starts runs of a notebook without delay."""
+    """The warm server, which starts runs from a notebook quickly."""
     found = about()
     if isinstance(found, Cold):
         says = found.reason or "no warm server is running; an open panel, %%torchrun and run() in a notebook start one"
-        return Check("warm start", "degraded" if found.reason else "fine", says, "runs start cold meanwhile" if found.reason else "")
+        return Check("warm start", "degraded" if found.reason else "fine", says, "runs start cold until then" if found.reason else "")
     memory = size(psutil.Process(found["pid"]).memory_info().rss)
-    return Check("warm start", "fine", f"process {found['pid']} with {memory} has started {found['runs']} runs")
+    return Check("warm start", "fine", f"process {found['pid']} ({memory}) has started {found['runs']} runs")
 
 
 def compiler() -> Check:
-    """A C++ compiler, which nothing of the lab needs."""
+    """A C++ compiler, which the lab does not need."""
     path = shutil.which("g++")
-    return Check("compiler", "fine", path or "no g++; nothing here needs it, some libraries of others compile their parts with it")
+    none = "no g++; the lab does not need it, but some third-party libraries compile extensions with it"
+    return Check("compiler", "fine", path or none)
 
 
 CHECKS: tuple[Callable[[], Check], ...] = (

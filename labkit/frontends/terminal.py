@@ -1,4 +1,6 @@
-"""The terminal's view of a run: the same facts as the panel, drawn from RunState with rich, live at 4 Hz or as plain lines."""
+"""The terminal front end: draws a RunState with rich, live at 4 Hz or as plain lines. It shows the same facts as the
+panel.
+"""
 
 from __future__ import annotations
 
@@ -34,31 +36,31 @@ from labkit.record.state import RunState
 from labkit.record.steps import Column
 from labkit.runs.comparing import Comparing
 
-_SECONDS = 0.25  # between two pictures
-_PLAIN_SECONDS = 5.0  # between two lines, where there is no screen to redraw
-_RECENT = 20  # steps that a rank's figures of "now" are of
-_TAIL = 5  # lines of rank 0's output
+_SECONDS = 0.25  # between two redraws
+_PLAIN_SECONDS = 5.0  # between two lines, if the output is not a terminal
+_RECENT = 20  # steps over which the current figures of a rank are averaged
+_TAIL = 5  # lines of rank 0's output that are shown
 _TAIL_BYTES = 8192
-_LINES_AROUND = 16  # of the picture, beside the rows of the ranks
-_BAR = (8, 40)  # characters of the bar of phases, at least and at most
-_GLYPHS = dict(zip(PHASES, "·-░▒▓█"))  # told apart where colours are not
+_LINES_AROUND = 16  # of the view, without the rows of the ranks
+_BAR = (8, 40)  # minimum and maximum width of the bar of phases, in characters
+_GLYPHS = dict(zip(PHASES, "·-░▒▓█"))  # distinguish the phases without colours
 _STYLES = {"finished": "bold green", "failed": "bold red", "stopped": "bold yellow", "stopping": "bold yellow", "lost": "bold yellow"}
 
 
 class Source(Protocol):
-    """Where the state comes from: a `Follower` of a run folder, or a recording that plays."""
+    """Provides the state: a `Follower` of a run folder, or a `Recording` that is replayed."""
 
     state: RunState
-    progress: Callable[[float], None]  # is called when reading takes long, with the share that was read
+    progress: Callable[[float], None]  # called with the fraction that has been read, if reading takes long
 
     def poll(self) -> bool:
-        """Folds in what is new."""
+        """Folds new events into the state."""
 
 
 def watch(source: Source, folder: RunFolder, console: Console, leave: Callable[[], bool] = lambda: False) -> RunState:
-    """Shows a run until it is over, and gives back its last state; the last picture stays on the screen.
+    """Shows a run until it is over and returns its final state; the last view stays on the screen.
 
-    `leave` is asked at every look, and ends the watch before that where it says True.
+    `leave` is called before every redraw; if it returns True, the watch ends early.
     """
     _read(source, console)
     show = _live if console.is_terminal else _plain
@@ -67,7 +69,7 @@ def watch(source: Source, folder: RunFolder, console: Console, leave: Callable[[
 
 
 def _read(source: Source, console: Console) -> None:
-    """The first look at a run. Of one that takes long to read, it says how far the reading is."""
+    """Reads the events recorded so far, and reports progress if that takes long."""
     status, before = console.status("reading the run"), source.progress
     said = -math.inf
 
@@ -90,15 +92,15 @@ def _read(source: Source, console: Console) -> None:
 
 
 def _live(source: Source, folder: RunFolder, console: Console, leave: Callable[[], bool]) -> None:
-    def picture() -> RenderableType:
+    def current() -> RenderableType:
         return view(source.state, folder, height=console.height)
 
     source.poll()
-    with Live(picture(), console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
+    with Live(current(), console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
         while not (source.state.over or leave()):
             time.sleep(_SECONDS)
             source.poll()
-            live.update(picture(), refresh=True)
+            live.update(current(), refresh=True)
         live.update(view(source.state, folder), refresh=True)
 
 
@@ -116,12 +118,12 @@ def _plain(source: Source, folder: RunFolder, console: Console, leave: Callable[
 
 
 def line(state: RunState) -> str:
-    """The state in one line: `training · step 120/470 · 0:32 left · 1,650 samples/s · loss 0.4321`."""
+    """Summarises the state in one line: `training · step 120/470 · 0:32 left · 1,650 samples/s · loss 0.4321`."""
     return visible_line(" · ".join(filter(None, [state.words, in_words(state), *_figures(state, _now(state))])))
 
 
 def view(state: RunState, folder: RunFolder, height: int | None = None) -> RenderableType:
-    """The whole picture; with a `height` in lines it shows no more ranks than fit."""
+    """The whole view; with a `height` in lines it shows only as many ranks as fit."""
     rows = state.world_size if height is None else max(2, height - _LINES_AROUND)
     starting = is_starting(state)
     if starting and height is not None:
@@ -133,12 +135,13 @@ def view(state: RunState, folder: RunFolder, height: int | None = None) -> Rende
     parts += [_finding(finding, folder) for finding in findings(state)]
     tail = _tail(folder)
     if tail:
-        parts += [Text("\nrank 0 says", style="dim"), *(Text(f"  {text}", no_wrap=True, overflow="ellipsis") for text in tail)]
+        lines = (Text(f"  {text}", no_wrap=True, overflow="ellipsis") for text in tail)
+        parts += [Text("\noutput of rank 0", style="dim"), *lines]
     return Group(*parts)
 
 
 def runs_table(rows: Sequence[dict]) -> RenderableType:
-    """The table of recorded runs, from their summaries, the newest last; below it why some cannot be read."""
+    """A table of recorded runs from their summaries, newest last, followed by the reasons why some cannot be read."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name, justify in (("run", "left"), ("state", "left"), ("workload", "left"), ("ranks", "right"), ("steps", "right")):
         table.add_column(name, justify=justify, no_wrap=True, overflow="fold" if name == "run" else "ellipsis")
@@ -158,7 +161,8 @@ def runs_table(rows: Sequence[dict]) -> RenderableType:
 
 
 def watch_comparison(comparing: Comparing, console: Console, look: Callable[[], None] = lambda: None) -> Sequence[Row]:
-    """Shows a comparison until nothing of it runs any more, and gives back its last rows; `look` is called at every look."""
+    """Shows a comparison until all its runs are over and returns its final rows; `look` is called before every redraw.
+    """
     if not console.is_terminal:
         said: set[str] = set()
         while not comparing.over:
@@ -180,20 +184,22 @@ def watch_comparison(comparing: Comparing, console: Console, look: Callable[[], 
 
 
 def comparison(rows: Sequence[Row], left_out: Mapping[str, str], final: bool = True) -> RenderableType:
-    """The table of a comparison with its bars, the recorded result beside it where it is of the same workload, and what there is to say."""
+    """The table of a comparison with bars of the phases, recorded results of the same workload, and the sentences about
+    them.
+    """
     table = Table(box=None, padding=(0, 2, 0, 0))
     for number, head in enumerate((*HEADS, "phases of a step")):
         table.add_column(head, justify="right" if 0 < number < 8 else "left", no_wrap=number != 8)
     for row in rows:
         style = "red" if row.failed else "dim" if not row.run else None
-        table.add_row(*(Text(visible_line(cell)) for cell in cells(row)), _Shares(row.phases), style=style)
+        table.add_row(*(Text(visible_line(cell)) for cell in cells(row)), _PhaseBar(row.phases), style=style)
     for row in beside(rows):
         table.add_row(*(Text(cell) for cell in (*cells(row)[:-1], "recorded elsewhere")), Text(""), style="dim")
     said = [Text(f"  {visible_line(sentence)}", style="dim") for sentence in sentences(rows, left_out)] if final else []
     return Group(table, _legend(), *said)
 
 
-# ---- the parts of the picture
+# ---- the parts of the view
 
 
 def _head(state: RunState, folder: RunFolder) -> RenderableType:
@@ -218,7 +224,7 @@ def _progress(state: RunState) -> RenderableType:
     if state.over or not total:
         return Group(words, figures)
     grid = _grid(0, 1)
-    waits = not state.step  # a bar that moves, while there is nothing yet to measure by
+    waits = not state.step  # an indeterminate bar until the first step
     grid.add_row(
         words, ProgressBar(total=total, completed=min(state.step, total), pulse=waits, complete_style="cyan", finished_style="green")
     )
@@ -244,25 +250,27 @@ def _figures(state: RunState, speed: float | None) -> list[str]:
 
 
 def _replicas(state: RunState) -> list[str]:
-    """One line where replicas run in threads: what each one's forward takes, and the wait for the GIL."""
+    """One line if replicas run in threads: the time of each replica's forward pass and of waiting for the GIL."""
     found = [
-        f"replica {one['replica']} forward {1e3 * one['forward']:.1f} ms ({1e3 * one['cpu']:.1f} CPU)" for one in state.replica_figures()
+        f"replica {one['replica']} forward {1e3 * one['forward']:.1f} ms ({1e3 * one['cpu']:.1f} CPU)"
+        for one in state.replica_figures()
     ]
     if found and state.gil_wait is not None:
-        found.append(f"waits for the GIL or a core {state.gil_wait:.0%}")
+        found.append(f"waiting for the GIL or a core {state.gil_wait:.0%}")
     return [" · ".join(found)] if found else []
 
 
 def _sampled(state: RunState) -> list[str]:
-    """The newest sampled step in one line, and the ledger of what was sent once the run is over."""
+    """The newest profiled step in one line and, once the run is over, its traffic: measured and expected."""
     if not any(rank.timelines for rank in state.ranks.values()):
         return []
     chart = timeline(state)
-    lines = [f"{chart.title.lower()} looked at closely: {chart.note}"]
+    lines = [f"profiled {chart.title.lower()}: {chart.note}"]
     if state.over:
         for one in ledger(state):
-            theory = "" if one.theory is None else f", by theory {sizes(one.theory)}"
-            lines.append(f"{one.op}: {sizes(one.measured)} a step over all ranks{theory}" + (f" ({one.reason})" if one.reason else ""))
+            expected = "" if one.theory is None else f", expected {sizes(one.theory)}"
+            reason = f" ({one.reason})" if one.reason else ""
+            lines.append(f"{one.op}: {sizes(one.measured)} per step over all ranks{expected}{reason}")
     return lines
 
 
@@ -274,7 +282,8 @@ def _table(state: RunState, rows: int) -> RenderableType:
     table = Table(box=None, padding=(0, 1, 0, 0), expand=True)
     for name in ("rank", "device"):
         table.add_column(name, no_wrap=True)
-    for name, least in (("step", 6), ("loss", 7), ("samples/s", 9), ("ms/step", 7)):  # wide enough that nothing jumps
+    # fixed widths: columns do not shift
+    for name, least in (("step", 6), ("loss", 7), ("samples/s", 9), ("ms/step", 7)):
         table.add_column(name, justify="right", no_wrap=True, min_width=least)
     table.add_column("phases", ratio=1, min_width=_BAR[0])
     table.add_column("memory / peak", justify="right", no_wrap=True, min_width=16)
@@ -296,7 +305,7 @@ def _row(state: RunState, number: int) -> list[RenderableType]:
         _number(steps.loss[-1] if len(steps) else None, ".4f"),
         _number(samples / seconds if seconds else None, ",.0f"),
         _number(seconds * 1000, ".1f"),
-        _Shares({phase: _mean(column) for phase, column in steps.phases.items()}),
+        _PhaseBar({phase: _mean(column) for phase, column in steps.phases.items()}),
         sizes(*memory),
         "" if code is None else str(code),
     )
@@ -306,7 +315,7 @@ def _row(state: RunState, number: int) -> list[RenderableType]:
 
 
 def _startup(state: RunState, rows: int) -> RenderableType:
-    """What each rank has reached on its way to the first step, and after how many seconds."""
+    """The start-up milestones that each rank has reached, with the seconds since launch."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     head, *ranks = startup_rows(state)
     for name in head:
@@ -316,8 +325,8 @@ def _startup(state: RunState, rows: int) -> RenderableType:
     return table
 
 
-class _Shares:
-    """A bar of the phases' shares of a step, as wide as there is room."""
+class _PhaseBar:
+    """A bar of the fractions of a step spent in each phase, as wide as the column allows."""
 
     def __init__(self, seconds: Mapping[str, float]):
         self._shares = {phase: value for phase, value in seconds.items() if value > 0}
@@ -360,7 +369,7 @@ def _finding(finding: Finding, folder: RunFolder) -> RenderableType:
 
 
 def _tail(folder: RunFolder) -> list[str]:
-    """The last lines of rank 0's log, at most `_TAIL`."""
+    """The last `_TAIL` lines of rank 0's log."""
     path = folder.log_of(0)
     lines = visible_log(folder.end_of(path, _TAIL_BYTES)).expandtabs(4).split("\n") if path else []
     return [line for line in lines if line.strip()][-_TAIL:]
@@ -374,7 +383,9 @@ def _grid(*ratios: int) -> Table:
 
 
 def _mean(column: Column) -> float:
-    """The mean of the newest values that are known; NaN where none is. The first step, which warms up, counts only while it is alone."""
+    """The mean of the newest known values; NaN if there are none. The first step (warm-up) counts only while it is the
+    only one.
+    """
     newest = column[max(1, len(column) - _RECENT) :] if len(column) > 1 else column[:]
     known = newest[~numpy.isnan(newest)]
     return float(known.mean()) if len(known) else math.nan

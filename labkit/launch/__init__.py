@@ -1,1 +1,1 @@
-"""From a Spec to processes and back: the run folder, the supervisor, the engine of this machine."""
+"""Launches runs: the run folder, the supervisor, the local launcher, and the warm server."""

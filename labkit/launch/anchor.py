@@ -13,7 +13,7 @@ _PATH_LIMIT = 1024
 
 
 class Anchor:
-    """The folder of one run, known by device and inode. The open descriptor keeps the inode from being used for another folder."""
+    """The folder of one run, identified by device and inode. The open descriptor prevents reuse of the inode."""
 
     def __init__(self, folder: RunFolder):
         self._folder = folder
@@ -21,14 +21,14 @@ class Anchor:
         self._stat = os.fstat(self._file)
 
     def lost(self) -> str:
-        """What became of the folder: `deleted`, `moved to …` or `emptied`; empty while it is where it was."""
+        """What happened to the folder: `deleted`, `moved to …` or `emptied`; empty while it is in place."""
         if self._is_at(self._folder.path):
             return "" if self._folder.spec.exists() else "emptied"
         path = self.path()
         return "deleted" if path is None else f"moved to {path}"
 
     def path(self) -> Path | None:
-        """Where the folder is now; None if it was deleted, or the system does not tell."""
+        """The current path of the folder; None if it was deleted or the system cannot tell."""
         path = self._folder.path if self._is_at(self._folder.path) else self._path_by_kernel()
         return path if path is not None and self._is_at(path) else None
 
@@ -38,7 +38,7 @@ class Anchor:
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError:
-            return True  # it cannot be looked at now, which says nothing
+            return True  # stat failed for another reason: assume that nothing changed
 
     def _path_by_kernel(self) -> Path | None:
         if sys.platform == "linux":

@@ -1,4 +1,4 @@
-"""How often the kernel has killed a process of this process's control group because memory ran out (Linux)."""
+"""Counts the processes of this control group that the kernel's out-of-memory killer has killed (Linux)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ _MOUNT = Path("/sys/fs/cgroup")
 
 
 def out_of_memory_kills(cgroups: Path = _CGROUPS, mount: Path = _MOUNT) -> int | None:
-    """The count since the control group was made; None if the system does not tell. Ranks are in the group of their supervisor.
+    """The count since the control group was created; None if it is unavailable. Ranks are in the group of their
+    supervisor.
 
-    Version 2 has it in `memory.events`, version 1 in `memory.oom_control`. In a container the group is the root of what is mounted.
+    Version 2 has it in `memory.events`, version 1 in `memory.oom_control`. In a container the group is the root of the
+    mount.
     """
     try:
         lines = [line.split(":", 2) for line in cgroups.read_text(encoding="utf-8").splitlines()]

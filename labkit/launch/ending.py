@@ -1,4 +1,4 @@
-"""How the record of a run is closed: the summary, then the final status, also on a disk that is full."""
+"""Closes the record of a run: writes the summary, then the final status, even on a full disk."""
 
 from __future__ import annotations
 
@@ -15,25 +15,27 @@ from labkit.record.follow import Follower
 from labkit.record.state import RunState
 
 DISK_FULL = "the disk that holds the run folder was full"
-_ROOM = 1 << 16  # bytes that one status needs at most, with what ranks write meanwhile
+_ROOM = 1 << 16  # maximum bytes of one status, with what ranks may write at the same time
 _NOTICES = 3 * _ROOM
 _SUMMARY_ROOM = 1 << 17
 _PATIENCE = 3.0  # seconds
 
 
 def reserve(folder: RunFolder) -> None:
-    """Reserves room on the disk for `make_room` and `conclude`. Raises `OSError` if the disk is full already."""
+    """Reserves disk space for `make_room` and `conclude`. Raises `OSError` if the disk is already full."""
     Reserve(folder.reserve).make(_NOTICES + _SUMMARY_ROOM + _ROOM)
 
 
 def make_room(folder: RunFolder) -> None:
-    """Gives back the room for one status while the run is still under way; what `conclude` needs is kept."""
+    """Releases the space for one status while the run is active; the space for `conclude` stays reserved."""
     kept = Reserve(folder.reserve)
     kept.shrink(max(kept.size - _ROOM, _SUMMARY_ROOM + _ROOM))
 
 
 def conclude(folder: RunFolder, state: RunState, final: dict[str, Any]) -> None:
-    """Writes the summary and then the final status, so that whoever sees the end finds the figures. No process may be left to compete."""
+    """Writes the summary, then the final status, so that a finished run always has its figures. All processes must have
+    ended.
+    """
     kept = Reserve(folder.reserve)
     kept.shrink(_ROOM)
     for path in folder.reserves_of_ranks():
@@ -48,7 +50,7 @@ def conclude(folder: RunFolder, state: RunState, final: dict[str, Any]) -> None:
 
 
 def conclude_unattended(folder: RunFolder, state: str, message: str) -> None:
-    """Closes the record of a run whose supervisor is gone; its processes must have ended."""
+    """Closes the record of a run without a supervisor; its processes must have ended."""
     follower = Follower(folder)
     follower.poll()
     status = RunFolder.read_json(folder.status)
@@ -57,7 +59,7 @@ def conclude_unattended(folder: RunFolder, state: str, message: str) -> None:
 
 
 def _write_final(folder: RunFolder, final: dict[str, Any]) -> None:
-    """Writes the final status. Programs of others may take the room as well, so it is tried again for a while."""
+    """Writes the final status. Other programs may use up the released space, so it retries for a while."""
     last = time.monotonic() + _PATIENCE
     while True:
         try:
@@ -69,7 +71,7 @@ def _write_final(folder: RunFolder, final: dict[str, Any]) -> None:
 
 
 def _write_what_fits(folder: RunFolder, summary: dict[str, Any]) -> None:
-    """Writes the summary; on a full disk without its longest parts, as many of them as it takes."""
+    """Writes the summary; on a full disk it drops the longest parts until the rest fits."""
     while True:
         try:
             return RunFolder.write_json(folder.summary, summary)
@@ -77,4 +79,4 @@ def _write_what_fits(folder: RunFolder, summary: dict[str, Any]) -> None:
             longest = max(summary, key=lambda name: len(json.dumps(summary[name])))
             if error.errno not in FULL or len(json.dumps(summary[longest])) < 100:
                 raise
-            summary = summary | {longest: type(summary[longest])()}  # empty, of the kind that readers expect
+            summary = summary | {longest: type(summary[longest])()}  # empty, but of the type that readers expect

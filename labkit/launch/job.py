@@ -1,4 +1,4 @@
-"""Job: one run, started here or found again. Everything that it knows is in the run folder."""
+"""Job: a handle to one run, started here or attached to. All its state is in the run folder."""
 
 from __future__ import annotations
 
@@ -27,20 +27,23 @@ from labkit.record.logs import LogTail
 from labkit.record.state import OVER
 from labkit.record.status import current, hidden_supervisor, is_abandoned, is_here, is_over, supervisor_of
 
-_START_LIMIT = 30.0  # seconds until the supervisor must have written its first status; usually that takes a tenth of one
-_ANSWER = 2.0  # seconds in which a supervisor that works says that it stops the run
-_GRACE = 2.0  # seconds that the processes of a run without a supervisor have to leave by themselves
-_LEAVE = 5.0  # seconds in which a supervisor whose folder is gone has ended its run
-_LOOK = 0.2  # seconds between two looks of `wait`: each costs a millisecond that the ranks do not have on a full machine
+_START_LIMIT = 30.0  # seconds until the supervisor must have written its first status; usually it takes 0.1 s
+_ANSWER = 2.0  # seconds in which a responsive supervisor reports that it is stopping the run
+_GRACE = 2.0  # seconds between SIGTERM and SIGKILL for the processes of a run without a supervisor
+_LEAVE = 5.0  # seconds in which a supervisor whose folder was deleted ends its run
+# seconds between two polls of `wait`: each takes a millisecond of CPU time from the ranks on a busy machine
+_LOOK = 0.2
 _lifelines: set[int] = set()
 
 
 class LaunchError(RuntimeError):
-    """A run that could not be started, or could not be stopped from here; one sentence with the reason."""
+    """A run could not be started, or cannot be stopped from here; the message is one sentence with the reason."""
 
 
 class Job:
-    """A run by its folder. Made by `start` or `attach`; every method works from any process of the same user and host."""
+    """A run, identified by its folder. Created by `start` or `attach`; every method works from any process of the same
+    user and host.
+    """
 
     def __init__(self, folder: RunFolder):
         self.folder = folder
@@ -59,13 +62,13 @@ class Job:
         source: str | None = None,
         stdin: int | None = None,
     ) -> Job:
-        """Starts a settled Spec (see `Spec.on`) in a folder of its own and returns as soon as torchrun is on its way.
+        """Starts a resolved Spec (see `Spec.on`) in a new folder and returns as soon as torchrun is starting.
 
-        Where the script is not a file yet, `source` is its text: it is written into the folder, whatever name `spec.script` has.
-        `stdin` is a file descriptor that all ranks inherit as their standard input, as under torchrun; without it that is empty.
-        The run ends with this process, by whatever this process may end, unless it is `detached`. It starts warm where it can, unless
-        `cold`; the plan and the status say which it was, and why it had to be cold.
-        Raises `LaunchError` or `OSError` where it cannot start, and then nothing is left behind.
+        `source` is the text of a script that is not a file yet; it is written to the folder, whatever name
+        `spec.script` has. `stdin` is a file descriptor that all ranks inherit as standard input, as under torchrun
+        (default: empty). Unless `detached`, the run ends with this process, however that ends. It starts warm if
+        possible, unless `cold`; the plan and the status record which it was, and why the start was cold. Raises
+        `LaunchError` or `OSError` if it cannot start; no files or processes are left in that case.
         """
         asked = time.time()
         folder = RunFolder.create(spec.name, root)
@@ -88,36 +91,37 @@ class Job:
 
     @classmethod
     def attach(cls, folder: RunFolder) -> Job:
-        """The job of a run that was started before, here or elsewhere, running or over. Raises `Unreadable`, a `LookupError`."""
+        """The job of an existing run, started here or elsewhere, active or over. Raises `Unreadable`, a `LookupError`.
+        """
         if not os.path.lexists(folder.spec):
             raise LookupError(f"{folder.path} is not a run folder: it has no {folder.spec.name}")
         folder.require_readable()
         return cls(folder)
 
     def status(self) -> dict[str, Any]:
-        """What is known from outside the ranks now, as in `status.json`."""
+        """The current status as seen by the supervisor, as in `status.json`."""
         return current(self.folder)
 
     @property
     def state(self) -> str:
-        """starting, running, stopping, finished, failed, stopped, or lost (how it ended cannot be known here)."""
+        """starting, running, stopping, finished, failed, stopped, or lost (its end cannot be determined here)."""
         return self.status().get("state") or ("failed" if is_over(self.folder) else "starting")
 
     def wait(self, timeout: float | None = None) -> str:
-        """Waits until the run is over and nothing of it is left, `timeout` seconds at most; gives the state that it is in then."""
+        """Waits up to `timeout` seconds until the run is over and all its processes have ended; returns its state."""
         last = None if timeout is None else time.monotonic() + timeout
         while self.state not in OVER:
             if last is not None and time.monotonic() > last:
                 return self.state
             time.sleep(_LOOK)
-        self._see_off()
+        self._clean_up()
         return self.state
 
     def stop(self, timeout: float = 10.0) -> str:
-        """Ends the run, from any process, and gives its last state; a run that is over is left as it is.
+        """Stops the run from any process and returns its final state; does nothing if the run is over.
 
-        The supervisor does the work, and goes on with it where this call is interrupted; one that does not respond is killed, and
-        the rest of the run with it. Raises `LaunchError` where the run is another host's or another user's.
+        The supervisor stops the run, and continues if this call is interrupted. A supervisor that does not respond is
+        killed together with the run. Raises `LaunchError` if the run is on another host or belongs to another user.
         """
         if self.state not in OVER:
             supervisor = self._supervisor()
@@ -126,34 +130,34 @@ class Job:
         return self.wait(timeout)
 
     def log(self, rank: int, stream: str = "stdout") -> LogTail:
-        """A reader of one rank's output, which may have none yet."""
+        """A reader of one rank's output, which may still be empty."""
         return self.folder.log_tail(rank, stream)
 
-    # ---- how it ends
+    # ---- termination
 
     def _supervisor(self) -> psutil.Process | None:
-        """The process to ask; None where there is none, as when it was killed."""
+        """The supervisor's process; None if there is none, for example because it was killed."""
         status = RunFolder.read_json(self.folder.status)
         supervisor = supervisor_of(self.folder, status)
         if supervisor is not None:
             return supervisor
-        if (stranger := hidden_supervisor(status)) is not None:
-            raise LaunchError(f"run {self.folder.name} is {stranger.username()}'s, who alone can stop it")
+        if (other := hidden_supervisor(status)) is not None:
+            raise LaunchError(_foreign(self.folder, other.username()))
         if status and not is_here(status):
-            host = (status.get("supervisor") or {}).get("host", "a host that is not known")
+            host = (status.get("supervisor") or {}).get("host", "an unknown host")
             raise LaunchError(f"run {self.folder.name} runs on {host}; stop it there")
         return next(filter(is_supervisor, of_folder(self.folder.path)), None)
 
     def _obeys(self, supervisor: psutil.Process) -> bool:
-        """Asks the supervisor to stop the run; False if it is gone, or does not respond in time."""
+        """Asks the supervisor to stop the run; False if it has ended or does not respond in time."""
         try:
             supervisor.terminate()
             if is_stopped(supervisor):
                 supervisor.resume()
         except psutil.AccessDenied:
-            raise LaunchError(f"run {self.folder.name} is {supervisor.username()}'s, who alone can stop it") from None
+            raise LaunchError(_foreign(self.folder, supervisor.username())) from None
         except psutil.NoSuchProcess:
-            pass  # it ended between the two looks
+            pass  # it ended in the meantime
         last = time.monotonic() + _ANSWER
         while not self._has("stopping", *OVER):
             if living(supervisor.pid) != supervisor or time.monotonic() > last:
@@ -169,21 +173,23 @@ class Job:
         return self._has(*OVER)
 
     def _has(self, *states: str) -> bool:
-        """Whether the status, as it is written, is one of these."""
+        """Whether the state in the status file is one of these."""
         return RunFolder.read_json(self.folder.status).get("state") in states
 
     def _end_without(self, supervisor: psutil.Process | None) -> None:
-        """Kills the supervisor first, so that it starts nothing more, and then the rest."""
+        """Kills the supervisor first, so that it starts no more processes, and then the others."""
         why = "; its supervisor did not respond, so it was killed" if supervisor is not None else ""
-        with self.folder.closing():  # before the supervisor's end can be noticed by others
+        with self.folder.closing():  # before others can notice that the supervisor has ended
             if supervisor is not None:
                 with suppress(psutil.NoSuchProcess):
                     supervisor.kill()
             self._end_all()
-            self._close("stopped", f"it was asked to stop{why}")
+            self._close("stopped", f"stop requested{why}")
 
-    def _see_off(self) -> None:
-        """After the end: lets the supervisor leave, and ends what a lost one has left."""
+    def _clean_up(self) -> None:
+        """After the end: waits for the supervisor to exit, or terminates the processes of a run that has lost its
+        supervisor.
+        """
         supervisor = supervisor_of(self.folder, RunFolder.read_json(self.folder.status))
         if supervisor is not None:
             psutil.wait_procs([supervisor], timeout=2.0)
@@ -199,16 +205,17 @@ class Job:
         end(lambda: of_folder(self.folder.path), grace=0.0)
 
     def _close(self, state: str, message: str) -> None:
-        """Writes the end of a run that nobody else will write; a folder that cannot be written to is left as it is."""
+        """Writes the final status of a run without a supervisor; does nothing if the folder cannot be written to."""
         if not (self.folder.is_gone or self._has(*OVER)):
             with suppress(OSError):
                 conclude_unattended(self.folder, state, message)
 
 
 def end_deleted(name: str, root: Path | None = None) -> str:
-    """Terminates what is left of the run under `root` whose folder was deleted, and which `name` names as `RunFolder.find` does.
+    """Terminates the processes of a run under `root` whose folder was deleted; `name` is as in `RunFolder.find`.
 
-    Gives the path that the folder had; empty if there is no such process. Raises `LookupError` if several runs could be meant.
+    Returns the former path of the folder; empty if there is no such process. Raises `LookupError` if `name` is
+    ambiguous.
     """
     place, given = (root or runs_root()).resolve(), Path(name).absolute()
     tags = {tag_of(process) for process in tagged(lambda tag: RunFolder(tag).is_gone)} - {None, ""}
@@ -216,14 +223,19 @@ def end_deleted(name: str, root: Path | None = None) -> str:
     found = [path for path in paths if path.name == name or path == given]
     found = found or [path for path in paths if path.name.startswith(name) or path.name.endswith(name)]
     if len(found) > 1:
-        raise LookupError(f"{name!r} could be {', '.join(path.name for path in found)}, whose folders were deleted; give the full name")
+        names = ", ".join(path.name for path in found)
+        raise LookupError(f"{name!r} is ambiguous: it matches {names} (folders deleted); give the full name")
     if found:
         end(lambda: of_folder(found[0]), grace=_GRACE)
     return str(found[0]) if found else ""
 
 
+def _foreign(folder: RunFolder, user: str) -> str:
+    return f"run {folder.name} belongs to {user}, and only that user can stop it"
+
+
 def _consent(spec: Spec, plan: dict[str, Any], cold: bool) -> Consent | Cold:
-    """Whether the warm server starts this run."""
+    """Asks the warm server whether it can start this run."""
     if cold:
         return Cold()
     folders = {plan["cwd"]} if spec.script is None or spec.as_module else {plan["cwd"], str(Path(spec.script).resolve().parent)}
@@ -231,7 +243,9 @@ def _consent(spec: Spec, plan: dict[str, Any], cold: bool) -> Consent | Cold:
 
 
 def _start_supervisor(folder: RunFolder, plan: dict[str, Any], asked: float, stdin: int | None, start: Consent | Cold) -> None:
-    """Starts it in a session of its own and waits for its first status; the lifeline stays open for as long as this process lives."""
+    """Starts the supervisor in its own session and waits for its first status; the lifeline stays open while this
+    process lives.
+    """
     lifeline = None if plan["detached"] else os.pipe()
     if lifeline:
         _lifelines.add(lifeline[1])
@@ -247,7 +261,7 @@ def _start_supervisor(folder: RunFolder, plan: dict[str, Any], asked: float, std
     finally:
         if lifeline:
             os.close(lifeline[0])
-    threading.Thread(target=_see_out, args=(folder, process, lifeline), daemon=True, name=f"labkit {folder.name}").start()
+    threading.Thread(target=_reap, args=(folder, process, lifeline), daemon=True, name=f"labkit {folder.name}").start()
     last = time.monotonic() + _START_LIMIT
     while not folder.status.exists():
         if process.returncode is not None or time.monotonic() > last:
@@ -257,14 +271,16 @@ def _start_supervisor(folder: RunFolder, plan: dict[str, Any], asked: float, std
 
 
 def _launch(folder: RunFolder, plan: dict[str, Any], asked: float, files: list[int], start: Consent | Cold) -> Started | subprocess.Popen:
-    """Writes the plan and starts the supervisor by it; `files` are its standard input, its log, and the run's input, if it has one."""
+    """Writes the plan and starts the supervisor; `files` are its standard input, its log, and the run's standard input,
+    if any.
+    """
     environment = os.environ | plan["env"]
     if isinstance(start, Consent):
         RunFolder.write_json(folder.plan, plan | {"start": "warm", "cold_because": ""})
         started = start.start(folder.path, asked, environment, files)
         if isinstance(started, Started):
             return started
-        end(lambda: of_folder(folder.path), grace=0.0)  # it may have started and could not say so
+        end(lambda: of_folder(folder.path), grace=0.0)  # it may have started without being able to answer
         start = started
     RunFolder.write_json(folder.plan, plan | {"start": "cold", "cold_because": start.reason})
     stdin, log, *passed = files
@@ -273,7 +289,7 @@ def _launch(folder: RunFolder, plan: dict[str, Any], asked: float, files: list[i
         return subprocess.Popen(
             [sys.executable, "-m", "labkit.launch.supervisor", str(folder.path), repr(asked), *map(str, passed)],
             pass_fds=passed,
-            cwd=folder.path,  # where no file of the user's can stand in for a module
+            cwd=folder.path,  # a folder where no file of the user can shadow a module
             env=environment,
             stdin=stdin,
             stdout=log,
@@ -285,10 +301,11 @@ def _launch(folder: RunFolder, plan: dict[str, Any], asked: float, files: list[i
             os.close(file)
 
 
-def _see_out(folder: RunFolder, process: Started | subprocess.Popen, lifeline: tuple[int, int] | None) -> None:
-    """Reaps the supervisor when it has ended, ends what it left if it was killed, and gives the lifeline back."""
+def _reap(folder: RunFolder, process: Started | subprocess.Popen, lifeline: tuple[int, int] | None) -> None:
+    """Reaps the supervisor when it has ended, terminates remaining processes if it was killed, and closes the lifeline.
+    """
     process.wait()
-    Job(folder)._see_off()
+    Job(folder)._clean_up()
     if lifeline:
         _lifelines.discard(lifeline[1])
         os.close(lifeline[1])

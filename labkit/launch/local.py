@@ -1,4 +1,5 @@
-"""The engine of this machine: from a settled Spec and a run folder to the plan of launch, a plain value that can be shown."""
+"""The local launcher: turns a resolved Spec and a run folder into a launch plan, a plain value that can be displayed.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +15,13 @@ from labkit.plan.spec import Spec
 from labkit.record import clock
 from labkit.record.folder import RunFolder
 
-_STANDING = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # added to the environment of every run
+_COMMON = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # added to the environment of every run
 
 
 def plan(spec: Spec, folder: RunFolder) -> dict[str, Any]:
-    """What is started, as `launch.json` holds it: `argv`, the `env` that is added, the working folder `cwd`.
+    """The launch plan as stored in `launch.json`: `argv`, the additional environment `env`, the working folder `cwd`.
 
-    `spec` is settled: its device and number of processes are known.
+    `spec` must be resolved by `Spec.on`: its device and number of processes are known.
     """
     return {
         "v": 1,
@@ -32,14 +33,15 @@ def plan(spec: Spec, folder: RunFolder) -> dict[str, Any]:
 
 
 def _argv(spec: Spec, folder: RunFolder) -> list[str]:
-    # A script is named as the user named it, so that its sys.argv[0] is that of bare torchrun.
+    # The script path is passed as the user wrote it, so that sys.argv[0] is the same as under plain torchrun.
     script = [str(folder.script)] if spec.script is None else ["-m", spec.script] if spec.as_module else [spec.script]
-    safe = ["-P"] if sys.version_info >= (3, 11) else []  # as torchrun itself: no random.py of the working folder in the launcher
+    # like torchrun itself: do not import a random.py from the working folder
+    safe = ["-P"] if sys.version_info >= (3, 11) else []
     return [
         *(sys.executable, *safe, "-m", "torch.distributed.run"),
         "--nnodes=1",
         f"--nproc-per-node={spec.processes}",
-        # Instead of --standalone, which opens its store on every interface.
+        # Instead of --standalone, which opens the store on every network interface.
         "--rdzv-backend=c10d",
         "--rdzv-conf=store_type=file",
         f"--rdzv-endpoint={folder.rendezvous}",
@@ -54,8 +56,8 @@ def _argv(spec: Spec, folder: RunFolder) -> list[str]:
 
 
 def standing_environment() -> dict[str, str]:
-    """The environment of this process with what is added to it for most runs: that of several ranks."""
-    return os.environ | _STANDING | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} | _import_path()
+    """The environment of this process with the additions of a typical run with several ranks."""
+    return os.environ | _COMMON | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} | _import_path()
 
 
 def _environment(spec: Spec, folder: RunFolder) -> dict[str, str]:
@@ -64,7 +66,7 @@ def _environment(spec: Spec, folder: RunFolder) -> dict[str, str]:
         TAG: str(folder.path),
         clock.VARIABLE: clock.reference(),
         "LABKIT_LOOPBACK": "1",
-        **_STANDING,
+        **_COMMON,
         "GLOO_SOCKET_IFNAME": loopback,
         "NCCL_SOCKET_IFNAME": loopback,
     }
@@ -72,16 +74,19 @@ def _environment(spec: Spec, folder: RunFolder) -> dict[str, str]:
     if spec.tensors:
         added["LABKIT_TENSORS"] = "1"
     if "OMP_NUM_THREADS" not in os.environ and (spec.device == "cpu" or spec.processes > 1):
-        added["OMP_NUM_THREADS"] = "1"  # one CPU rank stands for one device; for several ranks torchrun sets the same, and warns
+        # one CPU rank emulates one device; for several ranks torchrun sets the same, with a warning
+        added["OMP_NUM_THREADS"] = "1"
     if spec.device == "cpu":
         added["CUDA_VISIBLE_DEVICES"] = ""
     elif "CUDA_DEVICE_ORDER" not in os.environ:
-        added["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # so that cuda:0 is the device that NVML calls 0
+        added["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # so that cuda:0 is device 0 in NVML
     return added | _import_path()
 
 
 def _import_path() -> dict[str, str]:
-    """PYTHONPATH with this package's place in front; nothing where it is there, or among the interpreter's own packages."""
+    """PYTHONPATH with this package's folder in front; empty if it is already there or in the interpreter's
+    site-packages.
+    """
     home = str(Path(__file__).resolve().parents[2])
     installed = {*site.getsitepackages(), site.getusersitepackages(), *sysconfig.get_paths().values()}
     if home in installed | set(os.environ.get("PYTHONPATH", "").split(os.pathsep)):

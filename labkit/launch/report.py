@@ -1,4 +1,4 @@
-"""What torchrun says at its end of the ranks that failed: the only witness of a rank that died without a word."""
+"""Parses torchrun's final report of failed ranks, the only record of a rank that died without a message."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from labkit.record import clock
 from labkit.record.folder import RunFolder
 from labkit.record.stacks import of_crash
 
-# One entry of ChildFailedError's report (torch.distributed.elastic.multiprocessing.errors), read for no more than is needed.
+# One entry of ChildFailedError's report (torch.distributed.elastic.multiprocessing.errors); only the needed fields are
+# read.
 _ENTRY = re.compile(
     r"\btime\s*:\s*(?P<time>\S+)\s*\n(?:.*\n)??"
     r".*\brank\s*:\s*(?P<rank>\d+)\s*\(.*\n"
@@ -22,9 +23,9 @@ _ENTRY = re.compile(
 
 
 def failures(folder: RunFolder) -> dict[str, dict[str, Any]]:
-    """The ranks that torchrun reported, by rank: exit_code, pid, signal (its name, or None), t (unix seconds, to the second), message.
+    """The failed ranks by rank: exit_code, pid, signal (its name or None), t (Unix seconds, resolution 1 s), message.
 
-    `traceback` is the stack at the fatal signal; if there is none, it is the last stack that the rank noted, and `last_seen` is true.
+    `traceback` is the stack at the fatal signal; without one it is the last recorded stack, and `last_seen` is true.
     """
     found = {}
     for entry in _ENTRY.finditer(folder.end_of(folder.launcher_log)):
@@ -34,7 +35,7 @@ def failures(folder: RunFolder) -> dict[str, dict[str, Any]]:
             "pid": int(entry["pid"]),
             "signal": signal_name(code),
             "t": _seconds(entry["time"]),
-            "message": _aborted(folder, int(entry["rank"])) if code < 0 else _last_word(folder, int(entry["rank"])),
+            "message": (_aborted if code < 0 else _last_stderr_line)(folder, int(entry["rank"])),
         } | _stack(folder, int(entry["rank"]))
     return found
 
@@ -46,14 +47,14 @@ def _stack(folder: RunFolder, rank: int) -> dict[str, Any]:
 
 
 def _printed_crash(folder: RunFolder, rank: int) -> str:
-    """The stack of a fatal signal on stderr, where it is if the script enabled faulthandler itself."""
+    """The stack of a fatal signal on stderr, which is there if the script enabled faulthandler itself."""
     path = folder.log_of(rank, "stderr")
     printed = folder.end_of(path).rpartition("Fatal Python error")[2] if path else ""
     return of_crash(printed)
 
 
 def signal_name(exit_code: int) -> str | None:
-    """`SIGKILL` for -9; None for a code that is not a signal's."""
+    """`SIGKILL` for -9; None for an exit code without a signal."""
     try:
         return signal.Signals(-exit_code).name if exit_code < 0 else None
     except ValueError:
@@ -67,13 +68,13 @@ def last_line(folder: RunFolder, path: Path) -> str:
 
 
 def _aborted(folder: RunFolder, rank: int) -> str:
-    """The message of a C++ exception that nobody caught; empty if the rank died without one."""
+    """The message of an uncaught C++ exception; empty if there was none."""
     path = folder.log_of(rank, "stderr")
     said = re.findall(r"^ *what\(\): *(.+)$", folder.end_of(path), re.MULTILINE) if path else []
     return said[-1][:500] if said else ""
 
 
-def _last_word(folder: RunFolder, rank: int) -> str:
+def _last_stderr_line(folder: RunFolder, rank: int) -> str:
     path = folder.log_of(rank, "stderr")
     return last_line(folder, path) if path else ""
 

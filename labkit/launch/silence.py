@@ -1,8 +1,8 @@
-"""Notices ranks that cannot report about themselves: stopped by a signal, or inside a C call that holds the GIL.
+"""Detects ranks that cannot report themselves: stopped by a signal, or blocked in a C call that holds the GIL.
 
-The supervisor asks the system about each rank's process once a second, and writes a `silent` event in the rank's place; `heard` follows
-when that is over. A C call that holds the GIL is known by the stacks that faulthandler wrote in the rank, because its waiting thread did
-not run for too long; see `probe/position.py`.
+Once per second the supervisor checks the process of each rank and writes a `silent` event on behalf of such a rank; a
+`heard` event follows when the rank responds again. A C call that holds the GIL is detected by the stacks that
+faulthandler writes in the rank when its monitoring thread has not run for too long; see `probe/position.py`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from labkit.record import clock
 from labkit.record.folder import RunFolder
 from labkit.record.stacks import clipped, of_crash
 
-_EVERY = 1.0  # seconds between two looks
-_LASTS = 2  # looks after which a state is reported: a debugger or a shell may stop a process for a moment
-_AGAIN = 10.0  # seconds after which it is reported again
+_EVERY = 1.0  # seconds between two checks
+_LASTS = 2  # checks before a state is reported: a debugger or a shell may stop a process briefly
+_AGAIN = 10.0  # seconds between two reports
 _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 @dataclass
 class _Watched:
-    """One rank's process, and what was found about it. `cpu` and `heard` belong to the newest position that it wrote."""
+    """The process of one rank and its state. `cpu` and `heard` are of the newest position that it wrote."""
 
     process: psutil.Process
     heard: float = 0.0  # on the run's clock
@@ -39,7 +39,9 @@ class _Watched:
 
 
 class Silence:
-    """`pids` maps ranks to their processes and may grow; `write` appends an event to the supervisor's own file."""
+    """Checks the ranks. `pids` maps ranks to pids and may grow; `write` appends an event to the supervisor's event
+    file.
+    """
 
     def __init__(self, folder: RunFolder, pids: dict[int, int], write: Callable[..., None]):
         self._folder, self._pids, self._write = folder, pids, write
@@ -47,7 +49,7 @@ class Silence:
         self._next = 0.0
 
     def look(self) -> None:
-        """Looks at every rank, once a second at most."""
+        """Checks every rank, at most once per second."""
         now = time.monotonic()
         if now < self._next:
             return
@@ -92,7 +94,7 @@ class Silence:
 
 
 def last_position(folder: RunFolder, rank: int) -> str:
-    """The stack that a rank noted last before its process ended, a second old at most; empty if there is none."""
+    """The last stack that a rank recorded before its process ended, at most one second old; empty if there is none."""
     return clipped(str(_position(folder, rank).get("stack", "")))
 
 

@@ -1,8 +1,10 @@
-"""The supervisor: a small process in a session of its own that starts torchrun, watches it, and sees that nothing is left of it.
+"""The supervisor: a small process in its own session that starts torchrun, monitors it, and terminates all its
+processes.
 
-`python -m labkit.launch.supervisor RUN_DIR STARTED [STDIN]`. STDIN is a file descriptor that becomes torchrun's standard input, which
-the ranks inherit; without it that is empty. The supervisor's own standard input is the lifeline: a pipe whose other end the starter holds
-open for as long as it lives. Torchrun is started before anything heavy is imported, because it takes longest to start.
+`python -m labkit.launch.supervisor RUN_DIR STARTED [STDIN]`. STDIN is a file descriptor that becomes the standard input
+of torchrun and of the ranks (default: empty). The supervisor's own standard input is the lifeline, a pipe whose other
+end the launching process keeps open while it lives. Torchrun is started before any heavy import, because it takes
+longest to start.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ from labkit.record.folder import RunFolder
 
 
 def main(run_dir: str, started: str, stdin: str | None = None, popen: Callable[..., Any] = subprocess.Popen) -> None:
-    """Runs what the run folder's plan says to its end. `started` is the unix time at which the run was asked for.
+    """Runs the plan in the run folder to its end. `started` is the Unix time at which the run was requested.
 
-    `popen` starts torchrun's agent; a warm start forks it instead.
+    `popen` starts torchrun's agent; a warm start passes a function that forks it.
     """
     signals = _wake_on_signals()
     lifetime.adopt_orphans()
@@ -30,18 +32,18 @@ def main(run_dir: str, started: str, stdin: str | None = None, popen: Callable[.
     plan = RunFolder.read_json(folder.plan)
     agent = _start(popen, plan, folder, subprocess.DEVNULL if stdin is None else int(stdin))
     if stdin is not None:
-        os.close(int(stdin))  # whoever writes into it must see when the ranks have left
+        os.close(int(stdin))  # a writer must get an error when the ranks have ended
 
     from labkit.launch.watch import Watch  # now, while torchrun imports torch
 
     Watch(folder, plan, agent, float(started), signals).run()
     with suppress(OSError):  # a full disk
         sys.stderr.flush()
-    os._exit(0)  # everything is written: no thread, no NVML and no destructor may delay the end
+    os._exit(0)  # everything is written: no thread, NVML or destructor may delay the exit
 
 
 def _wake_on_signals() -> int:
-    """A pipe's end on which the number of each signal arrives as one byte, so that none interrupts anything half-way."""
+    """The read end of a pipe on which each signal arrives as one byte, so that signals interrupt nothing."""
     read, write = os.pipe()
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
@@ -56,9 +58,11 @@ def _start(popen: Callable[..., Any], plan: dict[str, Any], folder: RunFolder, s
 
 
 def _bind_to_this_process() -> Callable[[], None]:
-    """What torchrun's process does before it begins: it ends with this process, and its ranks learn whom they must end with.
+    """The function that torchrun's process calls before exec: it ties its lifetime, and that of its ranks, to this
+    process.
 
-    No `env` may be given to the Popen that takes this: it would replace the environment in which the child announces itself.
+    Do not pass `env` to the Popen that takes this: it would replace the environment in which the child announces
+    itself.
     """
     supervisor = lifetime.identity(os.getpid())
 

@@ -1,4 +1,4 @@
-"""Samples from outside the ranks, five a second and fewer in a long run: they continue while the ranks hang, and cost them nothing."""
+"""System samples taken by the supervisor, five per second and fewer in a long run. They continue while ranks hang."""
 
 from __future__ import annotations
 
@@ -17,34 +17,36 @@ from labkit.record.folder import RunFolder
 from labkit.setup.machine import Machine
 
 INTERVAL = 0.2  # seconds between two samples at first
-_SPREAD = 3000  # samples that a run of any length is divided into; more only where `_RAREST` demands it
-_RAREST = 5.0  # seconds between two samples at most
+_SPREAD = 3000  # approximate number of samples of a run of any length; more if `_RAREST` limits the interval
+_RAREST = 5.0  # maximum seconds between two samples
 
 
 def interval(elapsed: float) -> float:
-    """Seconds until the next sample, `elapsed` seconds after the first: 12 hours take 18,000 samples instead of 216,000."""
+    """Seconds until the next sample, `elapsed` seconds after the first: 12 hours give 18,000 samples instead of
+    216,000.
+    """
     return min(max(INTERVAL, elapsed / _SPREAD), _RAREST)
 
 
 class Sampler(threading.Thread):
-    """Writes `system` events until `stop`, at first every `INTERVAL` seconds.
+    """Writes `system` events until `stop`, initially every `INTERVAL` seconds.
 
-    `pids` maps ranks to their processes and may grow meanwhile. In a thread of its own, because a sick driver can keep NVML waiting.
+    `pids` maps ranks to pids and may grow. It runs in a separate thread, because a faulty driver can block NVML.
     """
 
     def __init__(self, folder: RunFolder, pids: dict[int, int]):
         super().__init__(name="system", daemon=True)
-        self.disk_full = False  # whether it ever was, as far as the samples tell
+        self.disk_full = False  # whether any sample found the disk full
         self._folder = folder
         self._pids = pids
         self._over = threading.Event()
 
     def run(self) -> None:
-        """Samples until told to stop."""
+        """Samples until `stop` is called."""
         writer, gpus, ranks = Writer(self._folder.system), Gpus(), Ranks(self._pids)
         silence = Silence(self._folder, self._pids, writer.write)
         cores = psutil.cpu_count() or 1
-        psutil.cpu_percent()  # the first call only sets the mark that the next one counts from
+        psutil.cpu_percent()  # the first call only sets the reference point of the next
         began = time.monotonic()
         while not self._over.wait(interval(time.monotonic() - began)):
             sample = {"memory_used": _memory_used(), "gpus": gpus.sample(), "ranks": ranks.sample()}
@@ -53,7 +55,7 @@ class Sampler(threading.Thread):
                 silence.look()
                 self.disk_full |= not _has_room(self._folder.system)
             except FileNotFoundError:
-                break  # the folder was deleted or moved, which ends the run
+                break  # the folder was deleted or moved, which stops the run
             except OSError as error:
                 if error.errno not in FULL:
                     raise
@@ -61,20 +63,20 @@ class Sampler(threading.Thread):
         writer.close()
 
     def stop(self) -> None:
-        """Ends the sampling; returns when the last sample is written, or after a second where a driver does not answer."""
+        """Stops sampling; returns when the last sample is written, or after one second if a driver does not respond."""
         self._over.set()
         self.join(1.0)
 
 
 class Ranks:
-    """CPU share (percent of one core) and resident bytes of each rank's own process."""
+    """CPU utilisation (percent of one core) and resident memory (bytes) of each rank's process."""
 
     def __init__(self, pids: dict[int, int]):
         self._pids = pids
         self._processes: dict[int, psutil.Process] = {}
 
     def sample(self) -> dict[str, dict[str, Any]]:
-        """By rank; a rank that is gone is left out."""
+        """One entry per rank whose process exists."""
         found = {}
         for rank, pid in dict(self._pids).items():
             try:
@@ -85,13 +87,14 @@ class Ranks:
                     row = {"cpu_percent": process.cpu_percent(), "rss": process.memory_info().rss}
             except psutil.Error:
                 continue
-            if row["rss"]:  # else it has ended and is only not reaped yet
+            if row["rss"]:  # else a zombie
                 found[str(rank)] = row
         return found
 
 
 class Gpus:
-    """Memory (bytes), utilisation (percent) and power (watts) of the visible GPUs by NVML; `index` counts as CUDA does."""
+    """Memory (bytes), utilisation (percent) and power (watts) of the visible GPUs by NVML; `index` is the CUDA index.
+    """
 
     def __init__(self) -> None:
         self._handles: list[Any] = []
@@ -104,7 +107,7 @@ class Gpus:
             self._handles = [pynvml.nvmlDeviceGetHandleByIndex(gpu.index) for gpu in gpus]
 
     def sample(self) -> list[dict[str, Any]]:
-        """One row for each GPU; what a device does not tell is None."""
+        """One entry per GPU; None for values that a device does not report."""
         return [{"index": index, **self._row(handle)} for index, handle in enumerate(self._handles)]
 
     def _row(self, handle: Any) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""What the supervisor does once torchrun runs: keeps the status, ends everything when asked to, and writes the summary."""
+"""The supervisor's main loop while torchrun runs: updates the status, stops the run on request, and writes the summary.
+"""
 
 from __future__ import annotations
 
@@ -24,20 +25,21 @@ from labkit.record.appender import FULL
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
 
-STOP_GRACE = 2.0  # seconds that torchrun and its ranks have to leave by themselves when the run is stopped
-END_GRACE = 1.0  # the same for what a run that came to its own end has left behind
+STOP_GRACE = 2.0  # seconds between SIGTERM and SIGKILL when the run is stopped
+END_GRACE = 1.0  # the same for processes that remain after a run ended by itself
 _LIFELINE = 0
 
 
 class _Reason(NamedTuple):
-    """Why a run is ended before its own end, and the state that it is in then."""
+    """Why a run is stopped early, and its final state."""
 
     state: str
     message: str
 
 
 class Watch:
-    """Watches one run from its start until its final status. `signals` is a pipe on which signal numbers arrive as bytes."""
+    """Monitors one run from its start to its final status. `signals` is a pipe on which signal numbers arrive as bytes.
+    """
 
     def __init__(self, folder: RunFolder, plan: dict[str, Any], agent: subprocess.Popen, started: float, signals: int):
         self._folder = folder
@@ -69,7 +71,7 @@ class Watch:
         }
 
     def run(self) -> None:
-        """Returns when no process of the run is left, and summary and final state are written."""
+        """Returns when all processes of the run have ended and summary and final status are written."""
         self._write()
         self._sampler.start()
         reason = None
@@ -77,7 +79,7 @@ class Watch:
             reason = self._watch()
             if reason is not None:
                 self._stop(reason)
-        finally:  # whatever went wrong here: no process outlives this one
+        finally:  # whatever failed: no process outlives this one
             left = end(self._members, grace=END_GRACE if reason is None else 0.0)
         self._sampler.stop()
         self._finish(reason, left)
@@ -87,7 +89,7 @@ class Watch:
         return members(self._tag)
 
     def _watch(self) -> _Reason | None:
-        """Waits until torchrun has ended, and returns None; or until the run is to be stopped, and returns why."""
+        """Waits until torchrun has ended and returns None, or until the run must be stopped and returns the reason."""
         wanted = [self._signals] if self._detached else [self._signals, _LIFELINE]
         while self._agent.poll() is None:
             if lost := self._anchor.lost():
@@ -97,14 +99,14 @@ class Watch:
                 self._note_disk_full()
             ready, _, _ = select.select(wanted, [], [], 1.0 if self._status["state"] == "running" else 0.1)
             if _LIFELINE in ready and not os.read(_LIFELINE, 1):
-                return _Reason("stopped", "the process that had started it is gone")
+                return _Reason("stopped", "the process that started it has ended")
             if self._signals in ready and {signal.SIGTERM, signal.SIGINT} & set(os.read(self._signals, 64)):
-                return _Reason("stopped", "it was asked to stop")
+                return _Reason("stopped", "stop requested")
             reap(self._agent)
         return None
 
     def _follow(self) -> None:
-        """Folds what the ranks wrote, a little at a time, so that the end has little left to fold; notes the ranks' pids."""
+        """Folds new events of the ranks incrementally, so that little is left at the end; records the ranks' pids."""
         self._follower.poll()
         state = self._follower.state
         pids = {number: rank.pid for number, rank in sorted(state.ranks.items()) if rank.pid}
@@ -118,18 +120,18 @@ class Watch:
     def _stop(self, reason: _Reason) -> None:
         self._write(state="stopping", message=reason.message)
         self._agent.terminate()
-        send(filter(is_stopped, self._members()), psutil.Process.resume)  # else it could not obey
+        send(filter(is_stopped, self._members()), psutil.Process.resume)  # a stopped process cannot handle SIGTERM
         try:
             self._agent.wait(STOP_GRACE)
         except subprocess.TimeoutExpired:
-            return  # a rank hangs, or ignores the signal: the caller ends them all
+            return  # a rank hangs or ignores the signal: the caller kills all processes
 
     def _finish(self, reason: _Reason | None, left: list[psutil.Process]) -> None:
         path = self._anchor.path()
         if path != self._folder.path and not os.path.lexists(self._folder.spec):
-            shutil.rmtree(self._folder.path, ignore_errors=True)  # what a process that was just starting has made anew there
+            shutil.rmtree(self._folder.path, ignore_errors=True)  # recreated by a process that was just starting
         if path is None:
-            return  # the folder was deleted: whoever follows the run sees that
+            return  # the folder was deleted; followers of the run notice that themselves
         if path != self._folder.path:
             self._folder = RunFolder(path)
             self._follower = Follower(self._folder)
@@ -147,10 +149,10 @@ class Watch:
         messages += [reason.message] if reason is not None else []
         if left:
             pids = ", ".join(str(process.pid) for process in left)
-            messages.append(f"process {pids} cannot be terminated: it is blocked inside the kernel, or another user's")
+            messages.append(f"process {pids} cannot be killed: it is blocked in the kernel or belongs to another user")
         final["message"] = "; ".join(messages)
         if all(number in state.ranks and state.ranks[number].exit_code == 0 for number in range(state.world_size)):
-            final["state"] = "finished"  # a rank may still be killed on its way out, after a training that went well
+            final["state"] = "finished"  # a rank may be killed during shutdown, after the training has finished
         elif reason is not None:
             final["state"] = reason.state
         elif exit_code == 0:
@@ -167,16 +169,16 @@ class Watch:
         try:
             return self._agent.wait(1.0)
         except subprocess.TimeoutExpired:
-            return None  # it is one of those that cannot be terminated
+            return None  # it cannot be killed
 
     def _launcher_failure(self, exit_code: int | None) -> str:
         signal_name = report.signal_name(exit_code or 0)
         if signal_name:
-            return f"torchrun was ended by {signal_name}"
-        return f"torchrun ended with exit code {exit_code}: {report.last_line(self._folder, self._folder.launcher_log)}"
+            return f"torchrun was terminated by {signal_name}"
+        return f"torchrun exited with code {exit_code}: {report.last_line(self._folder, self._folder.launcher_log)}"
 
     def _note_disk_full(self) -> None:
-        """Says so in the status while the run is under way, once."""
+        """Adds the message to the status of the active run, once."""
         if self._status["message"] != DISK_FULL:
             make_room(self._folder)
             self._write(message=DISK_FULL)
@@ -190,11 +192,11 @@ class Watch:
                 raise
             self._sampler.disk_full = True
             make_room(self._folder)
-            with suppress(OSError):  # ranks may have taken the room; the final status has some of its own
+            with suppress(OSError):  # ranks may have used the space; the final status has its own reserve
                 self._write_status()
 
     def _write_status(self) -> None:
         if self._anchor.lost():
-            return  # the next look ends the run
+            return  # the next check stops the run
         with suppress(FileNotFoundError):
             RunFolder.write_json(self._folder.status, self._status)

@@ -1,4 +1,4 @@
-"""Starts the probe. First of all it binds this process to the launcher, long before torch is imported."""
+"""Starts the probe: binds this process to the launcher before torch is imported, then runs the script."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from labkit.probe.lifetime import PARENT, end_with_parent, identity
 
 
 def give_stdin_to_rank_0() -> None:
-    """Empties the standard input of all other ranks: they share one descriptor, and whichever read first would get it."""
+    """Empties the standard input of all other ranks, because they share one descriptor and the first reader would
+    consume it.
+    """
     if os.environ.get("RANK", "0") != "0":
         empty = os.open(os.devnull, os.O_RDONLY)
         os.dup2(empty, 0)
@@ -19,9 +21,10 @@ def give_stdin_to_rank_0() -> None:
 def start() -> None:
     """Binds the process to its parent if it is a rank of a run, and runs the script."""
     if os.environ.get("LABKIT_RUN_DIR"):
-        end_with_parent(os.environ.pop(PARENT, "") or identity(os.getppid()))  # removed: the script's children have another parent
+        # removed, because the script's children have another parent
+        end_with_parent(os.environ.pop(PARENT, "") or identity(os.getppid()))
         give_stdin_to_rank_0()
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would tell of itself in the script's output
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps messages of torch's profiler out of the script's output
     from labkit.probe.runner import main
 
     main(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Calls of backward, and the losses that they start from."""
+"""Hooks calls of backward and finds the losses they start from."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ _DEEPSPEED = "deepspeed.runtime.fp16.loss_scaler"
 
 
 def watch_backward(watch: StepWatch, guard: Guard, scalers: ScalerWatch, follows: Callable[[bool], bool]) -> None:
-    """Tells of every backward in the thread that is followed; `follows` (in hooks.py) says if this is the caller."""
+    """Reports every backward in the followed thread; `follows` (in hooks.py) returns whether the caller is in that
+    thread.
+    """
     original, original_grad = torch.autograd.backward, torch.autograd.grad
 
     def begin(tensors: Any) -> int:
@@ -44,7 +46,9 @@ def watch_backward(watch: StepWatch, guard: Guard, scalers: ScalerWatch, follows
 
     @functools.wraps(original_grad)
     def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Gradients of a loss with respect to all that a script of hand-written updates trains; any other use is no backward."""
+        """Counts as backward only if a script with hand-written updates computes the gradients of a loss for all its
+        parameters.
+        """
         if compiling() or not watch.by_hand or _scalar(outputs) is None or not watch.thread.here() or kwargs.get("create_graph"):
             return original_grad(outputs, inputs, *args, **kwargs)
         inputs = inputs if isinstance(inputs, torch.Tensor) else tuple(inputs)
@@ -62,16 +66,16 @@ def _are_leaves(inputs: Any) -> bool:
 
 
 def _scalar(tensors: Any) -> torch.Tensor | None:
-    """The one scalar that backward is called on; None where it is called on anything else."""
+    """The scalar that backward is called on; None if it is called on anything else."""
     if isinstance(tensors, (list, tuple)) and len(tensors) == 1:
         tensors = tensors[0]
     return tensors if isinstance(tensors, torch.Tensor) and tensors.numel() == 1 else None
 
 
 class ScalerWatch:
-    """Remembers what a gradient scaler was given, of torch or of DeepSpeed.
+    """Remembers the unscaled loss that was passed to a gradient scaler of torch or DeepSpeed.
 
-    A scaler that is disabled gives back what it was given, which is then no scaled loss.
+    A disabled scaler returns its input, which is then not a scaled loss.
     """
 
     def __init__(self) -> None:
@@ -88,13 +92,13 @@ class ScalerWatch:
         torch.amp.GradScaler.__init__ = init
 
     def look(self) -> None:
-        """Watches DeepSpeed's scalers too, once the script has imported them."""
+        """Also hooks DeepSpeed's scalers once the script has imported them."""
         module = sys.modules.get(_DEEPSPEED)
         if module is not None:
             self._watch(module.LossScalerBase, "scale_loss")
 
     def unscaled(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The loss for the newest scaled loss, and any other tensor itself."""
+        """The original loss if `tensor` is the newest scaled loss, otherwise `tensor` itself."""
         scaled, loss = self._last
         return loss if scaled() is tensor else tensor
 

@@ -1,7 +1,7 @@
-"""Two clocks of one interface: marks in time and copies of a loss, both of which may be known only later.
+"""Two clocks with one interface: time marks and copies of a loss, both of which may become available later.
 
-A mark is a moment in the device's own work. On the CPU it is known at once. On CUDA it is an event on the current stream that the
-device has passed or not: asking costs microseconds and nothing ever waits for it during a step.
+A mark is a point in the device's work. On the CPU it is known immediately. On CUDA it is an event on the current
+stream; a query whether the device has passed it takes microseconds, and nothing waits for it during a step.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ class CpuClock:
     device_name = ""
 
     def mark(self) -> Any:
-        """This moment; None where it cannot be marked."""
+        """The current time; None if it cannot be marked."""
         return time.perf_counter()
 
     def passed(self, mark: Any) -> bool:
-        """Whether the device has come by `mark`."""
+        """Whether the device has passed `mark`."""
         return True
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Seconds between two marks that are passed."""
+        """Seconds between two passed marks."""
         return end - start
 
     def release(self, marks: Iterable[Any]) -> None:
-        """Gives marks back that nobody will ask about again."""
+        """Releases marks that are no longer needed."""
 
     def copy(self, scalar: torch.Tensor) -> Any:
-        """The beginning of a copy of a one-element tensor to the host; None where none can be made."""
+        """Starts a copy of a one-element tensor to the host; None if that is not possible."""
         return scalar.item()
 
     def copied(self, copy: Any) -> bool:
@@ -44,16 +44,19 @@ class CpuClock:
         return True
 
     def value(self, copy: Any) -> float:
-        """What was copied, once it has arrived; gives the copy back."""
+        """The copied value, once it has arrived; releases the copy."""
         return float(copy)
 
     def not_finite(self, copy: Any) -> bool:
-        """Whether a copy is NaN or infinite, as far as that is known without waiting for the device; the copy stays."""
+        """Whether a copy is NaN or infinite, as far as known without waiting for the device; does not release the copy.
+        """
         return not math.isfinite(copy)
 
 
 class CudaClock:
-    """Marks are `torch.cuda.Event`s, copies are pinned tensors, and both come from pools; `cuda` is torch.cuda, or its double in a test."""
+    """Marks are `torch.cuda.Event`s, copies are pinned tensors, and both come from pools; `cuda` is torch.cuda or a
+    test double.
+    """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda):
         self.device = device
@@ -67,7 +70,9 @@ class CudaClock:
         return self._cuda.get_device_name(self.device)
 
     def mark(self) -> Any:
-        """An event, recorded on the current stream; None while a CUDA graph is captured, which no outsider may touch."""
+        """An event recorded on the current stream; None while a CUDA graph is captured, because the event would be part
+        of it.
+        """
         if self._cuda.is_current_stream_capturing():
             return None
         event = self._events.pop() if self._events else self._cuda.Event(enable_timing=True)
@@ -75,15 +80,15 @@ class CudaClock:
         return event
 
     def passed(self, mark: Any) -> bool:
-        """Whether the device has come by `mark`; asked without waiting."""
+        """Whether the device has passed `mark`, without waiting."""
         return not self._cuda.is_current_stream_capturing() and mark.query()
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Seconds of the device between two marks."""
+        """Seconds between two marks on the device."""
         return start.elapsed_time(end) / 1e3
 
     def release(self, marks: Iterable[Any]) -> None:
-        """Takes marks back into the pool."""
+        """Returns marks to the pool."""
         self._events.extend(marks)
 
     def copy(self, scalar: torch.Tensor) -> Any:
@@ -99,7 +104,7 @@ class CudaClock:
         return self.passed(copy[1])
 
     def value(self, copy: Any) -> float:
-        """What was copied, once it has arrived."""
+        """The copied value, once it has arrived."""
         slot, event = copy
         value = slot.item()
         self._slots.append(slot)
@@ -107,7 +112,7 @@ class CudaClock:
         return value
 
     def not_finite(self, copy: Any) -> bool:
-        """The same; a copy that has not arrived is not known to be."""
+        """Whether a copy has arrived and is NaN or infinite."""
         return self.copied(copy) and not math.isfinite(copy[0].item())
 
 
@@ -117,7 +122,9 @@ def clock_for(device: torch.device) -> CpuClock | CudaClock:
 
 
 def likely_device() -> torch.device:
-    """Where the script works before its model was seen: on CUDA if it has woken it. It is never woken from here."""
+    """The likely device before a model is seen: CUDA if the script has initialised it. This function never initialises
+    it.
+    """
     if torch.cuda.is_initialized():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -1,7 +1,8 @@
-"""Processes that the script starts: whatever they train is not seen, since the probe watches ranks alone.
+"""Records processes that the script starts; training in them is invisible, because the probe monitors only ranks.
 
-A `saw` event `process` has the first few of them: `how` ("spawn", "fork", "forkserver" or "subprocess") and `target`, the function or
-command that they run. Workers of a DataLoader and of torch's compiler, and the servers of `multiprocessing` itself, are left out.
+A `saw` event `process` records each of the first few: `how` ("spawn", "fork", "forkserver" or "subprocess") and
+`target`, the function or command that it runs. Workers of a DataLoader and of torch's compiler, and the servers of
+`multiprocessing`, are not recorded.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from typing import Any
 
 from labkit.probe.journal import Guard, Journal
 
-_MOST = 16  # processes that are recorded
+_MOST = 16  # maximum number of recorded processes
 _HELPERS = ("torch.utils.data.", "torch._inductor.", "multiprocessing.managers", "multiprocessing.resource_")
 _LAUNCHERS = ("python", "torchrun", "accelerate", "deepspeed")
 
 
 def watch_processes(journal: Journal) -> None:
-    """From now on the processes are recorded that the script starts."""
+    """Starts recording the processes that the script starts."""
     guard, left = Guard(journal, "processes"), _MOST
     start, popen = multiprocessing.process.BaseProcess.start, subprocess.Popen.__init__
 
@@ -33,7 +34,7 @@ def watch_processes(journal: Journal) -> None:
 
     @functools.wraps(start)
     def start_process(process: Any) -> None:
-        target = guard(_target, process)  # which is gone afterwards
+        target = guard(_target, process)  # `start` deletes it
         start(process)
         guard(record, process._start_method or multiprocessing.get_start_method(), target)
 
@@ -46,7 +47,7 @@ def watch_processes(journal: Journal) -> None:
 
 
 def _target(process: Any) -> str:
-    """The function that a process runs, with its module; of `torch.multiprocessing.spawn` the script's function."""
+    """The function that a process runs, with its module; for `torch.multiprocessing.spawn` the script's function."""
     function, args = process._target, process._args
     if getattr(function, "__module__", "") == "torch.multiprocessing.spawn" and args:
         function = args[0]
@@ -56,7 +57,7 @@ def _target(process: Any) -> str:
 
 
 def _command(args: Any) -> str:
-    """The words of a command that starts Python or a launcher of training; empty for any other."""
+    """The first words of a command that starts Python or a training launcher; empty for any other command."""
     words = args.split() if isinstance(args, str) else [str(word) for word in args]
     if not words or not Path(words[0]).name.startswith(_LAUNCHERS):
         return ""

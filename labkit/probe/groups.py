@@ -1,7 +1,8 @@
-"""The moment before a script destroys its process groups: what must be read while they exist, and a pause.
+"""Callbacks and a short pause before a script destroys its process groups, for data that must be read while they exist.
 
-DDP's reducer refers to the process group too. If it holds the last reference, its destructor waits for gloo's threads while it holds the
-GIL, and waits forever if one of them needs the GIL to free its last tensor. During the pause these threads can have the GIL.
+DDP's reducer also refers to the process group. If it holds the last reference, its destructor waits for gloo's threads
+while holding the GIL, and deadlocks if one of them needs the GIL to free its last tensor. The pause lets these threads
+acquire the GIL.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-_PAUSE = 0.05  # seconds; a thread needs microseconds, on a busy machine some milliseconds
+_PAUSE = 0.05  # seconds; a thread needs microseconds, or a few milliseconds on a busy machine
 _called: list[Callable[[], Any]] = []
 
 
 def before_groups_end(function: Callable[[], Any]) -> None:
-    """Has `function`, which must not raise, called before all process groups are destroyed."""
+    """Registers `function`, which must not raise, to be called before all process groups are destroyed."""
     if dist.is_available():
         if not _called:
             _watch()

@@ -1,9 +1,10 @@
-"""What Python's objects hold beyond a step: models that do not train, copies of weights, and tensors in lists and dictionaries.
+"""Finds tensors that outlive a step: models that are not trained, copies of weights, and tensors in lists and
+dictionaries.
 
-A walk over all objects that the garbage collector knows finds them. It takes some tens of milliseconds, so it happens after the first two
-steps of a model or optimizer, and later only so often that it takes a thousandth of the time. A tensor counts when two walks in a row have
-seen it: a batch, a loss or an output lives within a step. On CPU ranks the tensors of data sets do not count, since a GPU would not hold
-them.
+It walks over all objects that the garbage collector tracks. A walk takes tens of milliseconds, so it runs after the
+first two steps of a model or optimizer, and later only as often as takes 0.1 % of the time. A tensor counts if two
+consecutive walks find it, because a batch, a loss or an output lives only within a step. On CPU ranks the tensors of
+data sets do not count, because they would not be in a GPU's memory.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-_SHARE = 1000  # a walk happens again when so many times its own duration has passed
-_MOST = 100_000  # tensors that are remembered from one walk to the next
-_DEPTH = 6  # of lists and dictionaries in a data set
+_SHARE = 1000  # minimum time between two walks, as a multiple of the duration of a walk
+_MOST = 100_000  # maximum number of tensors remembered between two walks
+_DEPTH = 6  # maximum nesting of lists and dictionaries in a data set
 
 
 class Held:
-    """The modules and tensors that the walks found; all of them weakly, so that nothing lives longer for it."""
+    """The modules and tensors found by the walks, as weak references, so that they are freed as usual."""
 
     def __init__(self) -> None:
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -35,11 +36,11 @@ class Held:
 
     @property
     def is_due(self) -> bool:
-        """Whether another walk would take no more than its share of the time."""
+        """Whether another walk is within the time budget."""
         return time.perf_counter() >= self._next
 
     def walk(self, device: torch.device) -> None:
-        """Looks at all objects."""
+        """Walks over all objects."""
         began = time.perf_counter()
         modules, tensors, data = _found()
         self._modules = weakref.WeakSet(module for module in modules if next(_own(module, "_parameters", "_buffers"), None) is not None)
@@ -52,7 +53,7 @@ class Held:
         self._next = ended + _SHARE * (ended - began)
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        """The parameters of every module that is alive, trained or not."""
+        """The parameters of every live module, trained or not."""
         for module in list(self._modules):
             yield from _own(module, "_parameters")
 
@@ -68,7 +69,7 @@ class Held:
 
 
 def _own(module: torch.nn.Module, *names: str) -> Iterator[torch.Tensor]:
-    """What a module itself holds; nothing for one whose `__init__` has not run yet."""
+    """The module's own tensors, without submodules; none if its `__init__` has not run yet."""
     held = (getattr(module, name, None) for name in names)
     return (tensor for tensors in held if hasattr(tensors, "values") for tensor in tensors.values() if tensor is not None)
 
@@ -76,7 +77,7 @@ def _own(module: torch.nn.Module, *names: str) -> Iterator[torch.Tensor]:
 def _is_on(tensor: torch.Tensor, device: torch.device) -> bool:
     try:
         return tensor.device.type == device.type
-    except (RuntimeError, NotImplementedError):  # a tensor that only stands for another, and is used outside of its mode
+    except (RuntimeError, NotImplementedError):  # for example a fake tensor outside of its mode
         return False
 
 
@@ -85,11 +86,11 @@ def _alive(references: list[weakref.ref[torch.Tensor]]) -> Iterator[torch.Tensor
 
 
 def _found() -> tuple[list[torch.nn.Module], list[torch.Tensor], list[Any]]:
-    """All modules, tensors, and data sets with their loaders."""
+    """All modules, tensors, and data sets and loaders."""
     sorts: dict[type, list[Any] | None] = {}
     modules, tensors, data = [], [], []
     for thing in gc.get_objects():
-        kind = type(thing)  # and not its __class__, which an object may make up
+        kind = type(thing)  # not __class__, which an object can override
         try:
             sort = sorts[kind]
         except KeyError:
@@ -108,7 +109,7 @@ def _list_for(kind: type, modules: list[Any], tensors: list[Any], data: list[Any
 
 
 def _tensors_of(data: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors that data sets hold, also those that are plain objects or lists."""
+    """The tensors in data sets, including data sets that are plain objects or lists."""
     for thing in data:
         if isinstance(thing, DataLoader):
             thing = thing.dataset

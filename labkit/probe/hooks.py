@@ -1,10 +1,10 @@
-"""Torch's global hooks, and who is told by them.
+"""Installs torch's global hooks and forwards their calls to the parts of the probe.
 
-Only the thread that runs the script has steps and phases (`threads.py` says which one that is): a forward that autograd's own threads
-compute again, or that a replica computes in a thread of its own (`replicas.py` measures those), belongs to what the script's thread waits
-in. The pair of hooks costs two to three microseconds for every module inside the outermost one, most of it torch's own. Code that
-torch.compile traces sees hooks that do nothing (`untraced.py`); a model compiled in place (`model.compile()`) therefore has no forward
-phase, and its time is in "other".
+Only the thread that runs the script has steps and phases (`threads.py` selects it). A forward that autograd's threads
+recompute, or that a replica computes in another thread (measured in `replicas.py`), is part of the phase in which the
+script's thread waits. The pair of hooks costs 2 to 3 µs per nested module, mostly in torch itself. Code that
+torch.compile traces sees hooks that do nothing (`untraced.py`); a model compiled in place (`model.compile()`) therefore
+has no forward phase, and its time is in "other".
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from labkit.record.events import REPORT
 
 
 def install(journal: Journal, run: str, sample_every: int) -> StepWatch:
-    """Hooks everything; from here on the journal is told of every step, and of one in `sample_every` closely."""
+    """Installs all hooks; from here on every step is recorded, and every `sample_every`th step is profiled."""
     watch, guard = StepWatch(journal), Guard(journal, "steps")
     scalers = ScalerWatch()
     replicas, apart = ReplicaWatch(journal, watch), Guard(journal, "replicas")
@@ -71,7 +71,9 @@ def install(journal: Journal, run: str, sample_every: int) -> StepWatch:
 
 
 def keep_tensors(watch: StepWatch, journal: Journal, run: str, rank: int) -> TensorWatch:
-    """Has the gradients written before the first step of any optimizer, and the parameters when the group ends."""
+    """Writes the gradients before the first step of any optimizer, and the parameters when the process group is
+    destroyed.
+    """
     tensors = TensorWatch(run, rank, journal, lambda: watch.models)
 
     def before(*_: Any) -> None:
@@ -111,7 +113,7 @@ def _watch_forwards(watch: StepWatch, guard: Guard, replicas: ReplicaWatch, apar
                 called.append((weakref.ref(module), shapes_in((args, *rest[:-1]))))
             return
         depth -= depth > 0
-        if depth == 0:  # rest is (kwargs, result), or (result,) where forward raised
+        if depth == 0:  # rest is (kwargs, result), or (result,) if forward raised
             guard(watch.forward_ends, token, module, (args, *rest[:-1]), len(rest) == 1)
 
     register_module_forward_pre_hook(before)
@@ -122,10 +124,10 @@ def _watch_forwards(watch: StepWatch, guard: Guard, replicas: ReplicaWatch, apar
 def _taking_over(
     watch: StepWatch, guard: Guard, replicas: ReplicaWatch, journal: Journal, forwards: Forwards
 ) -> Callable[[bool], bool]:
-    """Gives a function that says whether the calling thread, which is about to run backward, is the one that is followed.
+    """Returns a function that tells whether the calling thread, which is about to run backward, is the followed thread.
 
-    The function takes whether that backward starts from given gradients. If it does, in another thread while the
-    followed one runs backward, it is a replica's part of that backward and not a training loop of its own.
+    Its argument is whether backward starts from given gradients. If so, and another thread runs it during the followed
+    thread's backward, it is a replica's part of that backward and not a separate training loop.
     """
     thread = watch.thread
 
@@ -178,7 +180,7 @@ def _watch_loaders(watch: StepWatch, guard: Guard) -> None:
 
 
 def _watch_copies(watch: StepWatch, guard: Guard) -> None:
-    """A batch's way to the GPU: what is moved there between the phases of a step."""
+    """Copies of a batch to the GPU: tensors that are moved there between the phases of a step."""
     thread = watch.thread
 
     def timed(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -222,7 +224,7 @@ def _watch_optimizers(watch: StepWatch, guard: Guard, replicas: ReplicaWatch, ap
 def _watch_metrics(watch: StepWatch, journal: Journal) -> None:
     guard, names = Guard(journal, "metrics"), {}
 
-    def told(event: Any) -> None:
+    def receive(event: Any) -> None:
         if event.name == REPORT:
             journal.write("report", values=json.loads(event.data["values"]))
             return
@@ -234,12 +236,14 @@ def _watch_metrics(watch: StepWatch, journal: Journal) -> None:
             name = key if names.setdefault(key, event.name) == event.name else f"{event.name}.{key}"
             journal.write("metric", name=name, value=value, step=watch.finished)
 
-    handle = torch.monitor.register_event_handler(lambda event: guard(told, event))
-    atexit.register(torch.monitor.unregister_event_handler, handle)  # torch would let go of it after the interpreter is gone, and crash
+    handle = torch.monitor.register_event_handler(lambda event: guard(receive, event))
+    # else torch would release it after interpreter shutdown, and crash
+    atexit.register(torch.monitor.unregister_event_handler, handle)
 
 
 def _watch_builds(watch: StepWatch, guard: Guard) -> None:
-    """C++ extensions that torch compiles at first use, such as DeepSpeed's operators: it locks their build folder."""
+    """C++ extensions that torch compiles on first use, such as DeepSpeed's operators; torch locks their build folder.
+    """
     acquire, wait, release = FileBaton.try_acquire, FileBaton.wait, FileBaton.release
 
     def begins(baton: Any) -> None:

@@ -1,4 +1,4 @@
-"""Journal: one rank's events, and the promise that watching never breaks a script."""
+"""Journal: writes one rank's events without ever breaking the script."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from labkit.record.appender import FULL, Reserve
 from labkit.record.events import Writer
 from labkit.record.stacks import MESSAGE_LIMIT, clipped
 
-_BUDGET = 4 << 20  # bytes of lines after which what is written regularly becomes half as frequent
+_BUDGET = 4 << 20  # bytes after which periodic events become half as frequent
 _MOST_DOUBLINGS = 30
-_LAST = ("error", "end")  # kinds that are written even if the disk is full, into the room that was reserved for them
+_LAST = ("error", "end")  # kinds that are written even on a full disk, into reserved space
 _RESERVED = 1 << 15  # bytes
 
 
 class Journal:
-    """Appends a rank's events to `<run>/events/rank<r>.jsonl`. It never raises, and is silent in a forked child.
+    """Appends a rank's events to `<run>/events/rank<r>.jsonl`. It never raises, and writes nothing in a forked child.
 
-    While the disk is full, events are dropped and counted; once there is room again, an event `dropped` tells how many.
+    While the disk is full, events are dropped and counted; the next event that fits is `dropped`, with the count.
     """
 
     def __init__(self, run: str | os.PathLike[str], rank: int):
@@ -34,7 +34,7 @@ class Journal:
         self._dropped = 0
         self._writer: Writer | None = Writer(folder / f"rank{rank}.jsonl", rank)
         self._reserve = Reserve(folder / f".rank{rank}.reserve")
-        with suppress(OSError):  # the disk is full already: then there is no reserve
+        with suppress(OSError):  # the disk is already full: no reserve
             self._reserve.make(_RESERVED)
         os.register_at_fork(after_in_child=self._silence)
 
@@ -43,19 +43,22 @@ class Journal:
 
     @property
     def silent(self) -> bool:
-        """Whether nothing is written any more: in a child of the rank, or after writing failed for another reason than a full disk."""
+        """Whether writing is disabled: in a child of the rank, or after a write failed for another reason than a full
+        disk.
+        """
         return self._writer is None
 
     def spaced(self, every: int) -> int:
-        """In how many steps something is written that comes every so many steps in a short run.
+        """The current interval, in steps, of an event that is written every `every` steps in a short run.
 
-        The number doubles with each 4 MiB that the rank has written, so the file grows with the logarithm of the run's length. It stays a
-        multiple of `every`: ranks of different sizes still write of common steps.
+        The interval doubles with each 4 MiB that the rank has written, so the file grows with the logarithm of the
+        run's length. It is a multiple of `every`, so that ranks with files of different sizes still record common
+        steps.
         """
         return every << min(self._writer.size // _BUDGET if self._writer else 0, _MOST_DOUBLINGS)
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Appends one event. If that fails, the script goes on."""
+        """Appends one event. If that fails, the script continues."""
         if self._writer is None:
             return
         if kind in _LAST:
@@ -72,7 +75,7 @@ class Journal:
 
 
 class Guard:
-    """Calls one part of the probe; after its first exception, told as a `probe_error`, that part is off for good."""
+    """Calls one part of the probe; after its first exception, recorded as a `probe_error`, that part is disabled."""
 
     def __init__(self, journal: Journal, part: str):
         self.off = False

@@ -1,12 +1,15 @@
-"""What binds the processes of a run together on Linux: a child dies with its parent, and orphans come to the supervisor.
+"""Ties the lifetimes of a run's processes together on Linux: a child dies with its parent, and the supervisor adopts
+orphans.
 
-Two promises of the kernel are used. PR_SET_PDEATHSIG kills a process when its parent dies; it has to be requested by the child, and a
-parent that died before the request is not noticed. So every parent tells its children who it is (pid and start time, in the environment
-variable `PARENT`), and a child whose parent is another process by then kills itself. PR_SET_CHILD_SUBREAPER makes orphaned descendants
-children of the supervisor instead of init's, so that it finds those that have hidden their tag and left their session.
+Two kernel features are used. PR_SET_PDEATHSIG kills a process when its parent dies; the child has to request it, and
+misses a parent that died before the request. Every parent therefore passes its identity (pid and start time) to its
+children in the environment variable `PARENT`, and a child with a different parent kills itself. PR_SET_CHILD_SUBREAPER
+makes orphaned descendants children of the supervisor instead of init, so that it finds those that have cleared their
+tag and left their session.
 
-A process that is forked without exec calls the same functions: `end_with_parent` in the child, then `announce`. The kernel watches the
-thread that forked, so fork from a thread that lives as long as its process. On other systems than Linux nothing here has an effect.
+A process that is forked without exec calls the same functions: `end_with_parent` in the child, then `announce`. The
+kernel tracks the thread that forked, so fork from a thread that lives as long as its process. On other systems these
+functions do nothing.
 """
 
 from __future__ import annotations
@@ -25,11 +28,14 @@ PARENT = "LABKIT_PARENT"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LINUX = sys.platform == "linux"
-_prctl: Callable[..., int] | None = ctypes.CDLL(None).prctl if _LINUX else None  # loaded now: after a fork nothing may be imported
+# loaded now, because nothing may be imported after a fork
+_prctl: Callable[..., int] | None = ctypes.CDLL(None).prctl if _LINUX else None
 
 
 def identity(pid: int) -> str:
-    """`pid:start` of a process, with the start in clock ticks since boot: setting a clock does not change it. Empty if it is gone."""
+    """`pid:start` of a process, with the start in clock ticks since boot, independent of clock changes. Empty if it has
+    ended.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
@@ -38,7 +44,7 @@ def identity(pid: int) -> str:
 
 
 def began(pid: int) -> float | None:
-    """When a process of this machine began, in unix seconds on the run's clock, to 10 ms; None where the system does not tell."""
+    """The start time of a process, in Unix seconds on the run's clock, accurate to 10 ms; None if it is unavailable."""
     _, _, ticks = identity(pid).partition(":")
     if not ticks:
         return None
@@ -46,7 +52,9 @@ def began(pid: int) -> float | None:
 
 
 def end_with_parent(parent: str) -> None:
-    """Has the kernel kill this process when its parent dies; kills it now if its parent is not `parent` (an `identity`) any more."""
+    """Makes the kernel kill this process when its parent dies; kills it now if its parent is no longer `parent` (an
+    `identity`).
+    """
     if _prctl is None:
         return
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -55,12 +63,12 @@ def end_with_parent(parent: str) -> None:
 
 
 def announce() -> None:
-    """Tells the processes that this one starts from now on who their parent is."""
+    """Passes the identity of this process to the processes that it starts from now on."""
     if _LINUX:
         os.environ[PARENT] = identity(os.getpid())
 
 
 def adopt_orphans() -> None:
-    """Makes this process the new parent of all its descendants whose own parent dies."""
+    """Makes this process the new parent of all its orphaned descendants."""
     if _prctl is not None:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

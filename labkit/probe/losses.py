@@ -1,13 +1,14 @@
-"""The losses of a step: what backward was called on, as the script means it, for each optimizer.
+"""The loss of a step per optimizer: the values that backward was called on, combined as the script combines them.
 
-**Whose loss.** A loss belongs to the optimizers whose gradients its backward changed; if that cannot be seen, to the next one that steps.
-The gradients of an optimizer that were reset before a backward forget the losses before it, so that the generator's loss, which reaches
-the critic's parameters too, is not taken for the critic's.
+**Assignment.** A loss belongs to the optimizers whose gradients its backward changed; if that is unknown, to the next
+one that steps. If an optimizer's gradients were reset before a backward, its earlier losses are discarded, so that a
+generator's loss, which also reaches the critic's parameters, is not counted as the critic's.
 
-**How large.** A step with one backward shows its loss as it is. Of several backwards, as gradient accumulation has them, it shows the
-mean. Where the script has divided each loss by their number, or weighted it, the parts of one mean add up to it: they are recognised by
-their shares, which add up to 1. Losses that are sums over samples, divided by how many there are in the whole step, add up too. A share is
-read from the graph: the numbers by which the script multiplied or divided last.
+**Value.** A step with one backward has its loss. With several backwards, as in gradient accumulation, it has their
+mean. If the script divides each loss by their number, or weights it, the parts are added instead; they are recognised
+by their shares, which add up to 1. Losses that are sums over samples, divided by the number of samples of the whole
+step, are added too. A share is read from the autograd graph: the factors by which the script multiplied or divided
+last.
 """
 
 from __future__ import annotations
@@ -23,22 +24,24 @@ import torch
 
 from labkit.probe.optimizers import Optimizers, gradients, name_of
 
-_SUM = 2  # how a loss that is summed up, and not averaged, saves its reduction
-_SCALINGS = 6  # of one loss, that are looked through
-_UNUSED = 256  # losses of an optimizer that has not stepped, that are kept
+_SUM = 2  # the saved reduction of a loss that is summed instead of averaged
+_SCALINGS = 6  # maximum number of scalings of one loss that are followed
+_UNUSED = 256  # maximum number of stored losses of an optimizer that has not stepped
 _DDP_SINK = "_DDPSinkBackward"
-MOST = 32  # optimizers with losses of their own, whatever the script calls them
+MOST = 32  # maximum number of optimizers with separate losses
 _SAME_VALUE = (
     *("CloneBackward0", "ToCopyBackward0", "AliasBackward0", "ViewBackward0"),
     *("ReshapeAliasBackward0", "SqueezeBackward0", "UnsqueezeBackward0"),
 )
 
-Edge = tuple[torch.autograd.graph.Node, int]  # an operation of the graph, and which of its outputs
+Edge = tuple[torch.autograd.graph.Node, int]  # an operation of the graph, and the index of its output
 
 
 @dataclass(frozen=True)
 class Share:
-    """What part of the step's loss a loss is: one of `parts`, by how many of the script's scalings belong to it; `summed` as above."""
+    """A loss's share of the step's loss: one of `parts`, depending on how many of the scalings belong to it; `summed`
+    as above.
+    """
 
     parts: tuple[float, ...] = ()
     summed: bool = False
@@ -46,14 +49,14 @@ class Share:
 
 @dataclass(eq=False)
 class Loss:
-    """A loss that backward was called on; its value may still be on its way from the device."""
+    """A loss that backward was called on; its value may not have arrived from the device yet."""
 
     copy: Any
     share: Share
 
 
 class LossWatch:
-    """The losses since the last steps; `write` takes a kind and fields, as a journal does."""
+    """The losses since the last step of each optimizer; `write` takes a kind and fields, as in `Journal`."""
 
     def __init__(self, optimizers: Optimizers, write: Callable[..., None]):
         self._optimizers, self._write = optimizers, write
@@ -69,23 +72,23 @@ class LossWatch:
 
     @property
     def newest(self) -> list[Loss]:
-        """Those since any optimizer has stepped."""
+        """The losses since the last step of any optimizer."""
         return self._since
 
     def forget(self) -> None:
-        """The losses so far cannot be read any more."""
+        """Discards all losses, because they can no longer be read."""
         self._since, self._paced = [], []
         self._reached.clear()
 
-    # ---- whose
+    # ---- assignment
 
     def backward_begins(self) -> None:
-        """Backward is called on something."""
+        """Call this when backward starts."""
         several = self._optimizers.few()
         self._before = [several, gradients(several)] if len(several) > 1 else []
 
     def backward_ends(self, loss: Loss | None) -> None:
-        """It has ended; `loss` is None if it was not called on a loss."""
+        """Call this when backward ends; `loss` is None if it was not called on a loss."""
         before, self._before = self._before, []
         if not before:
             if loss is not None:
@@ -106,7 +109,8 @@ class LossWatch:
             self._since.append(loss)
 
     def of(self, optimizer: Any, sets_the_pace: bool) -> list[Loss]:
-        """The losses of the step that an optimizer has made. One that shares all of them with the pacemaker has none of its own."""
+        """The losses of an optimizer's step; empty for an optimizer that shares all of them with the pacing optimizer.
+        """
         losses = list(self._reached.pop(optimizer, ())) or self._since
         self._since = []
         if sets_the_pace:
@@ -117,9 +121,9 @@ class LossWatch:
         return [] if shared or full else losses
 
     def number(self, optimizer: Any, sets_the_pace: bool) -> int:
-        """The number of an optimizer with losses of its own; its name is written once.
+        """The number of an optimizer with separate losses; its name is recorded once.
 
-        One that the script has made anew has the number of the one before it, which had its name and is gone.
+        An optimizer that the script has created again gets the number of its predecessor of the same name.
         """
         if optimizer not in self._numbers:
             name = own = name_of(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else "updates"
@@ -135,10 +139,10 @@ class LossWatch:
             self._write("optimizer", optimizer=number, name=list(self._named)[number], sets_pace=sets_the_pace)
         return number
 
-    # ---- how large
+    # ---- value
 
     def value(self, losses: Sequence[Loss], values: Sequence[float]) -> float | None:
-        """The loss of a step from the values of its losses; None if it has none."""
+        """The loss of a step, computed from the values of its losses; None if it has none."""
         if not losses:
             return None
         total, shares = sum(values), [loss.share for loss in losses]
@@ -155,9 +159,11 @@ class LossWatch:
 
 
 def share_of(made_by: Edge | None) -> Share:
-    """The share that the script's last scalings give a loss, where `made_by` computed it: parts 0.25 of `loss / 4` and `loss * 0.25`.
+    """The share of a loss by the script's last scalings; `made_by` computed it. `loss / 4` and `loss * 0.25` have the
+    part 0.25.
 
-    A scaling by a number of 1 or more is no share. One by a tensor on a GPU is looked through, since its value would have to be waited for.
+    A factor of 1 or more is not a share. A factor that is a tensor on a GPU is skipped, because reading it would
+    synchronize.
     """
     parts, factor, edge, divided = [], 1.0, made_by, False
     for _ in range(_SCALINGS):
@@ -174,23 +180,25 @@ def share_of(made_by: Edge | None) -> Share:
 
 
 def edge_of(tensor: torch.Tensor) -> Edge | None:
-    """What computed a tensor; None if autograd does not know."""
+    """The operation that computed a tensor; None if it is not in the autograd graph."""
     return None if tensor.grad_fn is None else (tensor.grad_fn, tensor.output_nr)
 
 
 def edge_before(edge: Edge) -> Edge | None:
-    """What computed the first input of an operation."""
+    """The operation that computed the first input of an operation."""
     return edge[0].next_functions[0] if edge[0].next_functions[0][0] is not None else None
 
 
 def _scaling(edge: Edge | None) -> tuple[float, Edge] | None:
-    """The number that an operation multiplied its one input with, and what computed that input; None of any other operation."""
+    """The factor by which an operation multiplied its single input, and the edge of that input; None for any other
+    operation.
+    """
     if edge is None:
         return None
     node, output = edge
     name, inputs = node.name(), [following for following in node.next_functions if following[0] is not None]
     if name == _DDP_SINK and len(inputs) == len(node.next_functions):
-        return 1.0, inputs[output]  # DDP hands all outputs of its model through this
+        return 1.0, inputs[output]  # DDP passes all outputs of its model through this
     if len(inputs) != 1:
         return None
     if name in _SAME_VALUE:

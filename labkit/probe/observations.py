@@ -1,4 +1,4 @@
-"""What the script does that only shows when ranks are laid side by side: `saw` events, a few in a run, none of which costs a step much.
+"""Facts that are compared across ranks: `saw` events, a few per run, at negligible cost per step.
 
 ======= ============================================ =====================================================================
 what    fields                                       when
@@ -7,14 +7,15 @@ model   name, units (of FSDP), parameters            a module with trainable par
 loader  batches, samples, sampler (a class)          an iteration over a DataLoader begins
 epoch   sampler, set (by `set_epoch`), shuffle, ranks an iteration over a DistributedSampler begins
 batch   step, digest                                 in the first steps: a digest of the batch's tensors
-input   step, digest                                 in a model's first steps: a digest of what it is called with; null where that is an
-                                                     activation, as a pipeline stage receives it from the one before
-item    calls                                        `.item()` was called between phases in as many of the first 20 steps
+input   step, digest                                 in a model's first steps: a digest of its inputs; null if they are activations,
+                                                     as a pipeline stage receives them from the previous one
+item    calls                                        the number of the first 20 steps in which `.item()` was called between phases
 save    path, step                                   the script calls `torch.save` with a path
 ======= ============================================ =====================================================================
 
-`not_finite` (step, parameters, nan, infinite) follows the first loss that is not finite, before the optimizer steps with it: how many of
-the parameter tensors hold NaN or infinities then. It tells a gradient that was not finite from a loss that diverged.
+`not_finite` (step, parameters, nan, infinite) follows the first non-finite loss, before the optimizer steps with it:
+the numbers of parameter tensors that contain NaN or infinities. It distinguishes a non-finite gradient from a diverged
+loss.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from labkit.probe.memory import local, tensors_in
 from labkit.probe.untraced import compiling
 
 _BATCHES = 3  # batches that are digested
-_INPUTS = 3  # steps of a model whose inputs are digested
-_MODELS = 8  # of which that is so
-_ITERATIONS = 4  # iterations over loaders and samplers that are told of
+_INPUTS = 3  # steps per model whose inputs are digested
+_MODELS = 8  # maximum number of such models
+_ITERATIONS = 4  # recorded iterations over loaders and samplers
 _ROWS, _DIGESTED = 16, 1 << 16  # rows and bytes of a tensor that are digested
 _ITEMS = 20  # steps in which calls of item are counted
 _SAVES = 50
@@ -44,7 +45,9 @@ _UNITS = ("FSDPModule", "FullyShardedDataParallel")
 
 
 class Observations:
-    """Tells the journal; `step` gives the steps that were finished, `between` whether the script calls from no phase."""
+    """Writes to the journal; `step` returns the number of finished steps, `between` whether the script is outside of
+    all phases.
+    """
 
     def __init__(self, journal: Journal, step: Callable[[], int], between: Callable[[], bool]):
         self._journal, self._guard = journal, Guard(journal, "observations")
@@ -58,7 +61,7 @@ class Observations:
         self._saves()
 
     def model(self, model: torch.nn.Module) -> None:
-        """A module is called with gradients for the first time. It is a model if it has parameters that are trained: a loss is none."""
+        """A module is called with gradients for the first time; it counts as a model if it has trainable parameters."""
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return
         units = sum(any(kind.__name__ in _UNITS for kind in type(part).__mro__) for part in model.modules())
@@ -69,39 +72,41 @@ class Observations:
             self._left["input"] = _INPUTS
 
     def not_finite(self, step: int, models: Iterable[torch.nn.Module]) -> None:
-        """The loss of a step is not finite, and the parameters are still those that it was computed with: whether they are finite."""
+        """The loss of a step is not finite; checks the parameters, which are still those that it was computed with."""
         if self._left["not_finite"]:
             parameters = [local(parameter.detach()) for model in models for parameter in model.parameters()]
             counts = {"nan": torch.isnan, "infinite": torch.isinf}
             found = {name: sum(bool(test(one).any()) for one in parameters if one.numel()) for name, test in counts.items()}
-            self._tell("not_finite", step=step, parameters=len(parameters), **found)
+            self._record("not_finite", step=step, parameters=len(parameters), **found)
 
     def batch(self, values: Any) -> None:
-        """A batch has come."""
+        """A batch was fetched."""
         if self._left["batch"]:
             self._guard(self._digest, values)
 
     def input(self, values: Any) -> None:
-        """A model was called in training; of several calls in a step, as a pipeline's micro-batches are, the first one counts."""
+        """A model was called in training; only the first call of a step counts, for example a pipeline's first
+        micro-batch.
+        """
         step = self._step() + 1
         if self._left["input"] and step != self._input_step:
             self._input_step = step
             tensors = list(tensors_in(values))
             if any(tensor.requires_grad for tensor in tensors):
-                self._tell("input", step=step, digest=None)
+                self._record("input", step=step, digest=None)
             elif digest := _digest(tensors):
-                self._tell("input", step=step, digest=digest)
+                self._record("input", step=step, digest=digest)
 
     def _digest(self, values: Any) -> None:
         if digest := _digest(tensor for tensor in tensors_in(values) if tensor.device.type == "cpu"):
-            self._tell("batch", step=self._step() + 1, digest=digest)
+            self._record("batch", step=self._step() + 1, digest=digest)
 
-    def _tell(self, what: str, **fields: Any) -> None:
+    def _record(self, what: str, **fields: Any) -> None:
         if self._left[what]:
             self._left[what] -= 1
             self._journal.write("saw", what=what, **fields)
 
-    # ---- what is wrapped
+    # ---- wrapped functions
 
     def _iterations(self) -> None:
         load, sample = DataLoader.__iter__, DistributedSampler.__iter__
@@ -120,13 +125,13 @@ class Observations:
 
     def _epoch(self, sampler: Any) -> None:
         which = self._samplers.setdefault(id(sampler), len(self._samplers))
-        self._tell("epoch", sampler=which, set=int(sampler.epoch), shuffle=bool(sampler.shuffle), ranks=int(sampler.num_replicas))
+        self._record("epoch", sampler=which, set=int(sampler.epoch), shuffle=bool(sampler.shuffle), ranks=int(sampler.num_replicas))
 
     def _loader(self, loader: Any) -> None:
         sampler = getattr(loader.batch_sampler, "sampler", None) or loader.sampler
-        sampler = getattr(sampler, "sampler", sampler)  # a BatchSampler in the sampler's place
+        sampler = getattr(sampler, "sampler", sampler)  # a BatchSampler passed as sampler
         batches, samples = (_length(thing) for thing in (loader, loader.dataset))
-        self._tell("loader", batches=batches, samples=samples, sampler=type(sampler).__name__)
+        self._record("loader", batches=batches, samples=samples, sampler=type(sampler).__name__)
 
     def _items(self) -> None:
         original = torch.Tensor.item
@@ -153,14 +158,14 @@ class Observations:
         @functools.wraps(original)
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(f, (str, os.PathLike)):
-                self._guard(lambda: self._tell("save", path=str(Path(f).absolute()), step=self._step()))
+                self._guard(lambda: self._record("save", path=str(Path(f).absolute()), step=self._step()))
             return original(obj, f, *args, **kwargs)
 
         torch.save = torch.serialization.save = save
 
 
 def _digest(tensors: Iterable[torch.Tensor]) -> str | None:
-    """A digest of the first rows of tensors, which may be on a GPU: then it waits for them. None where nothing can be read."""
+    """A digest of the first rows of tensors; synchronizes if they are on a GPU. None if nothing can be read."""
     digest, read = hashlib.blake2b(digest_size=8), 0
     for tensor in tensors:
         if type(tensor) is torch.Tensor and tensor.device.type in ("cpu", "cuda") and tensor.numel() and not _captured(tensor):

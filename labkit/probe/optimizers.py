@@ -1,10 +1,11 @@
-"""The optimizers of a script, from when they are made; and updates of parameters that no optimizer's hook reports.
+"""Tracks the script's optimizers, and detects updates of parameters that no optimizer hook reports.
 
-An update without a hook is found by comparing: after a backward, few parameters (`witnesses`) are remembered with their version counters;
-if one of them has changed by the time the script goes on to its next batch, forward or backward, the parameters were updated in between,
-by an optimizer whose step is compiled or by lines of the script's own. Torch does not count changes through `.data`, so until the first
-update that a hook or a counter reports, the values of the smallest witnesses are compared too (on a GPU this waits for the device), and
-so is whether the script has replaced all of them by new tensors.
+An update without a hook is detected by comparison: after a backward, the version counters of a few parameters
+(`witnesses`) are stored. If one of them has changed when the script continues with its next batch, forward or backward,
+the parameters were updated in between, by a compiled optimizer step or by the script itself. Torch does not count
+changes through `.data`. Therefore, until a hook or a counter reports the first update, the values of the smallest
+witnesses are also compared (on a GPU this synchronizes), and it is checked whether the script has replaced all of them
+by new tensors.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ import torch
 
 from labkit.probe.memory import local
 
-_MOST = 8  # optimizers that are told apart: one that has an optimizer for each parameter has one loss for all of them
+_MOST = 8  # maximum number of distinguished optimizers: a script with one optimizer per parameter has a single loss
 _WITNESSES = 4
-_NODES = 4096  # of the graph of a loss, that are searched for parameters
+_NODES = 4096  # maximum number of graph nodes that are searched for parameters
 _LIBRARIES = tuple(str(Path(path).parent) for path in (torch.__file__, __file__))
 
 
 class Optimizers:
-    """Those that were made and are alive, in order."""
+    """The live optimizers in order of creation."""
 
     def __init__(self) -> None:
         self._made: list[weakref.ref[torch.optim.Optimizer]] = []
 
     def follow(self) -> None:
-        """From now on every optimizer that is made is known."""
+        """Starts recording every optimizer that is created."""
         original = torch.optim.Optimizer.__init__
 
         @functools.wraps(original)
@@ -45,12 +46,12 @@ class Optimizers:
         torch.optim.Optimizer.__init__ = init
 
     def few(self) -> list[torch.optim.Optimizer]:
-        """All of them; none if there are too many to tell apart."""
+        """All of them; empty if there are too many to distinguish."""
         return [one for made in self._made if (one := made()) is not None] if len(self._made) <= _MOST else []
 
 
 def witnesses(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Few of its parameters, from all of its groups."""
+    """A few parameters from each of its first groups."""
     found = []
     for group in optimizer.param_groups[:_WITNESSES]:
         parameters = group["params"]
@@ -59,9 +60,9 @@ def witnesses(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def name_of(optimizer: torch.optim.Optimizer) -> str:
-    """What the script calls it: the name of a variable or of an attribute of `self`; its class if it has none."""
+    """Its name in the script: a variable or an attribute of `self`; its class if it has none."""
     frame, found = sys._getframe(), type(optimizer).__name__
-    while frame is not None:  # the outermost function that has a name for it knows which of several it is
+    while frame is not None:  # the outermost function with a name for it distinguishes several optimizers
         if not frame.f_code.co_filename.startswith(_LIBRARIES) and "site-packages" not in frame.f_code.co_filename:
             attributes = getattr(frame.f_locals.get("self"), "__dict__", {})
             names = [name for scope in (attributes, frame.f_locals) for name, value in list(scope.items()) if value is optimizer]
@@ -75,11 +76,11 @@ class _Witness:
     tensor: torch.Tensor
     version: int
     values: torch.Tensor | None
-    owner: Any  # an optimizer, or the watch itself for lines of the script's own
+    owner: Any  # an optimizer, or the UpdateWatch itself for updates by the script
 
 
 class UpdateWatch:
-    """Told of every backward and of every step that a hook reports; finds the updates between them."""
+    """Receives every backward and every step that a hook reports; detects the updates between them."""
 
     def __init__(self, optimizers: Optimizers):
         self._optimizers = optimizers
@@ -89,16 +90,17 @@ class UpdateWatch:
 
     @property
     def by_hand(self) -> bool:
-        """Whether the script may update its parameters itself: it has made no optimizer."""
+        """Whether the script may update its parameters itself, because it has created no optimizer."""
         return not self._reported and not self._optimizers.few()
 
     @property
     def is_alive(self) -> bool:
-        """As an owner of updates: whether lines of the script may update its parameters again."""
+        """As an owner of updates: whether the script may update its parameters again."""
         return not self._reported
 
     def backward_begins(self, root: torch.Tensor | None) -> Any:
-        """Backward is called; the owner of an update that shows in what it starts from: all parameters are other tensors than before."""
+        """Backward is called; returns the owner of an update if all parameters that `root` depends on are new tensors.
+        """
         if root is None or not self.by_hand:
             return None
         self._leaves = leaves(root)
@@ -110,7 +112,7 @@ class UpdateWatch:
         return self._found(self) if updated else None
 
     def backward_ends(self) -> None:
-        """It has ended: from now on its parameters may be updated."""
+        """Backward has ended: from now on the parameters may be updated."""
         if self._reported and not _compiles():
             return
         optimizers = self._optimizers.few()
@@ -126,9 +128,10 @@ class UpdateWatch:
         self._kept = []
 
     def found(self, script_ends: bool = False) -> Any:
-        """The owner of an update that no hook has reported, since the last backward; None if there was none.
+        """The owner of an unreported update since the last backward; None if there was none.
 
-        At the end of a script that replaces its parameters by new tensors, the last backward is taken to be followed by an update too.
+        At the end of a script that replaces its parameters by new tensors, the last backward is assumed to be followed
+        by an update.
         """
         if script_ends and self._replaced and self._kept:
             return self._found(self)
@@ -150,7 +153,9 @@ class UpdateWatch:
 
 
 def leaves(root: torch.Tensor) -> list[torch.Tensor]:
-    """The first parameters that backward from `root` reaches; any tensors that are given gradients, if none is a Parameter."""
+    """The first parameters that backward from `root` reaches; if none is a Parameter, any tensors that receive
+    gradients.
+    """
     rest, seen, found = [root.grad_fn], set(), []
     while rest and len(seen) < _NODES and len(found) < 2 * _WITNESSES:
         node = rest.pop()
@@ -165,7 +170,9 @@ def leaves(root: torch.Tensor) -> list[torch.Tensor]:
 
 
 def gradients(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[tuple[int, int]]]:
-    """What shows whether backward has reached an optimizer's parameters: identity and version of the gradients of its witnesses."""
+    """Identity and version of the gradients of each optimizer's witnesses; a change shows that backward has reached
+    them.
+    """
     return [[(id(p.grad), p.grad._version) if p.grad is not None else (0, 0) for p in witnesses(one)] for one in optimizers]
 
 
@@ -175,7 +182,7 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _has_data(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's memory is there: sharding frees that of gathered parameters."""
+    """Whether a tensor's memory is allocated: sharding frees that of gathered parameters."""
     try:
         return local(tensor).untyped_storage().nbytes() > 0
     except (RuntimeError, NotImplementedError):  # sparse, fake, or of a functional transform
@@ -183,6 +190,6 @@ def _has_data(tensor: torch.Tensor) -> bool:
 
 
 def _compiles() -> bool:
-    """Whether the script has compiled anything, so that a hooked optimizer may step unseen from some step on."""
+    """Whether the script has compiled anything, so that a hooked optimizer may later step without its hooks."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return bool(dynamo and dynamo.counters["stats"])

@@ -1,4 +1,4 @@
-"""Which of several optimizers sets the pace: its steps are the steps of the run."""
+"""Selects the pacing optimizer among several: its steps are the steps of the run."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-_PATIENCE = 20  # so many steps of another optimizer, and the pacemaker has none: it is replaced
+_PATIENCE = 20  # steps of another optimizer without a step of the pacing one, after which the pacing one is replaced
 
 
 class Pace:
-    """The first optimizer that stepped; `maker` gives it, or None when it is gone.
+    """The first optimizer that stepped; `maker` returns it, or None if it no longer exists.
 
-    In the place of an optimizer may stand an object whose `is_alive` says whether it may step again.
+    Instead of an optimizer it can be an object whose `is_alive` tells whether it may step again.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Pace:
         self._others: Counter[int] = Counter()
 
     def is_set_by(self, optimizer: Any) -> bool:
-        """Told that an optimizer has stepped: whether its steps are those of the run."""
+        """Registers a step of an optimizer and returns whether its steps are those of the run."""
         self._others[id(optimizer)] += 1
         if self.maker() is None or self._others[id(optimizer)] > _PATIENCE:
             own = isinstance(optimizer, torch.optim.Optimizer)
@@ -34,7 +34,7 @@ class Pace:
 
 
 class InsideBackward:
-    """Stands for all optimizers that step within backward."""
+    """Represents all optimizers that step within backward."""
 
     def __init__(self) -> None:
         self.stepped = False

@@ -1,4 +1,4 @@
-"""Steps whose work was handed out to the device, until their times and losses are known."""
+"""Steps whose work was submitted to the device, until their times and losses are known."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from labkit.probe.clocks import CpuClock, CudaClock
 from labkit.probe.losses import Loss, LossWatch
 from labkit.record.events import PHASES
 
-_TOGETHER = 1000  # losses of an optimizer in one event
-_OFTEN = 1.0  # seconds between two
+_TOGETHER = 1000  # maximum number of losses in one event
+_OFTEN = 1.0  # seconds between two such events
 
 
 @dataclass
 class Step:
-    """A step whose work was handed out; `marks` are the moments where its phases changed to `names`, and its end."""
+    """A submitted step; `marks` are the times at which the phases `names` began, and the end of the step."""
 
     number: int
     t: float
@@ -30,16 +30,16 @@ class Step:
     memory: dict[str, int | None] | None
 
     def known(self) -> bool:
-        """Whether the device has come by its end, and its losses have arrived."""
+        """Whether the device has finished it, and its losses have arrived."""
         return self.clock.passed(self.marks[-1]) and all(self.clock.copied(loss.copy) for loss in self.losses)
 
     def fields(self, watch: LossWatch) -> dict[str, Any]:
-        """The fields of its event; its marks and losses go back to their pools."""
+        """The fields of its event; returns its marks and losses to their pools."""
         seconds = dict.fromkeys(PHASES, 0.0)
         for name, start, end in zip(self.names, self.marks, self.marks[1:]):
             seconds[name] += self.clock.seconds(start, end)
         losses = [self.clock.value(loss.copy) for loss in self.losses]
-        self.clock.release(self.marks[:-1])  # its end is the beginning of the next
+        self.clock.release(self.marks[:-1])  # its end is the start of the next step
         total = sum(seconds.values())
         return {
             "t": self.t,
@@ -53,7 +53,7 @@ class Step:
 
 @dataclass
 class OtherLoss:
-    """The loss of a step of an optimizer that does not set the pace; it belongs to the run's step `number`."""
+    """The loss of a step of another optimizer than the pacing one, at the run's step `number`."""
 
     number: int
     clock: CpuClock | CudaClock
@@ -65,14 +65,15 @@ class OtherLoss:
         return all(self.clock.copied(loss.copy) for loss in self.losses)
 
     def value(self, watch: LossWatch) -> float | None:
-        """The loss; what it is made of goes back to its pool."""
+        """The loss; returns its copies to their pool."""
         return watch.value(self.losses, [self.clock.value(loss.copy) for loss in self.losses])
 
 
 class Pending:
-    """Writes events in the order in which they are added; `write` takes a kind and fields, as a journal does.
+    """Writes events in the order in which they are added; `write` takes a kind and fields, as in `Journal`.
 
-    Losses of optimizers that do not set the pace are written together, once a second at the most, since they would double a long run.
+    Losses of other optimizers than the pacing one are batched, at most once per second, because they would double the
+    size of a run.
     """
 
     def __init__(self, write: Callable[..., None], losses: LossWatch):
@@ -82,11 +83,11 @@ class Pending:
         self._due = 0.0
 
     def add(self, event: Step | OtherLoss) -> None:
-        """An event, which is written by a later `drain`."""
+        """Queues an event, which a later `drain` writes."""
         self._queue.append(event)
 
     def drain(self, seconds: float) -> None:
-        """Writes those that are known, in order; waits at most so many seconds for the rest."""
+        """Writes known events in order; waits up to `seconds` for the others."""
         end = time.monotonic() + seconds
         while self._queue:
             if self._queue[0].known():
@@ -106,7 +107,7 @@ class Pending:
             self.flush()
 
     def flush(self) -> None:
-        """Writes the losses that were held back."""
+        """Writes the batched losses."""
         for optimizer, points in self._others.items():
             self._write("losses", optimizer=optimizer, points=points)
         self._others = {}

@@ -1,9 +1,11 @@
-"""Where the script is, for the case that this process cannot say so itself any more: it crashed, was killed, was stopped, or holds the GIL.
+"""Records the script's position for a process that can no longer report it: crashed, killed, stopped, or blocked with
+the GIL held.
 
-Two files in the run folder, one pair for each rank, serve this. `position` holds the script's current line as one short JSON object; the
-waiting thread rewrites it twice a second, so it also shows that Python code still runs. `crash` holds what faulthandler writes, which
-needs neither the GIL nor a living interpreter: the stacks at a fatal signal, and the stacks if the waiting thread did not run for so long
-that a C call must hold the GIL. A script that uses faulthandler itself keeps it: its file, its timer and its signals are not touched.
+Each rank has two files in the run folder. `position` contains the script's current line as one short JSON object; the
+waiting thread rewrites it twice per second, so it also shows that Python code still runs. `crash` is written by
+faulthandler, which needs neither the GIL nor a working interpreter: the stacks at a fatal signal, or the stacks if the
+waiting thread has not run for so long that a C call must be holding the GIL. If the script uses faulthandler itself,
+its file, timer and signals are not changed.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ from labkit.record import clock
 from labkit.record.stacks import LIBRARIES, RUNNER
 
 _HERE = str(Path(__file__).parent)
-_FRAMES = 3  # innermost ones that are no library's: more are not shown
-_SIZE = 1024  # bytes of a position
-_REARM = 1.0  # seconds between two settings of the timer, each of which starts a thread (0.1 to 0.3 ms)
+_FRAMES = 3  # innermost frames outside of libraries that are shown
+_SIZE = 1024  # bytes of a position file
+_REARM = 1.0  # seconds between two resets of the timer, each of which starts a thread (0.1 to 0.3 ms)
 
 
 class Position:
@@ -43,12 +45,13 @@ class Position:
         if self._handler_is_ours:
             faulthandler.enable(self._crash)
             os.register_at_fork(after_in_child=self._disable_in_child)
-        self._give_way()
+        self._yield_to_script()
 
     def note(self, frame: Any, limit: float) -> None:
-        """Writes that the script is at `frame` now; the stacks are written if this is not called again for `limit` seconds.
+        """Records that the script is at `frame`; faulthandler dumps the stacks if this is not called again within
+        `limit` seconds.
 
-        Without a frame the script is alive, and taken to be where it was last.
+        Without a frame the script is alive at its last known position.
         """
         lines: list[str] = []
         while frame is not None and len(lines) < _FRAMES and frame.f_code.co_filename != RUNNER:
@@ -63,7 +66,7 @@ class Position:
                 self._set_timer(limit)
 
     def end(self) -> None:
-        """The script has ended: from here on silence means nothing, and no timer runs."""
+        """The script has ended: cancels the timer and marks the position as over."""
         with self._lock:
             self._ended = True
             if self._timer_is_ours:
@@ -81,16 +84,18 @@ class Position:
         now = time.monotonic()
         if not self._timer_is_ours or now - self._armed < min(_REARM, limit / 4):
             return
-        if self._crash.tell():  # the timer ran out, and Python code runs again
+        if self._crash.tell():  # the timer expired, but Python code runs again
             self._crash.seek(0)
             self._crash.truncate()
         self._armed = now
         self._dump_later(limit, exit=False, file=self._crash)
 
-    def _give_way(self) -> None:
-        """There is one handler and one timer in a process: once the script calls a function of either, it is the script's."""
+    def _yield_to_script(self) -> None:
+        """A process has one handler and one timer: once the script calls a function of either, the probe no longer uses
+        it.
+        """
 
-        def told(original: Callable[..., Any], owner: str) -> Callable[..., Any]:
+        def released(original: Callable[..., Any], owner: str) -> Callable[..., Any]:
             @functools.wraps(original)
             def call(*args: Any, **kwargs: Any) -> Any:
                 setattr(self, owner, False)
@@ -99,11 +104,11 @@ class Position:
             return call
 
         for name in ("enable", "disable"):
-            setattr(faulthandler, name, told(getattr(faulthandler, name), "_handler_is_ours"))
+            setattr(faulthandler, name, released(getattr(faulthandler, name), "_handler_is_ours"))
         for name in ("dump_traceback_later", "cancel_dump_traceback_later"):
-            setattr(faulthandler, name, told(getattr(faulthandler, name), "_timer_is_ours"))
+            setattr(faulthandler, name, released(getattr(faulthandler, name), "_timer_is_ours"))
 
     def _disable_in_child(self) -> None:
-        """A crash of a forked process is not this rank's, and its stacks must not be taken for this rank's."""
+        """A crash of a forked process must not be attributed to this rank."""
         if self._handler_is_ours:
             faulthandler.disable()

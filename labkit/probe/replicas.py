@@ -1,11 +1,13 @@
-"""Replicas in threads of the script's process, as `nn.DataParallel` has them: what each one's forward takes, and the wait for the GIL.
+"""Replicas in threads of the script's process, as in `nn.DataParallel`: the time of each forward, and of waiting for
+the GIL.
 
-A replica is told by the device of its inputs, or on CPU by its thread (in the order of the threads' names). Its forward is measured by
-the clock and by the CPU time of its thread; on CUDA this ends when its kernels are queued, which is what the GIL holds up. A forward
-without gradients is evaluation and is left out, as are autograd's own threads. `memory` is what is allocated on the GPU, and on CPU the
-bytes of parameters, inputs and outputs alone. The wait for the GIL is what a thread that sleeps 5 ms at a time loses until Python runs it
-again, as a share of all time. It cannot be told from the wait for a core: where there are fewer cores than busy threads, or other
-processes on them, the share is larger. The timer's own lateness, about 0.1 ms, is in it too.
+A replica is identified by the device of its inputs, or on the CPU by its thread (in the order of the threads' names).
+Its forward is measured in wall-clock time and CPU time of its thread; on CUDA both end when its kernels are queued,
+which is what the GIL delays. A forward without gradients is evaluation and is ignored, as are autograd's own threads.
+`memory` is the memory allocated on the GPU; on the CPU it is only the bytes of parameters, inputs and outputs. The wait
+for the GIL is measured by a thread that sleeps 5 ms at a time: the delay until Python runs it again, as a fraction of
+the total time. It includes the wait for a core, so it is larger if there are fewer cores than busy threads, or other
+processes use them. It also includes the timer's own delay of about 0.1 ms.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ _NAP = 0.005  # seconds that the sampler sleeps
 
 
 class ReplicaWatch:
-    """Told of forwards outside the script's thread; writes one `replica` event for each step that had some, fewer in a long run."""
+    """Receives forwards outside of the script's thread; writes one `replica` event per step with such forwards, fewer
+    in a long run.
+    """
 
     def __init__(self, journal: Journal, watch: StepWatch):
         self._journal, self._watch = journal, watch
@@ -33,18 +37,18 @@ class ReplicaWatch:
         self._sampler: GilSampler | None = None
 
     def forward_begins(self) -> None:
-        """A module's forward begins in a thread of its own, maybe inside another's."""
+        """A module's forward begins in another thread, possibly nested in another module's forward."""
         here = self._thread
         here.depth = getattr(here, "depth", 0) + 1
         if here.depth == 1:
             here.began = time.perf_counter(), time.thread_time()
 
     def forget(self) -> None:
-        """The thread that was measured is the script's, and no replica."""
+        """Discards the measurements: the thread is the script's training thread, not a replica."""
         self._found = {}
 
     def forward_ends(self, module: torch.nn.Module, inputs: Any, output: Any) -> bool:
-        """It has ended; the outermost one is a replica's. Whether this was one."""
+        """A forward has ended; returns whether it was a replica's, which is the outermost one."""
         here, ended = self._thread, (time.perf_counter(), time.thread_time())
         here.depth -= 1
         if here.depth or not torch.is_grad_enabled() or is_foreign():
@@ -66,7 +70,7 @@ class ReplicaWatch:
         return True
 
     def step_ends(self, optimizer: torch.optim.Optimizer) -> None:
-        """A step is over: what its replicas took, and what replica 0 had on top of its own part."""
+        """A step is over: writes the figures of its replicas, and the extra work of replica 0."""
         if not self._found:
             return
         found, self._found = self._found, {}
@@ -82,7 +86,7 @@ class ReplicaWatch:
 
 
 class GilSampler:
-    """A thread that sleeps, and counts how much later than due Python runs it again."""
+    """A thread that sleeps and measures how late Python runs it again."""
 
     def __init__(self) -> None:
         self._late = self._all = 0.0
@@ -97,7 +101,7 @@ class GilSampler:
             self._all += spent
 
     def share(self) -> float | None:
-        """The share of the time since it was last asked; None where it had no turn since."""
+        """The delay as a fraction of the time since the last call; None if the thread has not run since."""
         late, spent = self._late, self._all
         self._late = self._all = 0.0
         return late / spent if spent else None

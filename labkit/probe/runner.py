@@ -1,4 +1,4 @@
-"""The script as `__main__`, exactly as python would run it; its errors; and the way out."""
+"""Runs the script as `__main__` exactly as python does, reports its errors, and exits."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from labkit.record.stacks import MESSAGE_LIMIT, clipped, of_script
 
 _HERE = str(Path(__file__).parent) + os.sep
 _exit_process = os._exit  # Python's own, before the probe wraps it
-_LAST_STEPS = 5.0  # seconds that the steps still on the GPU are waited for once the script has ended
+_LAST_STEPS = 5.0  # seconds to wait for steps that are still on the GPU after the script has ended
 _USAGE = "usage: python -m labkit.probe (SCRIPT | -m MODULE) [ARGS…]"
 
 
 def main(arguments: list[str]) -> None:
-    """Runs the script (or `-m MODULE`) named first with the arguments after it, and exits with the code that python would give."""
+    """Runs the script (or `-m MODULE`) with its arguments, and exits with the same code as python would."""
     if not arguments or arguments == ["-m"]:
         sys.exit(_USAGE)
     run = os.environ.get("LABKIT_RUN_DIR")
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # whole lines, at once, also under `python -u`
+        if isinstance(stream, io.TextIOWrapper):  # flush whole lines, also under `python -u`
             stream.reconfigure(line_buffering=True, write_through=False)
     if not run:
         sys.exit(execute(arguments, None))
@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> None:
 
 
 class Watched:
-    """What the run is told about this rank: its start, what the hooks see, its error and its end."""
+    """Reports this rank to the run: its start, the events of the hooks, its error and its end."""
 
     def __init__(self, run: str):
         import torch
@@ -86,7 +86,7 @@ class Watched:
         self._watch_exit()
 
     def _watch_exit(self) -> None:
-        """`os._exit` ends the process past every handler of Python: what it leaves is written before it is called."""
+        """`os._exit` bypasses all exit handlers of Python, so pending events are written before it is called."""
 
         @functools.wraps(_exit_process)
         def _exit(status: int) -> None:
@@ -106,11 +106,11 @@ class Watched:
         self._say_end(code)
 
     def leaves(self, stop: SystemExit) -> None:
-        """The script asked for its end without an error; where is told with its end."""
+        """The script called `sys.exit` without an error; its position is recorded with the end."""
         self._left_at = clipped("".join(traceback.format_tb(stop.__traceback__)).rstrip())
 
     def error(self, error: BaseException) -> None:
-        """Tells of an exception that the script did not catch, at once; torchrun's error file is told too."""
+        """Records an uncaught exception of the script immediately, also in torchrun's error file."""
         from labkit.probe.traffic import newest
 
         self.journal.write(
@@ -128,7 +128,7 @@ class Watched:
             self._guard(get_error_handler().record_exception, error)
 
     def end(self, code: int) -> None:
-        """Writes what is not yet written of the steps, and the last event."""
+        """Writes the remaining steps and the `end` event."""
         if self._waiting:
             self._waiting.stop()
         if self._tensors and code == 0:
@@ -141,7 +141,7 @@ class Watched:
 
     def _say_end(self, code: int) -> None:
         if self._ended:
-            return  # what runs at exit may call os._exit
+            return  # an exit handler may call os._exit
         self._ended = True
         steps = self._watch.finished if self._watch else 0
         if self._watch and self._watch.backwards and not steps:
@@ -152,7 +152,8 @@ class Watched:
 
 
 def execute(arguments: list[str], watched: Watched | None) -> int:
-    """Runs a script as `__main__` and gives its exit code; an exception is told and printed as python prints it."""
+    """Runs a script as `__main__` and returns its exit code; an exception is recorded, and printed as python prints it.
+    """
     try:
         _run(arguments)
         return 0
@@ -176,7 +177,7 @@ def execute(arguments: list[str], watched: Watched | None) -> int:
 
 
 class _NoScript(SystemExit):
-    """The script cannot be read; its cause says why."""
+    """The script cannot be read; the cause is the reason."""
 
 
 def _run(arguments: list[str]) -> None:
@@ -188,17 +189,17 @@ def _run(arguments: list[str]) -> None:
 
 
 def _module_code(main: types.ModuleType, arguments: list[str]) -> types.CodeType:
-    """A module's code, with everything set that `python -m` sets; sys.path[0] is the working folder already."""
+    """A module's code, after setting everything that `python -m` sets; sys.path[0] is already the working folder."""
     name = arguments[0]
-    sys.argv[:] = ["-m", *arguments[1:]]  # what the packages above it see
+    sys.argv[:] = ["-m", *arguments[1:]]  # as its parent packages see it
     try:
-        spec = importlib.util.find_spec(name)  # imports the packages above it
+        spec = importlib.util.find_spec(name)  # imports its parent packages
         if spec is not None and spec.submodule_search_locations is not None:
             spec = importlib.util.find_spec(f"{name}.__main__")
         code = spec.loader.get_code(spec.name) if spec is not None and spec.loader is not None else None
-    except (ModuleNotFoundError, ValueError) as error:  # a package above it is missing, or is a module
+    except (ModuleNotFoundError, ValueError) as error:  # a parent package is missing, or is a module
         if isinstance(error, ModuleNotFoundError) and error.name and not f"{name}.".startswith(f"{error.name}."):
-            raise  # the package is there, and what it imports is not
+            raise  # the package exists, but one of its imports does not
         code = None
     if code is None:
         sys.stderr.write(f"{sys.executable}: No module named {name}\n")
@@ -210,7 +211,7 @@ def _module_code(main: types.ModuleType, arguments: list[str]) -> types.CodeType
 
 
 def _script_code(main: types.ModuleType, arguments: list[str]) -> types.CodeType:
-    """A script's code, with everything set that `python SCRIPT` sets."""
+    """A script's code, after setting everything that `python SCRIPT` sets."""
     path = os.path.join(os.getcwd(), arguments[0])  # noqa: PTH109, PTH118 - as python joins them: `./` stays
     sys.argv[:] = arguments
     if not getattr(sys.flags, "safe_path", False):
@@ -234,7 +235,7 @@ def _exit_code(stop: SystemExit) -> int:
 
 
 def _clean(error: BaseException) -> Any:
-    """Takes the probe's own frames out of an exception's traceback, and out of those of its causes."""
+    """Removes the probe's frames from an exception's traceback, and from those of its causes."""
     seen: set[int] = set()
     rest: list[BaseException | None] = [error]
     while rest:
@@ -275,14 +276,14 @@ def _number(name: str, missing: int = 0) -> int:
     return int(value) if value.isdigit() else missing
 
 
-# ---- the way out
+# ---- exit
 
 
 def leave(code: int) -> None:
-    """Does what python does at exit, as far as a script can notice, and ends the process.
+    """Does what python does at exit, as far as a script can notice, and exits.
 
-    Interpreter and libraries are not torn down: threads of torch's C++ libraries that are still alive then can abort the
-    process after a training that went well ("terminate called without an active exception").
+    The interpreter and libraries are not torn down, because live threads of torch's C++ libraries can then abort the
+    process after a successful training ("terminate called without an active exception").
     """
     for last in (threading._shutdown, atexit._run_exitfuncs, _close_files, _flush):
         try:
@@ -294,7 +295,7 @@ def leave(code: int) -> None:
 
 
 def _close_files() -> None:
-    """Closes the files that the script left open to be written to, as their destruction would: text, then what packs, then bytes."""
+    """Closes files that the script left open for writing, in the order of their layers: text, compression, bytes."""
     standard = {id(stream) for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)}
     standard |= {id(getattr(stream, "buffer", None)) for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)}
     files = [
@@ -313,4 +314,4 @@ def _flush() -> None:
         with suppress(Exception):
             stream.flush()
     if os.name == "posix":
-        ctypes.CDLL(None).fflush(None)  # what C libraries have printed
+        ctypes.CDLL(None).fflush(None)  # output of C libraries

@@ -1,11 +1,11 @@
-"""Looks closely at few steps: one early, one in fifty, and those that are asked for while the run goes on.
+"""Profiles a few steps: an early one, every 50th (by default), and those requested during the run.
 
-Torch's profiler runs for such a step alone, and what it saw becomes a `timeline` event, and for the early step and those asked for
-a `memory_step` event. A step is given up where an evaluation begins in it, and all of it ends where the script uses a profiler itself.
-A loop that trains in another thread than the main one is not profiled.
+Torch's profiler runs only during such a step. Its result becomes a `timeline` event and, for the early step and
+requested ones, a `memory_step` event. A profile is discarded if an evaluation begins in its step, and profiling is
+disabled when the script uses a profiler itself. A training loop in a thread other than the main thread is not profiled.
 
-Asked for is a step by the file `capture.json` in the run folder: {"step": N, "snapshot": true or false}; a rank that is past that
-step takes its next one. A snapshot is torch's own record of the CUDA allocator, `snapshots/rank<r>-step<n>.pickle`.
+The file `capture.json` in the run folder requests a step: {"step": N, "snapshot": true or false}; a rank that is past
+that step profiles its next one. A snapshot is torch's record of the CUDA allocator, `snapshots/rank<r>-step<n>.pickle`.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from labkit.probe.timeline import Allocation, Row, curve, timeline
 from labkit.probe.traffic import TrafficWatch
 from labkit.record import clock as run_clock
 
-_EARLY = 8  # a step whose timeline is taken too, so that a short run has a usual one
-_LOOK = 0.2  # seconds between two looks for a request
-_BRIEF = 3_000  # ns
+_EARLY = 8  # a typical step that is profiled even in a short run
+_LOOK = 0.2  # seconds between two polls for a request
+_BRIEF = 3_000  # ns; shorter events are ignored
 _ERRORS_ONLY = 2
-_UNREST = 0.5  # seconds
-_LOOKS = 5  # in which all threads are at rest, a millisecond apart: one that was just woken shows late
-_MOMENT = 0.02  # seconds
-_APART = 50_000  # ns between two readings of one moment: more is an interruption
+_UNREST = 0.5  # maximum seconds to wait for other threads
+_LOOKS = 5  # consecutive checks, 1 ms apart, in which all threads sleep: a thread that was just woken shows up late
+_MOMENT = 0.02  # seconds to wait if the state of threads is unknown
+_APART = 50_000  # maximum ns between two readings of one moment; more means an interruption
 _TRIES = 20
 _ZERO_GRAD = "Optimizer.zero_grad#"
 
 
 class StepSampler:
-    """Told of the end of each step; one in `every` is looked at, or where that is 0 only an early one and those that are asked for."""
+    """Receives the end of each step and profiles every `every`th one; 0: only an early step and requested ones."""
 
     def __init__(self, journal: Journal, run: str | os.PathLike[str], memory: MemoryWatch, traffic: TrafficWatch | None, every: int):
         self._journal, self._memory, self._traffic = journal, memory, traffic
@@ -51,21 +51,23 @@ class StepSampler:
         self._profiler: Any = None
         self._off = self._starting = self._with_memory = self._with_snapshot = False
         self._seen, self._next_look, self._asked = 0, 0.0, 0
-        self._begun: tuple[run_clock.SystemMoment, Any] = run_clock.SystemMoment.now(), None  # and the mark of that moment
+        self._begun: tuple[run_clock.SystemMoment, Any] = run_clock.SystemMoment.now(), None  # and its mark
         self._held: tuple[dict[int, tuple[str, int]], dict[str, int]] = {}, {}
-        self._loudness = _Loudness()
-        self._ended = 0  # how many profiles have been
+        self._log_level = _LogLevel()
+        self._ended = 0  # number of finished profiles
         self._unended: list[Any] = []
-        self._outlive()
-        self._give_way()
+        self._protect_open_records()
+        self._yield_to_script()
 
     @property
     def profiles_memory(self) -> bool:
-        """Whether a profile with the step's allocations is under way."""
+        """Whether a profile with allocations is active."""
         return self._profiler is not None and self._with_memory
 
     def step_ends(self, step: int, phases: Sequence[tuple[str, Any, Any]], clock: CpuClock | CudaClock) -> bool:
-        """Step `step` has ended, whose phases lie between marks of the clock; True where time was spent here, which is no step's own."""
+        """Step `step` has ended; its phases lie between marks of the clock. Returns whether profiling took time outside
+        of any step.
+        """
         spent = self._profiler is not None
         if spent:
             self._finish(step, phases, clock)
@@ -75,13 +77,13 @@ class StepSampler:
         return spent
 
     def give_up(self) -> None:
-        """What is being looked at is no usual step, or the script ends."""
+        """Discards the current profile, because its step is not a typical one or the script ends."""
         if self._profiler is not None:
             self._stop()
             self._stop_snapshot()
 
-    def _give_way(self) -> None:
-        """Has a profiler of the script's own find nothing running, and everything off from then on."""
+    def _yield_to_script(self) -> None:
+        """Stops and disables profiling when the script creates a profiler itself."""
         kind = torch.autograd.profiler.profile
         original = kind.__init__
 
@@ -94,10 +96,12 @@ class StepSampler:
 
         kind.__init__ = init
 
-    def _outlive(self) -> None:
-        """Has a `record_function` that is open while a profile ends never end itself: torch would write into the profile, which is freed.
+    def _protect_open_records(self) -> None:
+        """Prevents a `record_function` that is open when a profile ends from exiting, because torch would write to the
+        freed profile.
 
-        The end of a step is told from within the optimizer's own. Such records are kept, since a record that is freed ends too.
+        The end of a step is reported from within the optimizer's record. Such records are stored, because freeing one
+        also ends it.
         """
         kind = torch.autograd.profiler.record_function
         enter, leave = kind.__enter__, kind.__exit__
@@ -115,17 +119,17 @@ class StepSampler:
 
         kind.__enter__, kind.__exit__ = begin, end
 
-    # ---- when
+    # ---- selection of steps
 
     def _is_due(self, step: int) -> bool:
         if self._off or torch.autograd._profiler_enabled() or threading.current_thread() is not threading.main_thread():
-            return False  # kineto works in the main thread alone, and says so on stderr elsewhere
-        captured = self._was_asked_for(step)
+            return False  # kineto works only in the main thread, and prints warnings elsewhere
+        captured = self._was_requested(step)
         self._with_memory = captured or self._memory.is_due
         usual = self._every and (step == _EARLY or step % self._journal.spaced(self._every) == 0)
         return bool(self._with_memory or usual)
 
-    def _was_asked_for(self, step: int) -> bool:
+    def _was_requested(self, step: int) -> bool:
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + _LOOK
@@ -136,13 +140,13 @@ class StepSampler:
                     asked = json.loads(self._request.read_text())
                     self._asked, self._with_snapshot = int(asked["step"]), bool(asked.get("snapshot"))
             except (OSError, ValueError, KeyError, TypeError):
-                pass  # nobody asks
+                pass  # no request
         if not self._asked or step < self._asked:
             return False
         self._asked = 0
         return True
 
-    # ---- the step itself
+    # ---- profiling
 
     def _start(self, clock: CpuClock | CudaClock) -> None:
         from torch.profiler import ProfilerActivity, profile
@@ -155,7 +159,7 @@ class StepSampler:
                 torch.cuda.memory._record_memory_history(max_entries=200_000)
         if self._with_memory:
             self._held = self._memory.held()
-            self._loudness.errors_only()
+            self._log_level.errors_only()
         self._starting = True
         try:
             self._profiler = profile(activities=activities, profile_memory=self._with_memory)
@@ -176,7 +180,7 @@ class StepSampler:
         if begun.clock_was_set():
             clock.release([first])
             self._held = {}, {}
-            return  # what the profiler saw cannot be put on one axis
+            return  # profiler and phases cannot be put on one time axis
 
         def nanoseconds(mark: Any) -> int:
             return begun.ns + round(clock.seconds(first, mark) * 1e9)
@@ -184,7 +188,7 @@ class StepSampler:
         spans = [(name, nanoseconds(start), nanoseconds(end)) for name, start, end in phases]
         clock.release([first])
         rows, allocations = list(_rows(results)), list(_allocations(results, clock.device.type)) if self._with_memory else []
-        del results  # now: kineto crashes where the garbage collector frees an old result while a new profile runs
+        del results  # now: kineto crashes if the garbage collector frees an old result during a new profile
         recorded = self._traffic.operations_since(spans[0][1]) if self._traffic else []
         t0 = {"t0": begun.seconds(spans[0][1])}
         self._journal.write("timeline", step=step, **timeline(rows, spans, recorded, clock.device.type) | t0)
@@ -196,12 +200,12 @@ class StepSampler:
         self._held = {}, {}
 
     def _stop(self) -> Any:
-        """Ends the profile; what kineto found."""
+        """Ends the profile and returns kineto's results."""
         profiler, self._profiler = self._profiler, None
-        _others_rest()
+        _wait_for_other_threads()
         profiler.stop()
         self._ended += 1
-        self._loudness.as_usual()
+        self._log_level.restore()
         results, profiler.profiler.kineto_results = profiler.profiler.kineto_results, None
         return results
 
@@ -217,9 +221,10 @@ class StepSampler:
 
 
 def _moment(clock: CpuClock | CudaClock) -> tuple[run_clock.SystemMoment, Any]:
-    """One moment by the system's clock and as a mark; taken again if the process was held up in between.
+    """One moment by the system clock and as a mark; repeated if the process was interrupted in between.
 
-    The profile has system times and the phases have marks: the time between the two readings shifts one against the other.
+    The profile has system times and the phases have marks; the time between the two readings shifts one against the
+    other.
     """
     moment, mark = run_clock.SystemMoment.now(), clock.mark()
     for _ in range(_TRIES):
@@ -230,12 +235,13 @@ def _moment(clock: CpuClock | CudaClock) -> tuple[run_clock.SystemMoment, Any]:
     return moment, mark
 
 
-def _others_rest() -> None:
-    """Waits until no other thread of this process runs, `_UNREST` seconds at the most.
+def _wait_for_other_threads() -> None:
+    """Waits up to `_UNREST` seconds until no other thread of this process runs.
 
-    A thread of gloo wakes who waits for its operation, and only then notes the operation's end for the profiler. On a busy machine it
-    may come to that after the profile was stopped, and torch would write into memory that is freed: seen as SIGSEGV, and as a corrupted
-    heap. Where the system does not tell what threads do, it is given a moment.
+    A gloo thread first wakes the thread that waits for its operation, and then records the operation's end for the
+    profiler. On a busy machine this can happen after the profile was stopped, so that torch writes to freed memory
+    (observed: SIGSEGV, corrupted heap). If the system does not report the state of threads, it sleeps for `_MOMENT`
+    seconds.
     """
     tasks, own, last = Path("/proc/self/task"), str(threading.get_native_id()), time.monotonic() + _UNREST
     if not tasks.is_dir():
@@ -248,7 +254,7 @@ def _others_rest() -> None:
 
 
 def _runs(task: Path) -> bool:
-    """Whether a thread runs or would if it had a core."""
+    """Whether a thread is running or runnable."""
     try:
         return (task / "stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2].startswith("R")
     except OSError:
@@ -256,7 +262,9 @@ def _runs(task: Path) -> bool:
 
 
 def _rows(results: Any) -> Iterator[Row]:
-    """What the profiler saw, but for what is over in no time: that is most of it, and each question to an event costs microseconds."""
+    """The profiler's events without very short ones, which are the majority; each access to an event costs
+    microseconds.
+    """
     cuda = torch.autograd.DeviceType.CUDA
     for event in results.events():
         duration = event.duration_ns()
@@ -280,8 +288,9 @@ def _allocations(results: Any, device: str) -> Iterator[Allocation]:
             yield Allocation(event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size, tuple(inside))
 
 
-class _Loudness:
-    """How much torch's C++ code says on stderr. While memory is profiled its CPU allocator would warn of every block that is older."""
+class _LogLevel:
+    """The log level of torch's C++ code. During memory profiling its CPU allocator would warn about every older block.
+    """
 
     def __init__(self) -> None:
         library = Path(torch.__file__).with_name("lib") / "libc10.so"
@@ -289,11 +298,11 @@ class _Loudness:
         self._usual: int | None = None
 
     def errors_only(self) -> None:
-        """Warnings are kept back, until `as_usual`."""
+        """Suppresses warnings until `restore`."""
         if self._level is not None and self._level.value < _ERRORS_ONLY:
             self._usual, self._level.value = self._level.value, _ERRORS_ONLY
 
-    def as_usual(self) -> None:
-        """As it was."""
+    def restore(self) -> None:
+        """Restores the previous level."""
         if self._usual is not None:
             self._level.value, self._usual = self._usual, None

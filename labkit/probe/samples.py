@@ -1,10 +1,10 @@
-"""How many samples a step trains on: those whose forward happened in it.
+"""Counts the samples of a step: those whose forward happened in it.
 
-Batches may be fetched long before they are trained on, so a batch counts in the step in which a model is called, with gradients, on an
-input whose first dimension (or second, for inputs that begin with the sequence) is the size of a batch that was fetched and not yet
-used. Several calls of one step may share a batch, as micro-batches do: then their first dimensions add up to it. If the inputs fit no
-batch (graphs, nested inputs, a model that is called twice on a batch) the batches that were fetched in the step count. A script without
-a DataLoader trains on what the first model of the step is called with.
+Batches may be fetched long before they are used, so a batch counts in the step in which a model is called, with
+gradients, on an input whose first dimension (or second, for inputs with the sequence dimension first) is the size of a
+fetched, unused batch. Several calls of one step may share a batch, as micro-batches do; then their first dimensions add
+up to it. If the inputs match no batch (graphs, nested inputs, a model that is called twice per batch), the batches
+fetched in the step count. Without a DataLoader, the inputs of the step's first model count.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from typing import Any
 
 from labkit.probe.memory import tensors_in
 
-_AHEAD = 4096  # batches that may be fetched before they are used
+_AHEAD = 4096  # maximum number of prefetched batches
 
 Shape = tuple[int, ...]
 
 
 class SampleCount:
-    """The samples of the step that is under way."""
+    """The samples of the current step."""
 
     def __init__(self) -> None:
-        self._unused: deque[int] = deque(maxlen=_AHEAD)  # sizes of the batches that were fetched, the oldest first
+        self._unused: deque[int] = deque(maxlen=_AHEAD)  # sizes of fetched, unused batches, oldest first
         self.restart()
 
     def restart(self) -> None:
-        """A new step begins. Batches that were fetched ahead stay."""
+        """A new step begins. Prefetched batches stay."""
         self._fetched = self._called = self._used = 0
         self._model: int | None = None
 
     def forget(self) -> None:
-        """What was fetched and called so far belongs to no step."""
+        """Discards all fetched batches and calls."""
         self._unused.clear()
         self.restart()
 
@@ -43,20 +43,20 @@ class SampleCount:
         return bool(self._fetched)
 
     def fetched(self, batch: Any) -> None:
-        """A batch has come from a DataLoader."""
+        """A DataLoader returned a batch."""
         size = next((shape[0] for shape in shapes_in(batch)), 0)
         if size:
             self._fetched += size
             self._unused.append(size)
 
     def called(self, model: int, shapes: Sequence[Shape]) -> bool:
-        """A model was called with gradients on tensors of these shapes. Of several models in a step one counts: whether this one.
+        """A model was called with gradients on tensors of these shapes. Returns whether this model counts in the step.
 
-        It is the first that was called with a batch, or the first of all if none was.
+        Only one model per step counts: the first that is called on a batch, or the first of all if none is.
         """
         size = self._unused_batch(shapes) if not self._used or model == self._model else 0
         if size:
-            if model != self._model:  # the models that were called before this one did not take a batch
+            if model != self._model:  # earlier models did not use a batch
                 self._called = 0
             self._model = model
             while self._unused.popleft() != size:
@@ -68,7 +68,7 @@ class SampleCount:
         return model == self._model
 
     def raised(self, shapes: Sequence[Shape]) -> None:
-        """A model was called on tensors of these shapes and raised: nothing was trained on its batch."""
+        """A model was called on tensors of these shapes and raised, so its batch does not count."""
         size = self._unused_batch(shapes)
         if size:
             while self._unused.popleft() != size:
@@ -83,7 +83,7 @@ class SampleCount:
         return 0
 
     def take(self) -> int:
-        """The samples of the step, which ends."""
+        """Ends the step and returns its samples."""
         if self._used:
             return self._used
         if self._shared():
@@ -92,7 +92,7 @@ class SampleCount:
         return self._fetched or self._called
 
     def _shared(self) -> bool:
-        """Whether the first dimensions of all calls add up to the oldest batches, which are used by that."""
+        """Whether the first dimensions of all calls add up to the oldest batches, which then count as used."""
         left, number = self._called, 0
         for size in self._unused:
             if left <= 0:
@@ -106,5 +106,5 @@ class SampleCount:
 
 
 def shapes_in(values: Any) -> list[Shape]:
-    """The shapes of the tensors that have a dimension, in order."""
+    """The shapes of all tensors with at least one dimension, in order."""
     return [tuple(tensor.shape) for tensor in tensors_in(values) if tensor.dim()]

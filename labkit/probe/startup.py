@@ -1,14 +1,15 @@
-"""What a rank reaches on its way to the first step: `startup` events, each at most once in a process, so once in an attempt.
+"""Milestones of a rank before its first step: `startup` events, each at most once per process, and so once per attempt.
 
 ======= =====================================================================================
 name    written when
 ======= =====================================================================================
 group   `init_process_group` has returned for the first time
-data    a DataLoader is made for the first time: what it loads from is there
-batch   a loader has given its first batch, or a model is called to train before any has
+data    a DataLoader is created for the first time, so its data set is ready
+batch   a loader returned its first batch, or a model is called in training before that
 ======= =====================================================================================
 
-What a script never does is never written: one without a process group, or one that fetches its batches without a loader.
+Milestones that a script never reaches are not written, for example `group` without a process group or `data` without a
+loader.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from torch.utils.data import DataLoader
 from labkit.probe.journal import Guard, Journal
 from labkit.record.events import STARTUP
 
-_MODULES = ("torch.distributed", "torch.distributed.distributed_c10d", "torch.distributed.device_mesh")  # each has a name for it
+# modules that export init_process_group
+_MODULES = ("torch.distributed", "torch.distributed.distributed_c10d", "torch.distributed.device_mesh")
 
 
 class Startup:
-    """Writes what is reached for the first time; later calls cost a look into a small set."""
+    """Writes each milestone once; later calls cost one lookup in a small set."""
 
     def __init__(self, journal: Journal):
         self._journal, self._guard = journal, Guard(journal, "startup")

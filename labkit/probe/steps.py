@@ -1,19 +1,20 @@
-"""From what the hooks saw to steps and their phases.
+"""Turns the hooks' calls into steps and phases.
 
-A step ends where the pacemaker, the first optimizer that was seen, has stepped; so a script with two optimizers counts one step an
-iteration. Its phases are a stack: the innermost has the time, so that a closure inside an optimizer, or a backward inside a pipeline
-schedule, adds up, and the phases' sum is the step. What autograd computes again inside backward is backward.
+A step ends when the pacing optimizer, the first one seen, has stepped; a script with two optimizers therefore counts
+one step per iteration. Phases form a stack, and time counts for the innermost phase, so that a closure inside an
+optimizer, or a backward inside a pipeline schedule, adds up, and the sum of the phases is the step. Recomputation
+inside backward counts as backward.
 
-A forward without gradients may be an evaluation or a part of training (a teacher's). It is an evaluation when a model that trains
-runs in eval mode, or when another batch is fetched before anything was trained on. An evaluation belongs to no step: the step's clock
-starts anew with the first phase after it.
+A forward without gradients can be an evaluation or a part of training (a teacher model). It is an evaluation if a
+trained model runs in eval mode, or if another batch is fetched before any training. An evaluation belongs to no step:
+the step's clock restarts with the first phase after it.
 
-An optimizer that steps with a learning rate of zero, and without a backward since the last step, creates its state and trains
-nothing: `get_state_dict` of torch.distributed.checkpoint makes it do so. Such a step is ignored.
+An optimizer step with a learning rate of zero and without a backward since the last step only creates the optimizer's
+state, as `get_state_dict` of torch.distributed.checkpoint does. Such a step is ignored.
 
-Optimizers that step within backward, one for each parameter, end the step together when backward ends. An update that no optimizer's
-hook reports, because the step is compiled or the script's own, is found when the script goes on to its next batch, forward or backward
-(`optimizers.py`); what lies between backward and that moment is the optimizer's.
+Optimizers that step within backward, one per parameter, end the step together when backward ends. An update that no
+optimizer hook reports, because the step is compiled or hand-written, is detected when the script continues with its
+next batch, forward or backward (`optimizers.py`); the time between backward and that moment counts for the optimizer.
 
 Losses and samples are counted in `losses.py` and `samples.py`. If an optimizer calls its closure more than once, the first call counts.
 """
@@ -45,11 +46,13 @@ _OTHER = "other"
 
 
 class StepWatch:
-    """What one rank does, told by hooks in the thread that runs the script; it writes `step`, `memory`, `activity`, `device`."""
+    """The activity of one rank, reported by hooks in the script's thread; writes `step`, `memory`, `activity`,
+    `device`.
+    """
 
     def __init__(self, journal: Journal):
         self.finished = self.evaluations = 0
-        self.progress = time.monotonic()  # when anything was told last
+        self.progress = time.monotonic()  # the time of the last report
         self.memory = MemoryWatch(journal.write)
         self.sampler: StepSampler | None = None
         self.observations: Observations | None = None
@@ -60,7 +63,7 @@ class StepWatch:
         self._clock: CpuClock | CudaClock | None = None
         self._activity: str | None = None
         self._before_build: tuple[str | None] | None = None
-        self._finite = True  # whether every loss was, as far as is known
+        self._finite = True  # whether all known losses were finite
         self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._pace = Pace()
         self.thread = ScriptThread()
@@ -87,32 +90,32 @@ class StepWatch:
 
     @property
     def phase(self) -> str:
-        """The innermost phase of this moment."""
+        """The current innermost phase."""
         return self._now
 
     @property
     def between(self) -> bool:
-        """Whether the script is in a step, and in no phase of it."""
+        """Whether the script is in a step but in no phase of it."""
         return bool(self._names) and not self._stack
 
     @property
     def in_backward(self) -> bool:
-        """Whether backward runs in the thread that is followed."""
+        """Whether backward runs in the followed thread."""
         return "backward" in self._stack
 
     @property
     def memory_is_profiled(self) -> bool:
-        """Whether every allocation of the present step is recorded."""
+        """Whether every allocation of the current step is recorded."""
         return self.sampler is not None and self.sampler.profiles_memory
 
     @property
     def builds(self) -> bool:
-        """Whether torch compiles a C++ extension at this moment, which can take minutes."""
+        """Whether torch is compiling a C++ extension, which can take minutes."""
         return self._before_build is not None
 
     @property
     def creating_state(self) -> bool:
-        """Whether an optimizer steps now only to create its state."""
+        """Whether an optimizer is stepping only to create its state."""
         return self._creating is not None
 
     @property
@@ -122,19 +125,19 @@ class StepWatch:
 
     @property
     def models(self) -> list[torch.nn.Module]:
-        """The models that trained and are still alive."""
+        """The trained models that still exist."""
         return list(self._models)
 
     # ---- phases
 
     def enter(self, phase: str) -> int:
-        """A phase begins; gives the depth to `leave` to."""
+        """A phase begins; returns the depth to pass to `leave`."""
         self._stack.append(phase)
         self._mark(phase)
         return len(self._stack) - 1
 
     def leave(self, depth: int | None) -> None:
-        """The phase that began at this depth ends, with whatever was left open inside it; None began nothing."""
+        """Ends the phase that began at this depth, and all phases inside it; None does nothing."""
         if depth is None or depth >= len(self._stack):
             return
         del self._stack[depth:]
@@ -147,7 +150,7 @@ class StepWatch:
     def _mark(self, phase: str) -> None:
         self.progress = time.monotonic()
         if not self._names and phase == _OTHER:
-            return  # no step has begun
+            return  # no step has started
         if self._names and self._names[-1] == phase:
             return
         if self._clock is None:
@@ -159,12 +162,12 @@ class StepWatch:
 
     def _use(self, clock: CpuClock | CudaClock) -> None:
         self._clock = clock
-        self._marks, self._names = [], []  # what the other clock has marked cannot be compared
+        self._marks, self._names = [], []  # marks of the previous clock cannot be compared
         self._losses.forget()
         self._journal.write("device", device=str(clock.device), device_name=clock.device_name)
 
     def _restart(self, mark: Any = None) -> None:
-        """Forgets what no step will claim; the next step begins at `mark`, or else with the first phase to come."""
+        """Discards the current marks; the next step begins at `mark`, or else with the next phase."""
         if self._clock is not None:
             self._clock.release(self._marks[1:] if mark is None else ())
         self._marks, self._names = ([], []) if mark is None else ([mark], [self._now])
@@ -172,7 +175,7 @@ class StepWatch:
         self._trained = self._unsure = self._learned = False
 
     def resumes(self, step: int) -> None:
-        """The script continues after this step, the last of a checkpoint; the batches that it skipped belong to no step."""
+        """The script resumes from a checkpoint of this step; skipped batches belong to no step."""
         self.finished = step
         self._samples.forget()
         self._restart()
@@ -183,12 +186,12 @@ class StepWatch:
             self._journal.write("activity", name=activity)
 
     def build_begins(self, extension: str) -> None:
-        """torch compiles a C++ extension, or waits for another process that compiles it."""
+        """torch starts compiling a C++ extension, or waiting for another process that compiles it."""
         self._before_build = self._before_build or (self._activity,)
         self._do(f"building the C++ extension {extension} (first use only)")
 
     def build_ends(self) -> None:
-        """It is compiled; the script continues with what it did before."""
+        """The extension is compiled; restores the previous activity."""
         if self._before_build is not None:
             (before,), self._before_build = self._before_build, None
             self._do(before)
@@ -201,27 +204,29 @@ class StepWatch:
         self._samples.forget()
         self._restart()
 
-    # ---- what the hooks tell
+    # ---- calls of the hooks
 
     def moves(self, forwards: list[tuple[torch.nn.Module, list[Shape]]]) -> None:
-        """Another thread is followed from now on, which has called these models since its step began."""
+        """Another thread is followed from now on; `forwards` are its model calls since its step began."""
         self._stack, self._stepping = [], []
         self._samples.forget()
         self._restart()
         for model, shapes in forwards:
             if model not in self._models:
-                self._meet(model)
+                self._add_model(model)
             self._samples.called(id(model), shapes)
 
     def data_begins(self) -> int:
-        """A batch, or a loader's first iteration, is asked for."""
+        """The script requests a batch, or an iterator of a loader."""
         self._look_for_update("optimizer")
         if self._unsure:
             self._evaluates()
         return self.enter("data")
 
     def data_ends(self, depth: int | None, batch: Any) -> None:
-        """It has come; None where none came. A step does not begin with the end of an evaluation's batches."""
+        """The request has returned; `batch` is None if there was none. A step does not begin with the end of an
+        evaluation's batches.
+        """
         self.leave(depth)
         if batch is None and not self._samples.has_batch and self._names[:1] == ["data"]:
             self._restart()
@@ -247,11 +252,11 @@ class StepWatch:
             self.startup.reached("batch")
         self._unsure, self._trained = False, True
         if model not in self._models:
-            self._meet(model)
+            self._add_model(model)
         return self.enter("forward")
 
     def forward_ends(self, depth: int | None, model: torch.nn.Module, inputs: Any, raised: bool = False) -> None:
-        """It has returned, or raised."""
+        """The outermost module has returned or raised."""
         self.leave(depth)
         if depth is None or not torch.is_grad_enabled():
             return
@@ -263,7 +268,9 @@ class StepWatch:
                 self._see(self.observations.input, inputs)
 
     def backward_begins(self, root: torch.Tensor | None, made_by: Edge | None = None) -> int:
-        """Backward is called; `root` is the scalar that it starts from, where it is one, and `made_by` what computed that."""
+        """Backward is called; `root` is the scalar that it starts from, if it is one, and `made_by` the operation that
+        computed it.
+        """
         if "backward" in self._stack:
             return self.enter("backward")
         self._look_for_update()
@@ -281,13 +288,13 @@ class StepWatch:
         return depth
 
     def backward_ends(self, depth: int | None) -> None:
-        """It has returned, or raised."""
+        """Backward has returned or raised."""
         self.leave(depth)
         if depth is None or "backward" in self._stack:
             return
         self._losses.backward_ends(self._loss)
         if self._loss and ("optimizer" in self._stack or self.by_hand):
-            self._look_for_divergence([self._loss])  # no optimizer begins between this loss and the update
+            self._look_for_divergence([self._loss])  # no optimizer step begins between this loss and the update
         if "optimizer" in self._stack:
             self._closure_ran = True
             return
@@ -297,14 +304,14 @@ class StepWatch:
         self._updates.backward_ends()
 
     def _look_for_divergence(self, losses: list[Loss]) -> None:
-        """Counts the parameters that are not finite at the first loss that is not, as long as no step was made with it."""
+        """Counts the non-finite parameters at the first non-finite loss, before a step uses it."""
         if self._finite and any(self._clock.not_finite(loss.copy) for loss in losses):
             self._finite = False
             if self.observations:
                 self._see(self.observations.not_finite, self.finished + 1, list(self._models))
 
     def steps_inside_backward(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer that begins a step does so while backward runs, in whatever thread; then it is noted."""
+        """Returns whether an optimizer step begins while backward runs, in any thread, and records it."""
         if "backward" not in self._stack or "optimizer" in self._stack[: self._stack.index("backward")]:
             return False
         self._look(self.memory.add_optimizer, optimizer)
@@ -314,9 +321,9 @@ class StepWatch:
         return True
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer steps; one that steps already when it begins again had raised."""
+        """An optimizer steps; if it is already stepping, its previous step has raised."""
         if self._creating not in (None, optimizer):
-            return  # an optimizer inside the one that creates its state
+            return  # an optimizer wrapped by the one that creates its state
         self._creating = optimizer if not self._stepping and self._creates_state(optimizer) else None
         if self._creating is not None:
             return
@@ -332,7 +339,7 @@ class StepWatch:
             self.enter("optimizer")
 
     def optimizer_ends(self, optimizer: torch.optim.Optimizer) -> None:
-        """It has stepped; the outermost one ends the phase, the pacemaker the step."""
+        """An optimizer has stepped; the outermost one ends the phase, the pacing one the step."""
         if self._creating is not None:
             if self._creating is optimizer:
                 self._creating = None
@@ -349,7 +356,7 @@ class StepWatch:
         self._stepped(optimizer)
 
     def script_ends(self, seconds: float) -> None:
-        """The script has ended: its last step may not have been reported; the steps that are not known yet are waited for so long."""
+        """The script has ended: reports its last step and waits up to `seconds` for steps that are not known yet."""
         self._look_for_update("optimizer", script_ends=True)
         self.drain(seconds)
         self._pending.flush()
@@ -357,7 +364,7 @@ class StepWatch:
     # ---- the end of a step
 
     def _look_for_update(self, phase: str = _OTHER, script_ends: bool = False) -> None:
-        """Ends the step if parameters were updated since the last backward; the time since then is given to `phase`."""
+        """Ends the step if parameters were updated since the last backward; the time since then counts for `phase`."""
         if not self._stack and (owner := self._updates.found(script_ends)) is not None:
             if self._names[-1:] == [_OTHER]:
                 self._names[-1] = phase
@@ -369,7 +376,7 @@ class StepWatch:
         self._stepped(owner)
 
     def _stepped(self, optimizer: Any) -> None:
-        """An optimizer, or what stands for one, has stepped."""
+        """An optimizer, or an object that represents one, has stepped."""
         paces = self._pace.is_set_by(optimizer)
         losses = self._losses.of(optimizer, paces)
         if paces:
@@ -393,14 +400,14 @@ class StepWatch:
             self.sampler.step_ends, self.finished, list(zip(self._names, marks, marks[1:])), self._clock
         )
         if sampled or self.memory.walked:
-            mark = self._clock.mark()  # what sampler and walk took is no part of the next step
+            mark = self._clock.mark()  # the time of profiling and the walk is not part of the next step
         self._restart(mark)
         for call in self.after_step:
             call()
         self.drain()
 
     def drain(self, seconds: float = 0.0) -> None:
-        """Writes the steps that are known, in order; waits at most so many seconds for the rest."""
+        """Writes known steps in order; waits up to `seconds` for the others."""
         self._pending.drain(seconds)
 
     def _creates_state(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -409,7 +416,7 @@ class StepWatch:
     def _knows(self, module: torch.nn.Module) -> bool:
         return any(module is part for model in self._models for part in model.modules())
 
-    def _meet(self, model: torch.nn.Module) -> None:
+    def _add_model(self, model: torch.nn.Module) -> None:
         self._models.add(model)
         if self.observations:
             self._see(self.observations.model, model)

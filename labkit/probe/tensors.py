@@ -1,9 +1,11 @@
-"""Where LABKIT_TENSORS=1: every rank's pieces of the gradients before the first optimizer step, and of the parameters at the end.
+"""If LABKIT_TENSORS=1: writes every rank's shards of the gradients before the first optimizer step, and of the
+parameters at the end.
 
-`<run>/tensors/rank<r>-gradients.npz` and `rank<r>-parameters.npz` hold float32 arrays and one member `index`, JSON text as uint8: a
-list of {key, name, shape, kind}, where `name` and `shape` are those of the whole model's parameter and `kind` says how the array `key`
-lies in it: "block" at `offset` (one number for each dimension), "flat" from `start` of the flattened parameter, or "partial": a block
-at `offset` that is summed with those of other ranks. A rank writes what it holds and asks no other rank, so nothing can hang.
+`<run>/tensors/rank<r>-gradients.npz` and `rank<r>-parameters.npz` contain float32 arrays and one member `index`, JSON
+text as uint8: a list of {key, name, shape, kind}. `name` and `shape` are those of the whole model's parameter; `kind`
+is the layout of the array `key` in it: "block" at `offset` (one number per dimension), "flat" from `start` of the
+flattened parameter, or "partial": a block at `offset` that must be summed with those of other ranks. A rank writes its
+own shards without communication, so it cannot hang.
 """
 
 from __future__ import annotations
@@ -27,26 +29,27 @@ Piece = tuple[dict[str, Any], torch.Tensor]
 
 
 class TensorWatch:
-    """Writes the gradients once and the parameters once; `models` gives the modules that trained."""
+    """Writes the gradients once and the parameters once; `models` returns the trained modules."""
 
     def __init__(self, run: str | os.PathLike[str], rank: int, journal: Journal, models: Callable[[], list[nn.Module]]):
         self._head = Path(run) / "tensors" / f"rank{rank}"
         self._models = models
-        self._kept: list[nn.Module] = []  # a function that trains may end, and its model with it, before the parameters are written
+        # a training function may return, and free its model, before the parameters are written
+        self._kept: list[nn.Module] = []
         self._guard = Guard(journal, "tensors")
         self._written: set[str] = set()
         before_groups_end(self._group_ends)
 
     def optimizer_begins(self) -> None:
-        """An optimizer is about to step; before the first step the gradients are written."""
+        """An optimizer is about to step; writes the gradients before the first step."""
         self._guard(self._write, "gradients")
 
     def script_ends(self) -> None:
-        """The script has come to its end without an error."""
+        """The script has ended without an error."""
         self._guard(self._write, "parameters")
 
     def _group_ends(self) -> None:
-        """The script leaves its group; not because of an error, which a `finally` would do."""
+        """The script destroys its process group; ignored if an error is being handled, as in a `finally` block."""
         if sys.exc_info()[0] is None:
             self.script_ends()
 
@@ -70,13 +73,13 @@ class TensorWatch:
 
 
 def outermost(models: list[nn.Module]) -> list[nn.Module]:
-    """Those models that are no part of another one."""
+    """The models that are not submodules of another one."""
     inner = {id(part) for model in models for part in model.modules() if part is not model}
     return [model for model in models if id(model) not in inner]
 
 
 def pieces(model: nn.Module, gradients: bool) -> Iterator[Piece]:
-    """What this rank holds of a model's parameters, or of their gradients where there are any."""
+    """This rank's shards of a model's parameters, or of their gradients if there are any."""
     flat = {prefix: module for prefix, module in model.named_modules() if getattr(module, "_handle", None) is not None}
     held: set[int] = set()
     for prefix, module in flat.items():
@@ -84,7 +87,7 @@ def pieces(model: nn.Module, gradients: bool) -> Iterator[Piece]:
         held |= {id(handle.flat_param), *map(id, handle.flat_param._params or ())}
         yield from _flat_pieces(prefix, handle, gradients)
     for name, parameter in model.named_parameters():
-        if id(parameter) in held or hasattr(parameter, "ds_id"):  # DeepSpeed's stage 3 keeps a parameter in shards of its own
+        if id(parameter) in held or hasattr(parameter, "ds_id"):  # DeepSpeed's stage 3 has its own sharding format
             continue
         tensor = parameter.grad if gradients else parameter
         if tensor is not None:
@@ -92,13 +95,13 @@ def pieces(model: nn.Module, gradients: bool) -> Iterator[Piece]:
 
 
 def plain(name: str) -> str:
-    """A parameter's name in the model that nobody has wrapped."""
+    """A parameter's name in the unwrapped model."""
     return ".".join(part for part in name.split(".") if part and part not in _WRAPPERS)
 
 
 def _here(tensor: torch.Tensor) -> torch.Tensor:
     mine = local(tensor)
-    return mine.wait() if hasattr(mine, "wait") else mine  # for a collective that was begun already
+    return mine.wait() if hasattr(mine, "wait") else mine  # wait for a collective that was already started
 
 
 def _place(tensor: torch.Tensor) -> dict[str, Any]:
@@ -112,7 +115,7 @@ def _place(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def _flat_pieces(prefix: str, handle: Any, gradients: bool) -> Iterator[Piece]:
-    """The pieces of an FSDP unit's flat parameter, with or without `use_orig_params`."""
+    """The shards of an FSDP unit's flat parameter, with or without `use_orig_params`."""
     flat = handle.flat_param
     shard = flat.grad if gradients else flat
     for number, (info, shape, place) in enumerate(zip(flat._param_infos, flat._shapes, flat._shard_param_infos)):

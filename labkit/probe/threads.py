@@ -1,7 +1,8 @@
-"""The thread whose steps are counted: the script's main thread, until another thread trains in its place.
+"""Selects the thread whose steps are counted: the script's main thread, until another thread trains instead.
 
-Another thread takes over when it runs backward and the present one never has, or has ended. Autograd's own threads never do. Of two
-threads that train at the same time only one is followed; the names of the others are passed to `on_other`, each once.
+Another thread takes over when it runs backward and the current one never has, or has ended. Autograd's own threads
+never take over. Of several threads that train at the same time only one is followed; the names of the others are passed
+to `on_other`, once each.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable
 
 
 class ScriptThread:
-    """Made in the main thread."""
+    """The followed thread. Create it in the main thread."""
 
     def __init__(self) -> None:
         self._follow()
@@ -23,16 +24,17 @@ class ScriptThread:
         self.on_other: Callable[[str], None] = lambda name: None
 
     def here(self) -> bool:
-        """Whether the calling thread is the one that is followed. Its ident may be that of one that ended."""
+        """Whether the calling thread is the followed one. Thread idents are not compared, because they can be reused.
+        """
         return hasattr(self._mark, "follows")
 
     @property
     def may_move(self) -> bool:
-        """Whether another thread that trains would be followed."""
+        """Whether another training thread would be followed."""
         return not self.trains or not self._thread.is_alive()
 
     def takes_over(self) -> bool:
-        """Told that the calling thread, which is not the one that is followed, trains: whether it is followed from now on."""
+        """Call this when a thread other than the followed one trains; returns whether it is followed from now on."""
         thread = threading.current_thread()
         if not self.may_move:
             if thread.name not in self.others:
@@ -47,17 +49,17 @@ class ScriptThread:
         self._thread, self._mark = threading.current_thread(), threading.local()
         self._mark.follows = True
         known = hasattr(time, "pthread_getcpuclockid")
-        ident = threading.get_ident()  # of the calling thread: that of one that ended has no clock
+        ident = threading.get_ident()  # of the calling thread, because an ended thread has no clock
         self._clock = time.pthread_getcpuclockid(ident) if known else None
 
     def cpu_seconds(self) -> float | None:
-        """Seconds that the thread has computed; None if that is not known."""
+        """CPU seconds of the thread; None if unknown."""
         if self._clock is None or not self._thread.is_alive():
             return None
         return time.clock_gettime(self._clock)
 
     def frame(self) -> types.FrameType | None:
-        """Where the thread is; once it has ended, where the main thread is."""
+        """The current frame of the thread; if it has ended, that of the main thread."""
         thread = self._thread if self._thread.is_alive() else threading.main_thread()
         return sys._current_frames().get(thread.ident or 0)
 

@@ -1,9 +1,10 @@
-"""From what torch's profiler saw of one step to a timeline and a curve of memory: pure functions over plain rows.
+"""Turns a profile of one step into a timeline and a memory curve: pure functions over plain rows.
 
-Where a rank *computes* is where one of aten's operations runs that holds no collective (on CUDA: any kernel or copy but NCCL's);
-gaps of less than `GAP` are python's and the scheduler's, and count as computing. A collective is *exposed* where it is under way and
-the rank does not compute. On NCCL an operation's span is its kernel's, on the wire or waiting for its peers; on gloo it is the time
-from when gloo's thread took it up until it was done, so that two of them may share the wire.
+A rank *computes* while an aten operation that contains no collective runs (on CUDA: any kernel or copy except NCCL's).
+Gaps shorter than `GAP` are due to Python and the scheduler and count as computing. Communication is *exposed* while a
+collective is active and the rank does not compute. With NCCL, the span of an operation is that of its kernel, which
+includes waiting for peers. With gloo, it is the time from when gloo's thread starts the operation until it completes,
+so that two operations may share the link.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 from labkit.record.events import OWNERS
 
 GAP = 50_000  # ns
-MOST = 600  # comm spans, busy intervals, marks or points of a curve in one event
+MOST = 600  # maximum number of comm spans, busy intervals, marks or curve points in one event
 _CALLS = ("c10d::", "_c10d_functional", "gloo:", "nccl:", "record_param_comms")
 _MARKS = ("FSDP::", "Forward ", "Backward ", "FullyShardedDataParallel.", "DistributedDataParallel.forward")
 _GATHERED = (
@@ -31,7 +32,7 @@ Span = tuple[int, int]  # from, to
 
 @dataclass(frozen=True)
 class Row:
-    """One thing that the profiler saw; ns since the epoch. `on_gpu` is a kernel's or a copy's own time."""
+    """One event of the profiler, in ns since the epoch. `on_gpu` marks the device time of a kernel or copy."""
 
     name: str
     start: int
@@ -42,7 +43,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Allocation:
-    """Bytes taken (or given back, where negative) at an address; `inside` are the names of what ran then, the innermost first."""
+    """Bytes allocated (negative: freed) at an address; `inside` are the names of the enclosing operations, innermost
+    first.
+    """
 
     time: int
     address: int
@@ -51,7 +54,9 @@ class Allocation:
 
 
 def collectives(rows: Iterable[Row], recorded: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """Spans [operation, from, to, bytes, group, ranks, sequence]; what was recorded of them is matched in order, by operation."""
+    """Spans [operation, from, to, bytes, group, ranks, sequence]; recorded collectives are matched in order, by
+    operation.
+    """
     from labkit.probe.traffic import operation
 
     waiting: dict[str, list[Mapping[str, Any]]] = {}
@@ -63,7 +68,7 @@ def collectives(rows: Iterable[Row], recorded: Sequence[Mapping[str, Any]]) -> l
         if not is_collective(row):
             continue
         op = operation(row.name)
-        either = "sendrecv" in op  # NCCL has one kernel for both
+        either = "sendrecv" in op  # NCCL uses one kernel for both
         queue = pairs if either else waiting.get(op)
         known = queue.pop(0) if queue else {}
         op = known.get("op", "send") if either else op
@@ -72,15 +77,16 @@ def collectives(rows: Iterable[Row], recorded: Sequence[Mapping[str, Any]]) -> l
 
 
 def is_collective(row: Row) -> bool:
-    """Whether a row is an operation between ranks, as its backend did it."""
+    """Whether a row is a communication operation as executed by its backend."""
     return row.name.startswith("gloo:") or (row.on_gpu and row.name.startswith("ncclDevKernel"))
 
 
 def busy(rows: Sequence[Row], on_gpu: bool) -> list[Span]:
-    """Where the rank computed, in order and apart from each other by more than `GAP`."""
+    """The spans in which the rank computed, in order, separated by more than `GAP`."""
     if on_gpu:
-        spoken = {row.name for row in rows if not row.on_gpu}  # kineto repeats named spans among the kernels, collectives' too
-        return merged(((row.start, row.end) for row in rows if row.on_gpu and not is_collective(row) and row.name not in spoken), GAP)
+        named = {row.name for row in rows if not row.on_gpu}  # kineto repeats named spans among the kernels
+        kernels = (row for row in rows if row.on_gpu and not is_collective(row) and row.name not in named)
+        return merged(((row.start, row.end) for row in kernels), GAP)
     calls: dict[int, list[int]] = {}
     for row in rows:
         if row.name.startswith(_CALLS):
@@ -97,7 +103,7 @@ def busy(rows: Sequence[Row], on_gpu: bool) -> list[Span]:
 
 
 def merged(spans: Iterable[Span], gap: int = 0) -> list[Span]:
-    """The union of spans; those apart by no more than `gap` are one."""
+    """The union of spans; spans at most `gap` apart are merged."""
     found: list[Span] = []
     for start, end in sorted(spans):
         if found and start <= found[-1][1] + gap:
@@ -108,7 +114,7 @@ def merged(spans: Iterable[Span], gap: int = 0) -> list[Span]:
 
 
 def without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
-    """What of `spans` lies in none of `others`; both are in order and apart."""
+    """The parts of `spans` outside of `others`; both must be sorted and disjoint."""
     left = []
     for start, end in spans:
         for first, last in others:
@@ -123,7 +129,7 @@ def without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
 
 
 def overlap(spans: Sequence[Span], start: float, end: float) -> float:
-    """How much of `spans` lies between two times."""
+    """The total length of `spans` between two times."""
     return sum(max(0, min(last, end) - max(first, start)) for first, last in spans)
 
 
@@ -135,10 +141,10 @@ def timeline(
     inside = [row for row in rows if row.end > begin and row.start < end]
     comm = collectives(inside, recorded)
     computing = busy(inside, device == "cuda")
-    open_ = without(merged((start, stop) for _, start, stop, *_ in comm), computing)
+    uncovered = without(merged((start, stop) for _, start, stop, *_ in comm), computing)
     exposed: dict[str, float] = {}
     for name, start, stop in phases:
-        seconds = 0 if name == "data" else overlap(open_, start, stop)
+        seconds = 0 if name == "data" else overlap(uncovered, start, stop)
         if seconds:
             exposed[name] = exposed.get(name, 0.0) + seconds / 1e9
     marks = [row for row in inside if not row.on_gpu and row.name.startswith(_MARKS)]
@@ -162,7 +168,7 @@ def timeline(
 
 
 def _fewer(spans: list[Span]) -> list[Span]:
-    """At most `MOST` of them: those nearest to each other become one."""
+    """At most `MOST` spans: the closest ones are merged."""
     gap = GAP
     while len(spans) > MOST:
         gap *= 2
@@ -178,12 +184,13 @@ def curve(
     constant: Mapping[str, int],
     freed: int,
 ) -> dict[str, Any]:
-    """The fields of a `memory_step` event but for its step.
+    """The fields of a `memory_step` event except its step.
 
-    `before` has owner and bytes of the addresses that were held when the step began, `after` the owner of those held at its end,
-    `constant` bytes without a known address, by owner; `freed` is when gradients of the step before are let go of, for which a CPU
-    allocator reports nothing. An address that is taken again was given back before, also where no thread that is profiled did so. What
-    a forward took and a later phase gave back are activations; what a collective took are its buffers.
+    `before` has owner and bytes of the addresses allocated when the step began, `after` the owner of those allocated at
+    its end, `constant` the bytes without a known address, by owner. `freed` is the time at which gradients of the
+    previous step are freed, which the CPU allocator does not report. An address that is allocated again was freed
+    before, even if no profiled thread did so. Memory allocated in a forward and freed in a later phase is activations;
+    memory allocated by a collective is its buffers.
     """
     begin, end = phases[0][1], phases[-1][2]
     starts = [start for _, start, _ in phases]
@@ -212,7 +219,7 @@ def curve(
 
 
 def _owner_of(taken: Allocation, phases: Sequence[tuple[str, int, int]], starts: Sequence[int], given_back: int | None) -> str:
-    for name in taken.inside:  # the innermost that tells
+    for name in taken.inside:  # the innermost operation that determines the owner
         if name.startswith(_GATHERED):
             return "parameters"
         if name.startswith(_SENDING):
@@ -234,7 +241,7 @@ def _columns(changes: Sequence[tuple[int, str, int]], phases: Sequence[tuple[str
         if points[-1][0] == time:
             points.pop()
         points.append((time, tuple(now.values())))
-    for _, sizes in points:  # after all changes of one moment
+    for _, sizes in points:  # after all changes at one time
         if sum(sizes) > peak:
             peak, at_peak = sum(sizes), dict(zip(OWNERS, sizes))
     kept = _thinned(points)
@@ -250,7 +257,7 @@ def _columns(changes: Sequence[tuple[int, str, int]], phases: Sequence[tuple[str
 
 
 def _thinned(points: list[tuple[int, tuple[int, ...]]]) -> list[tuple[int, tuple[int, ...]]]:
-    """At most `MOST` points: the first, of each stretch the one with the most bytes, and the last."""
+    """At most `MOST` points: the first, the maximum of each interval, and the last."""
     if len(points) <= MOST:
         return points
     edges = [1 + number * (len(points) - 2) // (MOST - 2) for number in range(MOST - 1)]

@@ -1,12 +1,13 @@
-"""Bytes that ranks exchange, by operation, in one early step and in one of fifty.
+"""Bytes exchanged between ranks, by operation, in an early step and in every 50th step.
 
-Collectives are read from torch's flight recorder, which records them anyway; point-to-point sends are counted where python calls
-them. A step's traffic is what was begun after the end of the step before it. A step with an evaluation before it is passed over, and
-so is one whose collectives no longer fit into the recorder. Without a recorder nothing is said.
+Collectives are read from torch's flight recorder; point-to-point sends are counted in their Python functions. A step's
+traffic are the operations started after the end of the previous step. A step after an evaluation is skipped, and so is
+one whose collectives no longer fit into the recorder. Without a flight recorder no traffic is reported.
 
-`bytes` is the payload: of an all-gather or a reduce-scatter the whole, of anything else what a rank hands in. `sent` is what one of n
-ranks puts on the wire where the operation is done in a ring: all-reduce 2(n-1)/n of the payload, a send all of it, a barrier nothing,
-anything else (n-1)/n. Operations count as the backend does them: gloo does a reduce-scatter as an all-reduce.
+`bytes` is the payload: the whole tensor of an all-gather or reduce-scatter, otherwise a rank's input. `sent` is what
+each of n ranks sends with a ring algorithm: 2(n-1)/n of the payload for all-reduce, all of it for a send, nothing for a
+barrier, (n-1)/n for other operations. Operations count as the backend executes them: gloo implements reduce-scatter as
+all-reduce.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from labkit.probe.journal import Guard, Journal
 from labkit.probe.untraced import compiling
 from labkit.record import clock
 
-_EARLY = (2, 3)  # in step 1 DDP still orders its buckets; a script of two steps is told of all the same
+_EARLY = (2, 3)  # in step 1 DDP still orders its buckets; step 2 is included for scripts of two steps
 _EVERY = 50
-_SET_BACK = 1_000_000_000  # ns by which an earlier entry is stamped later: the clock was set, threads do not disagree so far
-_NEWEST = 24  # collectives that are told of where a rank waits
+_SET_BACK = 1_000_000_000  # ns; an earlier entry with a time later by more than this means that the clock was set
+_NEWEST = 24  # maximum number of collectives reported when a rank waits
 _SIZES = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Short": 2, "ComplexFloat": 8, "ComplexDouble": 16}
 _NAMES = ("reduce_scatter", "all_gather", "all_reduce", "all_to_all", "broadcast", "barrier", "gather", "scatter", "reduce")
 _SAME = {"allgather": "all_gather", "allreduce": "all_reduce", "alltoall": "all_to_all", "reducescatter": "reduce_scatter"}
 
 
 class TrafficWatch:
-    """Told of the end of every step, it writes `traffic` for few of them."""
+    """Receives the end of every step and writes `traffic` for a few of them."""
 
     def __init__(self, journal: Journal):
         self._journal = journal
@@ -44,14 +45,16 @@ class TrafficWatch:
         self._seen = (0, 0)
         self._calls = self._sent = self._depth = 0
         self._passed: list[dict[str, Any]] | None = None
-        self._read: list[dict[str, Any]] | None = None  # the recorder, where it was read for this step already
+        self._read: list[dict[str, Any]] | None = None  # the recorder's entries, if already read for this step
         if dist.is_available():
             for name in ("send", "isend", "recv", "irecv"):
                 self._count(name, sends="send" in name)
-        before_groups_end(self._keep_the_last)
+        before_groups_end(self._store_newest)
 
-    def _keep_the_last(self) -> None:
-        """An error is reported after the script's `finally` has destroyed the group, and its collectives with it."""
+    def _store_newest(self) -> None:
+        """Stores the newest collectives, because an error may be reported after a `finally` block has destroyed the
+        group.
+        """
         _LAST[:] = self._guard(newest) or []
 
     def _count(self, name: str, sends: bool) -> None:
@@ -61,7 +64,7 @@ class TrafficWatch:
         def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             if compiling():
                 return original(tensor, *args, **kwargs)
-            if not self._depth:  # `send` may be made of `isend`
+            if not self._depth:  # `send` may call `isend`
                 size = tensor.numel() * tensor.element_size()
                 if sends:
                     self._calls += 1
@@ -75,14 +78,16 @@ class TrafficWatch:
                 self._depth -= 1
 
         setattr(dist, name, call)
-        setattr(dist.distributed_c10d, name, call)  # P2POp compares with this one
+        setattr(dist.distributed_c10d, name, call)  # P2POp compares with this function
 
     def keep_sends(self) -> None:
-        """From now on each send and receive is kept, until `operations_since` asks for them."""
+        """Starts recording sends and receives, until `operations_since` is called."""
         self._passed = []
 
     def operations_since(self, since: int) -> list[dict[str, Any]]:
-        """What was begun since a time (unix ns), as {op, bytes, group, ranks, seq}: collectives in order, then sends and receives."""
+        """Operations started since a time (Unix ns), as {op, bytes, group, ranks, seq}: collectives in order, then
+        sends and receives.
+        """
         passed, self._passed = self._passed or [], None
         if not (dist.is_available() and dist.is_initialized()):
             return []
@@ -90,7 +95,7 @@ class TrafficWatch:
         return [described(entry) for entry in since_then(self._read, since) or ()] + passed
 
     def step_ends(self, step: int, evaluations: int) -> None:
-        """Step `step` has ended, after so many evaluations since the script began; a step told twice counts once."""
+        """Step `step` has ended, after `evaluations` since the script began; repeated calls for a step are ignored."""
         self._guard(self._look, step, evaluations)
 
     def _look(self, step: int, evaluations: int) -> None:
@@ -123,10 +128,10 @@ class TrafficWatch:
 
 
 def since_then(entries: list[dict[str, Any]] | None, since: int, now: int | None = None) -> list[dict[str, Any]] | None:
-    """Those of the recorder's collectives that are not older (unix ns); None where there is no recorder or it holds too few.
+    """The recorder's collectives since a time (Unix ns); None if there is no recorder or it no longer has all of them.
 
-    The recorder stamps its entries with the system clock. If that was set back, an entry that was recorded earlier has a later time:
-    it, and everything recorded before it, is older. `now` is the time of the call.
+    The recorder timestamps its entries with the system clock. If that was set back, an earlier entry has a later time:
+    that entry and all entries before it are excluded. `now` is the time of the call.
     """
     if not entries:
         return entries  # gloo records no sends, so a pipeline may have no entry at all
@@ -148,7 +153,9 @@ _LAST: list[dict[str, Any]] = []  # what `newest` gave when the process group wa
 
 
 def newest() -> list[dict[str, Any]]:
-    """Of each group the last collective that is over and all that are not, as {op, group, ranks, seq, sizes, over}; for who waits where."""
+    """Per group the last completed collective and all active ones, as {op, group, ranks, seq, sizes, over}: shows who
+    waits where.
+    """
     found: list[dict[str, Any]] = []
     if not (dist.is_available() and dist.is_initialized()):
         return list(_LAST)
@@ -164,7 +171,7 @@ def newest() -> list[dict[str, Any]]:
 
 
 def _entries() -> list[dict[str, Any]] | None:
-    """All that the flight recorder holds; None where this torch has none."""
+    """All entries of the flight recorder; None if this version of torch has none."""
     from torch._C import _distributed_c10d
 
     dump: Callable[..., bytes] | None = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
@@ -172,7 +179,9 @@ def _entries() -> list[dict[str, Any]] | None:
 
 
 def described(entry: dict[str, Any]) -> dict[str, Any]:
-    """One recorded collective: op, bytes of its payload, the group's description, id and ranks, its number in that group."""
+    """One recorded collective: op, payload bytes, the group's description, id and ranks, and its sequence number in the
+    group.
+    """
     name, (group, called) = operation(entry["profiling_name"]), entry["process_group"]
     ranks = _members(group)
     return {
@@ -186,14 +195,14 @@ def described(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def operation(profiled: str) -> str:
-    """The operation that a recorded name such as "nccl:_all_gather_base" tells of."""
+    """The operation of a recorded name such as "nccl:_all_gather_base"."""
     name = profiled.split(":")[-1].lower()
     name = next((_SAME[other] for other in _SAME if other in name), name)
     return "barrier" if "barrier" in name else next((known for known in _NAMES if known in name), name)
 
 
 def payload(entry: dict[str, Any], name: str, ranks: int) -> int:
-    """Bytes of one recorded collective: the whole of a gathered or scattered tensor, else what a rank hands in."""
+    """Payload bytes of one recorded collective: the whole gathered or scattered tensor, otherwise a rank's input."""
     given = _bytes(entry["input_sizes"], entry["input_dtypes"])
     made = _bytes(entry["output_sizes"], entry["output_dtypes"])
     if name == "all_gather":
@@ -202,7 +211,7 @@ def payload(entry: dict[str, Any], name: str, ranks: int) -> int:
 
 
 def sent(name: str, size: float, ranks: int) -> float:
-    """Bytes that one of so many ranks puts on the wire in a ring, for a payload of `size` bytes."""
+    """Bytes that each of `ranks` ranks sends with a ring algorithm, for a payload of `size` bytes."""
     if name in ("send", "barrier"):
         return float(size if name == "send" else 0)
     return (2 if name == "all_reduce" else 1) * size * (ranks - 1) / ranks

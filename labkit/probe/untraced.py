@@ -1,9 +1,10 @@
-"""Keeps torch.compile away from the probe: nothing of the probe is traced or compiled.
+"""Keeps torch.compile from tracing or compiling any part of the probe.
 
-Compiled code reaches the probe in two ways. While Dynamo *traces* a function, it follows the hooks that the function calls: each of them
-begins with `if compiling(): return`, which Dynamo decides while tracing, so that no trace of a hook is left in the graph. Between two
-graphs, hooks are called for real, and Dynamo would compile every Python frame below them: `skip_frames` marks the frames of the probe as
-not to be compiled, and `untraced` switches Dynamo off for whatever they call.
+Compiled code reaches the probe in two ways. While Dynamo *traces* a function, it also traces the hooks that the
+function calls. Each hook begins with `if compiling(): return`, which Dynamo evaluates while tracing, so that the hook
+leaves nothing in the graph. Between two graphs, hooks are really called, and Dynamo would compile every Python frame
+below them: `skip_frames` excludes the frames of the probe from compilation, and `untraced` disables Dynamo for
+everything that they call.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import torch
 T = TypeVar("T")
 
 compiling = torch.compiler.is_compiling
-_dynamo = torch._C._dynamo.eval_frame  # private: the two functions below are all that uses it
+_dynamo = torch._C._dynamo.eval_frame  # private; used only by the functions below
 
 
 def untraced(function: Callable[..., T], *args: Any) -> T:
-    """Calls a function with Dynamo switched off."""
+    """Calls a function with Dynamo disabled."""
     callback = _dynamo.set_eval_frame(None)
     try:
         return function(*args)
@@ -31,7 +32,7 @@ def untraced(function: Callable[..., T], *args: Any) -> T:
 
 
 def skip_frames() -> None:
-    """Marks every function of the probe and of the event writer that is loaded by now."""
+    """Excludes all loaded functions of labkit from compilation."""
     for name, module in list(sys.modules.items()):
         if name == "labkit" or name.startswith("labkit."):
             for code in _codes(vars(module).values(), name, set()):
@@ -39,7 +40,7 @@ def skip_frames() -> None:
 
 
 def _skip(code: types.CodeType) -> None:
-    """Has Dynamo run a function's own frame as it is, and look at those that it calls as usual."""
+    """Makes Dynamo skip a function's own frame, but not those of its callees."""
     if hasattr(_dynamo, "skip_code"):  # torch 2.6
         _dynamo.skip_code(code)
     else:

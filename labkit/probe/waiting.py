@@ -1,10 +1,11 @@
-"""A thread that notices when the script makes no progress, and writes where it stands while that lasts.
+"""A thread that detects when the script makes no progress, and reports its position while that lasts.
 
-Progress is a phase that begins or ends, or a model that is called. After `seconds` without any, a `waiting` event tells the stack of the
-script's thread, the share of the time in which that thread computed, and the newest collectives of each group from torch's flight
-recorder: which one the rank is in, and which it has not come to. `going_on` follows when there is progress again. Until the first step is
-done nothing below `START_UP` is called a wait, since the ranks of a busy machine may start seconds apart; while a C++
-extension is compiled, nothing below `BUILD`. This thread stands still while C code holds the GIL: `position.py` has what works then.
+Progress is the start or end of a phase, or a call of a model. After `seconds` without progress, a `waiting` event
+reports the stack of the script's thread, the fraction of the time in which that thread used the CPU, and the newest
+collectives of each group from torch's flight recorder: the one the rank is in, and thereby those it never reached.
+`going_on` follows when there is progress again. Until the first step the limit is at least `START_UP`, because ranks on
+a busy machine may start seconds apart; while a C++ extension is compiled it is at least `BUILD`. This thread cannot run
+while C code holds the GIL; `position.py` covers that case.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from labkit.record import clock
 from labkit.record.stacks import of_script
 
 _FRAMES = 25
-_AGAIN = 10.0  # seconds between two words of one wait
+_AGAIN = 10.0  # seconds between two reports of one wait
 START_UP = 30.0  # seconds
 BUILD = 900.0
 
 
 class WaitWatch(threading.Thread):
-    """Watches the thread whose steps are counted. It looks four times in `seconds`, and twice a second at the most."""
+    """Monitors the thread whose steps are counted, four times within `seconds` but at least twice per second."""
 
     def __init__(self, journal: Journal, watch: StepWatch, seconds: float, position: Position | None = None):
         super().__init__(name="labkit waiting", daemon=True)
@@ -35,37 +36,38 @@ class WaitWatch(threading.Thread):
         self._guard, self._position_guard = Guard(journal, "waiting"), Guard(journal, "position")
         self._position = position
         self._over = threading.Event()
-        self._told: float | None = None
+        self._reported: float | None = None
         self._progress, self._computed = watch.progress, watch.thread.cpu_seconds()
         if position:
-            self._position_guard(self._note)  # now: a script may enter a C call that never ends before this thread runs
+            # now, because the script may enter an endless C call before this thread runs
+            self._position_guard(self._note)
 
     def stop(self) -> None:
-        """The script has ended: what comes now is no progress of it."""
+        """The script has ended: stops monitoring."""
         self._over.set()
         if self._position:
             self._position_guard(self._position.end)
 
     def run(self) -> None:
-        """Looks until told to stop."""
+        """Checks until `stop` is called."""
         while not self._over.wait(min(0.5, self._limit / 4)):
             if self._position:
                 self._position_guard(self._note)
             self._guard(self._look)
 
     def _note(self) -> None:
-        """Notes where the script is; not while the memory of its step is profiled and it makes progress.
+        """Records the script's position, except while it makes progress in a step whose memory is profiled.
 
-        A function that returns while this thread holds its frame leaves its tensors to that frame. This thread then frees
-        them, which the profiler does not see, so outputs that live for a moment would count as activations.
+        If this thread references the frame of a function that returns, this thread frees the function's tensors. The
+        profiler does not see that, and short-lived outputs would count as activations.
         """
         patience = self._patience()
         moves = time.monotonic() - self._watch.progress < patience
-        left_alone = moves and self._watch.memory_is_profiled
-        self._position.note(None if left_alone else self._watch.thread.frame(), patience)
+        skipped = moves and self._watch.memory_is_profiled
+        self._position.note(None if skipped else self._watch.thread.frame(), patience)
 
     def _patience(self) -> float:
-        """Seconds without progress that are no wait yet."""
+        """Seconds without progress that do not count as waiting yet."""
         if self._watch.builds:
             return max(self._limit, BUILD)
         return self._limit if self._watch.finished else max(self._limit, START_UP)
@@ -73,14 +75,14 @@ class WaitWatch(threading.Thread):
     def _look(self) -> None:
         progress, now = self._watch.progress, time.monotonic()
         if progress != self._progress:
-            if self._told is not None:
-                self._told = None
+            if self._reported is not None:
+                self._reported = None
                 self._journal.write("going_on", waited=round(progress - self._progress, 3))
             self._progress, self._computed = progress, self._watch.thread.cpu_seconds()
         idle = now - progress
-        if idle < self._patience() or (self._told is not None and now - self._told < _AGAIN):
+        if idle < self._patience() or (self._reported is not None and now - self._reported < _AGAIN):
             return
-        self._told = now
+        self._reported = now
         spent = self._watch.thread.cpu_seconds()
         computed = None if spent is None or self._computed is None else max(0.0, spent - self._computed) / idle
         self._journal.write(

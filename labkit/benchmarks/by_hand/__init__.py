@@ -1,1 +1,1 @@
-"""Strategies as one would write them by hand with plain PyTorch: `labkit bench` runs them beside the written-out scripts."""
+"""Hand-written strategies in plain PyTorch, which `labkit bench` compares with the generated scripts."""

@@ -1,4 +1,4 @@
-"""A pipeline as one would write it by hand: what `bench` measures the written-out script against."""
+"""Hand-written pipeline parallelism, the reference of `bench` for the generated script."""
 
 import torch
 import torch.distributed as dist

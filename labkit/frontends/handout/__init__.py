@@ -1,7 +1,8 @@
-"""Handouts: a lab, a run or the whole course as pages of one file each, which open with the network off.
+"""Handouts: a lab, a run or the whole course as self-contained HTML pages that work offline.
 
-A lab is executed by nbclient in a working folder of its own and laid out by nbconvert with the template in `templates/`; its runs
-stand below the cells that started them, with logs, script and diff in folds. plotly.js is in the page once, gzipped.
+nbclient executes a lab in a separate working folder, and nbconvert renders it with the template in `templates/`. Its
+runs are shown below the cells that started them, with logs, script and diff in collapsible sections. plotly.js is
+embedded once, gzipped.
 """
 
 import importlib

@@ -1,6 +1,6 @@
-"""HTML that comes from cells: what may stand in a page that asks no host and runs no foreign script, and what is left out of it.
+"""Sanitises HTML from cells for a page that contacts no host and runs no foreign script.
 
-The page's content security policy is the second fence: it lets no script run but the page's own, whatever stands in the text.
+The page's content security policy is a second line of defence: it allows only the page's own scripts.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ _GONE = (
     "video",
 )
 _ADDRESSES = ("href", "src", "xlink:href", "action", "formaction", "srcset", "background", "poster", "data")
-_OWN = ("text", "theme", "figures", "plotly")  # ids of the page itself
+_RESERVED = ("text", "theme", "figures", "plotly")  # ids of the page itself
 _SAFE = re.compile(r"(https?:|mailto:|#|[^:]*$)", re.IGNORECASE)
 _EMBEDDED = re.compile(r"data:image/(png|jpeg|gif|webp|svg\+xml)[;,]", re.IGNORECASE)
 
 
 def clean(html: str) -> str:
-    """The same HTML, whole in itself, without scripts, handlers, frames, and addresses that a browser would load or run."""
+    """The HTML without scripts, event handlers, frames, and addresses that a browser would load or run."""
     soup = BeautifulSoup(html, "html.parser")
     _clean(soup)
     return str(soup)
 
 
 def markdown(text: str) -> str:
-    """Markdown as clean HTML."""
+    """Markdown as sanitised HTML."""
     soup = BeautifulSoup(markdown2html(text), "html.parser")
     for link in soup.select("a.anchor-link"):
         link.decompose()
@@ -70,14 +70,14 @@ def _clean(soup: BeautifulSoup) -> None:
 def _harmless(element: Tag, name: str) -> bool:
     low = name.lower()
     if low in ("id", "name"):
-        return False  # the page has ids of its own
+        return False  # they could clash with the page's ids
     if low == "style":
         return "url(" not in element[name].lower()
     return not low.startswith("on") and (low not in _ADDRESSES or _may_stay(element, name))
 
 
 def _may_stay(element: Tag, name: str) -> bool:
-    """A link may lead out, when a person follows it; what a browser loads by itself must be in the page."""
+    """A link may point to another site; anything that a browser loads automatically must be embedded in the page."""
     address = re.sub(r"[\x00-\x20]", "", str(element[name]))
     if element.name == "a" and name.lower() == "href":
         return bool(_SAFE.match(address))
@@ -85,18 +85,18 @@ def _may_stay(element: Tag, name: str) -> bool:
 
 
 class Prose:
-    """The markdown cells of a page, as HTML: headings get addresses and are noted in `contents`, as (level, address, text).
+    """Converts the markdown cells of a page: gives headings ids and collects them in `contents` as (level, id, text).
 
-    Pictures are taken from files under `folder` into the page.
+    Images from files under `folder` are embedded in the page.
     """
 
     def __init__(self, answers: bool = True, folder: Path | None = None):
         self._answers, self._folder = answers, folder
         self.contents: list[tuple[int, str, str]] = []
-        self._taken = set(_OWN)
+        self._taken = set(_RESERVED)
 
     def take(self, html: str) -> str:
-        """One cell's HTML as it stands in the page; without `answers` the folds that hold them are left out."""
+        """The sanitised HTML of one cell; collapsible answers are removed unless `answers`."""
         soup = BeautifulSoup(html, "html.parser")
         for picture in soup.find_all("img", src=True):
             picture["src"] = self._embedded(picture["src"])
@@ -114,7 +114,7 @@ class Prose:
         return str(soup)
 
     def _embedded(self, address: str) -> str:
-        """The address of a picture with the picture in it; one that is in no file of the lab stays as it is."""
+        """A data URL with the image; an address that is not a file of the lab is returned unchanged."""
         path = self._folder / address if self._folder and not _EMBEDDED.match(address) else None
         kind = path and mimetypes.guess_type(path.name)[0]
         if not (path and kind and path.is_file()):
@@ -122,7 +122,7 @@ class Prose:
         return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode('ascii')}"
 
     def address(self, text: str) -> str:
-        """An address of its own for a heading, the one that it has in a notebook."""
+        """A unique id for a heading, the same as in a notebook if possible."""
         stem = re.sub(r"\s+", "-", text)
         address = next(each for each in _numbered(stem) if each not in self._taken)
         self._taken.add(address)

@@ -1,4 +1,4 @@
-"""A lab, executed from top to bottom where nobody watches: by this Python, in a working folder that is gone afterwards."""
+"""Executes a lab headless, from top to bottom, with this Python in a temporary working folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from labkit.record.folder import RunFolder
 from labkit.record.state import OVER
 from labkit.setup.environment import CLONE
 
-_PATIENCE = 1800  # seconds that one cell may take
+_PATIENCE = 1800  # timeout of one cell, in seconds
 _STAND_IN = "from labkit.frontends.handout.recorded import stand_in; stand_in({folder!r})"
 
 
@@ -31,13 +31,15 @@ def executed(
     skip: Iterable[str] = (),
     runs: Path | None = None,
     recorded: Path | None = None,
-    told: Callable[[str], None] = lambda words: None,
+    report: Callable[[str], None] = lambda words: None,
 ) -> NotebookNode:
-    """The lab at `path` with the outputs of its cells; a cell that started runs has their names in `metadata.labkit_runs`.
+    """Executes the lab at `path` and returns it with outputs; a cell that started runs lists them in
+    `metadata.labkit_runs`.
 
-    Cells with a tag of `skip` are left out. Run folders go to `runs`, where nothing is said to LABKIT_RUNS, and where there is none
-    they are gone afterwards. With `recorded`, a folder of runs, none is started: each is taken from there. `told` hears how far it is.
-    Raises `LabError`, which names the cell that failed; whatever comes, no kernel and no run of the lab is left.
+    Cells with a tag in `skip` are removed. Run folders go to `runs` (default: LABKIT_RUNS, else a temporary folder).
+    With `recorded`, a folder of runs, no run is started: each is copied from there. `report` is called with the
+    progress. Raises `LabError`, which names the cell that failed. In every case the kernel and the runs of the lab are
+    terminated.
     """
     notebook = read_lab(Path(path))
     left_out = set(skip)
@@ -49,7 +51,7 @@ def executed(
         work.mkdir()
         before = {folder.name for folder in RunFolder.all(root)}
         try:
-            _Execution(Path(path).name, notebook, root, told).run(work, recorded)
+            _Execution(Path(path).name, notebook, root, report).run(work, recorded)
         finally:
             for folder in RunFolder.all(root):
                 if folder.name not in before and Job.attach(folder).state not in OVER:
@@ -58,12 +60,12 @@ def executed(
 
 
 class _Execution:
-    """One execution: which cell it is at, and which runs each has started."""
+    """One execution: tracks the current cell and the runs that each cell started."""
 
-    def __init__(self, name: str, notebook: NotebookNode, root: Path, told: Callable[[str], None]):
-        self._name, self._notebook, self._root, self._told = name, notebook, root, told
+    def __init__(self, name: str, notebook: NotebookNode, root: Path, report: Callable[[str], None]):
+        self._name, self._notebook, self._root, self._report = name, notebook, root, report
         self._of = sum(cell.cell_type == "code" for cell in notebook.cells)
-        self._at, self._number = "", 0  # the first line of the code cell, and which of them it is
+        self._at, self._number = "", 0  # the first line and the number of the current code cell
 
     def run(self, work: Path, recorded: Path | None) -> None:
         client = NotebookClient(
@@ -73,7 +75,8 @@ class _Execution:
             resources={"metadata": {"path": str(work)}},
         )
         try:
-            quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}  # what a kernel says of itself; cells have their outputs
+            # the kernel's own messages, not cell outputs
+            quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
             with client.setup_kernel(env=self._environment(work), cleanup_kc=True, **quiet):
                 if recorded is not None:
                     self._prepare(client, _STAND_IN.format(folder=str(recorded.absolute())))
@@ -82,13 +85,14 @@ class _Execution:
             raise LabError(self._failure(error)) from None
 
     def _environment(self, work: Path) -> dict[str, str]:
-        """The kernel's: it finds labkit, takes nothing of the user's own settings, and leaves figures as data."""
+        """The kernel's environment: it finds labkit, ignores the user's IPython settings, and outputs figures as data.
+        """
         path = os.pathsep.join(filter(None, (str(CLONE), os.environ.get("PYTHONPATH"))))
         own = {"PYTHONPATH": path, "LABKIT_RUNS": str(self._root), "IPYTHONDIR": str(work.parent / "ipython")}
         return os.environ | own | {"PLOTLY_RENDERER": "plotly_mimetype", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
 
     def _prepare(self, client: NotebookClient, code: str) -> None:
-        """Runs code in the kernel that is no cell of the lab; it stands in the notebook only meanwhile."""
+        """Runs code that is not part of the lab, as a temporary cell."""
         self._notebook.cells.insert(0, new_code_cell(code))
         client.execute_cell(self._notebook.cells[0], 0)
         del self._notebook.cells[0]
@@ -99,7 +103,7 @@ class _Execution:
             if cell.cell_type != "code":
                 continue
             self._at, self._number = first_line(cell), self._number + 1
-            self._told(f"cell {self._number} of {self._of}: {self._at}")
+            self._report(f"cell {self._number} of {self._of}: {self._at}")
             client.execute_cell(cell, index)
             new = [folder.name for folder in RunFolder.all(self._root) if folder.name not in seen]
             seen |= set(new)
@@ -108,7 +112,7 @@ class _Execution:
 
     def _failure(self, error: Exception) -> str:
         if not self._number:
-            return f"{self._name} could not begin: its kernel did not start ({error})"
+            return f"{self._name} could not be executed: its kernel did not start ({error})"
         where = f"{self._name}, code cell {self._number} ({self._at})"
         if isinstance(error, DeadKernelError):
             return f"{where}: its kernel died"
@@ -119,6 +123,8 @@ class _Execution:
 
 
 def _manager(place: Path) -> AsyncKernelManager:
-    """Of a kernel of this very Python, whatever kernels are installed; it listens on no port where the system has another way."""
+    """A manager for a kernel of this Python, regardless of installed kernels; it uses Unix sockets instead of ports if
+    possible.
+    """
     ways = {} if os.name == "nt" else {"transport": "ipc", "connection_file": str(place / "kernel.json")}
     return AsyncKernelManager(kernel_name="python3", kernel_spec_manager=KernelSpecManager(kernel_dirs=[]), **ways)

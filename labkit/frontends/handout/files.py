@@ -1,4 +1,4 @@
-"""What is read and written: labs as notebooks, and files that are there as a whole or not at all."""
+"""Reads labs as notebooks, and writes files atomically."""
 
 from __future__ import annotations
 
@@ -13,31 +13,33 @@ from labkit.setup.environment import CLONE
 
 
 class LabError(Exception):
-    """A lab that cannot be read, or a cell of it that failed: one sentence that names it."""
+    """A lab cannot be read, or one of its cells failed; the message is one sentence that names it."""
 
 
 def read_lab(path: Path) -> NotebookNode:
-    """The lab at `path`, a `.py` in Jupytext's percent format or an `.ipynb`, as a notebook. Raises `LabError` where it is none."""
+    """Reads the lab at `path`, a `.py` in Jupytext's percent format or an `.ipynb`. Raises `LabError` if it is not a
+    lab.
+    """
     if path.suffix not in (".py", ".ipynb"):
         raise LabError(f"{path} is not a lab: its name must end in .py or .ipynb")
     try:
         notebook = jupytext.read(path)
     except FileNotFoundError:
         raise LabError(f"there is no lab {path}; the labs are in {CLONE / 'labs'}") from None
-    except Exception as error:  # jupytext, nbformat and json each have errors of their own
+    except Exception as error:  # jupytext, nbformat and json raise different errors
         raise LabError(f"{path} cannot be read as a notebook: {error}") from None
     if not any(cell.cell_type == "markdown" for cell in notebook.cells):
-        raise LabError(f"{path} is not a lab: it has no cell with prose (# %% [markdown])")
+        raise LabError(f"{path} is not a lab: it has no markdown cell (# %% [markdown])")
     return notebook
 
 
 def first_line(cell: NotebookNode) -> str:
-    """What a cell begins with."""
+    """The first line of a cell that is not blank."""
     return next((line.strip() for line in cell.source.splitlines() if line.strip()), "empty")
 
 
 def write(path: Path, text: str) -> Path:
-    """Writes `text` so that at `path` there is the old file or the new one, never half of one."""
+    """Writes `text` to `path` atomically: there is always either the old file or the complete new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -45,7 +47,7 @@ def write(path: Path, text: str) -> Path:
             file.write(text)
         umask = os.umask(0)
         os.umask(umask)
-        Path(temporary).chmod(0o666 & ~umask)  # a handout is there to be passed on
+        Path(temporary).chmod(0o666 & ~umask)  # readable for others: mkstemp creates private files
         Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

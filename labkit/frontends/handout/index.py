@@ -1,4 +1,4 @@
-"""The course as a folder of pages, one for each lab, with an index."""
+"""The course as a folder of pages, one per lab, with an index."""
 
 from __future__ import annotations
 
@@ -12,23 +12,29 @@ from labkit.common.text import escape
 from labkit.frontends.handout import pieces
 from labkit.frontends.handout.clean import markdown
 from labkit.frontends.handout.files import LabError, read_lab
-from labkit.frontends.handout.lab import STUDENT, TEACHER, lab_page
+from labkit.frontends.handout.lab import READERS, lab_page
 from labkit.frontends.handout.page import Page
-
-_READERS = {STUDENT: "for students: without answers", TEACHER: "for the teacher: with the keys"}
 
 
 def course(
-    labs: list[Path], site: Path, *, audience: str = "", recorded: Path | None = None, told: Callable[[str], None] = lambda words: None
+    labs: list[Path],
+    site: Path,
+    *,
+    audience: str = "",
+    recorded: Path | None = None,
+    report: Callable[[str], None] = lambda words: None,
 ) -> tuple[list[Path], list[str]]:
-    """Writes a page for each lab into the folder `site`, and `index.html`; gives the files, and a sentence for each lab that failed.
+    """Writes a page for each lab and `index.html` to the folder `site`; returns the files, and one sentence per failed
+    lab.
 
-    A lab that fails has no page, and the others are made all the same. Raises `OSError` where `site` cannot be written.
+    A lab that fails gets no page; the others are still written. Raises `OSError` if `site` cannot be written.
     """
     made, failed = [], []
     for path in labs:
         try:
-            page = lab_page(path, audience=audience, recorded=recorded, told=lambda words, path=path: told(f"{path.stem}, {words}"))
+            page = lab_page(
+                path, audience=audience, recorded=recorded, report=lambda words, path=path: report(f"{path.stem}, {words}")
+            )
         except LabError as error:
             failed.append(str(error))
             continue
@@ -45,7 +51,7 @@ def _index(labs: list[tuple[Path, Path, str]], audience: str) -> Page:
             f'<li><a href="{escape(file.name, quote=True)}">{escape(title)}</a><p>{escape(question)}</p><p>{escape(about)}</p></li>'
         )
     title = "PyTorch distributed training: the labs"
-    about = " · ".join(filter(None, (f"made {pieces.day(None)}", _READERS.get(audience, ""))))
+    about = " · ".join(filter(None, (f"created {pieces.day(None)}", READERS.get(audience, ""))))
     return Page(title, about, f'<h1>{title}</h1><ul class="labs">{"".join(rows)}</ul>')
 
 

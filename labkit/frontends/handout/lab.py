@@ -1,4 +1,6 @@
-"""A lab as a page: its cells by nbconvert with a template of our own, its runs under the cells that started them."""
+"""A lab as a page: nbconvert renders its cells with the handout template; runs are shown below the cells that started
+them.
+"""
 
 from __future__ import annotations
 
@@ -24,33 +26,38 @@ from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
 
 STUDENT, TEACHER = "student", "teacher"
+READERS = {STUDENT: "student version, without answers", TEACHER: "teacher version, with answer key"}
 _PLOTLY = "application/vnd.plotly.v1+json"
 _WIDGET = "application/vnd.jupyter.widget-view+json"
-_RUN = re.compile(r"\A[\w, ]+ of ([^\s/\\]+): ")  # how the pictures of a run name themselves in plain text
+_RUN = re.compile(r"\A[\w, ]+ of ([^\s/\\]+): ")  # the plain text of a run's figures, which names the run
 _PRINTS = (
     (re.compile(r"\bdiff_scripts\("), "diff", "The difference"),
     (re.compile(r"\b(write_script|excerpt)\("), "python", "The script"),
 )
-_HANDLE = re.compile(r"\A<Run \S+: .*>\Z", re.DOTALL)  # what `show` gives back: the run stands there already
-_FOLDED = 45  # lines of source from which on it is folded
+_HANDLE = re.compile(r"\A<Run \S+: .*>\Z", re.DOTALL)  # the return value of `show`; the run is already displayed
+_FOLDED = 45  # source with more lines is collapsed
 _PROGRESS = re.compile(r"\bmy_progress\(")
 _CHECKED = re.compile(r"\bcheck\(\s*[\"']([\w.]+)[\"']")
 
 
-def lab_page(path: Path, *, audience: str = "", recorded: Path | None = None, told: Callable[[str], None] = lambda words: None) -> Page:
-    """The page of the lab at `path`, which is executed for it; with `recorded`, a folder of runs, those take the place of new ones.
+def lab_page(
+    path: Path, *, audience: str = "", recorded: Path | None = None, report: Callable[[str], None] = lambda words: None
+) -> Page:
+    """Executes the lab at `path` and returns its page; with `recorded`, a folder of runs, those are used instead of new
+    ones.
 
-    `audience` is student (no answers, no verdicts), teacher (with the key of every exercise) or empty (as the lab is).
-    Raises `LabError` where the lab cannot be read, a cell fails, or a run was never recorded.
+    `audience` is student (no answers, no verdicts), teacher (with the answer key of every exercise) or empty
+    (unchanged). `report` is called with the progress. Raises `LabError` if the lab cannot be read, a cell fails, or a
+    run was never recorded.
     """
     with tempfile.TemporaryDirectory(prefix="labkit-runs-") as place:
-        notebook = executed(path, runs=Path(place), recorded=recorded, told=told)
-        told("laying out the page")
+        notebook = executed(path, runs=Path(place), recorded=recorded, report=report)
+        report("rendering the page")
         return page_of(notebook, Path(path), Path(place), audience=audience, recorded=recorded is not None)
 
 
 def page_of(notebook: NotebookNode, path: Path, runs: Path, *, audience: str = "", recorded: bool = False) -> Page:
-    """The page of an executed lab, whose runs lie in `runs`."""
+    """The page of an executed lab, whose run folders are in `runs`."""
     cells = _Cells(path.parent, runs, audience, recorded)
     body = cells.html(notebook)
     heading = next((text for level, _, text in cells.prose.contents if level == 1), path.stem)
@@ -58,7 +65,7 @@ def page_of(notebook: NotebookNode, path: Path, runs: Path, *, audience: str = "
 
 
 class _Cells:
-    """The filters that the template asks, and what they gather on their way through the cells."""
+    """The filters of the template, and the contents, figures and devices that they collect from the cells."""
 
     def __init__(self, folder: Path, runs: Path, audience: str, recorded: bool):
         self._runs, self._audience, self._recorded = runs, audience, recorded
@@ -69,11 +76,10 @@ class _Cells:
 
     @property
     def about(self) -> str:
-        """Where and when it ran, and for whom it is."""
-        ran = "its runs are recorded ones" if self._recorded else f"executed {pieces.day(None)}"
+        """Where and when the lab ran, and the audience."""
+        ran = "with recorded runs" if self._recorded else f"executed {pieces.day(None)}"
         where = f"on {', '.join(dict.fromkeys(self._places))}" if self._places else ""
-        reader = {STUDENT: "for students: without answers", TEACHER: "for the teacher: with the key"}.get(self._audience, "")
-        return " · ".join(filter(None, (f"{ran} {where}".strip(), reader)))
+        return " · ".join(filter(None, (f"{ran} {where}".strip(), READERS.get(self._audience, ""))))
 
     def html(self, notebook: NotebookNode) -> str:
         filters = {"prose": self.prose.take, "show": self.show, "under": self.under}
@@ -94,7 +100,7 @@ class _Cells:
     def show(self, output: NotebookNode, cell: NotebookNode) -> str:
         """One output of a cell."""
         if _PROGRESS.search(cell.source) or (self._audience == STUDENT and "exercise" in output.get("metadata", {}).get("labkit", {})):
-            return ""  # what a learner has done: here nobody has
+            return ""  # the learner's progress, which a handout does not have
         if output.output_type == "stream":
             inner = self._stream(output, cell)
         elif output.output_type == "error":
@@ -112,7 +118,7 @@ class _Cells:
         return pieces.fold(f"{words} · {lines} lines", code, "code") if lines > _FOLDED else code
 
     def _data(self, data: dict[str, Any]) -> str:
-        """What a cell displayed, in the best form that a page without a kernel can show."""
+        """A displayed value, in the richest format that a page without a kernel can show."""
         html = "".join(data.get("text/html", ""))
         if _PLOTLY in data:
             named = _RUN.match("".join(data.get("text/plain", "")))
@@ -124,20 +130,21 @@ class _Cells:
             return markdown("".join(data["text/markdown"]))
         for kind in ("image/png", "image/jpeg"):
             if kind in data:
-                return f'<img alt="picture" src="data:{kind};base64,{escape("".join(data[kind].split()), quote=True)}">'
+                return f'<img alt="figure" src="data:{kind};base64,{escape("".join(data[kind].split()), quote=True)}">'
         if "image/svg+xml" in data:
             picture = base64.b64encode("".join(data["image/svg+xml"]).encode()).decode("ascii")
-            return f'<img alt="picture" src="data:image/svg+xml;base64,{picture}">'
+            return f'<img alt="figure" src="data:image/svg+xml;base64,{picture}">'
         if _WIDGET in data:
-            return "<p>Here the notebook has buttons and fields: open it there to use them.</p>"
+            return "<p>This output is interactive: open the notebook to use its controls.</p>"
         text = "".join(data.get("text/plain", ""))
         return "" if not text or _HANDLE.match(text) else f"<pre>{pieces.printed(text)}</pre>"
 
-    # ---- under a cell
+    # ---- below a cell
 
     def under(self, cell: NotebookNode) -> str:
-        """The runs that a cell started, and for the teacher the key of its exercise."""
-        shown = cell.source.lstrip().startswith("%%torchrun")  # which shows each rank's output and the script itself
+        """The runs that a cell started, and in the teacher version the answer key of its exercise."""
+        # the magic itself shows each rank's output and the script
+        shown = cell.source.lstrip().startswith("%%torchrun")
         html = "".join(self._run(name, folds=not shown) for name in cell.metadata.get("labkit_runs", ()))
         named = _CHECKED.search(cell.source) if self._audience == TEACHER else None
         return html + (self._key(named[1]) if named else "")
@@ -147,10 +154,10 @@ class _Cells:
             asked = exercise(name)
         except LookupError as error:
             raise LabError(str(error)) from None
-        return f'<div class="key"><b>Key: {escape(asked.title)}</b>{markdown(asked.key)}</div>'
+        return f'<div class="key"><b>Answer key: {escape(asked.title)}</b>{markdown(asked.key)}</div>'
 
     def _state(self, name: str) -> Any:
-        """The state of a run of this lab; None where there is none of the name."""
+        """The state of a run of this lab; None if there is no run of this name."""
         if name not in self._states:
             folder = RunFolder(self._runs / name)
             follower = Follower(folder)

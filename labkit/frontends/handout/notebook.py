@@ -1,4 +1,4 @@
-"""A lab as an `.ipynb` to be imported elsewhere: its first cell brings the project into an image that somebody else made."""
+"""A lab as an `.ipynb` for Kaggle or Colab: its first cell installs the project into the existing image."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from nbformat.v4 import new_code_cell
 from labkit.frontends.handout.files import LabError, read_lab, write
 from labkit.setup.environment import CLONE
 
-# What is attached as data comes first, since it needs no network. `doctor` is started as every command is: it adds what the image lacks,
-# holds everything that is there at its version, and says what the machine can do.
+# A data attachment is tried first, because it needs no network. `doctor`, like every command, first installs missing
+# packages and keeps the versions of installed ones; then it reports what the machine supports.
 _BRING = """\
-# Brings the lab into this notebook's image and adds only what that lacks: its torch stays as it is.
+# Installs the lab into this notebook's image. Only missing packages are added; the installed torch is kept.
 import importlib.util, os, subprocess, sys
 from pathlib import Path
 
-SOURCE = {source!r}  # the repository to clone where the project is not attached as data
+SOURCE = {source!r}  # the repository to clone if the project is not attached as data
 if importlib.util.find_spec("labkit") is None:
     attached = [path.parent.parent for path in Path("/kaggle/input").rglob("labkit/__main__.py")]
     project = attached[0] if attached else Path("labkit-project").absolute()
     if not project.is_dir():
         if not SOURCE:
-            raise FileNotFoundError("attach the project's folder to this notebook as data, or write its repository's address into SOURCE")
+            raise FileNotFoundError("attach the project's folder to this notebook as data, or set SOURCE to its repository's URL")
         subprocess.run(["git", "clone", "--quiet", "--depth", "1", SOURCE, str(project)], check=True)
     subprocess.run([sys.executable, "-m", "labkit", "doctor"], cwd=project, check=False)
     sys.path.insert(0, str(project))
@@ -35,29 +35,31 @@ if importlib.util.find_spec("labkit") is None:
 
 
 def to_import(lab: Path, output: Path, source: str | None = None) -> Path:
-    """Writes the lab as a notebook without outputs to `output`; gives that path. `source` is the repository that its first cell clones,
-    where nothing is said this clone's origin.
+    """Writes the lab as a notebook without outputs to `output` and returns that path.
 
-    Raises `LabError` where the lab cannot be read, or `output` is there: somebody may have worked in it. Raises `OSError`.
+    `source` is the repository that the first cell clones (default: the origin of this clone). Raises `LabError` if the
+    lab cannot be read or `output` exists, because it may contain work, and `OSError` if it cannot be written.
     """
     notebook = read_lab(lab)
     if output.exists():
-        raise LabError(f"{output} is there already, perhaps with somebody's work; move it away, or name another file with -o")
+        raise LabError(f"{output} already exists and may contain work; move it, or name another file with -o")
     notebook.cells.insert(0, new_code_cell(_BRING.format(source=_origin() if source is None else source)))
     for cell in notebook.cells:
-        cell.pop("id", None)  # made anew at each conversion: the same lab gives the same file
+        cell.pop("id", None)  # random at each conversion; without it the same lab gives the same file
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
     kernel = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
-    notebook.metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}  # not paired with a .py that is not there
+    # not paired with a .py file that does not exist
+    notebook.metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
     notebook.nbformat, notebook.nbformat_minor = 4, 4
     return write(output, nbformat.writes(notebook) + "\n")
 
 
 def _origin() -> str:
-    """The address that this clone came from, without a name or password in it; empty where it has none."""
+    """The URL of this clone's origin, without user name and password; empty if it has none."""
+    command = ["git", "remote", "get-url", "origin"]
     try:
-        told = subprocess.run(["git", "remote", "get-url", "origin"], cwd=CLONE, capture_output=True, text=True, check=False, timeout=10)
+        done = subprocess.run(command, cwd=CLONE, capture_output=True, text=True, check=False, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return re.sub(r"(?<=://)[^/@]*@", "", told.stdout.strip())
+    return re.sub(r"(?<=://)[^/@]*@", "", done.stdout.strip())

@@ -1,4 +1,4 @@
-"""A page that needs nothing but itself: style, program, plotly.js and data are in the one file, and no host is asked."""
+"""A self-contained page: style sheet, scripts, plotly.js and data are in one file, and no host is contacted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEMPLATES = HERE / "templates"
 
 @dataclass
 class Page:
-    """What stands on a page: `about` is one line of plain text below the title, `body` is HTML."""
+    """The contents of a page: `about` is one line of plain text below the title, `body` is HTML."""
 
     title: str
     about: str
@@ -31,7 +31,7 @@ class Page:
     plots: Plots = field(default_factory=Plots)
 
     def html(self) -> str:
-        """The whole file."""
+        """The whole file as HTML."""
         js = _program()
         programs = [js, plotly_js()] if len(self.plots) else [js]
         return (
@@ -51,7 +51,7 @@ class Page:
         )
 
     def write(self, path: Path) -> Path:
-        """Writes the file as a whole or not at all; gives `path`. Raises `OSError`."""
+        """Writes the file atomically and returns `path`. Raises `OSError`."""
         return write(path, self.html())
 
 
@@ -66,11 +66,11 @@ def _plotly() -> str:
 
 
 def _program() -> str:
-    """The page's own program, with the two greys of the charts that it puts the theme's colours in the place of."""
+    """The page's own script, which replaces the two greys of the charts by the theme's colours."""
     source = (HERE / "static" / "handout.js").read_text(encoding="utf-8")
     return source.replace("%INK%", colours.INK).replace("%GRID%", colours.GRID)
 
 
 def _hash(program: str) -> str:
-    """A program as a content security policy knows it."""
+    """The hash of a script for the content security policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(program.encode()).digest()).decode('ascii')}'"

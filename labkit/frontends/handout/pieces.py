@@ -1,4 +1,6 @@
-"""What a run leaves, as HTML that stands under a cell or makes up a page: where it ran, its logs, its script and the diff. All escaped."""
+"""Parts of a run as escaped HTML, for a lab's page or a page of the run: where it ran, its logs, its script and the
+diff.
+"""
 
 from __future__ import annotations
 
@@ -21,27 +23,27 @@ from labkit.record.logs import LogTail
 from labkit.record.state import RunState
 from labkit.training.strategies import STRATEGIES
 
-_LINES = 200  # newest lines of a log that go along: each is printed too
+_LINES = 200  # newest lines of a log that a page contains; they are printed too
 _LEXERS = {"python": PythonLexer(), "diff": DiffLexer()}
 
 
 def coloured(text: str, language: str) -> str:
-    """Source text with its colours, as classes; `language` is python or diff."""
+    """Source code with syntax highlighting as CSS classes; `language` is python or diff."""
     return highlight(visible(text), _LEXERS[language], HtmlFormatter(cssclass="source"))
 
 
 def printed(text: str) -> str:
-    """What a program wrote, as a terminal would show it without its colours."""
+    """The output of a program as a terminal shows it, without colours."""
     return escape(visible_log(text))
 
 
 def fold(summary: str, inner: str, kind: str = "") -> str:
-    """A fold; `summary` is plain text, `inner` is HTML."""
+    """A collapsible section; `summary` is plain text, `inner` is HTML."""
     return f'<details class="{kind}"><summary>{escape(summary)}</summary>{inner}</details>'
 
 
 def place(state: RunState) -> str:
-    """Where a run's ranks were: `2 CPU ranks (no GPU)`, `4 × Tesla T4`."""
+    """The devices of a run's ranks: `2 CPU ranks (no GPU)`, `4 × Tesla T4`."""
     ranks = state.ranks.values()
     number = state.world_size
     names = Counter(rank.device_name or "GPU" for rank in ranks if rank.device.startswith("cuda"))
@@ -53,7 +55,7 @@ def place(state: RunState) -> str:
 
 
 def day(seconds: float | None) -> str:
-    """A time as people say it, in this machine's own zone."""
+    """A date and time in this machine's time zone: `3 March 2025, 14:05`."""
     return time.strftime("%d %B %Y, %H:%M", time.localtime(seconds)).lstrip("0")
 
 
@@ -66,24 +68,24 @@ def title(state: RunState) -> str:
 
 
 def facts(state: RunState, recorded: bool = False) -> str:
-    """In one line: what became of it, where it ran and when."""
+    """One line: the state of a run, where it ran and when."""
     when = day(state.status["started"]) if isinstance(state.status.get("started"), (int, float)) else "at an unknown time"
     ran = f"recorded {when}, on {place(state)}" if recorded else f"ran on {place(state)}, {when}"
     return " · ".join(filter(None, (state.words, ran, state.note)))
 
 
 def logs(folder: RunFolder, state: RunState) -> str:
-    """What each rank wrote, each in a fold; of long logs the newest lines."""
+    """The output of each rank in a collapsible section; only the newest lines of long logs."""
     folds = [_log(folder, rank, stream) for rank in range(state.world_size) for stream in STREAMS]
     if state.status.get("state") in ("failed", "lost"):
-        folds.append(_text(folder.tail(folder.launcher_log, keep=_LINES), "torchrun's own log", ""))
+        folds.append(_text(folder.tail(folder.launcher_log, keep=_LINES), "torchrun", ""))
     return "".join(folds)
 
 
 def _log(folder: RunFolder, rank: int, stream: str) -> str:
     words = f"rank {rank}" if stream == "stdout" else f"rank {rank}, stderr"
     tail = folder.log_tail(rank, stream, keep=_LINES)
-    return _text(tail, words, rank_colour(rank), empty="it wrote nothing" if stream == "stdout" else "")
+    return _text(tail, words, rank_colour(rank), empty="no output" if stream == "stdout" else "")
 
 
 def _text(tail: LogTail, words: str, colour: str, empty: str = "") -> str:
@@ -93,24 +95,24 @@ def _text(tail: LogTail, words: str, colour: str, empty: str = "") -> str:
     count = tail.count + bool(tail.partial)
     if not lines:
         return f'<p class="log-of-none">Log of {escape(words)}: {empty}.</p>' if empty else ""
-    gone = f"… {count - len(lines):,} lines before these are in the run's folder\n" if count > len(lines) else ""
+    gone = f"… {count - len(lines):,} earlier lines are in the run folder\n" if count > len(lines) else ""
     style = f' style="--rank:{colour}"' if colour else ""
     return fold(f"Log of {words} · {_lines(count)}", f"<pre{style}>{gone}{printed(chr(10).join(lines))}</pre>", "log")
 
 
 def script(folder: RunFolder, state: RunState) -> str:
-    """The script that ran; of a script of one's own, where it lay."""
+    """The script that ran, or the name of a user's script that was not stored."""
     own = state.spec.get("script")
     text = _script_of(folder)
     if isinstance(text, NotPlain):
         return f"<p>The script is not shown: {escape(str(text))}.</p>"
     if text is None:
-        return f"<p>A script of one's own, {escape(title(state))}: it is not kept with the run.</p>" if own else ""
-    return fold(f"The script that ran · {_lines(len(text.splitlines()))}", coloured(text, "python"), "code")
+        return f"<p>Script: {escape(title(state))}, which is not stored with the run.</p>" if own else ""
+    return fold(f"Script · {_lines(len(text.splitlines()))}", coloured(text, "python"), "code")
 
 
 def diff(folder: RunFolder, state: RunState) -> str:
-    """What the script changes from the same training on one device."""
+    """The diff between the single-device script and the script that ran."""
     spec, text = state.asked, _script_of(folder)
     if spec is None or not isinstance(text, str) or spec.strategy == "single":
         return ""
@@ -120,11 +122,11 @@ def diff(folder: RunFolder, state: RunState) -> str:
         return ""
     lines = list(difflib.unified_diff(before.splitlines(), text.splitlines(), "one device", f"{spec.name}/train.py", lineterm=""))
     more, fewer = (sum(line.startswith(sign) and not line.startswith(3 * sign) for line in lines) for sign in "+-")
-    return fold(f"What changes from one device · {more} lines come, {fewer} go", coloured("\n".join(lines), "diff"), "code")
+    return fold(f"Diff to one device · {more} lines added, {fewer} removed", coloured("\n".join(lines), "diff"), "code")
 
 
 def _script_of(folder: RunFolder) -> str | NotPlain | None:
-    """The script that lies in the run folder, why it is not shown, or None if there is none. One that lies elsewhere is only named."""
+    """The script in the run folder, the reason why it is not shown, or None if the folder has none."""
     try:
         return folder.text(folder.script)
     except NotPlain as error:

@@ -1,4 +1,6 @@
-"""The figures of a page: the place of each in the text, with a still picture where there is one, and all their data in one block."""
+"""The figures of a page: a placeholder for each, with a static picture if there is one, and the data of all in one
+block.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ from labkit import figures
 from labkit.common.text import escape
 from labkit.record.state import RunState
 
-_HEIGHT = 450  # px of a figure that says nothing of its height: plotly's own
+_HEIGHT = 450  # px of a figure without a height; plotly's default
 _CHART = 300  # px of a run's chart
-_STILL_SIZE = 20_000  # characters: one with more is not worth its place
+_STILL_SIZE = 20_000  # characters; larger static pictures are omitted
 _LANE = 30  # px of a lane in a timeline
-_STILL = 100  # points of a line in a still picture, which is seen for a moment
+_STILL = 100  # points per line in a static picture, which is visible only until plotly draws
 
 
 class Plots:
@@ -31,13 +33,15 @@ class Plots:
         return len(self._figures)
 
     def add(self, figure: dict[str, Any], still: str = "") -> str:
-        """The place of a plotly figure, given as plain values; `still` is an `<svg>` that stands there until plotly draws."""
+        """Adds a plotly figure, given as plain values, and returns its placeholder; `still` is an `<svg>` shown until
+        plotly draws.
+        """
         self._figures.append(figure)
         layout = figure.get("layout") or {}
         height = layout.get("height")
         height = int(height) if isinstance(height, (int, float)) and 40 <= height <= 4000 else _HEIGHT
         label = escape(_plain(layout.get("title")) or "figure", quote=True)
-        waits = "" if still else f'<p class="waits">{label}: it is drawn where scripts may run.</p>'
+        waits = "" if still else f'<p class="waits">{label}: needs JavaScript.</p>'
         number = len(self._figures) - 1
         return (
             f'<figure class="plot" data-figure="{number}" style="min-height:{height}px" role="img" aria-label="{label}">'
@@ -45,7 +49,7 @@ class Plots:
         )
 
     def charts(self, state: RunState) -> str:
-        """The places of all charts of a run, with what was looked at closely where a step was."""
+        """The placeholders of all charts of a run, including those of profiled steps if there are any."""
         sampled = any(rank.timelines for rank in state.ranks.values())
         places = []
         for name in figures.NAMES if sampled else figures.LIVE:
@@ -63,19 +67,19 @@ class Plots:
 
 
 def packed(text: str) -> str:
-    """A text as gzip in base64, which holds no character that HTML knows."""
+    """A text as gzip in base64, which contains no HTML special characters."""
     return base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode("ascii")
 
 
 @lru_cache(maxsize=1)
 def plotly_js() -> str:
-    """plotly.js of the installed plotly: the program alone."""
+    """The source of plotly.js from the installed plotly."""
     from plotly.offline import get_plotlyjs
 
     return get_plotlyjs()
 
 
 def _plain(title: Any) -> str:
-    """A figure's title without its markup."""
+    """A figure's title without markup."""
     text = title.get("text") if isinstance(title, dict) else title
     return BeautifulSoup(str(text or ""), "html.parser").get_text(" ", strip=True)

@@ -1,4 +1,4 @@
-"""Recorded runs in the place of new ones, inside the kernel of a lab that becomes a handout."""
+"""Substitutes recorded runs for new ones inside the kernel that executes a lab for a handout."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from labkit.record.folder import RunFolder, runs_root
 from labkit.record.state import OVER
 from labkit.record.status import current
 
-_OF_A_MACHINE = ("device", "precision", "data_dir")  # what a Spec gets from the machine that it is settled for
+_OF_A_MACHINE = ("device", "precision", "data_dir")  # fields that `Spec.on` sets for a machine
 
 
-class Shelf:
-    """The runs of a folder that are over, each to be taken once."""
+class RecordedRuns:
+    """The finished runs of a folder; each can be taken once."""
 
     def __init__(self, root: Path):
         self._root = root
@@ -25,9 +25,9 @@ class Shelf:
         self._asked = {folder.name: _asked(specs[folder.name], _text(folder)) for folder in self._runs}
 
     def take(self, spec: Spec, source: str | None = None) -> RunFolder:
-        """The newest run of the same Spec that was not taken yet; where there is none, one of the same but for device and precision.
+        """The newest run of the same Spec that was not taken yet; else one that differs only in device and precision.
 
-        `source` is the text of a script that was written for this run alone. Raises `LookupError` where that was never recorded.
+        `source` is the text of a script generated for this run only. Raises `LookupError` if there is no such run.
         """
         exact = _asked(spec.to_json(), source)
         for wanted in (exact, _anywhere(exact)):
@@ -37,15 +37,15 @@ class Shelf:
                     self._runs.remove(folder)
                     return folder
         raise LookupError(
-            f"no run of {spec.name} with these settings is left in {self._root}; "
-            f"run the lab once with LABKIT_RUNS={self._root}, or make the handout without --recorded"
+            f"{self._root} has no further run of {spec.name} with these settings; "
+            f"run the lab once with LABKIT_RUNS={self._root}, or create the handout without --recorded"
             + "".join(f"; {name} cannot be read: {why}" for name, why in self._unreadable.items())
         )
 
 
 def stand_in(folder: str) -> None:
-    """From now on a run that is started in this process is a copy of a recorded one from `folder`."""
-    shelf = Shelf(Path(folder))
+    """Makes every run started in this process a copy of a recorded one from `folder`."""
+    recorded = RecordedRuns(Path(folder))
 
     def start(
         cls: type[Job],
@@ -57,20 +57,20 @@ def stand_in(folder: str) -> None:
         source: str | None = None,
         stdin: int | None = None,
     ) -> Job:
-        found = shelf.take(spec, source)
+        found = recorded.take(spec, source)
         return cls(found.copy((root or runs_root()) / found.name))
 
     Job.start = classmethod(start)
 
 
 def _asked(spec: dict[str, Any], text: str | None) -> dict[str, Any]:
-    """What was asked for, without its place: a checkpoint by the name of its run, a script by its text or its file's name."""
+    """The Spec without paths: a checkpoint by the name of its run, a script by its text or file name."""
     script, resume = spec.get("script"), spec.get("resume")
     return spec | {"script": script and (text or Path(script).name), "resume": resume and run_of(Path(resume))}
 
 
 def _complete(spec: dict[str, Any]) -> dict[str, Any]:
-    """A recorded Spec with the defaults of what its version did not have; unchanged if this version refuses it."""
+    """A recorded Spec with defaults for fields that its version did not have; unchanged if this version rejects it."""
     try:
         return Spec.from_json(spec).to_json()
     except SpecError:
@@ -78,7 +78,7 @@ def _complete(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_of(checkpoint: Path) -> str:
-    """The name of the run that wrote a checkpoint, or of the folder that holds it if it is no run's."""
+    """The name of the run that wrote a checkpoint, or of the checkpoint's folder if no run wrote it."""
     folder = next((parent for parent in (checkpoint, *checkpoint.parents) if parent.name == "checkpoints"), None)
     return folder.parent.name if folder else checkpoint.name
 

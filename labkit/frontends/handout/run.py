@@ -17,7 +17,7 @@ from labkit.record.state import RunState
 
 
 class RunError(Exception):
-    """A run that no page can be made of: one sentence. `unfinished` where waiting would help."""
+    """A run cannot be rendered as a page; the message is one sentence. `unfinished` is True if waiting helps."""
 
     def __init__(self, message: str, unfinished: bool = False):
         super().__init__(message)
@@ -25,15 +25,17 @@ class RunError(Exception):
 
 
 def run_page(folder: RunFolder) -> Page:
-    """The page of a recorded run. Raises `RunError` for one that is still going, was cut short, or is none of this lab."""
+    """The page of a recorded run. Raises `RunError` if the run is still active, never started, or was not recorded by
+    labkit.
+    """
     state = _recorded(folder)
     plots, prose = Plots(), Prose()
     found = findings(state)
     parts = {
-        "What was found": findings_html(found) if found else "<p>Nothing was wrong, slow or large.</p>",
+        "Findings": findings_html(found) if found else "<p>No problem found.</p>",
         "Figures": plots.charts(state),
         "Ranks": ranks_html(folder.name, state),
-        "What was sent": ledger_html(ledger(state)),
+        "Communication": ledger_html(ledger(state)),
         "Logs": pieces.logs(folder, state),
         "Script": pieces.script(folder, state) + pieces.diff(folder, state) + _command(folder),
     }
@@ -46,15 +48,18 @@ def run_page(folder: RunFolder) -> Page:
 def _recorded(folder: RunFolder) -> RunState:
     spec = RunFolder.read_json(folder.spec)
     if not any(isinstance(spec.get(name), str) for name in ("strategy", "script")):
-        raise RunError(f"{folder.path} is not a run of this lab: its {folder.spec.name} names neither a strategy nor a script")
+        missing = f"its {folder.spec.name} names neither a strategy nor a script"
+        raise RunError(f"{folder.path} was not recorded by labkit: {missing}")
     follower = Follower(folder)
     follower.poll()
     state = follower.state
     if not state.status:
-        raise RunError(f"run {folder.name} was cut short before it began: it has no {folder.status.name}, and so nothing to hand out")
+        raise RunError(f"run {folder.name} was interrupted before it started: it has no {folder.status.name}")
     if not state.over:
         raise RunError(
-            f"run {folder.name} is still going ({state.words}); wait for its end, or end it with: labkit stop {folder.name}", True
+            f"run {folder.name} is still active ({state.words}); "
+            f"wait until it ends, or stop it with: labkit stop {folder.name}",
+            unfinished=True,
         )
     return state
 
@@ -66,4 +71,4 @@ def _command(folder: RunFolder) -> str:
         return f"<p>The command is not shown: {escape(str(error))}.</p>"
     except OSError:
         return ""
-    return f"<p>By hand:</p><pre>{pieces.printed(command)}</pre>"
+    return f"<p>Command:</p><pre>{pieces.printed(command)}</pre>"

@@ -1,11 +1,12 @@
-"""`%%torchrun 4`: one cell on so many ranks, the output of each apart; `report(name=value)` brings values back as a table of ranks.
+"""`%%torchrun 4`: runs one cell on 4 ranks and shows the output of each rank; `report(name=value)` returns values as a
+table of ranks.
 
 =========== ===========================================================================
-`torchrun`  the magic itself, once `%load_ext labkit` has registered it
-`cell`      what was asked for, and the script that is written from the cell
-`following` the run of a cell, from its start to its end, and what it brings back
-`output`    what is shown of it at one moment, as HTML and as text
-`reporting` `report`, the one part that runs in the ranks
+`torchrun`  the magic, which `%load_ext labkit` registers
+`cell`      parses the cell and generates its script
+`following` the run of a cell from start to end, and its reports
+`output`    the current output as HTML and as text
+`reporting` `report`, the only part that runs in the ranks
 =========== ===========================================================================
 """
 

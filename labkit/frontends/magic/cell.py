@@ -1,4 +1,4 @@
-"""A `%%torchrun` cell: what was asked for in its first line, and the script that is written from it. Nothing is started here."""
+"""Parses a `%%torchrun` cell and generates its script. Nothing is started here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from labkit.plan.spec import DEVICES, Spec, SpecError, bounds_of
 from labkit.setup.machine import Machine
 
 OPTIONS = "--device cpu, --device cuda and --as NAME"
-_MEET = {
+_INITIALISE = {
     "cpu": 'device = torch.device("cpu")\ndist.init_process_group("gloo")',
     "cuda": (
         'device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))\n'
@@ -21,7 +21,7 @@ _MEET = {
     ),
 }
 _BEFORE = """\
-# One cell, started as {nproc} processes: torchrun --standalone --nproc-per-node={nproc} train.py
+# One cell on {nproc} ranks: torchrun --standalone --nproc-per-node={nproc} train.py
 import os
 import time
 
@@ -30,26 +30,26 @@ import torch.distributed as dist
 
 from labkit import report
 
-{meet}
+{initialise}
 rank, world_size = dist.get_rank(), dist.get_world_size()
 
 # ---- the cell
 """
 _AFTER = """
 
-# ---- its end
+# ---- shutdown
 if dist.is_initialized():
     dist.destroy_process_group()
 """
 
 
 class CellError(ValueError):
-    """A cell that cannot be started: one sentence with what was written and the way out."""
+    """A cell cannot be started; the message is one sentence with the value and the fix."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell that parses, for ranks that this machine has. `name` is the variable that its reports go to, if any."""
+    """A valid cell for a number of ranks that this machine supports. `name` is the variable for its reports, if any."""
 
     body: str
     spec: Spec
@@ -57,7 +57,7 @@ class Cell:
 
     @classmethod
     def read(cls, line: str, body: str, machine: Machine) -> Cell:
-        """The cell of a first line, what follows `%%torchrun`, and the lines below it. Raises `CellError`."""
+        """Parses the rest of the first line after `%%torchrun`, and the lines below it. Raises `CellError`."""
         nproc, device, name = _asked(line)
         if device is None:
             device = "cuda" if len(machine.gpus) >= nproc else "cpu"
@@ -67,16 +67,16 @@ class Cell:
 
     @property
     def before(self) -> str:
-        """What the script does before the cell: the ranks meet."""
-        return _BEFORE.format(nproc=self.spec.nproc, meet=_MEET[self.spec.device])
+        """The part of the script before the cell, which initialises the process group."""
+        return _BEFORE.format(nproc=self.spec.nproc, initialise=_INITIALISE[self.spec.device])
 
     @property
     def script(self) -> str:
-        """The whole script that every rank runs."""
+        """The complete script that every rank runs."""
         return self.before + self.body.rstrip("\n") + _AFTER
 
     def in_cell(self, text: str, script: Path) -> str:
-        """`text` with the lines of `script` named as the cell's: its first, `%%torchrun`, is line 1."""
+        """Replaces references to lines of `script` in `text` by lines of the cell; `%%torchrun` is line 1."""
         first, count = self.before.count("\n"), len(self.body.splitlines())
 
         def rename(found: re.Match[str]) -> str:
@@ -88,7 +88,7 @@ class Cell:
 
     def _check(self) -> None:
         if not self.body.strip():
-            raise CellError("the cell is empty; write below its first line what every rank is to do")
+            raise CellError("the cell is empty; write the code for every rank below the first line")
         try:
             compile(self.script, "cell", "exec", dont_inherit=True)
         except SyntaxError as error:
@@ -99,13 +99,13 @@ class Cell:
 
 
 def _asked(line: str) -> tuple[int, str | None, str | None]:
-    """The number of ranks, the device and the name of a first line."""
+    """The number of ranks, the device and the variable name in the first line."""
     try:
         words = shlex.split(line)
     except ValueError as error:
-        raise CellError(f"{shown(line)} could not be read: {error}") from None
+        raise CellError(f"cannot parse {shown(line)}: {error}") from None
     if not words:
-        raise CellError("say on how many ranks: %%torchrun 4")
+        raise CellError("the number of ranks is missing, as in %%torchrun 4")
     try:
         nproc = bounds_of("nproc").read("the number of ranks", words[0])
     except ValueError as error:
@@ -113,22 +113,22 @@ def _asked(line: str) -> tuple[int, str | None, str | None]:
     given = dict(zip(words[1::2], words[2::2]))
     for option in words[1::2]:
         if option not in ("--device", "--as"):
-            raise CellError(f"{shown(option)} is not known; there is {OPTIONS}")
+            raise CellError(f"unknown option {shown(option)}; the options are {OPTIONS}")
         if option not in given:
-            raise CellError(f"{option} needs a value; there is {OPTIONS}")
+            raise CellError(f"{option} needs a value; the options are {OPTIONS}")
     device, name = given.get("--device"), given.get("--as")
     if device is not None and device not in DEVICES[1:]:
-        raise CellError(f"device {shown(device)} is not known; there is {' and '.join(DEVICES[1:])}")
+        raise CellError(f"--device must be {' or '.join(DEVICES[1:])}, got {shown(device)}")
     if name is not None and not name.isidentifier():
-        raise CellError(f"--as takes the name of a variable, and this is {shown(name)}")
+        raise CellError(f"--as must be a variable name, got {shown(name)}")
     return nproc, device, name
 
 
 def _settled(nproc: int, device: str, machine: Machine) -> Spec:
     most = len(machine.gpus) if device == "cuda" else machine.max_cpu_ranks
     if 0 < most < nproc:
-        what, why = ("GPUs", "that is all there are") if device == "cuda" else ("CPU ranks", f"for {machine.cores} cores")
-        raise CellError(f"{nproc} ranks were asked for, and {most} {what} are the most here, {why}; write %%torchrun {most}")
+        limit = f"{most} GPUs" if device == "cuda" else f"at most {most} CPU ranks ({machine.cores} cores)"
+        raise CellError(f"this machine has {limit}, got {nproc} ranks; write %%torchrun {most}")
     try:
         return Spec(script="cell.py", nproc=nproc, device=device).on(machine)
     except SpecError as error:

@@ -1,4 +1,4 @@
-"""The run of a cell: it starts once the cell before it has ended, is followed to its end, and brings its reports back."""
+"""The run of a cell: starts when the previous cell has ended, is followed to its end, and returns its reports."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from labkit.record.state import RunState
 from labkit.runs.handle import Run, prepare_after
 
 KEPT = 400  # newest lines of one stream that are shown
-_REDRAW = 0.25  # seconds between two pictures
-_LAST_WORDS = 2.0  # seconds that a run that hangs is given, so that every rank says where it stands
-_HANG = 10  # seconds without progress after which a rank is told of
+_REDRAW = 0.25  # seconds between two redraws
+_HANG_GRACE = 2.0  # seconds before a hanging run is stopped, so that every rank can report its position
+_HANG = 10  # seconds without progress after which a rank is reported
 
 
 class CellRun:
-    """One cell on its ranks. `draw` is told what is to be shown, a few times a second and only when it changed."""
+    """One cell on its ranks. `draw` is called with the output whenever it changes, at most four times per second."""
 
     def __init__(self, cell: Cell, draw: Callable[[Shown], None], before: CellRun | None = None):
         self.cell = cell
@@ -37,13 +37,13 @@ class CellRun:
 
     @property
     def over(self) -> bool:
-        """Whether it has ended, and its end is shown."""
+        """Whether the run has ended and its final output is shown."""
         return self._over.is_set()
 
     def go(self, patient: bool = True) -> None:
-        """Runs the cell to its end; who is not `patient` ends a run whose ranks hang."""
+        """Runs the cell to its end; a run whose ranks hang is stopped unless `patient`."""
         try:
-            self._wait_for_the_one_before()
+            self._wait_for_previous()
             if not self._stopped.is_set():
                 self._start()
                 self._follow(patient)
@@ -59,20 +59,20 @@ class CellRun:
             self._over.set()
 
     def stop(self) -> None:
-        """Ends the run; where it has not begun it never does."""
+        """Stops the run; one that has not started never starts."""
         self._stopped.set()
         if self.run is not None:
             self.run.stop()
 
     def stop_all(self) -> None:
-        """Ends this run, and those before it that it waits for."""
+        """Stops this run and the previous ones that it waits for."""
         before = self._before
         self.stop()
         if before is not None:
             before.stop_all()
 
     def wait(self) -> None:
-        """Waits for its end; an interrupt stops it and is raised again."""
+        """Waits for the end of the run; an interrupt stops the run and is raised again."""
         try:
             while not self._over.wait(0.2):
                 pass
@@ -80,11 +80,11 @@ class CellRun:
             self.stop()
             raise
 
-    def _wait_for_the_one_before(self) -> None:
+    def _wait_for_previous(self) -> None:
         while self._before is not None and not self._before.over and not self._stopped.wait(_REDRAW):
-            self._show(Shown("waits for the cell before to end", "waiting"))
+            self._show(Shown("waiting for the previous cell to finish", "waiting"))
         if self._stopped.is_set():
-            self._show(Shown("stopped before it began", "quiet"))
+            self._show(Shown("stopped before it started", "quiet"))
 
     def _start(self) -> None:
         spec = self.cell.spec
@@ -103,12 +103,12 @@ class CellRun:
         while not (state := self.run.state).over:
             self._show(self._shown(state))
             hangs += _REDRAW if any(one.name == "hang" for one in findings(state)) else -hangs
-            if hangs > _LAST_WORDS and not patient:
-                self.run.stop()  # nobody is there to press Stop
+            if hangs > _HANG_GRACE and not patient:
+                self.run.stop()  # headless: no one can press Stop
             time.sleep(_REDRAW)
         self._show(self._shown(state))
 
-    # ---- what is shown
+    # ---- output
 
     def _show(self, shown: Shown) -> None:
         if shown != self._drawn:
@@ -161,9 +161,10 @@ class CellRun:
             passed += tail.dropped if tail else 0
             texts[stream] = self._named("\n".join(lines))
         aside = rank in failure["collateral"]
-        fate = "failed first" if rank == failure["rank"] else f"ended with rank {failure['rank']}" if aside else ""
+        fate = f"terminated because rank {failure['rank']} failed" if aside else ""
+        fate = "failed first" if rank == failure["rank"] else fate
         if len(failure["alike"]) > 1 and rank in failure["alike"]:
-            fate = "failed in the same way"
+            fate = "failed with the same error"
         return RankOutput(rank, texts["stdout"], texts["stderr"], passed, fate, aside)
 
     def _named(self, text: str) -> str:
@@ -171,28 +172,30 @@ class CellRun:
 
 
 class Reports:
-    """What the ranks of a cell reported. `reports["name"]` is a list with one value a rank, None where a rank reported none."""
+    """The values that the ranks of a cell reported. `reports["name"]` is a list with one value per rank, None if a rank
+    reported none.
+    """
 
     def __init__(self, cell_run: CellRun):
         self._of = cell_run
 
     @property
     def run(self) -> Run:
-        """The run, once it has ended."""
+        """The run; waits for its end."""
         self._of.wait()
         if self._of.run is None:
-            raise LookupError("the cell was stopped before it began, so there is no run of it")
+            raise LookupError("the cell was stopped before it started, so it has no run")
         return self._of.run
 
     @property
     def names(self) -> list[str]:
-        """What was reported, by name; waits for the run's end, and an interrupt then stops it."""
+        """The names of the reported values; waits for the run's end, and an interrupt stops the run."""
         return columns(self.run.state.reports)
 
     def __getitem__(self, name: str) -> list[Any]:
         reports = self.run.state.reports
         if name not in columns(reports):
-            raise LookupError(f"no rank reported {name!r}; there is {', '.join(columns(reports)) or 'no report at all'}")
+            raise LookupError(f"no rank reported {name!r}; reported: {', '.join(columns(reports)) or 'nothing'}")
         return [reports.get(rank, {}).get(name) for rank in range(self._of.cell.spec.nproc)]
 
     def __repr__(self) -> str:

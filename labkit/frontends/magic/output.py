@@ -1,4 +1,4 @@
-"""What is shown of a cell's ranks at one moment, as a value; as HTML, every text escaped, and as text."""
+"""The current output of a cell's ranks as a value, which renders as HTML (all text escaped) and as text."""
 
 from __future__ import annotations
 
@@ -12,31 +12,32 @@ from labkit.figures import rank_colour
 _TONES = {"good": "#009E73", "bad": "#D55E00", "busy": "#0A86D8", "waiting": "#E69F00", "quiet": "#8C8C8C"}
 _MONO = "font:12px/1.45 var(--jp-code-font-family,monospace)"
 _BLOCK = "border:1px solid rgba(128,128,128,.35);border-left:5px solid {colour};border-radius:6px;padding:4px 10px;min-width:0"
-_LINES = f"{_MONO};max-height:20em;overflow:auto;display:flex;flex-direction:column-reverse"  # so that the newest line is in sight
+# keeps the newest line visible
+_LINES = f"{_MONO};max-height:20em;overflow:auto;display:flex;flex-direction:column-reverse"
 _PRE = f"{_MONO};margin:0;padding:0;background:none;white-space:pre-wrap;overflow-wrap:anywhere"
-_DIGITS = 6  # significant ones of a number in the table
+_DIGITS = 6  # significant digits of a number in the table
 
 
 @dataclass(frozen=True)
 class RankOutput:
-    """What one rank wrote: the newest lines of both streams, how many went by before them, and what became of the rank."""
+    """The output of one rank: the newest lines of both streams, the number of earlier lines, and how the rank ended."""
 
     rank: int
     stdout: str
     stderr: str = ""
     passed: int = 0
-    fate: str = ""  # in words: "failed first", "ended with it"
-    aside: bool = False  # whether its errors only follow from another rank's
+    fate: str = ""  # in words, such as "failed first"
+    aside: bool = False  # whether its errors are only a consequence of another rank's failure
 
     @property
     def heading(self) -> str:
-        """The rank and what became of it."""
+        """The rank and how it ended."""
         return f"rank {self.rank}" + (f" · {self.fate}" if self.fate else "")
 
 
 @dataclass(frozen=True)
 class Shown:
-    """All of it: a line about the whole, in a tone; the ranks; and what they reported, by rank."""
+    """The whole output: a title with a tone, the ranks, and their reports by rank."""
 
     title: str
     tone: str
@@ -46,11 +47,11 @@ class Shown:
 
     @property
     def _said(self) -> Sequence[RankOutput]:
-        """The ranks whose output is shown: all of them, or none where they have reported and written nothing."""
+        """The ranks whose output is shown: all of them, or none if they reported values and wrote nothing."""
         return self.ranks if not self.reports or any(one.stdout or one.stderr or one.passed for one in self.ranks) else ()
 
     def html(self) -> str:
-        """The whole as one piece of HTML that needs no style but its own."""
+        """The whole output as HTML with inline styles only."""
         dot = f'<span aria-hidden="true" style="color:{_TONES[self.tone]}">●</span>'
         hint = f'<div style="opacity:.8">{escape(self.hint)}</div>' if self.hint else ""
         head = f'<div role="status" class="labkit-cell-state">{dot} <b>{escape(self.title)}</b>{hint}</div>'
@@ -60,10 +61,10 @@ class Shown:
         return f'<div class="labkit-cell">{head}<div style="{grid}">{blocks}</div>{table}</div>'
 
     def text(self) -> str:
-        """The whole for a place that shows text alone."""
+        """The whole output as plain text."""
         parts = [self.title, self.hint]
         for one in self._said:
-            passed = f"… {one.passed:,} lines before\n" if one.passed else ""
+            passed = f"… {one.passed:,} earlier lines\n" if one.passed else ""
             said = passed + "\n".join(filter(None, (one.stdout, one.stderr)))
             parts.append(f"── {one.heading}\n{_plain(said) or '(no output)'}")
         parts.append(table_text(self.reports or {}, len(self.ranks)))
@@ -72,13 +73,13 @@ class Shown:
 
 def _block(one: RankOutput) -> str:
     colour = rank_colour(one.rank)
-    passed = f'<div style="opacity:.7">… {one.passed:,} lines before; all are in its log</div>' if one.passed else ""
+    passed = f'<div style="opacity:.7">… {one.passed:,} earlier lines are in the log</div>' if one.passed else ""
     said = f'<pre style="{_PRE}">{_clean(one.stdout)}</pre>' if one.stdout else ""
     errors = f'<pre class="labkit-cell-stderr" style="{_PRE};border-top:1px dashed {_TONES["bad"]}">{_clean(one.stderr)}</pre>'
     if not one.stderr:
         errors = ""
     elif one.aside:
-        errors = f"<details><summary>what it wrote to stderr</summary>{errors}</details>"
+        errors = f"<details><summary>stderr</summary>{errors}</details>"
     nothing = "" if said or errors or passed else '<span style="opacity:.6">(no output)</span>'
     mark = f'<span aria-hidden="true" style="color:{colour}">■</span> <b>{escape(one.heading)}</b>'
     lines = f'<div style="{_LINES}" tabindex="0"><div>{passed}{said}{errors}{nothing}</div></div>'
@@ -87,18 +88,18 @@ def _block(one: RankOutput) -> str:
 
 
 def script_html(script: str) -> str:
-    """The script that was written, in a fold."""
+    """The generated script in a collapsible section."""
     code = f'<pre style="{_PRE};padding:4px 10px">{escape(script)}</pre>'
     return f'<details class="labkit-cell-script"><summary>The script that every rank runs</summary>{code}</details>'
 
 
 def columns(reports: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """The names that any rank reported, in the order in which they came."""
+    """The names that any rank reported, in order of first occurrence."""
     return list(dict.fromkeys(name for rank in sorted(reports) for name in reports[rank]))
 
 
 def table_html(reports: Mapping[int, Mapping[str, Any]], ranks: int) -> str:
-    """The table of ranks; empty where nothing was reported."""
+    """The table of ranks as HTML; empty if nothing was reported."""
     names = columns(reports)
     if not names:
         return ""
@@ -113,7 +114,7 @@ def table_html(reports: Mapping[int, Mapping[str, Any]], ranks: int) -> str:
 
 
 def table_text(reports: Mapping[int, Mapping[str, Any]], ranks: int) -> str:
-    """The table of ranks in columns; empty where nothing was reported."""
+    """The table of ranks as aligned text; empty if nothing was reported."""
     names = columns(reports)
     if not names:
         return ""

@@ -1,4 +1,5 @@
-"""`report`: a rank brings values back. It runs in the ranks, where torch is there already, and loads nothing else."""
+"""`report`: sends values of a rank back to the notebook. It runs in the ranks and imports nothing heavy besides torch.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +10,20 @@ from typing import Any
 from labkit.common.arguments import shown
 from labkit.record.events import REPORT
 
-DEEPEST = 8  # lists in lists
-MOST = 1_000  # numbers in one value: a table of ranks is read by people
+DEEPEST = 8  # maximum nesting of lists
+MOST = 1_000  # maximum count of numbers in one value: the table of ranks is read by people
 
 
 def report(*given: Any, **values: Any) -> None:
-    """Brings this rank's values back: `report(total=x, seconds=0.2)` is two columns of the table of ranks under a `%%torchrun` cell.
+    """Reports values of this rank: `report(total=x, seconds=0.2)` adds two columns to the table of ranks below a
+    `%%torchrun` cell.
 
-    A value is a number, a text, a tensor or a list of `MOST` numbers at the most; of two reports of one name the newer counts.
-    Where no run collects them they are printed. Raises `ValueError` for a value that does not fit into a table.
+    A value is a number, a string, a tensor or a list of at most `MOST` numbers; a later report of the same name
+    replaces the value. Outside of a run the values are printed. Raises `ValueError` for a value that does not fit into
+    a table.
     """
     if given:
-        raise TypeError(f"report takes values by name, such as report(total=x); got {shown(given[0])} without a name")
+        raise TypeError(f"report takes keyword arguments, as in report(total=x), got {shown(given[0])} without a name")
     plain = {name: _plain(name, value) for name, value in values.items()}
     if not os.environ.get("LABKIT_RUN_DIR"):
         print(", ".join(f"{name} = {value}" for name, value in plain.items()))
@@ -33,18 +36,18 @@ def report(*given: Any, **values: Any) -> None:
 
 
 def _plain(name: str, value: Any, depth: int = 0) -> Any:
-    """The value as JSON has it."""
+    """The value as JSON-compatible data."""
     if depth > DEEPEST:
-        raise ValueError(f"report({name}=…) has lists in lists deeper than {DEEPEST}; report a flat list")
+        raise ValueError(f"report({name}=…) nests lists deeper than {DEEPEST} levels; report a flat list")
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if hasattr(value, "tolist") and not isinstance(value, type):  # a tensor or an array
         size = value.numel() if hasattr(value, "numel") else value.size
         if size > MOST:
-            raise ValueError(f"report({name}=…) has {size:,} numbers, and {MOST:,} are the most; report a part, a sum or its shape")
+            raise ValueError(f"report({name}=…) must have at most {MOST:,} numbers, got {size:,}; report a slice, a sum or its shape")
         return value.tolist()
     if isinstance(value, (list, tuple)):
         if len(value) > MOST:
-            raise ValueError(f"report({name}=…) has {len(value):,} values, and {MOST:,} are the most; report a part of them")
+            raise ValueError(f"report({name}=…) must have at most {MOST:,} values, got {len(value):,}; report a slice")
         return [_plain(name, one, depth + 1) for one in value]
-    raise ValueError(f"report({name}=…) was a {type(value).__name__}; a number, a text, a tensor or a list of them can be reported")
+    raise ValueError(f"report({name}=…) must be a number, a string, a tensor or a list of them, got {type(value).__name__}")

@@ -1,4 +1,4 @@
-"""The cell magic `%%torchrun`, and where its output goes: live where a person watches, at the end where nobody does."""
+"""The cell magic `%%torchrun`: displays its output live in a notebook, or at the end if headless."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ _newest: CellRun | None = None
 
 
 def register(ipython: Any) -> None:
-    """Makes `%%torchrun` known to this IPython."""
+    """Registers `%%torchrun` with this IPython."""
     ipython.register_magic_function(torchrun, "cell", "torchrun")
 
 
 def torchrun(line: str, body: str) -> None:
     """%%torchrun N [--device cpu|cuda] [--as NAME]
 
-    Runs the cell on N ranks, each a process of its own, and shows what each prints apart. There are in it already: `torch`,
-    `dist` (torch.distributed, its process group initialised), `rank`, `world_size`, `device`, `os`, `time`, and `report(name=value)`,
-    which brings values back as a table of ranks. With `--as NAME` they are kept: `NAME["total"]` is a list with one value a rank.
+    Runs the cell on N ranks, one process each, and shows the output of each rank separately. These names are
+    predefined: `torch`, `dist` (torch.distributed, with an initialised process group), `rank`, `world_size`, `device`,
+    `os`, `time`, and `report(name=value)`, which returns values as a table of ranks. With `--as NAME` they are stored
+    in a variable: `NAME["total"]` is a list with one value per rank.
 
-    The ranks take GPUs where there are enough of them, and are CPU ranks else. In a notebook the cell returns at once; the next
-    `%%torchrun` waits for it, and so does whoever reads `NAME`.
+    The ranks use GPUs if there are at least N of them, otherwise the CPU. In a notebook the cell returns immediately;
+    the next `%%torchrun` waits for it, and so does reading `NAME`.
     """
     global _newest
     try:
@@ -42,32 +43,34 @@ def torchrun(line: str, body: str) -> None:
     except CellError as error:
         raise UsageError(f"%%torchrun: {error}") from None
     watched = in_notebook() and not headless()
-    _newest = _live(cell, _newest) if watched else _to_the_end(cell)
+    _newest = _live(cell, _newest) if watched else _run_to_end(cell)
     if cell.name is not None:
         get_ipython().push({cell.name: Reports(_newest)})
 
 
-def _to_the_end(cell: Cell) -> CellRun:
-    """Runs it to its end and leaves plain output; in a notebook that nobody watches a run that hangs is ended."""
+def _run_to_end(cell: Cell) -> CellRun:
+    """Runs the cell to its end and displays static output; in a headless notebook a run that hangs is stopped."""
     newest: deque[Shown] = deque(maxlen=1)
     run = CellRun(cell, newest.append)
     try:
         run.go(patient=not in_notebook())
     finally:
         display(_bundle(newest[0]), raw=True)
-        display(_fold(cell), raw=True)
+        display(_script(cell), raw=True)
     return run
 
 
 def _live(cell: Cell, before: CellRun | None) -> CellRun:
-    """Runs it while the kernel is free. All that it writes stays in the notebook as plain HTML; only the Stop button is a widget."""
+    """Runs the cell in the background. Its output stays in the notebook as static HTML; only the Stop button is a
+    widget.
+    """
     import ipywidgets
 
-    _heed_interrupts(get_ipython().kernel)
+    _handle_interrupts(get_ipython().kernel)
     place = display(_NOTHING, raw=True, display_id=True)
-    button = ipywidgets.Button(description="■ Stop", tooltip="End the run of this cell: no process of it is left")
+    button = ipywidgets.Button(description="■ Stop", tooltip="Stop the run of this cell and all its processes")
     control = display(button, display_id=True)
-    display(_fold(cell), raw=True)
+    display(_script(cell), raw=True)
     run = CellRun(cell, lambda shown: place.update(_bundle(shown), raw=True), before)
 
     def stop() -> None:
@@ -85,8 +88,10 @@ def _live(cell: Cell, before: CellRun | None) -> CellRun:
     return run
 
 
-def _heed_interrupts(kernel: Any) -> None:
-    """Has an interrupt end the run though the kernel is idle: then ipykernel goes back to the handler that it saved, which ignores it."""
+def _handle_interrupts(kernel: Any) -> None:
+    """Makes an interrupt stop the run while the kernel is idle, by replacing the saved handler of ipykernel, which
+    ignores it.
+    """
     if hasattr(kernel, "saved_sigint_handler"):
         kernel.saved_sigint_handler = lambda number, frame: _in_thread(_newest.stop_all)
 
@@ -99,5 +104,5 @@ def _bundle(shown: Shown) -> dict[str, str]:
     return {"text/html": shown.html(), "text/plain": shown.text()}
 
 
-def _fold(cell: Cell) -> dict[str, str]:
+def _script(cell: Cell) -> dict[str, str]:
     return {"text/html": script_html(cell.script), "text/plain": ""}

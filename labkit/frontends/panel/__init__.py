@@ -1,6 +1,7 @@
-"""The panel: choose, run, watch, stop, compare, in a notebook.
+"""The panel: configure, run, watch, stop and compare training runs in a notebook.
 
-`Lab` has the choices; `show_in_notebook` is the live view of one run without them, `show_comparison_in_notebook` that of a comparison.
+`Lab` is the whole panel; `show_in_notebook` is the live view of one run, `show_comparison_in_notebook` that of a
+comparison.
 """
 
 from labkit.frontends.panel.compare import show_comparison_in_notebook

@@ -1,4 +1,6 @@
-"""What the Live tab shows above its charts until there are steps: what will run, by formula, then how far each rank is."""
+"""Above the charts of the Live tab until the first steps: the expected memory and traffic, then the start-up of each
+rank.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,14 @@ from labkit.plan.spec import Spec
 from labkit.record.startup import is_starting, table
 from labkit.record.state import RunState
 
-_REFUSED = '<div class="labkit-told"><p>These choices cannot run; the sentence above the Run button says why.</p></div>'
-_DEBOUNCE = 0.15  # seconds without another choice after which the formulas are computed
+_REFUSED = '<div class="labkit-notes"><p>This configuration cannot run; see the message above the Run button.</p></div>'
+_DEBOUNCE = 0.15  # seconds without another change after which the formulas are evaluated
 
 
 class Before:
-    """A strip that is as high as it needs to be, and gone once every rank has finished a step.
+    """A strip above the charts, hidden once every rank has finished a step.
 
-    `plan` may be called at every choice: the formulas of the last one are computed in a thread, when no other choice has
-    followed.
+    `plan` may be called on every change: only the formulas of the last configuration are evaluated, in a thread.
     """
 
     def __init__(self) -> None:
@@ -33,7 +34,7 @@ class Before:
         self._newest = 0  # of the calls
 
     def plan(self, spec: Spec | None) -> None:
-        """Shows soon what the ranks of a Spec will hold and send; None stands for choices that cannot run."""
+        """Shows the expected memory and traffic of a Spec after a short delay; None: the configuration cannot run."""
         with self._lock:
             self._newest += 1
             timer = threading.Timer(_DEBOUNCE, self._compute, (self._newest, spec))
@@ -42,14 +43,14 @@ class Before:
 
     def _compute(self, call: int, spec: Spec | None) -> None:
         if call != self._newest:
-            return  # another choice has followed, or a run has begun
+            return  # superseded by another change, or a run has started
         html = plan_html(spec) if spec else _REFUSED
         with self._lock:
             if call == self._newest:
                 self._show(html)
 
     def draw(self, state: RunState) -> None:
-        """Shows how far the ranks of a run have come, as long as they start."""
+        """Shows the start-up of each rank until the first steps."""
         with self._lock:
             self._newest += 1
             self._show(startup_html(state) if is_starting(state) else "")
@@ -61,34 +62,34 @@ class Before:
 
 
 def plan_html(spec: Spec) -> str:
-    """What each rank of a Spec will hold and send, with the words that it is by formula."""
+    """The expected memory and traffic of each rank of a Spec, labelled as computed by formula."""
     held, flows, ranks = states(spec), theory(spec), spec.processes
     what = f"{spec.strategy_row.title} · {spec.workload} on {spec.data} · {counted(ranks, 'rank')}"
-    title = f"<b>Next run, by formula</b> {escape(what)}"
+    title = f"<b>Next run (expected)</b> {escape(what)}"
     if held is None:
-        rest = f"no formula says what {spec.strategy_row.title} keeps on a rank; {_sent(flows)}"
-        return f'<div class="labkit-told"><p>{title}</p><p>{escape(rest)}</p></div>'
+        rest = f"there is no memory formula for {spec.strategy_row.title}; {_sent(flows)}"
+        return f'<div class="labkit-notes"><p>{title}</p><p>{escape(rest)}</p></div>'
     mean = size(sum(flow.theory for flow in flows) / ranks)
-    sends = "sends per step (mean)" if ranks > 1 else "sends per step"
-    head = ("rank", "parameters", "gradients", "optimizer state", "kept from step to step", sends)
+    sends = "sent per step (mean)" if ranks > 1 else "sent per step"
+    head = ("rank", "parameters", "gradients", "optimizer state", "total state", sends)
     sizes = [map(size, (one.parameters, one.gradients, one.optimizer, one.total)) for one in held]
     rows = [(str(rank), *cells, mean) for rank, cells in enumerate(sizes)]
-    note = f"Activations and buffers come on top. {_sent(flows)}"
-    return f'<div class="labkit-told"><p>{title}. {escape(note)}</p></div>{_table(head, rows)}'
+    note = f"Activations and buffers are not included. {_sent(flows)}"
+    return f'<div class="labkit-notes"><p>{title}. {escape(note)}</p></div>{_table(head, rows)}'
 
 
 def _sent(flows: Sequence[Flow]) -> str:
     """`Sent per step, all ranks: all_reduce 3.1 MiB = 2(n−1)/n · 4P per rank`."""
-    told = []
+    parts = []
     for op in dict.fromkeys(flow.op for flow in flows if flow.theory):
         same = [flow for flow in flows if flow.op == op and flow.theory]
         formula = " + ".join(dict.fromkeys(flow.formula for flow in same))
-        told.append(f"{op} {size(sum(flow.theory for flow in same))} = {formula}")
-    return f"Sent per step, all ranks: {'; '.join(told) or 'nothing'}"
+        parts.append(f"{op} {size(sum(flow.theory for flow in same))} = {formula}")
+    return f"Sent per step, all ranks: {'; '.join(parts) or 'nothing'}"
 
 
 def startup_html(state: RunState) -> str:
-    """How far each rank has come, with the seconds since the run was asked for."""
+    """The start-up milestones of each rank, with the seconds since launch."""
     head, *rows = table(state)
     return _table(head, rows)
 

@@ -1,4 +1,4 @@
-"""The live charts as a widget, and inline SVG for a front end that cannot show it."""
+"""The live charts as a widget, with inline SVG for a notebook client that cannot show widgets."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from labkit.frontends.panel.feed import Feed
 from labkit.record.state import RunState
 
 STATIC = Path(__file__).parent / "static"
-_PATIENCE = 8.0  # seconds that a page may take to say "here" before it is given plain SVG
+_PATIENCE = 8.0  # seconds to wait for a page's "here" message before plain SVG is shown
 LIVE = {name: figures.CHARTS[name] for name in figures.LIVE}
 _SVG_SECONDS = 1.0
-_SVG_POINTS = 100  # of a line: plain pictures are sent whole, each time
+_SVG_POINTS = 100  # per line: an SVG is sent whole at every update
 
 
 @lru_cache(maxsize=1)
 def _plotly() -> tuple[str, bytes]:
-    """plotly.js of the installed plotly, gzipped, and its version."""
+    """The version of the installed plotly, and its plotly.js, gzipped."""
     import plotly
     from plotly.offline import get_plotlyjs
 
@@ -36,18 +36,18 @@ def _plotly() -> tuple[str, bytes]:
 
 
 class _Page(anywidget.AnyWidget):
-    """The front end: it says "here" when it is drawn, asks for "plotly" once a page, and is "ready" for charts then."""
+    """The browser side: sends "here" when rendered, requests "plotly" once per page, then sends "ready" for charts."""
 
     _esm = (STATIC / "charts.js").read_text(encoding="utf-8")
     plotly_version = traitlets.Unicode().tag(sync=True)
 
 
 class Charts:
-    """Charts of one run, live: by name, what makes each of them from the state.
+    """Live charts of one run: a mapping from a name to the function that builds the chart from the state.
 
-    `widget` goes on screen; `draw` brings it up to the state, from any thread.
+    Display `widget`; `draw` updates it to a state, from any thread.
 
-    Who changes the state that was drawn last holds `lock` meanwhile.
+    Hold `lock` while changing the state that was drawn last.
     """
 
     def __init__(self, charts: Mapping[str, Callable[[RunState], Chart]] = LIVE) -> None:
@@ -67,7 +67,7 @@ class Charts:
         self._next_svg = 0.0
 
     def shown(self) -> None:
-        """To be called when the widget goes on screen: from now on a page is waited for."""
+        """Call this when the widget is displayed: from then on it waits for a page."""
         self._shown = time.monotonic()
         timer = threading.Timer(_PATIENCE + 0.1, lambda: self.draw(self._state, final=True))
         timer.daemon = True
@@ -80,7 +80,7 @@ class Charts:
             self.draw(state)
 
     def draw(self, state: RunState, final: bool = False) -> None:
-        """Brings the page up to `state`: new points only; the plain pictures once a second, and when `final`."""
+        """Updates the page to `state`: sends new points only. Plain SVG is updated once per second and if `final`."""
         with self.lock:
             self._state = state
             if self._ready:
@@ -96,12 +96,12 @@ class Charts:
 
     @property
     def is_plain(self) -> bool:
-        """Whether this front end is given SVG: no page has said that it is here, long after the display."""
+        """Whether plain SVG is shown because no page has sent "here" in time after the display."""
         return not self._here and self._shown is not None and time.monotonic() - self._shown > _PATIENCE
 
     def _heard(self, _, message, buffers) -> None:
-        # A page is answered in a thread: whoever reads a long run's files just now must not keep the kernel waiting.
-        answers = {"here": self._is_here, "plotly": self._send_plotly, "ready": self._tell_all, "failed": self._has_failed}
+        # Answered in a thread: a thread that holds the lock to read a long run must not block the kernel.
+        answers = {"here": self._is_here, "plotly": self._send_plotly, "ready": self._send_all, "failed": self._has_failed}
         answer = answers.get(message.get("kind"))
         if answer:
             threading.Thread(target=answer, daemon=True).start()
@@ -114,7 +114,7 @@ class Charts:
         _, packed = _plotly()
         self.page.send({"kind": "plotly"}, [packed])
 
-    def _tell_all(self) -> None:
+    def _send_all(self) -> None:
         with self.lock:
             self._ready = True
             self._feed.restart()

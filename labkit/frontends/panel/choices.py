@@ -1,4 +1,4 @@
-"""The choices: widgets made from the tables of strategies and workloads, and the Spec that they stand for."""
+"""The configuration widgets, built from the tables of strategies and workloads, and the Spec that they describe."""
 
 from __future__ import annotations
 
@@ -19,13 +19,17 @@ from labkit.training.strategies import INPUT_PIPELINE, STRATEGIES
 from labkit.training.workloads import WORKLOADS
 
 _MOST = 1_000_000_000
-_SCALING = "per rank: more ranks, more samples a step (weak scaling); in all: shared by the ranks (strong scaling)"
+_SCALING = (
+    "per rank: the global batch grows with the number of ranks (weak scaling); "
+    "global: it is split over the ranks (strong scaling)"
+)
 
 
 class Choices:
-    """Widgets for a Spec on `machine`, with `defaults` (fields of Spec) as starting choices; `on_change` is called after each change.
+    """Widgets for a Spec on `machine` with `defaults` (fields of Spec) as initial values; `on_change` is called after
+    each change.
 
-    Raises `SpecError` where the defaults cannot be meant, or ask for more ranks than the machine has.
+    Raises `SpecError` if the defaults are invalid or ask for more ranks than the machine supports.
     """
 
     def __init__(self, machine: Machine, defaults: dict[str, Any], on_change: Callable[[], None]):
@@ -33,7 +37,8 @@ class Choices:
         check_fields(defaults)
         if defaults.get("script") is not None:
             raise SpecError(
-                "script", f"the panel writes its scripts; use run({shown(defaults['script'])}) and show() for a script of your own"
+                "script",
+                f"the panel generates its scripts; for your own script use run({shown(defaults['script'])}) and show()",
             )
         start = _settled(Spec(**defaults), machine)
         kept = ("seed", "data_dir", "samples", "sample_every", "hang_after")
@@ -73,7 +78,10 @@ class Choices:
         self.nproc = ipywidgets.BoundedIntText(value=start.nproc, min=1, max=max(start.nproc, 1), description="Ranks")
         self.batch = ipywidgets.BoundedIntText(value=start.batch_size, min=1, max=_MOST, description="Batch")
         self.scaling = ipywidgets.Dropdown(
-            options=[("per rank", "weak"), ("in all", "strong")], value=start.scaling, description="Batch is", tooltip=_SCALING
+            options=[("per rank", "weak"), ("global", "strong")],
+            value=start.scaling,
+            description="Batch is",
+            tooltip=_SCALING,
         )
         self.length = ipywidgets.BoundedIntText(value=start.steps or start.epochs, min=1, max=_MOST, description="Length")
         self.unit = ipywidgets.Dropdown(options=["epochs", "steps"], value="steps" if start.steps else "epochs", description="in")
@@ -81,10 +89,10 @@ class Choices:
         self.more = ipywidgets.ToggleButton(description="Options", tooltip="Options of the strategy and the workload")
         self.more.observe(self._disclose, "value")
         self.fault = ipywidgets.Dropdown(
-            options=[("nothing", None), *((row.title, row.name) for row in FAULTS.values())],
+            options=[("none", None), *((row.title, row.name) for row in FAULTS.values())],
             value=start.fault,
-            description="goes wrong",
-            tooltip="A fault on purpose, in the real script",
+            description="Inject fault",
+            tooltip="Inject a fault into the generated script",
         )
         self.popover = ipywidgets.VBox(layout={"display": "none"})
         self._shows = ipywidgets.HTML()
@@ -110,7 +118,7 @@ class Choices:
 
     @property
     def top(self) -> ipywidgets.Box:
-        """The strategies, and on what they run."""
+        """The strategies, and the devices they run on."""
         where = _gpus(self._machine) if self._machine.gpus else _no_gpu(self._machine)
         top = ipywidgets.HBox([self.strategy, self.further, ipywidgets.HTML(f'<div class="labkit-where">{escape(where)}</div>')])
         top.add_class("labkit-top")
@@ -118,7 +126,7 @@ class Choices:
 
     @property
     def row(self) -> ipywidgets.Box:
-        """The choices under the strategy, side by side."""
+        """The other settings, in one row below the strategies."""
         sized = {self.workload: 200, self.device: 96, self.nproc: 66, self.batch: 68, self.scaling: 92, self.length: 66, self.unit: 80}
         for widget, width in (sized | {self.precision: 70}).items():
             widget.layout.width = f"{width}px"
@@ -132,11 +140,11 @@ class Choices:
 
     @property
     def chosen(self) -> str:
-        """The name of the strategy that is chosen."""
+        """The name of the selected strategy."""
         return self.further.value or self.strategy.value
 
     def spec(self) -> Spec:
-        """The Spec of the present choices, settled for the machine; `SpecError` where it cannot run."""
+        """The Spec of the current configuration, resolved for this machine. Raises `SpecError` if it cannot run."""
         return Spec(
             strategy=self.chosen,
             nproc=self.nproc.value,
@@ -149,7 +157,9 @@ class Choices:
         ).on(self._machine)
 
     def comparable(self) -> dict[str, Any]:
-        """The fields of a comparison of any strategies by the present choices: the same training, with the same global batch."""
+        """The fields of Spec that are the same for all strategies of a comparison: the same training and global batch
+        size.
+        """
         present = self.spec()
         batch = {"batch_size": present.global_batch, "scaling": "strong", "nproc": self._wanted_nproc}
         kept = {option.name: present.options[option.name] for option in WORKLOADS[present.workload].options}
@@ -160,13 +170,13 @@ class Choices:
         length = {self.unit.value: self.length.value}
         return {"workload": workload, "data": data, "device": self.device.value} | length | self._kept
 
-    # ---- keeping the choices in step with each other
+    # ---- keeping the settings consistent
 
     def _changed(self, change: dict[str, Any]) -> None:
         if self._quiet:
             return
         if change["owner"] is self.further and not change["new"]:
-            self.further.value = change["old"]  # "more" is no strategy: what was chosen stays
+            self.further.value = change["old"]  # "more" is not a strategy: keep the selection
             return
         with self._quietly():
             if change["owner"] is self.strategy:
@@ -184,15 +194,15 @@ class Choices:
         self._on_change()
 
     def _fit(self) -> None:
-        """Bounds and lists that follow from other choices."""
+        """Updates the bounds and lists that depend on other settings."""
         self.nproc.description = "GPUs" if self.device.value == "cuda" else "CPU ranks"
         self._fit_ranks()
         self._fit_precision()
         self._fit_options()
         row = STRATEGIES[self.chosen]
         sentences = (("Splits", row.splits), ("Sends", row.sends), ("Note", row.note(self.device.value)))
-        told = "".join(f"<div><b>{name}</b> {escape(text)}</div>" for name, text in sentences if text)
-        self.explanation.value = f'<div class="labkit-explanation">{told}</div>'
+        rows = "".join(f"<div><b>{name}</b> {escape(text)}</div>" for name, text in sentences if text)
+        self.explanation.value = f'<div class="labkit-explanation">{rows}</div>'
 
     def _fit_ranks(self) -> None:
         most = len(self._machine.gpus) if self.device.value == "cuda" else self._machine.max_cpu_ranks
@@ -221,7 +231,7 @@ class Choices:
         self.batch.value = self.batch.value * ranks if self.scaling.value == "strong" else max(1, self.batch.value // ranks)
 
     def _data_ranks(self) -> int:
-        """Shares of a batch; 1 where the other choices contradict the strategy."""
+        """The number of data-parallel ranks; 1 if the other settings contradict the strategy."""
         own = {option.name: self._option_values.get(option.name, option.default) for option in STRATEGIES[self.chosen].options}
         try:
             return Spec(strategy=self.chosen, workload=self.workload.value[0], nproc=self.nproc.value, options=own).data_ranks
@@ -237,9 +247,11 @@ class Choices:
             for widget in self._options.values():
                 widget.observe(self._changed, "value")
             listed = [one for heading, group in self._groups() for one in self._disclosed(heading, group)]
-            self.popover.children = [*listed, ipywidgets.HTML('<div class="labkit-heading">On purpose</div>'), self.fault, self._shows]
+            heading = ipywidgets.HTML('<div class="labkit-heading">Fault injection</div>')
+            self.popover.children = [*listed, heading, self.fault, self._shows]
         fault = FAULTS.get(self.fault.value)
-        self._shows.value = f'<div class="labkit-help">{escape(fault.shows if fault else "A fault to learn by: the script has it.")}</div>'
+        shows = fault.shows if fault else "Injects a typical fault into the generated script, so that you can study it."
+        self._shows.value = f'<div class="labkit-help">{escape(shows)}</div>'
         self.more.description = "Fault" if fault else "Options"
 
     def _groups(self) -> tuple[tuple[str, tuple[Option, ...]], ...]:
@@ -250,7 +262,7 @@ class Choices:
         return (row.title, row.options), ("All strategies", common), ("Input pipeline", pipeline), (own, workload.options)
 
     def _disclosed(self, heading: str, group: tuple[Option, ...]) -> Iterator[ipywidgets.Widget]:
-        """A heading, and each option of the group with its help."""
+        """A heading, and each option of the group with its help text."""
         if group:
             yield ipywidgets.HTML(f'<div class="labkit-heading">{escape(heading)}</div>')
         for option in group:
@@ -274,7 +286,7 @@ class Choices:
 
 
 def _settled(spec: Spec, machine: Machine) -> Spec:
-    """The starting choices on this machine; only what no widget can change or install is refused here."""
+    """The initial configuration on this machine; raises only for errors that no widget can correct."""
     try:
         return spec.on(machine)
     except SpecError as error:
@@ -305,7 +317,7 @@ def _gpus(machine: Machine) -> str:
 
 
 def _widget(option: Option, values: dict[str, Any]) -> ipywidgets.ValueWidget:
-    """The widget that fits an option's type."""
+    """A widget for the type of an option."""
     value, name = values.get(option.name, option.default), option.name
     common = {"value": value, "description": name, "tooltip": option.help}
     if option.choices:

@@ -1,4 +1,4 @@
-"""Strategies side by side: the tab that chooses and starts them, and the view of a comparison."""
+"""The Compare tab, which runs several strategies one after another, and the view of a comparison."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from labkit.runs.comparing import Comparing, plan
 from labkit.runs.notebook import headless
 from labkit.training.strategies import STRATEGIES
 
-_REDRAW = 0.5  # seconds between two pictures
-_FIRST = ("ddp", "fsdp2")  # chosen from the start
+_REDRAW = 0.5  # seconds between two redraws
+_FIRST = ("ddp", "fsdp2")  # selected initially
 _NEWEST = 100  # recorded runs in the list
 _INTRODUCTION = (
-    "Compare trains the same model with each chosen strategy, one run after another, with the same global batch. "
-    "Here you then see their time, speed-up, memory and traffic side by side; Recorded shows the same of runs that are over."
+    "Compare trains the same model with each selected strategy, one run after another, with the same global batch "
+    "size. The table then shows their time, speed-up, memory and traffic side by side. Recorded compares finished runs."
 )
-_HOW_TO_CHOOSE = "Ctrl or Shift selects several; with none selected, the newest run of each strategy that trained the same."
+_HOW_TO_CHOOSE = "Ctrl or Shift selects several. With no selection: the newest run of each strategy with the same training."
 _TONES = {"equal": "good", "reference": "quiet", "differs": "bad"}
 
 
 class ComparisonView:
-    """A comparison on screen: its table, its charts and what there is to say, drawn anew while it runs."""
+    """Shows a comparison: its table, charts and remarks, updated while it runs."""
 
     def __init__(self) -> None:
         self._html = ipywidgets.HTML()
@@ -43,7 +43,7 @@ class ComparisonView:
         self.widget = self._html
 
     def follow(self, comparing: Comparing, on_over: Callable[[], None] = lambda: None) -> threading.Thread:
-        """Shows a comparison from now on until nothing of it runs any more, in a thread that is given back."""
+        """Shows a comparison until all its runs are over, in a thread, which is returned."""
         thread = threading.Thread(target=self._watch, args=(comparing, on_over), daemon=True, name="labkit view of a comparison")
         thread.start()
         return thread
@@ -58,16 +58,16 @@ class ComparisonView:
             on_over()
 
     def show(self, rows: Sequence[Row], left_out: Mapping[str, str], first: str = "") -> None:
-        """Shows rows as they are now, below a sentence that comes `first`."""
+        """Shows the rows, with the sentence `first` above them."""
         self._html.value = (f"<p>{escape(first)}</p>" if first else "") + comparison_html(rows, left_out)
 
     def say(self, text: str) -> None:
-        """Shows a text in the place of a comparison."""
+        """Shows a text instead of a comparison."""
         self._html.value = f'<p class="labkit-empty">{escape(text)}</p>'
 
 
 def show_comparison_in_notebook(comparing: Comparing) -> None:
-    """Shows a comparison live and returns at once; where nobody watches it waits for the end and leaves plain outputs."""
+    """Shows a comparison live and returns immediately. If headless, waits for the end and displays static outputs."""
     from IPython.display import display
 
     if headless():
@@ -78,24 +78,24 @@ def show_comparison_in_notebook(comparing: Comparing) -> None:
     widget = ipywidgets.VBox([style(), view.widget])
     widget.add_class("labkit")
     display(widget)
-    kept = display({"text/html": "", "text/plain": ""}, raw=True, display_id=True)
-    view.follow(comparing, lambda: kept.update(comparison_bundle(comparing), raw=True))
+    static = display({"text/html": "", "text/plain": ""}, raw=True, display_id=True)
+    view.follow(comparing, lambda: static.update(comparison_bundle(comparing), raw=True))
 
 
 def comparison_bundle(comparing: Comparing) -> dict[str, Any]:
-    """The table and the charts as a plain output, which needs no widget, no kernel and no network.
+    """The table and the charts as a static output, which needs no widget, kernel or network.
 
-    A page that has the widget hides it: the two show the same.
+    A page that shows the widget hides it, because both show the same.
     """
-    html = f'<div class="labkit-kept">{comparison_html(comparing.rows, comparing.left_out)}</div>'
+    html = f'<div class="labkit-static">{comparison_html(comparing.rows, comparing.left_out)}</div>'
     return {"text/html": html, "text/plain": json.dumps(comparing.to_json(), indent=2)}
 
 
 class CompareTab:
-    """A checkbox for each strategy, a button, and the view.
+    """A checkbox for each strategy, the buttons, and the view.
 
-    `fields` gives those of the present choices, or raises `SpecError`; `cold` is as in `run`; `elsewhere` says
-    whether a run is under way in another tab.
+    `fields` returns the fields of Spec of the current configuration, or raises `SpecError`; `cold` is as in `run`;
+    `elsewhere` returns whether another tab is running something.
     """
 
     def __init__(self, fields: Callable[[], dict[str, Any]], elsewhere: Callable[[], bool], cold: bool = False):
@@ -105,10 +105,11 @@ class CompareTab:
             name: ipywidgets.Checkbox(value=name in (BASELINE, *_FIRST), description=row.title, indent=False, disabled=name == BASELINE)
             for name, row in STRATEGIES.items()
         }
-        self._start_button = ipywidgets.Button(description="▶ Compare", tooltip="Run the chosen strategies, one after another")
+        hint = "Run the selected strategies, one after another"
+        self._start_button = ipywidgets.Button(description="▶ Compare", tooltip=hint)
         self._start_button.on_click(lambda _: self.start())
         self._start_button.add_class("labkit-compare-run")
-        self._stop_button = ipywidgets.Button(description="■ Stop", tooltip="End the run that is under way", disabled=True)
+        self._stop_button = ipywidgets.Button(description="■ Stop", tooltip="Stop the comparison", disabled=True)
         self._stop_button.on_click(lambda _: self.stop())
         self._stop_button.add_class("labkit-compare-stop")
         self._said = ipywidgets.HTML()
@@ -123,14 +124,14 @@ class CompareTab:
         self.widget.add_class("labkit-compare")
 
     def _recorded(self) -> ipywidgets.Box:
-        """A button that opens the list of recorded runs, from which some are chosen and compared."""
-        hint = "Compare recorded runs, without running anything"
+        """A button that opens the list of recorded runs to compare."""
+        hint = "Compare recorded runs without running anything"
         self._recorded_button = ipywidgets.ToggleButton(description="Recorded", tooltip=hint)
         self._recorded_button.observe(self._disclose, "value")
         self._recorded_button.add_class("labkit-compare-recorded")
         self._list = ipywidgets.SelectMultiple(rows=9, description="Recorded runs")
-        hint = "The table and the charts of the chosen runs"
-        self._chosen_button = ipywidgets.Button(description="Compare these", tooltip=hint)
+        hint = "Show the table and charts of the selected runs"
+        self._chosen_button = ipywidgets.Button(description="Compare selected", tooltip=hint)
         self._chosen_button.on_click(lambda _: self._show_chosen())
         help_ = ipywidgets.HTML(f'<div class="labkit-help">{_HOW_TO_CHOOSE}</div>')
         below = ipywidgets.HBox([self._chosen_button, help_])
@@ -142,29 +143,29 @@ class CompareTab:
 
     @property
     def comparing(self) -> Comparing | None:
-        """The comparison that was started last."""
+        """The comparison started last, or None."""
         return self._comparing
 
     @property
     def busy(self) -> bool:
-        """Whether a comparison is under way."""
+        """Whether a comparison is running."""
         return self._comparing is not None and not self._comparing.over
 
     def refresh(self) -> None:
-        """Greys out what cannot run by the present choices; pointing at it says why."""
+        """Disables the strategies that cannot run with the current configuration; their tooltips give the reason."""
         try:
             fields = self._fields()
         except SpecError:
-            return  # the panel says it already
+            return  # the panel already shows the error
         _, left_out = plan("all", **fields)
         for name, box in self._boxes.items():
             box.disabled = name in left_out or name == BASELINE
             box.tooltip = left_out.get(name, STRATEGIES[name].splits)
 
     def start(self) -> None:
-        """Begins to compare what is checked; a sentence says why where it cannot."""
+        """Starts comparing the checked strategies, or shows why it cannot."""
         if self._elsewhere() or self.busy:
-            self._said.value = sentence_html("a run is under way; wait for its end, or stop it")
+            self._said.value = sentence_html("a run is under way; stop it or wait until it finishes")
             return
         try:
             specs, left_out = plan(
@@ -179,9 +180,9 @@ class CompareTab:
         self._view.follow(self._comparing, self._over)
 
     def opened(self) -> None:
-        """To be called when the tab comes to the front: it shows the newest comparison among the recorded runs.
+        """Call this when the tab is selected: it shows the newest comparison among the recorded runs.
 
-        Once something was compared in the tab itself, that stays.
+        A comparison started in the tab itself is not replaced.
         """
         if not self._used:
             _in_a_thread(self._show_newest)
@@ -190,7 +191,7 @@ class CompareTab:
         readable, _ = RunFolder.readable(RunFolder.all())
         folders = newest([folder for folder in readable if is_recorded(folder)])
         if folders and not self._used:
-            self._show(folders, "The newest comparison of this runs folder. ")
+            self._show(folders, "Newest comparison in this runs folder. ")
 
     def _disclose(self, change: dict[str, Any]) -> None:
         self._popover.layout.display = "" if change["new"] else "none"
@@ -204,42 +205,41 @@ class CompareTab:
         self._list.value = [path for path in chosen if path in {value for _, value in self._list.options}]
 
     def _show_chosen(self) -> None:
-        """Shows the runs that are chosen in the list; one sentence names those that cannot be read."""
+        """Shows the runs selected in the list, or names those that cannot be read."""
         self._used = True
         folders = [RunFolder(path) for path in self._list.value]
         _, unreadable = RunFolder.readable(folders)
         if not folders:
             _in_a_thread(self.show_recorded)
         elif unreadable:
-            told = "; ".join(f"{name} cannot be read: {why}" for name, why in unreadable.items())
-            self._said.value = sentence_html(told)
+            sentence = "; ".join(f"{name} cannot be read: {why}" for name, why in unreadable.items())
+            self._said.value = sentence_html(sentence)
         else:
             self._said.value = ""
             _in_a_thread(lambda: self._show(folders))
         self._recorded_button.value = False
 
     def show_recorded(self) -> None:
-        """Shows the newest recorded run of each strategy that trained the same as the newest of all; a sentence says
-        where there is none.
-        """
+        """Shows the newest recorded run of each strategy with the same training as the newest run, if there are any."""
         readable, unreadable = RunFolder.readable(RunFolder.all())
         folders = alike([folder for folder in readable if is_recorded(folder)])
         left = [f"{name} is left out: it cannot be read ({why})." for name, why in unreadable.items()]
         if not folders:
-            self._said.value = sentence_html("there is no recorded run of a strategy yet; compare some, and they are recorded")
+            sentence = "there is no recorded run of a strategy yet; select strategies and press Compare"
+            self._said.value = sentence_html(sentence)
             return
         self._said.value = ""
         self._show(folders, after=" ".join(["", *left]))
 
     def _show(self, folders: Sequence[RunFolder], before: str = "", after: str = "") -> None:
-        """Shows recorded runs, if no comparison has begun meanwhile."""
+        """Shows recorded runs, unless a comparison has started in the meantime."""
         when = recorded_words(max(folders, key=lambda run: run.name))
         found = recorded(folders)
         if not self.busy:
-            self._view.show(found, {}, f"{before}Recorded runs, nothing runs now. The newest was {when}.{after}")
+            self._view.show(found, {}, f"{before}Recorded runs; nothing is running now. The newest was {when}.{after}")
 
     def stop(self) -> None:
-        """Ends the run that is under way, and does not begin the rest; returns at once."""
+        """Stops the current run and skips the remaining ones; returns immediately."""
         self._stop_button.disabled = True
         threading.Thread(target=self._comparing.stop, daemon=True, name="labkit stop").start()
 
@@ -254,20 +254,20 @@ class CompareTab:
         self._free(True)
         try:
             self._comparing.wait(0)
-        except Exception as error:  # what kept a run from being started
+        except Exception as error:  # why a run could not be started
             self._said.value = sentence_html(str(error))
 
 
 def _in_a_thread(work: Callable[[], None]) -> None:
-    """Off the kernel's own thread: run folders are read."""
+    """Runs `work`, which reads run folders, outside the kernel's main thread."""
     threading.Thread(target=work, daemon=True, name="labkit recorded runs").start()
 
 
 def comparison_html(rows: Sequence[Row], left_out: Mapping[str, str]) -> str:
-    """The table, the charts and the sentences, every text escaped."""
+    """The table, the charts and the remarks as HTML, all text escaped."""
     said = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences(rows, left_out))
     drawn = pictures.svg(rows, beside(rows), height=169)
-    return f'{_table(rows)}<div class="labkit-plain">{drawn}</div><div class="labkit-told">{said}</div>'
+    return f'{_table(rows)}<div class="labkit-plain">{drawn}</div><div class="labkit-notes">{said}</div>'
 
 
 def _table(rows: Sequence[Row]) -> str:

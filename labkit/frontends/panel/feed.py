@@ -1,4 +1,5 @@
-"""What a page has of the charts, and so what it still lacks: the whole of a chart once, then its new points only."""
+"""Incremental chart updates: tracks what a page has received and sends each chart whole once, then only its new points.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +11,14 @@ from labkit.figures.as_plotly import numbers, parts, words
 from labkit.figures.model import Chart, Drawn, Extent
 from labkit.record.state import RunState
 
-WHOLE = 400  # points of a line when a chart is told as a whole
-CAP = 1000  # points of a line that a page holds at the most: then it is told the whole again, thinned
+WHOLE = 400  # points per line when a chart is sent whole
+CAP = 1000  # maximum points per line in a page; beyond it the chart is downsampled and sent whole again
 
 
 @dataclass
 class _Page:
-    """One chart as the page has it: by line, how many of the state's points it stands for, and how many it holds."""
+    """One chart as the page has it: per line, how many points of the state it covers and how many points it contains.
+    """
 
     drawn: Drawn
     read: list[int]
@@ -26,27 +28,27 @@ class _Page:
     y: Extent
 
     def lacks(self, chart: Chart) -> bool:
-        """Whether new points alone cannot carry the page from its picture to `chart`."""
+        """Whether `chart` must be sent whole because new points alone are not enough."""
         return chart.signature != self.drawn.chart.signature or max(self.held, default=0) >= CAP
 
 
 class Feed:
-    """Messages for the page, from one RunState after another of the same run; `restart` for another run."""
+    """Builds messages for the page from successive states of one run; call `restart` before another run."""
 
     def __init__(self, charts: Mapping[str, Callable[[RunState], Chart]]) -> None:
         self._charts = charts
         self._pages: dict[str, _Page] = {}
 
     def restart(self) -> None:
-        """The next message tells everything."""
+        """Makes the next message contain every chart whole."""
         self._pages.clear()
 
     def message(self, state: RunState) -> dict[str, Any] | None:
-        """What the page lacks; None where it lacks nothing."""
-        pieces = [piece for name, make in self._charts.items() if (piece := self._piece(name, make(state)))]
-        return {"kind": "charts", "charts": pieces} if pieces else None
+        """What has changed since the last message; None if nothing has."""
+        updates = [update for name, make in self._charts.items() if (update := self._update(name, make(state)))]
+        return {"kind": "charts", "charts": updates} if updates else None
 
-    def _piece(self, name: str, chart: Chart) -> dict[str, Any] | None:
+    def _update(self, name: str, chart: Chart) -> dict[str, Any] | None:
         page = self._pages.get(name)
         if page is None or page.lacks(chart):
             return {"name": name, "whole": self._whole(name, chart)}
@@ -56,7 +58,7 @@ class Feed:
     def _whole(self, name: str, chart: Chart) -> dict[str, Any]:
         drawn = chart.drawn(WHOLE)
         old = self._pages.get(name)
-        if old is not None and old.drawn.chart.y == chart.y:  # thinned again: what was seen stays in the picture's range
+        if old is not None and old.drawn.chart.y == chart.y:  # downsampled again: keep the range of the axes
             drawn = Drawn(chart, drawn.points, old.x.or_(drawn.x), old.y.or_(drawn.y))
         self._pages[name] = _Page(
             drawn,
@@ -71,14 +73,14 @@ class Feed:
 
 
 def _more(page: _Page, chart: Chart) -> dict[str, Any] | None:
-    """The new points of each line, as one or two, new heights of bars, and ranges that have grown."""
+    """The new points of each line (reduced to one or two), new heights of bars, and axis ranges that have grown."""
     points = []
     before = page.drawn
     for index, line in enumerate(chart.lines):
         if len(line) == page.read[index]:
             continue
         xs, ys = line.points(page.read[index], limit=1)
-        if xs[0] < page.last_x[index]:  # the rank was started anew
+        if xs[0] < page.last_x[index]:  # the rank was restarted
             xs, ys = [xs[0], *xs], [None, *ys]
         page.read[index], page.last_x[index] = len(line), xs[-1]
         page.held[index] += len(xs)

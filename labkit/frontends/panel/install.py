@@ -1,4 +1,6 @@
-"""The button that adds a missing optional package, by the same command as in a terminal: `labkit setup --with EXTRA`."""
+"""The button that installs a missing optional package with `labkit setup --with EXTRA`, the same command as in a
+terminal.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,16 @@ _REDRAW = 0.5  # seconds between two updates of the progress line
 
 
 def setup_command(extra: str) -> list[str]:
-    """The command that adds an optional extra to the environment of this kernel; what is installed keeps its version."""
+    """The command that installs an optional extra into this kernel's environment; installed packages keep their
+    versions.
+    """
     return [sys.executable, "-m", "labkit", "setup", "--with", extra]
 
 
 class Install:
-    """A button and a line of progress, on screen only while an extra is missing or being installed.
+    """A button and a progress line, visible only while an extra is missing or being installed.
 
-    `on_done` is called, in a thread of its own, when the extra can be imported by this kernel.
+    `on_done` is called in a separate thread when this kernel can import the extra.
     """
 
     def __init__(self, on_done: Callable[[], None]):
@@ -46,7 +50,7 @@ class Install:
         return self._thread is not None and self._thread.is_alive()
 
     def offer(self, extra: str | None) -> None:
-        """Shows the button for an extra, or hides it for None; while an installation runs its progress stays."""
+        """Shows the button for an extra, or hides it for None; the progress of a running installation stays visible."""
         if self.busy:
             return
         if extra != self._extra:
@@ -58,7 +62,7 @@ class Install:
             self.button.tooltip = " ".join(["python3", *setup_command(extra)[1:]])
 
     def start(self) -> None:
-        """Starts the installation and returns at once."""
+        """Starts the installation and returns immediately."""
         if self._extra is None or self.busy:
             return
         self.button.disabled = True
@@ -67,7 +71,7 @@ class Install:
         self._thread.start()
 
     def join(self, timeout: float) -> None:
-        """Waits for an installation that runs, `timeout` seconds at most."""
+        """Waits up to `timeout` seconds for a running installation."""
         if self._thread is not None:
             self._thread.join(timeout)
 
@@ -76,7 +80,7 @@ class Install:
             code = self._run(extra)
         except OSError as error:
             code, self._said = 1, str(error)
-        importlib.invalidate_caches()  # of the folders that were read before the package was there
+        importlib.invalidate_caches()  # folders were listed before the package existed
         self.button.disabled = False
         if environment.has(extra):
             self.progress.value = ""
@@ -84,7 +88,7 @@ class Install:
             self._on_done()
         elif code == 0:
             self.progress.value = sentence_html(
-                f"installed, but not for this kernel ({sys.executable}); start the lab again: python3 -m labkit lab"
+                f"installed, but not for this kernel ({sys.executable}); restart the lab: python3 -m labkit lab"
             )
         else:
             self.progress.value = sentence_html(self._said)
@@ -111,7 +115,7 @@ class Install:
         return process.returncode
 
     def _tick(self, began: float, over: threading.Event) -> None:
-        """Shows that time passes while nothing is printed."""
+        """Updates the elapsed time while nothing is printed."""
         while not over.wait(_REDRAW):
             self._show(began)
 

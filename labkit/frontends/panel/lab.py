@@ -1,4 +1,4 @@
-"""The panel: one column of choices, one row of actions, and tabs that are all pictures of the same run."""
+"""The panel: the configuration, one row of actions, and tabs that all show the same run."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from labkit.frontends.panel.charts import STATIC
 from labkit.frontends.panel.choices import Choices
 from labkit.frontends.panel.compare import CompareTab
 from labkit.frontends.panel.install import Install
-from labkit.frontends.panel.live import to_the_end
-from labkit.frontends.panel.notebook import Keepsake, leave
+from labkit.frontends.panel.live import wait_and_display
+from labkit.frontends.panel.notebook import StaticFigures, display_static
+from labkit.frontends.panel.presentation import Presentation
 from labkit.frontends.panel.recorded import Recorded, find, spec_of
-from labkit.frontends.panel.stage import Stage
 from labkit.frontends.panel.view import RunView, style
 from labkit.frontends.panel.words import sentence_html
 from labkit.launch.job import Job
@@ -38,30 +38,36 @@ from labkit.runs.handle import Run
 from labkit.runs.notebook import headless, in_notebook
 from labkit.setup.machine import Machine
 
-_RUN, _RUN_HINT = "▶ Run", "Write the script and start it under torchrun"
-_PLAY, _PLAY_HINT = "▶ Play", "Play the recorded run at its own speed"
+_RUN, _RUN_HINT = "▶ Run", "Generate the script and launch it with torchrun"
+_PLAY, _PLAY_HINT = "▶ Play", "Replay the recorded run"
 
 
 class _Command(anywidget.AnyWidget):
-    """A command, and a button that copies it."""
+    """A command with a button that copies it."""
 
     _esm = (STATIC / "command.js").read_text(encoding="utf-8")
     text = traitlets.Unicode().tag(sync=True)
 
 
 class Lab:
-    """The panel, as the last line of a cell. `defaults` are fields of Spec: `Lab(strategy="ddp", nproc=2, steps=200)`.
+    """The panel, displayed as the last line of a cell. `defaults` are fields of Spec: `Lab(strategy="ddp", nproc=2,
+    steps=200)`.
 
-    `cold` has torchrun itself start every run, where otherwise a warm server does. `stage` begins with the view for a projector.
-    `recorded` opens a recorded run, which plays at its own speed: its name or an end of it, its path, or `last`.
-    Where nobody watches (nbclient, a batch run) the cell runs the job to its end instead and leaves plain figures, or those of the
-    recorded run. Raises `SpecError` for defaults that cannot be meant here.
+    `cold` starts every run with torchrun instead of the warm server. `presentation` starts in presentation mode, for a
+    projector. `recorded` opens a recorded run for replay: its name or the end of its name, its path, or `last`.
+    If headless (nbclient, a batch run), the cell runs the job to its end and displays static figures, or those of the
+    recorded run. Raises `SpecError` for invalid defaults.
     """
 
     def __init__(
-        self, *, stage: bool = False, cold: bool = False, recorded: str | os.PathLike[str] | None = None, **defaults: Any
+        self,
+        *,
+        presentation: bool = False,
+        cold: bool = False,
+        recorded: str | os.PathLike[str] | None = None,
+        **defaults: Any,
     ):
-        check_flag("stage", stage)
+        check_flag("presentation", presentation)
         check_flag("cold", cold)
         self._cold = cold
         opened = None if recorded is None else find(recorded)
@@ -69,25 +75,25 @@ class Lab:
         self._view = RunView(self._over)
         self._recorded = Recorded(self._choose)
         self._recording: Recording | None = None
-        self._keepsake: Keepsake | None = None
+        self._static: StaticFigures | None = None
         self._run: Run | None = None
         self._starting = False
-        self._make(stage)
+        self._make(presentation)
         self._changed()
         if opened is not None:
             self._recorded.choose(str(opened.path))
 
     @property
     def spec(self) -> Spec:
-        """What Run would start now; `SpecError` where it could not."""
+        """The Spec that Run would start now. Raises `SpecError` if it cannot run."""
         return self._choices.spec()
 
     @property
     def run(self) -> Run | None:
-        """The run that was started last."""
+        """The run started last, or None."""
         return self._run
 
-    def _make(self, stage: bool) -> None:
+    def _make(self, presentation: bool) -> None:
         self._run_button = ipywidgets.Button(description=_RUN, tooltip=_RUN_HINT)
         self._run_button.on_click(lambda _: self._start())
         self._run_button.add_class("labkit-run")
@@ -101,11 +107,12 @@ class Lab:
             tabs.set_title(number, title)
         tabs.add_class("labkit-tabs")
         tabs.observe(self._turned, "selected_index")
-        actions = ipywidgets.HBox([self._run_button, view.stop_button, view.words, view.progress, Stage(on=stage)])
+        mode = Presentation(on=presentation)
+        actions = ipywidgets.HBox([self._run_button, view.stop_button, view.words, view.progress, mode])
         actions.add_class("labkit-actions")
         self._install = Install(self._changed)
         said = ipywidgets.HBox([self._batch, self._install.widget, self._command])
-        said.add_class("labkit-said")
+        said.add_class("labkit-status-row")
         row = choices.row
         row.children = (*row.children, self._recorded.which)
         self._own = (choices.top, choices.explanation, row)
@@ -119,8 +126,8 @@ class Lab:
             self._compare.opened()
 
     def _sources(self) -> ipywidgets.Box:
-        """The script, or what it changes: one at a time, as wide as the panel."""
-        which = ipywidgets.ToggleButtons(options=[("train.py", self._script), ("What changes from one device", self._diff)])
+        """The script or its diff to the single-device script, one at a time, as wide as the panel."""
+        which = ipywidgets.ToggleButtons(options=[("train.py", self._script), ("Diff to one device", self._diff)])
         which.add_class("labkit-which")
         box = ipywidgets.VBox([which, self._script])
         box.add_class("labkit-sources")
@@ -133,22 +140,22 @@ class Lab:
         from IPython.display import display
 
         if not in_notebook():
-            print("The panel needs a notebook: python3 -m labkit lab opens one.")
+            print("The panel needs a notebook; open one with: python3 -m labkit lab")
             return
         if headless():
             if self._recorded.which.value:
-                _leave_recorded(RunFolder(self._recorded.which.value))
+                _display_recorded(RunFolder(self._recorded.which.value))
                 return
             self._run = Run(Job.start(self.spec, cold=self._cold))
-            to_the_end(self._run)
+            wait_and_display(self._run)
             return
         if not self._cold:
             prepare()
         display(self._widget)
-        self._keepsake = Keepsake()
+        self._static = StaticFigures()
         self._view.shown()
 
-    # ---- what follows from a choice
+    # ---- reacting to a change of the configuration
 
     def _changed(self) -> None:
         try:
@@ -176,14 +183,14 @@ class Lab:
         self._diff.value = code.diff_html(spec)
 
     def _free(self, free: bool) -> None:
-        """Whether another run may be started, or opened."""
+        """Sets whether another run can be started or opened."""
         self._run_button.disabled = not free
         self._recorded.which.disabled = self._recorded.close_button.disabled = not free
 
     # ---- a recorded run
 
     def _choose(self, path: str) -> None:
-        """Opens a recorded run in the place of the choices, or puts them back."""
+        """Opens a recorded run instead of the configuration, or goes back to the configuration if `path` is empty."""
         if not path:
             self._recording, self._head.children = None, self._own
             self._run_button.description, self._run_button.tooltip = _RUN, _RUN_HINT
@@ -194,7 +201,7 @@ class Lab:
         threading.Thread(target=self._open, args=(RunFolder(path),), daemon=True, name="labkit recording").start()
 
     def _open(self, folder: RunFolder) -> None:
-        """Off the kernel's own thread: all of a run's events are read."""
+        """Runs outside the kernel's main thread because it reads all events of the run."""
         try:
             self._recording = self._recorded.open(folder)
             spec = spec_of(folder)
@@ -202,7 +209,7 @@ class Lab:
                 self._describe(spec)
             else:
                 self._batch.value, self._command.text = "", _text_of(folder, folder.command).strip()
-                self._diff.value = '<p class="labkit-empty">A script of one\'s own: there is none to compare it with.</p>'
+                self._diff.value = '<p class="labkit-empty">No diff: this script was not generated by the lab.</p>'
             self._script.value = code.source_html(_text_of(folder, folder.script))
             self._head.children = self._recorded.widgets
             self._run_button.description, self._run_button.tooltip = _PLAY, _PLAY_HINT
@@ -210,7 +217,7 @@ class Lab:
         except Unreadable as error:
             self._view.complain(error.args[0])
         except Exception as error:
-            self._view.complain(f"this run cannot be played: {type(error).__name__}: {error}")
+            self._view.complain(f"this run cannot be replayed: {type(error).__name__}: {error}")
         finally:
             self._free(True)
 
@@ -229,12 +236,12 @@ class Lab:
         if self._starting or self._view.busy:
             return
         if self._compare.busy:
-            self._view.complain("a comparison is under way; wait for its end, or stop it")
+            self._view.complain("a comparison is running; stop it or wait until it finishes")
             return
         try:
             spec = self.spec
         except SpecError:
-            return  # the sentence stands there already
+            return  # the error is already shown
         self._starting = True
         self._free(False)
         self._view.say("writing the script")
@@ -242,7 +249,7 @@ class Lab:
         threading.Thread(target=self._launch, args=(spec,), daemon=True, name="labkit run").start()
 
     def _launch(self, spec: Spec) -> None:
-        """Off the kernel's own thread: the kernel answers meanwhile."""
+        """Runs in a thread, so that the kernel stays responsive."""
         try:
             job = Job.start(spec, cold=self._cold)
         except Exception as error:
@@ -251,21 +258,21 @@ class Lab:
             self._free(True)
         else:
             self._view.follow(job)
-            self._run = Run(job)  # last: who sees the run can wait for its view
+            self._run = Run(job)  # set last: a caller that sees the run can wait for its view
         finally:
             self._starting = False
 
     def _over(self, name: str, state: RunState) -> None:
         self._recorded.refresh()
         self._free(True)
-        if self._keepsake is not None and not self._view.recorded:
-            self._keepsake.fill(name, state)
+        if self._static is not None and not self._view.recorded:
+            self._static.fill(name, state)
 
 
-def _leave_recorded(folder: RunFolder) -> None:
+def _display_recorded(folder: RunFolder) -> None:
     follower = Follower(folder)
     follower.poll()
-    leave(f"{folder.name} ({recorded_words(folder)})", follower.state)
+    display_static(f"{folder.name} ({recorded_words(folder)})", follower.state)
 
 
 def _text_of(folder: RunFolder, path: Path) -> str:
@@ -274,4 +281,4 @@ def _text_of(folder: RunFolder, path: Path) -> str:
     except NotPlain as error:
         return f"# not shown: {error}\n"
     except OSError:
-        return f"# {path.name} is not in the folder of this run\n"
+        return f"# {path.name} is missing from the folder of this run\n"

@@ -1,4 +1,6 @@
-"""The log view: every rank's output, new lines only, a bounded number of them in the page; searched in the whole files."""
+"""The log view: sends new lines of every rank's output to the page, which keeps a bounded number; a search reads whole
+files.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,10 @@ from labkit.frontends.panel.charts import STATIC
 from labkit.record.folder import STREAMS, RunFolder
 from labkit.record.logs import LogTail
 
-_FRESH = 1000  # lines that a page is told when it begins
-_AT_ONCE = 200  # lines of one redraw: more than that nobody reads, and the newest matter
-_FOUND = 500  # matches of a search that are shown
-_NOTHING = {"rank": "", "stream": "", "query": ""}  # of a page: all ranks, both streams, no search
+_FRESH = 1000  # lines sent to a new page
+_AT_ONCE = 200  # maximum lines per redraw; the newest are sent
+_FOUND = 500  # maximum matches shown for a search
+_NOTHING = {"rank": "", "stream": "", "query": ""}  # the default filter: all ranks, both streams, no search
 
 
 class _Page(anywidget.AnyWidget):
@@ -24,7 +26,7 @@ class _Page(anywidget.AnyWidget):
 
 
 class Logs:
-    """The output of one run's ranks. `widget` goes on screen; `draw` sends it what is new, from any thread."""
+    """The output of one run's ranks. Display `widget`; `draw` sends it the new lines, from any thread."""
 
     def __init__(self) -> None:
         self.widget = _Page()
@@ -38,7 +40,7 @@ class Logs:
         self._ready = False
 
     def restart(self, folder: RunFolder | None, nproc: int, remark: str = "") -> None:
-        """Shows another run, or none; `remark` stands beside the number of its lines."""
+        """Shows another run, or none; `remark` is shown next to the number of lines."""
         with self._lock:
             self._folder, self._remark = folder, remark
             keys = [(rank, stream) for rank in range(nproc) for stream in STREAMS] if folder else []
@@ -51,7 +53,7 @@ class Logs:
         return folder.log_tail(rank, stream, keep=_FRESH)
 
     def draw(self, over: bool = False) -> None:
-        """Reads on and sends the newest lines of what is shown; when `over`, the last line too, though it may have no end."""
+        """Reads new lines and sends the newest of those selected; if `over`, also a last line without a newline."""
         with self._lock:
             for tail in self._tails.values():
                 tail.poll()
@@ -72,12 +74,12 @@ class Logs:
         self._sent[key] = tail.count
         lines = [[*key, visible_log(text), None] for text in texts]
         if first > wanted:
-            passed = f"… {_lines(first - wanted)} of rank {key[0]} went by; all are in its file, and Search finds them"
+            passed = f"… {_lines(first - wanted)} of rank {key[0]} not shown; Search reads the whole log file"
             lines.insert(0, [None, "", passed, None])
         return lines
 
     def _begin(self) -> None:
-        """Tells the page what it is to show from now on, from the beginning."""
+        """Sends the page the lines of the current selection, from the beginning."""
         self._sent = dict.fromkeys(self._tails, 0)
         if not self._ready:
             return
@@ -95,7 +97,7 @@ class Logs:
             found = folder.search_log(rank, stream, query, _FOUND)
             lines += [[rank, stream, visible_log(text), number + 1] for number, text in found]
         more = len(lines) > _FOUND
-        return lines[:_FOUND], f"the first {_FOUND} lines found" if more else f"{_lines(len(lines))} found"
+        return lines[:_FOUND], f"first {_FOUND} matching lines" if more else f"{_lines(len(lines))} found"
 
     def _shown(self) -> list[tuple[int, str]]:
         rank, stream = self._wanted["rank"], self._wanted["stream"]
@@ -109,7 +111,7 @@ class Logs:
         self.widget.send({"kind": "lines", "lines": lines, "note": note} | more)
 
     def _heard(self, _, message, buffers) -> None:
-        if message.get("kind") == "show":  # in a thread, since a search reads whole files
+        if message.get("kind") == "show":  # in a thread, because a search reads whole files
             threading.Thread(target=self._show, args=(message,), daemon=True).start()
 
     def _show(self, message: dict[str, Any]) -> None:
@@ -120,7 +122,7 @@ class Logs:
             if folder is None or not wanted["query"]:
                 self._begin()
                 return
-        found = self._found(folder, keys, wanted["query"])  # without the lock: new lines are still read meanwhile
+        found = self._found(folder, keys, wanted["query"])  # without the lock, so that `draw` can go on
         with self._lock:
             if self._wanted is wanted:
                 self._send_fresh(*found)

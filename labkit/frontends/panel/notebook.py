@@ -1,4 +1,4 @@
-"""The notebook around the panel: what stays in it when a run has ended."""
+"""Static figures and tables, which stay in the notebook when a run is over."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from labkit.figures.tables import findings_html, ledger_html, ranks_html
 from labkit.record.state import RunState
 
 
-class Keepsake:
-    """Places in the notebook, made when a panel is displayed, that its runs' plain figures and table go to when they end.
+class StaticFigures:
+    """Two empty outputs below a panel, filled with the static figures and the table of a run when it ends.
 
-    A front end knows the places until its page is loaded again; from then on they hold what they hold, under the run's name.
+    They can be updated until the page is reloaded; after that they keep their last contents, under the run's name.
     """
 
     def __init__(self) -> None:
@@ -26,13 +26,13 @@ class Keepsake:
         self._figure, self._table = (display(blank, raw=True, display_id=True) for _ in range(2))
 
     def fill(self, name: str, state: RunState) -> None:
-        """Puts a run's figures there, which need no widget, no kernel and no network."""
+        """Shows a run's figures and table, which need no widget, kernel or network."""
         self._figure.update(figures_bundle(name, state), raw=True)
         self._table.update(table_bundle(name, state), raw=True)
 
 
-def leave(name: str, state: RunState) -> None:
-    """Displays a run's figures and table as plain outputs of the present cell."""
+def display_static(name: str, state: RunState) -> None:
+    """Displays a run's table and figures as static outputs of the current cell."""
     from IPython.display import display
 
     display(table_bundle(name, state), raw=True)
@@ -40,7 +40,7 @@ def leave(name: str, state: RunState) -> None:
 
 
 def figures_bundle(name: str, state: RunState) -> dict[str, Any]:
-    """All charts of a run, as plotly and as inline SVG: a front end takes what it can show."""
+    """All charts of a run, both as plotly and as inline SVG; the notebook client shows the format it supports."""
     sampled = any(rank.timelines for rank in state.ranks.values())
     shown = figures.NAMES if sampled else figures.LIVE
     pictures = "".join(figures.svg(name, state) for name in shown)
@@ -50,6 +50,6 @@ def figures_bundle(name: str, state: RunState) -> dict[str, Any]:
 
 
 def table_bundle(name: str, state: RunState) -> dict[str, Any]:
-    """A run's figures in words and rows."""
-    told = findings_html(findings(state)) + ranks_html(name, state) + ledger_html(ledger(state))
-    return {"text/html": told, "text/plain": json.dumps(summarise(state, name), indent=2)}
+    """A run's findings, its table of ranks and its communication ledger."""
+    html = findings_html(findings(state)) + ranks_html(name, state) + ledger_html(ledger(state))
+    return {"text/html": html, "text/plain": json.dumps(summarise(state, name), indent=2)}

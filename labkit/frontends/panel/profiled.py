@@ -1,4 +1,4 @@
-"""The tabs of sampled steps: the timeline of all ranks with its ledger, and whose the memory is."""
+"""The tabs of profiled steps: the timeline of all ranks with the communication ledger, and memory by owner."""
 
 from __future__ import annotations
 
@@ -24,15 +24,18 @@ _NEWEST = "newest"
 
 
 class _Tab:
-    """What both have: a row of actions and words, and charts below. `folder` gives the run that is shown, or None."""
+    """The part that both tabs share: a row of buttons with a message, and charts below. `folder` returns the shown run
+    or None.
+    """
 
     def __init__(self, folder: Callable[[], RunFolder | None], charts: Charts):
         self._folder, self.charts = folder, charts
-        self.live = True  # else it is a recording: nobody is there who could look at a step
+        self.live = True  # False for a recording, of which no step can be profiled
         self._state = RunState()
         self._waits_for = 0
         self._said = ipywidgets.HTML()
-        self._capture = ipywidgets.Button(description="Capture a step", tooltip="Look closely at a step that is to come", disabled=True)
+        hint = "Profile one of the next steps"
+        self._capture = ipywidgets.Button(description="Profile a step", tooltip=hint, disabled=True)
         self._capture.on_click(lambda _: self._ask())
 
     def _ask(self, snapshot: bool = False) -> None:
@@ -40,17 +43,17 @@ class _Tab:
         if folder is None or self._state.over or not self.live:
             return
         self._waits_for = ask(folder, self._state, snapshot=snapshot)
-        self._tell(f"step {self._waits_for} will be looked at")
+        self._say(f"step {self._waits_for} will be profiled")
 
-    def _tell(self, text: str) -> None:
+    def _say(self, text: str) -> None:
         self._said.value = _help(text)
 
     def _follow(self, state: RunState) -> None:
-        """What every picture begins with: the buttons as they may be pressed, and a word that was kept."""
+        """Updates the buttons, and the message when the requested step has been profiled."""
         self._state = state
         self._capture.disabled = state.over or not state.step or not self.live
         if self._waits_for and any(step >= self._waits_for for step in profiled_steps(state)):
-            self._tell(f"step {max(profiled_steps(state))} was captured")
+            self._say(f"profiled step {max(profiled_steps(state))}")
             self._waits_for = 0
 
     def _box(self, name: str, head: list[ipywidgets.Widget], *below: ipywidgets.Widget) -> ipywidgets.Box:
@@ -62,13 +65,14 @@ class _Tab:
 
 
 class TimelineTab(_Tab):
-    """One sampled step of all ranks, chosen or the newest, and what its communication should have been."""
+    """One profiled step of all ranks, selected or the newest, and its expected communication."""
 
     def __init__(self, folder: Callable[[], RunFolder | None]):
         super().__init__(folder, Charts({"timeline": lambda state: timeline(state, self._chosen())}))
         self._which = ipywidgets.Dropdown(options=[(_NEWEST, 0)], value=0, description="Step", layout={"width": "150px"})
         self._which.observe(lambda _: self.charts.draw(self._state), "value")
-        self._export = ipywidgets.Button(description="Save trace", tooltip="For ui.perfetto.dev or chrome://tracing", disabled=True)
+        hint = "Save a trace for ui.perfetto.dev or chrome://tracing"
+        self._export = ipywidgets.Button(description="Save trace", tooltip=hint, disabled=True)
         self._export.on_click(lambda _: self._save())
         self._ledger = ipywidgets.HTML()
         self._ledger.add_class("labkit-comparison")
@@ -81,10 +85,10 @@ class TimelineTab(_Tab):
         folder = self._folder()
         if folder is not None:
             write_trace(self._state, folder.trace)
-            self._tell(f"saved as {_near(folder.trace)}")
+            self._say(f"saved as {_near(folder.trace)}")
 
     def draw(self, state: RunState, final: bool = False) -> None:
-        """Brings the tab up to the state."""
+        """Updates the tab to the state."""
         self._follow(state)
         steps = profiled_steps(state)
         options = [(_NEWEST, 0), *((f"{step}", step) for step in steps)]
@@ -94,24 +98,25 @@ class TimelineTab(_Tab):
             self._which.value = chosen if chosen in steps else 0
         self._export.disabled = not steps
         self.charts.draw(state, final)
-        told = ledger_html(ledger(state))
-        if self._ledger.value != told:
-            self._ledger.value = told
+        html = ledger_html(ledger(state))
+        if self._ledger.value != html:
+            self._ledger.value = html
 
 
 class MemoryTab(_Tab):
-    """The bytes at the peak of a step by owner, per rank, and over one step."""
+    """Memory of a step at its peak, by owner and rank, and its course over one step."""
 
     def __init__(self, folder: Callable[[], RunFolder | None]):
         names = ("memory_by_owner", "memory_of_step")
         super().__init__(folder, Charts({name: figures.CHARTS[name] for name in names}))
-        self._snapshot = ipywidgets.Button(description="Memory snapshot", tooltip="For torch's own viewer", layout={"display": "none"})
+        hint = "Record a snapshot for PyTorch's memory viewer (pytorch.org/memory_viz)"
+        self._snapshot = ipywidgets.Button(description="Memory snapshot", tooltip=hint, layout={"display": "none"})
         self._snapshot.on_click(lambda _: self._ask(snapshot=True))
         self._apart = ipywidgets.HTML()
         self.widget = self._box("labkit-memory", [self._capture, self._snapshot, self._apart])
 
     def draw(self, state: RunState, final: bool = False) -> None:
-        """Brings the tab up to the state."""
+        """Updates the tab to the state."""
         self._follow(state)
         on_cuda = any(rank.device.startswith("cuda") for rank in state.ranks.values())
         self._snapshot.layout.display = "" if on_cuda else "none"
@@ -121,13 +126,16 @@ class MemoryTab(_Tab):
 
 
 def apart(state: RunState) -> str:
-    """What is no tensor of a step: on CUDA what is in use beyond what torch has reserved, else the resident memory of the processes."""
+    """Memory that no tensor explains: on CUDA what is in use beyond PyTorch's reserved memory, on the CPU the
+    processes' RSS.
+    """
     ranks = [rank for _, rank in sorted(state.ranks.items())]
     if any(rank.device.startswith("cuda") for rank in ranks):
-        told = [f"rank {rank.rank} {size(beyond(state, rank)[1])}" for rank in ranks[:8]]
-        return "In use beyond torch's reserve (CUDA's context, NCCL, other processes): " + ", ".join(told) if told else ""
-    told = [f"rank {rank} {size(count)}" for rank, count in list(resident(state).items())[:8]]
-    return "Apart from tensors, resident memory of the processes: " + ", ".join(told) if told else ""
+        sizes = [f"rank {rank.rank} {size(beyond(state, rank)[1])}" for rank in ranks[:8]]
+        prefix = "GPU memory in use beyond what PyTorch has reserved (CUDA context, NCCL, other processes): "
+        return prefix + ", ".join(sizes) if sizes else ""
+    sizes = [f"rank {rank} {size(count)}" for rank, count in list(resident(state).items())[:8]]
+    return "Resident memory (RSS) of the processes: " + ", ".join(sizes) if sizes else ""
 
 
 def _help(text: str) -> str:

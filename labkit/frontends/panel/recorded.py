@@ -1,4 +1,4 @@
-"""Recorded runs in the panel: which there are, and what stands in the place of the choices while one is open."""
+"""Recorded runs in the panel: their list, and the widgets that replace the configuration while one is open."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ _NONE = "choose …"
 
 
 class Recorded:
-    """The list of recorded runs, the speed, and what is said of the run that is open.
+    """The list of recorded runs, the replay speed, and the description of the open run.
 
-    `on_choice` is called with its path, empty for none.
+    `on_choice` is called with the path of the selected run, empty for none.
     """
 
     def __init__(self, on_choice: Callable[[str], None]):
         self._on_choice = on_choice
         self._recording: Recording | None = None
         self._listing = False
-        self.which = ipywidgets.Dropdown(options=[(_NONE, "")], description="Recorded", tooltip="Open a recorded run, and play it")
+        hint = "Open and replay a recorded run"
+        self.which = ipywidgets.Dropdown(options=[(_NONE, "")], description="Recorded", tooltip=hint)
         self.which.observe(self._chosen, "value")
         self.speed = ipywidgets.Dropdown(options=[(f"{speed:g}×", speed) for speed in _SPEEDS], value=1.0, description="Speed")
         self.speed.observe(lambda _: self._set_speed(), "value")
-        self.close_button = ipywidgets.Button(description="✕ Close", tooltip="Back to a run of your own")
+        self.close_button = ipywidgets.Button(description="✕ Close", tooltip="Back to the configuration")
         self.close_button.on_click(lambda _: self.choose(""))
         self.close_button.add_class("labkit-close")
         for widget, width in ((self.which, 170), (self.speed, 70)):
@@ -52,12 +53,12 @@ class Recorded:
         self.refresh()
 
     def refresh(self) -> None:
-        """Lists the newest runs that are over, and keeps what is chosen."""
+        """Lists the newest runs that are over, and keeps the selection."""
         there = [folder for folder in RunFolder.all()[: -_NEWEST - 1 : -1] if folder.trouble() or is_recorded(folder)]
         self._list([(_NONE, ""), *((label(folder), str(folder.path)) for folder in there)])
 
     def choose(self, path: str) -> None:
-        """Chooses a run by its path, so that `on_choice` is called; an empty path chooses none."""
+        """Selects a run by its path and calls `on_choice`; an empty path clears the selection."""
         if path not in [value for _, value in self.which.options]:
             self._list([*self.which.options, (label(RunFolder(path)), path)])
         self.which.value = path
@@ -66,7 +67,7 @@ class Recorded:
         chosen = self.which.value
         if chosen not in [path for _, path in options]:
             options.append((label(RunFolder(chosen)), chosen))
-        self._listing = True  # new options choose the first of them for a moment
+        self._listing = True  # setting the options selects the first one for a moment
         try:
             self.which.options = options
             self.which.value = chosen
@@ -78,14 +79,15 @@ class Recorded:
             self._on_choice(change["new"])
 
     def open(self, folder: RunFolder) -> Recording:
-        """A run's recording at its beginning, with its head on screen."""
+        """Opens a run's recording at its beginning and shows its description."""
         self._recording = Recording(folder, self.speed.value)
         self._title.value = (
             f'<div class="labkit-recording" role="status"><b>{escape(_what(folder))}</b> {escape(recorded_words(folder))}</div>'
         )
         self._said.value = (
-            f'<div class="labkit-explanation"><div>Nothing trains now: these are the events of run {escape(folder.name)}, each at its own '
-            "time.</div><div>Play begins where Stop left it, and at the end from the beginning.</div></div>"
+            f'<div class="labkit-explanation"><div>Replay of run {escape(folder.name)} with its recorded timing; '
+            "nothing is training now.</div>"
+            "<div>Play continues from the position where Stop paused the replay; at the end it restarts.</div></div>"
         )
         return self._recording
 
@@ -95,19 +97,19 @@ class Recorded:
 
 
 def find(name: str | os.PathLike[str]) -> RunFolder:
-    """The recorded run that `name` names, as `RunFolder.find` takes it; `SpecError` where there is none, or it is not over."""
+    """Finds a recorded run by `name` as in `RunFolder.find`. Raises `SpecError` if there is none or it is not over."""
     try:
         folder = RunFolder.find(check_path("recorded", name))
         folder.require_readable()
     except (LookupError, TypeError, ValueError) as error:
         raise SpecError("recorded", error.args[0]) from None
     if not is_recorded(folder):
-        raise SpecError("recorded", f"{folder.name} is not over yet; watch it with show({folder.name!r})")
+        raise SpecError("recorded", f"{folder.name} is still running; watch it with show({folder.name!r})")
     return folder
 
 
 def spec_of(folder: RunFolder) -> Spec | None:
-    """What was asked of a run; None if it is of a version that knew more."""
+    """The Spec of a run; None if a newer version wrote fields that are unknown here."""
     try:
         return Spec.from_json(RunFolder.read_json(folder.spec))
     except SpecError:
@@ -115,7 +117,7 @@ def spec_of(folder: RunFolder) -> Spec | None:
 
 
 def _what(folder: RunFolder) -> str:
-    """What was run: `DDP: CNN on digits, 2 ranks`."""
+    """Describes a run: `DDP: CNN on digits, 2 ranks`."""
     asked = RunFolder.read_json(folder.spec)
     strategy, workload = STRATEGIES.get(asked.get("strategy")), WORKLOADS.get(asked.get("workload"))
     what = strategy.title if strategy else Path(str(asked.get("script") or folder.name)).name
@@ -124,6 +126,7 @@ def _what(folder: RunFolder) -> str:
 
 
 def label(folder: RunFolder) -> str:
+    """A line for a list of runs: `03 Mar 14:05 · DDP · 2 ranks · finished`."""
     if why := folder.trouble():
         return visible_line(f"{folder.name} · unreadable: {why}")
     asked, status = RunFolder.read_json(folder.spec), current(folder)

@@ -1,4 +1,4 @@
-"""One run on screen: state, progress, finding, charts and logs, kept up to date by one thread that reads the run folder."""
+"""The view of one run: state, progress, finding, charts and logs, updated by one thread that reads the run folder."""
 
 from __future__ import annotations
 
@@ -22,41 +22,41 @@ from labkit.record.follow import Follower
 from labkit.record.replay import Recording
 from labkit.record.state import RunState
 
-_READ = 0.1  # seconds between two looks at the run folder
-_REDRAW = 0.25  # seconds between two pictures
-_WHOLE = "all of the recording: lines of a log have no times"
+_READ = 0.1  # seconds between two reads of the run folder
+_REDRAW = 0.25  # seconds between two redraws
+_WHOLE = "complete log: log lines have no timestamps"
 
 
 class Job(Protocol):
-    """What is followed: a run folder, and a way to end the run."""
+    """A run that can be followed: its folder, and a method that stops it."""
 
     folder: RunFolder
 
     def stop(self) -> object:
-        """Ends the run; returns when nothing of it is left."""
+        """Stops the run; returns when all its processes have ended."""
 
 
 class Source(Protocol):
-    """Where the state comes from: a `Follower` of a run folder, or a `Recording` that plays."""
+    """Provides the state: a `Follower` of a run folder, or a `Recording` that is replayed."""
 
     state: RunState
-    progress: Callable[[float], None]  # is called when reading takes long, with the share that was read
+    progress: Callable[[float], None]  # called with the fraction that has been read, if reading takes long
 
     def poll(self) -> bool:
-        """Folds in what is new."""
+        """Folds new events into the state."""
 
 
 def style() -> ipywidgets.HTML:
-    """The house's look, as a widget that shows nothing."""
-    css = "".join((STATIC / name).read_text(encoding="utf-8") for name in ("panel.css", "stage.css"))
+    """The panel's style sheet, as a hidden widget."""
+    css = "".join((STATIC / name).read_text(encoding="utf-8") for name in ("panel.css", "presentation.css"))
     return ipywidgets.HTML(f"<style>{css}</style>", layout={"display": "none"})
 
 
 class RunView:
-    """The widgets of one run at a time, for a panel to lay out. `follow` shows a run, and `play` a recorded one; `on_over` is told its
-    name and state when it is over, or stopped.
+    """The widgets of one run at a time, laid out by a panel. `follow` shows a run, `play` replays a recorded one.
 
-    Nothing here prints, and nothing that may take time is done in the kernel's own thread.
+    `on_over` is called with the run's name and state when it is over or stopped. Nothing here prints, and nothing slow
+    runs in the kernel's main thread.
     """
 
     def __init__(self, on_over: Callable[[str, RunState], None] = lambda name, state: None):
@@ -66,7 +66,8 @@ class RunView:
         self.progress = ipywidgets.HTML(progress_html(self.state))
         self.finding = ipywidgets.HTML()
         self.finding.add_class("labkit-above")
-        self._why = ipywidgets.ToggleButton(description="Why?", tooltip="Evidence, cause, fix", layout={"display": "none"})
+        hint = "Show evidence, cause and fix"
+        self._why = ipywidgets.ToggleButton(description="Why?", tooltip=hint, layout={"display": "none"})
         self._why.add_class("labkit-why")
         self._why.observe(lambda _: self._explain(), "value")
         self._diagnosis = ipywidgets.HTML(layout={"display": "none"})
@@ -81,7 +82,8 @@ class RunView:
         self.live.add_class("labkit-live")
         self.logs = Logs()
         self.timeline, self.memory = TimelineTab(self._folder), MemoryTab(self._folder)
-        self.stop_button = ipywidgets.Button(description="■ Stop", tooltip="End the run: no process of it is left", disabled=True)
+        hint = "Stop the run and all its processes"
+        self.stop_button = ipywidgets.Button(description="■ Stop", tooltip=hint, disabled=True)
         self.stop_button.on_click(lambda _: self.stop())
         self.stop_button.add_class("labkit-stop")
         self._on_over = on_over
@@ -93,7 +95,7 @@ class RunView:
         return None if self._job is None else self._job.folder
 
     def shown(self) -> None:
-        """To be called when the widgets go on screen."""
+        """Call this when the widgets are displayed."""
         for charts in self._all_charts():
             charts.shown()
 
@@ -102,24 +104,24 @@ class RunView:
 
     @property
     def recorded(self) -> bool:
-        """Whether what is shown was recorded."""
+        """Whether the view shows a recorded run."""
         return self._recorded
 
     @property
     def busy(self) -> bool:
-        """Whether a run is followed that has not ended, or one is played."""
+        """Whether the view follows an active run or replays a recorded one."""
         return self._thread is not None and self._thread.is_alive()
 
     def say(self, words: str, tone: str = "waiting") -> None:
-        """Sets the state line while there is no run to tell its own."""
+        """Sets the state line while no run sets it."""
         self.words.value = state_html(words, tone)
 
     def complain(self, sentence: str) -> None:
-        """Sets the line above the charts; empty takes it away."""
+        """Sets the message above the charts; an empty string removes it."""
         self.finding.value = sentence_html(sentence)
 
     def preview(self, spec: Spec) -> None:
-        """Shows the axes of a run that was not started yet, and what it will hold and send."""
+        """Shows empty charts for a run that has not started, and its expected memory and traffic."""
         state = RunState()
         state.apply({"kind": "spec", "spec": spec.to_json()})
         self._job, self._recorded, self._stopping = None, False, False
@@ -127,15 +129,15 @@ class RunView:
         self.plan(spec)
 
     def plan(self, spec: Spec | None) -> None:
-        """Shows what the ranks of the next run will hold and send, above whatever run is shown; None: it cannot run."""
+        """Shows the expected memory and traffic of the next run above the current view; None: it cannot run."""
         self._before.plan(spec)
 
     def follow(self, job: Job) -> None:
-        """Shows a run from now on until it is over."""
+        """Shows a run until it is over."""
         self._watch_it(job, Follower(job.folder), recorded=False)
 
     def ready(self, recording: Recording) -> None:
-        """Shows where a recorded run stands, and its logs, before it is played."""
+        """Shows the first state of a recorded run and its logs, before the replay."""
         recording.poll()
         recording.stop()
         self._job, self._recorded, self._stopping = recording, True, True
@@ -143,8 +145,8 @@ class RunView:
         self.say("recorded: ready to play", "quiet")
 
     def play(self, recording: Recording) -> None:
-        """Shows a recorded run from where it stands, at its own speed, until it is over or stopped."""
-        recording.stop()  # the time since it was shown last does not count
+        """Replays a recorded run from its current position until it is over or stopped."""
+        recording.stop()  # do not count the time since it was shown last
         self._watch_it(recording, recording, recorded=True)
 
     def _watch_it(self, job: Job, source: Source, recorded: bool) -> None:
@@ -153,12 +155,12 @@ class RunView:
         self._thread.start()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits until the run that is followed has ended and all of it is shown."""
+        """Waits until the run is over and its final state is shown."""
         if self._thread is not None:
             self._thread.join(timeout)
 
     def stop(self) -> None:
-        """Asks for the run's end, or the recording's, and returns at once."""
+        """Stops the run, or pauses the replay; returns immediately."""
         if self._job is None or self._stopping:
             return
         self._stopping = True
@@ -169,25 +171,25 @@ class RunView:
     def _end(self, job: Job) -> None:
         try:
             job.stop()
-        except Exception as error:  # whatever it was, it must be seen, and in a thread nobody else would show it
+        except Exception as error:  # show it: an exception in a thread would go unnoticed
             self._stopping = False
             self.stop_button.disabled = not self.busy
             self.complain(str(error))
 
-    # ---- the one thread that reads and draws
+    # ---- the thread that reads and draws
 
     def _watch(self, job: Job, source: Source) -> None:
         try:
             self._follow_to_the_end(job, source)
         except Exception as error:
-            self.complain(f"this view stopped following the run, which goes on: {type(error).__name__}: {error}")
+            self.complain(f"this view failed, but the run continues: {type(error).__name__}: {error}")
             raise
         finally:
             self.stop_button.disabled = True
         self._on_over(job.folder.name, self.state)
 
     def _begin(self, state: RunState, folder: RunFolder | None = None) -> None:
-        """Shows another state from now on, with the logs of its folder."""
+        """Switches to another state and the logs of its folder."""
         self.state = state
         self.timeline.live = self.memory.live = not self._recorded
         for charts in self._all_charts():
@@ -204,30 +206,31 @@ class RunView:
         due = 0.0
         while True:
             now = time.monotonic()
-            left = self._recorded and self._stopping  # a run that is stopped has still to end, a recording has not
+            left = self._recorded and self._stopping  # a replay stops immediately, a run must still terminate
             if now >= due or self.state.over or left:
                 due = now + _REDRAW
                 self._draw()
                 if self.state.over or left:
                     return
             time.sleep(_READ)
-            with self.charts.lock, self.timeline.charts.lock, self.memory.charts.lock:  # a page that is new reads the same state
+            # a new page reads the same state
+            with self.charts.lock, self.timeline.charts.lock, self.memory.charts.lock:
                 source.poll()
 
     def _explain(self) -> None:
-        """What is behind the line of the gravest finding, as long as it is asked for."""
-        told = findings_html(findings(self.state))
-        self._why.layout.display = "" if told else "none"
-        shown = bool(told) and self._why.value
+        """Shows all findings in detail while *Why?* is pressed."""
+        details = findings_html(findings(self.state))
+        self._why.layout.display = "" if details else "none"
+        shown = bool(details) and self._why.value
         self._diagnosis.layout.display = "" if shown else "none"
         if shown:
-            self._diagnosis.value = told
+            self._diagnosis.value = details
 
     def _draw(self) -> None:
         state = self.state
         if self._recorded:
-            held = " · held here" if self._stopping and not state.over else ""
-            self.say(f"recorded: {state.words}{held}", "quiet" if held else tone_of(state))
+            paused = " · paused" if self._stopping and not state.over else ""
+            self.say(f"recorded: {state.words}{paused}", "quiet" if paused else tone_of(state))
         elif state.over or not self._stopping:
             self.say(state.words, tone_of(state))
         self.progress.value = progress_html(state)

@@ -1,4 +1,4 @@
-"""The state of a run as small pieces of HTML, every text escaped."""
+"""The state of a run as short HTML fragments, all text escaped."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ _TONES = {"finished": "good", "failed": "bad", "stopped": "quiet", "ready": "qui
 
 
 def state_html(words: str, tone: str) -> str:
-    """The state in words, with a dot: `tone` is quiet, waiting, busy, good or bad. The widget around it tells a screen reader."""
+    """The state in words, with a dot: `tone` is quiet, waiting, busy, good or bad. The enclosing widget has the role
+    "status".
+    """
     text = escape(words, quote=True)
     return f'<div class="labkit-state labkit-{tone}" title="{text}"><i></i><span>{text}</span></div>'
 
 
 def tone_of(state: RunState) -> str:
-    """The tone of a run's state."""
+    """The tone (colour class) of a run's state."""
     return _TONES.get(state.status.get("state", "ready"), "waiting")
 
 
 def progress_html(state: RunState) -> str:
-    """Step i/n, a bar, and the time left or, at the end, taken."""
+    """Step i/n, a progress bar, and the time left or, at the end, the total time."""
     total, step = state.total_steps, state.step
     steps = f"step {step:,}/{total:,}" if total else f"step {step:,}"
     share = min(100.0, 100 * step / total) if total else 0.0
@@ -55,6 +57,6 @@ def finding_html(state: RunState) -> str:
 
 
 def sentence_html(text: str, fix: str = "", kind: str = "wrong") -> str:
-    """One sentence that something is wrong, or about another `kind` of finding; the tooltip shows the fix."""
+    """An error message, or one of another `kind` of finding; the tooltip adds the fix."""
     hint = escape(f"{text}\n{fix}".strip(), quote=True)
     return f'<div class="labkit-finding labkit-{kind}" role="alert" title="{hint}">{escape(text)}</div>' if text else ""

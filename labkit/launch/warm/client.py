@@ -1,7 +1,7 @@
-"""The launcher's side of a warm start: the server's own start, whether a run can start warm, and its start.
+"""The launcher's side of a warm start: starts the server, checks whether a run can start warm, and starts it.
 
-A run starts cold whenever warm could differ, and whenever the server does not answer in time; `Cold` says why. There is no warm start on
-other systems than Linux.
+A run starts cold if a warm start could behave differently or the server does not answer in time; `Cold` gives the
+reason. Warm starts exist only on Linux.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from labkit.launch.warm import wire
 from labkit.launch.warm.facts import facts
 from labkit.probe.lifetime import PARENT
 
-FORCE_COLD = "LABKIT_COLD"  # an environment variable: every run starts cold
-IDLE = 900.0  # seconds without a run after which a server ends
-ANSWER = 0.3  # seconds that a server has to answer; a run does not wait longer
+FORCE_COLD = "LABKIT_COLD"  # environment variable; if set, every run starts cold
+IDLE = 900.0  # seconds without a run after which a server exits
+ANSWER = 0.3  # timeout of a server's answer, in seconds
 _START = 20.0  # seconds to fork a supervisor on a very busy machine
 _AVAILABLE = sys.platform == "linux" and hasattr(os, "pidfd_open")
 
 
 @dataclass(frozen=True)
 class Cold:
-    """A run starts cold. `reason` is empty where that needs no explanation: it was asked for, or no server was ever started."""
+    """A run starts cold. `reason` is empty if a cold start was requested or no server was ever started."""
 
     reason: str = ""
 
 
 class Started:
-    """A supervisor that the server has forked; the part of `subprocess.Popen` that its starter needs."""
+    """A supervisor forked by the server, with the subset of `subprocess.Popen` that the launcher needs."""
 
     def __init__(self, pid: int, handle: int):
         self.pid = pid
@@ -47,7 +47,7 @@ class Started:
         self._handle = handle
 
     def wait(self) -> None:
-        """Returns when it has ended. Its exit code is the server's to know; it is taken for 0."""
+        """Returns when it has ended. Only the server knows its exit code; `returncode` is set to 0."""
         ended = select.poll()
         ended.register(self._handle, select.POLLIN)
         ended.poll()
@@ -56,13 +56,15 @@ class Started:
 
 
 class Consent:
-    """A server's word that it starts one run, if it is called upon soon."""
+    """A server's agreement to start one run soon."""
 
     def __init__(self, connection: socket.socket):
         self._connection = connection
 
     def start(self, run_dir: Path, asked: float, environment: Mapping[str, str], files: Sequence[int]) -> Started | Cold:
-        """Has the supervisor forked. `files` are its standard input, its log, and the run's standard input if it has one."""
+        """Requests the fork of the supervisor. `files` are its standard input, its log, and the run's standard input,
+        if any.
+        """
         how = wire.as_file({"run_dir": str(run_dir), "started": repr(asked), "environment": dict(environment)})
         with self._connection:
             try:
@@ -70,14 +72,16 @@ class Consent:
                 wire.send(self._connection, {"ask": "start"}, [how, *files])
                 answer, handles = wire.receive(self._connection)
             except (EOFError, OSError) as error:
-                return Cold(f"the warm server did not start it: {_in_words(error)}")
+                return Cold(f"the warm server did not start the run: {_in_words(error)}")
             finally:
                 os.close(how)
         return Started(answer["pid"], handles[0])
 
 
 def consent(environment: Mapping[str, str], folders: Sequence[str]) -> Consent | Cold:
-    """Asks the server for a start with this environment. Of `folders`, modules are imported: the working folder and the script's."""
+    """Asks the server for a warm start with this environment. `folders` are searched for modules: working folder and
+    script folder.
+    """
     if environment.get(FORCE_COLD):
         return Cold()
     connection = _connect()
@@ -91,7 +95,9 @@ def consent(environment: Mapping[str, str], folders: Sequence[str]) -> Consent |
 
 
 def about() -> dict[str, Any] | Cold:
-    """The server's `pid`, the `runs` that it has started, and for how many seconds it has been `idle`; or why there is none to ask."""
+    """The server's `pid`, the number of `runs` that it has started, and the seconds that it has been `idle`; or why it
+    is unavailable.
+    """
     connection = _connect()
     if isinstance(connection, Cold):
         return connection
@@ -100,9 +106,10 @@ def about() -> dict[str, Any] | Cold:
 
 
 def prepare() -> None:
-    """Starts a server for this process if there is none that serves it; returns at once, some seconds before the server is ready.
+    """Starts a server for this process unless a suitable one runs; returns immediately, some seconds before the server
+    is ready.
 
-    The server ends when this process has ended and no other one wants it.
+    The server exits when this process and all others that requested it have ended.
     """
     threading.Thread(target=_prepare, daemon=True, name="labkit warm server").start()
 
@@ -121,12 +128,12 @@ def _prepare() -> None:
             if isinstance(answer, Cold) or not answer["leaves"]:
                 return
             with suppress(EOFError, OSError):
-                wire.receive(connection)  # until it has left
+                wire.receive(connection)  # wait until it has exited
     _start_server(environment)
 
 
 def _start_server(environment: Mapping[str, str]) -> None:
-    """Starts a server and waits for it, so that it is no zombie when it has ended."""
+    """Starts a server and waits for it, so that it does not become a zombie."""
     address = wire.address()
     try:
         address.parent.mkdir(mode=0o700, exist_ok=True)
@@ -134,11 +141,11 @@ def _start_server(environment: Mapping[str, str]) -> None:
         flags = os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         log = os.open(address.with_suffix(".log"), flags, 0o600)
     except OSError:
-        return  # runs start cold and say why
+        return  # runs start cold and report why
     try:
         process = subprocess.Popen(
             [sys.executable, "-u", "-m", "labkit.launch.warm.server", repr(IDLE), str(os.getpid()), "." * wire.ROOM],
-            cwd=address.parent,  # where no file can stand in for a module
+            cwd=address.parent,  # a folder where no file can shadow a module
             env={wire.RESERVED: "." * wire.ROOM} | {name: value for name, value in environment.items() if name not in (TAG, PARENT)},
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -176,10 +183,10 @@ def _ask(connection: socket.socket, message: dict[str, Any]) -> dict[str, Any] |
         wire.send(connection, message)
         return wire.receive(connection)[0]
     except (EOFError, OSError) as error:
-        return Cold(f"the warm server did not answer: {_in_words(error)}")
+        return Cold(f"the warm server did not respond: {_in_words(error)}")
 
 
 def _in_words(error: Exception) -> str:
     if isinstance(error, TimeoutError):
-        return f"nothing for {ANSWER:g} s"
-    return getattr(error, "strerror", None) or str(error) or "it has ended"
+        return f"no answer within {ANSWER:g} s"
+    return getattr(error, "strerror", None) or str(error) or "the connection was closed"

@@ -1,7 +1,8 @@
-"""What a process inherits from the one that starts it, or reads while it imports: a run starts warm only where the server has the same.
+"""What a process inherits from its parent or reads while importing; a run starts warm only if the server has the same
+values.
 
-Facts are a dict of JSON values, each under the name by which a difference is reported. The server states those of its own start; those
-of a run are stated by the process that starts it.
+Facts are a dict of JSON values; the keys are the phrases in which a difference is reported. The server records its own
+facts when it starts; the facts of a run come from the process that starts it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 from labkit.setup.environment import CLONE
 
-# Environment variables that the interpreter, torch or a library that it loads reads while it starts.
+# Environment variables that the interpreter, torch or one of its libraries reads during start-up.
 _READ_EARLY = (
     *("ATEN_", "BLIS_", "C10_", "DNNL_", "GLIBC_", "GOMP_", "GOTO_", "KINETO_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_"),
     *("NPY_", "NUMEXPR_", "NUMPY_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_"),
@@ -31,19 +32,21 @@ _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 
 
 def facts(environment: Mapping[str, str]) -> dict[str, Any]:
-    """The facts of a process that this one would start now with this environment."""
+    """The facts of a process that this process would start now with this environment."""
     early = _ADDED_BY_RANKS | {name: value for name, value in environment.items() if name.startswith(_READ_EARLY)}
     variables = {f"the environment variable {name}": value for name, value in sorted(early.items())}
     return {"the version of labkit": _labkit(), "the installed packages": _packages()} | variables | _inherited()
 
 
 def difference(server: Mapping[str, Any], run: Mapping[str, Any]) -> str:
-    """The first thing that server and run do not have in common, as a phrase; empty where there is none."""
+    """The first fact in which server and run differ, as a phrase; empty if there is none."""
     return next((name for name in sorted({*server, *run}) if server.get(name) != run.get(name)), "")
 
 
 def shadowing(folders: set[str]) -> str:
-    """A file or package in one of these folders that a new process would import instead of a module that this one has loaded."""
+    """A file or package in these folders that a new process would import instead of a module loaded here; empty if
+    there is none.
+    """
     loaded = {name: module for name, module in list(sys.modules.items()) if "." not in name and name != "__main__"}
     for folder in sorted(folders):
         try:
@@ -73,7 +76,7 @@ def _same(path: Path, other: Path) -> bool:
 
 
 def _labkit() -> str:
-    """Changes with every change of labkit's code."""
+    """A hash that changes with every change of labkit's code."""
     state = hashlib.sha256()
     for folder, folders, files in os.walk(CLONE / "labkit"):
         folders[:] = sorted(name for name in folders if name != "__pycache__")
@@ -85,7 +88,7 @@ def _labkit() -> str:
 
 
 def _packages() -> list[Any]:
-    """Changes when a package is installed, upgraded or removed, torch above all."""
+    """A value that changes when a package is installed, upgraded or removed, in particular torch."""
     torch = importlib.util.find_spec("torch")
     places = [*site.getsitepackages(), site.getusersitepackages(), *([torch.origin] if torch and torch.origin else [])]
     return [sys.version, *([place, _changed(place)] for place in places)]
@@ -99,7 +102,7 @@ def _changed(place: str) -> int:
 
 
 def _inherited() -> dict[str, Any]:
-    """What a child has from its parent, past its environment."""
+    """What a child inherits from its parent besides the environment."""
     import resource  # not on Windows
 
     limits = {name: resource.getrlimit(kind) for name, kind in vars(resource).items() if name.startswith("RLIMIT_")}

@@ -1,4 +1,6 @@
-"""A forked process in the place of a started one: what `subprocess.Popen` is to a command, `Child` is to a function."""
+"""Forked processes with the interface of started ones: `Child` is to a function what `subprocess.Popen` is to a
+command.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,12 @@ from typing import NoReturn
 
 from labkit.launch.warm.fresh import Origin, redirect
 
-_LOOK = 0.005  # seconds between two looks at a process that is waited for
-_FAILED = 1  # exit code of a process that could not begin
+_LOOK = 0.005  # seconds between two polls in `wait`
+_FAILED = 1  # exit code of a process that could not start
 
 
 class Child:
-    """A child of this process, by its pid; the part of `subprocess.Popen` that its users need."""
+    """A child of this process with the subset of `subprocess.Popen` that its users need."""
 
     def __init__(self, pid: int, args: Sequence[str]):
         self.pid = pid
@@ -32,7 +34,7 @@ class Child:
         if self.returncode is None:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:  # somebody else has asked: what it was is not known
+            except ChildProcessError:  # already reaped elsewhere: the exit code is unknown
                 pid, status = self.pid, 0
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
@@ -53,11 +55,11 @@ class Child:
             os.kill(self.pid, number)
 
     def terminate(self) -> None:
-        """Asks it to end."""
+        """Sends SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Ends it."""
+        """Sends SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
@@ -73,10 +75,11 @@ def fork(
     new_session: bool = False,
     before: Callable[[], None] = lambda: None,
 ) -> Child:
-    """Forks a process that runs `program` as if `command` (python, its flags, `-m`, a module, its arguments) had started it.
+    """Forks a process that runs `program` as if started by `command` (python, its flags, `-m`, a module, its
+    arguments).
 
-    `files` become its standard input, output and errors; of the others it has only `keep`. `before` is called in the new process once it
-    has its environment, and before anything else can go wrong.
+    `files` become its standard input, output and error; all other descriptors except `keep` are closed. `before` is
+    called in the new process as soon as its environment is set.
     """
     pid = os.fork()
     if pid:
@@ -97,22 +100,22 @@ def fork(
 
 
 def has_gpu_open() -> bool:
-    """Whether this process has a GPU's device open: CUDA, once initialised, does not work in a copy of the process."""
+    """Whether this process has opened a GPU device: CUDA does not work in a forked process after initialisation."""
     for path in list(Path("/proc/self/fd").iterdir()):
-        with suppress(OSError):  # closed meanwhile
+        with suppress(OSError):  # closed in the meantime
             if str(path.readlink()).startswith("/dev/nvidia"):
                 return True
     return False
 
 
 def _path_of(module: str) -> str:
-    """The file that `python -m` names as sys.argv[0]."""
+    """The file that `python -m` passes as sys.argv[0]."""
     found = sys.modules.get(f"{module}.__main__") or sys.modules.get(module)
     return getattr(found, "__file__", None) or module
 
 
 def _run(program: Callable[[], None]) -> NoReturn:
-    """Runs a program as the interpreter does, to the exit code."""
+    """Runs a program and exits with the same exit code as the interpreter would."""
     from labkit.probe.runner import leave
 
     code = 0

@@ -1,7 +1,8 @@
-"""Makes a forked process like one that was started anew: nothing of its parent is left that the program could notice.
+"""Resets a forked process to the state of a newly started one, so that the program cannot notice its parent.
 
-The parent's objects are all still there. They are never destroyed, because the program runs on top of the parent's frames and leaves
-by `os._exit`; but those that hold a file or a socket are closed, since their numbers will be given to files of the program.
+The parent's objects still exist. They are never destroyed, because the program runs on top of the parent's frames and
+exits with `os._exit`. Objects with a file or socket are closed, because the program will reuse their descriptor
+numbers.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from labkit.launch.warm.wire import RESERVED
 
 _PR_SET_NAME = 15
 _MOST = os.sysconf("SC_OPEN_MAX")  # descriptors
-_libc = ctypes.CDLL(None)  # loaded now: after a fork nothing should be
+_libc = ctypes.CDLL(None)  # loaded now, because nothing should be loaded after a fork
 _comm = Path("/proc/self/comm")
-_registered: list[Callable[..., Any]] = []  # functions that the parent wants called at its own exit
+_registered: list[Callable[..., Any]] = []  # exit functions of the parent
 _register = atexit.register
 
 
 class Origin:
-    """What this process was like before it began to serve: what every process that is forked from it goes back to."""
+    """The state of this process before it starts serving, which every forked process restores."""
 
     def __init__(self) -> None:
         stat = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
@@ -48,10 +49,10 @@ class Origin:
         self._name = _comm.read_bytes().strip()
         self._handles_faults = faulthandler.is_enabled()
         self._handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
-        atexit.register = _note  # from here on, what is registered is this process's own
+        atexit.register = _note  # functions registered from here on belong to this process
 
     def restore(self, argv: Sequence[str], environment: Mapping[str, str], orig_argv: Sequence[str]) -> None:
-        """Gives this process arguments and an environment, and everything else as it was."""
+        """Sets the arguments and the environment of this process, and restores everything else."""
         self._restore_signals()
         if faulthandler.is_enabled() and not self._handles_faults:
             faulthandler.disable()
@@ -69,7 +70,7 @@ class Origin:
         _reseed()
 
     def set_title(self, argv: Sequence[str]) -> None:
-        """Writes a command line where `ps` reads it."""
+        """Sets the command line that `ps` shows."""
         start, end = self._arguments
         _write(start, end, " ".join(argv).encode(errors="surrogateescape")[: end - start - 2])
         ctypes.memset(end - 1, ord("."), 1)  # tells the kernel that the command line ends at its first zero
@@ -78,12 +79,12 @@ class Origin:
         signal.set_wakeup_fd(-1)
         for number, handler in self._handlers.items():
             if number not in (signal.SIGKILL, signal.SIGSTOP) and handler is not None and signal.getsignal(number) != handler:
-                with suppress(OSError, ValueError):  # those of the C library's own
+                with suppress(OSError, ValueError):  # signals reserved by the C library
                     signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
     def _update_proc(self, argv: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Writes command line, environment and name where `ps` and other processes read them."""
+        """Sets the command line, environment and name that `ps` and other processes see."""
         self.set_title(argv)
         first = {name: value for name, value in environment.items() if name.startswith("LABKIT_")}
         variables = [f"{name}={value}\0".encode(errors="surrogateescape") for name, value in (first | dict(environment)).items()]
@@ -104,7 +105,7 @@ def _write(start: int, end: int, data: bytes) -> None:
 
 
 def _reseed() -> None:
-    """What a new process draws from the system when it imports a module, and a forked one would have in common with its siblings."""
+    """Renews random state that a new process initialises on import and that forked siblings would otherwise share."""
     random.seed()
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
@@ -118,9 +119,12 @@ def _reseed() -> None:
 
 
 def redirect(stdin: int, stdout: int, stderr: int, keep: Sequence[int] = ()) -> None:
-    """Makes three open files the standard ones and closes all others but `keep`, also in the objects that hold them."""
+    """Installs three open files as standard streams and closes all other descriptors except `keep`, including their
+    objects.
+    """
     kept = {0, 1, 2, *keep}
-    given = [os.dup(file) for file in (stdin, stdout, stderr)]  # first all, because one may be in another's place
+    # duplicate all first, because they may have the numbers 0 to 2
+    given = [os.dup(file) for file in (stdin, stdout, stderr)]
     for thing in gc.get_objects():
         kind = type(thing)
         if issubclass(kind, socket.socket):
@@ -141,7 +145,7 @@ def redirect(stdin: int, stdout: int, stderr: int, keep: Sequence[int] = ()) -> 
 
 
 def _stream(number: int, name: str, like: io.TextIOWrapper) -> io.TextIOWrapper:
-    """A standard stream as `python -u` makes it."""
+    """A standard stream as `python -u` creates it."""
     raw = io.FileIO(number, "w" if number else "r", closefd=False)
     raw.name = name
     buffer = raw if number else io.BufferedReader(raw)

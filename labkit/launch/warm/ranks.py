@@ -1,4 +1,4 @@
-"""The processes of a run, each forked from the one above it: supervisor, torchrun's own agent, ranks."""
+"""The processes of a warm run, each forked from its parent: supervisor, torchrun's own agent, ranks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from labkit.launch.warm.fork import Child, fork, has_gpu_open
 from labkit.launch.warm.fresh import Origin
 from labkit.probe import __main__ as probe
 
-_PROBE = ("-u", "-m", "labkit.probe")  # how torchrun begins the command of a rank, after the interpreter
-_start_process = SubprocessHandler._popen  # private: it is all of torchrun that is replaced
+_PROBE = ("-u", "-m", "labkit.probe")  # the command of a rank after the interpreter
+_start_process = SubprocessHandler._popen  # private; the only part of torchrun that is replaced
 
 
 def fork_supervisor(
     origin: Origin, run_dir: str, started: str, environment: Mapping[str, str], lifeline: int, log: int, stdin: int | None = None
 ) -> Child:
-    """Forks the supervisor of a run. `stdin` is what the ranks read; without it that is empty."""
+    """Forks the supervisor of a run. `stdin` becomes the standard input of the ranks (default: empty)."""
     passed = () if stdin is None else (stdin,)
     command = (sys.executable, "-m", supervisor.__name__, run_dir, started, *map(str, passed))
 
@@ -37,7 +37,7 @@ def fork_supervisor(
 def _fork_agent(
     origin: Origin, command: Sequence[str], *, cwd: str, stdin: int, stdout: IO[bytes], stderr: IO[bytes], preexec_fn: Callable[[], None]
 ) -> Child | subprocess.Popen:
-    """Forks torchrun's agent; the arguments are those of `subprocess.Popen`, which starts any other command."""
+    """Forks torchrun's agent. Takes the arguments of `subprocess.Popen`, which starts any other command."""
     if command[:1] != [sys.executable] or torch.distributed.run.__name__ not in command:
         return subprocess.Popen(command, cwd=cwd, stdin=stdin, stdout=stdout, stderr=stderr, preexec_fn=preexec_fn)
     files = stdout.fileno(), stderr.fileno()

@@ -1,9 +1,10 @@
-"""The warm server: imports what ranks import, and then waits, with one thread and without CUDA, for runs to fork.
+"""The warm server: imports the modules of a rank, then waits with one thread and without CUDA for runs to fork.
 
-`python -u -m labkit.launch.warm.server IDLE_SECONDS PID`. It ends when every process that wanted it has ended, of which PID is the first,
-after so many seconds without a run, and when another server takes its place. A run takes two messages: the first asks whether it can start
-warm, and only a starter that has heard yes in time sends the second, which counts only while the starter waits for the answer. So a
-server that was halted for a while starts nothing that was started cold meanwhile.
+`python -u -m labkit.launch.warm.server IDLE_SECONDS PID`. The server exits when all processes that requested it have
+ended (PID is the first), after IDLE_SECONDS without a run, and when another server replaces it. A run needs two
+messages: the first asks whether it can start warm; the launcher sends the second only if the answer arrives in time,
+and it is valid only while the launcher waits. A server that was suspended for a while therefore never starts a run that
+has been started cold in the meantime.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ _IMPORTS = (
     *("labkit.launch.supervisor", "labkit.launch.watch", "labkit.launch.warm.ranks", "labkit.probe.__main__", "labkit.probe.runner"),
     *("labkit.probe.hooks", "labkit.probe.loopback", "labkit.probe.position", "labkit.probe.waiting"),
 )
-_LOOK = 1.0  # seconds between two looks at those who want the server
+_LOOK = 1.0  # seconds between two checks of the processes that requested the server
 
 
 class Server:
-    """The server's state. `serve` returns when it is not wanted any more."""
+    """The server's state. `serve` returns when the server is no longer needed."""
 
     def __init__(self, listener: socket.socket, idle: float, own: dict[str, Any], origin: Origin):
         self._facts = own
@@ -52,7 +53,7 @@ class Server:
         self._selector.register(_wake_on_child(), selectors.EVENT_READ, _reap)
 
     def serve(self) -> None:
-        """Answers until nobody wants the server, or nobody has used it for long enough."""
+        """Answers messages until no process needs the server, or it has been idle for too long."""
         while not self._over and time.monotonic() - self._used < self._idle:
             for key, _ in self._selector.select(_LOOK):
                 key.data(key.fileobj)
@@ -60,8 +61,8 @@ class Server:
             self._over |= not self._wanted_by
 
     def want(self, pid: int) -> None:
-        """Notes that a process wants the server to stay."""
-        if who := lifetime.identity(pid):  # else it has ended already
+        """Registers a process that needs the server."""
+        if who := lifetime.identity(pid):  # else it has already ended
             self._wanted_by[pid] = who
 
     def _accept(self, listener: socket.socket) -> None:
@@ -69,7 +70,7 @@ class Server:
         self._selector.register(connection, selectors.EVENT_READ, self._hear)
 
     def _hear(self, connection: socket.socket) -> None:
-        """Answers one message; a connection that ends, or says what is no message, is closed."""
+        """Answers one message; closes a connection that ends or sends an invalid message."""
         files: list[int] = []
         try:
             pid = wire.peer(connection)
@@ -93,7 +94,7 @@ class Server:
         return {"pid": os.getpid(), "runs": self._runs, "idle": round(time.monotonic() - self._used, 1)}
 
     def _want(self, pid: int, message: dict[str, Any], *_: Any) -> dict[str, Any]:
-        """Stays for one more process if that would start a server just like this one; says what would be different."""
+        """Registers the process if its facts match this server; returns the difference otherwise."""
         differs = facts.difference(self._facts, message["facts"])
         if not differs:
             self.want(pid)
@@ -101,26 +102,28 @@ class Server:
         return {"differs": differs}
 
     def _replace(self, pid: int, *_: Any) -> dict[str, Any]:
-        """Makes room for another server if nobody but the process that asks wants this one."""
+        """Exits in favour of another server if no other process needs this one."""
         self._over = self._over or set(self._wanted_by) <= {pid}
         return {"leaves": self._over}
 
     def _consent(self, pid: int, message: dict[str, Any], connection: socket.socket) -> dict[str, Any]:
-        """Whether a run can start warm; empty if it can, and otherwise why not."""
+        """Whether a run can start warm: empty if it can, otherwise the reason."""
         if differs := facts.difference(self._facts, message["facts"]):
             return {"cold": f"the warm server differs in {differs}"}
         if shadow := facts.shadowing(set(message["folders"])):
-            return {"cold": f"the warm server has loaded another module of that name than {shadow}"}
+            return {"cold": f"the warm server has already imported a different module than {shadow}"}
         self._granted.add(connection)
         return {"cold": ""}
 
     def _start(self, connection: socket.socket, files: list[int]) -> Child:
-        """Forks a supervisor. The files are its arguments, its standard input, its log, and the run's standard input, if it has one."""
+        """Forks a supervisor. The files are its arguments, its standard input, its log, and the run's standard input,
+        if any.
+        """
         from labkit.launch.warm.ranks import fork_supervisor
 
         self._granted.remove(connection)
         if wire.is_closed(connection):
-            raise EOFError  # this process was halted meanwhile, and the run has started cold
+            raise EOFError  # this process was suspended, and the run has started cold
         self._runs += 1
         self._used = time.monotonic()
         how = wire.from_file(os.dup(files[0]))
@@ -128,7 +131,7 @@ class Server:
 
 
 def _wake_on_child() -> int:
-    """A descriptor that can be read when a child has ended."""
+    """A descriptor that becomes readable when a child has ended."""
     read, write = os.pipe()
     os.set_blocking(write, False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
@@ -144,7 +147,7 @@ def _reap(wakes: int) -> None:
 
 
 def main(idle: str, wanted_by: str) -> None:
-    """Serves unless this user has a server already. `wanted_by` is the pid of the process that wants it."""
+    """Serves unless this user already has a server. `wanted_by` is the pid of the process that requested it."""
     address = wire.address()
     address.parent.mkdir(mode=0o700, exist_ok=True)
     wire.check_folder(address.parent)
@@ -153,17 +156,18 @@ def main(idle: str, wanted_by: str) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a notebook's kernel ignores it, and so would all that is forked here
+    # a notebook kernel ignores SIGINT, and forked processes would inherit that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
-    own = facts.facts(os.environ)  # before what is imported changes the environment
+    own = facts.facts(os.environ)  # before the imports change the environment
     for name in _IMPORTS:
         importlib.import_module(name)
     threads = len(list(Path("/proc/self/task").iterdir()))
     if threads != 1:
-        sys.exit(f"a warm server must have one thread, and what it imported started {threads - 1} more")
+        sys.exit(f"a warm server must have one thread, but its imports started {threads - 1} more")
     if has_gpu_open():
-        sys.exit("a warm server must not touch a GPU, and what it imported has")
+        sys.exit("a warm server must not open a GPU, but its imports did")
     origin = Origin()
     origin.set_title([sys.executable, "-m", "labkit.launch.warm.server"])
     gc.collect()
@@ -176,7 +180,7 @@ def main(idle: str, wanted_by: str) -> None:
         server.want(int(wanted_by))
         server.serve()
         address.unlink(missing_ok=True)
-        os.close(lock)  # before those who wait for the end hear of it: another server may begin now
+        os.close(lock)  # before waiting clients notice the exit: from now on another server may start
 
 
 if __name__ == "__main__":

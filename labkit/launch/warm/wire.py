@@ -1,4 +1,4 @@
-"""Messages over a Unix socket: one JSON object each, and open files with it. Only this user's processes are spoken to."""
+"""Messages over a Unix socket: one JSON object each, with open files. Connections of other users are rejected."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from typing import Any
 
 from labkit.setup.environment import CLONE
 
-RESERVED = "LABKIT_RESERVED"  # a variable of the server whose room in memory takes the environment of what is forked from it, for `ps`
-ROOM = 1 << 15  # bytes of it, and of an argument that serves for the command
-_MESSAGE = 1 << 16  # bytes of a message; what may be longer, such as an environment, travels as an open file
+RESERVED = "LABKIT_RESERVED"  # placeholder variable whose memory holds the environment of forked processes, for `ps`
+ROOM = 1 << 15  # its size in bytes, and that of the placeholder argument for the command line
+_MESSAGE = 1 << 16  # maximum bytes of a message; longer data, such as an environment, is passed as an open file
 _MOST_FILES = 8
 _PEER = struct.Struct("3i")  # pid, uid and gid of SO_PEERCRED
 
 
 class NotOurs(OSError):
-    """The socket, its folder, or the process at its other end is another user's."""
+    """The socket, its folder, or the peer process belongs to another user."""
 
 
 def address() -> Path:
@@ -34,32 +34,36 @@ def address() -> Path:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises `NotOurs` unless this is a folder of this user's that nobody else may enter, and `FileNotFoundError` without one."""
+    """Raises `NotOurs` unless only this user owns and can enter the folder, and `FileNotFoundError` if it does not
+    exist.
+    """
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise NotOurs(f"{folder} is not a folder that only this user may enter")
+        raise NotOurs(f"{folder} must be a folder of this user with mode 0700")
 
 
 def endpoint() -> socket.socket:
-    """A socket that keeps messages apart."""
+    """A socket that preserves message boundaries."""
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def peer(connection: socket.socket) -> int:
-    """The pid of the process at the other end. Raises `NotOurs` if it is another user's."""
+    """The pid of the peer process. Raises `NotOurs` if it belongs to another user."""
     pid, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     if uid != os.getuid():
-        raise NotOurs(f"process {pid} is another user's")
+        raise NotOurs(f"process {pid} belongs to another user")
     return pid
 
 
 def send(connection: socket.socket, message: dict[str, Any], files: Sequence[int] = ()) -> None:
-    """Sends one message with open files. Raises `OSError` where nobody takes it."""
+    """Sends one message with open files. Raises `OSError` if the peer is gone."""
     socket.send_fds(connection, [json.dumps(message).encode()], files, socket.MSG_NOSIGNAL)
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """The next message, and its files, which the caller closes. Raises `EOFError` at the end, `OSError` for what is no message."""
+    """The next message and its files, which the caller must close. Raises `EOFError` at the end, `OSError` for an
+    invalid message.
+    """
     data, files, flags, _ = socket.recv_fds(connection, _MESSAGE, _MOST_FILES)
     if not data and not files:
         raise EOFError
@@ -71,11 +75,11 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     except ValueError:
         for file in files:
             os.close(file)
-        raise OSError("what came is no message") from None
+        raise OSError("invalid message") from None
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Whether the other end was closed, after everything that it sent was received."""
+    """Whether the peer has closed the connection and everything that it sent was received."""
     try:
         return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
@@ -83,7 +87,7 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 def as_file(value: Any) -> int:
-    """An open file in memory with a value as JSON."""
+    """An in-memory file that contains a value as JSON."""
     file = os.memfd_create("labkit", os.MFD_CLOEXEC)
     with open(os.dup(file), "w", encoding="ascii") as text:
         json.dump(value, text)
@@ -91,7 +95,7 @@ def as_file(value: Any) -> int:
 
 
 def from_file(file: int) -> Any:
-    """What `as_file` wrote; the file is closed."""
+    """Reads the value that `as_file` wrote and closes the file."""
     with open(file, encoding="ascii") as text:
         text.seek(0)
         return json.load(text)

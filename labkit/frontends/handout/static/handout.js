@@ -1,16 +1,17 @@
-// The page's program: plotly is unpacked after the text is there, figures are drawn as they come near, and for paper all of them.
+// The page's script: unpacks plotly after the text is shown, draws figures when they are near the viewport, and all of
+// them for print.
 "use strict";
 (() => {
   const root = document.documentElement;
-  const PAPER = 680; // px: what both A4 and Letter have between their margins
-  const HALF = 332; // of two side by side
-  const ROOM = 640; // of a picture that has many parts
+  const PAPER = 680; // px: the width between the margins of A4 and Letter
+  const HALF = 332; // px: two figures side by side
+  const MIN_WIDTH = 640; // px of a figure with many parts
   const INK = "%INK%";
   const GRID = "%GRID%";
-  const CLEAR = "rgba(0,0,0,0)"; // the ground of a figure that paints none
+  const CLEAR = "rgba(0,0,0,0)"; // the background of a figure without one
   const NOTE = "</b><span";
 
-  // ---- light and dark: as the system is, until a person chooses
+  // ---- light and dark: as the system is set, until the user chooses
 
   const button = document.getElementById("theme");
   const system = matchMedia("(prefers-color-scheme: dark)");
@@ -19,7 +20,7 @@
     try {
       localStorage.setItem("labkit-theme", theme);
     } catch {
-      // a browser that keeps nothing for files: the choice holds until the page is closed
+      // no storage for local files: the choice lasts until the page is closed
     }
   };
   const say = () => {
@@ -55,7 +56,8 @@
 
   function theme() {
     const style = getComputedStyle(document.body);
-    return { ink: style.color, grid: style.columnRuleColor }; // a colour that was computed, which a variable is not
+    // computed colours, because CSS variables are not resolved
+    return { ink: style.color, grid: style.columnRuleColor };
   }
 
   const drawn = new Set();
@@ -71,11 +73,11 @@
     }
 
     draw(width = this.place.clientWidth, ink = theme()) {
-      if (!width) return; // in a fold that is closed
+      if (!width) return; // in a closed section
       const text = this.source.replaceAll(JSON.stringify(INK), JSON.stringify(ink.ink)).replaceAll(JSON.stringify(GRID), JSON.stringify(ink.grid));
       const { data, layout = {}, frames } = JSON.parse(text);
       const plain = layout.template?.layout?.paper_bgcolor ? {} : { paper_bgcolor: CLEAR, plot_bgcolor: CLEAR, font: { color: ink.ink } };
-      const shown = this.place.closest(".charts") ? width : Math.max(width, room(layout));
+      const shown = this.place.closest(".charts") ? width : Math.max(width, minWidth(layout));
       const fitted = { ...plain, ...layout, font: { ...plain.font, ...layout.font }, width: shown, height: layout.height || 450, autosize: false };
       if (shown < 520) narrow(fitted, data);
       for (const trace of data) if (trace.meta?.ink && trace.line) trace.line.color = ink.ink;
@@ -89,13 +91,13 @@
     }
   }
 
-  // Pictures of several parts, or of many marks, are scrolled on a phone and not squeezed.
-  function room(layout) {
+  // On a phone, figures with several subplots or many marks are scrolled instead of squeezed.
+  function minWidth(layout) {
     const marks = (layout.shapes?.length ?? 0) + (layout.annotations?.length ?? 0);
-    return layout.xaxis2 || marks > 8 ? ROOM : 0;
+    return layout.xaxis2 || marks > 8 ? MIN_WIDTH : 0;
   }
 
-  // On a phone the legend stands below the picture and not beside it, and what is noted beside the title below that.
+  // On a phone the legend is below the figure instead of next to it, and the note is below the title.
   function narrow(layout, data) {
     const several = Object.keys(layout).filter((name) => /^legend\d+$/.test(name)).length > 0;
     if (!several && layout.showlegend !== false && data.some((trace) => trace.showlegend !== false)) {
@@ -135,7 +137,7 @@
       resized.observe(place);
     }
     places.forEach((place) => seen.observe(place));
-    // What nobody has come near yet is drawn in idle moments, so that Print finds it.
+    // The remaining figures are drawn when the browser is idle, so that they are ready for print.
     const rest = () => {
       const next = [...waiting].find((place) => place.clientWidth);
       if (!next) return root.setAttribute("data-figures", "drawn");
@@ -145,13 +147,13 @@
     rest();
     paper = () => {
       [...waiting].forEach(show);
-const half = (place) => place.closest(".charts > :not(.wide)");
+      const half = (place) => place.closest(".charts > :not(.wide)");
       made.forEach((figure, place) => figure.draw(half(place) ? HALF : PAPER, { ink: "#111", grid: "#ddd" }));
     };
     screen = () => made.forEach((figure) => figure.draw());
   }
 
-  // ---- paper: light, every fold open, every figure as wide as the sheet
+  // ---- print: light colours, every section open, every figure as wide as the page
 
   let printing = false;
   let paper = () => {};
@@ -170,9 +172,9 @@ const half = (place) => place.closest(".charts > :not(.wide)");
     screen();
   });
 
-  // A link into a fold opens it; on a narrow screen the contents begin closed.
+  // On a narrow screen the table of contents is closed at first.
   const contents = document.querySelector("nav > details");
   if (contents && matchMedia("(max-width: 1100px)").matches) contents.open = false;
 
-  requestAnimationFrame(() => setTimeout(figures)); // the text is painted first
+  requestAnimationFrame(() => setTimeout(figures)); // show the text first
 })();

@@ -1,10 +1,10 @@
-// The live charts: plotly draws each once, then only new points come. The kernel keeps the truth: a page that is new says
-// "ready" and is told everything, so a reload, a second view and a late view all show the same.
+// The live charts: plotly draws each chart once, then only new points arrive. The kernel owns the state: a new page
+// sends "ready" and receives every chart whole, so that a reload, a second view and a late view all show the same.
 
 const CONFIG = { displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
-const PATIENCE = 60_000; // ms that plotly.js may take to arrive
+const PATIENCE = 60_000; // ms to wait for plotly.js
 
-// plotly.js comes from the kernel, once for all charts of a page: no outside host is asked.
+// plotly.js comes from the kernel, once per page, and never from an external host.
 function plotly(model) {
   const home = `__labkit_plotly_${model.get("plotly_version")}`;
   if (!window[home]) {
@@ -35,18 +35,18 @@ async function unpacked(buffer) {
   return module.exports;
 }
 
-// What the page's theme says; read at each drawing, since a person may change it.
+// The colours of the page's theme, read at every redraw because the user may change the theme.
 function theme(element) {
   const style = getComputedStyle(element);
   const of = (name, otherwise) => style.getPropertyValue(name).trim() || otherwise;
-  const scale = Number(of("--labkit-scale", "1")); // of letters and lines: a projector's are larger
+  const scale = Number(of("--labkit-scale", "1")); // of letters and lines: larger in presentation mode
   return { ink: of("--labkit-ink", style.color), grid: of("--labkit-grid", "rgba(128,128,128,0.3)"), scale };
 }
 
-const ROOM = 140; // px of height that a chart needs for letters of the usual size
+const BASE_HEIGHT = 140; // px of height that a chart needs for letters of normal size
 
 function themed(chart, { ink, grid, scale: wanted }) {
-  const scale = Math.min(wanted, Math.max(1, chart.box.clientHeight / ROOM));
+  const scale = Math.min(wanted, Math.max(1, chart.box.clientHeight / BASE_HEIGHT));
   const { layout, data } = chart;
   layout.font.color = ink;
   for (const axis of [layout.xaxis, layout.yaxis]) axis.gridcolor = grid;
@@ -63,19 +63,20 @@ function resize({ layout, data }, by) {
   for (const trace of data) if (trace.type === "scatter") trace.line.width *= by;
 }
 
-// What the chart shows, in words: the newest value of each line, the height of each bar, or how long each sort of span lasts in all.
-function spoken({ label, data, layout }) {
-  const told = data.map((trace) => {
+// A text description of the chart: the newest value of each line, the height of each bar, or the total duration of each
+// kind of span.
+function describe({ label, data, layout }) {
+  const parts = data.map((trace) => {
     if (trace.orientation === "h") return `${trace.name} ${short(trace.x.reduce((sum, each) => sum + each, 0))} in ${trace.x.length} spans`;
     if (trace.type === "bar") return `${trace.name} ${trace.x.map((category, index) => `${category} ${value(trace, index)}`).join(", ")}`;
     const last = trace.y.findLastIndex((value) => value !== null);
     return last < 0 || trace.showlegend === false ? "" : `${trace.name} ${value(trace, last)} at ${short(trace.x[last])}`;
   });
   const unit = data[0]?.orientation === "h" ? layout.xaxis.title.text : layout.yaxis.title.text;
-  return `${label}, ${unit}: ${told.filter(Boolean).join("; ") || "nothing yet"}`;
+  return `${label}, ${unit}: ${parts.filter(Boolean).join("; ") || "no data yet"}`;
 }
 
-// Bytes come in words with their unit.
+// Bytes arrive as text with a unit.
 function value(trace, index) {
   return trace.text?.[index] ?? short(trace.y[index]);
 }
@@ -87,7 +88,8 @@ function short(value) {
 function takeMore(chart, more) {
   for (const [index, xs, ys, words] of more.points) {
     const trace = chart.data[index];
-    if (trace.x.length === 1 && trace.x[0] === null) trace.x.length = trace.y.length = 0; // it stood for an empty line
+    // the placeholder of an empty line
+    if (trace.x.length === 1 && trace.x[0] === null) trace.x.length = trace.y.length = 0;
     trace.x.push(...xs);
     trace.y.push(...ys);
     trace.text?.push(...words);
@@ -110,15 +112,15 @@ class Board {
     this.theming = new MutationObserver(() => this.changed());
     this.theming.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-name", "data-jp-theme-light"] });
     const panel = element.closest(".labkit");
-    if (panel) this.theming.observe(panel, { attributes: true, attributeFilter: ["class"] }); // the stage
+    if (panel) this.theming.observe(panel, { attributes: true, attributeFilter: ["class"] }); // presentation mode
   }
 
-  take(pieces) {
-    for (const piece of pieces) {
-      if (piece.whole) Object.assign(this.chart(piece.name), piece.whole, { dirty: true, scale: 1 });
+  take(updates) {
+    for (const update of updates) {
+      if (update.whole) Object.assign(this.chart(update.name), update.whole, { dirty: true, scale: 1 });
       else {
-        const chart = this.chart(piece.name);
-        takeMore(chart, piece.more);
+        const chart = this.chart(update.name);
+        takeMore(chart, update.more);
         chart.dirty = true;
       }
     }
@@ -141,7 +143,8 @@ class Board {
     this.schedule();
   }
 
-  // Points are taken when they come, and drawn at the page's own pace; what nobody sees is drawn when it is seen.
+  // New points are stored immediately and drawn in the next animation frame; a hidden chart is drawn when it becomes
+  // visible.
   schedule() {
     this.frame ||= requestAnimationFrame(() => {
       this.frame = 0;
@@ -155,7 +158,7 @@ class Board {
     chart.layout.width = chart.box.clientWidth;
     chart.layout.height = chart.box.clientHeight;
     chart.box.setAttribute("role", "img");
-    chart.box.setAttribute("aria-label", spoken(chart));
+    chart.box.setAttribute("aria-label", describe(chart));
     if (chart.drawn) this.Plotly.react(chart.box, chart.data, chart.layout, CONFIG);
     else this.Plotly.newPlot(chart.box, chart.data, chart.layout, CONFIG);
     chart.drawn = true;

@@ -1,8 +1,8 @@
-// The command to run it by hand, and a button that copies it.
+// The command that runs the script manually, with a button that copies it.
 
 function copy(text) {
   if (navigator.clipboard) return navigator.clipboard.writeText(text);
-  // A page that came over plain http has no clipboard of its own: copy from a field that is there for a moment.
+  // A page loaded over plain HTTP has no clipboard API: copy from a temporary text field.
   const field = Object.assign(document.createElement("textarea"), { value: text });
   document.body.append(field);
   field.select();

@@ -1,7 +1,7 @@
-// The log view: only new lines come, a bounded number stays, and text is only ever set as text.
+// The log view: only new lines arrive, a bounded number stays in the page, and text is only set as text, never as HTML.
 
 const KEPT = 2000;
-const TYPED = 300; // ms without a key after which a search begins
+const TYPED = 300; // ms without a key press before a search starts
 const COLOUR_CODES = /\x1b\[[0-?]*[ -\/]*[@-~]/g;
 
 function make(tag, name, properties = {}) {
@@ -22,7 +22,7 @@ function fill(select, options) {
   if (options.some(([value]) => value === chosen)) select.value = chosen;
 }
 
-// The text with what was searched for marked, wherever it is, in any case of letters.
+// The text with all matches of the query marked, ignoring case.
 function marked(text, query) {
   const span = make("span", "labkit-log-text");
   const wanted = query.toLowerCase();
@@ -36,11 +36,11 @@ function marked(text, query) {
   return span;
 }
 
-// A line is [rank, stream, text, its number in the file where it was found]; a note has no rank.
+// A line is [rank, stream, text, line number in the file for a match, else null]; a note has no rank.
 function row([rank, stream, text, number], colours, query) {
   if (rank === null) return make("div", "labkit-log-line labkit-log-note", { textContent: text });
   const element = make("div", `labkit-log-line labkit-log-${stream === "stderr" ? "stderr" : "stdout"}`);
-  const mark = stream === "stderr" ? " err" : ""; // a word, for who does not see the colour
+  const mark = stream === "stderr" ? " err" : ""; // not by colour alone
   const who = make("span", "labkit-log-rank", { textContent: (number === null ? `${rank}` : `${rank}:${number}`) + mark, title: `rank ${rank} ${stream}` });
   who.style.borderColor = colours[rank] ?? "";
   element.append(who, marked(text.replace(COLOUR_CODES, ""), query));
@@ -53,7 +53,8 @@ function render({ model, el }) {
   const stream = choice("Stream", [["", "stdout + stderr"], ["stdout", "stdout"], ["stderr", "stderr"]]);
   const search = make("input", "labkit-log-search", { type: "search", placeholder: "Search the whole log", ariaLabel: "Search the whole log" });
   const note = make("span", "labkit-log-count", { role: "status" });
-  const follow = make("button", "labkit-log-follow", { type: "button", textContent: "Follow", title: "Scroll with the newest lines" });
+  const hint = "Scroll to new lines automatically";
+  const follow = make("button", "labkit-log-follow", { type: "button", textContent: "Follow", title: hint });
   const lines = make("div", "labkit-log-lines", { tabIndex: 0, role: "log", ariaLabel: "Output of the ranks" });
   const bar = make("div", "labkit-log-bar");
   bar.append(rank, stream, search, note, follow);
@@ -61,7 +62,7 @@ function render({ model, el }) {
 
   let following = true;
   let colours = [];
-  let query = ""; // what the lines on screen were searched for
+  let query = ""; // the query of the lines on screen
   const setFollowing = (value) => {
     following = value;
     follow.classList.toggle("labkit-on", value);
@@ -90,7 +91,7 @@ function render({ model, el }) {
 
   const ask = (kind) => model.send({ kind, rank: rank.value, stream: stream.value, query: search.value });
   rank.onchange = stream.onchange = () => ask("show");
-  // As it is typed: a notebook keeps the Enter key to itself.
+  // Search while typing, because the notebook handles the Enter key itself.
   let typing = 0;
   search.oninput = () => {
     clearTimeout(typing);
@@ -101,7 +102,7 @@ function render({ model, el }) {
     const atEnd = lines.scrollHeight - lines.scrollTop - lines.clientHeight < 24;
     if (following && !atEnd && lines.clientHeight) setFollowing(false);
   };
-  // A view in a tab that is not shown has no height: it scrolls to the end when it is.
+  // A hidden tab has no height: scroll to the end when it becomes visible.
   const seen = new ResizeObserver(() => following && (lines.scrollTop = lines.scrollHeight));
   seen.observe(lines);
 

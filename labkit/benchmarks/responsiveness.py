@@ -1,4 +1,4 @@
-"""What a person waits for: the import, the panel behind its events, a recorded run opened, a flood of log lines."""
+"""What a user waits for: the import, the panel's delay behind events, opening a recorded run, a burst of log lines."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
 from labkit.setup.environment import CLONE
 
-# ---- the small things
+# ---- import
 
 
 def importing() -> list[Figure]:
-    """`import labkit`, in a process of its own each time, and whether anything heavy came along."""
+    """Time of `import labkit` in a new process, and whether it imports anything heavy."""
     code = (
         "import time, sys; t = time.perf_counter(); import labkit; s = time.perf_counter() - t;"
         "print(s, *sorted({'torch', 'plotly', 'ipywidgets'} & set(sys.modules)))"
@@ -43,13 +43,15 @@ def importing() -> list[Figure]:
     ]
 
 
-# ---- from an event's writing to the panel
+# ---- delay between an event and the panel
 
 _RANKS, _RATE, _SECONDS = 8, 100, 15
 
 
 def latency() -> list[Figure]:
-    """Milliseconds from an event's writing until the panel's model has it, with 8 ranks writing 100 steps a second each."""
+    """Milliseconds from writing an event until the panel's model has it, with 8 ranks writing 100 steps per second
+    each.
+    """
     from labkit.frontends.panel.view import RunView
 
     with tempfile.TemporaryDirectory() as place:
@@ -71,18 +73,18 @@ def latency() -> list[Figure]:
         _say_state(folder, "finished")
         view.wait()
     quantiles = statistics.quantiles([seconds * 1000 for seconds in late], n=20)
-    note = f"{len(late):,} events of {_RANKS} ranks at {_RATE} a second each; median {quantiles[9]:.0f} ms, measured every 5 ms"
+    note = f"{len(late):,} events of {_RANKS} ranks at {_RATE} per second each; median {quantiles[9]:.0f} ms, measured every 5 ms"
     return [Figure("event to the panel's model, 95th percentile", quantiles[-1], "ms", "≤ 300 ms", (quantiles[-1],), note)]
 
 
 @dataclass
 class _Watched:
-    """A run folder that this process fills itself; nothing of it can be stopped."""
+    """A run folder that this process fills itself."""
 
     folder: RunFolder
 
     def stop(self) -> None:
-        """There is no process to end."""
+        """Does nothing, because there is no process to stop."""
 
 
 def _say_state(folder: RunFolder, state: str) -> None:
@@ -111,20 +113,23 @@ def _measured(step: int) -> dict[str, Any]:
     }
 
 
-# ---- a recorded run, opened
+# ---- opening a recorded run
 
 _LONG = 1_000
-_LAYERS, _MOMENTS = 50, 600  # units with a gather, a scatter and computing of their own; points of a step's memory, which are its most
+# units, each with an all-gather, a reduce-scatter and compute; points of a memory curve (the maximum)
+_LAYERS, _MOMENTS = 50, 600
 
 
 def opening() -> list[Figure]:
-    """A recorded run of 8 ranks and 1,000 steps with timelines, read and drawn: seconds, and the size of its largest figure."""
+    """Seconds to read and draw a recorded run of 8 ranks and 1,000 steps with timelines, and the size of its largest
+    figure.
+    """
     import plotly.graph_objects as go
 
     from labkit.analysis.ledger import ledger
     from labkit.figures import NAMES, figure
 
-    go.Figure().to_json()  # importing plotly is not what is measured
+    go.Figure().to_json()  # the import of plotly is not measured
     with tempfile.TemporaryDirectory() as place:
         folder = RunFolder.create("opening", Path(place))
         RunFolder.write_json(folder.spec, Spec("fsdp2", "gpt", nproc=_RANKS, steps=_LONG).to_json())
@@ -145,17 +150,19 @@ def opening() -> list[Figure]:
             sizes = {name: len(text.encode()) / 1e6 for name, text in drawn.items()}
     largest = max(sizes, key=sizes.__getitem__)
     of_it = (
-        f"reading {statistics.median(read):.2f} s, the ledger and {len(sizes)} figures the rest; CPU time {statistics.median(work):.2f} s"
+        f"reading takes {statistics.median(read):.2f} s, the rest is for the ledger and {len(sizes)} figures; "
+        f"CPU time {statistics.median(work):.2f} s"
     )
-    note = f"{held:.0f} MB of events, one step of {EVERY} sampled; {of_it}"
+    note = f"{held:.0f} MB of events, every {EVERY}th step profiled; {of_it}"
     return [
-        Figure(f"{_RANKS} ranks × {_LONG:,} steps, opened", statistics.median(opened), "s", "≤ 2 s", tuple(opened), note),
-        Figure("the largest figure of these", sizes[largest], "MB", "≤ 2 MB", tuple(sizes.values()), f"{largest}; {', '.join(sizes)}"),
+        Figure(f"opening {_RANKS} ranks × {_LONG:,} steps", statistics.median(opened), "s", "≤ 2 s", tuple(opened), note),
+        Figure("largest figure of that run", sizes[largest], "MB", "≤ 2 MB", tuple(sizes.values()), f"{largest}; {', '.join(sizes)}"),
     ]
 
 
 def _write_sampled(folder: RunFolder, rank: int) -> None:
-    """The events of one rank: every step, for one of fifty its timeline and traffic, for an early one its memory, as of a deep model."""
+    """Writes the events of one rank of a deep model: every step, every 50th with timeline and traffic, one with memory.
+    """
     writer, size = Writer(folder.events_of(rank), rank), 4 << 20
     writer.write("start", pid=os.getpid(), device="cpu")
     gather = {"calls": 2 * _LAYERS, "bytes": 2 * _LAYERS * size, "sent": 2 * _LAYERS * size * (_RANKS - 1) / _RANKS}
@@ -176,7 +183,9 @@ def _phases() -> list[list[Any]]:
 
 
 def _timeline(rank: int, size: int) -> dict[str, Any]:
-    """Each unit is gathered and computed, forward and once more backward, where its gradients are scattered."""
+    """Each unit has an all-gather and compute in forward and in backward, and a reduce-scatter of gradients in
+    backward.
+    """
     comm, busy, marks, group = [], [], [], ("default_pg", list(range(_RANKS)))
     for number in range(2 * _LAYERS):
         begin, way = 10_000 + 800 * number + 10 * rank, "backward" if number >= _LAYERS else "forward"
@@ -202,7 +211,7 @@ def _moments() -> dict[str, Any]:
     return {"phases": _phases(), "times": times, "owners": columns, "peak": totals[peak], "at_peak": at_peak}
 
 
-# ---- a million lines of log at once
+# ---- a burst of one million log lines
 
 _LINES = 250_000
 _BURST = f"""
@@ -214,7 +223,9 @@ for number in range({_LINES}):
 
 
 def burst() -> list[Figure]:
-    """1,000,000 log lines from 4 ranks while a kernel shows them: its answers, its memory, the lines in files and on the page."""
+    """1,000,000 log lines of 4 ranks shown by a kernel: its response times, its memory, the lines in files and on the
+    page.
+    """
     from jupyter_client.manager import start_new_kernel
 
     with tempfile.TemporaryDirectory() as place:
@@ -243,10 +254,10 @@ def burst() -> list[Figure]:
             client.stop_channels()
             manager.shutdown_kernel(now=True)
     grown = (max(memory) - before) / 1e6
-    shown = "the page was sent the newest" if newest else "the page was NOT sent the newest"
+    shown = "the page received the newest" if newest else "the page did NOT receive the newest"
     return [
         Figure(
-            "kernel's slowest answer during the burst",
+            "slowest kernel response during the burst",
             max(answers),
             "ms",
             "≤ 200 ms",
@@ -254,7 +265,7 @@ def burst() -> list[Figure]:
             f"median {statistics.median(answers):.0f} ms",
         ),
         Figure(
-            "kernel's memory grown by the burst",
+            "growth of the kernel's memory during the burst",
             grown,
             "MB",
             "≤ 100 MB",
@@ -265,7 +276,7 @@ def burst() -> list[Figure]:
 
 
 class _Pages:
-    """A client of a kernel that looks as a page does, and remembers what the kernel sends to widgets."""
+    """A kernel client that behaves like a page, and stores the messages that the kernel sends to widgets."""
 
     def __init__(self, client) -> None:
         self._client = client
@@ -273,7 +284,7 @@ class _Pages:
         self.last_seconds = 0.0
 
     def ask(self, code: str) -> str:
-        """Executes `code` as a page would and gives what it printed; notes how long that took."""
+        """Executes `code` and returns its printed output; stores the duration in `last_seconds`."""
         began, printed = time.perf_counter(), []
         request = self._client.execute(code, allow_stdin=True)
         while True:
@@ -281,7 +292,7 @@ class _Pages:
             kind, content = message["msg_type"], message["content"]
             self._note(kind, content)
             if message["parent_header"].get("msg_id") != request:
-                continue  # a widget's, sent by a thread of the kernel's own accord
+                continue  # a widget message from another thread of the kernel
             if kind == "stream":
                 printed.append(content["text"])
             elif kind == "error":
@@ -291,7 +302,7 @@ class _Pages:
                 return "".join(printed)
 
     def wait_for(self, text: str, seconds: float = 20.0) -> bool:
-        """Whether a widget is sent `text` within so many seconds."""
+        """Whether a widget receives `text` within `seconds`."""
         last = time.monotonic() + seconds
         while time.monotonic() < last:
             self.ask("None")
@@ -302,7 +313,7 @@ class _Pages:
 
     def _note(self, kind: str, content: dict) -> None:
         if kind == "comm_open" and "_esm" in content["data"].get("state", {}):
-            for word in ("here", "ready", "show"):  # what a page says of its charts and its logs when it has drawn them
+            for word in ("here", "ready", "show"):  # the messages of a page that has rendered its charts and logs
                 answer = {"method": "custom", "content": {"kind": word}}
                 self._client.shell_channel.send(self._client.session.msg("comm_msg", {"comm_id": content["comm_id"], "data": answer}))
         elif kind == "comm_msg":

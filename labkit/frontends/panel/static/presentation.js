@@ -1,22 +1,24 @@
-// The panel's keys, its view for a projector, and what the widgets do not tell a screen reader. Keys count while the panel has the
-// focus and nobody types, Escape wherever nobody types outside of the panel; they are taken before the notebook sees them, whose own single keys change cells.
+// Keyboard shortcuts, presentation mode, and ARIA attributes that the widgets lack. Shortcuts work while the panel has
+// the focus and no text field is being edited, Escape also outside of the panel. They are handled in the capture phase,
+// before the notebook, whose own single-key shortcuts change cells.
 
 const PRESSED = ".widget-toggle-button, .widget-toggle-buttons button";
-const FOLDS = [".labkit-more.mod-active", ".labkit-why.mod-active", ".labkit-compare-recorded.mod-active"]; // what Escape closes first
+// closed first by Escape
+const EXPANDED = [".labkit-more.mod-active", ".labkit-why.mod-active", ".labkit-compare-recorded.mod-active"];
 
 function isTyping(element) {
   if (element.isContentEditable || ["TEXTAREA", "SELECT"].includes(element.tagName)) return true;
   return element.tagName === "INPUT" && !["checkbox", "radio", "button"].includes(element.type);
 }
 
-// The panel around an element that may not be in the page yet.
+// The enclosing panel of an element that may not be in the page yet.
 function around(el, then) {
   const panel = el.closest(".labkit");
   if (panel) then(panel);
   else if (!el.labkitGone) requestAnimationFrame(() => around(el, then));
 }
 
-// A tab is chosen as its bar takes it from a keyboard: the focus, then Enter.
+// Selects a tab as its tab bar expects it from a keyboard: focus, then Enter.
 function choose(tab) {
   tab.focus();
   tab.dispatchEvent(new KeyboardEvent("keydown", { key: "Enter", bubbles: true, cancelable: true }));
@@ -28,7 +30,7 @@ class Panel {
     this.model = model;
     this.button = button;
     this.last = null;
-    element.tabIndex = -1; // a click on its ground gives it the focus, and so the keys
+    element.tabIndex = -1; // a click on the background focuses the panel, so that its shortcuts work
     element.setAttribute("role", "group");
     element.setAttribute("aria-label", "Training lab");
     element.querySelector(".labkit-words")?.setAttribute("role", "status");
@@ -43,17 +45,17 @@ class Panel {
       element.removeEventListener("focusin", focused);
       window.removeEventListener("keydown", key, true);
     };
-    this.tell(element);
+    this.label(element);
     this.show();
   }
 
   changed({ type, target, addedNodes }) {
-    if (type === "childList") addedNodes.forEach((node) => node.querySelectorAll && this.tell(node));
+    if (type === "childList") addedNodes.forEach((node) => node.querySelectorAll && this.label(node));
     else if (target.matches(PRESSED)) this.press(target);
     if (target.disabled && target === this.last) this.keep(target);
   }
 
-  tell(element) {
+  label(element) {
     for (const button of element.querySelectorAll(PRESSED)) this.press(button);
   }
 
@@ -63,7 +65,7 @@ class Panel {
     if (button.getAttribute(name) !== value) button.setAttribute(name, value);
   }
 
-  // A button that was pressed and can be pressed no more would let the focus, and so the next keys, go to the notebook.
+  // A pressed button that becomes disabled would lose the focus, and the next keys, to the notebook.
   keep(button) {
     if (![button, document.body, null].includes(document.activeElement)) return;
     const box = button.closest(".widget-box") ?? this.element;
@@ -89,7 +91,7 @@ class Panel {
   }
 
   back() {
-    const open = this.element.querySelector(FOLDS.join(", "));
+    const open = this.element.querySelector(EXPANDED.join(", "));
     if (open) return () => (open.click(), open.focus());
     return this.model.get("on") ? () => this.toggle() : null;
   }
@@ -104,14 +106,14 @@ class Panel {
     this.model.save_changes();
   }
 
-  // In the browser's top layer, so that nothing of the notebook around it clips or covers it.
+  // In the browser's top layer, so that no other element of the notebook clips or covers it.
   show() {
     const { element, button } = this;
     const on = this.model.get("on");
-    const was = element.classList.contains("labkit-stage");
+    const was = element.classList.contains("labkit-presentation");
     button.setAttribute("aria-pressed", String(on));
-    button.textContent = on ? "Leave stage" : "Stage";
-    element.classList.toggle("labkit-stage", on);
+    button.textContent = on ? "Exit presentation" : "Presentation mode";
+    element.classList.toggle("labkit-presentation", on);
     if (on) {
       element.setAttribute("popover", "manual");
       element.showPopover?.();
@@ -121,11 +123,12 @@ class Panel {
 }
 
 function render({ model, el }) {
-  el.classList.add("labkit-stage-keys");
+  el.classList.add("labkit-presentation-keys");
   const keys = Object.assign(document.createElement("span"), { className: "labkit-keys" });
-  keys.innerHTML = "keys: <kbd>r</kbd> run or stop <kbd>1</kbd>… tabs <kbd>s</kbd> stage";
+  keys.innerHTML = "Keys: <kbd>r</kbd> run or stop <kbd>1</kbd>… tabs <kbd>s</kbd> presentation";
   const button = document.createElement("button");
-  Object.assign(button, { type: "button", className: "labkit-to-stage", title: "Large, for a projector (s); Escape leaves" });
+  const title = "Presentation mode: large text for a projector (s; Escape exits)";
+  Object.assign(button, { type: "button", className: "labkit-present", title });
   el.append(keys, button);
   let panel = null;
   around(el, (element) => (panel = new Panel(element, model, button)));
