@@ -49,7 +49,7 @@ def numbers_after(plan):
     """The same messages with real numbers: rank r has 10**r + piece / 10 in every piece that it begins with."""
     holds = [{piece: 10.0**rank + str(piece).count("1") / 10 for piece in begins} for rank, begins in enumerate(plan.start)]
     for messages in plan.rounds:
-        carried = [(one, {piece: holds[one.source][piece] for piece in one.pieces}) for one in messages]
+        carried = [(one, {piece: holds[one.source][piece] for piece in one.chunks}) for one in messages]
         for one, values in carried:
             for piece, value in values.items():
                 holds[one.target][piece] = holds[one.target][piece] + value if one.add else value
@@ -133,9 +133,9 @@ def test_a_picture_has_an_arrow_for_every_message_in_its_round(name, by, n):
         assert sorted(arrows) == sorted(rank_colour(one.source) for one in messages)
         labels = [one["text"] for one in texts if not one["showarrow"] and one["xref"] == axis]
         for one in messages:
-            assert ("+" if one.add else "") + "".join(map(pictured._name, one.pieces)) in labels
+            assert ("+" if one.add else "") + "".join(map(pictured._name, one.chunks)) in labels
         thick = [one for one in shapes if one["xref"] == axis and one["type"] == "rect" and one["line"]["width"] > 1]
-        assert len(thick) == sum(len(one.pieces) for one in messages), "what came in this round has a thick frame"
+        assert len(thick) == sum(len(one.chunks) for one in messages), "what came in this round has a thick frame"
 
 
 @pytest.mark.parametrize(("name", "by"), EVERY)
@@ -200,63 +200,63 @@ def test_times_shows_what_it_is_given():
 
 
 def ring_with(change):
-    """The right ring, with the rank that `change` names doing something else."""
+    """The correct ring, except on ranks for which `change` returns something else."""
 
-    def ring(pieces, rank, n, send, receive):
-        given = change(pieces, rank, n, send, receive)
-        return RIGHT["ring"](pieces, rank, n, send, receive) if given is None else given
+    def ring(chunks, rank, n, send, receive):
+        given = change(chunks, rank, n, send, receive)
+        return RIGHT["ring"](chunks, rank, n, send, receive) if given is None else given
 
     return ring
 
 
-def all_send_first(pieces, rank, n, send, receive):
-    send((rank + 1) % n, pieces[rank])
+def all_send_first(chunks, rank, n, send, receive):
+    send((rank + 1) % n, chunks[rank])
     return [receive((rank - 1) % n)]
 
 
-def through_rank_0(pieces, rank, n, send, receive):
+def through_rank_0(chunks, rank, n, send, receive):
     if rank:
-        send(0, pieces)
+        send(0, chunks)
         return receive(0)
     for other in range(1, n):
-        pieces = [one + more for one, more in zip(pieces, receive(other))]
+        chunks = [one + more for one, more in zip(chunks, receive(other))]
     for other in range(1, n):
-        send(other, pieces)
-    return pieces
+        send(other, chunks)
+    return chunks
 
 
-def for_ever(pieces, rank, n, send, receive):
+def infinite_loop(chunks, rank, n, send, receive):
     while rank == 2:
         pass
-    return pieces
+    return chunks
 
 
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (all_send_first, "a deadlock on 4 ranks: rank 0 waits until rank 1 receives, rank 1 waits until rank 2 receives"),
-        (ring_with(lambda pieces, rank, *_: pieces if rank == 3 else None), "rank 2 waits until rank 3 receives"),
-        (through_rank_0, "the sums are right, and rank 0 of 4 sent 12 pieces; the ring needs 2 (n − 1) = 6"),
-        (lambda pieces, rank, n, send, receive: send(n, 1), "rank 0 sends to 4; the others of 4 ranks are 1, 2, 3"),
-        (lambda pieces, rank, n, send, receive: receive(rank), "rank 0 receives from 0"),
-        (lambda pieces, rank, n, send, receive: [2 * one for one in pieces], "what rank 0 had was counted 2 times"),
-        (lambda pieces, rank, n, send, receive: pieces[:2], "rank 0 gave back a list of 2"),
-        (lambda pieces, rank, n, send, receive: pieces.sort(), "rank 0 gave nothing back"),
-        (lambda pieces, rank, n, send, receive: pieces[::-1], "numbers of another piece"),
-        (lambda pieces, rank, n, send, receive: 1 / (rank - 1), "rank 1 failed: ZeroDivisionError"),
-        (lambda pieces, rank, n, send, receive: receive((rank + 1) % n), "waits for what rank 1 sends"),
+        (all_send_first, "a deadlock on 4 ranks: rank 0 waits for rank 1 to receive, rank 1 waits for rank 2 to receive"),
+        (ring_with(lambda chunks, rank, *_: chunks if rank == 3 else None), "rank 2 waits for rank 3 to receive"),
+        (through_rank_0, "the sums are right, but rank 0 of 4 sent 12 chunks; a ring needs 2 (n − 1) = 6"),
+        (lambda chunks, rank, n, send, receive: send(n, 1), "rank 0 sends to rank 4; the other ranks are 1, 2, 3"),
+        (lambda chunks, rank, n, send, receive: receive(rank), "rank 0 receives from rank 0"),
+        (lambda chunks, rank, n, send, receive: [2 * one for one in chunks], "the number of rank 0 was added 2 times"),
+        (lambda chunks, rank, n, send, receive: chunks[:2], "rank 0 must return a list of 4 sums, one per chunk, got a list of 2"),
+        (lambda chunks, rank, n, send, receive: chunks.sort(), "rank 0 returned None"),
+        (lambda chunks, rank, n, send, receive: chunks[::-1], "numbers of another chunk"),
+        (lambda chunks, rank, n, send, receive: 1 / (rank - 1), "rank 1 failed: ZeroDivisionError"),
+        (lambda chunks, rank, n, send, receive: receive((rank + 1) % n), "waits for rank 1 to send"),
     ],
 )
-def test_the_verdict_names_the_rank_and_the_piece_that_is_wrong(function, words):
+def test_the_verdict_names_the_rank_and_the_chunk_that_is_wrong(function, words):
     verdict = check("collectives.ring", function)
     assert verdict.state == "wrong" and words in verdict.words, verdict.words
     assert not [thread for thread in threading.enumerate() if "exercise" in thread.name]
 
 
-def test_a_function_without_an_end_is_ended(monkeypatch):
-    monkeypatch.setattr("labkit.course.exercises.collectives._PATIENCE", 0.3)
-    verdict = check("collectives.ring", for_ever)
-    assert "rank 2 did not come to an end" in verdict.words
+def test_an_infinite_loop_is_terminated(monkeypatch):
+    monkeypatch.setattr("labkit.course.exercises.collectives._TIMEOUT", 0.3)
+    verdict = check("collectives.ring", infinite_loop)
+    assert "rank 2 did not return within 0.3 s" in verdict.words
     assert not [thread for thread in threading.enumerate() if "exercise" in thread.name]
 
 
@@ -268,13 +268,13 @@ def test_the_halves_however_they_are_spelt(answer):
 @pytest.mark.parametrize(
     ("name", "answer", "words"),
     [
-        ("bytes", 87.5, "one lap"),
-        ("bytes", 1400, "whole messages at every hop"),
-        ("bytes", 100, "two laps"),
+        ("bytes", 87.5, "that is one pass"),
+        ("bytes", 1400, "a whole message in every round"),
+        ("bytes", 100, "two passes"),
         ("bytes", "175", "a number of MB"),
-        ("halves", "all-gather, reduce-scatter", "not in this order"),
+        ("halves", "all-gather, reduce-scatter", "in the other order"),
         ("halves", "reduce-scatter, broadcast", "the first is right"),
-        ("halves", "all-reduce", "this names 1"),
+        ("halves", "all-reduce", "got 1"),
     ],
 )
 def test_a_wrong_answer_gets_the_hint_that_fits_it(name, answer, words):
