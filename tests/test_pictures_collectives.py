@@ -1,4 +1,4 @@
-"""Collectives: the plans do what they say, the pictures show what the plans do, and the exercise finds what is wrong with a ring."""
+"""Collectives: the plans are correct, the pictures show the plans, and the exercise finds what is wrong with a ring."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def test_every_plan_reaches_its_goal(n):
 
 
 def numbers_after(plan):
-    """The same messages with real numbers: rank r has 10**r + piece / 10 in every piece that it begins with."""
+    """The same messages with real numbers: rank r has 10**r + piece / 10 in every chunk that it starts with."""
     holds = [{piece: 10.0**rank + str(piece).count("1") / 10 for piece in begins} for rank, begins in enumerate(plan.start)]
     for messages in plan.rounds:
-        carried = [(one, {piece: holds[one.source][piece] for piece in one.chunks}) for one in messages]
+        carried = [(one, {piece: holds[one.source][piece] for piece in one.pieces}) for one in messages]
         for one, values in carried:
             for piece, value in values.items():
                 holds[one.target][piece] = holds[one.target][piece] + value if one.add else value
@@ -102,12 +102,12 @@ def test_the_first_half_of_a_ring_is_a_reduce_scatter_and_the_second_an_all_gath
         (((Message(0, 1, (0,)),),), "rank 2 has None of piece 0"),
     ],
 )
-def test_a_plan_that_cannot_be_is_found(rounds, words):
+def test_an_impossible_plan_is_rejected(rounds, words):
     with pytest.raises(ValueError, match=words):
         replace(plans.broadcast(3), rounds=rounds).states()
 
 
-def test_a_plan_that_counts_somebody_twice_is_found():
+def test_a_plan_that_counts_a_rank_twice_is_rejected():
     with pytest.raises(ValueError, match=r"rank 0 would count \[1\] twice in piece 0"):
         replace(plans.reduce(2), rounds=plans.reduce(2).rounds * 2).states()
 
@@ -133,22 +133,22 @@ def test_a_picture_has_an_arrow_for_every_message_in_its_round(name, by, n):
         assert sorted(arrows) == sorted(rank_colour(one.source) for one in messages)
         labels = [one["text"] for one in texts if not one["showarrow"] and one["xref"] == axis]
         for one in messages:
-            assert ("+" if one.add else "") + "".join(map(pictured._name, one.chunks)) in labels
+            assert ("+" if one.add else "") + "".join(map(pictured._name, one.pieces)) in labels
         thick = [one for one in shapes if one["xref"] == axis and one["type"] == "rect" and one["line"]["width"] > 1]
-        assert len(thick) == sum(len(one.chunks) for one in messages), "what came in this round has a thick frame"
+        assert len(thick) == sum(len(one.pieces) for one in messages), "chunks received in this round have a thick border"
 
 
 @pytest.mark.parametrize(("name", "by"), EVERY)
-def test_a_picture_ends_with_what_the_collective_promises(name, by):
+def test_a_picture_ends_with_the_result_of_the_collective(name, by):
     plan, figure = plan_of(name, by, 4), picture_of(name, by, 4)
     adds = any(one.add for messages in plan.rounds for one in messages)
-    for rank, told in enumerate(figure.data[-1].hovertext):
-        has = dict(re.findall(r"(\S+?): (\S+?)(?:,|$)", told.partition(" has ")[2]))
+    for rank, text in enumerate(figure.data[-1].hovertext):
+        has = dict(re.findall(r"(\S+?): (\S+?)(?:,|$)", text.partition(" has ")[2]))
         for piece in plan.goal[rank]:
             assert has[pictured._name(piece)] == ("Σ" if adds else pictured._name(piece))
 
 
-def test_pictures_paint_no_background_and_use_the_ranks_colours():
+def test_pictures_have_no_background_and_use_the_colours_of_ranks():
     figure = pictured.all_reduce(4)
     assert figure.layout.paper_bgcolor == figure.layout.plot_bgcolor == "rgba(0,0,0,0)"
     discs = [shape.fillcolor for shape in figure.layout.shapes if shape.type == "circle"][:4]
@@ -166,12 +166,12 @@ def test_cells_of_different_ranks_do_not_overlap():
 @pytest.mark.parametrize(
     ("draw", "words"),
     [
-        (lambda: pictured.all_reduce(9), "room for 8 ranks"),
+        (lambda: pictured.all_reduce(9), "n must be at most 8 for a picture, got 9"),
         (lambda: pictured.all_reduce(1), "at least 2 ranks"),
         (lambda: pictured.broadcast(4, by="rumour"), "by='rumour' is not known; there is one_by_one, chain, tree"),
     ],
 )
-def test_what_cannot_be_drawn_is_told(draw, words):
+def test_invalid_arguments_are_rejected(draw, words):
     with pytest.raises(ValueError, match=words):
         draw()
 
