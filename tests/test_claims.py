@@ -1,4 +1,5 @@
-"""Claims on trial: computed claims, verdicts from figures, claims that this machine cannot decide, and how they are displayed."""
+"""Claims on trial: computed claims, verdicts from figures, claims that this machine cannot decide, and how they are
+displayed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every exercise with a right, a plausible wrong and an empty answer; the learner's record; labs contain no solution."""
+"""Every exercise with a right, a plausible wrong and an empty answer; the learner's record; labs contain no
+solution."""
 
 from __future__ import annotations
 

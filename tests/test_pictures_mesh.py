@@ -1,4 +1,5 @@
-"""Pictures of meshes and of tensor parallelism: groups as in torch, modelled communication times, numbers and colours."""
+"""Pictures of meshes and of tensor parallelism: groups as in torch, modelled communication times, numbers and
+colours."""
 
 from __future__ import annotations
 

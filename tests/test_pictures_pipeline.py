@@ -1,4 +1,5 @@
-"""Pipeline schedules: dependencies, bubble by formula, memory, the order as in torch; and the measured timeline of a run."""
+"""Pipeline schedules: dependencies, bubble by formula, memory, the order as in torch; and the measured timeline of a
+run."""
 
 from __future__ import annotations
 

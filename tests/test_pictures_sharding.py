@@ -1,4 +1,5 @@
-"""Pictures of sharding: the shards of all ranks are the whole, and the modelled FSDP step gathers before it computes."""
+"""Pictures of sharding: the shards of all ranks are the whole, and the modelled FSDP step gathers before it
+computes."""
 
 from __future__ import annotations
 

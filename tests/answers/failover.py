@@ -1,4 +1,5 @@
-"""Answers to the exercises of lab 10. The run folder is fabricated, so that no verdict depends on the machine's speed."""
+"""Answers to the exercises of lab 10. The run folder is fabricated, so that no verdict depends on the machine's
+speed."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Answers to the exercises of lab 09. The run folders are fabricated, so that no verdict depends on the machine's speed."""
+"""Answers to the exercises of lab 09. The run folders are fabricated, so that no verdict depends on the machine's
+speed."""
 
 import math
 import os

@@ -54,9 +54,9 @@ CLAIMS: dict[str, Claim] = {
 def on_trial(*names: str, quick: bool = False, rounds: int = 3) -> Verdicts:
     """The verdicts on the claims called `names` (default: all).
 
-    `quick` skips claims that need runs. The runs alternate, `rounds` times each. The call blocks until they end, and they
-    stay among the recorded runs. Raises `LookupError` for an unknown claim, and `ValueError` if `rounds` is not positive or
-    if `quick` skips all chosen claims.
+    `quick` skips claims that need runs. The runs alternate, `rounds` times each. The call blocks until they end, and
+    they stay among the recorded runs. Raises `LookupError` for an unknown claim, and `ValueError` if `rounds` is not
+    positive or if `quick` skips all chosen claims.
     """
     check_flag("quick", quick)
     rounds = ROUNDS.check("rounds", rounds)

@@ -14,7 +14,8 @@ _TIMEOUT = 120.0  # seconds; the first import of torch from a cold disk is slow
 
 
 def ask(code: str) -> tuple[Any, str]:
-    """Runs Python code. Returns the JSON value of its last line of output, and the error as one line; one of them is empty."""
+    """Runs Python code. Returns the JSON value of its last line of output, and the error as one line; one of them is
+    empty."""
     path = os.pathsep.join(part for part in (_HOME, os.environ.get("PYTHONPATH")) if part)
     command = [sys.executable, "-W", "ignore", "-c", code]
     try:

@@ -1,4 +1,5 @@
-"""Claims that can be computed: from the model's code, from the batch sizes of a Spec, and from the formulas for traffic."""
+"""Claims that can be computed: from the model's code, from the batch sizes of a Spec, and from the formulas for
+traffic."""
 
 from __future__ import annotations
 

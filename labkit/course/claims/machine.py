@@ -25,7 +25,8 @@ _DOCUMENTED = (
 
 
 def nccl_on_macos(trials: Trials) -> Ruling:
-    """On macOS, torch on this machine decides; elsewhere the documentation decides, and the result here is added to it."""
+    """On macOS, torch on this machine decides; elsewhere the documentation decides, and the result here is added to
+    it."""
     here, error = ask(_NCCL)
     if error:
         return Ruling(OPEN, f"torch could not be queried: {error}.")

@@ -1,5 +1,5 @@
-"""Claims about speed and memory: ratios between alternating runs. CPU ranks cannot decide a claim about GPUs: their figures
-are shown, and the verdict says that it cannot be decided."""
+"""Claims about speed and memory: ratios between alternating runs. CPU ranks cannot decide a claim about GPUs: their
+figures are shown, and the verdict says that it cannot be decided."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ def ddp_scaling(trials: Trials) -> Ruling:
 
 
 def fsdp_memory(trials: Trials) -> Ruling:
-    """By owner, FSDP2 versus DDP on two devices. Tensors have the same size on CPU ranks as on GPUs, so CPU ranks decide it."""
+    """By owner, FSDP2 versus DDP on two devices. Tensors have the same size on CPU ranks as on GPUs, so CPU ranks
+    decide it."""
     whole, sharded = trials.owners("ddp"), trials.owners("fsdp2")
     if not whole or not sharded:
         return _without(trials, ("ddp", "fsdp2"))
@@ -110,7 +111,8 @@ def _is_half(fraction: float) -> bool:
 
 
 def pinned_memory(trials: Trials) -> Ruling:
-    """With both settings versus without, on one GPU. CPU ranks copy nothing to a device, so there is nothing to measure."""
+    """With both settings versus without, on one GPU. CPU ranks copy nothing to a device, so there is nothing to
+    measure."""
     ratios = trials.ratios("pinned", "pageable")
     if not ratios:
         ruling = _without(trials, ("pinned", "pageable"))

@@ -1,5 +1,5 @@
-"""The runs behind measured claims. They alternate (A B C, C B A, …), so that a slow phase of the machine affects all of them;
-ratios are computed within a round."""
+"""The runs behind measured claims. They alternate (A B C, C B A, …), so that a slow phase of the machine affects all of
+them; ratios are computed within a round."""
 
 from __future__ import annotations
 

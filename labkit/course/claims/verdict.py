@@ -1,4 +1,5 @@
-"""A claim, the verdict on it, and how both are displayed: as a table in a terminal or a notebook, or as plain values."""
+"""A claim, the verdict on it, and how both are displayed: as a table in a terminal or a notebook, or as plain
+values."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ _HEADS = ("claim", "verdict", "evidence", "how")
 
 @dataclass(frozen=True)
 class Ruling:
-    """The result of a trial: one of the four verdicts, the evidence in sentences, and the figures behind it by name, with one
-    value per measurement."""
+    """The result of a trial: one of the four verdicts, the evidence in sentences, and the figures behind it by name,
+    with one value per measurement."""
 
     verdict: str
     evidence: str

@@ -39,7 +39,8 @@ class Wrong(Exception):
 
 @dataclass(frozen=True)
 class Exercise:
-    """An exercise. `check(answer)` returns why the answer is right, or raises `Wrong`; `key` is the solution (markdown)."""
+    """An exercise. `check(answer)` returns why the answer is right, or raises `Wrong`; `key` is the solution
+    (markdown)."""
 
     title: str
     check: Callable[[Any], str]

@@ -1,4 +1,5 @@
-"""The learner's record of exercises, a small file next to the run folders: attempts per exercise, and whether it is done."""
+"""The learner's record of exercises, a small file next to the run folders: attempts per exercise, and whether it is
+done."""
 
 from __future__ import annotations
 

@@ -127,7 +127,8 @@ def _ring(function: Any) -> str:
 
 
 def _run(function: Callable[..., Any], n: int) -> tuple[list[Any], Network]:
-    """The function's results on `n` ranks. Raises `Wrong` if a rank fails or does not return, or if there is a deadlock."""
+    """The function's results on `n` ranks. Raises `Wrong` if a rank fails or does not return, or if there is a
+    deadlock."""
     network, results, errors = Network(n), [None] * n, {}
 
     def work(rank: int) -> None:
@@ -193,7 +194,8 @@ def _end(thread: threading.Thread) -> None:
 
 
 def _value(rank: int, chunk: int, n: int) -> int:
-    """A number that encodes its origin: in a sum of such numbers, digit r counts rank r, and the higher digits the chunk."""
+    """A number that encodes its origin: in a sum of such numbers, digit r counts rank r, and the higher digits the
+    chunk."""
     return 10**rank + 10**n * 10 * chunk
 
 

@@ -47,7 +47,8 @@ def _whole(answer: Any) -> str:
 
 
 def _save_once(answer: Any, path: Path, before: str | None, dies: bool) -> None:
-    """Saves once over the checkpoint `before`, with a `write` that may fail; `Wrong` if the checkpoint is incomplete."""
+    """Saves once over the checkpoint `before`, with a `write` that may fail; `Wrong` if the checkpoint is
+    incomplete."""
     case = f"with {'a' if before else 'no'} previous checkpoint" + (" and a write that fails half-way" if dies else "")
     written = []
 

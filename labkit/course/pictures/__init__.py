@@ -1,6 +1,8 @@
-"""Teaching pictures: pure functions that return a plotly figure, `pictures.<topic>.<name>(…)`; topics are imported lazily.
+"""Teaching pictures: pure functions that return a plotly figure, `pictures.<topic>.<name>(…)`; topics are imported
+lazily.
 
-They show how something works, by rule or formula. If a picture has times, its title says whether they are modelled or measured.
+They show how something works, by rule or formula. If a picture has times, its title says whether they are modelled or
+measured.
 """
 
 import importlib

@@ -1,8 +1,10 @@
-"""Pictures of collectives: who sends what to whom, round by round, from the plans of `labkit.analysis.theory.collectives`.
+"""Pictures of collectives: who sends what to whom, round by round, from the plans of
+`labkit.analysis.theory.collectives`.
 
-There is one panel per round. The ranks are on a circle, an arrow is a message labelled with its chunks (`+` if they are added),
-and the cells next to a rank show what it has *after* the round. Chunks are called A, B, C…; the digits in a cell are the ranks
-whose data it contains, and Σ is the sum over all ranks. Chunks that were received in this round have a thick border.
+There is one panel per round. The ranks are on a circle, an arrow is a message labelled with its chunks (`+` if they are
+added), and the cells next to a rank show what it has *after* the round. Chunks are called A, B, C…; the digits in a
+cell are the ranks whose data it contains, and Σ is the sum over all ranks. Chunks that were received in this round have
+a thick border.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ def reduce_scatter(n: int = 4) -> go.Figure:
 
 @checked
 def all_to_all(n: int = 4) -> go.Figure:
-    """An all-to-all of `n` ranks (2 to 8): each sends a different chunk to every other rank; `2›0` is from rank 2 to rank 0."""
+    """An all-to-all of `n` ranks (2 to 8): each sends a different chunk to every other rank; `2›0` is from rank 2 to
+    rank 0."""
     return _figure(plans.all_to_all(_small(n)))
 
 
@@ -97,7 +100,8 @@ def costs(n: int = 4) -> go.Figure:
 
 @checked
 def times(sizes: Sequence[float], measured: Mapping[str, Sequence[float]], modelled: Mapping[str, Sequence[float]]) -> go.Figure:
-    """Seconds versus bytes on logarithmic axes: `measured` as markers, `modelled` as dashed lines, one colour per name."""
+    """Seconds versus bytes on logarithmic axes: `measured` as markers, `modelled` as dashed lines, one colour per
+    name."""
     names = [*dict.fromkeys([*measured, *modelled])]
     colours = {name: rank_colour(number) for number, name in enumerate(names)}
     series = []
@@ -243,7 +247,8 @@ class _Panel:
 
 
 def _cells(plan: Plan, rank: int) -> list[tuple[Piece, float, float, float]]:
-    """The chunks that a rank may have, each with its cell: left edge, lower edge, side. They form a block outside the circle."""
+    """The chunks that a rank may have, each with its cell: left edge, lower edge, side. They form a block outside the
+    circle."""
     pieces = sorted({piece for holding in plan.goal for piece in holding})
     if isinstance(pieces[0], tuple):
         pieces = [piece for piece in pieces if piece[1] == rank]
@@ -266,7 +271,8 @@ def _name(piece: Piece) -> str:
 
 
 def _on_circle(rank: int, n: int) -> tuple[float, float]:
-    """The position of a rank. Ranks go clockwise; the first is at the upper left, or at the top if there are two or three."""
+    """The position of a rank. Ranks go clockwise; the first is at the upper left, or at the top if there are two or
+    three."""
     angle = math.pi / 2 - 2 * math.pi * rank / n + (math.pi / n if n > 3 else 0.0)
     return round(math.cos(angle), 6), round(math.sin(angle), 6)
 

@@ -1,7 +1,8 @@
-"""Pictures of data parallelism: the five transfers of DP, a DDP step, which rank gets which samples, averaging, and buckets.
+"""Pictures of data parallelism: the five transfers of DP, a DDP step, which rank gets which samples, averaging, and
+buckets.
 
-Bytes come from the formulas of `labkit.analysis.theory`. Samples are shuffled with Python's random generator and divided by the
-rule of torch's `DistributedSampler`. Times are modelled, and the titles say so.
+Bytes come from the formulas of `labkit.analysis.theory`. Samples are shuffled with Python's random generator and
+divided by the rule of torch's `DistributedSampler`. Times are modelled, and the titles say so.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ __all__ = ["average", "buckets", "ddp_step", "divide", "dp_step", "shares", "wir
 
 @checked
 def dp_step(devices: int = 2, workload: str = "cnn") -> go.Figure:
-    """One step of `nn.DataParallel`: what each device does, and the five transfers with the bytes to or from device 0."""
+    """One step of `nn.DataParallel`: what each device does, and the five transfers with the bytes to or from device
+    0."""
     spec = Spec(strategy="dp", workload=workload, nproc=devices)
     bytes_of = {flow.op: size(flow.theory) for flow in theory(spec)}
     moments = {"scatter": 1.25, "broadcast": 2.3, "gather": 4.35, "gradients": 6.1, "reduce": 8.15}
@@ -77,7 +79,8 @@ def ddp_step(ranks: int = 2, workload: str = "cnn", buckets: int = 3) -> go.Figu
 
 @checked
 def wires(most: int = 8, workload: str = "cnn") -> go.Figure:
-    """MiB per step over a device's link, in both directions, versus the number of devices: DP's devices, and a rank of DDP."""
+    """MiB per step over a device's link, in both directions, versus the number of devices: DP's devices, and a rank of
+    DDP."""
     counts = list(range(2, most + 1))
     through_0, ddp = [], []
     for count in counts:
@@ -125,7 +128,8 @@ def divide(order: Sequence[int], ranks: int) -> list[list[int]]:
 
 @checked
 def shares(samples: int = 20, ranks: int = 2, batch: int = 5, epochs: int = 2, sampler: bool = True, set_epoch: bool = True) -> go.Figure:
-    """Which samples each rank gets, by step and epoch. Without a sampler every rank gets all samples, in the same order.
+    """Which samples each rank gets, by step and epoch. Without a sampler every rank gets all samples, in the same
+    order.
 
     Each sample has a number and a colour, so repeated samples are visible.
     """
@@ -177,7 +181,8 @@ def _border(axis: str, at: float) -> dict[str, Any]:
 
 @checked
 def average(gradients: Sequence[Sequence[float]]) -> go.Figure:
-    """The local gradient of each rank, weight by weight, and their average, which every rank has after the all-reduce."""
+    """The local gradient of each rank, weight by weight, and their average, which every rank has after the
+    all-reduce."""
     mean = [math.fsum(column) / len(gradients) for column in zip(*gradients, strict=True)]
     edged = {"color": colours.COMMUNICATION, "line": {"color": colours.INK, "width": 3}}
     bars = [_gradient(f"rank {rank}", values, {"color": colours.rank_colour(rank)}) for rank, values in enumerate(gradients)]

@@ -1,7 +1,9 @@
-"""Will it fit, and which strategy to use: the bytes of the model states by formula, and a decision tree as a function and a figure.
+"""Will it fit, and which strategy to use: the bytes of the model states by formula, and a decision tree as a function
+and a figure.
 
-Each of Ψ parameters takes 16 bytes (Rajbhandari et al. 2020, section 3.1): in 32 bits 4 for the parameter, 4 for its gradient and 8 for
-Adam's two moments; in mixed precision 2, 2, and 4 + 4 + 4 for a 32-bit copy and the moments, which belong to the optimizer.
+Each of Ψ parameters takes 16 bytes (Rajbhandari et al. 2020, section 3.1): in 32 bits 4 for the parameter, 4 for its
+gradient and 8 for Adam's two moments; in mixed precision 2, 2, and 4 + 4 + 4 for a 32-bit copy and the moments, which
+belong to the optimizer.
 """
 
 from __future__ import annotations
@@ -38,10 +40,11 @@ _BOUNDS = {
 class Case:
     """A model to train, and the hardware. Sizes are in bytes per device.
 
-    `activations` are those of the device's samples, and `least` is what remains of them with activation checkpointing and the smallest
-    micro-batch (default: all). `block` is what FSDP gathers at once: the parameters of the largest block. `devices` is the number of
-    devices per machine. `fast` means that the interconnect between machines has at least 100 Gbit/s per device. `recipe` is one of
-    RECIPES. Raises `ValueError` for an unknown recipe, or a count or size out of range.
+    `activations` are those of the device's samples, and `least` is what remains of them with activation checkpointing
+    and the smallest micro-batch (default: all). `block` is what FSDP gathers at once: the parameters of the largest
+    block. `devices` is the number of devices per machine. `fast` means that the interconnect between machines has at
+    least 100 Gbit/s per device. `recipe` is one of RECIPES. Raises `ValueError` for an unknown recipe, or a count or
+    size out of range.
     """
 
     parameters: float
@@ -79,8 +82,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Question:
-    """A question of the tree: the bytes per device as a function and as a formula, the advice if it fits, and whether the question
-    applies to a case. In `formula`, {kept} and {optimizer} are bytes per parameter."""
+    """A question of the tree: the bytes per device as a function and as a formula, the advice if it fits, and whether
+    the question applies to a case. In `formula`, {kept} and {optimizer} are bytes per parameter."""
 
     text: str
     formula: str

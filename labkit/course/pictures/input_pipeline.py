@@ -1,4 +1,5 @@
-"""Gantt charts of data loading and computation: what workers hide, and what pinned memory and asynchronous copies do. All modelled."""
+"""Gantt charts of data loading and computation: what workers hide, and what pinned memory and asynchronous copies do.
+All modelled."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _LANE = 30  # px
 
 
 class Batch(NamedTuple):
-    """When a batch is loaded, by which worker (None: by the training process), and when it is trained on. Times in seconds."""
+    """When a batch is loaded, by which worker (None: by the training process), and when it is trained on. Times in
+    seconds."""
 
     worker: int | None
     fetch_start: float
@@ -32,7 +34,8 @@ class Batch(NamedTuple):
 
 
 class Step(NamedTuple):
-    """When the program loads, copies and launches a step, and when the GPU computes it; each as (start, end) in seconds."""
+    """When the program loads, copies and launches a step, and when the GPU computes it; each as (start, end) in
+    seconds."""
 
     fetch: tuple[float, float]
     copy: tuple[float, float]
@@ -44,9 +47,9 @@ class Step(NamedTuple):
 def schedule(load: float, compute: float, workers: int, batches: int) -> list[Batch]:
     """The timeline of `batches` batches, each of which takes `load` seconds to load and `compute` seconds to train on.
 
-    Without workers, the training process loads a batch when the previous step is over. With workers, worker i mod `workers` loads batch
-    i and may be `AHEAD` batches ahead of the training, as in `torch.utils.data.DataLoader`. Raises `ValueError` for times or counts out
-    of range.
+    Without workers, the training process loads a batch when the previous step is over. With workers, worker i mod
+    `workers` loads batch i and may be `AHEAD` batches ahead of the training, as in `torch.utils.data.DataLoader`.
+    Raises `ValueError` for times or counts out of range.
     """
     done: list[Batch] = []
     free = [0.0] * workers
@@ -91,7 +94,8 @@ def _later_steps(course: Sequence[Batch]) -> float:
 
 @checked
 def copying(fetch: float, launch: float, copy: float, compute: float, steps: int, waits: bool) -> list[Step]:
-    """The timeline of steps on a GPU that runs copies and kernels sequentially; if `waits`, the program waits for each copy.
+    """The timeline of steps on a GPU that runs copies and kernels sequentially; if `waits`, the program waits for each
+    copy.
 
     Kernels can start when the program starts to launch them, and the last one ends no earlier than the launching.
     Raises `ValueError` for times or counts out of range.
@@ -113,7 +117,8 @@ def copying(fetch: float, launch: float, copy: float, compute: float, steps: int
 def copies(
     fetch: float = 0.003, launch: float = 0.003, copy: float = 0.001, compute: float = 0.004, slower: float = 2.5, steps: int = 4
 ) -> go.Figure:
-    """The program and its GPU with three ways to copy a batch; a copy from pageable memory takes `slower` times as long."""
+    """The program and its GPU with three ways to copy a batch; a copy from pageable memory takes `slower` times as
+    long."""
     lanes, bars, notes = [], [], []
     ways = (("pageable", slower * copy, True), ("pinned", copy, True), ("pinned, non_blocking", copy, False))
     for named, takes, waits in ways:
@@ -138,7 +143,8 @@ def _gantt(
     bars: Sequence[tuple[str, str, float, float, str]],
     notes: Sequence[tuple[str, float, str]],
 ) -> go.Figure:
-    """A Gantt chart, first lane on top. A bar is (kind, lane, start and end in seconds, text); a note is (lane, end, text)."""
+    """A Gantt chart, first lane on top. A bar is (kind, lane, start and end in seconds, text); a note is (lane, end,
+    text)."""
     data: list[dict[str, Any]] = []
     for what in _COLOURS:
         those = [bar for bar in bars if bar[0] == what]

@@ -49,7 +49,8 @@ def lane_name(lane: int, what: str = "rank") -> str:
 
 
 def side_by_side(title: str, note: str, names: Sequence[str], boxes: Sequence[Box], arrows: Sequence[Arrow], heads) -> go.Figure:
-    """Lanes from the top down, time to the right, without a scale: boxes are phases, arrows are messages between lanes."""
+    """Lanes from the top down, time to the right, without a scale: boxes are phases, arrows are messages between
+    lanes."""
     annotations = [canvas.note(x, -0.62, text, 13) | {"yanchor": "bottom"} for x, text in heads]
     annotations += [_arrow(arrow) for arrow in arrows]
     shapes = [{"type": "line", "x0": 0, "x1": 10, "y0": lane, "y1": lane, "line": {"color": colours.GRID}} for lane in range(len(names))]

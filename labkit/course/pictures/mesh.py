@@ -1,4 +1,5 @@
-"""Pictures of meshes: the groups of ranks along each axis, the traffic of an axis, and the interconnect that it uses."""
+"""Pictures of meshes: the groups of ranks along each axis, the traffic of an axis, and the interconnect that it
+uses."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ _SHARES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1
 
 @checked
 def groups(axes: Mapping[str, int], axis: str) -> list[list[int]]:
-    """The groups of ranks along an axis of a mesh, in row-major order as in `init_device_mesh`: neighbours differ in the last axis.
+    """The groups of ranks along an axis of a mesh, in row-major order as in `init_device_mesh`: neighbours differ in
+    the last axis.
 
     >>> groups({"dp": 2, "tp": 2}, "dp")
     [[0, 2], [1, 3]]
@@ -40,7 +42,8 @@ def groups(axes: Mapping[str, int], axis: str) -> list[list[int]]:
 
 @checked
 def grid(axes: Mapping[str, int], per_node: int | None = None) -> go.Figure:
-    """The ranks of a mesh, once per axis: ranks with the same colour and letter form a group. A row is a node of `per_node` ranks.
+    """The ranks of a mesh, once per axis: ranks with the same colour and letter form a group. A row is a node of
+    `per_node` ranks.
 
     Without `per_node`, a row is one coordinate on the first axis.
     """
@@ -73,10 +76,12 @@ def grid(axes: Mapping[str, int], per_node: int | None = None) -> go.Figure:
 def modelled(
     axes: Mapping[str, int], sent: Mapping[str, float], per_node: int, inside: float, between: float
 ) -> dict[tuple[str, ...], dict[str, tuple[float, bool]]]:
-    """For each order of the axes, outermost first: the communication seconds per step of each axis, and whether it spans nodes.
+    """For each order of the axes, outermost first: the communication seconds per step of each axis, and whether it
+    spans nodes.
 
-    `sent` is in bytes per rank and step; `inside` and `between` are the bandwidths per rank, in bytes per second, within a node of
-    `per_node` ranks and between nodes. An axis uses the slower interconnect if any of its groups spans two nodes. Nothing overlaps.
+    `sent` is in bytes per rank and step; `inside` and `between` are the bandwidths per rank, in bytes per second,
+    within a node of `per_node` ranks and between nodes. An axis uses the slower interconnect if any of its groups spans
+    two nodes. Nothing overlaps.
     """
     found = {}
     for names in permutations(axes):
@@ -90,7 +95,8 @@ def modelled(
 
 @checked
 def wires(axes: Mapping[str, int], sent: Mapping[str, float], per_node: int, inside: float, between: float) -> go.Figure:
-    """The result of `modelled`, with one bar per order of the axes, the fastest on top; traffic between nodes is hatched."""
+    """The result of `modelled`, with one bar per order of the axes, the fastest on top; traffic between nodes is
+    hatched."""
     times = modelled(axes, sent, per_node, inside, between)
     best = sorted(times, key=lambda names: sum(seconds for seconds, _ in times[names].values()))
     lanes = [" × ".join(names) for names in best]
@@ -127,8 +133,8 @@ def wires(axes: Mapping[str, int], sent: Mapping[str, float], per_node: int, ins
 def by_axis(run: Run, axes: Mapping[str, int]) -> dict[str, float]:
     """Bytes that rank 0 sent along each axis in the latest profiled step, counted as in a ring.
 
-    Messages between pipeline stages count for the axis pp. Traffic to all ranks, or to a group along no axis, is `other`. Raises
-    `ValueError` if the run has no profiled step.
+    Messages between pipeline stages count for the axis pp. Traffic to all ranks, or to a group along no axis, is
+    `other`. Raises `ValueError` if the run has no profiled step.
     """
     one = run.state.ranks[0].timeline if 0 in run.state.ranks else None
     if one is None:

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that are sent together: their bytes, and the fraction of backward (0 to 1) after which all are ready."""
+    """Gradients that are sent together: their bytes, and the fraction of backward (0 to 1) after which all are
+    ready."""
 
     bytes: int
     ready: float
@@ -30,8 +31,8 @@ class Bucket:
 def filled(workload: str, bucket_mb: float, **options: Any) -> list[Bucket]:
     """The buckets of a model's gradients, last layer first. As in DDP, a bucket is closed as soon as it is full.
 
-    The backward time of a block is modelled as proportional to its forward cost (`Workload.costs`), and within a block to the
-    size of each tensor.
+    The backward time of a block is modelled as proportional to its forward cost (`Workload.costs`), and within a block
+    to the size of each tensor.
     """
     spec = Spec(workload=workload, options=options)
     costs, found = spec.workload_row.costs(spec.options), []
@@ -49,7 +50,8 @@ def filled(workload: str, bucket_mb: float, **options: Any) -> list[Bucket]:
 def sent(found: Sequence[Bucket], backward: float, rate: float, latency: float, ranks: int) -> list[tuple[float, float]]:
     """Start and end of each bucket's all-reduce, in seconds: sequentially, in a ring (Patarasuk and Yuan 2009).
 
-    `backward` is in seconds, `rate` in bytes per second sent by a rank, and `latency` in seconds per round of the 2(n−1) rounds.
+    `backward` is in seconds, `rate` in bytes per second sent by a rank, and `latency` in seconds per round of the
+    2(n−1) rounds.
     """
     spans, free = [], 0.0
     for bucket in found:
@@ -71,7 +73,8 @@ def buckets(
 ) -> go.Figure:
     """Backward and the buckets that are sent meanwhile, for each bucket size in MiB: modelled, in milliseconds.
 
-    `backward` is in seconds; `rate` and `latency` are as in `sent`, and `options` are those of the workload, such as `size="10M"`.
+    `backward` is in seconds; `rate` and `latency` are as in `sent`, and `options` are those of the workload, such as
+    `size="10M"`.
     """
     boxes, names, ends = [], [], []
     for lane, each in enumerate(bucket_mb):

@@ -33,7 +33,8 @@ _MIN_PAUSE = 0.01  # of a step; a shorter pause is the gap between two operation
 
 @checked
 def gantt(plan: Plan) -> go.Figure:
-    """A Gantt chart with one lane per rank and one bar per pass of a micro-batch, labelled with the number of the micro-batch."""
+    """A Gantt chart with one lane per rank and one bar per pass of a micro-batch, labelled with the number of the
+    micro-batch."""
     halved = any(slot.kind == "W" for slot in plan.slots)
     first, last = plan.span
     traces = []
@@ -131,10 +132,11 @@ def activations(ranks: int, micro_batches: int, schedules: Sequence[str] = tuple
 
 @checked
 def measured(run: Run) -> Plan:
-    """The measured timeline of a step of a pp run, in milliseconds: the fastest profiled step, because it has the least noise.
+    """The measured timeline of a step of a pp run, in milliseconds: the fastest profiled step, because it has the least
+    noise.
 
-    For a split backward, the measurement shows only that half of it is computed, not which half. Raises `ValueError` if the run has no
-    profiled step.
+    For a split backward, the measurement shows only that half of it is computed, not which half. Raises `ValueError` if
+    the run has no profiled step.
     """
     state = run.state
     if state.spec.get("strategy") != "pp":
@@ -157,7 +159,8 @@ def measured(run: Run) -> Plan:
 
 
 def _seen(rank: int, one: Mapping[str, Any], shift: float, rule: list[tuple[str, int, int]]) -> Iterator[Slot]:
-    """The forwards and backwards of one rank's timeline, named in the order of the schedule, and the computation between them."""
+    """The forwards and backwards of one rank's timeline, named in the order of the schedule, and the computation
+    between them."""
     turns = {kind: iter([(stage, number) for each, stage, number in rule if each == kind]) for kind in "FB"}
     passes = [(name, start, end) for name, start, end in one["phases"] if name in ("forward", "backward")]
     stop = min([start for name, start, _ in one["phases"] if name == "optimizer"], default=one["seconds"])
@@ -172,7 +175,8 @@ def _seen(rank: int, one: Mapping[str, Any], shift: float, rule: list[tuple[str,
 
 
 def _between(busy: Sequence[Sequence[float]], passes: list[tuple[str, float, float]], stop: float, least: float) -> list[list[float]]:
-    """Intervals of computation outside the passes, from the first pass to `stop`; pauses shorter than `least` are merged."""
+    """Intervals of computation outside the passes, from the first pass to `stop`; pauses shorter than `least` are
+    merged."""
     intervals: list[list[float]] = []
     edges = [end for _, _, end in passes], [start for _, start, _ in passes[1:]] + [stop]
     for free_from, free_to in zip(*edges):

@@ -1,9 +1,10 @@
 """Pipeline schedules: the order of micro-batches on each rank, and a simulation in which only computation takes time.
 
-A rank does some forwards to warm up, then alternates one forward and one backward, then does the remaining backwards. The schedules
-differ in the length of the warm-up, in the number of stages per rank, and in whether a backward is split in two halves. Sources: GPipe
-(Huang et al. 2018, section 2.3), 1F1B with a flush (Narayanan et al. 2021, section 2.2.1), interleaved (ibid., section 2.2.2), zero
-bubble (Qi et al. 2023, section 3, as ZB-H1; with two stages per rank as in torch).
+A rank does some forwards to warm up, then alternates one forward and one backward, then does the remaining backwards.
+The schedules differ in the length of the warm-up, in the number of stages per rank, and in whether a backward is split
+in two halves. Sources: GPipe (Huang et al. 2018, section 2.3), 1F1B with a flush (Narayanan et al. 2021, section
+2.2.1), interleaved (ibid., section 2.2.2), zero bubble (Qi et al. 2023, section 3, as ZB-H1; with two stages per rank
+as in torch).
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 class Slot:
     """A pass of a rank from `start` to `end`: micro-batch `number` in `stage`; both are None if they are unknown.
 
-    `kind` is F (forward), B (backward; only of the inputs if it is split), W (backward of the weights), or BW (one of the halves,
-    unknown which).
+    `kind` is F (forward), B (backward; only of the inputs if it is split), W (backward of the weights), or BW (one of
+    the halves, unknown which).
     """
 
     rank: int
@@ -38,7 +39,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class Plan:
-    """A pipeline step. Times are in `unit`: mean forwards of a rank ("forwards") if it is `modelled`, otherwise milliseconds."""
+    """A pipeline step. Times are in `unit`: mean forwards of a rank ("forwards") if it is `modelled`, otherwise
+    milliseconds."""
 
     title: str
     slots: tuple[Slot, ...]
@@ -83,7 +85,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Rule:
-    """A schedule: stages per rank, whether backward is split in halves, and the warm-up forwards of rank r of p with m micro-batches.
+    """A schedule: stages per rank, whether backward is split in halves, and the warm-up forwards of rank r of p with m
+    micro-batches.
 
     `formula` gives the bubble for m ≥ p if stages are equal and a backward takes twice as long as a forward.
     """
@@ -105,7 +108,8 @@ SCHEDULES: dict[str, Rule] = {
 
 @checked
 def order(schedule: str, rank: int, ranks: int, micro_batches: int) -> list[tuple[str, int, int]]:
-    """The passes of `rank` in order: (kind, stage, number of the micro-batch). Raises `ValueError` for an impossible schedule.
+    """The passes of `rank` in order: (kind, stage, number of the micro-batch). Raises `ValueError` for an impossible
+    schedule.
 
     >>> order("1F1B", 1, 2, 2)
     [('F', 1, 0), ('B', 1, 0), ('F', 1, 1), ('B', 1, 1)]
@@ -136,7 +140,8 @@ def order(schedule: str, rank: int, ranks: int, micro_batches: int) -> list[tupl
 def simulate(schedule: str, ranks: int, micro_batches: int, costs: Sequence[float] = (), backward: float = 2.0) -> Plan:
     """Simulates a step. A backward takes `backward` times as long as a forward; communication takes no time.
 
-    `costs` are the relative forward times of the stages (default: equal). Raises `ValueError` for an impossible schedule.
+    `costs` are the relative forward times of the stages (default: equal). Raises `ValueError` for an impossible
+    schedule.
     """
     _check(schedule, ranks, micro_batches)
     rule = SCHEDULES[schedule]
@@ -162,7 +167,8 @@ def simulate(schedule: str, ranks: int, micro_batches: int, costs: Sequence[floa
 
 
 def needs(kind: str, stage: int, number: int, stages: int) -> list[tuple[str, int, int]]:
-    """The dependencies of a pass: a forward needs that of the previous stage, a backward its forward and the next stage's backward."""
+    """The dependencies of a pass: a forward needs that of the previous stage, a backward its forward and the next
+    stage's backward."""
     if kind == "F":
         return [("F", stage - 1, number)] if stage else []
     if kind == "W":

@@ -1,7 +1,7 @@
 """Pictures of ZeRO and FSDP: what each rank stores, in bytes, and a step that gathers, computes and frees.
 
-Stages are numbered as in ZeRO (Rajbhandari et al. 2020): 0 shards nothing (DDP); 1 shards the optimizer state, 2 also the gradients,
-3 also the parameters.
+Stages are numbered as in ZeRO (Rajbhandari et al. 2020): 0 shards nothing (DDP); 1 shards the optimizer state, 2 also
+the gradients, 3 also the parameters.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def share(owner: str, stage: int, ranks: int) -> float:
 def who_holds_what(ranks: int = 4, held: Sequence[int] = ADAM) -> go.Figure:
     """The model states on every rank, for DDP and each ZeRO stage; the empty part of a column is stored on other ranks.
 
-    `held` are the bytes per parameter of the parameter, its gradient and its optimizer state; they are the widths of the columns.
-    Raises `ValueError` if `ranks` is not positive.
+    `held` are the bytes per parameter of the parameter, its gradient and its optimizer state; they are the widths of
+    the columns. Raises `ValueError` if `ranks` is not positive.
     """
     line = {"color": INK, "width": 0.6}
     parts, full = _boxes(ranks, held)
@@ -72,7 +72,8 @@ def _foot(stage: int) -> float:
 
 
 def _boxes(ranks: int, held: Sequence[int]) -> tuple[dict[str, dict[str, list[Any]]], dict[str, list[Any]]]:
-    """The bars of the stored states, by owner, and the whole columns behind them: rank r has shard r, counted from the top."""
+    """The bars of the stored states, by owner, and the whole columns behind them: rank r has shard r, counted from the
+    top."""
     full: dict[str, list[Any]] = {"x": [], "y": [], "base": [], "width": []}
     parts: dict[str, dict[str, list[Any]]] = {owner: {"x": [], "y": [], "base": [], "width": [], "text": []} for owner in _STATES}
     for stage, rank, number in product(range(len(STAGES)), range(ranks), range(len(_STATES))):
@@ -102,8 +103,8 @@ def bytes_by_ranks(
 ) -> go.Figure:
     """Bytes of model states on one rank versus the number of ranks, for DDP and each ZeRO stage, by formula.
 
-    `limit` draws a line at the memory of a device, in bytes. Activations, buffers and gathered parameters are not included.
-    Raises `ValueError` if a number of ranks is not positive.
+    `limit` draws a line at the memory of a device, in bytes. Activations, buffers and gathered parameters are not
+    included. Raises `ValueError` if a number of ranks is not positive.
     """
     places = [(name, stage, count) for stage, name in enumerate(STAGES) for count in ranks]
     largest = max(parameters * sum(held), limit or 0)
@@ -153,7 +154,8 @@ def bytes_by_ranks(
 
 @dataclass(frozen=True)
 class Turn:
-    """A unit's turn in forward or backward. Times are in the unit of the model; None if the operation does not happen."""
+    """A unit's turn in forward or backward. Times are in the unit of the model; None if the operation does not
+    happen."""
 
     unit: int
     phase: str
@@ -167,10 +169,11 @@ GATHER, FORWARD, BACKWARD, SCATTER = 1.0, 2.0, 4.0, 1.0  # modelled durations fo
 
 @checked
 def turns(units: int, reshard: bool = True, prefetch: int = 1) -> list[Turn]:
-    """A step of FSDP as a model of two streams: units are gathered one after the other, `prefetch` of them before their turn.
+    """A step of FSDP as a model of two streams: units are gathered one after the other, `prefetch` of them before their
+    turn.
 
-    A gather begins when the turn that lies `prefetch` + 1 before its own is over, and not before its unit was dropped; a reduce-scatter
-    when backward of its unit is over.
+    A gather begins when the turn that lies `prefetch` + 1 before its own is over, and not before its unit was dropped;
+    a reduce-scatter when backward of its unit is over.
     """
     order = [(unit, "forward") for unit in range(units)] + [(unit, "backward") for unit in reversed(range(units))]
     done: list[Turn] = []
@@ -202,10 +205,11 @@ def whole(step: Sequence[Turn], reshard: bool = True) -> list[tuple[int, float, 
 
 @checked
 def gather_compute_drop(units: int = 6, ranks: int = 4, reshard: bool = True, prefetch: int = 1) -> go.Figure:
-    """A modelled FSDP step on one rank: communication and computation, which units are whole, and the parameters in memory.
+    """A modelled FSDP step on one rank: communication and computation, which units are whole, and the parameters in
+    memory.
 
-    All units have the same size. `reshard=False` keeps parameters from forward to backward; `prefetch` units are gathered in advance.
-    Raises `ValueError` if a number is too small.
+    All units have the same size. `reshard=False` keeps parameters from forward to backward; `prefetch` units are
+    gathered in advance. Raises `ValueError` if a number is too small.
     """
     step = turns(units, reshard, prefetch)
     held = whole(step, reshard)
@@ -261,7 +265,8 @@ def _area(name: str, colour: str, times: Sequence[float], shares: Sequence[float
 
 
 def _gathered(held: Sequence[tuple[int, float, float]], units: int, end: float) -> tuple[list[float], list[float]]:
-    """Times, and the fraction of all parameters that is gathered from each time on, in addition to the rank's own shards."""
+    """Times, and the fraction of all parameters that is gathered from each time on, in addition to the rank's own
+    shards."""
     times = sorted({0.0, end, *(moment for _, start, stop in held for moment in (start, stop))})
     return times, [sum(start <= time < stop for _, start, stop in held) / units for time in times]
 

@@ -22,7 +22,8 @@ _GAP = 0.9  # cells between two matrices
 
 @checked
 def column(x: Matrix, a: Matrix, ranks: int = 2) -> go.Figure:
-    """X·A by columns: every rank has all of X and some columns of A, and computes the same columns of the product. No communication.
+    """X·A by columns: every rank has all of X and some columns of A, and computes the same columns of the product. No
+    communication.
 
     Matrices are lists of rows. Raises `ValueError` if the number of columns of `a` is not a multiple of `ranks`.
     """
@@ -38,7 +39,8 @@ def column(x: Matrix, a: Matrix, ranks: int = 2) -> go.Figure:
 
 @checked
 def row(h: Matrix, b: Matrix, ranks: int = 2) -> go.Figure:
-    """H·B by rows: every rank has some columns of H and the same rows of B, and gets a partial sum of the product: one all-reduce.
+    """H·B by rows: every rank has some columns of H and the same rows of B, and gets a partial sum of the product: one
+    all-reduce.
 
     Raises `ValueError` if the number of rows of `b` is not a multiple of `ranks`.
     """
@@ -58,7 +60,8 @@ def row(h: Matrix, b: Matrix, ranks: int = 2) -> go.Figure:
 
 @checked
 def pair(x: Matrix, a: Matrix, b: Matrix, ranks: int = 2) -> go.Figure:
-    """Y = relu(XA)·B in one picture: A by columns, then B by rows, so each rank computes its partial sum without communication.
+    """Y = relu(XA)·B in one picture: A by columns, then B by rows, so each rank computes its partial sum without
+    communication.
 
     Raises `ValueError` if the inner width is not a multiple of `ranks`.
     """
@@ -97,9 +100,11 @@ _OPERATIONS = (  # of a transformer layer: name, and whether it is split by tens
 
 @checked
 def layer(sequence_parallel: bool = False, ranks: int = 2) -> go.Figure:
-    """The forward pass of a transformer layer: what each rank has after every operation, and the collectives between them.
+    """The forward pass of a transformer layer: what each rank has after every operation, and the collectives between
+    them.
 
-    Activations between the split matrices are whole on every rank or, with `sequence_parallel`, split along the sequence.
+    Activations between the split matrices are whole on every rank or, with `sequence_parallel`, split along the
+    sequence.
     """
     shapes, notes = [], []
     width = 1.35
@@ -139,7 +144,8 @@ class _Page:
         self.begun = 0  # index of the first shape and note of this line, which `line` centres vertically
 
     def matrix(self, name: str, values: Matrix, across: int = 1, down: int = 1, rank: int | None = None) -> None:
-        """A matrix, with its columns split over `across` ranks or its rows over `down` ranks, or whole on `rank` or on all ranks."""
+        """A matrix, with its columns split over `across` ranks or its rows over `down` ranks, or whole on `rank` or on
+        all ranks."""
         rows, columns = len(values), len(values[0])
         self.notes.append(note(self.across + columns / 2, self.down - 0.35, name, size=11))
         for i, line in enumerate(values):
