@@ -169,11 +169,10 @@ GATHER, FORWARD, BACKWARD, SCATTER = 1.0, 2.0, 4.0, 1.0  # modelled durations fo
 
 @checked
 def turns(units: int, reshard: bool = True, prefetch: int = 1) -> list[Turn]:
-    """A step of FSDP as a model of two streams: units are gathered one after the other, `prefetch` of them before their
-    turn.
+    """A model of an FSDP step with two streams: units are gathered sequentially, `prefetch` of them in advance.
 
-    A gather begins when the turn that lies `prefetch` + 1 before its own is over, and not before its unit was dropped;
-    a reduce-scatter when backward of its unit is over.
+    An all-gather starts when the turn `prefetch` + 1 before its own is over, but not before its unit has been freed. A
+    reduce-scatter starts when the backward of its unit is over.
     """
     order = [(unit, "forward") for unit in range(units)] + [(unit, "backward") for unit in reversed(range(units))]
     done: list[Turn] = []
@@ -182,8 +181,8 @@ def turns(units: int, reshard: bool = True, prefetch: int = 1) -> list[Turn]:
         computed, earlier = (done[back].compute[1] if back >= 0 else 0.0 for back in (number - 1, number - 1 - prefetch))
         gather = scatter = None
         if phase == "forward" or reshard:
-            dropped = max((turn.compute[1] for turn in done if turn.unit == unit), default=0.0)
-            start = max(gathered, earlier, dropped)
+            freed = max((turn.compute[1] for turn in done if turn.unit == unit), default=0.0)
+            start = max(gathered, earlier, freed)
             gather = start, start + GATHER
             gathered = gather[1]
         begin = max(computed, gathered)
