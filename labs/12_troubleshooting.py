@@ -255,7 +255,7 @@ run("elsewhere.py", nproc=1, device="cpu", args=("Windows",)).wait().findings()
 # %% tags=["long"]
 for system in list(MESSAGES)[1:]:
     seen = run("elsewhere.py", nproc=1, device="cpu", args=(system,)).wait().findings()[0]
-    print(f"{system}: {seen.title}\n    Cause: {seen.cause}\n    Fix: {seen.way_out}\n")
+    print(f"{system}: {seen.title}\n    Cause: {seen.cause}\n    Fix: {seen.fix}\n")
 
 # %% [markdown]
 # ## NCCL_DEBUG: what to set, what to read

@@ -1,4 +1,4 @@
-"""Runs for the tests of the diagnosis, as short as a test can write them, and what torch, gloo and NCCL say in them."""
+"""Short runs for the tests of the findings, and error messages of torch, gloo and NCCL."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from labkit.record.state import RunState
 SITE = "/home/ann/.venv/lib/python3.11/site-packages/torch/distributed"
 MIB = 1 << 20
 
-# What torch 2.13, gloo and NCCL say, word for word but for numbers.
+# Messages of torch 2.13, gloo and NCCL, verbatim except for numbers.
 GONE = (
     "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:2747: Connection reset by peer. "
     "This is typically caused by a remote worker hanging or bugs in the application. Check the logs of the remote worker before reporting "
@@ -75,7 +75,7 @@ CUDA_FULL = (
 )
 
 
-# ---- events, as short as a test can write them
+# ---- short constructors of events
 
 
 def spec(strategy: str = "ddp", nproc: int = 2, **asked) -> dict:
@@ -88,7 +88,7 @@ def script(nproc: int = 2) -> dict:
 
 
 def status(state: str, **failures) -> dict:
-    """`rank1=-9` is a rank that torchrun has seen die."""
+    """`rank1=-9`: torchrun reported that rank 1 died with this exit code."""
     names = {-6: "SIGABRT", -9: "SIGKILL", -11: "SIGSEGV", -15: "SIGTERM"}
     codes = {name.removeprefix("rank"): code if isinstance(code, tuple) else (code, "") for name, code in failures.items()}
     failed = {name: {"exit_code": code, "signal": names.get(code), "t": 9e9, "message": said} for name, (code, said) in codes.items()}
@@ -112,7 +112,7 @@ def end(rank: int, code: int = 0) -> dict:
 
 
 def stack(line: int, function: str) -> str:
-    """A stack as it is told: the script's own line, and the library that it stands in."""
+    """A recorded stack: the line of the script, and the library call in it."""
     return f'  File "/runs/one/train.py", line {line}, in {function}\n    …\n  File "{SITE}/c10d_logger.py", line 83, in wrapper\n    …'
 
 
@@ -131,7 +131,7 @@ def waiting(rank: int, *ops: dict, computed=0.0, at=(113, "train_step"), step: i
 
 
 def steps(rank: int, count: int = 12, first: int = 1, loss=1.0, **seconds) -> list[dict]:
-    """Steps of 100 ms; a phase that is given takes so long instead."""
+    """Steps of 100 ms; `seconds` sets the duration of single phases."""
     usual = {"data": 0.005, "copy": 0.0, "forward": 0.03, "backward": 0.05, "optimizer": 0.01, "other": 0.005} | seconds
     whole = {"step": max(0.1, sum(usual.values()))} | usual
     numbers = range(first, first + count)
@@ -172,7 +172,7 @@ def memory(rank: int, peak: int, **at_peak: int) -> dict:
 
 
 def fold(*events) -> RunState:
-    """The state after events, or lists of them, checked as they are when they are read."""
+    """The state after events, or lists of events, checked as when they are read from a file."""
     state = RunState()
     for event in events:
         for one in event if isinstance(event, list) else [event]:
@@ -193,8 +193,8 @@ def names(state: RunState) -> list[str]:
 
 
 def first(state: RunState, name: str):
-    """The first finding, which must be the one."""
+    """The first finding, which must have this name."""
     found = findings(state)
     assert found and found[0].name == name, [one.name for one in found]
-    assert found[0].title and found[0].evidence and found[0].cause and found[0].way_out
+    assert found[0].title and found[0].evidence and found[0].cause and found[0].fix
     return found[0]

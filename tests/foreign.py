@@ -1,4 +1,4 @@
-"""Run folders as they may come from somebody else: copies of recorded runs to be spoilt, and all that front ends say of a folder."""
+"""Untrusted run folders: copies of recorded runs to be corrupted, and everything that front ends show about a folder."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def command(*arguments: str) -> tuple[int, str]:
 
 
 def everything(folder: RunFolder) -> str:
-    """All that commands, handout and logs give away of a run, by path."""
+    """Everything that commands, handout and logs show about a run, by path."""
     path = str(folder.path)
     said = [command("show", path)[1], command("show", path, "--json")[1], command("runs")[1], command("runs", "--json")[1]]
     said += [command("replay", path, "--speed", "1e12")[1], command("compare", path)[1], command("trace", path, "-o", f"{path}.trace")[1]]

@@ -47,8 +47,8 @@ def test_findings_and_ledger_show_themselves(runs):
     fake.start()
     run = Run.attach(fake.folder.path)
     assert isinstance(run.findings(), Findings) and isinstance(run.ledger(), Ledger)
-    assert repr(Findings()) == "nothing was found" and "nothing was found" in Findings()._repr_html_()
-    assert "no step was looked at yet" in repr(run.ledger()) and "no step was looked at yet" in run.ledger()._repr_html_()
+    assert repr(Findings()) == "no findings" and "no findings" in Findings()._repr_html_()
+    assert "no profiled step yet" in repr(run.ledger()) and "no profiled step yet" in run.ledger()._repr_html_()
 
 
 def test_waiting_for_a_finding_ends_where_it_is_not_found(runs):

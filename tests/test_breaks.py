@@ -1,4 +1,4 @@
-"""Real runs of scripts that break in ways in which ranks cannot report by themselves, and what the diagnosis says of them."""
+"""Real runs of scripts that break in ways that ranks cannot report themselves, and the findings about them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "breaks.py"
 
 
 def line(code: str) -> int:
-    """The number of the only line of the script that is this code."""
+    """The number of the only line of the script with this code."""
     (number,) = [number for number, text in enumerate(SCRIPT.read_text().splitlines(), 1) if text.strip() == code]
     return number
 
@@ -61,8 +61,8 @@ def test_a_rank_that_left_early_is_named_and_not_its_victim():
     job = ended("returns_early")
     found = first(job)
     assert found.name == "left_early" and found.ranks == (1, 0)
-    assert found.title.startswith("rank 1 ended its script with exit code 0 after 4 steps, while rank 0 waited in all_reduce #")
-    assert f"ended by the call at breaks.py:{line('sys.exit()')} in returns_early" in found.evidence
+    assert found.title.startswith("rank 1 exited with code 0 after 4 steps while rank 0 waited in all_reduce #")
+    assert f"exited at breaks.py:{line('sys.exit()')} in returns_early" in found.evidence
 
 
 def test_ranks_that_are_stopped_or_hold_the_gil_are_named_in_a_pipeline():

@@ -333,7 +333,7 @@ def test_a_step_is_captured_and_a_fault_is_found(page, jupyter, runs):
     see(panel)
     picture(page, "13-memory-dark")
     panel.get_by_role("tab", name="Live").click()
-    sync_api.expect(panel.locator(".labkit-finding").first).to_contain_text("rank 1 is slower than the others", timeout=SECONDS)
+    sync_api.expect(panel.locator(".labkit-finding").first).to_contain_text("rank 1 is slower than the other ranks", timeout=SECONDS)
     panel.get_by_role("button", name="Why?").click()
     sync_api.expect(panel.get_by_text("every collective waits for the last rank")).to_be_visible()
     sync_api.expect(panel.get_by_text("look at what this rank does between the phases")).to_be_visible()

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 from conftest import wait_until
+from labkit.runs.handle import Run, run, settle
 from weaving import TORCHRUN, run_alone
 
 from labkit.launch.job import Job
 from labkit.plan.script import write_script
 from labkit.plan.spec import Spec
 from labkit.record.state import RunState
-from labkit.runs.handle import Run, run, settle
 from labkit.training.strategies import STRATEGIES
 
 STEPS, SAVED = 8, 6  # the run resumes within the second epoch of four steps

@@ -1,4 +1,4 @@
-"""Strategies side by side: what is planned, what the rows say, their faces, and real comparisons from the command line."""
+"""Comparing strategies: the plan, the rows, the front ends, and real comparisons from the command line."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import nbformat
 import pytest
 from conftest import processes_of, wait_until
 from fabricate import FakeRun
+from labkit.runs.comparing import Comparing, plan
 from rich.console import Console
 
 from labkit import SpecError, compare, show
@@ -22,7 +23,6 @@ from labkit.figures import comparison as pictures
 from labkit.frontends import terminal
 from labkit.frontends.panel.compare import CompareTab, comparison_html
 from labkit.record.folder import RunFolder
-from labkit.runs.comparing import Comparing, plan
 from labkit.setup.environment import CLONE
 from labkit.training.strategies import STRATEGIES
 
@@ -96,7 +96,7 @@ def test_rows_tell_times_speed_ups_and_what_bounds_a_step(runs):
     assert ddp.bound.startswith("backward 5")
     assert single.badge.verdict == "reference"
     assert ddp.badge.verdict == "not compared"
-    assert "recorded by 0 of 2 ranks" in ddp.badge.sentence
+    assert "only 0 of 2 ranks" in ddp.badge.sentence
 
 
 def test_a_run_without_a_baseline_has_no_speed_up(runs):
@@ -122,7 +122,7 @@ def test_the_recorded_result_is_what_was_reported_and_says_where_from():
     assert RECORDED_NOTE.startswith("Recorded elsewhere, not measured here")
 
 
-# ---- the faces
+# ---- the front ends
 
 NASTY = Row("ddp", "<b>DDP</b>", run="r", devices=2, words="failed (rank 1: <i>)", over=True, failed=True)
 FOUND = (
@@ -167,7 +167,7 @@ def test_charts_have_a_bar_for_each_and_set_the_recorded_result_apart():
     here, elsewhere = speedup.bars
     assert here.values == (1.0, 0, 0, 0, 0, 0)
     assert elsewhere.values[-1] == pytest.approx(1.29, abs=0.005)
-    assert "recorded elsewhere" in speedup.note
+    assert "recorded on another machine" in speedup.note
     assert phases.bars[1].values[0] == 100
     figure = pictures.figure(FOUND, RECORDED)
     assert len(figure.data) == 2 + 5 + 1 + 1
@@ -178,7 +178,7 @@ def test_sentences_name_failures_badges_and_notes():
     said = sentences((FOUND[0], NASTY), {"cp": "no sequence"})
     assert said == [
         "<b>DDP</b>: failed (rank 1: <i>).",
-        "Single: forward 100% of a step, more than any other phase.",
+        "Single: forward 100% of each step, the longest phase.",
         "CP is left out: no sequence.",
         RECORDED_NOTE,
     ]
@@ -262,7 +262,7 @@ def test_a_bare_comparison_is_shown_once_in_a_cell(monkeypatch):
     assert shown == [comparing, comparing]
 
 
-# ---- for real
+# ---- real runs
 
 
 def test_a_comparison_from_the_command_line(runs):

@@ -1,4 +1,4 @@
-"""The diagnosis as a whole: what was not seen, and whatever may come."""
+"""Findings in general: what was not recorded, and arbitrary input."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
 from labkit.record.state import RunState
 
-# ---- what was not seen
+# ---- what was not recorded
 
 
 def test_a_part_of_the_probe_that_failed():
@@ -58,13 +58,13 @@ def test_a_rank_that_left_nothing():
 def test_events_that_break_off():
     whole, cut = [*start(0), *steps(0, 50), end(0)], [*start(1), *steps(1, 20)]
     found = first(fold(spec(), whole, cut, status("finished")), "cut_short")
-    assert found.ranks == (1,) and "1: 20; the others: 50" in found.evidence
+    assert found.ranks == (1,) and "1: 20; other ranks: 50" in found.evidence
     for healthy in (status("running"), status("stopped"), [end(1), status("finished")]):
         assert names(fold(spec(), whole, cut, healthy)) == []
 
 
 def followed(tmp_path, *ranks: int, break_off: int = 0, spoil: int = 0) -> RunState:
-    """A folder of a finished run of three ranks, of which some are there, read as a face reads it."""
+    """The folder of a finished run of three ranks, with the events of some, read as by a front end."""
     folder = RunFolder.create("ddp-x3", tmp_path)
     RunFolder.write_json(folder.spec, spec(nproc=3)["spec"])
     RunFolder.write_json(folder.status, {"state": "finished", "started": 1.0, "ended": 900.0})
@@ -102,14 +102,14 @@ def test_a_folder_that_was_cut_short(tmp_path):
 
 def test_a_folder_with_lines_that_are_no_events(tmp_path):
     state = followed(tmp_path, 0, 1, 2, spoil=4)
-    assert names(state) == ["not_readable"] and findings(state)[0].title.startswith("4 of")
+    assert names(state) == ["not_readable"] and findings(state)[0].title.startswith("4 lines of the run's events")
 
 
 def test_an_empty_folder(tmp_path):
     assert first(followed(tmp_path), "not_there").ranks == (0, 1, 2)
 
 
-# ---- whatever comes
+# ---- arbitrary input
 
 
 def test_nothing_is_found_in_nothing():
@@ -143,7 +143,7 @@ def everything() -> list[dict]:
 
 
 def paths(value, at=()):
-    """Every place inside of nested dicts and lists."""
+    """Every path in nested dicts and lists."""
     inside = value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
     for name, one in inside:
         yield (*at, name)
@@ -151,7 +151,7 @@ def paths(value, at=()):
 
 
 def changed(value, at, junk):
-    """A copy with `junk` at one place, or with nothing there where it is Ellipsis."""
+    """A copy with `junk` at one path; Ellipsis removes the value."""
     copy = dict(value) if isinstance(value, dict) else list(value)
     if len(at) > 1:
         copy[at[0]] = changed(copy[at[0]], at[1:], junk)
@@ -199,4 +199,4 @@ def test_a_wait_is_told_without_a_field_of_an_operation(missing):
 def test_more_ranks_than_were_seen():
     state = fold(spec(nproc=64), start(0), steps(0), waiting(0, op(ranks=range(64)), step=12), batches(0, "a"))
     found = first(state, "hang")
-    assert len(found.ranks) == 64 and "rank 63: has not begun" in found.evidence
+    assert len(found.ranks) == 64 and "rank 63: has not started" in found.evidence

@@ -1,4 +1,4 @@
-"""Findings about runs that train something else than was meant, or are slower or larger than need be."""
+"""Findings about runs that train incorrectly, or are slower or larger than they need to be."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from labkit.training.strategies import STRATEGIES
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
-# ---- another training than was meant
+# ---- incorrect training
 
 
 def test_the_same_samples_on_every_rank():
     state = fold(spec(), start(0, 1), batches(0, "a", "b", "c"), batches(1, "a", "b", "c"))
     found = first(state, "same_samples")
-    assert found.ranks == (0, 1) and "all 3 steps" in found.evidence and "1 different batch a step, and 2 were meant" in found.evidence
-    assert "DistributedSampler" in found.way_out
+    assert found.ranks == (0, 1) and "all 3 recorded steps" in found.evidence and "1 different batch per step, expected 2" in found.evidence
+    assert "DistributedSampler" in found.fix
 
 
 def test_two_of_four_ranks_with_the_same_samples():
@@ -63,10 +63,10 @@ def test_samples_that_are_as_meant(asked, digests):
     ],
 )
 def test_a_sampler_that_nobody_told_the_epoch(before, after, times):
-    """Sampler 0 is the one whose samples the model is trained on; 1 is for validation."""
+    """Sampler 0 is for training, sampler 1 for validation."""
     seen = [[epoch(rank, *one) for one in before] + ddp(rank) + [epoch(rank, *one) for one in after] for rank in (0, 1)]
     found = first(fold(spec(), start(0, 1), *seen), "no_set_epoch")
-    assert found.ranks == (0, 1) and f"began {times} epochs with the same epoch number, {before[-1][1]}" in found.evidence
+    assert found.ranks == (0, 1) and f"started {times} epochs with the same epoch number, {before[-1][1]}" in found.evidence
 
 
 @pytest.mark.parametrize(
@@ -130,13 +130,13 @@ def test_a_loss_that_diverges_is_no_ranks_gradient(asked, losses, seen, shown):
     state = fold(asked, start(*ranks), *(steps(rank, loss=loss) for rank, loss in enumerate(losses)), ddp(*ranks), seen)
     found = first(state, "loss_diverged")
     assert found.title.startswith("the loss diverged: ") and shown in found.title and "gradient" not in found.cause
-    assert "learning rate" in found.way_out and ("no parameter held NaN" in found.evidence) is bool(seen)
+    assert "learning rate" in found.fix and ("no parameter contained NaN" in found.evidence) is bool(seen)
 
 
 def test_parameters_with_nan_are_a_gradient_that_was_not_finite():
     spoilt = [steps(rank, loss=lambda step: 1.0 if step < 6 else math.nan) for rank in (0, 1)]
     found = first(fold(spec(), start(0, 1), *spoilt, parameters(0, 6, nan=8), parameters(1, 6, nan=8)), "nan_loss")
-    assert "in step 5 the gradient of at least one rank" in found.cause and "hold NaN before step 6" in found.cause
+    assert "in step 5 the gradient of at least one rank" in found.cause and "contain NaN before step 6" in found.cause
 
 
 @pytest.mark.parametrize("loss", [None, 0.5, lambda step: None if step % 2 else 1e30])
@@ -177,7 +177,7 @@ def test_losses_that_may_differ(asked, events):
 def test_one_file_of_several_ranks():
     saves = [saw(rank, "save", path="/runs/one/model.pt", step=step) for step in (5, 10) for rank in (0, 1)]
     found = first(fold(spec(), start(0, 1), saves), "one_file")
-    assert found.ranks == (0, 1) and "/runs/one/model.pt, after step 5" in found.evidence and "1 time more" in found.evidence
+    assert found.ranks == (0, 1) and "/runs/one/model.pt, after step 5" in found.evidence and "and 1 more time" in found.evidence
 
 
 @pytest.mark.parametrize(
@@ -192,12 +192,12 @@ def test_files_that_nobody_shares(saves):
     assert names(fold(spec(), start(0, 1), saves)) == []
 
 
-# ---- slower, or larger, than need be
+# ---- slow, or large
 
 
 def test_steps_that_wait_for_data():
     found = first(fold(spec(), start(0, 1), steps(0, data=0.2), steps(1, data=0.2)), "input_bound")
-    assert found.ranks == (0, 1) and "68%" in found.title and "200.0 ms of 295.0 ms" in found.evidence
+    assert found.ranks == (0, 1) and "68%" in found.title and "200.0 ms of 295.0 ms per step" in found.evidence
 
 
 def test_data_that_are_slow_at_first_only_are_no_finding():
@@ -205,11 +205,11 @@ def test_data_that_are_slow_at_first_only_are_no_finding():
     assert names(fold(spec(), start(0, 1), *(steps(rank, 7, data=0.2) for rank in (0, 1)))) == []  # too few to judge by
 
 
-@pytest.mark.parametrize(("phase", "way_out"), [("other", "logging"), ("forward", "device or core"), ("optimizer", "device or core")])
-def test_a_rank_that_the_others_wait_for(phase, way_out):
+@pytest.mark.parametrize(("phase", "fix"), [("other", "logging"), ("forward", "device or core"), ("optimizer", "device or core")])
+def test_a_rank_that_the_others_wait_for(phase, fix):
     others = [steps(rank, backward=0.25) for rank in (0, 2)]
     found = first(fold(spec(nproc=3), start(0, 1, 2), *others, steps(1, **{phase: 0.25})), "straggler")
-    assert found.ranks == (1,) and f"in {phase}" in found.title and way_out in found.way_out and "the others' 50.0 ms" in found.evidence
+    assert found.ranks == (1,) and f"in {phase}" in found.title and fix in found.fix and "the other ranks' 50.0 ms" in found.evidence
 
 
 @pytest.mark.parametrize(
@@ -243,8 +243,8 @@ def test_communication_that_nothing_hides():
     """One profiled step, and 12 others whose backward takes as long."""
     usual = [*steps(0, **COMMUNICATING), *steps(1, **COMMUNICATING)]
     found = first(fold(spec(), start(0, 1), usual, timeline(0), timeline(1, exposed=0.06)), "communication_bound")
-    assert found.ranks == (0, 1) and found.title == "at least 50% of a step is exposed communication"
-    assert "of 100.0 ms per step (median): 50%, 60%, from 1 profiled step; most of it in all_reduce (gloo)" in found.evidence
+    assert found.ranks == (0, 1) and found.title == "communication is exposed for at least 50% of each step, on every rank"
+    assert "of 100.0 ms per step (median): 50%, 60%, from 1 profiled step; mostly all_reduce (gloo)" in found.evidence
 
 
 def test_communication_that_several_profiled_steps_agree_on():
@@ -262,8 +262,8 @@ def test_communication_that_several_profiled_steps_agree_on():
 )
 def test_advice_is_in_the_terms_of_the_script(asked, words, foreign):
     found = first(fold(asked, start(0, 1), profiled(0, 1, times=3)), "communication_bound")
-    assert all(word in found.way_out for word in words) and ("--option" in found.way_out) is not foreign
-    assert ("compression" in found.way_out) is ("compression" in " ".join(words))
+    assert all(word in found.fix for word in words) and ("--option" in found.fix) is not foreign
+    assert ("compression" in found.fix) is ("compression" in " ".join(words))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -294,7 +294,7 @@ def test_communication_that_is_no_finding(events):
 
 def test_many_small_buckets():
     found = first(fold(spec(), start(0, 1), ddp(0, 1), traffic(0, all_reduce=(16, 4 * MIB))), "small_buckets")
-    assert found.ranks == (0,) and "16 buckets of 256.0 KiB" in found.title and "4.0 MiB in all" in found.evidence
+    assert found.ranks == (0,) and "16 buckets of 256.0 KiB" in found.title and "4.0 MiB in total" in found.evidence
 
 
 @pytest.mark.parametrize(
@@ -344,12 +344,12 @@ def test_several_models_of_which_one_is_a_single_unit():
 
 
 def test_fsdp1_with_a_size_based_policy_that_wraps_nothing():
-    """A real script with a loss module: what the probe records of it, and what is found."""
+    """A real script with a loss module: what the probe records, and the finding."""
     done = run(SCRIPTS / "one_unit.py", nproc=2, device="cpu").wait(180)
     assert done.words == "finished", done.logs(0, "stderr")
     assert [(model["name"], model["units"]) for model in done.state.ranks[0].seen("model")] == [("FullyShardedDataParallel", 1)]
     found = next(one for one in done.findings() if one.name == "one_unit")
-    assert "min_num_params" in found.way_out and found.ranks == (0,)
+    assert "min_num_params" in found.fix and found.ranks == (0,)
 
 
 def test_a_peak_of_activations():

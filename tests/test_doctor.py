@@ -53,14 +53,14 @@ def test_this_machine(capsys):
     for check in found.values():
         assert check["level"] in LEVELS
         assert check["says"]
-        assert check["way_out"] or check["level"] == "fine", check
+        assert check["fix"] or check["level"] == "fine", check
         assert "could not be checked" not in check["says"], check
     assert found["torch"]["level"] == found["all-reduce"]["level"] == "fine"
     assert code == int(any(check["level"] == "broken" for check in found.values()))
     assert not [child for child in psutil.Process().children(recursive=True) if "all_reduce" in " ".join(child.cmdline())]
 
 
-def test_for_people_every_way_out_is_shown(capsys, monkeypatch):
+def test_for_people_every_fix_is_shown(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "CHECKS", (lambda: Check("one", "fine", "good"), lambda: Check("two", "broken", "bad [red]", "mend it")))
     assert doctor.main() == 1
     said = capsys.readouterr().out
@@ -130,17 +130,17 @@ def test_torch_that_cannot_be_imported_or_is_too_old(monkeypatch):
     having(monkeypatch, error="OSError: libcudart.so.13: cannot open shared object file")
     for check in (doctor.torch(), doctor.backends(), doctor.all_reduce()):
         assert check.level == "broken"
-        assert check.way_out
+        assert check.fix
     having(monkeypatch, version="2.5.1")
     assert doctor.torch().level == "broken"
 
 
-def test_mismatched_torchvision_is_named_with_the_way_out(monkeypatch):
+def test_mismatched_torchvision_is_named_with_the_fix(monkeypatch):
     monkeypatch.setattr(doctor.preflight, "torchvision", lambda: ("0.28.0", "RuntimeError: operator torchvision::nms does not exist"))
     check = doctor.torchvision()
     assert check.level == "degraded"
     assert '"operator torchvision::nms does not exist"' in check.says
-    assert "only --workload resnet18 and --data mnist or cifar10 need it" in check.way_out
+    assert "only --workload resnet18 and --data mnist or cifar10 need it" in check.fix
 
 
 def test_all_reduce_over_gloo_and_its_failure(monkeypatch):
@@ -225,4 +225,4 @@ def test_other_people_on_the_machine_are_named(monkeypatch, people, level, says)
     monkeypatch.setattr(doctor, "psutil", SimpleNamespace(process_iter=lambda fields: active))
     check = doctor.other_users()
     assert check.level == level and says in check.says
-    assert bool(check.way_out) == (level != "fine")
+    assert bool(check.fix) == (level != "fine")

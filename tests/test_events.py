@@ -1,4 +1,4 @@
-"""The protocol: whole lines are read once, half of one is waited for, and what is broken is counted."""
+"""The protocol: complete lines are read once, incomplete ones later, and broken ones are counted."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""Every fault of the table in a real run, and its right name first among the findings; and none of kind "wrong" in healthy runs."""
+"""Every fault in a real run, with the right finding first, and no finding of kind "wrong" in healthy runs."""
 
 from __future__ import annotations
 
 import pytest
 from conftest import wait_until
+from labkit.runs.handle import settle
 
 from labkit import SpecError, run
 from labkit.analysis.diagnose import findings
 from labkit.plan.script import diff_scripts
-from labkit.runs.handle import settle
 from labkit.training.faults import FAULTS
 from labkit.training.strategies import STRATEGIES
 
@@ -25,9 +25,9 @@ def test_the_diagnosis_names_the_fault(fault):
     finally:
         job.stop()
     found = findings(job.state) if job.state.status["state"] != "stopped" else while_it_lasted
-    assert found, f"nothing was found; the run {job.words}"
+    assert found, f"no findings; the run {job.words}"
     assert found[0].name == FAULTS[fault].finding, [(one.name, one.title) for one in found]
-    assert found[0].evidence and found[0].cause and found[0].way_out
+    assert found[0].evidence and found[0].cause and found[0].fix
 
 
 def test_a_hang_is_told_while_it_lasts_and_ends_with_stop():

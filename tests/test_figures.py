@@ -1,4 +1,4 @@
-"""Figures: the same facts as plotly and as SVG, bounded, with axes that hold still."""
+"""Figures: the same data as plotly and as SVG, bounded, with stable axes."""
 
 from __future__ import annotations
 

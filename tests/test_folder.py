@@ -1,4 +1,4 @@
-"""The run folder, and what is read from it without any process: plan, status, torchrun's report, logs."""
+"""The run folder, and what is read from it without processes: plan, status, torchrun's report, logs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_find_by_name_end_path_and_last(folder):
     assert RunFolder.find("last").name == max(folder.name, other.name)
     with pytest.raises(LookupError, match="there is no run 'fsdp'"):
         RunFolder.find("fsdp")
-    with pytest.raises(LookupError, match="could be"):
+    with pytest.raises(LookupError, match="is ambiguous"):
         RunFolder.find(folder.name[:4])
 
 

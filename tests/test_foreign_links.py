@@ -1,4 +1,4 @@
-"""Links, FIFOs and devices in a run folder: nothing outside of it is read, and nothing waits for a writer that never comes."""
+"""Links, FIFOs and devices in a run folder: nothing outside of it is read, and no read blocks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from fabricate import FakeRun
 from foreign import FINISHED, RECORDED, copy_of, everything
+from labkit.runs.handle import Run
 
 import labkit
 from labkit.benchmarks.fuzz import time_limit
@@ -19,7 +20,6 @@ from labkit.frontends.handout.recorded import stand_in
 from labkit.record import files
 from labkit.record.files import NotPlain, names_below, open_below, read_below
 from labkit.record.folder import RunFolder
-from labkit.runs.handle import Run
 
 SECRET = "SECRET-7c1f"
 LOG = next((RECORDED / FINISHED / "logs").glob("none_*")).name
@@ -84,7 +84,7 @@ def test_step_files_are_opened_the_same_way(runs, tmp_path, name):
 
 
 def test_what_is_marked_does_show_without_a_link(folder):
-    """That the tests above can fail."""
+    """The tests above can fail."""
     for name in ("train.py", f"logs/{LOG}/attempt_0/0/stdout.log"):
         marked(folder.path / name)
         assert SECRET in everything(folder)
@@ -155,7 +155,7 @@ def test_a_script_outside_that_is_no_file_keeps_no_exercise_waiting(folder, tmp_
         source(Run.attach(folder.path))
 
 
-# ---- the opening itself, with and without openat
+# ---- opening files, with and without openat
 
 
 @pytest.fixture(params=[True, False], ids=["openat", "without openat"])

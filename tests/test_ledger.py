@@ -1,4 +1,4 @@
-"""The ledger: formulas held to what real runs sent, byte by byte, and what a reader is told of every difference."""
+"""The ledger: formulas compared with the traffic of real runs, to the byte, and the reasons for differences."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def spec(strategy: str, workload: str = "gpt", nproc: int | None = 2, **asked: A
 
 
 def state(asked: Spec, sent: dict[str, float], step: int = 3, ranks: int | None = None, calls: int = 1) -> RunState:
-    """A run of which each rank told of an equal part of what all sent."""
+    """A run in which every rank recorded an equal part of the total traffic."""
     folded = RunState()
     folded.apply({"kind": "spec", "t": 0.0, "spec": asked.to_json()})
     count = ranks or asked.processes
@@ -229,7 +229,7 @@ def test_formula_and_reasons_give_what_was_measured(strategy, workload, nproc, a
     step = asked.pop("step", 3)
     demanded = Counter()
     for flow in theory(spec(strategy, workload, nproc, **asked), step):
-        demanded[flow.op] += flow.theory + sum(size for size, _ in flow.beside)
+        demanded[flow.op] += flow.theory + sum(size for size, _ in flow.extra)
     assert {op: size for op, size in demanded.items() if size} == pytest.approx(sent, rel=1e-3)
     for entry in entries(spec(strategy, workload, nproc, **asked), sent, step=step).values():
         apart = abs(entry.measured - entry.theory) > CLOSE * max(entry.measured, entry.theory)
@@ -253,8 +253,8 @@ def test_every_workload_has_its_flows_on_gpus_too(strategy, precision):
             continue  # what cannot run sends nothing
         for flow in theory(asked):
             assert flow.theory >= 0
-            assert flow.theory or flow.beside
-            assert not any("gloo" in why for _, why in flow.beside)
+            assert flow.theory or flow.extra
+            assert not any("gloo" in why for _, why in flow.extra)
 
 
 def test_textbook_figures_of_one_rank():
@@ -279,7 +279,7 @@ def test_gloo_sends_a_reduce_scatter_twice_and_nccl_once():
     assert by_gloo["all_gather"] == Entry("all_gather", 1.0, 2.0 * P["gpt"], 2.0 * P["gpt"], "2(n−1)/n · 4P per rank", "")
     assert by_gloo["all_reduce"].theory == P["gpt"]
     assert by_gloo["all_reduce"].formula == "reduce-scatter (n−1)/n · 4P per rank"
-    assert by_gloo["all_reduce"].reason == "+4.10 MiB: gloo does a reduce-scatter as an all-reduce of the whole"
+    assert by_gloo["all_reduce"].reason == "+4.10 MiB: gloo implements reduce-scatter as an all-reduce"
     by_nccl = entries(spec("fsdp2", device="cuda"), {"all_gather": 2.0 * P["gpt"], "reduce_scatter": float(P["gpt"])})
     assert set(by_nccl) == {"all_gather", "reduce_scatter"}
     assert not any(entry.reason for entry in by_nccl.values())
@@ -287,20 +287,21 @@ def test_gloo_sends_a_reduce_scatter_twice_and_nccl_once():
 
 def test_reasons_are_ordered_and_numbers_told():
     padded = entries(spec("fsdp2", "cnn", 3), {"all_gather": 6568608.0, "all_reduce": 6568608.0})
-    assert padded["all_gather"].reason == "+72.50 KiB: FSDP2 pads the rows of every parameter to a multiple of the ranks"
+    assert padded["all_gather"].reason == "+72.50 KiB: FSDP2 pads the rows of every parameter to a multiple of the number of shards"
     once = entries(spec("deepspeed", stage=3), {"all_gather": float(P["gpt"]), "all_reduce": 2.0 * P["gpt"] + 16})
-    assert once["all_gather"].reason == "−4.10 MiB: DeepSpeed keeps parameters from forward to backward, and gathers them once"
+    why = "DeepSpeed keeps parameters gathered from forward to backward, so they are gathered only once"
+    assert once["all_gather"].reason == f"−4.10 MiB: {why}"
 
 
 def test_what_nothing_explains_is_said_with_its_size():
     found = entries(spec("ddp"), {"all_reduce": 2.0 * P["gpt"] + (1 << 20), "all_to_all": 512.0})
-    assert found["all_reduce"].reason == "+1.00 MiB: no formula explains them"
+    assert found["all_reduce"].reason == "+1.00 MiB: not explained by the formulas"
     assert found["all_to_all"].theory == 0
     assert found["all_to_all"].formula == ""
-    assert found["all_to_all"].reason == "+512 B: no formula explains them"
+    assert found["all_to_all"].reason == "+512 B: not explained by the formulas"
     missing = entries(spec("zero1"), {"all_reduce": 2.0 * P["gpt"]})["broadcast"]
     assert (missing.calls, missing.measured, missing.theory) == (0.0, 0.0, P["gpt"])
-    assert missing.reason == "−4.10 MiB: no formula explains them"
+    assert missing.reason == "−4.10 MiB: not explained by the formulas"
 
 
 def test_within_one_per_cent_needs_no_reason():
@@ -343,7 +344,7 @@ def test_replicas_in_threads_are_counted_where_they_are_seen():
         "gather": 32 * 10 * 4,
     }
     assert {op for op, entry in found.items() if entry.measured == entry.theory and not entry.reason} == {"reduce", "gather"}
-    assert found["broadcast"].reason == "−2.55 MiB: what device 0 hands out inside its process is counted nowhere"
+    assert found["broadcast"].reason == "−2.55 MiB: copies from device 0 within its process are not measured"
 
 
 def test_an_epoch_ends_with_a_smaller_batch():

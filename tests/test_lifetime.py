@@ -16,6 +16,7 @@ import psutil
 import pytest
 from conftest import processes_of, wait_until
 from fabricate import FakeRun
+from labkit.runs.handle import Run, run
 
 from labkit.benchmarks.kills import Attack, Moment, attack
 from labkit.cli.commands import act
@@ -30,7 +31,6 @@ from labkit.record.events import Reader, Writer
 from labkit.record.folder import RunFolder
 from labkit.record.state import RunState
 from labkit.record.status import QUIET, current
-from labkit.runs.handle import Run, run
 
 ROOT = Path(__file__).parent.parent
 LIMIT = 5.0  # seconds within which a stopped or abandoned run is gone
@@ -297,7 +297,7 @@ def elsewhere(runs):
 
 def test_a_run_of_another_host_is_lost_when_it_gives_no_sign_of_life(elsewhere, tmp_path, capsys):
     assert current(elsewhere)["state"] == "lost"
-    assert "it ran on gpu-server-7, there has been no sign of life since" in current(elsewhere)["message"]
+    assert "it ran on gpu-server-7 and has written nothing since" in current(elsewhere)["message"]
     assert Job.attach(elsewhere).wait(0.0) == "lost"
     assert command("stop", elsewhere.name) == 0
     assert "already lost (it ran on gpu-server-7" in capsys.readouterr().out

@@ -559,7 +559,7 @@ def test_when_and_where_a_run_was_recorded(runs):
     assert recorded_words(gpus.folder).endswith(f"November 2023, {when}, on 2 × GPU of here")
     nothing = RunFolder.create("nothing", runs)
     RunFolder.write_json(nothing.spec, {"nproc": 1})
-    assert recorded_words(nothing) == "recorded on a day that is not known, on 1 CPU rank"
+    assert recorded_words(nothing) == "recorded on an unknown day, on 1 CPU rank"
 
 
 def test_the_stage_is_the_page_s_own(runs):

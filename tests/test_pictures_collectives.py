@@ -98,8 +98,8 @@ def test_the_first_half_of_a_ring_is_a_reduce_scatter_and_the_second_an_all_gath
     [
         (((Message(0, 1, (0,)), Message(0, 2, (0,))),), "a rank is the source of two messages"),
         (((Message(0, 2, (0,)), Message(1, 2, (0,))),), "a rank is the target of two messages"),
-        (((Message(1, 2, (0,)),),), "rank 1 sends piece 0, which it does not have"),
-        (((Message(0, 1, (0,)),),), "rank 2 has None of piece 0"),
+        (((Message(1, 2, (0,)),),), "rank 1 sends chunk 0, which it does not have"),
+        (((Message(0, 1, (0,)),),), "rank 2 has None of chunk 0"),
     ],
 )
 def test_an_impossible_plan_is_rejected(rounds, words):
@@ -108,13 +108,13 @@ def test_an_impossible_plan_is_rejected(rounds, words):
 
 
 def test_a_plan_that_counts_a_rank_twice_is_rejected():
-    with pytest.raises(ValueError, match=r"rank 0 would count \[1\] twice in piece 0"):
+    with pytest.raises(ValueError, match=r"rank 0 would count \[1\] twice in chunk 0"):
         replace(plans.reduce(2), rounds=plans.reduce(2).rounds * 2).states()
 
 
 @pytest.mark.parametrize("n", [1, 0, True, 2.5, "4"])
 def test_a_number_of_ranks_that_makes_no_collective(n):
-    with pytest.raises(ValueError, match="at least 2 ranks"):
+    with pytest.raises(ValueError, match="n must be at least 2"):
         plans.all_gather(n)
 
 
@@ -167,8 +167,8 @@ def test_cells_of_different_ranks_do_not_overlap():
     ("draw", "words"),
     [
         (lambda: pictured.all_reduce(9), "n must be at most 8 for a picture, got 9"),
-        (lambda: pictured.all_reduce(1), "at least 2 ranks"),
-        (lambda: pictured.broadcast(4, by="rumour"), "by='rumour' is not known; there is one_by_one, chain, tree"),
+        (lambda: pictured.all_reduce(1), "n must be at least 2"),
+        (lambda: pictured.broadcast(4, by="rumour"), "by must be one of one_by_one, chain, tree, got 'rumour'"),
     ],
 )
 def test_invalid_arguments_are_rejected(draw, words):
@@ -178,7 +178,7 @@ def test_invalid_arguments_are_rejected(draw, words):
 
 def test_the_costs_are_those_of_the_plans():
     rounds, sent = pictured.costs(8).data
-    ring = rounds.y.index("all-reduce<br>each piece twice round the ring")
+    ring = rounds.y.index("all-reduce<br>each chunk travels around the ring twice")
     assert (rounds.x[ring], sent.x[ring]) == (14, 1.75)
     assert len(rounds.x) == len(EVERY)
 

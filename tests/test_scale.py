@@ -1,4 +1,4 @@
-"""Long runs: what a step costs on disk and in memory, and that the step file is read as it was written, whatever happened to it."""
+"""Long runs: the cost of a step on disk and in memory, and reading step files, including broken ones."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy
 import pytest
+from labkit.runs.handle import Run
 from rich.console import Console
 
 from labkit.analysis.summary import summarise
@@ -31,7 +32,6 @@ from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
 from labkit.record.replay import Recording
 from labkit.record.state import RunState
-from labkit.runs.handle import Run
 
 RECORD = 88  # bytes
 
@@ -43,7 +43,7 @@ def measured(step: int, **fields) -> dict:
 
 
 def written(root, count: int, ranks: int = 1, **fields) -> RunFolder:
-    """The folder of a finished run whose ranks took `count` steps each, as the real writer leaves it."""
+    """The folder of a finished run with `count` steps per rank, written by the real writer."""
     folder = RunFolder.create("long", root)
     RunFolder.write_json(folder.spec, {"script": "train.py", "nproc": ranks})
     RunFolder.write_json(folder.status, {"state": "finished", "started": 1000.0, "ended": 1000.0 + count / 100})
@@ -74,20 +74,20 @@ def long(tmp_path_factory):
 def test_a_step_takes_88_bytes_and_the_rest_of_a_run_does_not_grow(long):
     path = long.events_of(0)
     records = 3 * steps.HELD
-    assert stepfile.path_beside(path).stat().st_size == len(stepfile.header(0)) + RECORD * records
+    assert stepfile.steps_path(path).stat().st_size == len(stepfile.header(0)) + RECORD * records
     assert path.stat().st_size < 1000
     assert RECORD * 8 * 100_000 < 75e6
 
 
 def test_numpy_reads_the_file_as_the_docstring_says(long):
-    with open(stepfile.path_beside(long.events_of(0)), "rb") as file:
+    with open(stepfile.steps_path(long.events_of(0)), "rb") as file:
         header = json.loads(file.readline())
         read = numpy.fromfile(file, dtype=[tuple(column) for column in header["columns"]])
     assert len(read) == 3 * steps.HELD and read["step"][-1] == 3 * steps.HELD and read["losses"].all()
 
 
 def calls_of(work) -> int:
-    """How many functions, of Python or C, are called."""
+    """The number of calls of Python and C functions."""
     calls: Counter[str] = Counter()
     sys.setprofile(lambda frame, event, _: calls.update([event]))
     try:
@@ -265,7 +265,7 @@ def test_a_torn_record_is_waited_for_and_cut_off_when_a_rank_restarts(tmp_path):
     writer, reader = Writer(path, 0), Reader(path)
     writer.write("step", **measured(1))
     writer.close()
-    file = stepfile.path_beside(path)
+    file = stepfile.steps_path(path)
     whole = file.read_bytes()
     file.write_bytes(whole + whole[-RECORD:-40])
     assert [event["step"] for event in reader.poll()] == [1]
@@ -279,7 +279,7 @@ def test_a_torn_record_is_waited_for_and_cut_off_when_a_rank_restarts(tmp_path):
 
 def test_a_header_of_which_a_part_was_written_is_written_again(tmp_path):
     path = tmp_path / "rank0.jsonl"
-    file = stepfile.path_beside(path)
+    file = stepfile.steps_path(path)
     file.write_bytes(stepfile.header(0)[:20])
     assert list(Reader(path).poll()) == []
     writer = Writer(path, 0)
@@ -319,7 +319,7 @@ WRONG = (
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_a_record_that_makes_no_sense_is_counted_and_passed_over(tmp_path, wrong):
     folder = written(tmp_path, 5)
-    file = stepfile.path_beside(folder.events_of(0))
+    file = stepfile.steps_path(folder.events_of(0))
     data = bytearray(file.read_bytes())
     at = len(stepfile.header(0))
     rows = numpy.frombuffer(data, dtype=list(stepfile.COLUMNS), offset=at).copy()
@@ -355,7 +355,7 @@ HEADERS = (
 @pytest.mark.parametrize("header", HEADERS, ids=lambda header: header[:60].decode() or "empty")
 def test_a_file_without_a_header_that_can_be_read_is_counted_once(tmp_path, header):
     folder = written(tmp_path, 3)
-    stepfile.path_beside(folder.events_of(0)).write_bytes(header + b"\0" * 200)
+    stepfile.steps_path(folder.events_of(0)).write_bytes(header + b"\0" * 200)
     follower = Follower(folder)
     follower.poll()
     follower.poll()
@@ -365,7 +365,7 @@ def test_a_file_without_a_header_that_can_be_read_is_counted_once(tmp_path, head
 def test_a_step_file_that_is_cut_short_or_missing_is_noticed(tmp_path):
     for number, keep in enumerate((len(stepfile.header(0)) + 2 * RECORD, None)):
         folder = written(tmp_path / str(number), 5)
-        file = stepfile.path_beside(folder.events_of(0))
+        file = stepfile.steps_path(folder.events_of(0))
         file.unlink() if keep is None else file.write_bytes(file.read_bytes()[:keep])
         state = opened(folder)
         assert (state.broken, len(state.ranks[0].steps)) == (1, 0 if keep is None else 2)
@@ -373,7 +373,7 @@ def test_a_step_file_that_is_cut_short_or_missing_is_noticed(tmp_path):
 
 def test_a_step_file_that_is_no_regular_file_is_not_read(tmp_path):
     folder = written(tmp_path, 3)
-    file = stepfile.path_beside(folder.events_of(0))
+    file = stepfile.steps_path(folder.events_of(0))
     elsewhere = tmp_path / "elsewhere"
     file.rename(elsewhere)
     file.symlink_to(elsewhere)
@@ -390,7 +390,7 @@ def test_unknown_and_missing_columns_are_allowed(tmp_path):
     path = tmp_path / "rank0.jsonl"
     columns = [["t", "<f8"], ["news", "<i8"], ["step", "<f8"], ["loss", "<f8"]]
     rows = numpy.array([(1.0, 5, 1.0, 0.5), (2.0, 5, 2.0, math.nan)], dtype=[tuple(column) for column in columns])
-    stepfile.path_beside(path).write_bytes(json.dumps({"kind": "steps", "rank": 0, "columns": columns}).encode() + b"\n" + rows.tobytes())
+    stepfile.steps_path(path).write_bytes(json.dumps({"kind": "steps", "rank": 0, "columns": columns}).encode() + b"\n" + rows.tobytes())
     path.touch()
     assert [event["loss"] for event in Reader(path).poll()] == [0.5, None]
     state = RunState()
@@ -405,7 +405,7 @@ def test_unknown_and_missing_columns_are_allowed(tmp_path):
 def test_a_folder_whose_steps_are_json_lines_opens_as_before(tmp_path):
     new = written(tmp_path / "new", 300)
     old = written(tmp_path / "old", 300)
-    stepfile.path_beside(old.events_of(0)).unlink()
+    stepfile.steps_path(old.events_of(0)).unlink()
     head = {"v": 1, "rank": 0}
     lines = [{"t": 1000.0, "kind": "start", "pid": 1, "device": "cpu", "attempt": 0}]
     lines += [{"kind": "step"} | measured(step) for step in range(1, 301)]
@@ -498,7 +498,7 @@ def test_a_handle_says_on_stderr_how_far_a_long_run_is_read(tmp_path, monkeypatc
 
 def test_step_files_with_random_bytes_in_them_open_and_draw(tmp_path):
     folder, choose = written(tmp_path, 40), random.Random(17)
-    path = stepfile.path_beside(folder.events_of(0))
+    path = stepfile.steps_path(folder.events_of(0))
     whole, head = path.read_bytes(), len(stepfile.header(0))
     for number in range(300):
         data = bytearray(whole)

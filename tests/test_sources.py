@@ -1,4 +1,4 @@
-"""Which ranks of a script read the same samples, by what the probe saw in their first steps."""
+"""Which ranks of a script read the same samples, inferred from their first steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The start of a run: what the probe writes of it, what is folded, and in which words it is shown."""
+"""The start of a run: recorded events, the fold, and how it is displayed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fold: what is known after which events, in which words, and with which figures."""
+"""The fold: the state after events, its wording, and its figures."""
 
 from __future__ import annotations
 
@@ -305,7 +305,7 @@ def test_what_was_not_measured_is_said():
     names = {finding["name"]: finding for finding in summarise(state)["findings"]}
     assert set(names) == {"not_watched", "not_readable"}
     assert names["not_watched"]["ranks"] == [1] and "memory" in names["not_watched"]["title"]
-    assert names["not_readable"]["title"].startswith("1 of")
+    assert names["not_readable"]["title"].startswith("1 line of")
     assert summarise(fold(spec(), start(0), start(1)))["findings"] == []
 
 
@@ -315,7 +315,7 @@ def test_a_rank_that_never_said_how_it_ended_fell_with_the_first():
     assert fold(*events, status("failed")).failure["collateral"] == [0]
 
 
-# ---- long texts, and views that ask again
+# ---- long texts and cached values
 
 
 def test_texts_of_any_length_are_bounded_where_they_are_read():

@@ -22,7 +22,7 @@ def small(**asked) -> Spec:
     return Spec("dp", **{"workload": "mlp", "nproc": 2, "batch_size": 16, "steps": 4, "samples": 99, "device": "cpu"} | asked)
 
 
-def test_one_device_is_refused_with_the_way_out():
+def test_one_device_is_refused_with_the_fix():
     with pytest.raises(SpecError, match=r"dp splits a batch .* 1 was asked for; use --nproc 2, or the strategy single"):
         small(nproc=1)
     with pytest.raises(SpecError, match=r"dp has no option compile: nn.DataParallel"):

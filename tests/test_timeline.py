@@ -1,4 +1,4 @@
-"""From what the profiler saw to a timeline and a curve of memory: against brute force, and by hand."""
+"""Timelines and memory curves from profiler data: compared with brute force, and computed by hand."""
 
 from __future__ import annotations
 

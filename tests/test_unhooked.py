@@ -106,7 +106,7 @@ def test_processes_that_a_script_starts_are_named(tmp_path):
     told = Told(tmp_path / "run")
     assert told.of("probe_error") == told.of("step") == []
     finding = first(fold(script(1), told.events, status("finished")), "trains_elsewhere")
-    assert "2 processes" in finding.title and "__main__.train (spawn)" in finding.evidence and "torchrun" in finding.way_out
+    assert "2 processes" in finding.title and "__main__.train (spawn)" in finding.evidence and "torchrun" in finding.fix
 
 
 def test_workers_of_a_loader_are_not_the_scripts_processes(tmp_path):

@@ -8,9 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from labkit.runs.handle import run
+
 from labkit.plan.script import write_script
 from labkit.plan.spec import Spec
-from labkit.runs.handle import run
 
 RECORDER = Path(__file__).with_name("recorder.py")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")

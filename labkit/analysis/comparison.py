@@ -1,7 +1,7 @@
-"""Several strategies side by side: the same training by each, one run after another, and what each was like.
+"""Comparing strategies: the same training with each strategy, one run after another, and the figures of each run.
 
-`plan` settles all Specs before the first starts; `Comparing` runs them; `rows` are the figures, from runs that are live or recorded.
-No face is known here: terminal, panel and `--json` draw the same rows.
+`rows` computes the figures from live or recorded runs. The module depends on no front end: terminal, panel and `--json` show
+the same rows.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from labkit.analysis.equivalence import REFERENCE, Badge, badge, training
 from labkit.analysis.summary import summarise
@@ -23,21 +23,18 @@ from labkit.record.state import RunState
 from labkit.record.steps import Column, median
 from labkit.training.strategies import STRATEGIES
 
-if TYPE_CHECKING:
-    pass
-
 BASELINE = "single"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One strategy's figures; None where there is none (yet).
+    """The figures of one strategy; None if unknown.
 
-    `seconds` is the time from the end of the first step, which warms up, to the last step or evaluation, and `epoch_seconds` the part of
-    it that goes to as many steps as an epoch has. `speedup` is how many times more samples a second than the baseline trained on in that
-    time. `memory` is the largest peak of any device, and `sent` what the rank that sends the most sends in a step, in bytes. `phases`
-    are shares of a median step of the slowest rank, which sum to 1. `words` is the state in words, `note` what the run is not of what
-    its title says.
+    `seconds` is the time from the end of the first step (warm-up) to the last step or evaluation, and `epoch_seconds` the
+    time per epoch at the same speed. `speedup` is the samples per second relative to the baseline. `memory` is the
+    largest peak of any device, and `sent` the traffic per step of the rank that sends the most, in bytes. `phases` are
+    shares of a median step of the slowest rank and sum to 1. `words` is the state in words, `note` how the run differs
+    from its title.
     """
 
     strategy: str
@@ -64,33 +61,33 @@ class Row:
 
     @property
     def bound(self) -> str:
-        """The phase that takes the largest part of a step, with its share; empty where none is known."""
+        """The phase that takes the largest part of a step, with its share; empty if unknown."""
         if not self.phases:
             return ""
         phase = max(self.phases, key=self.phases.__getitem__)
         return f"{phase} {self.phases[phase]:.0%}"
 
     def to_json(self) -> dict[str, Any]:
-        """A dict of plain values."""
+        """The row as a dict that can be written as JSON."""
         plain = {name: value for name, value in asdict(self).items() if name != "badge"}
         return plain | {"bound": self.bound, "badge": self.badge.to_json() if self.badge else None}
 
 
-# A result to set beside one's own. It was measured elsewhere, and not by labkit: a CNN with the same three convolutions, on MNIST,
-# 5 epochs, batch 128 per GPU, on two GPUs, fed sample by sample.
+# A result for comparison, measured on another machine and not by labkit: a CNN with the same three convolutions, on
+# MNIST, 5 epochs, batch 128 per GPU, on two GPUs, loaded sample by sample.
 RECORDED = (
     Row("single", "Single", devices=1, device="cuda", seconds=44.69, epoch_seconds=44.69 / 5, accuracy=0.9924, speedup=1.0),
     Row("ddp", "DDP", devices=2, device="cuda", seconds=34.69, epoch_seconds=34.69 / 5, accuracy=0.9905, speedup=44.69 / 34.69),
     Row("fsdp", "FSDP1", devices=2, device="cuda", seconds=34.63, epoch_seconds=34.63 / 5, accuracy=0.9920, speedup=44.69 / 34.63),
 )
 RECORDED_NOTE = (
-    "Recorded elsewhere, not measured here: this CNN on MNIST, 5 epochs, batch 128 per GPU, two GPUs. Its input pipeline, "
-    "which fetches sample by sample, held the speed-up down."
+    "Recorded elsewhere, not measured here: this CNN on MNIST, 5 epochs, batch 128 per GPU, two GPUs. Its input "
+    "pipeline loads sample by sample, which limits the speed-up."
 )
 
 
 def beside(found: Sequence[Row]) -> tuple[Row, ...]:
-    """The recorded result, where it is of the same model; else nothing."""
+    """The rows recorded on another machine, if they are of the same model; otherwise none."""
     return RECORDED if any(row.workload == "cnn" for row in found) else ()
 
 
@@ -109,7 +106,7 @@ def recorded(folders: Iterable[RunFolder]) -> tuple[Row, ...]:
 
 
 def alike(folders: Sequence[RunFolder]) -> list[RunFolder]:
-    """Of recorded runs (the oldest first) the newest of each strategy that trained the same as the newest of all."""
+    """Of recorded runs (oldest first), the newest run of each strategy with the same training as the newest run."""
     found: dict[str, RunFolder] = {}
     wanted = None
     for folder in reversed(folders):
@@ -126,13 +123,14 @@ def alike(folders: Sequence[RunFolder]) -> list[RunFolder]:
 
 
 def newest(folders: Sequence[RunFolder]) -> list[RunFolder]:
-    """Of recorded runs (the oldest first) those of the newest comparison, whose runs alone record tensors; empty for none."""
+    """Of recorded runs (oldest first), the runs of the newest comparison (only those record tensors); empty for none.
+    """
     found = alike([folder for folder in folders if RunFolder.read_json(folder.spec).get("tensors")])
     return found if len(found) > 1 else []
 
 
 def rows(known: Sequence[tuple[RunFolder, RunState]], badges: dict[str, Badge]) -> tuple[Row, ...]:
-    """The rows of runs, live or over; `badges` keeps those that were worked out, by the run's name."""
+    """The rows of live or finished runs; `badges` caches computed badges by the name of the run."""
     found = [_row(folder, state) for folder, state in known]
     base = next((number for number, row in enumerate(found) if row.strategy == BASELINE), None)
     if base is None:
@@ -149,13 +147,13 @@ def rows(known: Sequence[tuple[RunFolder, RunState]], badges: dict[str, Badge]) 
 
 
 def _same(state: RunState, other: RunState) -> bool:
-    """Whether two runs train the same, so that their speeds can be compared."""
+    """Whether two runs are the same training, so that their speeds can be compared."""
     return state.asked is not None and other.asked is not None and training(state.asked) == training(other.asked)
 
 
 def _row(folder: RunFolder, state: RunState) -> Row:
     summary, spec = summarise(state, folder.name), state.asked
-    accuracy = summary["accuracy"]  # whatever the script logged by that name
+    accuracy = summary["accuracy"]  # any value that the script logged under this name
     peaks = [rank["peak_memory_bytes"] for rank in summary["ranks"] if rank["peak_memory_bytes"] is not None]
     sent = [rank["comm_bytes_per_step"] for rank in summary["ranks"] if rank["comm_bytes_per_step"] is not None]
     row = Row(
@@ -195,7 +193,7 @@ def _training(state: RunState) -> tuple[float, int]:
 
 
 def _shares(state: RunState) -> dict[str, float]:
-    """What part of a median step each phase is, on the rank whose steps take the longest."""
+    """The share of each phase in a median step, on the rank with the longest steps."""
 
     def typical(rank: RankState, column: Column) -> float:
         value = median(column, rank.first_step + 1)
@@ -210,7 +208,7 @@ def _shares(state: RunState) -> dict[str, float]:
 
 
 def document(found: Sequence[Row], left_out: Mapping[str, str]) -> dict[str, Any]:
-    """What `compare --json` prints."""
+    """The object that `compare --json` prints."""
     elsewhere = {"note": RECORDED_NOTE, "rows": [_measured(row) for row in beside(found)]}
     return {"rows": [row.to_json() for row in found], "left_out": dict(left_out), "recorded_elsewhere": elsewhere}
 
@@ -219,13 +217,13 @@ def _measured(row: Row) -> dict[str, Any]:
     return {name: getattr(row, name) for name in ("strategy", "devices", "device", "seconds", "epoch_seconds", "accuracy", "speedup")}
 
 
-# ---- in words, for all faces
+# ---- as text, for all front ends
 
-HEADS = ("mode", "devices", "time (s)", "epoch (s)", "accuracy", "speed-up", "peak memory", "sent a step", "same training")
+HEADS = ("strategy", "devices", "time (s)", "epoch (s)", "accuracy", "speed-up", "peak memory", "sent per step", "same training")
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """A row as texts, one for each of HEADS; an en dash where there is no figure."""
+    """A row as texts, one for each of HEADS; an en dash if a figure is unknown."""
     return (
         row.title,
         f"{row.devices} {row.device.upper() if row.device == 'cpu' else 'GPU' if row.device else ''}".strip(),
@@ -240,13 +238,13 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def sentences(found: Sequence[Row], left_out: Mapping[str, str]) -> list[str]:
-    """What stands below the table: badges, notes, what bounds a step, what was left out."""
-    said = [f"{row.title}: {row.words}." for row in found if row.failed]
-    said += [f"{row.title}: {row.badge.sentence}" for row in found if row.badge and row.badge is not REFERENCE]
-    said += [f"{row.title}: {row.note}" for row in found if row.note]
-    said += [f"{row.title}: {row.bound} of a step, more than any other phase." for row in found if row.bound and row.over]
-    said += [f"{STRATEGIES[name].title} is left out: {reason}." for name, reason in left_out.items()]
-    return said + [RECORDED_NOTE] * bool(beside(found))
+    """The sentences below the table: badges, notes, the longest phase, and strategies that were left out."""
+    lines = [f"{row.title}: {row.words}." for row in found if row.failed]
+    lines += [f"{row.title}: {row.badge.sentence}" for row in found if row.badge and row.badge is not REFERENCE]
+    lines += [f"{row.title}: {row.note}" for row in found if row.note]
+    lines += [f"{row.title}: {row.bound} of each step, the longest phase." for row in found if row.bound and row.over]
+    lines += [f"{STRATEGIES[name].title} is left out: {reason}." for name, reason in left_out.items()]
+    return lines + [RECORDED_NOTE] * bool(beside(found))
 
 
 def _number(value: float | None, how: str, unit: str = "") -> str:

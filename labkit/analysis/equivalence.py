@@ -1,11 +1,13 @@
-"""Did it train the same model? The losses, the gradients after step 1 and the parameters at the end of a run, against those of `single`.
+"""Equivalence of two trainings: the losses, the gradients after step 1 and the final parameters of a run, compared with
+`single`.
 
-What is compared was recorded by the probe (`Spec.tensors`): every rank wrote the pieces that it holds, and here they are put together.
+The probe recorded the tensors (`Spec.tensors`): every rank wrote its shards, which are assembled here.
 
-A deviation is ‖a − b‖₂ / ‖b‖₂ of a whole tensor b of the reference, and of a loss |a − b| over the first loss. Element by element would ask
-too much: AdamW divides by the root of the mean square, so where a gradient is all but zero its rounding decides the direction of a whole
-step. For the same reason a tensor is never taken to be smaller than a thousandth of what is usual in its model: the gradient of a key's
-bias is zero in theory, and nothing but rounding in practice.
+The deviation of a tensor is ‖a − b‖₂ / ‖b‖₂ with the whole tensor b of the reference, that of a loss |a − b| over the
+first loss. An element-wise comparison would be too strict: AdamW divides by the root of the mean square, so if a
+gradient is almost zero, its rounding determines the direction of a whole step. For the same reason the norm of a tensor
+counts as at least a thousandth of what is usual in its model: the gradient of a key bias is zero in theory, and pure
+rounding in practice.
 """
 
 from __future__ import annotations
@@ -28,12 +30,13 @@ from labkit.record.schema import Choice, Sequence, record
 from labkit.record.state import RunState
 from labkit.training.strategies.rules import departures
 
-# How far two sums of the same numbers in another order may be apart: some 300 roundings of fp32 (2⁻²⁴ each), behind a few layers of such
-# sums. In the other precisions products are rounded (2⁻¹¹ in tf32 and fp16, 2⁻⁸ in bf16) and added up in 32 bits: ten of theirs.
+# How far two sums of the same numbers in different orders may differ: about 300 roundings of fp32 (2⁻²⁴ each), after a
+# few layers of such sums. In other precisions products are rounded (2⁻¹¹ in tf32 and fp16, 2⁻⁸ in bf16) and accumulated
+# in fp32: ten roundings of theirs.
 _ROUNDING = {"fp32": 300 * 2.0**-24, "tf32": 10 * 2.0**-11, "fp16": 10 * 2.0**-11, "bf16": 10 * 2.0**-8}
-_GROWTH = 2.0  # of a deviation from one step to the next, while it is small: a step starts from weights that differ already
-_MOST = {"loss": 0.05, "parameters": 0.3}  # that rounding alone has been seen to lead to, however many steps there are
-_SMALL = 1e-3  # of what is usual in a model: no tensor is taken to be smaller
+_GROWTH = 2.0  # growth of a small deviation per step, because a step starts from weights that already differ
+_MOST = {"loss": 0.05, "parameters": 0.3}  # largest deviations that rounding alone was measured to cause, for any number of steps
+_SMALL = 1e-3  # smallest norm of a tensor, relative to what is usual in its model
 
 
 _PLACE = Sequence(COUNT, most=64)
@@ -44,15 +47,15 @@ _INDEX = Sequence(_PIECE)
 
 
 class NotRecorded(Exception):
-    """What would be compared is not there, not whole, or of another training: one sentence."""
+    """The data to compare are missing, incomplete, or from a different training: one sentence."""
 
 
 @dataclass(frozen=True)
 class Deviation:
     """How far one of "loss", "gradients" and "parameters" is from the reference.
 
-    `where` is the first step or tensor whose deviation is out of its tolerance, or where none is, the one that comes nearest to it;
-    `apart` is its relative deviation, and `tolerance` how much of that rounding explains there.
+    `where` is the first step or tensor whose deviation exceeds its tolerance, or if there is none, the one closest to it;
+    `apart` is its relative deviation, and `tolerance` the deviation that rounding explains there.
     """
 
     what: str
@@ -62,31 +65,33 @@ class Deviation:
 
     @property
     def holds(self) -> bool:
-        """Whether it is within its tolerance; what is not a number is not."""
+        """Whether the deviation is within its tolerance; NaN is not."""
         return self.apart <= self.tolerance
 
 
 @dataclass(frozen=True)
 class Badge:
-    """What was found: "reference", "equal", "differs as it must", "differs" or "not compared", and a sentence with figures and reason."""
+    """The result: "reference", "equal", "differs as expected", "differs" or "not compared", and a sentence with figures
+    and reasons.
+    """
 
     verdict: str
     sentence: str
     deviations: tuple[Deviation, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """A dict of plain values; a deviation that is not a number is None."""
+        """The badge as a dict that can be written as JSON; deviations that are not finite are None."""
         plain = [asdict(one) | {"apart": one.apart if math.isfinite(one.apart) else None} for one in self.deviations]
         return {"verdict": self.verdict, "sentence": self.sentence, "deviations": plain}
 
 
-REFERENCE = Badge("reference", "What the others are compared with.")
+REFERENCE = Badge("reference", "The run with which the others are compared.")
 
 
 def badge(run: RunFolder, state: RunState, reference: RunFolder, its_state: RunState) -> Badge:
-    """The badge of a run that is over, against a `reference` that is; what is missing or broken makes it "not compared".
+    """The badge of a finished run compared with a finished `reference`; "not compared" if data are missing or broken.
 
-    What an engine keeps to itself, as DeepSpeed does its gradients, is left out, and the sentence says so.
+    Tensors that an engine does not expose, such as the gradients of DeepSpeed, are left out, and the sentence says so.
     """
     try:
         spec, its_spec = _asked(state), _asked(its_state)
@@ -98,7 +103,7 @@ def badge(run: RunFolder, state: RunState, reference: RunFolder, its_state: RunS
             if mine:
                 found.append(_of_tensors(what, mine, assembled(reference, what), allowed(what, step)))
             else:
-                hidden.append(f"{spec.strategy_row.title} keeps its {what} to itself.")
+                hidden.append(f"{spec.strategy_row.title} does not expose its {what}.")
     except (NotRecorded, ValueError) as error:
         return Badge("not compared", str(error))
     judged = _judged(spec, its_spec, tuple(found))
@@ -106,19 +111,19 @@ def badge(run: RunFolder, state: RunState, reference: RunFolder, its_state: RunS
 
 
 def _asked(state: RunState) -> Spec:
-    """What a run was asked to be: a strategy's, whose ranks are known."""
+    """The Spec of a run of a strategy with a known number of ranks. Raises `NotRecorded` for any other run."""
     spec = Spec.from_json(state.spec)
     if not state.spec or spec.script is not None or spec.nproc is None:
-        raise NotRecorded("it is no run of a strategy of which all is known")
+        raise NotRecorded("the run is not of a strategy, or its number of ranks is unknown")
     return spec
 
 
 def tolerance(what: str, step: int, spec: Spec, reference: Spec) -> float:
-    """The largest deviation of "loss", "gradients" or "parameters" that rounding explains after so many steps.
+    """The largest deviation of "loss", "gradients" or "parameters" that rounding explains after `step` steps.
 
-    It doubles with each step, as measured on CPU ranks (a CNN's parameters: 3e-3 after 10 steps, from 1e-6 in the first gradient), up to
-    what was seen at the most: after hundreds of steps two correct trainings are as far apart as that, and the gradients after step 1
-    are what tells them from others.
+    It doubles with each step, as measured on CPU ranks (parameters of a CNN: 3e-3 after 10 steps, from 1e-6 in the
+    first gradient), up to the largest measured deviation: after hundreds of steps two correct trainings differ by as
+    much, and the gradients after step 1 distinguish them from incorrect ones.
     """
     rounding = max(_ROUNDING[one.precision or "fp32"] for one in (spec, reference))
     grown = rounding * _GROWTH ** min(step - 1, 60)
@@ -126,52 +131,52 @@ def tolerance(what: str, step: int, spec: Spec, reference: Spec) -> float:
 
 
 def losses(state: RunState) -> dict[int, float]:
-    """The loss of every step: the mean over the ranks that have one, each of its own share of the batch."""
+    """The loss of every step: the mean over the ranks that have one, each for its own part of the batch."""
     known: dict[int, list[float]] = {}
     for rank in state.ranks.values():
-        mine = dict(zip(rank.steps.step, rank.steps.loss))  # of several attempts at a step, the newest
+        mine = dict(zip(rank.steps.step, rank.steps.loss))  # for repeated attempts at a step, the newest
         for step, loss in mine.items():
             known.setdefault(int(step), []).extend([] if math.isnan(loss) and len(state.ranks) > 1 else [loss])
     return {step: sum(values) / len(values) if values else math.nan for step, values in sorted(known.items())}
 
 
 def assembled(run: RunFolder, what: str) -> dict[str, numpy.ndarray]:
-    """The whole "gradients" or "parameters" of a run by name, in float64; empty where the ranks saw none.
+    """The whole "gradients" or "parameters" of a run by name, in float64; empty if the ranks recorded none.
 
-    Raises `NotRecorded` where a file, a piece or an element is missing.
+    Raises `NotRecorded` if a file, a shard or an element is missing.
     """
     spec = Spec.from_json(RunFolder.read_json(run.spec))
     wanted = [run.tensors / f"rank{rank}-{what}.npz" for rank in range(spec.processes)]
     files = [path for path in wanted if os.path.lexists(path)]
     if len(files) != spec.processes:
-        raise NotRecorded(f"{what} were recorded by {len(files)} of {spec.processes} ranks of {run.name}")
+        raise NotRecorded(f"only {len(files)} of {spec.processes} ranks of {run.name} recorded their {what}")
     whole: dict[str, numpy.ndarray] = {}
     held: dict[str, numpy.ndarray] = {}
-    room = sum(path.lstat().st_size for path in files)  # elements: all tensors together have no more than there are bytes
+    most = sum(path.lstat().st_size for path in files)  # most elements: there are no more than bytes
     for path in files:
         try:
             with run.open(path) as file:
                 _refuse_packed(file)
                 with numpy.load(file) as arrays:
                     for piece in _index(arrays):
-                        _put(piece, arrays[piece["key"]], whole, held, room)
+                        _put(piece, arrays[piece["key"]], whole, held, most)
         except (OSError, EOFError, LookupError, TypeError, ValueError, zipfile.BadZipFile) as error:
             raise NotRecorded(f"{what} cannot be read from {path.name} of {run.name}: {error}") from None
     holes = [name for name, there in held.items() if not there.all()]
     if holes:
-        raise NotRecorded(f"no rank of {run.name} recorded all of the {what} of {holes[0]}")
+        raise NotRecorded(f"the ranks of {run.name} did not record all of the {what} of {holes[0]}")
     return whole
 
 
 def _refuse_packed(file: BinaryIO) -> None:
-    """A compressed member could unpack to any size; the probe writes none."""
+    """Refuses compressed files, which could unpack to any size; the probe writes none."""
     if any(member.compress_type != zipfile.ZIP_STORED for member in zipfile.ZipFile(file).infolist()):
         raise ValueError("it is compressed")
     file.seek(0)
 
 
 def _index(arrays: Mapping[str, numpy.ndarray]) -> list[dict[str, Any]]:
-    """What the arrays of a file are; `ValueError` if that is not in the form in which the probe writes it."""
+    """The index of the arrays in a file. Raises `ValueError` if it does not have the format that the probe writes."""
     index = parse(arrays["index"].tobytes())
     if not _INDEX.check(index):
         raise ValueError(_INDEX.problem(index, "index"))
@@ -179,11 +184,13 @@ def _index(arrays: Mapping[str, numpy.ndarray]) -> list[dict[str, Any]]:
 
 
 def _put(
-    piece: Mapping[str, Any], array: numpy.ndarray, whole: dict[str, numpy.ndarray], held: dict[str, numpy.ndarray], room: int
+    piece: Mapping[str, Any], array: numpy.ndarray, whole: dict[str, numpy.ndarray], held: dict[str, numpy.ndarray], most: int
 ) -> None:
-    """Lays one rank's piece into its whole tensor. Pieces of a sum are added up; what two ranks hold otherwise is not a number."""
+    """Copies one rank's shard into its whole tensor. Partial sums are added; where copies of two ranks disagree, it is
+    NaN.
+    """
     name, shape = piece["name"], tuple(piece["shape"])
-    if name not in whole and math.prod(shape) + sum(tensor.size for tensor in whole.values()) > room:
+    if name not in whole and math.prod(shape) + sum(tensor.size for tensor in whole.values()) > most:
         raise ValueError(f"{name} would have more elements than the files have bytes")
     target = whole.setdefault(name, numpy.zeros(shape))
     there = held.setdefault(name, numpy.zeros(shape, dtype=bool))
@@ -202,7 +209,7 @@ def _put(
 
 
 def training(spec: Spec) -> dict[str, Any]:
-    """What makes two runs the same training, by name; how the work is split is no part of it."""
+    """The settings that make two runs the same training, by name; how the work is split is not part of them."""
     own = {option.name: spec.options[option.name] for option in spec.workload_row.options}
     plain = {name: getattr(spec, name) for name in ("workload", "data", "seed", "train_samples", "global_batch", "total_steps")}
     return plain | own | {"clip_norm": spec.options.get("clip_norm", 0.0)}
@@ -213,12 +220,12 @@ def _refuse_unlike(spec: Spec, reference: Spec) -> None:
     for name, value in training(spec).items():
         if value != wanted.get(name):
             what = name.replace("_", " ")
-            raise NotRecorded(f"{what} is {value}, and {wanted.get(name)} in the run that it would be compared with")
+            raise NotRecorded(f"{what} is {value}, but {wanted.get(name)} in the reference run")
 
 
 def _of_losses(found: Mapping[int, float], wanted: Mapping[int, float], allowed: Callable[[str, int], float]) -> Deviation:
     if not wanted or found.keys() != wanted.keys():
-        raise NotRecorded(f"losses of {len(found)} steps are known, and of {len(wanted)} in the run to compare with")
+        raise NotRecorded(f"it has losses of {len(found)} steps, but the reference run has {len(wanted)}")
     first = wanted[min(wanted)]
     apart = {step: (_relative(found[step] - wanted[step], first), allowed("loss", step)) for step in wanted}
     return _deviation("loss", {f"step {step}": pair for step, pair in apart.items()})
@@ -227,36 +234,36 @@ def _of_losses(found: Mapping[int, float], wanted: Mapping[int, float], allowed:
 def _of_tensors(what: str, found: Mapping[str, numpy.ndarray], wanted: Mapping[str, numpy.ndarray], allowed: float) -> Deviation:
     if found.keys() != wanted.keys():
         other = sorted(found.keys() ^ wanted.keys())[0]
-        raise NotRecorded(f"{what} of {other} are there in one of the two runs only")
+        raise NotRecorded(f"only one of the two runs has {what} of {other}")
     usual = math.sqrt(sum(float(numpy.square(tensor).sum()) for tensor in wanted.values()) / sum(tensor.size for tensor in wanted.values()))
     apart = {}
     for name, tensor in wanted.items():
         if found[name].shape != tensor.shape:
-            raise NotRecorded(f"{name} has the shape {found[name].shape}, and {tensor.shape} in the run to compare with")
+            raise NotRecorded(f"{name} has shape {found[name].shape}, but {tensor.shape} in the reference run")
         size = max(numpy.linalg.norm(tensor), _SMALL * usual * math.sqrt(tensor.size))
         apart[name] = (_relative(numpy.linalg.norm(found[name] - tensor), size), allowed)
     return _deviation(what, apart)
 
 
 def _deviation(what: str, apart: Mapping[str, tuple[float, float]]) -> Deviation:
-    """Of deviations with their tolerances the first that is out of its own, else the one that comes nearest to it."""
+    """The first deviation that exceeds its tolerance, or else the one closest to it."""
     out = (where for where, (value, allowed) in apart.items() if not value <= allowed)
     where = next(out, None) or max(apart, key=lambda where: apart[where][0] / apart[where][1])
     return Deviation(what, *map(float, apart[where]), where)
 
 
 def _judged(spec: Spec, reference: Spec, found: tuple[Deviation, ...]) -> Badge:
-    told = ", ".join(f"{one.what} {_told(one.apart)} of {_told(one.tolerance)}" for one in found)
+    figures = ", ".join(f"{one.what} {_short(one.apart)} of {_short(one.tolerance)}" for one in found)
     precision = spec.precision or "fp32"
     missed = [one for one in found if not one.holds]
     if not missed:
-        return Badge("equal", f"As near as {precision} can be that adds up in another order: {told} that rounding explains.", found)
+        return Badge("equal", f"Equal up to {precision} rounding. Deviation and tolerance: {figures}.", found)
     first = next((one for one in missed if one.what == "gradients"), missed[0])
     where = first.where if first.what == "loss" else f"{first.what} of {first.where}"
     reasons = departures(spec)
     if reasons:
-        return Badge("differs as it must", f"{'; '.join(reasons)}. First at {where}: {told} that rounding explains.", found)
-    return Badge("differs", f"Not the same training, first at {where}: {told} that rounding explains.", found)
+        return Badge("differs as expected", f"{'; '.join(reasons)}. First at {where}. Deviation and tolerance: {figures}.", found)
+    return Badge("differs", f"Not the same training, first at {where}. Deviation and tolerance: {figures}.", found)
 
 
 def _relative(apart: float, size: float) -> float:
@@ -264,5 +271,5 @@ def _relative(apart: float, size: float) -> float:
     return apart / size if size else (0.0 if apart == 0 else math.inf)
 
 
-def _told(value: float) -> str:
+def _short(value: float) -> str:
     return f"{value:.0e}" if math.isfinite(value) else "nan"

@@ -1,7 +1,8 @@
-"""The ledger: bytes that the ranks sent in a step, by operation, against what theory demands, with why they differ.
+"""The ledger: bytes that the ranks sent per step, by operation, next to the expected (analytical) bytes, and why they
+differ.
 
-What is known to come on top of a formula, such as padding or what gloo makes of a reduce-scatter, has a number of its own: only the rest
-is unexplained.
+Known additions to a formula, such as padding or the all-reduce with which gloo implements a reduce-scatter, are
+computed separately: only the rest is unexplained.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from labkit.record.state import per_revision
 if TYPE_CHECKING:
     from labkit.record.state import RunState
 
-CLOSE = 0.01  # of two figures, the larger: what is nearer needs no reason
+CLOSE = 0.01  # share of the larger of two figures; a smaller difference needs no reason
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One operation of a step. `calls` is the mean of the ranks; `measured` and `theory` are bytes sent in a step, over all ranks.
+    """One operation of a step. `calls` is the mean over ranks; `measured` and `theory` are bytes sent per step by all
+    ranks.
 
-    `theory` is None where there is no formula, as for a script of one's own; `formula` says how it is made up. `reason` is one sentence
-    with numbers where the two differ, and empty where they are within one per cent of each other.
+    `theory` is None without a formula, as for a script that is not the lab's; `formula` shows its terms. `reason` explains a
+    difference with numbers; it is empty if the two are within 1 % of each other.
     """
 
     op: str
@@ -36,13 +38,15 @@ class Entry:
     reason: str
 
     def to_json(self) -> dict[str, Any]:
-        """A dict of plain values."""
+        """The entry as a dict that can be written as JSON."""
         return asdict(self)
 
 
 @per_revision
 def ledger(state: RunState) -> tuple[Entry, ...]:
-    """An entry for every operation that was seen or is demanded, the largest first; empty until every rank has told of a step."""
+    """An entry for every operation that was measured or is expected, the largest first; empty until all ranks recorded
+    traffic.
+    """
     spec = _asked(state)
     seen = _copied(state) if state.in_threads else _seen(state)
     if seen is None:
@@ -59,45 +63,45 @@ def ledger(state: RunState) -> tuple[Entry, ...]:
 
 
 def _asked(state: RunState) -> Spec | None:
-    """The Spec of a run, where it has a strategy and its ranks are known."""
+    """The Spec of a run; None without a strategy or a known number of ranks."""
     try:
         spec = Spec.from_json(state.spec) if state.spec else None
     except SpecError:
-        return None  # of a version that knew more
+        return None  # of a newer version
     return spec if spec and spec.strategy and spec.nproc else None
 
 
 def _seen(state: RunState) -> tuple[dict[str, tuple[float, float]], int] | None:
-    """Calls (mean per rank) and bytes sent (over all ranks) by operation, and the step; None where a rank has told of none."""
-    told = [rank.traffic for rank in state.ranks.values() if rank.traffic is not None]
-    if not told or len(told) < state.world_size:
+    """Calls (mean per rank) and bytes sent (by all ranks) by operation, and the step; None if a rank recorded none."""
+    recorded = [rank.traffic for rank in state.ranks.values() if rank.traffic is not None]
+    if not recorded or len(recorded) < state.world_size:
         return None
-    ops = dict.fromkeys(op for traffic in told for op in traffic["ops"])
+    ops = dict.fromkeys(op for traffic in recorded for op in traffic["ops"])
     found = {}
     for op in ops:
-        those = [traffic["ops"][op] for traffic in told if op in traffic["ops"]]
-        found[op] = sum(one["calls"] for one in those) / len(told), float(sum(one["sent"] for one in those))
-    return found, max(traffic["step"] for traffic in told)
+        those = [traffic["ops"][op] for traffic in recorded if op in traffic["ops"]]
+        found[op] = sum(one["calls"] for one in those) / len(recorded), float(sum(one["sent"] for one in those))
+    return found, max(traffic["step"] for traffic in recorded)
 
 
 def _entry(op: str, calls: float, measured: float, flows: list[Flow]) -> Entry:
-    demanded = float(sum(flow.theory for flow in flows))
+    expected = float(sum(flow.theory for flow in flows))
     formula = " + ".join(dict.fromkeys(flow.formula for flow in flows if flow.theory))
-    return Entry(op, calls, measured, demanded, formula, _reason(measured, demanded, flows))
+    return Entry(op, calls, measured, expected, formula, _reason(measured, expected, flows))
 
 
-def _reason(measured: float, demanded: float, flows: list[Flow]) -> str:
-    gap, least = measured - demanded, CLOSE * max(measured, demanded)
+def _reason(measured: float, expected: float, flows: list[Flow]) -> str:
+    gap, least = measured - expected, CLOSE * max(measured, expected)
     if abs(gap) <= least:
         return ""
     known: dict[str, float] = {}
-    for bytes_, why in (each for flow in flows for each in flow.beside):
+    for bytes_, why in (each for flow in flows for each in flow.extra):
         known[why] = known.get(why, 0.0) + bytes_
-    told = [f"{_signed(bytes_)}: {why}" for why, bytes_ in known.items() if abs(bytes_) > 0.05 * abs(gap)]
+    reasons = [f"{_signed(bytes_)}: {why}" for why, bytes_ in known.items() if abs(bytes_) > 0.05 * abs(gap)]
     rest = gap - sum(known.values())
     if abs(rest) > least:
-        told.append(f"{_signed(rest)}: no formula explains them")
-    return "; ".join(told)
+        reasons.append(f"{_signed(rest)}: not explained by the formulas")
+    return "; ".join(reasons)
 
 
 def _signed(count: float) -> str:
@@ -106,7 +110,9 @@ def _signed(count: float) -> str:
 
 
 def _copied(state: RunState) -> tuple[dict[str, tuple[float, float]], int] | None:
-    """What device 0 of `nn.DataParallel` gathers and reduces in the newest step that was looked at; its copies pass no process group."""
+    """What device 0 of `nn.DataParallel` gathers and reduces in the newest recorded step; its copies use no process
+    group.
+    """
     if not state.in_threads:
         return None
     newest = state.in_threads[-1]

@@ -7,7 +7,7 @@ from typing import Any
 
 from labkit.analysis.diagnose import findings
 from labkit.analysis.ledger import ledger
-from labkit.analysis.sampled import overlap
+from labkit.analysis.profiled import overlap
 from labkit.record.columns import RankState
 from labkit.record.documents import Unreadable
 from labkit.record.events import OWNERS
@@ -19,7 +19,7 @@ from labkit.setup.progress import Reading
 
 
 def summarise(state: RunState, run: str = "") -> dict[str, Any]:
-    """The figures of the run `run` so far: bytes, seconds, samples per second. A value that is not known is None."""
+    """The figures of the run `run` so far: bytes, seconds, samples per second. Unknown values are None."""
     started = state.status.get("started")
     first = [rank.steps.t[0] for rank in state.ranks.values() if len(rank.steps)]
     devices = sorted({rank.device.split(":")[0] for rank in state.ranks.values()})
@@ -67,13 +67,15 @@ def _rank(state: RunState, number: int) -> dict[str, Any]:
 
 
 def _communication(rank: RankState) -> dict[str, Any] | None:
-    """Of the newest sampled step: seconds with a collective under way, those that no computing hid, and the share that was hidden."""
+    """Of the newest profiled step: seconds of communication, exposed seconds, and the share that was overlapped by
+    compute.
+    """
     one = rank.timeline
     if one is None:
         return None
-    under_way, open_ = overlap(one)
-    hidden = 1 - min(1.0, open_ / under_way) if under_way else None
-    return {"step": one["step"], "seconds": _rounded(under_way, 6), "open_seconds": _rounded(open_, 6), "hidden": _rounded(hidden)}
+    under_way, exposed = overlap(one)
+    hidden = 1 - min(1.0, exposed / under_way) if under_way else None
+    return {"step": one["step"], "seconds": _rounded(under_way, 6), "open_seconds": _rounded(exposed, 6), "hidden": _rounded(hidden)}
 
 
 def _rounded(value: float | None, digits: int = 3) -> float | None:
@@ -81,19 +83,19 @@ def _rounded(value: float | None, digits: int = 3) -> float | None:
 
 
 def recorded_summary(folder: RunFolder) -> dict[str, Any]:
-    """The figures as they were written when the run was over; of one that is not, as they are now."""
+    """The figures as written at the end of the run; of a run that is under way, the current ones."""
     try:
         if recorded := RunFolder.read_json(folder.summary):
             return recorded
     except Unreadable:
-        pass  # the events are what counts: a summary of another kind is computed again
+        pass  # recompute an invalid or older summary from the events
     follower = Follower(folder, progress=Reading(folder.name))
     follower.poll()
     return summarise(follower.state, folder.name)
 
 
 def summary_or_reason(folder: RunFolder) -> dict[str, Any]:
-    """The figures of a run, or the reason why its folder cannot be read."""
+    """The figures of a run, or the reason its folder cannot be read."""
     try:
         folder.require_readable()
         return recorded_summary(folder)

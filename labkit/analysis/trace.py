@@ -1,4 +1,4 @@
-"""Sampled steps as a trace for Perfetto or Chrome: one process a rank, on one axis of time."""
+"""Profiled steps as a trace for Perfetto or Chrome: one process per rank, on a common time axis."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from labkit.analysis.sampled import aligned, sampled_steps
+from labkit.analysis.profiled import aligned, profiled_steps
 from labkit.record.folder import RunFolder
 from labkit.record.state import RunState
 
 _PHASES, _COMPUTING, _MARKS, _COMMUNICATION = range(4)
-_ROWS = ("phases", "computes", "torch's marks", "communication")
+_ROWS = ("phases", "compute", "torch annotations", "communication")
 
 
 def trace(state: RunState) -> dict[str, Any]:
-    """All sampled steps of a run in Chrome's trace event format; times in microseconds from the first of them."""
+    """All profiled steps of a run in Chrome's trace event format; times in microseconds since the first of them."""
     events = list(_names(state))
     zero = min((one["t0"] for rank in state.ranks.values() for one in rank.timelines.values()), default=0.0)
-    for step in sampled_steps(state):
+    for step in profiled_steps(state):
         found = {number: rank.timelines[step] for number, rank in sorted(state.ranks.items()) if step in rank.timelines}
         shifts, _ = aligned(found)
         begin = min(one["t0"] for one in found.values()) - zero
@@ -29,7 +29,7 @@ def trace(state: RunState) -> dict[str, Any]:
 
 
 def write_trace(state: RunState, path: Path) -> None:
-    """Writes it, whole or not at all."""
+    """Writes the trace to `path`, atomically."""
     RunFolder.write_text(path, json.dumps(trace(state), separators=(",", ":")))
 
 
@@ -43,17 +43,17 @@ def _names(state: RunState) -> Iterator[dict[str, Any]]:
 
 def _events(rank: int, step: int, one: dict[str, Any], begin: float) -> Iterator[dict[str, Any]]:
     def span(row: int, name: str, start: float, end: float, **args: Any) -> dict[str, Any]:
-        first, last = round(1e6 * start), round(1e6 * end)  # whole microseconds, so that what nests in a step nests here
+        first, last = round(1e6 * start), round(1e6 * end)  # whole microseconds, so that nested spans stay nested
         moment = round(1e6 * begin) + first
         return {"ph": "X", "pid": rank, "tid": row, "name": name, "ts": moment, "dur": last - first, "args": {"step": step} | args}
 
     for name, start, end in one["phases"]:
         yield span(_PHASES, name, start, end)
     for start, end in one["busy"]:
-        yield span(_COMPUTING, "computes", start, end)
+        yield span(_COMPUTING, "compute", start, end)
     for name, start, end in one["marks"]:
         yield span(_MARKS, name, start, end)
-    free: list[float] = []  # a row of its own for what overlaps: spans of one row must nest
+    free: list[float] = []  # overlapping collectives get separate rows: spans of one row must nest
     for op, start, end, size, group, ranks, number in sorted(one["comm"], key=lambda each: each[1]):
         lane = next((index for index, last in enumerate(free) if last <= start), len(free))
         free[lane : lane + 1] = [end]

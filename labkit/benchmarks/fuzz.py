@@ -40,7 +40,7 @@ from labkit.record.plain import parse
 from labkit.record.replay import Recording, recorded_words
 from labkit.record.state import RunState
 from labkit.record.status import is_over
-from labkit.record.stepfile import path_beside
+from labkit.record.stepfile import steps_path
 
 _SECONDS = 120  # for all that is read of one run: beyond that it hangs
 _RUNS = (("ddp", {"nproc": 2}), ("dp", {"nproc": 2}), ("ddp", {"nproc": 2, "fault": "killed_rank", "max_restarts": 1, "save_every": 3}))
@@ -243,7 +243,7 @@ def fuzz(folder: RunFolder, count: int, seed: int, report: Report | None = None,
     """Reads a run `count` times, each time with one file mutated; the files of the run take turns. The folder is as before afterwards."""
     report, chance = report or Report(), random.Random(seed)
     ranks = folder.event_files().values()
-    targets = [folder.spec, folder.status, folder.summary, folder.system, *ranks, *filter(Path.exists, map(path_beside, ranks))]
+    targets = [folder.spec, folder.status, folder.summary, folder.system, *ranks, *filter(Path.exists, map(steps_path, ranks))]
     before = {path: path.read_bytes() for path in targets}
     for number in range(count):
         path = targets[number % len(targets)]

@@ -1,6 +1,6 @@
-"""Pictures of a run: pure functions from RunState to a chart, which becomes a plotly figure, a live chart or inline SVG.
+"""Figures of a run: pure functions from RunState to a chart, which becomes a plotly figure, a live chart or inline SVG.
 
-They know no widget and no process, so a run that is live, recorded or replayed gives the same picture.
+They depend on no widget and no process, so a live, recorded or replayed run gives the same figure.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ NAMES = {
     "loss": "loss per rank and their mean, over steps",
     "throughput": "samples per second over all ranks, over steps",
     "memory": "memory per GPU or CPU rank, in MiB or GiB, over seconds",
-    "phases": "milliseconds of a step in each phase, per rank",
-    "timeline": "one sampled step of all ranks: what each computed and what went between them, over milliseconds",
-    "memory_by_owner": "the bytes at the peak of a sampled step by owner, per rank, in MiB or GiB",
-    "memory_of_step": "the bytes by owner over one sampled step of the rank with the highest peak",
+    "phases": "milliseconds per step in each phase, per rank",
+    "timeline": "one profiled step of all ranks: computation and communication, over milliseconds",
+    "memory_by_owner": "memory at the peak of a profiled step by owner, per rank, in MiB or GiB",
+    "memory_of_step": "memory by owner over one profiled step of the rank with the highest peak",
 }
-LIVE = ("loss", "throughput", "memory", "phases")  # those that grow with every step
+LIVE = ("loss", "throughput", "memory", "phases")  # charts that grow with every step
 
 
 def chart(name: str, state: RunState) -> Chart:
-    """The chart called `name` (one of NAMES) of a run; `LookupError` for a name that there is not."""
+    """The chart called `name` (one of NAMES) of a run. Raises `LookupError` for an unknown name."""
     if not isinstance(name, str) or name not in CHARTS:
-        raise LookupError(f"there is no figure {shown(name)}; there is {', '.join(NAMES)}")
+        raise LookupError(f"unknown figure {shown(name)}; choose from {', '.join(NAMES)}")
     return CHARTS[name](state)
 
 
 def figure(name: str, state: RunState) -> plotly.graph_objects.Figure:
-    """The chart called `name` (one of NAMES) as a plotly figure of 1,000 points a line at the most."""
+    """The chart called `name` (one of NAMES) as a plotly figure with at most 1,000 points per line."""
     from labkit.figures.as_plotly import as_figure, parts
 
     return as_figure(*parts(chart(name, state).drawn()))
@@ -56,6 +56,6 @@ def overview(state: RunState) -> plotly.graph_objects.Figure:
 def svg(name: str, state: RunState, width: int = 560, height: int = 220, points: int = 400) -> str:
     """The chart called `name` (one of NAMES) as an inline SVG element of `width` × `height` units, with no script.
 
-    A line has as many `points` at the most.
+    Each line has at most `points` points.
     """
     return drawing(chart(name, state).drawn(points), width, height)

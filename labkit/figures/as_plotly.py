@@ -1,4 +1,4 @@
-"""A chart as plotly's own data and layout: for the live chart as plain dicts, and as one Figure."""
+"""A chart as plotly data and layout: plain dicts for the live chart, or one Figure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects
 
 FONT = "system-ui, sans-serif"
-_DIGITS = 6  # significant ones: a pixel is far wider, and every letter goes to the browser
+_DIGITS = 6  # significant digits: finer than a pixel, and every character is sent to the browser
 
 
 def parts(drawn: Drawn) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -30,7 +30,7 @@ def parts(drawn: Drawn) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         "legend": {
             "x": 1.01,
             "y": 1.15 if chart.bars else 1,
-            "maxheight": 160,  # px: it stands beside a live chart without being scrolled
+            "maxheight": 160,  # px: fits next to a live chart without scrolling
             "yanchor": "top",
             "font": {"size": 10},
             "tracegroupgap": 0,
@@ -41,20 +41,20 @@ def parts(drawn: Drawn) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         "font": {"family": FONT, "size": 11, "color": colours.INK},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
-        "uirevision": chart.name,  # a person's zoom outlives the next points
+        "uirevision": chart.name,  # the zoom of the user survives new points
     }
     if chart.spans:
         layout |= {"barmode": "overlay", "bargap": 0.2}
         layout["margin"]["l"] = 12 + 7 * max(map(len, chart.y.categories), default=0)
     if any(line.stacked for line in chart.lines):
-        layout["legend"]["traceorder"] = "reversed"  # from the top down, as they lie
+        layout["legend"]["traceorder"] = "reversed"  # from top to bottom, in the order of the stack
     if chart.bands:
         layout["shapes"] = [_band(*band) for band in chart.bands]
     return traces(drawn), layout
 
 
 def _band(name: str, start: float, end: float, colour: str) -> dict[str, Any]:
-    """A strip along the foot of the plot, where the phase is."""
+    """A strip along the bottom of the plot that marks one phase."""
     place = {"xref": "x", "yref": "paper", "x0": start, "x1": end, "y0": 0, "y1": 0.05}
     return {"type": "rect", "name": name, **place, "fillcolor": colour, "line": {"width": 0}, "layer": "above"}
 
@@ -108,7 +108,7 @@ def _line(drawn: Drawn, line, points: Points) -> dict[str, Any]:
         "name": escape(line.name),
         "showlegend": line.in_legend,
         "legendgroup": line.key.split("-")[0],
-        "x": numbers(xs or [None]),  # plotly leaves a line without any value out of the legend
+        "x": numbers(xs or [None]),  # plotly omits lines without values from the legend
         "y": numbers(ys or [None]),
         "line": {"color": line.colour or colours.INK, "width": line.width, "dash": line.dash},
         "meta": {"ink": line.colour is None},
@@ -117,7 +117,7 @@ def _line(drawn: Drawn, line, points: Points) -> dict[str, Any]:
 
 
 def _in_words(axis: Axis, values: Iterable[float | None], hover: str) -> dict[str, Any]:
-    """Bytes each in the unit that suits them, to be read on hover: 4.6 MiB on an axis of GiB. Nothing for other axes."""
+    """Hover text with each value in the unit that suits it, such as 4.6 MiB on an axis in GiB; empty for other axes."""
     return {"text": words(axis, values), "hovertemplate": hover} if axis.bytes_each else {}
 
 
@@ -160,14 +160,14 @@ def grid(several: list[Drawn]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
 
 def as_figure(data: list[dict[str, Any]], layout: dict[str, Any]) -> plotly.graph_objects.Figure:
-    """A Figure that looks as the live chart does: plotly's own template, which paints a background, is left out."""
+    """A Figure that looks like the live chart: without plotly's own template, which paints a background."""
     import plotly.graph_objects as go
 
     return go.Figure({"data": data, "layout": layout | {"template": "none"}})
 
 
 def numbers(values: Iterable[float | None]) -> list[float | None]:
-    """Values with as many digits as a picture can show."""
+    """Values rounded to as many digits as a figure can show."""
     rounded = (None if value is None else float(f"{value:.{_DIGITS}g}") for value in values)
     return [int(value) if value is not None and value.is_integer() else value for value in rounded]
 

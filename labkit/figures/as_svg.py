@@ -1,4 +1,4 @@
-"""A chart as inline SVG: no script, no font of its own, the page's ink. Every text is escaped."""
+"""A chart as inline SVG without scripts or embedded fonts, in the text colour of the page. Every text is escaped."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _DASHES = {"dot": "1.5 3", "dash": "6 4", "dashdot": "6 3 1.5 3"}
 
 
 class _Canvas:
-    """A plot area in a picture of `width` × `height` units, and the elements that were put there."""
+    """A plot area in a picture of `width` × `height` units, and the elements drawn so far."""
 
     def __init__(self, drawn: Drawn, width: int, height: int):
         self.width, self.height = width, height
         self.x_span, self.y_span = drawn.x_span, drawn.y_span
         longest = max((len(name) for name, _ in _named(drawn)), default=0)
-        self.right = max(_RIGHT, 35 + 6 * longest)  # what the legend takes
+        self.right = max(_RIGHT, 35 + 6 * longest)  # width of the legend
         self.elements: list[str] = []
 
     def x(self, value: float) -> float:
@@ -43,7 +43,7 @@ class _Canvas:
 
 
 def drawing(drawn: Drawn, width: int, height: int) -> str:
-    """The chart as one `<svg>` element of `width` × `height` units, which shrinks with its column."""
+    """The chart as one `<svg>` element of `width` × `height` units, which scales with its column."""
     canvas = _Canvas(drawn, width, height)
     _frame(canvas, drawn)
     if drawn.chart.bars:
@@ -71,7 +71,7 @@ def drawing(drawn: Drawn, width: int, height: int) -> str:
 def _frame(canvas: _Canvas, drawn: Drawn) -> None:
     chart, right, bottom = drawn.chart, canvas.width - canvas.right, canvas.height - _BOTTOM
     room = (canvas.width - 24 - 7.5 * len(chart.title)) / max(len(chart.note), 1)
-    size = f"{max(6.0, min(10.0, 1.9 * room)):.3g}"  # a long note in smaller letters, so that it ends within the picture
+    size = f"{max(6.0, min(10.0, 1.9 * room)):.3g}"  # a long note in smaller type, so that it fits into the picture
     note = f'<tspan dx="8" font-size="{size}" font-weight="400" opacity="0.75">{escape(chart.note)}</tspan>' if chart.note else ""
     canvas.elements.append(f'<text x="8" y="15" font-size="13" font-weight="600">{escape(chart.title)}{note}</text>')
     for value in () if chart.y.categories else ticks(*canvas.y_span):
@@ -121,7 +121,7 @@ def _spans(canvas: _Canvas, drawn: Drawn) -> None:
 
 
 def _areas(canvas: _Canvas, drawn: Drawn) -> None:
-    """Stacked steps: each area lies on the one before."""
+    """Stacked step areas, each on top of the previous one."""
     stacked = [(line, points) for line, points in zip(drawn.chart.lines, drawn.points) if line.stacked]
     if not stacked:
         return
@@ -150,7 +150,7 @@ def _legend(canvas: _Canvas, drawn: Drawn) -> None:
 
 
 def _named(drawn: Drawn) -> list[tuple[str, str]]:
-    """What the legend names, with its colour: what is stacked from the top down."""
+    """The entries of the legend with their colours; stacked areas and bars from top to bottom."""
     chart = drawn.chart
     stacked = [line for line in chart.lines if line.stacked]
     shown = [(part.name, part.colour) for part in (*reversed(chart.bars), *chart.spans)]
@@ -159,7 +159,7 @@ def _named(drawn: Drawn) -> list[tuple[str, str]]:
 
 
 def _short(value: float) -> str:
-    """A number in few letters: 12, 0.5, 1.5k, 2M."""
+    """A number in few characters: 12, 0.5, 1.5k, 2M."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.4g}{letter}"

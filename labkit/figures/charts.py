@@ -1,4 +1,4 @@
-"""The charts: for each, one pure function from RunState to a Chart. Units stand on the axes."""
+"""The charts: one pure function from RunState to a Chart each. The axes show the units."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from functools import partial
 
 import numpy
 
-from labkit.analysis.sampled import exposed, usual
+from labkit.analysis.profiled import exposed, usual
 from labkit.figures import colours
 from labkit.figures.model import Axis, Bars, Chart, Derived, Line
-from labkit.figures.sampled import memory_by_owner, memory_of_step, timeline
+from labkit.figures.profiled import memory_by_owner, memory_of_step, timeline
 from labkit.record.columns import Losses, RankState
 from labkit.record.events import PHASES
 from labkit.record.state import RunState
 
-_WINDOW = 10  # steps that a throughput is the mean over
+_WINDOW = 10  # steps over which the throughput is averaged
 
 
 def loss(state: RunState) -> Chart:
-    """The loss of every rank on its own share of the batch, and their mean, over steps; one more line for each further optimizer."""
+    """The loss of every rank on its own part of the batch, and their mean, over steps; one more line per further
+    optimizer.
+    """
     ranks = _ranks(state)
     lines = [line for rank in ranks for line in _losses(rank)]
     if len(ranks) > 1:
@@ -30,7 +32,7 @@ def loss(state: RunState) -> Chart:
 
 
 def _losses(rank: RankState) -> list[Line]:
-    """A rank's loss, one line for each attempt; those that were broken off are dotted."""
+    """A rank's loss, one line per attempt; interrupted attempts are dotted."""
     starts = rank.attempts or {0: 0}
     ends = [*list(starts.values())[1:], len(rank.steps)]
     lines = []
@@ -51,7 +53,7 @@ def _losses(rank: RankState) -> list[Line]:
 
 
 def _mean_loss(ranks: list[RankState]) -> Line:
-    """The mean over ranks, of the newest attempt: only there do all ranks have their steps side by side."""
+    """The mean over ranks in the newest attempt, the only one in which the steps of all ranks line up."""
     starts = [rank.attempts.get(rank.attempt, 0) for rank in ranks]
     length = min(len(rank.steps) - start for rank, start in zip(ranks, starts))
 
@@ -67,7 +69,7 @@ def _mean_loss(ranks: list[RankState]) -> Line:
 
 
 def _losses_of_others(ranks: list[RankState]) -> list[Line]:
-    """For each optimizer that does not set the pace the mean of its losses over ranks, at its own steps."""
+    """For each optimizer other than the pacemaker, the mean of its losses over ranks, at its own steps."""
     lines = []
     for which in sorted({which for rank in ranks for which in rank.losses}):
         columns = [rank.losses[which] for rank in ranks if which in rank.losses]
@@ -88,7 +90,7 @@ def _named(name: str, optimizer: str | None) -> str:
 
 
 def throughput(state: RunState) -> Chart:
-    """Samples per second over all ranks, each sample counted once, over steps; the mean of the newest steps at each."""
+    """Samples per second over all ranks, each sample counted once, over steps; a mean over the last 10 steps."""
     ranks, counts = _ranks(state), state.sample_weights()
     starts = [rank.attempts.get(rank.attempt, 0) for rank in ranks]
     length = min((len(rank.steps) - start for rank, start in zip(ranks, starts)), default=0)
@@ -106,7 +108,7 @@ def throughput(state: RunState) -> Chart:
 
 
 def _rates(rank: RankState, start: int, first: int, last: int) -> numpy.ndarray:
-    """A rank's samples per second at the steps from `first` to `last`; the first step, which warms up, counts in none but its own."""
+    """A rank's samples per second at steps `first` to `last`; the first step (warm-up) counts only in its own value."""
     index = numpy.arange(first, last)
     begins = numpy.maximum(numpy.minimum(index, 1), index - _WINDOW + 1)  # of the window that ends with each step
     least = int(begins[0]) if len(begins) else first
@@ -118,7 +120,9 @@ def _rates(rank: RankState, start: int, first: int, last: int) -> numpy.ndarray:
 
 
 def memory(state: RunState) -> Chart:
-    """Each rank's memory over time: allocated, the step's peak, and on CUDA what is reserved and what the whole device has in use."""
+    """Each rank's memory over time: allocated, the peak of the step, and on CUDA reserved and in use on the whole
+    device.
+    """
     ranks = _ranks(state)
     axis = _memory_axis(state)
     line = partial(Line, x_zero=_zero(state), y_unit=axis.bytes_each)
@@ -138,18 +142,18 @@ def memory(state: RunState) -> Chart:
     devices = [rank.device for rank in state.ranks.values()] or [state.spec.get("device") or ""]
     on_cuda = any(device.startswith("cuda") for device in devices)
     title = "Memory per GPU" if on_cuda else "Memory: bytes of live tensors (CPU rank)"
-    note = "thin: reserved, dots: peak, dashes: whole device" if on_cuda else "dots: peak"
-    return Chart("memory", title, Axis("seconds since the start", least=10.0), axis, tuple(lines), note=note)
+    note = "thin: reserved, dotted: peak, dashed: whole device" if on_cuda else "dotted: peak"
+    return Chart("memory", title, Axis("seconds since start", least=10.0), axis, tuple(lines), note=note)
 
 
 def _device(state: RunState, rank: RankState) -> dict[str, array] | None:
-    """The samples, taken from outside, of the GPU that a rank trains on; None where there are none."""
+    """The supervisor's samples of the GPU that a rank trains on; None if there are none."""
     number = rank.device.removeprefix("cuda:")
     return state.system.gpus.get(int(number)) if number.isdigit() else None
 
 
 def _memory_axis(state: RunState) -> Axis:
-    """In the unit that suits the newest figures."""
+    """The memory axis, in the unit that suits the newest values."""
     columns = [column for rank in state.ranks.values() for column in rank.steps.memory.values()]
     columns += [gpu["memory_used"] for gpu in state.system.gpus.values()]
     largest = max((column[-1] for column in columns if len(column) and math.isfinite(column[-1])), default=0.0)
@@ -157,7 +161,7 @@ def _memory_axis(state: RunState) -> Axis:
 
 
 def phases(state: RunState) -> Chart:
-    """What a step's time goes to, per rank: the median of each phase in milliseconds, stacked. The first step is left out."""
+    """The time of a step by phase, per rank: medians in milliseconds, stacked. The first step is left out."""
     ranks = _ranks(state)
     names = tuple(f"rank {rank.rank}" for rank in ranks)
     waits = [exposed(rank) for rank in ranks]
@@ -167,11 +171,11 @@ def phases(state: RunState) -> Chart:
         for phase in PHASES
         if phase != "copy" or any(whole[phase])
     ]
-    sampled = max((len(usual(rank)) for rank in ranks), default=0)
-    if sampled:
-        hidden = tuple(sum(whole[phase][index] * share for phase, share in wait.items()) for index, wait in enumerate(waits))
-        bars.append(Bars("communication", colours.COMMUNICATION, hidden))
-    note = "median; communication: exposed" if sampled else "median"
+    profiled = max((len(usual(rank)) for rank in ranks), default=0)
+    if profiled:
+        exposed_ms = tuple(sum(whole[phase][index] * share for phase, share in wait.items()) for index, wait in enumerate(waits))
+        bars.append(Bars("communication", colours.COMMUNICATION, exposed_ms))
+    note = "median; communication: exposed" if profiled else "median"
     title = "Where a step's time goes"
     return Chart("phases", title, Axis("", categories=names), Axis("ms per step", least=1.0), bars=tuple(bars), note=note)
 
@@ -180,7 +184,7 @@ CHARTS = {chart.__name__: chart for chart in (loss, throughput, memory, phases, 
 
 
 def _ranks(state: RunState) -> list[RankState]:
-    """The ranks in order; before the first step of any, also those that are still to come."""
+    """The ranks in order; before the first step of any rank, also the ranks that have not started."""
     known = dict(state.ranks)
     if not any(len(rank.steps) for rank in known.values()):
         known = {number: RankState(number) for number in range(state.world_size)} | known
@@ -192,13 +196,13 @@ def _steps_axis(state: RunState) -> Axis:
 
 
 def _zero(state: RunState) -> float:
-    """When the run began, by its status or by the first rank's word."""
+    """When the run started, in unix seconds: from its status, or else from the first rank that started."""
     started = [rank.started for rank in state.ranks.values() if rank.started]
     return state.status.get("started") or min(started, default=0.0)
 
 
 def _mean(columns: list[numpy.ndarray]) -> numpy.ndarray:
-    """The mean of the ranks at each step, of those whose value is finite; NaN where none is."""
+    """The mean at each step over the ranks whose value is finite; NaN if there are none."""
     rows = numpy.stack(columns)
     known = numpy.isfinite(rows)
     number = known.sum(axis=0)
@@ -206,7 +210,9 @@ def _mean(columns: list[numpy.ndarray]) -> numpy.ndarray:
 
 
 def _median(rank: RankState, phase: str) -> float:
-    """The median of a phase over the run, without the first step; of about a thousand steps where there are more."""
+    """The median seconds of a phase over the run, without the first step; estimated from about 1,000 steps if there are
+    more.
+    """
     values = rank.steps.sample(phase)
     values = values[1 if len(values) > 1 else 0 :]
     known = values[numpy.isfinite(values)]

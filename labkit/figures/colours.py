@@ -1,14 +1,15 @@
-"""The colours: one per rank in every chart and log, and one per phase that no rank has."""
+"""The colours: one per rank in all charts and logs, and one per phase, different from those of the ranks."""
 
 from __future__ import annotations
 
-# Okabe and Ito, "Color Universal Design": told apart by colour-blind eyes. Black is grey here, so that it shows in a dark theme.
+# Okabe and Ito, "Color Universal Design": safe for colour-blind readers. Grey replaces black, so that it is visible in
+# a dark theme.
 RANKS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B5A800", "#8C8C8C")
 
-# A ramp of purple, the hue that no rank has, for what a step computes; greys for what it waits for.
+# A ramp of purple, a hue that no rank has, for the computation of a step; greys for waiting.
 PHASES = {"data": "#8F8F8F", "copy": "#6E6E6E", "forward": "#C4A9E8", "backward": "#9263C8", "optimizer": "#633A96", "other": "#BDBDBD"}
 
-# What is communicated: Paul Tol's muted scheme, told apart by colour-blind eyes, in hues that neither ranks nor phases have.
+# Communication: Paul Tol's muted scheme, safe for colour-blind readers, in hues that neither ranks nor phases have.
 OPERATIONS = {
     "all_reduce": "#44AA99",
     "all_gather": "#88CCEE",
@@ -21,7 +22,7 @@ OPERATIONS = {
 COMMUNICATION = "#44AA99"
 OTHER_OPERATION = "#999999"
 
-# Who holds memory: what stays from step to step in blues, what comes and goes in warm colours.
+# Memory by owner: blues for what persists from step to step, warm colours for what does not.
 OWNERS = {
     "parameters": "#6357CF",
     "gradients": "#6699CC",
@@ -31,11 +32,11 @@ OWNERS = {
     "other": "#BBBBBB",
 }
 
-# Where a picture cannot ask the page for its theme: a grey that is read on white and on black alike.
+# For figures that do not know the theme of the page: a grey that is readable on white and on black.
 INK = "#808080"
 GRID = "rgba(128, 128, 128, 0.25)"
 
 
 def rank_colour(rank: int) -> str:
-    """The colour of a rank, as `#RRGGBB`; after eight ranks they come again."""
+    """The colour of a rank, as `#RRGGBB`; the colours repeat after eight ranks."""
     return RANKS[rank % len(RANKS)]

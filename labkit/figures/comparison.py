@@ -1,4 +1,4 @@
-"""The charts of a comparison: for each, one pure function from its rows to a Chart of bars, one a strategy."""
+"""The charts of a comparison: one pure function each, from its rows to a bar chart with one bar per strategy."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
 
 
 def speedup(rows: Sequence[Row], recorded: Sequence[Row] = ()) -> Chart:
-    """Samples per second over the baseline's; beside one's own the recorded result, which says so."""
-    own = Bars("here", colours.RANKS[0], (*(row.speedup or 0.0 for row in rows), *(0.0 for _ in recorded)))
-    bars = [own]
+    """Samples per second relative to the baseline; results recorded on another machine are marked with *."""
+    measured = Bars("here", colours.RANKS[0], (*(row.speedup or 0.0 for row in rows), *(0.0 for _ in recorded)))
+    bars = [measured]
     if recorded:
         bars.append(Bars("elsewhere*", colours.INK, (*(0.0 for _ in rows), *(row.speedup or 0.0 for row in recorded))))
     names = (*_names(rows), *(f"{row.title} ×{row.devices}*" for row in recorded))
-    note = "* recorded elsewhere, on two GPUs" if recorded else ""
+    note = "* recorded on another machine with two GPUs" if recorded else ""
     return Chart("speedup", "Speed-up", Axis("", categories=names), Axis("× single", least=1.0), bars=tuple(bars), note=note)
 
 
 def memory(rows: Sequence[Row]) -> Chart:
-    """The largest peak of any device."""
+    """The largest peak memory of any device."""
     return _of_bytes("memory", "Peak memory per device", "peak", colours.RANKS[2], rows, [row.memory or 0 for row in rows])
 
 
 def sent(rows: Sequence[Row]) -> Chart:
-    """What the rank that sends the most sends in a step."""
-    return _of_bytes("sent", "Sent in a step, by one rank", "sent", colours.RANKS[1], rows, [row.sent or 0 for row in rows])
+    """Bytes per step of the rank that sends the most."""
+    return _of_bytes("sent", "Bytes sent per step, by one rank", "sent", colours.RANKS[1], rows, [row.sent or 0 for row in rows])
 
 
 def _of_bytes(name: str, title: str, what: str, colour: str, rows: Sequence[Row], counts: Sequence[float]) -> Chart:
@@ -44,14 +44,14 @@ def _of_bytes(name: str, title: str, what: str, colour: str, rows: Sequence[Row]
 
 
 def phases(rows: Sequence[Row]) -> Chart:
-    """The share of each phase in a step of the slowest rank."""
+    """The share of each phase in a step of the slowest rank, in percent."""
     shares = {phase: tuple(100 * row.phases.get(phase, 0.0) for row in rows) for phase in PHASES}
     bars = tuple(Bars(phase, colours.PHASES[phase], values) for phase, values in shares.items() if phase != "copy" or any(values))
     return Chart("phases", "Share of each phase in a step", Axis("", categories=_names(rows)), Axis("% of a step", end=100.0), bars=bars)
 
 
 def charts(rows: Sequence[Row], recorded: Sequence[Row] = ()) -> tuple[Chart, ...]:
-    """All of them, in the order in which they are shown."""
+    """All charts, in the order in which they are shown."""
     return speedup(rows, recorded), phases(rows), memory(rows), sent(rows)
 
 
@@ -68,6 +68,6 @@ def svg(rows: Sequence[Row], recorded: Sequence[Row] = (), width: int = 560, hei
 
 
 def _names(rows: Sequence[Row]) -> tuple[str, ...]:
-    """Each a name of its own: plotly would stack bars of one name."""
+    """Unique names, because plotly stacks bars with the same name."""
     names = [f"{row.title} ×{row.devices}" for row in rows]
     return tuple(name if names.count(name) == 1 else f"{name} ({names[: number + 1].count(name)})" for number, name in enumerate(names))

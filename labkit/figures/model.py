@@ -1,6 +1,8 @@
-"""What a chart is: titles, axes, and lines, bars or spans; lines read their numbers from RunState's columns only when they are drawn.
+"""The data of a chart: titles, axes, and lines, bars or spans. Lines read the columns of RunState only when they are
+drawn.
 
-One Chart serves three outputs: the plotly figure, the live chart (which asks each line for its new points only) and inline SVG.
+One Chart has three outputs: a plotly figure, a live chart (which asks each line only for its new points) and inline
+SVG.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import numpy
 
 from labkit.common.units import scale, size
 
-LIMIT = 1000  # points of one line in a whole picture
+LIMIT = 1000  # points per line in a complete figure
 _ENDS = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
 _TICKS = (1.0, 2.0, 2.5, 5.0, 10.0)
 
@@ -24,7 +26,7 @@ Points = tuple[list[float], list[float | None]]
 
 @dataclass(frozen=True)
 class Derived:
-    """A column of `length` numbers that is worked out only where it is read: `values(first, last)` gives those of a slice."""
+    """A column of `length` numbers that is computed when it is read: `values(first, last)` returns a slice."""
 
     length: int
     values: Callable[[int, int], Sequence[float] | numpy.ndarray]
@@ -41,10 +43,10 @@ class Derived:
 
 @dataclass(frozen=True)
 class Line:
-    """One line. `key` names it from one redraw to the next; `colour` None is the ink of the page.
+    """One line. `key` identifies it across redraws; `colour` None is the text colour of the page.
 
-    `x` and `y` are columns as RunState has them; what is drawn is `x - x_zero` and `y / y_unit`. `keep` says what stands for
-    many points: their "extremes" (a spike must not vanish) or the "last" one.
+    `x` and `y` are columns of RunState; `x - x_zero` and `y / y_unit` are drawn. `keep` says how points are thinned: to the
+    "extremes" of each bin (so that no spike is lost) or to its "last" point.
     """
 
     key: str
@@ -58,13 +60,13 @@ class Line:
     x_zero: float = 0.0
     y_unit: float = 1.0
     in_legend: bool = True
-    stacked: bool = False  # an area above the stacked lines before it, which keeps its value until the next point
+    stacked: bool = False  # an area on top of the stacked lines before it, constant until the next point
 
     def __len__(self) -> int:
         return min(len(self.x), len(self.y))
 
     def points(self, first: int = 0, limit: int = LIMIT) -> Points:
-        """The points from index `first` on, as `limit` at the most; None is a gap (a value not known, or a restart)."""
+        """At most `limit` points from index `first` on; None is a gap (an unknown value, or a restart)."""
         kept = thin(self.y, first, len(self), limit, self.keep)
         xs, ys = _at(self.x, kept) - self.x_zero, _at(self.y, kept) / self.y_unit
         xs, ys = xs.tolist(), [y if known else None for y, known in zip(ys.tolist(), numpy.isfinite(ys))]
@@ -82,7 +84,9 @@ class Bars:
 
 @dataclass(frozen=True)
 class Spans:
-    """Stretches of time of one sort: each has its lane (an index into the y axis' categories), start, end, and what it is in words."""
+    """Stretches of time of one kind, each with its lane (an index into the categories of the y axis), start, end and
+    hover text.
+    """
 
     name: str
     colour: str
@@ -91,9 +95,9 @@ class Spans:
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis: its title with the unit, the end it has from the start (`end`), or the least end that it may grow from.
+    """An axis: its title with the unit, a fixed `end`, or the `least` end from which it grows.
 
-    `bytes_each` is how many bytes one of its unit is, where it shows bytes.
+    `bytes_each` is the number of bytes in one unit, for an axis of bytes; 0 otherwise.
     """
 
     title: str
@@ -109,11 +113,11 @@ class Axis:
         return cls(name, least=least, bytes_each=each)
 
     def in_words(self, value: float | None) -> str:
-        """A value on an axis of bytes in the unit that suits the value itself."""
+        """A value on an axis of bytes, in the unit that suits the value."""
         return "unknown" if value is None else size(value * self.bytes_each)
 
     def span(self, low: float, high: float) -> tuple[float, float]:
-        """The range that shows `low` to `high`, from zero on, growing in steps so that it seldom moves."""
+        """The range that shows zero and `low` to `high`; it grows in steps, so that it seldom changes."""
         if self.end is not None and high <= self.end:
             return 0.0, float(self.end)
         return (-ceiling(-low) if low < 0 else 0.0), max(ceiling(high), self.least)
@@ -138,7 +142,7 @@ class Chart:
 
     @property
     def signature(self) -> tuple:
-        """What must be the same for a picture of this chart to be carried on with new points only."""
+        """What must be unchanged for a drawn chart to be continued with new points only."""
         lines = tuple((line.key, line.x_zero, line.y_unit) for line in self.lines)
         return self.title, self.note, self.x, self.y, self.spans, self.bands, lines
 
@@ -148,8 +152,8 @@ class Chart:
         return max((sum(layer) for layer in zip(*(bars.values for bars in self.bars))), default=0.0)
 
     def drawn(self, limit: int = LIMIT) -> Drawn:
-        """The chart with its points read, `limit` for each line at the most."""
-        points = tuple(line.points(limit=LIMIT if line.stacked else limit) for line in self.lines)  # no peak of a stack is left out
+        """The chart with at most `limit` points read per line."""
+        points = tuple(line.points(limit=LIMIT if line.stacked else limit) for line in self.lines)  # so that no peak of a stack is lost
         x, y = Extent(high=self.last_moment), Extent(high=max(self.bar_height, self.stack_height(points)))
         for xs, ys in points:
             x, y = x.with_(xs), y.with_(ys)
@@ -157,25 +161,25 @@ class Chart:
 
     @property
     def last_moment(self) -> float:
-        """Where the last span or band ends."""
+        """The end of the last span or band."""
         ends = [end for spans in self.spans for _, _, end, _ in spans.stretches] + [end for _, _, end, _ in self.bands]
         return max(ends, default=0.0)
 
     def stack_height(self, points: tuple[Points, ...]) -> float:
-        """The height of the tallest stack of areas; stacked lines have the same points in x."""
+        """The height of the tallest stack of areas; stacked lines have the same x values."""
         columns = [ys for line, (_, ys) in zip(self.lines, points) if line.stacked]
         return max((sum(value or 0.0 for value in row) for row in zip(*columns)), default=0.0)
 
 
 @dataclass(frozen=True)
 class Extent:
-    """From where to where values go; zero is always among them."""
+    """The range of some values, always including zero."""
 
     low: float = 0.0
     high: float = 0.0
 
     def with_(self, values: Sequence[float | None]) -> Extent:
-        """The extent of these values too."""
+        """The extent that also includes these values."""
         known = [value for value in values if value is not None]
         return Extent(min(self.low, *known), max(self.high, *known)) if known else self
 
@@ -186,7 +190,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A chart with the points of each line, and how far they reach."""
+    """A chart with the points of each line, and their extents."""
 
     chart: Chart
     points: tuple[Points, ...]
@@ -214,14 +218,14 @@ def ceiling(value: float, rounds: Sequence[float] = _ENDS) -> float:
 
 
 def ticks(low: float, high: float, about: int = 4) -> list[float]:
-    """Round numbers from `low` to `high`, about so many."""
+    """About `about` round numbers from `low` to `high`."""
     step = ceiling((high - low) / about, _TICKS) or 1.0
     first = math.ceil(low / step - 1e-9)
     return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
 def thin(ys: Sequence[float] | Derived, first: int, last: int, limit: int, keep: str) -> Sequence[int]:
-    """Indices from `first` to `last` that stand for all of them, `limit` at the most (but two for "extremes"), by bins of equal size."""
+    """At most `limit` indices (at least two for "extremes") that represent `first` to `last`, by bins of equal size."""
     size = last - first
     if size <= limit:
         return range(first, last)
@@ -233,7 +237,9 @@ def thin(ys: Sequence[float] | Derived, first: int, last: int, limit: int, keep:
 
 
 def _extremes(values: Sequence[float] | numpy.ndarray, begin: int) -> list[int]:
-    """The indices (counted from `begin`) of the least and the greatest value, in their order; of the newest where none is known."""
+    """The indices (counted from `begin`) of the smallest and largest value, in order; the last index if no value is
+    finite.
+    """
     numbers = numpy.asarray(values, float)
     (known,) = numpy.isfinite(numbers).nonzero()
     if not len(known):
@@ -251,7 +257,7 @@ def _at(column: Sequence[float] | Derived, kept: Sequence[int]) -> numpy.ndarray
 
 
 def _broken_where_x_goes_back(xs: list[float], ys: list[float | None]) -> Points:
-    """A rank that was started anew counts its steps from an earlier one: no line is drawn back to it."""
+    """Gaps where x decreases, because a restarted rank counts from an earlier step: no line is drawn back to it."""
     back = [index for index in range(1, len(xs)) if xs[index] < xs[index - 1]]
     for index in reversed(back):
         xs.insert(index, xs[index])

@@ -1,5 +1,6 @@
-"""What is known of a run as tables: pieces of HTML, every text escaped, for notebooks and handouts, which have styles of their own; and
-lists that show themselves, as a table in a notebook and as text elsewhere."""
+"""Tables of a run: HTML fragments, in which every text is escaped, for notebooks and handouts, which add their own
+styles; and lists that display themselves, as a table in a notebook and as text elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -12,45 +13,48 @@ from labkit.common.text import escape, visible
 from labkit.common.units import size
 from labkit.record.state import RunState
 
+_NO_TRAFFIC = "no traffic, or no profiled step yet"
+
 
 class Findings(tuple[Finding, ...]):
-    """What was found about a run, the gravest first."""
+    """The findings about a run, the most severe first."""
 
     def __repr__(self) -> str:
-        lines = [f"{one.title}\n    seen: {one.evidence}\n    because: {one.cause}\n    way out: {one.way_out}" for one in self]
-        return visible("\n".join(lines)) or "nothing was found"
+        lines = [f"{one.title}\n    Evidence: {one.evidence}\n    Cause: {one.cause}\n    Fix: {one.fix}" for one in self]
+        return visible("\n".join(lines)) or "no findings"
 
     def _repr_html_(self) -> str:
-        return findings_html(self) or "<p>nothing was found</p>"
+        return findings_html(self) or "<p>no findings</p>"
 
 
 class Ledger(tuple[Entry, ...]):
-    """What the ranks sent in a step, by operation, beside what theory says, the largest first."""
+    """The bytes that the ranks sent per step, by operation, next to the expected bytes, the largest first."""
 
     def __repr__(self) -> str:
-        return visible("\n".join(map(_entry, self))) or "nothing was sent, or no step was looked at yet"
+        return visible("\n".join(map(_entry, self))) or _NO_TRAFFIC
 
     def _repr_html_(self) -> str:
-        return ledger_html(self) or "<p>nothing was sent, or no step was looked at yet</p>"
+        return ledger_html(self) or f"<p>{_NO_TRAFFIC}</p>"
 
 
 def _entry(one: Entry) -> str:
-    theory = "" if one.theory is None else f", by theory {size(one.theory)}: {one.formula or 'nothing'}"
-    return f"{one.op}: {one.calls:g} calls a rank, {size(one.measured)}{theory}" + (f" ({one.reason})" if one.reason else "")
+    theory = "" if one.theory is None else f", expected {size(one.theory)}: {one.formula or 'nothing'}"
+    return f"{one.op}: {one.calls:g} calls per rank, {size(one.measured)}{theory}" + (f" ({one.reason})" if one.reason else "")
 
 
 def findings_html(found: Iterable[Finding]) -> str:
-    """Findings, each with its evidence, cause and way out, as a list."""
+    """Findings, each with its evidence, cause and fix, as HTML; empty for none."""
     rows = []
     for one in found:
-        parts = (("Seen", one.evidence), ("Because", one.cause), ("Way out", one.way_out))
-        told = "".join(f"<div><b>{name}</b> {escape(text)}</div>" for name, text in parts)
-        rows.append(f'<div class="labkit-diagnosis labkit-{one.kind}"><p>{escape(one.title)}</p>{told}</div>')
+        parts = (("Evidence", one.evidence), ("Cause", one.cause), ("Fix", one.fix))
+        details = "".join(f"<div><b>{name}</b> {escape(text)}</div>" for name, text in parts)
+        rows.append(f'<div class="labkit-diagnosis labkit-{one.kind}"><p>{escape(one.title)}</p>{details}</div>')
     return "".join(rows)
 
 
 def ledger_html(entries: Iterable[Entry]) -> str:
-    """The ledger as a table: bytes of a step by operation, as measured and by theory, with the reason where they differ; empty for none."""
+    """The ledger as a table: bytes per step by operation, measured and expected, and why they differ; empty for none.
+    """
     rows = []
     for one in entries:
         theory = "–" if one.theory is None else size(one.theory)
@@ -58,12 +62,12 @@ def ledger_html(entries: Iterable[Entry]) -> str:
         rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
     if not rows:
         return ""
-    heads = ("sent in a step, all ranks", "calls a rank", "measured", "by theory", "formula", "why they differ")
+    heads = ("sent per step, all ranks", "calls per rank", "measured", "expected", "formula", "why they differ")
     return f"<table><thead><tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
 def ranks_html(name: str, state: RunState) -> str:
-    """The figures of the run called `name`, one row a rank, as an HTML table."""
+    """The figures of the run called `name` as an HTML table with one row per rank."""
     summary = summarise(state)
     head = ("rank", "exit code", "ms per step", "peak memory", *(f"{phase} (ms)" for phase in summary["ranks"][0]["phase_seconds"]))
     rows = []

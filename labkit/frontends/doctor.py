@@ -36,12 +36,12 @@ _REINSTALL = "let the lab make its own environment: deactivate this one, then py
 
 @dataclass(frozen=True)
 class Check:
-    """One line: `level` is fine, degraded or broken, `says` what was found, `way_out` how to mend it (empty where all is fine)."""
+    """One line: `level` is fine, degraded or broken, `says` what was found, `fix` how to mend it (empty where all is fine)."""
 
     name: str
     level: str
     says: str
-    way_out: str = ""
+    fix: str = ""
 
 
 def main(json: bool = False) -> int:
@@ -70,8 +70,8 @@ def checks() -> Iterator[Check]:
 def _show(console: Console, check: Check) -> None:
     mark = Text.assemble(("● ", _STYLES[check.level]), (f"{check.name:<12}", "bold"), (f"{check.level:<9}", _STYLES[check.level]))
     console.print(mark, Text(check.says), soft_wrap=True)
-    if check.way_out:
-        console.print(Text(f"{'':23}→ {check.way_out}"), soft_wrap=True)
+    if check.fix:
+        console.print(Text(f"{'':23}→ {check.fix}"), soft_wrap=True)
 
 
 # ---- Python and torch
@@ -163,10 +163,10 @@ def all_reduce() -> Check:
     for backend in ("gloo", "nccl") if both_gpus else ("gloo",):
         seconds, error = preflight.all_reduce(backend)
         if error:
-            way_out = "a firewall or a proxy may stand between processes of this machine; see the line loopback"
+            fix = "a firewall or a proxy may stand between processes of this machine; see the line loopback"
             if backend == "nccl":
-                way_out = "give /dev/shm more room (docker: --shm-size=1g); if that is not it, NCCL_DEBUG=INFO says where it stands"
-            return Check("all-reduce", "broken", f"two ranks over {backend} failed: {error}", way_out)
+                fix = "give /dev/shm more room (docker: --shm-size=1g); if that is not it, NCCL_DEBUG=INFO says where it stands"
+            return Check("all-reduce", "broken", f"two ranks over {backend} failed: {error}", fix)
         says.append(f"two ranks over {backend} in {seconds:.1f} s, imports included")
     return Check("all-reduce", "fine", "; ".join(says))
 
@@ -183,8 +183,8 @@ def torchvision() -> Check:
         return Check("torchvision", "fine", version)
     if "torchvision::nms" in error:
         error = f'{version} was built for another torch ("operator torchvision::nms does not exist")'
-    way_out = f"{_NEEDS_TORCHVISION}; install torch and torchvision from the same source and of matching versions"
-    return Check("torchvision", "degraded", error, way_out)
+    fix = f"{_NEEDS_TORCHVISION}; install torch and torchvision from the same source and of matching versions"
+    return Check("torchvision", "degraded", error, fix)
 
 
 # ---- JupyterLab
@@ -194,8 +194,8 @@ def jupyterlab() -> Check:
     """Whether JupyterLab and jupytext are here."""
     absent = [name for name in ("jupyterlab", "jupytext", "ipykernel") if _version(name) is None]
     if absent:
-        way_out = "python3 -m labkit setup adds it; run, script and diff work without"
-        return Check("jupyterlab", "degraded", f"{' and '.join(absent)} not installed", way_out)
+        fix = "python3 -m labkit setup adds it; run, script and diff work without"
+        return Check("jupyterlab", "degraded", f"{' and '.join(absent)} not installed", fix)
     return Check("jupyterlab", "fine", f"{_version('jupyterlab')}, jupytext {_version('jupytext')}, ipykernel {_version('ipykernel')}")
 
 
@@ -208,8 +208,8 @@ def widgets() -> Check:
         if kernel is None or front is None or not fits(release(kernel), release(front)):
             unfit.append(f"{package} {kernel or 'missing'} in the kernel, {extension} {front or 'missing'} in JupyterLab")
     if unfit:
-        way_out = f"the panel may stay empty; install both halves together: pip install --force-reinstall PACKAGE, or {_REINSTALL}"
-        return Check("widgets", "degraded", "; ".join(unfit), way_out)
+        fix = f"the panel may stay empty; install both halves together: pip install --force-reinstall PACKAGE, or {_REINSTALL}"
+        return Check("widgets", "degraded", "; ".join(unfit), fix)
     return Check("widgets", "fine", ", ".join(says))
 
 
@@ -314,17 +314,17 @@ def runs_folder() -> Check:
     """Whether runs can be written, and how many."""
     root = runs_root()
     there = next(path for path in (root, *root.parents) if path.is_dir())
-    way_out = "name another folder in LABKIT_RUNS"
+    fix = "name another folder in LABKIT_RUNS"
     try:
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
-        return Check("runs", "broken", f"nothing can be written under {there}: {error.strerror}", way_out)
+        return Check("runs", "broken", f"nothing can be written under {there}: {error.strerror}", fix)
     free = shutil.disk_usage(there).free
     says = f"{root}, {size(free)} free"
     if free < _GIB // 4:
-        return Check("runs", "broken", says, f"labkit clean deletes runs that are over; or {way_out}")
-    return Check("runs", "degraded" if free < _GIB else "fine", says, way_out if free < _GIB else "")
+        return Check("runs", "broken", says, f"labkit clean deletes runs that are over; or {fix}")
+    return Check("runs", "degraded" if free < _GIB else "fine", says, fix if free < _GIB else "")
 
 
 def digits() -> Check:

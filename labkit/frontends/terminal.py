@@ -23,7 +23,7 @@ from labkit.common.text import visible_line, visible_log
 from labkit.common.units import sizes
 from labkit.figures.colours import PHASES as PHASE_COLOURS
 from labkit.figures.colours import rank_colour
-from labkit.figures.sampled import timeline
+from labkit.figures.profiled import timeline
 from labkit.frontends.console import Console
 from labkit.record.columns import RankState
 from labkit.record.events import PHASES
@@ -349,8 +349,8 @@ def _finding(finding: Finding, folder: RunFolder) -> RenderableType:
     text = Text.assemble(
         ("\n", ""),
         (visible_line(finding.title), style),
-        (f"\n  {visible_line(finding.evidence)}", style),
-        f"\n  because {visible_line(finding.cause)}\n  {visible_line(finding.way_out)}",
+        (f"\n  Evidence: {visible_line(finding.evidence)}", style),
+        f"\n  Cause: {visible_line(finding.cause)}\n  Fix: {visible_line(finding.fix)}",
     )
     log = folder.log_of(finding.ranks[0], "stderr") if finding.ranks else None
     if log:

@@ -1,4 +1,6 @@
-"""What a run folder holds: events and their fold (`RunState`), logs, status, replay. The only link between ranks and front ends.
+"""The run folder: events and their fold (`RunState`), logs, status, replay. It is the only link between ranks and front
+ends.
 
-A folder may come from anybody, so files are opened below the folder only, and values are checked once. It never imports torch or plotly.
+A folder may come from an untrusted source, so files are opened only below the folder, and values are checked once, when
+they are read. The package never imports torch or plotly.
 """

@@ -1,9 +1,10 @@
 """One clock for every process of a run.
 
-A run's times are unix seconds as this machine's clock had them when the run was asked for, continued by the monotonic clock. Setting
-the system clock while the run lasts therefore changes no duration, and the times of two processes can be compared. The launcher puts
-the difference between the two clocks into LABKIT_CLOCK, and every process of the run inherits it. Monotonic clocks are shared by the
-processes of one boot of one machine only, so the value also names those; on any other machine it is ignored. Standard library only.
+The times of a run are unix seconds by the system clock when the run was requested, continued by the monotonic clock.
+Setting the system clock during the run therefore changes no duration, and times of two processes can be compared. The
+launcher puts the difference between the two clocks into LABKIT_CLOCK, which every process of the run inherits.
+Processes share a monotonic clock only within one boot of one machine, so the value also names the boot; on any other
+machine it is ignored. Standard library only.
 """
 
 from __future__ import annotations
@@ -16,28 +17,32 @@ from functools import cache
 from pathlib import Path
 
 VARIABLE = "LABKIT_CLOCK"
-_SET = 50_000_000  # ns by which the two clocks may differ over one step without anybody having set one
+_SET = 50_000_000  # ns by which the two clocks may drift apart during one step without either having been set
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def reference() -> str:
-    """The value of LABKIT_CLOCK for a run that is asked for now."""
+    """The value of LABKIT_CLOCK for a run that is requested now."""
     return f"{time.time() - time.monotonic():.6f}@{_machine()}"
 
 
 def now(of: str | None = None) -> float:
-    """Unix seconds on the run's clock; outside a run, on a clock that begins with this process. `of` is the `reference` of another run."""
+    """Unix seconds on the run's clock; outside a run, on a clock that starts with this process. `of`: the `reference`
+    of another run.
+    """
     return time.monotonic() + (_offset() if of is None else _offset_of(of))
 
 
 def shift() -> float:
-    """Seconds to add to a reading of the system clock, taken just now, to have it on the run's clock."""
+    """Seconds to add to a current reading of the system clock to convert it to the run's clock."""
     return now() - time.time()
 
 
 @dataclass(frozen=True)
 class SystemMoment:
-    """A moment as the system clock and the monotonic clock have it, for times that torch takes from the system clock (ns)."""
+    """One moment on the system clock and on the monotonic clock (ns), to convert times that torch takes from the system
+    clock.
+    """
 
     ns: int
     monotonic_ns: int
@@ -48,11 +53,11 @@ class SystemMoment:
         return cls(time.time_ns(), time.monotonic_ns())
 
     def clock_was_set(self) -> bool:
-        """Whether the system clock was set since then, so that its times before and after cannot be compared."""
+        """Whether the system clock was set since this moment, so that its times before and after cannot be compared."""
         return abs((time.time_ns() - self.ns) - (time.monotonic_ns() - self.monotonic_ns)) > _SET
 
     def seconds(self, ns: int) -> float:
-        """A reading of the system clock, near this moment, on the run's clock."""
+        """A system-clock reading `ns` near this moment, in unix seconds on the run's clock."""
         return (self.monotonic_ns + ns - self.ns) / 1e9 + _offset()
 
 

@@ -1,4 +1,4 @@
-"""What a RunState is made of: all that is known of one rank, and the samples from outside."""
+"""The parts of a RunState: the state of one rank, and the samples taken by the supervisor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def numbers() -> array:
 
 @dataclass
 class Losses:
-    """The losses of an optimizer that does not set the pace: of each of its steps, and the run's step that it belongs to."""
+    """The losses of an optimizer other than the pacemaker, and the step of the run to which each belongs."""
 
     step: array = field(default_factory=numbers)
     loss: array = field(default_factory=numbers)
@@ -25,15 +25,17 @@ class Losses:
 
 @dataclass
 class RankState:
-    """What is known of one rank. Times are unix seconds; `attempts` maps each attempt to the index of its first step.
+    """The state of one rank. Times are unix seconds; `attempts` maps each attempt to the index of its first step.
 
-    `began` is when its process began, `started` when torch was imported, and `startup` when it reached what `startup` events name.
+    `began` is when the process started, `started` when torch was imported, and `startup` when each milestone of `startup`
+    events was reached.
 
-    `silent` is what the supervisor reported of a process that could not, and holds until it is heard again or has written anything since.
-    `left_at` is the stack of the call that ended the script without an error, such as `sys.exit()`; empty if there was none.
+    `silent` is what the supervisor reported about a process that could not report itself; it is valid until the rank writes
+    again. `left_at` is the stack of the call that ended the script without an error, such as `sys.exit()`; empty
+    otherwise.
 
-    If several optimizers train on losses of their own, `optimizers` has their names by number; the loss of `steps` is that of the
-    `pacemaker`, whose steps are the run's, and `losses` has those of the others.
+    If several optimizers train on separate losses, `optimizers` has their names by number. The steps of the run are
+    those of the `pacemaker`, and so is the loss in `steps`; `losses` has the losses of the others.
     """
 
     rank: int
@@ -67,37 +69,39 @@ class RankState:
 
     @property
     def timeline(self) -> dict[str, Any] | None:
-        """The newest step that was looked at closely, by its `timeline` event; None where there is none."""
+        """The `timeline` event of the newest profiled step; None if there is none."""
         return self.timelines[max(self.timelines)] if self.timelines else None
 
     def seen(self, what: str) -> list[dict[str, Any]]:
-        """What was seen of one sort, in order; see probe/observations.py."""
+        """The observations of kind `what`, in order; see probe/observations.py."""
         return [one for one in self.saw if one["what"] == what]
 
     @property
     def models(self) -> list[dict[str, Any]]:
-        """The models that train, in the order of their first call; older versions recorded loss modules too, without parameters."""
+        """The models that train, in the order of their first call; loss modules, which older versions recorded, are
+        left out.
+        """
         return [one for one in self.seen("model") if one.get("parameters")]
 
     @property
     def first_step(self) -> int:
-        """The index of the newest attempt's first step, there or still to come."""
+        """The index of the first step of the newest attempt, recorded or not."""
         return self.attempts.get(self.attempt, 0)
 
     @property
     def bytes_per_step(self) -> float | None:
-        """Bytes that the rank sent in the newest step that was looked at; 0 without a process group, None where nothing was seen."""
+        """Bytes that the rank sent in the newest measured step; 0 without a process group, None if unknown."""
         return None if self.traffic is None else float(sum(op["sent"] for op in self.traffic["ops"].values()))
 
     @property
     def peak_memory(self) -> int | None:
-        """The largest peak of any step, in bytes; None where none was measured."""
+        """The largest peak of any step, in bytes; None if unknown."""
         return self.steps.peak
 
 
 @dataclass
 class System:
-    """Samples from outside the ranks: `t`, and by device index or rank the columns that were sampled."""
+    """Samples taken by the supervisor: times `t`, and columns by device index or rank."""
 
     t: array = field(default_factory=numbers)
     cpu_percent: array = field(default_factory=numbers)
@@ -108,7 +112,7 @@ class System:
 
 
 def whole_timeline(event: Mapping[str, Any]) -> dict[str, Any]:
-    """A timeline with everything in it that figures and findings read; raises where it cannot be read so."""
+    """A timeline with all fields that figures and findings read. Raises if the event is invalid."""
     spans = {
         name: [[str(span[0]), float(span[1]), float(span[2]), *span[3:]] for span in event[name]] for name in ("phases", "comm", "marks")
     }

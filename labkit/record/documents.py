@@ -1,4 +1,4 @@
-"""The tables of the documents of a run folder (`spec.json`, `status.json`, …), and the one reader that checks them."""
+"""The schema of the documents of a run folder (`spec.json`, `status.json`, …), and the reader that checks them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from labkit.record.schema import Anything, Choice, Either, Flag, Number, Record,
 STATES = ("starting", "running", "stopping", "finished", "failed", "stopped", "lost")
 
 _PROCESSES = Number(1, RANKS, whole=True)
-_LINE = Text(inline=True)  # of any length: arguments, variables and paths
+_LINE = Text(inline=True)  # arguments, variables and paths, of any length
 _WHO = record({"pid": PID, "create_time": TIME}, host=NAME, boot=NAME)
 
-_SPEC = record(  # as `Spec` has its fields; what they may be together is for `Spec` itself to say
+_SPEC = record(  # the fields of `Spec`, which itself checks their combinations
     optional={
         **dict.fromkeys(("scaling", "device"), NAME),
         **dict.fromkeys(("max_restarts", "sample_every", "hang_after"), COUNT),
@@ -52,7 +52,7 @@ _LAUNCH = record(
 )
 _CAPTURE = record({"step": COUNT}, snapshot=Flag())
 
-_FINDING = record(dict.fromkeys(("name", "kind", "title", "evidence", "cause", "way_out"), TEXT) | {"ranks": Sequence(RANK, RANKS)})
+_FINDING = record(dict.fromkeys(("name", "kind", "title", "evidence", "cause", "fix"), TEXT) | {"ranks": Sequence(RANK, RANKS)})
 _ENTRY = record({"op": NAME, "calls": AMOUNT, "measured": Number(), "formula": TEXT, "reason": TEXT}, null={"theory": Number()})
 _RANK = record(
     {"rank": RANK, "memory_bytes": Table(BYTES), "phase_seconds": Table(Either((SECONDS, NULL)))},
@@ -80,7 +80,7 @@ _SUMMARY = record(
 
 @dataclass(frozen=True)
 class Document:
-    """What a file of the run folder holds, and the most bytes that it may have."""
+    """The schema of one file of the run folder, and its largest size in bytes."""
 
     shape: Record
     limit: int
@@ -96,7 +96,7 @@ DOCUMENTS = {
 
 
 class Unreadable(LookupError):
-    """A run folder with a file that is not what it must be. `reason` is one clause: the file, the field, and what was found."""
+    """A run folder with an invalid file. `reason` is one clause: the file, the field, and the value found."""
 
     def __init__(self, run: str, reason: str):
         super().__init__(f"run {run} cannot be read: {reason}")
@@ -104,9 +104,9 @@ class Unreadable(LookupError):
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """The document `path`, which lies directly in a run folder, with the fields that its table names; empty if there is no such file.
+    """The document `path`, directly in a run folder, with the fields in its schema; empty if there is no such file.
 
-    Raises `Unreadable` for anything else than a plain file with valid values.
+    Raises `Unreadable` for anything but a plain file with valid values.
     """
     document = DOCUMENTS[path.name]
     try:
@@ -118,6 +118,20 @@ def read_document(path: Path) -> dict[str, Any]:
         raise Unreadable(path.parent.name, reason) from None
     except ValueError as error:
         raise Unreadable(path.parent.name, f"{path.name} is not JSON: {error}") from None
+    if path.name == "summary.json":
+        value = _with_current_names(value)
     if not document.shape.check(value):
         raise Unreadable(path.parent.name, f"{path.name}: {document.shape.problem(value, '')}")
     return document.shape.known(value)
+
+
+def _with_current_names(summary: Any) -> Any:
+    """A summary in which findings have `fix`, which older versions called `way_out`."""
+    found = summary.get("findings") if type(summary) is dict else None
+    if type(found) is not list:
+        return summary
+    return summary | {"findings": [_renamed(one, "way_out", "fix") if type(one) is dict else one for one in found]}
+
+
+def _renamed(fields: dict[str, Any], old: str, new: str) -> dict[str, Any]:
+    return {new if name == old else name: value for name, value in fields.items()}

@@ -1,12 +1,12 @@
 """Events: append-only files, two per rank. The envelope, the writer, and a reader that tolerates broken lines.
 
-The run folder is the only link between the workers and everything that shows them, so this module is the whole protocol. It is
-imported inside every worker: nothing but the standard library.
+The run folder is the only link between the ranks and the front ends, so this module is the whole protocol. Every rank
+imports it: standard library only.
 
-`events/rankN.jsonl` holds one JSON object per line. Step events alone go to `events/rankN.steps`, one binary record each
-(`stepfile.py` has the layout), because a long run has millions of them. A step event that a record cannot hold is a JSON line, as
-every step event was in folders that older versions recorded. Each line says with `after` how many records were in the step file when
-the line was written (0 where it is missing), so that the two files have one order.
+`events/rankN.jsonl` has one JSON object per line. Step events go to `events/rankN.steps`, one binary record each
+(`stepfile.py` has the layout), because a long run has millions of them. A step event that does not fit a record is a
+JSON line, as all step events were in older versions. In each line, `after` is the number of records in the step file
+when the line was written (default: 0), which defines a common order of the two files.
 
 Kinds written today, in addition to `v`, `t` (unix seconds on the run's clock, see clock.py), `rank`, `after` and `kind`:
 
@@ -15,34 +15,35 @@ start       pid, host, local_rank, world_size, device ("cpu", "cuda:0"), device_
             process began); torch is imported by then
 startup     name: what the rank has reached for the first time in this attempt: "group" (init_process_group has returned), "data"
             (a DataLoader was made), "batch" (the first batch was fetched, or a model was called to train)
-device      device, device_name: where the script really works, once that has been seen
-step        step (from 1, counting on over attempts' own count), loss (null where this rank has none), samples,
+device      device, device_name: the device that the script actually uses, once it is known
+step        step (from 1, continued over attempts), loss (null if this rank has none), samples,
             seconds {step, data, copy, forward, backward, optimizer, other}, memory {allocated, reserved, peak} in bytes
-optimizer   optimizer (a number), name, sets_pace: written once for each of several optimizers that train on losses of their own. The
+optimizer   optimizer (a number), name, sets_pace: written once for each of several optimizers that train on separate losses. The
             steps, and the loss in them, are those of the optimizer that sets the pace
-losses      optimizer, points [[step, loss]]: the losses of an optimizer that does not set the pace, each at the step of the run that
-            it belongs to; written once a second at the most
+losses      optimizer, points [[step, loss]]: the losses of an optimizer that does not set the pace, each with the step of the run
+            to which it belongs; written at most once per second
 memory      owners {parameters, gradients, optimizer, activations, communication, other} in bytes, step
 timeline    step, t0 (unix seconds at which the step began), seconds, device, backend; phases [[name, start, end]],
             comm [[operation, start, end, bytes, group, ranks, sequence number]], busy [[start, end]] (intervals in which the rank
             computed), marks [[name, start, end]] (FSDP units, micro-batches), exposed {phase: seconds}; times from t0. A few steps only
 memory_step step, t0, seconds, phases as above, times [...] and owners {owner: [...]} (bytes from each time on), peak, at_peak
-            {owner: bytes}. For one early step, and for those that were asked for
+            {owner: bytes}. For one early step, and for requested steps
 waiting     since (unix seconds of the last progress), step, activity, stack (text), ops [{op, group, id, ranks, seq, sizes, over}],
-            the newest of each group (its description and its id): written when a rank has made no progress for long, and again
+            the newest of each group (its description and its id); written repeatedly while a rank makes no progress
 error       type, message, traceback, ops as above, owners: the exception that ended the script; `exit code 3` for os._exit(3)
 end         exit_code, steps, seconds, stack (of the call that ended the script without an error, such as sys.exit())
-report      values {name: a number, text or list}: what the script brings back by labkit.report
+report      values {name: a number, text or list}: what the script passed to labkit.report
 going_on    waited (seconds): a rank that was waiting makes progress again
 saw         what ("model", "loader", "epoch", "batch", "item", "save", "not_finite") and its fields, see probe/observations.py;
-            "process", see probe/elsewhere.py; "thread" with its name, if it trains and is not followed; "gradients" with the number
-            of backwards, if the script ended without a step
+            "process", see probe/elsewhere.py; "thread" with its name, if it trains but is not recorded; "gradients"
+            with the number of calls of backward, if the script ended without a step
 dropped     events: how many could not be written before this one, because the disk was full
 =========== ==========================================================================================================
 
 `system.jsonl` holds lines of kind `system`: cpu_percent, memory_used, gpus [{index, memory_used, memory_total, utilisation,
-power}], ranks {rank: {cpu_percent, rss}}; all bytes, percent of one core or device, and watts. Two more kinds name a rank that cannot
-report about itself: `silent` (rank, since, process: its state as the system has it, computed: the share of a core, stack) and `heard`.
+power}], ranks {rank: {cpu_percent, rss}}; in bytes, percent of one core or device, and watts. Two more kinds concern a
+rank that cannot report itself: `silent` (rank, since, process: its state in the operating system, computed: share of a
+core, stack) and `heard`.
 """
 
 from __future__ import annotations
@@ -62,19 +63,20 @@ __all__ = ["OWNERS", "PHASES", "REPORT", "STARTUP", "VERSION", "Block", "Reader"
 
 VERSION = 1
 REPORT = "labkit.report"  # the torch.monitor event that becomes a `report`; its field `values` is JSON
-LONGEST = 32 << 20  # bytes of one event: a longer line is broken
-STARTUP = ("group", "data", "batch")  # what a `startup` event can name
+LONGEST = 32 << 20  # most bytes of one event: a longer line counts as broken
+STARTUP = ("group", "data", "batch")  # names of `startup` events
 OWNERS = ("parameters", "gradients", "optimizer", "activations", "communication", "other")
 
 
-_MOST_STEPS = 2**53  # of a run, that `after` may count
-_BLOCK = 1 << 15  # records that are read at once
+_MOST_STEPS = 2**53  # largest valid value of `after`
+_BLOCK = 1 << 15  # records read at once
 
 
 class Writer:
-    """Appends events to one file, each in one write, so that a reader sees whole lines and a kill loses none; threads may share it.
+    """Appends events to one file, each in one write, so that readers see complete lines and a kill loses none.
 
-    With a `rank`, step events go to the step file next to it. `size` is what the lines take in bytes.
+    Threads may share a writer. With a `rank`, step events go to the step file next to it. `size` is the size of the
+    lines in bytes.
     """
 
     def __init__(self, path: str | os.PathLike[str], rank: int | None = None):
@@ -85,7 +87,9 @@ class Writer:
         self._steps = None if rank is None else _step_writer(path, rank)
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Appends one event, stamped with the time of now unless `t` is given. Raises `OSError` if it is lost, as on a full disk."""
+        """Appends one event with the current time, unless `t` is given. Raises `OSError` if it is lost, as on a full
+        disk.
+        """
         if kind == "step" and self._steps is not None:
             record = stepfile.packed(fields.get("t", clock.now()), fields)
             if record is not None:
@@ -97,7 +101,7 @@ class Writer:
         self.size += len(line)
 
     def close(self) -> None:
-        """Closes the files; everything is written already."""
+        """Closes the files; everything has been written already."""
         self._lines.close()
         if self._steps is not None:
             self._steps.close()
@@ -105,16 +109,18 @@ class Writer:
 
 def _step_writer(path: str | os.PathLike[str], rank: int) -> StepWriter | None:
     try:
-        return StepWriter(stepfile.path_beside(path), rank)
+        return StepWriter(stepfile.steps_path(path), rank)
     except OSError:
-        return None  # the file there is none of ours: steps are JSON lines then
+        return None  # the existing file is not a valid step file: write steps as JSON lines
 
 
 class Reader:
-    """Reads on where it stopped: a file of JSON lines and, next to a rank's file, its steps, in the order in which they were written.
+    """Reads JSON lines and, next to a rank's file, its steps, in the order in which they were written; continues where
+    it stopped.
 
-    A half-written last line or record is waited for; a broken one is counted, never fatal. `opened` opens a file, and `parsed` makes the
-    event of a line, or None if it is broken: a `RunFolder` gives those that trust nothing.
+    A half-written last line or record is read once it is complete; a broken one is counted, never fatal. `opened` opens
+    a file, and `parsed` parses a line, or returns None if it is broken: a `RunFolder` passes functions that trust
+    nothing.
     """
 
     def __init__(
@@ -126,26 +132,26 @@ class Reader:
         self.path = Path(path)
         self.broken = 0
         self._opened, self._parsed = opened, parsed or parse
-        self._steps = StepFile(stepfile.path_beside(path), opened)
-        self._taken = 0  # records of the step file
+        self._steps = StepFile(stepfile.steps_path(path), opened)
+        self._taken = 0  # records read of the step file
         self._offset = 0
         self._rest = b""
-        self._too_long = False  # whether the line that is being read was given up
+        self._too_long = False  # whether the current line is skipped
         self._at_end = True
         self._has_gap = False
 
     def skip_to(self, last: int) -> None:
-        """Skips everything but the `last` bytes of lines; a line that is cut by that counts as broken."""
+        """Skips all but the `last` bytes of lines; a line that is cut by this counts as broken."""
         with contextlib.suppress(OSError):
             self._offset = max(0, self.path.stat().st_size - last)
             self._taken = self._steps.whole()
 
     def poll(self, limit: int = 4 << 20, blocks: bool = False) -> Iterator[dict[str, Any]]:
-        """The events that came since the last call, reading `limit` bytes of lines at most.
+        """The events since the last call, from at most `limit` bytes of lines.
 
-        With `blocks`, consecutive steps come as one event of kind `steps` whose `block` holds them unread.
+        With `blocks`, consecutive steps are one event of kind `steps` with an unparsed `block`.
         """
-        known = self._steps.whole()  # asked first: a line that is read now was not written before steps that are read later
+        known = self._steps.whole()  # read first: a line read now was not written before steps that are read later
         for event in self._new_lines(limit):
             after = event.get("after", 0)
             if isinstance(after, int) and self._taken < after <= _MOST_STEPS:
@@ -158,17 +164,17 @@ class Reader:
 
     @property
     def more(self) -> bool:
-        """Whether the last poll stopped at its limit, so that there may be more to read at once."""
+        """Whether the last poll stopped at its limit, so that there may be more to read."""
         return not self._at_end
 
     @property
     def position(self) -> int:
-        """The bytes that were read so far, of both files."""
+        """The bytes read so far, of both files."""
         return self._offset + (self._taken * self._steps.layout.size if self._steps.layout else 0)
 
     @property
     def size(self) -> int:
-        """The bytes that both files have now."""
+        """The current size of both files in bytes."""
         try:
             return self.path.stat().st_size + self._steps.size
         except OSError:
@@ -190,7 +196,7 @@ class Reader:
             del lines[0]
         for line in lines:
             event = self._event(line)
-            if event is not None and event["kind"] != "steps":  # which only this reader makes
+            if event is not None and event["kind"] != "steps":  # only this reader creates that kind
                 yield event
         if len(self._rest) > LONGEST or self._too_long:
             self.broken += not self._too_long
@@ -198,7 +204,7 @@ class Reader:
 
     def _steps_up_to(self, last: int, blocks: bool) -> Iterator[dict[str, Any]]:
         if self._steps.layout is None:
-            self._steps.whole()  # the file is newer than the poll
+            self._steps.whole()  # the file was created after the poll started
         while self._taken < last and self._steps.layout:
             block = Block(self._steps, self._taken, self._steps.read(self._taken, min(_BLOCK, last - self._taken)))
             if not len(block):
@@ -213,7 +219,7 @@ class Reader:
                     yield event
 
     def _note_gap(self, found: bool) -> None:
-        """Counts a step file that is cut short, missing or unreadable as one broken line."""
+        """Counts a truncated, missing or unreadable step file as one broken line."""
         if found and not self._has_gap:
             self._has_gap = True
             self.broken += 1
@@ -227,7 +233,7 @@ class Reader:
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
-    """The event of one line, whose fields are as they were written; None if it is broken."""
+    """The event of one line, unchecked; None if it is broken."""
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):

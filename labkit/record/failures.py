@@ -1,4 +1,4 @@
-"""From what ranks and torchrun reported to one failure: which ranks failed first, in which way, and which followed."""
+"""The failure of a run, from the reports of ranks and torchrun: which ranks failed first, how, and which followed."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from typing import Any
 from labkit.record.columns import RankState
 from labkit.record.stacks import error_in, place
 
-# What gloo, NCCL and torchrun say on a rank whose peer is gone: a consequence, if any other error is known.
+# Messages of gloo, NCCL and torchrun on a rank whose peer is gone: a consequence, if any other error is known.
 PEER_GONE = re.compile(
     r"connection (?:was likely )?(?:closed|reset|refused)|broken pipe|timed out|timeout|remote process exited|peer closed", re.IGNORECASE
 )
-_NUMBERS = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)  # addresses, sizes and ranks, in which messages of one cause may differ
+_NUMBERS = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)  # numbers may differ between messages with the same cause
 
 
 def failure_of(ranks: Mapping[int, RankState], status: Mapping[str, Any], over: bool) -> dict[str, Any] | None:
     """The first failure of a run; None if no rank failed.
 
     `rank`, `type`, `message`, `traceback` (a stack, innermost frame last) and `exit_code` are those of the first rank in time. An error
-    that only says that a peer is gone never outranks the peer itself: a rank that died by a signal leaves no error event, only the
-    others' complaints. `alike` are all ranks that failed in the same way, the first one included: the same type, the same message but
-    for numbers, at the same line. `collateral` are the other ranks that ended with it; once the run is over, these are also ranks that
-    did not report how they ended. `left` are ranks that had ended with exit code 0 if the first failure says that a peer is gone.
-    `last_seen` is true if `traceback` was sampled a moment before the process died, and is not the stack of the failure itself.
+    that only reports a lost peer never outranks the peer itself: a rank killed by a signal leaves no error event, only
+    the errors of its peers. `alike` are all ranks that failed in the same way, including the first: same type, same
+    message except for numbers, same line. `collateral` are the other ranks that ended because of it; once the run is
+    over, these include ranks that did not report how they ended. `left` are ranks that had exited with code 0, if the
+    first failure reports a lost peer. `last_seen` is true if `traceback` was sampled shortly before the process died
+    and is not the stack of the failure itself.
     """
     failures = [*_reported_by_ranks(ranks, status), *_reported_by_torchrun(ranks, status)]
     if not failures:
@@ -72,7 +73,7 @@ def _reported_by_torchrun(ranks: Mapping[int, RankState], status: Mapping[str, A
             continue
         kind, message = failure.get("signal") or f"exit code {failure['exit_code']}", str(failure.get("message") or "")
         if not failure.get("signal"):
-            kind, message = error_in(message) or (kind, message)  # the end of a traceback in its log
+            kind, message = error_in(message) or (kind, message)  # the last line of a traceback in its log
         yield {
             "rank": rank,
             "t": failure.get("t", math.inf),
@@ -86,7 +87,7 @@ def _reported_by_torchrun(ranks: Mapping[int, RankState], status: Mapping[str, A
 
 
 def _same_way(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two ranks failed in the same way. A rank of which only torchrun's report is left has no line to compare."""
+    """Whether two ranks failed in the same way. A rank known only from torchrun's report has no line to compare."""
     if one["type"] != other["type"] or _NUMBERS.sub("#", one["message"]) != _NUMBERS.sub("#", other["message"]):
         return False
     lines = {place(failure["traceback"]) for failure in (one, other) if failure["traceback"] and not failure["last_seen"]}

@@ -1,9 +1,10 @@
-"""Opening files of a folder that may come from anybody: below that folder only, regular files only, and no more than a limit.
+"""Opening files of an untrusted folder: only below that folder, only regular files, and only up to a size limit.
 
-A symbolic link anywhere below the folder is refused, wherever it leads, and so are FIFOs, sockets and devices. The path of the folder
-itself belongs to whoever names it and may contain links. Each component is opened relative to the one above it, so replacing a
-component by a link in the meantime leads nowhere. Where the system has no `openat` (Windows), components are compared before and after
-opening. A hard link cannot be told from the file itself: making one requires write access to the same file system.
+Symbolic links below the folder are refused, wherever they lead, and so are FIFOs, sockets and devices. The path of the
+folder itself is chosen by the user and may contain links. Each component is opened relative to its parent, so replacing
+one by a link in the meantime has no effect. If the system has no `openat` (Windows), components are compared before and
+after opening. A hard link cannot be distinguished from the file; creating one requires write access to the same file
+system.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ _HAS_OPENAT = os.open in os.supports_dir_fd and hasattr(os, "O_NOFOLLOW")
 
 
 class NotPlain(OSError):
-    """A path below a folder that is, or leads through, something other than directories and a regular file; one clause that says what."""
+    """A path that is not a regular file, or leads through something that is not a directory; the message is one clause.
+    """
 
 
 def open_below(root: Path, path: Path) -> BinaryIO:
     """Opens the regular file `path`, which lies below `root`, for reading.
 
-    Raises `FileNotFoundError` if there is none, `NotPlain` for a link, FIFO, device, socket or directory, and `OSError` as `open` does.
+    Raises `FileNotFoundError` if there is no such file, `NotPlain` for a link, FIFO, device, socket or directory, and
+    `OSError` as `open` does.
     """
     *parents, name = _parts(root, path)
     opened = _openat(root, parents, name) if _HAS_OPENAT else _compared(root, parents, name)
@@ -49,7 +52,7 @@ def open_below(root: Path, path: Path) -> BinaryIO:
 
 
 def read_below(root: Path, path: Path, limit: int) -> bytes:
-    """The content of a file as `open_below` opens it; `NotPlain` if it has more than `limit` bytes."""
+    """The content of a file, opened by `open_below`. Raises `NotPlain` if it has more than `limit` bytes."""
     with open_below(root, path) as file:
         content = file.read(limit + 1)
     if len(content) > limit:
@@ -58,7 +61,7 @@ def read_below(root: Path, path: Path, limit: int) -> bytes:
 
 
 def names_below(root: Path, path: Path) -> list[str]:
-    """The sorted names in the directory `path`, at most `ENTRIES`; none if it is missing, a link or no directory."""
+    """The sorted names in the directory `path`, at most `ENTRIES`; none if it is missing or not a directory."""
     try:
         with _directory(root, path) as place, os.scandir(place) as entries:
             return sorted(entry.name for entry, _ in zip(entries, range(ENTRIES)))
@@ -67,7 +70,7 @@ def names_below(root: Path, path: Path) -> list[str]:
 
 
 def is_plain(path: str | os.PathLike[str]) -> bool:
-    """Whether `path` is a directory or a regular file, and no link to one."""
+    """Whether `path` is a directory or a regular file, not a link."""
     try:
         mode = os.lstat(path).st_mode
     except OSError:
@@ -101,7 +104,9 @@ def _openat(root: Path, parents: list[str], name: str) -> int:
 
 
 def _step(place: int, name: str, flags: int) -> int:
-    """One component; what O_NOFOLLOW, O_DIRECTORY or a socket refuses with an error of the system's is told in words."""
+    """Opens one component; errors caused by O_NOFOLLOW, O_DIRECTORY or a socket become a `NotPlain` that names the
+    reason.
+    """
     try:
         return os.open(name, flags, dir_fd=place)
     except FileNotFoundError:
@@ -116,7 +121,9 @@ def _step(place: int, name: str, flags: int) -> int:
 
 
 def _compared(root: Path, parents: list[str], name: str) -> int:
-    """Without `openat`: no component is a link before or after opening, and what was opened is what was looked at."""
+    """Without `openat`: no component is a link before or after opening, and the opened file is the one that was
+    checked.
+    """
     path = root.joinpath(*parents, name)
     before = _look(root, parents, name)
     _require_regular(before[-1], name)  # before opening: a device may act on being opened

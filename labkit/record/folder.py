@@ -1,4 +1,4 @@
-"""RunFolder: the one class that knows the paths of a run. Nobody else joins strings into paths."""
+"""RunFolder: the one class that knows the paths of a run. No other code joins strings into paths."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from labkit.record.documents import Unreadable, read_document
 from labkit.record.events import Reader
 from labkit.record.files import NotPlain, is_plain, names_below, open_below, read_below
 from labkit.record.logs import KEEP, LogTail, search
-from labkit.record.stepfile import path_beside
+from labkit.record.stepfile import steps_path
 
 STREAMS = ("stdout", "stderr")
 _TEXT = 4 << 20  # bytes of a script or a command
@@ -29,15 +29,15 @@ _LOG = 64 << 20  # bytes of a log that are read as one text
 
 
 def runs_root() -> Path:
-    """Where run folders go: LABKIT_RUNS, else `runs/` in the working folder."""
+    """The folder of all run folders: LABKIT_RUNS, or else `runs/` in the working directory."""
     return Path(os.environ.get("LABKIT_RUNS") or "runs").absolute()
 
 
 class RunFolder:
-    """One run's folder, there or not. It can be moved, mailed and opened elsewhere: no path inside is absolute in meaning.
+    """The folder of one run, existing or not. It can be moved, sent and opened elsewhere: no path in it is absolute.
 
-    It may come from anybody, so everything is read through this class: below the folder only, plain files only, up to a limit, and with
-    values that are checked once. `Unreadable` says what is wrong with a folder that fails this.
+    It may come from an untrusted source, so everything is read through this class: only below the folder, only plain
+    files, up to a size limit, and with values that are checked once. `Unreadable` says what is wrong with a folder.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -62,11 +62,11 @@ class RunFolder:
             for inner in (folder.events, folder.logs):
                 inner.mkdir(mode=0o700)
             return folder
-        raise FileExistsError(f"{root / stem}: a thousand runs began in this second")
+        raise FileExistsError(f"{root / stem}: a thousand runs were created within one second")
 
     @classmethod
     def all(cls, root: Path | None = None) -> list[RunFolder]:
-        """Every run under `root`, oldest first; also those that cannot be read."""
+        """All runs under `root`, oldest first, including unreadable ones."""
         root = root or runs_root()
         if not root.is_dir():
             return []
@@ -74,18 +74,18 @@ class RunFolder:
 
     @classmethod
     def readable(cls, folders: Iterable[RunFolder]) -> tuple[list[RunFolder], dict[str, str]]:
-        """Those of `folders` that can be read, and by the name of each other one the reason why it cannot."""
+        """The readable ones of `folders`, and by name the reason why each of the others is unreadable."""
         reasons = {folder: folder.trouble() for folder in folders}
         return [one for one, why in reasons.items() if not why], {one.name: why for one, why in reasons.items() if why}
 
     @classmethod
     def find(cls, name: str, root: Path | None = None) -> RunFolder:
-        """The run that `name` names: a path, a folder's name, the end or beginning of one, or `last`.
+        """The run called `name`: a path, the name of a folder, its beginning or end, or `last`.
 
-        Raises `LookupError`, one sentence with the runs there are.
+        Raises `LookupError`, one sentence that lists the newest runs.
         """
         if not name:
-            raise LookupError("the name of a run is empty; give a run's name, its path, or last")
+            raise LookupError("the name of the run is empty; give the name of a run, its path, or last")
         if "\0" not in name and os.path.lexists(Path(name) / "spec.json"):
             return cls(name)
         runs = cls.all(root)
@@ -95,19 +95,20 @@ class RunFolder:
         if len(matches) == 1:
             return matches[0]
         if matches:
-            raise LookupError(f"{shown(name)} could be {', '.join(visible_line(run.name) for run in matches[-5:])}; say more of the name")
+            several = ", ".join(visible_line(run.name) for run in matches[-5:])
+            raise LookupError(f"{shown(name)} is ambiguous: {several}; give more of the name")
         there = ", ".join(visible_line(run.name) for run in runs[-5:]) or "none yet"
         raise LookupError(f"there is no run {shown(name)} under {root or runs_root()}; the newest are: {there}")
 
     @property
     def is_gone(self) -> bool:
-        """Whether there is no folder at this path any more: it was deleted, or moved away."""
+        """Whether the folder no longer exists: it was deleted or moved."""
         try:
             self.path.stat()
         except (FileNotFoundError, NotADirectoryError):
             return True
         except OSError:
-            pass  # it cannot be looked at now, which says nothing
+            pass  # inconclusive: the folder cannot be inspected now
         return False
 
     # ---- the paths
@@ -119,42 +120,42 @@ class RunFolder:
 
     @property
     def spec(self) -> Path:
-        """What was asked."""
+        """The Spec of the run."""
         return self.path / "spec.json"
 
     @property
     def script(self) -> Path:
-        """The script as written out; a script of one's own stays where it is."""
+        """The generated script; a user's own script stays where it is."""
         return self.path / "train.py"
 
     @property
     def command(self) -> Path:
-        """The exact command to run it by hand."""
+        """The exact command that runs the script without labkit."""
         return self.path / "command.txt"
 
     @property
     def plan(self) -> Path:
-        """What the supervisor starts: argv, the environment's additions, the working folder."""
+        """The launch plan: argv, additional environment variables, working directory."""
         return self.path / "launch.json"
 
     @property
     def status(self) -> Path:
-        """State, pids, exit codes, restarts: written by the supervisor alone."""
+        """State, pids, exit codes, restarts: written only by the supervisor."""
         return self.path / "status.json"
 
     @property
     def capture(self) -> Path:
-        """A request to look closely at one step, for the ranks to read."""
+        """A request to the ranks to profile a step."""
         return self.path / "capture.json"
 
     @property
     def trace(self) -> Path:
-        """The sampled steps for Perfetto, where somebody asked for that."""
+        """The profiled steps for Perfetto, if requested."""
         return self.path / "trace.json"
 
     @property
     def tensors(self) -> Path:
-        """Gradients and parameters of every rank, where LABKIT_TENSORS=1 asked for them."""
+        """Gradients and parameters of every rank, if LABKIT_TENSORS=1 is set."""
         return self.path / "tensors"
 
     @property
@@ -164,7 +165,7 @@ class RunFolder:
 
     @property
     def system(self) -> Path:
-        """Device and process samples, taken from outside the ranks."""
+        """Device and process samples, taken by the supervisor."""
         return self.path / "system.jsonl"
 
     @property
@@ -174,7 +175,7 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of the checkpoints, beside the script that writes them."""
+        """The folder of the checkpoints, next to the script that writes them."""
         return self.path / "checkpoints"
 
     @property
@@ -184,12 +185,12 @@ class RunFolder:
 
     @property
     def launcher_log(self) -> Path:
-        """What torchrun itself said."""
+        """The output of torchrun itself."""
         return self.logs / "torchrun.log"
 
     @property
     def supervisor_log(self) -> Path:
-        """What the supervisor had to say, empty in a good run."""
+        """The output of the supervisor; empty if all went well."""
         return self.logs / "supervisor.log"
 
     @property
@@ -199,11 +200,11 @@ class RunFolder:
 
     @property
     def reserve(self) -> Path:
-        """Room on the disk for the final status and the summary, while the run lasts."""
+        """Disk space reserved for the final status and the summary while the run lasts."""
         return self.path / ".reserve"
 
     def reserves_of_ranks(self) -> list[Path]:
-        """The room that ranks have reserved for their last events."""
+        """The disk space that ranks have reserved for their last events."""
         return list(self.events.glob(".rank*.reserve"))
 
     def events_of(self, rank: int) -> Path:
@@ -211,11 +212,11 @@ class RunFolder:
         return self.events / f"rank{rank}.jsonl"
 
     def position_of(self, rank: int) -> Path:
-        """Where one rank's script was last; see probe/position.py."""
+        """The last known line of one rank's script; see probe/position.py."""
         return self.path / "stacks" / f"rank{rank}.position.json"
 
     def crash_of(self, rank: int) -> Path:
-        """What faulthandler wrote in one rank."""
+        """The output of faulthandler in one rank."""
         return self.path / "stacks" / f"rank{rank}.crash.txt"
 
     def event_files(self) -> dict[int, Path]:
@@ -228,13 +229,13 @@ class RunFolder:
         return dict(sorted(found.items()))
 
     def log_of(self, rank: int, stream: str = "stdout", attempt: int | None = None) -> Path | None:
-        """One rank's output of one attempt (the newest where none is named); None where there is none yet."""
+        """The output of one rank in one attempt (default: the newest); None if there is none yet."""
         logs = self.log_files(stream)
         attempts = [number for number, of in logs if of == rank and attempt in (None, number)]
         return logs[max(attempts), rank] if attempts else None
 
     def log_files(self, stream: str = "stdout") -> dict[tuple[int, int], Path]:
-        """The output files there are, by (attempt, rank), as torchrun lays them: `<id>/attempt_<n>/<rank>/<stream>.log`."""
+        """The output files by (attempt, rank), in torchrun's layout: `<id>/attempt_<n>/<rank>/<stream>.log`."""
         found = {}
         for place in (self.logs / name for name in names_below(self.path, self.logs)):
             for attempt in (name for name in names_below(self.path, place) if re.fullmatch(r"attempt_\d{1,6}", name, re.ASCII)):
@@ -251,7 +252,9 @@ class RunFolder:
         return open_below(self.path, path)
 
     def text(self, path: Path) -> str:
-        """A script or a command as text, with � for bytes that are not UTF-8. Raises `OSError` as `open` does, and if it is too large."""
+        """A script or a command as text, with � for bytes that are not UTF-8. Raises `OSError` as `open` does, or if it
+        is too large.
+        """
         return read_below(self.path, path, _TEXT).decode(errors="replace")
 
     def end_of(self, path: Path, most: int = _TAIL) -> str:
@@ -264,7 +267,7 @@ class RunFolder:
             return ""
 
     def whole_log(self, rank: int, stream: str = "stdout") -> str:
-        """All that a rank wrote in its newest attempt; of more than 64 MiB the end."""
+        """The output of a rank in its newest attempt; if it is larger than 64 MiB, its end."""
         path = self.log_of(rank, stream)
         return self.end_of(path, _LOG) if path else ""
 
@@ -273,7 +276,7 @@ class RunFolder:
         return LogTail(path, keep, opened=self.open)
 
     def log_tail(self, rank: int, stream: str = "stdout", keep: int = KEEP) -> LogTail:
-        """The newest lines of one rank's output, which may have none yet, over all attempts from now on."""
+        """The newest lines of one rank's output, if any, in this and later attempts."""
         return LogTail(lambda: self.log_of(rank, stream), keep, opened=self.open)
 
     def search_log(self, rank: int, stream: str, text: str, limit: int) -> list[tuple[int, str]]:
@@ -285,7 +288,7 @@ class RunFolder:
             return []
 
     def reader(self, path: Path) -> Reader:
-        """A reader of an event file, whose events are checked; `Unreadable` when it reads a file that is not a plain one."""
+        """A reader of an event file that checks its events. Reading raises `Unreadable` if it is not a plain file."""
         return Reader(path, opened=self._events_file, parsed=kinds.event)
 
     def _events_file(self, path: Path) -> BinaryIO:
@@ -300,16 +303,16 @@ class RunFolder:
         return read_document(path)
 
     def require_readable(self) -> None:
-        """Raises `Unreadable` if what was asked for or the status is not valid, or if events or logs are links or no plain files."""
+        """Raises `Unreadable` if the Spec or the status is invalid, or if events or logs are not plain files."""
         self.read_json(self.spec)
         self.read_json(self.status)
         ranks = self.event_files().values()
-        for path in (self.events, self.logs, self.system, *ranks, *map(path_beside, ranks)):
+        for path in (self.events, self.logs, self.system, *ranks, *map(steps_path, ranks)):
             if os.path.lexists(path) and not is_plain(path):
                 raise Unreadable(self.name, f"{path.relative_to(self.path).as_posix()} is a link or no plain file")
 
     def trouble(self) -> str:
-        """Why this folder cannot be read, as one clause; empty if it can."""
+        """The reason why this folder is unreadable, as one clause; empty if it is readable."""
         try:
             self.require_readable()
         except Unreadable as error:
@@ -330,7 +333,7 @@ class RunFolder:
         return RunFolder(path)
 
     def delete(self) -> None:
-        """Deletes the folder; of one that is a symbolic link the link alone."""
+        """Deletes the folder; if it is a symbolic link, only the link."""
         if self.path.is_symlink():
             self.path.unlink()
         else:
@@ -340,9 +343,12 @@ class RunFolder:
 
     @contextmanager
     def closing(self) -> Iterator[None]:
-        """Held by whoever ends a run without its supervisor: nobody else writes another end meanwhile. A deleted folder is not held."""
+        """A lock for a process that ends a run in place of its supervisor, so that only one final status is written.
+
+        A deleted folder is not locked.
+        """
         with ExitStack() as held:
-            with suppress(ImportError, OSError):  # it was deleted, or the system has no such locks
+            with suppress(ImportError, OSError):  # the folder was deleted, or the system has no such locks
                 import fcntl
 
                 folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -352,12 +358,12 @@ class RunFolder:
 
     @staticmethod
     def write_json(path: Path, value: dict[str, Any]) -> None:
-        """Writes `value` so that a reader sees the old file or the new one, never half of one."""
+        """Writes `value` atomically: a reader sees either the old or the new file."""
         RunFolder.write_text(path, json.dumps(value, indent=2) + "\n")
 
     @staticmethod
     def write_text(path: Path, text: str) -> None:
-        """Writes `text` atomically, readable by its owner alone."""
+        """Writes `text` atomically, readable only by its owner."""
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:

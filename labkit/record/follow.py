@@ -1,4 +1,4 @@
-"""Follower: keeps a RunState up to date with a run folder, reading only what is new."""
+"""Follower: keeps a RunState up to date with a run folder, reading only new data."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ _DELETED = {
     "state": "failed",
     "message": "the run folder was deleted or moved while the run was under way, so the run was stopped",
 }
-_PATIENCE = 1.0  # seconds that a person waits without a word
-_TICK = 0.25  # seconds between two words
+_PATIENCE = 1.0  # seconds before progress is reported
+_TICK = 0.25  # seconds between two progress reports
 
 
 class Follower:
-    """Folds a run folder's files into `state`; `poll` reads on where it stopped.
+    """Folds the files of a run folder into `state`; `poll` continues where it stopped.
 
-    An ended run is read by one call of `poll`, however long it was. When a call has taken a second, `progress` is called again and again
-    with the share of all bytes that was read so far (0 to 1). If the folder disappears, what was read of it stays.
+    One call of `poll` reads a finished run completely, however long it was. If a call takes longer than a second,
+    `progress` is called repeatedly with the share of bytes read so far (0 to 1). If the folder disappears, what was
+    read remains.
     """
 
     def __init__(self, folder: RunFolder, progress: Callable[[float], None] = lambda share: None):
@@ -36,7 +37,9 @@ class Follower:
         self._was_there = not folder.is_gone
 
     def poll(self) -> bool:
-        """Reads what is new; True where anything was. The status is read first, so that a state that is over has all its events."""
+        """Reads new data; True if there was any. The status is read first, so that a finished state has all of its
+        events.
+        """
         if self.folder.is_gone:
             under_way = self._was_there and not self.state.over
             return under_way and self._apply_object("status", self.state.status | _DELETED)
@@ -69,7 +72,7 @@ class Follower:
 
     @property
     def share(self) -> float:
-        """The share of the files' bytes that was read."""
+        """The share of bytes read so far, from 0 to 1."""
         size = sum(reader.size for reader in self._readers.values())
         return min(1.0, sum(reader.position for reader in self._readers.values()) / size) if size else 1.0
 

@@ -1,7 +1,7 @@
-"""The tables of what each kind of event holds, and the reader of one line: a broken line is no event, and a trusted one needs no check.
+"""The schema of each kind of event, and the parser of one line. Events that pass need no further checks.
 
-A field that the probe writes and a front end reads has a row here: fields that are in no table are dropped on reading. Kinds without a
-table pass with any fields, so that folders of newer versions open.
+A field that the probe writes and a front end reads needs a row here: fields without one are dropped on reading. Kinds
+without a table pass with any fields, so that folders of newer versions open.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from labkit.record.events import PHASES
 from labkit.record.plain import parse
 from labkit.record.schema import Either, Flag, Null, Number, Record, Row, Sequence, Shape, Table, Text, record
 
-RANKS = 1_024  # ranks of one run; front ends draw a row for each
+RANKS = 1_024  # most ranks of one run; front ends draw a row for each
 
 RANK = Number(0, RANKS - 1, whole=True)
 TIME = Number(0, 32_000_000_000)  # unix seconds, up to the year 2984: the last that every platform can write as a date is in 3000
@@ -23,14 +23,14 @@ COUNT = Number(0, 2**53, whole=True)  # the largest that a column of floats hold
 AMOUNT = Number(0, 1e15)
 BYTES = Number(0, 2**62)
 LOSS = Number(-1e300, 1e300, any_float=True)
-SERIES = Number(0, 63, whole=True)  # of optimizers with losses of their own; a chart has a line for each
+SERIES = Number(0, 63, whole=True)  # optimizers with separate losses; a chart has a line for each
 PID = Number(1, 2**31 - 1, whole=True)
 CODE = Number(-(2**63), 2**63, whole=True)
 NAME = Text(4_096, inline=True)
 TEXT = Text()
 NULL = Null()
 SCALAR = Either((Number(-1e300, 1e300, any_float=True), TEXT, Flag(), NULL))
-VALUE: Shape = SCALAR  # of a metric or a report: lists in lists at most, as a tensor of eight dimensions has them
+VALUE: Shape = SCALAR  # of a metric or a report: nested lists, at most as deep as a tensor of eight dimensions
 for _ in range(8):
     VALUE = Either((SCALAR, Sequence(VALUE)))
 
@@ -39,12 +39,12 @@ _Shapes = Mapping[str, Shape] | None
 
 
 def _event(required: _Shapes = None, optional: _Shapes = None, null: _Shapes = None, **nullable: Shape) -> Record:
-    """An event of a rank: the envelope (with `after`, the steps that were written before it) and its own fields."""
+    """An event of a rank: the envelope (with `after`, the number of steps written before it) and its own fields."""
     return record({"t": TIME, "kind": NAME, "rank": RANK} | dict(required or {}), optional, null, **{"v": COUNT, "after": COUNT} | nullable)
 
 
 _SPANS = Sequence(Row((NAME, SECONDS, SECONDS), least=3))
-_CALLS = Sequence(  # operation, start, end, and where the recorder knew them: bytes, group, ranks, sequence number
+_CALLS = Sequence(  # operation, start, end, and if known: bytes, group, ranks, sequence number
     Row((NAME, SECONDS, SECONDS, *(Either((shape, NULL)) for shape in (BYTES, NAME, Sequence(RANK, RANKS), COUNT))), least=3)
 )
 _OWNERS = Table(BYTES, most=100)
@@ -104,7 +104,7 @@ EVENTS: dict[str, Record] = {
     ),
 }
 
-# What was seen, by `what`; see probe/observations.py and probe/elsewhere.py.
+# Observations, by `what`; see probe/observations.py and probe/elsewhere.py.
 SAW: dict[str, Record] = {
     "model": _event({"what": NAME, "name": NAME, "units": COUNT, "parameters": COUNT}),
     "loader": _event({"what": NAME}, null={"batches": COUNT, "samples": COUNT}, sampler=NAME),
@@ -123,7 +123,7 @@ _ENVELOPE = record({"t": TIME, "kind": NAME})
 
 
 def event(line: bytes) -> dict[str, Any] | None:
-    """The event of one line, with the fields that its table names; None for a line that is no event, or not one of its kind."""
+    """The event of one line, with the fields in its table; None for an invalid event."""
     try:
         value = parse(line)
     except ValueError:
@@ -132,7 +132,7 @@ def event(line: bytes) -> dict[str, Any] | None:
 
 
 def checked(value: Any) -> dict[str, Any] | None:
-    """The same for a value that was parsed already."""
+    """The same for a parsed value."""
     if type(value) is not dict:
         return None
     kind = value.get("kind")
@@ -142,5 +142,5 @@ def checked(value: Any) -> dict[str, Any] | None:
     if kind == "saw" and shape.check(value):
         shape = SAW.get(value["what"])
         if shape is None:
-            return value  # seen by a newer version
+            return value  # an observation of a newer version
     return shape.known(value) if shape.check(value) else None

@@ -1,6 +1,7 @@
-"""Reading a rank's output while it is written: what is newest, with every line counted, at a bounded price.
+"""Reading a rank's output while it is written: the newest lines, and the number of all lines, at bounded cost.
 
-A rank may write a million lines in one burst. Nothing here ever holds a whole file, and no call reads more than its budget.
+A rank may write a million lines at once. No function here holds a whole file in memory, and no call reads more than its
+budget.
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ from typing import BinaryIO
 
 from labkit.record.files import NotPlain
 
-KEEP = 5_000  # newest lines that a tail holds
-BUDGET = 16 << 20  # bytes that one call reads at most
-_NEAR = 1 << 20  # bytes before the end that are always read as text; what lies before, when far behind, is only counted
+KEEP = 5_000  # newest lines that a tail stores
+BUDGET = 16 << 20  # most bytes that one call reads
+_NEAR = 1 << 20  # bytes before the end that are always read as text; earlier ones are only counted if the reader is far behind
 _BLOCK = 1 << 18
-_LINE = 1 << 14  # bytes of one line that are kept: its end, where it is longer
+_LINE = 1 << 14  # most bytes stored of one line; of a longer line, its end
 
 
 class LogTail:
-    """The newest lines of a growing file; `poll` reads on where it stopped.
+    """The newest lines of a growing file; `poll` continues where it stopped.
 
-    `path` may be a function that gives None while there is no file yet. `count` is the number of lines that have ended so
-    far, `lines` holds the newest `keep` of them, and `partial` the one that is being written. `opened` opens the file; where it refuses a
-    link or a FIFO, the one line says so.
+    `path` may be a function that returns None until there is a file. `count` is the number of complete lines so far, `lines`
+    holds the newest `keep` of them, and `partial` is the line that is being written. `opened` opens the file; if it
+    refuses a link or a FIFO, `partial` says so.
     """
 
     def __init__(
@@ -47,21 +48,22 @@ class LogTail:
 
     @property
     def partial(self) -> str:
-        """The line that has not ended yet; of a progress bar, what it shows now."""
+        """The incomplete last line; for a progress bar, its current state."""
         return _text(self._rest)
 
     @property
     def dropped(self) -> int:
-        """Lines that were counted and are not held: the first of `lines` has this number, counting from 0."""
+        """The number of counted lines that are no longer stored: the first of `lines` has this number, counting from 0.
+        """
         return self.count - len(self.lines)
 
     def since(self, number: int) -> tuple[int, list[str]]:
-        """The lines from `number` on (from 0) that are still held, and the number of the first of them."""
+        """The number of the first stored line from `number` on (counting from 0), and the lines from there on."""
         first = min(max(number, self.dropped), self.count)
         return first, list(islice(self.lines, first - self.dropped, None))
 
     def poll(self) -> bool:
-        """Reads what is new, as far as the budget goes; True where there was anything."""
+        """Reads new data up to the budget; True if there was any."""
         self._path = self._path or self._find()
         try:
             if self._path is None or (self._path.lstat().st_size <= self._offset and not self._next_attempt()):
@@ -75,7 +77,7 @@ class LogTail:
             return False
 
     def _next_attempt(self) -> bool:
-        """Turns to the file of a newer attempt, where there is one, with a line between the two."""
+        """Switches to the file of a newer attempt, if there is one, with a separator line."""
         newer = self._find()
         if newer is None or newer == self._path:
             return False
@@ -101,7 +103,7 @@ class LogTail:
         return budget < self._budget
 
     def _count(self, block: bytes) -> None:
-        """Counts the lines of a block that will not be seen; what was held is older and goes."""
+        """Counts the lines of a block that is not stored; stored lines are older and are dropped."""
         self.count += block.count(b"\n")
         self.lines.clear()
         self._rest = (self._rest + block).rsplit(b"\n", 1)[-1][-_LINE:]
@@ -118,14 +120,14 @@ def whole(
     follow: Callable[[], bool] = lambda: False,
     opened: Callable[[Path], BinaryIO] = lambda path: path.open("rb"),
 ) -> Iterator[bytes]:
-    """Everything in the files that `paths` gives, in order, block by block: one rank's output of all attempts.
+    """The contents of the files that `paths` returns, in order, block by block: one rank's output of all attempts.
 
-    From one attempt to the next comes a line that names it. While `follow()` is true it is asked again for what was appended and for
-    further attempts; an empty block says that there was nothing new.
+    A line that names the attempt separates one attempt from the next. While `follow()` is true, appended data and
+    further attempts are read as well; an empty block means that there was nothing new.
     """
     number, offset, ended = 0, 0, True
     while True:
-        more = follow()  # first: what is written before the answer is False is read below
+        more = follow()  # called first, so that everything written before it returns False is read below
         files = list(paths())
         while number < len(files):
             if offset == 0 and number:
@@ -156,7 +158,9 @@ def _attempt(log: Path) -> str:
 def search(
     path: Path, text: str, limit: int = 1_000, opened: Callable[[Path], BinaryIO] = lambda path: path.open("rb")
 ) -> list[tuple[int, str]]:
-    """The first `limit` lines that contain `text`, as (number from 0, line); A to Z count like a to z. Reads block by block."""
+    """The first `limit` lines that contain `text`, as (number from 0, line); case-insensitive for A to Z. Reads block
+    by block.
+    """
     wanted, found, number, rest = text.encode().lower(), [], 0, b""
     if not wanted:
         return []
@@ -164,7 +168,7 @@ def search(
         while len(found) < limit:
             block = file.read(_BLOCK)
             whole, cut, rest = (rest + block).rpartition(b"\n") if block else (rest, b"", b"")
-            if not cut and len(rest) > _NEAR:  # one line without end, as of a progress bar: in pieces, so that it is never held whole
+            if not cut and len(rest) > _NEAR:  # split an endless line, such as a progress bar, to bound memory
                 whole, rest = rest, b""
             if wanted in whole.lower():
                 matches = ((number + index, line) for index, line in enumerate(whole.split(b"\n")) if wanted in line.lower())
@@ -176,7 +180,7 @@ def search(
 
 
 def _text(line: bytes) -> str:
-    """A line as a terminal would show it: what follows the last carriage return, with � for bytes that are not UTF-8."""
+    """A line as a terminal shows it: the part after the last carriage return, with � for bytes that are not UTF-8."""
     shown = line.rstrip(b"\r").rpartition(b"\r")[2]
     cut = len(shown) > _LINE
     return ("…" if cut else "") + shown[-_LINE:].decode(errors="replace")

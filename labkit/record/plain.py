@@ -1,4 +1,4 @@
-"""JSON from outside as plain values that every later step can handle: bounded in depth, and with text that can be encoded."""
+"""Untrusted JSON as plain values: bounded in depth, and with text that can be encoded."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import json
 import re
 from typing import Any
 
-DEEPEST = 32  # lists and objects inside each other; nothing that is written here has more than ten
+DEEPEST = 32  # nesting of lists and objects; labkit itself writes at most ten levels
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def parse(content: bytes) -> Any:
-    """The value of a JSON text. Raises `ValueError`, one clause, if it is none, or is nested deeper than `DEEPEST`.
+    """The value of a JSON text. Raises `ValueError`, one clause, if it is invalid or nested deeper than `DEEPEST`.
 
-    Numbers that Python's `json` accepts beyond the standard (NaN, Infinity) pass. Half a surrogate pair becomes the replacement character.
+    Numbers that Python's `json` accepts beyond the standard (NaN, Infinity) pass. An unpaired surrogate becomes the
+    replacement character.
     """
     text = content.decode("utf-8")
     try:

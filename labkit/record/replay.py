@@ -1,4 +1,4 @@
-"""A recorded run that plays again: the same events at their own times, so that a front end cannot tell it from a live one."""
+"""Replay of a recorded run: the same events at the same times, so that front ends treat it like a live run."""
 
 from __future__ import annotations
 
@@ -17,33 +17,35 @@ from labkit.record.status import current
 from labkit.record.stepfile import LIMITS
 from labkit.record.steps import column
 
-_HEAD = 1 << 16  # bytes of a rank's events in which its start is looked for
+_HEAD = 1 << 16  # bytes of a rank's events that are searched for its start
 
 
 class Recording:
-    """Folds a recorded run's events into `state` as time goes on from the first `poll`, at `speed` times their own.
+    """Folds the events of a recorded run into `state` as time passes since the first `poll`, at `speed` times real
+    time.
 
-    The last status comes when all events were played and the run was over; until then it reads as running. `speed` may be changed at any
-    moment; after `stop` the recording stands still until it is polled again. Events are read as they are due, never all at once.
+    The final status is applied when all events have been replayed; until then the status is running. `speed` may be
+    changed at any time; after `stop` the replay pauses until the next `poll`. Events are read when they are due, never
+    all at once.
     """
 
     def __init__(self, folder: RunFolder, speed: float = 1.0):
         self.folder = folder
         self.speed = speed
         self.state = RunState()
-        self.progress = lambda share: None  # events are read as they are due: nobody waits
+        self.progress = lambda share: None  # events are read when they are due, so there is no progress to report
         self._readers = [folder.reader(path) for path in (*folder.event_files().values(), folder.system)]
-        self._last: dict[str, Any] | None = current(folder)  # the final status, until it was played
+        self._last: dict[str, Any] | None = current(folder)  # the final status, until it was applied
         span = self._last.get("started") or 0.0, self._last.get("ended") or math.inf
         self._streams = [_Stream(reader, span) for reader in self._readers]
         begins = [stream.due for stream in self._streams if stream.due < math.inf]
         begins += [self._last["started"]] if self._last.get("started") else []
-        self._at = min(begins, default=0.0)  # how far it has been played, in the recording's own time
+        self._at = min(begins, default=0.0)  # the current position, in the time of the recording
         self._looked: float | None = None
         self._begun = False
 
     def poll(self) -> bool:
-        """Folds in what is due by now; True where anything was."""
+        """Folds in all events that are due; True if there were any."""
         now = time.monotonic()
         self._at += (now - self._looked) * self.speed if self._looked is not None else 0.0
         self._looked = now
@@ -64,25 +66,25 @@ class Recording:
         return changed
 
     def stop(self) -> None:
-        """The time until the next `poll` does not count."""
+        """Pauses the replay until the next `poll`."""
         self._looked = None
 
     def _begin(self) -> bool:
-        """Folds in what was known before the first event; False from the second call on."""
+        """Folds in the Spec and the initial status; False from the second call on."""
         if self._begun:
             return False
         self._begun = True
-        self.state.broken += sum(reader.broken for reader in self._readers)  # in what the streams have looked at already
+        self.state.broken += sum(reader.broken for reader in self._readers)  # in the lines that the streams have read already
         self.state.apply({"kind": "spec", "spec": RunFolder.read_json(self.folder.spec)})
         self.state.apply({"kind": "status", "status": self._last | {"state": "running", "ended": None, "failures": {}}})
         return True
 
 
 class _Stream:
-    """The events of one file in their order. `due` is when the next one is; infinite after the last.
+    """The events of one file in order. `due` is the time of the next event; infinite after the last.
 
-    An event whose time is before that of its predecessor (a clock that was set back) is due with it, and every event within the `span` of
-    the run, so that no wrong time keeps a replay waiting.
+    An event earlier than its predecessor (because a clock was set back) is due at the same time as it. All times are
+    clamped to the `span` of the run, so that no wrong time blocks a replay.
     """
 
     def __init__(self, reader: Reader, span: tuple[float, float]):
@@ -94,7 +96,7 @@ class _Stream:
         self._advance()
 
     def take(self, until: float) -> Iterator[dict[str, Any]]:
-        """The events that are due; of a block of steps, those that are."""
+        """The events that are due at `until`; a block of steps is split there."""
         while self._next is not None and self.due <= until:
             event = self._next
             if event["kind"] == "steps":
@@ -126,7 +128,7 @@ class _Stream:
 
 
 def is_recorded(folder: RunFolder) -> bool:
-    """Whether a run is over, and so can be played."""
+    """Whether a run is over and can be replayed."""
     return current(folder).get("state") in OVER
 
 
@@ -134,7 +136,7 @@ def recorded_words(folder: RunFolder) -> str:
     """When and where a run was recorded: `recorded on 20 November 2026, 23:42, on 2 CPU ranks of teacher-laptop`."""
     spec, started = RunFolder.read_json(folder.spec), RunFolder.read_json(folder.status).get("started")
     begun = [event for path in folder.event_files().values() for event in _starts(folder, path)[:1]]
-    when = time.strftime("%d %B %Y, %H:%M", time.localtime(started)).lstrip("0") if started else "a day that is not known"
+    when = time.strftime("%d %B %Y, %H:%M", time.localtime(started)).lstrip("0") if started else "an unknown day"
     names = [str(event.get("device_name") or "GPU") for event in begun if str(event.get("device", "")).startswith("cuda")]
     number = spec.get("nproc") or len(begun)
     counted = " + ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))

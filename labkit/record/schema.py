@@ -1,7 +1,7 @@
-"""Shapes of values, declared as data and compiled to checks: what a file or an event may hold.
+"""Schemas of JSON values, declared as data and compiled to checks.
 
-A shape says which JSON values are valid. `check` is one compiled function per shape (a step event costs some 2 µs), and `problem` says in
-one clause what is wrong with a value that failed. Fields that a shape does not name are neither checked nor passed on.
+A shape defines which JSON values are valid. `check` is one compiled function per shape (about 2 µs for a step event), and
+`problem` explains in one clause why a value is invalid. Fields without a shape are neither checked nor passed on.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-_SHOWN = 60  # characters of a wrong value that a clause quotes
+_SHOWN = 60  # characters of an invalid value that a clause quotes
 _MISSING = object()
 
 
@@ -25,21 +25,23 @@ class Shape:
         raise NotImplementedError
 
     def expression(self, value: str, names: dict[str, Any]) -> str:
-        """A Python expression that is true if the variable `value` is valid; what it refers to goes into `names`."""
+        """A Python expression that is true if the variable `value` is valid; objects that it needs are added to
+        `names`.
+        """
         raise NotImplementedError
 
     def inside(self, value: Any) -> Iterator[tuple[str, Shape, Any]]:
-        """The name, shape and value of each part of a `value` whose own type is right; nothing if the type is wrong."""
+        """The name, shape and value of each part of `value`; nothing if the type of `value` itself is wrong."""
         return iter(())
 
     @cached_property
     def check(self) -> Callable[[Any], bool]:
-        """Whether a value is valid; never raises for a value of JSON."""
+        """Whether a value is valid; never raises for JSON values."""
         names: dict[str, Any] = {}
         return eval(f"lambda value: {self.expression('value', names)}", names)
 
     def problem(self, value: Any, name: str) -> str:
-        """What is wrong with an invalid `value`, as a clause that begins with its `name`."""
+        """Why `value` is invalid, as a clause that starts with its `name`."""
         for part, shape, found in self.inside(value):
             if not shape.check(found):
                 return shape.problem(found, f"{name}.{part}" if name else part)
@@ -48,7 +50,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Number(Shape):
-    """A number from `least` to `most`; `whole` numbers have no fraction part, and only with `any_float` NaN and infinities are valid."""
+    """A number from `least` to `most`; with `whole`, integers only; NaN and infinities are valid only with `any_float`.
+    """
 
     least: float = -1e300
     most: float = 1e300
@@ -59,7 +62,7 @@ class Number(Shape):
     def words(self) -> str:
         if self.any_float or self.least <= -1e300:
             return "a number" if self.any_float else "a finite number"
-        return f"a {'whole ' if self.whole else ''}number from {_plain(self.least)} to {_plain(self.most)}"
+        return f"{'an integer' if self.whole else 'a number'} from {_plain(self.least)} to {_plain(self.most)}"
 
     def expression(self, value: str, names: dict[str, Any]) -> str:
         if self.any_float:  # bounds only keep integers within what a float can hold
@@ -70,7 +73,7 @@ class Number(Shape):
 
 @dataclass(frozen=True)
 class Text(Shape):
-    """A text of `most` characters at most; `inline` text holds no NUL, as names and paths do not."""
+    """A text of at most `most` characters; `inline` text (names and paths) contains no NUL."""
 
     most: int | None = None
     inline: bool = False
@@ -98,7 +101,7 @@ class Flag(Shape):
 
 @dataclass(frozen=True)
 class Choice(Shape):
-    """One of some texts."""
+    """One of several texts."""
 
     options: tuple[str, ...]
 
@@ -112,7 +115,7 @@ class Choice(Shape):
 
 @dataclass(frozen=True)
 class Anything(Shape):
-    """Any value of JSON, as the parser bounds it."""
+    """Any JSON value, within the limits of the parser."""
 
     words = "any value"
 
@@ -122,7 +125,7 @@ class Anything(Shape):
 
 @dataclass(frozen=True)
 class Null(Shape):
-    """Null, as a position of a row may be."""
+    """Null, for a position of a row that may be unknown."""
 
     words = "null"
 
@@ -167,7 +170,7 @@ class Sequence(Shape):
 
 @dataclass(frozen=True)
 class Row(Shape):
-    """A list whose positions have shapes of their own; the first `least` of them must be there."""
+    """A list with one shape per position; the first `least` positions are required."""
 
     items: tuple[Shape, ...]
     least: int
@@ -188,7 +191,9 @@ class Row(Shape):
 
 @dataclass(frozen=True)
 class Table(Shape):
-    """An object of at most `most` entries whose values have one shape; with `numbers` its names are whole numbers below that."""
+    """An object of at most `most` entries whose values have one shape; with `numbers`, its names are integers below
+    that.
+    """
 
     value: Shape
     most: int = 1_000
@@ -223,7 +228,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Record(Shape):
-    """An object with named fields. `columns` names a list and an object of lists that have as many values each."""
+    """An object with named fields. `columns` names a list and an object of lists that must have equally many values."""
 
     fields: Mapping[str, Field]
     columns: tuple[str, str] | None = None
@@ -259,7 +264,7 @@ class Record(Shape):
                 yield name, field.shape, found
 
     def known(self, value: dict[str, Any]) -> dict[str, Any]:
-        """A valid value without the fields that are not named here."""
+        """A valid value without fields that have no shape."""
         if value.keys() <= self.fields.keys():
             return value
         return {name: one for name, one in value.items() if name in self.fields}
@@ -271,8 +276,8 @@ def record(
     null: Mapping[str, Shape] | None = None,
     **nullable: Shape,
 ) -> Record:
-    """A record of `required` fields, of `optional` ones that may be missing, of `null` ones that may be null, and of `nullable` ones that
-    may be missing or null.
+    """A record of `required` fields; `optional` ones may be missing, `null` ones may be null, `nullable` ones may be
+    either.
     """
     fields = {name: Field(shape) for name, shape in (required or {}).items()}
     fields |= {name: Field(shape, required=False) for name, shape in (optional or {}).items()}
@@ -291,7 +296,7 @@ def _plain(number: float) -> str:
 
 
 def _quoted(value: Any) -> str:
-    """A wrong value as it was written, cut short; repr escapes whatever a terminal would act upon."""
+    """An invalid value as it was written, truncated; repr escapes control characters."""
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list):

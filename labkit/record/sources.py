@@ -1,8 +1,9 @@
 """Which ranks read the same samples, so that each sample counts once in samples per second.
 
-The lab's own strategies say so. For any other script it is inferred from what the probe saw in the first steps of each rank: digests of
-what the model was called with, and of the batches from a loader. Ranks in which both are the same read the same samples, as under tensor
-parallelism; a rank whose model is called with activations is a later stage of a pipeline and reads none.
+It is known for the lab's own strategies. For any other script it is inferred from what the probe recorded in the first
+steps of each rank: digests of the model's inputs and of the batches from a data loader. Ranks with the same digests of
+both read the same samples, as under tensor parallelism; a rank whose model is called with activations is a later
+pipeline stage and reads no samples.
 """
 
 from __future__ import annotations
@@ -12,16 +13,18 @@ from collections.abc import Mapping
 
 from labkit.record.columns import RankState
 
-_ENOUGH = 2  # steps that must agree: in one step, ranks may be the same by chance, such as in a warm-up with zeros
+_ENOUGH = 2  # steps that must agree: in a single step, batches may coincide by chance, such as zeros in a warm-up
 
 
 def inferred(ranks: Mapping[int, RankState]) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
-    """Of a script that is not the lab's: the groups of ranks (of two or more) that read the same samples, and the later pipeline stages."""
+    """For a script that is not the lab's: groups of two or more ranks that read the same samples, and later pipeline
+    stages.
+    """
     inputs = {number: _digests(rank, "input") for number, rank in sorted(ranks.items())}
     later = tuple(number for number, seen in inputs.items() if seen and not any(seen.values()))
     first = {number: seen for number, seen in inputs.items() if number not in later and any(seen.values())}
     if not first:
-        return [], ()  # nobody reads samples that can be seen: activations then do not tell the stages apart
+        return [], ()  # no rank reads samples visibly, so activations do not identify the stages
     steps = set.intersection(*(set(seen) for seen in first.values()))
     if len(steps) < _ENOUGH:
         return [], later
@@ -32,7 +35,7 @@ def inferred(ranks: Mapping[int, RankState]) -> tuple[list[tuple[int, ...]], tup
 
 
 def inferred_note(ranks: Mapping[int, RankState]) -> str:
-    """What was inferred, in words; empty where every rank reads samples of its own."""
+    """The inference in words; empty if every rank reads different samples."""
     same, later = inferred(ranks)
     parts = [f"{_named(numbers)} read the same samples, so each sample counts once" for numbers in same]
     if later:
@@ -46,7 +49,9 @@ def _named(ranks: tuple[int, ...]) -> str:
 
 
 def _by_batches(ranks: Mapping[int, RankState], numbers: list[int]) -> list[tuple[int, ...]]:
-    """Ranks whose models have the same inputs, apart by what their loaders gave; a rank without a loader is given its batches."""
+    """Splits ranks with the same model inputs by the batches of their loaders; a rank without a loader receives its
+    batches.
+    """
     batches = {number: _digests(ranks[number], "batch") for number in numbers}
     steps = set.intersection(*(set(seen) for seen in batches.values() if seen)) if any(batches.values()) else set()
     parts: dict[tuple[str | None, ...], list[int]] = defaultdict(list)

@@ -1,4 +1,6 @@
-"""Stacks and error texts as Python, faulthandler and torchrun write them: the line of the script in them, and a bounded length."""
+"""Stacks and error texts of Python, faulthandler and torchrun: finding the script's line in them, and limiting their
+length.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,13 @@ MESSAGE_LIMIT = 1 << 12  # characters of an error's message, which findings sear
 
 _FRAME = re.compile(r'File "(?P<file>[^"\n]+)", line (?P<line>\d+)(?:,? in (?P<function>\S+))?')
 _THREAD = re.compile(r"^(?P<current>Current thread|Thread) .*\(most recent call first\):$", re.MULTILINE)
-LIBRARIES = ("site-packages", "/lib/python", "/labkit/probe/")  # what a path of no script's file contains
-RUNNER = str(Path(__file__).parents[1] / "probe" / "runner.py")  # the frames of this file and those outside of it are no script's
+LIBRARIES = ("site-packages", "/lib/python", "/labkit/probe/")  # parts of paths that do not belong to a script
+RUNNER = str(Path(__file__).parents[1] / "probe" / "runner.py")  # frames of this file, and those outside of it, are not the script's
 _NAMED = re.compile(r"^(?P<type>(?:\w+\.)*\w*(?:Error|Exception|Warning|Interrupt|Exit)): (?P<message>.*)$", re.DOTALL)
 
 
 def clipped(text: str, limit: int = TEXT_LIMIT) -> str:
-    """A text of at most about `limit` characters: its beginning and its end, and how much is left out between them."""
+    """A text of about `limit` characters at most: its beginning and its end, and the number of characters left out."""
     if len(text) <= limit:
         return text
     half = limit // 2
@@ -27,9 +29,9 @@ def clipped(text: str, limit: int = TEXT_LIMIT) -> str:
 
 
 def place(stack: str | None) -> str:
-    """The innermost line of a stack that is not a library's: `train.py:139 in step`; empty if there is none.
+    """The innermost line of a stack that is not in a library: `train.py:139 in step`; empty if there is none.
 
-    A SyntaxError has a line and no function: `train.py:3`.
+    A SyntaxError has a line but no function: `train.py:3`.
     """
     frames = [frame for frame in _FRAME.finditer(stack or "") if not any(part in frame["file"] for part in LIBRARIES)]
     if not frames:
@@ -39,16 +41,17 @@ def place(stack: str | None) -> str:
 
 
 def of_script(frame: FrameType | None = None) -> list[traceback.FrameSummary]:
-    """The frames of the script above which `frame` stands (this call by default), the outermost first."""
+    """The script's frames outside of `frame` (default: this call), the outermost first."""
     frames = traceback.extract_stack(frame or sys._getframe(1))
     begins = max((index + 1 for index, one in enumerate(frames) if one.filename == RUNNER and one.name == "_run"), default=0)
     return [one for one in frames[begins:] if not one.filename.startswith((str(Path(RUNNER).parent), "<frozen"))]
 
 
 def of_crash(dump: str) -> str:
-    """The script's stack in what faulthandler wrote, with the innermost frame last, as tracebacks have it; empty if there is none.
+    """The script's stack in a dump of faulthandler, innermost frame last, as in a traceback; empty if there is none.
 
-    That is the thread that crashed, or, if none did, the main thread, which faulthandler writes last. Of several dumps the last counts.
+    It is that of the thread that crashed, or else of the main thread, which faulthandler writes last. Of several dumps,
+    the last counts.
     """
     threads = list(_THREAD.finditer(dump))
     if not threads:

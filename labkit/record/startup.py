@@ -1,4 +1,4 @@
-"""The start of a run: what each rank has reached on its way to the first step, and after how many seconds."""
+"""The start of a run: the milestones that each rank has reached before its first step, and after how many seconds."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from labkit.record.columns import RankState
 from labkit.record.state import RunState, elapsed, per_revision
 
-# In the order in which a script usually reaches them. Those of `events.STARTUP` are missing where a script never does that, and in runs
-# of versions that did not record them.
+# In the order in which a script usually reaches them. Those in `events.STARTUP` are missing if a script never reaches
+# them, and in runs of versions that did not record them.
 MILESTONES = {
     "agent": "torchrun started",
     "process": "process started",
@@ -22,7 +22,9 @@ MILESTONES = {
 
 @per_revision
 def milestones(state: RunState) -> Mapping[int, Mapping[str, float]]:
-    """By rank, also of those that are still to come, the seconds from the request of the run to each milestone that is reached."""
+    """By rank (including ranks that have not started), the seconds from the request of the run to each reached
+    milestone.
+    """
     agent = state.status.get("agent_began")
     return {number: _reached(state, state.ranks.get(number) or RankState(number), agent) for number in range(state.world_size)}
 
@@ -35,12 +37,12 @@ def _reached(state: RunState, rank: RankState, agent: float | None) -> dict[str,
 
 
 def is_starting(state: RunState) -> bool:
-    """Whether the run was asked for and a rank has not finished its first step; also of a run that ended before that."""
+    """Whether a rank of a requested run has not finished its first step, even if the run has ended."""
     return bool(state.status) and any("step" not in reached for reached in milestones(state).values())
 
 
 def newest(state: RunState) -> str | None:
-    """The milestone that was reached last, on whatever rank; None before the first."""
+    """The milestone that was reached last, on any rank; None before the first."""
     of_ranks = milestones(state).values()
     names = [name for name in MILESTONES if any(name in reached for reached in of_ranks)]
     return max(names, key=lambda name: max(_seconds(of_ranks, name)), default=None)
@@ -61,9 +63,9 @@ def _seconds(of_ranks: Iterable[Mapping[str, float]], name: str) -> list[float]:
 
 
 def table(state: RunState) -> list[tuple[str, ...]]:
-    """Rows of texts, a head and one for each rank: the seconds of every milestone, `…` for one that is still to come.
+    """Rows of texts, a header and one per rank: the seconds of every milestone, `…` for one not reached yet.
 
-    Between milestones that were reached, one that was not is left open: the script may never reach it.
+    A skipped milestone, before others that were reached, is shown as `–`: the script may never reach it.
     """
     found = milestones(state)
     shown = [name for name in MILESTONES if name == "step" or any(name in reached for reached in found.values()) or not state.over]

@@ -1,8 +1,8 @@
 """RunState: one pure fold over events. Live charts, terminal, replay, summary and tests all read the same state.
 
-`apply` takes one event at a time, in any order between ranks. A kind that has no handler passes. Events are trusted: `labkit.record`
-checks them when they are read, and whoever reads counts the broken lines in `broken`. `spec` and `status` are fed in as events of those
-kinds, so a run that is replayed goes the same way as one that is live.
+`apply` takes one event at a time, in any order between ranks. Kinds without a handler are ignored. Events are trusted:
+`labkit.record` checks them when they are read, and the reader counts broken lines in `broken`. `spec` and `status` are
+applied as events of those kinds, so a replayed run is handled like a live one.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from labkit.record.stacks import MESSAGE_LIMIT, TEXT_LIMIT, clipped
 from labkit.record.steps import number, total
 
 OVER = ("finished", "failed", "stopped", "lost")
-_TRAINS = ("training", "evaluating")  # any other activity of a rank is something that it has to do first, in words
-_TIMELINES = 20  # of a rank, that are kept
+_TRAINS = ("training", "evaluating")  # any other activity of a rank is a preparation, in words
+_TIMELINES = 20  # stored per rank
 _SEEN = 200
-_METRICS = 1000  # the newest of those that the script logged
-_NAMES = 1000  # of metrics and reported values that are kept
-_RECENT = 50  # steps that "now" is the mean of, for speed and time left
+_METRICS = 1000  # stored metrics, the newest
+_NAMES = 1000  # names of metrics and reported values that are stored
+_RECENT = 50  # newest steps over which current speed and time left are averaged
 
 
 _Derived = TypeVar("_Derived")
 
 
 def per_revision(compute: Callable[[RunState], _Derived]) -> Callable[[RunState], _Derived]:
-    """Has `compute(state)` run at most once per revision of the state: every view that asks again gets the same value."""
+    """Caches `compute(state)` per revision of the state, so that all views share one computation."""
 
     @functools.wraps(compute)
     def known(state: RunState) -> _Derived:
@@ -49,12 +49,14 @@ def per_revision(compute: Callable[[RunState], _Derived]) -> Callable[[RunState]
 
 
 def elapsed(start: float | None, end: float | None) -> float | None:
-    """Seconds between two times of a run; None where one is unknown, or where a version without a steady clock recorded them reversed."""
+    """Seconds between two times of a run; None if one is unknown, or if they are reversed (older versions had no steady
+    clock).
+    """
     return end - start if start and end and end >= start else None
 
 
 class RunState:
-    """Everything that is known of a run, folded from its events."""
+    """The state of a run, folded from its events."""
 
     def __init__(self) -> None:
         self.spec: dict[str, Any] = {}
@@ -68,13 +70,13 @@ class RunState:
         self.unwatched: list[dict[str, Any]] = []
         self.dropped: dict[int, int] = {}
         self.in_threads: deque[dict[str, Any]] = deque(maxlen=_RECENT)
-        self.derived: dict[Any, tuple[Any, Any]] = {}  # what `per_revision` computed, with the revision that it was computed for
+        self.derived: dict[Any, tuple[Any, Any]] = {}  # cache of `per_revision`: revision and value
         self._asked: Spec | None = None
         self._applied = 0
 
     @property
     def revision(self) -> tuple[int, int]:
-        """A value that changes whenever anything was folded in."""
+        """A value that changes whenever the state changes."""
         return self._applied, self.broken
 
     def apply(self, event: Mapping[str, Any]) -> None:
@@ -84,34 +86,33 @@ class RunState:
             self._applied += 1
             handler(self, event)
 
-    # ---- what was asked, and how far it is
+    # ---- the Spec, and the progress
 
     @property
     def asked(self) -> Spec | None:
-        """The Spec of a strategy's run; None for a script of one's own, and for a Spec of a version that knew more."""
+        """The Spec of a run of a strategy; None for any other script, and for a Spec of a newer version."""
         return self._asked
 
     @property
     def world_size(self) -> int:
-        """Ranks of the run, which are processes, as asked or as seen."""
+        """The number of ranks (processes), as requested or as observed."""
         return self._asked.processes if self._asked else self.spec.get("nproc") or max(len(self.ranks), 1)
 
     @property
     def total_steps(self) -> int | None:
-        """Steps of the whole run; None where only the script knows."""
+        """The number of steps of the whole run; None if only the script knows it."""
         return self._asked.total_steps if self._asked else None
 
     @property
     def step(self) -> int:
-        """Steps that every rank has finished (of the newest attempt)."""
+        """The number of steps that all ranks have finished in the newest attempt."""
         done = [int(rank.steps.step[-1]) if len(rank.steps) > rank.first_step else 0 for rank in self.ranks.values()]
         return min(done) if len(done) == self.world_size else 0
 
     @property
     def note(self) -> str:
-        """What differs from the strategy's title, such as an emulation; of a script, how samples are counted; why a run had to start cold.
-
-        Empty where there is nothing to say.
+        """Remarks: how the run differs from the strategy's title (such as emulation), how a script's samples are
+        counted, and why the run started cold. Empty if there are none.
         """
         note = self._asked.strategy_row.note(self._asked.device) if self._asked else inferred_note(self.ranks)
         because = self.status.get("cold_because")
@@ -119,7 +120,7 @@ class RunState:
 
     @property
     def over(self) -> bool:
-        """Whether the run has ended, however."""
+        """Whether the run has ended, in any state."""
         return self.status.get("state") in OVER
 
     @property
@@ -144,14 +145,14 @@ class RunState:
     def _failure_words(self) -> str:
         failure = self.failure
         if failure is None:
-            return self.status.get("message") or "the ranks did not say why"
+            return self.status.get("message") or "the ranks reported no reason"
         says = failure["type"] + (f": {failure['message']}" if failure["message"] else "")
         left = f"{ranks_in_words(failure['left'])} ended early with exit code 0; " if failure["left"] else ""
         return f"{left}{ranks_in_words(failure['alike'], self.world_size)}: {says}"
 
     @property
     def seconds_left(self) -> float | None:
-        """Time left by the speed of the newest steps; None before the first steps, or where the total is not known."""
+        """Seconds left at the speed of the newest steps; None before the first steps, or if the total is unknown."""
         total, pace = self.total_steps, self.step_seconds_now
         if total is None or pace is None:
             return None
@@ -169,16 +170,19 @@ class RunState:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds from the request to the end of the run; None before the end, and for a recording whose clock ran backwards."""
+        """Seconds from the request to the end of the run; None before the end, or if the recorded clock ran backwards.
+        """
         return elapsed(self.status.get("started"), self.status.get("ended"))
 
     @property
     def replicas(self) -> float:
-        """How many ranks see the same samples: 1 under data parallelism, the world size under tensor parallelism."""
+        """The number of ranks that train on the same samples: 1 under data parallelism, the world size under tensor
+        parallelism.
+        """
         return max(1.0, self.world_size / self._asked.data_ranks) if self._asked else 1.0
 
     def sample_weights(self) -> dict[int, float]:
-        """By rank, the share of its samples that counts, so that each sample counts once (see sources.py)."""
+        """By rank, the weight of its samples, so that each sample counts once (see sources.py)."""
         if self._asked is not None:
             return dict.fromkeys(self.ranks, 1 / self.replicas)
         readers, later_stages = inferred(self.ranks)
@@ -192,7 +196,9 @@ class RunState:
         return statistics.median(known) if known else None
 
     def replica_figures(self) -> list[dict[str, Any]]:
-        """Medians over the newest steps, for each replica in a thread; replica 0 has `extra` bytes. Empty where there is none."""
+        """Medians over the newest steps for each replica (thread) of dp; replica 0 has `extra` bytes. Empty without
+        replicas.
+        """
         found: dict[int, list[dict[str, Any]]] = {}
         for event in self.in_threads:
             for one in event["replicas"]:
@@ -207,7 +213,9 @@ class RunState:
         return figures
 
     def throughput(self, recent: int | None = None) -> float | None:
-        """Samples per second over all ranks, each sample counted once; of the `recent` newest steps, or of all but the first."""
+        """Samples per second over all ranks, each sample counted once; over the `recent` newest steps, or all but the
+        first.
+        """
         speed, counts = 0.0, self.sample_weights()
         for rank in self.ranks.values():
             first = rank.first_step + 1
@@ -219,7 +227,8 @@ class RunState:
         return speed or None
 
     def loss_at(self, index: int = -1) -> float | None:
-        """The mean of the ranks' losses at a step index (each rank's own share of the batch); None where no rank has one."""
+        """The mean of the ranks' losses at a step index (each for its own part of the batch); None if no rank has one.
+        """
         losses = []
         for rank in self.ranks.values():
             if -len(rank.steps) <= index < len(rank.steps) and not math.isnan(rank.steps.loss[index]):
@@ -227,7 +236,7 @@ class RunState:
         return sum(losses) / len(losses) if losses else None
 
     def metric(self, name: str) -> Any:
-        """The newest value of a metric that the script logged; None where it logged none."""
+        """The newest value of a metric that the script logged; None if it logged none."""
         return self._newest_metrics.get(name)
 
     # ---- what went wrong
@@ -254,7 +263,7 @@ class RunState:
         try:
             spec = Spec.from_json(self.spec)
         except SpecError:
-            spec = None  # of a version that knew more: what it ran is still shown, its totals are not known
+            spec = None  # of a newer version: the run is still shown, but its totals are unknown
         self._asked = spec if spec and spec.strategy and spec.nproc else None
 
     def _on_status(self, event: Mapping[str, Any]) -> None:
@@ -408,7 +417,7 @@ class RunState:
 
 
 def _with_short_texts(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields as they are, with every text in them, at any depth of objects, of a length that can be searched at each redraw."""
+    """The fields with every text, at any depth, clipped to a length that can be searched at each redraw."""
 
     def short(name: str, value: Any) -> Any:
         if isinstance(value, Mapping):

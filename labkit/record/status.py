@@ -1,4 +1,4 @@
-"""The status of a run as it is now: what the supervisor wrote, or that nobody is left who would write how the run ended."""
+"""The current status of a run: as written by the supervisor, or failed or lost if no supervisor is left to write it."""
 
 from __future__ import annotations
 
@@ -12,31 +12,32 @@ import psutil
 from labkit.common.processes import here, is_same, is_supervisor, living, names, tag_of
 from labkit.record.folder import RunFolder
 from labkit.record.state import OVER
-from labkit.record.stepfile import path_beside
+from labkit.record.stepfile import steps_path
 
-QUIET = 120.0  # seconds without a sign of life after which a run on another host counts as lost; the clocks of hosts may differ by less
-_YOUNG = 60.0  # seconds in which a folder without a status may be that of a run which is just being started
-_TAIL = 1 << 14  # bytes at the end of system.jsonl in which its last sample is looked for
+QUIET = 120.0  # seconds without any activity after which a run on another host counts as lost; clocks of hosts may differ by less
+_YOUNG = 60.0  # seconds during which a folder without a status may belong to a run that is starting
+_TAIL = 1 << 14  # bytes at the end of system.jsonl that are searched for its last sample
 
 
 def current(folder: RunFolder) -> dict[str, Any]:
-    """What `status.json` says; of a run without a final state and without a supervisor, that it failed or was lost, and why.
+    """The contents of `status.json`; for a run with neither a final state nor a supervisor, `failed` or `lost`, and
+    why.
 
-    `failed`: the supervisor was a process of this host and is gone, and so are its ranks. `lost`: how the run ended cannot be known
-    here, since it was under way on another host, or in another folder.
+    `failed`: the supervisor was a process of this host and is gone, and so are its ranks. `lost`: how the run ended is unknown
+    here, because it ran on another host or in another folder.
     """
     if folder.is_gone:
-        return {"state": "lost", "message": "its run folder does not exist any more: it was deleted or moved"}
+        return {"state": "lost", "message": "its run folder no longer exists: it was deleted or moved"}
     status = RunFolder.read_json(folder.status)
     why = _lost(folder, status)
     if not why:
         return status
-    status = RunFolder.read_json(folder.status)  # the final status may have been written between the two looks
+    status = RunFolder.read_json(folder.status)  # the final status may have been written in the meantime
     return status if status.get("state") in OVER else status | why
 
 
 def is_over(folder: RunFolder) -> bool:
-    """Whether a run has ended, or was cut short before it had a status."""
+    """Whether a run has ended, or was interrupted before it had a status."""
     status = current(folder)
     if status:
         return status.get("state") in OVER
@@ -44,24 +45,27 @@ def is_over(folder: RunFolder) -> bool:
 
 
 def is_abandoned(folder: RunFolder) -> bool:
-    """Whether a run of this host has no final status, and nobody is left to write one."""
+    """Whether a run of this host has no final status and no process is left to write one."""
     return _lost(folder, RunFolder.read_json(folder.status)).get("state") == "failed"
 
 
 def is_here(status: dict[str, Any]) -> bool:
-    """Whether the pids in a status are those of this host, since its last start, as this container sees them."""
+    """Whether the pids in a status belong to this host, this boot and this container."""
     who = _supervisor(status)
     return who.get("host") == here()["host"] and who.get("boot", here()["boot"]) == here()["boot"]
 
 
 def supervisor_of(folder: RunFolder, status: dict[str, Any]) -> psutil.Process | None:
-    """The living supervisor of exactly this run, known by its own tag and command; None where there is none on this host."""
+    """The living supervisor of exactly this run, identified by its tag and command; None if there is none on this host.
+    """
     process = living(_supervisor(status).get("pid")) if is_here(status) else None
     return process if process is not None and names(tag_of(process), folder.path) and is_supervisor(process) else None
 
 
 def hidden_supervisor(status: dict[str, Any]) -> psutil.Process | None:
-    """The living process of the pid and start in a status, if this user may not read whose it is. It must never be signalled."""
+    """The living process with the pid and start time in a status, if this user may not read its tag. It must never be
+    signalled.
+    """
     who = _supervisor(status)
     process = living(who.get("pid")) if is_here(status) else None
     return process if process is not None and tag_of(process) is None and is_same(process, who) else None
@@ -73,7 +77,9 @@ def _supervisor(status: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lost(folder: RunFolder, status: dict[str, Any]) -> dict[str, Any]:
-    """`state` and `message` in place of a status that nobody will bring to its end; empty for a run that is over or under way."""
+    """`state` and `message` to replace a status that will never be completed; empty for a run that is over or under
+    way.
+    """
     if not status or status.get("state") in OVER:
         return {}
     who = _supervisor(status)
@@ -82,13 +88,13 @@ def _lost(folder: RunFolder, status: dict[str, Any]) -> dict[str, Any]:
     if supervisor_of(folder, status) is not None or hidden_supervisor(status) is not None:
         return {}
     place = _place_of(who)
-    if place:  # a folder that was moved gets its final status in a moment
+    if place:  # a folder that was moved will soon get its final status
         return {"state": "lost", "message": f"this folder is a copy of {place}, where the run is under way"} if Path(place).is_dir() else {}
-    return {"state": "failed", "message": f"its supervisor (pid {who.get('pid')}) was killed, and the run with it"}
+    return {"state": "failed", "message": f"its supervisor (pid {who.get('pid')}) was killed, which ended the run"}
 
 
 def _place_of(who: dict[str, Any]) -> str:
-    """The folder in which the living supervisor of a status works; empty if it is gone."""
+    """The run folder of the living supervisor of a status; empty if it is gone."""
     process = living(who.get("pid"))
     return (tag_of(process) or "") if process is not None and is_same(process, who) and is_supervisor(process) else ""
 
@@ -97,27 +103,27 @@ def _place_of(who: dict[str, Any]) -> str:
 
 
 def _quiet(folder: RunFolder, who: dict[str, Any]) -> dict[str, Any]:
-    """A run of another host gives a sign of life five times a second. A copy of its folder gives none."""
+    """A running run on another host writes a sample five times per second; a copy of its folder is not written."""
     sample, times = _last_sample(folder), _written(folder)
     if any(abs(time.time() - sign) < QUIET for sign in (*sample, *times)):
         return {}
     when = _in_words(min(*sample, max(times)))
-    host = who.get("host") or "a host that is not known"
-    return {"state": "lost", "message": f"it ran on {host}, there has been no sign of life since {when}, and how it ended is not known"}
+    host = who.get("host") or "an unknown host"
+    return {"state": "lost", "message": f"it ran on {host} and has written nothing since {when}; how it ended is unknown"}
 
 
 def _last_sample(folder: RunFolder) -> list[float]:
-    """When the supervisor took its last sample, by the clock of its host, if it took one."""
+    """The time of the supervisor's last sample, by the clock of its host, if there is one."""
     reader = folder.reader(folder.system)
     reader.skip_to(_TAIL)
     return [event["t"] for event in list(reader.poll())[-1:]]
 
 
 def _written(folder: RunFolder) -> list[float]:
-    """When the files of a run that change while it is under way were written last, by the clock of the file system."""
+    """Modification times of the files that change while a run is under way, by the clock of the file system."""
     times = []
     events = folder.event_files().values()
-    for path in (folder.status, folder.system, *events, *map(path_beside, events)):
+    for path in (folder.status, folder.system, *events, *map(steps_path, events)):
         with suppress(OSError):
             times.append(path.stat().st_mtime)
     return times or [0.0]
@@ -125,5 +131,5 @@ def _written(folder: RunFolder) -> list[float]:
 
 def _in_words(seconds: float) -> str:
     if not 0 < seconds < 1 << 33:
-        return "a time that is not known"
+        return "an unknown time"
     return time.strftime("%d %B %Y, %H:%M", time.localtime(seconds)).lstrip("0")

@@ -1,16 +1,16 @@
 """The step file of a rank: one fixed-width binary record per step, appended in one write. Standard library only.
 
-A run takes most of its events for its steps, so `events/rankN.steps` stores them in 88 bytes each instead of 330 bytes of JSON. The file
-begins with one line of JSON, the header, that names the columns and their types (`head -1 rank0.steps` shows it); the records follow
-without any separator. numpy reads a whole file at once:
+Most events of a run are steps, so `events/rankN.steps` stores each in 88 bytes instead of 330 bytes of JSON. The file
+starts with one line of JSON, the header, which names the columns and their types (`head -1 rank0.steps` shows it); the
+records follow without separators. numpy reads a whole file at once:
 
     header = json.loads(file.readline())
     steps = numpy.fromfile(file, dtype=[tuple(column) for column in header["columns"]])
 
 =================================== ======= ===========================================================================================
 t                                   float64 the end of the step, in unix seconds
-step                                float64 counts from 1, and continues over restarts from where the script resumed
-loss                                float64 of this rank; not finite where the training diverged; see `losses`
+step                                float64 counts from 1; after a restart it continues from the step at which the script resumed
+loss                                float64 of this rank; not finite if the training diverged; see `losses`
 samples                             float64 of this step
 allocated, reserved, peak           float64 bytes
 seconds                             float32 of the whole step
@@ -19,7 +19,7 @@ optimizer, other
 losses                              uint32  0: this rank has no loss in this step, and `loss` is NaN
 =================================== ======= ===========================================================================================
 
-NaN stands for a value that is not known. Other columns are ignored, and those that a file lacks are not known.
+NaN stands for an unknown value. Unknown columns are ignored, and missing columns are NaN.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ _TYPES = {"<f8": "d", "<f4": "f", "<i8": "q", "<u4": "I"}
 _PACK = struct.Struct("<" + "".join(_TYPES[type_] for _, type_ in COLUMNS))
 _MOST_HEADER = 4096  # bytes
 _MOST_COLUMNS = 64
-_MOST_RANKS = 1024  # as in the lines: front ends draw a row for each
-_FIELDS = {"t", "step", "loss", "samples", "seconds", "memory"}  # of a step event that a record can hold
+_MOST_RANKS = 1024  # as in kinds.py: front ends draw a row for each
+_FIELDS = {"t", "step", "loss", "samples", "seconds", "memory"}  # fields of a step event that a record can hold
 
-# What a record may hold: the least value and the first that is too large. NaN (not known) is allowed where the last column says so.
+# Limits of the values of a record: the least value, the first that is too large, and whether NaN (unknown) is allowed.
 SECONDS = 1e9
 LIMITS = {
     "t": (0.0, 3.2e10, False),
@@ -64,8 +64,8 @@ LIMITS = {
 }
 
 
-def path_beside(path: str | os.PathLike[str]) -> Path:
-    """The step file that belongs to a rank's JSON lines."""
+def steps_path(path: str | os.PathLike[str]) -> Path:
+    """The step file that belongs to the JSON lines at `path`."""
     return Path(path).with_suffix(".steps")
 
 
@@ -109,7 +109,8 @@ class StepWriter:
         self._file = file
 
     def _mended(self) -> int:
-        """The records of the file; what a killed writer or a full disk left of one is cut off, so that the next begins where it should."""
+        """The number of records in the file, after a partial record (from a killed writer or a full disk) was cut off.
+        """
         with open(self._path, "rb") as file:
             head = file.read(len(self._header))
             size = os.fstat(file.fileno()).st_size
@@ -117,7 +118,7 @@ class StepWriter:
             os.truncate(self._path, 0)
             return 0
         if head != self._header:
-            raise OSError(f"{self._path} holds steps of another layout")
+            raise OSError(f"{self._path} contains steps of a different layout")
         count, torn = divmod(size - len(head), _PACK.size)
         if torn:
             os.truncate(self._path, size - torn)
@@ -131,7 +132,7 @@ def header(rank: int) -> bytes:
 
 
 def packed(t: float, fields: Mapping[str, Any]) -> bytes | None:
-    """A step event's fields as a record; None where a record cannot hold them."""
+    """The fields of a step event as a record; None if a record cannot hold them."""
     if not fields.keys() <= _FIELDS:
         return None
     seconds, memory, loss, samples = (fields.get(name) for name in ("seconds", "memory", "loss", "samples"))
@@ -150,7 +151,9 @@ def packed(t: float, fields: Mapping[str, Any]) -> bytes | None:
 
 @dataclass(frozen=True)
 class Layout:
-    """What a header says: the rank, where records begin, their columns (name, type) and their size in bytes."""
+    """The contents of a header: the rank, the offset of the records, their columns (name, type) and their size in
+    bytes.
+    """
 
     rank: int
     begin: int
@@ -159,7 +162,7 @@ class Layout:
 
     @classmethod
     def of(cls, line: bytes) -> Layout:
-        """Reads a header line; raises `ValueError` with the reason where it is none."""
+        """Parses a header line. Raises `ValueError` with the reason if it is invalid."""
         try:
             found = json.loads(line)
         except (ValueError, RecursionError):
@@ -186,7 +189,7 @@ def _is_column(column: Any) -> bool:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Opens a regular file for reading; raises `OSError` for anything else, such as a link or a FIFO."""
+    """Opens a regular file for reading. Raises `OSError` for anything else, such as a link or a FIFO."""
     flags = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_NOFOLLOW", "O_CLOEXEC", "O_BINARY"))
     file = os.open(path, flags)
     if not stat.S_ISREG(os.fstat(file).st_mode):
@@ -196,26 +199,26 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 class StepFile:
-    """A step file to read from, there or not yet; `opened` opens it."""
+    """A step file to read, existing or not yet; `opened` opens it."""
 
     def __init__(self, path: Path, opened: Callable[[Path], BinaryIO] = open_regular):
         self.path = path
         self.layout: Layout | None = None
-        self.unreadable = ""  # why, where the file is no step file
+        self.unreadable = ""  # the reason if the file is not a valid step file
         self._opened = opened
         self._held: BinaryIO | None = None
         self._turn = threading.Lock()
 
     @property
     def size(self) -> int:
-        """How large the file is, in bytes."""
+        """The size of the file in bytes."""
         try:
             return self.path.stat().st_size
         except OSError:
             return 0
 
     def whole(self) -> int:
-        """The records that are there; a part of one at the end does not count."""
+        """The number of complete records."""
         try:
             with self._file() as file:
                 size = os.fstat(file.fileno()).st_size
@@ -226,7 +229,7 @@ class StepFile:
         return max(0, size - self.layout.begin) // self.layout.size if self.layout else 0
 
     def read(self, first: int, count: int) -> bytes:
-        """The bytes of `count` records from the one of index `first`; fewer where the file ends before."""
+        """The bytes of `count` records from index `first` on; fewer if the file ends earlier."""
         if self.layout is None:
             return b""
         try:
@@ -238,7 +241,7 @@ class StepFile:
         return data[: len(data) // self.layout.size * self.layout.size]
 
     def hold(self) -> bool:
-        """Keeps the file open, so that it can be read again when its folder was deleted; False where it cannot be opened."""
+        """Keeps the file open, so that it stays readable after its folder is deleted; False if it cannot be opened."""
         if self._held is None:
             try:
                 self._held = self._opened(self.path)
@@ -273,7 +276,7 @@ class StepFile:
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive records of a file, as they were read: from the record of index `first` on."""
+    """Consecutive records of a file as raw bytes, from index `first` on."""
 
     file: StepFile
     first: int
@@ -294,7 +297,7 @@ class Block:
 
 
 def events(block: Block) -> Iterator[dict[str, Any] | None]:
-    """The records as step events, one by one; None for each that makes no sense."""
+    """The records as step events, one by one; None for each invalid record."""
     layout = block.layout
     record = struct.Struct("<" + "".join(_TYPES[type_] for _, type_ in layout.columns))
     short = {name for name, type_ in layout.columns if type_ == "<f4"}

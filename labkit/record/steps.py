@@ -1,7 +1,7 @@
-"""The steps of a rank as columns: numpy over the records that were read, in bounded memory however long the run was.
+"""The steps of a rank as numpy columns, in bounded memory for runs of any length.
 
-The newest records are held in memory. Of a long run, older ones are read from the step file again where somebody asks for them, so a
-state over ten million steps takes some tens of megabytes.
+The newest records are cached in memory. Older records of a long run are read from the step file again when they are
+needed, so a state of ten million steps takes some tens of megabytes.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import numpy
 from labkit.record.stepfile import COLUMNS, LIMITS, MEMORY, PHASES, Block
 
 HELD = 1 << 15  # records of a rank that stay in memory
-_CHUNK = 1 << 13  # records that are joined when they come few at a time
-_SPREAD = 1 << 20  # values that a median is taken of; of more, so many that are evenly spread
+_CHUNK = 1 << 13  # records up to which small additions are joined to one chunk
+_SPREAD = 1 << 20  # most values of which a median is computed; of more, as many evenly spaced ones
 _ROW = numpy.dtype([(name, "f8") for name, _ in COLUMNS])
 _SHORT = {name for name, type_ in COLUMNS if type_ == "<f4"}
-_SAMPLE = 1 << 10  # steps that are kept as a sample of all, up to twice as many
-_DIGITS = 7  # of seconds that are stored in 32 bits: what was measured, to 0.1 µs
+_SAMPLE = 1 << 10  # steps stored as a sample of all steps (up to twice as many)
+_DIGITS = 7  # significant digits of seconds stored in float32: as measured, to 0.1 µs
 
 
 class Column(Sequence[float]):
-    """One column of a rank's steps. An index gives a float, a slice a numpy array; a value that is not known is NaN."""
+    """One column of a rank's steps. An index returns a float, a slice a numpy array; unknown values are NaN."""
 
     def __init__(self, steps: Steps, name: str):
         self._steps, self._name = steps, name
@@ -81,7 +81,7 @@ class Steps:
 
     @property
     def peak(self) -> int | None:
-        """The largest peak of any step, in bytes; None where none is known."""
+        """The largest peak of any step, in bytes; None if unknown."""
         self._flush()
         return self._peak
 
@@ -92,7 +92,7 @@ class Steps:
         return self._has_loss
 
     def append(self, event: Mapping[str, Any]) -> None:
-        """Adds one step event; raises before anything is added where it makes no sense."""
+        """Adds one step event. Raises before anything is added if the event is invalid."""
         seconds, memory = event.get("seconds") or {}, event.get("memory") or {}
         row = {"t": float(event["t"]), "step": float(int(event["step"]))}
         row |= {"loss": number(event.get("loss")), "samples": number(event.get("samples")), "seconds": number(seconds.get("step"))}
@@ -103,7 +103,8 @@ class Steps:
             self._flush()
 
     def extend(self, block: Block) -> tuple[int, int | None]:
-        """Adds the records of a block; gives how many of them made no sense, and the first step whose loss is not finite."""
+        """Adds the records of a block; returns the number of invalid ones, and the first step whose loss is not finite.
+        """
         self._flush()
         rows, wrong = checked(block)
         if len(rows):
@@ -124,7 +125,7 @@ class Steps:
         return numpy.concatenate(parts) if parts else numpy.empty(0)
 
     def sample(self, name: str) -> numpy.ndarray:
-        """A column at about a thousand steps that are spread evenly over the run; all of it where there are no more."""
+        """A column at about 1,000 evenly spaced steps of the run; the whole column if it has fewer."""
         self._flush()
         return self._sample[name]
 
@@ -153,14 +154,14 @@ class Steps:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Old chunks leave the memory, if their file can be read again."""
+        """Drops old chunks from memory if their file can be read again."""
         while self._first_held < len(self._chunks) - 1 and self._length - self._starts[self._first_held + 1] >= HELD:
             self._chunks[self._first_held].let_go()
             self._first_held += 1
 
 
 class _Chunk:
-    """Consecutive steps: rows in memory, or the place in a step file where they are read again."""
+    """Consecutive steps: rows in memory, or a range of a step file from which they are read again."""
 
     def __init__(self, rows: numpy.ndarray, block: Block | None):
         self._rows: numpy.ndarray | None = rows
@@ -172,7 +173,9 @@ class _Chunk:
         return self._length
 
     def joined(self, rows: numpy.ndarray, block: Block | None) -> bool:
-        """Adds rows that follow at once in the same file, or come without one, while the chunk is small; gives whether it did."""
+        """Adds rows that directly follow in the same file (or come without a file) if the chunk is small; returns
+        whether it did.
+        """
         length = self._length + len(rows)
         follows = (block.file, block.first) == (self._file, self._first + self._records) if block else self._file is None
         if self._rows is None or not follows or length > _CHUNK:
@@ -187,7 +190,7 @@ class _Chunk:
         return True
 
     def let_go(self) -> None:
-        """Leaves the rows to the file."""
+        """Drops the rows from memory."""
         if self._file is not None and self._file.hold():
             self._rows = None
 
@@ -195,17 +198,17 @@ class _Chunk:
         """A column from the row of index `first` to that of index `last`, counted within the chunk."""
         if self._rows is not None:
             return self._rows[name][first:last].copy()
-        whole = self._length == self._records  # else broken records lie between
+        whole = self._length == self._records  # otherwise there are invalid records in between
         begin, count = (first, last - first) if whole else (0, self._records)
         block = Block(self._file, self._first + begin, self._file.read(self._first + begin, count))
         found = column(block, name) if whole else checked(block)[0][name][first:last]
         if len(found) == last - first:
             return found
-        return numpy.concatenate([found, numpy.full(last - first - len(found), math.nan)])  # the file was cut since
+        return numpy.concatenate([found, numpy.full(last - first - len(found), math.nan)])  # the file was truncated since
 
 
 def checked(block: Block) -> tuple[numpy.ndarray, int]:
-    """The records of a block that make sense, as rows of float64, and how many do not."""
+    """The valid records of a block as rows of float64, and the number of invalid ones."""
     rows = numpy.empty(len(block), _ROW)
     for name in _ROW.names:
         rows[name] = column(block, name)
@@ -220,7 +223,7 @@ def checked(block: Block) -> tuple[numpy.ndarray, int]:
 
 
 def column(block: Block, name: str) -> numpy.ndarray:
-    """One column of a block in float64; NaN where its file has none of the name."""
+    """One column of a block in float64; NaN if its file has no such column."""
     names = [name for name, _ in block.layout.columns]
     if name not in names:
         missing = column(block, "loss") if name == "losses" else None
@@ -233,7 +236,9 @@ def column(block: Block, name: str) -> numpy.ndarray:
 
 
 def median(values: Column | Sequence[float], first: int = 0) -> float:
-    """The median of the known values from index `first` on; NaN where none is. Of more than a million, that of a million evenly spread."""
+    """The median of the known values from index `first` on; NaN if there are none. Of more than a million, of evenly
+    spaced ones.
+    """
     stride = max(1, -(-(len(values) - first) // _SPREAD))
     known = numpy.asarray(values[first::stride], float)
     known = known[~numpy.isnan(known)]
@@ -246,5 +251,5 @@ def total(values: Column, first: int = 0) -> float:
 
 
 def number(value: Any, missing: float = math.nan) -> float:
-    """A value as a column holds it."""
+    """A value as a column stores it."""
     return missing if value is None else float(value)

@@ -43,5 +43,5 @@ def ran(kind):
 RIGHT = {"workers": lambda load, compute: math.ceil(load / compute), "mend": lambda: ran(Loading)}
 WRONG = {
     "workers": (lambda load, compute: round(load / compute), "a batch is ready every 125 ms"),
-    "mend": (lambda: ran(Waiting), "still 60% of a step is waiting for data"),
+    "mend": (lambda: ran(Waiting), "still: rank 0 spends 60% of each step waiting for data"),
 }

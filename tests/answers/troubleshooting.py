@@ -53,5 +53,8 @@ RIGHT = {
 WRONG = {
     "prefix": (lambda state: {name.replace("module.", ""): value for name, value in state.items()}, "the model has submodule.weight"),
     "stray": ((0, 96), "number 118 a different collective"),
-    "mend": (lambda: fixed(FIXED.replace("    sampler.set_epoch(epoch)\n", "")), "every epoch has the same order of samples"),
+    "mend": (
+        lambda: fixed(FIXED.replace("    sampler.set_epoch(epoch)\n", "")),
+        "rank 0 draws the samples in the same order in every epoch",
+    ),
 }

@@ -1,7 +1,7 @@
-"""From a RunState to causes: what went wrong or slowly, by which evidence, why, and the way out.
+"""Findings: what went wrong in a run, or made it slow, each with its evidence, cause and fix.
 
-A rule is a function from the state to findings. `RULES` has them in the order of their weight: what explains a run that hangs or has
-failed comes before the failure itself, what trains something else than was meant before what is only slow.
+A rule is a function from the RunState to findings. `RULES` lists the rules from most to least severe: the explanation
+of a hang or a failure comes before the failure itself, and incorrect training comes before slow training.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from labkit.analysis.diagnose import errors, hang, meeting, speed, training, unseen
+from labkit.analysis.diagnose import errors, hang, mismatch, speed, training, unseen
 from labkit.analysis.diagnose.finding import Finding
-from labkit.common.units import ranks_in_words
+from labkit.common.units import counted, ranks_in_words
 from labkit.record.state import per_revision
 
 if TYPE_CHECKING:
@@ -21,7 +21,10 @@ __all__ = ["NAMES", "RULES", "Finding", "findings"]
 
 
 def findings(state: RunState) -> list[Finding]:
-    """Every finding about a run, the gravest first. Never raises: a rule that cannot read what was recorded is named in one of them."""
+    """All findings about a run, the most severe first.
+
+    Never raises: rules that cannot read the recorded events are named in a finding of their own, `not_judged`.
+    """
     return list(_findings(state))
 
 
@@ -38,76 +41,81 @@ def _findings(state: RunState) -> tuple[Finding, ...]:
 
 
 def not_judged(unread: Sequence[str]) -> Iterator[Finding]:
-    """Rules that failed on what was recorded."""
+    """Rules that raised an exception on the recorded events."""
     if unread:
         yield Finding(
             name="not_judged",
             kind="unseen",
-            title=f"{len(unread)} of {len(RULES)} checks could not read what was recorded",
+            title=f"{len(unread)} of {len(RULES)} checks could not read the recorded events",
             evidence="; ".join(unread),
-            cause="an event lacks a field or has one of another sort: changed by hand, or written by another version",
-            way_out="the other findings stand; what these checks look for has to be looked for by hand",
+            cause="an event lacks a field, or a field has the wrong type: it was edited by hand, or written by "
+            "another version of labkit",
+            fix="open the run with the version of labkit that recorded it, or check these points by hand; the other "
+            "findings are valid",
         )
 
 
 def not_watched(state: RunState) -> Iterator[Finding]:
-    """What the probe stopped measuring because a part of it failed: figures that follow from it stand still or are missing."""
+    """Parts of the probe that failed and stopped recording: figures derived from them are frozen or missing."""
     for lost in state.unwatched:
         yield Finding(
             name="not_watched",
             kind="unseen",
-            title=f"the probe stopped watching {lost['part']} on rank {lost['rank']}",
+            title=f"the probe stopped recording {lost['part']} on rank {lost['rank']}",
             evidence=f"{lost['type']}: {lost['message']}",
-            cause="a part of the probe failed; it says so once and stays off",
-            way_out="the training itself went on; the rank's events hold the traceback, as an event of kind probe_error",
+            cause="this part of the probe raised an exception, so it was switched off for the rest of the run",
+            fix=f"read the traceback in events/rank{lost['rank']}.jsonl (kind probe_error); the training itself was "
+            "not affected",
             ranks=(lost["rank"],),
         )
 
 
 def not_written(state: RunState) -> Iterator[Finding]:
-    """Events that ranks could not write."""
+    """Events that a rank could not write."""
     for rank, events in sorted(state.dropped.items()):
         yield Finding(
             name="not_written",
             kind="unseen",
             title=f"{events} events of rank {rank} could not be written",
-            evidence="the rank's events say so, written after there was room on the disk again",
+            evidence="the rank recorded the number of lost events once the disk had free space again",
             cause="the disk that holds the run folder was full",
-            way_out="steps may be missing from every figure; free space on that disk, or set LABKIT_RUNS to a folder on another disk",
+            fix="free space on that disk, or set LABKIT_RUNS to a folder on another disk; steps may be missing from "
+            "every figure",
             ranks=(rank,),
         )
 
 
 def not_readable(state: RunState) -> Iterator[Finding]:
-    """Lines of the run folder that are no events: cut short, or written over."""
+    """Lines of the run folder that are not valid events: truncated or overwritten."""
     if state.broken:
         yield Finding(
             name="not_readable",
             kind="unseen",
-            title=f"{state.broken} of the run's events could not be read",
-            evidence="lines under events/ or in system.jsonl that are cut short, or no events",
-            cause="the folder was cut short, changed by hand, or written by another version",
-            way_out="what could be read is shown; copy the run folder again if it came from elsewhere",
+            title=f"{counted(state.broken, 'line')} of the run's events could not be read",
+            evidence="lines under events/ or in system.jsonl are truncated or are not valid events",
+            cause="the folder was copied incompletely, edited by hand, or written by another version of labkit",
+            fix="copy the run folder again if it came from another machine; everything that could be read is shown",
         )
 
 
 def not_there(state: RunState) -> Iterator[Finding]:
-    """Ranks of which a run that is over has left no event."""
+    """Ranks without any event in a run that is over."""
     missing = tuple(rank for rank in range(state.world_size) if rank not in state.ranks)
     if state.over and missing and (state.ranks or state.status["state"] == "finished"):
         yield Finding(
             name="not_there",
             kind="unseen",
-            title=f"nothing is recorded of {ranks_in_words(missing)}",
+            title=f"{ranks_in_words(missing)} recorded no events",
             evidence=f"{len(state.ranks)} of {state.world_size} ranks have events",
-            cause="such a rank ended before it began to train, or its file under events/ is missing",
-            way_out="what the others recorded is shown; figures over all ranks are those of the ranks that are there",
+            cause="the rank exited before it started to train, or its file under events/ is missing",
+            fix="read the stderr of that rank, or copy the run folder again if a file is missing; totals cover only "
+            "the ranks with events",
             ranks=missing,
         )
 
 
 def cut_short(state: RunState) -> Iterator[Finding]:
-    """Ranks of a run that came to its end, whose events break off before those of the others."""
+    """Ranks of a finished run whose events end before those of the other ranks."""
     if state.status.get("state") != "finished":
         return
     last = {rank.rank: int(rank.steps.step[-1]) if len(rank.steps) > rank.first_step else 0 for rank in state.ranks.values()}
@@ -117,21 +125,22 @@ def cut_short(state: RunState) -> Iterator[Finding]:
         yield Finding(
             name="cut_short",
             kind="unseen",
-            title=f"the events of {ranks_in_words(short)} break off, and the run went on",
-            evidence=f"last step by rank: {', '.join(f'{number}: {last[number]}' for number in short)}; the others: {most}; and no end",
-            cause="the file was cut short, or the disk was full while it was written",
-            way_out="what is there is shown; copy the run folder again if it came from elsewhere",
+            title=f"the events of {ranks_in_words(short)} end early, although the run continued",
+            evidence=f"last step by rank: {', '.join(f'{number}: {last[number]}' for number in short)}; other ranks: "
+            f"{most}; no end event",
+            cause="the file was copied incompletely, or the disk was full while it was written",
+            fix="copy the run folder again if it came from another machine; the figures show what was recorded",
             ranks=short,
         )
 
 
 RULES: tuple[Callable[[RunState], Iterator[Finding]], ...] = (
-    errors.told_by_an_error,
+    errors.known_error,
     errors.out_of_memory,
-    meeting.uneven_inputs,
-    meeting.evaluation_on_one_rank,
-    meeting.mismatch,
-    meeting.left_early,
+    mismatch.uneven_inputs,
+    mismatch.evaluation_on_one_rank,
+    mismatch.mismatch,
+    mismatch.left_early,
     hang.hang,
     errors.first_failure,
     training.same_samples,
@@ -155,11 +164,11 @@ RULES: tuple[Callable[[RunState], Iterator[Finding]], ...] = (
     not_readable,
 )
 
-# The names that findings can have: a rule is called as its finding; what is recognised by its error message has a name of its own, and
-# `training.nan_loss` tells two cases apart.
+# All names of findings. A rule has the name of its finding, except that `errors.known_error` yields one name per error
+# message and `training.nan_loss` distinguishes two cases.
 NAMES: tuple[str, ...] = (
     *errors.NAMES,
-    *(rule.__name__ for rule in RULES if rule is not errors.told_by_an_error),
+    *(rule.__name__ for rule in RULES if rule is not errors.known_error),
     "loss_diverged",
     not_judged.__name__,
 )

@@ -1,4 +1,4 @@
-"""What to change, in the terms of the script that ran: an option of labkit if a strategy ran, a line of PyTorch otherwise."""
+"""Fixes for the script that ran: an option of labkit if a strategy ran, a line of PyTorch otherwise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Advice:
-    """One change. `option` is the strategy's option that `here` sets; None if `here` needs no option, or is no option."""
+    """One fix: `here` for a strategy of the lab, `elsewhere` for any other script.
+
+    `option` is the strategy's option that `here` sets; None if `here` sets none.
+    """
 
     option: str | None
     here: str
@@ -24,50 +27,51 @@ _ADVICE = {
     "fewer ranks": _Advice(None, "use fewer ranks (--nproc)", "use fewer ranks (--nproc-per-node)"),
     "accumulate": _Advice(
         "accumulate",
-        "use --option accumulate=4, which exchanges gradients once for four batches",
-        "accumulate gradients over several batches, and exchange them with the last one only: `with model.no_sync():` around the "
-        "others (DDP, FSDP1), or model.set_requires_gradient_sync(False) (FSDP2)",
+        "set --option accumulate=4 to synchronize gradients once every four micro-batches",
+        "accumulate gradients over several micro-batches and synchronize them only in the last one: `with "
+        "model.no_sync():` around the others (DDP, FSDP1), or model.set_requires_gradient_sync(False) (FSDP2)",
     ),
     "accumulate for memory": _Advice(
         "accumulate",
-        "use --option accumulate=2, which takes the same step in two parts",
-        "split each batch in parts and accumulate their gradients: the same step with fewer activations at a time",
+        "set --option accumulate=2, which computes the same step in two micro-batches",
+        "split each batch into micro-batches and accumulate their gradients: the same step with fewer activations at "
+        "a time",
     ),
     "compress": _Advice(
         "compression",
-        "use --option compression=fp16, which sends half the bytes",
-        "send gradients as 16 bits: model.register_comm_hook(None, "
+        "set --option compression=fp16, which halves the bytes sent",
+        "send gradients in 16 bits: model.register_comm_hook(None, "
         "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook) (DDP)",
     ),
     "larger buckets": _Advice(
-        "bucket_mb", "use a larger --option bucket_mb (default: 25)", "use DistributedDataParallel(model, bucket_cap_mb=25) or larger"
+        "bucket_mb", "set a larger --option bucket_mb (default: 25)", "set DistributedDataParallel(model, bucket_cap_mb=25) or larger"
     ),
     "workers": _Advice(
         "workers",
-        "use --option workers=2, which fetches batches ahead in other processes",
-        "use DataLoader(num_workers=2, persistent_workers=True), which fetches batches ahead in other processes",
+        "set --option workers=2, which prefetches batches in other processes",
+        "set DataLoader(num_workers=2, persistent_workers=True), which prefetches batches in other processes",
     ),
     "whole batches": _Advice(
         "fetch",
-        "use --option fetch=batches, which takes a whole batch from the tensors at once",
+        "set --option fetch=batches, which indexes a whole batch at once",
         "index a whole batch at once instead of collating single samples",
     ),
     "checkpoint activations": _Advice(
         "checkpoint_activations",
-        "use --option checkpoint_activations=true",
-        "compute activations again in backward: torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)",
+        "set --option checkpoint_activations=true",
+        "recompute activations in backward: torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)",
     ),
     "sequence parallel": _Advice(
         "sequence_parallel",
-        "use --option sequence_parallel=true",
-        "under tensor parallelism, shard norms and dropout with SequenceParallel()",
+        "set --option sequence_parallel=true",
+        "with tensor parallelism, shard norms and dropout with SequenceParallel()",
     ),
     "clip": _Advice(
         "clip_norm",
         "clip the gradients with --option clip_norm=1",
         "clip the gradients with torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
     ),
-    "join": _Advice("join", "use --option join=true", "train inside `with model.join():` (DDP)"),
+    "join": _Advice("join", "set --option join=true", "train inside `with model.join():` (DDP)"),
     "shard": _Advice(
         None,
         "use the strategy fsdp2 on more ranks",
@@ -77,7 +81,9 @@ _ADVICE = {
 
 
 def advice(state: RunState, *names: str) -> list[str]:
-    """The changes of these names that the script can make; those whose option its strategy does not have are left out."""
+    """The fixes of these names that apply to the script that ran; an option that its strategy does not have is left
+    out.
+    """
     spec = state.asked
     if spec is None:
         return [_ADVICE[name].elsewhere for name in names]
@@ -85,5 +91,5 @@ def advice(state: RunState, *names: str) -> list[str]:
 
 
 def one_of(state: RunState, *names: str) -> str:
-    """The same in one sentence: `use a larger --batch-size; or …; or …`."""
+    """The same fixes as one sentence: `use a larger --batch-size; or …; or …`."""
     return "; or ".join(advice(state, *names))

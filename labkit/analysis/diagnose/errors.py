@@ -1,4 +1,4 @@
-"""Runs that fail: errors that say by their own words what they are, memory that was not there, and who was first."""
+"""Runs that fail: errors recognised by their message, memory that ran out, and the rank that failed first."""
 
 from __future__ import annotations
 
@@ -23,115 +23,130 @@ _UNITS = {"bytes": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 
 @dataclass(frozen=True)
-class _Sign:
-    """An error that says by its own words what it is."""
+class _KnownError:
+    """An error that is recognised by its message, which matches `pattern`."""
 
     name: str
-    words: str
+    pattern: str
     title: str
     cause: str
-    way_out: str
+    fix: str
 
 
-_SIGNS = (
-    _Sign(
+_KNOWN_ERRORS = (
+    _KnownError(
         "unused_parameters",
         r"Expected to have finished reduction in the prior iteration",
-        "parameters that no gradient comes for",
-        "DDP counts on a gradient of every parameter; some took no part in the loss, so a bucket was never complete",
-        "use every parameter in forward, or give DDP find_unused_parameters=True (it costs a look at the graph each step)",
+        "DDP received no gradient for some parameters",
+        "DDP expects a gradient for every parameter; some parameters took no part in the loss, so their bucket never "
+        "completed",
+        "use every parameter in forward, or set find_unused_parameters=True in DDP, which traverses the autograd "
+        "graph in every step",
     ),
-    _Sign(
+    _KnownError(
         "shuffle_beside_sampler",
         r"sampler option is mutually exclusive with shuffle",
-        "DataLoader was given a sampler and shuffle",
-        "the sampler decides the order, so shuffle has nothing to say",
-        "leave shuffle out, and shuffle in the sampler: DistributedSampler(dataset, shuffle=True)",
+        "DataLoader got both a sampler and shuffle=True",
+        "the sampler determines the order of the samples, so DataLoader rejects shuffle=True",
+        "remove shuffle from DataLoader and shuffle in the sampler: DistributedSampler(dataset, shuffle=True)",
     ),
-    _Sign(
+    _KnownError(
         "port_taken",
         r"EADDRINUSE|[Aa]ddress already in use",
-        "the port for the rendezvous is taken",
-        "another job, or one that was not ended, listens on the port that this one was told to use",
-        "use torchrun --standalone, which takes a free port, or give another --master-port; labkit runs lists what is still under way",
+        "the rendezvous port is already in use",
+        "another job, or one that was never terminated, listens on the same port",
+        "use torchrun --standalone, which picks a free port, or pass a different --master-port; `labkit runs` lists "
+        "active runs",
     ),
-    _Sign(
+    _KnownError(
         "shared_memory",
         r"(?:out of|insufficient) shared memory|creating shared memory|(?:shared memory|</torch_|shm).*No space left on device",
-        "shared memory is too small",
-        "NCCL and the workers of a DataLoader pass data through /dev/shm, and containers often have 64 MB of it",
-        "start the container with --shm-size=1g (or --ipc=host), or use fewer workers",
+        "the shared memory (/dev/shm) is full",
+        "NCCL and DataLoader workers pass data through /dev/shm, which often has only 64 MB in a container",
+        "start the container with --shm-size=1g or --ipc=host, or use fewer DataLoader workers",
     ),
-    _Sign(
+    _KnownError(
         "disk_full",
         r"No space left on device|Disk quota exceeded|the disk that holds the run folder was full",
-        "the disk was full",
-        "what the run writes (events, logs, checkpoints, the script's own files) found no room; what came after that is not recorded",
-        "free space on that disk (labkit clean deletes recorded runs), or set LABKIT_RUNS to a folder on another disk",
+        "the disk is full",
+        "the run writes events, logs, checkpoints and the script's own files; what it could not write is lost",
+        "free space on that disk (`labkit clean` deletes recorded runs), or set LABKIT_RUNS to a folder on another "
+        "disk",
     ),
-    _Sign(
+    _KnownError(
         "no_nccl",
         r"(?:Distributed package doesn't have NCCL|NCCL is not available|No backend type associated with device type cuda)",
-        "this torch has no NCCL",
-        "NCCL is for NVIDIA GPUs on Linux: there is none on Windows and macOS, and none in a CPU build",
-        "use the backend gloo (the lab's scripts do where there is no GPU), or Linux with a CUDA build of torch",
+        "this PyTorch build has no NCCL",
+        "NCCL supports NVIDIA GPUs on Linux; builds for Windows, macOS or CPU do not include it",
+        "use the gloo backend (the lab's scripts do so without a GPU), or install a CUDA build of PyTorch on Linux",
     ),
-    _Sign(
+    _KnownError(
         "old_driver",
         r"driver version is insufficient|driver on your system is too old",
-        "the NVIDIA driver is too old for this torch",
-        "torch was built for a newer CUDA than the driver knows",
-        "update the driver, or install a torch for the CUDA that nvidia-smi shows; labkit doctor says both",
+        "the NVIDIA driver is too old for this PyTorch build",
+        "PyTorch was built for a newer CUDA version than the driver supports",
+        "update the driver, or install a PyTorch build for the CUDA version that nvidia-smi shows; `labkit doctor` "
+        "shows both versions",
     ),
-    _Sign(
+    _KnownError(
         "no_kernel",
         r"no kernel image is available",
-        "this torch has no code for this GPU",
-        "the wheel was built for other architectures than the GPU's",
-        "install a torch that names the GPU's capability in torch.cuda.get_arch_list(); labkit doctor compares them",
+        "this PyTorch build has no kernels for this GPU",
+        "the PyTorch wheel was compiled for other compute capabilities than the GPU's",
+        "install a PyTorch build whose torch.cuda.get_arch_list() includes the GPU's compute capability; `labkit "
+        "doctor` compares them",
     ),
-    _Sign(
+    _KnownError(
         "forked_cuda",
         r"Cannot re-initialize CUDA in forked subprocess",
-        "CUDA was used before the process was forked",
-        "a child process cannot take over its parent's CUDA",
-        "start workers with the method spawn, and touch no GPU before (labkit's kernel never does)",
+        "CUDA was initialized before the process was forked",
+        "a forked process cannot use its parent's CUDA context",
+        "start workers with the spawn method, and do not use a GPU before that (labkit's kernel never does)",
     ),
-    _Sign(
+    _KnownError(
         "no_such_gpu",
         r"invalid device ordinal",
-        "a rank asked for a GPU that there is not",
-        "there are more ranks on this machine than GPUs, or CUDA_VISIBLE_DEVICES hides some",
-        "start as many ranks as there are GPUs; cuda.set_device(LOCAL_RANK) picks one each",
+        "the selected GPU does not exist",
+        "more ranks run on this machine than it has GPUs, or CUDA_VISIBLE_DEVICES hides some",
+        "start at most one rank per GPU (--nproc), and call torch.cuda.set_device(LOCAL_RANK) in each rank",
     ),
-    _Sign(
+    _KnownError(
         "nccl",
         r"NCCL (?:error|Error)|ncclUnhandledCudaError|ncclSystemError|unhandled (?:system|cuda) error|ncclInternalError",
-        "NCCL has failed",
-        "a link between GPUs, a driver or a network interface did not do what NCCL asked; its own log says which",
-        "run again with NCCL_DEBUG=INFO and read its first WARN; NCCL_SOCKET_IFNAME chooses the interface between machines",
+        "NCCL failed",
+        "a link between GPUs, a driver or a network interface failed; NCCL's own log names it",
+        "run again with NCCL_DEBUG=INFO and read the first WARN line; NCCL_SOCKET_IFNAME selects the interface "
+        "between machines",
     ),
 )
-NAMES = tuple(sign.name for sign in _SIGNS)  # of findings that are recognised by an error message
+NAMES = tuple(known.name for known in _KNOWN_ERRORS)
 
 
-def told_by_an_error(state: RunState) -> Iterator[Finding]:
-    """Errors whose words name the cause."""
+def known_error(state: RunState) -> Iterator[Finding]:
+    """Errors whose message identifies the cause."""
     failure = state.failure
-    for sign in _SIGNS:
-        said = next(((rank, text) for rank, text in texts(state) if re.search(sign.words, text)), None)
-        if said is None or (sign.name == "nccl" and (_MEMORY.search(said[1]) or PEER_GONE.search(said[1]))):
-            continue  # NCCL also tells of memory that is short, and of peers that have gone
-        rank, text = said
+    for known in _KNOWN_ERRORS:
+        match = next(((rank, text) for rank, text in texts(state) if re.search(known.pattern, text)), None)
+        if match is None or (known.name == "nccl" and (_MEMORY.search(match[1]) or PEER_GONE.search(match[1]))):
+            continue  # NCCL also reports that memory ran out, and that a peer is gone
+        rank, text = match
         first, *more = text.strip().splitlines()
         last = "\n".join(more).rpartition("Last error:")[2] if "Last error:" in "\n".join(more) else ""
         ranks = (rank,) if rank is not None else () if failure is None else (failure["rank"],)
-        yield Finding(sign.name, "wrong", sign.title, shorter(f"{first} {last}"), sign.cause, sign.way_out, ranks)
+        title = "".join(f"rank {number}: " for number in ranks) + known.title + "".join(_raised_at(state, number) for number in ranks)
+        yield Finding(known.name, "wrong", title, shorter(f"{first} {last}"), known.cause, known.fix, ranks)
         return
 
 
+def _raised_at(state: RunState, number: int) -> str:
+    """` (train.py:12 in step)`: the line at which a rank raised its error; empty if it recorded none."""
+    rank = state.ranks.get(number)
+    line = place(rank.error.get("traceback")) if rank is not None and rank.error else ""
+    return f" ({line})" if line else ""
+
+
 def out_of_memory(state: RunState) -> Iterator[Finding]:
-    """Memory that was not there, what held the rest of it at that moment, and what would have fitted."""
+    """Memory that ran out, what it was used for at that moment, and what would have fitted."""
     failure = state.failure
     if failure is not None and failure["type"] == "SIGKILL" and state.status.get("oom_kills"):
         yield _killed_for_memory(state, failure)
@@ -142,38 +157,40 @@ def out_of_memory(state: RunState) -> Iterator[Finding]:
     asked = _asked(failure["message"])
     held = {owner: count for owner, count in (((rank and rank.error) or {}).get("owners") or {}).items() if count}
     breakdown = ", ".join(f"{owner} {size(count)}" for owner, count in sorted(held.items(), key=lambda item: -item[1]))
-    evidence = shorter(failure["message"] or failure["type"]) + (f"; held then: {breakdown}" if breakdown else "")
+    evidence = shorter(failure["message"] or failure["type"]) + (f"; memory in use: {breakdown}" if breakdown else "")
     where = place(failure["traceback"])
     yield Finding(
         name="out_of_memory",
         kind="wrong",
         title=f"{ranks_in_words(failure['alike'], state.world_size)} ran out of memory" + (f" at {where}" if where else ""),
         evidence=evidence,
-        cause=f"{size(asked)} more were asked for than there was room for" if asked else "more was asked for than there was room for",
-        way_out=_what_fits(state, rank, asked or 0, held),
+        cause=f"an allocation of {size(asked)} exceeded the free memory" if asked else "an allocation exceeded the free memory",
+        fix=_what_fits(state, rank, asked or 0, held),
         ranks=_involved(failure),
     )
 
 
 def _killed_for_memory(state: RunState, failure: Mapping[str, Any]) -> Finding:
-    """A rank that the kernel killed because the memory of the host, or of its control group, ran out."""
+    """A rank that the kernel killed because the memory of the host, or of its cgroup, ran out."""
     rank, where = failure["rank"], place(failure["traceback"])
-    sampled = state.system.ranks.get(rank)
-    resident = f"; its process last had {size(sampled['rss'][-1])} of resident memory" if sampled and len(sampled["rss"]) else ""
+    samples = state.system.ranks.get(rank)
+    resident = f"; last resident memory of the rank: {size(samples['rss'][-1])}" if samples and len(samples["rss"]) else ""
     kills = state.status["oom_kills"]
     return Finding(
         name="out_of_memory",
         kind="wrong",
         title=f"rank {rank} was killed by the kernel because memory ran out" + (f", last seen at {where}" if where else ""),
-        evidence=f"SIGKILL; in this control group the kernel killed {counted(kills, 'process', 'es')} for lack of memory{resident}",
-        cause="the processes of the host or container used more memory than its limit (this is host memory, not GPU memory)",
-        way_out=f"start the container or job with more memory; or hold less data in each rank; or {one_of(state, 'smaller batch')}",
+        evidence=f"SIGKILL; the kernel killed {counted(kills, 'process', 'es')} of this cgroup for lack of "
+        f"memory{resident}",
+        cause="the processes of the host or container exceeded its memory limit (host memory, not GPU memory)",
+        fix="start the container or job with more memory; or load less data in each rank; or "
+        f"{one_of(state, 'smaller batch')}",
         ranks=_involved(failure),
     )
 
 
 def _involved(failure: Mapping[str, Any]) -> tuple[int, ...]:
-    """The ranks that a failure concerns, the first one first."""
+    """The ranks that a failure concerns, first the rank that failed first."""
     first = failure["rank"]
     return (first, *(rank for rank in failure["alike"] if rank != first), *failure["collateral"])
 
@@ -184,23 +201,25 @@ def _asked(message: str) -> float | None:
 
 
 def _what_fits(state: RunState, rank: RankState | None, asked: float, held: Mapping[str, int]) -> str:
-    """By the breakdown: activations grow with the batch, the rest does not; a shard is the rest by the number of ranks."""
+    """The fix that follows from the breakdown: activations grow with the batch; sharding divides the rest by the number
+    of ranks.
+    """
     usual = one_of(state, "smaller batch", "accumulate for memory", "checkpoint activations", "shard")
     limit = _limit(state, rank)
     whole = limit or float(1 << 40)
     if asked > whole:
-        return f"no setting would have fitted: one tensor of {size(asked)} is more than the device has; look at the line that asks"
+        return f"allocate a smaller tensor at that line: {size(asked)} is more than the device has, so no setting would have fitted"
     batch = state.asked.batch_per_rank if state.asked is not None else None
     fixed = sum(count for owner, count in held.items() if owner != "activations")
-    sampled = rank.memory_step if rank is not None else None
-    activations = sampled["at_peak"].get("activations", 0) if sampled else held.get("activations", 0)
+    profiled = rank.memory_step if rank is not None else None
+    activations = profiled["at_peak"].get("activations", 0) if profiled else held.get("activations", 0)
     if limit is None or not batch or not activations:
         return usual
     if fixed > 0.95 * limit:
-        sharded = "sharded over n ranks (fsdp2), each holds an n-th of them"
-        return f"parameters, gradients and optimizer state take {size(fixed)} of {size(limit)}: {sharded}"
+        needed = f"parameters, gradients and optimizer state take {size(fixed)} of {size(limit)}"
+        return f"use the strategy fsdp2: {needed}, and sharded over n ranks each rank stores 1/n of them"
     fits = int(batch * (0.95 * limit - fixed) / (activations + asked))
-    return f"by this breakdown a batch of {fits} per rank would have fitted; or {usual}" if 0 < fits < batch else usual
+    return f"reduce the batch per rank to {fits}, which fits by this breakdown; or {usual}" if 0 < fits < batch else usual
 
 
 def _limit(state: RunState, rank: RankState | None) -> float | None:
@@ -233,14 +252,16 @@ def first_failure(state: RunState) -> Iterator[Finding]:
         title=title,
         evidence=shorter(says) + where,
         cause=_cause(state, failure),
-        way_out=f"read the end of the stderr of rank {failure['rank']}"
-        + ("; the messages of the other ranks follow from it" if failure["collateral"] else ""),
+        fix=f"read the end of the stderr of rank {failure['rank']}"
+        + ("; the errors of the other ranks follow from it" if failure["collateral"] else ""),
         ranks=_involved(failure),
     )
 
 
 def _where(failure: Mapping[str, Any]) -> str:
-    """` (train.py:12 in step)`; for a process that was killed, where it was a moment before; empty if the message has the line."""
+    """` (train.py:12 in step)`; for a killed process, the last line it was seen at; empty if the message contains the
+    line.
+    """
     line = place(failure["traceback"])
     if not line or f"{line.partition(':')[0]}, line" in failure["message"]:
         return ""
@@ -248,22 +269,24 @@ def _where(failure: Mapping[str, Any]) -> str:
 
 
 def _lost_a_peer(state: RunState, failure: Mapping[str, Any]) -> bool:
-    """Whether the first failure that is known so far only says that another rank is gone; torchrun reports that one at the end."""
+    """Whether the first failure known so far only reports that another rank is gone; torchrun reports that rank at the
+    end.
+    """
     return not state.over and bool(PEER_GONE.search(f"{failure['type']}: {failure['message']}"))
 
 
 def _cause(state: RunState, failure: Mapping[str, Any]) -> str:
     if failure["left"]:
-        return "the process of a rank that has ended is gone, and its connections are closed"
+        return "a rank that has exited closes its connections, so the next collective with it fails"
     if _lost_a_peer(state, failure):
-        return "another rank is gone; which one, and why, is known when torchrun has ended the run"
+        return "another rank is gone; torchrun reports which one, and why, when the run ends"
     if failure["type"] == "SIGKILL" and state.status.get("oom_kills"):
         return "the kernel killed the process because memory ran out"
     if failure["type"] == "SIGKILL":
         unknown = ", or by the kernel because memory ran out (dmesg shows that)" if state.status.get("oom_kills") is None else ""
         return f"the process was killed from outside: by a person or a scheduler{unknown}"
     if str(failure["type"]).startswith("SIG"):
-        return "code outside Python, such as a C extension or a driver, crashed the process"
+        return "native code, such as a C extension or a driver, crashed the process"
     several = len(failure["alike"]) > 1
-    what = "the same mistake on every one of these ranks" if several else "the exception, or the exit, of this rank"
+    what = "the same error on each of these ranks" if several else "this rank raised an exception or exited"
     return what + ("; the other ranks were terminated because they lost a peer" if failure["collateral"] else "")

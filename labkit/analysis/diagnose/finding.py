@@ -1,4 +1,4 @@
-"""What a finding is, and the words that several rules share."""
+"""The Finding itself, and helpers that several rules share."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from labkit.record.state import RunState
 
-DDP = "DistributedDataParallel"  # the class, as the probe tells it
+DDP = "DistributedDataParallel"  # the class name, as the probe records it
 
 
 @dataclass(frozen=True)
 class Finding:
     """One finding.
 
-    `kind` is "wrong" (the run is not what was meant), "slow", "memory", or "unseen" (part of it was not measured). `title` says what
-    it is, `evidence` by what it is seen, `cause` why it comes to that, `way_out` what to do. `ranks` are those that it speaks of.
+    `kind` is "wrong" (the run failed or trains incorrectly), "slow", "memory", or "unseen" (part of the run was not
+    recorded). `title` says what happened, to which rank and where; `evidence` gives the figures or messages that show
+    it; `cause` says why it happened, and `fix` what to change. `ranks` are the ranks concerned.
     """
 
     name: str
@@ -25,16 +26,16 @@ class Finding:
     title: str
     evidence: str
     cause: str
-    way_out: str
+    fix: str
     ranks: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """A dict of plain values."""
+        """The finding as a dict that can be written as JSON."""
         return asdict(self) | {"ranks": list(self.ranks)}
 
 
 def texts(state: RunState) -> Iterator[tuple[int | None, str]]:
-    """What errors said, with their rank, each text once: the first failure's, then those of the others, then torchrun's."""
+    """Error messages with their rank, each text once: the first failure's, then the other ranks', then torchrun's."""
     known: set[str] = set()
     for rank, text in _texts(state):
         if text not in known:
@@ -55,6 +56,6 @@ def _texts(state: RunState) -> Iterator[tuple[int | None, str]]:
 
 
 def shorter(text: str, most: int = 300) -> str:
-    """A text in one line of at most `most` characters."""
+    """A text on one line, cut to at most `most` characters."""
     line = " ".join(text[: 4 * most].split())
     return line if len(line) <= most else line[: most - 3] + "…"

@@ -1,4 +1,4 @@
-"""Runs that make no progress while they last: who waits in which collective, and for whom."""
+"""Runs that make no progress: which rank waits in which collective, and for which other rank."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from labkit.analysis.diagnose.finding import Finding
 from labkit.analysis.diagnose.waits import (
     IDLE,
     STOPPED,
+    blames_peers,
     crossing,
     group_in_words,
     in_words,
@@ -17,7 +18,6 @@ from labkit.analysis.diagnose.waits import (
     same,
     silent,
     steps_done,
-    unmet,
     waiting,
     where,
 )
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def hang(state: RunState) -> Iterator[Finding]:
     """No progress: which rank waits in which collective, which never reached it, and where that rank is instead."""
     failure = state.failure
-    if failure is not None and failure["traceback"] and not unmet(failure):
+    if failure is not None and failure["traceback"] and not blames_peers(failure):
         return
     found = _silent(state) or _crossed(state) or _waits(state)
     if found is not None:
@@ -39,21 +39,21 @@ def hang(state: RunState) -> Iterator[Finding]:
 
 
 def _silent(state: RunState) -> Finding | None:
-    """Ranks that are stopped, or inside a C call that holds the GIL, and those that wait for them."""
+    """Ranks that are stopped, or inside a C call that holds the GIL, and the ranks that wait for them."""
     found = silent(state)
     others = {number: event for number, event in waiting(state).items() if number not in found}
-    mute = {
+    unheard = {
         number: event
         for number, event in found.items()
-        if event["process"] in STOPPED or others or (event.get("computed") or 0.0) < IDLE  # a long computation is no hang by itself
+        if event["process"] in STOPPED or others or (event.get("computed") or 0.0) < IDLE  # a long computation alone is not a hang
     }
-    if not mute:
+    if not unheard:
         return None
-    number, event = next(iter(sorted(mute.items())))
+    number, event = next(iter(sorted(unheard.items())))
     is_stopped, at = event["process"] in STOPPED, place(event["stack"])
-    those = [one for one, each in mute.items() if (each["process"] in STOPPED) is is_stopped]
+    those = [one for one, each in unheard.items() if (each["process"] in STOPPED) is is_stopped]
     verb = "has" if len(those) == 1 else "have"
-    lasts = f"for {_seconds(mute.values()):.0f} s"
+    lasts = f"for {_seconds(unheard.values()):.0f} s"
     if is_stopped:
         title = f"{ranks_in_words(those)} {verb} been stopped {lasts}" + (f", last seen at {at}" if at else "")
     else:
@@ -63,20 +63,22 @@ def _silent(state: RunState) -> Finding | None:
         name="hang",
         kind="wrong",
         title=title + _others_wait(others),
-        evidence="; ".join([*(_mute_in_words(state, one, each) for one, each in sorted(mute.items())), *_told(others)]),
-        cause="a signal stopped the process (SIGSTOP, Ctrl-Z, a debugger, a batch system): it keeps its memory and runs no code"
+        evidence="; ".join([*(_silent_in_words(state, one, each) for one, each in sorted(unheard.items())), *_described(others)]),
+        cause="a signal stopped the process (SIGSTOP, Ctrl-Z, a debugger, a batch system): it keeps its memory but "
+        "runs no code"
         if is_stopped
-        else "while a C call holds the GIL, no other Python code of this process runs",
-        way_out=f"resume the process (kill -CONT {pid or 'PID'}), or stop the run"
+        else "no other Python thread of the process can run while a C call holds the GIL",
+        fix=f"resume the process with kill -CONT {pid or 'PID'}, or stop the run"
         if is_stopped
-        else "stop the run, and look at that line: give the call a timeout, release the GIL in it, or make it in another process",
+        else "stop the run; at that line, give the call a timeout, release the GIL in it, or move it to another "
+        "process",
         ranks=(*those, *(one for one in others if one not in those)),
     )
 
 
-def _mute_in_words(state: RunState, number: int, event: Mapping[str, Any]) -> str:
+def _silent_in_words(state: RunState, number: int, event: Mapping[str, Any]) -> str:
     pid, computed = state.ranks[number].pid, event.get("computed")
-    share = f", computes {computed:.0%} of the time" if computed is not None and event["process"] not in STOPPED else ""
+    share = f", on the CPU for {computed:.0%} of the time" if computed is not None and event["process"] not in STOPPED else ""
     doing = "stopped, last seen" if event["process"] in STOPPED else "in a C call that holds the GIL,"
     at = place(event["stack"]) or "an unknown line"
     done = steps_done(state.ranks[number])
@@ -96,7 +98,7 @@ def _others_wait(others: Mapping[int, Mapping[str, Any]]) -> str:
 
 
 def _crossed(state: RunState) -> Finding | None:
-    """Ranks that use several groups in different orders, so that each waits for another one."""
+    """Ranks that use several process groups in different orders, so that each waits for another one."""
     held_up = waiting(state)
     circle = crossing(held_up)
     if not circle:
@@ -107,49 +109,53 @@ def _crossed(state: RunState) -> Finding | None:
         name="hang",
         kind="wrong",
         title=", ".join(inside) + ("; each waits for the other" if len(circle) == 2 else "; each waits for the next"),
-        evidence=f"no progress for {_seconds(held_up.values()):.0f} s; " + "; ".join(_told(held_up)),
-        cause="these ranks use several process groups, and not in the same order: a collective completes only when every rank in its "
-        "group calls it, and each of these ranks is blocked in another one before it can",
-        way_out="stop the run; call the collectives of these groups in the same order on every rank",
+        evidence=f"no progress for {_seconds(held_up.values()):.0f} s; " + "; ".join(_described(held_up)),
+        cause="these ranks call collectives of several process groups in different orders: a collective completes "
+        "only when every rank in its group calls it, and each of these ranks is blocked in another group first",
+        fix="stop the run; call the collectives of these groups in the same order on every rank",
         ranks=(*circle, *(number for number in held_up if number not in circle)),
     )
 
 
 def _waits(state: RunState) -> Finding | None:
-    """Ranks that wait, and those that they wait for."""
+    """Ranks that wait, and the ranks that they wait for."""
     held_up = waiting(state)
     if not held_up:
         return None
     pending = pending_operations(held_up)
     lasts = _seconds(held_up.values())
     if not pending:
-        title = f"{ranks_in_words(held_up)} made no progress for {lasts:.0f} s"
+        title = f"{ranks_in_words(held_up)} made no progress for {lasts:.0f} s{_common_place(held_up.values())}"
         absent: tuple[int, ...] = tuple(rank for rank in range(state.world_size) if rank not in held_up)
     else:
         first, absent = _awaited(pending)
         inside = [number for number, one in pending.items() if same(one, first)]
         title = f"{ranks_in_words(inside)} waited for {lasts:.0f} s in {in_words(first)}"
-        title += (
-            f"; {ranks_in_words(absent)} never reached it" if absent else ", which all of its ranks have reached" if first["ranks"] else ""
-        )
-    told = [*_told(held_up), *(f"rank {number}: {last_seen(state, number)}" for number in absent if number not in held_up)]
+        title += _common_place(held_up[number] for number in inside)
+        everyone = "; all ranks of its group have reached it" if first["ranks"] else ""
+        title += f"; {ranks_in_words(absent)} never reached it" if absent else everyone
+    described = [*_described(held_up), *(f"rank {number}: {last_seen(state, number)}" for number in absent if number not in held_up)]
     return Finding(
         name="hang",
         kind="wrong",
         title=title,
-        evidence="; ".join(told),
+        evidence="; ".join(described),
         cause="a collective completes only when every rank in its group calls it: a rank that takes a different branch blocks the others"
         if pending
-        else "no collective is pending: the rank waits for data, a file, a lock, a message of another stage, or ranks that did not start",
-        way_out="stop the run, and look at the line of the rank that is elsewhere: an `if rank ==`, fewer batches, a caught exception"
+        else "no collective is pending: the rank waits for data, a file, a lock, a message from another stage, or "
+        "ranks that did not start",
+        fix="stop the run; call the collective on every rank: look for an `if rank ==`, a shorter loader or a caught "
+        "exception"
         if pending
-        else "stop the run, and look at the line where the rank is",
+        else "stop the run, and check what the rank waits for at that line",
         ranks=(*absent, *(number for number in held_up if number not in absent)),
     )
 
 
 def _awaited(pending: Mapping[int, Mapping[str, Any]]) -> tuple[Mapping[str, Any], tuple[int, ...]]:
-    """The collective that holds up the others, and its ranks that are not in it: preferably one that waits for a rank that is in none."""
+    """The collective that blocks the others, and its ranks that are not in it; preferably one that waits for a rank in
+    no collective.
+    """
     absent = {
         number: tuple(rank for rank in op["ranks"] if rank not in pending or not same(pending[rank], op)) for number, op in pending.items()
     }
@@ -158,9 +164,15 @@ def _awaited(pending: Mapping[int, Mapping[str, Any]]) -> tuple[Mapping[str, Any
     return pending[best], absent[best]
 
 
-def _told(events: Mapping[int, Mapping[str, Any]]) -> list[str]:
+def _described(events: Mapping[int, Mapping[str, Any]]) -> list[str]:
     pending = pending_operations(events)
     return [f"rank {number}: {where(event, pending.get(number))}" for number, event in sorted(events.items())]
+
+
+def _common_place(events: Iterable[Mapping[str, Any]]) -> str:
+    """` at train.py:88 in step` if these ranks are all at one line; empty otherwise."""
+    places = {place(event.get("stack")) for event in events}
+    return f" at {places.pop()}" if len(places) == 1 and "" not in places else ""
 
 
 def _seconds(events: Iterable[Mapping[str, Any]]) -> float:

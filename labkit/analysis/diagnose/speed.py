@@ -1,4 +1,4 @@
-"""Runs that are slower, or take more memory, than they need."""
+"""Runs that are slower, or take more memory, than they need to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from labkit.analysis.diagnose.advice import one_of
 from labkit.analysis.diagnose.finding import DDP, Finding
-from labkit.analysis.sampled import USUAL
+from labkit.analysis.profiled import USUAL
 from labkit.common.units import counted, ranks_in_words, size
 from labkit.record.steps import Column, median
 
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
     from labkit.record.columns import RankState
     from labkit.record.state import RunState
 
-_RECENT = 50  # steps that are judged by
-_WARM = 2  # first steps that are not
-_ENOUGH = 8  # steps before anything is judged: a median of fewer is often the machine's mood
+_RECENT = 50  # newest steps that are judged
+_WARM = 2  # first steps, which are not
+_ENOUGH = 8  # steps before anything is judged: a median of fewer is noise
 _DATA_SHARE = 0.3
-_SLOWER = 1.5  # times the others' own time, for a straggler
-_EXCESS = 0.2  # of a step, that its excess is at least
+_SLOWER = 1.5  # times the other ranks' own time, for a straggler
+_EXCESS = 0.2  # least excess of a straggler, as a share of the step
 _EXPOSED = 0.4
-_SAMPLES = 3  # profiled steps that need no confirmation by others
+_SAMPLES = 3  # profiled steps that need no confirmation by unprofiled ones
 _FEW_BYTES = 1 << 20
 _MANY_BUCKETS = 8
 _DOMINATES = 0.6
-_NOTABLE = 64 << 20  # bytes below which nobody needs to save memory
-_OWN = ("data", "copy", "forward", "optimizer", "other")  # phases in which a rank waits for no other, as a rule
+_NOTABLE = 64 << 20  # bytes below which memory need not be saved
+_OWN = ("data", "copy", "forward", "optimizer", "other")  # phases in which a rank usually waits for no other
 
 
 def input_bound(state: RunState) -> Iterator[Finding]:
-    """Steps that begin with a long wait for data."""
+    """Steps that start with a long wait for data."""
     shares = {rank.rank: _data_share(rank) for rank in state.ranks.values() if len(rank.steps) >= _ENOUGH}
     slow = {rank: share for rank, share in shares.items() if share >= _DATA_SHARE}
     if not slow:
@@ -42,11 +42,12 @@ def input_bound(state: RunState) -> Iterator[Finding]:
     yield Finding(
         name="input_bound",
         kind="slow",
-        title=f"{slow[worst]:.0%} of a step is waiting for data",
+        title=f"rank {worst} spends {slow[worst]:.0%} of each step waiting for data",
         evidence=f"rank {worst}: {1e3 * _median(state.ranks[worst].steps.phases['data']):.1f} ms of "
-        f"{1e3 * _median(state.ranks[worst].steps.seconds):.1f} ms (medians); {ranks_in_words(sorted(slow))} the same way",
-        cause="a batch is fetched when the step before is over, and fetching takes long",
-        way_out=f"{one_of(state, 'workers', 'whole batches')}; or keep the data on a local disk",
+        f"{1e3 * _median(state.ranks[worst].steps.seconds):.1f} ms per step (medians); {_DATA_SHARE:.0%} or more on "
+        f"{ranks_in_words(sorted(slow))}",
+        cause="each batch is loaded only after the previous step has ended, and loading is slow",
+        fix=f"{one_of(state, 'workers', 'whole batches')}; or store the data on a local disk",
         ranks=tuple(sorted(slow)),
     )
 
@@ -57,10 +58,10 @@ def _data_share(rank: RankState) -> float:
 
 
 def straggler(state: RunState) -> Iterator[Finding]:
-    """A rank that the others wait for, and the phase that it loses its time in."""
+    """A rank that the others wait for, and the phase in which it loses time."""
     ranks = [rank for rank in state.ranks.values() if len(rank.steps) >= _ENOUGH]
     if len(ranks) < 2 or _stages(ranks):
-        return  # unlike by design
+        return  # different by design
     own = {rank.rank: {phase: _median(rank.steps.phases[phase]) for phase in _OWN} for rank in ranks}
     total = {number: sum(phases.values()) for number, phases in own.items()}
     slowest = max(total, key=total.__getitem__)
@@ -74,29 +75,30 @@ def straggler(state: RunState) -> Iterator[Finding]:
     yield Finding(
         name="straggler",
         kind="slow",
-        title=f"rank {slowest} is slower than the others, in {phase}",
-        evidence=f"its own work takes {1e3 * total[slowest]:.1f} ms a step, the others' {1e3 * statistics.median(others):.1f} ms "
-        f"(medians); {1e3 * lost[phase]:.1f} ms of that in {phase}",
-        cause="every collective waits for the last rank, so all ranks go at its pace",
-        way_out={
-            "data": "look at this rank's share of the data and at its disk",
-            "other": "look at what this rank does between the phases: logging, saving, an `if rank ==`",
-        }.get(phase, "look at what else runs on this rank's device or core, and at its share of the batch"),
+        title=f"rank {slowest} is slower than the other ranks, in {phase}",
+        evidence=f"its own work takes {1e3 * total[slowest]:.1f} ms per step, the other ranks' "
+        f"{1e3 * statistics.median(others):.1f} ms (medians); {1e3 * lost[phase]:.1f} ms of the difference in {phase}",
+        cause="every collective waits for the slowest rank, so all ranks run at its speed",
+        fix={
+            "data": "check the size of this rank's data shard, and its disk",
+            "other": "move work off this rank that it does between the phases: logging, saving, an `if rank ==`",
+        }.get(phase, "stop other processes on this rank's device or core, and check that its batch is not larger than the others'"),
         ranks=(slowest,),
     )
 
 
 def _stages(ranks: Sequence[RankState]) -> bool:
-    """Whether ranks are the stages of a pipeline: they send to each other, or not all of them have a loss."""
+    """Whether the ranks are pipeline stages: they send to each other, or only some of them have a loss."""
     sends = any("send" in (rank.traffic or {"ops": {}})["ops"] for rank in ranks)
     return sends or len({rank.steps.has_loss for rank in ranks}) > 1
 
 
 def communication_bound(state: RunState) -> Iterator[Finding]:
-    """Steps of which a large part is exposed communication, on every rank.
+    """Steps in which communication is exposed for a large part of the time, on every rank.
 
-    Only a few steps are profiled, and one of them may have been held up by something else. So either several profiled steps agree, or the
-    phases of the steps that were not profiled leave room for as much: what a phase takes beyond the computing that the profile saw in it.
+    Only a few steps are profiled, and one of them may have been delayed by something else. The finding therefore
+    requires either that several profiled steps agree, or that the phases of the unprofiled steps exceed their profiled
+    computation by as much.
     """
     found = {rank.rank: _exposed(rank) for rank in state.ranks.values()}
     shares = {number: share for number, share in found.items() if share is not None}
@@ -108,18 +110,19 @@ def communication_bound(state: RunState) -> Iterator[Finding]:
             by_op[op] = by_op.get(op, 0.0) + end - start
     op = max(by_op, key=by_op.__getitem__, default="")
     if op in ("", "send", "recv"):
-        return  # a stage that waits for its neighbour: the pipeline's bubble
+        return  # a stage waits for its neighbour: the pipeline bubble
     rank = state.ranks[min(shares)]
     backend = _usual_steps(rank)[-1]["backend"]
     unprofiled = f"of {1e3 * _median(rank.steps.seconds):.1f} ms per step (median)" if len(rank.steps) >= _ENOUGH else "per step"
     yield Finding(
         name="communication_bound",
         kind="slow",
-        title=f"at least {min(shares.values()):.0%} of a step is exposed communication",
+        title=f"communication is exposed for at least {min(shares.values()):.0%} of each step, on every rank",
         evidence=f"by rank, {unprofiled}: {', '.join(f'{share:.0%}' for share in shares.values())}, "
-        f"from {counted(len(_usual_steps(rank)), 'profiled step')}; most of it in {op}" + (f" ({backend})" if backend else ""),
-        cause="a step computes too little for the bytes that it sends, or computes nothing while they are sent",
-        way_out=one_of(state, "larger batch", "accumulate", "compress", "fewer ranks"),
+        f"from {counted(len(_usual_steps(rank)), 'profiled step')}; mostly {op}" + (f" ({backend})" if backend else ""),
+        cause="a step computes too little for the bytes that it sends, or the computation does not overlap with the "
+        "communication",
+        fix=one_of(state, "larger batch", "accumulate", "compress", "fewer ranks"),
         ranks=tuple(sorted(state.ranks)),
     )
 
@@ -129,7 +132,9 @@ def _usual_steps(rank: RankState) -> list[dict[str, Any]]:
 
 
 def _exposed(rank: RankState) -> float | None:
-    """The share of a step that is exposed communication; None if it is not known, or known from a single step that nothing confirms."""
+    """The share of a step that is exposed communication; None if unknown, or known only from profiled steps that
+    nothing confirms.
+    """
     profiled = _usual_steps(rank)
     if not profiled:
         return None
@@ -140,7 +145,7 @@ def _exposed(rank: RankState) -> float | None:
 
 
 def _confirmed(rank: RankState, one: Mapping[str, Any]) -> float:
-    """The share of an unprofiled step in which communication was exposed, if each phase computed as much as in the profiled step."""
+    """The exposed share of an unprofiled step, if each of its phases computed as long as in the profiled step."""
     whole, exposed = _median(rank.steps.seconds), 0.0
     spent: dict[str, float] = {}
     for name, start, end in one["phases"]:
@@ -153,7 +158,7 @@ def _confirmed(rank: RankState, one: Mapping[str, Any]) -> float:
 
 
 def small_buckets(state: RunState) -> Iterator[Finding]:
-    """Many small all-reduces where few large ones would do."""
+    """Many small all-reduces where a few large ones would do."""
     for rank in state.ranks.values():
         ops = (rank.traffic or {"ops": {}})["ops"].get("all_reduce")
         if not ops or not any(model["name"] == DDP for model in rank.models):
@@ -163,10 +168,10 @@ def small_buckets(state: RunState) -> Iterator[Finding]:
             yield Finding(
                 name="small_buckets",
                 kind="slow",
-                title=f"gradients go out in {ops['calls']:.0f} buckets of {size(mean)}",
-                evidence=f"all-reduces of one step on rank {rank.rank}, {size(ops['bytes'])} in all",
-                cause="each collective costs its latency, however little it carries",
-                way_out=f"{one_of(state, 'larger buckets')}; small buckets help only if the first must start early",
+                title=f"rank {rank.rank} sends its gradients in {ops['calls']:.0f} buckets of {size(mean)}",
+                evidence=f"all-reduces of one step on rank {rank.rank}, {size(ops['bytes'])} in total",
+                cause="every collective has a fixed latency, however few bytes it sends",
+                fix=f"{one_of(state, 'larger buckets')}; small buckets help only if the first one must start early",
                 ranks=(rank.rank,),
             )
             return
@@ -182,56 +187,58 @@ def synchronised(state: RunState) -> Iterator[Finding]:
         yield Finding(
             name="synchronised",
             kind="slow",
-            title="`.item()` waits for the device in every step",
-            evidence=f"called between the phases of {seen[0]['calls']} of {seen[0]['steps']} steps on rank {rank.rank}",
-            cause="a value can be read when the device has computed it, so that no work is queued meanwhile"
+            title=f"rank {rank.rank} waits for its device in every step: `.item()`",
+            evidence=f"called between the phases in {seen[0]['calls']} of {seen[0]['steps']} steps",
+            cause="a value can be read only after the device has computed it, and no work is queued meanwhile"
             if on_gpu
-            else "on CPU ranks it costs nothing; on a GPU no work would be queued meanwhile",
-            way_out="keep loss.detach(), and read it every 20 steps",
+            else "on a CPU rank it costs nothing; on a GPU no work would be queued meanwhile",
+            fix="store loss.detach() and call .item() on it only every 20 steps",
             ranks=(rank.rank,),
         )
         return
 
 
 def one_unit(state: RunState) -> Iterator[Finding]:
-    """FSDP around a whole model and nothing inside it: all of it is gathered at once."""
+    """FSDP around the whole model only: all of it is gathered at once."""
     for rank in state.ranks.values():
         whole = next((model for model in rank.models if model["units"] == 1), None)
         if whole is not None:
             yield Finding(
                 name="one_unit",
                 kind="memory",
-                title=f"FSDP shards {whole['name']} as one unit",
-                evidence=f"rank {rank.rank} holds {whole['parameters']:,} parameters in one unit",
-                cause="a unit is gathered as a whole before it computes: the peak holds all parameters, and no gathering overlaps",
-                way_out="call fully_shard(block) for each block before fully_shard(model); under FSDP1 use an auto_wrap_policy that wraps "
-                "each block (size_based_auto_wrap_policy needs a min_num_params below the size of a block)",
+                title=f"FSDP shards {whole['name']} as one unit on rank {rank.rank}",
+                evidence=f"rank {rank.rank} has {whole['parameters']:,} parameters in one unit",
+                cause="a unit is gathered as a whole before it computes: the peak contains all parameters, and no "
+                "all-gather overlaps with compute",
+                fix="call fully_shard(block) for each block before fully_shard(model); with FSDP1 "
+                "use an auto_wrap_policy that wraps each block (size_based_auto_wrap_policy "
+                "needs a min_num_params below the size of a block)",
                 ranks=(rank.rank,),
             )
             return
 
 
 def activations(state: RunState) -> Iterator[Finding]:
-    """A peak that is mostly activations: what no sharding of parameters saves."""
-    sampled = [rank for rank in state.ranks.values() if rank.memory_step]
-    if not sampled:
+    """A peak that is mostly activations, which sharding of parameters does not reduce."""
+    profiled = [rank for rank in state.ranks.values() if rank.memory_step]
+    if not profiled:
         return
-    rank = max(sampled, key=lambda one: one.memory_step["peak"])
+    rank = max(profiled, key=lambda one: one.memory_step["peak"])
     peak, held = rank.memory_step["peak"], rank.memory_step["at_peak"].get("activations", 0)
     if peak < _NOTABLE or held < _DOMINATES * peak:
         return
     yield Finding(
         name="activations",
         kind="memory",
-        title=f"{held / peak:.0%} of the peak are activations",
+        title=f"activations take {held / peak:.0%} of the peak memory of rank {rank.rank}",
         evidence=f"rank {rank.rank}: {size(held)} of {size(peak)}, in step {rank.memory_step['step']}",
-        cause="they grow with the batch, and no sharding of parameters, gradients or optimizer state makes them less",
-        way_out=one_of(state, "checkpoint activations", "accumulate for memory", "smaller batch", "sequence parallel"),
+        cause="activations grow with the batch; sharding parameters, gradients or optimizer state does not reduce them",
+        fix=one_of(state, "checkpoint activations", "accumulate for memory", "smaller batch", "sequence parallel"),
         ranks=(rank.rank,),
     )
 
 
 def _median(column: Column) -> float:
-    """The median over the newest steps, without the first that warm up."""
+    """The median over the newest steps, without the first ones (warm-up); 0 if there is none."""
     value = median(column, max(_WARM, len(column) - _RECENT))
     return 0.0 if math.isnan(value) else value

@@ -1,4 +1,4 @@
-"""Runs that go on and train something else than was meant."""
+"""Runs that train, but not what was intended: samples, losses, checkpoints."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 _APART = 1e-4  # relative difference of losses that rounding does not explain
 _EXPLODED = 100.0  # times the usual loss
-_BEFORE = 200  # losses before the first that is not finite, which say what was usual
+_BEFORE = 200  # losses before the first non-finite one, which define the usual loss
 _SHOWN = 4
 
 
 def same_samples(state: RunState) -> Iterator[Finding]:
-    """Ranks whose batches are the same where each should have its own."""
-    shares = _shares(state)
+    """Ranks that get the same batches although each should get a different one."""
+    expected = _expected_batches(state)
     by_step: dict[int, dict[int, str]] = defaultdict(dict)
     for rank in state.ranks.values():
         for batch in rank.seen("batch"):
             by_step[batch["step"]][rank.rank] = batch["digest"]
     whole = {step: digests for step, digests in by_step.items() if len(digests) == state.world_size}
-    if shares < 2 or not whole or not all(len(set(digests.values())) < shares for digests in whole.values()):
+    if expected < 2 or not whole or not all(len(set(digests.values())) < expected for digests in whole.values()):
         return
     step, digests = min(whole.items())
     twins: dict[str, list[int]] = defaultdict(list)
@@ -44,16 +44,17 @@ def same_samples(state: RunState) -> Iterator[Finding]:
         name="same_samples",
         kind="wrong",
         title=f"{ranks_in_words(alike)} train on the same samples",
-        evidence=f"their batches were alike in all {len(whole)} steps that were looked at, from step {step} on; "
-        f"{counted(len(set(digests.values())), 'different batch', 'es')} a step, and {shares} were meant",
-        cause="without a DistributedSampler every rank draws from the whole data set, and with one seed in one order",
-        way_out="give the DataLoader sampler=DistributedSampler(dataset), and no shuffle beside it",
+        evidence=f"their batches were identical in all {counted(len(whole), 'recorded step')}, from step {step} on; "
+        f"{counted(len(set(digests.values())), 'different batch', 'es')} per step, expected {expected}",
+        cause="without a DistributedSampler every rank draws from the whole data set, and with the same seed in the "
+        "same order",
+        fix="pass sampler=DistributedSampler(dataset) to the DataLoader, and remove shuffle=True from it",
         ranks=tuple(alike),
     )
 
 
-def _shares(state: RunState) -> int:
-    """Different batches that a step should have: by the Spec, or, for a script of one's own, one a rank under DDP."""
+def _expected_batches(state: RunState) -> int:
+    """Different batches that a step should have: by the Spec, or for any other script one per rank if all use DDP."""
     if state.asked is not None:
         return min(state.asked.data_ranks, state.world_size)
     wrapped = [model["name"] == DDP for rank in state.ranks.values() for model in rank.models[:1]]
@@ -61,7 +62,7 @@ def _shares(state: RunState) -> int:
 
 
 def no_set_epoch(state: RunState) -> Iterator[Finding]:
-    """A sampler that shuffled a second epoch as it did the first."""
+    """A sampler that shuffles every epoch in the same order."""
     for rank in state.ranks.values():
         epochs = _training_epochs(rank)
         if len(epochs) < 2 or not epochs[0]["shuffle"] or len({epoch["set"] for epoch in epochs}) > 1:
@@ -69,17 +70,18 @@ def no_set_epoch(state: RunState) -> Iterator[Finding]:
         yield Finding(
             name="no_set_epoch",
             kind="wrong",
-            title="every epoch has the same order of samples",
-            evidence=f"rank {rank.rank}'s DistributedSampler began {len(epochs)} epochs with the same epoch number, {epochs[0]['set']}",
-            cause="the sampler shuffles by its seed and its epoch number, and nobody told it a new one",
-            way_out="call sampler.set_epoch(epoch) at the beginning of each epoch",
+            title=f"rank {rank.rank} draws the samples in the same order in every epoch",
+            evidence=f"rank {rank.rank}'s DistributedSampler started {len(epochs)} epochs with the same epoch number, "
+            f"{epochs[0]['set']}",
+            cause="the sampler shuffles by its seed and epoch number, and set_epoch was not called",
+            fix="call sampler.set_epoch(epoch) at the start of each epoch",
             ranks=tuple(sorted(state.ranks)),
         )
         return
 
 
 def _training_epochs(rank: RankState) -> list[dict[str, Any]]:
-    """The epochs of the sampler that the first step's samples came from: one for validation may well begin each time alike."""
+    """The epochs of the training sampler, which fed the first step; a validation sampler may well keep one order."""
     model = next(iter(rank.models), None)
     trains = next((number for number, one in enumerate(rank.saw) if one is model), len(rank.saw))
     before = [one for one in rank.saw[:trains] if one["what"] == "epoch"][-1:]
@@ -88,7 +90,9 @@ def _training_epochs(rank: RankState) -> list[dict[str, Any]]:
 
 
 def nan_loss(state: RunState) -> Iterator[Finding]:
-    """A loss that is not finite from some step on: it diverged on all ranks, or a gradient or one rank's input was not finite."""
+    """A loss that is not finite from some step on: it diverged on all ranks, or a gradient or the input of one rank was
+    not finite.
+    """
     found = {rank.rank: rank.not_finite for rank in state.ranks.values() if rank.not_finite is not None}
     if not found:
         return
@@ -98,14 +102,14 @@ def nan_loss(state: RunState) -> Iterator[Finding]:
     if step > 1 and _diverged(state, first, step):
         yield _divergence(state, first, step)
         return
-    exchanged = everyone and step > 1 and _shares(state) > 1
-    if exchanged:
+    propagated = everyone and step > 1 and _expected_batches(state) > 1
+    if propagated:
         seen = _parameters_then(state, first, step)
-        sure = f"; the parameters hold NaN before step {step}" if any(one["nan"] for one in seen) else ""
+        sure = f"; the parameters contain NaN before step {step}" if any(one["nan"] for one in seen) else ""
         cause = f"on all ranks at once: in step {step - 1} the gradient of at least one rank was not finite, and the all-reduce of "
-        cause += f"gradients spread it to all{sure}"
+        cause += f"gradients propagated it to all{sure}"
     else:
-        cause = "the inputs, the weights or an overflow on this rank; other ranks get it with the next exchange of gradients"
+        cause = "the inputs, the weights or an overflow on this rank; the next gradient all-reduce propagates it to other ranks"
     yield Finding(
         name="nan_loss",
         kind="wrong",
@@ -113,23 +117,25 @@ def nan_loss(state: RunState) -> Iterator[Finding]:
         evidence=f"{ranks_in_words(sorted(found))}: loss NaN or infinite"
         + (f"; the losses up to step {step - 1} were finite" if step > 1 else " in the first step"),
         cause=cause,
-        way_out=f"find the operation with torch.autograd.set_detect_anomaly(True); then lower the learning rate, "
+        fix=f"locate the operation with torch.autograd.set_detect_anomaly(True); then lower the learning rate, "
         f"{one_of(state, 'clip') or 'clip the gradients'}, or use bf16 instead of fp16",
         ranks=first,
     )
 
 
 def _diverged(state: RunState, ranks: tuple[int, ...], step: int) -> bool:
-    """Whether a loss that is not finite from `step` on, first on `ranks`, comes from updates that were finite and too large.
+    """Whether a loss that is not finite from `step` on, first on `ranks`, comes from finite updates that were too
+    large.
 
-    NaN in a gradient makes the next loss NaN while the losses before it are ordinary. A loss that diverges had become many times larger
-    than usual before, on every rank; or it becomes infinite on all of them at once, or NaN although no parameter is.
+    NaN in a gradient makes the next loss NaN while the losses before it look normal. A loss that diverges was many
+    times larger than usual before, on every rank; or it becomes infinite on all ranks at once, or NaN although no
+    parameter is.
     """
     before = [[abs(loss) for loss in _until(rank, step)[:-1] if math.isfinite(loss)] for rank in state.ranks.values()]
     if all(_exploded(sizes) for sizes in before if sizes) and any(before):
         return True
     if len(ranks) < state.world_size and state.replicas == 1:
-        return False  # one rank alone, whose samples or weights are its own
+        return False  # a single rank, because of its own samples or weights
     if any(math.isinf(_until(state.ranks[rank], step)[-1]) for rank in ranks):
         return True
     seen = _parameters_then(state, ranks, step)
@@ -137,7 +143,7 @@ def _diverged(state: RunState, ranks: tuple[int, ...], step: int) -> bool:
 
 
 def _parameters_then(state: RunState, ranks: tuple[int, ...], step: int) -> list[dict[str, Any]]:
-    """What the probe saw of the parameters with which these ranks computed the loss of a step that was not finite."""
+    """What the probe recorded about the parameters with which these ranks computed the non-finite loss of a step."""
     return [one for rank in ranks for one in state.ranks[rank].seen("not_finite") if one["step"] == step]
 
 
@@ -146,7 +152,7 @@ def _exploded(sizes: list[float]) -> bool:
 
 
 def _until(rank: RankState, step: int) -> list[float]:
-    """The losses of the newest attempt before and at a step, the last ones only."""
+    """The last losses of the newest attempt, up to and including a step."""
     end = bisect_right(rank.steps.step, step, lo=rank.first_step)
     return [float(loss) for loss in rank.steps.loss[max(rank.first_step, end - _BEFORE) : end]]
 
@@ -156,22 +162,22 @@ def _divergence(state: RunState, ranks: tuple[int, ...], step: int) -> Finding:
     shown = ", ".join(f"{loss:.4g}" for loss in losses[-_SHOWN:])
     first = step - len(losses[-_SHOWN:]) + 1
     seen = _parameters_then(state, ranks, step)
-    whole = "; no parameter held NaN then" if seen and not any(one["nan"] for one in seen) else ""
+    whole = "; no parameter contained NaN then" if seen and not any(one["nan"] for one in seen) else ""
     return Finding(
         name="loss_diverged",
         kind="wrong",
         title=f"the loss diverged: {losses[-1]:g} from step {step} on, on {ranks_in_words(ranks, state.world_size)}",
         evidence=f"losses of rank {ranks[0]} in steps {first} to {step}: {shown}{whole}",
-        cause="each update made the loss larger until it overflowed: the updates are too large for this loss, or the loss has no minimum; "
-        "no single rank is at fault",
-        way_out=f"lower the learning rate, or let it rise over the first steps (warm-up); {one_of(state, 'clip') or 'clip the gradients'}; "
-        "check the sign of the loss",
+        cause="each update made the loss larger until it overflowed: the updates are too large for this loss, or the "
+        "loss has no minimum; no single rank is the cause",
+        fix="lower the learning rate, or increase it gradually over the first steps (warm-up); "
+        f"{one_of(state, 'clip') or 'clip the gradients'}; check the sign of the loss",
         ranks=ranks,
     )
 
 
 def loss_differs(state: RunState) -> Iterator[Finding]:
-    """Ranks that split layers and must have one loss, and do not."""
+    """Ranks that split layers and must have the same loss, but do not."""
     if state.asked is None or state.asked.strategy_row.one_loss(state.asked) < 2:
         return
     together = state.asked.strategy_row.one_loss(state.asked)
@@ -185,24 +191,26 @@ def loss_differs(state: RunState) -> Iterator[Finding]:
                 yield Finding(
                     name="loss_differs",
                     kind="wrong",
-                    title=f"{ranks_in_words(numbers)} have different losses, and one is meant",
+                    title=f"{ranks_in_words(numbers)} have different losses from step {step} on, but must have the "
+                    "same",
                     evidence=f"step {step}: " + ", ".join(f"{loss:.6f}" for loss in losses),
-                    cause="ranks that split layers must see the same samples and have drawn the same weights",
-                    way_out="the same seed before the model is built on every rank, and the same batch for all ranks of a row",
+                    cause="ranks that split layers must train on the same samples and start from the same weights",
+                    fix="set the same seed on every rank before the model is built, and feed the same batch to all "
+                    "ranks that split one layer",
                     ranks=numbers,
                 )
                 return
 
 
 def _losses(rank: RankState) -> dict[int, float]:
-    """The losses of the newest attempt, by step, where there is one."""
+    """The losses of the newest attempt, by step; steps without a loss are left out."""
     steps, losses = rank.steps.step[rank.first_step :].astype(int), rank.steps.loss[rank.first_step :]
     known = ~numpy.isnan(losses)
     return dict(zip(steps[known].tolist(), losses[known].tolist()))
 
 
 def one_file(state: RunState) -> Iterator[Finding]:
-    """Several ranks that wrote one file at one step."""
+    """Several ranks that wrote the same file in one step."""
     writers: dict[tuple[str | None, str, int], set[int]] = defaultdict(set)
     for rank in state.ranks.values():
         for save in rank.seen("save"):
@@ -214,9 +222,11 @@ def one_file(state: RunState) -> Iterator[Finding]:
     yield Finding(
         name="one_file",
         kind="wrong",
-        title=f"{ranks_in_words(sorted(ranks))} save to one file",
-        evidence=f"{path}, after step {step}" + (f", and {counted(len(several) - 1, 'time')} more" if len(several) > 1 else ""),
-        cause="nobody takes turns: the file is whichever rank wrote last, or pieces of several",
-        way_out="save on rank 0 alone while the others wait, or let every rank write its shard (torch.distributed.checkpoint)",
+        title=f"{ranks_in_words(sorted(ranks))} wrote the same file after step {step}",
+        evidence=f"{path}, after step {step}" + (f", and {counted(len(several) - 1, 'more time')}" if len(several) > 1 else ""),
+        cause="nothing coordinates the writes: the file contains what the last rank wrote, or a mixture of several "
+        "ranks",
+        fix="save on rank 0 only while the others wait at a barrier, or save one shard per rank with "
+        "torch.distributed.checkpoint",
         ranks=tuple(sorted(ranks)),
     )

@@ -1,4 +1,6 @@
-"""Training that the probe could not watch: without this, such a run would end without figures and without a word."""
+"""Training that the probe could not record: without these findings, such a run would have no figures and no
+explanation.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +8,18 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from labkit.analysis.diagnose.finding import Finding
-from labkit.common.units import counted, ranks_in_words
+from labkit.common.units import counted
 
 if TYPE_CHECKING:
     from labkit.record.columns import RankState
     from labkit.record.state import RunState
 
-_PATIENCE = 30.0  # seconds in which a rank that started processes may still begin to train itself
+_PATIENCE = 30.0  # seconds that a rank which started processes has to start training itself
 _SHOWN = 3
 
 
 def trains_elsewhere(state: RunState) -> Iterator[Finding]:
-    """Ranks without a step whose script started other processes, or computed gradients that no update followed."""
+    """Ranks without a step whose script started other processes, or computed gradients but never updated parameters."""
     for rank in state.ranks.values():
         if len(rank.steps):
             continue
@@ -30,17 +32,20 @@ def trains_elsewhere(state: RunState) -> Iterator[Finding]:
 
 
 def trains_beside(state: RunState) -> Iterator[Finding]:
-    """Threads that train at the same time as the thread whose steps are counted."""
+    """Threads that train at the same time as the thread whose steps are recorded."""
     for rank in state.ranks.values():
         names = [one["name"] for one in rank.seen("thread")]
         if names:
             yield Finding(
                 name="trains_beside",
                 kind="unseen",
-                title=f"{counted(len(names), 'training thread')} of rank {rank.rank} are not watched",
+                title=f"{counted(len(names), 'training thread')} of rank {rank.rank} "
+                f"{'is' if len(names) == 1 else 'are'} not recorded",
                 evidence=f"backward was also called in {_listed(names)}",
-                cause="the probe follows one thread per rank: the first that calls backward, and the next one when that thread has ended",
-                way_out="use one process per training loop, started with torchrun, to see the steps of each",
+                cause="the probe follows one thread per rank: the first that calls backward, then the next one when "
+                "that thread has ended",
+                fix="run each training loop in a process of its own, started with torchrun, to record the steps of "
+                "each",
                 ranks=(rank.rank,),
             )
 
@@ -50,11 +55,12 @@ def _processes(rank: RankState, started: list[dict]) -> Finding:
     return Finding(
         name="trains_elsewhere",
         kind="unseen",
-        title=f"no training step of {ranks_in_words([rank.rank])} was seen: its script started {counted(len(started), 'process', 'es')}",
+        title=f"rank {rank.rank} recorded no training step: its script started "
+        f"{counted(len(started), 'process', 'es')}",
         evidence=f"processes started: {_listed(targets)}; optimizer steps in the rank itself: 0",
-        cause="the probe watches the processes that torchrun starts, not those that a script starts itself",
-        way_out="let torchrun start the workers: run the script with --nproc N, and replace "
-        "torch.multiprocessing.spawn(train, nprocs=N) by train(int(os.environ['LOCAL_RANK']))",
+        cause="the probe records the processes that torchrun starts, not those that a script starts itself",
+        fix="let torchrun start the workers: run the script with --nproc N, and replace "
+        "torch.multiprocessing.spawn(train, nprocs=N) with train(int(os.environ['LOCAL_RANK']))",
         ranks=(rank.rank,),
     )
 
@@ -63,16 +69,17 @@ def _gradients(rank: RankState, backwards: int) -> Finding:
     return Finding(
         name="trains_elsewhere",
         kind="unseen",
-        title=f"no training step of {ranks_in_words([rank.rank])} was seen: gradients were computed, but no parameter changed",
-        evidence=f"calls of backward: {backwards}; optimizer steps: 0; changes of a parameter after a backward: 0",
-        cause="a step is the step of a torch.optim.Optimizer, or a change of the parameters after a backward; the script made neither",
-        way_out="call optimizer.step() after backward; if the script updates tensors in another way, use a torch.optim.Optimizer",
+        title=f"rank {rank.rank} recorded no training step: gradients were computed, but no parameter changed",
+        evidence=f"calls of backward: {backwards}; optimizer steps: 0; parameter updates after backward: 0",
+        cause="a step is optimizer.step() or a parameter update after backward; the script did neither",
+        fix="call optimizer.step() after backward; if the script updates tensors in another way, use a "
+        "torch.optim.Optimizer instead",
         ranks=(rank.rank,),
     )
 
 
 def _now(state: RunState, rank: RankState) -> float:
-    """The newest moment of the run that is recorded."""
+    """The newest recorded time of the run, in unix seconds."""
     return float(state.system.t[-1]) if len(state.system.t) else rank.started or 0.0
 
 

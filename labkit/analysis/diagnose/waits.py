@@ -1,4 +1,6 @@
-"""What ranks wait for, read from their `waiting` and `error` events: which collective of which group, at which line."""
+"""What ranks wait for, read from their `waiting` and `error` events: which collective of which process group, at which
+line.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +17,27 @@ if TYPE_CHECKING:
 
 MISMATCH = re.compile(r"collective mismatch|data size doesn't match|preamble\.length|Detected mismatch between collectives", re.IGNORECASE)
 _POINT_TO_POINT = re.compile(r"\bin (?:i?send|i?recv|batch_isend_irecv)\b")
-IDLE = 0.05  # share of the time that a rank may compute and still be said to wait
+IDLE = 0.05  # share of the time that a waiting rank may spend on the CPU
 STOPPED = ("stopped", "tracing-stop")
-_GONE = 2.0  # seconds for which the supervisor's samples lack a process before it counts as gone
+_GONE = 2.0  # seconds without a sample of a process before it counts as gone
 _UNNAMED = ("", "undefined")
 
 
-def unmet(failure: Mapping[str, Any]) -> bool:
-    """Whether an error tells of other ranks only: gone, too late, or in another collective."""
-    said = f"{failure['type']}: {failure['message']}"
-    return failure["type"] in ("SIGABRT", "SIGTERM") or bool(PEER_GONE.search(said) or MISMATCH.search(said))
+def blames_peers(failure: Mapping[str, Any]) -> bool:
+    """Whether an error only reports other ranks: gone, too late, or in a different collective."""
+    message = f"{failure['type']}: {failure['message']}"
+    return failure["type"] in ("SIGABRT", "SIGTERM") or bool(PEER_GONE.search(message) or MISMATCH.search(message))
 
 
 def waiting(state: RunState) -> dict[int, Mapping[str, Any]]:
-    """By rank where each stands that waits: not those that have gone on since, have ended well, or only compute for long."""
+    """By rank the `waiting` event of each rank that waits: not those that made progress since, exited with 0, or only
+    compute for long.
+    """
     return {number: event for number, event in held(state).items() if _waits(event)}
 
 
 def held(state: RunState) -> dict[int, Mapping[str, Any]]:
-    """By rank the newest `waiting` event of each that has made no progress since, whatever it does meanwhile."""
+    """By rank the newest `waiting` event of each rank that has made no progress since, even if it computes."""
     if state.status.get("state") == "finished":
         return {}
     ranks = (rank for _, rank in sorted(state.ranks.items()))
@@ -41,9 +45,11 @@ def held(state: RunState) -> dict[int, Mapping[str, Any]]:
 
 
 def silent(state: RunState) -> dict[int, Mapping[str, Any]]:
-    """By rank those that cannot report about themselves: stopped, or inside a C call that holds the GIL; the supervisor reports them.
+    """By rank the `silent` event of each rank that cannot report itself, because it is stopped or inside a C call that
+    holds the GIL.
 
-    Its events are in another file than the rank's own, so their times decide which of them came last.
+    The supervisor writes these events to a file of its own, so times decide whether they are newer than the rank's
+    events.
     """
     if state.status.get("state") == "finished":
         return {}
@@ -57,7 +63,7 @@ def _heard(rank: RankState) -> bool:
 
 
 def gone(state: RunState) -> tuple[int, ...]:
-    """Ranks whose process has ended without an event that says so, while the run goes on."""
+    """Ranks whose process exited without an `end` event while the run is still under way."""
     if state.over or not len(state.system.t):
         return ()
     samples = ((number, columns["t"][-1]) for number, columns in state.system.ranks.items() if len(columns["t"]))
@@ -79,19 +85,21 @@ def _waits(event: Mapping[str, Any]) -> bool:
 
 
 def operations(event: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The collectives of an event, with all that is read of them; without those that have no group or number."""
+    """The collectives of an event, with defaults for missing fields; those without a group or number are left out."""
     ops = [op for op in event.get("ops") or () if isinstance(op, Mapping) and isinstance(op.get("seq"), int) and op.get("group")]
     plain = {"op": "collective", "over": True, "id": None}
     return [plain | dict(op) | {"ranks": tuple(op.get("ranks") or ()), "sizes": op.get("sizes") or []} for op in ops]
 
 
 def first_pending(event: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The oldest collective that the rank is still in."""
+    """The oldest collective that has not completed on this rank."""
     return next((op for op in operations(event) if not op["over"]), None)
 
 
 def failed_in(event: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The collective in which an error came: the newest one, which an error completes too; None if a send or receive failed."""
+    """The collective that raised an error: the newest one, because an error completes it too; None if a send or receive
+    failed.
+    """
     ops = operations(event)
     if not ops or _POINT_TO_POINT.search(event.get("traceback", "")):
         return None
@@ -99,18 +107,18 @@ def failed_in(event: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def group_of(op: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What identifies a group on all of its ranks: two groups may have one description, and the same ranks."""
+    """What identifies a group on all of its ranks; two groups may have the same description and the same ranks."""
     return op["group"], op["id"], op["ranks"]
 
 
 def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two ranks are in one collective."""
+    """Whether two ranks are in the same collective."""
     return group_of(one) == group_of(other) and (one["seq"], one["op"]) == (other["seq"], other["op"])
 
 
 def in_words(op: Mapping[str, Any]) -> str:
-    """`all_reduce #10 (4×4)`, with the shapes of what the rank hands in."""
-    shapes = " and ".join("×".join(map(str, shape)) or "one number" for shape in op["sizes"])
+    """`all_reduce #10 (4×4)`, with the shapes of the rank's inputs."""
+    shapes = " and ".join("×".join(map(str, shape)) or "scalar" for shape in op["sizes"])
     return f"{op['op']} #{op['seq']}" + (f" ({shapes})" if shapes else "")
 
 
@@ -129,31 +137,33 @@ def where(event: Mapping[str, Any], op: Mapping[str, Any] | None) -> str:
 
 
 def last_seen(state: RunState, number: int) -> str:
-    """What is known of a rank that waits for nothing."""
+    """What is known about a rank that does not wait."""
     rank = state.ranks.get(number)
     if rank is None:
-        return "has not begun"
+        return "has not started"
     if rank.exit_code is not None:
-        return f"has ended with exit code {rank.exit_code}"
+        return f"exited with code {rank.exit_code}"
     if number in gone(state):
-        return f"its process has ended, after {steps_done(rank)} steps"
-    return f"goes on{' evaluating' if rank.activity == 'evaluating' else ''}, {steps_done(rank)} steps done"
+        return f"its process exited after {steps_done(rank)} steps"
+    return f"still {'evaluating' if rank.activity == 'evaluating' else 'running'}, {steps_done(rank)} steps done"
 
 
 def steps_done(rank: RankState) -> int:
-    """Steps of the newest attempt."""
+    """The number of steps done in the newest attempt."""
     return int(rank.steps.step[-1]) if len(rank.steps) > rank.first_step else 0
 
 
 def pending_operations(events: Mapping[int, Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
-    """By rank the collective that it is in, for those that are in one."""
+    """By rank the collective that it is in; ranks in no collective are left out."""
     return {number: op for number, event in events.items() if (op := first_pending(event)) is not None}
 
 
 def crossing(events: Mapping[int, Mapping[str, Any]]) -> list[int]:
-    """Ranks that wait for each other in a circle, each in a collective of another group than the next; empty if there are none.
+    """Ranks that wait for each other in a circle, each in a collective of a different group than the next; empty if
+    there are none.
 
-    A rank waits for those ranks of its collective that are in a collective of another group, and have not completed this one.
+    A rank waits for those ranks of its collective that are in a collective of a different group and have not completed
+    this one.
     """
     pending = pending_operations(events)
     completed = {number: [op for op in operations(event) if op["over"]] for number, event in events.items()}
@@ -170,7 +180,7 @@ def crossing(events: Mapping[int, Mapping[str, Any]]) -> list[int]:
 
 
 def _circle(following: Mapping[int, list[int]]) -> list[int]:
-    """A circle in a graph, a short one if two nodes make one; empty if there is none."""
+    """A cycle in a graph, preferably of two nodes; empty if there is none."""
     pair = next(([one, other] for one, others in following.items() for other in others if one in following[other]), [])
     if pair:
         return pair

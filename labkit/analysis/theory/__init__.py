@@ -1,12 +1,14 @@
-"""Bytes that a strategy sends in a step, and that its ranks keep from step to step (`states.py`), by formula.
+"""Expected (analytical) bytes that a strategy sends per step, and bytes of model states per rank (`states.py`).
 
-The formulas count what textbooks count, in a ring, as `sent` in probe/traffic.py has it: an all-reduce sends 2(n−1)/n of its payload
-(Patarasuk and Yuan 2009), an all-gather, reduce-scatter or broadcast (n−1)/n, a send all of it. Their letters: n ranks of a group,
-P parameters (P′ what tensor parallelism leaves a rank of them), p ranks of a pipeline, s shards, B samples of a rank, T places, d width,
-V bytes of the vocabulary, L layers, M parameters of linear layers and convolutions; 4 and 2 are the bytes of a number.
+The formulas are the textbook formulas of ring algorithms, as `sent` in probe/traffic.py: per rank an all-reduce sends
+2(n−1)/n of its payload (Patarasuk and Yuan 2009), an all-gather, reduce-scatter or broadcast (n−1)/n, a send all of it.
+Symbols: n ranks of a group, P parameters (P′ per rank under tensor parallelism), p ranks of a pipeline, s shards, B
+samples per rank, T positions, d width, V entries of the vocabulary, L layers, M parameters of linear layers and
+convolutions; 4 and 2 are bytes per number.
 
-What is known to come on top, such as padding, an engine's bookkeeping, or what gloo makes of a reduce-scatter, stands beside the formula
-with a number of its own: only the rest is unexplained. Formulas and the rest were held against runs with torch 2.13 and DeepSpeed 0.19.
+Known additions, such as padding, the bookkeeping of an engine, or the all-reduce with which gloo implements a
+reduce-scatter, are listed next to the formula with their own bytes: only the rest is unexplained. The formulas were
+verified against runs with torch 2.13 and DeepSpeed 0.19.
 """
 
 from __future__ import annotations
@@ -21,5 +23,7 @@ __all__ = ["MODELS", "STATES", "THEORY", "Flow", "Module", "States", "borders", 
 
 
 def theory(spec: Spec, step: int = 3) -> tuple[Flow, ...]:
-    """What the strategy of a Spec, whose ranks are known, sends by formula in a step (the first ones differ from the rest)."""
+    """The expected traffic of step `step` of a Spec with a known number of ranks; the first two steps differ from later
+    ones.
+    """
     return tuple(THEORY[spec.strategy](Case(spec, step)))

@@ -1,8 +1,9 @@
-"""How collectives are made of messages: plans in rounds, and the simulation that shows what each rank has after each of them.
+"""Collectives as messages: plans in rounds, and a simulation of what each rank holds after each round.
 
-In a round a rank sends one message and receives one, at the most; both at once, as a full-duplex wire lets it. A message carries pieces;
-what a rank has of a piece is known as the set of ranks whose contribution is in it, so that a sum that counts somebody twice is seen.
-The algorithms: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005, sections 3 and 4.
+In each round a rank sends at most one message and receives at most one, both at once on a full-duplex link. A message
+carries chunks. The state of a chunk on a rank is the set of ranks that contributed to it, so that a double-counted
+partial sum is detected. The algorithms: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication
+Operations in MPICH", 2005, sections 3 and 4.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-Piece = Any  # a number, or (source, target) of an all-to-all
+Piece = Any  # a chunk: a number, or (source, target) of an all-to-all
 Holding = Mapping[Piece, frozenset[int]]
 Round = tuple["Message", ...]
 
 
 @dataclass(frozen=True)
 class Message:
-    """`source` sends `pieces` to `target`, which takes them as they are or, if `add`, adds them to its own."""
+    """`source` sends chunks `pieces` to `target`, which stores them or, with `add`, adds them to its own."""
 
     source: int
     target: int
@@ -28,9 +29,10 @@ class Message:
 
 @dataclass(frozen=True)
 class Plan:
-    """One way to do a collective on `n` ranks: what each has at first, the rounds, and what each must have in the end.
+    """One algorithm of a collective on `n` ranks: the initial chunks, the rounds, and the expected final chunks of each
+    rank.
 
-    `parts` is how many pieces make up the whole message of one rank.
+    `parts` is the number of chunks in the whole message of one rank.
     """
 
     title: str
@@ -41,25 +43,27 @@ class Plan:
     goal: tuple[Holding, ...]
 
     def states(self) -> list[tuple[Holding, ...]]:
-        """What each rank has at first and after each round. Raises `ValueError` for a plan that cannot be, or does not reach its goal."""
+        """The chunks of each rank initially and after each round. Raises `ValueError` for a plan that is invalid or
+        misses its goal.
+        """
         states = [self.start]
         for number, messages in enumerate(self.rounds, 1):
             states.append(_after(states[-1], messages, number))
         for rank, wanted in enumerate(self.goal):
             for piece, who in wanted.items():
                 if states[-1][rank].get(piece) != who:
-                    raise ValueError(f"{self.title}: rank {rank} has {states[-1][rank].get(piece)} of piece {piece}, and not {who}")
+                    raise ValueError(f"{self.title}: rank {rank} has {states[-1][rank].get(piece)} of chunk {piece}, expected {who}")
         return states
 
     def busiest(self) -> float:
-        """What the rank that sends most sends in all, in whole messages of one rank."""
+        """The total that the busiest rank sends, in units of one rank's whole message."""
         sent = [sum(len(one.pieces) for messages in self.rounds for one in messages if one.source == rank) for rank in range(self.n)]
         return max(sent) / self.parts
 
     def seconds(self, size: float, alpha: float, beta: float) -> float:
-        """The time by the latency-bandwidth model: a round takes `alpha` seconds, and `beta` for each byte of its longest message.
+        """The seconds of the latency-bandwidth model: `alpha` per round, plus `beta` per byte of its longest message.
 
-        `size` is that of the whole message of one rank, in bytes. The model: Hockney, "The communication challenge for MPP", 1994.
+        `size` is the whole message of one rank, in bytes. The model: Hockney, "The communication challenge for MPP", 1994.
         """
         longest = (max(len(one.pieces) for one in messages) for messages in self.rounds)
         return sum(alpha + beta * size * pieces / self.parts for pieces in longest)
@@ -74,15 +78,15 @@ def _after(before: tuple[Holding, ...], messages: Round, number: int) -> tuple[H
     for one in messages:
         for piece in one.pieces:
             if piece not in before[one.source]:
-                raise ValueError(f"round {number}: rank {one.source} sends piece {piece}, which it does not have")
+                raise ValueError(f"round {number}: rank {one.source} sends chunk {piece}, which it does not have")
             sent, had = before[one.source][piece], before[one.target].get(piece, frozenset())
             if one.add and sent & had:
-                raise ValueError(f"round {number}: rank {one.target} would count {sorted(sent & had)} twice in piece {piece}")
+                raise ValueError(f"round {number}: rank {one.target} would count {sorted(sent & had)} twice in chunk {piece}")
             after[one.target][piece] = sent | had if one.add else sent
     return tuple(after)
 
 
-# ---- the pieces that ranks begin and end with
+# ---- the initial and final chunks of the ranks
 
 _ROOT = 0
 
@@ -113,7 +117,8 @@ def _chain(n: int) -> Edges:
 
 
 def _tree(n: int) -> Edges:
-    """A binomial tree: whoever has it sends it on, so that twice as many have it after each round."""
+    """A binomial tree: every rank that has the message forwards it, so that the number of holders doubles each round.
+    """
     edges, have = [], 1
     while have < n:
         edges.append([(rank, rank + have) for rank in range(min(have, n - have))])
@@ -122,9 +127,9 @@ def _tree(n: int) -> Edges:
 
 
 BROADCASTS: dict[str, tuple[str, Callable[[int], Edges]]] = {
-    "one_by_one": ("the root sends to one after another", _one_by_one),
-    "chain": ("each passes it on to the next", _chain),
-    "tree": ("whoever has it sends it on: a tree", _tree),
+    "one_by_one": ("the root sends to one rank after another", _one_by_one),
+    "chain": ("each rank forwards to the next", _chain),
+    "tree": ("a binomial tree", _tree),
 }
 
 
@@ -137,7 +142,9 @@ def _up(edges: Edges) -> tuple[Round, ...]:
 
 
 def _ring(n: int, shift: int, add: bool) -> tuple[Round, ...]:
-    """n - 1 rounds in which each rank sends one piece to its right neighbour: in round k rank r sends piece r + shift - k."""
+    """n - 1 rounds in which each rank sends one chunk to its right neighbour: in round k rank r sends chunk r + shift -
+    k.
+    """
     return tuple(tuple(Message(rank, (rank + 1) % n, ((rank + shift - k) % n,), add) for rank in range(n)) for k in range(n - 1))
 
 
@@ -145,7 +152,7 @@ def _ring(n: int, shift: int, add: bool) -> tuple[Round, ...]:
 
 
 def broadcast(n: int, by: str = "tree") -> Plan:
-    """The root's message comes to all."""
+    """Every rank receives the message of the root."""
     words, edges = _choice(BROADCASTS, by, n)
     start = tuple({0: frozenset({_ROOT})} if rank == _ROOT else {} for rank in range(n))
     goal = tuple({0: frozenset({_ROOT})} for _ in range(n))
@@ -153,41 +160,41 @@ def broadcast(n: int, by: str = "tree") -> Plan:
 
 
 def reduce(n: int, by: str = "tree") -> Plan:
-    """The sum of all messages comes to the root: a broadcast backwards."""
+    """The root receives the sum of all messages: a broadcast in reverse."""
     words, edges = _choice(REDUCES, by, n)
     goal = tuple({0: _everyone(n)} if rank == _ROOT else {} for rank in range(n))
     return Plan(f"reduce: {words}", n, 1, _own(n, 1), _up(edges(n)), goal)
 
 
 def all_reduce(n: int, by: str = "ring") -> Plan:
-    """The sum of all messages comes to all."""
+    """Every rank receives the sum of all messages."""
     words, make = _choice(ALL_REDUCES, by, n)
     parts, rounds = make(n)
     return Plan(f"all-reduce: {words}", n, parts, _own(n, parts), rounds, _sums(n, parts))
 
 
 def all_gather(n: int) -> Plan:
-    """The pieces of all come to all, by a ring. The whole message is what each rank has in the end."""
+    """Every rank receives the chunks of all ranks, by a ring. The whole message is the final state of a rank."""
     _at_least_two(n)
     start = tuple({rank: frozenset({rank})} for rank in range(n))
     goal = tuple({piece: frozenset({piece}) for piece in range(n)} for _ in range(n))
-    return Plan("all-gather: pieces go round the ring", n, n, start, _ring(n, 0, add=False), goal)
+    return Plan("all-gather: chunks travel around the ring", n, n, start, _ring(n, 0, add=False), goal)
 
 
 def reduce_scatter(n: int) -> Plan:
-    """Piece r of the sum comes to rank r, by a ring. The whole message is what each rank has at first."""
+    """Rank r receives chunk r of the sum, by a ring. The whole message is the initial state of a rank."""
     _at_least_two(n)
     goal = tuple({rank: _everyone(n)} for rank in range(n))
-    return Plan("reduce-scatter: sums go round the ring", n, n, _own(n, n), _ring(n, n - 1, add=True), goal)
+    return Plan("reduce-scatter: partial sums travel around the ring", n, n, _own(n, n), _ring(n, n - 1, add=True), goal)
 
 
 def all_to_all(n: int) -> Plan:
-    """Every rank has a piece for every rank: in round k it sends to the k-th after it."""
+    """Every rank has a chunk for every rank: in round k it sends to the k-th rank after it."""
     _at_least_two(n)
     start = tuple({(rank, other): frozenset({rank}) for other in range(n)} for rank in range(n))
     goal = tuple({(other, rank): frozenset({other}) for other in range(n)} for rank in range(n))
     rounds = tuple(tuple(Message(rank, (rank + k) % n, ((rank, (rank + k) % n),)) for rank in range(n)) for k in range(1, n))
-    return Plan("all-to-all: each sends every other its piece", n, n, start, rounds, goal)
+    return Plan("all-to-all: each rank sends a different chunk to every other rank", n, n, start, rounds, goal)
 
 
 def _by_root(edges: Callable[[int], Edges]) -> Callable[[int], tuple[int, tuple[Round, ...]]]:
@@ -195,35 +202,35 @@ def _by_root(edges: Callable[[int], Edges]) -> Callable[[int], tuple[int, tuple[
 
 
 def _by_ring(n: int) -> tuple[int, tuple[Round, ...]]:
-    """A reduce-scatter, and then an all-gather of the sums; rank r has the sum of piece r between the two."""
+    """A reduce-scatter, then an all-gather of the sums; between the two, rank r has the sum of chunk r."""
     return n, _ring(n, n - 1, add=True) + _ring(n, 0, add=False)
 
 
 REDUCES = {
-    "one_by_one": ("one after another sends to the root", _one_by_one),
+    "one_by_one": ("one rank after another sends to the root", _one_by_one),
     "tree": ("up a tree", _tree),
 }
 ALL_REDUCES: dict[str, tuple[str, Callable[[int], tuple[int, tuple[Round, ...]]]]] = {
     "root": ("reduce to the root, then broadcast", _by_root(_one_by_one)),
     "tree": ("reduce up a tree, broadcast down it", _by_root(_tree)),
-    "ring": ("each piece twice round the ring", _by_ring),
+    "ring": ("each chunk travels around the ring twice", _by_ring),
 }
 
 
 def _choice(table: Mapping[str, tuple[str, Any]], by: str, n: int) -> tuple[str, Any]:
     if by not in table:
-        raise ValueError(f"by={by!r} is not known; there is {', '.join(table)}")
+        raise ValueError(f"by must be one of {', '.join(table)}, got {by!r}")
     _at_least_two(n)
     return table[by]
 
 
 def _at_least_two(n: int) -> None:
     if isinstance(n, bool) or not isinstance(n, int) or n < 2:
-        raise ValueError(f"n was {n!r}; a collective needs at least 2 ranks")
+        raise ValueError(f"n must be at least 2, got {n!r}")
 
 
 def plans(n: int) -> Iterator[Plan]:
-    """Every plan there is for `n` ranks."""
+    """All plans for `n` ranks."""
     for make, table in ((broadcast, BROADCASTS), (reduce, REDUCES), (all_reduce, ALL_REDUCES)):
         yield from (make(n, by) for by in table)
     yield from (make(n) for make in (all_gather, reduce_scatter, all_to_all))

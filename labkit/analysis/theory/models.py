@@ -1,4 +1,4 @@
-"""The models as shapes: what the formulas count, without torch."""
+"""The models as parameter shapes, for the formulas; without torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from labkit.training.workloads import GPT_SIZES, GPT_VOCABULARY
 
 @dataclass(frozen=True)
 class Module:
-    """Parameters by their shapes, then the modules inside. `cut` is the dimension in which tensor parallelism splits its matrix."""
+    """The shapes of a module's own parameters, and its submodules. `cut` is the dimension that tensor parallelism
+    splits.
+    """
 
     shapes: tuple[tuple[int, ...], ...] = ()
     inside: tuple[Module, ...] = ()
@@ -27,12 +29,13 @@ class Module:
 
     @property
     def size(self) -> int:
-        """How many numbers all parameters have."""
+        """The number of elements of all parameters."""
         return sum(map(math.prod, self.parameters))
 
     @property
     def multiplied(self) -> int:
-        """Numbers in linear layers and convolutions; an embedding is the one matrix that has no bias and is never split."""
+        """Elements of linear layers and convolutions; an embedding is the only matrix without bias that is never split.
+        """
         most = max(map(len, self.shapes), default=0)
         looked_up = most == 2 and len(self.shapes) == 1 and self.cut is None
         own = sum(map(math.prod, self.shapes)) if most > 1 and not looked_up else 0
@@ -40,11 +43,13 @@ class Module:
 
     @property
     def leaves(self) -> tuple[Module, ...]:
-        """Itself and all modules inside."""
+        """The module itself and all submodules."""
         return self, *(leaf for module in self.inside for leaf in module.leaves)
 
     def part(self, ranks: int) -> Module:
-        """What one of so many tensor-parallel ranks has of it: a bias is split with the rows of its matrix, and whole where columns are."""
+        """The part of one of `ranks` tensor-parallel ranks: a bias is split if its matrix is split by rows, and whole
+        otherwise.
+        """
         shapes = self.shapes
         if self.cut == 0:
             shapes = tuple((shape[0] // ranks, *shape[1:]) for shape in shapes)
@@ -84,7 +89,7 @@ def _gpt(options: Mapping[str, Any]) -> tuple[Module, ...]:
     return embedding, *[layer] * layers, head
 
 
-_RESNET18 = (64, 64, 64, 128, 128, 256, 256, 512, 512)  # channels behind the stem and each residual block
+_RESNET18 = (64, 64, 64, 128, 128, 256, 256, 512, 512)  # channels after the stem and after each residual block
 
 
 def _resnet18(options: Mapping[str, Any]) -> tuple[Module, ...]:
@@ -99,7 +104,7 @@ MODELS: dict[str, Callable[[Mapping[str, Any]], tuple[Module, ...]]] = {"cnn": _
 
 
 def borders(spec: Spec) -> tuple[tuple[int, bool], ...]:
-    """Numbers that one sample has behind each block, and whether each of the tensor-parallel ranks has a part of them only."""
+    """Elements per sample in the output of each block, and whether tensor-parallel ranks hold only a part of them."""
     options = spec.options
     if spec.workload == "cnn":
         return (32 * 14 * 14, False), (64 * 7 * 7, False), (128 * 3 * 3, False), (128, True), (10, False)

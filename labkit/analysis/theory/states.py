@@ -1,9 +1,9 @@
-"""Bytes of model states that each rank keeps from step to step, by formula: parameters, gradients and AdamW's moments.
+"""Expected (analytical) bytes of model states per rank: parameters, gradients and AdamW's moments.
 
-All are numbers of 32 bits, since mixed precision is computed by autocast or on gathered copies: 4P + 4P + 8P bytes for
-the P parameters that a rank holds (Rajbhandari et al. 2020, section 3.1, without its 16-bit copies). Activations,
-gathered parameters, buffers of batch norm and communication buffers come on top. The formulas were held against runs
-with torch 2.13.
+All are stored in fp32, because mixed precision uses autocast or gathered copies: 4P + 4P + 8P bytes for the P
+parameters that a rank stores (Rajbhandari et al. 2020, section 3.1, without its 16-bit copies). Activations, gathered
+parameters, batch-norm buffers and communication buffers are not included. The formulas were verified against runs with
+torch 2.13.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class States:
-    """What one rank keeps, in bytes."""
+    """The model states of one rank, in bytes."""
 
     parameters: float
     gradients: float
@@ -29,29 +29,29 @@ class States:
 
     @property
     def total(self) -> float:
-        """All three together."""
+        """The sum of the three."""
         return self.parameters + self.gradients + self.optimizer
 
 
 def states(spec: Spec) -> tuple[States, ...] | None:
-    """What each rank of a Spec, whose number of ranks is known, keeps on its device; None where there is no formula."""
+    """The model states of each rank of a Spec with a known number of ranks, on its device; None without a formula."""
     formula = STATES.get(spec.strategy)
     return None if formula is None else tuple(formula(Case(spec, step=1)))
 
 
 def _of(numbers: float, stepped: float | None = None) -> States:
-    """States of so many parameters, of which the rank steps all, or so many."""
+    """The states of `numbers` parameters, of which the rank updates `stepped` (default: all)."""
     return States(4 * numbers, 4 * numbers, 8 * (numbers if stepped is None else stepped))
 
 
 def _whole(case: Case) -> Iterator[States]:
-    """Everything of the layers, or parts of layers, that a rank has."""
+    """All states of the layers, or parts of layers, of each rank."""
     for rank in range(case.spec.processes):
         yield _of(sum(map(math.prod, _shapes(case, rank))))
 
 
 def _shapes(case: Case, rank: int) -> list[Shape]:
-    """The parameters of a rank's stages of the pipeline; of all blocks where there is none."""
+    """The parameter shapes of a rank's pipeline stages; of all blocks without a pipeline."""
     if not case.stages:
         return list(case.shapes)
     place = rank // (case.n // case.pipes)
@@ -61,7 +61,7 @@ def _shapes(case: Case, rank: int) -> list[Shape]:
 
 
 def _zero1(case: Case) -> Iterator[States]:
-    """ZeroRedundancyOptimizer gives each tensor, the largest first, to the rank that has the fewest numbers by then."""
+    """ZeroRedundancyOptimizer assigns each tensor, the largest first, to the rank with the fewest numbers so far."""
     stepped = [0] * case.n
     for size in sorted(map(math.prod, case.shapes), reverse=True):
         stepped[stepped.index(min(stepped))] += size
@@ -70,7 +70,7 @@ def _zero1(case: Case) -> Iterator[States]:
 
 
 def _fsdp(case: Case) -> Iterator[States]:
-    """FSDP1: of each flat parameter an equal shard, or all of it."""
+    """FSDP1: an equal shard of each flat parameter, or all of it with NO_SHARD."""
     shards = case.n // case.options["replicas"]
     whole = sum(flats(case, shards))
     for _ in range(case.n):
@@ -78,7 +78,7 @@ def _fsdp(case: Case) -> Iterator[States]:
 
 
 def _fsdp2(case: Case) -> Iterator[States]:
-    """FSDP2: rows of each parameter, as `torch.chunk` shares them; storages have the size of the largest share."""
+    """FSDP2: rows of each parameter as `torch.chunk` splits them; every storage has the size of the largest chunk."""
     lanes = case.n // case.pipes
     shards = lanes // case.rows // case.options.get("replicas", 1)
     for rank in range(case.n):
@@ -91,7 +91,7 @@ def _fsdp2(case: Case) -> Iterator[States]:
 
 
 def _rows(shapes: Iterable[Shape], shards: int, place: int) -> int:
-    """Numbers in the rows that the shard of this place has."""
+    """The number of elements in the rows of shard `place`."""
     numbers = 0
     for rows, *others in shapes:
         each = -(-rows // shards)

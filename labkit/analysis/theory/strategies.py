@@ -1,4 +1,4 @@
-"""What each strategy sends in a step, by formula: one function a strategy, and the table of them."""
+"""The expected traffic of each strategy per step: one function per strategy, and the table of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from labkit.analysis.theory.pieces import Case, Flow, flow_of, scalars, scattere
 from labkit.plan.spec import Spec
 from labkit.training.workloads import GPT_SIZES, GPT_VOCABULARY
 
-_KEPT = 4 * 10**9  # bytes of the parameters that DeepSpeed's stage3_max_live_parameters and stage3_max_reuse_distance let stay gathered
+_KEPT = 4 * 10**9  # bytes of parameters that stay gathered under DeepSpeed's stage3_max_live_parameters and stage3_max_reuse_distance
 
 
 def _single(case: Case) -> Iterator[Flow]:
@@ -19,9 +19,9 @@ def _single(case: Case) -> Iterator[Flow]:
 
 
 def _dp(case: Case) -> Iterator[Flow]:
-    """`nn.DataParallel`: device 0 takes part in all that is sent, and keeps its own share."""
+    """`nn.DataParallel`: device 0 takes part in all traffic, and keeps its own part."""
     samples, others = case.batch * case.n, case.n - 1
-    unseen = "what device 0 hands out inside its process is counted nowhere"
+    unseen = "copies from device 0 within its process are not measured"
     inputs = 8 * case.options["context"] if case.spec.workload == "gpt" else 4 * (3 * 32**2 if case.norms else 28**2)
     for op, size, formula in (
         ("scatter", case.batch * inputs * others, "(n−1)/n · inputs"),
@@ -34,7 +34,9 @@ def _dp(case: Case) -> Iterator[Flow]:
 
 
 def _ddp(case: Case) -> Iterator[Flow]:
-    """DDP (Li et al. 2020) sends every gradient once; PowerSGD (Vogels et al. 2019) of a matrix its factors, from the third step on."""
+    """DDP (Li et al. 2020) all-reduces every gradient once; PowerSGD (Vogels et al. 2019) the factors of a matrix, from
+    step 3 on.
+    """
     compression = case.options.get("compression", "none")
     if compression == "powersgd" and case.step > 2:
         yield flow_of("all_reduce", 4 * sum(map(_low_rank, case.shapes)), case.n, "4·(rows + columns + vectors)")
@@ -43,17 +45,18 @@ def _ddp(case: Case) -> Iterator[Flow]:
     else:
         yield flow_of("all_reduce", case.size, case.n, "4P")
     if case.options.get("join"):
-        yield scalars("join counts the ranks that have samples left", 8, case.n)
-    if case.norms:  # two numbers for each channel, and a count of batches
+        yield scalars("join() counts the ranks that still have batches", 8, case.n)
+    if case.norms:  # two numbers per channel, and a count of batches
         buffers = sum(8 * channels + 8 for channels in case.norms)
-        yield flow_of("broadcast", 0, case.n, "", more={"DDP hands out rank 0's running figures of batch norm before a step": buffers})
+        yield flow_of("broadcast", 0, case.n, "", more={"DDP broadcasts the batch-norm buffers of rank 0 before each step": buffers})
     if case.step == (3 if case.options.get("static_graph") else 2):
         order = 4 * (len(case.shapes) + 1 + _buckets(case))
-        yield flow_of("broadcast", 0, case.n, "", more={"DDP lays out its buckets anew, once, and rank 0 tells how": order})
+        yield flow_of("broadcast", 0, case.n, "", more={"DDP rebuilds its buckets once, and rank 0 broadcasts the layout": order})
 
 
 def _buckets(case: Case) -> int:
-    """How many buckets take the gradients, from the last parameter to the first; one is closed as soon as it is full."""
+    """The number of gradient buckets, filled from the last parameter to the first; a bucket is closed when it is full.
+    """
     count, filled = 0, 0
     for shape in reversed(case.shapes):
         filled += 4 * math.prod(shape)
@@ -63,68 +66,73 @@ def _buckets(case: Case) -> int:
 
 
 def _low_rank(shape: tuple[int, ...]) -> int:
-    """Numbers that rank 1 sends of a parameter: rows and columns of the matrix that it makes, where they are less than half of all."""
+    """Elements that PowerSGD of rank 1 sends for a parameter: rows + columns of its matrix, if that is less than half
+    of all.
+    """
     rows, columns = shape[0], math.prod(shape[1:])
     return rows + columns if 2 * (rows + columns) < rows * columns else rows * columns
 
 
 def _zero1(case: Case) -> Iterator[Flow]:
-    """ZeroRedundancyOptimizer sends each tensor whole from the rank that stepped it."""
+    """ZeroRedundancyOptimizer broadcasts each tensor from the rank that updated it."""
     yield from _ddp(case)
     yield flow_of("broadcast", case.size, case.n, "4P")
 
 
 def _deepspeed(case: Case) -> Iterator[Flow]:
-    """ZeRO (Rajbhandari et al. 2020, section 7): stages 1 and 2 scatter gradients and gather parameters, stage 3 gathers them twice."""
+    """ZeRO (Rajbhandari et al. 2020, section 7): stages 1 and 2 reduce-scatter gradients and all-gather parameters,
+    stage 3 gathers twice.
+    """
     size, what = case.size, "4P"
     if case.half:
         size, what = case.size - 2 * sum(block.multiplied for block in case.blocks), "(2M + 4(P − M))"
     gradients = flow_of("reduce_scatter", size, case.n, what)
     if case.options["stage"] < 3:
-        twice = (gradients.theory, "DeepSpeed sums up whole buckets by all-reduce")
-        yield replace(gradients, op="all_reduce", formula=f"reduce-scatter {gradients.formula}", beside=(twice,))
+        twice = (gradients.theory, "DeepSpeed reduces whole buckets with all-reduce")
+        yield replace(gradients, op="all_reduce", formula=f"reduce-scatter {gradients.formula}", extra=(twice,))
         filled = 4 * (-(case.size // 4) % (2 * case.n))
-        yield flow_of("all_gather", case.size, case.n, "4P", more={"DeepSpeed fills up to a multiple of 2n numbers": filled})
+        yield flow_of("all_gather", case.size, case.n, "4P", more={"DeepSpeed pads to a multiple of 2n elements": filled})
         yield scalars("the norm of all gradients", 4, case.n)
         return
     padded = 4 * sum(-math.prod(shape) % case.n for shape in case.shapes)
-    why = "DeepSpeed pads every tensor to a multiple of the ranks"
+    why = "DeepSpeed pads every tensor to a multiple of the number of ranks"
     yield scattered(case, flow_of("reduce_scatter", size, case.n, what, more={why: padded}))
     kept = case.size if case.size <= _KEPT else 0
     more = {
-        "DeepSpeed keeps parameters from forward to backward, and gathers them once": -kept / 2,
+        "DeepSpeed keeps parameters gathered from forward to backward, so they are gathered only once": -kept / 2,
         why: padded if not kept else padded / 2,
     }
     yield flow_of("all_gather", case.size, case.n, "4P", more=more, times=2)
     yield scalars("the norm of all gradients", 8, case.n)
     if case.step == 2:
         order = 8 * (3 + _visits(case.spec) + 4 * len(case.shapes))
-        agreed = {"DeepSpeed has all ranks agree on the order of modules and parameters, once": order}
+        agreed = {"DeepSpeed checks once that all ranks agree on the order of modules and parameters": order}
         yield flow_of("broadcast", 0, case.n, "", more=agreed)
 
 
 def _visits(spec: Spec) -> int:
-    """Modules that forward and backward go through; backward does not go through one before the first parameter."""
+    """Modules that forward and backward visit; backward does not visit modules before the first parameter."""
     known = {"cnn": 36, "mlp": 17, "resnet18": 148}
     return known[spec.workload] if spec.workload in known else 2 * (10 * GPT_SIZES[spec.options["size"]][0] + 7)
 
 
 def _fsdp(case: Case) -> Iterator[Flow]:
-    """FSDP1 (Zhao et al. 2023): each unit is a flat parameter, and the root's stays whole from forward to backward."""
+    """FSDP1 (Zhao et al. 2023): each unit is a flat parameter; the root unit stays gathered from forward to backward.
+    """
     replicas, units = case.options["replicas"], _units(case)
     shards = case.n // replicas
     sizes = [4 * numbers for numbers in flats(case, shards)]
-    padded = {"FSDP1 aligns tensors to 16 bytes, and pads a unit to a multiple of the ranks": sum(sizes) - case.size}
+    padded = {"FSDP1 aligns tensors to 16 bytes and pads each unit to a multiple of the number of ranks": sum(sizes) - case.size}
     if case.options["sharding"] == "NO_SHARD":
         yield flow_of("all_reduce", case.size, case.n, "4P", more=padded, times=case.parts)
     elif case.options["sharding"] == "SHARD_GRAD_OP":
         yield flow_of("all_gather", case.size, shards, "4P", replicas, padded, case.parts)
         yield from _reduced(case, shards, replicas, padded)
     else:
-        more = padded | {"the root unit is gathered once": -sizes[-1] / 2}
+        more = padded | {"the root unit is gathered only once": -sizes[-1] / 2}
         if case.again:
             again = sum(size for unit, size in zip(units[:-1], sizes) if unit.again)
-            more["units inside a block are gathered again to compute its activations anew"] = again / 2
+            more["units within a block are gathered again to recompute its activations"] = again / 2
         yield flow_of("all_gather", case.size, shards, "4P", replicas, more, 2 * case.parts)
         yield from _reduced(case, shards, replicas, padded)
     if case.options["clip_norm"]:
@@ -132,7 +140,7 @@ def _fsdp(case: Case) -> Iterator[Flow]:
 
 
 def _reduced(case: Case, shards: int, replicas: int, padded: Mapping[str, float], columns: int = 1) -> Iterator[Flow]:
-    """Gradients: reduce-scatter among the shards, then all-reduce of what a shard holds among the replicas."""
+    """Gradients: reduce-scatter over the shards, then all-reduce of each shard over the replicas."""
     what = f"4{case.letter}"
     yield scattered(case, flow_of("reduce_scatter", case.size, shards, what, replicas * columns, padded, case.parts))
     if replicas > 1:
@@ -143,21 +151,24 @@ def _reduced(case: Case, shards: int, replicas: int, padded: Mapping[str, float]
 
 @dataclass(frozen=True)
 class Unit:
-    """What FSDP1 makes one flat parameter of. `again` says that activation checkpointing of the block around it gathers it once more."""
+    """One unit (flat parameter) of FSDP1. `again`: activation checkpointing of the block around it gathers it once
+    more.
+    """
 
     shapes: tuple[tuple[int, ...], ...]
     again: bool = False
 
 
 def _units(case: Case) -> list[Unit]:
-    """The units of FSDP1's size-based policy, the root's last.
+    """The units of FSDP1's size-based policy, the root unit last.
 
-    A block that is computed again stops as soon as nothing more is missing: a unit that ends it, as gpt's have, is still gathered then.
+    Recomputation of a block stops as soon as no activation is missing: a unit at the end of the block, as in gpt, is
+    still gathered then.
     """
     least, units = case.options["min_parameters"], []
 
     def wrap(module: Module, inside: bool, ends: bool) -> tuple[tuple[int, ...], ...]:
-        """Puts what is large enough into units; the shapes that are left to the unit around it."""
+        """Makes units of modules that are large enough; returns the shapes left to the enclosing unit."""
         if module.size < least:
             return module.parameters
         left = module.shapes
@@ -174,12 +185,13 @@ def _units(case: Case) -> list[Unit]:
 
 
 def flats(case: Case, shards: int) -> list[int]:
-    """Numbers of FSDP1's flat parameters, padding included, in so many shards; the root's is the last."""
+    """Elements of FSDP1's flat parameters in `shards` shards, including padding; the root unit is last."""
     return [_flat(unit, shards) for unit in _units(case)]
 
 
 def _flat(unit: Unit, ranks: int) -> int:
-    """Numbers of a flat parameter: each tensor begins at a multiple of four, and the whole is one of the ranks."""
+    """Elements of a flat parameter: each tensor starts at a multiple of four, and the total is a multiple of `ranks`.
+    """
     total = 0
     for shape in unit.shapes:
         total += -total % 4 + math.prod(shape)
@@ -194,9 +206,9 @@ def _fsdp2(case: Case) -> Iterator[Flow]:
 
 
 def _sharded(case: Case, shards: int, replicas: int = 1, columns: int = 1, reshard: bool = True) -> Iterator[Flow]:
-    """FSDP2: all-gather before forward, and before backward where what was gathered is dropped; reduce-scatter of gradients."""
+    """FSDP2: all-gather before forward, and before backward if resharded after forward; reduce-scatter of gradients."""
     padded = 4 * sum(-shape[0] % shards * math.prod(shape[1:]) for shape in case.shapes)
-    why, share = "FSDP2 pads the rows of every parameter to a multiple of the ranks", 2 if case.half else 1
+    why, share = "FSDP2 pads the rows of every parameter to a multiple of the number of shards", 2 if case.half else 1
     what, times = f"{4 // share}{case.letter}", case.parts * (2 if reshard else 1)
     yield flow_of("all_gather", case.size / share, shards, what, replicas * columns, {why: padded / share}, times)
     yield from _reduced(case, shards, replicas, {why: padded}, columns)
@@ -205,11 +217,13 @@ def _sharded(case: Case, shards: int, replicas: int = 1, columns: int = 1, resha
 def _tp(case: Case) -> Iterator[Flow]:
     yield from _split(case)
     if case.options["clip_norm"]:
-        yield scalars("the norms of gradients of split layers", 4 * case.cut, case.n)
+        yield scalars("the gradient norms of split layers", 4 * case.cut, case.n)
 
 
 def _split(case: Case) -> Iterator[Flow]:
-    """Tensor parallelism (Shoeybi et al. 2019, section 3): in each direction one all-reduce behind a pair of split matrices."""
+    """Tensor parallelism (Shoeybi et al. 2019, section 3): one all-reduce per direction after each pair of split
+    matrices.
+    """
     groups, wide = case.n // case.rows // case.pipes, 2 if case.half else 4
     if case.spec.workload == "gpt":
         yield from _split_gpt(case, groups, wide)
@@ -217,48 +231,49 @@ def _split(case: Case) -> Iterator[Flow]:
         yield flow_of("all_reduce", wide * case.batch * (1152 + 10), case.rows, f"{wide}·B·(1152 + 10)", groups)
     else:
         sums = wide * case.batch * 512
-        more = {"a layer is computed again for its activations, and its parts are added up again": sums if case.again else 0}
+        more = {"recomputing a layer's activations repeats the all-reduce of its partial sums": sums if case.again else 0}
         yield flow_of("all_reduce", sums, case.rows, f"{wide}·B·512", groups, more)
 
 
 def _split_gpt(case: Case, groups: int, wide: int) -> Iterator[Flow]:
     layers, width, _ = GPT_SIZES[case.options["size"]]
-    places = case.batch * case.options["context"]
-    vectors, what = wide * places * width, f"{wide}·B·T·d"
+    positions = case.batch * case.options["context"]
+    vectors, what = wide * positions * width, f"{wide}·B·T·d"
     if case.options["sequence_parallel"]:
-        yield from _split_places(case, groups, vectors, what)
+        yield from _sequence_split(case, groups, vectors, what)
     else:
         more = {
-            "gradients behind query, key and value are added up one by one": 2 * layers * vectors,
-            "attention is computed again for its activations, and its parts are added up again": layers * vectors if case.again else 0,
-            "autocast leaves the gradients of what it casts in 32 bits": (4 * layers + 1) * vectors if case.cast else 0,
+            "gradients of query, key and value inputs are all-reduced separately": 2 * layers * vectors,
+            "recomputing the attention repeats the all-reduce of its partial sums": layers * vectors if case.again else 0,
+            "autocast keeps the gradients of cast tensors in fp32": (4 * layers + 1) * vectors if case.cast else 0,
         }
         yield flow_of("all_reduce", (4 * layers + 1) * vectors, case.rows, f"{what}·(4L + 1)", groups, more)
     if case.options.get("loss_parallel"):
-        yield flow_of("all_reduce", 3 * 4 * places, case.rows, "3·4·B·T", groups)
+        yield flow_of("all_reduce", 3 * 4 * positions, case.rows, "3·4·B·T", groups)
     else:
-        yield flow_of("all_gather", wide * places * GPT_VOCABULARY, case.rows, f"{wide}·B·T·V", groups)
+        yield flow_of("all_gather", wide * positions * GPT_VOCABULARY, case.rows, f"{wide}·B·T·V", groups)
 
 
-def _split_places(case: Case, groups: int, vectors: int, what: str) -> Iterator[Flow]:
+def _sequence_split(case: Case, groups: int, vectors: int, what: str) -> Iterator[Flow]:
     """Sequence parallelism (Korthikanti et al. 2022, section 4.2.2): an all-reduce becomes a reduce-scatter and an all-gather."""
     layers, width, _ = GPT_SIZES[case.options["size"]]
     again, cast = layers if case.again else 0, vectors if case.cast else 0
     gathered = {
-        "what goes into a perceptron or the head is gathered again for the gradients of its matrix": (layers + 1) * vectors,
-        "a layer is computed again for its activations, and gathers again": 2 * again * vectors,
-        "autocast casts behind the gather in front of attention, and not the embedding's gradients": (layers + 1 + again) * cast,
+        "the inputs of MLPs and of the head are gathered again for their weight gradients": (layers + 1) * vectors,
+        "recomputing a layer's activations repeats its all-gathers": 2 * again * vectors,
+        "autocast casts only after the all-gather before attention, and not the gradients of the embedding": (layers + 1 + again) * cast,
     }
     yield flow_of("all_gather", (4 * layers + 2) * vectors, case.rows, f"{what}·(4L + 2)", groups, gathered)
     sent_back = {
-        "a layer is computed again for its activations, and scatters again": again * vectors,
-        "autocast leaves the gradients of what it casts in 32 bits": (2 * layers + 1) * cast,
+        "recomputing a layer's activations repeats its reduce-scatter": again * vectors,
+        "autocast keeps the gradients of cast tensors in fp32": (2 * layers + 1) * cast,
     }
     yield scattered(case, flow_of("reduce_scatter", (4 * layers + 1) * vectors, case.rows, f"{what}·(4L + 1)", groups, sent_back))
-    # FSDP2 adds the gradients of norms up by itself; else each operation that needs them does: three of AdamW's, and the clipping.
+    # FSDP2 reduces the gradients of norms itself; otherwise each operation that needs them does: three in AdamW, and
+    # the clipping.
     norms = 4 * 2 * width * (2 * layers + 1)
     times = 1 if case.spec.strategy_row.wrapper == "FSDP" else 4 if case.options["clip_norm"] else 3
-    yield scalars("gradients of norms, whenever an operation needs them", times * norms, case.rows, groups)
+    yield scalars("gradients of norms, reduced by each operation that needs them", times * norms, case.rows, groups)
 
 
 def _pp(case: Case) -> Iterator[Flow]:
@@ -267,7 +282,7 @@ def _pp(case: Case) -> Iterator[Flow]:
 
 
 def _agreed(case: Case) -> Iterator[Flow]:
-    """What the stages have to agree on."""
+    """Scalars on which the pipeline stages agree."""
     if case.options["clip_norm"]:
         yield scalars("the norm of all gradients", 4, case.pipes, case.n // case.pipes)
     if case.spec.precision == "fp16":
@@ -275,13 +290,13 @@ def _agreed(case: Case) -> Iterator[Flow]:
 
 
 def _piped(case: Case) -> Iterator[Flow]:
-    """A pipeline (Huang et al. 2019): what comes out of a stage goes to the next, and its gradient comes back."""
+    """A pipeline (Huang et al. 2019): the output of a stage is sent to the next, and its gradient is sent back."""
     behind = [borders(case.spec)[first - 1] for first in case.stages[1:-1]]
-    wide = 2 if case.half and not (case.cast and case.spec.workload == "gpt") else 4  # gpt's layers add to a sum in 32 bits
+    wide = 2 if case.half and not (case.cast and case.spec.workload == "gpt") else 4  # the residual stream of gpt stays in fp32
     lanes = case.n // case.pipes
     numbers = sum(size / case.rows if split else size for size, split in behind)
     total = 2 * wide * case.batch * numbers * lanes
-    yield Flow("send", total, f"2 · {wide}·B·A per pipeline, A numbers of a sample between stages")
+    yield Flow("send", total, f"2 · {wide}·B·A per pipeline, A elements per sample between stages")
 
 
 def _fsdp2_tp(case: Case) -> Iterator[Flow]:
@@ -291,7 +306,7 @@ def _fsdp2_tp(case: Case) -> Iterator[Flow]:
 
 
 def _norms(case: Case) -> Iterator[Flow]:
-    """For the norm of all gradients: that of each tensor in shards, and again that of each tensor in split layers."""
+    """The gradient norm: of each sharded tensor, and again of each tensor of split layers."""
     columns = case.n // case.rows // case.pipes
     if case.options["clip_norm"]:
         yield scalars("the norms of all gradients", 4 * len(case.shapes), columns, case.rows)
@@ -301,7 +316,7 @@ def _norms(case: Case) -> Iterator[Flow]:
 def _pp_ddp(case: Case) -> Iterator[Flow]:
     yield from _piped(case)
     ranks = case.n // case.pipes
-    used = {"DDP tells which parameters were used, for stages that are tried out": 4 * len(case.shapes)}
+    used = {"DDP all-reduces the bitmap of used parameters": 4 * len(case.shapes)}
     yield flow_of("all_reduce", case.size, ranks, f"4{case.letter}", more=used)
     yield from _agreed(case)
 
@@ -315,11 +330,13 @@ def _pp_fsdp2_tp(case: Case) -> Iterator[Flow]:
 
 
 def _cp(case: Case) -> Iterator[Flow]:
-    """Context parallelism as Llama 3 was trained (2024, section 3.3.2): keys and values are gathered, their gradients scattered."""
+    """Context parallelism as Llama 3 was trained (2024, section 3.3.2): all-gather of keys and values, reduce-scatter
+    of their gradients.
+    """
     layers, width, _ = GPT_SIZES[case.options["size"]]
     wide = 2 if case.half else 4
     both, what = 2 * wide * layers * case.batch * case.options["context"] * width, f"2·{wide}·L·B·T·d"
-    again = {"a layer is computed again for its activations, and gathers again": both if case.again else 0}
+    again = {"recomputing a layer's activations repeats its all-gather": both if case.again else 0}
     yield flow_of("all_gather", both, case.n, what, more=again)
     yield scattered(case, flow_of("reduce_scatter", both, case.n, what))
     yield from _ddp(case)

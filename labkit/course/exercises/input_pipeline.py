@@ -48,7 +48,7 @@ def _mend(answer: Any) -> str:
     title = next((found.title for found in run.findings() if found.name == "input_bound"), None)
     if title or waits > took / 2:
         raise Wrong(
-            f"still {title or 'too much of a step is waiting for data'}: {1e3 * waits:.1f} ms, while a batch takes "
+            f"still: {title or 'too much of a step is waiting for data'}: {1e3 * waits:.1f} ms, while a batch takes "
             f"{1e3 * took:.0f} ms to load; which processes could load the batches, and how many of them are needed?"
         )
     return f"a batch still takes {1e3 * took:.0f} ms to load, and a step waits only {1e3 * waits:.1f} ms for it"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from labkit.analysis.sampled import USUAL, aligned, sampled_steps
+from labkit.analysis.profiled import USUAL, aligned, profiled_steps
 from labkit.course.pictures.canvas import SCALED, layout
 from labkit.course.pictures.checked import checked
 from labkit.course.pictures.schedules import SCHEDULES, Plan, Slot, order, planned, simulate
@@ -141,7 +141,7 @@ def measured(run: Run) -> Plan:
     state = run.state
     if state.spec.get("strategy") != "pp":
         raise ValueError(f"the strategy of run {run.name} must be pp, got {state.spec.get('strategy') or 'a script'}")
-    whole = [step for step in sampled_steps(state) if all(step in rank.timelines for rank in state.ranks.values())]
+    whole = [step for step in profiled_steps(state) if all(step in rank.timelines for rank in state.ranks.values())]
     usual = [step for step in whole if step >= USUAL] or whole
     if not usual:
         raise ValueError(f"run {run.name} has no step that all ranks profiled yet; wait for it with .wait()")

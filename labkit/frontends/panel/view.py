@@ -14,7 +14,7 @@ from labkit.figures.tables import findings_html
 from labkit.frontends.panel.before import Before
 from labkit.frontends.panel.charts import STATIC, Charts
 from labkit.frontends.panel.logs import Logs
-from labkit.frontends.panel.sampled import MemoryTab, TimelineTab
+from labkit.frontends.panel.profiled import MemoryTab, TimelineTab
 from labkit.frontends.panel.words import finding_html, progress_html, sentence_html, state_html, tone_of
 from labkit.plan.spec import Spec
 from labkit.record.folder import RunFolder
@@ -66,7 +66,7 @@ class RunView:
         self.progress = ipywidgets.HTML(progress_html(self.state))
         self.finding = ipywidgets.HTML()
         self.finding.add_class("labkit-above")
-        self._why = ipywidgets.ToggleButton(description="Why?", tooltip="Evidence, cause, way out", layout={"display": "none"})
+        self._why = ipywidgets.ToggleButton(description="Why?", tooltip="Evidence, cause, fix", layout={"display": "none"})
         self._why.add_class("labkit-why")
         self._why.observe(lambda _: self._explain(), "value")
         self._diagnosis = ipywidgets.HTML(layout={"display": "none"})

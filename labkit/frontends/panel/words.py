@@ -45,16 +45,16 @@ def _clock(seconds: float) -> str:
 
 
 def finding_html(state: RunState) -> str:
-    """The gravest finding in one line; empty where there is none."""
+    """The most severe finding in one line; empty if there is none."""
     first = next(iter(findings(state)), None)
     if first is None and state.status.get("state") in ("failed", "lost"):
         return sentence_html(state.words)
     if first is None:
         return ""
-    return sentence_html(f"{first.title}: {first.evidence}", first.way_out, first.kind)
+    return sentence_html(f"{first.title}: {first.evidence}", first.fix, first.kind)
 
 
-def sentence_html(text: str, way_out: str = "", kind: str = "wrong") -> str:
-    """One sentence that something is wrong, or of another `kind` of finding; the way out is what it says when it is pointed at."""
-    hint = escape(f"{text}\n{way_out}".strip(), quote=True)
+def sentence_html(text: str, fix: str = "", kind: str = "wrong") -> str:
+    """One sentence that something is wrong, or about another `kind` of finding; the tooltip shows the fix."""
+    hint = escape(f"{text}\n{fix}".strip(), quote=True)
     return f'<div class="labkit-finding labkit-{kind}" role="alert" title="{hint}">{escape(text)}</div>' if text else ""

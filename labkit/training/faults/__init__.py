@@ -52,8 +52,8 @@ def _sampled(spec: Request) -> str | None:
         return _several_ranks(spec)
     found = _nproc_for(spec, lambda grown: grown.data_ranks > 1 and grown.processes > 1)
     same = f"{spec.strategy} with --nproc {spec.nproc} has one shard of the data set only"
-    way_out = f"--nproc {found}" if found else "ddp or fsdp2 with --nproc 2"
-    return f"the fault {spec.fault} needs ranks that train on different samples, and {same}; use {way_out}"
+    fix = f"--nproc {found}" if found else "ddp or fsdp2 with --nproc 2"
+    return f"the fault {spec.fault} needs ranks that train on different samples, and {same}; use {fix}"
 
 
 def _nproc_for(spec: Request, serves: Callable[[Request], bool]) -> int | None:

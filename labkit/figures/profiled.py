@@ -1,11 +1,11 @@
-"""The charts of sampled steps: the timeline of all ranks, and whose the memory is."""
+"""The charts of profiled steps: the timeline of all ranks, and the memory by owner."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from labkit.analysis.sampled import aligned, beyond, newest, overlap
+from labkit.analysis.profiled import aligned, beyond, newest, overlap
 from labkit.common.units import size
 from labkit.figures import colours
 from labkit.figures.model import Axis, Bars, Chart, Line, Spans
@@ -13,19 +13,21 @@ from labkit.record.columns import RankState
 from labkit.record.events import OWNERS, PHASES
 from labkit.record.state import RunState
 
-_PIXELS = 1500  # stretches narrower than one of so many parts of the axis are drawn as one
-_NONE = "no step was sampled yet"
+_PIXELS = 1500  # the resolution of the time axis: narrower stretches are merged
+_NONE = "no profiled step yet"
 
 
 def timeline(state: RunState, step: int | None = None) -> Chart:
-    """One sampled step (the newest that every rank has, where none is named): per rank a lane of computing and one of communication."""
+    """One profiled step (default: the newest that all ranks have): per rank a lane of computation and a lane of
+    communication.
+    """
     step = newest(state) if step is None else step
     found = {rank.rank: rank.timelines[step] for rank in _ranks(state) if step in rank.timelines}
     if not found:
         return Chart("timeline", "Timeline of a step", Axis("ms", end=1.0), Axis("", categories=("",)), note=_NONE)
     shifts, moved = aligned(found)
     width = max(shifts[rank] + one["seconds"] for rank, one in found.items())
-    lanes = tuple(name for rank in found for name in (f"rank {rank}", f"{rank} sends"))
+    lanes = tuple(name for rank in found for name in (f"rank {rank}", f"comm {rank}"))
     computed: dict[str, list[tuple[int, float, float, str]]] = {phase: [] for phase in PHASES}
     sent: dict[str, list[tuple[int, float, float, str]]] = {}
     for index, (rank, one) in enumerate(found.items()):
@@ -36,20 +38,21 @@ def timeline(state: RunState, step: int | None = None) -> Chart:
     spans = [Spans(phase, colours.PHASES.get(phase, colours.INK), tuple(those)) for phase, those in computed.items() if those]
     spans += [Spans(op, colours.OPERATIONS.get(op, colours.OTHER_OPERATION), tuple(those)) for op, those in sorted(sent.items())]
     missing = state.world_size - len(found)
-    told = [_overlap_in_words(found), *(["clocks disagree: set by common collectives"] if moved else [])]
-    told += [f"no timeline of {missing} rank{'s' if missing > 1 else ''}"] if missing else []
+    notes = [_overlap_in_words(found), *(["clocks disagree: aligned by common collectives"] if moved else [])]
+    notes += [f"no timeline of {missing} rank{'s' if missing > 1 else ''}"] if missing else []
     left_out = max(one["left_out"] for one in found.values())
-    told += [f"the last {left_out:,} collectives are left out"] if left_out else []
+    notes += [f"the last {left_out:,} collectives are omitted"] if left_out else []
     if any(one["backend"] == "gloo" for one in found.values()):
-        told.append("gloo: from queue to done")
+        notes.append("gloo: from queued to completed")
     title = f"Step {step}"
     return Chart(
-        "timeline", title, Axis("ms", end=_ms(width)), Axis("", categories=lanes), spans=tuple(spans), note=" · ".join(filter(None, told))
+        "timeline", title, Axis("ms", end=_ms(width)), Axis("", categories=lanes), spans=tuple(spans), note=" · ".join(filter(None, notes))
     )
 
 
 def _computing(one: Mapping[str, Any], least: float) -> Iterator[tuple[str, float, float, str]]:
-    """Where the rank computed, phase by phase: phase, start, end and words; what is too narrow to be seen is joined."""
+    """When the rank computed, phase by phase: phase, start, end and hover text; stretches too narrow to see are merged.
+    """
     many = {name: sum(phase == name for phase, *_ in one["phases"]) for name, *_ in one["phases"]}
     counted: dict[str, int] = {}
     for name, start, end in one["phases"]:
@@ -66,11 +69,13 @@ def _computing(one: Mapping[str, Any], least: float) -> Iterator[tuple[str, floa
                 pieces.append([begin, stop])
         for begin, stop in pieces:
             if stop - begin >= least / 4:
-                yield name, begin, stop, f"{which}, {_ms(end - start):.2f} ms in all"
+                yield name, begin, stop, f"{which}, {_ms(end - start):.2f} ms in total"
 
 
 def _sending(one: Mapping[str, Any], least: float) -> Iterator[tuple[str, float, float, str]]:
-    """Its collectives: op, start, end and words; runs of one sort that are too narrow to be told apart are joined."""
+    """The rank's collectives: op, start, end and hover text; adjacent ones of one kind that are too narrow to see are
+    merged.
+    """
     last: list[Any] | None = None
     for op, start, end, count, group, ranks, seq in sorted(one["comm"], key=lambda span: (span[0], span[1])):
         start, end = max(0.0, start), min(end, one["seconds"])
@@ -78,34 +83,37 @@ def _sending(one: Mapping[str, Any], least: float) -> Iterator[tuple[str, float,
             last = [op, last[1], max(end, last[2]), last[3] + 1, last[4] + (count or 0), last[5]]
             continue
         if last:
-            yield _told(last)
+            yield _merged(last)
         words = f"{op}{f' {seq}' if seq else ''}" + (f" of {group}" if group and group != "default_pg" else "")
         words += f", ranks {', '.join(map(str, ranks))}" if ranks else ""
         unit = next((name for name, first, stop in reversed(one["marks"]) if first <= start <= stop and "(" in name), "")
         last = [op, start, end, 1, count or 0, f"{words} {unit}".rstrip()]
     if last:
-        yield _told(last)
+        yield _merged(last)
 
 
-def _told(span: list[Any]) -> tuple[str, float, float, str]:
+def _merged(span: list[Any]) -> tuple[str, float, float, str]:
     op, start, end, many, count, words = span
     what = words if many == 1 else f"{many} × {op}"
     return op, start, end, f"{what}, {size(count)}, {_ms(end - start):.2f} ms" if count else f"{what}, {_ms(end - start):.2f} ms"
 
 
 def _overlap_in_words(found: Mapping[int, Mapping[str, Any]]) -> str:
-    under_way, open_ = (sum(values) for values in zip(*(overlap(one) for one in found.values())))
+    under_way, exposed = (sum(values) for values in zip(*(overlap(one) for one in found.values())))
     if not under_way:
         return "no communication"
+    share = 1 - min(1.0, exposed / under_way)
     worst = max(found, key=lambda rank: overlap(found[rank])[1])
-    return f"{1 - min(1.0, open_ / under_way):.0%} of communication hidden · {_ms(overlap(found[worst])[1]):.1f} ms open on rank {worst}"
+    return f"{share:.0%} of communication overlapped · {_ms(overlap(found[worst])[1]):.1f} ms exposed on rank {worst}"
 
 
 # ---- memory
 
 
 def memory_by_owner(state: RunState) -> Chart:
-    """The peak of each rank's sampled step, by owner; on CUDA, above, what the allocator keeps and what else is in use."""
+    """The peak of each rank's profiled step, by owner; on CUDA, stacked on top, what the allocator caches and what else
+    is in use.
+    """
     ranks = [rank for rank in _ranks(state) if rank.memory_step]
     names = tuple(f"rank {rank.rank}" for rank in ranks)
     peaks = [rank.memory_step["at_peak"] for rank in ranks]
@@ -115,20 +123,22 @@ def memory_by_owner(state: RunState) -> Chart:
     on_cuda = [rank for rank in ranks if rank.device.startswith("cuda")]
     if on_cuda:
         kept, rest = zip(*(beyond(state, rank) for rank in ranks))
-        bars.append(Bars("kept by the allocator", "#DDDDDD", tuple(value / unit for value in kept)))
+        bars.append(Bars("cached by the allocator", "#DDDDDD", tuple(value / unit for value in kept)))
         bars.append(Bars("context, NCCL, others", "#777777", tuple(value / unit for value in rest)))
     note = ("" if on_cuda else "live tensors") if ranks else _NONE
-    title = "Peak of a step, by owner"
+    title = "Peak memory of a step, by owner"
     return Chart("memory_by_owner", title, Axis("", categories=names), axis, bars=tuple(bars), note=note)
 
 
 def memory_of_step(state: RunState, rank: int | None = None) -> Chart:
-    """Bytes by owner over one sampled step of a rank (the one with the highest peak, where none is named), with the phases at the foot."""
-    sampled = [one for one in _ranks(state) if one.memory_step and rank in (None, one.rank)]
+    """Bytes by owner over one profiled step of a rank (default: the rank with the highest peak), with its phases along
+    the bottom.
+    """
+    profiled = [one for one in _ranks(state) if one.memory_step and rank in (None, one.rank)]
     title = "Memory over one step"
-    if not sampled:
+    if not profiled:
         return Chart("memory_of_step", title, Axis("ms", end=1.0), Axis("MiB"), note=_NONE)
-    one = max(sampled, key=lambda one: one.memory_step["peak"])
+    one = max(profiled, key=lambda one: one.memory_step["peak"])
     held = one.memory_step
     axis = Axis.of_bytes(held["peak"])
     times = [_ms(time) for time in held["times"]] + [_ms(held["seconds"])]
@@ -146,7 +156,7 @@ def memory_of_step(state: RunState, rank: int | None = None) -> Chart:
         if any(held["owners"].get(owner, ()))
     )
     bands = tuple((name, _ms(start), _ms(end), colours.PHASES.get(name, colours.INK)) for name, start, end in held["phases"])
-    note = f"rank {one.rank}, step {held['step']}; at the foot: the phases"
+    note = f"rank {one.rank}, step {held['step']}; bottom: phases"
     return Chart("memory_of_step", title, Axis("ms", end=_ms(held["seconds"])), axis, lines=lines, bands=bands, note=note)
 
 

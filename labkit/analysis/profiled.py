@@ -1,8 +1,9 @@
-"""What follows from the steps that were looked at closely: usual ones, what nothing hid, ranks on one axis of time, and what is no tensor.
+"""Figures of profiled steps: typical steps, exposed communication, ranks on a common time axis, and memory outside of
+tensors.
 
-Ranks are put on one axis by their clocks. Where those disagree (their steps would not even touch, or an all-reduce would
-end on one rank before it began on another), each rank is moved so that the ends of the collectives that it has in common with rank 0
-fall together.
+Ranks are aligned by their clocks. If the clocks disagree (the steps would not overlap, or an all-reduce would end on
+one rank before it starts on another), each rank is shifted so that its collectives end at the same time as those of
+rank 0.
 """
 
 from __future__ import annotations
@@ -18,18 +19,20 @@ if TYPE_CHECKING:
     from labkit.record.columns import RankState
     from labkit.record.state import RunState
 
-USUAL = 8  # from this step on a sampled step counts as a usual one: before it, buckets and caches are still made
-_MUTUAL = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")  # none of them ends before each rank has begun it
+USUAL = 8  # from this step on, a profiled step counts as typical: before it, buckets and caches are still being built
+_MUTUAL = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")  # none of these ends before every rank has started it
 
 
 def usual(rank: RankState) -> list[dict[str, Any]]:
-    """The rank's timelines of usual steps; of its early ones where it has no other."""
+    """The rank's timelines of typical steps; of its early steps if there are no others."""
     those = [one for step, one in sorted(rank.timelines.items()) if step >= USUAL]
     return those or list(rank.timelines.values())
 
 
 def exposed(rank: RankState) -> dict[str, float]:
-    """By phase, the share of it in which a collective was under way and nothing was computed: the median of the usual sampled steps."""
+    """By phase, the share with exposed communication (a collective and no compute): the median over typical profiled
+    steps.
+    """
     shares: dict[str, list[float]] = {}
     for one in usual(rank):
         spent: dict[str, float] = {}
@@ -41,7 +44,7 @@ def exposed(rank: RankState) -> dict[str, float]:
 
 
 def overlap(one: Mapping[str, Any]) -> tuple[float, float]:
-    """Of one timeline: seconds in which a collective was under way, and the seconds of these in which nothing was computed."""
+    """Of one timeline: seconds of communication, and the exposed part of them, in which nothing was computed."""
     under_way, last = 0.0, -math.inf
     for start, end in sorted((max(0.0, start), min(end, one["seconds"])) for _, start, end, *_ in one["comm"]):
         under_way += max(0.0, end - max(start, last))
@@ -49,20 +52,20 @@ def overlap(one: Mapping[str, Any]) -> tuple[float, float]:
     return under_way, sum(one["exposed"].values())
 
 
-def sampled_steps(state: RunState) -> list[int]:
-    """The steps that some rank has a timeline of."""
+def profiled_steps(state: RunState) -> list[int]:
+    """The steps of which at least one rank has a timeline."""
     return sorted({step for rank in state.ranks.values() for step in rank.timelines})
 
 
 def newest(state: RunState) -> int | None:
-    """The newest step that every rank with timelines has one of; where there is none, the newest of any."""
+    """The newest step of which all ranks with timelines have one; without such a step, the newest of any rank."""
     those = [set(rank.timelines) for rank in state.ranks.values() if rank.timelines]
     common = set.intersection(*those) if those else set()
     return max(common or set().union(*those), default=None)
 
 
 def aligned(found: Mapping[int, Mapping[str, Any]]) -> tuple[dict[int, float], bool]:
-    """Seconds by which each rank's step begins after the earliest, and whether clocks had to be set right for that."""
+    """Seconds by which each rank's step starts after the earliest, and whether clocks had to be corrected."""
     first = next(iter(found))
     ends, starts = ({rank: _moments(one, which) for rank, one in found.items()} for which in (2, 1))
     begins, moved = {}, False
@@ -78,17 +81,21 @@ def aligned(found: Mapping[int, Mapping[str, Any]]) -> tuple[dict[int, float], b
 
 
 def _moments(one: Mapping[str, Any], which: int) -> dict[tuple[Any, ...], float]:
-    """When each numbered collective of a group (its name and ranks) that all wait for began (1) or ended (2), in unix seconds."""
+    """When each numbered collective of a group (its name and ranks) started (1) or ended (2), in unix seconds."""
     return {(span[4], *(span[5] or ()), span[6]): one["t0"] + span[which] for span in one["comm"] if span[6] and span[0] in _MUTUAL}
 
 
 def resident(state: RunState) -> dict[int, float]:
-    """Resident bytes of each rank's process, as seen from outside: code, libraries, the data set, and on CPU ranks the tensors too."""
+    """Resident bytes of each rank's process, sampled by the supervisor: code, libraries, data, and on CPU ranks also
+    tensors.
+    """
     return {rank: columns["rss"][-1] for rank, columns in sorted(state.system.ranks.items()) if len(columns["rss"])}
 
 
 def beyond(state: RunState, rank: RankState) -> tuple[float, float]:
-    """On CUDA, bytes that the caching allocator keeps beyond the peak, and bytes in use on the device beyond what it has reserved."""
+    """On CUDA, bytes that the caching allocator holds beyond the peak, and device bytes in use beyond what it has
+    reserved.
+    """
     number = rank.device.removeprefix("cuda:")
     reserved = rank.steps.memory["reserved"][-1] if len(rank.steps) else math.nan
     used = state.system.gpus.get(int(number), {}).get("memory_used", [math.nan])[-1] if number.isdigit() else math.nan

@@ -9,11 +9,11 @@ import ipywidgets
 
 from labkit import figures
 from labkit.analysis.ledger import ledger
-from labkit.analysis.sampled import beyond, newest, resident, sampled_steps
+from labkit.analysis.profiled import beyond, newest, profiled_steps, resident
 from labkit.analysis.trace import write_trace
 from labkit.common.text import escape
 from labkit.common.units import size
-from labkit.figures.sampled import timeline
+from labkit.figures.profiled import timeline
 from labkit.figures.tables import ledger_html
 from labkit.frontends.panel.charts import Charts
 from labkit.launch.capture import ask
@@ -49,8 +49,8 @@ class _Tab:
         """What every picture begins with: the buttons as they may be pressed, and a word that was kept."""
         self._state = state
         self._capture.disabled = state.over or not state.step or not self.live
-        if self._waits_for and any(step >= self._waits_for for step in sampled_steps(state)):
-            self._tell(f"step {max(sampled_steps(state))} was captured")
+        if self._waits_for and any(step >= self._waits_for for step in profiled_steps(state)):
+            self._tell(f"step {max(profiled_steps(state))} was captured")
             self._waits_for = 0
 
     def _box(self, name: str, head: list[ipywidgets.Widget], *below: ipywidgets.Widget) -> ipywidgets.Box:
@@ -86,7 +86,7 @@ class TimelineTab(_Tab):
     def draw(self, state: RunState, final: bool = False) -> None:
         """Brings the tab up to the state."""
         self._follow(state)
-        steps = sampled_steps(state)
+        steps = profiled_steps(state)
         options = [(_NEWEST, 0), *((f"{step}", step) for step in steps)]
         if list(self._which.options) != options:
             chosen = self._which.value

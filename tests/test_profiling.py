@@ -1,4 +1,4 @@
-"""Steps that are looked at closely in real runs: those asked for, and none where the script has a profiler of its own."""
+"""Profiled steps in real runs: those requested, and none if the script uses a profiler itself."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import pytest
 from conftest import wait_until
 from fabricate import FakeRun
+from labkit.runs.handle import Run
 
 from labkit import run
 from labkit.probe import sampler
 from labkit.record.clock import SystemMoment
-from labkit.runs.handle import Run
 
 ROOT = Path(__file__).parent.parent
 OWN = """
@@ -57,7 +57,7 @@ def test_a_step_that_is_asked_for_is_captured_by_every_rank():
     assert job.logs(0, "stderr") == job.logs(1, "stderr") == "", "nobody sees the profiler"
     shown = command("show", job.name)
     assert f"step {asked} looked at closely" in shown.stdout and "all_reduce" in shown.stdout
-    assert "because every collective waits for the last rank" in shown.stdout
+    assert "Cause: every collective waits for the slowest rank" in shown.stdout
     written = command("trace", job.name, "-o", str(job.folder.path / "t.json"))
     assert written.returncode == 0 and "perfetto" in written.stdout
     events = json.loads((job.folder.path / "t.json").read_text())["traceEvents"]

@@ -1,4 +1,4 @@
-"""Findings about ranks that do not meet: collectives that differ, and hangs while they last."""
+"""Findings about ranks that do not call the same collectives: mismatches and hangs."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ from diagnosed import (
 
 from labkit.analysis.diagnose import findings
 
-# ---- ranks that do not meet
+# ---- collective mismatch
 
 
 def test_ranks_with_unlike_numbers_of_batches():
     aborted = status("failed", rank0=-15, rank1=(-6, UNLIKE))
     state = fold(spec(), start(0, 1), loader(0, 16), loader(1, 5), error(0, GONE), aborted)
     found = first(state, "uneven_inputs")
-    assert found.ranks == (1,) and found.title == "rank 1 had 5 batches, and others up to 16" and "0: 16, 1: 5" in found.evidence
+    assert found.title == "rank 1 had only 5 batches per epoch; other ranks had up to 16"
+    assert found.ranks == (1,) and "0: 16, 1: 5" in found.evidence
     state = fold(spec(), start(0, 1), loader(0, 16), loader(1, 5), error(0, DETAIL), status("failed"))
     assert names(state) == ["uneven_inputs", "mismatch", "first_failure"]
     last = [waiting(0, op()), activity(0, "training"), activity(1, "evaluating"), end(1)]
@@ -67,13 +68,13 @@ def test_an_evaluation_on_one_rank():
     imports, failed = waiting(0, computed=0.3, at=(14, "<module>"), step=0), error(0, CLOSED, at=(129, "evaluate"))
     state = fold(spec(), start(0, 1), imports, activity(0, "evaluating"), activity(1, "training"), end(1), failed, status("failed"))
     found = first(state, "evaluation_on_one_rank")
-    assert found.ranks == (0, 1) and "train.py:129 in evaluate" in found.evidence and "rank 1 had left" in found.evidence
+    assert found.ranks == (0, 1) and "train.py:129 in evaluate" in found.evidence and "rank 1 had exited" in found.evidence
 
 
 def test_an_evaluation_on_one_rank_that_holds_all_up():
     stood = [waiting(0, op("all_gather", 31), at=(129, "evaluate")), waiting(1, op("all_reduce", 31))]
     found = first(fold(spec(), start(0, 1), activity(0, "evaluating"), activity(1, "training"), stood), "evaluation_on_one_rank")
-    assert "rank 1 went on training" in found.evidence
+    assert "rank 1 continued training" in found.evidence
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,8 @@ def test_a_rank_that_skipped_a_collective():
     before = op(seq=9, over=True)
     stood = [waiting(0, before, op("barrier", sizes=()), at=(139, "disturb")), waiting(1, before, op())]
     found = first(fold(spec(), start(0, 1), steps(0, 4), steps(1, 4), stood), "hang")
-    assert found.title == "rank 0 waited for 42 s in barrier #10; rank 1 never reached it" and found.ranks == (1, 0)
+    assert found.title == "rank 0 waited for 42 s in barrier #10 at train.py:139 in disturb; rank 1 never reached it"
+    assert found.ranks == (1, 0)
     assert "rank 0: in barrier #10 at train.py:139 in disturb, 4 steps done" in found.evidence
     assert "rank 1: in all_reduce #10 (405898) at train.py:113 in train_step, 4 steps done" in found.evidence
 
@@ -144,10 +146,10 @@ def test_a_rank_that_skipped_a_collective():
 @pytest.mark.parametrize(
     ("events", "where"),
     [
-        ([], "has not begun"),
-        ([*start(1), *steps(1, 7)], "goes on, 7 steps done"),
-        ([*start(1), *steps(1, 7), activity(1, "evaluating")], "goes on evaluating, 7 steps done"),
-        ([*start(1), waiting(1, computed=0.9)], "goes on, 0 steps done"),
+        ([], "has not started"),
+        ([*start(1), *steps(1, 7)], "still running, 7 steps done"),
+        ([*start(1), *steps(1, 7), activity(1, "evaluating")], "still evaluating, 7 steps done"),
+        ([*start(1), waiting(1, computed=0.9)], "still running, 0 steps done"),
     ],
 )
 def test_where_a_rank_is_that_never_came(events, where):
@@ -167,30 +169,30 @@ def test_a_rank_that_is_in_no_collective_is_named_before_those_that_wait_for_eac
 def test_a_group_of_one_name_and_other_ranks_is_another():
     stood = [waiting(rank, op(seq=5, ranks=(rank // 2 * 2, rank // 2 * 2 + 1), group="tp")) for rank in (0, 1, 2)]
     found = first(fold(spec(nproc=4), start(0, 1, 2, 3), stood), "hang")
-    assert found.title == "rank 2 waited for 42 s in all_reduce #5 (405898); rank 3 never reached it"
+    assert found.title == "rank 2 waited for 42 s in all_reduce #5 (405898) at train.py:113 in train_step; rank 3 never reached it"
 
 
 def test_all_ranks_in_one_collective():
     found = first(fold(spec(), start(0, 1), waiting(0, op()), waiting(1, op())), "hang")
-    assert found.title.startswith("ranks 0, 1 waited") and found.title.endswith("which all of its ranks have reached")
+    assert found.title.startswith("ranks 0, 1 waited") and found.title.endswith("; all ranks of its group have reached it")
 
 
 def test_a_wait_that_is_no_collective():
     found = first(fold(spec(), start(0, 1), waiting(0, at=(30, "load")), waiting(1, at=(30, "load"))), "hang")
-    assert found.title == "ranks 0, 1 made no progress for 42 s" and "train.py:30 in load" in found.evidence
+    assert found.title == "ranks 0, 1 made no progress for 42 s at train.py:30 in load" and "rank 1: in no collective" in found.evidence
     assert "no collective is pending" in found.cause
 
 
 def test_a_wait_for_a_rank_that_goes_on_elsewhere():
     found = first(fold(spec(), start(0, 1), steps(1, 7), waiting(0, at=(30, "load"))), "hang")
-    assert found.ranks == (1, 0) and found.evidence.endswith("rank 1: goes on, 7 steps done")
+    assert found.ranks == (1, 0) and found.evidence.endswith("rank 1: still running, 7 steps done")
 
 
 @pytest.mark.parametrize("computed", [None, 1.0])
 def test_a_rank_in_a_collective_waits_however_busy_it_looks(computed):
-    """NCCL's wait spins, and not every system says what a thread computes."""
+    """NCCL spins while it waits, and not every system reports the CPU time of a thread."""
     found = first(fold(spec(), start(0, 1), waiting(0, op(sizes=[()]), computed=computed)), "hang")
-    assert "all_reduce #10 (one number)" in found.title
+    assert "all_reduce #10 (scalar)" in found.title
 
 
 def test_a_watchdog_that_ended_the_wait_leaves_it_the_cause():
@@ -216,7 +218,7 @@ def test_what_is_no_hang(events):
     assert names(fold(spec(), start(0, 1), events)) == []
 
 
-# ---- ranks that left
+# ---- ranks that exited early
 
 
 def test_a_rank_that_left_early_while_another_waits():
@@ -224,9 +226,9 @@ def test_a_rank_that_left_early_while_another_waits():
     state = fold(spec(), start(0, 1), steps(0, 4), steps(1, 4), end(1) | {"stack": called}, waiting(0, op(seq=57), at=(88, "step")))
     found = first(state, "left_early")
     assert (
-        found.title == "rank 1 ended its script with exit code 0 after 4 steps, while rank 0 waits in all_reduce #57 (train.py:88 in step)"
+        found.title == "rank 1 exited with code 0 after 4 steps while rank 0 waits in all_reduce #57 (train.py:88 in step)"
     )
-    assert found.ranks == (1, 0) and "rank 1: ended by the call at train.py:30 in main, 4 steps done" in found.evidence
+    assert found.ranks == (1, 0) and "rank 1: exited at train.py:30 in main, 4 steps done" in found.evidence
     assert names(state) == ["left_early", "hang"]
 
 
@@ -236,7 +238,7 @@ def test_a_rank_that_left_early_is_named_before_its_victim(complaint):
     state = fold(spec(), start(0, 1), steps(0, 4), steps(1, 4), end(1), gone, status("failed", rank0=1))
     found = first(state, "left_early")
     assert found.title.startswith(
-        "rank 1 ended its script with exit code 0 after 4 steps, while rank 0 waited in all_reduce #57 (train.py:88"
+        "rank 1 exited with code 0 after 4 steps while rank 0 waited in all_reduce #57 (train.py:88"
     )
     victim = findings(state)[1]
     assert victim.name == "first_failure" and victim.title.startswith("rank 0 failed because rank 1 had already ended: RuntimeError")
@@ -246,17 +248,17 @@ def test_a_rank_that_left_early_is_named_before_its_victim(complaint):
 def test_ranks_that_left_early_in_a_pipeline():
     state = fold(spec(nproc=3), start(0, 1, 2), end(1), end(2), waiting(0, at=(88, "step")))
     title = first(state, "left_early").title
-    assert title == "ranks 1, 2 ended their scripts with exit code 0 after 0 steps, while rank 0 waits (train.py:88 in step)"
+    assert title == "ranks 1, 2 exited with code 0 after 0 steps while rank 0 waits (train.py:88 in step)"
 
 
 def test_a_process_that_went_without_a_word_while_the_run_goes_on():
-    """Such as by `_exit(0)` in a C library: torchrun takes exit code 0 for success."""
+    """For example by `_exit(0)` in a C library: torchrun treats exit code 0 as success."""
     both, one = {"cpu_percent": 1.0, "rss": 9}, {"0": {"cpu_percent": 1.0, "rss": 9}}
     samples = [{"kind": "system", "t": 100.0, "ranks": {"0": both, "1": both}}, {"kind": "system", "t": 110.0, "ranks": one}]
     state = fold(spec(), start(0, 1), steps(1, 4), samples, waiting(0, op()), status("running"))
     found = first(state, "left_early")
-    assert found.title.startswith("rank 1 ended its script after 4 steps, while rank 0 waits in all_reduce #10")
-    assert "rank 1: its process has ended, after 4 steps" in findings(state)[1].evidence
+    assert found.title.startswith("rank 1 exited after 4 steps while rank 0 waits in all_reduce #10")
+    assert "rank 1: its process exited after 4 steps" in findings(state)[1].evidence
 
 
 @pytest.mark.parametrize(
@@ -285,7 +287,7 @@ def test_two_groups_in_opposite_order():
     found = first(state, "hang")
     of_groups = [f"rank {rank} is in all_reduce #1 of group #{rank + 1} of ranks 0, 1" for rank in (0, 1)]
     assert found.title == f"{', '.join(of_groups)}; each waits for the other"
-    assert "the same order" in found.way_out and found.ranks == (0, 1) and len(findings(state)) == 1
+    assert "the same order" in found.fix and found.ranks == (0, 1) and len(findings(state)) == 1
 
 
 def test_two_groups_with_names_and_a_bystander():
@@ -315,11 +317,11 @@ def test_waits_that_are_no_circle(stood):
     assert "each waits" not in found.title
 
 
-# ---- ranks that cannot report about themselves
+# ---- ranks that cannot report themselves
 
 
 def mute(rank: int, process: str = "stopped", computed: float = 0.0, at=(30, "load")) -> dict:
-    """As the supervisor reports a rank in its place."""
+    """An event in which the supervisor reports a rank that cannot report itself."""
     return {"kind": "silent", "t": 142.0, "rank": rank, "process": process, "since": 100.0, "computed": computed, "stack": stack(*at)}
 
 
@@ -329,7 +331,7 @@ def test_a_rank_that_is_stopped_is_named():
     stopped, waits = found.title.split("; ")
     assert stopped == "rank 1 has been stopped for 42 s, last seen at train.py:30 in load"
     assert waits == "rank 0 waits in all_reduce #10 (train.py:88 in step)"
-    assert "kill -CONT 101" in found.way_out and found.ranks == (1, 0) and "SIGSTOP" in found.cause
+    assert "kill -CONT 101" in found.fix and found.ranks == (1, 0) and "SIGSTOP" in found.cause
     assert "rank 1: stopped, last seen at train.py:30 in load, 4 steps done (process 101: stopped)" in found.evidence
 
 
@@ -345,7 +347,7 @@ def test_a_rank_inside_a_c_call_that_holds_the_gil(process, computed):
     assert found.title.startswith(
         "rank 1 has been inside a C call that holds the GIL for 42 s, at train.py:30 in load; rank 0 waits in all_reduce"
     )
-    assert f"computes {computed:.0%}" in found.evidence and "GIL" in found.cause and found.ranks == (1, 0)
+    assert f"on the CPU for {computed:.0%}" in found.evidence and "GIL" in found.cause and found.ranks == (1, 0)
 
 
 def test_a_long_computation_that_holds_the_gil_is_no_hang_while_nobody_waits():

@@ -1,4 +1,4 @@
-"""Charts and traces of sampled steps: ranks on one axis, what is missing is said, areas and bars add up, and names stay text."""
+"""Charts and traces of profiled steps: ranks on one time axis, missing data is reported, areas and bars add up, names stay text."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from xml.etree import ElementTree
 import pytest
 
 from labkit import figures
-from labkit.analysis import sampled
+from labkit.analysis import profiled
 from labkit.analysis.trace import trace, write_trace
 from labkit.figures.charts import phases as phases_chart
-from labkit.figures.sampled import memory_of_step, timeline
+from labkit.figures.profiled import memory_of_step, timeline
 from labkit.record.events import OWNERS, PHASES
 from labkit.record.state import RunState
 
@@ -24,7 +24,7 @@ HOSTILE = '</text><script>alert("1")</script>&\'"'
 
 
 def timeline_event(rank, step=8, t0=1000.0, comm=None, **more):
-    """A step of 40 ms, with one collective from 20 to 30 ms that computing hides up to 26 ms."""
+    """A step of 40 ms, with one collective from 20 to 30 ms that overlaps with compute until 26 ms."""
     return {
         "kind": "timeline",
         "t": t0 + 1,
@@ -87,7 +87,7 @@ def stretches(chart):
 def test_ranks_stand_on_one_axis_as_their_clocks_say():
     late = [["all_reduce", 0.015, 0.025, 4096, "default_pg", [0, 1], 7]]
     chart = figures.chart("timeline", state_of(timeline_event(0), timeline_event(1, t0=1000.005, comm=late)))
-    assert chart.y.categories == ("rank 0", "0 sends", "rank 1", "1 sends")
+    assert chart.y.categories == ("rank 0", "comm 0", "rank 1", "comm 1")
     found = stretches(chart)
     assert found["forward", 0] == pytest.approx((2, 10))
     assert found["forward", 2] == pytest.approx((7, 15))
@@ -95,7 +95,7 @@ def test_ranks_stand_on_one_axis_as_their_clocks_say():
     assert found["all_reduce", 3] == pytest.approx((20, 30))
     assert chart.x.end == pytest.approx(45)
     assert "disagree" not in chart.note
-    assert "60% of communication hidden" in chart.note
+    assert "60% of communication overlapped" in chart.note
     assert "gloo" in chart.note
 
 
@@ -111,25 +111,25 @@ def test_clocks_that_disagree_are_set_by_what_ranks_have_in_common_and_said(apar
 
 def test_a_collective_of_other_ranks_under_the_same_name_sets_no_clock():
     ours, theirs = ([["all_reduce", start, start + 0.002, 8, "mesh_tp", ranks, 7]] for start, ranks in ((0.005, [0, 1]), (0.03, [2, 3])))
-    shifts, moved = sampled.aligned({0: timeline_event(0, comm=ours), 2: timeline_event(2, t0=1000.01, comm=theirs)})
+    shifts, moved = profiled.aligned({0: timeline_event(0, comm=ours), 2: timeline_event(2, t0=1000.01, comm=theirs)})
     assert not moved
     assert shifts == pytest.approx({0: 0.0, 2: 0.01})
 
 
 def test_ranks_far_apart_without_a_common_collective_begin_together_and_it_is_said():
-    assert sampled.aligned({0: timeline_event(0, comm=[]), 1: timeline_event(1, t0=1600.0, comm=[])}) == ({0: 0.0, 1: 0.0}, True)
+    assert profiled.aligned({0: timeline_event(0, comm=[]), 1: timeline_event(1, t0=1600.0, comm=[])}) == ({0: 0.0, 1: 0.0}, True)
 
 
 def test_a_broadcast_may_end_at_its_root_before_others_begin_it():
     early, late = ([["broadcast", start, start + 0.001, 8, "default_pg", [0, 1], 7]] for start in (0.005, 0.02))
-    assert sampled.aligned({0: timeline_event(0, comm=early), 1: timeline_event(1, comm=late)}) == ({0: 0.0, 1: 0.0}, False)
+    assert profiled.aligned({0: timeline_event(0, comm=early), 1: timeline_event(1, comm=late)}) == ({0: 0.0, 1: 0.0}, False)
 
 
 def test_the_newest_step_of_all_ranks_is_shown_and_any_that_is_asked_for():
     state = state_of(timeline_event(0), timeline_event(1), timeline_event(0, step=50))
     assert figures.chart("timeline", state).title == "Step 8"
     assert timeline(state, 50).title == "Step 50"
-    assert sampled.sampled_steps(state) == [8, 50]
+    assert profiled.profiled_steps(state) == [8, 50]
 
 
 def test_ranks_without_a_timeline_are_counted():
@@ -141,7 +141,7 @@ def test_ranks_without_a_timeline_are_counted():
 def test_what_reaches_beyond_the_step_is_drawn_within_it():
     chart = figures.chart("timeline", state_of(timeline_event(0, comm=[["all_reduce", -0.01, 0.06, 8, None, None, None]]), nproc=1))
     assert stretches(chart)["all_reduce", 1] == pytest.approx((0, 40))
-    assert sampled.overlap(timeline_event(0, comm=[["all_reduce", -0.01, 0.06, 8]])) == pytest.approx((0.04, 0.004))
+    assert profiled.overlap(timeline_event(0, comm=[["all_reduce", -0.01, 0.06, 8]])) == pytest.approx((0.04, 0.004))
 
 
 def test_stretches_say_what_they_are():
@@ -233,19 +233,19 @@ def test_bars_with_communication_are_as_high_as_without():
 def test_what_is_exposed_is_the_median_of_usual_steps_and_never_more_than_the_phase():
     early = timeline_event(0, step=3, exposed={"backward": 0.02})
     usual = [timeline_event(0, step=8 + number, exposed={"backward": value}) for number, value in enumerate((0.002, 0.004, 0.5))]
-    assert sampled.exposed(state_of(early, *usual).ranks[0])["backward"] == pytest.approx(0.2)
-    assert sampled.exposed(state_of(usual[2]).ranks[0])["backward"] == 1.0
-    assert sampled.exposed(state_of(early).ranks[0])["backward"] == pytest.approx(1.0)
+    assert profiled.exposed(state_of(early, *usual).ranks[0])["backward"] == pytest.approx(0.2)
+    assert profiled.exposed(state_of(usual[2]).ranks[0])["backward"] == 1.0
+    assert profiled.exposed(state_of(early).ranks[0])["backward"] == pytest.approx(1.0)
 
 
-# ---- what is not there, and what is meant to hurt
+# ---- missing and malicious data
 
 
 @pytest.mark.parametrize("name", EMPTY)
 def test_before_the_first_sample_a_picture_says_so(name):
     state = state_of(step_event(0, 1))
-    assert "no step was sampled yet" in "".join(ElementTree.fromstring(figures.svg(name, state)).itertext())
-    assert "no step was sampled yet" in figures.figure(name, state).layout.title.text
+    assert "no profiled step yet" in "".join(ElementTree.fromstring(figures.svg(name, state)).itertext())
+    assert "no profiled step yet" in figures.figure(name, state).layout.title.text
 
 
 @pytest.mark.parametrize("name", EMPTY)
