@@ -16,11 +16,11 @@
 # %% [markdown]
 # # Collectives: who sends what to whom
 #
-# **Four ranks have computed four gradients, and each needs the sum of all. Who sends what to whom, how long does it take, and what
-# changes when there are eight?**
+# **Four ranks have computed four gradients, and each needs the sum of all four. Who sends what to whom, how long does it take, and what
+# changes with eight ranks?**
 #
-# A rank can do no more than *send* to one other and *receive* from one other. Everything here is made of that. You will see it as
-# pictures, predict what it costs, run it on real processes, and write one yourself.
+# A rank can only *send* to one other rank and *receive* from one other rank. All collectives are built from these two operations. In
+# this lab you look at them as pictures, predict their cost, run them on real processes, and write one yourself.
 
 # %%
 from labkit import check, pictures
@@ -30,11 +30,11 @@ from labkit import check, pictures
 # %% [markdown]
 # ## A cell on four ranks
 #
-# `%%torchrun 4` starts the cell as four processes. The ranks have met already: `rank`, `world_size`, `device`, `torch`, `dist`
-# (which is `torch.distributed`), `os` and `time` are there. `report` brings values back as a table. Where this machine has four GPUs
-# each rank takes one, and NCCL carries the messages; else they are CPU ranks, and gloo does.
+# `%%torchrun 4` runs the cell in four processes. The process group is already initialised, and the names `rank`, `world_size`,
+# `device`, `torch`, `dist` (which is `torch.distributed`), `os` and `time` are defined. `report` returns values as a table. If this
+# machine has four GPUs, each rank uses one and NCCL does the communication. Otherwise the ranks are CPU ranks and use gloo.
 #
-# **Predict:** every rank runs the same lines. What does each print, and in which order?
+# **Predict:** every rank runs the same lines. What does each one print, and in which order?
 
 # %%
 # %%torchrun 4
@@ -45,33 +45,35 @@ report(process=os.getpid(), device=str(device))
 # %% [markdown]
 # <details class="answer"><summary>Answer</summary>
 #
-# Each prints its own number, from a process of its own: look at the column *process*. There is no order between ranks. They only wait
-# for each other where a message makes them.
+# Each rank prints its own number, from a separate process: see the column *process*. The order is not defined. Ranks wait for each
+# other only when they communicate.
 #
 # </details>
 #
-# *The script that every rank runs*, below the table, has the few lines that the magic wrote around the cell.
+# *The script that every rank runs*, below the table, contains the few lines that the magic added around the cell.
 
 # %% [markdown]
-# ## Broadcast: one has it, all need it
+# ## Broadcast: one rank has the data, all ranks need it
 #
-# DDP begins with it: rank 0's weights go to everybody. The simplest way is that rank 0 sends to one after another.
+# DDP begins with a broadcast: rank 0 sends its weights to all other ranks. In the simplest algorithm, rank 0 sends to one rank after
+# another.
 #
-# In these pictures an arrow is a message, and the cell beside a rank is what it has **after** the round.
+# In these pictures an arrow is a message, and the cell next to a rank shows its data **after** the round.
 
 # %%
 pictures.collectives.broadcast(4, by="one_by_one")
 
 # %% [markdown]
-# Three rounds for four ranks: n − 1, all of them rank 0's work. Or each passes it on to the next:
+# This takes three rounds for four ranks: n − 1 rounds, and rank 0 does all the sending. Alternatively, each rank forwards the message
+# to the next:
 
 # %%
 pictures.collectives.broadcast(4, by="chain")
 
 # %% [markdown]
-# Nobody is overworked now, but it is still n − 1 rounds.
+# Now the work is distributed evenly, but it still takes n − 1 rounds.
 #
-# **Predict:** after one round *two* ranks have the message, and both can send. How few rounds are enough for 8 ranks? For 1024?
+# **Predict:** after one round *two* ranks have the message, and both can send. How many rounds are enough for 8 ranks? For 1024?
 
 # %%
 pictures.collectives.broadcast(8, by="tree")
@@ -79,14 +81,14 @@ pictures.collectives.broadcast(8, by="tree")
 # %% [markdown]
 # <details class="answer"><summary>Answer</summary>
 #
-# Those who have it double in each round: 1, 2, 4, 8. So it takes log₂ n rounds, rounded up: 3 for 8 ranks, and 10 for 1024 in place
-# of 1023.
+# The number of ranks that have the message doubles in each round: 1, 2, 4, 8. So a tree takes log₂ n rounds, rounded up: 3 for 8 ranks,
+# and 10 for 1024 ranks instead of 1023.
 #
 # </details>
 #
 # ### From send and receive
 #
-# A chain in two lines. `recv` waits until the message is there.
+# A chain takes two `if` statements. `recv` blocks until the message arrives.
 
 # %%
 # %%torchrun 4
@@ -101,38 +103,40 @@ dist.broadcast(y, src=0)
 report(by_broadcast=y)
 
 # %% [markdown]
-# **Try it:** make it a tree. In round k = 1, 2, 4… the ranks below k send to rank + k.
-# What happens if a rank waits for a message that nobody sends? Try that too: **Stop** ends it.
+# **Try it:** turn the chain into a tree. In round k = 1, 2, 4… each rank below k sends to rank + k.
+# What happens if a rank waits for a message that no rank sends? Try that too. **Stop** terminates the cell.
 
 # %% [markdown]
-# ## Reduce: a broadcast backwards
+# ## Reduce: a broadcast in reverse
 #
-# Turn the arrows round and add on the way (`+`): the sum comes to rank 0. The digits in a cell are the ranks whose numbers are in it, and
-# Σ is the sum of all.
+# Reverse the arrows and add along the way (`+`): rank 0 ends up with the sum. The digits in a cell say which ranks' data it
+# contains, and Σ is the sum over all ranks.
 
 # %%
 pictures.collectives.reduce(4, by="tree")
 
 # %% [markdown]
-# ## All-reduce: everybody needs the sum
+# ## All-reduce: all ranks need the sum
 #
-# This is what DDP does with gradients at every step. Three ways, from the obvious to the clever.
+# DDP does this with the gradients in every step. Here are three algorithms, from the obvious one to the efficient one.
 #
-# **First way:** reduce to rank 0, then broadcast.
+# **First algorithm:** reduce to rank 0, then broadcast.
 
 # %%
 pictures.collectives.all_reduce(4, by="root")
 
 # %% [markdown]
-# **Second way:** the same, up and down a tree. Fewer rounds, but each still carries a whole message, and half of the ranks are idle.
+# **Second algorithm:** the same along a tree, up and then down. It takes fewer rounds, but each round still sends whole messages, and
+# half of the ranks are idle.
 
 # %%
 pictures.collectives.all_reduce(4, by="tree")
 
 # %% [markdown]
-# **Third way:** cut the message into n pieces, A B C D, and send one of them at a time to the right neighbour. All ranks send all the time.
+# **Third algorithm:** split the message into n chunks, A B C D, and send one chunk per round to the right neighbour. All ranks send in
+# every round.
 #
-# **Predict** before you look: how many rounds does it take, and how much of its message does one rank send in all?
+# **Predict** before you look: how many rounds does it take, and how much of its message does one rank send in total?
 
 # %%
 pictures.collectives.all_reduce(4, by="ring")
@@ -140,141 +144,145 @@ pictures.collectives.all_reduce(4, by="ring")
 # %% [markdown]
 # <details class="answer"><summary>Answer</summary>
 #
-# Two laps of n − 1 rounds: in the first the sums grow, and in the second the finished ones go round. That is 2 (n − 1) rounds of 1/n of the
-# message: for four ranks 6 rounds and 1.5 messages, for any number of ranks less than 2.
+# Two passes of n − 1 rounds around the ring: in the first, ranks accumulate partial sums; in the second, they pass on the complete
+# sums. That is 2 (n − 1) rounds of 1/n of the message each: 6 rounds and 1.5 messages for four ranks, and less than 2 messages for any
+# number of ranks.
 #
 # </details>
 
 # %% [markdown]
-# ## The other three
+# ## Three more collectives
 #
-# **All-gather**: each has a piece, all need all of them. FSDP does it before it computes a layer.
+# **All-gather**: each rank has one chunk, and all ranks need all chunks. FSDP does this before it computes a layer.
 
 # %%
 pictures.collectives.all_gather(4)
 
 # %% [markdown]
-# **Reduce-scatter**: all have a whole message, and rank r needs piece r of the sum. FSDP does it with gradients.
+# **Reduce-scatter**: each rank has a whole message, and rank r needs chunk r of the sum. FSDP does this with gradients.
 
 # %%
 pictures.collectives.reduce_scatter(4)
 
 # %% [markdown]
-# **All-to-all**: each has another piece for everybody. `2›0` goes from rank 2 to rank 0. A mixture of experts sends its tokens so.
+# **All-to-all**: each rank sends a different chunk to every other rank. `2›0` is the chunk from rank 2 to rank 0. A mixture of experts
+# sends tokens to their experts this way.
 
 # %%
 pictures.collectives.all_to_all(4)
 
 # %% [markdown]
-# ## For real
+# ## On real processes
 #
-# **Predict** the table, row by row: rank r begins with [r, r, r, r], and with [10r, 10r+1, 10r+2, 10r+3] for the all-to-all.
+# **Predict** the table, row by row. Rank r starts with [r, r, r, r], and for the all-to-all with [10r, 10r+1, 10r+2, 10r+3].
 
 # %%
 # %%torchrun 4
 x = torch.full((4,), float(rank), device=device)
 total, gathered = x.clone(), [torch.empty_like(x) for _ in range(4)]
-part, swapped = torch.empty(1, device=device), torch.empty(4, device=device)
+chunk, swapped = torch.empty(1, device=device), torch.empty(4, device=device)
 
 dist.all_reduce(total)
 dist.all_gather(gathered, x)
-reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # its name since torch 2.13, and before
-reduce_scatter(part, x)
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # renamed in torch 2.13
+reduce_scatter(chunk, x)
 dist.all_to_all_single(swapped, 10.0 * rank + torch.arange(4.0, device=device))
-report(all_reduce=total, all_gather=torch.cat(gathered), reduce_scatter=part, all_to_all=swapped)
+report(all_reduce=total, all_gather=torch.cat(gathered), reduce_scatter=chunk, all_to_all=swapped)
 
 # %% [markdown]
-# The all-to-all is a transposed table: row r of what was sent has become column r.
+# The all-to-all transposes the table: row r of the input has become column r.
 
 # %% [markdown]
-# ## What it costs, by rule
+# ## The cost model
 #
-# A message takes a time **α** to get going, however short it is, and a time **β** for every byte:
+# A message takes a fixed latency **α**, regardless of its size, and a time **β** per byte:
 #
 # > **T = rounds · α + bytes sent one after another · β**
 #
-# Short messages are all α, so that few rounds are best. Long ones are all β, so that few bytes are best. The picture counts both.
+# α dominates short messages, so few rounds are best. β dominates long messages, so few bytes are best. The picture counts both.
 
 # %%
 pictures.collectives.costs(8)
 
 # %% [markdown]
-# **Predict:** of the three all-reduces, which is best for one number? Which for a gradient of 100 MB?
+# **Predict:** which of the three all-reduce algorithms is best for a single number? Which for a gradient of 100 MB?
 #
 # <details class="answer"><summary>Answer</summary>
 #
-# The tree has the fewest rounds, so it is best for one number. The ring sends the least, so it is best for 100 MB. Libraries
-# choose by size.
+# The tree takes the fewest rounds, so it is best for a single number. The ring sends the fewest bytes, so it is best for 100 MB.
+# Libraries choose the algorithm by message size.
 #
 # </details>
 
 # %% [markdown]
-# ## What it costs here
+# ## The cost on this machine
 #
-# Eight sizes, from 1 KiB to 16 MiB. The time of the slowest rank counts.
+# The next cell times eight message sizes, from 1 KiB to 16 MiB. The slowest rank determines the time.
 
 
 # %%
 # %%torchrun 4 --as timed
 def seconds(size, repeats=8):
-    x = torch.zeros(size // 4, device=device)  # 4 bytes a number
-    dist.all_reduce(x)  # the first one of a size is slower
+    x = torch.zeros(size // 4, device=device)  # 4 bytes per number
+    dist.all_reduce(x)  # warm-up: the first call of each size is slower
     dist.barrier()
     start = time.perf_counter()
     for _ in range(repeats):
         dist.all_reduce(x)
-    x[0].item()  # a GPU works on by itself: wait for it
+    x[0].item()  # GPU work is asynchronous: wait for it
     return (time.perf_counter() - start) / repeats
 
 
 sizes = [4**k * 1024 for k in range(8)]
-seconds(sizes[0])  # the ranks get into step
+seconds(sizes[0])  # synchronises the ranks
 report(sizes=sizes, seconds=[seconds(size) for size in sizes])
 
 # %% [markdown]
-# Two of the eight are enough to know α and β. The ring has 2 (n − 1) rounds, and 2 (n − 1) / n of the message goes out.
+# Two of the eight points are enough to determine α and β. The ring takes 2 (n − 1) rounds and sends 2 (n − 1) / n of the message.
 
 # %%
 n, sizes = len(timed["sizes"]), timed["sizes"][0]
 took = [max(ranks) for ranks in zip(*timed["seconds"])]
-rounds, share = 2 * (n - 1), 2 * (n - 1) / n
+rounds, fraction = 2 * (n - 1), 2 * (n - 1) / n
 alpha = took[0] / rounds
-beta = (took[-1] - took[0]) / (share * (sizes[-1] - sizes[0]))
-print(f"α = {1e6 * alpha:,.0f} µs a message    1/β = {1 / beta / 1e6:,.0f} MB/s")
+beta = (took[-1] - took[0]) / (fraction * (sizes[-1] - sizes[0]))
+print(f"α = {1e6 * alpha:,.0f} µs per message    1/β = {1 / beta / 1e6:,.0f} MB/s")
 
 # %% [markdown]
-# **Predict:** by the model, from which size on does a message take twice as long as the shortest? Will the other six lie on the line?
+# **Predict:** according to the model, from which size on does a message take twice as long as the shortest one? Will the other six
+# points lie on the curve?
 
 # %%
-model = [rounds * alpha + share * beta * size for size in sizes]
+model = [rounds * alpha + fraction * beta * size for size in sizes]
 pictures.collectives.times(sizes, {"all-reduce": took}, {"all-reduce": model})
 
 # %% [markdown]
 # <details class="answer"><summary>What to see</summary>
 #
-# A flat part, where only α counts, and a rising part, where only β does. They meet near n α / β bytes: there bandwidth costs as much as
-# latency.
+# The curve has a flat part, where α dominates, and a rising part, where β dominates. They meet near n α / β bytes: there, bandwidth
+# costs as much time as latency.
 #
-# The line is through the first and the last point by construction; the others are the test. Where they miss it, the model is too simple:
+# The curve passes through the first and the last point by construction. The other points are the test. If they are off the curve,
+# the model is too simple:
 #
-# - **CPU ranks (gloo)** share cores. α is then mostly the time until the operating system lets the next rank run, and it jumps about. Up to
-#   the size of a cache a byte is cheap, beyond it dear. No wire is involved at all: this is memory being copied.
-# - **GPUs (NCCL)** choose another algorithm for short messages than for long ones, so the points may lie *below* the line in the middle.
+# - **CPU ranks (gloo)** share cores. Most of α is the time until the operating system schedules the next rank, and it varies a lot.
+#   Bytes are cheap up to the size of a cache and expensive beyond it. No network is involved: this is memory being copied.
+# - **GPUs (NCCL)** use different algorithms for short and long messages, so points may lie *below* the curve in the middle.
 #
-# A gradient bucket of DDP has 25 MB by default. Which part of the picture is that in, and why?
+# A DDP gradient bucket has 25 MiB by default. In which part of the curve is that, and why?
 #
 # </details>
 #
-# **Try it** with two ranks: write `%%torchrun 2 --as timed`, and run the three cells again. What does the model say of α and β?
+# **Try it** with two ranks: write `%%torchrun 2 --as timed` and run the three cells again. What are α and β now?
 
 # %% [markdown]
 # ### More ranks
 #
-# **Predict:** with 8 ranks in place of 4, what becomes of the time of the shortest message? And of the longest?
+# **Predict:** with 8 ranks instead of 4, how does the time of the shortest message change? And of the longest?
 
 # %% tags=["long"]
 # %%torchrun 8 --as eight
-for size in (1024, 1024, 2**24):  # once more, to get into step
+for size in (1024, 1024, 2**24):  # the first size twice, to warm up
     x = torch.zeros(size // 4, device=device)
     dist.all_reduce(x)
     dist.barrier()
@@ -285,57 +293,59 @@ for size in (1024, 1024, 2**24):  # once more, to get into step
     report(**{f"bytes_{size}": (time.perf_counter() - start) / 4})
 
 # %% tags=["long"]
-for name, four, share_of_eight in (("bytes_1024", took[0], 14 / 6), ("bytes_16777216", took[-1], 1.75 / 1.5)):
-    print(f"{name:15} 8 ranks / 4 ranks = {max(eight[name]) / four:4.1f}, by the model {share_of_eight:.1f}")
+for name, four, expected in (("bytes_1024", took[0], 14 / 6), ("bytes_16777216", took[-1], 1.75 / 1.5)):
+    print(f"{name:15} 8 ranks / 4 ranks = {max(eight[name]) / four:4.1f}, expected {expected:.1f}")
 
 # %% [markdown]
 # <details class="answer"><summary>Answer</summary>
 #
-# By the model the shortest takes 14 / 6 as long (rounds), and the longest 1.75 / 1.5 (bytes): for long messages a ring hardly notices
-# how many ranks it has. That is so where every rank has a wire and a processor of its own. CPU ranks that share a few cores take turns:
-# twice as many of them copy twice as much through the same memory, and a round ends only when the last rank has had its turn. There both
-# grow by far more than the model says.
+# According to the model, the shortest message takes 14 / 6 as long (more rounds), and the longest 1.75 / 1.5 as long (more bytes): for
+# long messages, the cost of a ring hardly depends on the number of ranks. This holds if every rank has its own link and its own
+# processor. CPU ranks share a few cores and take turns: twice as many ranks copy twice as much through the same memory, and a round
+# ends only when the last rank has been scheduled. There, both times grow far more than the model says.
 #
 # </details>
 
 # %% [markdown]
 # ## Exercises
 #
-# **1.** Eight ranks all-reduce a gradient of 100 MB by a ring. How many MB does each rank send?
+# **1.** Eight ranks all-reduce a gradient of 100 MB with a ring. How many MB does each rank send?
 
 # %% tags=["exercise"]
 megabytes = ...
 check("collectives.bytes", megabytes)
 
 # %% [markdown]
-# **2.** The two laps of the ring are collectives of their own. Which two, in order? Write them as one text, with a comma between.
+# **2.** Each of the two passes of the ring is a collective by itself. Which two collectives are they, in order? Write them as one
+# string, separated by a comma.
 
 # %% tags=["exercise"]
 two = ...
 check("collectives.halves", two)
 
 # %% [markdown]
-# **3.** Write the ring. `pieces` is a list of `n` numbers, one for each piece; `send(to, number)` waits until rank `to` receives, as
-# `dist.send` may; `receive(source)` waits until rank `source` sends. Return the list of the `n` sums. It is run by three and by
-# four threads, and told where it goes wrong; a deadlock is found, too.
+# **3.** Write the ring. `chunks` is a list of `n` numbers, one per chunk. `send(to, number)` blocks until rank `to` receives, as
+# `dist.send` may do. `receive(source)` blocks until rank `source` sends. Return the list of the `n` sums. The check runs your function
+# on three and on four threads and says where it is wrong. It also detects deadlocks.
 
 
 # %% tags=["exercise"]
-def ring(pieces, rank, n, send, receive): ...
+def ring(chunks, rank, n, send, receive): ...
 
 
 check("collectives.ring", ring)
 
 # %% [markdown]
-# ## What to take along
+# ## Summary
 #
-# | collective | rounds (ring or tree) | sent by a rank | who needs it |
+# | collective | rounds (ring or tree) | sent by a rank | used by |
 # | --- | --- | --- | --- |
 # | broadcast | ⌈log₂ n⌉ | up to ⌈log₂ n⌉ M | DDP, once at the start |
-# | all-reduce | 2 (n − 1) | 2 (n − 1) / n · M | DDP and tensor parallelism, at every step |
+# | all-reduce | 2 (n − 1) | 2 (n − 1) / n · M | DDP and tensor parallelism, in every step |
 # | all-gather | n − 1 | (n − 1) / n · M | FSDP, before each layer |
 # | reduce-scatter | n − 1 | (n − 1) / n · M | FSDP and ZeRO, for gradients |
 # | all-to-all | n − 1 | (n − 1) / n · M | mixtures of experts |
 # | send, receive | 1 | M | pipelines, from stage to stage |
 #
-# A collective ends when **every** rank has come to it. One rank that is late, or that takes another way, is waited for by all.
+# A collective completes only when **every** rank in its group calls it. If one rank is late or takes a different branch, all others
+# wait for it.

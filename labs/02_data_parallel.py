@@ -16,10 +16,10 @@
 # %% [markdown]
 # # Data parallel: one process for all devices
 #
-# **One line, `nn.DataParallel(model)`, and all GPUs work. Why does its own documentation tell you not to use it?**
+# **One line, `nn.DataParallel(model)`, and all GPUs are used. Why does its own documentation advise against it?**
 #
-# Half an hour: what DP sends at every step, what device 0 has to carry, what the threads wait for, and how DDP does the same
-# without.
+# This lab takes half an hour. You find out what DP sends in every step, what device 0 has to do, what the threads wait for, and how
+# DDP avoids all of this.
 
 # %%
 import time
@@ -31,31 +31,30 @@ HERE = place(2)
 print(HERE)
 
 # %% [markdown]
-# With two GPUs or more you will run `nn.DataParallel` itself. Without, DP is **emulated**: a device is a thread of one CPU
-# process, and what is sent between devices is copied within memory. The order of things, the work of device 0 and the one
-# Python interpreter for all are as in the real one; the time that a copy takes is not. Each figure of such a run says that it
-# is emulated.
+# With two or more GPUs, this lab runs `nn.DataParallel` itself. Without them, DP is **emulated**: each device is a thread of one CPU
+# process, and transfers between devices are copies within memory. The order of operations, the work of device 0 and the single Python
+# interpreter are as in real DP. The time of a transfer is not. Every figure of an emulated run is labelled as emulated.
 
 # %% [markdown]
-# ## Five exchanges
+# ## Five transfers
 #
-# Device 0 gets the batch, owns the model, and is the only one that remembers anything from step to step. All else is sent to
-# the others, and sent back, in every single step:
+# Device 0 receives the batch and owns the model. It is the only device that keeps state from step to step. Everything else is sent to
+# the other devices and back in every step:
 
 # %%
 pictures.data_parallel.dp_step(devices=2)
 
 # %% [markdown]
-# **Predict**, before you go on:
+# **Predict** before you go on:
 #
-# 1. Which two of the five exchanges are the largest, and do they depend on the batch?
-# 2. With four devices instead of two, what becomes of ②?
-# 3. What do the other devices do while device 0 computes the loss, and while it updates the weights?
+# 1. Which two of the five transfers are the largest, and do they depend on the batch size?
+# 2. With four devices instead of two, how does ② change?
+# 3. What do the other devices do while device 0 computes the loss and updates the weights?
 #
 # <details class="answer"><summary>Answer</summary>
 #
-# ② and ⑤: all parameters go out, all gradients come back, whatever the batch. With four devices there are three copies to
-# send, not one. Meanwhile the others do nothing.
+# ② and ⑤: all parameters go out and all gradients come back, whatever the batch size. With four devices the parameters are broadcast
+# to three replicas instead of one. While device 0 computes the loss and the update, the others idle.
 #
 # </details>
 
@@ -65,24 +64,24 @@ pictures.data_parallel.dp_step(devices=4)
 # %% [markdown]
 # ## The same in code
 #
-# This is the emulation, with the exchanges numbered. `nn.DataParallel` does the same between GPUs.
+# This is the emulation, with numbered transfers. `nn.DataParallel` does the same between GPUs.
 
 # %%
 print(excerpt(Spec(strategy="dp", nproc=2, device="cpu"), "Replicas"))
 
 # %% [markdown]
-# Find the line where the replicas of the last step are lost. Why must ② be done again in every step?
+# Find the line that discards the replicas of the last step. Why must ② be repeated in every step?
 #
 # <details class="answer"><summary>Answer</summary>
 #
-# `copies` is made new in each forward. Only device 0's weights were updated, so every older copy is out of date.
+# Each forward pass creates `copies` again. Only device 0's weights are updated, so the copies of the previous step are outdated.
 #
 # </details>
 #
 # ## Bytes: predict, then run
 #
-# The CNN has 405,898 parameters; an image has 28 × 28 pixels, and there are 10 outputs; each number has four bytes. Two
-# devices take 128 samples each. How many bytes does each exchange move?
+# The CNN has 405,898 parameters, an image has 28 × 28 pixels, there are 10 outputs, and each number has four bytes. Two devices
+# process 128 samples each. How many bytes does each transfer move?
 
 # %%
 inputs, model, outputs = 4 * 128 * 28 * 28, 4 * 405_898, 4 * 128 * 10
@@ -97,42 +96,43 @@ show(dp)
 dp.wait().ledger()
 
 # %% [markdown]
-# The ledger has your four numbers in its column *by theory*. What comes **in** to device 0, outputs and gradients, can be
-# measured. What it hands out is moved inside the process, where nobody counts: the ledger says so, and shows 0. ④, the
-# gradients of the outputs, has as many bytes as ③.
+# The ledger shows your four numbers in its column *expected*. The transfers **to** device 0, outputs and gradients, can be measured.
+# The transfers from device 0 happen inside the process and cannot be counted there; the ledger says so and shows 0. ④, the gradients
+# of the outputs, has as many bytes as ③.
 
 # %% [markdown]
 # ## The load on device 0
 #
-# **Predict:** the memory and the wire of which device are full first? How does that grow with the number of devices?
+# **Predict:** which device runs out of memory first, and which link saturates first? How does that grow with the number of devices?
 
 # %%
 replicas = dp.summary()["replicas"]
 for each in replicas:
     print(f"replica {each['replica']}: {each['samples']:.0f} samples, memory {each['memory'] / 2**20:.2f} MiB")
-print("on top of that, replica 0 has, in bytes:", replicas[0]["extra"])
+print("in addition, replica 0 has, in bytes:", replicas[0]["extra"])
 
 # %% [markdown]
-# `memory` is what each replica takes for its own part. On CPU it counts parameters, inputs and outputs alone; on a GPU all
-# that is allocated. What replica 0 has *on top* are the gathered outputs and the gradients of the others, and the optimizer's
-# state, which no other device has. That is why under DP the first GPU runs out of memory while the rest have room.
+# `memory` is the memory of each replica. On CPU it counts only parameters, inputs and outputs; on a GPU it counts everything that is
+# allocated. *In addition*, replica 0 holds the gathered outputs, the gradients of the other replicas, and the optimizer state, which
+# exists on no other device. That is why the first GPU runs out of memory under DP while the others have memory to spare.
 #
-# Now the wire, for more devices than you may have:
+# Now the traffic per link, for more devices than you may have:
 
 # %%
 pictures.data_parallel.wires(8)
 
 # %% [markdown]
-# Device 0 carries the sum of all the others, so its wire is the limit: n devices take n − 1 times as long to feed as two. In
-# DDP each rank sends and receives at most twice its gradients in each direction, however many there are (the ring of lab 01).
+# The link of device 0 carries the sum of all transfers, so it is the bottleneck: with n devices, its traffic is n − 1 times that of
+# two devices. Under DDP each rank sends at most twice the size of its gradients and receives as much, however many ranks there are
+# (the ring of lab 01).
 
 # %% [markdown]
 # ## What do the threads wait for?
 #
-# All devices of DP are driven by one Python interpreter. It has one lock, the **GIL**: only the thread that holds it runs
-# Python.
+# A single Python interpreter drives all devices of DP. It has one global lock, the **GIL**: only the thread that holds it runs
+# Python code.
 #
-# **Predict:** a loop in pure Python takes some time in one thread. How long do two threads take for two such loops?
+# **Predict:** a loop in pure Python takes some time in one thread. How long do two such loops take in two threads?
 
 
 # %%
@@ -152,28 +152,28 @@ one, two = seconds(loop, 1), seconds(loop, 2)
 print(f"one thread {one:.2f} s, two threads {two:.2f} s: {two / one:.1f} times as long")
 
 # %% [markdown]
-# About twice as long, on however many cores: two threads take turns. (A Python that was built without a GIL would show 1.)
-# What torch computes *inside* an operation gives the lock away; what is between two operations, and launching each of them on
-# a GPU, needs it. In the run:
+# They take about twice as long, on any number of cores, because the two threads take turns. (A free-threaded build of Python would
+# show 1.) torch releases the lock *inside* an operation. The code between two operations, and the launch of each operation on a GPU,
+# needs it. In the run:
 
 # %%
 for each in replicas:
     forward, busy = 1e3 * each["forward"], 1e3 * each["cpu"]
-    print(f"replica {each['replica']}: forward {forward:.1f} ms, on a core {busy:.1f} ms, waiting {forward - busy:.1f} ms")
-print(f"a thread that does nothing but ask for the lock waits {dp.state.gil_wait or 0:.0%} of the time")
+    print(f"replica {each['replica']}: forward {forward:.1f} ms, CPU time {busy:.1f} ms, waiting {forward - busy:.1f} ms")
+print(f"a thread that only requests the lock waits {dp.state.gil_wait or 0:.0%} of the time")
 
 # %% [markdown]
-# `forward` is by the clock; *on a core* is the time in which the thread really ran. The rest it waited: for the lock, or for
-# a core. The two cannot be told apart from outside, so where there are more busy threads than cores the share is larger. On a
-# GPU the threads only *queue* kernels, and what holds them up is the lock. With eight GPUs, eight threads want it.
+# *forward* is wall-clock time. *CPU time* is the time in which the thread actually ran. In the remaining time it waited for the lock or
+# for a core. The measurement cannot distinguish the two, so the wait is longer if there are more busy threads than cores. On a GPU the
+# threads only *queue* kernels, and they wait for the lock. With eight GPUs, eight threads compete for it.
 
 # %% [markdown]
-# ## DP against DDP
+# ## DP versus DDP
 #
-# DDP has a process, an interpreter and a model for each device. **Predict**, for the same 256 samples at each step and the
-# same first weights: how many processes has each? Whose loss is lower after 12 steps? Who trains on more samples in a second?
+# DDP has one process, one interpreter and one model per device. **Predict**, for the same 256 samples per step and the same initial
+# weights: how many processes does each one have? Whose loss is lower after 12 steps? Which one processes more samples per second?
 #
-# `compare` runs both, and one device alone before them.
+# `compare` runs both, after a run on a single device.
 
 # %%
 both = compare(["dp", "ddp"], **HERE, batch_size=256, steps=12)
@@ -186,45 +186,45 @@ for row, each in zip(both.rows, both.runs):
     print(f"{row.title:7} processes: {each.state.world_size}   loss {row.loss:.3f}   {speed}")
 
 # %% [markdown]
-# The loss is the same but for rounding, which grows with every step: DP and DDP are two ways to do *one* computation. How
-# fast they are depends on the machine. Emulated DP pays nothing for a wire, so on CPU ranks it may well come close to DDP, or
-# be ahead; on GPUs every one of the five exchanges is waited for, while DDP hides its only one behind backward.
+# The loss is the same up to rounding, and the rounding differences grow with every step: DP and DDP are two implementations of the
+# *same* computation. Their speed depends on the machine. Emulated DP pays nothing for transfers, so on CPU ranks it may be close to
+# DDP or even faster. On GPUs, all five transfers of DP are exposed, while DDP overlaps its only collective with backward.
 #
-# Two columns of the table mislead on CPU: DP shows *0 B* sent, because its copies pass no process group (the ledger above has
-# them), and too little memory, because what is held in its threads is not counted.
+# On CPU, two columns of the table are misleading for DP. It shows *0 B* sent, because its copies use no process group (the ledger above
+# shows them). It also shows too little memory, because memory that the threads allocate is not counted.
 #
 # Point by point:
 #
 # | | DP | DDP |
 # | --- | --- | --- |
-# | processes | one, with a thread for each device | one for each device |
-# | interpreter | one for all, with one lock | one each |
-# | the model | copied to all devices at every step | copied once, at the start |
-# | in a step | five exchanges, all with device 0 | one all-reduce, among equals |
-# | hidden behind computing | nothing | most of it (lab 03) |
+# | processes | one, with a thread per device | one per device |
+# | interpreter | one for all devices, with one lock | one per device |
+# | the model | copied to all devices in every step | copied once, at the start |
+# | communication per step | five transfers, all to or from device 0 | one all-reduce among equal ranks |
+# | overlapped with computation | nothing | most of it (lab 03) |
 # | optimizer | on device 0 | on every rank, with the same gradients |
 # | several machines | no | yes |
-# | to change in the script | one line | the start, the sampler, one line |
+# | changes to the script | one line | the launch, the sampler, one line |
 
 # %% [markdown]
 # ## Exercises
 #
-# **1.** The MLP has 669,706 parameters. Four devices take 64 images of 28 × 28 each; there are 10 outputs, and every number
-# has four bytes. How many bytes in all are moved by each exchange, ① to ⑤? Give a list of five.
+# **1.** The MLP has 669,706 parameters. Four devices process 64 images of 28 × 28 each, there are 10 outputs, and every number has
+# four bytes. How many bytes does each transfer, ① to ⑤, move in total? Answer with a list of five numbers.
 
 # %% tags=["exercise"]
 exchanges = ...
 check("data_parallel.exchanges", exchanges)
 
 # %% [markdown]
-# **2.** Of which is it true: `"dp"`, `"ddp"`, or `"both"`? Answer as `{"a": …, "b": …, …}`.
+# **2.** For which is each statement true: `"dp"`, `"ddp"`, or `"both"`? Answer as `{"a": …, "b": …, …}`.
 #
-# - **a** The model is copied to the other devices at every step.
-# - **b** One Python interpreter starts the work of all devices.
-# - **c** At the end of backward every device has the gradients of the whole batch.
-# - **d** What the busiest device sends and receives grows in proportion to the number of other devices.
+# - **a** The model is copied to the other devices in every step.
+# - **b** A single Python interpreter drives all devices.
+# - **c** At the end of backward, every device has the gradients of the whole batch.
+# - **d** The traffic of the busiest device grows in proportion to the number of other devices.
 # - **e** The devices may be in several machines.
-# - **f** In a step, different devices compute on different samples.
+# - **f** Within a step, different devices compute on different samples.
 # - **g** Only one device updates its weights.
 
 # %% tags=["exercise"]
@@ -232,8 +232,8 @@ sides = ...
 check("data_parallel.sides", sides)
 
 # %% [markdown]
-# **3.** Let both do the same training: a run of `dp` and one of `ddp` on two devices, at least ten steps each, and **96
-# samples in all** at every step. Wait for them, and give both in a list.
+# **3.** Run the same training with both: one run of `dp` and one of `ddp`, on two devices, for at least ten steps each, with a
+# **global batch size of 96**. Wait for both runs, and answer with a list of the two.
 
 # %% tags=["exercise"]
 same = ...

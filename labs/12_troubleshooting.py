@@ -14,11 +14,11 @@
 # ---
 
 # %% [markdown]
-# # The clinic: what is wrong with this run?
+# # Troubleshooting: what is wrong with this run?
 #
-# A run hangs. Another dies on all ranks at once. A third goes on for days, and has learned from half of its data. Each comes here as a
-# patient: you see its **symptoms** first, you make a guess, and then the lab says what it found, by which evidence, and what to do.
-# **Every run of this lab is broken on purpose.**
+# One run hangs. Another fails on all ranks at once. A third trains for days and learns from half of its data. For each case you see the
+# **symptoms** first and make a guess. Then the lab shows its finding, with evidence, cause and fix.
+# **Every run of this lab is broken deliberately, by fault injection.**
 
 # %%
 import os
@@ -32,13 +32,13 @@ SMALL = {**HERE, "workload": "mlp", "batch_size": 32, "samples": 2048, "hang_aft
 print(HERE)
 
 # %% [markdown]
-# What is wrong with a patient stands in the cells below *backwards*, so that you do not read it by accident.
+# The cells below spell the name of each fault *backwards*, so that you do not read it by accident.
 
 
 # %%
-def spec_of(illness, **more):
-    """What a patient was asked to do; the name of the illness is written backwards."""
-    return Spec("ddp", fault=illness[::-1], **{**SMALL, **more})
+def spec_of(fault, **more):
+    """The Spec of a case; the name of the fault is spelled backwards."""
+    return Spec("ddp", fault=fault[::-1], **{**SMALL, **more})
 
 
 def tail(job, rank, lines=8):
@@ -48,10 +48,10 @@ def tail(job, rank, lines=8):
 
 
 # %% [markdown]
-# ## Patient 1: "It trains, but it does not get better than one GPU"
+# ## Case 1: "It trains, but the result is no better than with one GPU"
 #
-# The loss falls, nothing is said on stderr, and as many samples go through in a second as one would wish. The chart has three
-# lines: how many do you see, and what is odd about the two ranks?
+# The loss decreases, stderr is empty, and the throughput in samples per second is as expected. The chart has three lines: how many do
+# you see, and what is odd about the two ranks?
 
 # %%
 first = run(spec_of("relpmas_on", steps=30)).wait()
@@ -66,8 +66,8 @@ for step, losses in enumerate(zip(*(rank.steps.loss for rank in first.state.rank
 # %% [markdown]
 # <details class="answer"><summary>A guess</summary>
 #
-# Different samples give different losses. These two ranks have the same loss at each step, so they compute the same gradient from
-# the same samples, and its average is what one GPU has alone: twice the work for nothing.
+# Different samples give different losses. These two ranks have the same loss in each step, so they compute the same gradient from
+# the same samples. Its average is the gradient of a single GPU: half of the work is redundant.
 #
 # </details>
 
@@ -75,16 +75,16 @@ for step, losses in enumerate(zip(*(rank.steps.loss for rank in first.state.rank
 first.findings()
 
 # %% [markdown]
-# The mended script has these lines more (`-` is the patient, `+` is health):
+# These lines fix the script (`-` is the broken script, `+` the fixed one):
 
 # %%
 print(diff_scripts(spec_of("relpmas_on", steps=30), Spec("ddp", **SMALL, steps=30)))
 
 # %% [markdown]
-# ## Patient 2: "The second epoch brings less than I thought"
+# ## Case 2: "The second epoch improves less than I expected"
 #
-# No error, no warning, two different losses on two ranks. There is nothing to see in the charts, so read the loop. Which line that
-# you would expect is missing?
+# There is no error, no warning, and the two ranks have different losses. The charts show nothing, so read the loop. Which line is
+# missing?
 
 # %%
 print(excerpt(spec_of("hcope_tes_on", epochs=2, samples=512), "train"))
@@ -94,32 +94,33 @@ second = run(spec_of("hcope_tes_on", epochs=2, samples=512)).wait()
 second.findings()
 
 # %% [markdown]
-# <details class="answer"><summary>Why nobody notices</summary>
+# <details class="answer"><summary>Why this is hard to notice</summary>
 #
-# Each epoch has all samples, in the very same order and in the very same batches. Training still works, and generalises a little
-# worse: the most expensive kind of mistake is one that no figure shows.
+# Each epoch contains all samples, in exactly the same order and in exactly the same batches. Training still works and generalises
+# slightly worse. A mistake that no chart shows is the most expensive kind.
 #
 # </details>
 #
-# ## Patient 3: "It just stands there"
+# ## Case 3: "It makes no progress"
 #
-# The state is *training*, the GPUs show 100 %, nothing is printed for minutes. A run that hangs never ends by itself, so this cell waits
-# until the lab notices (here after 3 seconds without progress, `hang_after=3`; as a rule 30) and leaves it hanging.
+# The state is *training*, the GPUs show 100 % utilisation, and nothing has been printed for minutes. A run that hangs never ends by
+# itself. So this cell waits until the lab detects the hang (here after 3 seconds without progress, `hang_after=3`; the default is 30)
+# and leaves the run hanging.
 
 # %%
 third = run(spec_of("evitcelloc_deppiks", steps=30)).wait(until="hang")
-time.sleep(2)  # so that the other rank is noticed too
+time.sleep(2)  # so that the lab detects the other rank too
 print(third.words, "· steps done:", third.state.step)
-print("rank 0 says on stderr:", tail(third, 0))
-print("rank 1 says on stderr:", tail(third, 1))
+print("stderr of rank 0:", tail(third, 0))
+print("stderr of rank 1:", tail(third, 1))
 
 # %% [markdown]
-# What would you want to know now? There are two ranks, and each stands at one line of the script.
+# What would you want to know now? There are two ranks, and each is blocked at one line of the script.
 #
 # <details class="answer"><summary>A guess</summary>
 #
-# A collective ends when every rank of its group has come to it. So the question is not "which rank is slow" but "which rank is
-# **somewhere else**". One needs the line where *each* rank stands, and the collective that it waits in.
+# A collective completes only when every rank in its group calls it. So the question is not "which rank is slow" but "which rank is
+# **at a different line**". You need the line at which *each* rank is blocked, and the collective that it waits in.
 #
 # </details>
 
@@ -131,13 +132,13 @@ third.stop()
 print(third.words)
 
 # %% [markdown]
-# Without the lab: `py-spy dump --pid …` on **each** rank shows the same two lines, and `TORCH_DISTRIBUTED_DEBUG=DETAIL` has torch
-# check that all ranks call the same collectives.
+# Without the lab: `py-spy dump --pid …` on **each** rank shows the same two lines, and with `TORCH_DISTRIBUTED_DEBUG=DETAIL` torch
+# checks that all ranks call the same collectives.
 #
-# ## Patient 4: "It stops whenever it has trained well"
+# ## Case 4: "It stops at the end of training"
 #
-# Training is healthy to the last step. Then nothing comes any more, or an error about a peer that has gone. Predict from the end of its
-# `train` what each rank does.
+# Training works up to the last step. Then there is no more output, or an error about a closed connection. Read the end of `train`, and
+# predict what each rank does.
 
 # %%
 fourth = spec_of("0_knar_no_noitaulave", steps=20)
@@ -154,14 +155,14 @@ fourth.findings()
 # %% [markdown]
 # <details class="answer"><summary>"But only rank 0 prints, so only rank 0 needs to evaluate"</summary>
 #
-# `evaluate` ends with an all-reduce: each rank has counted over its share. Rank 1 never comes. With a sharded model even the
-# forward pass is a collective. Let all ranks evaluate, and let one of them print.
+# `evaluate` ends with an all-reduce of the counts of all ranks, and rank 1 never calls it. With a sharded model, even the forward pass
+# contains collectives. Let all ranks evaluate, and let one of them print.
 #
 # </details>
 #
-# ## Patient 5: "It died on all ranks at once"
+# ## Case 5: "It failed on all ranks at once"
 #
-# Both ranks end within the same second. These are the last lines that each of them wrote.
+# Both ranks end within the same second. These are the last lines of each.
 
 # %%
 fifth = run(spec_of("yromem_fo_tuo", steps=20)).wait()
@@ -169,22 +170,22 @@ for rank in (0, 1):
     print(f"---- rank {rank}\n{tail(fifth, rank, 3)}")
 
 # %% [markdown]
-# Two ranks, two errors. One of them is the cause, the other only fell with it. Which is which?
+# Two ranks, two errors. One of them is the cause, and the other rank was terminated because of it. Which is which?
 
 # %%
 fifth.findings()
 
 # %% [markdown]
-# <details class="answer"><summary>How to tell</summary>
+# <details class="answer"><summary>How to find the cause</summary>
 #
-# "Connection closed by peer", "broken pipe", "timed out" say that *another* rank has gone. Look for the rank that says something
-# else, and first. torchrun says which one was first too, under *Root Cause (first observed failure)*.
+# "Connection closed by peer", "broken pipe" and "timed out" mean that *another* rank has failed. Look for the rank with a different
+# and earlier error. torchrun also reports the first failure, under *Root Cause (first observed failure)*.
 #
 # </details>
 #
-# ## Patient 6: "My checkpoint does not load"
+# ## Case 6: "My checkpoint does not load"
 #
-# A script of one's own. It saves on two ranks, and one device is to load it.
+# This is an independent script. It saves on two ranks, and a single device is supposed to load the file.
 
 # %%
 SAVES = """\
@@ -202,7 +203,7 @@ dist.barrier()
 alone = nn.Linear(4, 2)
 weights = torch.load("saved.pt", weights_only=True)
 print("saved:", *weights)
-print("wanted:", *alone.state_dict())
+print("expected:", *alone.state_dict())
 alone.load_state_dict(weights)
 """
 Path("saves.py").write_text(SAVES)
@@ -213,34 +214,34 @@ print(sixth.logs(0))
 sixth.findings()
 
 # %% [markdown]
-# What is the shortest way out, in the script that saves?
+# What is the shortest fix in the script that saves?
 #
 # <details class="answer"><summary>Answer</summary>
 #
-# `model.module.state_dict()`: DDP holds the model as `module`, and puts that before each name. Saved this way, any device can load
-# it. For a file that is there already, take the prefix off the names: the first exercise below.
+# `model.module.state_dict()`. DDP stores the model as `module`, which becomes a prefix of each name. Saved this way, any device can load
+# the file. For an existing file, remove the prefix from the names: that is the first exercise below.
 #
 # </details>
 #
-# ## NCCL, elsewhere
+# ## NCCL errors on other systems
 #
-# Some illnesses do not come to this machine. These are words of torch and NCCL, **quoted**, as they are met at the places where
-# courses are held. What is the cause of each?
+# Some errors cannot occur on this machine. These are **quoted** messages of torch and NCCL from systems on which courses often run. What
+# is the cause of each?
 #
-# | where | it says |
+# | system | message |
 # | --- | --- |
 # | Windows, macOS | `Distributed package doesn't have NCCL built in` |
 # | Colab, one GPU, `--nproc-per-node=2` | `CUDA error: invalid device ordinal` |
 # | the same, with `set_device(0)` on both | `ncclInvalidUsage … Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 40` |
 # | Kaggle or Colab, ranks started from the notebook | `Cannot re-initialize CUDA in forked subprocess` |
 # | a container | `Error while creating shared memory segment /dev/shm/nccl-… : No space left on device` |
-# | any place, a second job | `EADDRINUSE: Address already in use` |
+# | any system, a second job | `EADDRINUSE: Address already in use` |
 
 # %% [markdown]
-# The lab knows these words when a run says them. This script does nothing but say them, in the place of the machine that is not here:
+# The lab recognises these messages in a run. The following script only raises them, to replace the system that you do not have here:
 
 # %%
-WORDS = {
+MESSAGES = {
     "Windows": "Distributed package doesn't have NCCL built in",
     "Colab": "CUDA error: invalid device ordinal",
     "Colab-2": "NCCL error: ncclInvalidUsage\nLast error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 40",
@@ -248,26 +249,26 @@ WORDS = {
     "container": "Error while creating shared memory segment /dev/shm/nccl-x9Yb2C: No space left on device",
     "second job": "EADDRINUSE: Address already in use",
 }
-Path("elsewhere.py").write_text(f"import sys\nraise RuntimeError({WORDS!r}[sys.argv[1]])\n")
+Path("elsewhere.py").write_text(f"import sys\nraise RuntimeError({MESSAGES!r}[sys.argv[1]])\n")
 run("elsewhere.py", nproc=1, device="cpu", args=("Windows",)).wait().findings()
 
 # %% tags=["long"]
-for where in list(WORDS)[1:]:
-    seen = run("elsewhere.py", nproc=1, device="cpu", args=(where,)).wait().findings()[0]
-    print(f"{where}: {seen.title}\n    Cause: {seen.cause}\n    Fix: {seen.fix}\n")
+for system in list(MESSAGES)[1:]:
+    seen = run("elsewhere.py", nproc=1, device="cpu", args=(system,)).wait().findings()[0]
+    print(f"{system}: {seen.title}\n    Cause: {seen.cause}\n    Fix: {seen.fix}\n")
 
 # %% [markdown]
 # ## NCCL_DEBUG: what to set, what to read
 #
-# | set | for |
+# | set | effect |
 # | --- | --- |
-# | `NCCL_DEBUG=WARN` | one line where something fails; cheap enough to leave it on |
-# | `NCCL_DEBUG=INFO` | which interfaces, which wires, which rings: at the start of every group |
-# | `NCCL_DEBUG_SUBSYS=INIT,NET` | only that part of it |
-# | `NCCL_DEBUG_FILE=nccl.%h.%p.log` | a file for each host and process instead of stdout |
-# | `TORCH_DISTRIBUTED_DEBUG=DETAIL` | torch's own look: collectives that do not match, on gloo too |
+# | `NCCL_DEBUG=WARN` | one line per failure; cheap enough to leave it on |
+# | `NCCL_DEBUG=INFO` | interfaces, transports and rings, at the start of every group |
+# | `NCCL_DEBUG_SUBSYS=INIT,NET` | only these subsystems |
+# | `NCCL_DEBUG_FILE=nccl.%h.%p.log` | one file per host and process instead of stdout |
+# | `TORCH_DISTRIBUTED_DEBUG=DETAIL` | torch's own check for collective mismatches, also with gloo |
 #
-# Lines of this form, **shortened** and not from this machine, are what there is to find:
+# These lines are examples of the output, **shortened** and not from this machine:
 #
 # ```text
 # [0] NCCL INFO Bootstrap: Using eth0:10.0.0.4<0>
@@ -278,32 +279,31 @@ for where in list(WORDS)[1:]:
 # [1] NCCL WARN Error while creating shared memory segment /dev/shm/nccl-x9Yb2C (size 9637888)
 # ```
 #
-# 1. Which line does one look for first, in a log of a thousand?
-# 2. Do the two GPUs of one machine talk directly? Would `via SHM/direct/direct` be better or worse?
+# 1. In a log of a thousand lines, which line do you look for first?
+# 2. Do the two GPUs of one machine communicate directly? Would `via SHM/direct/direct` be better or worse?
 # 3. Between machines: is InfiniBand in use?
 #
 # <details class="answer"><summary>Answer</summary>
 #
-# 1. The first `WARN`. Everything that follows on other ranks follows from it.
-# 2. Yes: `P2P` is from GPU to GPU. `SHM` goes through the host's memory, which is slower.
-# 3. No: `NET/IB : No device found`, so it goes over the sockets of eth0. If that is the wrong interface, `NCCL_SOCKET_IFNAME` names
-#    another.
+# 1. The first `WARN`. The errors on other ranks are its consequences.
+# 2. Yes: `P2P` is from GPU to GPU. `SHM` goes through host memory, which is slower.
+# 3. No: `NET/IB : No device found`, so the traffic uses TCP sockets on eth0. If that is the wrong interface, set `NCCL_SOCKET_IFNAME`.
 #
 # </details>
 
 # %%
 if HERE["device"] == "cuda":
     os.environ["NCCL_DEBUG"] = "INFO"
-    said = run("ddp", **SMALL, steps=3).wait().logs(0)
+    log = run("ddp", **SMALL, steps=3).wait().logs(0)
     del os.environ["NCCL_DEBUG"]
-    print("\n".join([line for line in said.splitlines() if "NCCL" in line][:20]))
+    print("\n".join([line for line in log.splitlines() if "NCCL" in line][:20]))
 else:
-    print("These ranks talk through gloo, and NCCL has nothing to say here.")
+    print("These ranks use gloo, so there is no NCCL output here.")
 
 # %% [markdown]
 # ## Exercise: without the wrapper
 #
-# Write a function that takes the state dict of a wrapped model and gives the one of the model itself. Mind a layer that happens to
+# Write a function that takes the state dict of a wrapped model and returns the one of the model itself. Handle a layer that happens to
 # be called `submodule`, and a state dict that was saved without the wrapper.
 
 
@@ -314,9 +314,9 @@ def unwrapped(state): ...
 check("troubleshooting.prefix", unwrapped)
 
 # %% [markdown]
-# ## Exercise: who is somewhere else?
+# ## Exercise: which rank is at a different line?
 #
-# A hang of four ranks, made up for this exercise. Which rank took another way, and at which line of the script? Answer with a pair,
+# This is a made-up hang of four ranks. Which rank took a different branch, and at which line of the script is it? Answer with a pair,
 # `(rank, line)`.
 #
 # ```text
@@ -331,13 +331,13 @@ stray = ...
 check("troubleshooting.stray", stray)
 
 # %% [markdown]
-# ## Exercise: mend a patient of your own
+# ## Exercise: fix a broken script
 #
-# `clinic.py` is yours, and it has four mistakes of this lab. Mend the text in this cell, run the cell and the next, and read what
-# is found. It should still train for two epochs on both ranks, print how many are right after each, and save.
+# `broken.py` contains four mistakes from this lab. Fix the text in this cell, run this cell and the next, and read the findings. The
+# script must still train for two epochs on both ranks, print the accuracy after each epoch, and save the model.
 
 # %%
-CLINIC = """\
+BROKEN = """\
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -350,34 +350,35 @@ loader = DataLoader(dataset, 32, shuffle=True)
 model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2)))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 for epoch in range(2):
-    for batch, wanted in loader:
+    for batch, labels in loader:
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(batch), wanted).backward()
+        nn.functional.cross_entropy(model(batch), labels).backward()
         optimizer.step()
     if dist.get_rank() == 0:
-        right = (model(inputs).argmax(1) == dataset.tensors[1]).float().mean()
-        dist.all_reduce(right)
-        print(f"epoch {epoch}: {right / dist.get_world_size():.1%} right", flush=True)
-    torch.save(model.module.state_dict(), "clinic.pt")
+        correct = (model(inputs).argmax(1) == dataset.tensors[1]).float().mean()
+        dist.all_reduce(correct)
+        print(f"epoch {epoch}: {correct / dist.get_world_size():.1%} correct", flush=True)
+    torch.save(model.module.state_dict(), "broken.pt")
 dist.destroy_process_group()
 """
 
 # %%
-Path("clinic.py").write_text(CLINIC)
-print("clinic.py is written")
+Path("broken.py").write_text(BROKEN)
+print("broken.py is written")
 
 # %% [markdown]
-# A run to hand in: `run("clinic.py", nproc=2, device="cpu", hang_after=3).wait(timeout=60)`. One that hangs may be handed in too: the
-# verdict says where it hangs, and `.stop()` ends it.
+# Your answer is a run: `run("broken.py", nproc=2, device="cpu", hang_after=3).wait(timeout=60)`. You can also check a run that hangs: the
+# verdict says where it hangs. `.stop()` terminates it.
 
 # %% tags=["exercise"]
-mended = ...
-check("troubleshooting.mend", mended)
+fixed = ...
+check("troubleshooting.mend", fixed)
 
 # %% [markdown]
-# ## What to take along
+# ## Summary
 #
-# - The loudest rank is seldom the cause: look for the rank that failed **first**, and for the one that is **somewhere else**.
-# - Runs that train something else than was meant say nothing. Print what each rank has: its first samples, its loss, its epoch.
-# - Collectives meet by their order alone. Whatever stands under `if rank == 0` must hold none.
-# - Save `model.module`, write it from one rank, and read the first `WARN`.
+# - The rank with the most output is rarely the cause. Look for the rank that failed **first**, and for the rank that is **at a different
+#   line**.
+# - A run that trains the wrong thing raises no error. Print what each rank has: its first samples, its loss, its epoch.
+# - Collectives are matched only by their order. Call no collective inside `if rank == 0`.
+# - Save `model.module` from a single rank, and read the first `WARN`.

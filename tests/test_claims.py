@@ -1,4 +1,5 @@
-"""Claims on trial: what is computed, how figures become a verdict, what this machine cannot say, and how the page shows itself."""
+"""Claims on trial: computed claims, verdicts from figures, claims that this machine cannot decide, and how they are
+displayed."""
 
 from __future__ import annotations
 
@@ -33,20 +34,20 @@ def machine(gpus: int = 0, cores: int = 2) -> Machine:
 
 
 def measured(job: str, speed: float, run: str = "a-run", **owners: int) -> dict:
-    """A summary of a run whose median step gives so many thousand samples a second."""
-    held = {"parameters": 2 * MIB, "gradients": 2 * MIB, "optimizer": 4 * MIB, "activations": 8 * MIB} | owners
+    """A summary of a run with `speed` thousand samples per second at its median step."""
+    memory = {"parameters": 2 * MIB, "gradients": 2 * MIB, "optimizer": 4 * MIB, "activations": 8 * MIB} | owners
     seconds = JOBS[job].global_batch / speed / 1000
-    ranks = [{"step_seconds_median": seconds, "memory_bytes": held} for _ in range(JOBS[job].processes)]
+    ranks = [{"step_seconds_median": seconds, "memory_bytes": memory} for _ in range(JOBS[job].processes)]
     return {"run": run, "state": "finished", "ranks": ranks, "ledger": []}
 
 
-def tried(name: str, on: Machine, **speeds) -> Ruling:
-    """The ruling on a claim, where each job had so many times the speed of one device, round by round."""
+def ruling_on(name: str, on: Machine, **speeds) -> Ruling:
+    """The ruling on a claim if the jobs have these speeds, by round, relative to one device."""
     runs = {job: [measured(job, speed) for speed in speeds.get(job.replace(" ", "_"), [SPEED[job]] * 3)] for job in SPEED}
     return CLAIMS[name].judge(Trials(on, runs))
 
 
-# ---- what is computed
+# ---- computed claims
 
 
 def test_the_parameters_of_the_cnn_are_counted_in_the_model():
@@ -57,7 +58,7 @@ def test_the_parameters_of_the_cnn_are_counted_in_the_model():
 
 
 @pytest.mark.parametrize("blocks, verdict", [([100_000, 20_100], HOLDS), ([100_000, 26_000], FAILS)])
-def test_a_model_of_about_120_thousand_would_have_it_hold(monkeypatch, blocks, verdict):
+def test_a_model_with_about_120_thousand_parameters_would_make_the_claim_hold(monkeypatch, blocks, verdict):
     monkeypatch.setattr(labkit.course.claims.computed, "ask", lambda code: (blocks, ""))
     assert CLAIMS["cnn-parameters"].judge(Trials(machine())).verdict == verdict
 
@@ -69,42 +70,42 @@ def test_each_of_two_ranks_takes_the_whole_batch_size():
     assert "469 steps" in ruling.evidence and "nn.DataParallel" in ruling.evidence
 
 
-def test_fsdp_scatters_gradients_and_a_ledger_is_told_where_there_is_one():
+def test_fsdp_reduce_scatters_gradients_and_the_ledger_of_a_run_is_quoted():
     alone = CLAIMS["fsdp-all-reduce"].judge(Trials(machine()))
     assert alone.verdict == FAILS
     assert set(alone.figures) == {"reduce_scatter", "all_gather"}
     assert alone.figures["all_gather"][0] == 2 * alone.figures["reduce_scatter"][0]
-    assert "gloo does a reduce-scatter as an all-reduce" in alone.evidence
+    assert "gloo implements a reduce-scatter as an all-reduce" in alone.evidence
     summary = measured("fsdp2", 1.0, run="one-x2")
     summary["ledger"] = [{"op": "reduce_scatter", "measured": 3.0 * MIB, "reason": "for a reason"}]
     with_run = CLAIMS["fsdp-all-reduce"].judge(Trials(machine(), {"fsdp2": [summary]}))
     assert "the run one-x2 sent: reduce_scatter 3.0 MiB (for a reason)" in with_run.evidence
 
 
-def test_nccl_on_macos_says_what_is_read_and_what_is_run():
+def test_nccl_on_macos_says_what_is_documented_and_what_is_run():
     ruling = CLAIMS["nccl-macos"].judge(Trials(machine()))
     assert ruling.verdict == FAILS
-    assert ruling.evidence.startswith("Run here" if sys.platform == "darwin" else "Read, not run")
+    assert ruling.evidence.startswith("Run here" if sys.platform == "darwin" else "Documented, not run")
     assert "is_nccl_available() is " in ruling.evidence
 
 
 def test_on_macos_torch_itself_decides(monkeypatch):
     for there in (True, False):
-        here = {"system": "Darwin", "torch": "2.9", "cuda": None, "nccl": there, "said": ""}
+        here = {"system": "Darwin", "torch": "2.9", "cuda": None, "nccl": there, "message": ""}
         monkeypatch.setattr(labkit.course.claims.machine, "ask", lambda code, here=here: (here, ""))
         ruling = CLAIMS["nccl-macos"].judge(Trials(machine()))
-        assert ruling.verdict == (HOLDS if there else FAILS) and "on macOS (torch 2.9 with no CUDA)" in ruling.evidence
+        assert ruling.verdict == (HOLDS if there else FAILS) and "on macOS (torch 2.9 without CUDA)" in ruling.evidence
 
 
 @pytest.mark.parametrize("name", ["cnn-parameters", "nccl-macos"])
-def test_a_torch_that_does_not_answer_leaves_it_open(monkeypatch, name):
+def test_a_claim_cannot_be_decided_if_torch_fails(monkeypatch, name):
     for module in (labkit.course.claims.computed, labkit.course.claims.machine):
         monkeypatch.setattr(module, "ask", lambda code: (None, "ImportError: no torch"))
     ruling = CLAIMS[name].judge(Trials(machine()))
     assert ruling.verdict == OPEN and "ImportError: no torch" in ruling.evidence
 
 
-def test_what_is_asked_in_another_process_gives_its_answer_or_its_error():
+def test_code_in_another_process_returns_its_result_or_its_error():
     assert ask("print('noise'); print('[1, 2]')") == ([1, 2], "")
     assert ask("raise ValueError('so it is')") == (None, "ValueError: so it is")
 
@@ -130,31 +131,31 @@ def test_what_is_asked_in_another_process_gives_its_answer_or_its_error():
     ],
 )
 def test_gpus_decide(name, speeds, verdict):
-    ruling = tried(name, machine(gpus=8), **speeds)
+    ruling = ruling_on(name, machine(gpus=8), **speeds)
     assert ruling.verdict == verdict
     assert ruling.evidence.startswith("GPUs: ")
 
 
 @pytest.mark.parametrize("name", ["two-gpus", "ddp-dp", "dp-small", "fsdp-small", "scaling"])
-def test_cpu_ranks_show_their_figures_and_leave_it_open(name):
-    ruling = tried(name, machine())
+def test_cpu_ranks_show_their_figures_and_do_not_decide(name):
+    ruling = ruling_on(name, machine())
     assert ruling.verdict == OPEN
     assert ruling.evidence.startswith("CPU ranks: ") and "GPUs" in ruling.evidence
     assert all(figures for figures in ruling.figures.values())
     assert ("Emulated on CPU" in ruling.evidence) == name.startswith(("ddp-dp", "dp"))
 
 
-def test_the_median_is_told_with_spread_and_number():
-    ruling = tried("two-gpus", machine(), ddp=[1.0, 2.0, 4.0])
+def test_the_median_is_shown_with_spread_and_count():
+    ruling = ruling_on("two-gpus", machine(), ddp=[1.0, 2.0, 4.0])
     assert ruling.figures == {"ddp / single": pytest.approx((1.0, 2.0, 4.0))}
-    assert "2.00 times as many samples a second as Single on 1 (cnn) (median of 3 pairs of runs, from 1.00 to 4.00)" in ruling.evidence
+    assert "2.00 times as many samples per second as Single on 1 (cnn) (median of 3 pairs of runs, from 1.00 to 4.00)" in ruling.evidence
 
 
-def test_scaling_on_two_gpus_alone_is_left_open():
+def test_two_gpus_do_not_decide_scaling_to_eight():
     runs = {job: [measured(job, SPEED[job])] for job in ("single", "ddp")}
     ruling = CLAIMS["scaling"].judge(Trials(machine(gpus=2), runs))
     assert ruling.verdict == OPEN
-    assert "on 2: 1.85 times one (one pair of runs), where 1.9 is said" in ruling.evidence
+    assert "on 2: 1.85 times one device (one pair of runs), claimed 1.9" in ruling.evidence
     assert "on 8: not measured, 8 ranks would have to share 2 GPUs" in ruling.evidence
 
 
@@ -189,8 +190,8 @@ def test_without_a_run_nothing_is_decided(name):
 # ---- the runs
 
 
-class Told:
-    """Progress that is kept."""
+class Recorded:
+    """Progress that records its steps."""
 
     def __init__(self):
         self.steps = []
@@ -200,7 +201,7 @@ class Told:
 
 
 class Done:
-    """A run that is over."""
+    """A run that has ended."""
 
     def __init__(self, spec, state="finished"):
         self.spec, self.name, self.words, self._state = spec, spec.name, "failed (rank 1: ValueError)", state
@@ -212,29 +213,29 @@ class Done:
         return {"run": self.name, "state": self._state, "ranks": [{"step_seconds_median": 0.1}], "ledger": []}
 
 
-def test_jobs_take_turns_and_those_that_do_not_fit_are_left_out(monkeypatch):
-    started, told = [], Told()
+def test_jobs_alternate_and_those_that_do_not_fit_are_skipped(monkeypatch):
+    started, progress = [], Recorded()
     monkeypatch.setattr(labkit.course.claims.trials, "run", lambda spec: started.append(spec) or Done(spec))
     trials = Trials(machine())
-    trials.run(["single", "ddp", "single", "ddp on 4", "pinned"], 2, told)
+    trials.run(["single", "ddp", "single", "ddp on 4", "pinned"], 2, progress)
     assert [spec.name for spec in started] == ["single-x1", "ddp-x2", "ddp-x2", "single-x1"]
     assert {spec.device for spec in started} == {"cpu"}
-    assert told.steps[0] == "round 1 of 2: single"
+    assert progress.steps[0] == "round 1 of 2: single"
     assert trials.runs(["single", "ddp on 4"]) == ("single-x1", "single-x1")
     assert Trials(machine(cores=8)).lacks(["ddp on 4"]) == ""
 
 
-def test_on_gpus_all_runs_that_are_compared_use_them(monkeypatch):
+def test_all_runs_of_a_comparison_use_gpus_if_there_are_enough(monkeypatch):
     started = []
     monkeypatch.setattr(labkit.course.claims.trials, "run", lambda spec: started.append(spec) or Done(spec))
-    Trials(machine(gpus=2)).run(["single", "ddp", "pinned"], 1, Told())
+    Trials(machine(gpus=2)).run(["single", "ddp", "pinned"], 1, Recorded())
     assert [spec.device for spec in started] == ["cuda"] * 3
     started.clear()
-    Trials(machine(gpus=1)).run(["single", "ddp", "pinned"], 1, Told())
+    Trials(machine(gpus=1)).run(["single", "ddp", "pinned"], 1, Recorded())
     assert [spec.device for spec in started] == ["cpu", "cpu", "cuda"]
 
 
-def test_a_run_that_fails_or_cannot_start_is_told(monkeypatch):
+def test_a_run_that_fails_or_cannot_start_is_reported(monkeypatch):
     def start(spec):
         if spec.strategy == "dp":
             raise SpecError("data", "the digits are not here")
@@ -242,7 +243,7 @@ def test_a_run_that_fails_or_cannot_start_is_told(monkeypatch):
 
     monkeypatch.setattr(labkit.course.claims.trials, "run", start)
     trials = Trials(machine())
-    trials.run(["single", "dp", "ddp"], 1, Told())
+    trials.run(["single", "dp", "ddp"], 1, Recorded())
     assert CLAIMS["ddp-dp"].judge(trials).evidence == "Not measured: the digits are not here."
     assert "the run single-x1 failed (rank 1: ValueError)" in CLAIMS["two-gpus"].judge(trials).evidence
 
@@ -257,10 +258,10 @@ def test_a_claim_is_measured_for_real(runs, capsys):
     assert capsys.readouterr().out == ""
 
 
-# ---- asked for
+# ---- the function and the command
 
 
-def test_every_claim_says_something_and_needs_jobs_that_there_are():
+def test_every_claim_has_a_sentence_and_needs_existing_jobs():
     assert len({claim.says for claim in CLAIMS.values()}) == len(CLAIMS) == 11
     for claim in CLAIMS.values():
         assert set(claim.needs) <= set(JOBS)
@@ -277,11 +278,11 @@ def test_quick_runs_nothing(monkeypatch):
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        (("scalling",), "claim 'scalling' is not known (did you mean scaling?); there is cnn-parameters, batch, "),
-        (("two-gpus", "--quick"), "two-gpus is measured, and quick leaves out what needs runs; ask without it"),
+        (("scalling",), "unknown claim 'scalling' (did you mean scaling?); it must be one of cnn-parameters, batch, "),
+        (("two-gpus", "--quick"), "two-gpus needs runs, which quick skips; remove quick"),
     ],
 )
-def test_what_cannot_be_tried_is_one_sentence(capsys, arguments, says):
+def test_a_claim_that_cannot_be_tested_is_one_sentence(capsys, arguments, says):
     assert act(cli.parse(("claims", *arguments))) == 2
     out, error = capsys.readouterr()
     assert out == "" and error.startswith(f"labkit: {says}") and error.count("\n") == 1
@@ -293,7 +294,7 @@ def test_rounds_are_bounded(rounds):
         on_trial("batch", rounds=rounds)
 
 
-def test_the_command_gives_one_object_or_a_table(capsys):
+def test_the_command_prints_one_object_or_a_table(capsys):
     assert act(cli.parse(("claims", "batch", "--json"))) == 0
     (claim,) = json.loads(capsys.readouterr().out)["claims"]
     assert claim["name"] == "batch" and claim["verdict"] == FAILS and claim["figures"]["samples of a rank"] == [128.0]
@@ -301,7 +302,7 @@ def test_the_command_gives_one_object_or_a_table(capsys):
     assert "✗ does not hold" in capsys.readouterr().out
 
 
-def test_nothing_that_is_shown_can_bring_markup_in():
+def test_displayed_text_is_escaped():
     hostile = Claim("x", "<script>alert(1)</script> [red]", "computed", lambda trials: None)
     page = Verdicts((Verdict(hostile, Ruling(OPEN, "<img src=x onerror=alert(1)> [/red]")),))
     html = page._repr_html_()
@@ -309,7 +310,7 @@ def test_nothing_that_is_shown_can_bring_markup_in():
     console = Console(width=200, file=io.StringIO())
     console.print(page)
     assert "[red]" in console.file.getvalue() and "[/red]" in console.file.getvalue()
-    assert "? cannot be told here (computed)" in repr(page)
+    assert "? cannot be decided here (computed)" in repr(page)
 
 
 def test_the_claims_load_no_torch():

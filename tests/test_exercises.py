@@ -1,4 +1,5 @@
-"""Every exercise against a right, a plausible wrong and an empty answer; the learner's record; the teacher's key stays out of labs."""
+"""Every exercise with a right, a plausible wrong and an empty answer; the learner's record; labs contain no
+solution."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from labkit.course.exercises import LABS, Exercise, Wrong, exercise, exercises, 
 from labkit.course.exercises.book import Book
 
 ROOT = Path(__file__).parents[1]
-NAMES = [f"{topic}.{own}" for topic in LABS for own in exercises(topic)]
+NAMES = [f"{topic}.{short}" for topic in LABS for short in exercises(topic)]
 
 
 def answers(topic):
@@ -26,70 +27,70 @@ def answers(topic):
 
 
 def value(answer):
-    """An answer; a function of no argument that is no answer itself makes it, where it needs a run or a file."""
+    """The answer. A function without arguments creates it, because it needs a run or a file."""
     return answer() if callable(answer) and not answer.__code__.co_argcount else answer
 
 
 @pytest.mark.parametrize("topic", LABS)
 def test_every_exercise_has_a_right_and_a_wrong_answer_and_a_lab(topic):
-    own = set(exercises(topic))
-    assert len(own) >= 2 or topic == "combine"
-    assert set(answers(topic).RIGHT) == own == set(answers(topic).WRONG)
+    names = set(exercises(topic))
+    assert len(names) >= 2 or topic == "combine"
+    assert set(answers(topic).RIGHT) == names == set(answers(topic).WRONG)
     lab = (ROOT / "labs" / f"{LABS[topic]}.py").read_text(encoding="utf-8")
-    assert set(re.findall(r'check\("([a-z_.]+)"', lab)) == {f"{topic}.{name}" for name in own}
+    assert set(re.findall(r'check\("([a-z_.]+)"', lab)) == {f"{topic}.{name}" for name in names}
     cells = [cell for cell in lab.split("# %%") if "check(" in cell and not cell.startswith(" [markdown]")]
     assert cells and all('tags=["exercise"]' in cell.splitlines()[0] for cell in cells)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_right_answer_is_right(name):
-    topic, _, own = name.partition(".")
-    verdict = check(name, value(answers(topic).RIGHT[own]))
+    topic, _, short = name.partition(".")
+    verdict = check(name, value(answers(topic).RIGHT[short]))
     assert verdict.state == "right", verdict.words
     assert verdict.words
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_wrong_answer_is_told_what_is_wrong_with_it(name):
-    topic, _, own = name.partition(".")
-    answer, words = answers(topic).WRONG[own]
+def test_a_wrong_answer_gets_a_hint(name):
+    topic, _, short = name.partition(".")
+    answer, words = answers(topic).WRONG[short]
     verdict = check(name, value(answer))
     assert verdict.state == "wrong"
-    assert words in verdict.words and "could not be read" not in verdict.words, verdict.words
+    assert words in verdict.words and "not a valid answer" not in verdict.words, verdict.words
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_whatever_is_answered_gets_a_verdict(name):
+def test_any_answer_gets_a_verdict(name):
     for odd in ("three dots", -1, 1e9, ["a"], {"a": 1}, object(), lambda: 1 / 0):
         assert check(name, odd).state == "wrong"
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_answer_is_open_and_no_try(name):
+def test_an_empty_answer_is_not_an_attempt(name):
     for empty in (..., None, "", []):
         assert check(name, empty).state == "empty"
     assert name not in Book.here().read()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_key_is_not_in_the_lab(name):
+def test_the_solution_is_not_in_the_lab(name):
     topic = name.partition(".")[0]
     lab = (ROOT / "labs" / f"{LABS[topic]}.py").read_text(encoding="utf-8")
     assert len(exercise(name).key) > 20
     assert exercise(name).key not in lab
 
 
-def test_a_function_without_a_body_is_no_answer():
+def test_a_function_without_a_body_is_an_empty_answer():
     def blank(tensor, rank): ...
 
-    def told(tensor):
+    def documented(tensor):
         """What it should do."""
 
-    assert is_empty(blank) and is_empty(told)
+    assert is_empty(blank) and is_empty(documented)
     assert not is_empty(lambda tensor: tensor) and not is_empty(0) and not is_empty(False)
 
 
-def test_a_check_that_fails_is_a_verdict(monkeypatch):
+def test_an_exception_in_a_check_is_a_verdict(monkeypatch):
     def fails(answer):
         raise ZeroDivisionError("<b>")
 
@@ -102,12 +103,12 @@ def test_a_check_that_fails_is_a_verdict(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["steps", "ddp", "nothing.here", "start.nothing"])
-def test_an_exercise_that_there_is_not(name):
+def test_an_unknown_exercise_is_an_error(name):
     with pytest.raises(LookupError, match=r"there is no exercise"):
         check(name, 1)
 
 
-def test_progress_counts_tries_and_keeps_what_is_done(runs):
+def test_progress_counts_attempts_and_keeps_what_is_done(runs):
     assert my_progress().done == 0
     check("start.steps", 156)
     check("start.steps", 157)
@@ -120,7 +121,7 @@ def test_progress_counts_tries_and_keeps_what_is_done(runs):
     assert (runs / "exercises.json").stat().st_mode & 0o077 == 0
 
 
-def test_a_record_that_cannot_be_read_is_kept_aside(runs):
+def test_an_unreadable_record_is_renamed(runs):
     runs.mkdir()
     (runs / "exercises.json").write_text("{", encoding="utf-8")
     check("start.steps", 157)
@@ -131,10 +132,10 @@ def test_a_record_that_cannot_be_read_is_kept_aside(runs):
 def test_the_progress_command(runs):
     check("start.steps", 157)
     argv = [sys.executable, "-m", "labkit", "progress"]
-    told = subprocess.run([*argv, "--json"], capture_output=True, text=True, check=True, cwd=ROOT, env=dict(os.environ)).stdout
-    assert json.loads(told)["done"] == 1
+    printed = subprocess.run([*argv, "--json"], capture_output=True, text=True, check=True, cwd=ROOT, env=dict(os.environ)).stdout
+    assert json.loads(printed)["done"] == 1
     assert "1 of " in subprocess.run(argv, capture_output=True, text=True, check=True, cwd=ROOT, env=dict(os.environ)).stdout
 
 
-def test_wrong_is_no_public_name():
+def test_wrong_is_not_a_public_name():
     assert "Wrong" not in labkit.__all__ and issubclass(Wrong, Exception)

@@ -209,7 +209,7 @@ def test_answers_and_verdicts_are_for_those_who_may_see_them():
     key = exercise("start.steps").key.split("**")[1]
     assert "forty-two" in plain and "not answered yet" in plain and "Answer key:" not in plain
     assert "forty-two" not in student and "not answered yet" not in student and "Go on." in student and "Answer key:" not in student
-    assert "forty-two" in teacher and "Answer key: Steps of an epoch" in teacher and key in teacher
+    assert "forty-two" in teacher and "Answer key: Steps per epoch" in teacher and key in teacher
 
 
 def test_a_key_that_is_not_there_is_named():

@@ -1,4 +1,4 @@
-"""Every lab runs to its end where nobody watches, shows nothing that a learner must ignore, and leaves plain figures and nothing else."""
+"""Every lab runs headless without errors or warnings, leaves static figures and no widgets, and is written as a lab."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from labkit.record.folder import RunFolder
 
 ROOT = Path(__file__).parents[1]
 LABS = sorted((ROOT / "labs").glob("[0-9]*.py"))
-LEFT_OUT = () if os.environ.get("CI") else ("long",)  # the default run takes a short cut through each lab
+SKIPPED_TAGS = () if os.environ.get("CI") else ("long",)  # the default run skips the long cells of each lab
 PLOTLY = "application/vnd.plotly.v1+json"
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
-def test_there_are_the_labs_that_exercises_speak_of():
+def test_every_topic_of_exercises_has_a_lab():
     assert LABS
     assert {path.stem for path in LABS} == set(LABS_WITH_EXERCISES.values())
 
@@ -39,16 +39,16 @@ def test_a_lab_uses_public_names_only(path):
 
 
 @pytest.mark.parametrize("path", LABS, ids=lambda path: path.stem)
-def test_a_lab_is_the_same_after_a_round_through_a_notebook(path):
-    """So that saving it in JupyterLab leaves the checkout clean."""
+def test_a_lab_survives_the_round_trip_through_a_notebook(path):
+    """So that saving it in JupyterLab does not change the checkout."""
     text = path.read_text(encoding="utf-8")
     notebook = jupytext.reads(jupytext.writes(jupytext.reads(text, fmt="py:percent"), fmt="ipynb"), fmt="ipynb")
     assert jupytext.writes(notebook, fmt="py:percent") == text
 
 
 @pytest.mark.parametrize("path", LABS, ids=lambda path: path.stem)
-def test_a_lab_can_be_typed_on_stage(path):
-    """Short cells, prose between them, and a question before the first of code."""
+def test_a_lab_is_suitable_for_live_coding(path):
+    """Short cells, prose between them, and a question before the first code."""
     cells = jupytext.read(path).cells
     first = next(index for index, cell in enumerate(cells) if cell.cell_type == "code")
     assert "?" in "".join(cell.source for cell in cells[: first + 3])
@@ -59,8 +59,8 @@ def test_a_lab_can_be_typed_on_stage(path):
 
 
 @pytest.mark.parametrize("path", LABS, ids=lambda path: path.stem)
-def test_a_lab_runs_headless_and_leaves_plain_figures(path, runs):
-    notebook = executed(path, skip=LEFT_OUT)
+def test_a_lab_runs_headless_and_leaves_static_figures(path, runs):
+    notebook = executed(path, skip=SKIPPED_TAGS)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     outputs = [output for cell in cells for output in cell.outputs]
     assert not [output for output in outputs if output.output_type == "error"]
@@ -75,8 +75,8 @@ def test_a_lab_runs_headless_and_leaves_plain_figures(path, runs):
     assert recorded
     for run in recorded:
         assert run.state.over
-        on_purpose = run.state.spec.get("fault") or run.state.spec.get("script")
-        assert run.state.status["state"] == "finished" or on_purpose, f"{run.name}: {run.words}"
+        deliberate = run.state.spec.get("fault") or run.state.spec.get("script")
+        assert run.state.status["state"] == "finished" or deliberate, f"{run.name}: {run.words}"
     assert len(page_of(notebook, path, runs).html().encode()) <= 3_000_000
     for_students = page_of(notebook, path, runs, audience=STUDENT).html()
     assert 'class="answer"' not in for_students and 'class="labkit-verdict' not in for_students

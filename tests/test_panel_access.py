@@ -187,13 +187,13 @@ def a_recorded_run_plays_in_presentation_mode(page: sync_api.Page) -> None:
 
 
 def everybody_can_read_it(page: sync_api.Page, panel: sync_api.Locator) -> None:
-    """Every tab, in both themes and on the stage: every control has a name, and all letters stand out."""
+    """Every tab in both themes, with and without presentation mode: every control has a name, and all text has enough contrast."""
     faint = {}
     for theme in ("Light", "Dark"):
         set_theme(page, theme)
-        for stage in (False, True):
+        for presentation in (False, True):
             panel.evaluate("panel => panel.focus()")
-            if stage:
+            if presentation:
                 page.keyboard.press("s")
                 sync_api.expect(panel).to_have_class(re.compile("labkit-presentation"))
             for number, (tab, content) in enumerate(TABS.items(), 1):
@@ -201,11 +201,11 @@ def everybody_can_read_it(page: sync_api.Page, panel: sync_api.Locator) -> None:
                 page.keyboard.press(str(number))
                 sync_api.expect(panel.get_by_role("tab", name=tab)).to_have_attribute("aria-selected", "true")
                 sync_api.expect(panel.locator(content).first).to_be_visible()
-                place = f"23-{theme.lower()}{'-stage' if stage else ''}-{number}"
+                place = f"23-{theme.lower()}{'-presentation' if presentation else ''}-{number}"
                 picture(page, place)
                 assert panel.evaluate(NAMELESS) == []
                 faint |= {f"{place}: {what}": ratio for what, ratio in faint_letters(panel).items()}
-            if stage:
+            if presentation:
                 page.keyboard.press("Escape")
     assert not faint, "\n".join(f"{ratio} {what}" for what, ratio in faint.items())
 

@@ -1,4 +1,4 @@
-"""Collectives: the plans do what they say, the pictures show what the plans do, and the exercise finds what is wrong with a ring."""
+"""Collectives: the plans are correct, the pictures show the plans, and the exercise finds what is wrong with a ring."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_every_plan_reaches_its_goal(n):
 
 
 def numbers_after(plan):
-    """The same messages with real numbers: rank r has 10**r + piece / 10 in every piece that it begins with."""
+    """The same messages with real numbers: rank r has 10**r + piece / 10 in every chunk that it starts with."""
     holds = [{piece: 10.0**rank + str(piece).count("1") / 10 for piece in begins} for rank, begins in enumerate(plan.start)]
     for messages in plan.rounds:
         carried = [(one, {piece: holds[one.source][piece] for piece in one.pieces}) for one in messages]
@@ -102,12 +102,12 @@ def test_the_first_half_of_a_ring_is_a_reduce_scatter_and_the_second_an_all_gath
         (((Message(0, 1, (0,)),),), "rank 2 has None of chunk 0"),
     ],
 )
-def test_a_plan_that_cannot_be_is_found(rounds, words):
+def test_an_impossible_plan_is_rejected(rounds, words):
     with pytest.raises(ValueError, match=words):
         replace(plans.broadcast(3), rounds=rounds).states()
 
 
-def test_a_plan_that_counts_somebody_twice_is_found():
+def test_a_plan_that_counts_a_rank_twice_is_rejected():
     with pytest.raises(ValueError, match=r"rank 0 would count \[1\] twice in chunk 0"):
         replace(plans.reduce(2), rounds=plans.reduce(2).rounds * 2).states()
 
@@ -135,20 +135,20 @@ def test_a_picture_has_an_arrow_for_every_message_in_its_round(name, by, n):
         for one in messages:
             assert ("+" if one.add else "") + "".join(map(pictured._name, one.pieces)) in labels
         thick = [one for one in shapes if one["xref"] == axis and one["type"] == "rect" and one["line"]["width"] > 1]
-        assert len(thick) == sum(len(one.pieces) for one in messages), "what came in this round has a thick frame"
+        assert len(thick) == sum(len(one.pieces) for one in messages), "chunks received in this round have a thick border"
 
 
 @pytest.mark.parametrize(("name", "by"), EVERY)
-def test_a_picture_ends_with_what_the_collective_promises(name, by):
+def test_a_picture_ends_with_the_result_of_the_collective(name, by):
     plan, figure = plan_of(name, by, 4), picture_of(name, by, 4)
     adds = any(one.add for messages in plan.rounds for one in messages)
-    for rank, told in enumerate(figure.data[-1].hovertext):
-        has = dict(re.findall(r"(\S+?): (\S+?)(?:,|$)", told.partition(" has ")[2]))
+    for rank, text in enumerate(figure.data[-1].hovertext):
+        has = dict(re.findall(r"(\S+?): (\S+?)(?:,|$)", text.partition(" has ")[2]))
         for piece in plan.goal[rank]:
             assert has[pictured._name(piece)] == ("Σ" if adds else pictured._name(piece))
 
 
-def test_pictures_paint_no_background_and_use_the_ranks_colours():
+def test_pictures_have_no_background_and_use_the_colours_of_ranks():
     figure = pictured.all_reduce(4)
     assert figure.layout.paper_bgcolor == figure.layout.plot_bgcolor == "rgba(0,0,0,0)"
     discs = [shape.fillcolor for shape in figure.layout.shapes if shape.type == "circle"][:4]
@@ -166,12 +166,12 @@ def test_cells_of_different_ranks_do_not_overlap():
 @pytest.mark.parametrize(
     ("draw", "words"),
     [
-        (lambda: pictured.all_reduce(9), "room for 8 ranks"),
+        (lambda: pictured.all_reduce(9), "n must be at most 8 for a picture, got 9"),
         (lambda: pictured.all_reduce(1), "n must be at least 2"),
         (lambda: pictured.broadcast(4, by="rumour"), "by must be one of one_by_one, chain, tree, got 'rumour'"),
     ],
 )
-def test_what_cannot_be_drawn_is_told(draw, words):
+def test_invalid_arguments_are_rejected(draw, words):
     with pytest.raises(ValueError, match=words):
         draw()
 
@@ -200,63 +200,63 @@ def test_times_shows_what_it_is_given():
 
 
 def ring_with(change):
-    """The right ring, with the rank that `change` names doing something else."""
+    """The correct ring, except on ranks for which `change` returns something else."""
 
-    def ring(pieces, rank, n, send, receive):
-        given = change(pieces, rank, n, send, receive)
-        return RIGHT["ring"](pieces, rank, n, send, receive) if given is None else given
+    def ring(chunks, rank, n, send, receive):
+        given = change(chunks, rank, n, send, receive)
+        return RIGHT["ring"](chunks, rank, n, send, receive) if given is None else given
 
     return ring
 
 
-def all_send_first(pieces, rank, n, send, receive):
-    send((rank + 1) % n, pieces[rank])
+def all_send_first(chunks, rank, n, send, receive):
+    send((rank + 1) % n, chunks[rank])
     return [receive((rank - 1) % n)]
 
 
-def through_rank_0(pieces, rank, n, send, receive):
+def through_rank_0(chunks, rank, n, send, receive):
     if rank:
-        send(0, pieces)
+        send(0, chunks)
         return receive(0)
     for other in range(1, n):
-        pieces = [one + more for one, more in zip(pieces, receive(other))]
+        chunks = [one + more for one, more in zip(chunks, receive(other))]
     for other in range(1, n):
-        send(other, pieces)
-    return pieces
+        send(other, chunks)
+    return chunks
 
 
-def for_ever(pieces, rank, n, send, receive):
+def infinite_loop(chunks, rank, n, send, receive):
     while rank == 2:
         pass
-    return pieces
+    return chunks
 
 
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (all_send_first, "a deadlock on 4 ranks: rank 0 waits until rank 1 receives, rank 1 waits until rank 2 receives"),
-        (ring_with(lambda pieces, rank, *_: pieces if rank == 3 else None), "rank 2 waits until rank 3 receives"),
-        (through_rank_0, "the sums are right, and rank 0 of 4 sent 12 pieces; the ring needs 2 (n − 1) = 6"),
-        (lambda pieces, rank, n, send, receive: send(n, 1), "rank 0 sends to 4; the others of 4 ranks are 1, 2, 3"),
-        (lambda pieces, rank, n, send, receive: receive(rank), "rank 0 receives from 0"),
-        (lambda pieces, rank, n, send, receive: [2 * one for one in pieces], "what rank 0 had was counted 2 times"),
-        (lambda pieces, rank, n, send, receive: pieces[:2], "rank 0 gave back a list of 2"),
-        (lambda pieces, rank, n, send, receive: pieces.sort(), "rank 0 gave nothing back"),
-        (lambda pieces, rank, n, send, receive: pieces[::-1], "numbers of another piece"),
-        (lambda pieces, rank, n, send, receive: 1 / (rank - 1), "rank 1 failed: ZeroDivisionError"),
-        (lambda pieces, rank, n, send, receive: receive((rank + 1) % n), "waits for what rank 1 sends"),
+        (all_send_first, "a deadlock on 4 ranks: rank 0 waits for rank 1 to receive, rank 1 waits for rank 2 to receive"),
+        (ring_with(lambda chunks, rank, *_: chunks if rank == 3 else None), "rank 2 waits for rank 3 to receive"),
+        (through_rank_0, "the sums are right, but rank 0 of 4 sent 12 chunks; a ring needs 2 (n − 1) = 6"),
+        (lambda chunks, rank, n, send, receive: send(n, 1), "rank 0 sends to rank 4; the other ranks are 1, 2, 3"),
+        (lambda chunks, rank, n, send, receive: receive(rank), "rank 0 receives from rank 0"),
+        (lambda chunks, rank, n, send, receive: [2 * one for one in chunks], "the number of rank 0 was added 2 times"),
+        (lambda chunks, rank, n, send, receive: chunks[:2], "rank 0 must return a list of 4 sums, one per chunk, got a list of 2"),
+        (lambda chunks, rank, n, send, receive: chunks.sort(), "rank 0 returned None"),
+        (lambda chunks, rank, n, send, receive: chunks[::-1], "numbers of another chunk"),
+        (lambda chunks, rank, n, send, receive: 1 / (rank - 1), "rank 1 failed: ZeroDivisionError"),
+        (lambda chunks, rank, n, send, receive: receive((rank + 1) % n), "waits for rank 1 to send"),
     ],
 )
-def test_the_verdict_names_the_rank_and_the_piece_that_is_wrong(function, words):
+def test_the_verdict_names_the_rank_and_the_chunk_that_is_wrong(function, words):
     verdict = check("collectives.ring", function)
     assert verdict.state == "wrong" and words in verdict.words, verdict.words
     assert not [thread for thread in threading.enumerate() if "exercise" in thread.name]
 
 
-def test_a_function_without_an_end_is_ended(monkeypatch):
-    monkeypatch.setattr("labkit.course.exercises.collectives._PATIENCE", 0.3)
-    verdict = check("collectives.ring", for_ever)
-    assert "rank 2 did not come to an end" in verdict.words
+def test_an_infinite_loop_is_terminated(monkeypatch):
+    monkeypatch.setattr("labkit.course.exercises.collectives._TIMEOUT", 0.3)
+    verdict = check("collectives.ring", infinite_loop)
+    assert "rank 2 did not return within 0.3 s" in verdict.words
     assert not [thread for thread in threading.enumerate() if "exercise" in thread.name]
 
 
@@ -268,13 +268,13 @@ def test_the_halves_however_they_are_spelt(answer):
 @pytest.mark.parametrize(
     ("name", "answer", "words"),
     [
-        ("bytes", 87.5, "one lap"),
-        ("bytes", 1400, "whole messages at every hop"),
-        ("bytes", 100, "two laps"),
+        ("bytes", 87.5, "that is one pass"),
+        ("bytes", 1400, "a whole message in every round"),
+        ("bytes", 100, "two passes"),
         ("bytes", "175", "a number of MB"),
-        ("halves", "all-gather, reduce-scatter", "not in this order"),
+        ("halves", "all-gather, reduce-scatter", "in the other order"),
         ("halves", "reduce-scatter, broadcast", "the first is right"),
-        ("halves", "all-reduce", "this names 1"),
+        ("halves", "all-reduce", "got 1"),
     ],
 )
 def test_a_wrong_answer_gets_the_hint_that_fits_it(name, answer, words):

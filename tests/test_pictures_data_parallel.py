@@ -1,4 +1,4 @@
-"""The pictures of data parallelism say what is so: bytes, whose samples, averages, and buckets against DDP's own rule."""
+"""The pictures of data parallelism are correct: bytes, samples per rank, averages, and buckets as DDP closes them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def boxes(figure):
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
-def test_dp_has_five_exchanges_and_all_of_them_with_device_0(devices):
+def test_dp_has_five_transfers_and_all_involve_device_0(devices):
     figure = draw.dp_step(devices)
     arrows = [note for note in figure.to_dict()["layout"]["annotations"] if note["showarrow"]]
     ends = [{round(arrow["y"]), round(arrow["ay"])} for arrow in arrows]
@@ -54,10 +54,10 @@ def test_every_rank_of_ddp_does_the_same(ranks):
 
 
 def test_a_picture_of_batch_norm_is_drawn_too():
-    assert "42.6 MiB a rank" in words(draw.ddp_step(workload="resnet18"))
+    assert "42.6 MiB per rank" in words(draw.ddp_step(workload="resnet18"))
 
 
-def test_device_0_alone_carries_more_with_every_device():
+def test_only_the_traffic_of_device_0_grows_with_the_devices():
     device_0, ddp, others = (trace["y"] for trace in draw.wires(8).to_dict()["data"])
     assert list(device_0) == sorted(device_0) and device_0[-1] == pytest.approx(7 * device_0[0], rel=1e-3)
     assert max(others) == pytest.approx(min(others), rel=1e-3) == pytest.approx(device_0[0], rel=1e-3)
@@ -66,31 +66,31 @@ def test_device_0_alone_carries_more_with_every_device():
 
 
 @pytest.mark.parametrize(("samples", "ranks"), [(20, 2), (10, 4), (7, 5), (3, 8)])
-def test_samples_are_divided_as_torch_divides_them(samples, ranks):
+def test_samples_are_divided_as_in_torch(samples, ranks):
     from torch.utils.data import DistributedSampler
 
     order = list(range(samples))
-    torchs = [list(DistributedSampler(order, ranks, rank, shuffle=False)) for rank in range(ranks)]
-    assert divide(order, ranks) == torchs
+    expected = [list(DistributedSampler(order, ranks, rank, shuffle=False)) for rank in range(ranks)]
+    assert divide(order, ranks) == expected
 
 
-def test_whose_the_samples_are():
+def test_every_rank_gets_its_samples():
     (cells,) = draw.shares(22, 4, 3).to_dict()["data"]
     assert len(cells["z"]) == 8 and {len(row) for row in cells["z"]} == {6}
     assert all({sample for row in cells["z"][first : first + 4] for sample in row} == set(range(22)) for first in (0, 4))
-    assert "24 taken, 22 different" in draw.shares(22, 4, 3).layout.title.text
+    assert "24 samples, 22 different" in draw.shares(22, 4, 3).layout.title.text
 
 
-def test_what_goes_wrong_shows():
+def test_a_missing_sampler_or_set_epoch_is_visible():
     (alike,) = draw.shares(sampler=False).to_dict()["data"]
     assert list(alike["z"][0]) == list(alike["z"][1]) != list(alike["z"][2])
     (again,) = draw.shares(set_epoch=False).to_dict()["data"]
     assert [list(row) for row in again["z"][:2]] == [list(row) for row in again["z"][2:]]
-    assert "40 taken, 20 different" in draw.shares(sampler=False).layout.title.text
-    assert "4 steps an epoch" in draw.shares(sampler=False).layout.title.text
+    assert "40 samples, 20 different" in draw.shares(sampler=False).layout.title.text
+    assert "4 steps per epoch" in draw.shares(sampler=False).layout.title.text
 
 
-def test_the_average_stands_beside_the_gradients():
+def test_the_average_is_next_to_the_gradients():
     traces = draw.average([[1.0, 2.0], [3.0, 6.0], [2.0, -2.0]]).to_dict()["data"]
     assert [trace["name"] for trace in traces] == ["rank 0", "rank 1", "rank 2", "average"]
     assert list(traces[-1]["y"]) == [2.0, 2.0]
@@ -107,39 +107,39 @@ def test_buckets_are_closed_as_ddp_closes_them(workload, bucket_mb):
     assert moments == sorted(moments) and moments[-1] == pytest.approx(1.0)
 
 
-def test_buckets_travel_one_after_the_other_when_they_are_full():
+def test_full_buckets_are_sent_one_after_another():
     spans = sent([Bucket(1000, 0.1), Bucket(1000, 0.2), Bucket(500, 1.0)], backward=10.0, rate=500.0, latency=0.5, ranks=2)
     assert spans == [(1.0, 4.0), (4.0, 7.0), (10.0, 12.0)]  # two messages of half a bucket each
     (end,) = {end for _, end in sent([Bucket(800, 0.0)], 1.0, 100.0, 0.0, ranks=4)}
     assert math.isclose(end, 2 * 3 / 4 * 800 / 100)
 
 
-def test_one_bucket_hides_nothing():
-    assert "1 bucket, 0% hidden" in words(draw.buckets("gpt", (25,)))
+def test_one_bucket_overlaps_with_nothing():
+    assert "1 bucket, 0% overlapped" in words(draw.buckets("gpt", (25,)))
     assert "4 buckets" in words(draw.buckets("gpt", (1,)))
     assert draw.buckets("gpt").layout.title.text.startswith("<b>Modelled")
     assert "10,893,312" in draw.buckets("gpt", size="10M").layout.title.text
 
 
 @pytest.mark.parametrize(
-    ("name", "answer", "said"),
+    ("name", "answer", "hint"),
     [
-        ("ddp.steps", (521, 1), "one rank alone"),
-        ("ddp.steps", (66, 80), "each has a part"),
+        ("ddp.steps", (521, 1), "for a single rank"),
+        ("ddp.steps", (66, 80), "the remainder of one rank"),
         ("ddp.steps", (70, 80), "first divide"),
         ("ddp.sampler", lambda order, rank, ranks: order, "are enough"),
-        ("ddp.sampler", lambda order, rank, ranks: order[: len(order) // ranks], "nobody takes"),
-        ("ddp.sampler", lambda order, rank, ranks: [-1], "no sample of the order"),
+        ("ddp.sampler", lambda order, rank, ranks: order[: len(order) // ranks], "no rank gets the sample at index"),
+        ("ddp.sampler", lambda order, rank, ranks: [-1], "which is not in order"),
         ("ddp.sampler", lambda order, rank, ranks: 3, "a list of samples"),
-        ("ddp.buckets", "ddp", "not str"),
+        ("ddp.buckets", "ddp", "got str"),
         ("data_parallel.exchanges", [150_528, 0, 0, 0, 0], "each has four bytes"),
         ("data_parallel.exchanges", [200_704, 0, 0, 0, 0], "there are several"),
         ("data_parallel.exchanges", [1, 2, 3], "list of five"),
-        ("data_parallel.sides", {"a": "dp"}, "the letters a, b"),
-        ("data_parallel.sides", dict.fromkeys("abcdefg", "me"), "write 'dp'"),
-        ("data_parallel.same", [1, 2], "in a list"),
+        ("data_parallel.sides", {"a": "dp"}, "the keys a, b"),
+        ("data_parallel.sides", dict.fromkeys("abcdefg", "me"), "must be 'dp'"),
+        ("data_parallel.same", [1, 2], "a list of two runs"),
     ],
 )
-def test_a_mistake_is_told_by_its_name(name, answer, said):
-    with pytest.raises(Wrong, match=said):
+def test_each_mistake_has_its_own_hint(name, answer, hint):
+    with pytest.raises(Wrong, match=hint):
         exercise(name).check(answer)

@@ -1,4 +1,4 @@
-"""Will it fit: bytes by formula, the decision tree as a function, and both as pictures that hold those numbers."""
+"""Will it fit: bytes by formula, the decision tree as a function, and pictures that show the same numbers."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ GB = 1e9
 LARGE = Case(parameters=5e9, memory=24 * GB, activations=9 * GB, least=2 * GB, block=0.4 * GB, devices=8)
 
 
-def test_a_topic_of_the_pictures_is_loaded_when_it_is_asked_for():
+def test_a_topic_of_the_pictures_is_imported_lazily():
     assert pictures.fit is fit
 
 
-def test_every_recipe_comes_to_sixteen_bytes():
+def test_every_recipe_adds_up_to_sixteen_bytes():
     assert {sum(recipe) for recipe in RECIPES.values()} == {16}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_bars_are_what_a_device_keeps(recipe):
+def test_bars_are_the_states_of_a_device(recipe):
     figure = states(7e9, devices=8, recipe=recipe)
     kept = {bar.name: list(bar.y) for bar in figure.data}
     assert list(kept) == ["parameters", "gradients", "optimizer"]
@@ -36,7 +36,7 @@ def test_bars_are_what_a_device_keeps(recipe):
     assert [name.split("<br>")[1] for name in figure.data[0].x] == [f"{total:,.1f} GB" for total in totals]
 
 
-def test_small_models_are_told_in_mib_and_the_line_is_the_memory():
+def test_small_models_are_shown_in_mib_and_the_line_is_the_memory():
     figure = states(669_706, devices=2, recipe="fp32", memory=12 << 20)
     assert figure.data[0].y[0] == pytest.approx(4 * 669_706 / 2**20)
     assert figure.layout.shapes[0].y0 == 12
@@ -58,7 +58,7 @@ def test_small_models_are_told_in_mib_and_the_line_is_the_memory():
         ({"devices": 1}, "more devices, offload to CPU memory, or a smaller model"),
     ],
 )
-def test_what_the_tree_says(change, use):
+def test_the_advice_of_the_tree(change, use):
     assert repr(advise(replace(LARGE, **change))) == use
 
 
@@ -83,29 +83,29 @@ def test_what_the_tree_recommends_fits_by_its_own_formula():
 
 
 @pytest.mark.parametrize("wrong", [{"recipe": "fp8"}, {"memory": 0}, {"devices": 0}, {"parameters": math.nan}])
-def test_a_case_that_cannot_be_is_refused_with_its_value(wrong):
+def test_an_invalid_case_is_rejected_with_its_value(wrong):
     (name, value), *_ = wrong.items()
     with pytest.raises(ValueError, match=f"{name} must be .*got {value!r}"):
         replace(LARGE, **wrong)
 
 
-def test_the_drawn_tree_has_every_question_and_the_way():
+def test_the_drawn_tree_has_every_question_and_the_path():
     figure = tree(LARGE)
     said = [note.text for note in figure.layout.annotations]
     assert all(any(question.text in text for text in said) for question in QUESTIONS)
-    assert figure.layout.title.text == "<b>What to use: FSDP2</b>"
+    assert figure.layout.title.text == "<b>Which strategy to use: FSDP2</b>"
     assert [text for text in said if "✓" in text] == ["<b>✓ FSDP2</b>"]
     strong = [shape for shape in figure.layout.shapes if shape.type == "rect" and shape.line.width > 1]
     assert len(strong) == len(advise(LARGE).way) + 1
     assert "11.5 GiB ≤ 22.4 GiB" in "".join(said)
 
 
-def test_a_tree_of_no_case_takes_no_way():
+def test_a_tree_without_a_case_has_no_path():
     figure = tree()
     assert not [shape for shape in figure.layout.shapes if shape.line.width > 1]
     assert "4Ψ + 12Ψ/n" in "".join(note.text for note in figure.layout.annotations)
 
 
 @pytest.mark.parametrize("figure", [tree(LARGE), tree(replace(LARGE, devices=1)), states(1e9, 4)])
-def test_pictures_leave_the_page_its_colour(figure):
+def test_pictures_have_no_background(figure):
     assert figure.layout.paper_bgcolor == figure.layout.plot_bgcolor == "rgba(0,0,0,0)"

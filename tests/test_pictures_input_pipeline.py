@@ -1,4 +1,4 @@
-"""The pictures of lab 09: the modelled courses keep their own rules, and the figures show just these courses."""
+"""The pictures of lab 09: the modelled timelines obey their rules, and the figures show these timelines."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ TIMES = [(0.2, 0.1), (0.03, 0.05), (0.1, 0.1), (0.0, 0.1), (0.1, 0.0)]
 
 @pytest.mark.parametrize(("load", "compute"), TIMES)
 @pytest.mark.parametrize("workers", [0, 1, 2, 3, 5])
-def test_the_course_of_loading_and_training(load, compute, workers):
+def test_the_timeline_of_loading_and_training(load, compute, workers):
     course = pictures.schedule(load, compute, workers, 40)
     for number, one in enumerate(course):
         assert one.fetch_end == pytest.approx(one.fetch_start + load)
         assert one.train_end == pytest.approx(one.train_start + compute)
-        assert one.train_start >= one.fetch_end, "nothing is trained on before it is there"
+        assert one.train_start >= one.fetch_end, "no batch is trained on before it is loaded"
         assert one.worker == (number % workers if workers else None)
         ahead = [other for other in course[:number] if other.train_start > one.fetch_start + 1e-9]
-        assert len(ahead) < pictures.AHEAD * max(workers, 1), "no more than so many batches are under way or waiting"
+        assert len(ahead) < pictures.AHEAD * max(workers, 1), "at most this many batches are being loaded or ready"
     for before, after in itertools.pairwise(course):
-        assert after.train_start >= before.train_end - 1e-9, "one step after the other"
+        assert after.train_start >= before.train_end - 1e-9, "steps are sequential"
         if not workers:
             assert after.fetch_start >= before.train_end - 1e-9
     for mine in range(workers):
         for before, after in itertools.pairwise(one for one in course if one.worker == mine):
-            assert after.fetch_start >= before.fetch_end - 1e-9, "a worker fetches one batch at a time"
+            assert after.fetch_start >= before.fetch_end - 1e-9, "a worker loads one batch at a time"
 
 
 @pytest.mark.parametrize(("load", "compute"), TIMES)
@@ -54,39 +54,39 @@ def test_the_picture_has_a_bar_for_each_batch_that_is_fetched_and_trained_on():
         ]
         assert drawn == [pytest.approx((1e3 * getattr(one, start), 1e3 * getattr(one, end))) for one in course]
         assert len(bars[name].x) == 18
-        assert set(bars[name].text) == {"1", "2", "3", "4", "5", "6"}, "a word beside the colour"
+        assert set(bars[name].text) == {"1", "2", "3", "4", "5", "6"}, "text in addition to the colour"
     assert len(figure.layout.yaxis.categoryarray) == 1 + 2 + 3
-    assert [note.text.strip() for note in figure.layout.annotations] == ["300 ms a step", "200 ms a step", "100 ms a step"]
+    assert [note.text.strip() for note in figure.layout.annotations] == ["300 ms per step", "200 ms per step", "100 ms per step"]
 
 
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("times", [(1, 3, 1, 5), (3, 3, 1, 4), (0, 1, 2, 0), (2, 2, 5, 1)])
-def test_the_course_of_copies(times, waits):
+def test_the_timeline_of_copies(times, waits):
     fetch, launch, copy, compute = times
     course = pictures.copying(*times, steps=20, waits=waits)
     for one in course:
         for span, long in ((one.fetch, fetch), (one.copy, copy), (one.launch, launch)):
             assert span[1] - span[0] == pytest.approx(long)
-        assert one.train[0] >= one.copy[1] >= one.fetch[1], "trained on when it is there, copied when it is fetched"
+        assert one.train[0] >= one.copy[1] >= one.fetch[1], "copied after it is loaded, trained on after it is copied"
         assert one.train[1] >= one.launch[1] and one.train[1] - one.train[0] >= compute - 1e-9
         assert one.launch[0] == pytest.approx(one.copy[1] if waits else one.fetch[1])
     for before, after in itertools.pairwise(course):
-        assert after.copy[0] >= before.train[1] - 1e-9, "the GPU does one thing after the other"
+        assert after.copy[0] >= before.train[1] - 1e-9, "the GPU is sequential"
         assert after.fetch[0] == pytest.approx(before.launch[1])
     steady = (course[-1].train[1] - course[9].train[1]) / 10
     formula = copy + max(compute, launch + fetch) if waits else max(copy + compute, fetch + launch)
     assert steady == pytest.approx(formula)
 
 
-def test_the_picture_of_copies_says_what_each_way_takes():
+def test_the_picture_of_copies_shows_the_time_of_each_variant():
     figure = pictures.copies(fetch=0.003, launch=0.003, copy=0.001, compute=0.004, slower=2.5)
-    assert [note.text.strip() for note in figure.layout.annotations] == ["8.5 ms a step", "7 ms a step", "6 ms a step"]
+    assert [note.text.strip() for note in figure.layout.annotations] == ["8.5 ms per step", "7 ms per step", "6 ms per step"]
     assert [trace.name for trace in figure.data] == ["fetch", "copy", "launch", "train"]
     assert all(len(trace.x) == 3 * 4 for trace in figure.data)
 
 
 @pytest.mark.parametrize("figure", [pictures.workers(), pictures.copies()], ids=["workers", "copies"])
-def test_a_picture_says_that_it_is_modelled_and_reads_in_light_and_dark(figure):
+def test_a_picture_says_that_it_is_modelled_and_suits_light_and_dark_pages(figure):
     assert "modelled" in figure.layout.title.text
     assert figure.layout.paper_bgcolor == figure.layout.plot_bgcolor == "rgba(0,0,0,0)"
     assert figure.layout.font.color == colours.INK
@@ -102,10 +102,10 @@ def test_a_picture_says_that_it_is_modelled_and_reads_in_light_and_dark(figure):
         (lambda: pictures.copies(steps=0), "steps must be an integer from 1 to 64, got 0"),
     ],
 )
-def test_what_cannot_be_shown_is_said_in_one_sentence(call, words):
+def test_invalid_arguments_are_one_sentence(call, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         call()
 
 
 def test_one_batch_can_be_shown():
-    assert pictures.workers(counts=(1,), batches=1).layout.annotations[0].text.strip() == "300 ms a step"
+    assert pictures.workers(counts=(1,), batches=1).layout.annotations[0].text.strip() == "300 ms per step"

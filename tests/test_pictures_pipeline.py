@@ -1,4 +1,5 @@
-"""The schedules of pipelines by rule: dependencies, idle time by formula, memory, torch's own orders; and what a run is seen to do."""
+"""Pipeline schedules: dependencies, bubble by formula, memory, the order as in torch; and the measured timeline of a
+run."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def test_a_simulated_step_does_everything_once_in_a_possible_order(schedule, ran
             assert ends["F", slot.stage, slot.number] <= slot.start + 1e-9
     for rank in plan.ranks:
         mine = sorted((slot.start, slot.end) for slot in plan.slots if slot.rank == rank)
-        assert all(before[1] <= after[0] + 1e-9 for before, after in pairwise(mine)), "no rank does two things at once"
+        assert all(before[1] <= after[0] + 1e-9 for before, after in pairwise(mine)), "no rank computes two passes at once"
 
 
 @pytest.mark.parametrize(("schedule", "ranks", "parts"), CASES)
@@ -57,15 +58,15 @@ def test_activations_are_those_of_the_papers():
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "InterleavedZeroBubble"])
 @pytest.mark.parametrize(("ranks", "parts"), SIZES)
 def test_the_orders_are_those_of_torch(schedule, ranks, parts):
-    """Asked of torch's own class, which needs stages to be made, but not to say an order."""
+    """Compares with torch's class, whose constructor needs stages, but whose order does not."""
     theirs = object.__new__(getattr(of_torch, f"Schedule{schedule}"))
     rounds = max(1, parts // ranks)
     theirs.__dict__.update(n_local_stages=2, pp_group_size=ranks, _n_microbatches=parts, microbatches_per_round=parts // rounds)
     letters = {"F": "F", "B": "B", "I": "B", "W": "W"}
     for rank in range(ranks):
         theirs.rank = rank
-        told = [each for each in theirs._calculate_single_rank_operations(rank) if each is not None]
-        assert order(schedule, rank, ranks, parts) == [(letters[str(kind.value)], stage, number) for stage, kind, number, *_ in told]
+        passes = [each for each in theirs._calculate_single_rank_operations(rank) if each is not None]
+        assert order(schedule, rank, ranks, parts) == [(letters[str(kind.value)], stage, number) for stage, kind, number, *_ in passes]
 
 
 def test_unequal_stages_wait_more():
@@ -75,7 +76,7 @@ def test_unequal_stages_wait_more():
     assert uneven.bubble > even.bubble + 0.2
 
 
-def test_a_spec_is_planned_with_the_stages_that_it_has():
+def test_a_spec_is_planned_with_its_stages():
     spec = Spec("pp", "gpt", nproc=2, options={"schedule": "GPipe", "micro_batches": 4})
     plan = planned(spec)
     costs = spec.workload_row.costs(spec.options)
@@ -86,21 +87,21 @@ def test_a_spec_is_planned_with_the_stages_that_it_has():
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("arguments", "words"),
     [
-        (("1F2B", 2, 2), "schedule '1F2B' is not known"),
-        (("1F1B", 1, 2), "2 ranks and 1 micro-batch at least"),
+        (("1F2B", 2, 2), "schedule must be one of .*, got '1F2B'"),
+        (("1F1B", 1, 2), "at least 2 ranks and 1 micro-batch, got 1 and 2"),
         (("Interleaved1F1B", 4, 10), ""),
         (("Interleaved1F1B", 4, 13), "use 12"),
-        (("GPipe", 2, 4, (1, 2, 3)), "has 2 stages"),
+        (("GPipe", 2, 4, (1, 2, 3)), "each of the 2 stages"),
     ],
 )
-def test_what_cannot_be_is_told_in_a_sentence(asked, words):
+def test_an_impossible_schedule_is_rejected(arguments, words):
     if not words:
-        assert simulate(*asked).slots
+        assert simulate(*arguments).slots
         return
     with pytest.raises(ValueError, match=words):
-        simulate(*asked)
+        simulate(*arguments)
 
 
 # ---- the pictures
@@ -128,7 +129,7 @@ def test_the_charts_are_those_of_the_simulation():
     assert bars == {"GPipe": [8, 8, 8, 8], "1F1B": [4, 3, 2, 1]}
 
 
-# ---- what a run was seen to do
+# ---- the measured timeline of a run
 
 
 def a_run(schedule: str, parts: int, steps: dict[int, dict[int, dict]], strategy: str = "pp") -> SimpleNamespace:
@@ -162,7 +163,7 @@ def test_passes_of_a_run_get_their_names_by_the_rule():
     assert "measured" in pipeline.gantt(plan).layout.title.text
 
 
-def test_the_quickest_usual_step_is_taken():
+def test_the_fastest_usual_step_is_used():
     def both(long):
         return {rank: a_timeline([("forward", 0.0, 0.1), ("backward", long - 0.1, long)]) for rank in (0, 1)}
 
@@ -170,7 +171,7 @@ def test_the_quickest_usual_step_is_taken():
     assert "step 12" in pipeline.measured(run).title
 
 
-def test_halves_of_a_backward_are_seen_as_computing():
+def test_halves_of_a_backward_are_measured_as_computation():
     phases = [("forward", 0.0, 0.1), ("forward", 0.4, 0.5), ("optimizer", 0.9, 1.0)]
     busy = [(0.0, 0.1), (0.2, 0.25), (0.251, 0.3), (0.4, 0.5), (0.6, 0.8), (0.9, 1.0)]
     run = a_run("InterleavedZeroBubble", 2, {8: {rank: a_timeline(phases, busy) for rank in (0, 1)}})
@@ -178,10 +179,10 @@ def test_halves_of_a_backward_are_seen_as_computing():
     assert mine == [("BW", 200, 300), ("BW", 600, 800), ("F", 0, 100), ("F", 400, 500)]
 
 
-def test_a_run_that_is_no_pipeline_or_was_not_looked_at_says_so():
-    with pytest.raises(ValueError, match="is no pipeline: it trains with ddp"):
+def test_a_run_without_a_pipeline_or_a_profiled_step_is_rejected():
+    with pytest.raises(ValueError, match="the strategy of run a-run must be pp, got ddp"):
         pipeline.measured(a_run("GPipe", 1, {}, strategy="ddp"))
-    with pytest.raises(ValueError, match="no sampled step of all ranks"):
+    with pytest.raises(ValueError, match="no step that all ranks profiled"):
         pipeline.measured(a_run("GPipe", 1, {3: {0: a_timeline([])}}))
 
 

@@ -1,4 +1,5 @@
-"""Pictures of sharding: together the ranks hold everything, and the modelled step of FSDP gathers before it computes."""
+"""Pictures of sharding: the shards of all ranks are the whole, and the modelled FSDP step gathers before it
+computes."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ OWNERS = ("parameters", "gradients", "optimizer state")
 
 
 def held(figure):
-    """By stage, owner and rank, from and to where a column is filled, as a part of it."""
+    """By stage, owner and rank, the filled interval of a column, as fractions of its height."""
     feet = {name: middle - 0.5 for name, middle in zip(STAGES, figure.layout.yaxis.tickvals)}
     found = {}
     for trace in figure.data[1:]:
@@ -27,11 +28,11 @@ def held(figure):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 20])
 def test_shards_of_all_ranks_are_the_whole_and_overlap_nowhere(ranks):
-    pieces = held(pictures.sharding.who_holds_what(ranks))
-    assert len(pieces) == 4 * 3 * ranks
+    shards = held(pictures.sharding.who_holds_what(ranks))
+    assert len(shards) == 4 * 3 * ranks
     for stage, name in enumerate(STAGES):
         for owner in OWNERS:
-            those = sorted(pieces[name, owner, rank] for rank in range(ranks))
+            those = sorted(shards[name, owner, rank] for rank in range(ranks))
             if stage < {"optimizer state": 1, "gradients": 2, "parameters": 3}[owner]:
                 assert those == [pytest.approx((0, 1))] * ranks
                 continue
@@ -44,10 +45,10 @@ def test_columns_are_as_wide_as_their_bytes():
         figure = pictures.sharding.who_holds_what(2, bytes_)
         widths = [trace.width[0] for trace in figure.data[1:]]
         assert [width / widths[0] for width in widths] == pytest.approx([size / bytes_[0] for size in bytes_])
-        assert [f"({size} bytes each)" in trace.name for size, trace in zip(bytes_, figure.data[1:])] == [True] * 3
+        assert [f"({size} bytes per parameter)" in trace.name for size, trace in zip(bytes_, figure.data[1:])] == [True] * 3
 
 
-def test_the_sum_beside_a_stage_is_that_of_the_paper():
+def test_the_sum_of_a_stage_is_that_of_the_paper():
     """Rajbhandari et al. 2020, figure 1: 7.5B parameters on 64 ranks take 120, 31.4, 16.6 and 1.9 GB in 16 bits."""
     figure = pictures.sharding.bytes_by_ranks(7.5e9, (64,), (2, 2, 12))
     total = defaultdict(float)
@@ -60,7 +61,7 @@ def test_the_sum_beside_a_stage_is_that_of_the_paper():
     assert [tick.rpartition("= ")[2] for tick in ticks] == ["16 P bytes", "10 P bytes", "7 P bytes", "4 P bytes"]
 
 
-def test_bytes_fall_with_the_ranks_only_where_something_is_sharded():
+def test_bytes_decrease_with_the_ranks_only_for_sharded_states():
     figure = pictures.sharding.bytes_by_ranks(1e6, (1, 2, 4), limit=8e6)
     by_owner = {trace.name: dict(zip(zip(*trace.x), trace.y)) for trace in figure.data}
     for owner, values in by_owner.items():
@@ -90,13 +91,13 @@ def test_a_step_gathers_before_it_computes_and_scatters_after(units, reshard, pr
         assert sum(unit == turn.unit and begin <= start and end <= stop for unit, begin, stop in intervals) == 1
     for unit in range(units):
         own = sorted((start, stop) for which, start, stop in intervals if which == unit)
-        assert all(stop <= start for (_, stop), (start, _) in pairwise(own)), "whole twice at one moment"
+        assert all(stop <= start for (_, stop), (start, _) in pairwise(own)), "whole twice at the same time"
     moments = [start for _, start, _ in intervals]
     most = max(sum(start <= moment < stop for _, start, stop in intervals) for moment in moments)
     assert most == (min(units, prefetch + 1) if reshard else units)
 
 
-def test_gathering_ahead_hides_the_gathers():
+def test_prefetching_overlaps_the_all_gathers():
     plain, ahead = turns(6, prefetch=0), turns(6, prefetch=1)
     assert plain[1].compute[0] - plain[0].compute[1] == GATHER
     assert ahead[1].compute[0] == ahead[0].compute[1]
@@ -111,13 +112,13 @@ def curves(figure):
 @pytest.mark.parametrize(
     "units, ranks, reshard, prefetch, most", [(4, 4, True, 0, 0.5), (4, 4, True, 1, 0.75), (4, 2, False, 1, 1.5), (1, 4, True, 1, 1.25)]
 )
-def test_the_curve_is_own_shards_and_what_is_gathered(units, ranks, reshard, prefetch, most):
+def test_the_curve_is_own_shards_plus_gathered_parameters(units, ranks, reshard, prefetch, most):
     figure = pictures.sharding.gather_compute_drop(units, ranks, reshard, prefetch)
     held = curves(figure)
     assert set(held["own shards"].y) == {1 / ranks}
-    assert held["gathered"].y[-1] == 0, "at the end all is dropped"
+    assert held["gathered"].y[-1] == 0, "at the end all gathered parameters are freed"
     assert max(own + more for own, more in zip(held["own shards"].y, held["gathered"].y)) == pytest.approx(most)
-    assert f"{most:.0%} of the parameters at the most (modelled)" in figure.layout.title.text
+    assert f"at most {most:.0%} of the parameters in memory (modelled)" in figure.layout.title.text
     lanes = figure.layout.yaxis.ticktext
     assert lanes == ("all-gather", "compute", "reduce-scatter", *(f"unit {number + 1}" for number in range(units)))
     own = next(trace for trace in figure.data if trace.name == "own shard")
@@ -134,11 +135,11 @@ def test_the_curve_is_own_shards_and_what_is_gathered(units, ranks, reshard, pre
         (lambda: pictures.sharding.gather_compute_drop(prefetch=-1), "prefetch must be an integer from 0 to 64, got -1"),
     ],
 )
-def test_numbers_that_make_no_picture(call, words):
+def test_invalid_numbers_are_rejected(call, words):
     with pytest.raises(ValueError, match=words):
         call()
 
 
-def test_pictures_have_no_background_of_their_own():
+def test_pictures_have_no_background():
     for figure in (pictures.sharding.who_holds_what(), pictures.sharding.bytes_by_ranks(), pictures.sharding.gather_compute_drop()):
         assert figure.layout.paper_bgcolor == figure.layout.plot_bgcolor == "rgba(0,0,0,0)"

@@ -1,4 +1,4 @@
-"""What is taught next to the labs: exercises that check themselves, claims that are tested, teaching pictures.
+"""Course material used by the labs: self-grading exercises, claims that are tested, and teaching pictures.
 
-It never imports front ends.
+This package never imports front ends.
 """

@@ -21,7 +21,7 @@ RIGHT = {
     "fits": lambda: run("ddp", options={"accumulate": 4}, **CNN).wait(),
 }
 WRONG = {
-    "states": (doubled, "stage 1 divides what the optimizer keeps"),
+    "states": (doubled, "stage 1 shards only the optimizer state"),
     "seven": (112, "divides it by their number"),
     "fits": (lambda: run("fsdp2", **CNN).wait(), "most of it is activations"),
 }

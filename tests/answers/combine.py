@@ -9,9 +9,9 @@ def place_of(rank, pp, dp, tp):
     return rank // (dp * tp), rank // tp % dp, rank % tp
 
 
-def turned_round(rank, pp, dp, tp):
+def reversed_axes(rank, pp, dp, tp):
     return rank % pp, rank // pp % dp, rank // (pp * dp)
 
 
 RIGHT = {"place": place_of, "machines": lambda: run("pp_ddp", **SMALL).wait()}
-WRONG = {"place": (turned_round, "neighbouring ranks"), "machines": (lambda: run("fsdp2", **SMALL).wait(), "nothing but activations")}
+WRONG = {"place": (reversed_axes, "neighbouring ranks"), "machines": (lambda: run("fsdp2", **SMALL).wait(), "sends only activations")}

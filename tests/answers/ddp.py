@@ -6,7 +6,7 @@ FIELDS = {"nproc": 2, "device": "cpu", "steps": 12, "samples": 4096, "batch_size
 
 
 def sampler():
-    """A right one."""
+    """A correct sampler."""
 
     def mine(order, rank, ranks):
         return (order + order[: -len(order) % ranks])[rank::ranks]
@@ -15,7 +15,7 @@ def sampler():
 
 
 def uneven():
-    """One that does not fill up."""
+    """A sampler that does not pad."""
 
     def mine(order, rank, ranks):
         return order[rank::ranks]
@@ -25,7 +25,7 @@ def uneven():
 
 RIGHT = {"steps": (66, 10), "sampler": sampler, "buckets": lambda: run("ddp", options={"bucket_mb": 1}, **FIELDS).wait()}
 WRONG = {
-    "steps": ((65, 80), "no full batch takes"),
-    "sampler": (uneven, "leave the others waiting"),
+    "steps": ((65, 80), "do not fill a batch"),
+    "sampler": (uneven, "make the others hang"),
     "buckets": (lambda: run("ddp", **FIELDS).wait(), "in one bucket"),
 }

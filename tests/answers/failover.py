@@ -1,4 +1,5 @@
-"""Answers to the exercises of lab 10. Its run is written without one, so that no verdict depends on how fast this machine is."""
+"""Answers to the exercises of lab 10. The run folder is fabricated, so that no verdict depends on the machine's
+speed."""
 
 import os
 from pathlib import Path
@@ -8,8 +9,8 @@ from fabricate import FakeRun
 from labkit import Run
 
 
-def comes_back(from_step):
-    """A run that saves every 10 steps, loses a rank after step 27 and goes on from `from_step`."""
+def recovered(from_step):
+    """A run that saves every 10 steps, loses a rank after step 27 and resumes from `from_step`."""
     fake = FakeRun(Path(os.environ["LABKIT_RUNS"]), steps=60, save_every=10, max_restarts=1)
     fake.start()
     fake.step(27)
@@ -28,23 +29,23 @@ def whole(write, path):
     unfinished.replace(path)
 
 
-def put_back(write, path):
-    """Right but for a SIGKILL while it writes."""
-    kept = path.read_bytes() if path.exists() else None
+def restore_backup(write, path):
+    """Correct except for a SIGKILL while it writes."""
+    backup = path.read_bytes() if path.exists() else None
     try:
         write(path)
     except BaseException:
-        path.unlink() if kept is None else path.write_bytes(kept)
+        path.unlink() if backup is None else path.write_bytes(backup)
         raise
 
 
 RIGHT = {
     "interval": lambda save, fails: (2 * save * fails) ** 0.5,
     "whole": whole,
-    "comeback": lambda: comes_back(20),
+    "comeback": lambda: recovered(20),
 }
 WRONG = {
     "interval": (lambda save, fails: (save * fails) ** 0.5, "a longer interval costs"),
-    "whole": (put_back, "no whole checkpoint while the new one was being written"),
-    "comeback": (lambda: comes_back(0), "the group began again with step 1"),
+    "whole": (restore_backup, "was not a complete checkpoint while the new one was being written"),
+    "comeback": (lambda: recovered(0), "the group started again at step 1"),
 }

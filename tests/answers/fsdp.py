@@ -16,5 +16,5 @@ def the_largest(units, ranks, ahead):
 RIGHT = {"held": most_held, "units": lambda: run("fsdp", **GPT, options={"min_parameters": 100_000}).wait()}
 WRONG = {
     "held": (the_largest, "need not be neighbours"),
-    "units": (lambda: run("fsdp", **GPT).wait(), "parts of a layer became units of their own"),
+    "units": (lambda: run("fsdp", **GPT).wait(), "modules inside a layer became separate units"),
 }

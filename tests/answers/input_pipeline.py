@@ -1,4 +1,5 @@
-"""Answers to the exercises of lab 09. Its runs are written without one, so that no verdict depends on how fast this machine is."""
+"""Answers to the exercises of lab 09. The run folders are fabricated, so that no verdict depends on the machine's
+speed."""
 
 import math
 import os
@@ -10,19 +11,19 @@ from labkit import Run
 
 
 class Loading(FakeRun):
-    """A run of a learner's own script, which waits for data for this share of a step."""
+    """A run of a learner's script that waits for data for this fraction of a step."""
 
-    share = 0.02
+    data_fraction = 0.02
 
     def measured(self, rank):
         step = super().measured(rank)
-        return step | {"samples": 64, "seconds": step["seconds"] | {"data": self.share * self.step_seconds}}
+        return step | {"samples": 64, "seconds": step["seconds"] | {"data": self.data_fraction * self.step_seconds}}
 
 
 class Waiting(Loading):
     """The same, with a loader that does not keep up."""
 
-    share = 0.6
+    data_fraction = 0.6
 
 
 def ran(kind):
@@ -41,6 +42,6 @@ def ran(kind):
 
 RIGHT = {"workers": lambda load, compute: math.ceil(load / compute), "mend": lambda: ran(Loading)}
 WRONG = {
-    "workers": (lambda load, compute: round(load / compute), "a batch comes every 125 ms"),
+    "workers": (lambda load, compute: round(load / compute), "a batch is ready every 125 ms"),
     "mend": (lambda: ran(Waiting), "still: rank 0 spends 60% of each step waiting for data"),
 }

@@ -18,4 +18,4 @@ def rows_first(a, b, rank, ranks):
 
 
 RIGHT = {"parts": right, "logits": lambda: _train(options={"loss_parallel": True})}
-WRONG = {"parts": (rows_first, "in which direction can a be cut"), "logits": (_train, "still gathers")}
+WRONG = {"parts": (rows_first, "along which dimension can a be split"), "logits": (_train, "still all-gathers")}

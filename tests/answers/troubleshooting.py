@@ -5,7 +5,7 @@ from pathlib import Path
 
 from labkit import run
 
-WELL = """\
+FIXED = """\
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -23,38 +23,38 @@ model = DistributedDataParallel(nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.L
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 for epoch in range(2):
     sampler.set_epoch(epoch)
-    for batch, wanted in loader:
+    for batch, labels in loader:
         optimizer.zero_grad()
-        cross_entropy(model(batch), wanted).backward()
+        cross_entropy(model(batch), labels).backward()
         optimizer.step()
-    right = (model(inputs).argmax(1) == dataset.tensors[1]).float().mean()
-    dist.all_reduce(right)
+    correct = (model(inputs).argmax(1) == dataset.tensors[1]).float().mean()
+    dist.all_reduce(correct)
     if dist.get_rank() == 0:
-        print(f"epoch {epoch}: {right / dist.get_world_size():.1%} right", flush=True)
-        torch.save(model.module.state_dict(), "clinic.pt")
+        print(f"epoch {epoch}: {correct / dist.get_world_size():.1%} correct", flush=True)
+        torch.save(model.module.state_dict(), "broken.pt")
 dist.destroy_process_group()
 """
 
 
-def clinic(text):
-    """A run of a mended script, in the folder of this test's runs."""
+def fixed(text):
+    """A run of a fixed script, in the folder of this test's runs."""
     folder = Path(os.environ["LABKIT_RUNS"])
     folder.mkdir(exist_ok=True)
-    script = folder / "clinic.py"
-    script.write_text(text.replace('"clinic.pt"', repr(str(folder / "clinic.pt"))), encoding="utf-8")
+    script = folder / "broken.py"
+    script.write_text(text.replace('"broken.pt"', repr(str(folder / "broken.pt"))), encoding="utf-8")
     return run(str(script), nproc=2, device="cpu").wait()
 
 
 RIGHT = {
     "prefix": lambda state: {name.removeprefix("module."): value for name, value in state.items()},
     "stray": (2, 131),
-    "mend": lambda: clinic(WELL),
+    "mend": lambda: fixed(FIXED),
 }
 WRONG = {
     "prefix": (lambda state: {name.replace("module.", ""): value for name, value in state.items()}, "the model has submodule.weight"),
-    "stray": ((0, 96), "who is in number 118 of another kind"),
+    "stray": ((0, 96), "number 118 a different collective"),
     "mend": (
-        lambda: clinic(WELL.replace("    sampler.set_epoch(epoch)\n", "")),
+        lambda: fixed(FIXED.replace("    sampler.set_epoch(epoch)\n", "")),
         "rank 0 draws the samples in the same order in every epoch",
     ),
 }

@@ -22,6 +22,6 @@ def in_32_bits(parameters, ranks, memory):
 
 RIGHT = {"stage": lowest_stage, "quarter": lambda: run("zero1", nproc=4, **GPT).wait()}
 WRONG = {
-    "stage": (in_32_bits, "a lower one fits too"),
-    "quarter": (lambda: run("zero1", nproc=2, **GPT).wait(), "on 2 ranks; a quarter was asked for"),
+    "stage": (in_32_bits, "a lower stage fits too"),
+    "quarter": (lambda: run("zero1", nproc=2, **GPT).wait(), "on 2 ranks, one rank stores"),
 }

@@ -1,6 +1,6 @@
-"""Claims on trial: what is commonly said of distributed training, each run or computed here, with a verdict and its evidence.
+"""Claims on trial: common claims about distributed training, each run or computed here, with a verdict and evidence.
 
-A verdict that this machine cannot give says so: CPU ranks do not decide what is said of GPUs.
+If this machine cannot decide a claim, the verdict says so: CPU ranks cannot decide claims about GPUs.
 """
 
 from __future__ import annotations
@@ -24,19 +24,25 @@ __all__ = ["CLAIMS", "on_trial"]
 CLAIMS: dict[str, Claim] = {
     claim.name: claim
     for claim in (
-        Claim("cnn-parameters", "The MNIST CNN of three convolutions has 120K parameters", "computed", computed.cnn_parameters),
-        Claim("batch", "With a batch size of 128 on 2 GPUs each takes 64", "computed", computed.batch_of_two),
-        Claim("fsdp-all-reduce", "FSDP synchronises gradients by all-reduce", "computed", computed.fsdp_gradients),
+        Claim("cnn-parameters", "The MNIST CNN with three convolutions has 120K parameters", "computed", computed.cnn_parameters),
+        Claim("batch", "With a batch size of 128 on 2 GPUs, each GPU takes 64 samples", "computed", computed.batch_of_two),
+        Claim("fsdp-all-reduce", "FSDP synchronises gradients with an all-reduce", "computed", computed.fsdp_gradients),
         Claim("nccl-macos", "NCCL works on macOS", "asked", machine.nccl_on_macos),
         Claim("fsdp-memory", "FSDP halves memory on 2 GPUs", "measured", measured.fsdp_memory, ("ddp", "fsdp2")),
-        Claim("two-gpus", "2 GPUs give 1.8 to 1.9 times the speed", "measured", measured.two_devices, ("single", "ddp")),
+        Claim("two-gpus", "2 GPUs are 1.8 to 1.9 times as fast", "measured", measured.two_devices, ("single", "ddp")),
         Claim("ddp-dp", "DDP is 20 to 50 % faster than DP on one machine", "measured", measured.ddp_over_dp, ("dp", "ddp")),
         Claim("dp-small", "DP is better for small models", "measured", measured.dp_for_small, ("dp of an mlp", "ddp of an mlp")),
         Claim("fsdp-small", "FSDP costs 10 to 20 % on small models", "measured", measured.fsdp_for_small, ("ddp", "fsdp2")),
-        Claim("pin-memory", "pin_memory with non_blocking gives 15 to 20 %", "measured", measured.pinned_memory, ("pinned", "pageable")),
+        Claim(
+            "pin-memory",
+            "pin_memory with non_blocking gains 15 to 20 %",
+            "measured",
+            measured.pinned_memory,
+            ("pinned", "pageable"),
+        ),
         Claim(
             "scaling",
-            "DDP scales 1.9, 3.5 and 6 times on 2, 4 and 8 GPUs",
+            "DDP scales by 1.9, 3.5 and 6 on 2, 4 and 8 GPUs",
             "measured",
             measured.ddp_scaling,
             ("single", "ddp", "ddp on 4", "ddp on 8"),
@@ -46,17 +52,18 @@ CLAIMS: dict[str, Claim] = {
 
 
 def on_trial(*names: str, quick: bool = False, rounds: int = 3) -> Verdicts:
-    """The verdicts on the claims called `names`, or on all; `quick` leaves out what needs runs. Those take turns, `rounds` times each.
+    """The verdicts on the claims called `names` (default: all).
 
-    It waits for its runs, which stay among the recorded ones. Raises `LookupError` for a claim that there is not, `ValueError` for
-    fewer rounds than one, or where nothing is left to try.
+    `quick` skips claims that need runs. The runs alternate, `rounds` times each. The call blocks until they end, and
+    they stay among the recorded runs. Raises `LookupError` for an unknown claim, and `ValueError` if `rounds` is not
+    positive or if `quick` skips all chosen claims.
     """
     check_flag("quick", quick)
     rounds = ROUNDS.check("rounds", rounds)
     claims = list(dict.fromkeys(map(_claim, names))) or list(CLAIMS.values())
     chosen = [claim for claim in claims if not (quick and claim.needs)]
     if not chosen:
-        raise ValueError(f"{claims[0].name} is measured, and quick leaves out what needs runs; ask without it")
+        raise ValueError(f"{claims[0].name} needs runs, which quick skips; remove quick")
     trials = Trials(Machine.here())
     with _Line() if in_notebook() else Progress() as progress:
         trials.run((job for claim in chosen for job in claim.needs), rounds, progress)
@@ -69,7 +76,7 @@ def on_trial(*names: str, quick: bool = False, rounds: int = 3) -> Verdicts:
 
 
 class _Line:
-    """Progress in a notebook: one line that changes, and is gone at the end."""
+    """Progress in a notebook: one line that is updated, and cleared at the end."""
 
     def __enter__(self) -> _Line:
         from IPython.display import display
@@ -81,7 +88,7 @@ class _Line:
         self.step("")
 
     def step(self, text: str) -> None:
-        """What is going on now."""
+        """Shows the current step."""
         self._shown.update({"text/plain": text}, raw=True)
 
 
@@ -89,6 +96,6 @@ def _claim(name: str) -> Claim:
     check_type("the name of a claim", name, str, f"a string such as {next(iter(CLAIMS))!r}")
     if name not in CLAIMS:
         near = difflib.get_close_matches(name, CLAIMS, n=1)
-        meant = f" (did you mean {near[0]}?)" if near else ""
-        raise LookupError(f"claim {shown(name)} is not known{meant}; there is {', '.join(CLAIMS)}")
+        suggestion = f" (did you mean {near[0]}?)" if near else ""
+        raise LookupError(f"unknown claim {shown(name)}{suggestion}; it must be one of {', '.join(CLAIMS)}")
     return CLAIMS[name]

@@ -1,4 +1,4 @@
-"""Questions to torch, asked in a process of their own: this one loads no torch."""
+"""Runs code that needs torch in a separate process, because this process does not import torch."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from pathlib import Path
 from typing import Any
 
 _HOME = str(Path(__file__).resolve().parents[3])
-_LIMIT = 120.0  # seconds; a first import from a cold disk takes long
+_TIMEOUT = 120.0  # seconds; the first import of torch from a cold disk is slow
 
 
 def ask(code: str) -> tuple[Any, str]:
-    """What a piece of Python prints as its last line, which is JSON, and the error in one line; one of the two is empty."""
+    """Runs Python code. Returns the JSON value of its last line of output, and the error as one line; one of them is
+    empty."""
     path = os.pathsep.join(part for part in (_HOME, os.environ.get("PYTHONPATH")) if part)
     command = [sys.executable, "-W", "ignore", "-c", code]
     try:
-        done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False, timeout=_LIMIT)
+        done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False, timeout=_TIMEOUT)
     except subprocess.TimeoutExpired:
-        return None, f"no answer within {_LIMIT:g} s"
+        return None, f"no answer within {_TIMEOUT:g} s"
     lines = (done.stderr if done.returncode else done.stdout).strip().splitlines()
     if done.returncode:
         return None, lines[-1] if lines else f"exit code {done.returncode}"

@@ -1,4 +1,4 @@
-"""Claims about what runs where: what torch says here, and what its documentation says of other systems."""
+"""Claims about platforms: what torch reports here, and what its documentation says about other systems."""
 
 from __future__ import annotations
 
@@ -8,28 +8,31 @@ from labkit.course.claims.verdict import FAILS, HOLDS, OPEN, Ruling
 
 _NCCL = """
 import json, platform, torch, torch.distributed as dist
-there, said = dist.is_nccl_available(), ""
-if not there:
+available, message = dist.is_nccl_available(), ""
+if not available:
     try:
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     except Exception as error:
-        said = str(error).splitlines()[0]
-print(json.dumps({"system": platform.system(), "torch": torch.__version__, "cuda": torch.version.cuda, "nccl": there, "said": said}))
+        message = str(error).splitlines()[0]
+versions = {"system": platform.system(), "torch": torch.__version__, "cuda": torch.version.cuda}
+print(json.dumps(versions | {"nccl": available, "message": message}))
 """
 # torch.distributed, "Backends that come with PyTorch"; release notes of CUDA 10.2 (2019), "Operating systems".
-_READ = (
-    "Read, not run: by the documentation of torch.distributed NCCL is built in on Linux, and there only with CUDA; "
-    "CUDA 10.2 was the last that macOS had. On macOS the backend is gloo."
+_DOCUMENTED = (
+    "Documented, not run: according to the documentation of torch.distributed, NCCL is included in builds for Linux with CUDA; "
+    "CUDA 10.2 was the last release that supported macOS. On macOS the backend is gloo."
 )
 
 
 def nccl_on_macos(trials: Trials) -> Ruling:
-    """On macOS torch itself is asked; elsewhere the documentation decides, and what this machine says stands beside it."""
+    """On macOS, torch on this machine decides; elsewhere the documentation decides, and the result here is added to
+    it."""
     here, error = ask(_NCCL)
     if error:
-        return Ruling(OPEN, f"torch could not be asked: {error}.")
-    answer = f"is_nccl_available() is {here['nccl']}" + (f", and asking for it says “{here['said']}”" if here["said"] else "")
-    build = f"torch {here['torch']} with {'CUDA ' + here['cuda'] if here['cuda'] else 'no CUDA'}"
+        return Ruling(OPEN, f"torch could not be queried: {error}.")
+    failure = f", and init_process_group fails with “{here['message']}”" if here["message"] else ""
+    answer = f"is_nccl_available() is {here['nccl']}{failure}"
+    build = f"torch {here['torch']} {'with CUDA ' + here['cuda'] if here['cuda'] else 'without CUDA'}"
     if here["system"] == "Darwin":
         return Ruling(HOLDS if here["nccl"] else FAILS, f"Run here, on macOS ({build}): {answer}.")
-    return Ruling(FAILS, f"{_READ} Run here, on {here['system']} ({build}): {answer}.")
+    return Ruling(FAILS, f"{_DOCUMENTED} Run here, on {here['system']} ({build}): {answer}.")

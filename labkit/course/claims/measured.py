@@ -1,5 +1,5 @@
-"""Claims about speed and memory: ratios of runs that took turns. A claim about GPUs is not decided by CPU ranks: their figures are
-shown, and the verdict is left open."""
+"""Claims about speed and memory: ratios between alternating runs. CPU ranks cannot decide a claim about GPUs: their
+figures are shown, and the verdict says that it cannot be decided."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ _STATES = ("parameters", "gradients", "optimizer")
 
 
 def ddp_over_dp(trials: Trials) -> Ruling:
-    """DDP against DP, two devices each."""
+    """DDP versus DP, two devices each."""
     return _between(trials, "ddp", "dp", 1.2, 1.5)
 
 
 def two_devices(trials: Trials) -> Ruling:
-    """DDP on two devices against one device, batch 128 each."""
+    """DDP on two devices versus one device, batch size 128 per device."""
     return _between(trials, "ddp", "single", 1.8, 1.9)
 
 
 def dp_for_small(trials: Trials) -> Ruling:
-    """DP against DDP with the cheapest model that there is."""
+    """DP versus DDP with the smallest model."""
     return _between(trials, "dp of an mlp", "ddp of an mlp", 1.0, math.inf)
 
 
 def fsdp_for_small(trials: Trials) -> Ruling:
-    """FSDP against DDP with the CNN: 10 to 20 % more time is 1/1.2 to 1/1.1 of the speed."""
+    """FSDP versus DDP with the CNN: 10 to 20 % more time is 1/1.2 to 1/1.1 of the speed."""
     return _between(trials, "fsdp2", "ddp", 1 / 1.2, 1 / 1.1)
 
 
 def _between(trials: Trials, job: str, other: str, low: float, high: float) -> Ruling:
-    """Whether one job's speed, as a multiple of the other's, lies where the claim has it: in every pair of runs, in some, or in none."""
+    """Whether the ratio of the two jobs' speeds is in the claimed range, in all pairs of runs, in some, or in none."""
     ratios = trials.ratios(job, other)
     if not ratios:
         return _without(trials, (job, other))
     figures = {f"{job} / {other}": ratios}
-    words = f"{_named(job)} trains on {_times(ratios)} as many samples a second as {_named(other)}{_spread(ratios)}"
+    words = f"{_named(job)} processes {_times(ratios)} as many samples per second as {_named(other)}{_spread(ratios)}"
     if trials.device == "cpu":
         notes = "".join(f" {note}" for note in (JOBS[name].strategy_row.note("cpu") for name in (job, other)) if note)
-        return Ruling(OPEN, f"CPU ranks: {words}.{notes} The claim is about GPUs, and two of them would have to say.", figures)
+        return Ruling(OPEN, f"CPU ranks: {words}.{notes} The claim is about GPUs; deciding it needs two.", figures)
     return Ruling(_verdict([low <= ratio <= high for ratio in ratios]), f"GPUs: {words}.", figures)
 
 
@@ -69,51 +69,54 @@ def _without(trials: Trials, jobs: tuple[str, ...]) -> Ruling:
     return Ruling(OPEN, f"Not measured: {trials.why(jobs)}.")
 
 
-_SAID = {"ddp": 1.9, "ddp on 4": 3.5, "ddp on 8": 6.0}
-_NEAR = 0.05  # of a figure that is said: what is nearer counts as it
+_CLAIMED = {"ddp": 1.9, "ddp on 4": 3.5, "ddp on 8": 6.0}
+_TOLERANCE = 0.05  # relative difference from a claimed figure
 
 
 def ddp_scaling(trials: Trials) -> Ruling:
-    """DDP on 2, 4 and 8 devices against one."""
-    figures = {f"{job} / single": trials.ratios(job, "single") for job in _SAID}
+    """DDP on 2, 4 and 8 devices versus one."""
+    figures = {f"{job} / single": trials.ratios(job, "single") for job in _CLAIMED}
     parts = []
-    for (job, said), ratios in zip(_SAID.items(), figures.values()):
-        found = f"{_times(ratios)} one{_spread(ratios)}" if ratios else f"not measured, {trials.why([job])}"
-        parts.append(f"{found}, where {said:g} is said")
-    words = "; ".join(f"on {JOBS[job].nproc}: {part}" for job, part in zip(_SAID, parts))
+    for (job, claimed), ratios in zip(_CLAIMED.items(), figures.values()):
+        found = f"{_times(ratios)} one device{_spread(ratios)}" if ratios else f"not measured, {trials.why([job])}"
+        parts.append(f"{found}, claimed {claimed:g}")
+    words = "; ".join(f"on {JOBS[job].nproc}: {part}" for job, part in zip(_CLAIMED, parts))
     if trials.device == "cpu" or not all(figures.values()):
         kind = "CPU ranks" if trials.device == "cpu" else "GPUs"
         return Ruling(OPEN, f"{kind}: {words}. The claim is about eight GPUs.", figures)
-    right = [abs(statistics.median(ratios) / said - 1) <= _NEAR for ratios, said in zip(figures.values(), _SAID.values())]
+    pairs = zip(figures.values(), _CLAIMED.values())
+    right = [abs(statistics.median(ratios) / claimed - 1) <= _TOLERANCE for ratios, claimed in pairs]
     return Ruling(_verdict(right), f"GPUs: {words}.", figures)
 
 
 def fsdp_memory(trials: Trials) -> Ruling:
-    """By owner, FSDP2 against DDP on two devices. Bytes of tensors are the same on CPU ranks as on GPUs, so these decide it too."""
+    """By owner, FSDP2 versus DDP on two devices. Tensors have the same size on CPU ranks as on GPUs, so CPU ranks
+    decide it."""
     whole, sharded = trials.owners("ddp"), trials.owners("fsdp2")
     if not whole or not sharded:
         return _without(trials, ("ddp", "fsdp2"))
-    shares = {owner: sharded.get(owner, 0) / whole[owner] for owner in (*_STATES, "activations") if whole.get(owner)}
-    total = sum(map(sharded.get, shares)) / sum(map(whole.get, shares))
-    halved = [_is_half(shares[owner]) for owner in _STATES if owner in shares]
+    fractions = {owner: sharded.get(owner, 0) / whole[owner] for owner in (*_STATES, "activations") if whole.get(owner)}
+    total = sum(map(sharded.get, fractions)) / sum(map(whole.get, fractions))
+    halved = [_is_half(fractions[owner]) for owner in _STATES if owner in fractions]
     verdict = HOLDS if all(halved) and _is_half(total) else PARTLY if any(halved) else FAILS
-    each = ", ".join(f"{owner} {size(whole[owner])} → {size(sharded[owner])} (× {share:.2f})" for owner, share in shares.items())
+    cells = (f"{owner} {size(whole[owner])} → {size(sharded[owner])} (× {factor:.2f})" for owner, factor in fractions.items())
     kind = "GPUs" if trials.device == "cuda" else "CPU ranks"
-    told = f"{kind}, cnn, batch 128, one rank of two, DDP → FSDP2: {each}; together × {total:.2f}. "
-    why = "What is sharded halves; activations belong to a rank's own samples and stay as they are."
-    return Ruling(verdict, told + why, {owner: (share,) for owner, share in shares.items()} | {"together": (total,)})
+    words = f"{kind}, cnn, batch size 128, one rank of two, DDP → FSDP2: {', '.join(cells)}; total × {total:.2f}. "
+    why = "Sharded memory is halved; activations depend on the samples of a rank and do not change."
+    return Ruling(verdict, words + why, {owner: (factor,) for owner, factor in fractions.items()} | {"together": (total,)})
 
 
-def _is_half(share: float) -> bool:
-    return 0.45 <= share <= 0.55
+def _is_half(fraction: float) -> bool:
+    return 0.45 <= fraction <= 0.55
 
 
 def pinned_memory(trials: Trials) -> Ruling:
-    """With both switches against without, on one GPU; on CPU ranks nothing is copied to a device, so there is nothing to run."""
+    """With both settings versus without, on one GPU. CPU ranks copy nothing to a device, so there is nothing to
+    measure."""
     ratios = trials.ratios("pinned", "pageable")
     if not ratios:
         ruling = _without(trials, ("pinned", "pageable"))
-        return Ruling(OPEN, f"{ruling.evidence} Both speed up the copy from memory to a GPU, and CPU ranks copy nothing.")
-    told = f"{_times(ratios)} as many samples a second with both as with neither{_spread(ratios)}"
-    words = f"One GPU, cnn, batches taken whole: {told}."
+        return Ruling(OPEN, f"{ruling.evidence} Both settings speed up the copy from host memory to a GPU; CPU ranks copy nothing.")
+    speed = f"{_times(ratios)} as many samples per second with both settings as with neither{_spread(ratios)}"
+    words = f"One GPU, cnn, whole batches loaded at once: {speed}."
     return Ruling(_verdict([1.15 <= ratio <= 1.2 for ratio in ratios]), words, {"with / without": ratios})

@@ -1,5 +1,5 @@
-"""The runs that measured claims stand on. They take turns (A B C, C B A, …), so that a machine that slows down slows all of them, and
-ratios are those of one round."""
+"""The runs behind measured claims. They alternate (A B C, C B A, …), so that a slow phase of the machine affects all of
+them; ratios are computed within a round."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from labkit.plan.spec import Spec, SpecError
 from labkit.runs.handle import run
 from labkit.setup.machine import Machine
 
-_STEPS = 20  # the first is not counted
+_STEPS = 20  # including the first, which is not counted
 _COPY = {"pin_memory": False, "non_blocking": False}
 JOBS: Mapping[str, Spec] = {
     "single": Spec("single", steps=_STEPS),
@@ -27,23 +27,23 @@ JOBS: Mapping[str, Spec] = {
 }
 
 
-class Teller(Protocol):
-    """What is told of each step as it begins."""
+class Reporter(Protocol):
+    """Receives the name of each step when it starts."""
 
     def step(self, text: str) -> None: ...
 
 
 class Trials:
-    """What was measured: the summaries of each job's runs, a round each; None where a run did not finish."""
+    """The measurements: the summaries of each job's runs, one per round; None if a run did not finish."""
 
     def __init__(self, machine: Machine, measured: Mapping[str, Sequence[dict[str, Any] | None]] | None = None):
         self.machine = machine
-        self.device = "cuda" if len(machine.gpus) > 1 else "cpu"  # of the runs that are compared with each other
+        self.device = "cuda" if len(machine.gpus) > 1 else "cpu"  # of all runs in a comparison
         self.measured: dict[str, list[dict[str, Any] | None]] = {name: list(each) for name, each in (measured or {}).items()}
         self._failed: dict[str, str] = {}
 
     def lacks(self, jobs: Iterable[str]) -> str:
-        """Why some of the jobs cannot be measured here, in a few words; empty where all can."""
+        """Why some of the jobs cannot be measured here, in a few words; empty if all can."""
         gpus, cores = len(self.machine.gpus), self.machine.cores
         most, of = (gpus, f"{gpus} GPUs") if self.device == "cuda" else (max(2, cores), f"{cores} cores")
         for spec in (JOBS[name] for name in jobs):
@@ -53,8 +53,8 @@ class Trials:
                 return f"{spec.nproc} ranks would have to share {of}"
         return ""
 
-    def run(self, jobs: Iterable[str], rounds: int, progress: Teller) -> None:
-        """Runs those of the jobs that this machine can, so many times each; an interrupt ends the run that is under way."""
+    def run(self, jobs: Iterable[str], rounds: int, progress: Reporter) -> None:
+        """Runs the jobs that this machine can run, `rounds` times each. An interrupt stops the current run."""
         names = [name for name in dict.fromkeys(jobs) if not self.lacks([name])]
         for turn in range(rounds):
             for name in names[:: -1 if turn % 2 else 1]:
@@ -76,28 +76,28 @@ class Trials:
 
     def why(self, jobs: Iterable[str]) -> str:
         """Why there are no figures of some of the jobs, in a few words."""
-        told = [self.lacks([name]) or self._failed.get(name, "") for name in jobs]
-        return next(filter(None, told), "no run was made")
+        reasons = [self.lacks([name]) or self._failed.get(name, "") for name in jobs]
+        return next(filter(None, reasons), "there was no run")
 
-    # ---- what judges ask for
+    # ---- what the claims query
 
     def summary(self, job: str) -> dict[str, Any] | None:
-        """A finished run's figures; None where there is none."""
+        """The figures of a finished run; None if there is none."""
         return next(filter(None, self.measured.get(job, ())), None)
 
     def owners(self, job: str) -> dict[str, int]:
-        """Bytes by owner of the first rank; empty where no run has finished."""
+        """Bytes by owner on the first rank; empty if no run has finished."""
         summary = self.summary(job)
         return summary["ranks"][0]["memory_bytes"] if summary else {}
 
     def ratios(self, job: str, other: str) -> tuple[float, ...]:
-        """How many times as many samples a second one job trains on as the other, round by round, each at its median step."""
+        """The ratio of the two jobs' samples per second at their median step, by round."""
         rounds = zip(self.measured.get(job, ()), self.measured.get(other, ()))
         speeds = [(_speed(one, JOBS[job]), _speed(two, JOBS[other])) for one, two in rounds]
         return tuple(one / two for one, two in speeds if one and two)
 
     def runs(self, jobs: Iterable[str]) -> tuple[str, ...]:
-        """The names of the runs that were made for these jobs."""
+        """The names of the runs of these jobs."""
         return tuple(each["run"] for name in jobs for each in self.measured.get(name, ()) if each)
 
 

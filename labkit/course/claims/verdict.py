@@ -1,4 +1,5 @@
-"""A claim, the verdict on it, and how both are shown: a table in a terminal, a table in a notebook, plain values."""
+"""A claim, the verdict on it, and how both are displayed: as a table in a terminal or a notebook, or as plain
+values."""
 
 from __future__ import annotations
 
@@ -13,15 +14,15 @@ if TYPE_CHECKING:
 
     from labkit.course.claims.trials import Trials
 
-HOLDS, FAILS, PARTLY, OPEN = "holds", "does not hold", "partly", "cannot be told here"
+HOLDS, FAILS, PARTLY, OPEN = "holds", "does not hold", "partly", "cannot be decided here"
 _MARKS = {HOLDS: "✓", FAILS: "✗", PARTLY: "◐", OPEN: "?"}
-_HEADS = ("commonly said", "verdict", "evidence", "how")
+_HEADS = ("claim", "verdict", "evidence", "how")
 
 
 @dataclass(frozen=True)
 class Ruling:
-    """What a trial gives: one of the four verdicts, its evidence in sentences, and the figures behind it by name, each as often as
-    it was measured."""
+    """The result of a trial: one of the four verdicts, the evidence in sentences, and the figures behind it by name,
+    with one value per measurement."""
 
     verdict: str
     evidence: str
@@ -30,9 +31,9 @@ class Ruling:
 
 @dataclass(frozen=True)
 class Claim:
-    """Something that is commonly said. `how` is it tried: computed, measured, or asked of torch and the system.
+    """A common claim. `how` it is tested: computed, measured, or asked of torch and the system.
 
-    `judge` is given the runs that were made, and `needs` names those of `trials.JOBS` that it cannot do without.
+    `judge` gets the measurements, and `needs` names the jobs in `trials.JOBS` that it requires.
     """
 
     name: str
@@ -44,7 +45,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A claim with what became of it; `runs` are the names of the runs that it stands on."""
+    """A claim and the ruling on it; `runs` are the names of the runs that the ruling is based on."""
 
     claim: Claim
     ruling: Ruling
@@ -52,7 +53,7 @@ class Verdict:
 
     @property
     def verdict(self) -> str:
-        """One of: holds, does not hold, partly, cannot be told here."""
+        """One of: holds, does not hold, partly, cannot be decided here."""
         return self.ruling.verdict
 
     @property
@@ -62,7 +63,7 @@ class Verdict:
 
     @property
     def cells(self) -> tuple[str, str, str, str]:
-        """Claim, verdict, evidence, how it was tried."""
+        """Claim, verdict, evidence, how it was tested."""
         return self.claim.says, self.marked, self.ruling.evidence, self.claim.how
 
     def to_json(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Exercises that check themselves: `check("ddp.steps", answer)` says what is right or what is wrong, and counts into `my_progress()`.
+"""Self-grading exercises: `check("ddp.steps", answer)` says what is right or wrong; `my_progress()` lists the results.
 
-A topic is a module of this room with `EXERCISES`, a table of them by name; the lessons hold no answer. What a teacher needs (`key`) goes
-into the handout that is made with `--teacher`.
+Each topic is a module of this package with `EXERCISES`, a table of exercises by name. The lessons contain no answers.
+The solution for teachers (`key`) goes into the handout that is made with `--teacher`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ LABS = {
 
 
 class Wrong(Exception):
-    """What is wrong about an answer, in words that help and do not give it away."""
+    """What is wrong with an answer: a hint that does not give the solution away."""
 
 
 @dataclass(frozen=True)
 class Exercise:
-    """An exercise. `check(answer)` gives what is right about it, in words, or raises `Wrong`; `key` is the teacher's, in markdown."""
+    """An exercise. `check(answer)` returns why the answer is right, or raises `Wrong`; `key` is the solution
+    (markdown)."""
 
     title: str
     check: Callable[[Any], str]
@@ -48,7 +49,7 @@ class Exercise:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of an answer: `state` is right, wrong or empty. It shows itself in a notebook and in a terminal."""
+    """The result of a check. `state` is right, wrong or empty. It can be displayed in a notebook and in a terminal."""
 
     name: str
     title: str
@@ -61,25 +62,26 @@ class Verdict:
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict[str, str], dict[str, Any]]:
         mark, colour = _MARKS[self.state], _COLOURS[self.state]
         style = f"border-left:4px solid {colour};padding:4px 10px"
-        told = f"<b>{mark} {escape(self.title)}</b> {escape(self.words)}"
-        html = f'<div role="status" class="labkit-verdict labkit-{self.state}" style="{style}">{told}</div>'
+        text = f"<b>{mark} {escape(self.title)}</b> {escape(self.words)}"
+        html = f'<div role="status" class="labkit-verdict labkit-{self.state}" style="{style}">{text}</div>'
         return {"text/html": html, "text/plain": repr(self)}, {"labkit": {"exercise": self.name, "state": self.state}}
 
 
-_MARKS = {"right": "✓ right", "wrong": "✗ not yet", "empty": "○ open"}
+_MARKS = {"right": "✓ right", "wrong": "✗ not yet", "empty": "○ not answered"}
 _COLOURS = {"right": "#009E73", "wrong": "#D55E00", "empty": "#8C8C8C"}
 
 
 def exercise(name: str) -> Exercise:
-    """The exercise called `topic.name`; `LookupError` for one that there is not."""
+    """The exercise called `topic.name`; `LookupError` if there is none."""
     check_type("the name of an exercise", name, str, "a string such as 'ddp.steps'")
-    topic, _, own = name.partition(".")
+    topic, _, short = name.partition(".")
     if topic not in LABS:
         raise LookupError(f"there is no exercise {shown(name)}; its topic must be one of {', '.join(LABS)}")
     table = exercises(topic)
-    if own not in table:
-        raise LookupError(f"there is no exercise {shown(name)}; there is {', '.join(f'{topic}.{each}' for each in table)}")
-    return table[own]
+    if short not in table:
+        known = ", ".join(f"{topic}.{each}" for each in table)
+        raise LookupError(f"there is no exercise {shown(name)}; its name must be one of {known}")
+    return table[short]
 
 
 def exercises(topic: str) -> dict[str, Exercise]:
@@ -88,25 +90,25 @@ def exercises(topic: str) -> dict[str, Exercise]:
 
 
 def check(name: str, answer: Any) -> Verdict:
-    """The verdict on an answer to the exercise called `name`; what is not `...` counts as a try.
+    """The verdict on an answer to the exercise called `name`. Any answer except an empty one counts as an attempt.
 
-    Never raises for an answer, whatever it is; `LookupError` for an exercise that does not exist.
+    Never raises because of an answer; raises `LookupError` if there is no such exercise.
     """
-    asked = exercise(name)
+    found = exercise(name)
     if is_empty(answer):
-        return Verdict(name, asked.title, "empty", "not answered yet: put your answer in the place of the three dots")
+        return Verdict(name, found.title, "empty", "not answered yet: replace the three dots with your answer")
     try:
-        state, words = "right", asked.check(answer)
+        state, words = "right", found.check(answer)
     except Wrong as wrong:
         state, words = "wrong", str(wrong)
     except Exception as error:
-        state, words = "wrong", f"this could not be read as an answer: {type(error).__name__}: {error}"
+        state, words = "wrong", f"this is not a valid answer: {type(error).__name__}: {error}"
     Book.here().note(name, state == "right")
-    return Verdict(name, asked.title, state, words)
+    return Verdict(name, found.title, state, words)
 
 
 def is_empty(answer: Any) -> bool:
-    """Whether nothing was answered: `...`, None, an empty text or collection, or a function that has no body yet."""
+    """Whether there is no answer yet: `...`, None, an empty string or collection, or a function without a body."""
     if answer is None or answer is ... or (isinstance(answer, (str, bytes, list, tuple, dict, set)) and not answer):
         return True
     return inspect.isfunction(answer) and answer.__code__.co_code == _empty_like(answer)
@@ -115,33 +117,33 @@ def is_empty(answer: Any) -> bool:
 def _blank(): ...
 
 
-def _told_blank():
+def _documented_blank():
     """Only a docstring."""
 
 
 def _empty_like(function: Callable) -> bytes:
-    return (_told_blank if function.__doc__ else _blank).__code__.co_code
+    return (_documented_blank if function.__doc__ else _blank).__code__.co_code
 
 
 def my_progress() -> Progress:
-    """Every exercise, by lab: open, tried or done."""
+    """Every exercise, by lab: not answered, attempted or done."""
     return Progress.here()
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress page: for each lab its exercises, as (name, title, tries, done)."""
+    """The progress page: for each lab its exercises, as (name, title, attempts, done)."""
 
     labs: tuple[tuple[str, tuple[tuple[str, str, int, bool], ...]], ...]
 
     @classmethod
     def here(cls) -> Progress:
-        """What was done in this runs folder."""
+        """The progress recorded in this runs folder."""
         book, labs = Book.here().read(), []
         for topic, lab in LABS.items():
             rows = []
-            for own, each in exercises(topic).items():
-                name = f"{topic}.{own}"
+            for short, each in exercises(topic).items():
+                name = f"{topic}.{short}"
                 noted = book.get(name, {})
                 rows.append((name, each.title, noted.get("tries", 0), noted.get("done", False)))
             labs.append((lab, tuple(rows)))
@@ -149,7 +151,7 @@ class Progress:
 
     @property
     def done(self) -> int:
-        """How many exercises are done."""
+        """Number of exercises that are done."""
         return sum(row[3] for _, rows in self.labs for row in rows)
 
     @property
@@ -169,7 +171,7 @@ class Progress:
     def __repr__(self) -> str:
         lines = [self.words]
         for lab, rows in self.labs:
-            lines += [lab, *(f"  {_MARKS[_state(tries, done)]:9}  {title} ({name})" for name, title, tries, done in rows)]
+            lines += [lab, *(f"  {_MARKS[_state(tries, done)]:14}  {title} ({name})" for name, title, tries, done in rows)]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -178,7 +180,7 @@ class Progress:
             for name, title, tries, done in each:
                 cells = (lab, title, name, _MARKS[_state(tries, done)], str(tries or "–"))
                 rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
-        heads = "".join(f"<th>{head}</th>" for head in ("lab", "exercise", "name", "state", "tries"))
+        heads = "".join(f"<th>{head}</th>" for head in ("lab", "exercise", "name", "state", "attempts"))
         return f"<p><b>{self.words}</b></p><table><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 

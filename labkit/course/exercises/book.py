@@ -1,4 +1,5 @@
-"""The learner's own record of exercises: how often each was tried, and whether it is done; one small file beside the run folders."""
+"""The learner's record of exercises, a small file next to the run folders: attempts per exercise, and whether it is
+done."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from labkit.record.kinds import COUNT
 from labkit.record.plain import parse
 from labkit.record.schema import Flag, Table, record
 
-_MOST = 1 << 20  # bytes
+_MAX_BYTES = 1 << 20
 _NOTED = Table(record({"tries": COUNT, "done": Flag()}))
 
 
 class Book:
-    """The record in one file. A file that cannot be read counts as empty and is kept under another name."""
+    """The record in one file. A file that cannot be read counts as empty and is renamed."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -29,7 +30,7 @@ class Book:
     def read(self) -> dict[str, dict[str, Any]]:
         """By exercise: `tries` and `done`."""
         try:
-            noted = parse(read_below(self._path.parent, self._path, _MOST))
+            noted = parse(read_below(self._path.parent, self._path, _MAX_BYTES))
         except FileNotFoundError:
             return {}
         except (NotPlain, ValueError):
@@ -40,7 +41,7 @@ class Book:
         return {}
 
     def note(self, name: str, done: bool) -> None:
-        """Counts one try; what was done once stays done."""
+        """Counts one attempt. An exercise that was done once stays done."""
         noted = self.read()
         before = noted.get(name, {"tries": 0, "done": False})
         noted[name] = {"tries": before["tries"] + 1, "done": before["done"] or done}

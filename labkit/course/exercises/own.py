@@ -1,4 +1,4 @@
-"""What checks ask of every run of a learner's own script: that it is one, has ended well, and what its script says."""
+"""Checks for every run that is handed in: that it is a run, that it finished, and what its script contains."""
 
 from __future__ import annotations
 
@@ -9,36 +9,37 @@ from labkit.course.exercises import Wrong
 from labkit.record.files import read_below
 from labkit.runs.handle import Run
 
-_SCRIPT = 4 << 20  # bytes
+_MAX_SCRIPT = 4 << 20  # bytes
 
 
 def a_run(answer: Any) -> Run:
-    """The answer, where it is a run that is over; `Wrong` for anything else."""
+    """The answer, if it is a run that has ended; `Wrong` for anything else."""
     if not isinstance(answer, Run):
-        raise Wrong(f"give the run itself, what run(…) gave back, and not {type(answer).__name__}")
+        raise Wrong(f"the answer must be the run itself, the return value of run(…), got {type(answer).__name__}")
     if not answer.state.over:
         found = next((found for found in answer.findings() if found.kind == "wrong"), None)
         if found is not None:
-            raise Wrong(f"the run has not ended: {found.title} ({found.evidence}); end it with .stop()")
+            raise Wrong(f"the run has not ended: {found.title} ({found.evidence}); stop it with .stop()")
         raise Wrong("the run has not ended yet; wait for it with .wait()")
     return answer
 
 
 def finished(answer: Any) -> Run:
-    """The answer, where it is a run that came to its end; `Wrong` with its state in words for another."""
+    """The answer, if it is a run that finished; otherwise `Wrong` with the state of the run in words."""
     run = a_run(answer)
     if run.state.status["state"] != "finished":
-        raise Wrong(f"the run {run.words}; look into the logs of its ranks")
+        raise Wrong(f"the run {run.words}; read the logs of its ranks")
     return run
 
 
 def source(run: Run) -> str:
-    """The script of one's own that was run, as it stands now; `Wrong` where the lab wrote the script, or it cannot be read."""
+    """The current text of the learner's script; `Wrong` if labkit generated it, or if it cannot be read."""
     script = run.state.spec.get("script")
     if not script:
-        raise Wrong(f"this ran {run.state.spec.get('strategy')} as the lab writes it; hand in a run of the script that you have mended")
-    path = (Path(run.folder.read_json(run.folder.plan).get("cwd", "")) / script).resolve()  # it may well be a link
+        strategy = run.state.spec.get("strategy")
+        raise Wrong(f"this run used the generated {strategy} script; run the script that you have fixed")
+    path = (Path(run.folder.read_json(run.folder.plan).get("cwd", "")) / script).resolve()  # it may be a symbolic link
     try:
-        return read_below(path.parent, path, _SCRIPT).decode()
+        return read_below(path.parent, path, _MAX_SCRIPT).decode()
     except (OSError, UnicodeDecodeError):
-        raise Wrong(f"the script {script} cannot be read any more; run it again from where it stands") from None
+        raise Wrong(f"the script {script} cannot be read; run it again from its current location") from None

@@ -10,50 +10,52 @@ from labkit.course.pictures.schedules import SCHEDULES
 from labkit.course.pictures.schedules import order as by_rule
 
 _CASES = ((1, 2, 3), (0, 2, 4), (0, 4, 8), (1, 4, 8), (2, 4, 8), (3, 4, 8), (0, 4, 2))  # stage, stages, micro-batches
-_MOST = 0.12  # of the step may be idle
+_MAX_BUBBLE = 0.12  # fraction of the step
 
 
 def _order(answer: Any) -> str:
     if not callable(answer):
-        raise Wrong(f"the answer is a function order(stage, stages, micro_batches), and this is {answer!r}")
-    for stage, stages, parts in _CASES:
-        where = f"order({stage}, {stages}, {parts})"
+        raise Wrong(f"the answer must be a function order(stage, stages, micro_batches), got {answer!r}")
+    for stage, stages, micro_batches in _CASES:
+        call = f"order({stage}, {stages}, {micro_batches})"
         try:
-            given = answer(stage, stages, parts)
+            given = answer(stage, stages, micro_batches)
         except Exception as error:
-            raise Wrong(f"{where} raised {type(error).__name__}: {error}") from None
+            raise Wrong(f"{call} raised {type(error).__name__}: {error}") from None
         if not isinstance(given, (list, tuple)) or not all(isinstance(each, str) for each in given):
-            raise Wrong(f"{where} must give a list of words such as 'F0' and 'B0', and gave {given!r:.80}")
-        wanted = [f"{kind}{number}" for kind, _, number in by_rule("1F1B", stage, stages, parts)]
+            raise Wrong(f"{call} must return a list of strings such as 'F0' and 'B0', got {given!r:.80}")
+        wanted = [f"{kind}{number}" for kind, _, number in by_rule("1F1B", stage, stages, micro_batches)]
         if list(given) != wanted:
-            raise Wrong(f"{where}: {_first_wrong(list(given), wanted, stage, stages)}")
-    return f"right for each of {len(_CASES)} stages, also where there are fewer micro-batches than stages"
+            raise Wrong(f"{call}: {_first_wrong(list(given), wanted, stage, stages)}")
+    return f"right for all {len(_CASES)} cases, including one with fewer micro-batches than stages"
 
 
 def _first_wrong(given: list[str], wanted: list[str], stage: int, stages: int) -> str:
-    """Where the order leaves the rule first, and why that cannot be; without what should stand there."""
+    """The first wrong entry and why it is wrong, without the right one."""
     for index, (one, right) in enumerate(zip(given, wanted)):
         if one == right:
             continue
-        place = f"place {index + 1} has {one!r}"
+        entry = f"entry {index + 1} is {one!r}"
         if one not in wanted:
-            return f"{place}, and there is no such pass; a micro-batch has F and B, and numbers begin at 0"
+            return f"{entry}, and there is no such pass; a micro-batch has F and B, and numbers start at 0"
         if one in given[:index]:
-            return f"{place}, which was done before"
+            return f"{entry}, which was already done"
         if one[0] == "B" and f"F{one[1:]}" not in given[:index]:
-            return f"{place}, a backward whose forward was not done yet"
+            return f"{entry}, a backward before its forward"
         if one[0] == right[0]:
-            return f"{place}: micro-batches go through in the order of their numbers"
+            return f"{entry}, but the micro-batches must be processed in the order of their numbers"
         if one[0] == "F":
-            behind = stages - 1 - stage
+            later = stages - 1 - stage
             return (
-                f"{place}: it keeps more micro-batches than it must; {behind} stages come behind this one, how many forwards do they need?"
+                f"{entry}, so the stage stores more micro-batches than necessary; "
+                f"{later} stages follow this one, how many forwards do they need first?"
             )
         return (
-            f"{place}, and the stages behind could not have sent its gradient without waiting: the rank could still do a forward meanwhile"
+            f"{entry}, but its gradient cannot have arrived from the next stage yet: the rank can do another forward "
+            "in the meantime"
         )
     if len(given) < len(wanted):
-        return f"it ends after {len(given)} passes, and {len(wanted)} are due"
+        return f"the list must have {len(wanted)} passes, got {len(given)}"
     return f"{given[len(wanted)]!r} comes after all {len(wanted)} passes are done"
 
 
@@ -61,33 +63,35 @@ def _bubble(answer: Any) -> str:
     run = finished(answer)
     spec = run.state.spec
     if spec.get("strategy") != "pp":
-        raise Wrong(f"this run's strategy is {spec.get('strategy') or 'a script of its own'}; a pipeline is pp")
+        raise Wrong(f"the strategy of this run must be pp, got {spec.get('strategy') or 'a script'}")
     ranks, options = run.state.world_size, spec["options"]
     if ranks != 2:
-        raise Wrong(f"the world size is {ranks}; two ranks were asked for")
-    schedule, parts = options["schedule"], options["micro_batches"]
-    idle = SCHEDULES[schedule].formula(ranks, parts)
-    told = f"{schedule} with {parts} micro-batches on 2 ranks is idle for {idle:.0%} by formula"
-    if idle > _MOST:
-        raise Wrong(f"{told}, and {_MOST:.0%} is the most; what in the formula can you change?")
-    size = spec["batch_size"] // parts
-    fewer = [m for m in range(ranks, parts) if parts % m == 0 and SCHEDULES[schedule].formula(ranks, m) <= _MOST]
-    if fewer:
-        raise Wrong(f"{told}, but micro-batches of {size} are smaller than they need be: fewer of them are enough")
-    return f"{told}, with micro-batches of {size} samples"
+        raise Wrong(f"the world size must be 2, got {ranks}")
+    schedule, micro_batches = options["schedule"], options["micro_batches"]
+    formula = SCHEDULES[schedule].formula
+    bubble = formula(ranks, micro_batches)
+    described = f"{schedule} with {micro_batches} micro-batches on 2 ranks has a bubble of {bubble:.0%} by formula"
+    if bubble > _MAX_BUBBLE:
+        raise Wrong(f"{described}, and the limit is {_MAX_BUBBLE:.0%}; what in the formula can you change?")
+    size = spec["batch_size"] // micro_batches
+    divisors = [m for m in range(ranks, micro_batches) if micro_batches % m == 0]
+    if any(formula(ranks, fewer) <= _MAX_BUBBLE for fewer in divisors):
+        raise Wrong(f"{described}, but its micro-batches of {size} are smaller than necessary: use fewer of them")
+    return f"{described}, with micro-batches of {size} samples"
 
 
 EXERCISES = {
     "order": Exercise(
         "The order of a stage under 1F1B",
         _order,
-        "`stages − 1 − stage` forwards first (not more than there are micro-batches), then a forward and a backward in turns, then the "
-        "backwards that are left. The last stage begins with F0, B0; the first one sends a micro-batch to each stage behind it.",
+        "`stages − 1 − stage` forwards first (at most the number of micro-batches), then one forward and one backward "
+        "alternately, then the remaining backwards. The last stage starts with F0, B0; the first stage starts with one forward "
+        "for each later stage.",
     ),
     "bubble": Exercise(
         "A bubble of at most 12 %",
         _bubble,
-        "1/(m+1) ≤ 0.12 gives m ≥ 8 for GPipe and 1F1B: 8 micro-batches of 2 samples. Interleaved1F1B has 1/(2m+1), so that 4 are enough; "
-        "InterleavedZeroBubble 1/(6m+1), with 2.",
+        "1/(m+1) ≤ 0.12 gives m ≥ 8 for GPipe and 1F1B: 8 micro-batches of 2 samples. Interleaved1F1B has 1/(2m+1), so 4 are "
+        "enough; InterleavedZeroBubble has 1/(6m+1), so 2 are enough.",
     ),
 }

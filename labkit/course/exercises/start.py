@@ -1,4 +1,4 @@
-"""Exercises of lab 00: what torchrun gives a process, and a first run of one's own."""
+"""Exercises of lab 00: the steps of an epoch, and a run on two ranks with the global batch size of one."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from labkit.plan.spec import Spec
 
 def _steps(answer: Any) -> str:
     if isinstance(answer, bool) or not isinstance(answer, (int, float)):
-        raise Wrong(f"the answer is a number of steps, and this is {answer!r}")
+        raise Wrong(f"the answer must be a number of steps, got {answer!r}")
     if answer == 469:
-        raise Wrong("that is one rank with 128 samples a step; three ranks share the 60,000 samples")
+        raise Wrong("that is for one rank with 128 samples per step; here three ranks split the 60,000 samples")
     if answer == 156:
-        raise Wrong("156 steps of 384 are 59,904 samples: what becomes of the last 96?")
+        raise Wrong("156 steps of 384 samples are 59,904 samples: what happens to the last 96?")
     if answer != 157:
-        raise Wrong("divide the samples by what all ranks together take at a step, and count the last, smaller step too")
-    return "60,000 / (3 × 128) is 156.25, and the rest needs a step of its own"
+        raise Wrong("divide the samples by the global batch size, and count the last, smaller step too")
+    return "60,000 / (3 × 128) is 156.25, and the remainder needs one more step"
 
 
 def _two(answer: Any) -> str:
     state = finished(answer).state
     spec = state.spec or {}
     if spec.get("strategy") != "ddp":
-        raise Wrong(f"this run's strategy is {spec.get('strategy') or 'a script of its own'}")
+        raise Wrong(f"the strategy of this run must be ddp, got {spec.get('strategy') or 'a script'}")
     if state.world_size != 2:
-        raise Wrong(f"the world size is {state.world_size}; two ranks were asked for")
+        raise Wrong(f"the world size must be 2, got {state.world_size}")
     batch = Spec.from_json(spec).global_batch
     if batch != 128:
-        raise Wrong(f"one step of all ranks takes {batch} samples, and not 128; look at what a rank takes")
-    return "two ranks of 64 samples: a step learns from as many samples as it did on one device"
+        raise Wrong(f"the global batch size must be 128, got {batch}; how many samples does each rank take?")
+    return "two ranks with 64 samples each: a step processes as many samples as on one device"
 
 
 EXERCISES = {
     "steps": Exercise(
-        "Steps of an epoch",
+        "Steps per epoch",
         _steps,
-        "**157.** Three ranks take 3 × 128 = 384 samples at a step; 60,000 / 384 = 156.25, and the rest is a step too.",
+        "**157.** Three ranks take 3 × 128 = 384 samples per step; 60,000 / 384 = 156.25, and the remainder is one more step.",
     ),
     "two": Exercise(
-        "The same batch on two ranks",
+        "The same global batch on two ranks",
         _two,
-        '`run("ddp", nproc=2, batch_size=64, steps=10)`, or `batch_size=128, scaling="strong"`: the batch of all ranks together is 128.',
+        '`run("ddp", nproc=2, batch_size=64, steps=10)`, or `batch_size=128, scaling="strong"`: the global batch size is 128.',
     ),
 }

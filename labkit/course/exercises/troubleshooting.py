@@ -1,4 +1,4 @@
-"""Exercises of lab 12: names with a prefix, the rank that is somewhere else, and a script with four mistakes."""
+"""Exercises of lab 12: names with a prefix, the rank at a different line, and a script with four mistakes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from labkit.course.exercises import Exercise, Wrong
 from labkit.course.exercises.own import a_run, source
 
-_STRAY = 2, 131  # the rank that is in another collective, and the line where
+_STRAY = 2, 131  # the rank that called a different collective, and the line of the call
 _STATES = (  # as saved, and as the model itself names them
     ({"module.0.weight": 1, "module.0.bias": 2}, {"0.weight": 1, "0.bias": 2}),
     ({"module.submodule.weight": 1, "module.head.bias": 2}, {"submodule.weight": 1, "head.bias": 2}),
@@ -18,29 +18,30 @@ _STATES = (  # as saved, and as the model itself names them
 
 def _prefix(answer: Any) -> str:
     if not callable(answer):
-        raise Wrong(f"the answer is a function of a state dict, and this is {answer!r}")
+        raise Wrong(f"the answer must be a function of a state dict, got {answer!r}")
     for saved, wanted in _STATES:
         given = answer(dict(saved))
         if not isinstance(given, dict):
-            raise Wrong(f"a state dict was given and {type(given).__name__} came back; give a dict of names and tensors")
+            raise Wrong(f"the function must return a dict of names and tensors, got {type(given).__name__}")
         if list(given) != list(wanted):
-            raise Wrong(f"of {', '.join(saved)} your function makes {', '.join(map(str, given))}; the model has {', '.join(wanted)}")
+            names = ", ".join(map(str, given))
+            raise Wrong(f"for {', '.join(saved)} your function returns {names}; the model has {', '.join(wanted)}")
         if given != wanted:
-            raise Wrong("the names are right, and the values have changed; each tensor belongs to its own name")
-    return "one prefix goes, at the beginning of a name only, and names without it stay as they are"
+            raise Wrong("the names are right, but the values have changed; each tensor must keep its name")
+    return "the function removes one prefix at the beginning of a name and does not change names without it"
 
 
 def _stray(answer: Any) -> str:
     if not (isinstance(answer, (tuple, list)) and len(answer) == 2 and all(isinstance(each, int) for each in answer)):
-        raise Wrong(f"the answer is a pair of numbers, (rank, line), and this is {answer!r}")
+        raise Wrong(f"the answer must be a pair of numbers, (rank, line), got {answer!r}")
     rank, line = answer
     if rank not in range(4):
-        raise Wrong(f"there is no rank {rank} here; ranks count from 0 to 3")
+        raise Wrong(f"the rank must be in 0 … 3, got {rank}")
     if rank != _STRAY[0]:
-        raise Wrong(f"rank {rank} is where two others are too; who is in number 118 of another kind?")
+        raise Wrong(f"rank {rank} is at the same line as two other ranks; for which rank is number 118 a different collective?")
     if line != _STRAY[1]:
-        raise Wrong(f"rank {rank} it is; at line {line} it does not stand. Which line would you open?")
-    return "all have number 118 before them, and three call it an all-reduce; what decides there that rank 2 goes to `save`?"
+        raise Wrong(f"rank {rank} is right, but it is not at line {line}. Which line of the script would you open?")
+    return "number 118 is an all-reduce on three ranks and a barrier on rank 2; which condition sends only rank 2 into `save`?"
 
 
 def _mend(answer: Any) -> str:
@@ -51,17 +52,17 @@ def _mend(answer: Any) -> str:
         raise Wrong(f"still: {wrong[0].title} ({wrong[0].evidence})")
     state = run.state
     if state.status["state"] != "finished":
-        raise Wrong(f"the run {run.words} and did not come to its end")
+        raise Wrong(f"the run {run.words} and did not finish")
     if state.world_size != 2 or "DistributedDataParallel" not in text:
-        raise Wrong("the patient is DDP on two ranks; it should be that when it is well, too")
+        raise Wrong("the fixed script must still use DDP on two ranks")
     rank = state.ranks[0]
     if len({epoch["set"] for epoch in rank.seen("epoch")}) < 2:
-        raise Wrong("two epochs with two orders of samples were asked for, and this run has not had them")
-    if "right" not in run.logs(0):
-        raise Wrong("rank 0 prints no share of right answers any more; the evaluation should be mended, not left out")
+        raise Wrong("the run must train for two epochs with different orders of samples")
+    if "correct" not in run.logs(0):
+        raise Wrong("rank 0 no longer prints the accuracy; fix the evaluation instead of removing it")
     if not any(each.seen("save") for each in state.ranks.values()):
-        raise Wrong("nothing is saved any more; one rank should do it")
-    return "own samples for each rank, a new order in each epoch, an evaluation to which all come, and one file from one rank"
+        raise Wrong("the script no longer saves the model; one rank must save it")
+    return "different samples on each rank, a new order in each epoch, an evaluation on all ranks, and one file from one rank"
 
 
 EXERCISES = {
@@ -71,15 +72,15 @@ EXERCISES = {
         '`{name.removeprefix("module."): value for name, value in state.items()}`. `replace` would also change `submodule.weight`.',
     ),
     "stray": Exercise(
-        "Who is somewhere else",
+        "Which rank is at a different line",
         _stray,
-        "**(2, 131)**: rank 2 is in a barrier in `save` where the others are in an all-reduce; the two can never end.",
+        "**(2, 131)**: rank 2 is in a barrier in `save` while the others are in an all-reduce; neither can complete.",
     ),
     "mend": Exercise(
-        "A patient of your own",
+        "Fix a broken script",
         _mend,
         "1. `sampler = DistributedSampler(dataset)` and `DataLoader(dataset, 32, sampler=sampler)` without `shuffle`; "
-        "2. `sampler.set_epoch(epoch)` first in each epoch; 3. evaluate on every rank, and only print under `if dist.get_rank() == 0:`; "
-        "4. save under that same `if`.",
+        "2. `sampler.set_epoch(epoch)` first in each epoch; 3. evaluate on every rank, and only print inside "
+        "`if dist.get_rank() == 0:`; 4. save inside the same `if`.",
     ),
 }

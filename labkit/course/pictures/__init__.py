@@ -1,6 +1,8 @@
-"""Teaching pictures: pure functions that give a plotly figure, `pictures.<topic>.<name>(…)`, loaded topic by topic.
+"""Teaching pictures: pure functions that return a plotly figure, `pictures.<topic>.<name>(…)`; topics are imported
+lazily.
 
-They show how something works, by rule or formula; where a picture has times, its title says whether they are modelled or a run's own.
+They show how something works, by rule or formula. If a picture has times, its title says whether they are modelled or
+measured.
 """
 
 import importlib
@@ -11,7 +13,7 @@ TOPICS = ("collectives", "data_parallel", "fit", "input_pipeline", "mesh", "pipe
 
 def __getattr__(name: str) -> ModuleType:
     if name not in TOPICS:
-        raise AttributeError(f"there are no pictures of {name!r}; there are those of {', '.join(TOPICS)}")
+        raise AttributeError(f"there are no pictures of {name!r}; the topics are {', '.join(TOPICS)}")
     return importlib.import_module(f"{__name__}.{name}")
 
 

@@ -1,4 +1,4 @@
-"""What the pictures of splits, pipelines and meshes share: boxes, words, and a layout that reads on light and dark pages."""
+"""Shared by the pictures: boxes, text, and a layout for light and dark pages."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 from labkit.figures import colours
 from labkit.figures.as_plotly import FONT
 
-EVERY = "rgba(128, 128, 128, 0.22)"  # what every rank has
+EVERY = "rgba(128, 128, 128, 0.22)"  # data that every rank has
 HIDDEN = {"visible": False, "fixedrange": True}
 SCALED = {"gridcolor": colours.GRID, "zeroline": False}
-_DARK = (0, 2, 5)  # ranks whose colour takes white letters
+_DARK = (0, 2, 5)  # ranks whose colour needs white text
 
 
 def layout(title: str, height: float) -> dict[str, Any]:
-    """The layout that all have: a title at the top left, no painted background, greys for letters; `height` in pixels."""
+    """The common layout: a title at the top left, a transparent background, grey text; `height` in pixels."""
     return {
         "title": {"text": title, "x": 0, "xref": "container", "y": 1, "yanchor": "top", "font": {"size": 13}, "pad": {"l": 8, "t": 7}},
         "height": round(height),
@@ -32,11 +32,11 @@ def box(x: float, y: float, width: float, height: float, colour: str) -> dict[st
 
 
 def note(x: float, y: float, text: str, size: int, colour: str | None = None, anchor: str = "center") -> dict[str, Any]:
-    """Words at a place, `anchor` of them there; in the page's grey where no colour is named."""
+    """Text at a position, aligned by `anchor`; in grey if `colour` is None."""
     font = {"size": size} | ({"color": colour} if colour else {})
     return {"x": x, "y": y, "text": text, "showarrow": False, "font": font, "xanchor": anchor, "yanchor": "middle"}
 
 
 def ink(owner: int | None) -> str | None:
-    """What is read on the colour of a rank; the page's grey where `owner` is None, since all have it."""
+    """The text colour on the colour of rank `owner`; None (grey) if `owner` is None, which means all ranks."""
     return None if owner is None else "#FFFFFF" if owner % len(colours.RANKS) in _DARK else "#000000"

@@ -1,6 +1,6 @@
-"""Checks of what a picture is drawn from: every argument by its annotation and, for counts, by the bounds of its name.
+"""Checks the arguments of pictures: each one by its annotation and, for counts, by the bounds for its name.
 
-A picture of thousands of ranks would take minutes and show nothing, so counts are bounded by what can be drawn.
+A picture with thousands of ranks would take minutes to draw and be unreadable, so counts are bounded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from labkit.training.workloads import WORKLOADS
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _COUNT = Number(int, 1, 64)
-_COUNTS = {  # "each of" names the elements of a list; where more or less than _COUNT can be drawn
+_COUNTS = {  # other bounds than _COUNT; "each of" stands for the elements of a list
     "samples": Number(int, 1, 10_000),
     "batch": Number(int, 1, 10_000),
     "epochs": Number(int, 1, 16),
@@ -30,12 +30,12 @@ _COUNTS = {  # "each of" names the elements of a list; where more or less than _
 }
 _MEASURE = Number(float, 0.0, 1e18)  # seconds, bytes, parameters
 _ANY = Number(float, -1e300, 1e300)
-_SIGNED = ("x", "a", "b", "h", "gradients", "measured", "modelled")  # of which numbers may be negative
-_MOST = 10_000  # elements of a list
+_SIGNED = ("x", "a", "b", "h", "gradients", "measured", "modelled")  # arguments whose numbers may be negative
+_MAX_ELEMENTS = 10_000  # of a list
 
 
 def checked(function: _Function) -> _Function:
-    """The function with its arguments checked before it draws: `TypeError` or `ValueError` with one sentence."""
+    """Wraps a picture function: invalid arguments raise `TypeError` or `ValueError` with one sentence."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -94,7 +94,7 @@ _SCALARS: Mapping[str, Callable[[str, Any], Any]] = {"int": _whole, "float": _re
 
 
 def _instance(wanted: str, name: str, value: Any) -> None:
-    """By the name of the class: importing it would load what a picture does not need."""
+    """Checks by class name, because importing the class would load modules that a picture does not need."""
     if not any(kind.__name__ == wanted for kind in type(value).__mro__):
         raise TypeError(f"{name} must be a {wanted}, got {shown(value)}")
 
@@ -102,8 +102,8 @@ def _instance(wanted: str, name: str, value: Any) -> None:
 def _elements(name: str, value: Any) -> Iterable[Any]:
     if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__len__") or not hasattr(value, "__iter__"):
         raise TypeError(f"{name} must be a list, got {shown(value)}")
-    if not 0 < len(value) <= _MOST and not (name == "costs" and len(value) == 0):
-        raise ValueError(f"{name} must be a list of 1 to {_MOST} elements, got {shown(value)}")
+    if not 0 < len(value) <= _MAX_ELEMENTS and not (name == "costs" and len(value) == 0):
+        raise ValueError(f"{name} must be a list of 1 to {_MAX_ELEMENTS} elements, got {shown(value)}")
     return value
 
 

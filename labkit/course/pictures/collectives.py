@@ -1,8 +1,10 @@
-"""Pictures of collectives: who sends what to whom, round by round, drawn from the simulated plans of `labkit.analysis.theory.collectives`.
+"""Pictures of collectives: who sends what to whom, round by round, from the plans of
+`labkit.analysis.theory.collectives`.
 
-A panel a round: ranks stand in a circle, an arrow is a message with the pieces that it carries (`+` where they are added), and the cells
-beside a rank are what it has *after* the round. Pieces are called A, B, C…; the digits in a cell are the ranks whose contribution is in it,
-and Σ is the sum of all. What came in this round has a thick frame.
+There is one panel per round. The ranks are on a circle, an arrow is a message labelled with its chunks (`+` if they are
+added), and the cells next to a rank show what it has *after* the round. Chunks are called A, B, C…; the digits in a
+cell are the ranks whose data it contains, and Σ is the sum over all ranks. Chunks that were received in this round have
+a thick border.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ from labkit.figures.colours import GRID, INK
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-MOST = 8  # ranks that a panel has room for
-_FEW = 4  # ranks up to which cells are large enough for words
-_ACROSS = 4  # panels beside each other
+MOST = 8  # ranks in a panel
+_FEW = 4  # with up to this many ranks, cells are large enough for text
+_ACROSS = 4  # panels per row
 _PANEL = 200  # px
-_NODE, _ASIDE = 0.17, 0.05  # where the circle's radius is 1: a rank's disc, and how far an arrow keeps to its left
+_NODE, _ASIDE = 0.17, 0.05  # relative to the circle's radius: a rank's disc, and the sideways offset of an arrow
 _MARKS = ("circle", "square", "diamond", "cross", "x", "triangle-up")
 
 
@@ -62,13 +64,14 @@ def reduce_scatter(n: int = 4) -> go.Figure:
 
 @checked
 def all_to_all(n: int = 4) -> go.Figure:
-    """An all-to-all of `n` ranks (2 to 8), in which each sends every other its piece; `2›0` came from rank 2 to rank 0."""
+    """An all-to-all of `n` ranks (2 to 8): each sends a different chunk to every other rank; `2›0` is from rank 2 to
+    rank 0."""
     return _figure(plans.all_to_all(_small(n)))
 
 
 @checked
 def costs(n: int = 4) -> go.Figure:
-    """What each plan costs on `n` ranks: its rounds, and what the rank that sends most sends, in messages of one rank."""
+    """The cost of each algorithm on `n` ranks: its rounds, and what the busiest rank sends, in messages."""
     every = [*plans.plans(n)][::-1]
     names = [plan.title.replace(": ", "<br>", 1) for plan in every]
     figures = (
@@ -97,7 +100,8 @@ def costs(n: int = 4) -> go.Figure:
 
 @checked
 def times(sizes: Sequence[float], measured: Mapping[str, Sequence[float]], modelled: Mapping[str, Sequence[float]]) -> go.Figure:
-    """Seconds over bytes on logarithmic axes: `measured` as marks, `modelled` as dashed lines; a name in both has one colour."""
+    """Seconds versus bytes on logarithmic axes: `measured` as markers, `modelled` as dashed lines, one colour per
+    name."""
     names = [*dict.fromkeys([*measured, *modelled])]
     colours = {name: rank_colour(number) for number, name in enumerate(names)}
     series = []
@@ -124,7 +128,7 @@ def _series(name: str, kind: str, sizes: Sequence[float], seconds: Sequence[floa
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """1, 2, 5 and their tens from below `low` to above `high`."""
+    """1, 2, 5 times powers of ten, from below `low` to above `high`."""
     tens = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     return [digit * 10.0**power for power in tens for digit in (1, 2, 5)]
 
@@ -152,9 +156,9 @@ def _figure(plan: Plan) -> go.Figure:
     for number, (messages, state) in enumerate(zip(rounds, states)):
         row, column = divmod(number, across)
         suffix = "" if number == 0 else str(number + 1)
-        room = {"showgrid": False, "zeroline": False, "showticklabels": False, "range": [-reach, reach], "fixedrange": True}
-        layout[f"xaxis{suffix}"] = room | {"domain": [column / across, (column + 1) / across], "anchor": f"y{suffix}"}
-        layout[f"yaxis{suffix}"] = room | {"domain": [1 - (row + 1) / rows, 1 - row / rows], "anchor": f"x{suffix}"}
+        axis = {"showgrid": False, "zeroline": False, "showticklabels": False, "range": [-reach, reach], "fixedrange": True}
+        layout[f"xaxis{suffix}"] = axis | {"domain": [column / across, (column + 1) / across], "anchor": f"y{suffix}"}
+        layout[f"yaxis{suffix}"] = axis | {"domain": [1 - (row + 1) / rows, 1 - row / rows], "anchor": f"x{suffix}"}
         panel = _Panel(plan, state, messages, number, suffix, reach)
         layout["shapes"] += panel.shapes()
         layout["annotations"] += panel.annotations()
@@ -163,16 +167,16 @@ def _figure(plan: Plan) -> go.Figure:
 
 
 class _Panel:
-    """One round of a plan: `number` 0 is what the ranks begin with."""
+    """One round of a plan: `number` 0 is the initial state."""
 
     def __init__(self, plan: Plan, state: tuple[Holding, ...], messages: Round, number: int, suffix: str, reach: float):
         self._plan, self._state, self._messages, self._number, self._reach = plan, state, messages, number, reach
         self._axes = {"xref": f"x{suffix}", "yref": f"y{suffix}"}
         self._places = [_on_circle(rank, plan.n) for rank in range(plan.n)]
-        self._came = {(one.target, piece) for one in messages for piece in one.pieces}
+        self._received = {(one.target, piece) for one in messages for piece in one.pieces}
 
     def shapes(self) -> list[dict[str, Any]]:
-        """A disc for each rank, and its cells: full where it has the piece."""
+        """A disc for each rank, and its cells: filled if it has the chunk."""
         found = []
         for rank, (x, y) in enumerate(self._places):
             disc = {"type": "circle", "x0": x - _NODE, "x1": x + _NODE, "y0": y - _NODE, "y1": y + _NODE}
@@ -180,15 +184,15 @@ class _Panel:
             for piece, left, low, side in _cells(self._plan, rank):
                 who = self._state[rank].get(piece, frozenset())
                 share = len(who) / self._plan.n if self._adds else float(bool(who))
-                thick = (rank, piece) in self._came
+                thick = (rank, piece) in self._received
                 cell = {"type": "rect", "x0": left, "x1": left + side, "y0": low, "y1": low + side}
                 look = {"fillcolor": f"rgba(128,128,128,{0.25 * share:.2f})", "line": {"color": INK, "width": 2.5 if thick else 0.7}}
                 found.append(self._axes | cell | look)
         return found
 
     def annotations(self) -> list[dict[str, Any]]:
-        """The round's name, the ranks' numbers, what is in the cells, and the messages as arrows."""
-        words = f"round {self._number}" if self._number else "at first"
+        """The name of the round, the numbers of the ranks, the contents of the cells, and the messages as arrows."""
+        words = f"round {self._number}" if self._number else "start"
         found = [self._text(-self._reach, self._reach, f"<b>{words}</b>", 11, xanchor="left", yanchor="top")]
         for rank, (x, y) in enumerate(self._places):
             found.append(self._text(x, y, f"<b>{rank}</b>", 12, font_colour="#FFFFFF"))
@@ -201,17 +205,17 @@ class _Panel:
         return found
 
     def hover(self) -> dict[str, Any]:
-        """What each rank has, to be read where it is pointed at."""
-        told = []
+        """Hover text: what each rank has."""
+        texts = []
         for rank in range(self._plan.n):
             has = ", ".join(
                 f"{_name(piece)}: {self._content(rank, piece)}" for piece, *_ in _cells(self._plan, rank) if piece in self._state[rank]
             )
-            told.append(f"rank {rank} has {has or 'nothing'}")
+            texts.append(f"rank {rank} has {has or 'nothing'}")
         xs, ys = zip(*self._places)
         marker = {"size": 24, "opacity": 0}
         axes = {"xaxis": self._axes["xref"], "yaxis": self._axes["yref"]}
-        return {"type": "scatter", "mode": "markers", "x": xs, "y": ys, "hovertext": told, "hoverinfo": "text", "marker": marker} | axes
+        return {"type": "scatter", "mode": "markers", "x": xs, "y": ys, "hovertext": texts, "hoverinfo": "text", "marker": marker} | axes
 
     @property
     def _adds(self) -> bool:
@@ -229,12 +233,12 @@ class _Panel:
         (x0, y0), (x1, y1) = self._places[one.source], self._places[one.target]
         length = math.hypot(x1 - x0, y1 - y0)
         dx, dy = (x1 - x0) / length, (y1 - y0) / length
-        gap, left, up = _NODE + 0.06, -_ASIDE * dy, _ASIDE * dx  # aside, so that two opposite ones are seen as two
+        gap, left, up = _NODE + 0.06, -_ASIDE * dy, _ASIDE * dx  # sideways offset, so that opposite arrows do not overlap
         ends = {"ax": x0 + gap * dx + left, "ay": y0 + gap * dy + up, "x": x1 - gap * dx + left, "y": y1 - gap * dy + up}
         axes = self._axes | {"axref": self._axes["xref"], "ayref": self._axes["yref"]}
         head = {"showarrow": True, "arrowhead": 2, "arrowsize": 1.1, "arrowwidth": 1.6, "arrowcolor": rank_colour(one.source), "text": ""}
         words = ("+" if one.add else "") + "".join(map(_name, one.pieces))
-        near = 0.36  # of the way: there the labels of crossing arrows do not meet
+        near = 0.36  # position of the label on the arrow; there the labels of crossing arrows do not overlap
         label = self._text(x0 + near * (x1 - x0) - 0.2 * dy, y0 + near * (y1 - y0) + 0.2 * dx, words, 10)
         return [axes | ends | head, label]
 
@@ -243,7 +247,8 @@ class _Panel:
 
 
 def _cells(plan: Plan, rank: int) -> list[tuple[Piece, float, float, float]]:
-    """The pieces that a rank may have, each with its cell: left, lower end and side. They lie in a block outside of the circle."""
+    """The chunks that a rank may have, each with its cell: left edge, lower edge, side. They form a block outside the
+    circle."""
     pieces = sorted({piece for holding in plan.goal for piece in holding})
     if isinstance(pieces[0], tuple):
         pieces = [piece for piece in pieces if piece[1] == rank]
@@ -256,7 +261,7 @@ def _cells(plan: Plan, rank: int) -> list[tuple[Piece, float, float, float]]:
 
 
 def _reach(plan: Plan) -> float:
-    """How far from the middle of a panel its cells lie, and a little more."""
+    """The distance of the outermost cells from the centre of a panel, plus a margin."""
     corners = [(left, low, side) for rank in range(plan.n) for _, left, low, side in _cells(plan, rank)]
     return 0.45 + max(max(abs(at), abs(at + side)) for left, low, side in corners for at in (left, low))
 
@@ -266,7 +271,8 @@ def _name(piece: Piece) -> str:
 
 
 def _on_circle(rank: int, n: int) -> tuple[float, float]:
-    """Ranks go round clockwise; the first stands at the upper left, or at the top where there are two or three."""
+    """The position of a rank. Ranks go clockwise; the first is at the upper left, or at the top if there are two or
+    three."""
     angle = math.pi / 2 - 2 * math.pi * rank / n + (math.pi / n if n > 3 else 0.0)
     return round(math.cos(angle), 6), round(math.sin(angle), 6)
 
@@ -278,7 +284,7 @@ def _plain_layout() -> dict[str, Any]:
 
 def _small(n: int) -> int:
     if isinstance(n, int) and n > MOST:
-        raise ValueError(f"n was {n}; a picture has room for {MOST} ranks at the most")
+        raise ValueError(f"n must be at most {MOST} for a picture, got {n}")
     return n
 
 

@@ -1,7 +1,8 @@
-"""Data parallelism as pictures: the five exchanges of DP, a step of DDP, whose the samples are, the average of gradients, and buckets.
+"""Pictures of data parallelism: the five transfers of DP, a DDP step, which rank gets which samples, averaging, and
+buckets.
 
-Bytes come from the formulas of `labkit.analysis.theory`. Orders of samples are drawn with Python's own generator, by the rule of torch's
-`DistributedSampler`; times are modelled, and their titles say so.
+Bytes come from the formulas of `labkit.analysis.theory`. Samples are shuffled with Python's random generator and
+divided by the rule of torch's `DistributedSampler`. Times are modelled, and the titles say so.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ if TYPE_CHECKING:
 __all__ = ["average", "buckets", "ddp_step", "divide", "dp_step", "shares", "wires"]
 
 
-# ---- who does what
+# ---- the steps of DP and DDP
 
 
 @checked
 def dp_step(devices: int = 2, workload: str = "cnn") -> go.Figure:
-    """One step of `nn.DataParallel`: what each device does, and the five exchanges, with the bytes that device 0 sends or takes in."""
+    """One step of `nn.DataParallel`: what each device does, and the five transfers with the bytes to or from device
+    0."""
     spec = Spec(strategy="dp", workload=workload, nproc=devices)
     bytes_of = {flow.op: size(flow.theory) for flow in theory(spec)}
     moments = {"scatter": 1.25, "broadcast": 2.3, "gather": 4.35, "gradients": 6.1, "reduce": 8.15}
@@ -43,17 +45,17 @@ def dp_step(devices: int = 2, workload: str = "cnn") -> go.Figure:
         for op, moment in moments.items() if device else ():
             ends = (device, 0) if op in ("gather", "reduce") else (0, device)
             arrows.append(Arrow(*ends, moment + 0.45 * (device - 1) / max(devices - 2, 1)))
-    words = ("① inputs", "② the model", "③ outputs", "④ outputs’ gradients", "⑤ gradients")
-    told = (bytes_of["scatter"], bytes_of["broadcast"], bytes_of["gather"], bytes_of["gather"], bytes_of["reduce"])
-    heads = [(moment + 0.22, f"<b>{name}</b><br>{bytes_}") for moment, name, bytes_ in zip(moments.values(), words, told)]
-    note = f"{model_words(spec)}, {spec.batch_per_rank} samples a device; bytes by formula"
+    words = ("① inputs", "② the model", "③ outputs", "④ output gradients", "⑤ gradients")
+    sizes = (bytes_of["scatter"], bytes_of["broadcast"], bytes_of["gather"], bytes_of["gather"], bytes_of["reduce"])
+    heads = [(moment + 0.22, f"<b>{name}</b><br>{bytes_}") for moment, name, bytes_ in zip(moments.values(), words, sizes)]
+    note = f"{model_words(spec)}, {spec.batch_per_rank} samples per device; bytes by formula"
     names = [lane_name(device, "device") for device in range(devices)]
     return side_by_side(f"A step of DP on {devices} devices", note, names, boxes, arrows, heads)
 
 
 @checked
 def ddp_step(ranks: int = 2, workload: str = "cnn", buckets: int = 3) -> go.Figure:
-    """One step of DDP: every rank does the same, and the gradients are averaged while backward still runs."""
+    """One step of DDP: every rank does the same, and the gradients are all-reduced while backward is still running."""
     spec = Spec(strategy="ddp", workload=workload, nproc=ranks)
     boxes, arrows = [], []
     for rank in range(ranks):
@@ -65,24 +67,25 @@ def ddp_step(ranks: int = 2, workload: str = "cnn", buckets: int = 3) -> go.Figu
     gradients, *_ = theory(spec)
     heads = [
         (0.55, "<b>once: ① broadcast</b><br>rank 0’s weights"),
-        (2.6, "<b>② forward</b><br>own samples, own loss"),
-        (5.2, "<b>③ backward</b><br>own gradients"),
-        (7.4, f"<b>④ all-reduce</b><br>{size(gradients.theory / ranks)} a rank"),
-        (8.95, "<b>⑤ update</b><br>all the same"),
+        (2.6, "<b>② forward</b><br>local samples and loss"),
+        (5.2, "<b>③ backward</b><br>local gradients"),
+        (7.4, f"<b>④ all-reduce</b><br>{size(gradients.theory / ranks)} per rank"),
+        (8.95, "<b>⑤ update</b><br>identical"),
     ]
-    note = f"{model_words(spec)}; bytes by formula, drawn with {buckets} all-reduces a step"
+    note = f"{model_words(spec)}; bytes by formula, drawn with {buckets} all-reduces per step"
     names = [lane_name(rank) for rank in range(ranks)]
     return side_by_side(f"A step of DDP on {ranks} ranks", note, names, boxes, arrows, heads)
 
 
 @checked
 def wires(most: int = 8, workload: str = "cnn") -> go.Figure:
-    """MiB that pass a device's wire in a step, in and out together, over the number of devices: DP's device 0 and others, a rank of DDP."""
+    """MiB per step over a device's link, in both directions, versus the number of devices: DP's devices, and a rank of
+    DDP."""
     counts = list(range(2, most + 1))
     through_0, ddp = [], []
     for count in counts:
         flows = {flow.op: flow.theory for flow in theory(Spec(strategy="dp", workload=workload, nproc=count))}
-        through_0.append(sum(flows.values()) + flows["gather"])  # the outputs' gradients go back
+        through_0.append(sum(flows.values()) + flows["gather"])  # the output gradients have as many bytes as the outputs
         ddp.append(2 * sum(flow.theory for flow in theory(Spec(strategy="ddp", workload=workload, nproc=count))) / count)
     others = [whole / (count - 1) for whole, count in zip(through_0, counts)]
     lines = [
@@ -90,10 +93,10 @@ def wires(most: int = 8, workload: str = "cnn") -> go.Figure:
         _line("DDP, every rank", counts, ddp, colours.RANKS[2], "solid", "diamond"),
         _line("DP, every other device", counts, others, colours.RANKS[0], "dash", "square"),
     ]
-    looks = layout("What passes one device’s wire in a step", f"{model_words(Spec(workload=workload))}; by formula, not measured", 330)
+    looks = layout("Traffic per device and step", f"{model_words(Spec(workload=workload))}; by formula, not measured", 330)
     looks |= {
         "xaxis": axis("devices") | {"dtick": 1},
-        "yaxis": axis("MiB a step, in and out") | {"rangemode": "tozero"},
+        "yaxis": axis("MiB per step, sent and received") | {"rangemode": "tozero"},
         "margin": {"l": 62, "r": 12, "t": 56, "b": 44},
         "legend": {"x": 0.02, "y": 0.98, "bgcolor": "rgba(0,0,0,0)"},
     }
@@ -113,29 +116,30 @@ def _line(name: str, xs: Sequence[float], bytes_: Sequence[float], colour: str, 
     }
 
 
-# ---- whose the samples are
+# ---- the samples of each rank
 
 
 @checked
 def divide(order: Sequence[int], ranks: int) -> list[list[int]]:
-    """Each rank's part of samples in an order, as `DistributedSampler` divides them: in turns, filled up from the front to equal parts."""
+    """The samples of each rank, as `DistributedSampler` divides them: round-robin, padded with the first samples."""
     whole = [order[place % len(order)] for place in range(math.ceil(len(order) / ranks) * ranks)]
     return [whole[rank::ranks] for rank in range(ranks)]
 
 
 @checked
 def shares(samples: int = 20, ranks: int = 2, batch: int = 5, epochs: int = 2, sampler: bool = True, set_epoch: bool = True) -> go.Figure:
-    """Which samples each rank takes, step by step and epoch by epoch; without a sampler every rank takes all, in one order.
+    """Which samples each rank gets, by step and epoch. Without a sampler every rank gets all samples, in the same
+    order.
 
-    Each sample has its number and its colour: where they come again, something is trained on twice.
+    Each sample has a number and a colour, so repeated samples are visible.
     """
-    rows, names, told = [], [], []
+    rows, names, notes = [], [], []
     for epoch in range(1, epochs + 1):
         order = random.Random(epoch if set_epoch else 0).sample(range(samples), samples)
         parts = divide(order, ranks) if sampler else [order] * ranks
         rows += parts
         names += [f"epoch {epoch} · {lane_name(rank)} " for rank in range(ranks)]
-        told.append(f"epoch {epoch}: {sum(map(len, parts))} taken, {len(set().union(*parts))} different")
+        notes.append(f"epoch {epoch}: {sum(map(len, parts))} samples, {len(set().union(*parts))} different")
     width = len(rows[0])
     steps = math.ceil(width / batch)
     cells = {
@@ -155,8 +159,8 @@ def shares(samples: int = 20, ranks: int = 2, batch: int = 5, epochs: int = 2, s
     borders += [_border("y", row - 0.5) for row in range(ranks, len(rows), ranks)]
     middles = [(start + 1 + min(start + batch, width)) / 2 for start in range(0, width, batch)]
     what = "DistributedSampler" if sampler else "No sampler"
-    title = f"{what}: {samples} samples, {ranks} ranks, {batch} a step: {steps} step{'s' if steps > 1 else ''} an epoch"
-    looks = layout(title, " · ".join(told), 104 + 34 * len(rows)) | {
+    title = f"{what}: {samples} samples, {ranks} ranks, {batch} per rank and step: {steps} step{'s' if steps > 1 else ''} per epoch"
+    looks = layout(title, " · ".join(notes), 104 + 34 * len(rows)) | {
         "shapes": borders,
         "xaxis": axis("") | {"tickvals": middles, "ticktext": [f"step {step + 1}" for step in range(steps)], "showgrid": False},
         "yaxis": axis("") | {"tickvals": list(range(len(rows))), "ticktext": names, "autorange": "reversed", "showgrid": False},
@@ -177,11 +181,12 @@ def _border(axis: str, at: float) -> dict[str, Any]:
 
 @checked
 def average(gradients: Sequence[Sequence[float]]) -> go.Figure:
-    """Each rank's own gradient, weight by weight, and their average, which is what DDP leaves on every rank."""
+    """The local gradient of each rank, weight by weight, and their average, which every rank has after the
+    all-reduce."""
     mean = [math.fsum(column) / len(gradients) for column in zip(*gradients, strict=True)]
     edged = {"color": colours.COMMUNICATION, "line": {"color": colours.INK, "width": 3}}
     bars = [_gradient(f"rank {rank}", values, {"color": colours.rank_colour(rank)}) for rank, values in enumerate(gradients)]
-    looks = layout("Own gradients, and what the all-reduce makes of them", "every rank ends with the average", 330) | {
+    looks = layout("Local gradients, and their average after the all-reduce", "every rank gets the average", 330) | {
         "barmode": "group",
         "bargap": 0.3,
         "xaxis": {"fixedrange": True, "showgrid": False},

@@ -1,7 +1,9 @@
-"""Will it fit, and what to use: the bytes that training keeps, by formula, and a decision tree that is a function, drawn.
+"""Will it fit, and which strategy to use: the bytes of the model states by formula, and a decision tree as a function
+and a figure.
 
-Ψ parameters take 16 bytes each, whichever way (Rajbhandari et al. 2020, section 3.1): in 32 bits 4 of the parameter, 4 of its gradient, 8
-of Adam's two moments; in mixed precision 2, 2, and 4 + 4 + 4 of a 32-bit copy and the moments, which belong to the optimizer.
+Each of Ψ parameters takes 16 bytes (Rajbhandari et al. 2020, section 3.1): in 32 bits 4 for the parameter, 4 for its
+gradient and 8 for Adam's two moments; in mixed precision 2, 2, and 4 + 4 + 4 for a 32-bit copy and the moments, which
+belong to the optimizer.
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 OWNERS = ("parameters", "gradients", "optimizer")
-RECIPES: dict[str, tuple[int, int, int]] = {"fp32": (4, 4, 8), "mixed": (2, 2, 12)}  # bytes of each owner for one parameter
+RECIPES: dict[str, tuple[int, int, int]] = {"fp32": (4, 4, 8), "mixed": (2, 2, 12)}  # bytes per parameter of each owner
 _SHARDED = {"DDP": (), "ZeRO-1": OWNERS[2:], "ZeRO-2": OWNERS[1:], "ZeRO-3 / FSDP": OWNERS}
 
 
-# ---- what there is to decide
+# ---- the decision
 
 
 _BOUNDS = {
@@ -36,12 +38,13 @@ _BOUNDS = {
 
 @dataclass(frozen=True)
 class Case:
-    """What is to be trained, and on what. Everything but counts is in bytes, and of one device.
+    """A model to train, and the hardware. Sizes are in bytes per device.
 
-    `activations` are those of its share of a batch, and `least` what is left of them with activation checkpointing and the smallest
-    micro-batch (all, where nothing is said). `block` is what is gathered whole at once under FSDP: the largest block's parameters.
-    `devices` are those of one machine; `fast` says that the wire between machines carries 100 Gbit/s and more for each device. `recipe`
-    is one of RECIPES. Raises `ValueError` for another recipe, and where a count or size cannot be.
+    `activations` are those of the device's samples, and `least` is what remains of them with activation checkpointing
+    and the smallest micro-batch (default: all). `block` is what FSDP gathers at once: the parameters of the largest
+    block. `devices` is the number of devices per machine. `fast` means that the interconnect between machines has at
+    least 100 Gbit/s per device. `recipe` is one of RECIPES. Raises `ValueError` for an unknown recipe, or a count or
+    size out of range.
     """
 
     parameters: float
@@ -68,19 +71,19 @@ class Case:
 
     @property
     def kept(self) -> float:
-        """Bytes of activations that cannot be done without."""
+        """Minimum bytes of activations."""
         return self.activations if self.least is None else self.least
 
     @property
     def ranks(self) -> int:
-        """Devices of all machines."""
+        """Number of devices in all machines."""
         return self.devices * self.machines
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question of the tree: what a device would hold, in bytes and as a formula, what a yes leads to, and whether it may be asked of
-    a case at all. In `formula`, {kept} and {optimizer} are bytes for one parameter."""
+    """A question of the tree: the bytes per device as a function and as a formula, the advice if it fits, and whether
+    the question applies to a case. In `formula`, {kept} and {optimizer} are bytes per parameter."""
 
     text: str
     formula: str
@@ -95,7 +98,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Advice:
-    """What the tree says to a case: `use`, and the questions on the way, each with its answer."""
+    """The advice for a case: `use`, and the questions that led to it, each with its answer."""
 
     use: str
     way: tuple[tuple[Question, bool], ...]
@@ -121,39 +124,39 @@ QUESTIONS: tuple[Question, ...] = (
         lambda case: "DDP" if case.ranks > 1 else "one device, no strategy",
     ),
     Question(
-        "Are only the activations too much?",
-        "16Ψ + what checkpointing leaves",
+        "Does it fit with fewer activations?",
+        "16Ψ + activations with checkpointing",
         lambda case: case.states + case.kept,
         lambda case: ("DDP" if case.ranks > 1 else "one device") + " with activation checkpointing, smaller micro-batches",
     ),
     Question(
-        "Does it do to shard the optimizer state?",
+        "Is sharding the optimizer state enough?",
         "{kept}Ψ + {optimizer}Ψ/n + activations",
         _zero1,
         lambda case: "ZeRO-1",
     ),
     Question(
-        "Do shards over one machine's devices fit?",
+        "Is sharding within one machine enough?",
         "16Ψ/d + a block + activations",
         lambda case: _in_shards(case, case.devices),
         lambda case: "FSDP2" if case.machines == 1 else "HSDP: FSDP2 in a machine, replicas between machines",
     ),
     Question(
-        "Shards over all machines, on a fast wire?",
+        "Sharding over all machines (fast link)?",
         "16Ψ/n + a block + activations",
         lambda case: _in_shards(case, case.ranks),
         lambda case: "FSDP2 over all machines",
         lambda case: case.fast,
     ),
     Question(
-        "The same, on a slow wire?",
+        "Sharding over all machines (slow link)?",
         "16Ψ/n + a block + activations",
         lambda case: _in_shards(case, case.ranks),
         lambda case: "PP between machines, FSDP2 in a machine",
         lambda case: not case.fast and case.machines > 1,
     ),
     Question(
-        "Is a block too large, or what it computes?",
+        "Is splitting each block as well enough?",
         "16Ψ/n + (a block + activations)/d",
         lambda case: case.states / case.ranks + (case.block + case.kept) / case.devices,
         lambda case: "FSDP2 × TP, TP in a machine",
@@ -165,7 +168,7 @@ _ELSE = "more devices, offload to CPU memory, or a smaller model"
 
 @checked
 def advise(case: Case) -> Advice:
-    """The first of QUESTIONS that is answered with yes, and the way there."""
+    """The advice of the first of QUESTIONS whose answer is yes, with the questions before it."""
     way = []
     for question in QUESTIONS:
         yes = question.answer(case)
@@ -180,7 +183,7 @@ def advise(case: Case) -> Advice:
 
 @checked
 def states(parameters: float, devices: int, recipe: str = "mixed", memory: float | None = None) -> go.Figure:
-    """Bytes that a device keeps from step to step under DDP and the stages of ZeRO, by owner, by formula; `memory` draws a line there."""
+    """Bytes of model states per device under DDP and the ZeRO stages, by owner, by formula; `memory` draws a line."""
     case = Case(parameters, memory or 1, devices=devices, recipe=recipe)
     unit, word = (1e9, "GB") if case.states >= 1e9 else (2**20, "MiB")
     shares = {
@@ -193,23 +196,23 @@ def states(parameters: float, devices: int, recipe: str = "mixed", memory: float
         | {"hovertemplate": f"{owner} %{{y:.3~s}} {word}<extra>%{{x}}</extra>"}
         for owner, share in shares.items()
     ]
-    title = f"What a device keeps, by formula: {parameters:,.0f} parameters, {devices} devices, {recipe}"
+    title = f"Model states per device, by formula: {parameters:,.0f} parameters, {devices} devices, {recipe}"
     layout = _layout(title, 330) | {"barmode": "stack", "legend": {"orientation": "h", "y": -0.18}}
     layout |= {"yaxis": {"title": {"text": word}, "gridcolor": colours.GRID, "zeroline": False}, "xaxis": {"type": "category"}}
     if memory:
         line = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": memory / unit, "y1": memory / unit}
         layout["shapes"] = [line | {"line": {"color": colours.INK, "width": 2, "dash": "dash"}}]
-        words = f"memory of a device: {memory / unit:,.0f} {word}"
+        words = f"device memory: {memory / unit:,.0f} {word}"
         layout["annotations"] = [_note(1, memory / unit, words, xref="paper", xanchor="right", yanchor="bottom")]
     return as_figure(data, layout)
 
 
-_WIDTH, _LEAF, _END = 5.0, 6.2, 11.0  # where a question's box ends, and where an advice's begins and ends
+_WIDTH, _LEAF, _END = 5.0, 6.2, 11.0  # right edge of a question's box; left and right edge of an advice's box
 
 
 @checked
 def tree(case: Case | None = None) -> go.Figure:
-    """The decision tree; of a case, the way that it takes, with the bytes that decide."""
+    """The decision tree. With a case, the path that it takes, with the bytes that decide."""
     advice = advise(case) if case else None
     taken = dict(advice.way) if advice else {}
     shapes, notes, last = [], [], len(QUESTIONS)
@@ -225,7 +228,7 @@ def tree(case: Case | None = None) -> go.Figure:
     lost = bool(advice) and not any(taken.values())
     shapes.append(_box(0, _WIDTH, last, lost))
     notes.append(_note(_WIDTH / 2, last, _words(_ELSE.replace(", offload", ",<br>offload"), lost)))
-    title = "What to use" + (f": {advice.use}" if advice else "")
+    title = "Which strategy to use" + (f": {advice.use}" if advice else "")
     axis = {"visible": False, "fixedrange": True}
     layout = _layout(title, 76 * (last + 1)) | {"shapes": shapes, "annotations": notes}
     layout["margin"] = {"l": 6, "r": 6, "t": 40, "b": 6}
@@ -239,7 +242,7 @@ def _asked(question: Question, case: Case | None) -> str:
     if case is None:
         return formula
     if not question.asked(case):
-        return f"{formula}: not here"
+        return f"{formula}: does not apply"
     holds = question.holds(case)
     return f"{formula}: {size(holds)} {'≤' if holds <= case.memory else '>'} {size(case.memory)}"
 

@@ -1,4 +1,5 @@
-"""Loading against computing, as a Gantt chart: what workers hide, and what pinned memory and copies without waiting do. All modelled."""
+"""Gantt charts of data loading and computation: what workers hide, and what pinned memory and asynchronous copies do.
+All modelled."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from labkit.figures import as_plotly, colours
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-AHEAD = 2  # batches that each worker may have under way or waiting: DataLoader's prefetch_factor
+AHEAD = 2  # batches that each worker may be loading or have ready: DataLoader's prefetch_factor
 _COLOURS = {
     "fetch": colours.PHASES["data"],
     "copy": colours.PHASES["copy"],
@@ -22,7 +23,8 @@ _LANE = 30  # px
 
 
 class Batch(NamedTuple):
-    """When one batch is fetched, by which worker (None: by the training process itself), and when it is trained on. Times in seconds."""
+    """When a batch is loaded, by which worker (None: by the training process), and when it is trained on. Times in
+    seconds."""
 
     worker: int | None
     fetch_start: float
@@ -32,7 +34,8 @@ class Batch(NamedTuple):
 
 
 class Step(NamedTuple):
-    """When the program fetches, copies and launches the work of one step, and when the GPU computes it; each from and to, in seconds."""
+    """When the program loads, copies and launches a step, and when the GPU computes it; each as (start, end) in
+    seconds."""
 
     fetch: tuple[float, float]
     copy: tuple[float, float]
@@ -42,11 +45,11 @@ class Step(NamedTuple):
 
 @checked
 def schedule(load: float, compute: float, workers: int, batches: int) -> list[Batch]:
-    """The course of so many batches, each of which takes `load` seconds to fetch and `compute` to train on.
+    """The timeline of `batches` batches, each of which takes `load` seconds to load and `compute` seconds to train on.
 
-    Without workers the training process fetches a batch when the step before is over. With them batch i is worker i mod `workers`'s, who
-    may be `AHEAD` batches ahead of the training, as `torch.utils.data.DataLoader` has it. Raises `ValueError` for times or counts that
-    cannot be.
+    Without workers, the training process loads a batch when the previous step is over. With workers, worker i mod
+    `workers` loads batch i and may be `AHEAD` batches ahead of the training, as in `torch.utils.data.DataLoader`.
+    Raises `ValueError` for times or counts out of range.
     """
     done: list[Batch] = []
     free = [0.0] * workers
@@ -66,7 +69,7 @@ def schedule(load: float, compute: float, workers: int, batches: int) -> list[Ba
 
 @checked
 def workers(load: float = 0.2, compute: float = 0.1, counts: Sequence[int] = (0, 1, 2), batches: int = 6) -> go.Figure:
-    """Who fetches and who trains, for each number of workers: a lane each for the training process and for every worker."""
+    """Loading and training for each number of workers, with one lane for the training process and one per worker."""
     lanes, bars, notes = [], [], []
     for count in counts:
         course = schedule(load, compute, count, batches)
@@ -77,12 +80,12 @@ def workers(load: float = 0.2, compute: float = 0.1, counts: Sequence[int] = (0,
             lane = trains if one.worker is None else f"{named}: worker {one.worker + 1}"
             bars.append(("fetch", lane, one.fetch_start, one.fetch_end, str(number)))
             bars.append(("train", trains, one.train_start, one.train_end, str(number)))
-        notes.append((trains, course[-1].train_end, f"{_milliseconds(_later_steps(course))} a step"))
-    return _gantt("Fetching against training, modelled", "the number on a bar is the batch's", lanes, bars, notes)
+        notes.append((trains, course[-1].train_end, f"{_milliseconds(_later_steps(course))} per step"))
+    return _gantt("Loading and training, modelled", "the number on a bar is the batch", lanes, bars, notes)
 
 
 def _later_steps(course: Sequence[Batch]) -> float:
-    """The mean time of a step in the second half, when the first batches that were fetched ahead are used up."""
+    """The mean step time in the second half, when the batches that were prefetched at the start are used up."""
     half = len(course) // 2
     if not half:
         return course[-1].train_end
@@ -91,10 +94,11 @@ def _later_steps(course: Sequence[Batch]) -> float:
 
 @checked
 def copying(fetch: float, launch: float, copy: float, compute: float, steps: int, waits: bool) -> list[Step]:
-    """The course of steps on a GPU, which takes copies and kernels one after the other; `waits` says that the program waits for each copy.
+    """The timeline of steps on a GPU that runs copies and kernels sequentially; if `waits`, the program waits for each
+    copy.
 
-    A kernel may begin when the program has begun to launch, and the last one ends no sooner than the launching does.
-    Raises `ValueError` for times or counts that cannot be.
+    Kernels can start when the program starts to launch them, and the last one ends no earlier than the launching.
+    Raises `ValueError` for times or counts out of range.
     """
     done: list[Step] = []
     now = free = 0.0
@@ -113,9 +117,10 @@ def copying(fetch: float, launch: float, copy: float, compute: float, steps: int
 def copies(
     fetch: float = 0.003, launch: float = 0.003, copy: float = 0.001, compute: float = 0.004, slower: float = 2.5, steps: int = 4
 ) -> go.Figure:
-    """The program and its GPU with the three ways to bring a batch there; a copy out of memory that is not pinned takes `slower` times."""
+    """The program and its GPU with three ways to copy a batch; a copy from pageable memory takes `slower` times as
+    long."""
     lanes, bars, notes = [], [], []
-    ways = (("not pinned", slower * copy, True), ("pinned", copy, True), ("pinned, non_blocking", copy, False))
+    ways = (("pageable", slower * copy, True), ("pinned", copy, True), ("pinned, non_blocking", copy, False))
     for named, takes, waits in ways:
         program, gpu = f"{named}: program", f"{named}: GPU"
         lanes += [program, gpu]
@@ -123,8 +128,8 @@ def copies(
         for one in course:
             bars += [(what, program, *getattr(one, what), what) for what in ("fetch", "launch")]
             bars += [(what, gpu, *getattr(one, what), what) for what in ("copy", "train")]
-        notes.append((gpu, course[-1].train[1], f"{_milliseconds(course[-1].train[1] - course[0].train[1], steps - 1)} a step"))
-    return _gantt("The way of a batch to the GPU, modelled", "a gap is waiting", lanes, bars, notes)
+        notes.append((gpu, course[-1].train[1], f"{_milliseconds(course[-1].train[1] - course[0].train[1], steps - 1)} per step"))
+    return _gantt("Copying batches to the GPU, modelled", "gaps are waiting times", lanes, bars, notes)
 
 
 def _milliseconds(seconds: float, steps: int = 1) -> str:
@@ -138,7 +143,8 @@ def _gantt(
     bars: Sequence[tuple[str, str, float, float, str]],
     notes: Sequence[tuple[str, float, str]],
 ) -> go.Figure:
-    """Lanes from the top down; a bar is what it is, its lane, from and to in seconds, and the word on it; a note stands behind a lane."""
+    """A Gantt chart, first lane on top. A bar is (kind, lane, start and end in seconds, text); a note is (lane, end,
+    text)."""
     data: list[dict[str, Any]] = []
     for what in _COLOURS:
         those = [bar for bar in bars if bar[0] == what]

@@ -1,4 +1,4 @@
-"""Lanes, one for each rank or device, time to the right: boxes for what each does, arrows for what goes between them."""
+"""Pictures with one lane per rank or device, time to the right: boxes for phases, arrows for communication."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from labkit.plan.spec import Spec
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-_HALF = 0.27  # of a lane's height: what a box takes above and below its middle
+_HALF = 0.27  # half the height of a box, relative to a lane
 _BOXES = {"batch": colours.PHASES["copy"], "loss": colours.PHASES["other"], "update": colours.PHASES["optimizer"]}
 _BOXES |= {"forward": colours.PHASES["forward"], "backward": colours.PHASES["backward"], "all_reduce": colours.COMMUNICATION}
-_LIGHT = ("forward", "loss", "all_reduce")  # boxes with black words; they are white on the others
+_LIGHT = ("forward", "loss", "all_reduce")  # phases with black text; the others have white text
 
 
 @dataclass(frozen=True)
 class Box:
-    """What a lane does from `start` to `end`: its phase, the words in it, and `more` for who points at it."""
+    """What a lane does from `start` to `end`: its phase, its text, and `more` text on hover."""
 
     lane: int
     start: float
@@ -35,7 +35,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Arrow:
-    """What goes from one lane to another at a moment; `both` ways where they exchange."""
+    """A message from one lane to another at time `at`; in both directions if `both`."""
 
     start: int
     end: int
@@ -44,12 +44,13 @@ class Arrow:
 
 
 def lane_name(lane: int, what: str = "rank") -> str:
-    """A rank or device by number, in its colour."""
+    """The name of a rank or device, with its colour."""
     return f'<b><span style="color:{colours.rank_colour(lane)}">■</span> {what} {lane}</b>'
 
 
 def side_by_side(title: str, note: str, names: Sequence[str], boxes: Sequence[Box], arrows: Sequence[Arrow], heads) -> go.Figure:
-    """Lanes from the top down, time to the right, without a scale: boxes are what a lane does, arrows what goes between lanes."""
+    """Lanes from the top down, time to the right, without a scale: boxes are phases, arrows are messages between
+    lanes."""
     annotations = [canvas.note(x, -0.62, text, 13) | {"yanchor": "bottom"} for x, text in heads]
     annotations += [_arrow(arrow) for arrow in arrows]
     shapes = [{"type": "line", "x0": 0, "x1": 10, "y0": lane, "y1": lane, "line": {"color": colours.GRID}} for lane in range(len(names))]
@@ -85,7 +86,7 @@ def bars(boxes: Sequence[Box]) -> dict[str, Any]:
 
 
 def _arrow(arrow: Arrow) -> dict[str, Any]:
-    """An arrow from the edge of one lane's box to that of another's."""
+    """An arrow between the edges of two lanes' boxes."""
     down = math.copysign(_HALF + 0.03, arrow.end - arrow.start)
     look = {"showarrow": True, "text": "", "arrowhead": 2, "arrowwidth": 2.5, "arrowsize": 0.9, "arrowcolor": colours.COMMUNICATION}
     ends = {"x": arrow.at, "ax": arrow.at, "y": arrow.end - down, "ay": arrow.start + down}
@@ -94,13 +95,13 @@ def _arrow(arrow: Arrow) -> dict[str, Any]:
 
 
 def lane_axis(names: Sequence[str], top: float) -> dict[str, Any]:
-    """Lanes by name, the first on top."""
+    """The axis of the lanes' names, the first on top."""
     lanes = {"tickvals": list(range(len(names))), "ticktext": list(names), "range": [len(names) - 0.55, top]}
     return lanes | {"ticks": "", "showgrid": False, "zeroline": False, "fixedrange": True}
 
 
 def layout(title: str, note: str, height: int) -> dict[str, Any]:
-    """The layout of a picture that is shown on a stage: larger letters, and a line below the title for what it rests on."""
+    """The layout of a picture for a projector: larger text, and a line below the title for its assumptions."""
     base = canvas.layout(f"<b>{title}</b><br><span style='font-size:12px'>{note}</span>", height)
     large = {"title": base["title"] | {"font": {"size": 16}, "pad": {"l": 8, "t": 18}}, "font": base["font"] | {"size": 13}}
     return base | large | {"margin": {"l": 84, "r": 12, "t": 56, "b": 12}, "hovermode": "closest"}

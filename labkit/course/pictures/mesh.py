@@ -1,4 +1,5 @@
-"""Pictures of meshes: which ranks form a group along which axis, what an axis sends, and over which wire."""
+"""Pictures of meshes: the groups of ranks along each axis, the traffic of an axis, and the interconnect that it
+uses."""
 
 from __future__ import annotations
 
@@ -20,19 +21,20 @@ if TYPE_CHECKING:
 __all__ = ["by_axis", "grid", "groups", "modelled", "wires"]
 
 _AXES = {"pp": "#CC6677", "dp": "#88CCEE", "fsdp": "#88CCEE", "shard": "#88CCEE", "replicate": "#DDCC77", "tp": "#44AA99"}
-_SHARES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1}  # (n−1)/n of the payload so many times, in a ring
+_SHARES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1}  # traffic in a ring, in units of (n−1)/n of the payload
 
 
 @checked
 def groups(axes: Mapping[str, int], axis: str) -> list[list[int]]:
-    """The groups of ranks along an axis of a mesh. Ranks are counted as in `init_device_mesh`: neighbours differ in the last axis.
+    """The groups of ranks along an axis of a mesh, in row-major order as in `init_device_mesh`: neighbours differ in
+    the last axis.
 
     >>> groups({"dp": 2, "tp": 2}, "dp")
     [[0, 2], [1, 3]]
     """
     names = list(axes)
     if axis not in names:
-        raise ValueError(f"there is no axis {axis!r} in a mesh of {', '.join(names)}")
+        raise ValueError(f"axis must be one of {', '.join(names)}, got {axis!r}")
     stride = math.prod(axes[name] for name in names[names.index(axis) + 1 :])
     firsts = [rank for rank in range(math.prod(axes.values())) if rank // stride % axes[axis] == 0]
     return [[first + step * stride for step in range(axes[axis])] for first in firsts]
@@ -40,19 +42,20 @@ def groups(axes: Mapping[str, int], axis: str) -> list[list[int]]:
 
 @checked
 def grid(axes: Mapping[str, int], per_node: int | None = None) -> go.Figure:
-    """The ranks of a mesh, once for each axis: ranks of one colour and letter form a group along it. A row is a node of `per_node` ranks.
+    """The ranks of a mesh, once per axis: ranks with the same colour and letter form a group. A row is a node of
+    `per_node` ranks.
 
-    Where `per_node` is left out, a row is what has one place on the first axis.
+    Without `per_node`, a row is one coordinate on the first axis.
     """
     ranks = math.prod(axes.values())
     wide = per_node or ranks // next(iter(axes.values()))
     if ranks % wide:
-        raise ValueError(f"a mesh of {ranks} ranks does not fill nodes of {wide}; take a divisor of {ranks}")
+        raise ValueError(f"per_node must be a divisor of the {ranks} ranks of the mesh, got {wide}")
     shapes, notes = [], []
     for panel, axis in enumerate(axes):
         left = panel * (wide + 1.4)
         those = groups(axes, axis)
-        notes.append(note(left, -0.75, f"<b>{axis}</b>: {_told(those, wide if per_node else None)}", 12, anchor="left"))
+        notes.append(note(left, -0.75, f"<b>{axis}</b>: {_summary(those, wide if per_node else None)}", 12, anchor="left"))
         for number, group in enumerate(those):
             colour = colours.rank_colour(number)
             for rank in group:
@@ -63,7 +66,7 @@ def grid(axes: Mapping[str, int], per_node: int | None = None) -> go.Figure:
     rows = ranks // wide
     if per_node:
         notes += [note(-0.15, row + 0.44, f"node {row}", 11, anchor="right") for row in range(rows)]
-    title = f"<b>{' × '.join(f'{axis} {size}' for axis, size in axes.items())}</b>  number: rank; letter: its group along the axis"
+    title = f"<b>{' × '.join(f'{axis} {size}' for axis, size in axes.items())}</b>  number: rank; letter: group along the axis"
     right = max(12, len(axes) * (wide + 1.4))
     axes_of = {"xaxis": HIDDEN | {"range": [-1.2 if per_node else -0.2, right]}, "yaxis": HIDDEN | {"range": [rows + 0.1, -1.2]}}
     return as_figure([], layout(title, 50 + 38 * (rows + 1.3)) | axes_of | {"shapes": shapes, "annotations": notes, "showlegend": False})
@@ -73,10 +76,12 @@ def grid(axes: Mapping[str, int], per_node: int | None = None) -> go.Figure:
 def modelled(
     axes: Mapping[str, int], sent: Mapping[str, float], per_node: int, inside: float, between: float
 ) -> dict[tuple[str, ...], dict[str, tuple[float, bool]]]:
-    """By order of the axes, outermost first: for each axis the seconds that its bytes take in a step, and whether they leave the node.
+    """For each order of the axes, outermost first: the communication seconds per step of each axis, and whether it
+    spans nodes.
 
-    `sent` are the bytes of one rank in a step, `inside` and `between` bytes per second of a rank within a node of `per_node` ranks and
-    between nodes. An axis uses the slower wire as soon as one of its groups has ranks on two nodes, and nothing is hidden behind anything.
+    `sent` is in bytes per rank and step; `inside` and `between` are the bandwidths per rank, in bytes per second,
+    within a node of `per_node` ranks and between nodes. An axis uses the slower interconnect if any of its groups spans
+    two nodes. Nothing overlaps.
     """
     found = {}
     for names in permutations(axes):
@@ -90,14 +95,15 @@ def modelled(
 
 @checked
 def wires(axes: Mapping[str, int], sent: Mapping[str, float], per_node: int, inside: float, between: float) -> go.Figure:
-    """What `modelled` gives, as a bar for each order of the axes, the quickest on top; hatched is what goes between nodes."""
+    """The result of `modelled`, with one bar per order of the axes, the fastest on top; traffic between nodes is
+    hatched."""
     times = modelled(axes, sent, per_node, inside, between)
     best = sorted(times, key=lambda names: sum(seconds for seconds, _ in times[names].values()))
     lanes = [" × ".join(names) for names in best]
     traces = []
     for axis in axes:
         leaves = [times[names][axis][1] for names in best]
-        where = ["between nodes" if each else "inside a node" for each in leaves]
+        where = ["between nodes" if each else "within a node" for each in leaves]
         traces.append(
             {
                 "type": "bar",
@@ -113,7 +119,7 @@ def wires(axes: Mapping[str, int], sent: Mapping[str, float], per_node: int, ins
                 "hovertemplate": f"{axis}: %{{x:.3s}} ms, %{{customdata}}<extra>%{{y}}</extra>",
             }
         )
-    title = "<b>Communication of a step</b>  modelled: bytes over bandwidth, nothing hidden · hatched: between nodes"
+    title = "<b>Communication per step</b>  modelled: bytes over bandwidth, no overlap · hatched: between nodes"
     order = {"type": "category", "categoryarray": lanes, "range": [len(lanes) - 0.5, -0.5], "automargin": True}
     return as_figure(
         traces,
@@ -125,14 +131,14 @@ def wires(axes: Mapping[str, int], sent: Mapping[str, float], per_node: int, ins
 
 @checked
 def by_axis(run: Run, axes: Mapping[str, int]) -> dict[str, float]:
-    """Bytes that rank 0 sent along each axis in the newest step that was looked at closely, counted as in a ring.
+    """Bytes that rank 0 sent along each axis in the latest profiled step, counted as in a ring.
 
-    What stages hand on counts for the axis pp; what went to all ranks, or to a group along no axis, is `other`. Raises `ValueError` for
-    a run without such a step.
+    Messages between pipeline stages count for the axis pp. Traffic to all ranks, or to a group along no axis, is
+    `other`. Raises `ValueError` if the run has no profiled step.
     """
     one = run.state.ranks[0].timeline if 0 in run.state.ranks else None
     if one is None:
-        raise ValueError(f"run {run.name} has no sampled step yet; wait for it with .wait()")
+        raise ValueError(f"run {run.name} has no profiled step yet; wait for it with .wait()")
     along = {tuple(group): axis for axis in axes for group in groups(axes, axis)}
     sent = dict.fromkeys(axes, 0.0)
     for op, _, _, count, _, ranks, _ in one["comm"]:
@@ -146,11 +152,11 @@ def by_axis(run: Run, axes: Mapping[str, int]) -> dict[str, float]:
     return sent
 
 
-def _told(those: list[list[int]], per_node: int | None) -> str:
+def _summary(those: list[list[int]], per_node: int | None) -> str:
     if per_node is None:
         return " · ".join(" ".join(map(str, group)) for group in those[:4]) + (" …" if len(those) > 4 else "")
     leaves = any(len({rank // per_node for rank in group}) > 1 for group in those)
-    return f"{len(those)} groups, {'between nodes' if leaves else 'inside a node'}"
+    return f"{len(those)} groups, {'between nodes' if leaves else 'within a node'}"
 
 
 def _letter(number: int) -> str:

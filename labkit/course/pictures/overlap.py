@@ -1,4 +1,4 @@
-"""Buckets of gradients that are sent while backward still runs: how DDP fills them, and a model of when each one travels."""
+"""Gradient buckets that are all-reduced during backward: how DDP fills them, and a model of when each one is sent."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that are sent together: their bytes, and the part of backward (0 to 1) after which the last of them is there."""
+    """Gradients that are sent together: their bytes, and the fraction of backward (0 to 1) after which all are
+    ready."""
 
     bytes: int
     ready: float
 
 
 def filled(workload: str, bucket_mb: float, **options: Any) -> list[Bucket]:
-    """The buckets of a model's gradients, the last layer's first, as DDP closes them: each as soon as it is full.
+    """The buckets of a model's gradients, last layer first. As in DDP, a bucket is closed as soon as it is full.
 
-    Backward is modelled as taking for a block what its forward costs (`Workload.costs`), and for a tensor its part of the block's.
+    The backward time of a block is modelled as proportional to its forward cost (`Workload.costs`), and within a block
+    to the size of each tensor.
     """
     spec = Spec(workload=workload, options=options)
     costs, found = spec.workload_row.costs(spec.options), []
@@ -46,9 +48,10 @@ def filled(workload: str, bucket_mb: float, **options: Any) -> list[Bucket]:
 
 
 def sent(found: Sequence[Bucket], backward: float, rate: float, latency: float, ranks: int) -> list[tuple[float, float]]:
-    """When each bucket's all-reduce begins and ends, in seconds: one after the other, in a ring (Patarasuk and Yuan 2009).
+    """Start and end of each bucket's all-reduce, in seconds: sequentially, in a ring (Patarasuk and Yuan 2009).
 
-    `backward` is in seconds, `rate` what a rank sends in a second, in bytes, and `latency` that of each of the 2(n−1) steps, in seconds.
+    `backward` is in seconds, `rate` in bytes per second sent by a rank, and `latency` in seconds per round of the
+    2(n−1) rounds.
     """
     spans, free = [], 0.0
     for bucket in found:
@@ -68,9 +71,10 @@ def buckets(
     ranks: int = 2,
     **options: Any,
 ) -> go.Figure:
-    """Backward and the buckets that leave while it runs, one below the other for each bucket size in MiB: modelled, in milliseconds.
+    """Backward and the buckets that are sent meanwhile, for each bucket size in MiB: modelled, in milliseconds.
 
-    `backward` is its length in seconds; `rate` and `latency` are those of `sent`, and `options` the workload's, as `size="10M"`.
+    `backward` is in seconds; `rate` and `latency` are as in `sent`, and `options` are those of the workload, such as
+    `size="10M"`.
     """
     boxes, names, ends = [], [], []
     for lane, each in enumerate(bucket_mb):
@@ -80,11 +84,12 @@ def buckets(
         for number, (bucket, (start, end)) in enumerate(zip(found, spans), 1):
             boxes.append(Box(2 * lane + 1, 1000 * start, 1000 * end, "all_reduce", str(number), f": {size(bucket.bytes)}"))
         hidden = sum(max(0.0, min(end, backward) - start) for start, end in spans) / sum(end - start for start, end in spans)
-        told = f"  {len(found)} bucket{'s' if len(found) > 1 else ''}, {hidden:.0%} hidden"
-        ends.append(canvas.note(1000 * spans[-1][1], 2 * lane + 1, told, 13, anchor="left"))
-        names += [f"<b>bucket_mb={each:g}</b> ", "sends "]
-    note = f"{model_words(Spec(workload=workload, options=options))}; {ranks} ranks, {rate / 1e6:,.0f} MB/s, {1e3 * latency:g} ms a message"
-    looks = layout("Modelled: what is sent while backward runs", note, 112 + 46 * len(names)) | {
+        summary = f"  {len(found)} bucket{'s' if len(found) > 1 else ''}, {hidden:.0%} overlapped"
+        ends.append(canvas.note(1000 * spans[-1][1], 2 * lane + 1, summary, 13, anchor="left"))
+        names += [f"<b>bucket_mb={each:g}</b> ", "all-reduce "]
+    model = model_words(Spec(workload=workload, options=options))
+    note = f"{model}; {ranks} ranks, {rate / 1e6:,.0f} MB/s, {1e3 * latency:g} ms per message"
+    looks = layout("Modelled: all-reduces during backward", note, 112 + 46 * len(names)) | {
         "annotations": ends,
         "xaxis": axis("ms") | {"range": [0, 1.25 * max(box.end for box in boxes)]},
         "yaxis": lane_axis(names, -0.6),

@@ -1,4 +1,4 @@
-"""Pictures of pipelines: who computes what and when, by rule and as a run was seen to do it, and what that costs in time and memory."""
+"""Pictures of pipelines: which rank computes what and when, simulated and measured, and the cost in time and memory."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ _KINDS = {  # name in the legend, colour, colour of the number on it
     "F": ("forward", colours.PHASES["forward"], "#000000"),
     "B": ("backward", colours.PHASES["backward"], "#FFFFFF"),
     "W": ("backward of the weights", colours.PHASES["optimizer"], "#FFFFFF"),
-    "BW": ("halves of backwards", "#7B50B0", "#FFFFFF"),
+    "BW": ("half of a backward", "#7B50B0", "#FFFFFF"),
 }
 _HATCHED = {"shape": "/", "size": 7, "fillmode": "overlay", "fgcolor": "rgba(255, 255, 255, 0.55)"}  # a rank's second stage
 _MARKS = {"GPipe": "circle", "1F1B": "x", "Interleaved1F1B": "square", "ZB-H1": "diamond", "InterleavedZeroBubble": "triangle-up"}
 _PATTERNS = {"GPipe": "", "1F1B": "/", "Interleaved1F1B": "x", "ZB-H1": ".", "InterleavedZeroBubble": "-"}
-_LEAST = 0.01  # of a step: a pause that is shorter lies between two operations, and is no waiting
+_MIN_PAUSE = 0.01  # of a step; a shorter pause is the gap between two operations and does not count as waiting
 
 
 @checked
 def gantt(plan: Plan) -> go.Figure:
-    """Who computes what and when: a lane for each rank, a bar for each pass of a micro-batch, with the micro-batch's number on it."""
+    """A Gantt chart with one lane per rank and one bar per pass of a micro-batch, labelled with the number of the
+    micro-batch."""
     halved = any(slot.kind == "W" for slot in plan.slots)
     first, last = plan.span
     traces = []
@@ -64,7 +65,7 @@ def gantt(plan: Plan) -> go.Figure:
         )
     lanes = [f"rank {rank}" for rank in plan.ranks]
     how = "modelled" if plan.modelled else "measured"
-    unit = "a mean forward of a rank = 1" if plan.modelled else plan.unit
+    unit = "mean forward of a rank = 1" if plan.modelled else plan.unit
     return _figure(
         traces,
         f"<b>{plan.title}</b>  {how} · idle {plan.bubble:.0%}",
@@ -76,7 +77,7 @@ def gantt(plan: Plan) -> go.Figure:
 
 @checked
 def bubbles(ranks: int, schedules: Sequence[str] = tuple(SCHEDULES), most: int = 32) -> go.Figure:
-    """The share of idle time over the number of micro-batches, from the number of ranks on, for so many ranks with equal stages."""
+    """The bubble (fraction of idle time) versus the number of micro-batches, for `ranks` ranks with equal stages."""
     traces = []
     for index, schedule in enumerate(schedules):
         counts = [ranks * rounds for rounds in range(1, max(4, most // ranks) + 1)]
@@ -94,7 +95,7 @@ def bubbles(ranks: int, schedules: Sequence[str] = tuple(SCHEDULES), most: int =
         )
     return _figure(
         traces,
-        f"<b>Idle time of {ranks} ranks</b>  modelled, by rule",
+        f"<b>Bubble of {ranks} ranks</b>  modelled",
         {"title": {"text": "micro-batches", "standoff": 4}, **SCALED},
         {"title": {"text": "% of a step"}, "rangemode": "tozero", **SCALED},
         height=300,
@@ -103,7 +104,7 @@ def bubbles(ranks: int, schedules: Sequence[str] = tuple(SCHEDULES), most: int =
 
 @checked
 def activations(ranks: int, micro_batches: int, schedules: Sequence[str] = tuple(SCHEDULES)) -> go.Figure:
-    """The most activations that each rank keeps at a time, in those of one micro-batch through all stages of a rank."""
+    """The peak of stored activations on each rank, in units of one micro-batch through all stages of a rank."""
     traces = []
     for index, schedule in enumerate(schedules):
         kept = simulate(schedule, ranks, micro_batches).kept
@@ -116,12 +117,12 @@ def activations(ranks: int, micro_batches: int, schedules: Sequence[str] = tuple
                 "text": [f"{value:g}" for value in kept.values()],
                 "textposition": "outside",
                 "marker": {"color": colours.rank_colour(index), "pattern": {"shape": _PATTERNS[schedule], "size": 5}},
-                "hovertemplate": f"{schedule}: %{{y:g}} micro-batches' activations<extra>%{{x}}</extra>",
+                "hovertemplate": f"{schedule}: activations of %{{y:g}} micro-batches<extra>%{{x}}</extra>",
             }
         )
     figure = _figure(
         traces,
-        f"<b>Activations kept, {ranks} ranks, {micro_batches} micro-batches</b>  modelled, by rule",
+        f"<b>Peak of stored activations, {ranks} ranks, {micro_batches} micro-batches</b>  modelled",
         {"type": "category"},
         {"title": {"text": "micro-batches"}, "rangemode": "tozero", **SCALED},
         height=300,
@@ -131,34 +132,35 @@ def activations(ranks: int, micro_batches: int, schedules: Sequence[str] = tuple
 
 @checked
 def measured(run: Run) -> Plan:
-    """What a run of the strategy pp was seen to do in a step: of its sampled steps the quickest, as the least disturbed, in milliseconds.
+    """The measured timeline of a step of a pp run, in milliseconds: the fastest profiled step, because it has the least
+    noise.
 
-    The halves of a backward are seen as computing, and not which half it is. Raises `ValueError` for a run without such a step.
+    For a split backward, the measurement shows only that half of it is computed, not which half. Raises `ValueError` if
+    the run has no profiled step.
     """
     state = run.state
     if state.spec.get("strategy") != "pp":
-        raise ValueError(
-            f"run {run.name} is no pipeline: it trains with {state.spec.get('strategy') or 'a script of its own'}; give a run of pp"
-        )
+        raise ValueError(f"the strategy of run {run.name} must be pp, got {state.spec.get('strategy') or 'a script'}")
     whole = [step for step in profiled_steps(state) if all(step in rank.timelines for rank in state.ranks.values())]
     usual = [step for step in whole if step >= USUAL] or whole
     if not usual:
-        raise ValueError(f"run {run.name} has no sampled step of all ranks yet; wait for it with .wait()")
-    schedule, parts = state.spec["options"]["schedule"], state.spec["options"]["micro_batches"]
+        raise ValueError(f"run {run.name} has no step that all ranks profiled yet; wait for it with .wait()")
+    schedule, micro_batches = state.spec["options"]["schedule"], state.spec["options"]["micro_batches"]
     plans = []
     for step in usual:
         found = {number: rank.timelines[step] for number, rank in sorted(state.ranks.items())}
         shifts, _ = aligned(found)
         slots = tuple(
-            slot for rank, one in found.items() for slot in _seen(rank, one, shifts[rank], order(schedule, rank, len(found), parts))
+            slot for rank, one in found.items() for slot in _seen(rank, one, shifts[rank], order(schedule, rank, len(found), micro_batches))
         )
-        words = f"{schedule}, {len(found)} ranks, {parts} micro-batch{'es' if parts > 1 else ''}, step {step}"
+        words = f"{schedule}, {len(found)} ranks, {micro_batches} micro-batch{'es' if micro_batches > 1 else ''}, step {step}"
         plans.append(Plan(words, slots, "ms", modelled=False))
     return min(plans, key=lambda plan: plan.span[1] - plan.span[0])
 
 
 def _seen(rank: int, one: Mapping[str, Any], shift: float, rule: list[tuple[str, int, int]]) -> Iterator[Slot]:
-    """Of one rank's timeline the forwards and backwards, named in the order of the rule, and what was computed between them."""
+    """The forwards and backwards of one rank's timeline, named in the order of the schedule, and the computation
+    between them."""
     turns = {kind: iter([(stage, number) for each, stage, number in rule if each == kind]) for kind in "FB"}
     passes = [(name, start, end) for name, start, end in one["phases"] if name in ("forward", "backward")]
     stop = min([start for name, start, _ in one["phases"] if name == "optimizer"], default=one["seconds"])
@@ -167,29 +169,30 @@ def _seen(rank: int, one: Mapping[str, Any], shift: float, rule: list[tuple[str,
         kind = "BW" if halved and name == "backward" else name[0].upper()
         stage, number = next(turns[kind], (None, None)) if kind in turns else (None, None)
         yield Slot(rank, kind, stage, number, 1000 * (start + shift), 1000 * (end + shift))
-    if halved:  # a half is no backward to autograd's hooks; it is what else was computed from the first forward to the optimizer
-        for start, end in _between(one["busy"], passes, stop, _LEAST * one["seconds"]):
+    if halved:  # autograd's hooks do not see a half as a backward; it is all other computation from the first forward to the optimizer
+        for start, end in _between(one["busy"], passes, stop, _MIN_PAUSE * one["seconds"]):
             yield Slot(rank, "BW", None, None, 1000 * (start + shift), 1000 * (end + shift))
 
 
 def _between(busy: Sequence[Sequence[float]], passes: list[tuple[str, float, float]], stop: float, least: float) -> list[list[float]]:
-    """Stretches of computing outside of the passes, from the first of them to `stop`; pauses shorter than `least` are joined."""
-    pieces: list[list[float]] = []
+    """Intervals of computation outside the passes, from the first pass to `stop`; pauses shorter than `least` are
+    merged."""
+    intervals: list[list[float]] = []
     edges = [end for _, _, end in passes], [start for _, start, _ in passes[1:]] + [stop]
     for free_from, free_to in zip(*edges):
         inside = [(max(start, free_from), min(end, free_to)) for start, end in busy]
         fresh = True
         for start, end in sorted(pair for pair in inside if pair[0] < pair[1]):
-            if not fresh and start - pieces[-1][1] < least:
-                pieces[-1][1] = end
+            if not fresh and start - intervals[-1][1] < least:
+                intervals[-1][1] = end
             else:
-                pieces.append([start, end])
+                intervals.append([start, end])
             fresh = False
-    return [piece for piece in pieces if piece[1] - piece[0] >= least]
+    return [each for each in intervals if each[1] - each[0] >= least]
 
 
 def _second(slot: Slot, plan: Plan) -> bool:
-    """Whether it is of a rank's second stage."""
+    """Whether the slot belongs to a rank's second stage."""
     return slot.stage is not None and slot.stage >= len(plan.ranks)
 
 

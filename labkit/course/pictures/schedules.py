@@ -1,9 +1,10 @@
-"""The schedules of a pipeline, by rule: in which order a rank takes its micro-batches, and when, if nothing but computing took time.
+"""Pipeline schedules: the order of micro-batches on each rank, and a simulation in which only computation takes time.
 
-A rank's order is some forwards to warm up, then a forward and a backward in turns, then the backwards that are left. The schedules
-differ in how long the warm-up is, in how many stages a rank has, and in whether backward is taken in two halves. Sources: GPipe (Huang
-et al. 2018, section 2.3), 1F1B with a flush (Narayanan et al. 2021, section 2.2.1), interleaved (the same, section 2.2.2), zero bubble
-(Qi et al. 2023, section 3, as ZB-H1; with two stages to a rank as torch has it).
+A rank does some forwards to warm up, then alternates one forward and one backward, then does the remaining backwards.
+The schedules differ in the length of the warm-up, in the number of stages per rank, and in whether a backward is split
+in two halves. Sources: GPipe (Huang et al. 2018, section 2.3), 1F1B with a flush (Narayanan et al. 2021, section
+2.2.1), interleaved (ibid., section 2.2.2), zero bubble (Qi et al. 2023, section 3, as ZB-H1; with two stages per rank
+as in torch).
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Slot:
-    """What a rank does from `start` to `end`, with the micro-batch `number` in `stage`; both are None where they were not seen.
+    """A pass of a rank from `start` to `end`: micro-batch `number` in `stage`; both are None if they are unknown.
 
-    `kind` is F (forward), B (backward; of the inputs alone where it is halved), W (backward of the weights), or BW (one of the halves,
-    not told which).
+    `kind` is F (forward), B (backward; only of the inputs if it is split), W (backward of the weights), or BW (one of
+    the halves, unknown which).
     """
 
     rank: int
@@ -38,7 +39,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class Plan:
-    """A step of a pipeline. Times are in `unit`: a mean forward of a rank ("forwards") where it is `modelled`, else milliseconds."""
+    """A pipeline step. Times are in `unit`: mean forwards of a rank ("forwards") if it is `modelled`, otherwise
+    milliseconds."""
 
     title: str
     slots: tuple[Slot, ...]
@@ -52,20 +54,20 @@ class Plan:
 
     @property
     def span(self) -> tuple[float, float]:
-        """When the first rank begins, and when the last one ends."""
+        """The start of the first slot and the end of the last one."""
         return min(slot.start for slot in self.slots), max(slot.end for slot in self.slots)
 
     @property
     def bubble(self) -> float:
-        """The share of the step, over all ranks, in which they are idle."""
+        """The fraction of the step, over all ranks, in which they are idle."""
         first, last = self.span
         return 1 - sum(slot.end - slot.start for slot in self.slots) / (len(self.ranks) * (last - first))
 
     @property
     def kept(self) -> dict[int, float]:
-        """By rank, the most activations that it keeps at a time, in those of one micro-batch through all of its stages.
+        """By rank, the peak of stored activations, in units of one micro-batch through all of its stages.
 
-        They are kept from a forward to the end of its backward, of both halves where it is halved.
+        Activations are stored from a forward to the end of its backward (of both halves if it is split).
         """
         halved = any(slot.kind == "W" for slot in self.slots)
         stages = len({slot.stage for slot in self.slots}) // len(self.ranks)
@@ -83,9 +85,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Rule:
-    """A schedule: stages of a rank, whether backward is halved, and the forwards with which rank r of p warms up, of m micro-batches.
+    """A schedule: stages per rank, whether backward is split in halves, and the warm-up forwards of rank r of p with m
+    micro-batches.
 
-    `formula` gives the share of idle time from m ≥ p on, where stages are equal and backward takes twice a forward.
+    `formula` gives the bubble for m ≥ p if stages are equal and a backward takes twice as long as a forward.
     """
 
     stages: int
@@ -105,7 +108,8 @@ SCHEDULES: dict[str, Rule] = {
 
 @checked
 def order(schedule: str, rank: int, ranks: int, micro_batches: int) -> list[tuple[str, int, int]]:
-    """What `rank` of so many does, one after the other: (kind, stage, number of the micro-batch). Raises `ValueError` for what cannot be.
+    """The passes of `rank` in order: (kind, stage, number of the micro-batch). Raises `ValueError` for an impossible
+    schedule.
 
     >>> order("1F1B", 1, 2, 2)
     [('F', 1, 0), ('B', 1, 0), ('F', 1, 1), ('B', 1, 1)]
@@ -114,13 +118,13 @@ def order(schedule: str, rank: int, ranks: int, micro_batches: int) -> list[tupl
     rule, turn = SCHEDULES[schedule], _turn(ranks, micro_batches)
     every = rule.stages * micro_batches
     warm = min(every, rule.warm_up(rank, ranks, micro_batches))
-    own = [(k // turn) % rule.stages for k in range(every)]  # which of the rank's stages is at work
-    forwards = [("F", which * ranks + rank) for which in own]
-    backwards = [("B", (rule.stages - 1 - which) * ranks + rank) for which in own]
+    local = [(k // turn) % rule.stages for k in range(every)]  # index of the rank's stage
+    forwards = [("F", which * ranks + rank) for which in local]
+    backwards = [("B", (rule.stages - 1 - which) * ranks + rank) for which in local]
     done = forwards[:warm]
     for k, backward in enumerate(backwards):
         done += [*forwards[warm + k : warm + k + 1], backward]
-        if rule.halved and k >= rank:  # as many as the rank's number wait, and fill its bubble at the end
+        if rule.halved and k >= rank:  # `rank` of them are delayed and fill the bubble at the end
             done.append(("W", backwards[k - rank][1]))
     if rule.halved:
         done += [("W", stage) for _, stage in backwards[max(0, every - rank) :]]
@@ -134,18 +138,19 @@ def order(schedule: str, rank: int, ranks: int, micro_batches: int) -> list[tupl
 
 @checked
 def simulate(schedule: str, ranks: int, micro_batches: int, costs: Sequence[float] = (), backward: float = 2.0) -> Plan:
-    """A step by the rule. A backward takes `backward` times a forward, and sending takes nothing.
+    """Simulates a step. A backward takes `backward` times as long as a forward; communication takes no time.
 
-    `costs` says how long a forward of each stage is in proportion to the others; all are equal where it is left out. Raises `ValueError`.
+    `costs` are the relative forward times of the stages (default: equal). Raises `ValueError` for an impossible
+    schedule.
     """
     _check(schedule, ranks, micro_batches)
     rule = SCHEDULES[schedule]
     stages = ranks * rule.stages
     costs = tuple(costs) or (1.0,) * stages
     if len(costs) != stages or min(costs) <= 0:
-        raise ValueError(f"{schedule} on {ranks} ranks has {stages} stages, and costs are {costs}; give a number above 0 for each stage")
+        raise ValueError(f"costs must be a positive number for each of the {stages} stages of {schedule} on {ranks} ranks, got {costs}")
     times = [cost * ranks / sum(costs) for cost in costs]
-    share = {"F": 1.0, "B": backward / 2 if rule.halved else backward, "W": backward / 2}
+    relative = {"F": 1.0, "B": backward / 2 if rule.halved else backward, "W": backward / 2}
     waiting = {rank: order(schedule, rank, ranks, micro_batches)[::-1] for rank in range(ranks)}
     slots: list[Slot] = []
     ended: dict[tuple[str, int, int], float] = {}
@@ -155,14 +160,15 @@ def simulate(schedule: str, ranks: int, micro_batches: int, costs: Sequence[floa
             while left and all(need in ended for need in needs(*left[-1], stages)):
                 kind, stage, number = left.pop()
                 start = max([free[rank], *(ended[need] for need in needs(kind, stage, number, stages))])
-                free[rank] = ended[kind, stage, number] = start + share[kind] * times[stage]
+                free[rank] = ended[kind, stage, number] = start + relative[kind] * times[stage]
                 slots.append(Slot(rank, kind, stage, number, start, free[rank]))
     title = f"{schedule}, {ranks} ranks, {micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
     return Plan(title, tuple(slots), "forwards", modelled=True)
 
 
 def needs(kind: str, stage: int, number: int, stages: int) -> list[tuple[str, int, int]]:
-    """What must be done before: a forward needs that of the stage before, a backward its own forward and that of the stage behind."""
+    """The dependencies of a pass: a forward needs that of the previous stage, a backward its forward and the next
+    stage's backward."""
     if kind == "F":
         return [("F", stage - 1, number)] if stage else []
     if kind == "W":
@@ -172,22 +178,24 @@ def needs(kind: str, stage: int, number: int, stages: int) -> list[tuple[str, in
 
 @checked
 def planned(spec: Spec) -> Plan:
-    """What a Spec of the strategy pp will do, with stages that cost what its model's do by their floating-point operations."""
+    """The simulation of a Spec with strategy pp, with stage costs from the floating-point operations of its model."""
     begins, blocks = spec.strategy_row.constants(spec)["STAGES"], spec.workload_row.costs(spec.options)
     costs = [sum(blocks[first:last]) for first, last in pairwise(begins)]
     return simulate(spec.options["schedule"], spec.nproc, spec.options["micro_batches"], costs)
 
 
 def _turn(ranks: int, micro_batches: int) -> int:
-    """Micro-batches that go through one stage of a rank before its next stage is at work."""
+    """Number of micro-batches that a rank processes in one stage before it switches to its next stage."""
     return micro_batches // max(1, micro_batches // ranks)
 
 
 def _check(schedule: str, ranks: int, micro_batches: int) -> None:
     if schedule not in SCHEDULES:
-        raise ValueError(f"schedule {schedule!r} is not known; there is {', '.join(SCHEDULES)}")
+        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
     if ranks < 2 or micro_batches < 1:
-        raise ValueError(f"a pipeline takes 2 ranks and 1 micro-batch at least, and not {ranks} and {micro_batches}")
+        raise ValueError(f"a pipeline needs at least 2 ranks and 1 micro-batch, got {ranks} and {micro_batches}")
     if SCHEDULES[schedule].stages > 1 and micro_batches % _turn(ranks, micro_batches):
         near = micro_batches // ranks * ranks
-        raise ValueError(f"{schedule} takes micro-batches in equal rounds, and {micro_batches} on {ranks} ranks cannot be; use {near}")
+        raise ValueError(
+            f"micro_batches must split into equal rounds for {schedule} on {ranks} ranks, got {micro_batches}; use {near}"
+        )

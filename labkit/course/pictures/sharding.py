@@ -1,7 +1,7 @@
-"""Pictures of ZeRO and FSDP: who holds what, what that makes in bytes, and gathering, computing and dropping over time.
+"""Pictures of ZeRO and FSDP: what each rank stores, in bytes, and a step that gathers, computes and frees.
 
-Stages are numbered as in ZeRO (Rajbhandari et al. 2020): 0 shards nothing, which is DDP; 1 shards the optimizer state, 2 the gradients
-too, 3 the parameters too.
+Stages are numbered as in ZeRO (Rajbhandari et al. 2020): 0 shards nothing (DDP); 1 shards the optimizer state, 2 also
+the gradients, 3 also the parameters.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ if TYPE_CHECKING:
 STAGES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 ADAM = (4, 4, 8)  # bytes of a parameter, its gradient and its two moments, all in 32 bits
 _STATES = ("parameters", "gradients", "optimizer")
-_SHARDED_FROM = {"optimizer": 1, "gradients": 2, "parameters": 3}  # the first stage that does
+_SHARDED_FROM = {"optimizer": 1, "gradients": 2, "parameters": 3}  # the first stage that shards it
 _TITLE = {"x": 0, "xref": "container", "xanchor": "left", "pad": {"l": 8}, "font": {"size": 13}}
 _PLAIN = {"font": {"family": FONT, "size": 12, "color": INK}, "paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)"}
 
 
 @checked
 def share(owner: str, stage: int, ranks: int) -> float:
-    """The part of all parameters, gradients or optimizer state ("parameters", "gradients", "optimizer") that one rank holds."""
+    """The fraction of an owner's bytes ("parameters", "gradients" or "optimizer") that one rank stores."""
     check_choice("owner", owner, _STATES)
     return 1 / ranks if stage >= _SHARDED_FROM[owner] else 1.0
 
 
 @checked
 def who_holds_what(ranks: int = 4, held: Sequence[int] = ADAM) -> go.Figure:
-    """For DDP and each stage of ZeRO, what every rank holds of the model states; the empty part of a column is what others hold.
+    """The model states on every rank, for DDP and each ZeRO stage; the empty part of a column is stored on other ranks.
 
-    `held` has the bytes of a parameter, of its gradient and of its optimizer state, which are the widths of the columns.
-    Raises `ValueError` where there is no rank.
+    `held` are the bytes per parameter of the parameter, its gradient and its optimizer state; they are the widths of
+    the columns. Raises `ValueError` if `ranks` is not positive.
     """
     line = {"color": INK, "width": 0.6}
     parts, full = _boxes(ranks, held)
     data = [{"type": "bar", **full, "marker": {"color": "rgba(0,0,0,0)", "line": line}, "hoverinfo": "skip", "showlegend": False}]
     for owner, size in zip(_STATES, held):
-        words = {"name": f"{_words(owner)} ({size} bytes each)", "textposition": "none", "hovertemplate": "%{text}<extra></extra>"}
+        words = {"name": f"{_words(owner)} ({size} bytes per parameter)", "textposition": "none", "hovertemplate": "%{text}<extra></extra>"}
         data.append({"type": "bar", **parts[owner], **words, "marker": {"color": OWNERS[owner], "line": line}})
     shown = range(0, ranks, max(1, -(-ranks // 16)))
     return as_figure(
         data,
         _PLAIN
         | {
-            "title": {"text": f"What each of {ranks} rank{'s' * (ranks > 1)} holds, P parameters (by rule)", **_TITLE},
+            "title": {"text": f"Model states on each of {ranks} rank{'s' * (ranks > 1)}, P parameters (by formula)", **_TITLE},
             "barmode": "overlay",
             "height": 420,
             "xaxis": {"tickvals": [rank + 0.45 for rank in shown], "ticktext": [f"rank {rank}" for rank in shown]}
@@ -67,12 +67,13 @@ def who_holds_what(ranks: int = 4, held: Sequence[int] = ADAM) -> go.Figure:
 
 
 def _foot(stage: int) -> float:
-    """Where the row of a stage begins, from below."""
+    """The lower edge of a stage's row."""
     return 1.3 * (len(STAGES) - 1 - stage)
 
 
 def _boxes(ranks: int, held: Sequence[int]) -> tuple[dict[str, dict[str, list[Any]]], dict[str, list[Any]]]:
-    """The bars of what is held, by owner, and those of the whole columns behind them: rank r has shard r, counted from above."""
+    """The bars of the stored states, by owner, and the whole columns behind them: rank r has shard r, counted from the
+    top."""
     full: dict[str, list[Any]] = {"x": [], "y": [], "base": [], "width": []}
     parts: dict[str, dict[str, list[Any]]] = {owner: {"x": [], "y": [], "base": [], "width": [], "text": []} for owner in _STATES}
     for stage, rank, number in product(range(len(STAGES)), range(ranks), range(len(_STATES))):
@@ -90,20 +91,20 @@ def _boxes(ranks: int, held: Sequence[int]) -> tuple[dict[str, dict[str, list[An
 
 
 def _sum_of(held: Sequence[int], stage: int, ranks: int) -> str:
-    """The bytes of a rank as a sum of its three parts, and what that makes."""
-    parts = [share(owner, stage, ranks) for owner in _STATES]
-    told = " + ".join(f"{size}P" + (f"/{ranks}" if part < 1 else "") for size, part in zip(held, parts))
-    return f"{told}<br>= {sum(size * part for size, part in zip(held, parts)):.4g} P bytes"
+    """The bytes of a rank as a sum of three terms, and its value."""
+    fractions = [share(owner, stage, ranks) for owner in _STATES]
+    terms = " + ".join(f"{size}P" + (f"/{ranks}" if part < 1 else "") for size, part in zip(held, fractions))
+    return f"{terms}<br>= {sum(size * part for size, part in zip(held, fractions)):.4g} P bytes"
 
 
 @checked
 def bytes_by_ranks(
     parameters: float = 7e9, ranks: Sequence[int] = (1, 2, 4, 8, 16, 32, 64), held: Sequence[int] = ADAM, limit: float | None = None
 ) -> go.Figure:
-    """The bytes of model states on one rank by number of ranks, for DDP and each stage of ZeRO, by formula.
+    """Bytes of model states on one rank versus the number of ranks, for DDP and each ZeRO stage, by formula.
 
-    `limit` draws a line at the memory of a device, in bytes. Activations, buffers and gathered parameters come on top.
-    Raises `ValueError` where a number of ranks is below one.
+    `limit` draws a line at the memory of a device, in bytes. Activations, buffers and gathered parameters are not
+    included. Raises `ValueError` if a number of ranks is not positive.
     """
     places = [(name, stage, count) for stage, name in enumerate(STAGES) for count in ranks]
     largest = max(parameters * sum(held), limit or 0)
@@ -124,9 +125,9 @@ def bytes_by_ranks(
     if limit is not None:
         line = {"color": INK, "width": 1.5, "dash": "dash"}
         shapes.append({"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": limit / unit, "y1": limit / unit, "line": line})
-        note = {"text": f"{limit / unit:.3g} {word} of a device", "xref": "paper", "x": 1, "xanchor": "right", "y": limit / unit}
+        note = {"text": f"{limit / unit:.3g} {word} device memory", "xref": "paper", "x": 1, "xanchor": "right", "y": limit / unit}
         notes.append(note | {"yanchor": "bottom", "showarrow": False})
-    title = f"Model states on one rank, {_count(parameters)} parameters at {' + '.join(map(str, held))} bytes (by formula)"
+    title = f"Model states on one rank, {_count(parameters)} parameters × ({' + '.join(map(str, held))}) bytes (by formula)"
     return as_figure(
         data,
         _PLAIN
@@ -144,7 +145,7 @@ def bytes_by_ranks(
                 "dividercolor": INK,
                 "tickangle": 0,
             },
-            "yaxis": {"title": {"text": f"{word} on each rank"}, "gridcolor": GRID, "zeroline": False},
+            "yaxis": {"title": {"text": f"{word} per rank"}, "gridcolor": GRID, "zeroline": False},
             "legend": {"orientation": "h", "y": 1.1, "x": 0, "traceorder": "normal"},
             "margin": {"l": 60, "r": 10, "t": 60, "b": 64},
         },
@@ -153,7 +154,8 @@ def bytes_by_ranks(
 
 @dataclass(frozen=True)
 class Turn:
-    """One unit's turn in forward or backward. Times are in the model's own unit; None stands for what does not happen."""
+    """A unit's turn in forward or backward. Times are in the unit of the model; None if the operation does not
+    happen."""
 
     unit: int
     phase: str
@@ -162,15 +164,15 @@ class Turn:
     scatter: tuple[float, float] | None
 
 
-GATHER, FORWARD, BACKWARD, SCATTER = 1.0, 2.0, 4.0, 1.0  # how long each is for one unit, in the model
+GATHER, FORWARD, BACKWARD, SCATTER = 1.0, 2.0, 4.0, 1.0  # modelled durations for one unit
 
 
 @checked
 def turns(units: int, reshard: bool = True, prefetch: int = 1) -> list[Turn]:
-    """A step of FSDP as a model of two streams: units are gathered one after the other, `prefetch` of them before their turn.
+    """A model of an FSDP step with two streams: units are gathered sequentially, `prefetch` of them in advance.
 
-    A gather begins when the turn that lies `prefetch` + 1 before its own is over, and not before its unit was dropped; a reduce-scatter
-    when backward of its unit is over.
+    An all-gather starts when the turn `prefetch` + 1 before its own is over, but not before its unit has been freed. A
+    reduce-scatter starts when the backward of its unit is over.
     """
     order = [(unit, "forward") for unit in range(units)] + [(unit, "backward") for unit in reversed(range(units))]
     done: list[Turn] = []
@@ -179,8 +181,8 @@ def turns(units: int, reshard: bool = True, prefetch: int = 1) -> list[Turn]:
         computed, earlier = (done[back].compute[1] if back >= 0 else 0.0 for back in (number - 1, number - 1 - prefetch))
         gather = scatter = None
         if phase == "forward" or reshard:
-            dropped = max((turn.compute[1] for turn in done if turn.unit == unit), default=0.0)
-            start = max(gathered, earlier, dropped)
+            freed = max((turn.compute[1] for turn in done if turn.unit == unit), default=0.0)
+            start = max(gathered, earlier, freed)
             gather = start, start + GATHER
             gathered = gather[1]
         begin = max(computed, gathered)
@@ -195,17 +197,18 @@ def turns(units: int, reshard: bool = True, prefetch: int = 1) -> list[Turn]:
 
 @checked
 def whole(step: Sequence[Turn], reshard: bool = True) -> list[tuple[int, float, float]]:
-    """When which unit's parameters are whole on a rank: unit, from and to."""
+    """The intervals in which a unit's parameters are whole on a rank: (unit, start, end)."""
     last = {turn.unit: turn.compute[1] for turn in step}
     return [(turn.unit, turn.gather[0], turn.compute[1] if reshard else last[turn.unit]) for turn in step if turn.gather]
 
 
 @checked
 def gather_compute_drop(units: int = 6, ranks: int = 4, reshard: bool = True, prefetch: int = 1) -> go.Figure:
-    """A step of FSDP on one rank, modelled: what is sent and computed, which units are whole, and how much of the parameters is held.
+    """A modelled FSDP step on one rank: communication and computation, which units are whole, and the parameters in
+    memory.
 
-    All units are of one size. `reshard=False` keeps parameters from forward to backward; `prefetch` units are gathered before their turn.
-    Raises `ValueError` where a number is too small.
+    All units have the same size. `reshard=False` keeps parameters from forward to backward; `prefetch` units are
+    gathered in advance. Raises `ValueError` if a number is too small.
     """
     step = turns(units, reshard, prefetch)
     held = whole(step, reshard)
@@ -215,10 +218,10 @@ def gather_compute_drop(units: int = 6, ranks: int = 4, reshard: bool = True, pr
     curves = [_area("own shards", OWNERS["parameters"], times, [1 / ranks] * len(times))]
     curves.append(_area("gathered", OPERATIONS["all_gather"], times, gathered))
     border = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "yref": "y2", "y0": 1, "y1": 1, "line": {"color": INK, "dash": "dash"}}
-    note = {"text": "all of them, as DDP holds", "xref": "paper", "x": 1, "xanchor": "right", "yref": "y2", "y": 1, "yanchor": "bottom"}
+    note = {"text": "all parameters, as in DDP", "xref": "paper", "x": 1, "xanchor": "right", "yref": "y2", "y": 1, "yanchor": "bottom"}
     lanes = ["all-gather", "compute", "reduce-scatter", *(f"unit {unit + 1}" for unit in range(units))]
     plain = {"showgrid": False, "zeroline": False}
-    title = f"One step of FSDP on one of {ranks} ranks: {most:.0%} of the parameters at the most (modelled)"
+    title = f"An FSDP step on one of {ranks} ranks: at most {most:.0%} of the parameters in memory (modelled)"
     return as_figure(
         _lanes(step, held, units, ranks, end) + curves,
         _PLAIN
@@ -228,10 +231,10 @@ def gather_compute_drop(units: int = 6, ranks: int = 4, reshard: bool = True, pr
             "height": 300 + 30 * (3 + units),
             "shapes": [border],
             "annotations": [note | {"showarrow": False, "font": {"size": 11}}],
-            "xaxis": {"title": {"text": f"time (a gather takes {GATHER:g}, forward of a unit {FORWARD:g}, backward {BACKWARD:g})"}}
+            "xaxis": {"title": {"text": f"time (per unit: all-gather {GATHER:g}, forward {FORWARD:g}, backward {BACKWARD:g})"}}
             | {"range": [0, end], "anchor": "y2", "gridcolor": GRID, "zeroline": False},
             "yaxis": {"tickvals": [*range(len(lanes))], "ticktext": lanes, "range": [len(lanes) - 0.5, -0.5], "domain": [0.38, 1]} | plain,
-            "yaxis2": {"title": {"text": "parameters held"}, "tickformat": ".0%", "range": [0, max(1.25, 1.1 * most)]}
+            "yaxis2": {"title": {"text": "parameters in memory"}, "tickformat": ".0%", "range": [0, max(1.25, 1.1 * most)]}
             | {"domain": [0, 0.3], "gridcolor": GRID, "zeroline": False},
             "legend": {"orientation": "h", "y": -0.17, "x": 0, "traceorder": "normal"},
             "margin": {"l": 100, "r": 10, "t": 34, "b": 70},
@@ -240,7 +243,7 @@ def gather_compute_drop(units: int = 6, ranks: int = 4, reshard: bool = True, pr
 
 
 def _lanes(step: Sequence[Turn], held: Sequence[tuple[int, float, float]], units: int, ranks: int, end: float) -> list[dict[str, Any]]:
-    """The bars: what is sent, what is computed, and below a lane for each unit, in which its shard always lies."""
+    """The bars: communication, computation, and below them one lane per unit, which always contains its shard."""
     data = [_spans("all-gather", OPERATIONS["all_gather"], [(0, turn.unit, *turn.gather) for turn in step if turn.gather])]
     for phase in ("forward", "backward"):
         data.append(_spans(phase, PHASES[phase], [(1, turn.unit, *turn.compute) for turn in step if turn.phase == phase]))
@@ -254,20 +257,21 @@ def _lanes(step: Sequence[Turn], held: Sequence[tuple[int, float, float]], units
 
 
 def _area(name: str, colour: str, times: Sequence[float], shares: Sequence[float]) -> dict[str, Any]:
-    """A part of what is held, over time; parts lie on one another."""
+    """One component of the memory over time; the components are stacked."""
     look = {"stackgroup": "held", "fillcolor": colour, "line": {"shape": "hv", "color": colour, "width": 0.5}}
     words = {"name": name, "hovertemplate": f"{name}: %{{y:.0%}} of the parameters<extra></extra>"}
     return {"type": "scatter", "mode": "lines", "x": [*times], "y": [*shares], "yaxis": "y2", **look, **words}
 
 
 def _gathered(held: Sequence[tuple[int, float, float]], units: int, end: float) -> tuple[list[float], list[float]]:
-    """Moments, and from each on the share of all parameters that is whole: it lies beside the rank's own shards."""
+    """Times, and the fraction of all parameters that is gathered from each time on, in addition to the rank's own
+    shards."""
     times = sorted({0.0, end, *(moment for _, start, stop in held for moment in (start, stop))})
     return times, [sum(start <= time < stop for _, start, stop in held) / units for time in times]
 
 
 def _spans(name: str, colour: str, spans: Sequence[tuple[int, int, float, float]]) -> dict[str, Any]:
-    """Stretches of time: lane, unit, start, end."""
+    """Bars for intervals: (lane, unit, start, end)."""
     return {
         "type": "bar",
         "orientation": "h",

@@ -1,4 +1,4 @@
-"""Pictures of tensor parallelism: matrices with their numbers, each part in the colour of the rank that has it."""
+"""Pictures of tensor parallelism: matrices with their numbers, each shard in the colour of its rank."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ _GAP = 0.9  # cells between two matrices
 
 @checked
 def column(x: Matrix, a: Matrix, ranks: int = 2) -> go.Figure:
-    """X·A by columns: every rank has all of X and some columns of A, and gets the same columns of the product. Nothing is sent.
+    """X·A by columns: every rank has all of X and some columns of A, and computes the same columns of the product. No
+    communication.
 
-    Matrices are rows of numbers; `a` must have a multiple of `ranks` columns, else `ValueError`.
+    Matrices are lists of rows. Raises `ValueError` if the number of columns of `a` is not a multiple of `ranks`.
     """
     _split(len(a[0]), ranks, "columns")
     page = _Page()
@@ -33,14 +34,15 @@ def column(x: Matrix, a: Matrix, ranks: int = 2) -> go.Figure:
     page.matrix("A", a, across=ranks)
     page.sign("=")
     page.matrix("XA", _times(x, a), across=ranks)
-    return page.figure("<b>Split by columns</b>  every rank has all of X; its columns of A give its columns of XA; nothing is sent")
+    return page.figure("<b>Split by columns</b>  every rank has all of X; its columns of A give its columns of XA; no communication")
 
 
 @checked
 def row(h: Matrix, b: Matrix, ranks: int = 2) -> go.Figure:
-    """H·B by rows: every rank has some columns of H and the same rows of B, and gets an addend of the whole product: one all-reduce.
+    """H·B by rows: every rank has some columns of H and the same rows of B, and gets a partial sum of the product: one
+    all-reduce.
 
-    Raises `ValueError` where `b` has no multiple of `ranks` rows.
+    Raises `ValueError` if the number of rows of `b` is not a multiple of `ranks`.
     """
     each = _split(len(b), ranks, "rows")
     page = _Page()
@@ -53,14 +55,15 @@ def row(h: Matrix, b: Matrix, ranks: int = 2) -> go.Figure:
         page.matrix(f"of rank {rank}", _times([line[mine] for line in h], b[mine]), rank=rank)
         page.sign("+" if rank + 1 < ranks else "→")
     page.matrix("Y, after the all-reduce", _times(h, b))
-    return page.figure("<b>Split by rows</b>  every rank gets an addend as large as Y; the all-reduce adds them up")
+    return page.figure("<b>Split by rows</b>  every rank gets a partial sum as large as Y; the all-reduce adds them")
 
 
 @checked
 def pair(x: Matrix, a: Matrix, b: Matrix, ranks: int = 2) -> go.Figure:
-    """Y = relu(XA)·B in one picture: A by columns, then B by rows, so that each rank goes from X to its addend without the others.
+    """Y = relu(XA)·B in one picture: A by columns, then B by rows, so each rank computes its partial sum without
+    communication.
 
-    Raises `ValueError` where the inner width is no multiple of `ranks`.
+    Raises `ValueError` if the inner width is not a multiple of `ranks`.
     """
     each = _split(len(b), ranks, "rows")
     hidden = [[max(0, value) for value in line] for line in _times(x, a)]
@@ -75,45 +78,47 @@ def pair(x: Matrix, a: Matrix, b: Matrix, ranks: int = 2) -> go.Figure:
         page.sign("·")
         page.matrix(f"B{_SUB[rank]}", b[mine], rank=rank)
         page.sign("=")
-        page.matrix(f"addend of rank {rank}", _times([line[mine] for line in hidden], b[mine]), rank=rank)
+        page.matrix(f"partial sum of rank {rank}", _times([line[mine] for line in hidden], b[mine]), rank=rank)
         page.line(f"rank {rank}")
     page.matrix("Y = the sum: one all-reduce", _times(hidden, b))
     return page.figure("<b>A pair of split matrices</b>  columns, then rows: one all-reduce for both")
 
 
 _SUB = "₀₁₂₃₄₅₆₇"
-_STATIONS = (  # of a transformer's layer: name, and whether its matrices are split
+_OPERATIONS = (  # of a transformer layer: name, and whether it is split by tensor parallelism
     ("norm", False),
     ("query, key, value<br>(columns)", True),
     ("attention<br>by heads", True),
-    ("merge<br>(rows)", True),
+    ("output<br>(rows)", True),
     ("add, norm", False),
-    ("expand<br>(columns)", True),
+    ("MLP up<br>(columns)", True),
     ("GELU", True),
-    ("contract<br>(rows)", True),
+    ("MLP down<br>(rows)", True),
     ("add", False),
 )
 
 
 @checked
 def layer(sequence_parallel: bool = False, ranks: int = 2) -> go.Figure:
-    """A transformer's layer, forward: what each rank has at every station, and what is sent between them.
+    """The forward pass of a transformer layer: what each rank has after every operation, and the collectives between
+    them.
 
-    What stands between the split matrices is whole on every rank, or, with `sequence_parallel`, split by places.
+    Activations between the split matrices are whole on every rank or, with `sequence_parallel`, split along the
+    sequence.
     """
     shapes, notes = [], []
     width = 1.35
-    for index, (name, split) in enumerate(_STATIONS):
+    for index, (name, split) in enumerate(_OPERATIONS):
         notes.append(note(index * width + 0.5, -0.62, name, size=10))
         for rank in range(ranks):
-            own = split or sequence_parallel
-            shapes.append(box(index * width, rank, 1, 0.82, colours.rank_colour(rank) if own else EVERY))
-            words = "its heads" if split and index < 4 else "its units" if split else "its places" if own else "all, alike"
-            notes.append(note(index * width + 0.5, rank + 0.41, words, size=10, colour=ink(rank if own else None)))
-    for before, after in zip(range(len(_STATIONS)), range(1, len(_STATIONS))):
-        if _STATIONS[before][1] == _STATIONS[after][1]:
+            sharded = split or sequence_parallel
+            shapes.append(box(index * width, rank, 1, 0.82, colours.rank_colour(rank) if sharded else EVERY))
+            words = "its heads" if split and index < 4 else "its units" if split else "its positions" if sharded else "replicated"
+            notes.append(note(index * width + 0.5, rank + 0.41, words, size=10, colour=ink(rank if sharded else None)))
+    for before, after in zip(range(len(_OPERATIONS)), range(1, len(_OPERATIONS))):
+        if _OPERATIONS[before][1] == _OPERATIONS[after][1]:
             continue
-        leaves = _STATIONS[before][1]
+        leaves = _OPERATIONS[before][1]
         if sequence_parallel:
             op = "reduce_scatter" if leaves else "all_gather"
         elif leaves:
@@ -124,22 +129,23 @@ def layer(sequence_parallel: bool = False, ranks: int = 2) -> go.Figure:
         shapes.append(box(place - 0.08, -0.15, 0.16, ranks + 0.15, colours.OPERATIONS[op]))
         notes.append(note(place, ranks + 0.25, op.replace("_", "-"), size=10))
     lanes = [note(-0.12, rank + 0.41, f"rank {rank}", size=11, anchor="right") for rank in range(ranks)]
-    how = f"between the split matrices {'each rank has some places' if sequence_parallel else 'every rank has everything'}"
+    how = f"between the split matrices {'each rank has some positions' if sequence_parallel else 'every rank has everything'}"
     title = f"<b>A layer, forward{', sequence parallel' if sequence_parallel else ''}</b>  {how}"
-    return _drawn(shapes, notes + lanes, (-1.1, len(_STATIONS) * width), (-1.0, ranks + 0.6), title, 60 * (ranks + 1.6))
+    return _drawn(shapes, notes + lanes, (-1.1, len(_OPERATIONS) * width), (-1.0, ranks + 0.6), title, 60 * (ranks + 1.6))
 
 
 class _Page:
-    """Matrices and signs from left to right, and line by line."""
+    """Matrices and signs from left to right, line by line."""
 
     def __init__(self) -> None:
         self.shapes: list[dict[str, Any]] = []
         self.notes: list[dict[str, Any]] = []
         self.across, self.down, self.widest, self.tallest = 0.0, 0.0, 0.0, 0
-        self.begun = 0  # the first shape and note of this line, which `line` puts in the middle of its height
+        self.begun = 0  # index of the first shape and note of this line, which `line` centres vertically
 
     def matrix(self, name: str, values: Matrix, across: int = 1, down: int = 1, rank: int | None = None) -> None:
-        """A matrix, its columns or rows split `across` or `down` over so many ranks, or all of it `rank`'s; else it is on every rank."""
+        """A matrix, with its columns split over `across` ranks or its rows over `down` ranks, or whole on `rank` or on
+        all ranks."""
         rows, columns = len(values), len(values[0])
         self.notes.append(note(self.across + columns / 2, self.down - 0.35, name, size=11))
         for i, line in enumerate(values):
@@ -157,7 +163,7 @@ class _Page:
         self.notes.append(note(self.across - _GAP / 2 - 0.03, self.down + 0.97, sign, size=16))
 
     def line(self, name: str) -> None:
-        """Ends a line, which is of the rank called `name`."""
+        """Ends a line, which belongs to the rank called `name`."""
         self.notes.append(note(-0.3, self.down + 0.97, name, size=11, anchor="right"))
         self.down += self.tallest + 1.0
         self.across, self.tallest = 0.0, 0
@@ -187,5 +193,5 @@ def _times(left: Matrix, right: Matrix) -> list[list[float]]:
 
 def _split(number: int, ranks: int, what: str) -> int:
     if ranks < 1 or number % ranks:
-        raise ValueError(f"{number} {what} cannot be shared evenly by {ranks} ranks; take a multiple of {ranks}")
+        raise ValueError(f"the number of {what} must be a multiple of {ranks}, the number of ranks, got {number}")
     return number // ranks
