@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 
+from labkit.cli.glossary import glossary
 from labkit.cli.pages import diff, handout, notebook, script
 from labkit.cli.parser import refuse
 from labkit.cli.project import bench, claims, doctor, progress
@@ -18,8 +19,8 @@ from labkit.record.documents import Unreadable
 COMMANDS = {
     command.__name__: command
     for command in (
-        *(bench, capture, claims, clean, compare, diff, doctor, handout, lab, logs, notebook, progress, replay, run, runs, script),
-        *(setup, show, stop, test, trace),
+        *(bench, capture, claims, clean, compare, diff, doctor, glossary, handout, lab, logs, notebook, progress, replay, run),
+        *(runs, script, setup, show, stop, test, trace),
     )
 }
 

@@ -200,6 +200,8 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     clean.add_argument("--keep", type=_number("--keep", _KEEP), default=0, metavar="N", help="keep the newest N (default: 0)")
     clean.add_argument("--yes", action="store_true", help="do not ask for confirmation")
     commands.add("progress", "show the exercises of the labs: open, tried or done", json=True)
+    glossary = commands.add("glossary", "define a term of distributed training, or list all terms", json=True)
+    glossary.add_argument("term", metavar="TERM", nargs="*", help="for example: reduce-scatter (default: list all terms)")
     claims = commands.add("claims", "test common claims about distributed training on this machine", json=True)
     claims.add_argument("names", metavar="NAME", nargs="*", help="claims to test (default: all)")
     claims.add_argument("--quick", action="store_true", help="only claims that can be decided without a run")

@@ -22,6 +22,7 @@ from labkit.frontends.handout.execute import executed
 from labkit.frontends.handout.files import LabError
 from labkit.frontends.handout.page import TEMPLATES, Page
 from labkit.frontends.handout.plots import Plots
+from labkit.frontends.handout.terms import Terms
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
 
@@ -59,7 +60,7 @@ def lab_page(
 def page_of(notebook: NotebookNode, path: Path, runs: Path, *, audience: str = "", recorded: bool = False) -> Page:
     """The page of an executed lab, whose run folders are in `runs`."""
     cells = _Cells(path.parent, runs, audience, recorded)
-    body = cells.html(notebook)
+    body = cells.html(notebook) + cells.glossary()
     heading = next((text for level, _, text in cells.prose.contents if level == 1), path.stem)
     return Page(heading, cells.about, body, cells.prose.contents, cells.plots)
 
@@ -70,6 +71,7 @@ class _Cells:
     def __init__(self, folder: Path, runs: Path, audience: str, recorded: bool):
         self._runs, self._audience, self._recorded = runs, audience, recorded
         self.prose = Prose(answers=audience != STUDENT, folder=folder)
+        self.terms = Terms(self.prose.address)
         self.plots = Plots()
         self._places: list[str] = []
         self._states: dict[str, Any] = {}
@@ -82,7 +84,7 @@ class _Cells:
         return " · ".join(filter(None, (f"{ran} {where}".strip(), READERS.get(self._audience, ""))))
 
     def html(self, notebook: NotebookNode) -> str:
-        filters = {"prose": self.prose.take, "show": self.show, "under": self.under}
+        filters = {"prose": self.text, "show": self.show, "under": self.under}
         exporter = HTMLExporter(
             template_name="handout",
             extra_template_basedirs=[str(TEMPLATES)],
@@ -94,6 +96,15 @@ class _Cells:
         notebook.metadata.setdefault("language_info", {"name": "python", "pygments_lexer": "ipython3"})
         html, _ = exporter.from_notebook_node(notebook)
         return html
+
+    def text(self, html: str) -> str:
+        """One markdown cell, with its terms linked to the glossary of the page."""
+        return self.terms.mark(self.prose.take(html))
+
+    def glossary(self) -> str:
+        """A section that defines the terms of the page; empty if it mentions none."""
+        table = self.terms.table()
+        return self.prose.take("<h2>Terms</h2>") + table if table else ""
 
     # ---- outputs
 
