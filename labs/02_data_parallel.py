@@ -97,7 +97,7 @@ show(dp)
 dp.wait().ledger()
 
 # %% [markdown]
-# The ledger has your four numbers in its column *by theory*. What comes **in** to device 0, outputs and gradients, can be
+# The ledger has your four numbers in its column *expected*. What comes **in** to device 0, outputs and gradients, can be
 # measured. What it hands out is moved inside the process, where nobody counts: the ledger says so, and shows 0. ④, the
 # gradients of the outputs, has as many bytes as ③.
 
