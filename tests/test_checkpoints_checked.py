@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from labkit.runs.handle import settle
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from labkit import SpecError
@@ -24,6 +23,7 @@ from labkit.plan import checkpoints
 from labkit.plan.script import settings, write_script
 from labkit.plan.spec import Spec
 from labkit.record.folder import RunFolder
+from labkit.runs.handle import settle
 from labkit.training.strategies import STRATEGIES, base, sharded
 from labkit.training.workloads import WORKLOADS
 

@@ -13,7 +13,6 @@ import nbformat
 import pytest
 from conftest import processes_of, wait_until
 from fabricate import FakeRun
-from labkit.runs.comparing import Comparing, plan
 from rich.console import Console
 
 from labkit import SpecError, compare, show
@@ -23,6 +22,7 @@ from labkit.figures import comparison as pictures
 from labkit.frontends import terminal
 from labkit.frontends.panel.compare import CompareTab, comparison_html
 from labkit.record.folder import RunFolder
+from labkit.runs.comparing import Comparing, plan
 from labkit.setup.environment import CLONE
 from labkit.training.strategies import STRATEGIES
 

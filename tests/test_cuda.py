@@ -7,12 +7,12 @@ import json
 import pytest
 import torch
 from conftest import PATIENCE
-from labkit.runs.handle import run
 from weaving import RECORDER, TORCHRUN, record, run_alone
 
 from labkit.launch.warm import client
 from labkit.plan.script import write_script
 from labkit.plan.spec import Spec, SpecError
+from labkit.runs.handle import run
 from labkit.training.strategies import STRATEGIES
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")

@@ -6,12 +6,12 @@ import json
 
 import numpy
 import pytest
-from labkit.runs.handle import run
 
 from labkit.analysis.equivalence import NotRecorded, assembled, badge, tolerance
 from labkit.plan.spec import Spec
 from labkit.record.folder import RunFolder
 from labkit.record.state import RunState
+from labkit.runs.handle import run
 from labkit.training.strategies.rules import departures
 
 STEPS = 3

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 from conftest import wait_until
-from labkit.runs.handle import settle
 
 from labkit import SpecError, run
 from labkit.analysis.diagnose import findings
 from labkit.plan.script import diff_scripts
+from labkit.runs.handle import settle
 from labkit.training.faults import FAULTS
 from labkit.training.strategies import STRATEGIES
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from fabricate import FakeRun
 from foreign import FINISHED, RECORDED, copy_of, everything
-from labkit.runs.handle import Run
 
 import labkit
 from labkit.benchmarks.fuzz import time_limit
@@ -20,6 +19,7 @@ from labkit.frontends.handout.recorded import stand_in
 from labkit.record import files
 from labkit.record.files import NotPlain, names_below, open_below, read_below
 from labkit.record.folder import RunFolder
+from labkit.runs.handle import Run
 
 SECRET = "SECRET-7c1f"
 LOG = next((RECORDED / FINISHED / "logs").glob("none_*")).name

@@ -9,7 +9,6 @@ import pytest
 from conftest import wait_until
 from fabricate import FakeRun
 from foreign import FINISHED, HANG, KILLED, RECORDED, THREADS, command, copy_of, everything
-from labkit.runs.handle import Run
 
 from labkit import Lab, SpecError, show
 from labkit.analysis.comparison import alike, recorded
@@ -23,6 +22,7 @@ from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
 from labkit.record.plain import DEEPEST, parse
 from labkit.record.schema import Choice, Flag, Number, Row, Sequence, Table, Text, record
+from labkit.runs.handle import Run
 
 BAD = "20261123-000000-bad"
 DEEP = "[" * 100_000 + "]" * 100_000

@@ -16,13 +16,13 @@ import psutil
 import pytest
 from conftest import processes_of, wait_until
 from jupyter_client.manager import start_new_kernel
-from labkit.runs.handle import Run, run
 
 from labkit.common.processes import of_folder
 from labkit.launch import local
 from labkit.launch.job import Job, LaunchError
 from labkit.plan.spec import SpecError
 from labkit.record.folder import RunFolder
+from labkit.runs.handle import Run, run
 
 LIMIT = 5.0  # seconds within which all processes of a stopped or abandoned run end
 

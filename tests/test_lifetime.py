@@ -16,7 +16,6 @@ import psutil
 import pytest
 from conftest import processes_of, wait_until
 from fabricate import FakeRun
-from labkit.runs.handle import Run, run
 
 from labkit.benchmarks.kills import Attack, Moment, attack
 from labkit.cli.commands import act
@@ -31,6 +30,7 @@ from labkit.record.events import Reader, Writer
 from labkit.record.folder import RunFolder
 from labkit.record.state import RunState
 from labkit.record.status import QUIET, current
+from labkit.runs.handle import Run, run
 
 ROOT = Path(__file__).parent.parent
 LIMIT = 5.0  # seconds within which all processes of a stopped or abandoned run end

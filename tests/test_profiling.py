@@ -12,12 +12,12 @@ from typing import NamedTuple
 import pytest
 from conftest import started_warm, wait_until, warm_run
 from fabricate import FakeRun
-from labkit.runs.handle import Run
 
 from labkit.cli import parser as cli
 from labkit.cli.commands import act
 from labkit.probe import sampler
 from labkit.record.clock import SystemMoment
+from labkit.runs.handle import Run
 
 OWN = """
 import torch

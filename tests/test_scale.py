@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy
 import pytest
-from labkit.runs.handle import Run
 from rich.console import Console
 
 from labkit.analysis.summary import summarise
@@ -32,6 +31,7 @@ from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
 from labkit.record.replay import Recording
 from labkit.record.state import RunState
+from labkit.runs.handle import Run
 
 RECORD = 88  # bytes
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from fabricate import FakeRun
 from foreign import command, copy_of
-from labkit.runs.handle import Run
 from rich.table import Table
 from rich.text import Text
 
@@ -28,6 +27,7 @@ from labkit.frontends.handout.run import run_page
 from labkit.frontends.magic.output import RankOutput, Shown
 from labkit.frontends.panel import Lab
 from labkit.record.folder import RunFolder
+from labkit.runs.handle import Run
 from labkit.setup.environment import CLONE
 from labkit.setup.progress import Progress
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import PATIENCE, processes_of, server_is_ready, wait_until
-from labkit.runs.handle import Run, run
 
 import labkit
 from labkit import api
@@ -25,6 +24,7 @@ from labkit.frontends.panel import Lab
 from labkit.launch.job import Job
 from labkit.launch.warm import client, facts, fork, wire
 from labkit.launch.warm.client import Cold
+from labkit.runs.handle import Run, run
 
 SEES = Path(__file__).parent / "scripts" / "sees.py"
 CLONE = Path(labkit.__file__).parents[1]
