@@ -151,7 +151,7 @@ def test_a_script_outside_that_is_no_file_keeps_no_exercise_waiting(folder, tmp_
     script = tmp_path / "mine.py"
     os.mkfifo(script)
     RunFolder.write_json(folder.spec, {"script": str(script), "nproc": 2})
-    with time_limit(), pytest.raises(Wrong, match="cannot be read any more"):
+    with time_limit(), pytest.raises(Wrong, match="cannot be read; run it again from its current location"):
         source(Run.attach(folder.path))
 
 

@@ -74,7 +74,7 @@ def test_a_step_that_is_asked_for_is_captured_by_every_rank(command):
     assert job.logs(0, "stderr") == job.logs(1, "stderr") == "", "nobody sees the profiler"
     shown = command("show", job.name)
     assert f"profiled step {asked}" in shown.stdout and "all_reduce" in shown.stdout
-    assert "Cause: every collective waits for the last rank" in shown.stdout
+    assert "Cause: every collective waits for the slowest rank" in shown.stdout
     written = command("trace", job.name, "-o", str(job.folder.path / "t.json"))
     assert written.code == 0 and "perfetto" in written.stdout
     events = json.loads((job.folder.path / "t.json").read_text())["traceEvents"]

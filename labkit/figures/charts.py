@@ -69,7 +69,7 @@ def _mean_loss(ranks: list[RankState]) -> Line:
 
 
 def _losses_of_others(ranks: list[RankState]) -> list[Line]:
-    """For each optimizer other than the pacemaker, the mean of its losses over ranks, at its own steps."""
+    """For each optimizer except the pacemaker, the mean of its losses over ranks, at its own steps."""
     lines = []
     for which in sorted({which for rank in ranks for which in rank.losses}):
         columns = [rank.losses[which] for rank in ranks if which in rank.losses]

@@ -1,7 +1,7 @@
 """Spec: the description of one run, validated once. After this gate, code trusts its input.
 
 A Spec validates itself when it is created. What depends on the machine (number of GPUs, support for bf16, availability of the data
-set) is checked by `Spec.on(machine)`, which also fills in the values that were left open. A Spec recorded on another machine can
+set) is checked by `Spec.on(machine)`, which also fills in the unspecified values. A Spec recorded on another machine can
 therefore be loaded on this one.
 """
 

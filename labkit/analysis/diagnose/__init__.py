@@ -23,7 +23,7 @@ __all__ = ["NAMES", "RULES", "Finding", "findings"]
 def findings(state: RunState) -> list[Finding]:
     """All findings about a run, the most severe first.
 
-    Never raises: rules that cannot read the recorded events are named in a finding of their own, `not_judged`.
+    Never raises: rules that cannot read the recorded events are named in a separate finding, `not_judged`.
     """
     return list(_findings(state))
 

@@ -44,7 +44,7 @@ def trains_beside(state: RunState) -> Iterator[Finding]:
                 evidence=f"backward was also called in {_listed(names)}",
                 cause="the probe follows one thread per rank: the first that calls backward, then the next one when "
                 "that thread has ended",
-                fix="run each training loop in a process of its own, started with torchrun, to record the steps of "
+                fix="run each training loop in a separate process, started with torchrun, to record the steps of "
                 "each",
                 ranks=(rank.rank,),
             )

@@ -48,7 +48,7 @@ def silent(state: RunState) -> dict[int, Mapping[str, Any]]:
     """By rank the `silent` event of each rank that cannot report itself, because it is stopped or inside a C call that
     holds the GIL.
 
-    The supervisor writes these events to a file of its own, so times decide whether they are newer than the rank's
+    The supervisor writes these events to a separate file, so times decide whether they are newer than the rank's
     events.
     """
     if state.status.get("state") == "finished":

@@ -19,7 +19,7 @@ Round = tuple["Message", ...]
 
 @dataclass(frozen=True)
 class Message:
-    """`source` sends chunks `pieces` to `target`, which stores them or, with `add`, adds them to its own."""
+    """`source` sends the chunks in `pieces` to `target`, which stores them or, with `add`, adds them to its own."""
 
     source: int
     target: int
