@@ -15,7 +15,6 @@ import pytest
 from conftest import PATIENCE, processes_of, server_is_ready, wait_until
 
 import labkit
-from labkit import api
 from labkit.cli import parser as cli
 from labkit.cli.commands import act
 from labkit.common.processes import is_supervisor
@@ -330,7 +329,7 @@ def test_a_server_that_dies_between_yes_and_start_costs_nothing(place, ends, mon
     monkeypatch.setattr(client.Consent, "start", _killing(found["pid"], client.Consent.start))
     handle = started(ends)
     start, because = how(handle)
-    assert start == "cold" and because.startswith("the warm server did not start it: ")
+    assert start == "cold" and because.startswith("the warm server did not start the run: ")
 
 
 def _killing(pid: int, start):
@@ -403,7 +402,7 @@ def test_a_run_goes_on_when_the_server_that_forked_it_is_killed(place, tmp_path,
 
 def test_a_server_ends_with_all_who_wanted_it(place, patient, monkeypatch):
     # otherwise this process would also request the server, for the run of an earlier test
-    monkeypatch.setattr(api, "prepare", lambda: None)
+    monkeypatch.setattr("labkit.runs.handle.prepare", lambda: None)
     code = "import sys; from labkit.launch.warm import client; client.ANSWER = 60; client.prepare(); print(1, flush=True); sys.stdin.read()"
     first = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=CLONE)
     found = server_is_ready()
