@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from labkit import api
 from labkit.record.events import Reader
+from labkit.runs import handle
 
 FRAMEWORKS = Path(__file__).parent / "scripts" / "frameworks"
 
@@ -40,7 +40,7 @@ def test_every_script_of_the_folder_is_run():
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.script)
 def test_loss_and_samples_of_a_step_are_the_frameworks_own(case, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    run = api.run(FRAMEWORKS / case.script, nproc=2, device="cpu")
+    run = handle.run(FRAMEWORKS / case.script, nproc=2, device="cpu")
     run.wait(900)  # DeepSpeed compiles an operator at first use
     assert run.state.exit_code(0) == 0, run.logs(0, "stderr") + run.logs(1, "stderr")
     shown, printed = [], []

@@ -273,7 +273,7 @@ def test_stop_finds_a_run_whose_folder_is_deleted(bystander, runs, capsys):
     rank, other = bystander(**{TAG: str(folder.path)}), bystander(**{TAG: str(runs / "another")})
     shutil.rmtree(folder.path)
     assert command("stop", folder.name[:-2]) == 0
-    assert "was deleted while its run was under way" in capsys.readouterr().out
+    assert "was deleted while its run was in progress" in capsys.readouterr().out
     assert rank.wait() == -signal.SIGTERM and other.poll() is None
 
 
