@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import threading
+import time
 
 import pytest
 from fabricate import FakeRun
@@ -12,6 +14,35 @@ from labkit.figures.tables import Findings, Ledger
 from labkit.setup.machine import Gpu, Machine
 
 DDP = Spec(strategy="ddp", nproc=2, device="cpu")
+STEPS = 400
+
+
+def test_threads_read_the_same_run_at_the_same_time(runs):
+    """No event is lost, read twice or seen half, whichever thread asks while the ranks write."""
+    fake = FakeRun(runs, steps=STEPS)
+    fake.start()
+    run, told, errors = Run.attach(fake.folder.path), {}, []
+
+    def read(number: int) -> None:
+        try:
+            while run.state.step < STEPS:
+                run.summary()
+            told[number] = [len(rank.steps) for rank in run.state.ranks.values()], run.state.broken
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=read, args=(number,), daemon=True) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(STEPS // 10):
+        fake.step(10)
+        time.sleep(0.005)
+    for thread in threads:
+        thread.join(120)
+    fake.end()
+    fake.close()
+    assert not errors
+    assert told == dict.fromkeys(range(4), ([STEPS, STEPS], 0))
 
 
 @pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (1, "cpu"), (2, "cuda"), (4, "cuda")])

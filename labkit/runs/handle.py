@@ -148,7 +148,7 @@ class Run:
     def __init__(self, job: Job):
         check_type("job", job, Job, "a Job; start a run with run(), or open a recorded one with Run.attach()")
         self._job = job
-        self._follower = Follower(job.folder, progress=Reading(job.folder.name))
+        self._of_thread = threading.local()
 
     def __repr__(self) -> str:
         state = self.state
@@ -175,9 +175,11 @@ class Run:
 
     @property
     def state(self) -> RunState:
-        """The current state of the run."""
-        self._follower.poll()
-        return self._follower.state
+        """The current state of the run. Each thread gets its own, so that none changes while another thread reads it."""
+        if not hasattr(self._of_thread, "follower"):
+            self._of_thread.follower = Follower(self.folder, progress=Reading(self.name))
+        self._of_thread.follower.poll()
+        return self._of_thread.follower.state
 
     @property
     def words(self) -> str:
