@@ -22,10 +22,10 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 
 
 def run_alone(argv: list[str], folder: Path, seconds: float = 600) -> str:
-    """Runs a command in `folder`, where no labkit can be imported, one thread a process; its stdout, or the failure of the test.
+    """Runs a command in `folder`, where no labkit can be imported, one thread per process; returns its stdout, or fails the test.
 
-    Torch may abort a rank on its way out, after all went well (see labkit/training/strategies/README.md): that is no failure, and stdout
-    is whole.
+    Torch may abort a rank at exit after a successful training (see labkit/training/strategies/README.md): that is no failure, and
+    stdout is complete.
     """
     settings = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "RANK", "WORLD_SIZE")}
     done = subprocess.run(

@@ -86,7 +86,7 @@ RECORDED_NOTE = (
 )
 
 
-def beside(found: Sequence[Row]) -> tuple[Row, ...]:
+def recorded_elsewhere(found: Sequence[Row]) -> tuple[Row, ...]:
     """The rows recorded on another machine, if they are of the same model; otherwise none."""
     return RECORDED if any(row.workload == "cnn" for row in found) else ()
 
@@ -209,7 +209,7 @@ def _shares(state: RunState) -> dict[str, float]:
 
 def document(found: Sequence[Row], left_out: Mapping[str, str]) -> dict[str, Any]:
     """The object that `compare --json` prints."""
-    elsewhere = {"note": RECORDED_NOTE, "rows": [_measured(row) for row in beside(found)]}
+    elsewhere = {"note": RECORDED_NOTE, "rows": [_measured(row) for row in recorded_elsewhere(found)]}
     return {"rows": [row.to_json() for row in found], "left_out": dict(left_out), "recorded_elsewhere": elsewhere}
 
 
@@ -244,7 +244,7 @@ def sentences(found: Sequence[Row], left_out: Mapping[str, str]) -> list[str]:
     lines += [f"{row.title}: {row.note}" for row in found if row.note]
     lines += [f"{row.title}: {row.bound} of each step, the longest phase." for row in found if row.bound and row.over]
     lines += [f"{STRATEGIES[name].title} is left out: {reason}." for name, reason in left_out.items()]
-    return lines + [RECORDED_NOTE] * bool(beside(found))
+    return lines + [RECORDED_NOTE] * bool(recorded_elsewhere(found))
 
 
 def _number(value: float | None, how: str, unit: str = "") -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from labkit.analysis.diagnose import findings
@@ -15,7 +16,6 @@ from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
 from labkit.record.state import RunState, elapsed
 from labkit.record.steps import median
-from labkit.setup.progress import Reading
 
 
 def summarise(state: RunState, run: str = "") -> dict[str, Any]:
@@ -82,22 +82,22 @@ def _rounded(value: float | None, digits: int = 3) -> float | None:
     return None if value is None or not math.isfinite(value) else round(value, digits)
 
 
-def recorded_summary(folder: RunFolder) -> dict[str, Any]:
-    """The figures as written at the end of the run; of a run that is under way, the current ones."""
+def recorded_summary(folder: RunFolder, progress: Callable[[float], None] = lambda share: None) -> dict[str, Any]:
+    """The figures as written at the end of the run; of a run that is under way, the current ones. `progress` is that of `Follower`."""
     try:
         if recorded := RunFolder.read_json(folder.summary):
             return recorded
     except Unreadable:
         pass  # recompute an invalid or older summary from the events
-    follower = Follower(folder, progress=Reading(folder.name))
+    follower = Follower(folder, progress)
     follower.poll()
     return summarise(follower.state, folder.name)
 
 
-def summary_or_reason(folder: RunFolder) -> dict[str, Any]:
+def summary_or_reason(folder: RunFolder, progress: Callable[[float], None] = lambda share: None) -> dict[str, Any]:
     """The figures of a run, or the reason its folder cannot be read."""
     try:
         folder.require_readable()
-        return recorded_summary(folder)
+        return recorded_summary(folder, progress)
     except Unreadable as error:
         return {"run": folder.name, "state": "unreadable", "reason": error.reason}

@@ -2,7 +2,8 @@
 
 The figures depend on the machine and its load, so nothing here passes or fails: every line shows what was measured, how
 often, and the target. Ratios come from alternating pairs (A B, B A, …), so that a slower machine slows both sides. The
-cost of a step is also measured in CPU time, which depends little on other load.
+cost of a step is also measured in CPU time, which depends little on other load. No other package imports this one, except
+the command.
 """
 
 from __future__ import annotations

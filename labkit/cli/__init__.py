@@ -1,1 +1,4 @@
-"""The command line: the parser, which needs only the standard library, and one thin function per command."""
+"""The command line: the parser, which needs only the standard library, and one thin function per command.
+
+The parser imports the tables and the Spec only; no other package imports the command line.
+"""

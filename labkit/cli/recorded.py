@@ -23,6 +23,7 @@ from labkit.record.follow import Follower
 from labkit.record.logs import whole
 from labkit.record.state import OVER
 from labkit.record.status import is_over
+from labkit.setup.progress import Reading
 
 _LONGEST_LINE = 1 << 16  # characters of a line that has not ended, such as a progress bar's
 _POLL_INTERVAL = 0.2  # seconds between two checks for more output
@@ -106,7 +107,7 @@ def _for_a_terminal(blocks: Iterable[bytes]) -> Iterator[bytes]:
 
 def runs(args: argparse.Namespace) -> int:
     """Lists the recorded runs, oldest first."""
-    rows = [summary_or_reason(folder) for folder in RunFolder.all()]
+    rows = [summary_or_reason(folder, Reading(folder.name)) for folder in RunFolder.all()]
     if args.json:
         print(json.dumps({"runs": rows}))
     elif rows:
@@ -120,7 +121,7 @@ def show(args: argparse.Namespace) -> int:
     """Displays the current state of a run; with --follow, until it is over."""
     folder = find(args.name)
     if args.json:
-        print(json.dumps(recorded_summary(folder)))
+        print(json.dumps(recorded_summary(folder, Reading(folder.name))))
         return 0
     source = Follower(folder)
     with interrupts() as interrupted:

@@ -1,6 +1,7 @@
 """Figures of a run: pure functions from RunState to a chart, which becomes a plotly figure, a live chart or inline SVG.
 
 They depend on no widget and no process, so a live, recorded or replayed run gives the same figure.
+The package never imports torch, ipywidgets or `launch`.
 """
 
 from __future__ import annotations

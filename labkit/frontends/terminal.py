@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from labkit.analysis.comparison import HEADS, Row, beside, cells, sentences
+from labkit.analysis.comparison import HEADS, Row, cells, recorded_elsewhere, sentences
 from labkit.analysis.diagnose import Finding, findings
 from labkit.analysis.ledger import ledger
 from labkit.common.text import visible_line, visible_log
@@ -193,7 +193,7 @@ def comparison(rows: Sequence[Row], left_out: Mapping[str, str], final: bool = T
     for row in rows:
         style = "red" if row.failed else "dim" if not row.run else None
         table.add_row(*(Text(visible_line(cell)) for cell in cells(row)), _PhaseBar(row.phases), style=style)
-    for row in beside(rows):
+    for row in recorded_elsewhere(rows):
         table.add_row(*(Text(cell) for cell in (*cells(row)[:-1], "recorded elsewhere")), Text(""), style="dim")
     said = [Text(f"  {visible_line(sentence)}", style="dim") for sentence in sentences(rows, left_out)] if final else []
     return Group(table, _legend(), *said)

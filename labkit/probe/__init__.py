@@ -3,7 +3,8 @@ events.
 
 `-m MODULE` instead of SCRIPT runs a module as `python -m MODULE` does.
 
-`torchrun … -m labkit.probe train.py` runs it in every worker. Without LABKIT_RUN_DIR it only runs the script.
+`torchrun … -m labkit.probe train.py` runs it in every worker. Without LABKIT_RUN_DIR it only runs the script. From labkit,
+the probe imports only the event writer (`record`).
 
 =============== =====================================================================================
 `__main__`      binds the rank to the launcher, then starts the runner

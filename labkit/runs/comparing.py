@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from labkit.analysis.comparison import BASELINE, Row, beside, document, rows
+from labkit.analysis.comparison import BASELINE, Row, document, recorded_elsewhere, rows
 from labkit.analysis.equivalence import Badge
 from labkit.common.arguments import check_seconds, shown
 from labkit.plan.spec import Spec, SpecError, check_fields
@@ -158,7 +158,7 @@ class Comparing:
         from labkit.figures.comparison import figure
 
         found = self.rows
-        return figure(found, beside(found))
+        return figure(found, recorded_elsewhere(found))
 
     def _work(self) -> None:
         try:

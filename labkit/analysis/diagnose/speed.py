@@ -72,12 +72,13 @@ def straggler(state: RunState) -> Iterator[Finding]:
         return
     lost = {phase: own[slowest][phase] - statistics.median(own[number][phase] for number in own if number != slowest) for phase in _OWN}
     phase = max(lost, key=lost.__getitem__)
+    where = "outside the measured phases" if phase == "other" else f"in {phase}"
     yield Finding(
         name="straggler",
         kind="slow",
-        title=f"rank {slowest} is slower than the other ranks, in {phase}",
+        title=f"rank {slowest} is slower than the other ranks, {where}",
         evidence=f"its own work takes {1e3 * total[slowest]:.1f} ms per step, the other ranks' "
-        f"{1e3 * statistics.median(others):.1f} ms (medians); {1e3 * lost[phase]:.1f} ms of the difference in {phase}",
+        f"{1e3 * statistics.median(others):.1f} ms (medians); {1e3 * lost[phase]:.1f} ms of the difference {where}",
         cause="every collective waits for the slowest rank, so all ranks run at its speed",
         fix={
             "data": "check the size of this rank's data shard, and its disk",

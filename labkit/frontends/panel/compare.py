@@ -10,7 +10,7 @@ from typing import Any
 
 import ipywidgets
 
-from labkit.analysis.comparison import BASELINE, HEADS, Row, alike, beside, cells, newest, recorded, sentences
+from labkit.analysis.comparison import BASELINE, HEADS, Row, alike, cells, newest, recorded, recorded_elsewhere, sentences
 from labkit.common.text import escape
 from labkit.figures import comparison as pictures
 from labkit.frontends.panel.recorded import label
@@ -266,14 +266,14 @@ def _in_a_thread(work: Callable[[], None]) -> None:
 def comparison_html(rows: Sequence[Row], left_out: Mapping[str, str]) -> str:
     """The table, the charts and the remarks as HTML, all text escaped."""
     said = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences(rows, left_out))
-    drawn = pictures.svg(rows, beside(rows), height=169)
+    drawn = pictures.svg(rows, recorded_elsewhere(rows), height=169)
     return f'{_table(rows)}<div class="labkit-plain">{drawn}</div><div class="labkit-notes">{said}</div>'
 
 
 def _table(rows: Sequence[Row]) -> str:
     heads = "".join(f"<th>{escape(head)}</th>" for head in HEADS)
     body = "".join(_row(row, cells(row)) for row in rows)
-    body += "".join(_row(row, (*cells(row)[:-1], "recorded elsewhere"), "labkit-recorded") for row in beside(rows))
+    body += "".join(_row(row, (*cells(row)[:-1], "recorded elsewhere"), "labkit-recorded") for row in recorded_elsewhere(rows))
     return f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
 
 
