@@ -24,7 +24,7 @@ class Follower:
 
     One call of `poll` reads a finished run completely, however long it was. If a call takes longer than a second,
     `progress` is called repeatedly with the share of bytes read so far (0 to 1). If the folder disappears, what was
-    read remains.
+    read remains. `found` is whether the folder has ever existed.
     """
 
     def __init__(self, folder: RunFolder, progress: Callable[[float], None] = lambda share: None):
@@ -34,16 +34,16 @@ class Follower:
         self._readers: dict[str, Reader] = {"system": folder.reader(folder.system)}
         self._known: dict[str, dict[str, Any]] = {}
         self._next_word = 0.0
-        self._was_there = not folder.is_gone
+        self.found = not folder.is_gone
 
     def poll(self) -> bool:
         """Reads new data; True if there was any. The status is read first, so that a finished state has all of its
         events.
         """
         if self.folder.is_gone:
-            under_way = self._was_there and not self.state.over
+            under_way = self.found and not self.state.over
             return under_way and self._apply_object("status", self.state.status | _DELETED)
-        self._was_there = True
+        self.found = True
         self._next_word = time.monotonic() + _PATIENCE
         changed = self._apply_object("status", current(self.folder))
         if "spec" not in self._known:

@@ -149,6 +149,7 @@ class Run:
         check_type("job", job, Job, "a Job; start a run with run(), or open a recorded one with Run.attach()")
         self._job = job
         self._of_thread = threading.local()
+        self._first = self._of_thread.follower = self._follower()
 
     def __repr__(self) -> str:
         state = self.state
@@ -175,11 +176,18 @@ class Run:
 
     @property
     def state(self) -> RunState:
-        """The current state of the run. Each thread gets its own, so that none changes while another thread reads it."""
+        """The current state of the run. Each thread gets its own, so that none changes while another thread reads it.
+
+        A thread that asks first when the run folder no longer exists gets what the thread that made this object has read.
+        """
         if not hasattr(self._of_thread, "follower"):
-            self._of_thread.follower = Follower(self.folder, progress=Reading(self.name))
+            follower = self._follower()
+            self._of_thread.follower = follower if follower.found else self._first
         self._of_thread.follower.poll()
         return self._of_thread.follower.state
+
+    def _follower(self) -> Follower:
+        return Follower(self.folder, progress=Reading(self.name))
 
     @property
     def words(self) -> str:
