@@ -1,7 +1,8 @@
 """labkit: choose a strategy, generate its training script, run it under torchrun, and watch it live.
 
 Public names are imported on first access: importing this package loads no heavy dependency and never initializes CUDA.
-This file and `__main__.py` must parse on old versions of Python, because `__main__.py` prints the error message for them.
+This file and `__main__.py` must parse on old versions of Python, because `__main__.py` prints the error message for
+them.
 """
 
 import importlib

@@ -1,6 +1,8 @@
-"""`python3 -m labkit COMMAND`: sets up the environment of a fresh clone, which needs only Python and pip, then runs the command.
+"""`python3 -m labkit COMMAND`: sets up the environment of a fresh clone, which needs only Python and pip, then runs the
+command.
 
-Nothing is imported before the version of Python is checked, and only the standard library before the environment is ready.
+Nothing is imported before the version of Python is checked, and only the standard library before the environment is
+ready.
 """
 
 import sys
@@ -13,7 +15,9 @@ def main(argv=None):
     if sys.version_info < OLDEST:
         found = "{}.{}".format(*sys.version_info[:2])
         wanted = "{}.{}".format(*OLDEST)
-        sys.stderr.write(f"labkit needs Python {wanted} or newer, and {sys.executable} is {found}; start it with a newer python3\n")
+        sys.stderr.write(
+            f"labkit needs Python {wanted} or newer, and {sys.executable} is {found}; start it with a newer python3\n"
+        )
         return 2
 
     from labkit.cli.parser import parse, refuse

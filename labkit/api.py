@@ -26,15 +26,19 @@ def compare(strategies: Sequence[str] | str, *, cold: bool = False, **fields: An
 
 
 def show(run: str | os.PathLike[str] | Run | Comparing = "last") -> Run | Comparing:
-    """Displays a run live and returns it: a `Run`, its name, the start or end of its name, its path, or `last`; or a comparison.
+    """Displays a run live and returns it: a `Run`, its name, the start or end of its name, its path, or `last`; or a
+    comparison.
 
-    In a notebook it returns at once. In a headless notebook (nbclient, a batch run) it waits until the run is over and leaves static
-    figures. Outside a notebook it displays the run in the terminal until the run is over. Raises `LookupError` if there is no such run.
+    In a notebook it returns at once. In a headless notebook (nbclient, a batch run) it waits until the run is over and
+    leaves static figures. Outside a notebook it displays the run in the terminal until the run is over. Raises
+    `LookupError` if there is no such run.
     """
     if isinstance(run, (str, os.PathLike)):
         run = Run.attach(run)
     if not isinstance(run, Run):
-        return _show_comparison(check_type("run", run, Comparing, "a Run, a run's name or path, or what compare() returned"))
+        return _show_comparison(
+            check_type("run", run, Comparing, "a Run, a run's name or path, or what compare() returned")
+        )
     if in_notebook():
         from labkit.frontends.panel import show_in_notebook
 

@@ -18,9 +18,9 @@
 #
 # **If you train on two devices instead of one, is training twice as fast? And what has to change in the program?**
 #
-# You will train a small network on one device, then on two, read the script that did it, and find the lines that made the
-# difference. Everything runs for real, in separate processes. If this machine has GPUs, the runs use them. If it has none, they use
-# *CPU ranks*: processes that train on the CPU. The concepts are the same.
+# You will train a small network on one device, then on two, read the script that did it, and find the lines that made
+# the difference. Everything runs for real, in separate processes. If this machine has GPUs, the runs use them. If it
+# has none, they use *CPU ranks*: processes that train on the CPU. The concepts are the same.
 #
 # Run a cell with **Shift + Enter**.
 
@@ -44,7 +44,8 @@ from labkit import Lab, Spec, check, diff_scripts, my_progress, run, show, write
 # - **rank**: the number of a process, counted across all machines.
 # - **local rank**: the number of a process on its machine. It selects the device.
 # - **world size**: the number of processes.
-# - **rendezvous**: the step in which the processes find each other before training starts. On one machine, `--standalone` sets it up.
+# - **rendezvous**: the step in which the processes find each other before training starts. On one machine,
+#   `--standalone` sets it up.
 #
 # Every process runs all of `train.py`. The processes differ only in these numbers.
 
@@ -61,7 +62,8 @@ show(one)
 # While it trains, look for three things:
 #
 # 1. The **state** changes from *starting ranks* to *training*. Importing torch takes longer than the first steps.
-# 2. The **loss** starts near 2.3. Before you read on: what is the loss of a network that considers all ten digits equally likely?
+# 2. The **loss** starts near 2.3. Before you read on: what is the loss of a network that considers all ten digits
+#    equally likely?
 #
 # <details class="answer"><summary>Answer</summary>
 # It assigns each digit the probability 1/10, and −ln(1/10) = 2.303.
@@ -72,10 +74,11 @@ show(one)
 # %% [markdown]
 # ## Two devices: predict first
 #
-# In *distributed data parallel* training (DDP), every rank holds the whole model and trains on its own shard of the data set. After
-# each backward pass, all ranks average their gradients, so their models stay identical.
+# In *distributed data parallel* training (DDP), every rank holds the whole model and trains on its own shard of the
+# data set. After each backward pass, all ranks average their gradients, so their models stay identical.
 #
-# There are 60,000 samples, and every rank takes 128 of them per step. Write down your answers before you run the next cell:
+# There are 60,000 samples, and every rank takes 128 of them per step. Write down your answers before you run the next
+# cell:
 #
 # 1. How many steps make an epoch with one rank? With two?
 # 2. How many samples does one step of two ranks process?
@@ -103,14 +106,16 @@ for each in (one, two):
 
 # %% [markdown]
 # <details class="answer"><summary>Was it twice as fast?</summary>
-# Rarely. The ranks must all-reduce their gradients in every step, and CPU ranks also share cores and memory. DDP overlaps part of
-# this communication: it sends the gradients of the last layers while backward is still computing those of the first layers.
+# Rarely. The ranks must all-reduce their gradients in every step, and CPU ranks also share cores and memory. DDP
+# overlaps part of this communication: it sends the gradients of the last layers while backward is still computing those
+# of the first layers.
 # </details>
 
 # %% [markdown]
 # ## The script
 #
-# This is the complete script. It needs PyTorch, and scikit-learn for the digits. The command in its first line runs it on any machine.
+# This is the complete script. It needs PyTorch, and scikit-learn for the digits. The command in its first line runs it
+# on any machine.
 
 # %%
 print(write_script(Spec(strategy="ddp", nproc=2)))
@@ -118,7 +123,8 @@ print(write_script(Spec(strategy="ddp", nproc=2)))
 # %% [markdown]
 # ## The difference
 #
-# This is everything that changes from one device to two. A line with `-` is removed, a line with `+` is added. Find the lines that
+# This is everything that changes from one device to two. A line with `-` is removed, a line with `+` is added. Find the
+# lines that
 #
 # 1. create the process group,
 # 2. give each rank its shard of the data set,
@@ -130,8 +136,8 @@ print(diff_scripts(Spec(strategy="single"), Spec(strategy="ddp", nproc=2)))
 # %% [markdown]
 # ## The panel
 #
-# The panel does the same with buttons. Choose a strategy, look at **Script & diff** before anything runs, then press **Run**.
-# **Logs** shows what each rank prints. **Stop** terminates the run and all of its processes.
+# The panel does the same with buttons. Choose a strategy, look at **Script & diff** before anything runs, then press
+# **Run**. **Logs** shows what each rank prints. **Stop** terminates the run and all of its processes.
 
 # %%
 Lab(strategy="ddp", steps=60)
@@ -143,13 +149,14 @@ Lab(strategy="ddp", steps=60)
 # 2. Use more CPU ranks than this machine has cores. Which phase of the step grows?
 # 3. Choose **FSDP2**: every rank stores only a shard of the model. Which curve of the memory chart drops?
 #
-# The same from a terminal: `python3 -m labkit run ddp --nproc 2`. Every run is saved in its own folder under `runs/`, and
-# `show("last")` opens the most recent one.
+# The same from a terminal: `python3 -m labkit run ddp --nproc 2`. Every run is saved in its own folder under `runs/`,
+# and `show("last")` opens the most recent one.
 
 # %% [markdown]
 # ## Exercises
 #
-# Every lab ends with exercises. `check` grades your answer and says what is wrong. Replace the three dots with your answer.
+# Every lab ends with exercises. `check` grades your answer and says what is wrong. Replace the three dots with your
+# answer.
 #
 # **1.** 60,000 samples, three ranks, 128 samples per rank and step: how many steps make an epoch?
 
@@ -158,8 +165,8 @@ steps = ...
 check("start.steps", steps)
 
 # %% [markdown]
-# **2.** Two ranks with 128 samples each process 256 samples per step, so they do not train as one device with 128 does. Start a DDP
-# run on two ranks with a global batch size of 128, and wait until it ends: `run(…).wait()`.
+# **2.** Two ranks with 128 samples each process 256 samples per step, so they do not train as one device with 128 does.
+# Start a DDP run on two ranks with a global batch size of 128, and wait until it ends: `run(…).wait()`.
 
 # %% tags=["exercise"]
 same_batch = ...

@@ -16,11 +16,12 @@
 # %% [markdown]
 # # Collectives: who sends what to whom
 #
-# **Four ranks have computed four gradients, and each needs the sum of all four. Who sends what to whom, how long does it take, and what
-# changes with eight ranks?**
+# **Four ranks have computed four gradients, and each needs the sum of all four. Who sends what to whom, how long does
+# it take, and what changes with eight ranks?**
 #
-# A rank can only *send* to one other rank and *receive* from one other rank. All collectives are built from these two operations. In
-# this lab you look at them as pictures, predict their cost, run them on real processes, and write one yourself.
+# A rank can only *send* to one other rank and *receive* from one other rank. All collectives are built from these two
+# operations. In this lab you look at them as pictures, predict their cost, run them on real processes, and write one
+# yourself.
 
 # %%
 from labkit import check, pictures
@@ -30,9 +31,10 @@ from labkit import check, pictures
 # %% [markdown]
 # ## A cell on four ranks
 #
-# `%%torchrun 4` runs the cell in four processes. The process group is already initialised, and the names `rank`, `world_size`,
-# `device`, `torch`, `dist` (which is `torch.distributed`), `os` and `time` are defined. `report` returns values as a table. If this
-# machine has four GPUs, each rank uses one and NCCL does the communication. Otherwise the ranks are CPU ranks and use gloo.
+# `%%torchrun 4` runs the cell in four processes. The process group is already initialised, and the names `rank`,
+# `world_size`, `device`, `torch`, `dist` (which is `torch.distributed`), `os` and `time` are defined. `report` returns
+# values as a table. If this machine has four GPUs, each rank uses one and NCCL does the communication. Otherwise the
+# ranks are CPU ranks and use gloo.
 #
 # **Predict:** every rank runs the same lines. What does each one print, and in which order?
 
@@ -45,8 +47,8 @@ report(process=os.getpid(), device=str(device))
 # %% [markdown]
 # <details class="answer"><summary>Answer</summary>
 #
-# Each rank prints its own number, from a separate process: see the column *process*. The order is not defined. Ranks wait for each
-# other only when they communicate.
+# Each rank prints its own number, from a separate process: see the column *process*. The order is not defined. Ranks
+# wait for each other only when they communicate.
 #
 # </details>
 #
@@ -55,8 +57,8 @@ report(process=os.getpid(), device=str(device))
 # %% [markdown]
 # ## Broadcast: one rank has the data, all ranks need it
 #
-# DDP begins with a broadcast: rank 0 sends its weights to all other ranks. In the simplest algorithm, rank 0 sends to one rank after
-# another.
+# DDP begins with a broadcast: rank 0 sends its weights to all other ranks. In the simplest algorithm, rank 0 sends to
+# one rank after another.
 #
 # In these pictures an arrow is a message, and the cell next to a rank shows its data **after** the round.
 
@@ -64,8 +66,8 @@ report(process=os.getpid(), device=str(device))
 pictures.collectives.broadcast(4, by="one_by_one")
 
 # %% [markdown]
-# This takes three rounds for four ranks: n − 1 rounds, and rank 0 does all the sending. Alternatively, each rank forwards the message
-# to the next:
+# This takes three rounds for four ranks: n − 1 rounds, and rank 0 does all the sending. Alternatively, each rank
+# forwards the message to the next:
 
 # %%
 pictures.collectives.broadcast(4, by="chain")
@@ -73,7 +75,8 @@ pictures.collectives.broadcast(4, by="chain")
 # %% [markdown]
 # Now the work is distributed evenly, but it still takes n − 1 rounds.
 #
-# **Predict:** after one round *two* ranks have the message, and both can send. How many rounds are enough for 8 ranks? For 1024?
+# **Predict:** after one round *two* ranks have the message, and both can send. How many rounds are enough for 8 ranks?
+# For 1024?
 
 # %%
 pictures.collectives.broadcast(8, by="tree")
@@ -81,8 +84,8 @@ pictures.collectives.broadcast(8, by="tree")
 # %% [markdown]
 # <details class="answer"><summary>Answer</summary>
 #
-# The number of ranks that have the message doubles in each round: 1, 2, 4, 8. So a tree takes log₂ n rounds, rounded up: 3 for 8 ranks,
-# and 10 for 1024 ranks instead of 1023.
+# The number of ranks that have the message doubles in each round: 1, 2, 4, 8. So a tree takes log₂ n rounds, rounded
+# up: 3 for 8 ranks, and 10 for 1024 ranks instead of 1023.
 #
 # </details>
 #
@@ -109,8 +112,8 @@ report(by_broadcast=y)
 # %% [markdown]
 # ## Reduce: a broadcast in reverse
 #
-# Reverse the arrows and add along the way (`+`): rank 0 ends up with the sum. The digits in a cell say which ranks' data it
-# contains, and Σ is the sum over all ranks.
+# Reverse the arrows and add along the way (`+`): rank 0 ends up with the sum. The digits in a cell say which ranks'
+# data it contains, and Σ is the sum over all ranks.
 
 # %%
 pictures.collectives.reduce(4, by="tree")
@@ -126,15 +129,15 @@ pictures.collectives.reduce(4, by="tree")
 pictures.collectives.all_reduce(4, by="root")
 
 # %% [markdown]
-# **Second algorithm:** the same along a tree, up and then down. It takes fewer rounds, but each round still sends whole messages, and
-# half of the ranks are idle.
+# **Second algorithm:** the same along a tree, up and then down. It takes fewer rounds, but each round still sends whole
+# messages, and half of the ranks are idle.
 
 # %%
 pictures.collectives.all_reduce(4, by="tree")
 
 # %% [markdown]
-# **Third algorithm:** split the message into n chunks, A B C D, and send one chunk per round to the right neighbour. All ranks send in
-# every round.
+# **Third algorithm:** split the message into n chunks, A B C D, and send one chunk per round to the right neighbour.
+# All ranks send in every round.
 #
 # **Predict** before you look: how many rounds does it take, and how much of its message does one rank send in total?
 
@@ -144,9 +147,9 @@ pictures.collectives.all_reduce(4, by="ring")
 # %% [markdown]
 # <details class="answer"><summary>Answer</summary>
 #
-# Two passes of n − 1 rounds around the ring: in the first, ranks accumulate partial sums; in the second, they pass on the complete
-# sums. That is 2 (n − 1) rounds of 1/n of the message each: 6 rounds and 1.5 messages for four ranks, and less than 2 messages for any
-# number of ranks.
+# Two passes of n − 1 rounds around the ring: in the first, ranks accumulate partial sums; in the second, they pass on
+# the complete sums. That is 2 (n − 1) rounds of 1/n of the message each: 6 rounds and 1.5 messages for four ranks, and
+# less than 2 messages for any number of ranks.
 #
 # </details>
 
@@ -165,8 +168,8 @@ pictures.collectives.all_gather(4)
 pictures.collectives.reduce_scatter(4)
 
 # %% [markdown]
-# **All-to-all**: each rank sends a different chunk to every other rank. `2›0` is the chunk from rank 2 to rank 0. A mixture of experts
-# sends tokens to their experts this way.
+# **All-to-all**: each rank sends a different chunk to every other rank. `2›0` is the chunk from rank 2 to rank 0. A
+# mixture of experts sends tokens to their experts this way.
 
 # %%
 pictures.collectives.all_to_all(4)
@@ -174,7 +177,8 @@ pictures.collectives.all_to_all(4)
 # %% [markdown]
 # ## On real processes
 #
-# **Predict** the table, row by row. Rank r starts with [r, r, r, r], and for the all-to-all with [10r, 10r+1, 10r+2, 10r+3].
+# **Predict** the table, row by row. Rank r starts with [r, r, r, r], and for the all-to-all with [10r, 10r+1, 10r+2,
+# 10r+3].
 
 # %%
 # %%torchrun 4
@@ -199,7 +203,8 @@ report(all_reduce=total, all_gather=torch.cat(gathered), reduce_scatter=chunk, a
 #
 # > **T = rounds · α + bytes sent one after another · β**
 #
-# α dominates short messages, so few rounds are best. β dominates long messages, so few bytes are best. The picture counts both.
+# α dominates short messages, so few rounds are best. β dominates long messages, so few bytes are best. The picture
+# counts both.
 
 # %%
 pictures.collectives.costs(8)
@@ -209,8 +214,8 @@ pictures.collectives.costs(8)
 #
 # <details class="answer"><summary>Answer</summary>
 #
-# The tree takes the fewest rounds, so it is best for a single number. The ring sends the fewest bytes, so it is best for 100 MB.
-# Libraries choose the algorithm by message size.
+# The tree takes the fewest rounds, so it is best for a single number. The ring sends the fewest bytes, so it is best
+# for 100 MB. Libraries choose the algorithm by message size.
 #
 # </details>
 
@@ -238,7 +243,8 @@ seconds(sizes[0])  # synchronises the ranks
 report(sizes=sizes, seconds=[seconds(size) for size in sizes])
 
 # %% [markdown]
-# Two of the eight points are enough to determine α and β. The ring takes 2 (n − 1) rounds and sends 2 (n − 1) / n of the message.
+# Two of the eight points are enough to determine α and β. The ring takes 2 (n − 1) rounds and sends 2 (n − 1) / n of
+# the message.
 
 # %%
 n, sizes = len(timed["sizes"]), timed["sizes"][0]
@@ -249,8 +255,8 @@ beta = (took[-1] - took[0]) / (fraction * (sizes[-1] - sizes[0]))
 print(f"α = {1e6 * alpha:,.0f} µs per message    1/β = {1 / beta / 1e6:,.0f} MB/s")
 
 # %% [markdown]
-# **Predict:** according to the model, from which size on does a message take twice as long as the shortest one? Will the other six
-# points lie on the curve?
+# **Predict:** according to the model, from which size on does a message take twice as long as the shortest one? Will
+# the other six points lie on the curve?
 
 # %%
 model = [rounds * alpha + fraction * beta * size for size in sizes]
@@ -259,15 +265,17 @@ pictures.collectives.times(sizes, {"all-reduce": took}, {"all-reduce": model})
 # %% [markdown]
 # <details class="answer"><summary>What to see</summary>
 #
-# The curve has a flat part, where α dominates, and a rising part, where β dominates. They meet near n α / β bytes: there, bandwidth
-# costs as much time as latency.
+# The curve has a flat part, where α dominates, and a rising part, where β dominates. They meet near n α / β bytes:
+# there, bandwidth costs as much time as latency.
 #
-# The curve passes through the first and the last point by construction. The other points are the test. If they are off the curve,
-# the model is too simple:
+# The curve passes through the first and the last point by construction. The other points are the test. If they are off
+# the curve, the model is too simple:
 #
-# - **CPU ranks (gloo)** share cores. Most of α is the time until the operating system schedules the next rank, and it varies a lot.
-#   Bytes are cheap up to the size of a cache and expensive beyond it. No network is involved: this is memory being copied.
-# - **GPUs (NCCL)** use different algorithms for short and long messages, so points may lie *below* the curve in the middle.
+# - **CPU ranks (gloo)** share cores. Most of α is the time until the operating system schedules the next rank, and it
+#   varies a lot. Bytes are cheap up to the size of a cache and expensive beyond it. No network is involved: this is
+#   memory being copied.
+# - **GPUs (NCCL)** use different algorithms for short and long messages, so points may lie *below* the curve in the
+#   middle.
 #
 # A DDP gradient bucket has 25 MiB by default. In which part of the curve is that, and why?
 #
@@ -299,10 +307,11 @@ for name, four, expected in (("bytes_1024", took[0], 14 / 6), ("bytes_16777216",
 # %% [markdown]
 # <details class="answer"><summary>Answer</summary>
 #
-# According to the model, the shortest message takes 14 / 6 as long (more rounds), and the longest 1.75 / 1.5 as long (more bytes): for
-# long messages, the cost of a ring hardly depends on the number of ranks. This holds if every rank has its own link and its own
-# processor. CPU ranks share a few cores and take turns: twice as many ranks copy twice as much through the same memory, and a round
-# ends only when the last rank has been scheduled. There, both times grow far more than the model says.
+# According to the model, the shortest message takes 14 / 6 as long (more rounds), and the longest 1.75 / 1.5 as long
+# (more bytes): for long messages, the cost of a ring hardly depends on the number of ranks. This holds if every rank
+# has its own link and its own processor. CPU ranks share a few cores and take turns: twice as many ranks copy twice as
+# much through the same memory, and a round ends only when the last rank has been scheduled. There, both times grow far
+# more than the model says.
 #
 # </details>
 
@@ -316,17 +325,17 @@ megabytes = ...
 check("collectives.bytes", megabytes)
 
 # %% [markdown]
-# **2.** Each of the two passes of the ring is a collective by itself. Which two collectives are they, in order? Write them as one
-# string, separated by a comma.
+# **2.** Each of the two passes of the ring is a collective by itself. Which two collectives are they, in order? Write
+# them as one string, separated by a comma.
 
 # %% tags=["exercise"]
 two = ...
 check("collectives.halves", two)
 
 # %% [markdown]
-# **3.** Write the ring. `chunks` is a list of `n` numbers, one per chunk. `send(to, number)` blocks until rank `to` receives, as
-# `dist.send` may do. `receive(source)` blocks until rank `source` sends. Return the list of the `n` sums. The check runs your function
-# on three and on four threads and says where it is wrong. It also detects deadlocks.
+# **3.** Write the ring. `chunks` is a list of `n` numbers, one per chunk. `send(to, number)` blocks until rank `to`
+# receives, as `dist.send` may do. `receive(source)` blocks until rank `source` sends. Return the list of the `n` sums.
+# The check runs your function on three and on four threads and says where it is wrong. It also detects deadlocks.
 
 
 # %% tags=["exercise"]
@@ -347,5 +356,5 @@ check("collectives.ring", ring)
 # | all-to-all | n − 1 | (n − 1) / n · M | mixtures of experts |
 # | send, receive | 1 | M | pipelines, from stage to stage |
 #
-# A collective completes only when **every** rank in its group calls it. If one rank is late or takes a different branch, all others
-# wait for it.
+# A collective completes only when **every** rank in its group calls it. If one rank is late or takes a different
+# branch, all others wait for it.

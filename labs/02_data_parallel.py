@@ -18,8 +18,8 @@
 #
 # **One line, `nn.DataParallel(model)`, and all GPUs are used. Why does its own documentation advise against it?**
 #
-# This lab takes half an hour. You find out what DP sends in every step, what device 0 has to do, what the threads wait for, and how
-# DDP avoids all of this.
+# This lab takes half an hour. You find out what DP sends in every step, what device 0 has to do, what the threads wait
+# for, and how DDP avoids all of this.
 
 # %%
 import time
@@ -31,15 +31,16 @@ HERE = place(2)
 print(HERE)
 
 # %% [markdown]
-# With two or more GPUs, this lab runs `nn.DataParallel` itself. Without them, DP is **emulated**: each device is a thread of one CPU
-# process, and transfers between devices are copies within memory. The order of operations, the work of device 0 and the single Python
-# interpreter are as in real DP. The time of a transfer is not. Every figure of an emulated run is labelled as emulated.
+# With two or more GPUs, this lab runs `nn.DataParallel` itself. Without them, DP is **emulated**: each device is a
+# thread of one CPU process, and transfers between devices are copies within memory. The order of operations, the work
+# of device 0 and the single Python interpreter are as in real DP. The time of a transfer is not. Every figure of an
+# emulated run is labelled as emulated.
 
 # %% [markdown]
 # ## Five transfers
 #
-# Device 0 receives the batch and owns the model. It is the only device that keeps state from step to step. Everything else is sent to
-# the other devices and back in every step:
+# Device 0 receives the batch and owns the model. It is the only device that keeps state from step to step. Everything
+# else is sent to the other devices and back in every step:
 
 # %%
 pictures.data_parallel.dp_step(devices=2)
@@ -53,8 +54,8 @@ pictures.data_parallel.dp_step(devices=2)
 #
 # <details class="answer"><summary>Answer</summary>
 #
-# ② and ⑤: all parameters go out and all gradients come back, whatever the batch size. With four devices the parameters are broadcast
-# to three replicas instead of one. While device 0 computes the loss and the update, the others idle.
+# ② and ⑤: all parameters go out and all gradients come back, whatever the batch size. With four devices the parameters
+# are broadcast to three replicas instead of one. While device 0 computes the loss and the update, the others idle.
 #
 # </details>
 
@@ -74,14 +75,15 @@ print(excerpt(Spec(strategy="dp", nproc=2, device="cpu"), "Replicas"))
 #
 # <details class="answer"><summary>Answer</summary>
 #
-# Each forward pass creates `copies` again. Only device 0's weights are updated, so the copies of the previous step are outdated.
+# Each forward pass creates `copies` again. Only device 0's weights are updated, so the copies of the previous step are
+# outdated.
 #
 # </details>
 #
 # ## Bytes: predict, then run
 #
-# The CNN has 405,898 parameters, an image has 28 × 28 pixels, there are 10 outputs, and each number has four bytes. Two devices
-# process 128 samples each. How many bytes does each transfer move?
+# The CNN has 405,898 parameters, an image has 28 × 28 pixels, there are 10 outputs, and each number has four bytes. Two
+# devices process 128 samples each. How many bytes does each transfer move?
 
 # %%
 inputs, model, outputs = 4 * 128 * 28 * 28, 4 * 405_898, 4 * 128 * 10
@@ -96,14 +98,15 @@ show(dp)
 dp.wait().ledger()
 
 # %% [markdown]
-# The ledger shows your four numbers in its column *expected*. The transfers **to** device 0, outputs and gradients, can be measured.
-# The transfers from device 0 happen inside the process and cannot be counted there; the ledger says so and shows 0. ④, the gradients
-# of the outputs, has as many bytes as ③.
+# The ledger shows your four numbers in its column *expected*. The transfers **to** device 0, outputs and gradients, can
+# be measured. The transfers from device 0 happen inside the process and cannot be counted there; the ledger says so and
+# shows 0. ④, the gradients of the outputs, has as many bytes as ③.
 
 # %% [markdown]
 # ## The load on device 0
 #
-# **Predict:** which device runs out of memory first, and which link saturates first? How does that grow with the number of devices?
+# **Predict:** which device runs out of memory first, and which link saturates first? How does that grow with the number
+# of devices?
 
 # %%
 replicas = dp.summary()["replicas"]
@@ -112,9 +115,10 @@ for each in replicas:
 print("in addition, replica 0 has, in bytes:", replicas[0]["extra"])
 
 # %% [markdown]
-# `memory` is the memory of each replica. On CPU it counts only parameters, inputs and outputs; on a GPU it counts everything that is
-# allocated. *In addition*, replica 0 holds the gathered outputs, the gradients of the other replicas, and the optimizer state, which
-# exists on no other device. That is why the first GPU runs out of memory under DP while the others have memory to spare.
+# `memory` is the memory of each replica. On CPU it counts only parameters, inputs and outputs; on a GPU it counts
+# everything that is allocated. *In addition*, replica 0 holds the gathered outputs, the gradients of the other
+# replicas, and the optimizer state, which exists on no other device. That is why the first GPU runs out of memory under
+# DP while the others have memory to spare.
 #
 # Now the traffic per link, for more devices than you may have:
 
@@ -122,15 +126,15 @@ print("in addition, replica 0 has, in bytes:", replicas[0]["extra"])
 pictures.data_parallel.wires(8)
 
 # %% [markdown]
-# The link of device 0 carries the sum of all transfers, so it is the bottleneck: with n devices, its traffic is n − 1 times that of
-# two devices. Under DDP each rank sends at most twice the size of its gradients and receives as much, however many ranks there are
-# (the ring of lab 01).
+# The link of device 0 carries the sum of all transfers, so it is the bottleneck: with n devices, its traffic is n − 1
+# times that of two devices. Under DDP each rank sends at most twice the size of its gradients and receives as much,
+# however many ranks there are (the ring of lab 01).
 
 # %% [markdown]
 # ## What do the threads wait for?
 #
-# A single Python interpreter drives all devices of DP. It has one global lock, the **GIL**: only the thread that holds it runs
-# Python code.
+# A single Python interpreter drives all devices of DP. It has one global lock, the **GIL**: only the thread that holds
+# it runs Python code.
 #
 # **Predict:** a loop in pure Python takes some time in one thread. How long do two such loops take in two threads?
 
@@ -152,26 +156,30 @@ one, two = seconds(loop, 1), seconds(loop, 2)
 print(f"one thread {one:.2f} s, two threads {two:.2f} s: {two / one:.1f} times as long")
 
 # %% [markdown]
-# They take about twice as long, on any number of cores, because the two threads take turns. (A free-threaded build of Python would
-# show 1.) torch releases the lock *inside* an operation. The code between two operations, and the launch of each operation on a GPU,
-# needs it. In the run:
+# They take about twice as long, on any number of cores, because the two threads take turns. (A free-threaded build of
+# Python would show 1.) torch releases the lock *inside* an operation. The code between two operations, and the launch
+# of each operation on a GPU, needs it. In the run:
 
 # %%
 for each in replicas:
     forward, busy = 1e3 * each["forward"], 1e3 * each["cpu"]
-    print(f"replica {each['replica']}: forward {forward:.1f} ms, CPU time {busy:.1f} ms, waiting {forward - busy:.1f} ms")
+    print(
+        f"replica {each['replica']}: forward {forward:.1f} ms, CPU time {busy:.1f} ms, waiting {forward - busy:.1f} ms"
+    )
 print(f"a thread that only requests the lock waits {dp.state.gil_wait or 0:.0%} of the time")
 
 # %% [markdown]
-# *forward* is wall-clock time. *CPU time* is the time in which the thread actually ran. In the remaining time it waited for the lock or
-# for a core. The measurement cannot distinguish the two, so the wait is longer if there are more busy threads than cores. On a GPU the
-# threads only *queue* kernels, and they wait for the lock. With eight GPUs, eight threads compete for it.
+# *forward* is wall-clock time. *CPU time* is the time in which the thread actually ran. In the remaining time it waited
+# for the lock or for a core. The measurement cannot distinguish the two, so the wait is longer if there are more busy
+# threads than cores. On a GPU the threads only *queue* kernels, and they wait for the lock. With eight GPUs, eight
+# threads compete for it.
 
 # %% [markdown]
 # ## DP versus DDP
 #
-# DDP has one process, one interpreter and one model per device. **Predict**, for the same 256 samples per step and the same initial
-# weights: how many processes does each one have? Whose loss is lower after 12 steps? Which one processes more samples per second?
+# DDP has one process, one interpreter and one model per device. **Predict**, for the same 256 samples per step and the
+# same initial weights: how many processes does each one have? Whose loss is lower after 12 steps? Which one processes
+# more samples per second?
 #
 # `compare` runs both, after a run on a single device.
 
@@ -186,12 +194,14 @@ for row, each in zip(both.rows, both.runs):
     print(f"{row.title:7} processes: {each.state.world_size}   loss {row.loss:.3f}   {speed}")
 
 # %% [markdown]
-# The loss is the same up to rounding, and the rounding differences grow with every step: DP and DDP are two implementations of the
-# *same* computation. Their speed depends on the machine. Emulated DP pays nothing for transfers, so on CPU ranks it may be close to
-# DDP or even faster. On GPUs, all five transfers of DP are exposed, while DDP overlaps its only collective with backward.
+# The loss is the same up to rounding, and the rounding differences grow with every step: DP and DDP are two
+# implementations of the *same* computation. Their speed depends on the machine. Emulated DP pays nothing for transfers,
+# so on CPU ranks it may be close to DDP or even faster. On GPUs, all five transfers of DP are exposed, while DDP
+# overlaps its only collective with backward.
 #
-# On CPU, two columns of the table are misleading for DP. It shows *0 B* sent, because its copies use no process group (the ledger above
-# shows them). It also shows too little memory, because memory that the threads allocate is not counted.
+# On CPU, two columns of the table are misleading for DP. It shows *0 B* sent, because its copies use no process group
+# (the ledger above shows them). It also shows too little memory, because memory that the threads allocate is not
+# counted.
 #
 # Point by point:
 #
@@ -209,8 +219,8 @@ for row, each in zip(both.rows, both.runs):
 # %% [markdown]
 # ## Exercises
 #
-# **1.** The MLP has 669,706 parameters. Four devices process 64 images of 28 × 28 each, there are 10 outputs, and every number has
-# four bytes. How many bytes does each transfer, ① to ⑤, move in total? Answer with a list of five numbers.
+# **1.** The MLP has 669,706 parameters. Four devices process 64 images of 28 × 28 each, there are 10 outputs, and every
+# number has four bytes. How many bytes does each transfer, ① to ⑤, move in total? Answer with a list of five numbers.
 
 # %% tags=["exercise"]
 exchanges = ...
@@ -232,8 +242,8 @@ sides = ...
 check("data_parallel.sides", sides)
 
 # %% [markdown]
-# **3.** Run the same training with both: one run of `dp` and one of `ddp`, on two devices, for at least ten steps each, with a
-# **global batch size of 96**. Wait for both runs, and answer with a list of the two.
+# **3.** Run the same training with both: one run of `dp` and one of `ddp`, on two devices, for at least ten steps each,
+# with a **global batch size of 96**. Wait for both runs, and answer with a list of the two.
 
 # %% tags=["exercise"]
 same = ...

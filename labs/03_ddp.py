@@ -16,10 +16,11 @@
 # %% [markdown]
 # # DDP: equal ranks that average their gradients
 #
-# **Two processes train on different samples and never compare their weights. How do their models stay bitwise identical?**
+# **Two processes train on different samples and never compare their weights. How do their models stay bitwise
+# identical?**
 #
-# This lab takes forty minutes. You follow the four phases of a step, check the gradient average with numbers, see how the samples are
-# distributed, and how the communication is overlapped.
+# This lab takes forty minutes. You follow the four phases of a step, check the gradient average with numbers, see how
+# the samples are distributed, and how the communication is overlapped.
 
 # %%
 from labkit import Spec, check, excerpt, pictures, place, run, show
@@ -30,8 +31,8 @@ HERE = place(2)
 # %% [markdown]
 # ## A DDP step
 #
-# Once, at the start, rank 0 **broadcasts** its weights. Then, in every step, each rank does the same four things: **forward**
-# on its own samples, **backward**, **all-reduce** of the gradients, and the **update**.
+# Once, at the start, rank 0 **broadcasts** its weights. Then, in every step, each rank does the same four things:
+# **forward** on its own samples, **backward**, **all-reduce** of the gradients, and the **update**.
 
 # %%
 pictures.data_parallel.ddp_step(ranks=2)
@@ -45,8 +46,9 @@ pictures.data_parallel.ddp_step(ranks=2)
 #
 # <details class="answer"><summary>Answer</summary>
 #
-# 1: only ① and ④. 2: equal weights, updated with the same averaged gradient by the same rule, stay equal. 3: backward runs from the
-# last layer to the first, and the gradients of the last layer are complete long before those of the first.
+# 1: only ① and ④. 2: equal weights, updated with the same averaged gradient by the same rule, stay equal. 3: backward
+# runs from the last layer to the first, and the gradients of the last layer are complete long before those of the
+# first.
 #
 # </details>
 #
@@ -58,8 +60,8 @@ print(excerpt(Spec(strategy="ddp", **HERE), "parallelize", "train_step"))
 # %% [markdown]
 # ## The broadcast, with numbers
 #
-# The model has two weights. Each rank deliberately initialises **different** weights: its seed is its rank. **Predict:** which weights
-# does rank 1 have after its model is wrapped?
+# The model has two weights. Each rank deliberately initialises **different** weights: its seed is its rank.
+# **Predict:** which weights does rank 1 have after its model is wrapped?
 
 # %%
 # %%torchrun 2
@@ -72,11 +74,11 @@ report(after_wrapping=layer.weight.flatten())
 # %% [markdown]
 # ## The average, with numbers
 #
-# The output is w₀·x₀ + w₁·x₁, and it is also the loss. So the gradient equals the input. Rank 0 has the sample (1, 2), rank 1 has
-# (3, 6).
+# The output is w₀·x₀ + w₁·x₁, and it is also the loss. So the gradient equals the input. Rank 0 has the sample (1, 2),
+# rank 1 has (3, 6).
 #
-# **Predict** for both ranks: the local gradient, the gradient after the all-reduce, and the change of the weights with a learning
-# rate of 0.1.
+# **Predict** for both ranks: the local gradient, the gradient after the all-reduce, and the change of the weights with
+# a learning rate of 0.1.
 
 # %%
 # %%torchrun 2 --as seen
@@ -97,32 +99,34 @@ report(averaged=layer.weight.grad.flatten(), change=(layer.weight.detach() - sta
 pictures.data_parallel.average(seen["local"])
 
 # %% [markdown]
-# (1 + 3) / 2 = 2 and (2 + 6) / 2 = 4 on both ranks, and the weights change by −0.2 and −0.4 on both. **One** device would compute the
-# same gradient for the mean loss of both samples. So two ranks with 128 samples each train like one device with 256.
+# (1 + 3) / 2 = 2 and (2 + 6) / 2 = 4 on both ranks, and the weights change by −0.2 and −0.4 on both. **One** device
+# would compute the same gradient for the mean loss of both samples. So two ranks with 128 samples each train like one
+# device with 256.
 #
-# **Think:** in the last step of an epoch, rank 0 has 3 samples and rank 1 has one. Is the average still that of one device with 4
-# samples?
+# **Think:** in the last step of an epoch, rank 0 has 3 samples and rank 1 has one. Is the average still that of one
+# device with 4 samples?
 #
 # <details class="answer"><summary>Answer</summary>
 #
-# No. DDP averages over ranks, not over samples, so rank 1's single sample weighs as much as rank 0's three together. That is one
-# reason why the sampler gives all ranks the same number of samples.
+# No. DDP averages over ranks, not over samples, so rank 1's single sample weighs as much as rank 0's three together.
+# That is one reason why the sampler gives all ranks the same number of samples.
 #
 # </details>
 
 # %% [markdown]
 # ## How 60,000 samples are split into batches
 #
-# **Predict:** with 128 samples per rank and step, how many steps does an epoch have on one device, on two, on four? How many samples
-# does each step process?
+# **Predict:** with 128 samples per rank and step, how many steps does an epoch have on one device, on two, on four? How
+# many samples does each step process?
 
 # %%
 for ranks in (1, 2, 4):
     print(f"{ranks} rank(s):", Spec(strategy="ddp", nproc=ranks).batch_sentence)
 
 # %% [markdown]
-# `batch_size` in a script is **per rank**. With two ranks, each takes 128 samples, not 64. A step processes 256 samples, and 469 steps
-# become 235. To keep the global batch size, divide the batch by the number of ranks (here: `scaling="strong"`):
+# `batch_size` in a script is **per rank**. With two ranks, each takes 128 samples, not 64. A step processes 256
+# samples, and 469 steps become 235. To keep the global batch size, divide the batch by the number of ranks (here:
+# `scaling="strong"`):
 
 # %%
 for ranks in (1, 2, 4):
@@ -138,13 +142,13 @@ show(ddp)
 # %% [markdown]
 # <details class="answer"><summary>Why do they differ if the models are equal?</summary>
 #
-# Each rank computes the loss of its own samples. The mean over the ranks is the loss of the step, and only the mean can be compared
-# with the loss of a single device.
+# Each rank computes the loss of its own samples. The mean over the ranks is the loss of the step, and only the mean can
+# be compared with the loss of a single device.
 #
 # </details>
 #
-# There is one all-reduce, of as many bytes as there are gradients: 4 bytes for each of 405,898 parameters. Each rank sends
-# 2(n−1)/n times that.
+# There is one all-reduce, of as many bytes as there are gradients: 4 bytes for each of 405,898 parameters. Each rank
+# sends 2(n−1)/n times that.
 
 # %%
 ddp.wait().ledger()
@@ -152,8 +156,8 @@ ddp.wait().ledger()
 # %% [markdown]
 # ## Which rank gets which samples
 #
-# `DistributedSampler` shuffles with the seed *seed + epoch*, which is the same on every rank, and assigns the samples to the ranks
-# round-robin. Here are 20 samples, each with its number and the colour of its rank:
+# `DistributedSampler` shuffles with the seed *seed + epoch*, which is the same on every rank, and assigns the samples
+# to the ranks round-robin. Here are 20 samples, each with its number and the colour of its rank:
 
 # %%
 pictures.data_parallel.shares(samples=20, ranks=2, batch=5)
@@ -165,8 +169,8 @@ pictures.data_parallel.shares(samples=20, ranks=2, batch=5)
 pictures.data_parallel.shares(samples=22, ranks=4, batch=3, epochs=1)
 
 # %% [markdown]
-# Two samples are used twice, so that all ranks do the same number of steps. If a rank did one step less, the others would wait in an
-# all-reduce forever. What happens if you forget the sampler? Or the call of `set_epoch`?
+# Two samples are used twice, so that all ranks do the same number of steps. If a rank did one step less, the others
+# would wait in an all-reduce forever. What happens if you forget the sampler? Or the call of `set_epoch`?
 
 # %%
 pictures.data_parallel.shares(sampler=False)
@@ -175,9 +179,9 @@ pictures.data_parallel.shares(sampler=False)
 pictures.data_parallel.shares(set_epoch=False)
 
 # %% [markdown]
-# Without a sampler, both ranks do the same work: the average of two equal gradients is the same gradient, and an epoch takes as long
-# as on one device. Without `set_epoch`, every epoch has the same order, so the batches contain the same samples in every epoch.
-# **Neither raises an error**, and the loss still decreases. Would you notice?
+# Without a sampler, both ranks do the same work: the average of two equal gradients is the same gradient, and an epoch
+# takes as long as on one device. Without `set_epoch`, every epoch has the same order, so the batches contain the same
+# samples in every epoch. **Neither raises an error**, and the loss still decreases. Would you notice?
 
 # %%
 for fault in ("no_sampler", "no_set_epoch"):
@@ -185,26 +189,28 @@ for fault in ("no_sampler", "no_set_epoch"):
     print(f"{fault}: {broken.words} after {broken.state.step} steps\n{broken.findings()}\n")
 
 # %% [markdown]
-# Both runs *finished*. Without a sampler, two epochs took twice as many steps: 1,024 / 128 each instead of 1,024 / 256. The lab found
-# this by comparing the samplers and the batches of the ranks. In your own script, print the first labels of each rank once.
+# Both runs *finished*. Without a sampler, two epochs took twice as many steps: 1,024 / 128 each instead of 1,024 / 256.
+# The lab found this by comparing the samplers and the batches of the ranks. In your own script, print the first labels
+# of each rank once.
 
 # %% [markdown]
 # ## Buckets
 #
-# DDP does not send every gradient separately, because each message costs latency. Nor does it wait until all gradients are ready. It
-# fills **buckets**, from the last layer to the first, and sends each bucket as soon as it is full. The default size is 25 MiB.
+# DDP does not send every gradient separately, because each message costs latency. Nor does it wait until all gradients
+# are ready. It fills **buckets**, from the last layer to the first, and sends each bucket as soon as it is full. The
+# default size is 25 MiB.
 #
-# **Predict:** a GPT with 1,073,536 parameters has 4.1 MiB of gradients. How many buckets are there with 25 MiB? How much of the
-# communication is overlapped with backward?
+# **Predict:** a GPT with 1,073,536 parameters has 4.1 MiB of gradients. How many buckets are there with 25 MiB? How
+# much of the communication is overlapped with backward?
 
 # %%
 coarse = run("ddp", **HERE, workload="gpt", batch_size=4, steps=16).wait()
 coarse.figure("timeline")
 
 # %% [markdown]
-# There is one bucket. It is full when the gradient of the *first* layer is ready, which is the end of backward. So it is sent when no
-# computation is left to overlap with. **Predict again:** how many buckets are there with 1 MiB? Take the backward time and the
-# communication rate of that run, and model the timeline:
+# There is one bucket. It is full when the gradient of the *first* layer is ready, which is the end of backward. So it
+# is sent when no computation is left to overlap with. **Predict again:** how many buckets are there with 1 MiB? Take
+# the backward time and the communication rate of that run, and model the timeline:
 
 # %%
 ranks = coarse.summary()["ranks"]
@@ -215,8 +221,8 @@ pictures.data_parallel.buckets("gpt", bucket_mb=(25, 1), backward=backward, rate
 # %% [markdown]
 # <details class="answer"><summary>Why four buckets and not five?</summary>
 #
-# 4.1 MiB would need five buckets of 1 MiB. But DDP closes a bucket when it *has reached* its size, not before it would exceed it. The
-# tensor that fills the bucket belongs to it, so each bucket is slightly larger than 1 MiB.
+# 4.1 MiB would need five buckets of 1 MiB. But DDP closes a bucket when it *has reached* its size, not before it would
+# exceed it. The tensor that fills the bucket belongs to it, so each bucket is slightly larger than 1 MiB.
 #
 # </details>
 #
@@ -234,22 +240,25 @@ for name, job in (("25 MiB", coarse), ("1 MiB", fine)):
     print(f"{name}: all-reduces per step: {calls:.0f}; overlapped: {overlapped}; backward {backward:.0f} ms")
 
 # %% [markdown]
-# Does the timeline look like the picture: the same number of buckets, with only the last one after backward? The durations may differ
-# a lot if ranks share cores, because gloo's threads compute and send on the same cores. Also, a rank that is ahead **waits inside its
-# all-reduce** for the other rank, so its communication looks longer. Compare the lanes of the two ranks.
+# Does the timeline look like the picture: the same number of buckets, with only the last one after backward? The
+# durations may differ a lot if ranks share cores, because gloo's threads compute and send on the same cores. Also, a
+# rank that is ahead **waits inside its all-reduce** for the other rank, so its communication looks longer. Compare the
+# lanes of the two ranks.
 #
-# Is smaller always better? Each bucket costs latency: 2(n−1) messages in a ring. Predict the best size for your machine, then
-# measure it:
+# Is smaller always better? Each bucket costs latency: 2(n−1) messages in a ring. Predict the best size for your
+# machine, then measure it:
 
 # %% tags=["long"]
 for size in (1, 2, 4):
     job = run("ddp", **HERE, workload="gpt", batch_size=4, steps=16, options={"bucket_mb": size}).wait()
     rank = job.summary()["ranks"][0]
-    print(f"{size} MiB: {1e3 * rank['step_seconds_median']:.1f} ms per step, {rank['communication']['hidden']:.0%} overlapped")
+    milliseconds, overlapped = 1e3 * rank["step_seconds_median"], rank["communication"]["hidden"]
+    print(f"{size} MiB: {milliseconds:.1f} ms per step, {overlapped:.0%} overlapped")
 
 # %% [markdown]
-# The CNN of the first run has 1.5 MiB of gradients. They form one bucket, which overlaps with nothing. The default of 25 MiB was chosen
-# for large models: a GPT with ten million parameters has two buckets, and one with a hundred million about fifteen.
+# The CNN of the first run has 1.5 MiB of gradients. They form one bucket, which overlaps with nothing. The default of
+# 25 MiB was chosen for large models: a GPT with ten million parameters has two buckets, and one with a hundred million
+# about fifteen.
 
 # %%
 pictures.data_parallel.buckets("gpt", bucket_mb=(25, 4), size="10M", backward=0.3)
@@ -257,8 +266,8 @@ pictures.data_parallel.buckets("gpt", bucket_mb=(25, 4), size="10M", backward=0.
 # %% [markdown]
 # ## Exercises
 #
-# **1.** 50,000 images, eight ranks, 96 images per rank and step: how many steps make an epoch, and how many images does each rank have
-# in the last step? Answer with `(steps, images)`.
+# **1.** 50,000 images, eight ranks, 96 images per rank and step: how many steps make an epoch, and how many images does
+# each rank have in the last step? Answer with `(steps, images)`.
 
 # %% tags=["exercise"]
 steps_and_last = ...
@@ -266,8 +275,8 @@ check("ddp.steps", steps_and_last)
 
 
 # %% [markdown]
-# **2.** Write the sampler. `order` is the list of shuffled samples, the same on every rank. Return the samples of `rank`.
-# Every sample must be used, and all ranks must get the same number of samples.
+# **2.** Write the sampler. `order` is the list of shuffled samples, the same on every rank. Return the samples of
+# `rank`. Every sample must be used, and all ranks must get the same number of samples.
 
 
 # %% tags=["exercise"]
@@ -277,8 +286,8 @@ def mine(order, rank, ranks): ...
 check("ddp.sampler", mine)
 
 # %% [markdown]
-# **3.** Run DDP on two or more ranks, for at least 12 steps, with a global batch size of 192 and each sample used once per epoch. Each
-# step must send its gradients in **at least two and at most four** all-reduces. Choose any workload.
+# **3.** Run DDP on two or more ranks, for at least 12 steps, with a global batch size of 192 and each sample used once
+# per epoch. Each step must send its gradients in **at least two and at most four** all-reduces. Choose any workload.
 
 # %% tags=["exercise"]
 bucketed = ...

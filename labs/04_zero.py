@@ -16,10 +16,12 @@
 # %% [markdown]
 # # ZeRO: why store the same state n times?
 #
-# A model with 7 billion parameters, trained with Adam in 32 bits, needs 112 GB before it processes a single sample. A GPU with 80 GB
-# cannot hold that. Four of them have 320 GB in total, but DDP on four of them fails at the same line: *out of memory*.
+# A model with 7 billion parameters, trained with Adam in 32 bits, needs 112 GB before it processes a single sample. A
+# GPU with 80 GB cannot hold that. Four of them have 320 GB in total, but DDP on four of them fails at the same line:
+# *out of memory*.
 #
-# **What fills the other 208 GB?** Answer before you go on. This lab removes the redundancy, one component after another.
+# **What fills the other 208 GB?** Answer before you go on. This lab removes the redundancy, one component after
+# another.
 
 # %%
 from labkit import Spec, SpecError, check, excerpt, pictures, place, run, show
@@ -39,8 +41,9 @@ print(HERE)
 # | its gradient | 4 | from backward to the optimizer step |
 # | Adam's two moments | 8 | from step to step |
 #
-# That is **16 bytes per parameter**, the *model states*. Training in 16 bits does not change the sum: 2 for the parameter, 2 for the
-# gradient, and 12 in the optimizer, which stores a 32-bit copy in addition to its two moments. The paper writes 16Ψ.
+# That is **16 bytes per parameter**, the *model states*. Training in 16 bits does not change the sum: 2 for the
+# parameter, 2 for the gradient, and 12 in the optimizer, which stores a 32-bit copy in addition to its two moments. The
+# paper writes 16Ψ.
 #
 # Our model is small, so that two CPU ranks can hold it too. Its states:
 
@@ -87,9 +90,9 @@ show(ddp)
 ddp.wait().figure("memory_of_step")
 
 # %% [markdown]
-# The figure shows one step of one rank. Activations accumulate in forward and are freed in backward, while the gradients are
-# computed. The components reach their maxima at different moments, so we compare each component at *its* maximum with the formula.
-# (*Communication* is DDP's buckets: a second copy of the gradients, laid out for sending.)
+# The figure shows one step of one rank. Activations accumulate in forward and are freed in backward, while the
+# gradients are computed. The components reach their maxima at different moments, so we compare each component at *its*
+# maximum with the formula. (*Communication* is DDP's buckets: a second copy of the gradients, laid out for sending.)
 
 # %%
 SHARDED_FROM = {"optimizer": 1, "gradients": 2, "parameters": 3}  # the first stage that shards it
@@ -112,9 +115,9 @@ def against_formula(job, stage):
 against_formula(ddp, stage=0)
 
 # %% [markdown]
-# Now the **traffic**. To compare strategies, we define a unit: one **U** is what a rank sends when all parameters are all-gathered
-# once, or all gradients are reduce-scattered once: (n−1)/n · 4P bytes. An all-reduce is a reduce-scatter and an all-gather, so it
-# costs 2 U.
+# Now the **traffic**. To compare strategies, we define a unit: one **U** is what a rank sends when all parameters are
+# all-gathered once, or all gradients are reduce-scattered once: (n−1)/n · 4P bytes. An all-reduce is a reduce-scatter
+# and an all-gather, so it costs 2 U.
 
 # %%
 U = (HERE["nproc"] - 1) / HERE["nproc"] * 4 * P
@@ -156,19 +159,21 @@ traffic(zero1)
 #
 # The new parameters: each rank broadcasts those it has updated, with one call per tensor. That is 1 U more than DDP.
 #
-# This overhead is not inherent. Stage 1 of the paper sends no more than DDP: a reduce-scatter of the gradients (1 U), because a rank
-# needs the mean gradient only for the shard it updates, and then an all-gather of the parameters (1 U). PyTorch's optimizer runs after
-# DDP, which has already sent *all* gradients to *all* ranks.
+# This overhead is not inherent. Stage 1 of the paper sends no more than DDP: a reduce-scatter of the gradients (1 U),
+# because a rank needs the mean gradient only for the shard it updates, and then an all-gather of the parameters (1 U).
+# PyTorch's optimizer runs after DDP, which has already sent *all* gradients to *all* ranks.
 #
-# The measured state differs slightly from rank to rank, because `ZeroRedundancyOptimizer` assigns whole tensors and splits none.
+# The measured state differs slightly from rank to rank, because `ZeroRedundancyOptimizer` assigns whole tensors and
+# splits none.
 #
 # </details>
 
 # %% [markdown]
 # ## Stage 2: the gradients too
 #
-# If a rank updates only its shard, it needs only its shard of the gradients: a **reduce-scatter** instead of the all-reduce. In PyTorch
-# this is part of FSDP. With `reshard_after_forward=False`, FSDP gathers the parameters once and keeps them until backward is done.
+# If a rank updates only its shard, it needs only its shard of the gradients: a **reduce-scatter** instead of the
+# all-reduce. In PyTorch this is part of FSDP. With `reshard_after_forward=False`, FSDP gathers the parameters once and
+# keeps them until backward is done.
 #
 # (On CPU ranks, FSDP2 needs torch 2.7. With an older version use FSDP1:
 # `run("fsdp", **GPT, options={"sharding": "SHARD_GRAD_OP"})`, and below `run("fsdp", **GPT)`.)
@@ -187,14 +192,15 @@ traffic(zero2)
 #
 # <details class="answer"><summary>Answer</summary>
 #
-# 1. The rank's own shard, 4P/n bytes. The optimizer updates the shard; forward and backward use the gathered copy. Between two steps
-#    FSDP frees that copy, so it then stores less than stage 2 of the paper.
-# 2. gloo, the backend of CPU ranks, implements a reduce-scatter as an all-reduce of the whole and keeps one chunk. NCCL, on GPUs, has
-#    a native reduce-scatter. There, a step costs 2 U, as much as DDP.
+# 1. The rank's own shard, 4P/n bytes. The optimizer updates the shard; forward and backward use the gathered copy.
+#    Between two steps FSDP frees that copy, so it then stores less than stage 2 of the paper.
+# 2. gloo, the backend of CPU ranks, implements a reduce-scatter as an all-reduce of the whole and keeps one chunk.
+#    NCCL, on GPUs, has a native reduce-scatter. There, a step costs 2 U, as much as DDP.
 #
 # </details>
 #
-# The ledger of a run shows the same in bytes, summed over all ranks, and explains each difference between expected and measured:
+# The ledger of a run shows the same in bytes, summed over all ranks, and explains each difference between expected and
+# measured:
 
 # %%
 zero2.ledger()
@@ -202,8 +208,9 @@ zero2.ledger()
 # %% [markdown]
 # ## Stage 3: the parameters too
 #
-# Now no rank stores the whole model. Before a layer computes, the ranks all-gather its parameters. Afterwards they free them, and
-# gather them again for backward. This is the default behaviour of FSDP; [lab 05](05_fsdp.py) shows how it works.
+# Now no rank stores the whole model. Before a layer computes, the ranks all-gather its parameters. Afterwards they free
+# them, and gather them again for backward. This is the default behaviour of FSDP; [lab 05](05_fsdp.py) shows how it
+# works.
 #
 # **Predict.** How many U does a step cost, with two all-gathers and one reduce-scatter?
 
@@ -216,8 +223,8 @@ traffic(zero3)
 # %% [markdown]
 # <details class="answer"><summary>Answer</summary>
 #
-# 3 U are expected, 1.5 times as much as DDP (4 U on gloo, which sends 2 U for the reduce-scatter). The parameters exceed P/n by the one
-# layer that is gathered at the moment.
+# 3 U are expected, 1.5 times as much as DDP (4 U on gloo, which sends 2 U for the reduce-scatter). The parameters
+# exceed P/n by the one layer that is gathered at the moment.
 #
 # </details>
 #
@@ -230,8 +237,8 @@ traffic(zero3)
 # | ZeRO-2 | whole | shard | shard | 4P + 12P/n | 2 U |
 # | ZeRO-3 | shard | shard | shard | 16P/n | 3 U |
 #
-# The first two stages cause no additional traffic if they are implemented as in the paper. The third causes 1.5 times the traffic,
-# and is the only one with which the model size can grow with the number of ranks.
+# The first two stages cause no additional traffic if they are implemented as in the paper. The third causes 1.5 times
+# the traffic, and is the only one with which the model size can grow with the number of ranks.
 
 # %% [markdown]
 # ## Bytes versus ranks
@@ -246,9 +253,9 @@ pictures.sharding.bytes_by_ranks(7e9, limit=80e9)
 #
 # <details class="answer"><summary>Answer</summary>
 #
-# On two ranks stage 2 (70 GB), if the activations fit into the rest; on four ranks stage 1 (70 GB). With 30 billion parameters, the
-# parameters and gradients alone take 240 GB, and the parameters alone 120 GB: stages 1 and 2 never fit, with any number of ranks.
-# Stage 3 fits from eight ranks on (60 GB).
+# On two ranks stage 2 (70 GB), if the activations fit into the rest; on four ranks stage 1 (70 GB). With 30 billion
+# parameters, the parameters and gradients alone take 240 GB, and the parameters alone 120 GB: stages 1 and 2 never fit,
+# with any number of ranks. Stage 3 fits from eight ranks on (60 GB).
 #
 # </details>
 
@@ -263,18 +270,19 @@ for name, job in {"DDP": ddp, "ZeRO-1": zero1, "ZeRO-2": zero2, "ZeRO-3": zero3}
     print(f"{name:12}{states / 1e6:8.1f}{largest(job, 'activations') / 1e6:13.1f}{peak / 1e6:8.1f}")
 
 # %% [markdown]
-# Activations depend on the samples of a rank, and sharding the model states does not change them. With a large batch they take most of
-# the memory, and ZeRO saves little. The communication buffers of the stages add to the total.
+# Activations depend on the samples of a rank, and sharding the model states does not change them. With a large batch
+# they take most of the memory, and ZeRO saves little. The communication buffers of the stages add to the total.
 #
-# (The column *states* adds the maximum of each state. The peak is a single moment, at which not all states are at their maximum.)
+# (The column *states* adds the maximum of each state. The peak is a single moment, at which not all states are at their
+# maximum.)
 
 # %% [markdown]
 # ## DeepSpeed: the same three stages
 #
-# ZeRO was introduced by DeepSpeed. Its engine takes the model and the optimizer, and a configuration dictionary selects the stage.
-# DeepSpeed is an optional dependency of this lab: if it is missing, the second cell below prints one line that says how to install it,
-# and the rest of the lab works without it. DeepSpeed compiles a part of itself on first use, which can take a few minutes on a small
-# machine.
+# ZeRO was introduced by DeepSpeed. Its engine takes the model and the optimizer, and a configuration dictionary selects
+# the stage. DeepSpeed is an optional dependency of this lab: if it is missing, the second cell below prints one line
+# that says how to install it, and the rest of the lab works without it. DeepSpeed compiles a part of itself on first
+# use, which can take a few minutes on a small machine.
 
 # %%
 print(excerpt(Spec(strategy="deepspeed", workload="gpt", nproc=2, options={"stage": 2}), "STAGE", "parallelize"))
@@ -295,24 +303,25 @@ except SpecError as missing:
 #
 # <details class="answer"><summary>Answer</summary>
 #
-# - **Parameters of stages 1 and 2.** The optimizer updates a 32-bit copy of the rank's shard, stored in addition to the whole
-#   parameters: 4P + 4P/n. If the parameters have 16 bits, that copy is part of the 12 bytes.
-# - **Gradients of stage 1.** They are already sharded: stages 1 and 2 share their code in DeepSpeed and differ in *when* a rank frees
-#   the gradients outside its shard. Gradients are sent when a *bucket* of 500 million numbers is full, and this whole model fits into
-#   one. Its 2 GB appear as *other* in `engines[2].figure("memory_by_owner")`. For a small model, reduce `reduce_bucket_size`.
-# - **All-gathers of stage 3.** It gathers once instead of twice, because a model as small as this one may stay gathered until backward
-#   (`stage3_max_live_parameters`, one billion). The gathered parameters count as activations here.
-# - **Traffic of stages 1 and 2.** The expected traffic is that of DDP. The excess depends on how whole buckets are reduced: see the
-#   last column of `engines[2].ledger()`.
+# - **Parameters of stages 1 and 2.** The optimizer updates a 32-bit copy of the rank's shard, stored in addition to the
+#   whole parameters: 4P + 4P/n. If the parameters have 16 bits, that copy is part of the 12 bytes.
+# - **Gradients of stage 1.** They are already sharded: stages 1 and 2 share their code in DeepSpeed and differ in
+#   *when* a rank frees the gradients outside its shard. Gradients are sent when a *bucket* of 500 million numbers is
+#   full, and this whole model fits into one. Its 2 GB appear as *other* in `engines[2].figure("memory_by_owner")`. For
+#   a small model, reduce `reduce_bucket_size`.
+# - **All-gathers of stage 3.** It gathers once instead of twice, because a model as small as this one may stay gathered
+#   until backward (`stage3_max_live_parameters`, one billion). The gathered parameters count as activations here.
+# - **Traffic of stages 1 and 2.** The expected traffic is that of DDP. The excess depends on how whole buckets are
+#   reduced: see the last column of `engines[2].ledger()`.
 #
 # </details>
 
 # %% [markdown]
 # ## Exercises
 #
-# **1.** Write `lowest_stage(parameters, ranks, memory)`: the lowest stage (0 for DDP, 1, 2 or 3) whose model states fit into `memory`
-# bytes on each rank, or `None` if no stage fits. Train in 16 bits, with 2 bytes for a parameter, 2 for its gradient, and 12 in
-# the optimizer.
+# **1.** Write `lowest_stage(parameters, ranks, memory)`: the lowest stage (0 for DDP, 1, 2 or 3) whose model states fit
+# into `memory` bytes on each rank, or `None` if no stage fits. Train in 16 bits, with 2 bytes for a parameter, 2 for
+# its gradient, and 12 in the optimizer.
 
 
 # %% tags=["exercise"]
@@ -322,8 +331,8 @@ def lowest_stage(parameters, ranks, memory): ...
 check("zero.stage", lowest_stage)
 
 # %% [markdown]
-# **2.** Start a run of `gpt` in which every rank stores *all* parameters between the steps and *a quarter* of the optimizer
-# state. Wait until it ends: `run(…, **(GPT | place(…))).wait()`.
+# **2.** Start a run of `gpt` in which every rank stores *all* parameters between the steps and *a quarter* of the
+# optimizer state. Wait until it ends: `run(…, **(GPT | place(…))).wait()`.
 
 # %% tags=["exercise"]
 quarter = ...

@@ -16,8 +16,8 @@
 # %% [markdown]
 # # FSDP: train a model that no rank stores completely
 #
-# With *fully sharded data parallel*, every rank stores only 1/n of the parameters. But a layer cannot compute with a shard of its
-# matrix, and every rank computes *all* layers, on its own samples.
+# With *fully sharded data parallel*, every rank stores only 1/n of the parameters. But a layer cannot compute with a
+# shard of its matrix, and every rank computes *all* layers, on its own samples.
 #
 # **How does a rank get the rest?** And why does it not end up with the whole model in memory? Write down your guess.
 
@@ -31,11 +31,13 @@ print(HERE)
 # %% [markdown]
 # ## Gather, compute, free
 #
-# The model is divided into **units**, usually its layers. Before a unit computes, the ranks **all-gather** its parameters from their
-# shards. After it has computed, they **free** everything except their own shards (*reshard*). Backward needs the parameters again, so
-# they are gathered again. Then a **reduce-scatter** sums the gradients over the ranks and gives each rank its shard of the sum.
+# The model is divided into **units**, usually its layers. Before a unit computes, the ranks **all-gather** its
+# parameters from their shards. After it has computed, they **free** everything except their own shards (*reshard*).
+# Backward needs the parameters again, so they are gathered again. Then a **reduce-scatter** sums the gradients over the
+# ranks and gives each rank its shard of the sum.
 #
-# The picture is a model with six units and four ranks. The lower part shows how much of the parameters one rank has in memory.
+# The picture is a model with six units and four ranks. The lower part shows how much of the parameters one rank has in
+# memory.
 
 # %%
 pictures.sharding.gather_compute_drop(units=6, ranks=4)
@@ -48,16 +50,19 @@ pictures.sharding.gather_compute_drop(units=6, ranks=4)
 # <details class="answer"><summary>Answer</summary>
 #
 # 1. Two: while one unit computes, the next is already gathered (prefetched), so that the computation does not wait.
-# 2. At the very beginning, for unit 1, and once in the middle: the last unit is freed after forward and gathered again at once.
-# 3. It needs less memory, because only one unit is whole. But every all-gather is now exposed: the computation waits for it.
+# 2. At the very beginning, for unit 1, and once in the middle: the last unit is freed after forward and gathered again
+#    at once.
+# 3. It needs less memory, because only one unit is whole. But every all-gather is now exposed: the computation waits
+#    for it.
 #
 # </details>
 
 # %% [markdown]
 # ## The code
 #
-# `fully_shard` turns a module into a unit: here every block of the model, and then the model itself, which takes the remaining
-# parameters. (On CPU ranks it needs torch 2.7. With an older version, labkit rejects the run with a message that says so.)
+# `fully_shard` turns a module into a unit: here every block of the model, and then the model itself, which takes the
+# remaining parameters. (On CPU ranks it needs torch 2.7. With an older version, labkit rejects the run with a message
+# that says so.)
 
 # %%
 print(excerpt(Spec(strategy="fsdp2", workload="gpt", nproc=2), "parallelize"))
@@ -72,15 +77,17 @@ print(excerpt(Spec(strategy="fsdp2", workload="gpt", nproc=2), "parallelize"))
 spec = Spec(strategy="fsdp2", workload="gpt", nproc=2)
 P = spec.workload_row.parameters(spec.options)
 LAYER = 12 * 128**2 + 13 * 128  # the matrices of attention and MLP; biases and norms
-print(f"all parameters {4 * P / 1e6:.2f} MB, own shards {4 * P / 2 / 1e6:.2f} MB, a whole layer {4 * LAYER / 1e6:.2f} MB")
+print(
+    f"all parameters {4 * P / 1e6:.2f} MB, own shards {4 * P / 2 / 1e6:.2f} MB, a whole layer {4 * LAYER / 1e6:.2f} MB"
+)
 
 # %%
 fsdp2 = run("fsdp2", **GPT)
 show(fsdp2)
 
 # %% [markdown]
-# The timeline shows one step of both ranks. Look for all-gathers in forward and in backward, and for the gradients sent after each
-# unit. If a rank neither computes nor communicates, it waits for the other.
+# The timeline shows one step of both ranks. Look for all-gathers in forward and in backward, and for the gradients sent
+# after each unit. If a rank neither computes nor communicates, it waits for the other.
 
 # %%
 fsdp2.wait()
@@ -109,9 +116,9 @@ print(f"parameters: at most {most(fsdp2, 'parameters'):.2f} MB; calls per step: 
 # %% [markdown]
 # <details class="answer"><summary>Answer</summary>
 #
-# There are fourteen all-gathers, two per unit, and seven reductions of gradients. The maximum of the parameters is the rank's own shards
-# plus one layer. Prefetched parameters do not count as parameters yet: until they are used, they are in the buffer of the all-gather,
-# which the figure shows as *communication*.
+# There are fourteen all-gathers, two per unit, and seven reductions of gradients. The maximum of the parameters is the
+# rank's own shards plus one layer. Prefetched parameters do not count as parameters yet: until they are used, they are
+# in the buffer of the all-gather, which the figure shows as *communication*.
 #
 # </details>
 #
@@ -121,15 +128,16 @@ print(f"parameters: at most {most(fsdp2, 'parameters'):.2f} MB; calls per step: 
 fsdp2.ledger()
 
 # %% [markdown]
-# FSDP does **not** all-reduce gradients: a rank needs only its shard of the sum, and a reduce-scatter sends half as much. If the ledger
-# shows an all-reduce anyway, the ranks are CPU ranks: *gloo* implements a reduce-scatter as an all-reduce and discards the rest. The
-# last column of the ledger gives the reason. With NCCL, on GPUs, it is a reduce-scatter.
+# FSDP does **not** all-reduce gradients: a rank needs only its shard of the sum, and a reduce-scatter sends half as
+# much. If the ledger shows an all-reduce anyway, the ranks are CPU ranks: *gloo* implements a reduce-scatter as an
+# all-reduce and discards the rest. The last column of the ledger gives the reason. With NCCL, on GPUs, it is a
+# reduce-scatter.
 
 # %% [markdown]
 # ## Without resharding
 #
-# `reshard_after_forward=False` keeps the gathered parameters until backward is done. **Predict** the number of all-gathers and the
-# maximum of the parameters.
+# `reshard_after_forward=False` keeps the gathered parameters until backward is done. **Predict** the number of
+# all-gathers and the maximum of the parameters.
 
 # %%
 pictures.sharding.gather_compute_drop(units=7, ranks=2, reshard=False)
@@ -142,20 +150,21 @@ for name, job in {"reshard": fsdp2, "keep": kept}.items():
 # %% [markdown]
 # <details class="answer"><summary>What is gained, and what does it cost?</summary>
 #
-# Half of the all-gathers are gone. At the end of forward, a rank has every unit whole *and* its own shards: more parameters than DDP.
-# This is worth it if there is enough memory and the interconnect is slow. Gradients and optimizer state stay sharded.
+# Half of the all-gathers are gone. At the end of forward, a rank has every unit whole *and* its own shards: more
+# parameters than DDP. This is worth it if there is enough memory and the interconnect is slow. Gradients and optimizer
+# state stay sharded.
 #
 # </details>
 #
 # | sharding | parameters within a step | gradients, optimizer | sent per step | FSDP1 | FSDP2 |
 # | --- | --- | --- | --- | --- | --- |
-# | full (ZeRO-3) | shard + one or two units | shard | 2 all-gathers, 1 reduce-scatter | `FULL_SHARD` | default |
-# | gradients (ZeRO-2) | whole + shard | shard | 1 all-gather, 1 reduce-scatter | `SHARD_GRAD_OP` | `reshard_after_forward=False` |
-# | none (DDP) | whole | whole | 1 all-reduce | `NO_SHARD` | – |
-# | hybrid (HSDP) | as full | shard within a group | as full within a group, 1 all-reduce between groups | `HYBRID_SHARD` | a 2D mesh |
+# | ZeRO-3 (full) | shard + 1 or 2 units | shard | 2 all-gathers, 1 reduce-scatter | `FULL_SHARD` | default |
+# | ZeRO-2 | whole + shard | shard | 1 all-gather, 1 reduce-scatter | `SHARD_GRAD_OP` | `reshard_after_forward=False` |
+# | DDP (none) | whole | whole | 1 all-reduce | `NO_SHARD` | – |
+# | HSDP (hybrid) | as full | shard in a group | as full, all-reduce between groups | `HYBRID_SHARD` | 2D mesh |
 #
-# Hybrid sharding is for several machines: the all-gathers stay within a machine, on the fast interconnect. Here are two groups of two
-# ranks:
+# Hybrid sharding is for several machines: the all-gathers stay within a machine, on the fast interconnect. Here are two
+# groups of two ranks:
 
 # %% tags=["long"]
 hybrid = run("fsdp2", **(GPT | place(4)), options={"replicas": 2}).wait()
@@ -166,7 +175,8 @@ hybrid.ledger()
 # ## How large should a unit be?
 #
 # FSDP1 finds its units with a **wrap policy**. The usual policy goes by size: a module becomes a unit as soon as it has
-# `min_num_params` parameters that do not belong to a unit inside it. The remaining parameters belong to the root, which is also a unit.
+# `min_num_params` parameters that do not belong to a unit inside it. The remaining parameters belong to the root, which
+# is also a unit.
 #
 # **Predict:** what does a threshold of ten million do to a model with one million parameters?
 
@@ -186,19 +196,21 @@ for name, job in {"10,000,000": one, "20,000": small}.items():
 # %% [markdown]
 # <details class="answer"><summary>Why is neither optimal?</summary>
 #
-# A single unit is gathered as a whole at the beginning: the parameters take more than under DDP, and no computation overlaps with the
-# all-gather. Many small units take the least memory, but every collective costs latency, and for small ones latency is almost the
-# whole cost. One unit per transformer layer is the usual choice.
+# A single unit is gathered as a whole at the beginning: the parameters take more than under DDP, and no computation
+# overlaps with the all-gather. Many small units take the least memory, but every collective costs latency, and for
+# small ones latency is almost the whole cost. One unit per transformer layer is the usual choice.
 #
-# PyTorch does not warn about the first case. The default of its size policy is 100 million parameters; a smaller model is a single unit.
+# PyTorch does not warn about the first case. The default of its size policy is 100 million parameters; a smaller model
+# is a single unit.
 #
 # </details>
 
 # %% [markdown]
 # ## FSDP1 and FSDP2
 #
-# FSDP1 concatenates all parameters of a unit into one **flat parameter** and shards that. FSDP2 shards **every parameter** along its
-# rows, and each shard is a `DTensor` that knows the tensor it belongs to. Here is a layer with 6 × 4 weights and 4 biases under both:
+# FSDP1 concatenates all parameters of a unit into one **flat parameter** and shards that. FSDP2 shards **every
+# parameter** along its rows, and each shard is a `DTensor` that knows the tensor it belongs to. Here is a layer with 6
+# × 4 weights and 4 biases under both:
 
 # %%
 # %load_ext labkit
@@ -227,7 +239,8 @@ report(
 # | with tensor parallelism | awkward | a `DTensor` on a 2D mesh |
 # | checkpoints | of flat parameters, or gathered | each rank writes its `DTensor`s; any number of ranks can load them |
 #
-# FSDP1 still works, and most tutorials show it. PyTorch recommends FSDP2 for new code. In our scripts this is the whole difference:
+# FSDP1 still works, and most tutorials show it. PyTorch recommends FSDP2 for new code. In our scripts this is the whole
+# difference:
 
 # %%
 print(diff_scripts(Spec(strategy="fsdp", workload="gpt", nproc=2), Spec(strategy="fsdp2", workload="gpt", nproc=2)))
@@ -235,8 +248,8 @@ print(diff_scripts(Spec(strategy="fsdp", workload="gpt", nproc=2), Spec(strategy
 # %% [markdown]
 # ## When FSDP helps, and when it only costs
 #
-# Compare with DDP for two models: our transformer with two samples per rank, and the CNN of lab 00 with 128. **Predict** for both:
-# by how much does the peak memory of a rank drop? Which step takes longer?
+# Compare with DDP for two models: our transformer with two samples per rank, and the CNN of lab 00 with 128.
+# **Predict** for both: by how much does the peak memory of a rank drop? Which step takes longer?
 
 
 # %%
@@ -256,12 +269,14 @@ for name in ("DDP", "FSDP2"):
 # %% [markdown]
 # <details class="answer"><summary>Answer</summary>
 #
-# FSDP shards only the model states. The transformer has few samples and many parameters, so its peak drops considerably. The CNN's
-# memory is mostly activations, which belong to the samples: FSDP saves almost nothing and still pays for all collectives.
+# FSDP shards only the model states. The transformer has few samples and many parameters, so its peak drops
+# considerably. The CNN's memory is mostly activations, which belong to the samples: FSDP saves almost nothing and still
+# pays for all collectives.
 #
-# FSDP itself never makes a step faster. The transformer's step takes longer: a few large all-reduces became many small collectives,
-# with little computation between them. The CNN computes a lot for every byte it sends, so there the difference may be smaller than the
-# noise of the machine. On GPUs with a fast interconnect and large layers, the all-gathers overlap with computation and cost little.
+# FSDP itself never makes a step faster. The transformer's step takes longer: a few large all-reduces became many small
+# collectives, with little computation between them. The CNN computes a lot for every byte it sends, so there the
+# difference may be smaller than the noise of the machine. On GPUs with a fast interconnect and large layers, the
+# all-gathers overlap with computation and cost little.
 #
 # So if the model fits with DDP, use DDP. FSDP is for models that do not fit.
 #
@@ -276,9 +291,9 @@ for name in ("DDP", "FSDP2"):
 # %% [markdown]
 # ## Exercises
 #
-# **1.** Write `most_held(units, ranks, ahead)`: the maximum number of parameters that a rank has in memory under FSDP. `units` lists the
-# number of parameters of each unit, in model order. `ahead` units are prefetched, and each unit stays whole until it has computed.
-# Remember what a rank stores all the time.
+# **1.** Write `most_held(units, ranks, ahead)`: the maximum number of parameters that a rank has in memory under FSDP.
+# `units` lists the number of parameters of each unit, in model order. `ahead` units are prefetched, and each unit stays
+# whole until it has computed. Remember what a rank stores all the time.
 
 
 # %% tags=["exercise"]
@@ -288,8 +303,8 @@ def most_held(units, ranks, ahead): ...
 check("fsdp.held", most_held)
 
 # %% [markdown]
-# **2.** Find a threshold with which FSDP1 makes one unit of each of the five layers, and no units inside them: six units with the root.
-# Start that run: `run("fsdp", **GPT, options={"min_parameters": …}).wait()`. This is a layer:
+# **2.** Find a threshold with which FSDP1 makes one unit of each of the five layers, and no units inside them: six
+# units with the root. Start that run: `run("fsdp", **GPT, options={"min_parameters": …}).wait()`. This is a layer:
 
 # %%
 print(excerpt(Spec(strategy="fsdp", workload="gpt", nproc=2), "WIDTH", "Layer", "Attention"))

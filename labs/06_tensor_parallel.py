@@ -16,10 +16,12 @@
 # %% [markdown]
 # # Tensor parallelism: one matrix product on several ranks
 #
-# A single layer of a large model has matrices that fill a GPU. Sharding (labs 04 and 05) only *stores* them in shards, and gathers them
-# to compute. **Can two ranks compute one matrix product, each with only its shard, and what do they have to communicate?**
+# A single layer of a large model has matrices that fill a GPU. Sharding (labs 04 and 05) only *stores* them in shards,
+# and gathers them to compute. **Can two ranks compute one matrix product, each with only its shard, and what do they
+# have to communicate?**
 #
-# In this lab you split a small network by hand, with numbers that you can check. Then you look at a transformer that is split this way.
+# In this lab you split a small network by hand, with numbers that you can check. Then you look at a transformer that is
+# split this way.
 
 # %%
 import torch
@@ -34,7 +36,8 @@ HERE = place(2)  # two GPUs if this machine has them, otherwise two CPU ranks
 #
 # $$Y = \mathrm{relu}(X A)\, B$$
 #
-# is the MLP in every transformer layer. Each row of `X` is a sample. These matrices are small enough for mental arithmetic:
+# is the MLP in every transformer layer. Each row of `X` is a sample. These matrices are small enough for mental
+# arithmetic:
 
 # %%
 X = torch.tensor([[1.0, 2.0], [3.0, -1.0]])
@@ -45,30 +48,31 @@ Y = H @ B
 print(Y)
 
 # %% [markdown]
-# **By columns.** A column of the product needs one column of `A` and all of `X`. Blue data is on rank 0, orange data on rank 1, and grey
-# data on both.
+# **By columns.** A column of the product needs one column of `A` and all of `X`. Blue data is on rank 0, orange data on
+# rank 1, and grey data on both.
 
 # %%
 pictures.tensor_parallel.column(X.tolist(), A.tolist())
 
 # %% [markdown]
-# **By rows.** If the ranks have columns of `H`, they need only the matching *rows* of `B`. Each rank gets a partial sum of the whole
-# product.
+# **By rows.** If the ranks have columns of `H`, they need only the matching *rows* of `B`. Each rank gets a partial sum
+# of the whole product.
 
 # %%
 pictures.tensor_parallel.row(H.tolist(), B.tolist())
 
 # %% [markdown]
-# **Predict:** for both products together, how often must the ranks communicate if `A` is split by columns and `B` by rows? And if `A` is
-# split by rows and `B` by columns?
+# **Predict:** for both products together, how often must the ranks communicate if `A` is split by columns and `B` by
+# rows? And if `A` is split by rows and `B` by columns?
 #
 # <details class="answer"><summary>Answer</summary>
 #
-# Columns, then rows: **once**, at the end. The result of the first product on a rank is exactly its input for the second, and relu,
-# which works elementwise, can be applied in between.
+# Columns, then rows: **once**, at the end. The result of the first product on a rank is exactly its input for the
+# second, and relu, which works elementwise, can be applied in between.
 #
-# Rows, then columns: **twice**. After the first product each rank has partial sums, and relu of a partial sum is not a partial sum of
-# relu, so they must be reduced *before* relu. At the end each rank has some columns of `Y`, and the next layer needs all of them.
+# Rows, then columns: **twice**. After the first product each rank has partial sums, and relu of a partial sum is not a
+# partial sum of relu, so they must be reduced *before* relu. At the end each rank has some columns of `Y`, and the next
+# layer needs all of them.
 #
 # </details>
 
@@ -112,9 +116,9 @@ for name, mine in {"same_input": x, "different_input": torch.randn(4, 8)}.items(
 # %% [markdown]
 # <details class="answer"><summary>What the table says</summary>
 #
-# With the same input, the sum is right up to rounding. With different inputs, the ranks add a partial sum of *one* sample to a partial
-# sum of *another*. The shapes match, so there is no error: the model just learns nothing. The lab checks for this: if ranks that share
-# a layer have different losses, the run gets the finding `loss_differs`.
+# With the same input, the sum is right up to rounding. With different inputs, the ranks add a partial sum of *one*
+# sample to a partial sum of *another*. The shapes match, so there is no error: the model just learns nothing. The lab
+# checks for this: if ranks that share a layer have different losses, the run gets the finding `loss_differs`.
 #
 # </details>
 #
@@ -127,9 +131,9 @@ for strategy in ("ddp", "tp"):
 # %% [markdown]
 # ## A transformer
 #
-# A transformer layer has two such pairs. The first is attention: query, key and value are split by columns, so that each rank has some
-# **heads**, and the output projection by rows. The second is the MLP. Norms and residual additions need whole vectors, so every rank
-# computes all of them.
+# A transformer layer has two such pairs. The first is attention: query, key and value are split by columns, so that
+# each rank has some **heads**, and the output projection by rows. The second is the MLP. Norms and residual additions
+# need whole vectors, so every rank computes all of them.
 
 # %%
 pictures.tensor_parallel.layer()
@@ -142,11 +146,11 @@ spec = Spec(strategy="tp", workload="gpt", **HERE, steps=12, samples=200)
 print(excerpt(spec, "tensor_plans"), excerpt(spec, "parallelize"), sep="\n\n")
 
 # %% [markdown]
-# **Predict** before you run. This GPT has 5 layers of width 128, and a step processes 16 sequences of 128 positions, in numbers of 4
-# bytes.
+# **Predict** before you run. This GPT has 5 layers of width 128, and a step processes 16 sequences of 128 positions, in
+# numbers of 4 bytes.
 #
-# 1. How many all-reduces does a step need, forward and backward? (In backward, the gradient of a column-parallel layer's input is a
-#    sum over both ranks.)
+# 1. How many all-reduces does a step need, forward and backward? (In backward, the gradient of a column-parallel
+#    layer's input is a sum over both ranks.)
 # 2. How many bytes does one of them reduce?
 # 3. Which fraction of all parameters does each of the two ranks store: half, or more?
 
@@ -155,7 +159,8 @@ layers, width, positions, batch = 5, 128, 128, 16
 activation = 4 * batch * positions * width  # bytes
 calls = 4 * layers + 1  # two in each direction per layer, and one after the head
 ring = 2 * (2 - 1) / 2  # an all-reduce on n ranks sends 2(n−1)/n of its bytes
-print(f"{calls} all-reduces of {activation / 2**20:.0f} MiB: both ranks send {2 * ring * calls * activation / 2**20:.0f} MiB in total")
+total = 2 * ring * calls * activation
+print(f"{calls} all-reduces of {activation / 2**20:.0f} MiB: both ranks send {total / 2**20:.0f} MiB in total")
 
 # %%
 split = run(spec)
@@ -167,13 +172,14 @@ split.wait().ledger()
 # %% [markdown]
 # <details class="answer"><summary>Why were there more?</summary>
 #
-# See the reason in the ledger. Query, key and value are three matrices with the same input. Each one all-reduces its own input
-# gradient, although a single all-reduce of their sum would be enough: that is two more all-reduces per layer. Also, the logits are
-# all-gathered, because each rank has the logits of only a part of the vocabulary.
+# See the reason in the ledger. Query, key and value are three matrices with the same input. Each one all-reduces its
+# own input gradient, although a single all-reduce of their sum would be enough: that is two more all-reduces per layer.
+# Also, the logits are all-gathered, because each rank has the logits of only a part of the vocabulary.
 #
 # </details>
 #
-# How many parameters does each rank store? Only the matrices in the plan are split. Embeddings, norms and some biases are replicated.
+# How many parameters does each rank store? Only the matrices in the plan are split. Embeddings, norms and some biases
+# are replicated.
 
 # %%
 whole = spec.workload_row.parameters(spec.options)
@@ -182,9 +188,9 @@ for each in split.summary()["ranks"]:
     print(f"rank {each['rank']}: {stored:,.0f} of {whole:,} parameters, {stored / whole:.0%}")
 
 # %% [markdown]
-# Now look at where the time goes. Every all-reduce is **exposed**: the next matrix product needs its result. DDP overlaps its
-# all-reduces with backward; here there is little to overlap with. This is why tensor parallelism is used where the interconnect is
-# fastest: within a machine.
+# Now look at where the time goes. Every all-reduce is **exposed**: the next matrix product needs its result. DDP
+# overlaps its all-reduces with backward; here there is little to overlap with. This is why tensor parallelism is used
+# where the interconnect is fastest: within a machine.
 
 # %%
 split.figure("timeline")
@@ -192,9 +198,10 @@ split.figure("timeline")
 # %% [markdown]
 # ## Sequence parallelism
 #
-# Between the split matrices, every rank stores the *same* activations and computes the *same* norms. Sequence parallelism (Korthikanti
-# et al. 2022) splits them along the sequence dimension, so that each rank has only some **positions**. An all-reduce is a
-# reduce-scatter followed by an all-gather: separate the two, and compute the norm in between.
+# Between the split matrices, every rank stores the *same* activations and computes the *same* norms. Sequence
+# parallelism (Korthikanti et al. 2022) splits them along the sequence dimension, so that each rank has only some
+# **positions**. An all-reduce is a reduce-scatter followed by an all-gather: separate the two, and compute the norm in
+# between.
 
 # %%
 pictures.tensor_parallel.layer(sequence_parallel=True)
@@ -207,17 +214,19 @@ sequence_split = run(spec, options={"sequence_parallel": True}).wait()
 for name, job in {"tensor parallel": split, "with sequence": sequence_split}.items():
     sent = sum(entry.theory for entry in job.ledger()) / 2**20
     owners = job.state.ranks[0].memory_step["at_peak"]
-    print(f"{name:15}  {sent:6.1f} MiB sent (expected)  {owners['activations'] / 2**20:6.1f} MiB of activations at the peak of a step")
+    activations = owners["activations"] / 2**20
+    print(f"{name:15}  {sent:6.1f} MiB sent (expected)  {activations:6.1f} MiB of activations at the peak of a step")
 
 # %% [markdown]
 # <details class="answer"><summary>Answer</summary>
 #
-# A reduce-scatter and an all-gather send as much as one all-reduce, so the expected traffic is almost the same. **Activations** become
-# smaller: those between the split matrices are sharded. In large models these are a large fraction. Here they are small compared with
-# attention and the wide part of the MLP, which were already split.
+# A reduce-scatter and an all-gather send as much as one all-reduce, so the expected traffic is almost the same.
+# **Activations** become smaller: those between the split matrices are sharded. In large models these are a large
+# fraction. Here they are small compared with attention and the wide part of the MLP, which were already split.
 #
-# The expected traffic is that of a ring. gloo, the backend of CPU ranks, implements a reduce-scatter as an all-reduce of everything, so
-# there it sends *more*, and `sequence_split.ledger()` says how much. NCCL has a native reduce-scatter.
+# The expected traffic is that of a ring. gloo, the backend of CPU ranks, implements a reduce-scatter as an all-reduce
+# of everything, so there it sends *more*, and `sequence_split.ledger()` says how much. NCCL has a native
+# reduce-scatter.
 #
 # </details>
 
@@ -225,7 +234,8 @@ for name, job in {"tensor parallel": split, "with sequence": sequence_split}.ite
 # ## Exercise: split it yourself
 #
 # Write `parts(a, b, rank, ranks)`. It returns rank `rank`'s shard of `a` and its shard of `b`, so that the sum of
-# `relu(x @ a_shard) @ b_shard` over all ranks is `relu(x @ a) @ b`. It must work for any number of ranks that divides the inner width.
+# `relu(x @ a_shard) @ b_shard` over all ranks is `relu(x @ a) @ b`. It must work for any number of ranks that divides
+# the inner width.
 
 
 # %% tags=["exercise"]
@@ -237,8 +247,9 @@ check("tensor_parallel.parts", parts)
 # %% [markdown]
 # ## Exercise: do not gather the logits
 #
-# The largest single message of the run above is the all-gather of the logits: 256 numbers per position. Train the same GPT with `tp` on
-# two ranks for at least 5 steps without this all-gather. `Lab(strategy="tp", workload="gpt")` shows the options.
+# The largest single message of the run above is the all-gather of the logits: 256 numbers per position. Train the same
+# GPT with `tp` on two ranks for at least 5 steps without this all-gather. `Lab(strategy="tp", workload="gpt")` shows
+# the options.
 
 # %% tags=["exercise"]
 not_gathered = ...  # run("tp", workload="gpt", **HERE, steps=5, samples=200, …).wait()

@@ -16,9 +16,9 @@
 # %% [markdown]
 # # Pipeline parallelism: a batch passes from rank to rank
 #
-# There is another way to split a model that is too large: every rank takes some of its *blocks*. Rank 0 computes the first blocks and
-# sends the result to rank 1. The messages are small: one activation instead of a gradient for every parameter. **But what does rank 1
-# do while rank 0 computes, and what does rank 0 do afterwards?**
+# There is another way to split a model that is too large: every rank takes some of its *blocks*. Rank 0 computes the
+# first blocks and sends the result to rank 1. The messages are small: one activation instead of a gradient for every
+# parameter. **But what does rank 1 do while rank 0 computes, and what does rank 0 do afterwards?**
 
 # %%
 from labkit import Spec, check, excerpt, pictures, place, run, show
@@ -29,9 +29,9 @@ pipe = pictures.pipeline
 # %% [markdown]
 # ## One batch, four ranks
 #
-# The pictures in this lab have one lane per rank, and time runs to the right. The simulation assumes that a backward takes twice as
-# long as a forward, that communication takes no time, and that all stages cost the same. So the *simulated* schedules are always
-# better than the *measured* ones.
+# The pictures in this lab have one lane per rank, and time runs to the right. The simulation assumes that a backward
+# takes twice as long as a forward, that communication takes no time, and that all stages cost the same. So the
+# *simulated* schedules are always better than the *measured* ones.
 
 # %%
 pipe.gantt(pipe.simulate("GPipe", ranks=4, micro_batches=1))
@@ -41,11 +41,11 @@ pipe.gantt(pipe.simulate("GPipe", ranks=4, micro_batches=1))
 #
 # ## Micro-batches
 #
-# GPipe (Huang et al. 2018) splits the batch into **micro-batches**, whose numbers are on the bars. As soon as rank 0 is done with
-# micro-batch 0, it starts micro-batch 1.
+# GPipe (Huang et al. 2018) splits the batch into **micro-batches**, whose numbers are on the bars. As soon as rank 0 is
+# done with micro-batch 0, it starts micro-batch 1.
 #
-# **Predict:** with 4 ranks and 8 micro-batches, for what fraction of the time are the ranks idle? Work it out on paper: how long is
-# the whole step, and how long is one rank busy?
+# **Predict:** with 4 ranks and 8 micro-batches, for what fraction of the time are the ranks idle? Work it out on paper:
+# how long is the whole step, and how long is one rank busy?
 
 # %%
 pipe.gantt(pipe.simulate("GPipe", ranks=4, micro_batches=8))
@@ -63,8 +63,8 @@ pipe.gantt(pipe.simulate("GPipe", ranks=4, micro_batches=8))
 #
 # ## 1F1B
 #
-# GPipe stores the activations of *all* micro-batches until their backwards. With 1F1B (PipeDream-flush, Narayanan et al. 2021), each
-# rank alternates *one forward, one backward* as soon as it can.
+# GPipe stores the activations of *all* micro-batches until their backwards. With 1F1B (PipeDream-flush, Narayanan et
+# al. 2021), each rank alternates *one forward, one backward* as soon as it can.
 #
 # **Predict:** does the bubble become smaller?
 
@@ -72,20 +72,20 @@ pipe.gantt(pipe.simulate("GPipe", ranks=4, micro_batches=8))
 pipe.gantt(pipe.simulate("1F1B", ranks=4, micro_batches=8))
 
 # %% [markdown]
-# The bubble is the same size, in a different position. Look at the numbers instead: when rank 0 starts the backward of micro-batch 0,
-# of how many micro-batches does it store the activations?
+# The bubble is the same size, in a different position. Look at the numbers instead: when rank 0 starts the backward of
+# micro-batch 0, of how many micro-batches does it store the activations?
 
 # %%
 pipe.activations(4, 8, ["GPipe", "1F1B"])
 
 # %% [markdown]
-# GPipe stores *m*. 1F1B stores *p* on the first rank and 1 on the last, however many micro-batches there are. So with 1F1B you can use
-# more micro-batches, and *that* makes the bubble smaller.
+# GPipe stores *m*. 1F1B stores *p* on the first rank and 1 on the last, however many micro-batches there are. So with
+# 1F1B you can use more micro-batches, and *that* makes the bubble smaller.
 #
 # ## Simulation and reality
 #
-# Now run a real pipeline: the GPT in 2 stages. It has 7 blocks: an embedding, 5 layers and a head. `STAGES` says where each stage
-# begins. Each rank keeps only its own blocks and runs torch's schedule on them.
+# Now run a real pipeline: the GPT in 2 stages. It has 7 blocks: an embedding, 5 layers and a head. `STAGES` says where
+# each stage begins. Each rank keeps only its own blocks and runs torch's schedule on them.
 
 # %%
 job = {"strategy": "pp", "workload": "gpt", **HERE, "steps": 12, "samples": 200, "sample_every": 4}
@@ -98,8 +98,8 @@ def spec(schedule, micro_batches):
 print(excerpt(spec("GPipe", 4), "MICRO_BATCHES", "STAGES", "parallelize"))
 
 # %% [markdown]
-# Five layers cannot be split evenly between two stages. `planned` accounts for that by counting the floating-point operations of each
-# stage. **Predict:** which rank waits longer than the formula says?
+# Five layers cannot be split evenly between two stages. `planned` accounts for that by counting the floating-point
+# operations of each stage. **Predict:** which rank waits longer than the formula says?
 
 # %%
 pipe.gantt(pipe.planned(spec("GPipe", 4)))
@@ -126,7 +126,8 @@ one_f_one_b = run(spec("1F1B", 4)).wait()
 pipe.gantt(pipe.measured(one_f_one_b))
 
 # %% [markdown]
-# The timeline also shows the communication: small messages, and a long `recv` whenever a rank waits for the previous stage.
+# The timeline also shows the communication: small messages, and a long `recv` whenever a rank waits for the previous
+# stage.
 
 # %%
 one_f_one_b.figure("timeline")
@@ -134,8 +135,8 @@ one_f_one_b.figure("timeline")
 # %% [markdown]
 # ## Prediction and measurement
 #
-# The table compares three values of the idle time: by formula (equal stages), simulated (the actual stages), and measured. The last
-# columns are the activations of each rank at the peak of a step.
+# The table compares three values of the idle time: by formula (equal stages), simulated (the actual stages), and
+# measured. The last columns are the activations of each rank at the peak of a step.
 
 # %%
 runs = {("GPipe", 4): gpipe, ("1F1B", 4): one_f_one_b}
@@ -149,26 +150,29 @@ for (schedule, m), done in runs.items():
 # %% [markdown]
 # <details class="answer"><summary>Why they differ</summary>
 #
-# - **Simulation versus formula**: the stages are not equal. The faster stage waits in every round, in addition to the bubble.
-# - **Measurement versus simulation**: messages take time, the first passes of a step are slower, and small micro-batches use a device
-#   inefficiently. CPU ranks also share the memory bandwidth of one machine with each other and with all other processes.
-# - **Activations**: with 4 micro-batches, GPipe stores those of 4 on each rank; 1F1B stores those of 2 on rank 0 and of 1 on rank 1.
+# - **Simulation versus formula**: the stages are not equal. The faster stage waits in every round, in addition to the
+#   bubble.
+# - **Measurement versus simulation**: messages take time, the first passes of a step are slower, and small
+#   micro-batches use a device inefficiently. CPU ranks also share the memory bandwidth of one machine with each other
+#   and with all other processes.
+# - **Activations**: with 4 micro-batches, GPipe stores those of 4 on each rank; 1F1B stores those of 2 on rank 0 and of
+#   1 on rank 1.
 #
 # </details>
 #
 # ## More stages, smaller bubbles
 #
-# **Interleaved 1F1B** gives each rank *two* stages that are not adjacent, so each micro-batch passes each rank twice. Filling the
-# pipeline takes stages of half the size, so the bubble halves, but the ranks send more than twice as much. The second stage of a rank
-# is hatched.
+# **Interleaved 1F1B** gives each rank *two* stages that are not adjacent, so each micro-batch passes each rank twice.
+# Filling the pipeline takes stages of half the size, so the bubble halves, but the ranks send more than twice as much.
+# The second stage of a rank is hatched.
 
 # %%
 pipe.gantt(pipe.simulate("Interleaved1F1B", ranks=4, micro_batches=8))
 
 # %% [markdown]
-# **Zero bubble** schedules (Qi et al. 2023) split a backward into two computations: the gradients of the *inputs*, which the previous
-# stage waits for, and those of the *weights*, which are not needed before the optimizer step. The second computation can be delayed to
-# fill the bubble.
+# **Zero bubble** schedules (Qi et al. 2023) split a backward into two computations: the gradients of the *inputs*,
+# which the previous stage waits for, and those of the *weights*, which are not needed before the optimizer step. The
+# second computation can be delayed to fill the bubble.
 
 # %%
 pipe.gantt(pipe.simulate("ZB-H1", ranks=4, micro_batches=8))
@@ -185,15 +189,15 @@ pipe.activations(4, 8)
 # %% [markdown]
 # <details class="answer"><summary>Discussion</summary>
 #
-# With 32 micro-batches, all schedules have small bubbles, and the simplest is good enough. With few, zero bubble is best, but it
-# stores activations longer, because the weight gradients still need them. `InterleavedZeroBubble` is the schedule that torch offers: it
-# combines both ideas. Neither is free: with two stages per rank, the ranks send more than twice as much, and it is harder to split the
-# blocks into *four* equal stages than into two.
+# With 32 micro-batches, all schedules have small bubbles, and the simplest is good enough. With few, zero bubble is
+# best, but it stores activations longer, because the weight gradients still need them. `InterleavedZeroBubble` is the
+# schedule that torch offers: it combines both ideas. Neither is free: with two stages per rank, the ranks send more
+# than twice as much, and it is harder to split the blocks into *four* equal stages than into two.
 #
 # </details>
 #
-# Run both. For a zero bubble schedule, the lab sees that half of a backward is computed, but not which half: both halves have the same
-# colour here.
+# Run both. For a zero bubble schedule, the lab sees that half of a backward is computed, but not which half: both
+# halves have the same colour here.
 
 # %% tags=["long"]
 interleaved = run(spec("Interleaved1F1B", 4)).wait()
@@ -214,9 +218,10 @@ for schedule in ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble"):
 # %% [markdown]
 # ## Exercise: the order of a stage
 #
-# Write `order(stage, stages, micro_batches)`: what the rank with stage number `stage` (from 0) computes under **1F1B**, as a list like
-# `["F0", "F1", "B0", …]`. The forward of every micro-batch comes before its backward, and the rank stores the activations of as few
-# micro-batches as possible. Look at each lane of the 1F1B picture: how many forwards come before the first backward?
+# Write `order(stage, stages, micro_batches)`: what the rank with stage number `stage` (from 0) computes under **1F1B**,
+# as a list like `["F0", "F1", "B0", …]`. The forward of every micro-batch comes before its backward, and the rank
+# stores the activations of as few micro-batches as possible. Look at each lane of the 1F1B picture: how many forwards
+# come before the first backward?
 
 
 # %% tags=["exercise"]
@@ -228,8 +233,8 @@ check("pipeline_parallel.order", order)
 # %% [markdown]
 # ## Exercise: a small bubble
 #
-# Train the GPT with `pp` on two ranks, for at least 5 steps, with a bubble of **at most 12 %** by formula. There is more than one
-# solution. Make the micro-batches as large as possible: a batch has 16 samples.
+# Train the GPT with `pp` on two ranks, for at least 5 steps, with a bubble of **at most 12 %** by formula. There is
+# more than one solution. Make the micro-batches as large as possible: a batch has 16 samples.
 
 # %% tags=["exercise"]
 small_bubble = ...  # run("pp", workload="gpt", **HERE, steps=5, samples=200, options={…}).wait()

@@ -16,9 +16,10 @@
 # %% [markdown]
 # # Combine: meshes, and which axis uses which interconnect
 #
-# Data parallelism, sharding, tensor parallelism, pipeline parallelism: large models are trained with several of them at once. The ranks
-# form a **mesh**, and each kind of parallelism has its own **axis**. **You have two machines with eight GPUs each, a fast interconnect
-# within each machine and a slow one between them. Which axis should use which interconnect?**
+# Data parallelism, sharding, tensor parallelism, pipeline parallelism: large models are trained with several of them at
+# once. The ranks form a **mesh**, and each kind of parallelism has its own **axis**. **You have two machines with eight
+# GPUs each, a fast interconnect within each machine and a slow one between them. Which axis should use which
+# interconnect?**
 
 # %%
 from labkit import Lab, Spec, check, excerpt, pictures, place, run
@@ -29,8 +30,9 @@ mesh = pictures.mesh
 # %% [markdown]
 # ## Ranks on a grid
 #
-# There are four ranks and two axes: `tp` splits layers between neighbouring ranks, `dp` splits the batch. The picture shows the ranks
-# once per axis. Ranks with the same letter and colour form a group: along *that* axis, a rank communicates only within its group.
+# There are four ranks and two axes: `tp` splits layers between neighbouring ranks, `dp` splits the batch. The picture
+# shows the ranks once per axis. Ranks with the same letter and colour form a group: along *that* axis, a rank
+# communicates only within its group.
 
 # %%
 mesh.grid({"dp": 2, "tp": 2})
@@ -47,23 +49,23 @@ print(excerpt(both, "mesh", "parallelize"))
 #
 # <details class="answer"><summary>Answer</summary>
 #
-# The same samples: the ranks of a `tp` group, 0 and 1, 2 and 3. The same shard of a layer: the ranks of a `dp` group, 0 and 2, 1 and 3;
-# FSDP2 shards it further between them.
+# The same samples: the ranks of a `tp` group, 0 and 1, 2 and 3. The same shard of a layer: the ranks of a `dp` group, 0
+# and 2, 1 and 3; FSDP2 shards it further between them.
 #
 # </details>
 #
 # ## HSDP: replicas of shards
 #
-# With FSDP on many machines, every all-gather of a block crosses the slow interconnect. *Hybrid* sharding (HSDP) shards only within a
-# machine and replicates across machines. Between machines, only gradients are averaged, and each rank sends only its shard of them. Here
-# are two machines with four GPUs each:
+# With FSDP on many machines, every all-gather of a block crosses the slow interconnect. *Hybrid* sharding (HSDP) shards
+# only within a machine and replicates across machines. Between machines, only gradients are averaged, and each rank
+# sends only its shard of them. Here are two machines with four GPUs each:
 
 # %%
 mesh.grid({"replicate": 2, "shard": 4}, per_node=4)
 
 # %% [markdown]
-# **Predict** for *r* replicas of *s* shards and *P* parameters of 4 bytes: how many bytes does one rank send per step along each
-# axis, with FSDP over all ranks and with HSDP?
+# **Predict** for *r* replicas of *s* shards and *P* parameters of 4 bytes: how many bytes does one rank send per step
+# along each axis, with FSDP over all ranks and with HSDP?
 
 # %%
 P = Spec(strategy="fsdp2", workload="gpt", nproc=4).workload_row.parameters({"size": "1M", "context": 128})
@@ -86,22 +88,32 @@ print("HSDP, 2 × 2:", mib(hsdp(2, 2)))
 # Now run it on four ranks. `by_axis` sums what rank 0 sent in the profiled step, by group.
 
 # %%
-hybrid = Spec(strategy="fsdp2", workload="gpt", **HERE, steps=10, samples=200, batch_size=4, precision="fp32", options={"replicas": 2})
+hybrid = Spec(
+    strategy="fsdp2",
+    workload="gpt",
+    **HERE,
+    steps=10,
+    samples=200,
+    batch_size=4,
+    precision="fp32",
+    options={"replicas": 2},
+)
 job = run(hybrid).wait()
 print(mib(mesh.by_axis(job, {"replicate": 2, "shard": 2})))
 
 # %% [markdown]
 # <details class="answer"><summary>Was the prediction right?</summary>
 #
-# With NCCL, yes. gloo, the backend of CPU ranks, implements a reduce-scatter as an all-reduce: it sends twice as much for one of the
-# three collectives along `shard`, so the total is 4 units instead of 3. `job.ledger()` shows the same for all ranks, with the reasons.
+# With NCCL, yes. gloo, the backend of CPU ranks, implements a reduce-scatter as an all-reduce: it sends twice as much
+# for one of the three collectives along `shard`, so the total is 4 units instead of 3. `job.ledger()` shows the same
+# for all ranks, with the reasons.
 #
 # </details>
 #
 # ## FSDP with tensor parallelism
 #
-# **Predict:** on the 2 × 2 mesh, which axis has more traffic per step: activations along `tp`, or parameters and gradients along
-# `dp`? The GPT has 5 layers of width 128, and a rank processes 4 sequences of 128 positions.
+# **Predict:** on the 2 × 2 mesh, which axis has more traffic per step: activations along `tp`, or parameters and
+# gradients along `dp`? The GPT has 5 layers of width 128, and a rank processes 4 sequences of 128 positions.
 
 # %%
 layers, width, positions, batch, vocabulary = 5, 128, 128, 4, 256
@@ -116,14 +128,16 @@ split = run(both).wait()
 print(mib(mesh.by_axis(split, {"dp": 2, "tp": 2})))
 
 # %% [markdown]
-# Was it more than predicted? The ledger gives a reason and a number for each difference. Its figures are sums over all four ranks.
+# Was it more than predicted? The ledger gives a reason and a number for each difference. Its figures are sums over all
+# four ranks.
 
 # %%
 split.ledger()
 
 # %% [markdown]
-# Traffic is not the only criterion. Communication along `dp` can overlap with computation on a device that computes while it sends: the
-# next block is gathered while the current one computes. Communication along `tp` is exposed: the next matrix product waits for it.
+# Traffic is not the only criterion. Communication along `dp` can overlap with computation on a device that computes
+# while it sends: the next block is gathered while the current one computes. Communication along `tp` is exposed: the
+# next matrix product waits for it.
 
 # %%
 split.figure("timeline")
@@ -147,15 +161,16 @@ print(mib(mesh.by_axis(three, axes)))
 # %% [markdown]
 # <details class="answer"><summary>What to see</summary>
 #
-# There is almost no traffic along `pp`: one activation per micro-batch, and its gradient back. This axis suits the slowest interconnect.
+# There is almost no traffic along `pp`: one activation per micro-batch, and its gradient back. This axis suits the
+# slowest interconnect.
 #
 # </details>
 #
 # ## Which axis uses which interconnect
 #
-# Back to the question from the beginning, as a **model**: 7 billion parameters on two machines with eight GPUs each. The bytes are
-# those of the formulas above, for one rank and one step, in numbers of 2 bytes. Set the bandwidths of *your* interconnects, in bytes per
-# second.
+# Back to the question from the beginning, as a **model**: 7 billion parameters on two machines with eight GPUs each.
+# The bytes are those of the formulas above, for one rank and one step, in numbers of 2 bytes. Set the bandwidths of
+# *your* interconnects, in bytes per second.
 
 # %%
 inside, between = 300e9, 25e9  # per GPU: for example NVLink, and a 200 Gbit/s network card
@@ -171,8 +186,8 @@ sent = {
 print({axis: f"{bytes_ / 1e9:.2f} GB" for axis, bytes_ in sent.items()})
 
 # %% [markdown]
-# There are six ways to order the axes, from the outermost to the innermost. An axis that spans both machines uses the slow interconnect.
-# **Predict** the best and the worst order.
+# There are six ways to order the axes, from the outermost to the innermost. An axis that spans both machines uses the
+# slow interconnect. **Predict** the best and the worst order.
 
 # %%
 mesh.wires(axes, sent, per_node=8, inside=inside, between=between)
@@ -180,11 +195,12 @@ mesh.wires(axes, sent, per_node=8, inside=inside, between=between)
 # %% [markdown]
 # <details class="answer"><summary>The resulting rule</summary>
 #
-# `tp` innermost, on the fastest interconnect: it sends the most, and nothing overlaps with it. `pp` outermost: it sends the least. `dp`
-# in between. Set `between = 300e9`: with one bandwidth everywhere, the order does not matter. Set `batch` to 1: which axis is the most
-# expensive then?
+# `tp` innermost, on the fastest interconnect: it sends the most, and nothing overlaps with it. `pp` outermost: it sends
+# the least. `dp` in between. Set `between = 300e9`: with one bandwidth everywhere, the order does not matter. Set
+# `batch` to 1: which axis is the most expensive then?
 #
-# The model divides bytes by bandwidth. It ignores latency, overlap and bubbles: it ranks the orders and does not predict the step time.
+# The model divides bytes by bandwidth. It ignores latency, overlap and bubbles: it ranks the orders and does not
+# predict the step time.
 #
 # </details>
 
@@ -194,8 +210,8 @@ mesh.grid(axes, per_node=8)
 # %% [markdown]
 # ## Exercise: the coordinates of a rank
 #
-# Write `place_of(rank, pp, dp, tp)`. It returns the coordinates of a rank on a mesh of `pp × dp × tp`, as a tuple `(pp, dp, tp)`, each
-# counted from 0. Neighbouring ranks differ in the last axis, as with `init_device_mesh`.
+# Write `place_of(rank, pp, dp, tp)`. It returns the coordinates of a rank on a mesh of `pp × dp × tp`, as a tuple `(pp,
+# dp, tp)`, each counted from 0. Neighbouring ranks differ in the last axis, as with `init_device_mesh`.
 
 
 # %% tags=["exercise"]
@@ -207,9 +223,9 @@ check("combine.place", place_of)
 # %% [markdown]
 # ## Exercise: only activations between the machines
 #
-# Assume that ranks 0 and 1 are on one machine, and ranks 2 and 3 on another. Train any workload for 5 steps on four ranks, so that *only
-# activations and their gradients* are sent between the machines, gradients of parameters stay within a machine, and the two ranks of a
-# machine have different samples.
+# Assume that ranks 0 and 1 are on one machine, and ranks 2 and 3 on another. Train any workload for 5 steps on four
+# ranks, so that *only activations and their gradients* are sent between the machines, gradients of parameters stay
+# within a machine, and the two ranks of a machine have different samples.
 
 # %% tags=["exercise"]
 two_machines = ...  # run("…", **HERE, steps=5, samples=200).wait()
@@ -218,8 +234,8 @@ check("combine.machines", two_machines)
 # %% [markdown]
 # ## The panel
 #
-# Experiment: *more* lists all strategies with a mesh. Choose axis sizes that do not match the number of ranks, and read the error
-# message.
+# Experiment: *more* lists all strategies with a mesh. Choose axis sizes that do not match the number of ranks, and read
+# the error message.
 
 # %%
 Lab(strategy="fsdp2_tp", workload="mlp", **HERE, steps=10)

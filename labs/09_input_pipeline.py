@@ -16,9 +16,9 @@
 # %% [markdown]
 # # The input pipeline: is the device waiting for data?
 #
-# A training run reaches half the speed that its GPU allows. Is it the model, the gradient communication, or the disk? Every step
-# starts with a batch, and a device without a batch waits. In this lab you see that wait, hide it, and measure what each of the usual
-# settings gains **on this machine**: workers, pinned memory, asynchronous copies.
+# A training run reaches half the speed that its GPU allows. Is it the model, the gradient communication, or the disk?
+# Every step starts with a batch, and a device without a batch waits. In this lab you see that wait, hide it, and
+# measure what each of the usual settings gains **on this machine**: workers, pinned memory, asynchronous copies.
 
 # %%
 from pathlib import Path
@@ -31,13 +31,15 @@ print(HERE)
 # %% [markdown]
 # ## Where a batch comes from
 #
-# This is the function `load` of the script that the next runs use. Each rank calls it, so each rank has its own data loader.
+# This is the function `load` of the script that the next runs use. Each rank calls it, so each rank has its own data
+# loader.
 
 # %%
 print(excerpt(Spec(nproc=2, options={"workers": 2}), "load"))
 
 # %% [markdown]
-# - `num_workers`: the number of processes that load batches in advance. With 0, the training process loads each batch itself.
+# - `num_workers`: the number of processes that load batches in advance. With 0, the training process loads each batch
+#   itself.
 # - `prefetch_factor`: how many batches a worker loads in advance (default: 2).
 # - `persistent_workers`: keep the workers from epoch to epoch. Otherwise each epoch starts them again.
 # - `pin_memory`: put the batch into page-locked memory, which a GPU can read directly.
@@ -56,8 +58,8 @@ pictures.input_pipeline.workers(load=0.2, compute=0.1, counts=(0, 1, 2))
 #
 # <details class="answer"><summary>Answer</summary>
 #
-# 1. Without workers: load **+** compute. With workers, both run in parallel, and the longer one determines the step: the maximum of
-#    compute and load / workers.
+# 1. Without workers: load **+** compute. With workers, both run in parallel, and the longer one determines the step:
+#    the maximum of compute and load / workers.
 # 2. Nothing: with two workers, loading already keeps up with training.
 # 3. A single worker loads a batch. More workers load more batches per second, but no batch sooner.
 #
@@ -65,8 +67,8 @@ pictures.input_pipeline.workers(load=0.2, compute=0.1, counts=(0, 1, 2))
 #
 # ## Run: slow data loading
 #
-# This run is slow because of **fault injection**: its data set sleeps 200 ms before it returns a batch, like a slow network disk. The
-# loader has no workers.
+# This run is slow because of **fault injection**: its data set sleeps 200 ms before it returns a batch, like a slow
+# network disk. The loader has no workers.
 
 # %%
 SLOW = {**HERE, "batch_size": 64, "samples": 4096, "steps": 14, "fault": "slow_loader"}
@@ -77,8 +79,8 @@ slow = {0: run("ddp", **SLOW)}
 show(slow[0])
 
 # %% [markdown]
-# The first line names the finding, its evidence and the fix. *Where a step's time goes* shows it as **data**. Would you have noticed it
-# from the loss, or from what the ranks print?
+# The first line names the finding, its evidence and the fix. *Where a step's time goes* shows it as **data**. Would you
+# have noticed it from the loss, or from what the ranks print?
 #
 # This is one profiled step: first every rank waits, then the computation starts.
 
@@ -106,7 +108,8 @@ pictures.input_pipeline.workers(load=load / 1000, compute=compute / 1000, counts
 # %% [markdown]
 # ## Run: one worker, two workers
 #
-# The script is the same except for one setting. The disk does not get faster; the workers wait for it instead of the training process.
+# The script is the same except for one setting. The disk does not get faster; the workers wait for it instead of the
+# training process.
 
 # %%
 for workers in (1, 2):
@@ -122,27 +125,27 @@ for workers, job in slow.items():
 # %% [markdown]
 # <details class="answer"><summary>Why prediction and measurement differ</summary>
 #
-# Two workers cannot make a step shorter than compute. And compute is a median over a few steps, some of which may have been slow: on
-# shared cores it varies from run to run.
+# Two workers cannot make a step shorter than compute. And compute is a median over a few steps, some of which may have
+# been slow: on shared cores it varies from run to run.
 #
-# Sleeping uses no core, so these workers slow nothing down. Real workers decode and augment: they need cores, and if ranks train on the
-# same cores, *compute* grows. A fast GPU is the opposite case: if compute takes 5 ms and loading 200 ms, 40 workers would be needed to
-# keep the GPU busy, and faster loading gains more than additional workers.
+# Sleeping uses no core, so these workers slow nothing down. Real workers decode and augment: they need cores, and if
+# ranks train on the same cores, *compute* grows. A fast GPU is the opposite case: if compute takes 5 ms and loading 200
+# ms, 40 workers would be needed to keep the GPU busy, and faster loading gains more than additional workers.
 #
 # </details>
 #
-# **Every rank has its own workers.** Eight ranks with four workers each are 40 processes. Count the cores before you choose the number
-# of workers: start with the number of cores divided by the number of ranks, minus one for the rank itself. The time spent waiting for
-# data shows whether that is enough.
+# **Every rank has its own workers.** Eight ranks with four workers each are 40 processes. Count the cores before you
+# choose the number of workers: start with the number of cores divided by the number of ranks, minus one for the rank
+# itself. The time spent waiting for data shows whether that is enough.
 #
 # ## One setting at a time
 #
-# Here the digits are in memory, and no fault is injected. Each process has its own loader, so one rank is enough to measure it.
-# Which of these changes will have a visible effect, and in which direction?
+# Here the digits are in memory, and no fault is injected. Each process has its own loader, so one rank is enough to
+# measure it. Which of these changes will have a visible effect, and in which direction?
 #
 # | setting | what it changes |
 # | --- | --- |
-# | `fetch=samples` | load samples one by one and collate them, as most scripts do; `batches` loads a whole batch by its indices |
+# | `fetch=samples` | load samples one by one, as most scripts do; `batches` loads a batch by its indices |
 # | `workers=2` | two processes load in advance; each batch must be transferred to the training process |
 # | `pin_memory=false` | batches stay in pageable memory, which the GPU cannot read directly |
 # | `non_blocking=false` | the program waits for each copy to the device |
@@ -169,21 +172,23 @@ for name, job in one.items():
 # %% [markdown]
 # <details class="answer"><summary>How to read it</summary>
 #
-# The last column is the fraction of a step that the input takes. It is the most that all settings together could gain here.
+# The last column is the fraction of a step that the input takes. It is the most that all settings together could gain
+# here.
 #
-# **Without a GPU**, the last two rows run the same program as the first: there is no memory to pin and nothing to copy. Any difference
-# between them is measurement noise, and a difference of that size in the other rows means nothing either. On CPU ranks, `pin_memory`
-# and `non_blocking` gain nothing, whatever this table says.
+# **Without a GPU**, the last two rows run the same program as the first: there is no memory to pin and nothing to copy.
+# Any difference between them is measurement noise, and a difference of that size in the other rows means nothing
+# either. On CPU ranks, `pin_memory` and `non_blocking` gain nothing, whatever this table says.
 #
 # **With a GPU**, these two settings affect *copy*: check how much of a step it is before you expect a large gain.
 #
-# `fetch=samples` costs a little time per sample. `workers=2` may even *increase* the wait here: the data are already in memory, and a
-# batch from another process must be transferred, while a local batch is a slice of a tensor. Workers help if loading takes time.
+# `fetch=samples` costs a little time per sample. `workers=2` may even *increase* the wait here: the data are already in
+# memory, and a batch from another process must be transferred, while a local batch is a slice of a tensor. Workers help
+# if loading takes time.
 #
 # </details>
 #
-# A single run is a single measurement. This cell alternates the settings over three rounds, so that a slow phase of the machine affects
-# all settings equally. It takes a few minutes.
+# A single run is a single measurement. This cell alternates the settings over three rounds, so that a slow phase of the
+# machine affects all settings equally. It takes a few minutes.
 
 # %% tags=["long"]
 rounds = [{name: run("single", **ONE, options=options).wait() for name, options in SETTINGS.items()} for _ in range(3)]
@@ -194,9 +199,9 @@ for name in SETTINGS:
 # %% [markdown]
 # ## What pinned memory and non_blocking do
 #
-# A GPU reads pinned memory directly. To copy from pageable memory, the driver first copies the batch to a pinned buffer, and the
-# program waits. With both settings, the program only *enqueues* the copy and continues to launch the following work. The picture is a
-# model of a step in which the program has about as much to do as the GPU.
+# A GPU reads pinned memory directly. To copy from pageable memory, the driver first copies the batch to a pinned
+# buffer, and the program waits. With both settings, the program only *enqueues* the copy and continues to launch the
+# following work. The picture is a model of a step in which the program has about as much to do as the GPU.
 
 # %%
 pictures.input_pipeline.copies(fetch=0.003, launch=0.003, copy=0.001, compute=0.004)
@@ -206,16 +211,16 @@ pictures.input_pipeline.copies(fetch=0.003, launch=0.003, copy=0.001, compute=0.
 #
 # <details class="answer"><summary>Answer</summary>
 #
-# The time of the copy, and only if the program is the bottleneck and not the GPU. With a long `compute`, the GPU always has work in its
-# queue, and the three variants differ only by the copy. Pinned memory has a cost too: it cannot be swapped out, and allocating it takes
-# time.
+# The time of the copy, and only if the program is the bottleneck and not the GPU. With a long `compute`, the GPU always
+# has work in its queue, and the three variants differ only by the copy. Pinned memory has a cost too: it cannot be
+# swapped out, and allocating it takes time.
 #
 # </details>
 #
 # ## Exercise: how many workers?
 #
-# Loading takes `load` seconds per batch, and training takes `compute` seconds. Write a function that returns the **smallest**
-# `num_workers` with which no step except the first waits for data.
+# Loading takes `load` seconds per batch, and training takes `compute` seconds. Write a function that returns the
+# **smallest** `num_workers` with which no step except the first waits for data.
 
 
 # %% tags=["exercise"]
@@ -227,9 +232,10 @@ check("input_pipeline.workers", workers_needed)
 # %% [markdown]
 # ## Exercise: fix a script
 #
-# This cell writes `slow_input.py` next to the notebook: a plain DDP script whose data set takes 1.5 times as long as a step of the run
-# above. Open it, and fix the loader so that training no longer waits. The disk must stay as slow as it is, and the ranks must process
-# as many samples per step as before. Then check the run: `run("slow_input.py", **HERE).wait()`.
+# This cell writes `slow_input.py` next to the notebook: a plain DDP script whose data set takes 1.5 times as long as a
+# step of the run above. Open it, and fix the loader so that training no longer waits. The disk must stay as slow as it
+# is, and the ranks must process as many samples per step as before. Then check the run: `run("slow_input.py",
+# **HERE).wait()`.
 
 # %%
 script, sleeps = write_script(Spec("ddp", **SLOW)), 1.5 * compute / 1000
@@ -244,7 +250,7 @@ check("input_pipeline.mend", fixed)
 # ## Summary
 #
 # - Check the wait for **data** before you tune anything else. If it is close to zero, no setting of the loader helps.
-# - Workers overlap loading with training; the step then takes the maximum of compute and load / workers. Their number multiplies with
-#   the number of ranks, and they need cores.
+# - Workers overlap loading with training; the step then takes the maximum of compute and load / workers. Their number
+#   multiplies with the number of ranks, and they need cores.
 # - Use `pin_memory` and `non_blocking` together. They need a GPU and save at most the time of the copy.
 # - A gain below the noise between two identical runs is not a gain.

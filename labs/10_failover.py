@@ -16,9 +16,9 @@
 # %% [markdown]
 # # Failover: a rank dies, and the training continues
 #
-# A two-day job on 64 GPUs dies in its 47th hour, because one of 64 processes was killed. How much of the training is lost? Everything
-# since the last checkpoint. In this lab you read what a checkpoint must contain, kill a rank, watch torchrun restart the group, and
-# resume with a different number of ranks.
+# A two-day job on 64 GPUs dies in its 47th hour, because one of 64 processes was killed. How much of the training is
+# lost? Everything since the last checkpoint. In this lab you read what a checkpoint must contain, kill a rank, watch
+# torchrun restart the group, and resume with a different number of ranks.
 
 # %%
 import os
@@ -41,28 +41,29 @@ print(HERE)
 print(excerpt(Spec("ddp", **SAVING), "save"))
 
 # %% [markdown]
-# 1. Every rank calls `save`, and all ranks except rank 0 return at once (`IS_LOGGING_RANK` is true only on rank 0). Why is one rank
-#    enough, and what would happen if all of them wrote?
+# 1. Every rank calls `save`, and all ranks except rank 0 return at once (`IS_LOGGING_RANK` is true only on rank 0). Why
+#    is one rank enough, and what would happen if all of them wrote?
 # 2. Why `getattr(model, "module", model)`?
 # 3. Why is the file written under a temporary name first and then renamed?
 # 4. Why are the model's weights not enough?
 #
 # <details class="answer"><summary>Answer</summary>
 #
-# 1. Under DDP all ranks have the same model and the same optimizer state, so a second copy is redundant. If all ranks wrote to one file,
-#    it would contain the data of the last writer, or a mixture of several.
-# 2. DDP wraps the model, and its names start with `module.`. Saved without the wrapper, the checkpoint is that of a single device, and
-#    any number of ranks can load it.
-# 3. A rank that dies while it writes leaves an incomplete file. `replace` is atomic: under the final name there is a complete checkpoint
-#    or none.
-# 4. AdamW stores two moments per weight; without them, the next steps are different. The step says how much of the data has been used,
-#    and the random state determines what dropout draws next.
+# 1. Under DDP all ranks have the same model and the same optimizer state, so a second copy is redundant. If all ranks
+#    wrote to one file, it would contain the data of the last writer, or a mixture of several.
+# 2. DDP wraps the model, and its names start with `module.`. Saved without the wrapper, the checkpoint is that of a
+#    single device, and any number of ranks can load it.
+# 3. A rank that dies while it writes leaves an incomplete file. `replace` is atomic: under the final name there is a
+#    complete checkpoint or none.
+# 4. AdamW stores two moments per weight; without them, the next steps are different. The step says how much of the data
+#    has been used, and the random state determines what dropout draws next.
 #
 # </details>
 #
 # ## Predict: how large is it?
 #
-# The model has 669,706 parameters of 4 bytes, and AdamW stores two more numbers for each. How many MB does a checkpoint have?
+# The model has 669,706 parameters of 4 bytes, and AdamW stores two more numbers for each. How many MB does a checkpoint
+# have?
 
 # %%
 parameters = 669_706
@@ -72,9 +73,9 @@ print(f"{predicted / 1e6:.2f} MB")
 # %% [markdown]
 # ## Run: kill a rank
 #
-# The run has 200 steps, a checkpoint every 50 steps, and `max_restarts=1`: torchrun may restart the group once. The next cell waits for
-# step 80 and then kills rank 1 with SIGKILL, as the kernel does when memory runs out. **SIGKILL is deliberate**: the rank gets no chance
-# to clean up.
+# The run has 200 steps, a checkpoint every 50 steps, and `max_restarts=1`: torchrun may restart the group once. The
+# next cell waits for step 80 and then kills rank 1 with SIGKILL, as the kernel does when memory runs out. **SIGKILL is
+# deliberate**: the rank gets no chance to clean up.
 #
 # Predict: does rank 0 survive? From which step does the group resume? How many steps are computed twice?
 
@@ -88,8 +89,9 @@ os.kill(job.state.ranks[1].pid, signal.SIGKILL)
 show(job)
 
 # %% [markdown]
-# The surviving rank cannot continue: its next all-reduce blocks on a peer that no longer exists. So torchrun terminates it too, and
-# starts **all** ranks again: the same program, from its first line. Not torchrun but `resume` restores the training state:
+# The surviving rank cannot continue: its next all-reduce blocks on a peer that no longer exists. So torchrun terminates
+# it too, and starts **all** ranks again: the same program, from its first line. Not torchrun but `resume` restores the
+# training state:
 
 # %%
 print(excerpt(Spec("ddp", **SAVING), "intact", "resume"))
@@ -104,8 +106,8 @@ print(f"steps computed twice: {last - first + 1}")
 # %% [markdown]
 # <details class="answer"><summary>What it cost</summary>
 #
-# The steps since the last checkpoint, and a restart: Python, torch, the rendezvous, the data. In a small job the restart is most of the
-# cost. On many devices the lost steps are, because every device computes them again.
+# The steps since the last checkpoint, and a restart: Python, torch, the rendezvous, the data. In a small job the
+# restart is most of the cost. On many devices the lost steps are, because every device computes them again.
 #
 # </details>
 #
@@ -119,8 +121,9 @@ print(f"{newest.name}: {written / 1e6:.2f} MB; predicted {predicted / 1e6:.2f} M
 # %% [markdown]
 # ## Resume with a different number of ranks
 #
-# The checkpoint contains the whole state, as a single device would save it, so any number of ranks can load it. Resume from step 100
-# with four ranks. With `scaling="strong"` the global batch size stays at 128, so each of the four ranks takes 32 samples.
+# The checkpoint contains the whole state, as a single device would save it, so any number of ranks can load it. Resume
+# from step 100 with four ranks. With `scaling="strong"` the global batch size stays at 128, so each of the four ranks
+# takes 32 samples.
 #
 # Predict: will the losses of steps 101 to 200 be identical, nearly identical, or different?
 
@@ -141,21 +144,24 @@ def losses(job):
 before, after = losses(job), losses(four)
 for step in (101, 102, 105, 110, 120, 150, 200):
     difference = abs(after[step] - before[step]) / before[step]
-    print(f"step {step}: two ranks {before[step]:.6f}, four ranks {after[step]:.6f}, relative difference {difference:.0e}")
+    print(
+        f"step {step}: two ranks {before[step]:.6f}, four ranks {after[step]:.6f}, relative difference {difference:.0e}"
+    )
 
 # %% [markdown]
 # <details class="answer"><summary>Why they agree at first and differ later</summary>
 #
-# The same 128 samples give the same mean gradient, whichever ranks compute it. Sums of 32-bit numbers in a different order differ in the
-# last digits, and with AdamW this difference grows from step to step. With `scaling="weak"`, four ranks would process 512 samples per
-# step: a different training, with fewer steps per epoch, and probably with a different learning rate.
+# The same 128 samples give the same mean gradient, whichever ranks compute it. Sums of 32-bit numbers in a different
+# order differ in the last digits, and with AdamW this difference grows from step to step. With `scaling="weak"`, four
+# ranks would process 512 samples per step: a different training, with fewer steps per epoch, and probably with a
+# different learning rate.
 #
 # </details>
 #
 # ## When every rank saves
 #
-# Under FSDP no rank has the whole model. Gathering it on rank 0 would need the memory that sharding saves. So every rank writes its
-# shards, and a small index says which file contains what:
+# Under FSDP no rank has the whole model. Gathering it on rank 0 would need the memory that sharding saves. So every
+# rank writes its shards, and a small index says which file contains what:
 
 # %%
 print(excerpt(Spec("fsdp2", **SAVING), "tensors_of", "save", "publish"))
@@ -165,12 +171,13 @@ print(excerpt(Spec("fsdp2", **SAVING), "tensors_of", "save", "publish"))
 #
 # <details class="answer"><summary>Answer</summary>
 #
-# `dcp.save` is a collective: all ranks must call it, or the others wait. When all shards are written, rank 0 renames the folder to its
-# final name. The barrier keeps the other ranks from the next steps until it has done so.
+# `dcp.save` is a collective: all ranks must call it, or the others wait. When all shards are written, rank 0 renames
+# the folder to its final name. The barrier keeps the other ranks from the next steps until it has done so.
 #
 # </details>
 #
-# This run saves with two ranks and resumes with one. Two shards must become one whole: `dcp.load` reads the shards that a rank needs.
+# This run saves with two ranks and resumes with one. Two shards must become one whole: `dcp.load` reads the shards that
+# a rank needs.
 
 # %% tags=["long"]
 halves = run("fsdp2", **SAVING, steps=50).wait()
@@ -182,8 +189,8 @@ show(whole)
 # %% [markdown]
 # ## What restarts do not fix
 #
-# The next run may also restart once, but **fault injection** kills its rank 1 at step 5, every time. Predict what happens, and what its
-# checkpoints, one every 50 steps, are good for.
+# The next run may also restart once, but **fault injection** kills its rank 1 at step 5, every time. Predict what
+# happens, and what its checkpoints, one every 50 steps, are good for.
 
 # %%
 again = run("ddp", **SAVING, steps=200, max_restarts=1, fault="killed_rank").wait()
@@ -193,17 +200,19 @@ again.findings()
 # %% [markdown]
 # <details class="answer"><summary>Answer</summary>
 #
-# Every start reaches step 5 and fails there, and no checkpoint is ever written. Restarts help against transient failures: a machine or a
-# link that fails, or another process that used up the memory. A failure that repeats at the same step is not transient, and each restart
-# only adds to the cost. So `max_restarts` is small in practice, and the *first* failure is the one to read.
+# Every start reaches step 5 and fails there, and no checkpoint is ever written. Restarts help against transient
+# failures: a machine or a link that fails, or another process that used up the memory. A failure that repeats at the
+# same step is not transient, and each restart only adds to the cost. So `max_restarts` is small in practice, and the
+# *first* failure is the one to read.
 #
 # </details>
 #
 # ## How often to save
 #
-# Saving costs time, and so do lost steps. Suppose a checkpoint takes *C* seconds, and there is a failure every *M* seconds on average.
-# Then saving every *T* seconds costs, to first order (J. W. Young, 1974), the fraction C / T of the time for saving, and T / 2M for steps
-# that are computed twice, because a failure comes in the middle of an interval on average. Here with C = 30 s and one failure per day:
+# Saving costs time, and so do lost steps. Suppose a checkpoint takes *C* seconds, and there is a failure every *M*
+# seconds on average. Then saving every *T* seconds costs, to first order (J. W. Young, 1974), the fraction C / T of the
+# time for saving, and T / 2M for steps that are computed twice, because a failure comes in the middle of an interval on
+# average. Here with C = 30 s and one failure per day:
 
 # %%
 C, M = 30, 24 * 3600
@@ -215,8 +224,8 @@ for minutes in (1, 5, 15, 30, 60, 180):
 # %% [markdown]
 # ## Exercise: the best interval
 #
-# Write a function that returns the *T* with the lowest cost, in seconds. How does it change if ten times as many GPUs fail ten times as
-# often?
+# Write a function that returns the *T* with the lowest cost, in seconds. How does it change if ten times as many GPUs
+# fail ten times as often?
 
 
 # %% tags=["exercise"]
@@ -228,8 +237,9 @@ check("failover.interval", best_interval)
 # %% [markdown]
 # ## Exercise: an atomic save
 #
-# `write(path)` writes a checkpoint to a path and may fail half-way with an exception. Write `save_whole` so that `path` always contains a
-# complete checkpoint: the new one, or the previous one if writing failed. The exception must still reach the caller.
+# `write(path)` writes a checkpoint to a path and may fail half-way with an exception. Write `save_whole` so that `path`
+# always contains a complete checkpoint: the new one, or the previous one if writing failed. The exception must still
+# reach the caller.
 
 
 # %% tags=["exercise"]
@@ -241,8 +251,8 @@ check("failover.whole", save_whole)
 # %% [markdown]
 # ## Exercise: recover from a killed rank
 #
-# Start a run on two ranks, kill one of them after its second checkpoint and before its last step, and let the group restart and finish,
-# with at most 10 steps computed twice. Your answer is the run.
+# Start a run on two ranks, kill one of them after its second checkpoint and before its last step, and let the group
+# restart and finish, with at most 10 steps computed twice. Your answer is the run.
 
 # %% tags=["exercise"]
 comeback = ...
@@ -251,7 +261,9 @@ check("failover.comeback", comeback)
 # %% [markdown]
 # ## Summary
 #
-# - A checkpoint contains weights, optimizer state, step and random state. It is written under a temporary name and then renamed.
-# - If all ranks have the same state (DDP), one rank saves it. If each rank has a shard (FSDP), every rank must call the save function.
+# - A checkpoint contains weights, optimizer state, step and random state. It is written under a temporary name and then
+#   renamed.
+# - If all ranks have the same state (DDP), one rank saves it. If each rank has a shard (FSDP), every rank must call the
+#   save function.
 # - torchrun restarts *all* ranks. Resuming is the job of the script.
 # - With a different world size, training resumes with the same losses if the global batch size stays the same.

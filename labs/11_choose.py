@@ -16,9 +16,9 @@
 # %% [markdown]
 # # Choose: will it fit, and which strategy should I use?
 #
-# You have a model, some GPUs, and a page of advice from the internet. Can you train the model on these GPUs at all? With which
-# strategy? And how much of the advice is true? This lab answers the first two questions with arithmetic that you can do on paper,
-# compares the arithmetic with real runs, and tests the advice.
+# You have a model, some GPUs, and a page of advice from the internet. Can you train the model on these GPUs at all?
+# With which strategy? And how much of the advice is true? This lab answers the first two questions with arithmetic that
+# you can do on paper, compares the arithmetic with real runs, and tests the advice.
 
 # %%
 from dataclasses import replace
@@ -41,11 +41,12 @@ HERE = place(2)  # two GPUs if this machine has them, otherwise two CPU ranks
 # | the optimizer: second moment | 4 | 4 |
 # | **bytes** | **16** | **16** |
 #
-# Both add up to 16Ψ (Rajbhandari et al. 2020, section 3.1). These are the **model states**, which are stored from step to step. With
-# `torch.autocast`, as in the scripts of this lab, the left column applies, and most computations run in 16 bits. The **activations**
-# come on top. They depend on the batch, and not only on Ψ.
+# Both add up to 16Ψ (Rajbhandari et al. 2020, section 3.1). These are the **model states**, which are stored from step
+# to step. With `torch.autocast`, as in the scripts of this lab, the left column applies, and most computations run in
+# 16 bits. The **activations** come on top. They depend on the batch, and not only on Ψ.
 #
-# Before you run the next cell: how many GB are the states of a model with 7B parameters? Do they fit on one GPU with 80 GB?
+# Before you run the next cell: how many GB are the states of a model with 7B parameters? Do they fit on one GPU with 80
+# GB?
 
 # %%
 for name in ("1M", "100M", "1B", "7B"):
@@ -56,12 +57,12 @@ for name in ("1M", "100M", "1B", "7B"):
 # %% [markdown]
 # <details class="answer"><summary>Answer</summary>
 #
-# About 112 GB. They do not fit on one GPU with 80 GB, before a single sample is processed. The parameters alone, in 16 bits, take 14 GB.
-# That is why a GPU can run inference with a model that it cannot train.
+# About 112 GB. They do not fit on one GPU with 80 GB, before a single sample is processed. The parameters alone, in 16
+# bits, take 14 GB. That is why a GPU can run inference with a model that it cannot train.
 # </details>
 #
-# ZeRO and FSDP shard the states across the devices of a group: stage 1 the optimizer state, stage 2 also the gradients, stage 3 also the
-# parameters. By formula, for 3B parameters on four devices with 24 GB each:
+# ZeRO and FSDP shard the states across the devices of a group: stage 1 the optimizer state, stage 2 also the gradients,
+# stage 3 also the parameters. By formula, for 3B parameters on four devices with 24 GB each:
 
 # %%
 pictures.fit.states(3e9, devices=4, memory=24e9)
@@ -69,8 +70,8 @@ pictures.fit.states(3e9, devices=4, memory=24e9)
 # %% [markdown]
 # ## Formula versus run
 #
-# Now take a model that any machine can train: the MLP, in 32 bits. First predict, from the table above, what each of two ranks stores.
-# Write it down: under DDP, under ZeRO-1, under FSDP2?
+# Now take a model that any machine can train: the MLP, in 32 bits. First predict, from the table above, what each of
+# two ranks stores. Write it down: under DDP, under ZeRO-1, under FSDP2?
 #
 # Under tensor parallelism (TP), two of the three layers are split, and every rank stores the last one whole.
 
@@ -108,9 +109,9 @@ for strategy, formula in predicted.items():
 #
 # <details class="answer"><summary>Answer</summary>
 #
-# PyTorch's `ZeroRedundancyOptimizer` assigns whole tensors. One matrix of the MLP contains more than half of all parameters, so the rank
-# that gets it stores more than half of the optimizer state. A model with many layers of equal size is balanced. FSDP2 splits every
-# tensor by rows instead.
+# PyTorch's `ZeroRedundancyOptimizer` assigns whole tensors. One matrix of the MLP contains more than half of all
+# parameters, so the rank that gets it stores more than half of the optimizer state. A model with many layers of equal
+# size is balanced. FSDP2 splits every tensor by rows instead.
 # </details>
 #
 # The states are not the peak. This is the peak memory of a rank within a step:
@@ -128,17 +129,18 @@ jobs["ddp"].figure("memory_by_owner")
 # %% [markdown]
 # <details class="answer"><summary>What comes in addition to the states?</summary>
 #
-# *communication*: DDP stores its gradients a second time, in the buckets that it sends: 4Ψ more. FSDP2 gathers a whole block while it
-# computes with it. *other*: Adam needs temporary memory during its update. *activations*: little, because the MLP and its samples are
-# small. So 16Ψ is a lower bound: leave a margin. On GPUs, the caching allocator and the CUDA context need additional memory.
+# *communication*: DDP stores its gradients a second time, in the buckets that it sends: 4Ψ more. FSDP2 gathers a whole
+# block while it computes with it. *other*: Adam needs temporary memory during its update. *activations*: little,
+# because the MLP and its samples are small. So 16Ψ is a lower bound: leave a margin. On GPUs, the caching allocator and
+# the CUDA context need additional memory.
 # </details>
 
 # %% [markdown]
 # ## Activations scale with the batch
 #
-# "FSDP halves memory on two GPUs", and "it costs 10 to 20 % on small models". Take the CNN: 405,898 parameters, a batch of 128 images
-# per rank. Which of the four owners of memory is halved, and by how much does the total shrink? The next cell runs DDP and FSDP2 and
-# gives verdicts.
+# "FSDP halves memory on two GPUs", and "it costs 10 to 20 % on small models". Take the CNN: 405,898 parameters, a batch
+# of 128 images per rank. Which of the four owners of memory is halved, and by how much does the total shrink? The next
+# cell runs DDP and FSDP2 and gives verdicts.
 
 # %%
 on_trial("fsdp-memory", "fsdp-small", rounds=1)
@@ -146,9 +148,10 @@ on_trial("fsdp-memory", "fsdp-small", rounds=1)
 # %% [markdown]
 # <details class="answer"><summary>Why so little?</summary>
 #
-# This CNN has 6 MiB of states and far more activations. Activations belong to the samples, and FSDP shards none of them. What reduces
-# activations is activation checkpointing (`checkpoint_activations`), gradient accumulation (`accumulate`), or splitting the computation
-# (tensor or context parallelism). Check which owner is too large before you choose the remedy.
+# This CNN has 6 MiB of states and far more activations. Activations belong to the samples, and FSDP shards none of
+# them. What reduces activations is activation checkpointing (`checkpoint_activations`), gradient accumulation
+# (`accumulate`), or splitting the computation (tensor or context parallelism). Check which owner is too large before
+# you choose the remedy.
 # </details>
 
 # %% [markdown]
@@ -157,14 +160,14 @@ on_trial("fsdp-memory", "fsdp-small", rounds=1)
 # | strategy | use it if | stores, of the states | sends per step |
 # | --- | --- | --- | --- |
 # | DDP | everything fits on one device | all | 2 · 4Ψ (n−1)/n |
-# | ZeRO-1 | the optimizer state is too large | parameters, gradients, 1/n of the optimizer state | 1.5 × DDP (in PyTorch) |
+# | ZeRO-1 | the optimizer state is too large | parameters, gradients, 1/n of the optimizer | 1.5 × DDP (in PyTorch) |
 # | FSDP2, ZeRO-3 | the states are too large | 1/n | 1.5 × DDP |
 # | TP | a layer or its activations are too large | 1/n of what is split | activations, in every layer |
-# | PP | there are several machines with a slow interconnect between them | its own layers | activations, between stages |
-# | DP | almost never: PyTorch recommends DDP, even on one machine | all, and more on device 0 | everything, through device 0 |
+# | PP | several machines with a slow interconnect | its own layers | activations, between stages |
+# | DP | almost never: DDP is better, even on one machine | all, and more on device 0 | everything, through device 0 |
 #
-# The four runs above show the actual traffic. (On CPU ranks, gloo implements a reduce-scatter as an all-reduce, so FSDP2 sends more than
-# the formula says: `jobs["fsdp2"].ledger()` shows both.)
+# The four runs above show the actual traffic. (On CPU ranks, gloo implements a reduce-scatter as an all-reduce, so
+# FSDP2 sends more than the formula says: `jobs["fsdp2"].ledger()` shows both.)
 
 # %%
 for strategy, rank in figures.items():
@@ -180,15 +183,16 @@ jobs["fsdp2"].ledger()
 #
 # <details class="answer"><summary>Answer</summary>
 #
-# No. Its two ranks process 128 samples per step, the others 256. The communication of TP is exposed: forward and backward wait for it.
-# It also grows with the batch, while the gradients of DDP do not. TP is for a fast interconnect within a machine.
+# No. Its two ranks process 128 samples per step, the others 256. The communication of TP is exposed: forward and
+# backward wait for it. It also grows with the batch, while the gradients of DDP do not. TP is for a fast interconnect
+# within a machine.
 # </details>
 
 # %% [markdown]
 # ## The same as a tree
 #
-# The advice is a single function: questions in a fixed order, each with a formula. If you remember the order, you need no table: *does
-# it fit? If not, what is too large? And which interconnect would carry the traffic?*
+# The advice is a single function: questions in a fixed order, each with a formula. If you remember the order, you need
+# no table: *does it fit? If not, what is too large? And which interconnect would carry the traffic?*
 
 # %%
 Case, tree, advise = pictures.fit.Case, pictures.fit.tree, pictures.fit.advise
@@ -210,9 +214,9 @@ for system, change in cases.items():
     print(f"{system:38} {advise(replace(model, **change))}")
 
 # %% [markdown]
-# Now test the tree against the runs. Imagine devices with slightly more and slightly less memory than DDP's peak, ask the tree about the
-# MLP, and check whether the run that it recommends would have fitted. Ask twice: first with only the activations in addition to the
-# states, then with everything that was measured in addition to the states.
+# Now test the tree against the runs. Imagine devices with slightly more and slightly less memory than DDP's peak, ask
+# the tree about the MLP, and check whether the run that it recommends would have fitted. Ask twice: first with only the
+# activations in addition to the states, then with everything that was measured in addition to the states.
 
 # %%
 runs_of = {"DDP": "ddp", "ZeRO-1": "zero1", "FSDP2": "fsdp2"}
@@ -223,20 +227,22 @@ for extra in (activations, peak - 16 * PSI):
         advice = advise(Case(PSI, memory, extra, devices=2, recipe="fp32", block=4 * 784 * 512)).use
         real = figures[runs_of[advice]]["peak_memory_bytes"] if advice in runs_of else 0
         verdict = "not run here" if not real else "fits" if real <= memory else "does not fit"
-        print(f"{extra / MIB:5.1f} MiB in addition, device of {memory / MIB:5.1f} MiB: {advice}, {verdict} ({real / MIB:.1f} MiB)")
+        device = f"{extra / MIB:5.1f} MiB in addition, device of {memory / MIB:5.1f} MiB"
+        print(f"{device}: {advice}, {verdict} ({real / MIB:.1f} MiB)")
 
 # %% [markdown]
 # <details class="answer"><summary>Where is the tree wrong, and why?</summary>
 #
-# With only the activations, it ignores DDP's buckets, which are another 4Ψ, and the temporary memory of Adam's update. A formula from a
-# paper covers what the paper is about. Measure one step of a small run, and give the tree what you measured.
+# With only the activations, it ignores DDP's buckets, which are another 4Ψ, and the temporary memory of Adam's update.
+# A formula from a paper covers what the paper is about. Measure one step of a small run, and give the tree what you
+# measured.
 # </details>
 
 # %% [markdown]
 # ## Several machines
 #
-# The same script runs on several machines. Start torchrun **once on each of them**. With a rendezvous, the command is the same
-# everywhere. In the older form, each machine gets its number:
+# The same script runs on several machines. Start torchrun **once on each of them**. With a rendezvous, the command is
+# the same everywhere. In the older form, each machine gets its number:
 
 # %%
 machines = "torchrun --nnodes=2 --nproc-per-node=8"
@@ -248,25 +254,26 @@ for number in (0, 1):
     print(f"  {machines} --node-rank={number} \\\n    --master-addr={host} --master-port={port} train.py")
 
 # %% [markdown]
-# - `--nnodes` and `--nproc-per-node`: the world size is their product, here 16. Ranks 0 to 7 are on one machine, 8 to 15 on the
-#   other; the local ranks are 0 to 7 on both. With `--nnodes=1:4`, the number of machines may vary from one to four.
-# - `--rdzv-endpoint`: the **rendezvous**. One machine hosts it: the others must be able to resolve its name, and its port must be
-#   open. The processes register there and get their ranks when all have arrived.
+# - `--nnodes` and `--nproc-per-node`: the world size is their product, here 16. Ranks 0 to 7 are on one machine, 8 to
+#   15 on the other; the local ranks are 0 to 7 on both. With `--nnodes=1:4`, the number of machines may vary from one
+#   to four.
+# - `--rdzv-endpoint`: the **rendezvous**. One machine hosts it: the others must be able to resolve its name, and its
+#   port must be open. The processes register there and get their ranks when all have arrived.
 # - `--rdzv-id`: distinguishes this job from others that use the same endpoint.
 # - `--standalone` is the short form for one machine. The first line of a script that labkit writes contains it.
 #
-# The port accepts connections from anyone who can reach it, so use a private network. If the ranks wait forever, the cause is almost
-# always the host name, a firewall, or the wrong network interface. `NCCL_SOCKET_IFNAME` (or `GLOO_SOCKET_IFNAME`) selects the interface,
-# and `NCCL_DEBUG=INFO` prints the one in use.
+# The port accepts connections from anyone who can reach it, so use a private network. If the ranks wait forever, the
+# cause is almost always the host name, a firewall, or the wrong network interface. `NCCL_SOCKET_IFNAME` (or
+# `GLOO_SOCKET_IFNAME`) selects the interface, and `NCCL_DEBUG=INFO` prints the one in use.
 #
-# Which strategy should communicate between machines? Communication in every layer (TP) stays within a machine. Communication that
-# happens once per step (DDP, the replicas of HSDP) or is small (PP) may use the slower interconnect.
+# Which strategy should communicate between machines? Communication in every layer (TP) stays within a machine.
+# Communication that happens once per step (DDP, the replicas of HSDP) or is small (PP) may use the slower interconnect.
 
 # %% [markdown]
 # ## Claims on trial
 #
-# These claims are common in tutorials and in answers to questions. Mark each with *holds*, *does not hold* or *it depends* before you
-# go on:
+# These claims are common in tutorials and in answers to questions. Mark each with *holds*, *does not hold* or *it
+# depends* before you go on:
 #
 # 1. The MNIST CNN with three convolutions has 120K parameters.
 # 2. With a batch size of 128 on 2 GPUs, each GPU takes 64 samples.
@@ -276,9 +283,9 @@ for number in (0, 1):
 # 6. DDP is 20 to 50 % faster than DP on one machine; but DP is better for small models.
 # 7. `pin_memory` with `non_blocking` gains 15 to 20 %.
 #
-# The first cell tests the claims that need no run: 1 to 4. The second cell runs each strategy it needs once, which takes a minute or two.
-# `labkit claims` in a terminal runs each three times, in alternation. If this machine cannot decide a claim, the verdict says so: CPU
-# ranks cannot decide claims about GPUs.
+# The first cell tests the claims that need no run: 1 to 4. The second cell runs each strategy it needs once, which
+# takes a minute or two. `labkit claims` in a terminal runs each three times, in alternation. If this machine cannot
+# decide a claim, the verdict says so: CPU ranks cannot decide claims about GPUs.
 
 # %%
 on_trial(quick=True)
@@ -287,14 +294,14 @@ on_trial(quick=True)
 on_trial(rounds=1)
 
 # %% [markdown]
-# A claim with a number is true for one machine, model and batch size. When you read the next one, ask: measured how often, on what
-# hardware, and compared with what?
+# A claim with a number is true for one machine, model and batch size. When you read the next one, ask: measured how
+# often, on what hardware, and compared with what?
 
 # %% [markdown]
 # ## Exercises
 #
-# **1.** Write the states as a function: the bytes that each of `devices` devices stores in mixed precision with Adam, at ZeRO stage 0
-# (DDP), 1, 2 and 3.
+# **1.** Write the states as a function: the bytes that each of `devices` devices stores in mixed precision with Adam,
+# at ZeRO stage 0 (DDP), 1, 2 and 3.
 
 # %% tags=["exercise"]
 PARAMETER, GRADIENT, OPTIMIZER = 2, 2, 12  # bytes
@@ -306,16 +313,16 @@ def states(parameters, devices, stage): ...
 check("choose.states", states)
 
 # %% [markdown]
-# **2.** A model with 7 · 10⁹ parameters, eight GPUs with 24 GB each, ZeRO-3, bf16 with Adam. How many GB (10⁹ bytes) do the states take
-# on each GPU? Does the model fit?
+# **2.** A model with 7 · 10⁹ parameters, eight GPUs with 24 GB each, ZeRO-3, bf16 with Adam. How many GB (10⁹ bytes) do
+# the states take on each GPU? Does the model fit?
 
 # %% tags=["exercise"]
 gigabytes = ...
 check("choose.seven", gigabytes)
 
 # %% [markdown]
-# **3.** Each of your two devices has 24 MiB for parameters, gradients, optimizer state and activations. Train the CNN there, with a
-# global batch size of at least 256. Six steps are enough: `run(…, **HERE, steps=6).wait()`.
+# **3.** Each of your two devices has 24 MiB for parameters, gradients, optimizer state and activations. Train the CNN
+# there, with a global batch size of at least 256. Six steps are enough: `run(…, **HERE, steps=6).wait()`.
 
 # %% tags=["exercise"]
 fits = ...

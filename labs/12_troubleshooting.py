@@ -16,8 +16,8 @@
 # %% [markdown]
 # # Troubleshooting: what is wrong with this run?
 #
-# One run hangs. Another fails on all ranks at once. A third trains for days and learns from half of its data. For each case you see the
-# **symptoms** first and make a guess. Then the lab shows its finding, with evidence, cause and fix.
+# One run hangs. Another fails on all ranks at once. A third trains for days and learns from half of its data. For each
+# case you see the **symptoms** first and make a guess. Then the lab shows its finding, with evidence, cause and fix.
 # **Every run of this lab is broken deliberately, by fault injection.**
 
 # %%
@@ -50,8 +50,8 @@ def tail(job, rank, lines=8):
 # %% [markdown]
 # ## Case 1: "It trains, but the result is no better than with one GPU"
 #
-# The loss decreases, stderr is empty, and the throughput in samples per second is as expected. The chart has three lines: how many do
-# you see, and what is odd about the two ranks?
+# The loss decreases, stderr is empty, and the throughput in samples per second is as expected. The chart has three
+# lines: how many do you see, and what is odd about the two ranks?
 
 # %%
 first = run(spec_of("relpmas_on", steps=30)).wait()
@@ -66,8 +66,8 @@ for step, losses in enumerate(zip(*(rank.steps.loss for rank in first.state.rank
 # %% [markdown]
 # <details class="answer"><summary>A guess</summary>
 #
-# Different samples give different losses. These two ranks have the same loss in each step, so they compute the same gradient from
-# the same samples. Its average is the gradient of a single GPU: half of the work is redundant.
+# Different samples give different losses. These two ranks have the same loss in each step, so they compute the same
+# gradient from the same samples. Its average is the gradient of a single GPU: half of the work is redundant.
 #
 # </details>
 
@@ -83,8 +83,8 @@ print(diff_scripts(spec_of("relpmas_on", steps=30), Spec("ddp", **SMALL, steps=3
 # %% [markdown]
 # ## Case 2: "The second epoch improves less than I expected"
 #
-# There is no error, no warning, and the two ranks have different losses. The charts show nothing, so read the loop. Which line is
-# missing?
+# There is no error, no warning, and the two ranks have different losses. The charts show nothing, so read the loop.
+# Which line is missing?
 
 # %%
 print(excerpt(spec_of("hcope_tes_on", epochs=2, samples=512), "train"))
@@ -96,16 +96,16 @@ second.findings()
 # %% [markdown]
 # <details class="answer"><summary>Why this is hard to notice</summary>
 #
-# Each epoch contains all samples, in exactly the same order and in exactly the same batches. Training still works and generalises
-# slightly worse. A mistake that no chart shows is the most expensive kind.
+# Each epoch contains all samples, in exactly the same order and in exactly the same batches. Training still works and
+# generalises slightly worse. A mistake that no chart shows is the most expensive kind.
 #
 # </details>
 #
 # ## Case 3: "It makes no progress"
 #
-# The state is *training*, the GPUs show 100 % utilisation, and nothing has been printed for minutes. A run that hangs never ends by
-# itself. So this cell waits until the lab detects the hang (here after 3 seconds without progress, `hang_after=3`; the default is 30)
-# and leaves the run hanging.
+# The state is *training*, the GPUs show 100 % utilisation, and nothing has been printed for minutes. A run that hangs
+# never ends by itself. So this cell waits until the lab detects the hang (here after 3 seconds without progress,
+# `hang_after=3`; the default is 30) and leaves the run hanging.
 
 # %%
 third = run(spec_of("evitcelloc_deppiks", steps=30)).wait(until="hang")
@@ -119,8 +119,9 @@ print("stderr of rank 1:", tail(third, 1))
 #
 # <details class="answer"><summary>A guess</summary>
 #
-# A collective completes only when every rank in its group calls it. So the question is not "which rank is slow" but "which rank is
-# **at a different line**". You need the line at which *each* rank is blocked, and the collective that it waits in.
+# A collective completes only when every rank in its group calls it. So the question is not "which rank is slow" but
+# "which rank is **at a different line**". You need the line at which *each* rank is blocked, and the collective that it
+# waits in.
 #
 # </details>
 
@@ -132,13 +133,13 @@ third.stop()
 print(third.words)
 
 # %% [markdown]
-# Without the lab: `py-spy dump --pid …` on **each** rank shows the same two lines, and with `TORCH_DISTRIBUTED_DEBUG=DETAIL` torch
-# checks that all ranks call the same collectives.
+# Without the lab: `py-spy dump --pid …` on **each** rank shows the same two lines, and with
+# `TORCH_DISTRIBUTED_DEBUG=DETAIL` torch checks that all ranks call the same collectives.
 #
 # ## Case 4: "It stops at the end of training"
 #
-# Training works up to the last step. Then there is no more output, or an error about a closed connection. Read the end of `train`, and
-# predict what each rank does.
+# Training works up to the last step. Then there is no more output, or an error about a closed connection. Read the end
+# of `train`, and predict what each rank does.
 
 # %%
 fourth = spec_of("0_knar_no_noitaulave", steps=20)
@@ -155,8 +156,8 @@ fourth.findings()
 # %% [markdown]
 # <details class="answer"><summary>"But only rank 0 prints, so only rank 0 needs to evaluate"</summary>
 #
-# `evaluate` ends with an all-reduce of the counts of all ranks, and rank 1 never calls it. With a sharded model, even the forward pass
-# contains collectives. Let all ranks evaluate, and let one of them print.
+# `evaluate` ends with an all-reduce of the counts of all ranks, and rank 1 never calls it. With a sharded model, even
+# the forward pass contains collectives. Let all ranks evaluate, and let one of them print.
 #
 # </details>
 #
@@ -178,8 +179,8 @@ fifth.findings()
 # %% [markdown]
 # <details class="answer"><summary>How to find the cause</summary>
 #
-# "Connection closed by peer", "broken pipe" and "timed out" mean that *another* rank has failed. Look for the rank with a different
-# and earlier error. torchrun also reports the first failure, under *Root Cause (first observed failure)*.
+# "Connection closed by peer", "broken pipe" and "timed out" mean that *another* rank has failed. Look for the rank with
+# a different and earlier error. torchrun also reports the first failure, under *Root Cause (first observed failure)*.
 #
 # </details>
 #
@@ -218,34 +219,38 @@ sixth.findings()
 #
 # <details class="answer"><summary>Answer</summary>
 #
-# `model.module.state_dict()`. DDP stores the model as `module`, which becomes a prefix of each name. Saved this way, any device can load
-# the file. For an existing file, remove the prefix from the names: that is the first exercise below.
+# `model.module.state_dict()`. DDP stores the model as `module`, which becomes a prefix of each name. Saved this way,
+# any device can load the file. For an existing file, remove the prefix from the names: that is the first exercise
+# below.
 #
 # </details>
 #
 # ## NCCL errors on other systems
 #
-# Some errors cannot occur on this machine. These are **quoted** messages of torch and NCCL from systems on which courses often run. What
-# is the cause of each?
+# Some errors cannot occur on this machine. These are **quoted** messages of torch and NCCL from systems on which
+# courses often run. What is the cause of each?
 #
 # | system | message |
 # | --- | --- |
 # | Windows, macOS | `Distributed package doesn't have NCCL built in` |
 # | Colab, one GPU, `--nproc-per-node=2` | `CUDA error: invalid device ordinal` |
-# | the same, with `set_device(0)` on both | `ncclInvalidUsage … Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 40` |
+# | the same, with `set_device(0)` on both | `ncclInvalidUsage … Duplicate GPU detected` |
 # | Kaggle or Colab, ranks started from the notebook | `Cannot re-initialize CUDA in forked subprocess` |
 # | a container | `Error while creating shared memory segment /dev/shm/nccl-… : No space left on device` |
 # | any system, a second job | `EADDRINUSE: Address already in use` |
 
 # %% [markdown]
-# The lab recognises these messages in a run. The following script only raises them, to replace the system that you do not have here:
+# The lab recognises these messages in a run. The following script only raises them, to replace the system that you do
+# not have here:
 
 # %%
 MESSAGES = {
     "Windows": "Distributed package doesn't have NCCL built in",
     "Colab": "CUDA error: invalid device ordinal",
-    "Colab-2": "NCCL error: ncclInvalidUsage\nLast error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 40",
-    "Kaggle": "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, use the 'spawn' start method",
+    "Colab-2": "NCCL error: ncclInvalidUsage\nLast error:\n"
+    "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 40",
+    "Kaggle": "Cannot re-initialize CUDA in forked subprocess. "
+    "To use CUDA with multiprocessing, use the 'spawn' start method",
     "container": "Error while creating shared memory segment /dev/shm/nccl-x9Yb2C: No space left on device",
     "second job": "EADDRINUSE: Address already in use",
 }
@@ -287,7 +292,8 @@ for system in list(MESSAGES)[1:]:
 #
 # 1. The first `WARN`. The errors on other ranks are its consequences.
 # 2. Yes: `P2P` is from GPU to GPU. `SHM` goes through host memory, which is slower.
-# 3. No: `NET/IB : No device found`, so the traffic uses TCP sockets on eth0. If that is the wrong interface, set `NCCL_SOCKET_IFNAME`.
+# 3. No: `NET/IB : No device found`, so the traffic uses TCP sockets on eth0. If that is the wrong interface, set
+#    `NCCL_SOCKET_IFNAME`.
 #
 # </details>
 
@@ -303,8 +309,8 @@ else:
 # %% [markdown]
 # ## Exercise: without the wrapper
 #
-# Write a function that takes the state dict of a wrapped model and returns the one of the model itself. Handle a layer that happens to
-# be called `submodule`, and a state dict that was saved without the wrapper.
+# Write a function that takes the state dict of a wrapped model and returns the one of the model itself. Handle a layer
+# that happens to be called `submodule`, and a state dict that was saved without the wrapper.
 
 
 # %% tags=["exercise"]
@@ -316,8 +322,8 @@ check("troubleshooting.prefix", unwrapped)
 # %% [markdown]
 # ## Exercise: which rank is at a different line?
 #
-# This is a made-up hang of four ranks. Which rank took a different branch, and at which line of the script is it? Answer with a pair,
-# `(rank, line)`.
+# This is a made-up hang of four ranks. Which rank took a different branch, and at which line of the script is it?
+# Answer with a pair, `(rank, line)`.
 #
 # ```text
 # rank 0: in all_reduce number 118 (405898) at train.py:96 in train_step, 57 steps done
@@ -333,8 +339,9 @@ check("troubleshooting.stray", stray)
 # %% [markdown]
 # ## Exercise: fix a broken script
 #
-# `broken.py` contains four mistakes from this lab. Fix the text in this cell, run this cell and the next, and read the findings. The
-# script must still train for two epochs on both ranks, print the accuracy after each epoch, and save the model.
+# `broken.py` contains four mistakes from this lab. Fix the text in this cell, run this cell and the next, and read the
+# findings. The script must still train for two epochs on both ranks, print the accuracy after each epoch, and save the
+# model.
 
 # %%
 BROKEN = """\
@@ -367,8 +374,8 @@ Path("broken.py").write_text(BROKEN)
 print("broken.py is written")
 
 # %% [markdown]
-# Your answer is a run: `run("broken.py", nproc=2, device="cpu", hang_after=3).wait(timeout=60)`. You can also check a run that hangs: the
-# verdict says where it hangs. `.stop()` terminates it.
+# Your answer is a run: `run("broken.py", nproc=2, device="cpu", hang_after=3).wait(timeout=60)`. You can also check a
+# run that hangs: the verdict says where it hangs. `.stop()` terminates it.
 
 # %% tags=["exercise"]
 fixed = ...
@@ -377,8 +384,8 @@ check("troubleshooting.mend", fixed)
 # %% [markdown]
 # ## Summary
 #
-# - The rank with the most output is rarely the cause. Look for the rank that failed **first**, and for the rank that is **at a different
-#   line**.
+# - The rank with the most output is rarely the cause. Look for the rank that failed **first**, and for the rank that is
+#   **at a different line**.
 # - A run that trains the wrong thing raises no error. Print what each rank has: its first samples, its loss, its epoch.
 # - Collectives are matched only by their order. Call no collective inside `if rank == 0`.
 # - Save `model.module` from a single rank, and read the first `WARN`.

@@ -47,9 +47,12 @@ HEADER = """# ---
 
 # %%
 """
-LAB = HEADER + """from labkit import Lab
+LAB = (
+    HEADER
+    + """from labkit import Lab
 Lab(strategy="ddp", workload="mlp", nproc=2, device="cpu", samples=1280, batch_size=64, epochs=1)
 """
+)
 
 
 # ---- the server and the browser
@@ -110,7 +113,8 @@ class Server:
 def jupyterlab() -> Iterator[Server]:
     """A JupyterLab on a free loopback port, with nothing of the user's; its kernels end with it.
 
-    Its environment is that of this process, but for Jupyter's own variables: so the tests' warm server starts the ranks.
+    Its environment is that of this process, but for Jupyter's own variables: so the tests' warm server starts the
+    ranks.
     """
     with tempfile.TemporaryDirectory(prefix="labkit-", ignore_cleanup_errors=True) as place, socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -23,7 +23,11 @@ PICTURES = Path(__file__).parent / "screenshots"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="also run the slow tier: every lab live in a browser, the long list of faults, …")
+    parser.addoption(
+        "--all",
+        action="store_true",
+        help="also run the slow tier: every lab live in a browser, the long list of faults, …",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -37,7 +41,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True, scope="session")
 def warm_server():
-    """A warm server of this process's own, which forks the ranks of most tests; gives a function that waits until it is there."""
+    """A warm server of this process's own, which forks the ranks of most tests; gives a function that waits until it is
+    there."""
     place = tempfile.mkdtemp(prefix="labkit-")  # a socket's path must be short
     before = os.environ.get("XDG_RUNTIME_DIR")
     os.environ["XDG_RUNTIME_DIR"] = place

@@ -22,7 +22,14 @@ class FakeRun:
         self.nproc, self.total, self.device = nproc, steps, device
         self.step_seconds, self.began, self.done = 0.05, time.time(), 0
         self.newest = self.began  # the time of the newest step
-        asked = {"strategy": "ddp", "workload": "cnn", "nproc": nproc, "batch_size": 128, "steps": steps, "device": device} | spec
+        asked = {
+            "strategy": "ddp",
+            "workload": "cnn",
+            "nproc": nproc,
+            "batch_size": 128,
+            "steps": steps,
+            "device": device,
+        } | spec
         RunFolder.write_json(self.folder.spec, asked)
         self.writers = [Writer(self.folder.events_of(rank), rank) for rank in range(nproc)]
         self.system = Writer(self.folder.system)
@@ -45,7 +52,9 @@ class FakeRun:
         self.status("running")
         for rank, writer in enumerate(self.writers):
             device = f"cuda:{rank}" if self.device == "cuda" else "cpu"
-            writer.write("start", pid=1000 + rank, host="here", local_rank=rank, world_size=self.nproc, device=device, attempt=0)
+            writer.write(
+                "start", pid=1000 + rank, host="here", local_rank=rank, world_size=self.nproc, device=device, attempt=0
+            )
             writer.write("activity", name="training")
 
     def step(self, count: int = 1, live: bool = False) -> None:

@@ -1,4 +1,5 @@
-"""Untrusted run folders: copies of recorded runs to be corrupted, and everything that front ends show about a folder."""
+"""Untrusted run folders: copies of recorded runs to be corrupted, and everything that front ends show about a
+folder."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from labkit.frontends.handout.run import RunError, run_page
 from labkit.record.documents import Unreadable
 from labkit.record.folder import STREAMS, RunFolder
 
-RECORDED = Path(__file__).parent / "recorded"  # by an earlier version: a finished run, one of dp, a hang and one with a killed rank
+RECORDED = (
+    Path(__file__).parent / "recorded"
+)  # by an earlier version: a finished run, one of dp, a hang and one with a killed rank
 FINISHED, THREADS, HANG, KILLED = sorted(path.name for path in RECORDED.iterdir())
 
 
@@ -39,8 +42,17 @@ def command(*arguments: str) -> tuple[int, str]:
 def everything(folder: RunFolder) -> str:
     """Everything that commands, handout and logs show about a run, by path."""
     path = str(folder.path)
-    said = [command("show", path)[1], command("show", path, "--json")[1], command("runs")[1], command("runs", "--json")[1]]
-    said += [command("replay", path, "--speed", "1e12")[1], command("compare", path)[1], command("trace", path, "-o", f"{path}.trace")[1]]
+    said = [
+        command("show", path)[1],
+        command("show", path, "--json")[1],
+        command("runs")[1],
+        command("runs", "--json")[1],
+    ]
+    said += [
+        command("replay", path, "--speed", "1e12")[1],
+        command("compare", path)[1],
+        command("trace", path, "-o", f"{path}.trace")[1],
+    ]
     try:
         said.append(run_page(folder).body)
     except (RunError, Unreadable) as error:

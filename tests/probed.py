@@ -25,7 +25,9 @@ def environment(run: Path | None, **more: str) -> dict[str, str]:
 
 
 def launch(argv: list[object], run: Path | None, **more: str) -> subprocess.CompletedProcess:
-    return subprocess.run([str(a) for a in argv], env=environment(run, **more), capture_output=True, text=True, timeout=240)
+    return subprocess.run(
+        [str(a) for a in argv], env=environment(run, **more), capture_output=True, text=True, timeout=240
+    )
 
 
 def watched(script: Path, *arguments: object, root: Path | None = None, **fields: object) -> tuple[Run, Told]:

@@ -33,7 +33,7 @@ def main(script: str, folder: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-    # Leave at once: a thread of gloo that lets go of its last tensor while Python is being taken down aborts the process. It shows
-    # where a group outlives `destroy_process_group`, as FSDP2's device mesh makes it.
+    # Leave at once: a thread of gloo that lets go of its last tensor while Python is being taken down aborts the
+    # process. It shows where a group outlives `destroy_process_group`, as FSDP2's device mesh makes it.
     sys.stdout.flush()
     os._exit(0)

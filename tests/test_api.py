@@ -47,7 +47,9 @@ def test_threads_read_the_same_run_at_the_same_time(runs):
 
 @pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (1, "cpu"), (2, "cuda"), (4, "cuda")])
 def test_ranks_get_gpus_if_there_are_enough(monkeypatch, gpus, device):
-    machine = Machine(gpus=tuple(Gpu(index, "Tesla T4", 15 << 30, (7, 5)) for index in range(gpus)), cores=4, memory=8 << 30)
+    machine = Machine(
+        gpus=tuple(Gpu(index, "Tesla T4", 15 << 30, (7, 5)) for index in range(gpus)), cores=4, memory=8 << 30
+    )
     monkeypatch.setattr(Machine, "here", staticmethod(lambda: machine))
     assert place(2) == {"nproc": 2, "device": device}
 

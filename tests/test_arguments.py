@@ -15,7 +15,21 @@ import pytest
 from fabricate import FakeRun
 
 import labkit
-from labkit import Lab, Run, Spec, SpecError, check, compare, diff_scripts, excerpt, on_trial, place, run, show, write_script
+from labkit import (
+    Lab,
+    Run,
+    Spec,
+    SpecError,
+    check,
+    compare,
+    diff_scripts,
+    excerpt,
+    on_trial,
+    place,
+    run,
+    show,
+    write_script,
+)
 from labkit.analysis.diagnose import NAMES
 from labkit.common.arguments import Number, shown
 from labkit.course import pictures
@@ -67,8 +81,18 @@ def nothing_started(runs: Path) -> bool:
 
 NUMERIC = [name for name in Spec.__dataclass_fields__ if bounds_of(name)]
 WRONG_FIELDS = [
-    *((name, value) for name in NUMERIC for value in NUMBERS if not (value is None and Spec.__dataclass_fields__[name].default is None)),
-    *((name, value) for name in ("strategy", "workload", "data", "precision", "fault") for value in TEXTS if value is not None),
+    *(
+        (name, value)
+        for name in NUMERIC
+        for value in NUMBERS
+        if not (value is None and Spec.__dataclass_fields__[name].default is None)
+    ),
+    *(
+        (name, value)
+        for name in ("strategy", "workload", "data", "precision", "fault")
+        for value in TEXTS
+        if value is not None
+    ),
     *((name, value) for name in ("scaling", "device") for value in TEXTS),
     *((name, value) for name in ("tensors", "as_module") for value in FLAGS),
     *((name, value) for name in ("script", "resume", "data_dir") for value in PATHS),
@@ -88,7 +112,11 @@ STARTING = {
 
 def is_wrong(name: str, value: Any) -> bool:
     bounds = bounds_of(name) if name in Spec.__dataclass_fields__ else None
-    return bounds is None or isinstance(value, bool) or not (isinstance(value, int) and bounds.minimum <= value <= bounds.maximum)
+    return (
+        bounds is None
+        or isinstance(value, bool)
+        or not (isinstance(value, int) and bounds.minimum <= value <= bounds.maximum)
+    )
 
 
 @pytest.mark.parametrize("name", STARTING)
@@ -107,11 +135,21 @@ def test_no_field_of_a_spec_accepts_invalid_values(name, runs):
 
 
 def test_refusal_of_a_field_names_it_with_bounds_and_value():
-    assert refused(lambda: Spec(seed=2**64), 2**64) == "--seed must be an integer from 0 to 9223372036854775807, got 18446744073709551616"
+    assert (
+        refused(lambda: Spec(seed=2**64), 2**64)
+        == "--seed must be an integer from 0 to 9223372036854775807, got 18446744073709551616"
+    )
     assert refused(lambda: Spec(nproc=HUGE)).endswith("got an integer of 16610 bits")
-    assert refused(lambda: Spec(nprocs=2)).startswith("Spec has no field 'nprocs' (did you mean nproc?); fields: strategy, ")
-    assert refused(lambda: run("ddp", args=("x",))) == "args=('x',) applies only to your own script; name it with script='train.py'"
-    assert refused(lambda: Spec(script="train.py", precision="bf16")).startswith("precision 'bf16' applies only to a strategy")
+    assert refused(lambda: Spec(nprocs=2)).startswith(
+        "Spec has no field 'nprocs' (did you mean nproc?); fields: strategy, "
+    )
+    assert (
+        refused(lambda: run("ddp", args=("x",)))
+        == "args=('x',) applies only to your own script; name it with script='train.py'"
+    )
+    assert refused(lambda: Spec(script="train.py", precision="bf16")).startswith(
+        "precision 'bf16' applies only to a strategy"
+    )
 
 
 # ---- options
@@ -161,7 +199,9 @@ def test_the_bounds_of_every_number_contain_its_default():
 def test_clip_norm_in_a_script_is_a_number():
     assert "CLIP_NORM = 1000.0" in write_script(Spec("ddp", nproc=2, options={"clip_norm": "1e3"}))
     for value in ("nan", "inf", math.nan, math.inf):
-        assert "clip_norm must be a number from 0 to 1e+12" in refused(lambda value=value: Spec(options={"clip_norm": value}))
+        assert "clip_norm must be a number from 0 to 1e+12" in refused(
+            lambda value=value: Spec(options={"clip_norm": value})
+        )
 
 
 # ---- combinations of sizes
@@ -171,18 +211,36 @@ def test_clip_norm_in_a_script_is_a_number():
     ("asked", "says"),
     [
         ({"batch_size": 99_999_999_999}, "--batch-size must be an integer from 1 to 1000000000"),
-        ({"batch_size": 1_000_000, "nproc": 2}, "the 30000 samples that a rank has per epoch; use --batch-size 30000, or more --samples"),
-        ({"batch_size": 60_002, "nproc": 2, "scaling": "strong"}, "the 30000 samples that a rank has per epoch; use --batch-size 60000"),
+        (
+            {"batch_size": 1_000_000, "nproc": 2},
+            "the 30000 samples that a rank has per epoch; use --batch-size 30000, or more --samples",
+        ),
+        (
+            {"batch_size": 60_002, "nproc": 2, "scaling": "strong"},
+            "the 30000 samples that a rank has per epoch; use --batch-size 60000",
+        ),
         (
             {"samples": 10**9},
-            "samples of digits need 2.9 TiB on each of 2 ranks, and this machine has 8.0 GiB of memory; use --samples 1366083 or less",
+            (
+                "samples of digits need 2.9 TiB on each of 2 ranks, and this machine has 8.0 GiB of memory; use"
+                " --samples 1366083 or less"
+            ),
         ),
         (
             {"options": {"workers": 60}},
-            "workers=60 on 2 ranks starts 120 processes, more than the maximum of 16 for 2 cores; use workers=8 or less",
+            (
+                "workers=60 on 2 ranks starts 120 processes, more than the maximum of 16 for 2 cores; use workers=8 or"
+                " less"
+            ),
         ),
-        ({"options": {"accumulate": 256}}, "accumulate=256 splits a batch of 128 samples into more micro-batches than samples"),
-        ({"nproc": 60_001}, "60000 samples are too few for 60001 ranks; use --samples 60001 or more, or at most 60000 ranks"),
+        (
+            {"options": {"accumulate": 256}},
+            "accumulate=256 splits a batch of 128 samples into more micro-batches than samples",
+        ),
+        (
+            {"nproc": 60_001},
+            "60000 samples are too few for 60001 ranks; use --samples 60001 or more, or at most 60000 ranks",
+        ),
         ({"nproc": 60_001, "data": "mnist"}, "60000 samples are too few for 60001 ranks; use at most 60000 ranks"),
     ],
 )
@@ -230,7 +288,9 @@ def calls(fake: Run) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield from each("run script=", ("train.py",), lambda value: run("ddp", script=value))
     yield from each("run detached=", FLAGS, lambda value: run(DDP, detached=value))
     yield from each("run stdin=", ("x", 1.5, -1, 10**6, HUGE, True, [], Rude()), lambda value: run(DDP, stdin=value))
-    yield from each("run as_module", ("", "a/b.py", "nowhere.at.all", "1", ".", "a."), lambda value: run(value, as_module=True))
+    yield from each(
+        "run as_module", ("", "a/b.py", "nowhere.at.all", "1", ".", "a."), lambda value: run(value, as_module=True)
+    )
     yield from each("place", NUMBERS, place)
     yield from each("compare", ("", "typo", None, 5, [], [5], [[]], ["ddp", "typo"], {"typo": 1}, Rude()), compare)
     yield from each("compare all nproc=", (0, -1, math.nan, HUGE), lambda value: compare("all", nproc=value))
@@ -252,9 +312,13 @@ def calls(fake: Run) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield from each("Lab recorded=", ("", "typo", 5, b"x", "\0", Rude()), lambda value: Lab(recorded=value))
     yield "Lab script=", lambda: Lab(script="train.py")
     yield "report without a name", lambda: report(5)
-    yield from each("report", (object(), b"x", {1: 2}, [0] * 2000, int, [[[[[[[[[[1]]]]]]]]]]), lambda value: report(x=value))
+    yield from each(
+        "report", (object(), b"x", {1: 2}, [0] * 2000, int, [[[[[[[[[[1]]]]]]]]]]), lambda value: report(x=value)
+    )
     yield from each("wait until=", ("typo", "", 5, [], "x" * 5000, Rude()), lambda value: fake.wait(until=value))
-    yield from each("wait timeout=", (-1, math.nan, math.inf, "5", 1e300, True, [], Rude()), lambda value: fake.wait(timeout=value))
+    yield from each(
+        "wait timeout=", (-1, math.nan, math.inf, "5", 1e300, True, [], Rude()), lambda value: fake.wait(timeout=value)
+    )
     yield from each("figure", TEXTS, fake.figure)
     yield from each("capture", FLAGS, fake.capture)
     yield from each("trace", ("/nonexistent/x.json", *PATHS), fake.trace)
@@ -290,7 +354,9 @@ def test_every_public_name_is_tried(fake):
     assert set(labkit.__all__) <= tried | elsewhere.keys()
 
 
-@pytest.mark.parametrize("line", ["", "0", "-1", "x", "1.5", "9" * 5000, "2 --device tpu", "2 --as 1x", "2 --typo", "nan", "²"])
+@pytest.mark.parametrize(
+    "line", ["", "0", "-1", "x", "1.5", "9" * 5000, "2 --device tpu", "2 --as 1x", "2 --typo", "nan", "²"]
+)
 def test_a_cell_magic_refuses_what_it_cannot_run(line):
     with pytest.raises(CellError) as caught:
         Cell.read(line, "print(1)", SMALL)
@@ -300,7 +366,9 @@ def test_a_cell_magic_refuses_what_it_cannot_run(line):
 def test_every_finding_can_be_waited_for():
     """`wait(until=...)` accepts the names of all findings of the rules."""
     folder = Path(labkit.__file__).parent / "analysis" / "diagnose"
-    written = {name for path in folder.glob("*.py") for name in re.findall(r'name="(\w+)"', path.read_text(encoding="utf-8"))}
+    written = {
+        name for path in folder.glob("*.py") for name in re.findall(r'name="(\w+)"', path.read_text(encoding="utf-8"))
+    }
     assert written and written <= set(NAMES)
 
 
@@ -376,7 +444,11 @@ def kind_of(annotation: str) -> str:
 @pytest.mark.parametrize(("name", "function"), drawn(), ids=lambda value: value if isinstance(value, str) else "")
 def test_no_picture_accepts_invalid_values(name, function):
     signature, fails = inspect.signature(function), []
-    needed = {p.name: GOOD.get(p.name) for p in signature.parameters.values() if p.default is p.empty and p.kind != p.VAR_KEYWORD}
+    needed = {
+        p.name: GOOD.get(p.name)
+        for p in signature.parameters.values()
+        if p.default is p.empty and p.kind != p.VAR_KEYWORD
+    }
     for parameter in signature.parameters.values():
         if parameter.kind == parameter.VAR_KEYWORD:
             continue

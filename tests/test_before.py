@@ -17,8 +17,9 @@ from labkit.frontends.panel.before import Before, plan_html, startup_html
 from labkit.plan.spec import Spec
 from labkit.training.strategies import STRATEGIES
 
-# Bytes of parameters (the gradients had as many) and of optimizer state, rank by rank, as the probe counted them in step 3
-# on CPU ranks: strategy, workload, ranks, options. The optimizer's include its step counts, 32 bits for each tensor.
+# Bytes of parameters (the gradients had as many) and of optimizer state, rank by rank, as the probe counted them in
+# step 3 on CPU ranks: strategy, workload, ranks, options. The optimizer's include its step counts, 32 bits for each
+# tensor.
 MEASURED: list[tuple[str, str, int, dict[str, Any], list[tuple[int, int]]]] = [
     ("ddp", "cnn", 2, {}, [(1_623_592, 3_247_224), (1_623_592, 3_247_224)]),
     ("zero1", "mlp", 3, {}, [(2_678_824, 3_211_268), (2_678_824, 2_097_156), (2_678_824, 49_248)]),

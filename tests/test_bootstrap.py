@@ -99,7 +99,10 @@ def test_active_environment_with_torch_gets_only_what_it_lacks(calls, monkeypatc
 
 def test_installed_widgets_are_never_upgraded(calls, monkeypatch, capsys):
     having(monkeypatch, active="Colab's image")
-    lacking = [Requirement("ipywidgets", "99"), Requirement("jupytext", "1")]  # ipywidgets is installed here, and older than 99
+    lacking = [
+        Requirement("ipywidgets", "99"),
+        Requirement("jupytext", "1"),
+    ]  # ipywidgets is installed here, and older than 99
     monkeypatch.setattr(environment, "missing", lambda *extras: lacking)
     bootstrap.ensure((), ["runs"])
     assert calls[0][1][-1] == "jupytext>=1"
@@ -337,7 +340,12 @@ def test_conda_environment_asks_for_the_same():
     assert pip == {"pip": ["-e ."]}
     wanted = {str(one) for one in environment.requirements("lab")}
     pinned = constraints()
-    assert set(packages) == wanted | {"python>=3.10", "pip", f"pytorch=={pinned['torch']}", f"torchvision=={pinned['torchvision']}"}
+    assert set(packages) == wanted | {
+        "python>=3.10",
+        "pip",
+        f"pytorch=={pinned['torch']}",
+        f"torchvision=={pinned['torchvision']}",
+    }
     assert pyproject()["requires-python"] == ">=3.10"
 
 
@@ -345,13 +353,16 @@ def test_conda_environment_asks_for_the_same():
 
 
 def test_fresh_clone_in_a_complete_environment(tmp_path):
-    """A clone in an empty home, a Python that has everything: no set-up, and under three seconds with all that JupyterLab does not do."""
+    """A clone in an empty home, a Python that has everything: no set-up, and under three seconds with all that
+    JupyterLab does not do."""
     clone = tmp_path / "a clone"
     shutil.copytree(CLONE / "labkit", clone / "labkit", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(PROJECT, clone)
     command = [sys.executable, "-m", "labkit", "runs", "--json"]
     began = time.monotonic()
-    done = subprocess.run(command, cwd=clone, env=os.environ | {"HOME": str(tmp_path)}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=clone, env=os.environ | {"HOME": str(tmp_path)}, capture_output=True, text=True, check=False
+    )
     assert (done.returncode, json.loads(done.stdout)) == (0, {"runs": []}), done.stderr
     assert time.monotonic() - began < 30
     assert not (clone / ".venv").exists()
@@ -371,7 +382,11 @@ def test_help_needs_no_environment(tmp_path):
     shutil.copytree(CLONE / "labkit", clone / "labkit", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(PROJECT, clone)
     bare = [getattr(sys, "_base_executable", sys.executable), "-S", "-m", "labkit"]
-    for arguments, code, says in ((["--help"], 0, "doctor"), (["run", "ddpp"], 2, "did you mean ddp?"), (["rnu"], 2, "did you mean run?")):
+    for arguments, code, says in (
+        (["--help"], 0, "doctor"),
+        (["run", "ddpp"], 2, "did you mean ddp?"),
+        (["rnu"], 2, "did you mean run?"),
+    ):
         done = subprocess.run([*bare, *arguments], cwd=clone, capture_output=True, text=True, check=False)
         assert done.returncode == code, done.stderr
         assert says in done.stdout + done.stderr
@@ -421,15 +436,26 @@ def test_an_environment_without_pip_is_one_clear_sentence(calls, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "pip" else found(name, *rest))
     with pytest.raises(bootstrap.SetupError) as caught:
         bootstrap.ensure(asked("deepspeed").extras, ["setup", "--with", "deepspeed"])
-    assert str(caught.value) == "the conda environment /opt/lab lacks deepspeed and has no pip; install them in it, or deactivate it"
+    assert (
+        str(caught.value)
+        == "the conda environment /opt/lab lacks deepspeed and has no pip; install them in it, or deactivate it"
+    )
     assert calls == []
 
 
 @pytest.mark.parametrize(
     ("extra", "clone", "says"),
     [
-        ("mnist", True, "torchvision must match the torch of the conda environment /opt/lab, so setup does not add it; install it"),
-        ("deepspeed", True, "deepspeed was not added to the conda environment /opt/lab; install it there, or deactivate"),
+        (
+            "mnist",
+            True,
+            "torchvision must match the torch of the conda environment /opt/lab, so setup does not add it; install it",
+        ),
+        (
+            "deepspeed",
+            True,
+            "deepspeed was not added to the conda environment /opt/lab; install it there, or deactivate",
+        ),
         ("deepspeed", False, "labkit is installed as a package in"),
     ],
 )
@@ -445,7 +471,12 @@ def test_an_extra_that_could_not_be_added_is_refused_with_the_reason(place, monk
 
 def test_no_message_says_to_install_a_package_called_labkit():
     """On public registries, that name belongs to a different project."""
-    texts = [path for folder in ("labkit", "labs") for path in (CLONE / folder).rglob("*") if path.suffix in (".py", ".md", ".j2", ".js")]
+    texts = [
+        path
+        for folder in ("labkit", "labs")
+        for path in (CLONE / folder).rglob("*")
+        if path.suffix in (".py", ".md", ".j2", ".js")
+    ]
     for path in (*texts, CLONE / "README.md", CLONE / "environment.yml"):
         text = path.read_text(encoding="utf-8")
         assert not re.search(r"(pip3?|uv|conda|pipx)\s[^\n]*install[^\n]*\blabkit\b", text), path

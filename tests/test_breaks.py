@@ -35,7 +35,10 @@ def first(job: Run):
     ("case", "title"),
     [
         ("crashes", f"rank 1 failed first: SIGSEGV (breaks.py:{line('ctypes.string_at(0)')} in crashes)"),
-        ("exits_at_once", f"rank 1 failed first: exit code 3: os._exit(3) (breaks.py:{line('os._exit(3)')} in exits_at_once)"),
+        (
+            "exits_at_once",
+            f"rank 1 failed first: exit code 3: os._exit(3) (breaks.py:{line('os._exit(3)')} in exits_at_once)",
+        ),
         ("is_killed", "rank 1 failed first: SIGKILL (last seen at breaks.py:"),
     ],
 )
@@ -53,7 +56,10 @@ def test_a_mistake_of_every_rank_and_a_script_that_is_not_there(tmp_path):
     if job.state.failure["collateral"]:  # torchrun may terminate a rank before it comes to the line
         assert first(job).title.startswith("rank ") and f"(breaks.py:{number} in same_error)" in first(job).title
     else:
-        title = f"all 2 ranks failed in the same way: NameError: name 'undefined_name' is not defined (breaks.py:{number} in same_error)"
+        title = (
+            f"all 2 ranks failed in the same way: NameError: name 'undefined_name' is not defined (breaks.py:{number}"
+            " in same_error)"
+        )
         assert first(job).title == title
 
 
@@ -74,9 +80,14 @@ def test_ranks_that_are_stopped_or_hold_the_gil_are_named_in_a_pipeline():
     finally:
         job.stop()
     assert told == {0: None, 1: "stopped", 2: "sleeping", 3: None}
-    assert found.name == "hang" and found.title.startswith("rank 1 has been stopped for ") and "; ranks 0, 3 wait" in found.title
+    assert (
+        found.name == "hang"
+        and found.title.startswith("rank 1 has been stopped for ")
+        and "; ranks 0, 3 wait" in found.title
+    )
     held = (
-        f"rank 2: in a C call that holds the GIL, at breaks.py:{line('ctypes.PyDLL(None).sleep(SECONDS)')} in holds_the_gil, 4 steps done"
+        f"rank 2: in a C call that holds the GIL, at breaks.py:{line('ctypes.PyDLL(None).sleep(SECONDS)')} in"
+        " holds_the_gil, 4 steps done"
     )
     assert held in found.evidence
     assert job.state.status["state"] == "stopped"

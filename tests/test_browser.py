@@ -42,9 +42,12 @@ print("<b>hello</b> from rank", dist.get_rank(), flush=True)
 dist.barrier()
 dist.destroy_process_group()
 """
-WATCHED = HEADER + """from labkit import run, show
+WATCHED = (
+    HEADER
+    + """from labkit import run, show
 show(run("chatter.py", nproc=2, device="cpu"))
 """
+)
 
 
 def test_the_panel_of_lab_00(page, jupyter):
@@ -57,7 +60,9 @@ def test_the_panel_of_lab_00(page, jupyter):
     panel = page.locator(".labkit", has=page.locator(".labkit-run"))
     panel.wait_for(timeout=RUN_TIMEOUT)
     see(panel)
-    sync_api.expect(panel.locator(".labkit-command code")).to_have_text(re.compile("torchrun --standalone --nproc-per-node=2"))
+    sync_api.expect(panel.locator(".labkit-command code")).to_have_text(
+        re.compile("torchrun --standalone --nproc-per-node=2")
+    )
     fits_the_projector(panel)
     panel.locator(".labkit-run").click()
     wait_for_words(panel, "finished")
@@ -168,9 +173,13 @@ def static_output_is_in_the_notebook(page: sync_api.Page, state: str) -> None:
     last = page.locator(".jp-CodeCell", has=page.locator(".labkit-run"))
     figure = last.locator(".jp-RenderedPlotly")
     sync_api.expect(figure).to_have_count(1, timeout=60_000)
-    figure.evaluate("element => element.scrollIntoView()")  # plotly draws what is in sight; of a saved one it shows the image first
+    figure.evaluate(
+        "element => element.scrollIntoView()"
+    )  # plotly draws what is in sight; of a saved one it shows the image first
     sync_api.expect(figure.locator(".main-svg, img").first).to_be_visible(timeout=60_000)
-    sync_api.expect(last.locator(".jp-RenderedHTMLCommon table", has_text="ms per step")).to_have_count(1, timeout=60_000)
+    sync_api.expect(last.locator(".jp-RenderedHTMLCommon table", has_text="ms per step")).to_have_count(
+        1, timeout=60_000
+    )
     picture(page, f"8-static-output-{state}")
     sync_api.expect(last.get_by_text(re.compile(rf"{state} · \d+ steps"))).to_be_visible()
 
@@ -218,7 +227,9 @@ def test_strategies_are_chosen_and_compared(page, jupyter):
     tab.locator(".labkit-compare-run").click()
     sync_api.expect(tab.locator("tr", has_text="Single").first).to_contain_text("reference", timeout=RUN_TIMEOUT)
     for title in ("DDP", "TP"):
-        sync_api.expect(tab.locator("tr", has_text=title).locator(".labkit-good")).to_have_text("equal", timeout=RUN_TIMEOUT)
+        sync_api.expect(tab.locator("tr", has_text=title).locator(".labkit-good")).to_have_text(
+            "equal", timeout=RUN_TIMEOUT
+        )
     sync_api.expect(tab.locator(".labkit-compare-run")).to_be_enabled(timeout=RUN_TIMEOUT)
     picture(page, "8-compared")
     set_theme(page, "Dark")
@@ -261,7 +272,9 @@ def test_a_step_is_captured_and_a_fault_is_found(page, jupyter):
     see(panel)
     picture(page, "13-memory-dark")
     panel.get_by_role("tab", name="Live").click()
-    sync_api.expect(panel.locator(".labkit-finding").first).to_contain_text("rank 1 is slower than the other ranks", timeout=RUN_TIMEOUT)
+    sync_api.expect(panel.locator(".labkit-finding").first).to_contain_text(
+        "rank 1 is slower than the other ranks", timeout=RUN_TIMEOUT
+    )
     panel.get_by_role("button", name="Why?").click()
     sync_api.expect(panel.get_by_text("every collective waits for the slowest rank")).to_be_visible()
     sync_api.expect(panel.get_by_text("move work off this rank that it does between the phases")).to_be_visible()

@@ -1,4 +1,5 @@
-"""Data that are made once: read again from the cache, by any number of ranks, and made anew where the cache is no help."""
+"""Data that are made once: read again from the cache, by any number of ranks, and made anew where the cache is no
+help."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 def is_made(tensors: tuple[torch.Tensor, ...], count: int) -> bool:
-    return torch.equal(tensors[0], torch.arange(count, dtype=torch.float32)) and torch.equal(tensors[1], torch.ones(2, dtype=torch.uint8))
+    return torch.equal(tensors[0], torch.arange(count, dtype=torch.float32)) and torch.equal(
+        tensors[1], torch.ones(2, dtype=torch.uint8)
+    )
 
 
 def test_what_was_made_is_read_again_and_may_be_changed(folder, capfd):
@@ -95,17 +98,23 @@ def test_digits_from_the_cache_are_those_that_were_made(monkeypatch):
     assert [len(one) for one in (again, test_again)] == [2000, 360]
 
 
-@pytest.mark.parametrize(("workload", "places"), [("cnn", ("caches", "caches", "/proc/nowhere")), ("gpt", ("caches", "caches"))])
+@pytest.mark.parametrize(
+    ("workload", "places"), [("cnn", ("caches", "caches", "/proc/nowhere")), ("gpt", ("caches", "caches"))]
+)
 def test_a_script_keeps_its_data_where_the_user_keeps_caches_and_works_without(workload, places, tmp_path):
     path = tmp_path / "train.py"
     script = write_script(Spec("single", workload, nproc=1, steps=2, batch_size=4, device="cpu"))
-    fewer, replaced = re.subn(r"^SAMPLES = [\d_]+", "SAMPLES = 1_600", script, flags=re.MULTILINE)  # digits: more than the real ones
+    fewer, replaced = re.subn(
+        r"^SAMPLES = [\d_]+", "SAMPLES = 1_600", script, flags=re.MULTILINE
+    )  # digits: more than the real ones
     assert replaced == 1
     path.write_text(fewer if workload == "cnn" else fewer.replace("min(SAMPLES, 1000)", "10"))
     printed = []
     for place in places:
         settings = os.environ | {"XDG_CACHE_HOME": str(tmp_path / place), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=True, env=settings, timeout=120)
+        done = subprocess.run(
+            [sys.executable, str(path)], capture_output=True, text=True, check=True, env=settings, timeout=120
+        )
         printed.append(done.stdout)
         assert ("cannot be written: " in done.stderr) == (place == "/proc/nowhere")
     assert set(printed) == {printed[0]} != {""}

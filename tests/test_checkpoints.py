@@ -1,4 +1,5 @@
-"""Checkpoints in training: a resumed run continues as if it had not been interrupted, and never starts from scratch instead."""
+"""Checkpoints in training: a resumed run continues as if it had not been interrupted, and never starts from scratch
+instead."""
 
 from __future__ import annotations
 
@@ -20,7 +21,15 @@ from labkit.runs.handle import Run
 from labkit.training.strategies import STRATEGIES
 
 STEPS, SAVED = 8, 6  # the run resumes within the second epoch of four steps
-ASKED = {"batch_size": 32, "scaling": "strong", "samples": 110, "seed": 3, "device": "cpu", "steps": STEPS, "save_every": 3}
+ASKED = {
+    "batch_size": 32,
+    "scaling": "strong",
+    "samples": 110,
+    "seed": 3,
+    "device": "cpu",
+    "steps": STEPS,
+    "save_every": 3,
+}
 CASES = {name: min(row.default_nproc or 2, 4) for name, row in STRATEGIES.items() if "save_every" not in row.lacks}
 
 
@@ -70,9 +79,13 @@ def test_a_resumed_run_trains_and_reports_the_steps_of_an_unbroken_one(unbroken,
     resumed = warm_run(strategy, **asked(strategy, resume=str(checkpoint(whole))))
     assert resumed.words == "finished", resumed.logs(0, "stderr")
     state = resumed.state
-    assert column(state, "step") == {rank: ["7.0", "8.0"] for rank in state.ranks}, "no step of an optimizer that only creates its state"
+    assert column(state, "step") == {rank: ["7.0", "8.0"] for rank in state.ranks}, (
+        "no step of an optimizer that only creates its state"
+    )
     assert column(state, "loss") == column(whole.state, "loss", after=SAVED), "bit for bit"
-    assert column(state, "samples") == column(whole.state, "samples", after=SAVED), "no sample of a batch that was skipped"
+    assert column(state, "samples") == column(whole.state, "samples", after=SAVED), (
+        "no sample of a batch that was skipped"
+    )
     for number, rank in state.ranks.items():
         continued = next(event["t"] for event in state.metrics if event["name"] == "step" and event["rank"] == number)
         assert rank.steps.t[0] - rank.steps.seconds[0] >= continued - 0.005, "no time of a batch that was skipped"
@@ -80,7 +93,8 @@ def test_a_resumed_run_trains_and_reports_the_steps_of_an_unbroken_one(unbroken,
 
 
 @pytest.mark.parametrize(
-    ("writer", "reader", "nproc"), [("ddp", "single", 1), ("zero1", "dp", 2), ("fsdp2", "tp", 2), ("fsdp2", "fsdp2_tp", 4), ("pp", "pp", 3)]
+    ("writer", "reader", "nproc"),
+    [("ddp", "single", 1), ("zero1", "dp", 2), ("fsdp2", "tp", 2), ("fsdp2", "fsdp2_tp", 4), ("pp", "pp", 3)],
 )
 def test_strategies_with_the_same_layout_resume_from_each_other(unbroken, writer, reader, nproc):
     whole = unbroken(writer)

@@ -89,7 +89,9 @@ def test_every_layout_has_a_description_and_every_script_the_identity_that_the_l
 @pytest.mark.parametrize("other", [name for name in WORKLOADS if name != "mlp"])
 def test_another_workload_is_refused_with_the_one_to_use(other, tmp_path):
     path = written(Spec("ddp", other, nproc=2), tmp_path)
-    assert f"{path} belongs to the workload '{other}', and this run trains mlp; use --workload {other}, or" in refused("ddp", path)
+    assert f"{path} belongs to the workload '{other}', and this run trains mlp; use --workload {other}, or" in refused(
+        "ddp", path
+    )
 
 
 def test_another_size_of_the_model_is_refused_with_the_option_to_use(tmp_path):
@@ -111,7 +113,8 @@ def test_other_ranks_resume_unless_their_stages_hold_other_blocks(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"), [({"steps": 20}, "use --steps 31 or more"), ({"steps": None, "epochs": 1}, "use --epochs 7 or more")]
+    ("fields", "says"),
+    [({"steps": 20}, "use --steps 31 or more"), ({"steps": None, "epochs": 1}, "use --epochs 7 or more")],
 )
 def test_a_run_with_nothing_left_to_train_is_refused(fields, says, tmp_path):
     # 1,280 samples, 256 per step: 5 steps per epoch
@@ -170,7 +173,9 @@ def test_every_bit_that_flips_is_found_and_the_newest_intact_checkpoint_is_named
             flipped[bit // 8] ^= 1 << bit % 8
             (newest / name).write_bytes(flipped)
             assert f"{newest / name} has changed since it was written" in checkpoints.damage(checkpoints.read(newest))
-        assert refused("ddp", tmp_path).endswith(f"(its SHA-256 differs); resume from the newest intact checkpoint with --resume {older}")
+        assert refused("ddp", tmp_path).endswith(
+            f"(its SHA-256 differs); resume from the newest intact checkpoint with --resume {older}"
+        )
         (newest / name).write_bytes(whole)
     (newest / "more.pt").unlink()
     said = refused("ddp", tmp_path)
@@ -381,7 +386,9 @@ def test_a_damaged_or_different_checkpoint_ends_the_script(form, monkeypatch, ca
     weights = next(file for file in sorted(path.iterdir()) if file.name in ("state.pt", "__0_0.distcp"))
     data = weights.read_bytes()
     weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(SystemExit, match=f"Cannot resume: .*{weights.name} is missing or has changed since it was written"):
+    with pytest.raises(
+        SystemExit, match=f"Cannot resume: .*{weights.name} is missing or has changed since it was written"
+    ):
         module.resume(*model_of(2))
     weights.write_bytes(data)
     monkeypatch.setattr(base, "MANIFEST", base.MANIFEST | {"workload": "mlp"})

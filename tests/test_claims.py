@@ -26,7 +26,16 @@ from labkit.setup.machine import Gpu, Machine
 
 ROOT = Path(__file__).parents[1]
 MIB = 1 << 20
-SPEED = {"single": 1.0, "dp": 1.3, "ddp": 1.85, "fsdp2": 1.6, "dp of an mlp": 2.0, "ddp of an mlp": 1.0, "ddp on 4": 3.5, "ddp on 8": 6.0}
+SPEED = {
+    "single": 1.0,
+    "dp": 1.3,
+    "ddp": 1.85,
+    "fsdp2": 1.6,
+    "dp of an mlp": 2.0,
+    "ddp of an mlp": 1.0,
+    "ddp on 4": 3.5,
+    "ddp on 8": 6.0,
+}
 
 
 def machine(gpus: int = 0, cores: int = 2) -> Machine:
@@ -43,7 +52,9 @@ def measured(job: str, speed: float, run: str = "a-run", **owners: int) -> dict:
 
 def ruling_on(name: str, on: Machine, **speeds) -> Ruling:
     """The ruling on a claim if the jobs have these speeds, by round, relative to one device."""
-    runs = {job: [measured(job, speed) for speed in speeds.get(job.replace(" ", "_"), [SPEED[job]] * 3)] for job in SPEED}
+    runs = {
+        job: [measured(job, speed) for speed in speeds.get(job.replace(" ", "_"), [SPEED[job]] * 3)] for job in SPEED
+    }
     return CLAIMS[name].judge(Trials(on, runs))
 
 
@@ -148,7 +159,10 @@ def test_cpu_ranks_show_their_figures_and_do_not_decide(name):
 def test_the_median_is_shown_with_spread_and_count():
     ruling = ruling_on("two-gpus", machine(), ddp=[1.0, 2.0, 4.0])
     assert ruling.figures == {"ddp / single": pytest.approx((1.0, 2.0, 4.0))}
-    assert "2.00 times as many samples per second as Single on 1 (cnn) (median of 3 pairs of runs, from 1.00 to 4.00)" in ruling.evidence
+    assert (
+        "2.00 times as many samples per second as Single on 1 (cnn) (median of 3 pairs of runs, from 1.00 to 4.00)"
+        in ruling.evidence
+    )
 
 
 def test_two_gpus_do_not_decide_scaling_to_eight():
@@ -254,7 +268,9 @@ def test_a_claim_is_measured_for_real(runs, capsys):
     halved = [verdict.ruling.figures[owner][0] for owner in ("parameters", "gradients", "optimizer")]
     assert halved == pytest.approx([0.5] * 3, abs=0.01)
     assert verdict.ruling.figures["activations"][0] == pytest.approx(1, abs=0.01)
-    assert sorted(verdict.runs) == sorted(folder.name for folder in runs.iterdir() if (folder / "summary.json").exists())
+    assert sorted(verdict.runs) == sorted(
+        folder.name for folder in runs.iterdir() if (folder / "summary.json").exists()
+    )
     assert capsys.readouterr().out == ""
 
 

@@ -33,7 +33,9 @@ LABKIT = [sys.executable, "-m", "labkit"]
 
 def labkit(*arguments: str, **settings) -> subprocess.CompletedProcess[str]:
     """Runs one command in the clone as a subprocess."""
-    return subprocess.run([*LABKIT, *arguments], cwd=CLONE, capture_output=True, text=True, check=False, timeout=120, **settings)
+    return subprocess.run(
+        [*LABKIT, *arguments], cwd=CLONE, capture_output=True, text=True, check=False, timeout=120, **settings
+    )
 
 
 def called(*arguments: str) -> int:
@@ -75,9 +77,17 @@ SPEEDS = {"nan": "nan", "inf": "inf", "-1": "-1.0", "0": "0.0", "1e400": "inf", 
             "--seed must be an integer from 0 to 9223372036854775807, got 18446744073709551616",
         ),
         ("run ddp --seed -1", "seed", "got -1"),
-        ("run ddp --batch-size 99999999999", "batch_size", "--batch-size must be an integer from 1 to 1000000000, got 99999999999"),
+        (
+            "run ddp --batch-size 99999999999",
+            "batch_size",
+            "--batch-size must be an integer from 1 to 1000000000, got 99999999999",
+        ),
         ("run ddp --batch-size 1000000 --nproc 2", "batch_size", "use --batch-size 30000, or more --samples"),
-        ("run ddp --nproc 100000000000000000000", "nproc", "--nproc must be an integer from 1 to 65536, got 100000000000000000000"),
+        (
+            "run ddp --nproc 100000000000000000000",
+            "nproc",
+            "--nproc must be an integer from 1 to 65536, got 100000000000000000000",
+        ),
         ("run ddp --steps nan", "steps", "got 'nan'"),
         ("run ddp --option workers=1000", "options", "option workers must be an integer from 0 to 64, got '1000'"),
         ("run ddp --option clip_norm=nan", "options", "option clip_norm must be a number from 0 to 1e+12, got 'nan'"),
@@ -110,11 +120,17 @@ def test_invalid_input_is_refused_in_one_sentence(runs, capsys, monkeypatch, arg
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        *((f"replay --speed {speed}", f"--speed must be a number from 0.01 to 10000, got {got}") for speed, got in SPEEDS.items()),
+        *(
+            (f"replay --speed {speed}", f"--speed must be a number from 0.01 to 10000, got {got}")
+            for speed, got in SPEEDS.items()
+        ),
         ("clean --keep -1", "--keep must be an integer from 0 to 1000000, got -1"),
         ("logs --rank -1", "--rank must be an integer from 0 to 65535, got -1"),
         ("logs --stream stdin", "--stream must be one of stdout, stderr, got 'stdin'"),
-        ("setup --with deepsped", "extra must be one of deepspeed, handout, mnist, got 'deepsped' (did you mean deepspeed?)"),
+        (
+            "setup --with deepsped",
+            "extra must be one of deepspeed, handout, mnist, got 'deepsped' (did you mean deepspeed?)",
+        ),
     ],
 )
 def test_flags_are_bounded(runs, capsys, arguments, says):
@@ -134,7 +150,9 @@ def test_no_command_shows_the_commands(capsys):
     assert "start JupyterLab on the first lab" in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize("arguments", [["runs", "--", "x"], ["stop", "a", "b"], ["run", "ddp", "--np", "2"], ["predict", "ddp"]])
+@pytest.mark.parametrize(
+    "arguments", [["runs", "--", "x"], ["stop", "a", "b"], ["run", "ddp", "--np", "2"], ["predict", "ddp"]]
+)
 def test_missing_runs_and_files_are_refused(capsys, arguments):
     assert called(*arguments) == 2
     assert capsys.readouterr().err.count("\n") == 1
@@ -149,7 +167,14 @@ def test_arguments_become_the_spec():
     fields = ["--workload", "mlp", "--nproc", "4", "--batch-size", "64", "--scaling", "strong", "--seed", "3"]
     args = cli.parse(["run", "fsdp2", *fields, "--option", "reshard_after_forward=no"])
     (spec,) = args.specs
-    assert (spec.strategy, spec.workload, spec.nproc, spec.batch_size, spec.scaling, spec.seed) == ("fsdp2", "mlp", 4, 64, "strong", 3)
+    assert (spec.strategy, spec.workload, spec.nproc, spec.batch_size, spec.scaling, spec.seed) == (
+        "fsdp2",
+        "mlp",
+        4,
+        64,
+        "strong",
+        3,
+    )
     assert spec.options["reshard_after_forward"] is False
     (spec,) = cli.parse(["run", "my/train.py", "--nproc", "2", "--", "--lr", "0.1", "--", "x"]).specs
     assert (spec.script, spec.args) == ("my/train.py", ("--lr", "0.1", "--", "x"))
@@ -174,7 +199,9 @@ def test_lab_keeps_its_token_and_stays_on_this_machine(monkeypatch):
     assert {"--ServerApp.port=9000", "--no-browser", "--debug"} <= set(command)
     assert not any("token" in word or "password" in word for word in command)
     settings = setting_up.lab_environment()
-    assert settings["JUPYTER_CONFIG_PATH"] == os.pathsep.join([str(CLONE / "labkit" / "setup" / "jupyter"), "/etc/mine"])
+    assert settings["JUPYTER_CONFIG_PATH"] == os.pathsep.join(
+        [str(CLONE / "labkit" / "setup" / "jupyter"), "/etc/mine"]
+    )
     assert settings["LABKIT_RUNS"] == str(CLONE / "runs")
 
 
@@ -322,7 +349,9 @@ def test_first_failure_stands_out_and_says_where_to_read_more(runs):
     run.start()
     run.step(3)
     run.say(1, "Traceback …\n", "stderr")
-    run.writers[1].write("error", type="ValueError", message="bad [red]shape[/red]\x1b]0;title\x07\x1b[2J", traceback="")
+    run.writers[1].write(
+        "error", type="ValueError", message="bad [red]shape[/red]\x1b]0;title\x07\x1b[2J", traceback=""
+    )
     run.status("failed", ended=run.began + 5, failures={"0": {"exit_code": -15, "signal": "SIGTERM"}})
     text = drawn(followed(run), run.folder, 200)
     assert "rank 1 failed first: " in text and "rank 0 was terminated because rank 1 failed" in " ".join(text.split())
@@ -398,7 +427,10 @@ def test_run_in_a_terminal_of_lines_finishes(runs):
 
 def test_script_that_raises_fails_with_its_first_failure(tmp_path):
     script = tmp_path / "bad.py"
-    script.write_text("import os\nif os.environ['RANK'] == '1':\n    raise ValueError('rank one is out')\nimport time; time.sleep(60)\n")
+    script.write_text(
+        "import os\nif os.environ['RANK'] == '1':\n    raise ValueError('rank one is out')\nimport time;"
+        " time.sleep(60)\n"
+    )
     done = labkit("run", str(script), "--nproc", "2", "--device", "cpu")
     assert done.returncode == 1, done.stderr
     assert "failed (rank 1: ValueError: rank one is out)" in done.stdout
@@ -408,7 +440,9 @@ def test_script_that_raises_fails_with_its_first_failure(tmp_path):
 def test_ctrl_c_stops_the_run_and_nothing_else(runs, tmp_path):
     script = tmp_path / "forever.py"
     script.write_text("import time\nprint('here', flush=True)\ntime.sleep(600)\n")
-    with subprocess.Popen([*LABKIT, "run", str(script), "--nproc", "2", "--json"], cwd=CLONE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [*LABKIT, "run", str(script), "--nproc", "2", "--json"], cwd=CLONE, stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             wait_until(lambda: any("here" in Path(log).read_text() for log in runs.glob("*/logs/*/*/*/stdout.log")))
             asked = time.monotonic()
@@ -429,7 +463,9 @@ def test_detached_run_is_followed_left_and_stopped(runs, tmp_path):
     assert done.returncode == 0, done.stderr
     name = json.loads(done.stdout)["run"]
     try:
-        with subprocess.Popen([*LABKIT, "show", name, "--follow"], cwd=CLONE, stdout=subprocess.PIPE, text=True) as follower:
+        with subprocess.Popen(
+            [*LABKIT, "show", name, "--follow"], cwd=CLONE, stdout=subprocess.PIPE, text=True
+        ) as follower:
             assert "ranks" in follower.stdout.readline()
             follower.send_signal(signal.SIGINT)
             follower.communicate(timeout=30)
@@ -443,7 +479,9 @@ def test_detached_run_is_followed_left_and_stopped(runs, tmp_path):
 
 
 def test_closed_pipe_is_not_an_error():
-    with subprocess.Popen([*LABKIT, "script", "ddp"], cwd=CLONE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [*LABKIT, "script", "ddp"], cwd=CLONE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         process.stdout.close()  # as `head` does
         assert process.stderr.read() == ""
     assert process.returncode == 0

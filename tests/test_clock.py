@@ -42,7 +42,9 @@ def test_no_duration_of_a_run_changes_when_the_clock_is_set(tmp_path, system_clo
         writer.write("start", pid=1, host="here", device="cpu", attempt=0)
     for step in range(1, 5):
         for writer in writers:
-            writer.write("step", step=step, loss=1.0, samples=8, seconds={"step": 0.01}, memory={"allocated": 1, "peak": 2})
+            writer.write(
+                "step", step=step, loss=1.0, samples=8, seconds={"step": 0.01}, memory={"allocated": 1, "peak": 2}
+            )
         if step == 2:
             system_clock(by)
     for rank in (0, 1):
@@ -86,7 +88,12 @@ def test_every_process_of_a_run_has_one_clock_and_other_machines_their_own(monke
 
 
 def entry(record: int, created: float) -> dict:
-    return {"record_id": record, "time_created_ns": round(created * 1e9), "is_p2p": False, "process_group": ["0", "default_pg"]}
+    return {
+        "record_id": record,
+        "time_created_ns": round(created * 1e9),
+        "is_p2p": False,
+        "process_group": ["0", "default_pg"],
+    }
 
 
 @pytest.mark.parametrize(
@@ -122,7 +129,12 @@ def test_a_step_in_which_the_clock_was_set_is_noticed(system_clock):
 def test_a_recording_of_an_older_version_has_no_negative_duration():
     """Its times are the system clock's, which was set back: what cannot be known is not shown."""
     backwards = [event | {"t": event["t"] + HOUR * (event["step"] <= 3)} for event in steps(0, 8)]
-    state = fold(spec("single", 1), start(0), backwards, {"kind": "status", "status": {"state": "finished", "started": 5.0, "ended": 1.0}})
+    state = fold(
+        spec("single", 1),
+        start(0),
+        backwards,
+        {"kind": "status", "status": {"state": "finished", "started": 5.0, "ended": 1.0}},
+    )
     assert state.seconds is None and summarise(state)["seconds"]["total"] is None
     assert state.step_seconds_now is None and state.seconds_left is None
     assert elapsed(5.0, None) is None and elapsed(None, 5.0) is None and elapsed(5.0, 6.0) == 1.0

@@ -58,7 +58,9 @@ def test_all_leaves_out_what_cannot_run_and_says_why():
 
 
 def test_an_option_goes_to_those_that_have_it():
-    specs, _ = plan(["ddp", "pp"], workload="mlp", nproc=2, device="cpu", batch_size=64, options={"bucket_mb": 3, "clip_norm": 1.0})
+    specs, _ = plan(
+        ["ddp", "pp"], workload="mlp", nproc=2, device="cpu", batch_size=64, options={"bucket_mb": 3, "clip_norm": 1.0}
+    )
     options = {spec.strategy: dict(spec.options) for spec in specs}
     assert options["ddp"]["bucket_mb"] == 3
     assert "bucket_mb" not in options["pp"]
@@ -71,7 +73,11 @@ def test_an_option_goes_to_those_that_have_it():
         (["dpp"], {}, "strategy must be one of single, dp, ddp, .*, or all, got 'dpp'"),
         ([], {}, "strategies must not be empty"),
         (["ddp", "cp"], {}, "cp cannot be compared: cp splits the sequence dimension, and mlp has none"),
-        (["ddp"], {"batch_size": 7}, "ddp cannot be compared: a global batch of 7 is not divisible by 2 ranks; use --batch-size 6 or 8"),
+        (
+            ["ddp"],
+            {"batch_size": 7},
+            "ddp cannot be compared: a global batch of 7 is not divisible by 2 ranks; use --batch-size 6 or 8",
+        ),
         (["ddp"], {"options": {"buckets": 1}}, "has no option 'buckets'"),
     ],
 )
@@ -118,7 +124,11 @@ def test_the_newest_runs_of_one_training_are_found(runs):
 
 def test_the_recorded_result_is_what_was_reported_and_says_where_from():
     told = {(row.strategy, row.devices, row.seconds, row.accuracy, cells(row)[5]) for row in RECORDED}
-    assert told == {("single", 1, 44.69, 0.9924, "1.00×"), ("ddp", 2, 34.69, 0.9905, "1.29×"), ("fsdp", 2, 34.63, 0.9920, "1.29×")}
+    assert told == {
+        ("single", 1, 44.69, 0.9924, "1.00×"),
+        ("ddp", 2, 34.69, 0.9905, "1.29×"),
+        ("fsdp", 2, 34.63, 0.9920, "1.29×"),
+    }
     assert RECORDED_NOTE.startswith("Recorded elsewhere, not measured here")
 
 
@@ -147,7 +157,15 @@ def test_terminal_table_shows_rows_the_recorded_result_and_what_is_waiting():
     console = Console(record=True, width=200, file=io.StringIO())
     console.print(terminal.comparison(FOUND, {"cp": "no sequence"}))
     text = console.export_text()
-    for word in (*HEADS, "44.69", "recorded elsewhere", "waiting", "3.0 MiB", "CP is left out: no sequence.", "failed (rank 1"):
+    for word in (
+        *HEADS,
+        "44.69",
+        "recorded elsewhere",
+        "waiting",
+        "3.0 MiB",
+        "CP is left out: no sequence.",
+        "failed (rank 1",
+    ):
         assert word in text
 
 
@@ -171,7 +189,10 @@ def test_charts_have_a_bar_for_each_and_set_the_recorded_result_apart():
     assert phases.bars[1].values[0] == 100
     figure = pictures.figure(FOUND, RECORDED)
     assert len(figure.data) == 2 + 5 + 1 + 1
-    assert pictures.charts((FOUND[0], FOUND[0]))[2].x.categories == ("Single ×1 (1)", "Single ×1 (2)"), "bars of one name would be stacked"
+    assert pictures.charts((FOUND[0], FOUND[0]))[2].x.categories == (
+        "Single ×1 (1)",
+        "Single ×1 (2)",
+    ), "bars of one name would be stacked"
 
 
 def test_sentences_name_failures_badges_and_notes():
@@ -200,7 +221,9 @@ def test_tab_greys_out_what_cannot_run_and_refuses_while_a_run_is_under_way():
 
 
 def tab_of(fields: dict | None = None) -> CompareTab:
-    return CompareTab(lambda: fields or {"workload": "mlp", "nproc": 2, "device": "cpu", "batch_size": 64}, lambda: False)
+    return CompareTab(
+        lambda: fields or {"workload": "mlp", "nproc": 2, "device": "cpu", "batch_size": 64}, lambda: False
+    )
 
 
 def test_the_newest_comparison_is_known_by_its_tensors(runs):
@@ -304,7 +327,14 @@ def test_a_run_that_fails_does_not_end_the_others(runs, monkeypatch, capsys):
     write = RunFolder.write_text
 
     def broken(path, text):
-        write(path, text.replace("dist.init_process_group(", "raise KeyError('on purpose')  # ") if path.name == "train.py" else text)
+        write(
+            path,
+            (
+                text.replace("dist.init_process_group(", "raise KeyError('on purpose')  # ")
+                if path.name == "train.py"
+                else text
+            ),
+        )
 
     monkeypatch.setattr(RunFolder, "write_text", staticmethod(broken))
     comparing = compare(["ddp", "dp"], workload="mlp", nproc=2, device="cpu", batch_size=64, samples=640, steps=3)
@@ -318,8 +348,10 @@ def test_a_run_that_fails_does_not_end_the_others(runs, monkeypatch, capsys):
 
 
 HEADLESS = (
-    "from labkit import compare, show\n"
-    "compare(['ddp'], workload='mlp', nproc=2, device='cpu', samples=640, batch_size=64, steps=3)",
+    (
+        "from labkit import compare, show\n"
+        "compare(['ddp'], workload='mlp', nproc=2, device='cpu', samples=640, batch_size=64, steps=3)"
+    ),
     "show(_)",
 )
 

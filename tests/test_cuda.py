@@ -1,4 +1,5 @@
-"""Where there is a GPU: every strategy on CUDA with NCCL, alone in its world, against one process on the same device."""
+"""Where there is a GPU: every strategy on CUDA with NCCL, alone in its world, against one process on the same
+device."""
 
 from __future__ import annotations
 
@@ -16,7 +17,15 @@ from labkit.runs.handle import run
 from labkit.training.strategies import STRATEGIES
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
-ASKED = {"workload": "gpt", "nproc": 1, "batch_size": 8, "steps": 4, "samples": 64, "device": "cuda", "precision": "fp32"}
+ASKED = {
+    "workload": "gpt",
+    "nproc": 1,
+    "batch_size": 8,
+    "steps": 4,
+    "samples": 64,
+    "device": "cuda",
+    "precision": "fp32",
+}
 
 
 def alone(name: str) -> Spec | None:
@@ -50,7 +59,9 @@ def test_two_ranks_share_one_gpu_over_gloo(strategy, tmp_path):
 
 def test_a_warm_start_initialises_cuda_in_the_rank(warm_server, tmp_path, monkeypatch):
     monkeypatch.setattr(client, "ANSWER", PATIENCE)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as the server has it; one rank on a GPU has no such variable of its own
+    monkeypatch.setenv(
+        "OMP_NUM_THREADS", "1"
+    )  # as the server has it; one rank on a GPU has no such variable of its own
     warm_server()
     path = tmp_path / "first.py"
     path.write_text(

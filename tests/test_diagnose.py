@@ -71,7 +71,9 @@ def followed(tmp_path, *ranks: int, break_off: int = 0, spoil: int = 0) -> RunSt
     for rank in ranks:
         writer = Writer(folder.events_of(rank), rank)
         for event in [*start(rank), *steps(rank, 30), end(rank)]:
-            writer.write(event["kind"], **{name: value for name, value in event.items() if name not in ("kind", "rank")})
+            writer.write(
+                event["kind"], **{name: value for name, value in event.items() if name not in ("kind", "rank")}
+            )
         writer.close()
     path = folder.events_of(1)
     if break_off:
@@ -124,7 +126,11 @@ def everything() -> list[dict]:
         {"kind": "system", "t": 1.0, "gpus": [{"index": 1, "memory_used": 15 << 30, "memory_total": 16 << 30}]},
         *steps(0, 8, data=0.2),
         *steps(1, 8, loss=math.nan),
-        *(event for rank in (0, 1, 2) for event in [*ddp(rank), *batches(rank, "a"), loader(rank, 5 + rank), timeline(rank)]),
+        *(
+            event
+            for rank in (0, 1, 2)
+            for event in [*ddp(rank), *batches(rank, "a"), loader(rank, 5 + rank), timeline(rank)]
+        ),
         epoch(0, 0, 0),
         epoch(0, 0, 0),
         saw(0, "item", calls=20, steps=20),
@@ -164,7 +170,13 @@ def changed(value, at, junk):
 
 def test_everything_at_once_is_read():
     found = names(fold(everything()))
-    assert found[0] == "out_of_memory" and {"nan_loss", "same_samples", "one_file", "input_bound", "small_buckets"} <= set(found)
+    assert found[0] == "out_of_memory" and {
+        "nan_loss",
+        "same_samples",
+        "one_file",
+        "input_bound",
+        "small_buckets",
+    } <= set(found)
     assert "not_judged" not in found
 
 

@@ -1,4 +1,5 @@
-"""Findings about failed runs: errors recognised by their message, the rank that failed first, and memory that ran out."""
+"""Findings about failed runs: errors recognised by their message, the rank that failed first, and memory that ran
+out."""
 
 from __future__ import annotations
 
@@ -47,18 +48,40 @@ from labkit.training.faults import FAULTS
         (
             "shared_memory",
             "RuntimeError",
-            "DataLoader worker (pid 71) is killed by signal: Bus error. It is possible that dataloader's workers are out of shared memory. "
-            "Please try to raise your shared memory limit.",
+            (
+                "DataLoader worker (pid 71) is killed by signal: Bus error. It is possible that dataloader's workers"
+                " are out of shared memory. Please try to raise your shared memory limit."
+            ),
             "pid 71",
         ),
-        ("shared_memory", "RuntimeError", "unable to write to file </torch_81_33_0>: No space left on device (28)", "/torch_81_33_0"),
+        (
+            "shared_memory",
+            "RuntimeError",
+            "unable to write to file </torch_81_33_0>: No space left on device (28)",
+            "/torch_81_33_0",
+        ),
         ("disk_full", "OSError", "[Errno 28] No space left on device: '/data/model.pt'", "/data/model.pt"),
         ("no_nccl", "RuntimeError", "Distributed package doesn't have NCCL built in", "NCCL"),
         ("no_nccl", "RuntimeError", "No backend type associated with device type cuda", "cuda"),
         ("old_driver", "RuntimeError", "The NVIDIA driver on your system is too old (found version 11040).", "11040"),
-        ("no_kernel", "AcceleratorError", "CUDA error: no kernel image is available for execution on the device", "kernel image"),
-        ("forked_cuda", "RuntimeError", "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, …", "forked"),
-        ("no_such_gpu", "AcceleratorError", "CUDA error: invalid device ordinal\nGPU device may be out of range, …", "ordinal"),
+        (
+            "no_kernel",
+            "AcceleratorError",
+            "CUDA error: no kernel image is available for execution on the device",
+            "kernel image",
+        ),
+        (
+            "forked_cuda",
+            "RuntimeError",
+            "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, …",
+            "forked",
+        ),
+        (
+            "no_such_gpu",
+            "AcceleratorError",
+            "CUDA error: invalid device ordinal\nGPU device may be out of range, …",
+            "ordinal",
+        ),
         ("nccl", "DistBackendError", NCCL_CUDA, "peer access is not supported"),
     ],
 )
@@ -89,7 +112,10 @@ def test_an_error_that_only_resembles_one_is_a_failure(message):
 def test_a_killed_rank_is_the_cause_and_not_those_that_complain(complaint):
     state = fold(spec(), start(0, 1), steps(0), steps(1), error(0, complaint), status("failed", rank0=-15, rank1=-9))
     found = first(state, "first_failure")
-    assert found.title == "rank 1 failed first: SIGKILL; rank 0 was terminated because rank 1 failed" and found.ranks == (1, 0)
+    assert (
+        found.title == "rank 1 failed first: SIGKILL; rank 0 was terminated because rank 1 failed"
+        and found.ranks == (1, 0)
+    )
     assert found.evidence == "SIGKILL" and "killed from outside" in found.cause and len(findings(state)) == 1
 
 
@@ -102,7 +128,13 @@ def test_a_complaint_is_not_called_first_before_torchrun_has_reported():
 
 
 def test_an_exception_is_told_with_its_line():
-    state = fold(spec(nproc=3), start(0, 1, 2), error(2, "bad sample", "ValueError", at=(41, "load")), error(0, GONE), status("failed"))
+    state = fold(
+        spec(nproc=3),
+        start(0, 1, 2),
+        error(2, "bad sample", "ValueError", at=(41, "load")),
+        error(0, GONE),
+        status("failed"),
+    )
     found = first(state, "first_failure")
     assert found.ranks == (2, 0, 1) and found.evidence == "ValueError: bad sample (train.py:41 in load)"
 
@@ -128,7 +160,14 @@ def test_a_long_message_is_cut():
 
 def test_an_exception_outranks_the_wait_for_it():
     """Rank 0 waited while rank 1 was busy until it failed: the exception is the cause."""
-    state = fold(spec(), start(0, 1), waiting(0, op()), error(1, "bad sample", "ValueError"), error(0, GONE, t=501.0), status("failed"))
+    state = fold(
+        spec(),
+        start(0, 1),
+        waiting(0, op()),
+        error(1, "bad sample", "ValueError"),
+        error(0, GONE, t=501.0),
+        status("failed"),
+    )
     assert names(state) == ["first_failure"] and findings(state)[0].ranks == (1, 0)
 
 
@@ -137,17 +176,28 @@ NAME_ERROR = "name 'undefined' is not defined"
 
 def test_the_same_mistake_on_every_rank():
     state = fold(
-        spec(), start(0, 1), *(error(rank, NAME_ERROR, "NameError", t=500.0 + rank, at=(12, "main")) for rank in (0, 1)), status("failed")
+        spec(),
+        start(0, 1),
+        *(error(rank, NAME_ERROR, "NameError", t=500.0 + rank, at=(12, "main")) for rank in (0, 1)),
+        status("failed"),
     )
     found = first(state, "first_failure")
-    assert found.title == "all 2 ranks failed in the same way: NameError: name 'undefined' is not defined (train.py:12 in main)"
+    assert (
+        found.title
+        == "all 2 ranks failed in the same way: NameError: name 'undefined' is not defined (train.py:12 in main)"
+    )
     assert found.ranks == (0, 1) and state.failure["collateral"] == [] and "terminated" not in found.title
     assert state.words == "failed (all 2 ranks: NameError: name 'undefined' is not defined)"
 
 
 def test_the_same_mistake_on_some_ranks():
-    mistakes = [error(rank, f"index {rank + 5} is out of bounds", "IndexError", t=500.0 - rank, at=(12, "main")) for rank in (0, 2)]
-    found = first(fold(spec(nproc=3), start(0, 1, 2), mistakes, error(1, GONE, t=499.0), status("failed")), "first_failure")
+    mistakes = [
+        error(rank, f"index {rank + 5} is out of bounds", "IndexError", t=500.0 - rank, at=(12, "main"))
+        for rank in (0, 2)
+    ]
+    found = first(
+        fold(spec(nproc=3), start(0, 1, 2), mistakes, error(1, GONE, t=499.0), status("failed")), "first_failure"
+    )
     assert found.title.startswith(
         "ranks 0, 2 failed in the same way: IndexError: index 7 is out of bounds (train.py:12 in main); rank 1 was"
     )
@@ -164,20 +214,36 @@ def test_the_same_mistake_on_some_ranks():
 )
 def test_mistakes_that_only_resemble_each_other(other):
     state = fold(spec(), start(0, 1), error(0, NAME_ERROR, "NameError", at=(12, "main")), other, status("failed"))
-    assert first(state, "first_failure").title.startswith("rank 0 failed first: NameError") and state.failure["collateral"] == [1]
+    assert first(state, "first_failure").title.startswith("rank 0 failed first: NameError") and state.failure[
+        "collateral"
+    ] == [1]
 
 
 def test_a_syntax_error_and_a_rank_that_left_no_event():
     """Rank 1 is known only from torchrun's report, with the last line of its stderr."""
-    text = 'Traceback:\n  File "/home/ann/train.py", line 3\n    def broken(:\n               ^\nSyntaxError: invalid syntax'
-    one = {"kind": "error", "t": 5.0, "rank": 0, "type": "SyntaxError", "message": "invalid syntax (train.py, line 3)", "traceback": text}
+    text = (
+        'Traceback:\n  File "/home/ann/train.py", line 3\n    def broken(:\n               ^\nSyntaxError: invalid'
+        " syntax"
+    )
+    one = {
+        "kind": "error",
+        "t": 5.0,
+        "rank": 0,
+        "type": "SyntaxError",
+        "message": "invalid syntax (train.py, line 3)",
+        "traceback": text,
+    }
     state = fold(spec(), start(0), one, status("failed", rank1=(1, "SyntaxError: invalid syntax (train.py, line 3)")))
     found = first(state, "first_failure")
     assert found.title == "all 2 ranks failed in the same way: SyntaxError: invalid syntax (train.py, line 3)"
     assert place(text) == "train.py:3"
-    missing = [error(rank, "[Errno 2] No such file or directory: '/home/ann/trian.py'", "FileNotFoundError", at=None) for rank in (0, 1)]
+    missing = [
+        error(rank, "[Errno 2] No such file or directory: '/home/ann/trian.py'", "FileNotFoundError", at=None)
+        for rank in (0, 1)
+    ]
     found = first(
-        fold(spec(), start(0, 1), [one | {"message": "no file", "traceback": ""} for one in missing], status("failed")), "first_failure"
+        fold(spec(), start(0, 1), [one | {"message": "no file", "traceback": ""} for one in missing], status("failed")),
+        "first_failure",
     )
     assert found.title == "all 2 ranks failed in the same way: FileNotFoundError: no file"
 
@@ -189,7 +255,10 @@ def test_ranks_that_left_no_event_at_all():
 
 
 def test_one_rank_alone_failed_first_of_nobody():
-    found = first(fold(spec("single", 1), start(0), error(0, "bad", "ValueError", at=(3, "main")), status("failed")), "first_failure")
+    found = first(
+        fold(spec("single", 1), start(0), error(0, "bad", "ValueError", at=(3, "main")), status("failed")),
+        "first_failure",
+    )
     assert found.title == "rank 0 failed: ValueError: bad (train.py:3 in main)"
 
 
@@ -209,14 +278,27 @@ STACK = '  File "/home/ann/train.py", line 7, in main\n  File "/home/ann/train.p
     ("code", "more", "title", "cause"),
     [
         (-11, {"traceback": STACK, "last_seen": False}, "SIGSEGV (train.py:41 in load)", "native code"),
-        (-9, {"traceback": STACK, "last_seen": True}, "SIGKILL (last seen at train.py:41 in load)", "killed from outside"),
-        (7, {"traceback": STACK, "last_seen": True}, "exit code 7 (last seen at train.py:41 in load)", "an exception or exited"),
+        (
+            -9,
+            {"traceback": STACK, "last_seen": True},
+            "SIGKILL (last seen at train.py:41 in load)",
+            "killed from outside",
+        ),
+        (
+            7,
+            {"traceback": STACK, "last_seen": True},
+            "exit code 7 (last seen at train.py:41 in load)",
+            "an exception or exited",
+        ),
         (-11, {}, "SIGSEGV", "native code"),
     ],
 )
 def test_a_process_that_died_is_told_with_its_last_line(code, more, title, cause):
     found = first(fold(spec(), start(0, 1), error(0, GONE), died(code, **more)), "first_failure")
-    assert found.title == f"rank 1 failed first: {title}; rank 0 was terminated because rank 1 failed" and cause in found.cause
+    assert (
+        found.title == f"rank 1 failed first: {title}; rank 0 was terminated because rank 1 failed"
+        and cause in found.cause
+    )
 
 
 @pytest.mark.parametrize(
@@ -236,9 +318,14 @@ def test_a_rank_that_the_kernel_killed_for_memory():
     state = fold(spec(), start(0, 1), sample, error(0, GONE), ended)
     found = first(state, "out_of_memory")
     assert found.title == "rank 1 was killed by the kernel because memory ran out, last seen at train.py:41 in load"
-    assert "the kernel killed 1 process of this cgroup for lack of memory" in found.evidence and "700.0 MiB" in found.evidence
+    assert (
+        "the kernel killed 1 process of this cgroup for lack of memory" in found.evidence
+        and "700.0 MiB" in found.evidence
+    )
     assert found.ranks == (1, 0)
-    assert names(state) == ["out_of_memory", "first_failure"] and findings(state)[1].cause.startswith("the kernel killed the process")
+    assert names(state) == ["out_of_memory", "first_failure"] and findings(state)[1].cause.startswith(
+        "the kernel killed the process"
+    )
 
 
 # ---- dumps of faulthandler
@@ -261,7 +348,9 @@ Extension modules: numpy.core (total: 1)
 def test_the_stack_of_a_crash():
     assert place(of_crash(CRASH)) == "train.py:41 in load"
     assert of_crash(CRASH).splitlines()[0] == '  File "/home/ann/train.py", line 7 in <module>'
-    held = CRASH.replace("Fatal Python error: Segmentation fault", "Timeout (0:00:30)!").replace("Current thread", "Thread")
+    held = CRASH.replace("Fatal Python error: Segmentation fault", "Timeout (0:00:30)!").replace(
+        "Current thread", "Thread"
+    )
     assert place(of_crash(held)) == "train.py:41 in load"  # the main thread is the last
     assert (
         of_crash("")
@@ -276,7 +365,13 @@ def test_the_stack_of_a_crash():
     [
         ({"self": "0::/job/7\n", "sys/job/7/memory.events": "low 0\nmax 4\noom 2\noom_kill 2\n"}, 2),
         ({"self": "0::/\n", "sys/memory.events": "oom_kill 1\n"}, 1),  # in a container
-        ({"self": "4:memory:/job\n0::/\n", "sys/memory/job/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n"}, 3),
+        (
+            {
+                "self": "4:memory:/job\n0::/\n",
+                "sys/memory/job/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n",
+            },
+            3,
+        ),
         ({"self": "4:memory:/docker/9\n", "sys/memory/memory.oom_control": "oom_kill 5\n"}, 5),
         ({"self": "4:cpu,memory:/a:b\n", "sys/memory/a:b/memory.oom_control": "oom_kill 6\n"}, 6),
         ({"self": "4:memory:/job\n", "sys/memory/job/memory.oom_control": "under_oom 0\n"}, None),  # an old kernel
@@ -297,11 +392,21 @@ def test_the_kernels_count_of_processes_that_it_killed_for_memory(tmp_path, file
 
 def test_a_tensor_that_no_device_has_room_for():
     held = {"parameters": 2 * MIB, "activations": MIB, "gradients": 0}
-    state = fold(spec(), start(0, 1), error(1, CPU_FULL, at=(139, "disturb"), owners=held), error(0, GONE, t=501.0), status("failed"))
+    state = fold(
+        spec(),
+        start(0, 1),
+        error(1, CPU_FULL, at=(139, "disturb"), owners=held),
+        error(0, GONE, t=501.0),
+        status("failed"),
+    )
     found = first(state, "out_of_memory")
     assert found.ranks == (1, 0) and found.title == "rank 1 ran out of memory at train.py:139 in disturb"
     assert "1125899906842624 bytes" in found.evidence and "parameters 2.0 MiB, activations 1.0 MiB" in found.evidence
-    assert "gradients" not in found.evidence and "an allocation of 1.0 PiB" in found.cause and "no setting would have fitted" in found.fix
+    assert (
+        "gradients" not in found.evidence
+        and "an allocation of 1.0 PiB" in found.cause
+        and "no setting would have fitted" in found.fix
+    )
 
 
 def full(held: dict, **asked) -> RunState:
@@ -330,9 +435,14 @@ def test_no_batch_fits_where_the_rest_fills_the_device():
     assert "15.3 GiB of 16.0 GiB" in found.fix and "fsdp2" in found.fix
 
 
-@pytest.mark.parametrize(("type", "message"), [("MemoryError", ""), ("DistBackendError", NCCL_FULL), ("OSError", "Cannot allocate memory")])
+@pytest.mark.parametrize(
+    ("type", "message"), [("MemoryError", ""), ("DistBackendError", NCCL_FULL), ("OSError", "Cannot allocate memory")]
+)
 def test_memory_by_other_words(type, message):
-    assert "smaller --batch-size" in first(fold(spec(), start(0, 1), error(1, message, type), status("failed")), "out_of_memory").fix
+    assert (
+        "smaller --batch-size"
+        in first(fold(spec(), start(0, 1), error(1, message, type), status("failed")), "out_of_memory").fix
+    )
 
 
 # ---- the table of faults

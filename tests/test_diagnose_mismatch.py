@@ -50,7 +50,11 @@ def test_ranks_with_unlike_numbers_of_batches():
         [waiting(0, op()), end(0), end(1), status("finished")],  # it had waited once, and went on
         [waiting(0, op(over=True), computed=0.9)],  # a long forward that computes
         [waiting(0, op(), step=4), *steps(0, 6)],  # steps have come since
-        [error(1, "bad sample", "ValueError"), error(0, GONE, t=501.0), status("failed")],  # failed for a reason of its own
+        [
+            error(1, "bad sample", "ValueError"),
+            error(0, GONE, t=501.0),
+            status("failed"),
+        ],  # failed for a reason of its own
         [error(0, GONE), status("failed", rank1=-9)],  # was killed
     ],
 )
@@ -61,19 +65,34 @@ def test_unlike_numbers_of_batches_are_no_finding_alone(events):
 def test_a_run_with_join_may_have_unlike_numbers_of_batches():
     asked = spec(options={"join": True})
     assert names(fold(asked, start(0, 1), loader(0, 16), loader(1, 5), waiting(0, op()))) == ["hang"]
-    assert names(fold(spec(), start(0, 1), loader(0, None), loader(1, 5), waiting(0, op()))) == ["hang"]  # a stream has no length
+    assert names(fold(spec(), start(0, 1), loader(0, None), loader(1, 5), waiting(0, op()))) == [
+        "hang"
+    ]  # a stream has no length
 
 
 def test_an_evaluation_on_one_rank():
     imports, failed = waiting(0, computed=0.3, at=(14, "<module>"), step=0), error(0, CLOSED, at=(129, "evaluate"))
-    state = fold(spec(), start(0, 1), imports, activity(0, "evaluating"), activity(1, "training"), end(1), failed, status("failed"))
+    state = fold(
+        spec(),
+        start(0, 1),
+        imports,
+        activity(0, "evaluating"),
+        activity(1, "training"),
+        end(1),
+        failed,
+        status("failed"),
+    )
     found = first(state, "evaluation_on_one_rank")
-    assert found.ranks == (0, 1) and "train.py:129 in evaluate" in found.evidence and "rank 1 had exited" in found.evidence
+    assert (
+        found.ranks == (0, 1) and "train.py:129 in evaluate" in found.evidence and "rank 1 had exited" in found.evidence
+    )
 
 
 def test_an_evaluation_on_one_rank_that_holds_all_up():
     stood = [waiting(0, op("all_gather", 31), at=(129, "evaluate")), waiting(1, op("all_reduce", 31))]
-    found = first(fold(spec(), start(0, 1), activity(0, "evaluating"), activity(1, "training"), stood), "evaluation_on_one_rank")
+    found = first(
+        fold(spec(), start(0, 1), activity(0, "evaluating"), activity(1, "training"), stood), "evaluation_on_one_rank"
+    )
     assert "rank 1 continued training" in found.evidence
 
 
@@ -81,7 +100,10 @@ def test_an_evaluation_on_one_rank_that_holds_all_up():
     "events",
     [
         [activity(1, "evaluating"), waiting(0, op()), waiting(1, op())],  # all evaluate
-        [activity(1, "training"), waiting(1, op("barrier", 31, ()), at=(150, "main"))],  # rank 0 computes, the other waits at a barrier
+        [
+            activity(1, "training"),
+            waiting(1, op("barrier", 31, ()), at=(150, "main")),
+        ],  # rank 0 computes, the other waits at a barrier
         [activity(1, "training"), error(0, "no such metric", "KeyError"), status("failed")],  # a failure of its own
         [activity(1, "training"), error(0, GONE), status("failed", rank1=-9)],  # the other was killed
         [activity(1, "training"), end(0), end(1), status("finished")],
@@ -105,12 +127,16 @@ def test_a_mismatch_by_the_words_of_the_backend(words):
 
 
 def test_a_mismatch_by_what_the_ranks_were_in():
-    state = fold(spec(), start(0, 1), error(0, GONE, ops=[op()]), error(1, GONE, ops=[op("barrier", sizes=())]), status("failed"))
+    state = fold(
+        spec(), start(0, 1), error(0, GONE, ops=[op()]), error(1, GONE, ops=[op("barrier", sizes=())]), status("failed")
+    )
     assert first(state, "mismatch").evidence == "rank 0 was in all_reduce #10 (405898), rank 1 in barrier #10"
 
 
 def test_a_mismatch_that_nccl_waits_in():
-    state = fold(spec(), start(0, 1), waiting(0, op(sizes=[(1000,)]), at=(139, "disturb")), waiting(1, op(sizes=[(1024,)])))
+    state = fold(
+        spec(), start(0, 1), waiting(0, op(sizes=[(1000,)]), at=(139, "disturb")), waiting(1, op(sizes=[(1024,)]))
+    )
     found = first(state, "mismatch")
     assert found.evidence == "rank 0 was in all_reduce #10 (1000), rank 1 in all_reduce #10 (1024)"
     assert "train.py:139" in found.title and names(state) == ["mismatch", "hang"]
@@ -126,7 +152,13 @@ def test_a_mismatch_that_nccl_waits_in():
     ],
 )
 def test_collectives_that_may_be_unlike(one, other):
-    state = fold(spec(), start(0, 1), error(0, "bad", "ValueError", ops=[one]), error(1, GONE, ops=[other], t=501.0), status("failed"))
+    state = fold(
+        spec(),
+        start(0, 1),
+        error(0, "bad", "ValueError", ops=[one]),
+        error(1, GONE, ops=[other], t=501.0),
+        status("failed"),
+    )
     assert names(state) == ["first_failure"]
 
 
@@ -159,7 +191,10 @@ def test_where_a_rank_is_that_never_came(events, where):
 
 def test_a_rank_that_is_in_no_collective_is_named_before_those_that_wait_for_each_other():
     """Ranks 0 and 1 wait for ranks 2 and 3 in one group, 2 for 3 in another; 3 is somewhere else."""
-    rows, columns = [op(seq=12, ranks=ranks, group="dp") for ranks in ((0, 2), (1, 3))], op(seq=500, ranks=(2, 3), group="tp")
+    rows, columns = (
+        [op(seq=12, ranks=ranks, group="dp") for ranks in ((0, 2), (1, 3))],
+        op(seq=500, ranks=(2, 3), group="tp"),
+    )
     stood = [waiting(0, rows[0]), waiting(1, rows[1]), waiting(2, columns), waiting(3, at=(77, "save"))]
     found = first(fold(spec(nproc=4), start(0, 1, 2, 3), stood), "hang")
     assert found.title.endswith("; rank 3 never reached it") and found.ranks[0] == 3
@@ -169,17 +204,25 @@ def test_a_rank_that_is_in_no_collective_is_named_before_those_that_wait_for_eac
 def test_a_group_of_one_name_and_other_ranks_is_another():
     stood = [waiting(rank, op(seq=5, ranks=(rank // 2 * 2, rank // 2 * 2 + 1), group="tp")) for rank in (0, 1, 2)]
     found = first(fold(spec(nproc=4), start(0, 1, 2, 3), stood), "hang")
-    assert found.title == "rank 2 waited for 42 s in all_reduce #5 (405898) at train.py:113 in train_step; rank 3 never reached it"
+    assert (
+        found.title
+        == "rank 2 waited for 42 s in all_reduce #5 (405898) at train.py:113 in train_step; rank 3 never reached it"
+    )
 
 
 def test_all_ranks_in_one_collective():
     found = first(fold(spec(), start(0, 1), waiting(0, op()), waiting(1, op())), "hang")
-    assert found.title.startswith("ranks 0, 1 waited") and found.title.endswith("; all ranks of its group have reached it")
+    assert found.title.startswith("ranks 0, 1 waited") and found.title.endswith(
+        "; all ranks of its group have reached it"
+    )
 
 
 def test_a_wait_that_is_no_collective():
     found = first(fold(spec(), start(0, 1), waiting(0, at=(30, "load")), waiting(1, at=(30, "load"))), "hang")
-    assert found.title == "ranks 0, 1 made no progress for 42 s at train.py:30 in load" and "rank 1: in no collective" in found.evidence
+    assert (
+        found.title == "ranks 0, 1 made no progress for 42 s at train.py:30 in load"
+        and "rank 1: in no collective" in found.evidence
+    )
     assert "no collective is pending" in found.cause
 
 
@@ -223,10 +266,18 @@ def test_what_is_no_hang(events):
 
 def test_a_rank_that_left_early_while_another_waits():
     called = stack(30, "main")
-    state = fold(spec(), start(0, 1), steps(0, 4), steps(1, 4), end(1) | {"stack": called}, waiting(0, op(seq=57), at=(88, "step")))
+    state = fold(
+        spec(),
+        start(0, 1),
+        steps(0, 4),
+        steps(1, 4),
+        end(1) | {"stack": called},
+        waiting(0, op(seq=57), at=(88, "step")),
+    )
     found = first(state, "left_early")
     assert (
-        found.title == "rank 1 exited with code 0 after 4 steps while rank 0 waits in all_reduce #57 (train.py:88 in step)"
+        found.title
+        == "rank 1 exited with code 0 after 4 steps while rank 0 waits in all_reduce #57 (train.py:88 in step)"
     )
     assert found.ranks == (1, 0) and "rank 1: exited at train.py:30 in main, 4 steps done" in found.evidence
     assert names(state) == ["left_early", "hang"]
@@ -241,8 +292,12 @@ def test_a_rank_that_left_early_is_named_before_its_victim(complaint):
         "rank 1 exited with code 0 after 4 steps while rank 0 waited in all_reduce #57 (train.py:88"
     )
     victim = findings(state)[1]
-    assert victim.name == "first_failure" and victim.title.startswith("rank 0 failed because rank 1 had already ended: RuntimeError")
-    assert state.failure["left"] == [1] and state.words.startswith("failed (rank 1 ended early with exit code 0; rank 0: RuntimeError")
+    assert victim.name == "first_failure" and victim.title.startswith(
+        "rank 0 failed because rank 1 had already ended: RuntimeError"
+    )
+    assert state.failure["left"] == [1] and state.words.startswith(
+        "failed (rank 1 ended early with exit code 0; rank 0: RuntimeError"
+    )
 
 
 def test_ranks_that_left_early_in_a_pipeline():
@@ -254,7 +309,10 @@ def test_ranks_that_left_early_in_a_pipeline():
 def test_a_process_that_went_without_a_word_while_the_run_goes_on():
     """For example by `_exit(0)` in a C library: torchrun treats exit code 0 as success."""
     both, one = {"cpu_percent": 1.0, "rss": 9}, {"0": {"cpu_percent": 1.0, "rss": 9}}
-    samples = [{"kind": "system", "t": 100.0, "ranks": {"0": both, "1": both}}, {"kind": "system", "t": 110.0, "ranks": one}]
+    samples = [
+        {"kind": "system", "t": 100.0, "ranks": {"0": both, "1": both}},
+        {"kind": "system", "t": 110.0, "ranks": one},
+    ]
     state = fold(spec(), start(0, 1), steps(1, 4), samples, waiting(0, op()), status("running"))
     found = first(state, "left_early")
     assert found.title.startswith("rank 1 exited after 4 steps while rank 0 waits in all_reduce #10")
@@ -293,7 +351,10 @@ def test_two_groups_in_opposite_order():
 def test_two_groups_with_names_and_a_bystander():
     stood = [waiting(0, in_group(1, "tp")), waiting(1, in_group(2, "dp", 9)), waiting(2, op(ranks=(0, 1, 2)))]
     found = first(fold(spec(nproc=3), start(0, 1, 2), stood), "hang")
-    assert 'all_reduce #1 of group "tp" of ranks 0, 1, rank 1 is in all_reduce #9 of group "dp"' in found.title and found.ranks == (0, 1, 2)
+    assert (
+        'all_reduce #1 of group "tp" of ranks 0, 1, rank 1 is in all_reduce #9 of group "dp"' in found.title
+        and found.ranks == (0, 1, 2)
+    )
     assert "rank 2: in all_reduce #10" in found.evidence
 
 
@@ -322,11 +383,21 @@ def test_waits_that_are_no_circle(stood):
 
 def mute(rank: int, process: str = "stopped", computed: float = 0.0, at=(30, "load")) -> dict:
     """An event in which the supervisor reports a rank that cannot report itself."""
-    return {"kind": "silent", "t": 142.0, "rank": rank, "process": process, "since": 100.0, "computed": computed, "stack": stack(*at)}
+    return {
+        "kind": "silent",
+        "t": 142.0,
+        "rank": rank,
+        "process": process,
+        "since": 100.0,
+        "computed": computed,
+        "stack": stack(*at),
+    }
 
 
 def test_a_rank_that_is_stopped_is_named():
-    state = fold(spec(), mute(1), start(0, 1), steps(1, 4), waiting(0, op(), at=(88, "step")))  # the supervisor's file may be read first
+    state = fold(
+        spec(), mute(1), start(0, 1), steps(1, 4), waiting(0, op(), at=(88, "step"))
+    )  # the supervisor's file may be read first
     found = first(state, "hang")
     stopped, waits = found.title.split("; ")
     assert stopped == "rank 1 has been stopped for 42 s, last seen at train.py:30 in load"
@@ -337,7 +408,9 @@ def test_a_rank_that_is_stopped_is_named():
 
 def test_a_rank_that_is_stopped_is_named_in_a_pipeline_too():
     found = first(fold(spec(), start(0, 1), mute(1, "tracing-stop"), waiting(0, at=(101, "pipeline"))), "hang")
-    assert found.title.endswith("; rank 0 waits (train.py:101 in pipeline)") and found.title.startswith("rank 1 has been stopped for 42 s")
+    assert found.title.endswith("; rank 0 waits (train.py:101 in pipeline)") and found.title.startswith(
+        "rank 1 has been stopped for 42 s"
+    )
     assert first(fold(spec(), start(0, 1), mute(1)), "hang").title.endswith("in load")  # nobody waits yet
 
 
@@ -345,7 +418,8 @@ def test_a_rank_that_is_stopped_is_named_in_a_pipeline_too():
 def test_a_rank_inside_a_c_call_that_holds_the_gil(process, computed):
     found = first(fold(spec(), start(0, 1), mute(1, process, computed), waiting(0, op(), at=(88, "step"))), "hang")
     assert found.title.startswith(
-        "rank 1 has been inside a C call that holds the GIL for 42 s, at train.py:30 in load; rank 0 waits in all_reduce"
+        "rank 1 has been inside a C call that holds the GIL for 42 s, at train.py:30 in load; rank 0 waits in"
+        " all_reduce"
     )
     assert f"on the CPU for {computed:.0%}" in found.evidence and "GIL" in found.cause and found.ranks == (1, 0)
 

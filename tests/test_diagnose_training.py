@@ -7,7 +7,23 @@ import re
 from pathlib import Path
 
 import pytest
-from diagnosed import MIB, batches, ddp, epoch, first, fold, memory, names, saw, script, spec, start, steps, timeline, traffic
+from diagnosed import (
+    MIB,
+    batches,
+    ddp,
+    epoch,
+    first,
+    fold,
+    memory,
+    names,
+    saw,
+    script,
+    spec,
+    start,
+    steps,
+    timeline,
+    traffic,
+)
 
 from labkit import run
 from labkit.analysis.diagnose import findings
@@ -22,7 +38,11 @@ SCRIPTS = Path(__file__).parent / "scripts"
 def test_the_same_samples_on_every_rank():
     state = fold(spec(), start(0, 1), batches(0, "a", "b", "c"), batches(1, "a", "b", "c"))
     found = first(state, "same_samples")
-    assert found.ranks == (0, 1) and "all 3 recorded steps" in found.evidence and "1 different batch per step, expected 2" in found.evidence
+    assert (
+        found.ranks == (0, 1)
+        and "all 3 recorded steps" in found.evidence
+        and "1 different batch per step, expected 2" in found.evidence
+    )
     assert "DistributedSampler" in found.fix
 
 
@@ -66,7 +86,10 @@ def test_a_sampler_that_nobody_told_the_epoch(before, after, times):
     """Sampler 0 is for training, sampler 1 for validation."""
     seen = [[epoch(rank, *one) for one in before] + ddp(rank) + [epoch(rank, *one) for one in after] for rank in (0, 1)]
     found = first(fold(spec(), start(0, 1), *seen), "no_set_epoch")
-    assert found.ranks == (0, 1) and f"started {times} epochs with the same epoch number, {before[-1][1]}" in found.evidence
+    assert (
+        found.ranks == (0, 1)
+        and f"started {times} epochs with the same epoch number, {before[-1][1]}" in found.evidence
+    )
 
 
 @pytest.mark.parametrize(
@@ -89,7 +112,11 @@ def test_samplers_that_may_begin_so(before, after):
 def test_a_loss_that_is_no_number_on_all_ranks_at_once():
     spoilt = [steps(rank, loss=lambda step: 1.0 if step < 6 else math.nan) for rank in (0, 1)]
     found = first(fold(spec(), start(0, 1), *spoilt), "nan_loss")
-    assert found.ranks == (0, 1) and "from step 6 on" in found.title and "in step 5 the gradient of at least one rank" in found.cause
+    assert (
+        found.ranks == (0, 1)
+        and "from step 6 on" in found.title
+        and "in step 5 the gradient of at least one rank" in found.cause
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,14 +142,44 @@ def parameters(rank: int, step: int, nan: int = 0, infinite: int = 0) -> dict:
 @pytest.mark.parametrize(
     ("asked", "losses", "seen", "shown"),
     [
-        (spec(), (lambda step: -(10.0 ** (4 * step)) if step < 8 else -math.inf,) * 2, [], "-inf from step 8 on, on all 2 ranks"),
+        (
+            spec(),
+            (lambda step: -(10.0 ** (4 * step)) if step < 8 else -math.inf,) * 2,
+            [],
+            "-inf from step 8 on, on all 2 ranks",
+        ),
         (spec(), (lambda step: 2.3 if step < 6 else math.inf,) * 2, [], "inf from step 6 on, on all 2 ranks"),
-        (spec(), (lambda step: 2.0 if step < 6 else math.nan,) * 2, [parameters(0, 6), parameters(1, 6)], "nan from step 6 on"),
-        (spec(), (lambda step: 2.0 if step < 6 else math.nan,) * 2, [parameters(0, 6, infinite=3)], "nan from step 6 on"),
-        (spec(), (lambda step: 10.0**step if step < 6 else math.nan, lambda step: 9.0**step if step < 7 else math.nan), [], "on rank 0"),
+        (
+            spec(),
+            (lambda step: 2.0 if step < 6 else math.nan,) * 2,
+            [parameters(0, 6), parameters(1, 6)],
+            "nan from step 6 on",
+        ),
+        (
+            spec(),
+            (lambda step: 2.0 if step < 6 else math.nan,) * 2,
+            [parameters(0, 6, infinite=3)],
+            "nan from step 6 on",
+        ),
+        (
+            spec(),
+            (lambda step: 10.0**step if step < 6 else math.nan, lambda step: 9.0**step if step < 7 else math.nan),
+            [],
+            "on rank 0",
+        ),
         (spec("single", 1), (lambda step: 10.0**step if step < 6 else math.nan,), [], "nan from step 6 on, on rank 0"),
-        (spec("pp"), (lambda step: None, lambda step: 10.0**step if step < 6 else math.inf), [], "inf from step 6 on, on rank 1"),
-        (script(), (lambda step: -(10.0 ** (9 * step)) if step < 3 else -math.inf,) * 2, [], "-inf from step 3 on, on all 2 ranks"),
+        (
+            spec("pp"),
+            (lambda step: None, lambda step: 10.0**step if step < 6 else math.inf),
+            [],
+            "inf from step 6 on, on rank 1",
+        ),
+        (
+            script(),
+            (lambda step: -(10.0 ** (9 * step)) if step < 3 else -math.inf,) * 2,
+            [],
+            "-inf from step 3 on, on all 2 ranks",
+        ),
     ],
 )
 def test_a_loss_that_diverges_is_no_ranks_gradient(asked, losses, seen, shown):
@@ -159,7 +216,10 @@ def test_ranks_that_must_have_one_loss():
         (spec("tp"), [*steps(0, loss=0.5), *steps(1, loss=0.50001)]),  # rounding
         (spec("tp"), [*steps(0, loss=0.5), *steps(1, loss=None)]),
         (spec("pp"), [*steps(0, loss=None), *steps(1, loss=0.5)]),
-        (spec("tp"), [*steps(0, loss=lambda step: 1 / step), *steps(1, first=4, loss=lambda step: 1 / step)]),  # lines were lost
+        (
+            spec("tp"),
+            [*steps(0, loss=lambda step: 1 / step), *steps(1, first=4, loss=lambda step: 1 / step)],
+        ),  # lines were lost
         (
             spec("tp"),  # one wrote a step less before the restart
             [
@@ -177,7 +237,11 @@ def test_losses_that_may_differ(asked, events):
 def test_one_file_of_several_ranks():
     saves = [saw(rank, "save", path="/runs/one/model.pt", step=step) for step in (5, 10) for rank in (0, 1)]
     found = first(fold(spec(), start(0, 1), saves), "one_file")
-    assert found.ranks == (0, 1) and "/runs/one/model.pt, after step 5" in found.evidence and "and 1 more time" in found.evidence
+    assert (
+        found.ranks == (0, 1)
+        and "/runs/one/model.pt, after step 5" in found.evidence
+        and "and 1 more time" in found.evidence
+    )
 
 
 @pytest.mark.parametrize(
@@ -185,7 +249,10 @@ def test_one_file_of_several_ranks():
     [
         [saw(0, "save", path="/runs/one/model.pt", step=5), saw(0, "save", path="/runs/one/model.pt", step=5)],
         [saw(rank, "save", path=f"/runs/one/rank{rank}.pt", step=5) for rank in (0, 1)],
-        [*start(1, host="there"), *(saw(rank, "save", path="/tmp/model.pt", step=5) for rank in (0, 1))],  # two machines' own disks
+        [
+            *start(1, host="there"),
+            *(saw(rank, "save", path="/tmp/model.pt", step=5) for rank in (0, 1)),
+        ],  # two machines' own disks
     ],
 )
 def test_files_that_nobody_shares(saves):
@@ -201,16 +268,26 @@ def test_steps_that_wait_for_data():
 
 
 def test_data_that_are_slow_at_first_only_are_no_finding():
-    assert names(fold(spec(), start(0, 1), *(steps(rank, 2, data=5.0) + steps(rank, 10, first=3) for rank in (0, 1)))) == []
+    assert (
+        names(fold(spec(), start(0, 1), *(steps(rank, 2, data=5.0) + steps(rank, 10, first=3) for rank in (0, 1))))
+        == []
+    )
     assert names(fold(spec(), start(0, 1), *(steps(rank, 7, data=0.2) for rank in (0, 1)))) == []  # too few to judge by
 
 
-@pytest.mark.parametrize(("phase", "fix"), [("other", "logging"), ("forward", "device or core"), ("optimizer", "device or core")])
+@pytest.mark.parametrize(
+    ("phase", "fix"), [("other", "logging"), ("forward", "device or core"), ("optimizer", "device or core")]
+)
 def test_a_rank_that_the_others_wait_for(phase, fix):
     where = "outside the measured phases" if phase == "other" else f"in {phase}"
     others = [steps(rank, backward=0.25) for rank in (0, 2)]
     found = first(fold(spec(nproc=3), start(0, 1, 2), *others, steps(1, **{phase: 0.25})), "straggler")
-    assert found.ranks == (1,) and found.title.endswith(f", {where}") and fix in found.fix and "the other ranks' 50.0 ms" in found.evidence
+    assert (
+        found.ranks == (1,)
+        and found.title.endswith(f", {where}")
+        and fix in found.fix
+        and "the other ranks' 50.0 ms" in found.evidence
+    )
 
 
 @pytest.mark.parametrize(
@@ -221,7 +298,11 @@ def test_a_rank_that_the_others_wait_for(phase, fix):
         [*steps(0, backward=0.9), *steps(1, backward=0.9, other=0.05)],  # slower, and little of the step
         [*steps(0, forward=0.9), *steps(1, forward=0.9, other=0.3)],  # much of the step, and little slower
         [*steps(0, 7), *steps(1, 7, other=0.3)],  # too few to judge by
-        [*steps(0), *steps(1, other=0.3), *(traffic(rank, send=(4, 524288)) for rank in (0, 1))],  # stages, which are unlike
+        [
+            *steps(0),
+            *steps(1, other=0.3),
+            *(traffic(rank, send=(4, 524288)) for rank in (0, 1)),
+        ],  # stages, which are unlike
         [*steps(0, loss=None), *steps(1, other=0.3)],  # the same, before the first look at what is sent
     ],
 )
@@ -233,18 +314,28 @@ def test_a_run_of_one_rank_has_no_straggler():
     assert names(fold(spec("single", 1), start(0), steps(0, other=0.3))) == []
 
 
-COMMUNICATING = {"data": 0.0, "forward": 0.0, "backward": 0.1, "optimizer": 0.0, "other": 0.0}  # seconds of the phases of a step
+COMMUNICATING = {
+    "data": 0.0,
+    "forward": 0.0,
+    "backward": 0.1,
+    "optimizer": 0.0,
+    "other": 0.0,
+}  # seconds of the phases of a step
 
 
 def profiled(*ranks: int, exposed: float = 0.05, every: int = 50, times: int = 1, **more) -> list[dict]:
-    return [timeline(rank, step=every * number, exposed=exposed, **more) for rank in ranks for number in range(1, times + 1)]
+    return [
+        timeline(rank, step=every * number, exposed=exposed, **more) for rank in ranks for number in range(1, times + 1)
+    ]
 
 
 def test_communication_that_nothing_hides():
     """One profiled step, and 12 others whose backward takes as long."""
     usual = [*steps(0, **COMMUNICATING), *steps(1, **COMMUNICATING)]
     found = first(fold(spec(), start(0, 1), usual, timeline(0), timeline(1, exposed=0.06)), "communication_bound")
-    assert found.ranks == (0, 1) and found.title == "communication is exposed for at least 50% of each step, on every rank"
+    assert (
+        found.ranks == (0, 1) and found.title == "communication is exposed for at least 50% of each step, on every rank"
+    )
     assert "of 100.0 ms per step (median): 50%, 60%, from 1 profiled step; mostly all_reduce (gloo)" in found.evidence
 
 
@@ -285,7 +376,11 @@ def test_no_finding_advises_an_option_that_the_strategy_does_not_have(strategy):
         [timeline(0, step=2), timeline(1, step=2)],  # the first steps order their buckets
         profiled(0, 1, op="recv", times=3),  # the bubble of a pipeline
         profiled(0, 1, exposed=0.09),  # one profiled step alone
-        [*profiled(0, 1, exposed=0.09), *steps(0, backward=0.012), *steps(1, backward=0.012)],  # held up once, as the others are not
+        [
+            *profiled(0, 1, exposed=0.09),
+            *steps(0, backward=0.012),
+            *steps(1, backward=0.012),
+        ],  # held up once, as the others are not
         [*profiled(0, exposed=0.09), *profiled(1, exposed=0.09, times=3)],  # one rank is known from one step only
     ],
 )
@@ -305,7 +400,10 @@ def test_many_small_buckets():
         [*ddp(0), traffic(0, all_reduce=(16, 64 * MIB))],
         [*ddp(0), traffic(0)],
         [traffic(0, all_reduce=(16, 4 * MIB))],
-        [saw(0, "model", name="Sequential", units=0, parameters=9), traffic(0, all_reduce=(16, 4 * MIB))],  # tp's own all-reduces
+        [
+            saw(0, "model", name="Sequential", units=0, parameters=9),
+            traffic(0, all_reduce=(16, 4 * MIB)),
+        ],  # tp's own all-reduces
     ],
 )
 def test_buckets_that_are_as_they_should_be(events):
@@ -334,13 +432,18 @@ def test_a_loss_module_is_no_model():
     assert "FullyShardedDataParallel as one unit" in first(fold(script(), start(0, 1), whole, LOSS), "one_unit").title
     small = traffic(0, all_reduce=(16, 4 * MIB))
     first(fold(script(), start(0, 1), ddp(0), LOSS, small), "small_buckets")
-    first(fold(script(), start(0, 1), LOSS, ddp(0), small), "small_buckets")  # a module for the inputs, which is called first
+    first(
+        fold(script(), start(0, 1), LOSS, ddp(0), small), "small_buckets"
+    )  # a module for the inputs, which is called first
     same = [event for rank in (0, 1) for event in [LOSS | {"rank": rank}, *ddp(rank), *batches(rank, "a", "b")]]
     first(fold(script(), start(0, 1), same), "same_samples")
 
 
 def test_several_models_of_which_one_is_a_single_unit():
-    models = [saw(0, "model", name=name, units=units, parameters=9) for name, units in (("FSDPGenerator", 1), ("FSDPCritic", 4))]
+    models = [
+        saw(0, "model", name=name, units=units, parameters=9)
+        for name, units in (("FSDPGenerator", 1), ("FSDPCritic", 4))
+    ]
     assert "FSDPGenerator" in first(fold(script(), start(0, 1), models), "one_unit").title
 
 
@@ -348,13 +451,17 @@ def test_fsdp1_with_a_size_based_policy_that_wraps_nothing():
     """A real script with a loss module: what the probe records, and the finding."""
     done = run(SCRIPTS / "one_unit.py", nproc=2, device="cpu").wait(180)
     assert done.words == "finished", done.logs(0, "stderr")
-    assert [(model["name"], model["units"]) for model in done.state.ranks[0].seen("model")] == [("FullyShardedDataParallel", 1)]
+    assert [(model["name"], model["units"]) for model in done.state.ranks[0].seen("model")] == [
+        ("FullyShardedDataParallel", 1)
+    ]
     found = next(one for one in done.findings() if one.name == "one_unit")
     assert "min_num_params" in found.fix and found.ranks == (0,)
 
 
 def test_a_peak_of_activations():
-    found = first(fold(spec(), start(0, 1), memory(0, 50 * MIB), memory(1, 200 * MIB, activations=150 * MIB)), "activations")
+    found = first(
+        fold(spec(), start(0, 1), memory(0, 50 * MIB), memory(1, 200 * MIB, activations=150 * MIB)), "activations"
+    )
     assert found.ranks == (1,) and "75%" in found.title and "150.0 MiB of 200.0 MiB, in step 2" in found.evidence
     assert names(fold(spec(), start(0), memory(0, 200 * MIB, activations=100 * MIB))) == []
     assert names(fold(spec(), start(0), memory(0, 20 * MIB, activations=18 * MIB))) == []  # nobody needs to save that

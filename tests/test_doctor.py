@@ -57,11 +57,15 @@ def test_this_machine(capsys):
         assert "could not be checked" not in check["says"], check
     assert found["torch"]["level"] == found["all-reduce"]["level"] == "fine"
     assert code == int(any(check["level"] == "broken" for check in found.values()))
-    assert not [child for child in psutil.Process().children(recursive=True) if "all_reduce" in " ".join(child.cmdline())]
+    assert not [
+        child for child in psutil.Process().children(recursive=True) if "all_reduce" in " ".join(child.cmdline())
+    ]
 
 
 def test_every_fix_is_printed(capsys, monkeypatch):
-    monkeypatch.setattr(doctor, "CHECKS", (lambda: Check("one", "fine", "good"), lambda: Check("two", "broken", "bad [red]", "mend it")))
+    monkeypatch.setattr(
+        doctor, "CHECKS", (lambda: Check("one", "fine", "good"), lambda: Check("two", "broken", "bad [red]", "mend it"))
+    )
     assert doctor.main() == 1
     said = capsys.readouterr().out
     assert "bad [red]" in said
@@ -136,7 +140,9 @@ def test_torch_that_cannot_be_imported_or_is_too_old(monkeypatch):
 
 
 def test_mismatched_torchvision_is_named_with_its_fix(monkeypatch):
-    monkeypatch.setattr(doctor.preflight, "torchvision", lambda: ("0.28.0", "RuntimeError: operator torchvision::nms does not exist"))
+    monkeypatch.setattr(
+        doctor.preflight, "torchvision", lambda: ("0.28.0", "RuntimeError: operator torchvision::nms does not exist")
+    )
     check = doctor.torchvision()
     assert check.level == "degraded"
     assert '"operator torchvision::nms does not exist"' in check.says

@@ -93,7 +93,9 @@ def test_the_first_tensor_in_the_models_order_is_named(runs, single):
 def test_a_gradient_that_is_nothing_but_rounding_is_not_taken_at_its_word(runs):
     tiny, other = tensors(), tensors()
     tiny["0.bias"], other["0.bias"] = tiny["0.bias"] * 1e-9, other["0.bias"] * -1e-9
-    assert Recorded(runs, "ddp", 2).whole(gradients=other).against(Recorded(runs).whole(gradients=tiny)).verdict == "equal"
+    assert (
+        Recorded(runs, "ddp", 2).whole(gradients=other).against(Recorded(runs).whole(gradients=tiny)).verdict == "equal"
+    )
 
 
 def test_a_loss_that_leaves_is_named_by_its_step(runs, single):
@@ -217,15 +219,27 @@ def test_why_a_strategy_may_differ():
     assert "batch norm averages over 16 samples at a time" in norm
     (repeats,) = departures(Spec("ddp", "mlp", nproc=4, samples=110, epochs=1))
     assert "so the sampler repeats 2 of them" in repeats
-    assert departures(Spec("ddp", "mlp", nproc=4, samples=110, batch_size=4, steps=2)) == (), "the end of the epoch is not reached"
+    assert departures(Spec("ddp", "mlp", nproc=4, samples=110, batch_size=4, steps=2)) == (), (
+        "the end of the epoch is not reached"
+    )
     (join,) = departures(Spec("ddp", "mlp", nproc=2, samples=97, options={"join": True}))
     assert join.startswith("join: in the last step of an epoch, ranks with fewer samples")
 
 
 def test_real_runs_get_their_badges():
-    asked = {"workload": "mlp", "device": "cpu", "batch_size": 32, "scaling": "strong", "steps": 4, "samples": 110, "tensors": True}
+    asked = {
+        "workload": "mlp",
+        "device": "cpu",
+        "batch_size": 32,
+        "scaling": "strong",
+        "steps": 4,
+        "samples": 110,
+        "tensors": True,
+    }
     single = run("single", **asked).wait(120)
-    ddp, compressed = (run("ddp", nproc=2, options=options, **asked).wait(120) for options in ({}, {"compression": "fp16"}))
+    ddp, compressed = (
+        run("ddp", nproc=2, options=options, **asked).wait(120) for options in ({}, {"compression": "fp16"})
+    )
     found = badge(ddp.folder, ddp.state, single.folder, single.state)
     assert found.verdict == "equal", found.sentence
     assert badge(compressed.folder, compressed.state, single.folder, single.state).verdict == "differs as expected"

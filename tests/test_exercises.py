@@ -98,7 +98,11 @@ def test_an_exception_in_a_check_is_a_verdict(monkeypatch):
     verdict = check("start.steps", 3)
     data, metadata = verdict._repr_mimebundle_()
     assert verdict.state == "wrong" and "ZeroDivisionError" in verdict.words
-    assert "<b>\u003c" not in data["text/html"] and "&lt;b&gt;" in data["text/html"] and "&lt;Steps&gt;" in data["text/html"]
+    assert (
+        "<b>\u003c" not in data["text/html"]
+        and "&lt;b&gt;" in data["text/html"]
+        and "&lt;Steps&gt;" in data["text/html"]
+    )
     assert metadata == {"labkit": {"exercise": "start.steps", "state": "wrong"}}
 
 
@@ -132,9 +136,14 @@ def test_an_unreadable_record_is_renamed(runs):
 def test_the_progress_command(runs):
     check("start.steps", 157)
     argv = [sys.executable, "-m", "labkit", "progress"]
-    printed = subprocess.run([*argv, "--json"], capture_output=True, text=True, check=True, cwd=ROOT, env=dict(os.environ)).stdout
+    printed = subprocess.run(
+        [*argv, "--json"], capture_output=True, text=True, check=True, cwd=ROOT, env=dict(os.environ)
+    ).stdout
     assert json.loads(printed)["done"] == 1
-    assert "1 of " in subprocess.run(argv, capture_output=True, text=True, check=True, cwd=ROOT, env=dict(os.environ)).stdout
+    assert (
+        "1 of "
+        in subprocess.run(argv, capture_output=True, text=True, check=True, cwd=ROOT, env=dict(os.environ)).stdout
+    )
 
 
 def test_wrong_is_not_a_public_name():

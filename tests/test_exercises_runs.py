@@ -38,8 +38,12 @@ def test_a_hang_is_reported_with_its_location(runs):
     for rank, op in enumerate(("barrier", "all_reduce")):
         stack = f'File "broken.py", line {20 + rank}, in <module>'
         ops = [{"op": op, "group": "0", "ranks": [0, 1], "seq": 7, "sizes": [], "over": False}]
-        fake.writers[rank].write("waiting", since=fake.began, step=12, phase="other", ops=ops, stack=stack, computed=0.0)
-    with pytest.raises(Wrong, match=r"has not ended: .* waited for .* never reached it .*broken.py:20.* stop it with \.stop\(\)"):
+        fake.writers[rank].write(
+            "waiting", since=fake.began, step=12, phase="other", ops=ops, stack=stack, computed=0.0
+        )
+    with pytest.raises(
+        Wrong, match=r"has not ended: .* waited for .* never reached it .*broken.py:20.* stop it with \.stop\(\)"
+    ):
         own.a_run(handed_in(fake, state=None))
 
 
@@ -54,7 +58,9 @@ def test_a_generated_script_is_rejected(runs):
 
 
 def test_a_deleted_script_is_an_error(runs):
-    run = handed_in(begun(runs), script=str(runs / "gone.py"), strategy=None, workload=None, batch_size=None, steps=None)
+    run = handed_in(
+        begun(runs), script=str(runs / "gone.py"), strategy=None, workload=None, batch_size=None, steps=None
+    )
     with pytest.raises(Wrong, match=r"gone\.py cannot be read"):
         own.source(run)
 
@@ -74,7 +80,9 @@ def test_a_loader_that_was_circumvented_instead_of_fixed(runs, sleeps, changes, 
     runs.mkdir()
     (runs / "slow_input.py").write_text(sleeps, encoding="utf-8")
     fake = begun(runs, **{"kind": Loading} | changes)
-    fake.folder.write_json(fake.folder.spec, {"script": str(runs / "slow_input.py"), "nproc": fake.nproc, "device": "cpu"})
+    fake.folder.write_json(
+        fake.folder.spec, {"script": str(runs / "slow_input.py"), "nproc": fake.nproc, "device": "cpu"}
+    )
     assert words in check("input_pipeline.mend", handed_in(fake)).words
 
 
@@ -105,7 +113,10 @@ def test_a_group_that_computes_too_many_steps_twice(runs):
     [
         (lambda write, path: write(path), "was not a complete checkpoint while the new one was being written"),
         (lambda write, path: path.write_text("new"), "write was never called"),
-        (lambda write, path: write(path.with_name("unfinished")), "step.pt must contain the new checkpoint at the end, got nothing"),
+        (
+            lambda write, path: write(path.with_name("unfinished")),
+            "step.pt must contain the new checkpoint at the end, got nothing",
+        ),
     ],
 )
 def test_an_incomplete_checkpoint(save, words):

@@ -58,14 +58,18 @@ def test_a_healthy_run_has_no_wrong_finding(strategy):
     assert [found for found in findings(state) if found.kind in ("wrong", "unseen")] == []
     steps = {rank.rank: sorted(rank.timelines) for rank in state.ranks.values()}
     assert all(those == [3, 8] for those in steps.values()), steps
-    assert all(rank.memory_step["peak"] == sum(rank.memory_step["at_peak"].values()) > 0 for rank in state.ranks.values())
+    assert all(
+        rank.memory_step["peak"] == sum(rank.memory_step["at_peak"].values()) > 0 for rank in state.ranks.values()
+    )
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_script_shows_the_fault(fault):
     healthy = settle("ddp", **SMALL, **LENGTH.get(fault, {"steps": 12}))
     ill = settle("ddp", fault=fault, **SMALL, **LENGTH.get(fault, {"steps": 12}))
-    changes = [line for line in diff_scripts(healthy, ill).splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")]
+    changes = [
+        line for line in diff_scripts(healthy, ill).splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")
+    ]
     assert any("(injected)" in line for line in changes)
     assert 2 <= len(changes) <= 40
     assert not any("INJECT_" in line or "labkit" in line for line in changes)
@@ -84,11 +88,20 @@ def test_the_script_shows_the_fault(fault):
             "with tp and --nproc 2 all train on the same; use ddp or fsdp2 with --nproc 2",
         ),
         ({"strategy": "fsdp2", "fault": "unused_parameters"}, "affects only DDP, and the strategy is fsdp2"),
-        ({"strategy": "fsdp2", "fault": "nan_gradient"}, "needs unsharded gradients, and fsdp2 shards them; use ddp or tp"),
-        ({"fault": "no_set_epoch", "steps": 5}, "appears in the second epoch, and the run has only one; use --epochs 2"),
+        (
+            {"strategy": "fsdp2", "fault": "nan_gradient"},
+            "needs unsharded gradients, and fsdp2 shards them; use ddp or tp",
+        ),
+        (
+            {"fault": "no_set_epoch", "steps": 5},
+            "appears in the second epoch, and the run has only one; use --epochs 2",
+        ),
     ],
 )
 def test_a_fault_that_cannot_be_is_refused_in_one_sentence(fields, words):
     with pytest.raises(SpecError) as refused:
-        settle(**{"what": fields.get("strategy", "ddp"), "device": "cpu"} | {k: v for k, v in fields.items() if k != "strategy"})
+        settle(
+            **{"what": fields.get("strategy", "ddp"), "device": "cpu"}
+            | {k: v for k, v in fields.items() if k != "strategy"}
+        )
     assert words in str(refused.value) and refused.value.field == "fault"

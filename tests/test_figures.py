@@ -153,8 +153,13 @@ def test_an_unknown_figure_names_those_there_are():
 
 
 def test_figures_load_neither_widgets_nor_launch_nor_plotly():
-    code = "import sys, labkit.figures; print([m for m in ('ipywidgets', 'plotly', 'labkit.launch', 'torch') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    code = (
+        "import sys, labkit.figures; print([m for m in ('ipywidgets', 'plotly', 'labkit.launch', 'torch') if m in"
+        " sys.modules])"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )
 
 
 def test_attempts_are_lines_of_their_own():
@@ -173,11 +178,15 @@ def test_every_further_optimizer_has_a_line_at_its_own_steps():
     state = RunState()
     for rank in (0, 1):
         for number, name, sets_pace in ((0, "optD", True), (1, "optG", False)):
-            state.apply({"kind": "optimizer", "t": 0.0, "rank": rank, "optimizer": number, "name": name, "sets_pace": sets_pace})
+            state.apply(
+                {"kind": "optimizer", "t": 0.0, "rank": rank, "optimizer": number, "name": name, "sets_pace": sets_pace}
+            )
         for step in (1, 2, 3, 4):  # the generator steps once for two steps of the critic
             state.apply({"kind": "step", "t": float(step), "rank": rank, "step": step, "loss": 10.0 + step})
             if step % 2 == 0:
-                state.apply({"kind": "losses", "t": float(step), "rank": rank, "optimizer": 1, "points": [[step, step + rank]]})
+                state.apply(
+                    {"kind": "losses", "t": float(step), "rank": rank, "optimizer": 1, "points": [[step, step + rank]]}
+                )
     lines = {line.name: line for line in figures.chart("loss", state).lines}
     assert list(lines) == ["rank 0, optD", "rank 1, optD", "mean, optD", "mean, optG"]
     assert lines["mean, optD"].points() == ([1, 2, 3, 4], [11, 12, 13, 14])

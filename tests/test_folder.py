@@ -99,7 +99,11 @@ def test_the_plan_keeps_to_loopback_and_names_everything(folder, monkeypatch):
     assert argv[-3:] == ["-m", "labkit.probe", str(folder.script)]
     assert plan["cwd"] == str(Path.cwd())
     assert plan["env"]["LABKIT_RUN_DIR"] == str(folder.path)
-    assert plan["env"]["GLOO_SOCKET_IFNAME"] == plan["env"]["NCCL_SOCKET_IFNAME"] == ("lo0" if sys.platform == "darwin" else "lo")
+    assert (
+        plan["env"]["GLOO_SOCKET_IFNAME"]
+        == plan["env"]["NCCL_SOCKET_IFNAME"]
+        == ("lo0" if sys.platform == "darwin" else "lo")
+    )
     assert (plan["env"]["CUDA_VISIBLE_DEVICES"], plan["env"]["OMP_NUM_THREADS"]) == ("", "1")
 
 
@@ -115,7 +119,14 @@ def test_the_plan_keeps_what_the_user_set(folder, monkeypatch):
 
 def test_the_plan_of_a_script_of_ones_own(folder):
     plan = local.plan(Spec(script="of mine.py", args=("--lr", "0.1", "a b"), nproc=2, device="cpu"), folder)
-    assert plan["argv"][-6:] == ["-m", "labkit.probe", "of mine.py", "--lr", "0.1", "a b"]  # argv as under bare torchrun
+    assert plan["argv"][-6:] == [
+        "-m",
+        "labkit.probe",
+        "of mine.py",
+        "--lr",
+        "0.1",
+        "a b",
+    ]  # argv as under bare torchrun
     assert plan["cwd"] == str(Path.cwd()), "where that name is looked up"
 
 

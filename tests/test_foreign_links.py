@@ -25,7 +25,12 @@ SECRET = "SECRET-7c1f"
 LOG = next((RECORDED / FINISHED / "logs").glob("none_*")).name
 FILES = (
     *("spec.json", "status.json", "summary.json", "launch.json", "system.jsonl", "train.py", "command.txt"),
-    *("events/rank0.jsonl", f"logs/{LOG}/attempt_0/0/stdout.log", f"logs/{LOG}/attempt_0/1/stderr.log", "logs/torchrun.log"),
+    *(
+        "events/rank0.jsonl",
+        f"logs/{LOG}/attempt_0/0/stdout.log",
+        f"logs/{LOG}/attempt_0/1/stderr.log",
+        "logs/torchrun.log",
+    ),
 )
 FOLDERS = ("events", "logs", f"logs/{LOG}", f"logs/{LOG}/attempt_0/0")
 
@@ -230,6 +235,10 @@ def test_nothing_reads_a_run_folder_but_through_its_class():
         r"\.(?:read_text|read_bytes|open)\(|open\([\w.]*folder\.[\w.]+(?:, \"rb?\")?\)"
     )
     allowed = {root / "record" / "folder.py", root / "benchmarks" / "fuzz.py"}
-    found = {path.name: direct.findall(path.read_text(encoding="utf-8")) for path in root.rglob("*.py") if path not in allowed}
+    found = {
+        path.name: direct.findall(path.read_text(encoding="utf-8"))
+        for path in root.rglob("*.py")
+        if path not in allowed
+    }
     assert not {name: hits for name, hits in found.items() if hits}
     assert direct.search("folder.script.read_text()") and direct.search("open(self.folder.spec)")

@@ -1,4 +1,5 @@
-"""One folder with invalid values is listed with the reason, and everything else works; folders of earlier versions keep opening."""
+"""One folder with invalid values is listed with the reason, and everything else works; folders of earlier versions keep
+opening."""
 
 from __future__ import annotations
 
@@ -39,8 +40,16 @@ WRONG = {
         changed("spec.json", nproc=1_000_000),
         "spec.json: nproc must be an integer from 1 to 1,024, got 1000000",
     ),
-    "nproc two": ("spec.json", changed("spec.json", nproc="two"), "nproc must be an integer from 1 to 1,024, got 'two'"),
-    "nproc 1e400": ("spec.json", '{"strategy": "ddp", "nproc": 1e400}', "nproc must be an integer from 1 to 1,024, got inf"),
+    "nproc two": (
+        "spec.json",
+        changed("spec.json", nproc="two"),
+        "nproc must be an integer from 1 to 1,024, got 'two'",
+    ),
+    "nproc 1e400": (
+        "spec.json",
+        '{"strategy": "ddp", "nproc": 1e400}',
+        "nproc must be an integer from 1 to 1,024, got inf",
+    ),
     "nproc of 5000 digits": ("spec.json", '{"nproc": ' + "9" * 5_000 + "}", "spec.json is not JSON"),
     "deep": ("spec.json", DEEP, "spec.json is not JSON: it is nested deeper than 32 levels"),
     "deep inside": ("spec.json", '{"options": {"x": ' + "[" * 40 + "]" * 40 + "}}", "nested deeper than 32 levels"),
@@ -50,7 +59,11 @@ WRONG = {
     "large": ("spec.json", b" " * (1 << 20) + b"{}", "spec.json is larger than 1,048,576 bytes"),
     "options": ("spec.json", changed("spec.json", options={"bucket_mb": [1]}), "options.bucket_mb must be"),
     "script": ("spec.json", {"script": "a\0b", "nproc": 2}, "script must be a text without NUL, got 'a\\x00b'"),
-    "started 1e18": ("status.json", changed("status.json", started=1e18), "started must be a number from 0 to 32,000,000,000, got 1e+18"),
+    "started 1e18": (
+        "status.json",
+        changed("status.json", started=1e18),
+        "started must be a number from 0 to 32,000,000,000, got 1e+18",
+    ),
     "ended NaN": ("status.json", changed("status.json", ended=math.nan), "ended must be a number"),
     "state": ("status.json", changed("status.json", state="fine"), "state must be one of starting, running"),
     "no state": (
@@ -58,9 +71,21 @@ WRONG = {
         {"started": 1.0},
         "but it is missing",
     ),
-    "failures": ("status.json", changed("status.json", failures={"x": {}}), "failures must be an object of at most 1,024 entries named by"),
-    "exit code": ("status.json", changed("status.json", failures={"0": {"exit_code": "\x1b]0;x\x07"}}), "got '\\x1b]0;x\\x07'"),
-    "pid": ("status.json", changed("status.json", supervisor={"pid": 2**40, "create_time": 1.0}), "supervisor.pid must be"),
+    "failures": (
+        "status.json",
+        changed("status.json", failures={"x": {}}),
+        "failures must be an object of at most 1,024 entries named by",
+    ),
+    "exit code": (
+        "status.json",
+        changed("status.json", failures={"0": {"exit_code": "\x1b]0;x\x07"}}),
+        "got '\\x1b]0;x\\x07'",
+    ),
+    "pid": (
+        "status.json",
+        changed("status.json", supervisor={"pid": 2**40, "create_time": 1.0}),
+        "supervisor.pid must be",
+    ),
 }
 
 
@@ -82,7 +107,14 @@ def test_a_bad_folder_is_listed_with_the_reason_and_the_rest_works(bad, runs):
         assert code == 0 and "".join(reason.split()) in "".join(said.split()) and FINISHED in said and "75.8%" in said
         rows = json.loads(command("runs", "--json")[1])["runs"]
         assert [row["state"] for row in rows] == ["finished", "unreadable"] and reason in rows[1]["reason"]
-        for words in (("show", BAD), ("replay", BAD), ("compare", BAD), ("handout", BAD), ("stop", BAD), ("trace", BAD)):
+        for words in (
+            ("show", BAD),
+            ("replay", BAD),
+            ("compare", BAD),
+            ("handout", BAD),
+            ("stop", BAD),
+            ("trace", BAD),
+        ):
             code, said = command(*words)
             assert (code, said.count("\n")) == (1, 1), said
             assert said.startswith(f"labkit: run {BAD} cannot be read: ") and reason in said
@@ -139,8 +171,10 @@ def test_a_foreign_summary_is_computed_again(runs, content):
         '{"t": 1795314402.0, "rank": 0, "kind": "memory", "owners": {"parameters": "much"}}',
         '{"t": 1795314402.0, "rank": 0, "kind": "saw", "what": "save", "step": 1}',
         '{"t": 1795314402.0, "rank": 0, "kind": "saw", "what": "loader", "samples": 1, "sampler": "x"}',
-        '{"t": 1795314402.0, "rank": 0, "kind": "timeline", "step": 7, "t0": 1, "seconds": 1, "phases": [], "comm": [], "marks": [], '
-        '"busy": [[0, 1, 2]], "exposed": {}}',
+        (
+            '{"t": 1795314402.0, "rank": 0, "kind": "timeline", "step": 7, "t0": 1, "seconds": 1, "phases": [], "comm":'
+            ' [], "marks": [], "busy": [[0, 1, 2]], "exposed": {}}'
+        ),
         '{"t": 1795314402.0, "rank": 0, "kind": "error", "message": 7}',
         '{"t": 1795314402.0, "rank": 0, "kind": "metric", "name": "accuracy", "value": {"x": 1}}',
         '{"t": 1795314402.0, "kind": "system", "ranks": {"x": {"rss": 1}}}',
@@ -187,13 +221,19 @@ def test_unknown_fields_are_dropped_and_unknown_kinds_pass(runs):
         "kind": "activity",
         "name": "x",
     }
-    assert kinds.event(b'{"t": 1, "kind": "of another time", "more": [1]}') == {"t": 1, "kind": "of another time", "more": [1]}
+    assert kinds.event(b'{"t": 1, "kind": "of another time", "more": [1]}') == {
+        "t": 1,
+        "kind": "of another time",
+        "more": [1],
+    }
 
 
 # ---- folders of earlier versions
 
 
-@pytest.mark.parametrize(("run", "state"), [(FINISHED, "finished"), (THREADS, "finished"), (HANG, "stopped"), (KILLED, "failed")])
+@pytest.mark.parametrize(
+    ("run", "state"), [(FINISHED, "finished"), (THREADS, "finished"), (HANG, "stopped"), (KILLED, "failed")]
+)
 def test_folders_of_earlier_versions_open(runs, run, state):
     folder = copy_of(runs, run)
     assert folder.trouble() == ""
@@ -212,7 +252,9 @@ def test_every_field_that_is_recorded_has_a_row_in_a_table(run):
             assert kinds.event(line) == json.loads(line)
     for name in DOCUMENTS:
         if (folder.path / name).exists():
-            recorded = (folder.path / name).read_text(encoding="utf-8").replace('"way_out":', '"fix":')  # the name of older versions
+            recorded = (
+                (folder.path / name).read_text(encoding="utf-8").replace('"way_out":', '"fix":')
+            )  # the name of older versions
             assert read_document(folder.path / name) == json.loads(recorded)
 
 

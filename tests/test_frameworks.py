@@ -1,4 +1,5 @@
-"""Scripts that leave the loop to a framework, run in the lab as they are: the loss and the samples of each step are the framework's own."""
+"""Scripts that leave the loop to a framework, run in the lab as they are: the loss and the samples of each step are the
+framework's own."""
 
 from __future__ import annotations
 

@@ -32,7 +32,9 @@ def with_step_files(runs) -> RunFolder:
     run = FakeRun(runs, steps=20)
     run.start()
     run.step(20)
-    run.system.write("system", cpu_percent=100.0, memory_used=1 << 30, gpus=[], ranks={"0": {"cpu_percent": 99.0, "rss": 1 << 28}})
+    run.system.write(
+        "system", cpu_percent=100.0, memory_used=1 << 30, gpus=[], ranks={"0": {"cpu_percent": 99.0, "rss": 1 << 28}}
+    )
     run.end()
     run.close()
     follower = Follower(run.folder)
@@ -48,7 +50,9 @@ def test_no_mutation_of_step_files_makes_anything_raise(with_step_files):
 
 
 def test_the_fuzzer_finds_what_is_not_checked(runs, monkeypatch):
-    monkeypatch.setattr(kinds, "checked", lambda value: value if isinstance(value, dict) and "t" in value and "kind" in value else None)
+    monkeypatch.setattr(
+        kinds, "checked", lambda value: value if isinstance(value, dict) and "t" in value and "kind" in value else None
+    )
     report = fuzz.fuzz(copy_of(runs), 80, seed=4)
     assert report.crashes and set(report.crashes) == set(report.examples)
 

@@ -47,15 +47,22 @@ def test_each_term_has_a_definition_in_standard_terms_and_related_terms_that_exi
 
 
 def test_no_name_stands_for_two_terms():
-    keys = [re.sub(r"[\s_-]+", " ", name).casefold() for term in TERMS for name in (term.name, *term.also, *term.ordinary)]
+    keys = [
+        re.sub(r"[\s_-]+", " ", name).casefold() for term in TERMS for name in (term.name, *term.also, *term.ordinary)
+    ]
     assert sorted(keys) == sorted(set(keys))
     assert all(find(name) is term for term in TERMS for name in (term.name, *term.also, *term.ordinary))
 
 
 def test_the_terms_of_the_course_are_there():
     """From `rank` to `zero bubble`: every strategy's own term, and those that the labs introduce."""
-    asked = "rank, world size, collective, all-reduce, bucket, DP, DDP, ZeRO-1, ZeRO-2, ZeRO-3, FSDP, tensor parallel, pipeline parallel"
-    for name in f"{asked}, context parallel, expert parallel, bubble, 1F1B, GPipe, interleaved, zero bubble, MFU".split(", "):
+    asked = (
+        "rank, world size, collective, all-reduce, bucket, DP, DDP, ZeRO-1, ZeRO-2, ZeRO-3, FSDP, tensor parallel,"
+        " pipeline parallel"
+    )
+    for name in f"{asked}, context parallel, expert parallel, bubble, 1F1B, GPipe, interleaved, zero bubble, MFU".split(
+        ", "
+    ):
         assert find(name) in TERMS
 
 
@@ -75,7 +82,11 @@ def test_an_unknown_term_names_the_nearest_ones():
 
 
 def test_mentions_in_a_text():
-    assert terms_in("Ranks all-reduce their buckets") == [("Ranks", "rank"), ("all-reduce", "all-reduce"), ("buckets", "bucket")]
+    assert terms_in("Ranks all-reduce their buckets") == [
+        ("Ranks", "rank"),
+        ("all-reduce", "all-reduce"),
+        ("buckets", "bucket"),
+    ]
     assert terms_in("activation checkpointing of activations") == [
         ("activation checkpointing", "activation checkpointing"),
         ("activations", "activation"),
@@ -144,7 +155,9 @@ def test_the_table_has_the_terms_of_the_page_in_alphabetical_order():
     assert [row.td.text for row in soup.select("tbody tr")] == ["bucket", "MFU", "straggler"]
 
 
-@pytest.mark.parametrize("text", ["`rank`", "    if rank == 0:", "[the rank](#x)", "$rank$", "### rank", "<!-- rank -->"])
+@pytest.mark.parametrize(
+    "text", ["`rank`", "    if rank == 0:", "[the rank](#x)", "$rank$", "### rank", "<!-- rank -->"]
+)
 def test_code_formulas_headings_and_links_are_left_alone(text):
     soup, contents = page(text)
     assert not soup.select("a.term") and "Terms" not in contents

@@ -95,7 +95,10 @@ def printed(text: str, name: str = "stdout") -> nbformat.NotebookNode:
 
 
 def figure(title: str = "one line") -> dict:
-    return {"data": [{"type": "scatter", "x": [1, 2], "y": [3, 1], "name": title}], "layout": {"title": {"text": title}, "height": 240}}
+    return {
+        "data": [{"type": "scatter", "x": [1, 2], "y": [3, 1], "name": title}],
+        "layout": {"title": {"text": title}, "height": 240},
+    }
 
 
 def page(*cells, runs: Path = Path("none"), **settings) -> str:
@@ -134,13 +137,21 @@ def test_html_of_a_cell_is_cleaned(given, left):
 
 
 def test_svg_of_a_cell_stays_a_picture():
-    assert clean('<svg viewBox="0 0 1 1"><rect width="1" fill="#fff"/></svg>').lower().startswith('<svg viewbox="0 0 1 1"><rect')
+    assert (
+        clean('<svg viewBox="0 0 1 1"><rect width="1" fill="#fff"/></svg>')
+        .lower()
+        .startswith('<svg viewbox="0 0 1 1"><rect')
+    )
 
 
 def test_headings_make_the_contents_and_have_addresses_of_their_own():
     prose = Prose()
     html = prose.take("<h2>The script</h2><h2>The <code>script</code></h2><h3>figures</h3>")
-    assert prose.contents == [(2, "The-script", "The script"), (2, "The-script-2", "The script"), (3, "figures-2", "figures")]
+    assert prose.contents == [
+        (2, "The-script", "The script"),
+        (2, "The-script-2", "The script"),
+        (3, "figures-2", "figures"),
+    ]
     assert html.count("id=") == 3
 
 
@@ -175,7 +186,10 @@ def test_page_has_prose_code_and_outputs():
         code("print('a < b')", printed("a < b\r\x1b[31mred\x1b[0m\n"), printed("careful", "stderr")),
         code("show", shown(text__html="<table><tr><td>1</td></tr></table>", text__plain="1")),
         code("widget", shown(**{WIDGET: {"model_id": "x"}, "text/plain": "Button()"})),
-        code("run", new_output("execute_result", {"text/plain": "<Run 2026-ddp-x2: finished, step 3/3>"}, execution_count=1)),
+        code(
+            "run",
+            new_output("execute_result", {"text/plain": "<Run 2026-ddp-x2: finished, step 3/3>"}, execution_count=1),
+        ),
     )
     assert '<h1 id="A-lab">A lab</h1>' in body
     assert '<span class="nb">print</span>' in body, "code is highlighted"
@@ -201,14 +215,21 @@ def test_answers_and_verdicts_are_for_those_who_may_see_them():
     data, metadata = asked._repr_mimebundle_()
     verdict = new_output("execute_result", data, metadata=metadata, execution_count=1)
     cells = (
-        new_markdown_cell('Ask.\n\n<details class="answer"><summary>Answer</summary>\n\nforty-two\n\n</details>\n\nGo on.'),
+        new_markdown_cell(
+            'Ask.\n\n<details class="answer"><summary>Answer</summary>\n\nforty-two\n\n</details>\n\nGo on.'
+        ),
         code('check("start.steps", ...)', verdict, tags=["exercise"]),
     )
     assert "0 of" not in page(code("my_progress()", shown(text__html="<b>0 of 30</b>"))), "a handout shows no progress"
     plain, student, teacher = (page(*cells, audience=audience) for audience in ("", STUDENT, TEACHER))
     key = exercise("start.steps").key.split("**")[1]
     assert "forty-two" in plain and "not answered yet" in plain and "Answer key:" not in plain
-    assert "forty-two" not in student and "not answered yet" not in student and "Go on." in student and "Answer key:" not in student
+    assert (
+        "forty-two" not in student
+        and "not answered yet" not in student
+        and "Go on." in student
+        and "Answer key:" not in student
+    )
     assert "forty-two" in teacher and "Answer key: Steps per epoch" in teacher and key in teacher
 
 
@@ -220,7 +241,11 @@ def test_a_key_that_is_not_there_is_named():
 def test_runs_stand_under_the_cell_that_started_them(fake, runs):
     fake.folder.script.write_text("import torch\n", encoding="utf-8")
     name = fake.folder.name
-    bundle = {PLOTLY: figure(), "text/html": "<div><svg></svg></div>", "text/plain": f"loss, memory of {name}: finished"}
+    bundle = {
+        PLOTLY: figure(),
+        "text/html": "<div><svg></svg></div>",
+        "text/plain": f"loss, memory of {name}: finished",
+    }
     made = page_of(notebook(code("run", shown(**bundle), labkit_runs=[name])), Path("labs/99_test.py"), runs)
     assert len(made.plots) == 4, "each live chart is a separate figure, so that a phone can stack them"
     assert "<b>ddp · cnn</b> finished · ran on 2 CPU ranks (no GPU)" in made.body
@@ -228,7 +253,9 @@ def test_runs_stand_under_the_cell_that_started_them(fake, runs):
     assert "Script · 1 line<" in made.body and "Diff to one device" in made.body
     assert "on 2 CPU ranks (no GPU)" in made.about
     magic = page(code("%%torchrun 2\nreport(rank=rank)", labkit_runs=[name]), runs=runs)
-    assert "ran on 2 CPU ranks" in magic and "Log of" not in magic, "its ranks and its script are shown by the cell itself"
+    assert "ran on 2 CPU ranks" in magic and "Log of" not in magic, (
+        "its ranks and its script are shown by the cell itself"
+    )
     recorded = page_of(notebook(code("run", labkit_runs=[name])), Path("labs/99_test.py"), runs, recorded=True)
     assert "with recorded runs" in recorded.about
     assert re.search(r"recorded \d+ \w+ \d{4}, \d\d:\d\d, on 2 CPU ranks", recorded.body)
@@ -238,7 +265,16 @@ def test_gpus_are_named(runs):
     run = FakeRun(runs, device="cuda")
     run.status("running")
     for rank, writer in enumerate(run.writers):
-        writer.write("start", pid=1, host="h", local_rank=rank, world_size=2, device=f"cuda:{rank}", device_name="Tesla T4", attempt=0)
+        writer.write(
+            "start",
+            pid=1,
+            host="h",
+            local_rank=rank,
+            world_size=2,
+            device=f"cuda:{rank}",
+            device_name="Tesla T4",
+            attempt=0,
+        )
     run.end()
     run.close()
     assert "on 2 × Tesla T4" in run_page(run.folder).about
@@ -264,7 +300,11 @@ def test_the_newest_lines_of_a_long_log_are_included(fake):
 
 @pytest.mark.parametrize(
     ("state", "code", "says"),
-    [("running", 2, "is still active"), (None, 1, "was interrupted before it started"), ("foreign", 1, "was not recorded by labkit")],
+    [
+        ("running", 2, "is still active"),
+        (None, 1, "was interrupted before it started"),
+        ("foreign", 1, "was not recorded by labkit"),
+    ],
 )
 def test_an_unfinished_or_foreign_run_is_refused_in_one_sentence(runs, tmp_path, capsys, state, code, says):
     run = FakeRun(runs)
@@ -291,7 +331,9 @@ def assert_inert(html: str) -> None:
     soup = BeautifulSoup(html, "html.parser")
     assert [one.name for one in soup.find_all(["iframe", "style"])] == ["style"]
     assert not soup.select("img[src]")
-    assert not [element for element in soup.find_all(True) if any(name.lower().startswith("on") for name in element.attrs)]
+    assert not [
+        element for element in soup.find_all(True) if any(name.lower().startswith("on") for name in element.attrs)
+    ]
     assert not soup.select('[href^="javascript:"]')
     assert len(soup.find_all("main")) == 1
     scripts = soup.find_all("script")
@@ -310,7 +352,13 @@ def test_hostile_outputs_are_inert(runs):
     error = new_output("error", ename=evil, evalue=evil, traceback=[evil])
     cells = [
         code(f"print({evil!r})  # {evil}", printed(evil), printed(evil, "stderr"), error),
-        code("show", shown(text__plain=evil), shown(text__html=evil), shown(text__markdown=evil), shown(**{PLOTLY: figure(evil)})),
+        code(
+            "show",
+            shown(text__plain=evil),
+            shown(text__html=evil),
+            shown(text__markdown=evil),
+            shown(**{PLOTLY: figure(evil)}),
+        ),
         code("print(write_script(spec))", printed(evil)),
         new_markdown_cell(evil),
         code("run", labkit_runs=[hostile_run(runs).name]),
@@ -424,7 +472,9 @@ def test_a_recorded_cell_is_known_by_its_text(tmp_path):
 
 
 def test_runs_that_a_lab_leaves_are_ended(lab, tmp_path):
-    lab.write_text(LAB + "\n# %%\nfrom labkit import run\nrun('single', device='cpu', steps=100_000)\n", encoding="utf-8")
+    lab.write_text(
+        LAB + "\n# %%\nfrom labkit import run\nrun('single', device='cpu', steps=100_000)\n", encoding="utf-8"
+    )
     kept = tmp_path / "kept"
     cells = executed(lab, runs=kept).cells
     (folder,) = RunFolder.all(kept)
@@ -575,9 +625,9 @@ def test_print_has_clean_pages(opened, html, tmp_path):
     closed = page.locator("main details:not([open])").count()
     assert closed >= 4
     page.evaluate(
-        "document.body.dataset.seen = ''; addEventListener('beforeprint', () => document.body.dataset.seen = JSON.stringify({"
-        "closed: document.querySelectorAll('details:not([open])').length,"
-        "widths: [...document.querySelectorAll('.drawn .main-svg')].map(one => one.clientWidth)}))"
+        "document.body.dataset.seen = ''; addEventListener('beforeprint', () => document.body.dataset.seen ="
+        " JSON.stringify({closed: document.querySelectorAll('details:not([open])').length,widths:"
+        " [...document.querySelectorAll('.drawn .main-svg')].map(one => one.clientWidth)}))"
     )
     pdf = page.pdf(path=PICTURES / "handout-4-print.pdf", format="A4")
     seen = json.loads(page.evaluate("document.body.dataset.seen"))
@@ -588,7 +638,9 @@ def test_print_has_clean_pages(opened, html, tmp_path):
     page.emulate_media(media="print")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert page.locator(".top").is_hidden() and page.locator("nav").is_hidden()
-    assert set(page.evaluate("[...document.querySelectorAll('.plot')].map(one => getComputedStyle(one).breakInside)")) == {"avoid"}
+    assert set(
+        page.evaluate("[...document.querySelectorAll('.plot')].map(one => getComputedStyle(one).breakInside)")
+    ) == {"avoid"}
 
 
 @pytest.mark.browser

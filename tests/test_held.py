@@ -20,7 +20,10 @@ def counted(held: Held) -> tuple[set[int], set[int]]:
     census.add(held.parameters(), "parameters")
     census.leave_out(held.data())
     census.add(held.rest(), "other")
-    found = {owner: {address for address, (whose, _) in census.counted.items() if whose == owner} for owner in ("parameters", "other")}
+    found = {
+        owner: {address for address, (whose, _) in census.counted.items() if whose == owner}
+        for owner in ("parameters", "other")
+    }
     return found["parameters"], found["other"]
 
 
@@ -72,7 +75,13 @@ def test_nothing_that_it_meets_breaks_it():
         def __class__(self):
             raise RuntimeError("a proxy whose object is gone")
 
-    odd = [Liar(), nn.LazyLinear(3), nn.Linear.__new__(nn.Linear), torch.zeros(2, 2).to_sparse(), torch.empty(3, device="meta")]
+    odd = [
+        Liar(),
+        nn.LazyLinear(3),
+        nn.Linear.__new__(nn.Linear),
+        torch.zeros(2, 2).to_sparse(),
+        torch.empty(3, device="meta"),
+    ]
     assert len(counted(walked())) == 2 and len(odd) == 5
 
 

@@ -14,11 +14,31 @@ import labkit
 
 ROOT = Path(labkit.__file__).parent
 HEAVY = ("torch", "plotly", "ipywidgets", "IPython", "anywidget")
-STANDARD = ("__main__.py", "setup/bootstrap.py", "setup/environment.py", "setup/progress.py", "cli/parser.py", "common/text.py")
+STANDARD = (
+    "__main__.py",
+    "setup/bootstrap.py",
+    "setup/environment.py",
+    "setup/progress.py",
+    "cli/parser.py",
+    "common/text.py",
+)
 
 # Every room imports the ones before it, and none after it.
 ROOMS = (
-    *("common", "setup", "training", "plan", "record", "probe", "analysis", "figures", "launch", "runs", "course", "frontends"),
+    *(
+        "common",
+        "setup",
+        "training",
+        "plan",
+        "record",
+        "probe",
+        "analysis",
+        "figures",
+        "launch",
+        "runs",
+        "course",
+        "frontends",
+    ),
     *("api", "benchmarks", "cli", "__main__"),
 )
 
@@ -42,18 +62,31 @@ NEVER = {
     "course/exercises/*.py": ("plotly", "ipywidgets", "IPython"),
     "course/claims/*.py": ("torch", "plotly", "ipywidgets", "anywidget"),
     "frontends/*.py": HEAVY,
-    "frontends/panel/*.py": ("torch", "labkit.frontends.terminal", "labkit.frontends.handout", "labkit.frontends.magic"),
+    "frontends/panel/*.py": (
+        "torch",
+        "labkit.frontends.terminal",
+        "labkit.frontends.handout",
+        "labkit.frontends.magic",
+    ),
     "frontends/magic/*.py": ("labkit.frontends.panel", "labkit.frontends.handout"),
     "frontends/magic/cell.py": (*HEAVY, "labkit.launch"),
     "frontends/magic/reporting.py": ("plotly", "ipywidgets", "IPython", "labkit.launch", "labkit.runs"),
-    "frontends/handout/*.py": ("torch", "ipywidgets", "anywidget", "IPython", "labkit.frontends.panel", "labkit.frontends.magic"),
+    "frontends/handout/*.py": (
+        "torch",
+        "ipywidgets",
+        "anywidget",
+        "IPython",
+        "labkit.frontends.panel",
+        "labkit.frontends.magic",
+    ),
     "api.py": ("torch", "ipywidgets"),
     "cli/*.py": HEAVY,
 }
 
 
 def imported(path: Path) -> set[str]:
-    """Every module that a file imports while it runs, with the names taken from it; what stands under TYPE_CHECKING is not."""
+    """Every module that a file imports while it runs, with the names taken from it; what stands under TYPE_CHECKING is
+    not."""
     found = set()
     waiting = list(ast.parse(path.read_text(encoding="utf-8")).body)
     while waiting:
@@ -91,7 +124,8 @@ def test_room_imports_nothing_that_it_must_not(room):
 
 
 MODULES = {
-    ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): path for path in sorted(ROOT.rglob("*.py"))
+    ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(ROOT.rglob("*.py"))
 }
 
 
@@ -115,7 +149,8 @@ def room_of(module: str) -> str:
 
 
 def test_no_import_cycle_of_modules():
-    """Modules that import nothing that is left are taken away until none is left; in a cycle there is always one that is."""
+    """Modules that import nothing that is left are taken away until none is left; in a cycle there is always one that
+    is."""
     left = dict(IMPORTS)
     while free := [name for name, others in left.items() if not others & left.keys()]:
         for name in free:
@@ -129,7 +164,8 @@ def test_rooms_import_one_way():
         f"{name} imports {other}"
         for name, others in IMPORTS.items()
         for other in others
-        if room_of(name) and (not room_of(other) or ROOMS.index(room_of(other)) > ROOMS.index(room_of(name)))
+        if room_of(name)
+        and (not room_of(other) or ROOMS.index(room_of(other)) > ROOMS.index(room_of(name)))
         and other != "labkit"
     ]
     assert not wrong
@@ -149,18 +185,26 @@ def test_what_runs_before_the_environment_needs_the_standard_library_alone(name)
     allowed = sys.stdlib_module_names
     tops = {module.partition(".")[0] for module in imported(ROOT / name)}
     assert tops <= {*allowed, "labkit"}
-    # whatever it takes from labkit must itself need nothing more, but for what the commands do once the environment is there
+    # whatever it takes from labkit must itself need nothing more, but for what the commands do once the environment is
+    # there
     ours = {module for module in imported(ROOT / name) if module in MODULES and MODULES[module].name != "__init__.py"}
     standard = {*STANDARD, "common/arguments.py", "common/units.py", "plan/spec.py", "cli/commands.py"}
     assert {MODULES[module].relative_to(ROOT).as_posix() for module in ours} <= standard
 
 
 def test_training_code_knows_only_its_siblings():
-    modules = [path for path in (*files("training/strategies/*.py"), *files("training/workloads/*.py")) if path.name != "__init__.py"]
+    modules = [
+        path
+        for path in (*files("training/strategies/*.py"), *files("training/workloads/*.py"))
+        if path.name != "__init__.py"
+    ]
     assert modules
     for path in modules:
         foreign = {module for module in imported(path) if within(module, "labkit")}
-        assert all(within(module, "labkit.training.strategies") or within(module, "labkit.training.workloads") for module in foreign), path
+        assert all(
+            within(module, "labkit.training.strategies") or within(module, "labkit.training.workloads")
+            for module in foreign
+        ), path
 
 
 def test_events_need_the_standard_library_and_their_own_files_alone():
@@ -176,8 +220,19 @@ def test_probe_knows_events_and_torch_alone():
     assert probe
     for path in probe:
         for module in imported(path):
-            assert module.partition(".")[0] in {*sys.stdlib_module_names, "torch", "numpy", "labkit"}, f"{path.name} imports {module}"
-            parts = ("labkit.record.appender", "labkit.record.clock", "labkit.record.events", "labkit.record.stacks", "labkit.probe")
+            assert module.partition(".")[0] in {
+                *sys.stdlib_module_names,
+                "torch",
+                "numpy",
+                "labkit",
+            }, f"{path.name} imports {module}"
+            parts = (
+                "labkit.record.appender",
+                "labkit.record.clock",
+                "labkit.record.events",
+                "labkit.record.stacks",
+                "labkit.probe",
+            )
             ours = module in ("labkit", "labkit.record") or any(within(module, part) for part in parts)
             assert not within(module, "labkit") or ours, path
 
@@ -189,19 +244,41 @@ def test_labs_use_public_names_alone():
 
 
 def test_import_is_light():
-    code = "import sys, json; before = set(sys.modules); import labkit; print(json.dumps(sorted(set(sys.modules) - before)))"
-    loaded = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT.parent).stdout)
+    code = (
+        "import sys, json; before = set(sys.modules); import labkit; print(json.dumps(sorted(set(sys.modules) -"
+        " before)))"
+    )
+    loaded = json.loads(
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT.parent).stdout
+    )
     assert "labkit" in loaded
     assert not {module.partition(".")[0] for module in loaded} & {*HEAVY, "numpy", "psutil", "rich", "jupyter_core"}
     assert [module for module in loaded if module.startswith("labkit")] == ["labkit"]
 
 
 def test_public_names_are_exact():
-    expected = ["Lab", "Run", "Spec", "SpecError", "check", "compare", "diff_scripts", "excerpt", "my_progress", "on_trial"]
+    expected = [
+        "Lab",
+        "Run",
+        "Spec",
+        "SpecError",
+        "check",
+        "compare",
+        "diff_scripts",
+        "excerpt",
+        "my_progress",
+        "on_trial",
+    ]
     expected += ["pictures", "place", "report", "run", "show", "write_script"]
     assert labkit.__all__ == expected
-    code = "import labkit; print([name for name in labkit.__all__ if getattr(labkit, name).__name__.split('.')[-1] != name])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT.parent).stdout == "[]\n"
+    code = (
+        "import labkit; print([name for name in labkit.__all__ if getattr(labkit, name).__name__.split('.')[-1] !="
+        " name])"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT.parent).stdout
+        == "[]\n"
+    )
     with pytest.raises(AttributeError, match="no attribute 'Laboratory'"):
         _ = labkit.Laboratory
 

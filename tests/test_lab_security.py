@@ -34,8 +34,12 @@ class Server:
         self._log = folder / "server.log"
         with self._log.open("w") as log:
             environment = os.environ | setting_up.lab_environment() | settings
-            self.process = subprocess.Popen(setting_up.lab_command(arguments), cwd=CLONE, env=environment, stdout=log, stderr=log)
-        found = wait_until(lambda: re.search(r"(http://127\.0\.0\.1:\d+)/lab\S*\?token=(\w+)", self._log.read_text()), 120)
+            self.process = subprocess.Popen(
+                setting_up.lab_command(arguments), cwd=CLONE, env=environment, stdout=log, stderr=log
+            )
+        found = wait_until(
+            lambda: re.search(r"(http://127\.0\.0\.1:\d+)/lab\S*\?token=(\w+)", self._log.read_text()), 120
+        )
         self._root, self._token = found[1], found[2]
         wait_until(self._answers)  # the address is logged before the port is open
 
@@ -58,7 +62,9 @@ class Server:
 
     def kernel_process(self) -> psutil.Process:
         (kernel,) = (
-            child for child in psutil.Process(self.process.pid).children(recursive=True) if "ipykernel" in " ".join(child.cmdline())
+            child
+            for child in psutil.Process(self.process.pid).children(recursive=True)
+            if "ipykernel" in " ".join(child.cmdline())
         )
         return kernel
 
@@ -91,7 +97,10 @@ def test_kernels_of_the_lab_listen_on_no_port_that_others_can_read(server):
     client.start_channels()
     try:
         assert value_of(client, "6 * 7") == "42"
-        sockets = [Path(f"{facts['ip']}-{facts[name]}") for name in ("shell_port", "iopub_port", "stdin_port", "control_port", "hb_port")]
+        sockets = [
+            Path(f"{facts['ip']}-{facts[name]}")
+            for name in ("shell_port", "iopub_port", "stdin_port", "control_port", "hb_port")
+        ]
         assert all(stat.S_ISSOCK(path.stat().st_mode) and path.parent == server.runtime for path in sockets)
         listening = [one for one in server.kernel_process().net_connections("inet") if one.status == psutil.CONN_LISTEN]
         # ipykernel keeps one port for the output of forked children; it only accepts messages with its 16 secret bytes.
@@ -152,7 +161,12 @@ def test_folder_of_another_user_is_not_used(tmp_path, monkeypatch):
 )
 def test_where_the_lab_listens_is_checked_before_it_starts(arguments, says):
     done = subprocess.run(
-        [sys.executable, "-m", "labkit", "lab", *arguments.split()], cwd=CLONE, capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-m", "labkit", "lab", *arguments.split()],
+        cwd=CLONE,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
     )
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1 and says in done.stderr

@@ -69,7 +69,11 @@ def test_a_lab_runs_headless_and_leaves_static_figures(path, runs):
     assert not [bundle for bundle in bundles if WIDGET in bundle["data"]]
     figures = [bundle["data"][PLOTLY] for bundle in bundles if PLOTLY in bundle["data"]]
     assert figures and all(figure["data"] or figure["layout"].get("shapes") for figure in figures)
-    verdicts = [bundle["metadata"]["labkit"]["state"] for bundle in bundles if "exercise" in bundle.get("metadata", {}).get("labkit", {})]
+    verdicts = [
+        bundle["metadata"]["labkit"]["state"]
+        for bundle in bundles
+        if "exercise" in bundle.get("metadata", {}).get("labkit", {})
+    ]
     assert verdicts and set(verdicts) == {"empty"}
     recorded = [Run.attach(folder.path) for folder in RunFolder.all(runs)]
     assert recorded

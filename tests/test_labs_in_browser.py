@@ -1,4 +1,5 @@
-"""Lessons as a student has them: opened in JupyterLab, run cell by cell, an exercise answered wrong and then right, in both themes."""
+"""Lessons as a student has them: opened in JupyterLab, run cell by cell, an exercise answered wrong and then right, in
+both themes."""
 
 from __future__ import annotations
 
@@ -17,7 +18,10 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 TOPICS = {lab: topic for topic, lab in LABS.items()}
 LESSONS = ("00_start_here", "01_collectives", "03_ddp", "05_fsdp", "07_pipeline_parallel")
 # Of every cell: its source, its tags, and whether it is one that runs.
-SHOWN = f"{CELLS}.map(one => [one.model.sharedModel.getSource(), one.model.getMetadata('tags') ?? [], one.model.type === 'code'])"
+SHOWN = (
+    f"{CELLS}.map(one => [one.model.sharedModel.getSource(), one.model.getMetadata('tags') ?? [], one.model.type ==="
+    " 'code'])"
+)
 IDLE = f"number => {CELLS}[number].model.executionState !== 'running' && {CELLS}[number].model.executionCount !== null"
 
 
@@ -29,8 +33,12 @@ def test_a_student_goes_through_a_lab(lab, page, jupyter):
     assert len(codes) > 5
     for number in codes:
         run_cell(page, number)
-    sync_api.expect(page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr']")).to_have_count(0)
-    sync_api.expect(page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.error']")).to_have_count(0)
+    sync_api.expect(
+        page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr']")
+    ).to_have_count(0)
+    sync_api.expect(
+        page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.error']")
+    ).to_have_count(0)
     for state in page.locator(".labkit:not(:has(.labkit-run)) .labkit-state").all():
         sync_api.expect(state).to_have_text(re.compile("finished|stopped|failed"), timeout=RUN_TIMEOUT)
     an_exercise_is_answered(page, lab, cells)
@@ -56,8 +64,12 @@ def an_exercise_is_answered(page: sync_api.Page, lab: str, cells: list) -> None:
     """First a plausible wrong answer, whose verdict says what is wrong, then the right one."""
     topic = TOPICS[lab]
     answers = importlib.import_module(f"answers.{topic}")
-    name = next(name for name, answer in answers.RIGHT.items() if can_be_typed(answer) and can_be_typed(answers.WRONG[name][0]))
-    number, source = next((number, source) for number, (source, *_) in enumerate(cells) if f'check("{topic}.{name}"' in source)
+    name = next(
+        name for name, answer in answers.RIGHT.items() if can_be_typed(answer) and can_be_typed(answers.WRONG[name][0])
+    )
+    number, source = next(
+        (number, source) for number, (source, *_) in enumerate(cells) if f'check("{topic}.{name}"' in source
+    )
     wrong, words = answers.WRONG[name]
     for answer, mark in ((wrong, "✗ not yet"), (answers.RIGHT[name], "✓ right")):
         page.evaluate(f"number => {{ {cell_of('number')}; {NOTEBOOK}.scrollToItem(number); }}", number)

@@ -13,11 +13,25 @@ from wording import RULES, offences
 from labkit.setup.environment import CLONE
 
 CODE = (
-    *("labkit/analysis", "labkit/cli", "labkit/common", "labkit/course", "labkit/figures", "labkit/frontends", "labkit/launch"),
+    *(
+        "labkit/analysis",
+        "labkit/cli",
+        "labkit/common",
+        "labkit/course",
+        "labkit/figures",
+        "labkit/frontends",
+        "labkit/launch",
+    ),
     *("labkit/plan", "labkit/runs", "labkit/setup", "labkit/training/faults", "labkit/training/strategies"),
     *("labkit/training/workloads", "labkit/training/options.py", "labkit/training/request.py", "labkit/api.py"),
 )
-PAGES = ("README.md", "labkit/README.md", "labkit/REFERENCE.md", "labkit/MEASUREMENTS.md", "labkit/training/strategies/README.md")
+PAGES = (
+    "README.md",
+    "labkit/README.md",
+    "labkit/REFERENCE.md",
+    "labkit/MEASUREMENTS.md",
+    "labkit/training/strategies/README.md",
+)
 
 # Words that are right in one place: (file, words as they stand there), and the reason.
 EXCEPTIONS = {
@@ -29,7 +43,10 @@ EXCEPTIONS = {
 
 
 def test_rules_find_what_they_are_for_and_nothing_else():
-    said = {words for _, words, _ in offences("They were told anew, whoever it was; 3 ms a step, in all. A piece of the wire.")}
+    said = {
+        words
+        for _, words, _ in offences("They were told anew, whoever it was; 3 ms a step, in all. A piece of the wire.")
+    }
     assert said == {"told", "anew", "whoever", "ms a step", "in all", "piece", "wire"}
     assert not offences("The interface prefaces a wireless, meantime overall untold retold dearth; in all ranks.")
     assert all(instead for instead in RULES.values())
@@ -70,7 +87,9 @@ def line_of(lines: list[str], first: int, last: int, text: str, at: int) -> int:
     """The line of a file with what is at `at` in a text that stands on the lines `first` to `last`."""
     if text.count("\n") == last - first:
         return first + text.count("\n", 0, at)
-    words = text[at:].split(maxsplit=1)[0]  # literals that are joined, or that hold escapes: the first line with the words
+    words = text[at:].split(maxsplit=1)[
+        0
+    ]  # literals that are joined, or that hold escapes: the first line with the words
     return next((line for line in range(first, last + 1) if words in lines[line - 1]), first)
 
 
@@ -98,4 +117,7 @@ def test_text_uses_standard_terms(path):
 
 def test_each_exception_is_needed():
     for name, words in EXCEPTIONS:
-        assert re.search(rf"\b{re.escape(words)}\b", (CLONE / name).read_text(encoding="utf-8"), re.IGNORECASE), (name, words)
+        assert re.search(rf"\b{re.escape(words)}\b", (CLONE / name).read_text(encoding="utf-8"), re.IGNORECASE), (
+            name,
+            words,
+        )

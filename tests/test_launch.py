@@ -55,7 +55,8 @@ if os.environ["RANK"] == "1":
 time.sleep(100)
 """
 
-# Rank 0 waits in a collective that never comes; rank 1 will not hear, nor will its child, which has a session of its own.
+# Rank 0 waits in a collective that never comes; rank 1 will not hear, nor will its child, which has a session of its
+# own.
 HANGS = """
 import os, signal, subprocess, sys, time
 import torch, torch.distributed as dist
@@ -128,7 +129,9 @@ def test_a_run_ends_well(script, runs):
     for rank in (0, 1):
         assert handle.logs(rank) == "sum 2.0 args --name two words\n"
         assert f"threads 1 at {Path.cwd()}" in handle.logs(rank, "stderr")
-    assert handle.folder.command.read_text() == f"torchrun --standalone --nproc-per-node=2 '{path}' --name 'two words'\n"
+    assert (
+        handle.folder.command.read_text() == f"torchrun --standalone --nproc-per-node=2 '{path}' --name 'two words'\n"
+    )
     assert listening, "the ranks' store has to listen somewhere"
     assert {address for address in listening if not address.startswith("127.")} == set()
 
@@ -149,7 +152,9 @@ def listened_to(handle: Run) -> set[str]:
     found = set()
     while not handle.state.over:
         pids = {process.pid for process in processes_of(str(handle.folder.path))}
-        found |= {c.laddr.ip for c in psutil.net_connections("inet") if c.pid in pids and c.status == psutil.CONN_LISTEN}
+        found |= {
+            c.laddr.ip for c in psutil.net_connections("inet") if c.pid in pids and c.status == psutil.CONN_LISTEN
+        }
         time.sleep(0.05)
     return found
 
@@ -176,7 +181,9 @@ def test_a_rank_that_was_killed_is_the_first_failure(script):
 def test_stop_ends_what_hangs_and_what_will_not_hear(script):
     handle = run(script(HANGS), nproc=2, device="cpu")
     # Another run whose name only begins like this one's.
-    bystander = subprocess.Popen([sys.executable, "-c", WAITS], env=os.environ | {"LABKIT_RUN_DIR": f"{handle.folder.path}-2"})
+    bystander = subprocess.Popen(
+        [sys.executable, "-c", WAITS], env=os.environ | {"LABKIT_RUN_DIR": f"{handle.folder.path}-2"}
+    )
     try:
         started(handle, "hangs")
         wait_until(lambda: "deaf" in handle.logs(1))

@@ -23,7 +23,8 @@ from labkit.training.workloads import GPT_SIZES, WORKLOADS
 BATCH = {"cnn": 16, "mlp": 32, "gpt": 8, "resnet18": 8}
 P = {name: 4 * WORKLOADS[name].parameters({"size": "1M", "context": 128}) for name in BATCH}  # bytes
 
-# Bytes that all ranks sent in step 3 (or the one named) of runs on CPU ranks over gloo: strategy, workload, ranks, what else was asked for.
+# Bytes that all ranks sent in step 3 (or the one named) of runs on CPU ranks over gloo: strategy, workload, ranks, what
+# else was asked for.
 RECORDED: list[tuple[str, str, int, dict[str, Any], dict[str, float]]] = [
     ("ddp", "cnn", 2, {"batch_size": 128}, {"all_reduce": 3_247_184}),
     ("ddp", "cnn", 2, {"compression": "powersgd"}, {"all_reduce": 35_432}),
@@ -63,14 +64,32 @@ RECORDED: list[tuple[str, str, int, dict[str, Any], dict[str, float]]] = [
     ("deepspeed", "gpt", 2, {"stage": 1}, {"all_gather": 4_294_144, "all_reduce": 8_588_296}),
     ("deepspeed", "gpt", 2, {"stage": 3}, {"all_gather": 4_294_144, "all_reduce": 8_588_304}),
     ("deepspeed", "gpt", 2, {"stage": 2}, {"all_gather": 4_294_144, "all_reduce": 8_588_296}),
-    ("deepspeed", "gpt", 2, {"stage": 3, "step": 2}, {"all_gather": 4_294_144, "broadcast": 3_656, "all_reduce": 8_588_304}),
+    (
+        "deepspeed",
+        "gpt",
+        2,
+        {"stage": 3, "step": 2},
+        {"all_gather": 4_294_144, "broadcast": 3_656, "all_reduce": 8_588_304},
+    ),
     ("deepspeed", "gpt", 2, {"stage": 1, "clip_norm": 1.0}, {"all_gather": 4_294_144, "all_reduce": 8_588_296}),
     ("deepspeed", "gpt", 2, {"stage": 3, "clip_norm": 1.0}, {"all_gather": 4_294_144, "all_reduce": 8_588_304}),
     ("deepspeed", "gpt", 2, {"stage": 1, "precision": "bf16"}, {"all_gather": 4_294_144, "all_reduce": 4_502_024}),
     ("deepspeed", "gpt", 2, {"stage": 3, "precision": "bf16"}, {"all_gather": 4_294_144, "all_reduce": 4_502_032}),
-    ("deepspeed", "gpt", 2, {"size": "10M", "stage": 3, "batch_size": 2}, {"all_gather": 43_573_248, "all_reduce": 87_146_512}),
+    (
+        "deepspeed",
+        "gpt",
+        2,
+        {"size": "10M", "stage": 3, "batch_size": 2},
+        {"all_gather": 43_573_248, "all_reduce": 87_146_512},
+    ),
     ("deepspeed", "resnet18", 2, {"stage": 3}, {"all_gather": 44_695_848, "all_reduce": 89_391_712}),
-    ("deepspeed", "resnet18", 2, {"stage": 3, "step": 2}, {"all_gather": 44_695_848, "broadcast": 3_192, "all_reduce": 89_391_712}),
+    (
+        "deepspeed",
+        "resnet18",
+        2,
+        {"stage": 3, "step": 2},
+        {"all_gather": 44_695_848, "broadcast": 3_192, "all_reduce": 89_391_712},
+    ),
     ("fsdp", "cnn", 2, {"batch_size": 128}, {"all_gather": 3_238_696, "all_reduce": 3_247_184}),
     ("fsdp", "cnn", 2, {"checkpoint_activations": True}, {"all_gather": 4_853_800, "all_reduce": 3_247_184}),
     ("fsdp", "cnn", 3, {}, {"all_gather": 6_477_456, "all_reduce": 6_494_448}),
@@ -85,9 +104,27 @@ RECORDED: list[tuple[str, str, int, dict[str, Any], dict[str, float]]] = [
     ("fsdp", "gpt", 2, {"clip_norm": 1.0}, {"all_gather": 8_511_488, "all_reduce": 8_588_296}),
     ("fsdp", "gpt", 2, {"checkpoint_activations": True}, {"all_gather": 11_284_480, "all_reduce": 8_588_288}),
     ("fsdp", "gpt", 2, {"precision": "bf16"}, {"all_gather": 8_511_488, "all_reduce": 8_588_288}),
-    ("fsdp", "gpt", 2, {"checkpoint_activations": True, "min_parameters": 10000}, {"all_gather": 11_350_016, "all_reduce": 8_588_288}),
-    ("fsdp", "gpt", 2, {"checkpoint_activations": True, "min_parameters": 100000}, {"all_gather": 8_259_584, "all_reduce": 8_588_288}),
-    ("fsdp", "gpt", 2, {"checkpoint_activations": True, "sharding": "SHARD_GRAD_OP"}, {"all_gather": 4_294_144, "all_reduce": 8_588_288}),
+    (
+        "fsdp",
+        "gpt",
+        2,
+        {"checkpoint_activations": True, "min_parameters": 10000},
+        {"all_gather": 11_350_016, "all_reduce": 8_588_288},
+    ),
+    (
+        "fsdp",
+        "gpt",
+        2,
+        {"checkpoint_activations": True, "min_parameters": 100000},
+        {"all_gather": 8_259_584, "all_reduce": 8_588_288},
+    ),
+    (
+        "fsdp",
+        "gpt",
+        2,
+        {"checkpoint_activations": True, "sharding": "SHARD_GRAD_OP"},
+        {"all_gather": 4_294_144, "all_reduce": 8_588_288},
+    ),
     (
         "fsdp",
         "gpt",
@@ -129,12 +166,36 @@ RECORDED: list[tuple[str, str, int, dict[str, Any], dict[str, float]]] = [
     ("tp", "gpt", 2, {"clip_norm": 1.0}, {"all_reduce": 32_506_344, "all_gather": 1_048_576}),
     ("tp", "gpt", 2, {"checkpoint_activations": True}, {"all_reduce": 37_748_736, "all_gather": 1_048_576}),
     ("tp", "gpt", 2, {"precision": "bf16"}, {"all_reduce": 27_262_976, "all_gather": 524_288}),
-    ("tp", "gpt", 2, {"loss_parallel": True, "sequence_parallel": True}, {"all_gather": 14_680_064, "all_reduce": 22_112_256}),
-    ("tp", "gpt", 2, {"sequence_parallel": True, "precision": "bf16"}, {"all_gather": 9_437_184, "all_reduce": 16_844_800}),
-    ("tp", "gpt", 2, {"sequence_parallel": True, "checkpoint_activations": True}, {"all_gather": 20_971_520, "all_reduce": 27_330_560}),
+    (
+        "tp",
+        "gpt",
+        2,
+        {"loss_parallel": True, "sequence_parallel": True},
+        {"all_gather": 14_680_064, "all_reduce": 22_112_256},
+    ),
+    (
+        "tp",
+        "gpt",
+        2,
+        {"sequence_parallel": True, "precision": "bf16"},
+        {"all_gather": 9_437_184, "all_reduce": 16_844_800},
+    ),
+    (
+        "tp",
+        "gpt",
+        2,
+        {"sequence_parallel": True, "checkpoint_activations": True},
+        {"all_gather": 20_971_520, "all_reduce": 27_330_560},
+    ),
     ("tp", "gpt", 2, {"samples": 12, "step": 2}, {"all_reduce": 16_252_928, "all_gather": 524_288}),
     ("tp", "gpt", 2, {"size": "10M", "batch_size": 2}, {"all_reduce": 29_097_984, "all_gather": 262_144}),
-    ("tp", "gpt", 2, {"context": 256, "sequence_parallel": True, "clip_norm": 1.0}, {"all_gather": 31_457_280, "all_reduce": 44_130_968}),
+    (
+        "tp",
+        "gpt",
+        2,
+        {"context": 256, "sequence_parallel": True, "clip_norm": 1.0},
+        {"all_gather": 31_457_280, "all_reduce": 44_130_968},
+    ),
     ("tp", "gpt", 4, {}, {"all_reduce": 97_517_568, "all_gather": 3_145_728}),
     ("tp", "gpt", 4, {"sequence_parallel": True}, {"all_gather": 47_185_920, "all_reduce": 66_263_040}),
     ("fsdp2_tp", "cnn", 4, {}, {"all_gather": 5_303_456, "all_reduce": 5_600_928}),
@@ -179,11 +240,35 @@ RECORDED: list[tuple[str, str, int, dict[str, Any], dict[str, float]]] = [
     ("pp_ddp", "resnet18", 4, {}, {"all_reduce": 89_392_192, "send": 4_194_304}),
     ("pp_fsdp2_tp", "cnn", 8, {}, {"all_gather": 2_651_728, "all_reduce": 5_600_928, "send": 1_605_632}),
     ("pp_fsdp2_tp", "mlp", 8, {}, {"all_gather": 2_701_392, "all_reduce": 5_664_928, "send": 262_144}),
-    ("pp_fsdp2_tp", "gpt", 4, {"precision": "bf16"}, {"all_reduce": 16_252_928, "send": 1_048_576, "all_gather": 524_288}),
-    ("pp_fsdp2_tp", "gpt", 4, {"pp_size": 2, "tp_size": 1}, {"all_gather": 4_294_144, "all_reduce": 8_588_288, "send": 2_097_152}),
+    (
+        "pp_fsdp2_tp",
+        "gpt",
+        4,
+        {"precision": "bf16"},
+        {"all_reduce": 16_252_928, "send": 1_048_576, "all_gather": 524_288},
+    ),
+    (
+        "pp_fsdp2_tp",
+        "gpt",
+        4,
+        {"pp_size": 2, "tp_size": 1},
+        {"all_gather": 4_294_144, "all_reduce": 8_588_288, "send": 2_097_152},
+    ),
     ("pp_fsdp2_tp", "gpt", 8, {}, {"all_gather": 6_604_288, "all_reduce": 74_025_984, "send": 4_194_304}),
-    ("pp_fsdp2_tp", "gpt", 8, {"sequence_parallel": True}, {"all_gather": 35_964_416, "all_reduce": 53_099_520, "send": 2_097_152}),
-    ("pp_fsdp2_tp", "gpt", 8, {"clip_norm": 1.0}, {"all_gather": 6_604_288, "all_reduce": 74_028_352, "send": 4_194_304}),
+    (
+        "pp_fsdp2_tp",
+        "gpt",
+        8,
+        {"sequence_parallel": True},
+        {"all_gather": 35_964_416, "all_reduce": 53_099_520, "send": 2_097_152},
+    ),
+    (
+        "pp_fsdp2_tp",
+        "gpt",
+        8,
+        {"clip_norm": 1.0},
+        {"all_gather": 6_604_288, "all_reduce": 74_028_352, "send": 4_194_304},
+    ),
     (
         "pp_fsdp2_tp",
         "gpt",
@@ -196,14 +281,25 @@ RECORDED: list[tuple[str, str, int, dict[str, Any], dict[str, float]]] = [
     ("cp", "gpt", 2, {"clip_norm": 1.0}, {"all_gather": 5_242_880, "all_reduce": 19_074_048}),
     ("cp", "gpt", 2, {"checkpoint_activations": True}, {"all_gather": 10_485_760, "all_reduce": 19_074_048}),
     ("cp", "gpt", 2, {"precision": "bf16"}, {"all_gather": 2_621_440, "all_reduce": 13_831_168}),
-    ("cp", "gpt", 2, {"checkpoint_activations": True, "precision": "bf16"}, {"all_gather": 5_242_880, "all_reduce": 13_831_168}),
+    (
+        "cp",
+        "gpt",
+        2,
+        {"checkpoint_activations": True, "precision": "bf16"},
+        {"all_gather": 5_242_880, "all_reduce": 13_831_168},
+    ),
     ("cp", "gpt", 4, {}, {"all_gather": 15_728_640, "all_reduce": 57_222_144}),
 ]
 
 
 def spec(strategy: str, workload: str = "gpt", nproc: int | None = 2, **asked: Any) -> Spec:
     fields = {name: asked.pop(name) for name in ("batch_size", "precision", "samples") if name in asked}
-    fields = {"batch_size": BATCH[workload], "precision": "fp32", "device": asked.pop("device", "cpu"), "steps": 3} | fields
+    fields = {
+        "batch_size": BATCH[workload],
+        "precision": "fp32",
+        "device": asked.pop("device", "cpu"),
+        "steps": 3,
+    } | fields
     return Spec(strategy, workload, nproc=nproc, options=asked, **fields)
 
 
@@ -248,7 +344,9 @@ def test_every_strategy_was_held_against_a_run():
 def test_every_workload_has_its_flows_on_gpus_too(strategy, precision):
     for workload in WORKLOADS:
         try:
-            asked = spec(strategy, workload, STRATEGIES[strategy].default_nproc or 2, device="cuda", precision=precision)
+            asked = spec(
+                strategy, workload, STRATEGIES[strategy].default_nproc or 2, device="cuda", precision=precision
+            )
         except SpecError:
             continue  # what cannot run sends nothing
         for flow in theory(asked):
@@ -259,7 +357,10 @@ def test_every_workload_has_its_flows_on_gpus_too(strategy, precision):
 
 def test_textbook_figures_of_one_rank():
     def one(strategy, op, nproc=4, **asked):
-        return sum(flow.theory for flow in theory(spec(strategy, "gpt", nproc, device="cuda", **asked)) if flow.op == op) / nproc
+        return (
+            sum(flow.theory for flow in theory(spec(strategy, "gpt", nproc, device="cuda", **asked)) if flow.op == op)
+            / nproc
+        )
 
     vectors = 4 * BATCH["gpt"] * 128 * 128  # bytes
     assert one("ddp", "all_reduce") == 2 * 3 / 4 * P["gpt"]
@@ -276,7 +377,9 @@ def test_textbook_figures_of_one_rank():
 def test_gloo_sends_a_reduce_scatter_twice_and_nccl_once():
     sent = {"all_gather": 2.0 * P["gpt"], "all_reduce": 2.0 * P["gpt"]}
     by_gloo = entries(spec("fsdp2"), sent)
-    assert by_gloo["all_gather"] == Entry("all_gather", 1.0, 2.0 * P["gpt"], 2.0 * P["gpt"], "2(n−1)/n · 4P per rank", "")
+    assert by_gloo["all_gather"] == Entry(
+        "all_gather", 1.0, 2.0 * P["gpt"], 2.0 * P["gpt"], "2(n−1)/n · 4P per rank", ""
+    )
     assert by_gloo["all_reduce"].theory == P["gpt"]
     assert by_gloo["all_reduce"].formula == "reduce-scatter (n−1)/n · 4P per rank"
     assert by_gloo["all_reduce"].reason == "+4.10 MiB: gloo implements reduce-scatter as an all-reduce"
@@ -287,7 +390,10 @@ def test_gloo_sends_a_reduce_scatter_twice_and_nccl_once():
 
 def test_reasons_are_ordered_and_numbers_told():
     padded = entries(spec("fsdp2", "cnn", 3), {"all_gather": 6568608.0, "all_reduce": 6568608.0})
-    assert padded["all_gather"].reason == "+72.50 KiB: FSDP2 pads the rows of every parameter to a multiple of the number of shards"
+    assert (
+        padded["all_gather"].reason
+        == "+72.50 KiB: FSDP2 pads the rows of every parameter to a multiple of the number of shards"
+    )
     once = entries(spec("deepspeed", stage=3), {"all_gather": float(P["gpt"]), "all_reduce": 2.0 * P["gpt"] + 16})
     why = "DeepSpeed keeps parameters gathered from forward to backward, so they are gathered only once"
     assert once["all_gather"].reason == f"−4.10 MiB: {why}"
@@ -335,7 +441,16 @@ def test_replicas_in_threads_are_counted_where_they_are_seen():
     folded = state(spec("dp", "mlp"), {})
     one = {"device": "cpu", "forward": 0.1, "cpu": 0.1, "samples": 32, "memory": 1}
     extra = {"outputs": 2 * 32 * 10 * 4, "gradients": P["mlp"]}
-    folded.apply({"kind": "replica", "t": 2.0, "rank": 0, "step": 3, "replicas": [one | {"replica": n} for n in (0, 1)], "extra": extra})
+    folded.apply(
+        {
+            "kind": "replica",
+            "t": 2.0,
+            "rank": 0,
+            "step": 3,
+            "replicas": [one | {"replica": n} for n in (0, 1)],
+            "extra": extra,
+        }
+    )
     found = {entry.op: entry for entry in ledger(folded)}
     assert {op: entry.theory for op, entry in found.items()} == {
         "reduce": P["mlp"],
@@ -343,7 +458,10 @@ def test_replicas_in_threads_are_counted_where_they_are_seen():
         "scatter": 32 * 784 * 4,
         "gather": 32 * 10 * 4,
     }
-    assert {op for op, entry in found.items() if entry.measured == entry.theory and not entry.reason} == {"reduce", "gather"}
+    assert {op for op, entry in found.items() if entry.measured == entry.theory and not entry.reason} == {
+        "reduce",
+        "gather",
+    }
     assert found["broadcast"].reason == "−2.55 MiB: copies from device 0 within its process are not measured"
 
 
@@ -354,7 +472,9 @@ def test_an_epoch_ends_with_a_smaller_batch():
 
 
 def test_entries_are_plain_values():
-    plain = [entry.to_json() for entry in ledger(state(spec("fsdp2_tp", nproc=4), {"all_reduce": 5.0, "all_gather": 7.0}))]
+    plain = [
+        entry.to_json() for entry in ledger(state(spec("fsdp2_tp", nproc=4), {"all_reduce": 5.0, "all_gather": 7.0}))
+    ]
     assert json.loads(json.dumps(plain)) == plain
     assert set(plain[0]) == {"op", "calls", "measured", "theory", "formula", "reason"}
 
@@ -376,8 +496,12 @@ def loaded(workload: str):
 def test_tables_are_the_models(workload):
     module, asked = loaded(workload), spec("ddp", workload)
     model, blocks = module.build_model(), MODELS[workload](asked.options)
-    assert [table.parameters for table in blocks] == [tuple(tuple(p.shape) for p in block.parameters()) for block in model]
-    values = {"gpt": torch.zeros(3, 128, dtype=torch.long), "resnet18": torch.zeros(3, 3, 32, 32)}.get(workload, torch.zeros(3, 1, 28, 28))
+    assert [table.parameters for table in blocks] == [
+        tuple(tuple(p.shape) for p in block.parameters()) for block in model
+    ]
+    values = {"gpt": torch.zeros(3, 128, dtype=torch.long), "resnet18": torch.zeros(3, 3, 32, 32)}.get(
+        workload, torch.zeros(3, 1, 28, 28)
+    )
     for (size, _), block in zip(borders(asked), model, strict=True):
         values = block(values)
         assert values[0].numel() == size

@@ -45,7 +45,8 @@ time.sleep(100)
 # Rank 0 starts two processes that hide: without a tag, in sessions of their own, one of them orphaned at once.
 HIDES = """
 import subprocess, sys, time
-start = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'], env={}, start_new_session=True, stdout=-3, stderr=-3).pid"
+sleep = "[sys.executable, '-c', 'import time; time.sleep(100)']"
+start = f"subprocess.Popen({sleep}, env={{}}, start_new_session=True, stdout=-3, stderr=-3).pid"
 first = [sys.executable, "-c", f"import subprocess, sys; print({start})"]
 orphan = subprocess.run(first, env={}, capture_output=True, text=True).stdout.strip()
 direct = eval(start)
@@ -57,7 +58,9 @@ if len(sys.argv) > 1:
 
 def python(code: str, *arguments: str, **changes: str) -> subprocess.Popen:
     """Starts a process of another program with these changes to its environment."""
-    environment = {name: value for name, value in os.environ.items() if name != TAG} | {"PYTHONPATH": str(ROOT)} | changes
+    environment = (
+        {name: value for name, value in os.environ.items() if name != TAG} | {"PYTHONPATH": str(ROOT)} | changes
+    )
     command = [sys.executable, "-c", f"print(flush=True)\n{code}", *arguments]
     process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     process.stdout.readline()
@@ -101,7 +104,9 @@ def command(*words: str) -> int:
 
 def supervisor_in(folder: RunFolder, **changes: object) -> None:
     """Writes a status that names a supervisor."""
-    RunFolder.write_json(folder.status, {"state": "running", "started": time.time(), "supervisor": identity() | here() | changes})
+    RunFolder.write_json(
+        folder.status, {"state": "running", "started": time.time(), "supervisor": identity() | here() | changes}
+    )
 
 
 # ---- who dies with whom
@@ -122,7 +127,9 @@ def test_a_rank_whose_launcher_has_died_never_runs_its_script(tmp_path):
     late += f"os.execv(sys.executable, [sys.executable, '-m', 'labkit.probe', {str(tmp_path / 'train.py')!r}])"
     launcher = "import os, subprocess, sys; from labkit.probe import lifetime; lifetime.announce()\n"
     launcher += f"subprocess.Popen([sys.executable, '-c', {late!r}, str(os.getpid())])"
-    subprocess.run([sys.executable, "-c", launcher], env=os.environ | {"PYTHONPATH": str(ROOT), TAG: str(tmp_path)}, check=True)
+    subprocess.run(
+        [sys.executable, "-c", launcher], env=os.environ | {"PYTHONPATH": str(ROOT), TAG: str(tmp_path)}, check=True
+    )
     wait_until(lambda: not processes_of(str(tmp_path)))
     assert not (tmp_path / "ran").exists() and not (tmp_path / "events").exists()
 
@@ -172,7 +179,11 @@ def test_stop_signals_no_process_that_a_forged_status_names(tag, bystander, runs
 
 def test_a_run_within_a_run_is_not_its_members(bystander, tmp_path):
     starts = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'input()']); input()"
-    mine, untagged, other = bystander(**{TAG: str(tmp_path)}), bystander(), bystander(starts, **{TAG: str(tmp_path / "inner")})
+    mine, untagged, other = (
+        bystander(**{TAG: str(tmp_path)}),
+        bystander(),
+        bystander(starts, **{TAG: str(tmp_path / "inner")}),
+    )
     wait_until(lambda: psutil.Process(other.pid).children())
     inner = {other.pid, *(child.pid for child in psutil.Process(other.pid).children())}
     found = {process.pid for process in members(str(tmp_path))}
@@ -215,7 +226,9 @@ def test_stop_kills_a_supervisor_that_does_not_respond(bystander, runs):
     fake = FakeRun(runs)
     fake.start()
     tag = {TAG: str(fake.folder.path)}
-    deaf = bystander("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); input()", "labkit.launch.supervisor", **tag)
+    deaf = bystander(
+        "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); input()", "labkit.launch.supervisor", **tag
+    )
     rank = bystander(**tag)
     supervisor_in(fake.folder, **identity(deaf.pid))
     wait_until(lambda: current(fake.folder)["state"] == "running")
@@ -250,7 +263,9 @@ def test_a_run_whose_folder_is_deleted_ends_and_says_why(script):
     assert other.words in ("starting ranks", "training")
     shutil.rmtree(handle.folder.path)
     assert (
-        handle.words == other.words == ("failed (the run folder was deleted or moved while the run was under way, so the run was stopped)")
+        handle.words
+        == other.words
+        == "failed (the run folder was deleted or moved while the run was under way, so the run was stopped)"
     )
     assert "deleted" in handle.wait(1.0).words
     assert not of_folder(handle.folder.path), "wait returns when all processes of the run have ended"

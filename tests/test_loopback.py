@@ -17,7 +17,9 @@ def make(tmp_path, monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     folder = tmp_path / "stores"
-    return lambda: loopback._local_store(TCPStore, folder)  # one for each rank, which are processes of their own in a run
+    return lambda: loopback._local_store(
+        TCPStore, folder
+    )  # one for each rank, which are processes of their own in a run
 
 
 SHORT = {"world_size": 2, "timeout": timedelta(seconds=20), "multi_tenant": True}
@@ -43,7 +45,9 @@ def test_the_second_store_of_a_process_is_another_one(make):
     rank_0, rank_1 = make(), make()
     for word in ("first", "second"):
         made = []
-        other = threading.Thread(target=lambda made=made: made.append(rank_1("127.0.0.1", 29500, is_master=False, **SHORT)))
+        other = threading.Thread(
+            target=lambda made=made: made.append(rank_1("127.0.0.1", 29500, is_master=False, **SHORT))
+        )
         other.start()
         store = rank_0("127.0.0.1", 29500, is_master=True, **SHORT)
         store.set("word", word)

@@ -94,7 +94,9 @@ def test_a_syntax_error_names_its_line(body, words):
 
 def test_the_script_is_what_a_learner_would_write_around_the_cell():
     script = Cell.read("2", "print(rank)", CPU).script
-    assert script.index('init_process_group("gloo")') < script.index("print(rank)") < script.index("destroy_process_group")
+    assert (
+        script.index('init_process_group("gloo")') < script.index("print(rank)") < script.index("destroy_process_group")
+    )
     assert "torchrun --standalone --nproc-per-node=2" in script.splitlines()[0]
     on_gpus = Cell.read("2", "print(rank)", T4S).script
     assert 'init_process_group("nccl", device_id=device)' in on_gpus
@@ -185,11 +187,22 @@ def test_each_rank_has_a_block_of_its_own_with_its_colour():
 def test_ranks_that_only_report_have_a_table_and_no_empty_blocks():
     shown = Shown("finished", "good", [RankOutput(0, ""), RankOutput(1, "")], {1: {"total": 6.0, "x": [0.123456789]}})
     assert "labkit-cell-rank" not in shown.html()
-    assert shown.text().splitlines()[-3:] == ["rank  total           x", "   0      –           –", "   1      6  [0.123457]"]
+    assert shown.text().splitlines()[-3:] == [
+        "rank  total           x",
+        "   0      –           –",
+        "   1      6  [0.123457]",
+    ]
 
 
 def test_values_are_short_in_the_table():
-    assert [value_text(value) for value in (None, True, 3, 2 / 3, "a", [1.0, [None]])] == ["–", "True", "3", "0.666667", "a", "[1, [–]]"]
+    assert [value_text(value) for value in (None, True, 3, 2 / 3, "a", [1.0, [None]])] == [
+        "–",
+        "True",
+        "3",
+        "0.666667",
+        "a",
+        "[1, [–]]",
+    ]
 
 
 # ---- real cells
@@ -236,7 +249,10 @@ def kernel_environment(tmp_path, monkeypatch):
 
 CELLS = (
     "%load_ext labkit",
-    "%%torchrun 2 --as sums --device cpu\nx = torch.ones(2) * rank\ndist.all_reduce(x)\nprint('<b>I am', rank)\nreport(total=x, rank=rank)",
+    (
+        "%%torchrun 2 --as sums --device cpu\nx = torch.ones(2) * rank\ndist.all_reduce(x)\nprint('<b>I am',"
+        " rank)\nreport(total=x, rank=rank)"
+    ),
     "print(sums['total'], sums.names, sums.run.words)\nsums",
     "sums['nothing']",
     "%%torchrun 2 --device cpu\n\ndef f():\n    raise ValueError('no <i>')\nif rank == 1:\n    f()\ndist.barrier()",
@@ -272,7 +288,10 @@ def test_cells_in_a_headless_notebook(runs, tmp_path, kernel_environment):
         == "UsageError: %%torchrun: the cell does not parse, line 2: '(' was never closed; nothing was started"
     )
     assert len(list(runs.iterdir())) == 2, "a refused cell starts nothing"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ipython", "runs"], "no files are left next to the run folders"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "ipython",
+        "runs",
+    ], "no files are left next to the run folders"
 
 
 class Front:

@@ -42,8 +42,12 @@ def test_a_cell_on_four_ranks_and_one_that_is_stopped(page, jupyter):
     open_notebook(page, jupyter, "cells.py")
     command(page, "notebook:run-all-cells")
     sums, held = page.locator(".jp-CodeCell").nth(1), page.locator(".jp-CodeCell").nth(2)
-    sync_api.expect(held.locator(".labkit-cell-state")).to_have_text(re.compile("waiting for the previous cell"), timeout=RUN_TIMEOUT)
-    sync_api.expect(sums.locator(".labkit-cell-state")).to_have_text(re.compile("finished on 4 CPU ranks"), timeout=RUN_TIMEOUT)
+    sync_api.expect(held.locator(".labkit-cell-state")).to_have_text(
+        re.compile("waiting for the previous cell"), timeout=RUN_TIMEOUT
+    )
+    sync_api.expect(sums.locator(".labkit-cell-state")).to_have_text(
+        re.compile("finished on 4 CPU ranks"), timeout=RUN_TIMEOUT
+    )
     for rank in range(4):
         block = sums.get_by_role("group", name=f"rank {rank}", exact=True)
         sync_api.expect(block).to_contain_text(f"<b>I am</b> rank {rank} and have [6.0, 6.0]")

@@ -35,7 +35,8 @@ def is_within(rank: dict[str, int]) -> bool:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallinfo2 is glibc's")
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "fsdp2", "tp"])
 def test_the_curve_is_right_to_two_percent(strategy, tmp_path):
-    """torch's profiler does not see a block that one of gloo's threads frees, which is rare: then the next run decides."""
+    """torch's profiler does not see a block that one of gloo's threads frees, which is rare: then the next run
+    decides."""
     for attempt in range(3):
         ranks = peaks(strategy, tmp_path / f"run{attempt}")
         for rank in ranks:

@@ -40,7 +40,9 @@ def first_cell(tmp_path):
 def run(cell: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Runs a cell in a Python without the project."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return subprocess.run([sys.executable, "-S", "-c", cell], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-S", "-c", cell], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
 
 
 def test_it_is_a_notebook_without_outputs_and_without_a_pair(tmp_path, capsys):

@@ -1,4 +1,5 @@
-"""Scripts as other people write them, run in the lab as they are: what the lab tells of them is what they say themselves."""
+"""Scripts as other people write them, run in the lab as they are: what the lab tells of them is what they say
+themselves."""
 
 from __future__ import annotations
 
@@ -37,9 +38,22 @@ CASES = (
     Case("range_fsdp2.py", steps=6, samples=12, parameters=3 * (64 + 33 * 128 + 129 * 32) + 33 * 6, sharded=True),
     Case("accumulation.py", steps=5, samples=16, parameters=11 * 32 + 33 * 2),
     Case("gan.py", steps=5, samples=8, parameters=5 * 16 + 17 * 6 + 7 * 16 + 17, names=("optD", "optG")),
-    Case("dataclass_output.py", steps=5, samples=6, parameters=50 * 24 + 25 * 72 + 25 * 24 + 25 * 48 + 49 * 24 + 4 * 24 + 25 * 50),
+    Case(
+        "dataclass_output.py",
+        steps=5,
+        samples=6,
+        parameters=50 * 24 + 25 * 72 + 25 * 24 + 25 * 48 + 49 * 24 + 4 * 24 + 25 * 50,
+    ),
     # What torch traced refers to all stages, on every rank.
-    Case("traced_pipeline.py", steps=5, samples=32, parameters=13 * 48 + 2 * 49 * 48 + 49 * 3, sharded=True, whole=True, optimizer=1.0),
+    Case(
+        "traced_pipeline.py",
+        steps=5,
+        samples=32,
+        parameters=13 * 48 + 2 * 49 * 48 + 49 * 3,
+        sharded=True,
+        whole=True,
+        optimizer=1.0,
+    ),
 )
 
 
@@ -71,7 +85,11 @@ def test_what_the_lab_tells_is_what_the_script_says(case):
         assert [step["step"] for step in steps] == list(range(1, case.steps + 1))
         assert [step["samples"] for step in steps] == [case.samples] * case.steps
         assert all(min(step["seconds"][phase] for phase in ("forward", "backward", "optimizer")) > 0 for step in steps)
-        printed = [[float(word) for word in line.split()[1:]] for line in run.logs(rank).splitlines() if line.startswith("loss")]
+        printed = [
+            [float(word) for word in line.split()[1:]]
+            for line in run.logs(rank).splitlines()
+            if line.startswith("loss")
+        ]
         series = losses_of_optimizers(events)
         assert set(series) == set(case.names)
         for name, losses in zip(case.names, zip(*printed) if printed else [[None] * case.steps]):
@@ -82,7 +100,10 @@ def test_what_the_lab_tells_is_what_the_script_says(case):
     trained = [owned["gradients"] for owned in owners]
     assert (sum(trained) if case.sharded else trained[0]) == 4 * case.parameters
     for owned in owners:
-        assert owned["parameters"] == (4 * case.parameters if case.whole else owned["gradients"]) and owned["activations"] > 0
+        assert (
+            owned["parameters"] == (4 * case.parameters if case.whole else owned["gradients"])
+            and owned["activations"] > 0
+        )
         assert owned["optimizer"] == pytest.approx(case.optimizer * owned["gradients"], rel=0.05)
 
 

@@ -49,7 +49,11 @@ def choices_of(machine: Machine, **defaults) -> Choices:
 def sent_by(page, monkeypatch) -> list[dict]:
     """Collects the messages sent to a page."""
     messages: list[dict] = []
-    monkeypatch.setattr(page, "send", lambda message, buffers=None: messages.append(json.loads(json.dumps(message)) | {"buffers": buffers}))
+    monkeypatch.setattr(
+        page,
+        "send",
+        lambda message, buffers=None: messages.append(json.loads(json.dumps(message)) | {"buffers": buffers}),
+    )
     return messages
 
 
@@ -58,7 +62,14 @@ def sent_by(page, monkeypatch) -> list[dict]:
 
 def test_choices_start_as_given_and_make_the_spec():
     spec = choices_of(CPU, strategy="ddp", nproc=2, steps=60, seed=3).spec()
-    assert (spec.strategy, spec.nproc, spec.steps, spec.epochs, spec.seed, spec.device) == ("ddp", 2, 60, None, 3, "cpu")
+    assert (spec.strategy, spec.nproc, spec.steps, spec.epochs, spec.seed, spec.device) == (
+        "ddp",
+        2,
+        60,
+        None,
+        3,
+        "cpu",
+    )
 
 
 def test_invalid_defaults_are_refused():
@@ -97,7 +108,11 @@ def test_the_workload_brings_its_batch_and_options():
     choices = choices_of(CPU, strategy="ddp", nproc=2)
     choices.workload.value = ("gpt", "text")
     assert choices.batch.value == 16
-    assert [widget.description for widget in choices.popover.children if hasattr(widget, "description") and widget.description] == [
+    assert [
+        widget.description
+        for widget in choices.popover.children
+        if hasattr(widget, "description") and widget.description
+    ] == [
         *(option.name for option in STRATEGIES["ddp"].options),
         *(option.name for option in COMMON),
         "size",
@@ -243,7 +258,11 @@ def test_a_feed_sends_everything_once_and_then_only_new_points(fake):
     fake.step(25)
     follower.poll()
     more = {piece["name"]: piece["more"] for piece in feed.message(follower.state)["charts"]}
-    assert [len(xs) for _, xs, *_ in more["loss"]["points"]] == [2, 2, 2], "one redraw has the minimum and the maximum of its steps"
+    assert [len(xs) for _, xs, *_ in more["loss"]["points"]] == [
+        2,
+        2,
+        2,
+    ], "one redraw has the minimum and the maximum of its steps"
     assert [len(xs) for _, xs, *_ in more["throughput"]["points"]] == [1]
     assert len(json.dumps(more)) < 2_000
 
@@ -275,7 +294,11 @@ def test_axes_of_a_page_only_grow(fake):
         follower.poll()
         for piece in (feed.message(follower.state) or {"charts": []})["charts"]:
             if piece["name"] == "phases":
-                ends.append(piece["whole"]["layout"]["yaxis"]["range"][1] if "whole" in piece else (piece["more"]["y"] or [0, ends[-1]])[1])
+                ends.append(
+                    piece["whole"]["layout"]["yaxis"]["range"][1]
+                    if "whole" in piece
+                    else (piece["more"]["y"] or [0, ends[-1]])[1]
+                )
     assert ends == sorted(ends)
     assert len(set(ends)) <= 3
 

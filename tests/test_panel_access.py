@@ -1,4 +1,5 @@
-"""Accessibility of the panel in a real browser: keyboard, names for a screen reader, contrast in both themes and presentation mode."""
+"""Accessibility of the panel in a real browser: keyboard, names for a screen reader, contrast in both themes and
+presentation mode."""
 
 from __future__ import annotations
 
@@ -11,12 +12,15 @@ from conftest import processes_of, wait_until
 
 pytestmark = pytest.mark.browser
 
-NOTEBOOK = HEADER + """from labkit import Lab
+NOTEBOOK = (
+    HEADER
+    + """from labkit import Lab
 Lab(strategy="zero1", workload="mlp", nproc=1, device="cpu", batch_size=64, steps=3000)
 
 # %%
 Lab(recorded="last", presentation=True)
 """
+)
 
 # The tabs, and what each shows of a run that has trained.
 TABS = {
@@ -34,7 +38,8 @@ NAME = """element => (element.ariaLabel || [...(element.labels ?? [])].map(one =
 
 NAMELESS = f"""panel => {{
   const name = {NAME};
-  const all = panel.querySelectorAll('input, select, textarea, button, [role="tab"], [role="progressbar"], [tabindex="0"]');
+  const all = panel.querySelectorAll(
+    'input, select, textarea, button, [role="tab"], [role="progressbar"], [tabindex="0"]');
   return [...all].filter(one => one.tagName !== "OPTION" && !name(one)).map(one => one.outerHTML.slice(0, 160));
 }}"""
 
@@ -55,7 +60,8 @@ FAINT = """panel => {
   };
   const over = ([r, g, b, a], [R, G, B]) => [r * a + R * (1 - a), g * a + G * (1 - a), b * a + B * (1 - a), 1];
   const light = (colour) => {
-    const [r, g, b] = colour.map((one) => (one / 255 <= 0.04045 ? one / 255 / 12.92 : ((one / 255 + 0.055) / 1.055) ** 2.4));
+    const [r, g, b] = colour.map((one) => one / 255).map(
+      (one) => (one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4));
     return 0.2126 * r + 0.7152 * g + 0.0722 * b;
   };
   const ground = (element) => {
@@ -78,7 +84,8 @@ FAINT = """panel => {
     const letters = over(read(element instanceof SVGElement ? style.fill : style.color), below);
     const [high, low] = [light(letters), light(below)].sort((a, b) => b - a);
     const ratio = (high + 0.05) / (low + 0.05);
-    if (ratio < 4.5) found[`${element.className.baseVal ?? element.className}: ${text.slice(0, 40)}`] = Number(ratio.toFixed(2));
+    const name = `${element.className.baseVal ?? element.className}: ${text.slice(0, 40)}`;
+    if (ratio < 4.5) found[name] = Number(ratio.toFixed(2));
   }
   return found;
 }"""
@@ -90,7 +97,8 @@ def focused(page: sync_api.Page) -> str:
 
 
 def tab_to(page: sync_api.Page, panel: sync_api.Locator, name: str) -> None:
-    """Presses Tab until `name` has the focus; everything on the way in the panel shows that it has it, and says its name."""
+    """Presses Tab until `name` has the focus; everything on the way in the panel shows that it has it, and says its
+    name."""
     for _ in range(80):
         page.keyboard.press("Tab")
         if not panel.evaluate("panel => panel !== document.activeElement && panel.contains(document.activeElement)"):
@@ -132,7 +140,9 @@ def test_the_panel_by_keyboard_alone(page, jupyter):
     tab_to(page, panel, "▶ Run")
     page.keyboard.press("Enter")
     wait_for_words(panel, "training")
-    assert panel.evaluate("panel => panel.contains(document.activeElement)"), "a button that becomes disabled keeps the focus in the panel"
+    assert panel.evaluate("panel => panel.contains(document.activeElement)"), (
+        "a button that becomes disabled keeps the focus in the panel"
+    )
     page.keyboard.press("3")
     sync_api.expect(panel.get_by_role("tab", name="Logs")).to_have_attribute("aria-selected", "true")
     sync_api.expect(panel.get_by_role("log")).to_contain_text("loss", timeout=RUN_TIMEOUT)
@@ -142,7 +152,9 @@ def test_the_panel_by_keyboard_alone(page, jupyter):
     assert (box["x"], box["y"], box["width"], box["height"]) == (0, 0, 1280, 720)
     picture(page, "20-presentation-logs")
     page.keyboard.press("1")
-    sync_api.expect(panel.get_by_role("img", name=re.compile(r"Loss, loss: rank 0 [\d.]+ at \d+; rank 1"))).to_be_visible()
+    sync_api.expect(
+        panel.get_by_role("img", name=re.compile(r"Loss, loss: rank 0 [\d.]+ at \d+; rank 1"))
+    ).to_be_visible()
     picture(page, "21-presentation-live")
     page.keyboard.press("r")
     wait_for_words(panel, "stopped")
@@ -187,7 +199,8 @@ def a_recorded_run_plays_in_presentation_mode(page: sync_api.Page) -> None:
 
 
 def everybody_can_read_it(page: sync_api.Page, panel: sync_api.Locator) -> None:
-    """Every tab in both themes, with and without presentation mode: every control has a name, and all text has enough contrast."""
+    """Every tab in both themes, with and without presentation mode: every control has a name, and all text has enough
+    contrast."""
     faint = {}
     for theme in ("Light", "Dark"):
         set_theme(page, theme)

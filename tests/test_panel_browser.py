@@ -59,7 +59,8 @@ CLIPPED = """(element) => [...element.querySelectorAll("*")].filter((one) => {
   });
   return one.scrollWidth > one.clientWidth + 1 || Math.max(...ends) > end + 1;
 }).map((one) => `${one.className}: ${one.textContent.trim()}`)"""
-TITLES = """(element) => [...element.querySelectorAll(".labkit-chart")].filter((one) => one.checkVisibility()).map((chart) => {
+TITLES = """(element) => [...element.querySelectorAll(".labkit-chart")]
+  .filter((one) => one.checkVisibility()).map((chart) => {
   const box = (one) => one?.getBoundingClientRect();
   const [title, legend] = [".gtitle", ".legendtext"].map((name) => box(chart.querySelector(name)));
   const meets = legend && legend.left < title.right && legend.top < title.bottom - 2;
@@ -111,7 +112,9 @@ def test_the_panel_is_never_blank(page, jupyter):
     picture(page, "26-bare-compare-live")
     sync_api.expect(last.locator(".labkit-comparison tr", has_text="DDP")).to_contain_text("equal", timeout=RUN_TIMEOUT)
     left = last.locator(".jp-RenderedHTMLCommon tr", has_text="DDP")
-    sync_api.expect(left).to_contain_text("equal", timeout=RUN_TIMEOUT)  # for a page without the widget, and hidden in this one
+    sync_api.expect(left).to_contain_text(
+        "equal", timeout=RUN_TIMEOUT
+    )  # for a page without the widget, and hidden in this one
     sync_api.expect(left).to_be_hidden()
     last.evaluate("element => element.scrollIntoView()")
     picture(page, "27-bare-compare")
@@ -130,7 +133,9 @@ def the_start_of_ranks_is_followed(page: sync_api.Page, jupyter: Jupyter) -> Non
     panel.wait_for(timeout=RUN_TIMEOUT)
     see(panel)
     before = panel.locator(".labkit-before")
-    sync_api.expect(before).to_contain_text(re.compile(r"torch imported.*group formed.*first step"), timeout=RUN_TIMEOUT)
+    sync_api.expect(before).to_contain_text(
+        re.compile(r"torch imported.*group formed.*first step"), timeout=RUN_TIMEOUT
+    )
     for row in before.locator("tbody tr").all():
         sync_api.expect(row).to_contain_text(re.compile(r"(\d+\.\d s.*){4}…"), timeout=RUN_TIMEOUT)
     picture(page, "21-ranks-start")

@@ -53,8 +53,10 @@ def test_a_missing_package_names_its_extra(packages):
     with pytest.raises(SpecError) as caught:
         Spec("deepspeed", nproc=2).on(CPU)
     assert (caught.value.field, caught.value.extra) == ("strategy", "deepspeed")
-    assert str(caught.value) == (
-        "deepspeed needs the package package_of_the_test, which is not installed; add it with: python3 -m labkit setup --with deepspeed"
+    assert (
+        str(caught.value)
+        == "deepspeed needs the package package_of_the_test, which is not installed; add it with: python3 -m labkit"
+        " setup --with deepspeed"
     )
 
 
@@ -80,7 +82,9 @@ def test_another_strategy_needs_no_button(packages):
     assert lab._install.button.layout.display == ""
 
 
-@pytest.mark.parametrize(("how", "says"), [("fails", "pip install failed"), ("elsewhere", "installed, but not for this kernel")])
+@pytest.mark.parametrize(
+    ("how", "says"), [("fails", "pip install failed"), ("elsewhere", "installed, but not for this kernel")]
+)
 def test_a_failed_installation_shows_its_reason(packages, monkeypatch, how, says):
     installing(monkeypatch, packages, how)
     lab = Lab(strategy="deepspeed", nproc=2)

@@ -47,7 +47,9 @@ def test_every_plan_reaches_its_goal(n):
 
 def numbers_after(plan):
     """The same messages with real numbers: rank r has 10**r + piece / 10 in every chunk that it starts with."""
-    holds = [{piece: 10.0**rank + str(piece).count("1") / 10 for piece in begins} for rank, begins in enumerate(plan.start)]
+    holds = [
+        {piece: 10.0**rank + str(piece).count("1") / 10 for piece in begins} for rank, begins in enumerate(plan.start)
+    ]
     for messages in plan.rounds:
         carried = [(one, {piece: holds[one.source][piece] for piece in one.pieces}) for one in messages]
         for one, values in carried:
@@ -68,7 +70,11 @@ def test_an_all_reduce_gives_the_sum_to_every_rank(by, n):
 def test_rounds_and_bytes_are_those_of_the_formulas():
     for n in (2, 4, 8, 16):
         log = math.ceil(math.log2(n))
-        assert {by: len(plans.broadcast(n, by).rounds) for by in plans.BROADCASTS} == {"one_by_one": n - 1, "chain": n - 1, "tree": log}
+        assert {by: len(plans.broadcast(n, by).rounds) for by in plans.BROADCASTS} == {
+            "one_by_one": n - 1,
+            "chain": n - 1,
+            "tree": log,
+        }
         assert {by: len(plans.all_reduce(n, by).rounds) for by in plans.ALL_REDUCES} == {
             "root": 2 * (n - 1),
             "tree": 2 * log,
@@ -135,7 +141,9 @@ def test_a_picture_has_an_arrow_for_every_message_in_its_round(name, by, n):
         for one in messages:
             assert ("+" if one.add else "") + "".join(map(pictured._name, one.pieces)) in labels
         thick = [one for one in shapes if one["xref"] == axis and one["type"] == "rect" and one["line"]["width"] > 1]
-        assert len(thick) == sum(len(one.pieces) for one in messages), "chunks received in this round have a thick border"
+        assert len(thick) == sum(len(one.pieces) for one in messages), (
+            "chunks received in this round have a thick border"
+        )
 
 
 @pytest.mark.parametrize(("name", "by"), EVERY)
@@ -157,7 +165,9 @@ def test_pictures_have_no_background_and_use_the_colours_of_ranks():
 
 def test_cells_of_different_ranks_do_not_overlap():
     for n in range(2, 9):
-        cells = [(left, low, side) for rank in range(n) for _, left, low, side in pictured._cells(plans.all_reduce(n), rank)]
+        cells = [
+            (left, low, side) for rank in range(n) for _, left, low, side in pictured._cells(plans.all_reduce(n), rank)
+        ]
         for number, (left, low, side) in enumerate(cells):
             for other_left, other_low, _ in cells[number + 1 :]:
                 assert abs(left - other_left) > side - 1e-6 or abs(low - other_low) > side - 1e-6
@@ -234,13 +244,19 @@ def infinite_loop(chunks, rank, n, send, receive):
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (all_send_first, "a deadlock on 4 ranks: rank 0 waits for rank 1 to receive, rank 1 waits for rank 2 to receive"),
+        (
+            all_send_first,
+            "a deadlock on 4 ranks: rank 0 waits for rank 1 to receive, rank 1 waits for rank 2 to receive",
+        ),
         (ring_with(lambda chunks, rank, *_: chunks if rank == 3 else None), "rank 2 waits for rank 3 to receive"),
         (through_rank_0, "the sums are right, but rank 0 of 4 sent 12 chunks; a ring needs 2 (n − 1) = 6"),
         (lambda chunks, rank, n, send, receive: send(n, 1), "rank 0 sends to rank 4; the other ranks are 1, 2, 3"),
         (lambda chunks, rank, n, send, receive: receive(rank), "rank 0 receives from rank 0"),
         (lambda chunks, rank, n, send, receive: [2 * one for one in chunks], "the number of rank 0 was added 2 times"),
-        (lambda chunks, rank, n, send, receive: chunks[:2], "rank 0 must return a list of 4 sums, one per chunk, got a list of 2"),
+        (
+            lambda chunks, rank, n, send, receive: chunks[:2],
+            "rank 0 must return a list of 4 sums, one per chunk, got a list of 2",
+        ),
         (lambda chunks, rank, n, send, receive: chunks.sort(), "rank 0 returned None"),
         (lambda chunks, rank, n, send, receive: chunks[::-1], "numbers of another chunk"),
         (lambda chunks, rank, n, send, receive: 1 / (rank - 1), "rank 1 failed: ZeroDivisionError"),
@@ -260,7 +276,9 @@ def test_an_infinite_loop_is_terminated(monkeypatch):
     assert not [thread for thread in threading.enumerate() if "exercise" in thread.name]
 
 
-@pytest.mark.parametrize("answer", ["Reduce-Scatter then All-Gather", ["reduce_scatter", "all_gather"], "reduce scatter + all gather"])
+@pytest.mark.parametrize(
+    "answer", ["Reduce-Scatter then All-Gather", ["reduce_scatter", "all_gather"], "reduce scatter + all gather"]
+)
 def test_the_halves_however_they_are_spelt(answer):
     assert check("collectives.halves", answer).state == "right"
 

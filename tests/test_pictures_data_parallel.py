@@ -77,7 +77,9 @@ def test_samples_are_divided_as_in_torch(samples, ranks):
 def test_every_rank_gets_its_samples():
     (cells,) = draw.shares(22, 4, 3).to_dict()["data"]
     assert len(cells["z"]) == 8 and {len(row) for row in cells["z"]} == {6}
-    assert all({sample for row in cells["z"][first : first + 4] for sample in row} == set(range(22)) for first in (0, 4))
+    assert all(
+        {sample for row in cells["z"][first : first + 4] for sample in row} == set(range(22)) for first in (0, 4)
+    )
     assert "24 samples, 22 different" in draw.shares(22, 4, 3).layout.title.text
 
 
@@ -108,7 +110,9 @@ def test_buckets_are_closed_as_ddp_closes_them(workload, bucket_mb):
 
 
 def test_full_buckets_are_sent_one_after_another():
-    spans = sent([Bucket(1000, 0.1), Bucket(1000, 0.2), Bucket(500, 1.0)], backward=10.0, rate=500.0, latency=0.5, ranks=2)
+    spans = sent(
+        [Bucket(1000, 0.1), Bucket(1000, 0.2), Bucket(500, 1.0)], backward=10.0, rate=500.0, latency=0.5, ranks=2
+    )
     assert spans == [(1.0, 4.0), (4.0, 7.0), (10.0, 12.0)]  # two messages of half a bucket each
     (end,) = {end for _, end in sent([Bucket(800, 0.0)], 1.0, 100.0, 0.0, ranks=4)}
     assert math.isclose(end, 2 * 3 / 4 * 800 / 100)

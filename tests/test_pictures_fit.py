@@ -63,10 +63,19 @@ def test_the_advice_of_the_tree(change, use):
 
 
 def test_every_leaf_of_the_tree_is_reached_by_some_case():
-    some = (1e8, 1e9, 5e9, 13e9, 70e9), (1, 8), (1, 2, 8), (False, True), (0.1 * GB, 15 * GB, 60 * GB), (1 * GB, 40 * GB)
+    some = (
+        (1e8, 1e9, 5e9, 13e9, 70e9),
+        (1, 8),
+        (1, 2, 8),
+        (False, True),
+        (0.1 * GB, 15 * GB, 60 * GB),
+        (1 * GB, 40 * GB),
+    )
     ends = set()
     for parameters, devices, machines, fast, activations, block in itertools.product(*some):
-        way = advise(Case(parameters, 24 * GB, activations, min(activations, 2 * GB), block, devices, machines, fast)).way
+        way = advise(
+            Case(parameters, 24 * GB, activations, min(activations, 2 * GB), block, devices, machines, fast)
+        ).way
         ends.add(len(way) if way[-1][1] else None)
     assert ends == {*range(1, len(QUESTIONS) + 1), None}
 

@@ -50,13 +50,18 @@ def test_the_picture_has_a_bar_for_each_batch_that_is_fetched_and_trained_on():
         drawn = [
             (base, base + long)
             for lane, base, long in zip(bars[name].y, bars[name].base, bars[name].x)
-            if lane.startswith("2 workers: ") and lane.partition(": ")[2].startswith("worker" if name == "fetch" else "training")
+            if lane.startswith("2 workers: ")
+            and lane.partition(": ")[2].startswith("worker" if name == "fetch" else "training")
         ]
         assert drawn == [pytest.approx((1e3 * getattr(one, start), 1e3 * getattr(one, end))) for one in course]
         assert len(bars[name].x) == 18
         assert set(bars[name].text) == {"1", "2", "3", "4", "5", "6"}, "text in addition to the colour"
     assert len(figure.layout.yaxis.categoryarray) == 1 + 2 + 3
-    assert [note.text.strip() for note in figure.layout.annotations] == ["300 ms per step", "200 ms per step", "100 ms per step"]
+    assert [note.text.strip() for note in figure.layout.annotations] == [
+        "300 ms per step",
+        "200 ms per step",
+        "100 ms per step",
+    ]
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -80,7 +85,11 @@ def test_the_timeline_of_copies(times, waits):
 
 def test_the_picture_of_copies_shows_the_time_of_each_variant():
     figure = pictures.copies(fetch=0.003, launch=0.003, copy=0.001, compute=0.004, slower=2.5)
-    assert [note.text.strip() for note in figure.layout.annotations] == ["8.5 ms per step", "7 ms per step", "6 ms per step"]
+    assert [note.text.strip() for note in figure.layout.annotations] == [
+        "8.5 ms per step",
+        "7 ms per step",
+        "6 ms per step",
+    ]
     assert [trace.name for trace in figure.data] == ["fetch", "copy", "launch", "train"]
     assert all(len(trace.x) == 3 * 4 for trace in figure.data)
 

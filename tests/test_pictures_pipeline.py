@@ -33,7 +33,9 @@ def test_a_simulated_step_does_everything_once_in_a_possible_order(schedule, ran
             assert ends["F", slot.stage, slot.number] <= slot.start + 1e-9
     for rank in plan.ranks:
         mine = sorted((slot.start, slot.end) for slot in plan.slots if slot.rank == rank)
-        assert all(before[1] <= after[0] + 1e-9 for before, after in pairwise(mine)), "no rank computes two passes at once"
+        assert all(before[1] <= after[0] + 1e-9 for before, after in pairwise(mine)), (
+            "no rank computes two passes at once"
+        )
 
 
 @pytest.mark.parametrize(("schedule", "ranks", "parts"), CASES)
@@ -61,12 +63,16 @@ def test_the_orders_are_those_of_torch(schedule, ranks, parts):
     """Compares with torch's class, whose constructor needs stages, but whose order does not."""
     theirs = object.__new__(getattr(of_torch, f"Schedule{schedule}"))
     rounds = max(1, parts // ranks)
-    theirs.__dict__.update(n_local_stages=2, pp_group_size=ranks, _n_microbatches=parts, microbatches_per_round=parts // rounds)
+    theirs.__dict__.update(
+        n_local_stages=2, pp_group_size=ranks, _n_microbatches=parts, microbatches_per_round=parts // rounds
+    )
     letters = {"F": "F", "B": "B", "I": "B", "W": "W"}
     for rank in range(ranks):
         theirs.rank = rank
         passes = [each for each in theirs._calculate_single_rank_operations(rank) if each is not None]
-        assert order(schedule, rank, ranks, parts) == [(letters[str(kind.value)], stage, number) for stage, kind, number, *_ in passes]
+        assert order(schedule, rank, ranks, parts) == [
+            (letters[str(kind.value)], stage, number) for stage, kind, number, *_ in passes
+        ]
 
 
 def test_unequal_stages_wait_more():
@@ -111,7 +117,11 @@ def test_an_impossible_schedule_is_rejected(arguments, words):
 def test_the_gantt_has_every_pass_in_its_lane(schedule):
     plan = simulate(schedule, 3, 6)
     figure = pipeline.gantt(plan)
-    drawn = [(lane, base, wide, text) for bar in figure.data for lane, base, wide, text in zip(bar.y, bar.base, bar.x, bar.text)]
+    drawn = [
+        (lane, base, wide, text)
+        for bar in figure.data
+        for lane, base, wide, text in zip(bar.y, bar.base, bar.x, bar.text)
+    ]
     for slot in plan.slots:
         wide = pytest.approx(slot.end - slot.start, abs=1e-3)
         assert drawn.count((f"rank {slot.rank}", pytest.approx(slot.start, abs=1e-3), wide, str(slot.number))) == 1
@@ -143,7 +153,14 @@ def a_run(schedule: str, parts: int, steps: dict[int, dict[int, dict]], strategy
 
 
 def a_timeline(phases, busy=(), t0=100.0, seconds=1.0):
-    return {"phases": phases, "busy": [list(each) for each in busy], "t0": t0, "seconds": seconds, "comm": [], "step": 0}
+    return {
+        "phases": phases,
+        "busy": [list(each) for each in busy],
+        "t0": t0,
+        "seconds": seconds,
+        "comm": [],
+        "step": 0,
+    }
 
 
 def test_passes_of_a_run_get_their_names_by_the_rule():
@@ -175,7 +192,9 @@ def test_halves_of_a_backward_are_measured_as_computation():
     phases = [("forward", 0.0, 0.1), ("forward", 0.4, 0.5), ("optimizer", 0.9, 1.0)]
     busy = [(0.0, 0.1), (0.2, 0.25), (0.251, 0.3), (0.4, 0.5), (0.6, 0.8), (0.9, 1.0)]
     run = a_run("InterleavedZeroBubble", 2, {8: {rank: a_timeline(phases, busy) for rank in (0, 1)}})
-    mine = sorted((slot.kind, round(slot.start), round(slot.end)) for slot in pipeline.measured(run).slots if slot.rank == 0)
+    mine = sorted(
+        (slot.kind, round(slot.start), round(slot.end)) for slot in pipeline.measured(run).slots if slot.rank == 0
+    )
     assert mine == [("BW", 200, 300), ("BW", 600, 800), ("F", 0, 100), ("F", 400, 500)]
 
 

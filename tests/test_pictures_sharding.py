@@ -45,7 +45,9 @@ def test_columns_are_as_wide_as_their_bytes():
         figure = pictures.sharding.who_holds_what(2, bytes_)
         widths = [trace.width[0] for trace in figure.data[1:]]
         assert [width / widths[0] for width in widths] == pytest.approx([size / bytes_[0] for size in bytes_])
-        assert [f"({size} bytes per parameter)" in trace.name for size, trace in zip(bytes_, figure.data[1:])] == [True] * 3
+        assert [f"({size} bytes per parameter)" in trace.name for size, trace in zip(bytes_, figure.data[1:])] == [
+            True
+        ] * 3
 
 
 def test_the_sum_of_a_stage_is_that_of_the_paper():
@@ -110,7 +112,8 @@ def curves(figure):
 
 
 @pytest.mark.parametrize(
-    "units, ranks, reshard, prefetch, most", [(4, 4, True, 0, 0.5), (4, 4, True, 1, 0.75), (4, 2, False, 1, 1.5), (1, 4, True, 1, 1.25)]
+    "units, ranks, reshard, prefetch, most",
+    [(4, 4, True, 0, 0.5), (4, 4, True, 1, 0.75), (4, 2, False, 1, 1.5), (1, 4, True, 1, 1.25)],
 )
 def test_the_curve_is_own_shards_plus_gathered_parameters(units, ranks, reshard, prefetch, most):
     figure = pictures.sharding.gather_compute_drop(units, ranks, reshard, prefetch)
@@ -129,10 +132,16 @@ def test_the_curve_is_own_shards_plus_gathered_parameters(units, ranks, reshard,
     "call, words",
     [
         (lambda: pictures.sharding.who_holds_what(0), "ranks must be an integer from 1 to (64|65536), got 0"),
-        (lambda: pictures.sharding.bytes_by_ranks(ranks=(4, 0)), "ranks must be an integer from 1 to (64|65536), got 0"),
+        (
+            lambda: pictures.sharding.bytes_by_ranks(ranks=(4, 0)),
+            "ranks must be an integer from 1 to (64|65536), got 0",
+        ),
         (lambda: pictures.sharding.gather_compute_drop(units=0), "units must be an integer from 1 to 64, got 0"),
         (lambda: pictures.sharding.gather_compute_drop(ranks=-1), "ranks must be an integer from 1 to 64, got -1"),
-        (lambda: pictures.sharding.gather_compute_drop(prefetch=-1), "prefetch must be an integer from 0 to 64, got -1"),
+        (
+            lambda: pictures.sharding.gather_compute_drop(prefetch=-1),
+            "prefetch must be an integer from 0 to 64, got -1",
+        ),
     ],
 )
 def test_invalid_numbers_are_rejected(call, words):
@@ -141,5 +150,9 @@ def test_invalid_numbers_are_rejected(call, words):
 
 
 def test_pictures_have_no_background():
-    for figure in (pictures.sharding.who_holds_what(), pictures.sharding.bytes_by_ranks(), pictures.sharding.gather_compute_drop()):
+    for figure in (
+        pictures.sharding.who_holds_what(),
+        pictures.sharding.bytes_by_ranks(),
+        pictures.sharding.gather_compute_drop(),
+    ):
         assert figure.layout.paper_bgcolor == figure.layout.plot_bgcolor == "rgba(0,0,0,0)"

@@ -1,5 +1,5 @@
-"""The probe with scripts in many styles, alone and under torchrun: what it records, and that scripts are not affected.
-"""
+"""The probe with scripts in many styles, alone and under torchrun: what it records, and that scripts are not
+affected."""
 
 from __future__ import annotations
 
@@ -220,7 +220,13 @@ def test_bytes_by_owner(styles):
     _, told = styles
     parameters = 4 * (8 * 16 + 16 + 16 * 3 + 3)
     first, second = told.of("memory", "plain")
-    held = {"parameters": parameters, "gradients": parameters, "optimizer": 2 * parameters + 4 * 4, "communication": 0, "other": 0}
+    held = {
+        "parameters": parameters,
+        "gradients": parameters,
+        "optimizer": 2 * parameters + 4 * 4,
+        "communication": 0,
+        "other": 0,
+    }
     assert first["owners"] == held
     # The output of the ReLU, saved once for two layers, and the tensors saved by the loss: log-probabilities, two
     # scalars.
@@ -249,7 +255,9 @@ def test_what_does_not_train_is_counted_too():
 def test_metrics_keep_their_names_apart(styles):
     _, told = styles
     assert told.metric("teacher.true_loss", "range_loop") == [1.0]
-    assert [event["step"] for event in told.of("metric", "trainer")][1:] == [step["step"] for step in told.of("step", "trainer")]
+    assert [event["step"] for event in told.of("metric", "trainer")][1:] == [
+        step["step"] for step in told.of("step", "trainer")
+    ]
 
 
 # ---- two ranks under torchrun, as the launcher starts them
@@ -260,7 +268,11 @@ def listeners(run: Path) -> set[str]:
     found = set()
     for process in processes_of(str(run)):
         try:
-            found |= {connection.laddr.ip for connection in process.net_connections("inet") if connection.status == psutil.CONN_LISTEN}
+            found |= {
+                connection.laddr.ip
+                for connection in process.net_connections("inet")
+                if connection.status == psutil.CONN_LISTEN
+            }
         except psutil.Error:
             continue
     return found
@@ -311,10 +323,21 @@ def test_parallel_training_is_seen_whole(parallel, rank):
         (
             "tensor_parallel",
             16,
-            "samples/s inferred from the first batches: ranks 0 and 1 read the same samples, so each sample counts once",
+            (
+                "samples/s inferred from the first batches: ranks 0 and 1 read the same samples, so each sample counts"
+                " once"
+            ),
         ),
-        ("gpipe", 8, "samples/s inferred from the first batches: rank 1 receives activations, so no samples count there"),
-        ("one_f_one_b", 8, "samples/s inferred from the first batches: rank 1 receives activations, so no samples count there"),
+        (
+            "gpipe",
+            8,
+            "samples/s inferred from the first batches: rank 1 receives activations, so no samples count there",
+        ),
+        (
+            "one_f_one_b",
+            8,
+            "samples/s inferred from the first batches: rank 1 receives activations, so no samples count there",
+        ),
     ],
 )
 def test_each_sample_counts_once(parallel, style, samples, note):
@@ -376,10 +399,18 @@ def test_a_script_cannot_tell_the_difference(tmp_path):
         for name in ("left.txt", "left.gz"):
             (tmp_path / name).unlink(missing_ok=True)
         done = launch([*start, SCRIPTS / "identity.py", tmp_path, 3], run)
-        return done.returncode, done.stdout, done.stderr, (tmp_path / "left.txt").read_text(), (tmp_path / "left.gz").stat().st_size
+        return (
+            done.returncode,
+            done.stdout,
+            done.stderr,
+            (tmp_path / "left.txt").read_text(),
+            (tmp_path / "left.gz").stat().st_size,
+        )
 
     plain = told_by(sys.executable)
-    assert plain[0] == 3 and plain[1].splitlines()[1:] == ["thread __main__", "at exit"] and plain[3] == "not yet flushed"
+    assert (
+        plain[0] == 3 and plain[1].splitlines()[1:] == ["thread __main__", "at exit"] and plain[3] == "not yet flushed"
+    )
     assert told_by(*PROBE) == plain
     assert told_by(*PROBE, run=tmp_path / "run") == plain
     told = Told(tmp_path / "run")
@@ -391,7 +422,11 @@ ENDS = {
     "raise KeyboardInterrupt": (130, "KeyboardInterrupt", None),
     "def broken(:": (1, "SyntaxError", "SyntaxError"),
     "import ctypes, os\nabort = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p)(lambda *_: os.abort())\n"
-    "ctypes.CDLL(None).on_exit(abort, None)": (0, "", None),  # a library that aborts while the process is torn down
+    "ctypes.CDLL(None).on_exit(abort, None)": (
+        0,
+        "",
+        None,
+    ),  # a library that aborts while the process is torn down
 }
 
 
@@ -493,7 +528,12 @@ def on_cuda(tmp_path, monkeypatch):
         watch.optimizer_begins(optimizer)
         watch.optimizer_ends(optimizer)
 
-    return cuda, watch, step, lambda: [event for event in Told(tmp_path).events if event["kind"] in ("step", "probe_error")]
+    return (
+        cuda,
+        watch,
+        step,
+        lambda: [event for event in Told(tmp_path).events if event["kind"] in ("step", "probe_error")],
+    )
 
 
 def test_steps_are_written_in_order_once_the_device_has_passed_them(on_cuda):
@@ -677,10 +717,14 @@ def test_a_thread_with_the_ident_of_one_that_ended_is_not_the_one_that_is_follow
         assert thread.here()
         first, moved = in_a_thread(lambda followed: (followed.takes_over(), followed.here()), thread)
         second, here = in_a_thread(ScriptThread.here, thread)
-        third, looks = in_a_thread(lambda followed: (followed.may_move, followed.cpu_seconds(), followed.frame()), thread)
+        third, looks = in_a_thread(
+            lambda followed: (followed.may_move, followed.cpu_seconds(), followed.frame()), thread
+        )
         assert moved == (True, True) and not thread.here()
         assert not here and looks[:2] == (True, None)
-        assert looks[2].f_code.co_name != "<lambda>", "the main thread's frame, not that of a new thread with the same ident"
+        assert looks[2].f_code.co_name != "<lambda>", (
+            "the main thread's frame, not that of a new thread with the same ident"
+        )
         if first == second == third:
             return
     pytest.skip("this system did not give the ident out again")
@@ -720,4 +764,8 @@ def test_an_optimizer_that_raised_does_not_shift_the_phases(tmp_path):
     watch.optimizer_begins(optimizer)
     watch.optimizer_ends(optimizer)
     steps = Told(tmp_path).of("step")
-    assert [step["step"] for step in steps] == [1, 2] and steps[1]["seconds"]["data"] > 0 and steps[1]["seconds"]["other"] > 0
+    assert (
+        [step["step"] for step in steps] == [1, 2]
+        and steps[1]["seconds"]["data"] > 0
+        and steps[1]["seconds"]["other"] > 0
+    )

@@ -1,4 +1,5 @@
-"""Charts and traces of profiled steps: ranks on one time axis, missing data is reported, areas and bars add up, names stay text."""
+"""Charts and traces of profiled steps: ranks on one time axis, missing data is reported, areas and bars add up, names
+stay text."""
 
 from __future__ import annotations
 
@@ -62,7 +63,15 @@ def memory_event(rank, owners, times=(0.0, 0.01, 0.02)):
 
 
 def step_event(rank, step):
-    seconds = {"step": 0.04, "data": 0.002, "copy": 0.0, "forward": 0.008, "backward": 0.02, "optimizer": 0.01, "other": 0.0}
+    seconds = {
+        "step": 0.04,
+        "data": 0.002,
+        "copy": 0.0,
+        "forward": 0.008,
+        "backward": 0.02,
+        "optimizer": 0.01,
+        "other": 0.0,
+    }
     memory = {"allocated": MIB, "reserved": MIB, "peak": MIB}
     fields = {"step": step, "loss": 1.0, "samples": 32, "seconds": seconds, "memory": memory}
     return {"kind": "step", "t": 1000.0 + step, "rank": rank} | fields
@@ -110,19 +119,28 @@ def test_clocks_that_disagree_are_set_by_what_ranks_have_in_common_and_said(apar
 
 
 def test_a_collective_of_other_ranks_under_the_same_name_sets_no_clock():
-    ours, theirs = ([["all_reduce", start, start + 0.002, 8, "mesh_tp", ranks, 7]] for start, ranks in ((0.005, [0, 1]), (0.03, [2, 3])))
+    ours, theirs = (
+        [["all_reduce", start, start + 0.002, 8, "mesh_tp", ranks, 7]]
+        for start, ranks in ((0.005, [0, 1]), (0.03, [2, 3]))
+    )
     shifts, moved = profiled.aligned({0: timeline_event(0, comm=ours), 2: timeline_event(2, t0=1000.01, comm=theirs)})
     assert not moved
     assert shifts == pytest.approx({0: 0.0, 2: 0.01})
 
 
 def test_ranks_far_apart_without_a_common_collective_begin_together_and_it_is_said():
-    assert profiled.aligned({0: timeline_event(0, comm=[]), 1: timeline_event(1, t0=1600.0, comm=[])}) == ({0: 0.0, 1: 0.0}, True)
+    assert profiled.aligned({0: timeline_event(0, comm=[]), 1: timeline_event(1, t0=1600.0, comm=[])}) == (
+        {0: 0.0, 1: 0.0},
+        True,
+    )
 
 
 def test_a_broadcast_may_end_at_its_root_before_others_begin_it():
     early, late = ([["broadcast", start, start + 0.001, 8, "default_pg", [0, 1], 7]] for start in (0.005, 0.02))
-    assert profiled.aligned({0: timeline_event(0, comm=early), 1: timeline_event(1, comm=late)}) == ({0: 0.0, 1: 0.0}, False)
+    assert profiled.aligned({0: timeline_event(0, comm=early), 1: timeline_event(1, comm=late)}) == (
+        {0: 0.0, 1: 0.0},
+        False,
+    )
 
 
 def test_the_newest_step_of_all_ranks_is_shown_and_any_that_is_asked_for():
@@ -139,13 +157,17 @@ def test_ranks_without_a_timeline_are_counted():
 
 
 def test_what_reaches_beyond_the_step_is_drawn_within_it():
-    chart = figures.chart("timeline", state_of(timeline_event(0, comm=[["all_reduce", -0.01, 0.06, 8, None, None, None]]), nproc=1))
+    chart = figures.chart(
+        "timeline", state_of(timeline_event(0, comm=[["all_reduce", -0.01, 0.06, 8, None, None, None]]), nproc=1)
+    )
     assert stretches(chart)["all_reduce", 1] == pytest.approx((0, 40))
     assert profiled.overlap(timeline_event(0, comm=[["all_reduce", -0.01, 0.06, 8]])) == pytest.approx((0.04, 0.004))
 
 
 def test_stretches_say_what_they_are():
-    chart = figures.chart("timeline", state_of(timeline_event(0, comm=[["send", 0.0025, 0.0028, 2048, "pipe", [0, 1], 3]]), nproc=1))
+    chart = figures.chart(
+        "timeline", state_of(timeline_event(0, comm=[["send", 0.0025, 0.0028, 2048, "pipe", [0, 1], 3]]), nproc=1)
+    )
     words = next(words for spans in chart.spans if spans.name == "send" for *_, words in spans.stretches)
     assert words == "rank 0: send 3 of pipe, ranks 0, 1 FSDP::pre_forward (0), 2.0 KiB, 0.30 ms"
 
@@ -159,7 +181,10 @@ def test_micro_batches_are_numbered():
 
 def test_eight_ranks_of_many_stretches_make_a_bounded_picture():
     spread = [number / 600 * 0.04 for number in range(600)]
-    comm = [["all_reduce", at, at + 0.00005, 1024, "default_pg", list(range(8)), number + 1] for number, at in enumerate(spread)]
+    comm = [
+        ["all_reduce", at, at + 0.00005, 1024, "default_pg", list(range(8)), number + 1]
+        for number, at in enumerate(spread)
+    ]
     much = {
         "comm": comm,
         "busy": [[at + 0.00002, at + 0.00006] for at in spread],
@@ -190,7 +215,10 @@ def test_areas_lie_on_each_other_up_to_the_peak():
 def test_the_polygons_touch_and_end_at_the_peak():
     owners = {"parameters": [4 * MIB] * 3, "activations": [0, 6 * MIB, 2 * MIB]}
     picture = ElementTree.fromstring(figures.svg("memory_of_step", state_of(memory_event(0, owners), nproc=1)))
-    lower, upper = ([tuple(map(float, point.split(","))) for point in one.get("points").split()] for one in picture.iter(f"{SVG}polygon"))
+    lower, upper = (
+        [tuple(map(float, point.split(","))) for point in one.get("points").split()]
+        for one in picture.iter(f"{SVG}polygon")
+    )
     half = len(lower) // 2
     assert set(lower[:half]) == set(upper[len(upper) // 2 :])
     foot, top = max(y for _, y in lower), min(y for _, y in upper)
@@ -208,7 +236,9 @@ def test_a_long_curve_keeps_its_peak_in_every_picture():
 
 def test_the_bars_of_owners_are_the_peak():
     owners = {"parameters": [4 * MIB] * 3, "activations": [0, 6 * MIB, 2 * MIB]}
-    chart = figures.chart("memory_by_owner", state_of(memory_event(0, owners), memory_event(1, {"optimizer": [3 * MIB] * 3})))
+    chart = figures.chart(
+        "memory_by_owner", state_of(memory_event(0, owners), memory_event(1, {"optimizer": [3 * MIB] * 3}))
+    )
     assert chart.x.categories == ("rank 0", "rank 1")
     assert [sum(layer) for layer in zip(*(bars.values for bars in chart.bars))] == pytest.approx([10, 3])
     assert tuple(bars.name for bars in chart.bars) == OWNERS
@@ -220,7 +250,9 @@ def test_the_bars_of_owners_are_the_peak():
 def test_bars_with_communication_are_as_high_as_without():
     steps = [step_event(rank, step) for rank in range(2) for step in range(1, 20)]
     plain = phases_chart(state_of(*steps))
-    told = phases_chart(state_of(*steps, timeline_event(0), timeline_event(1, exposed={"backward": 0.01, "forward": 0.002})))
+    told = phases_chart(
+        state_of(*steps, timeline_event(0), timeline_event(1, exposed={"backward": 0.01, "forward": 0.002}))
+    )
     assert "communication" not in {bars.name for bars in plain.bars}
     layers = {bars.name: bars.values for bars in told.bars}
     assert layers["communication"] == pytest.approx((4, 12))
@@ -232,7 +264,10 @@ def test_bars_with_communication_are_as_high_as_without():
 
 def test_what_is_exposed_is_the_median_of_usual_steps_and_never_more_than_the_phase():
     early = timeline_event(0, step=3, exposed={"backward": 0.02})
-    usual = [timeline_event(0, step=8 + number, exposed={"backward": value}) for number, value in enumerate((0.002, 0.004, 0.5))]
+    usual = [
+        timeline_event(0, step=8 + number, exposed={"backward": value})
+        for number, value in enumerate((0.002, 0.004, 0.5))
+    ]
     assert profiled.exposed(state_of(early, *usual).ranks[0])["backward"] == pytest.approx(0.2)
     assert profiled.exposed(state_of(usual[2]).ranks[0])["backward"] == 1.0
     assert profiled.exposed(state_of(early).ranks[0])["backward"] == pytest.approx(1.0)
@@ -293,13 +328,19 @@ def as_rows(state):
 
 
 def test_a_trace_has_a_process_for_each_rank_and_microseconds():
-    made = trace(state_of(timeline_event(0, t0=1000.1), timeline_event(1, t0=1000.105), timeline_event(0, step=50, t0=1003.1)))
+    made = trace(
+        state_of(timeline_event(0, t0=1000.1), timeline_event(1, t0=1000.105), timeline_event(0, step=50, t0=1003.1))
+    )
     names = {event["pid"]: event["args"]["name"] for event in made["traceEvents"] if event["name"] == "process_name"}
     assert names == {0: "rank 0", 1: "rank 1"}
     assert {event["ph"] for event in made["traceEvents"]} == {"M", "X"}
     spans = [event for event in made["traceEvents"] if event["ph"] == "X"]
     assert all(isinstance(event[key], int) for event in spans for key in ("pid", "tid", "ts", "dur"))
-    forward = {(event["pid"], event["args"]["step"]): (event["ts"], event["dur"]) for event in spans if event["name"] == "forward"}
+    forward = {
+        (event["pid"], event["args"]["step"]): (event["ts"], event["dur"])
+        for event in spans
+        if event["name"] == "forward"
+    }
     assert forward == {(0, 8): (2000, 8000), (1, 8): (7000, 8000), (0, 50): (3_002_000, 8000)}
     sent = next(event for event in spans if event["name"] == "all_reduce")
     assert sent["args"] == {"step": 8, "bytes": 4096, "group": "default_pg", "ranks": [0, 1], "number": 7}
@@ -310,7 +351,11 @@ def test_spans_of_one_row_nest(t0):
     comm = [["all_reduce", at / 1000, (at + 7) / 1000, 8, "default_pg", [0, 1], at + 1] for at in range(1, 30, 3)]
     parts = [["forward", number / 1e5, (number + 1) / 1e5] for number in range(4000)]
     marks = [["outer", 0.0, 0.04], ["inner", 0.010001, 0.020003], ["next", 0.020003, 0.04]]
-    rows = as_rows(state_of(*(timeline_event(rank, t0=t0 + rank / 3000, comm=comm, phases=parts, marks=marks) for rank in range(2))))
+    rows = as_rows(
+        state_of(
+            *(timeline_event(rank, t0=t0 + rank / 3000, comm=comm, phases=parts, marks=marks) for rank in range(2))
+        )
+    )
     for spans in rows.values():
         open_: list[int] = []
         for start, end, _ in sorted(spans, key=lambda span: (span[0], -span[1])):

@@ -66,7 +66,9 @@ def test_a_step_that_is_asked_for_is_captured_by_every_rank(command):
     asked = int(told.stdout.split()[1])
     job.wait(120)
     ranks = job.state.ranks
-    assert [sorted(rank.timelines) for rank in ranks.values()] == [[3, asked]] * 2, "an early one, and the one that was asked for"
+    assert [sorted(rank.timelines) for rank in ranks.values()] == [[3, asked]] * 2, (
+        "an early one, and the one that was asked for"
+    )
     assert all(rank.memory_step["step"] == asked for rank in ranks.values())
     assert all([span[0] for span in rank.timeline["comm"]] == ["all_reduce"] for rank in ranks.values())
     assert ranks[0].timeline["comm"][0][6] == ranks[1].timeline["comm"][0][6], "the same collective has one number"
@@ -79,7 +81,10 @@ def test_a_step_that_is_asked_for_is_captured_by_every_rank(command):
     assert written.code == 0 and "perfetto" in written.stdout
     events = json.loads((job.folder.path / "t.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1} and any(event["name"] == "all_reduce" for event in events)
-    assert command("capture", job.name).stderr.strip() == f"labkit: run {job.name} is over; only a run in progress can be profiled"
+    assert (
+        command("capture", job.name).stderr.strip()
+        == f"labkit: run {job.name} is over; only a run in progress can be profiled"
+    )
 
 
 @pytest.mark.parametrize("warm", [1, 2, 7])
@@ -90,7 +95,9 @@ def test_a_script_with_a_profiler_of_its_own_has_it_to_itself(tmp_path, warm):
     assert job.words == "finished", job.logs(0, "stderr")
     assert job.logs(0).strip() == "seen 1"
     assert job.state.unwatched == []
-    assert all(step <= warm for step in job.state.ranks[0].timelines), "none from the time when the script's own profiler was there"
+    assert all(step <= warm for step in job.state.ranks[0].timelines), (
+        "none from the time when the script's own profiler was there"
+    )
 
 
 def test_a_run_without_a_sampled_step_has_no_trace(runs, command):
@@ -106,7 +113,8 @@ def test_a_run_without_a_sampled_step_has_no_trace(runs, command):
 
 
 @pytest.mark.parametrize(
-    ("readings", "taken"), [((0, 9), 1), ((0, 900_000, 900_007, 900_020), 2), (range(0, 9_000_000, 90_000), 1 + sampler._TRIES)]
+    ("readings", "taken"),
+    [((0, 9), 1), ((0, 900_000, 900_007, 900_020), 2), (range(0, 9_000_000, 90_000), 1 + sampler._TRIES)],
 )
 def test_system_time_and_mark_are_of_one_moment(monkeypatch, readings, taken):
     """A process that loses its core between the two readings takes them again, so often that it ends."""

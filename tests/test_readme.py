@@ -9,7 +9,13 @@ import pytest
 from labkit.cli.commands import COMMANDS
 from labkit.setup.environment import CLONE
 
-PAGES = ("README.md", "labkit/README.md", "labkit/REFERENCE.md", "labkit/MEASUREMENTS.md", "labkit/training/strategies/README.md")
+PAGES = (
+    "README.md",
+    "labkit/README.md",
+    "labkit/REFERENCE.md",
+    "labkit/MEASUREMENTS.md",
+    "labkit/training/strategies/README.md",
+)
 
 
 def anchors(text: str) -> set[str]:

@@ -21,7 +21,8 @@ from labkit.setup.environment import CLONE
 
 FACTS = """\
 import sys
-print(sys.argv, sys.path[0], __name__, __file__, __package__, __spec__ and (__spec__.name, __spec__.parent, __spec__.origin))
+print(sys.argv, sys.path[0], __name__, __file__, __package__)
+print(__spec__ and (__spec__.name, __spec__.parent, __spec__.origin))
 print(sys.modules["__main__"].__dict__ is globals(), [name for name in ("__loader__", "__doc__") if name in globals()])
 """
 ENDS = {
@@ -49,7 +50,9 @@ def project(tmp_path) -> Path:
 
 def ends(project: Path, *arguments: str) -> tuple[int, str, str]:
     settings = {**os.environ, "PYTHONPATH": str(CLONE)}
-    done = subprocess.run([sys.executable, *arguments], cwd=project, env=settings, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=project, env=settings, capture_output=True, text=True, check=False, timeout=60
+    )
     frames = [line for line in done.stderr.splitlines() if "runpy" not in line]
     return done.returncode, done.stdout, "\n".join(frames)
 
@@ -114,7 +117,13 @@ print("an error of rank", rank, file=sys.stderr, flush=True)
 def labkit(folder: Path, *arguments: str, **settings) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(CLONE)}
     return subprocess.run(
-        [sys.executable, "-m", "labkit", *arguments], cwd=folder, env=env, capture_output=True, text=True, check=False, **settings
+        [sys.executable, "-m", "labkit", *arguments],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        **settings,
     )
 
 
@@ -122,14 +131,20 @@ def test_rank_0_reads_standard_input_and_every_rank_has_its_name_as_written(proj
     (project / "sub").mkdir()
     (project / "sub" / "reads.py").write_text(READS)
     text = "line\n" * 50_000  # more than a pipe holds
-    done = labkit(project, "run", "sub/reads.py", "--nproc", "2", "--device", "cpu", "--", "x y", input=text, timeout=300)
+    done = labkit(
+        project, "run", "sub/reads.py", "--nproc", "2", "--device", "cpu", "--", "x y", input=text, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     told = [json.loads(labkit(project, "logs", "--rank", rank, timeout=120).stdout) for rank in ("0", "1")]
     assert [one["stdin"] for one in told] == [text, ""]
     assert all(one["argv"] == ["sub/reads.py", "x y"] and one["cwd"] == str(project) for one in told)
     assert labkit(project, "logs", "--rank", "1", "--stream", "stderr", timeout=120).stdout == "an error of rank 1\n"
     refused = labkit(project, "logs", "--rank", "2", timeout=120)
-    assert refused.returncode == 2 and "rank must be an integer from 0 to 1 in run" in refused.stderr and "Traceback" not in refused.stderr
+    assert (
+        refused.returncode == 2
+        and "rank must be an integer from 0 to 1 in run" in refused.stderr
+        and "Traceback" not in refused.stderr
+    )
 
 
 def test_a_module_runs_on_ranks_and_from_python_standard_input_is_empty(project, start, monkeypatch):

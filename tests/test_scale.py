@@ -39,7 +39,14 @@ RECORD = 88  # bytes
 def measured(step: int, **fields) -> dict:
     seconds = {"step": 0.0123456} | {phase: 0.001 * number for number, phase in enumerate(PHASES)}
     memory = {"allocated": 1 << 20, "reserved": None, "peak": (3 << 33) + step}
-    return {"t": 1000.0 + step / 100, "step": step, "loss": 1 / step, "samples": 128, "seconds": seconds, "memory": memory} | fields
+    return {
+        "t": 1000.0 + step / 100,
+        "step": step,
+        "loss": 1 / step,
+        "samples": 128,
+        "seconds": seconds,
+        "memory": memory,
+    } | fields
 
 
 def written(root, count: int, ranks: int = 1, **fields) -> RunFolder:
@@ -104,7 +111,9 @@ def test_opening_calls_no_function_for_each_step(long):
 
 def test_drawing_costs_the_points_of_a_line_and_not_the_steps(long, tmp_path):
     states = opened(written(tmp_path, 2 * steps.HELD)), opened(long)
-    shorter, longer = (calls_of(lambda state=state: [chart(state).drawn() for chart in CHARTS.values()]) for state in states)
+    shorter, longer = (
+        calls_of(lambda state=state: [chart(state).drawn() for chart in CHARTS.values()]) for state in states
+    )
     assert longer < 1.25 * shorter, "of steps there are 1.5 times as many"
 
 
@@ -149,7 +158,11 @@ def test_columns_are_the_same_in_memory_and_from_the_file(long):
     ):
         assert known.step[part].tolist() == expected[part].tolist()
     assert known.seconds[0] == known.seconds[-1] == 0.0123456, "what was measured, to 0.1 µs, also from 32 bits"
-    assert (known.memory["peak"][0], known.memory["peak"][-1], known.peak) == (3 * 2**33 + 1, 3 * 2**33 + count, 3 * 2**33 + count)
+    assert (known.memory["peak"][0], known.memory["peak"][-1], known.peak) == (
+        3 * 2**33 + 1,
+        3 * 2**33 + count,
+        3 * 2**33 + count,
+    )
     assert math.isnan(known.memory["reserved"][0])
     assert sum(1 for _ in known.t) == count
     assert 1000 < len(known.sample("step")) <= 2048 and steps.median(known.step) == (count + 1) / 2
@@ -185,7 +198,11 @@ def test_metrics_and_reports_of_a_long_run_are_bounded():
         state.apply({"kind": "metric", "t": float(step), "rank": 0, "name": "lr", "value": step, "step": step})
         state.apply({"kind": "report", "t": float(step), "rank": 0, "values": {f"value {step}": step, "last": step}})
     state.apply({"kind": "metric", "t": 1.0, "rank": 0, "name": "accuracy", "value": 0.5, "step": 1})
-    assert len(state.metrics) == 1000 and (state.metric("lr"), state.metric("accuracy"), state.metric("other")) == (4999, 0.5, None)
+    assert len(state.metrics) == 1000 and (state.metric("lr"), state.metric("accuracy"), state.metric("other")) == (
+        4999,
+        0.5,
+        None,
+    )
     assert len(state.reports[0]) == 1000 and state.reports[0]["last"] == 4999
 
 
@@ -209,7 +226,16 @@ def test_steps_and_lines_keep_their_order(tmp_path):
     again.write("step", **measured(2))
     again.close()
     found = [(event["kind"], event.get("step")) for event in reader.poll()]
-    assert found == [("step", 1), ("step", 2), ("waiting", None), ("step", 3), ("step", 4), ("end", None), ("start", None), ("step", 2)]
+    assert found == [
+        ("step", 1),
+        ("step", 2),
+        ("waiting", None),
+        ("step", 3),
+        ("step", 4),
+        ("end", None),
+        ("start", None),
+        ("step", 2),
+    ]
     blocks = [event for event in Reader(path).poll(blocks=True) if event["kind"] == "steps"]
     assert [len(event["block"]) for event in blocks] == [2, 1, 1]
     state = RunState()
@@ -311,8 +337,9 @@ def test_a_record_of_which_a_full_disk_took_a_part_is_completed_first(tmp_path, 
 
 
 WRONG = (
-    {"step": math.nan}, {"step": 1.5}, {"step": -1.0}, {"step": 2.0**60}, {"step": math.inf}, {"t": math.nan}, {"t": 1e18}, {"t": -1.0},
-    {"samples": -1.0}, {"samples": math.inf}, {"peak": -5.0}, {"peak": 1e300}, {"seconds": math.inf}, {"backward": -1e20},
+    {"step": math.nan}, {"step": 1.5}, {"step": -1.0}, {"step": 2.0**60}, {"step": math.inf},
+    {"t": math.nan}, {"t": 1e18}, {"t": -1.0}, {"samples": -1.0}, {"samples": math.inf},
+    {"peak": -5.0}, {"peak": 1e300}, {"seconds": math.inf}, {"backward": -1e20},
 )  # fmt: skip
 
 
@@ -359,7 +386,11 @@ def test_a_file_without_a_header_that_can_be_read_is_counted_once(tmp_path, head
     follower = Follower(folder)
     follower.poll()
     follower.poll()
-    assert follower.state.broken == 1 and len(follower.state.ranks[0].steps) == 0 and follower.state.ranks[0].exit_code == 0
+    assert (
+        follower.state.broken == 1
+        and len(follower.state.ranks[0].steps) == 0
+        and follower.state.ranks[0].exit_code == 0
+    )
 
 
 def test_a_step_file_that_is_cut_short_or_missing_is_noticed(tmp_path):
@@ -390,13 +421,19 @@ def test_unknown_and_missing_columns_are_allowed(tmp_path):
     path = tmp_path / "rank0.jsonl"
     columns = [["t", "<f8"], ["news", "<i8"], ["step", "<f8"], ["loss", "<f8"]]
     rows = numpy.array([(1.0, 5, 1.0, 0.5), (2.0, 5, 2.0, math.nan)], dtype=[tuple(column) for column in columns])
-    stepfile.steps_path(path).write_bytes(json.dumps({"kind": "steps", "rank": 0, "columns": columns}).encode() + b"\n" + rows.tobytes())
+    stepfile.steps_path(path).write_bytes(
+        json.dumps({"kind": "steps", "rank": 0, "columns": columns}).encode() + b"\n" + rows.tobytes()
+    )
     path.touch()
     assert [event["loss"] for event in Reader(path).poll()] == [0.5, None]
     state = RunState()
     for event in Reader(path).poll(blocks=True):
         state.apply(event)
-    assert list(state.ranks[0].steps.step) == [1, 2] and math.isnan(state.ranks[0].steps.samples[0]) and state.ranks[0].not_finite is None
+    assert (
+        list(state.ranks[0].steps.step) == [1, 2]
+        and math.isnan(state.ranks[0].steps.samples[0])
+        and state.ranks[0].not_finite is None
+    )
 
 
 # ---- folders of older versions, and replay
@@ -453,7 +490,11 @@ def test_no_event_has_a_field_that_the_order_of_the_files_needs(tmp_path):
             file.write(json.dumps({"t": 1001.0, "rank": 0, "kind": "going_on", "after": after}) + "\n")
     state = opened(folder)
     assert state.broken == 0 and len(state.ranks[0].steps) == 3
-    fields = [line for path in (Path(stepfile.__file__).parents[1] / "probe").glob("*.py") for line in path.read_text().splitlines()]
+    fields = [
+        line
+        for path in (Path(stepfile.__file__).parents[1] / "probe").glob("*.py")
+        for line in path.read_text().splitlines()
+    ]
     assert not [line for line in fields if ".write(" in line and " after=" in line]
 
 
@@ -503,7 +544,9 @@ def test_step_files_with_random_bytes_in_them_open_and_draw(tmp_path):
     for number in range(300):
         data = bytearray(whole)
         for _ in range(choose.randint(1, 20)):
-            data[choose.randrange(head) if number % 3 == 0 else choose.randrange(head, len(data))] = choose.randrange(256)
+            data[choose.randrange(head) if number % 3 == 0 else choose.randrange(head, len(data))] = choose.randrange(
+                256
+            )
         if number % 5 == 0:
             del data[choose.randrange(len(data)) :]
         path.write_bytes(data)
@@ -512,4 +555,6 @@ def test_step_files_with_random_bytes_in_them_open_and_draw(tmp_path):
         for name in ("loss", "throughput", "memory", "phases"):
             drawing(CHARTS[name](state).drawn(), 300, 200)
         events = [event for event in Reader(folder.events_of(0)).poll() if event["kind"] == "step"]
-        assert [event["step"] for event in events] == list(rank.steps.step) if (rank := state.ranks.get(0)) else not events
+        assert (
+            [event["step"] for event in events] == list(rank.steps.step) if (rank := state.ranks.get(0)) else not events
+        )

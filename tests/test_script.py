@@ -40,8 +40,12 @@ EVERY = [
     for data in row.data
     if fits(strategy, workload=workload, data=data)
 ]
-EVERY_PRECISION = [(strategy, precision) for strategy in STRATEGIES for precision in PRECISIONS if fits(strategy, precision=precision)]
-EVERY_SCRIPT = [(*one, precision) for one in EVERY for precision in PRECISIONS if (one[0], precision) in EVERY_PRECISION]
+EVERY_PRECISION = [
+    (strategy, precision) for strategy in STRATEGIES for precision in PRECISIONS if fits(strategy, precision=precision)
+]
+EVERY_SCRIPT = [
+    (*one, precision) for one in EVERY for precision in PRECISIONS if (one[0], precision) in EVERY_PRECISION
+]
 SAVING = [one for one in EVERY_PRECISION if FIRST[one[0]] == "cnn" and "save_every" not in STRATEGIES[one[0]].lacks]
 RULES = "E4,E7,E9,F,I"  # rules of ruff that scripts must pass
 
@@ -53,7 +57,9 @@ def checked(sources: dict[tuple, str], folder: Path, widths: tuple[int, ...]) ->
     """Each script with the complaints of ruff, which checks all of them in one run."""
     for number, source in enumerate(sources.values()):
         (folder / f"{number}.py").write_text(source, encoding="utf-8")
-    looks = [["format", "--check", f"--line-length={width}"] for width in widths] + [["check", f"--select={RULES}", "--quiet"]]
+    looks = [["format", "--check", f"--line-length={width}"] for width in widths] + [
+        ["check", f"--select={RULES}", "--quiet"]
+    ]
     said = []
     for look in looks:
         argv = [find_ruff_bin(), *look, "--isolated", "--no-cache", "--output-format=concise", "."]
@@ -74,7 +80,9 @@ def scripts(tmp_path_factory):
 @pytest.fixture(scope="module")
 def saving(tmp_path_factory):
     """The scripts of all combinations with checkpoints."""
-    written = {one: write_script(spec(one[0], precision=one[1], save_every=10, resume="/a/step00000030")) for one in SAVING}
+    written = {
+        one: write_script(spec(one[0], precision=one[1], save_every=10, resume="/a/step00000030")) for one in SAVING
+    }
     return checked(written, tmp_path_factory.mktemp("scripts"), (88,))
 
 
@@ -90,7 +98,11 @@ def constants(source: str) -> dict[str, object]:
 
 
 def functions(source: str) -> dict[str, str]:
-    return {node.name: ast.unparse(node) for node in ast.parse(source).body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    return {
+        node.name: ast.unparse(node)
+        for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
 
 
 def changed(old: Spec, new: Spec) -> set[str]:
@@ -143,7 +155,13 @@ def test_settings_get_the_values_of_the_spec(strategy, workload, data):
 def test_every_option_is_in_the_script(strategy, workload, data):
     plain = spec(strategy, workload=workload, data=data)
     for option in (*STRATEGIES[strategy].all_options, *WORKLOADS[workload].options):
-        other = option.choices[-1] if option.choices else not option.default if isinstance(option.default, bool) else option.default + 1
+        other = (
+            option.choices[-1]
+            if option.choices
+            else not option.default
+            if isinstance(option.default, bool)
+            else option.default + 1
+        )
         if not fits(strategy, workload=workload, options={option.name: other}):
             continue
         asked = spec(strategy, workload=workload, data=data, options={option.name: other})
@@ -152,10 +170,16 @@ def test_every_option_is_in_the_script(strategy, workload, data):
 
 def test_options_become_constants():
     assert constants(write_script(spec("ddp", options={"bucket_mb": 3})))["BUCKET_MB"] == 3
-    assert constants(write_script(spec("fsdp2", options={"reshard_after_forward": False})))["RESHARD_AFTER_FORWARD"] is False
+    assert (
+        constants(write_script(spec("fsdp2", options={"reshard_after_forward": False})))["RESHARD_AFTER_FORWARD"]
+        is False
+    )
     gpt = constants(write_script(spec("ddp", workload="gpt", options={"size": "7B"})))
     assert (gpt["LAYERS"], gpt["WIDTH"], gpt["HEADS"]) == (35, 4096, 32)
-    assert constants(write_script(spec("ddp", data="mnist", data_dir="/some where/it's")))["DATA_DIR"] == "/some where/it's"
+    assert (
+        constants(write_script(spec("ddp", data="mnist", data_dir="/some where/it's")))["DATA_DIR"]
+        == "/some where/it's"
+    )
 
 
 def test_batch_arithmetic_is_spelled_out():
@@ -174,16 +198,22 @@ def test_only_used_definitions_are_written():
     assert "SCALER" not in write_script(spec("ddp"))
     assert "import os" in write_script(spec("ddp"))
     assert "distributed as dist" not in write_script(spec("single"))
-    assert "torchvision" not in "".join(write_script(spec("ddp", workload=name)) for name in WORKLOADS if name != "resnet18")
+    assert "torchvision" not in "".join(
+        write_script(spec("ddp", workload=name)) for name in WORKLOADS if name != "resnet18"
+    )
 
 
 def test_strategies_differ_only_in_their_own_functions():
     own = {"setup", "load", "parallelize", "build_optimizer", "loss_of", "train_step", "evaluate", "cleanup"}
     for strategy in STRATEGIES:
         options = {option.name.upper() for option in STRATEGIES[strategy].options}
-        helpers = set(functions(Path(importlib.util.find_spec(STRATEGIES[strategy].module).origin).read_text(encoding="utf-8")))
+        helpers = set(
+            functions(Path(importlib.util.find_spec(STRATEGIES[strategy].module).origin).read_text(encoding="utf-8"))
+        )
         constant = set(STRATEGIES[strategy].constants(spec(strategy)))
-        assert changed(spec("single", workload=FIRST[strategy]), spec(strategy)) <= own | options | helpers | constant | {
+        assert changed(
+            spec("single", workload=FIRST[strategy]), spec(strategy)
+        ) <= own | options | helpers | constant | {
             "data_shard",
             "IS_LOGGING_RANK",
             "CLIP_NORM",  # DeepSpeed sets it even if it is 0
@@ -245,7 +275,9 @@ def test_an_if_is_resolved_completely(tmp_path, monkeypatch):
         module = "branches"
 
     row = STRATEGIES["single"]
-    monkeypatch.setitem(STRATEGIES, "single", Branches(**{name: getattr(row, name) for name in row.__dataclass_fields__}))
+    monkeypatch.setitem(
+        STRATEGIES, "single", Branches(**{name: getattr(row, name) for name in row.__dataclass_fields__})
+    )
     written = [functions(write_script(spec("single", seed=seed)))["cleanup"] for seed in (1, 2, 3)]
     assert [text.split("first = 1\n")[1] for text in written] == [
         "    first = 2\n    return first",
@@ -281,7 +313,9 @@ def test_specs_without_a_script_are_refused():
 
 
 def test_two_meanings_of_one_name_are_refused(tmp_path, monkeypatch):
-    (tmp_path / "clash.py").write_text("import json as count\n\n\ndef cleanup():\n    count.dumps(1)\n", encoding="utf-8")
+    (tmp_path / "clash.py").write_text(
+        "import json as count\n\n\ndef cleanup():\n    count.dumps(1)\n", encoding="utf-8"
+    )
     monkeypatch.syspath_prepend(tmp_path)
 
     class Clash(type(STRATEGIES["single"])):

@@ -9,11 +9,14 @@ from labkit.record.sources import inferred
 
 
 def ranks(inputs: dict[int, str], batches: dict[int, str] | None = None) -> list[dict]:
-    """By rank, a letter for each of its first steps: the digest of its inputs (a dot is an activation), and of its loader's batches."""
+    """By rank, a letter for each of its first steps: the digest of its inputs (a dot is an activation), and of its
+    loader's batches."""
     found = []
     for what, seen in (("input", inputs), ("batch", batches or {})):
         for rank, letters in seen.items():
-            found += [saw(rank, what, step=step, digest=None if one == "." else one) for step, one in enumerate(letters, 1)]
+            found += [
+                saw(rank, what, step=step, digest=None if one == "." else one) for step, one in enumerate(letters, 1)
+            ]
     return found
 
 
@@ -48,7 +51,9 @@ def test_each_sample_counts_once(case):
 def test_what_was_inferred_is_said():
     state = fold(script(4), start(0, 1, 2, 3), ranks({0: "abc", 1: "abc", 2: "...", 3: "..."}))
     assert inferred(state.ranks) == ([(0, 1)], (2, 3))
-    assert state.note == (
-        "samples/s inferred from the first batches: ranks 0 and 1 read the same samples, so each sample counts once; "
+    assert (
+        state.note
+        == "samples/s inferred from the first batches: ranks 0 and 1 read the same samples, so each sample counts"
+        " once; "
         "ranks 2 and 3 receive activations, so no samples count there"
     )

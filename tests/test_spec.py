@@ -151,15 +151,18 @@ def test_seed_is_not_negative():
 
 def test_global_batch_that_is_not_divisible_by_the_ranks():
     sentence = refused("batch_size", strategy="ddp", nproc=3, batch_size=128, scaling="strong")
-    assert sentence == (
-        "a global batch of 128 is not divisible by 3 ranks; use --batch-size 126 or 129, or --scaling weak for a batch size per rank"
+    assert (
+        sentence
+        == "a global batch of 128 is not divisible by 3 ranks; use --batch-size 126 or 129, or --scaling weak for a"
+        " batch size per rank"
     )
     assert "use --batch-size 4," in refused("batch_size", strategy="ddp", nproc=4, batch_size=3, scaling="strong")
 
 
 def test_fewer_samples_than_ranks():
-    assert refused("samples", strategy="ddp", nproc=4, samples=3) == (
-        "3 samples are too few for 4 ranks; use --samples 4 or more, or at most 3 ranks"
+    assert (
+        refused("samples", strategy="ddp", nproc=4, samples=3)
+        == "3 samples are too few for 4 ranks; use --samples 4 or more, or at most 3 ranks"
     )
 
 
@@ -176,8 +179,9 @@ def test_epochs_and_steps_together():
 
 
 def test_single_on_several_devices():
-    assert refused("strategy", strategy="single", nproc=2) == (
-        "single trains on one device, got --nproc 2; use --nproc 1, or the strategy ddp"
+    assert (
+        refused("strategy", strategy="single", nproc=2)
+        == "single trains on one device, got --nproc 2; use --nproc 1, or the strategy ddp"
     )
 
 
@@ -187,14 +191,25 @@ def test_unknown_options_and_invalid_values():
     assert refused("options", strategy="single", options={"bucket_mb": 1}).endswith(
         "; options: accumulate, clip_norm, checkpoint_activations, compile, fetch, workers, pin_memory, non_blocking"
     )
-    assert refused("options", strategy="ddp", options={"bucket_mb": 0}) == ("option bucket_mb must be an integer from 1 to 65536, got 0")
+    assert (
+        refused("options", strategy="ddp", options={"bucket_mb": 0})
+        == "option bucket_mb must be an integer from 1 to 65536, got 0"
+    )
     assert "true or false" in refused("options", strategy="fsdp2", options={"reshard_after_forward": "perhaps"})
     assert "one of 1M, 10M" in refused("options", workload="gpt", options={"size": "2M"})
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("strategy", "ddp"), ("workload", "cnn"), ("data", "digits"), ("batch_size", 8), ("epochs", 1), ("steps", 5), ("samples", 9)],
+    [
+        ("strategy", "ddp"),
+        ("workload", "cnn"),
+        ("data", "digits"),
+        ("batch_size", 8),
+        ("epochs", 1),
+        ("steps", 5),
+        ("samples", 9),
+    ],
 )
 def test_strategy_settings_do_not_apply_to_a_user_script(field, value):
     sentence = refused(field, script="train.py", **{field: value})
@@ -206,7 +221,10 @@ def test_strategy_settings_do_not_apply_to_a_user_script(field, value):
 
 
 def test_cuda_without_a_gpu():
-    assert refused("device", LAPTOP, device="cuda") == "--device cuda is not available: this machine has no GPU; use --device cpu"
+    assert (
+        refused("device", LAPTOP, device="cuda")
+        == "--device cuda is not available: this machine has no GPU; use --device cpu"
+    )
 
 
 def test_more_ranks_than_gpus():
@@ -225,8 +243,9 @@ def test_too_many_cpu_ranks():
 
 def test_bf16_on_a_t4():
     sentence = refused("precision", KAGGLE, precision="bf16")
-    assert sentence == (
-        "--precision bf16 needs a GPU of compute capability 8.0 or newer, and Tesla T4 has 7.5; use --precision fp16"
+    assert (
+        sentence
+        == "--precision bf16 needs a GPU of compute capability 8.0 or newer, and Tesla T4 has 7.5; use --precision fp16"
     )
     assert Spec(precision="fp16").on(KAGGLE).precision == "fp16"
     assert Spec(precision="bf16").on(SERVER).precision == "bf16"
@@ -314,7 +333,10 @@ LIMITS = {
     "fsdp": ({"nproc": 4, "options": {"sharding": "HYBRID_SHARD", "replicas": 3}}, "use replicas=2, or --nproc 6"),
     "fsdp2": ({"nproc": 4, "options": {"replicas": 3}}, "use replicas=2, or --nproc 6"),
     "tp": ({"nproc": 3}, "128 units, which is not divisible by 3 tensor-parallel ranks; use --nproc 2"),
-    "pp": ({"nproc": 6, "options": {"micro_batches": 8}}, "cnn has 5 blocks, too few for the 6 stages of 1F1B on 6 ranks; use --nproc 5"),
+    "pp": (
+        {"nproc": 6, "options": {"micro_batches": 8}},
+        "cnn has 5 blocks, too few for the 6 stages of 1F1B on 6 ranks; use --nproc 5",
+    ),
     "fsdp2_tp": ({"nproc": 3}, "3 ranks are not divisible by tp_size=2; use --nproc 2 or 4"),
     "pp_ddp": ({"nproc": 3}, "3 ranks are not divisible by pp_size=2; use --nproc 2 or 4"),
     "pp_fsdp2_tp": ({"nproc": 6}, "6 ranks are not divisible by pp_size=2 × tp_size=2; use --nproc 4 or 8"),

@@ -137,7 +137,10 @@ def test_a_rank_writes_each_milestone_once(tmp_path):
     told = Told(tmp_path)
     assert [event["name"] for event in told.of("startup")] == ["group", "data", "batch"]
     assert told.of("probe_error") == []
-    times = [told.of("start")[0]["began"], *(event["t"] for event in told.events if event["kind"] in ("start", "startup", "step"))]
+    times = [
+        told.of("start")[0]["began"],
+        *(event["t"] for event in told.events if event["kind"] in ("start", "startup", "step")),
+    ]
     assert times == sorted(times), "the process began first, and the first step came last"
 
 
@@ -152,7 +155,14 @@ def test_a_script_without_a_group_or_a_loader_leaves_them_out(tmp_path):
 def test_a_device_mesh_forms_the_group_too(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("from torch.distributed import init_device_mesh\ninit_device_mesh('cpu', (1,))\n")
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "LABKIT_LOOPBACK": "1"}
+    alone = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+        "LABKIT_LOOPBACK": "1",
+    }
     ran = launch([*PROBE, script], tmp_path, **alone)
     assert ran.returncode == 0, ran.stderr
     assert [event["name"] for event in Told(tmp_path).of("startup")] == ["group"]

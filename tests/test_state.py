@@ -27,7 +27,15 @@ def step(rank: int, number: int, t: float = 0.0, **fields) -> dict:
 
 
 def start(rank: int, t: float = 0.0, attempt: int = 0, **fields) -> dict:
-    return {"kind": "start", "t": t, "rank": rank, "pid": 100 + rank, "host": "here", "device": "cpu", "attempt": attempt} | fields
+    return {
+        "kind": "start",
+        "t": t,
+        "rank": rank,
+        "pid": 100 + rank,
+        "host": "here",
+        "device": "cpu",
+        "attempt": attempt,
+    } | fields
 
 
 def spec(**asked) -> dict:
@@ -113,7 +121,13 @@ def test_metrics_owners_device_and_system():
         {"kind": "metric", "t": 1.0, "rank": 0, "name": "accuracy", "value": 0.5, "step": 4},
         {"kind": "metric", "t": 2.0, "rank": 0, "name": "accuracy", "value": 0.75, "step": 8},
         {"kind": "memory", "t": 1.0, "rank": 0, "owners": {"parameters": 100, "gradients": 100}},
-        {"kind": "system", "t": 1.0, "cpu_percent": 50.0, "memory_used": 9, "gpus": [{"index": 0, "memory_used": 5, "memory_total": 16}]},
+        {
+            "kind": "system",
+            "t": 1.0,
+            "cpu_percent": 50.0,
+            "memory_used": 9,
+            "gpus": [{"index": 0, "memory_used": 5, "memory_total": 16}],
+        },
         {"kind": "system", "t": 1.2, "cpu_percent": None, "ranks": {"0": {"cpu_percent": 90.0, "rss": 7}}},
     )
     assert (state.ranks[0].device, state.ranks[0].device_name) == ("cuda:0", "T4")
@@ -169,7 +183,12 @@ def test_the_first_error_is_the_cause_and_the_others_fell_with_it():
     state = fold(spec(nproc=4), *(start(rank) for rank in range(4)), error(2, 5.0), error(1, 5.5, message="also bad"))
     state.apply({"kind": "end", "t": 5.1, "rank": 2, "exit_code": 1})
     failure = state.failure
-    assert (failure["rank"], failure["type"], failure["message"], failure["exit_code"]) == (2, "ValueError", "bad sample", 1)
+    assert (failure["rank"], failure["type"], failure["message"], failure["exit_code"]) == (
+        2,
+        "ValueError",
+        "bad sample",
+        1,
+    )
     assert failure["collateral"] == [1] and failure["traceback"]
 
 
@@ -192,7 +211,9 @@ def test_a_rank_that_died_by_a_signal_outranks_the_complaints():
         start(0),
         start(1),
         error(0, 4.0, "RuntimeError", "Connection reset by peer"),
-        status("failed", failures={"1": {"exit_code": -9, "signal": "SIGKILL", "t": 6.0}, "0": {"exit_code": 1, "t": 6.0}}),
+        status(
+            "failed", failures={"1": {"exit_code": -9, "signal": "SIGKILL", "t": 6.0}, "0": {"exit_code": 1, "t": 6.0}}
+        ),
     )
     assert (state.failure["rank"], state.failure["type"], state.failure["exit_code"]) == (1, "SIGKILL", -9)
     assert state.failure["collateral"] == [0]
@@ -273,8 +294,19 @@ def test_the_shape_of_the_summary():
         {"kind": "end", "t": 9.0, "rank": 0, "exit_code": 0},
     )
     summary = summarise(state, "a-run")
-    expected = {"run": "a-run", "state": "finished", "strategy": "ddp", "workload": "cnn", "world_size": 2, "device": "cpu", "steps": 3}
-    assert summary.items() >= (expected | {"restarts": 1, "accuracy": 0.9, "failure": None, "broken_lines": 0, "findings": []}).items()
+    expected = {
+        "run": "a-run",
+        "state": "finished",
+        "strategy": "ddp",
+        "workload": "cnn",
+        "world_size": 2,
+        "device": "cpu",
+        "steps": 3,
+    }
+    assert (
+        summary.items()
+        >= (expected | {"restarts": 1, "accuracy": 0.9, "failure": None, "broken_lines": 0, "findings": []}).items()
+    )
     assert summary["seconds"] == {"total": 10.0, "to_first_step": 0.5}
     assert summary["samples_per_second"] == 32.0 and summary["loss"] == pytest.approx(1 / 3, abs=1e-6)
     first, second = summary["ranks"]
@@ -299,7 +331,15 @@ def test_a_failed_run_has_its_finding():
 
 
 def test_what_was_not_measured_is_said():
-    lost = {"kind": "probe_error", "t": 3.0, "rank": 1, "part": "memory", "type": "KeyError", "message": "x", "traceback": ""}
+    lost = {
+        "kind": "probe_error",
+        "t": 3.0,
+        "rank": 1,
+        "part": "memory",
+        "type": "KeyError",
+        "message": "x",
+        "traceback": "",
+    }
     state = fold(spec(), start(0), start(1), lost)
     state.broken = 1  # as whoever reads the events has counted
     names = {finding["name"]: finding for finding in summarise(state)["findings"]}

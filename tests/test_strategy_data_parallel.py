@@ -27,14 +27,21 @@ def refusal(strategy: str, nproc: int = 2, **fields) -> str:
 def test_ranks_that_are_not_divisible_by_replicas_are_refused(strategy):
     told = refusal(strategy, 4, options={"replicas": 3})
     assert told == "4 ranks are not divisible by replicas=3; use replicas=2, or --nproc 6"
-    assert "2 ranks are not divisible by replicas=8; use replicas=2, or --nproc 8" in refusal(strategy, options={"replicas": 8})
+    assert "2 ranks are not divisible by replicas=8; use replicas=2, or --nproc 8" in refusal(
+        strategy, options={"replicas": 8}
+    )
     assert Spec(strategy, "mlp", nproc=4, options={"replicas": 2})
 
 
 def test_sharding_and_replicas_that_contradict_each_other_are_refused():
-    assert "HYBRID_SHARD with replicas=1 is the same as FULL_SHARD; use replicas=2" in refusal("fsdp", options={"sharding": "HYBRID_SHARD"})
+    assert "HYBRID_SHARD with replicas=1 is the same as FULL_SHARD; use replicas=2" in refusal(
+        "fsdp", options={"sharding": "HYBRID_SHARD"}
+    )
     told = refusal("fsdp", options={"sharding": "NO_SHARD", "replicas": 2})
-    assert told == "replicas=2 needs sharding=HYBRID_SHARD, got sharding=NO_SHARD; use sharding=HYBRID_SHARD, or replicas=1"
+    assert (
+        told
+        == "replicas=2 needs sharding=HYBRID_SHARD, got sharding=NO_SHARD; use sharding=HYBRID_SHARD, or replicas=1"
+    )
     source = write_script(Spec("fsdp", "mlp", nproc=4, options={"replicas": 2}))
     assert 'SHARDING = "HYBRID_SHARD"' in source
     assert "REPLICAS = 2" in source
@@ -44,19 +51,25 @@ def test_cpu_offload_names_its_limits():
     assert "the state of CPU ranks is already there" in refusal("fsdp2", options={"cpu_offload": True})
     assert "clip_norm=0.5; use only one of the two" in refusal("fsdp2", options={"cpu_offload": True, "clip_norm": 0.5})
     assert "use --precision bf16" in refusal("fsdp2", options={"cpu_offload": True}, precision="fp16")
-    gpus = Machine(gpus=tuple(Gpu(index, "GPU", 2**34, (9, 0)) for index in range(2)), cores=8, memory=2**34, torch=(2, 13))
+    gpus = Machine(
+        gpus=tuple(Gpu(index, "GPU", 2**34, (9, 0)) for index in range(2)), cores=8, memory=2**34, torch=(2, 13)
+    )
     settled = Spec("fsdp2", "mlp", nproc=2, options={"cpu_offload": True}).on(gpus)
     assert "CPUOffloadPolicy()" in write_script(settled)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_static_graph_and_accumulation_contradict_each_other(strategy):
-    assert "accumulate=4 delays it; use only one of the two" in refusal(strategy, options={"static_graph": True, "accumulate": 4})
+    assert "accumulate=4 delays it; use only one of the two" in refusal(
+        strategy, options={"static_graph": True, "accumulate": 4}
+    )
 
 
 def test_deepspeed_says_what_is_missing(monkeypatch):
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "deepspeed" else found(name, *rest))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "deepspeed" else found(name, *rest)
+    )
     assert refusal("deepspeed").endswith("is not installed; add it with: python3 -m labkit setup --with deepspeed")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: True)
     monkeypatch.setenv("CXX", "no-such-compiler")
@@ -66,11 +79,15 @@ def test_deepspeed_says_what_is_missing(monkeypatch):
 
 @pytest.mark.parametrize("compression", ["fp16", "powersgd"])
 def test_compressed_gradients_train_nearly_the_same_and_say_why(compression, tmp_path):
-    spec = Spec("ddp", "mlp", nproc=2, batch_size=16, steps=4, samples=128, device="cpu", options={"compression": compression})
+    spec = Spec(
+        "ddp", "mlp", nproc=2, batch_size=16, steps=4, samples=128, device="cpu", options={"compression": compression}
+    )
     assert spec.strategy_row.differs(spec).startswith(f"compression={compression}: gradients are")
     plain = Spec("ddp", "mlp", nproc=2, batch_size=16, steps=4, samples=128, device="cpu")
     assert plain.strategy_row.differs(plain) is None
-    losses, exact = (record(one, tmp_path / name)[0]["losses"] for one, name in ((spec, "compressed"), (plain, "plain")))
+    losses, exact = (
+        record(one, tmp_path / name)[0]["losses"] for one, name in ((spec, "compressed"), (plain, "plain"))
+    )
     assert losses[0] == exact[0]
     assert losses != exact
     assert losses == pytest.approx(exact, rel=0.05)
@@ -106,7 +123,9 @@ def test_join_trains_on_every_sample_once_though_one_rank_has_a_batch_more(tmp_p
 
 @pytest.mark.parametrize(("other", "value"), [("static_graph", True), ("accumulate", 2)])
 def test_join_names_the_options_that_it_excludes(other, value):
-    assert f"join does not work with {other}={value}; use only one of the two" in refusal("ddp", options={"join": True, other: value})
+    assert f"join does not work with {other}={value}; use only one of the two" in refusal(
+        "ddp", options={"join": True, other: value}
+    )
 
 
 def test_precision_is_a_policy_of_fsdp2():

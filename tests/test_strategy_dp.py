@@ -13,7 +13,9 @@ from labkit.record.state import RunState
 
 
 def small(**asked) -> Spec:
-    return Spec("dp", **{"workload": "mlp", "nproc": 2, "batch_size": 16, "steps": 4, "samples": 99, "device": "cpu"} | asked)
+    return Spec(
+        "dp", **{"workload": "mlp", "nproc": 2, "batch_size": 16, "steps": 4, "samples": 99, "device": "cpu"} | asked
+    )
 
 
 def test_one_device_is_refused_with_a_fix():
@@ -35,7 +37,11 @@ def test_on_cpu_it_says_that_it_is_emulated_and_on_gpus_it_is_data_parallel():
 
 @pytest.mark.parametrize(
     "asked",
-    [{"precision": "bf16", "steps": None, "samples": 33}, {"nproc": 4, "steps": None, "samples": 65}, {"workload": "gpt", "steps": 1}],
+    [
+        {"precision": "bf16", "steps": None, "samples": 33},
+        {"nproc": 4, "steps": None, "samples": 65},
+        {"workload": "gpt", "steps": 1},
+    ],
 )
 def test_it_runs_if_the_last_batch_has_fewer_samples_than_replicas(asked, tmp_path):
     (tmp_path / "train.py").write_text(write_script(small(**asked)), encoding="utf-8")

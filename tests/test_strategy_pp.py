@@ -50,21 +50,24 @@ def test_equal_layers_are_divided_evenly():
     constants = STRATEGIES["pp"].constants(Spec("pp", "gpt", nproc=4, options={"size": "7B"}))
     begins = constants["STAGES"]
     assert (
-        max(last - first for first, last in itertools.pairwise(begins)) - min(last - first for first, last in itertools.pairwise(begins))
+        max(last - first for first, last in itertools.pairwise(begins))
+        - min(last - first for first, last in itertools.pairwise(begins))
         <= 2
     )
     assert constants["LOSS_RANK"] == 3
     assert begins[-1] == len(WORKLOADS["gpt"].costs({"size": "7B", "context": 128}))
 
 
-@pytest.mark.parametrize(("schedule", "each"), [("GPipe", 1), ("1F1B", 1), ("Interleaved1F1B", 2), ("InterleavedZeroBubble", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "each"), [("GPipe", 1), ("1F1B", 1), ("Interleaved1F1B", 2), ("InterleavedZeroBubble", 2)]
+)
 def test_every_schedule_has_its_stages_and_its_ranks_get_them_all(schedule, each, monkeypatch):
     source = write_script(Spec("pp", "gpt", nproc=2, options={"schedule": schedule}))
     assert f"Schedule{schedule}(" in source
     assert set(re.findall(r"Schedule\w+", source)) == {f"Schedule{schedule}"}, "no other schedule is left in the script"
-    begins = STRATEGIES["pp"].constants(Spec("pp", "gpt", nproc=3, batch_size=12, options={"schedule": schedule, "micro_batches": 3}))[
-        "STAGES"
-    ]
+    begins = STRATEGIES["pp"].constants(
+        Spec("pp", "gpt", nproc=3, batch_size=12, options={"schedule": schedule, "micro_batches": 3})
+    )["STAGES"]
     assert len(begins) - 1 == 3 * each
     held = []
     monkeypatch.setattr(pp, "STAGES", begins)
@@ -75,7 +78,11 @@ def test_every_schedule_has_its_stages_and_its_ranks_get_them_all(schedule, each
         monkeypatch.setattr(pp.dist, "get_rank", lambda group, rank=rank: rank)
         pp.parallelize(model, torch.device("cpu"))
     assert [sorted(stages) for stages in held] == [[rank + 3 * turn for turn in range(each)] for rank in range(3)]
-    blocks = [block for _, stage in sorted((number, stage) for stages in held for number, stage in stages.items()) for block in stage]
+    blocks = [
+        block
+        for _, stage in sorted((number, stage) for stages in held for number, stage in stages.items())
+        for block in stage
+    ]
     assert blocks == list(model)
 
 
@@ -86,24 +93,37 @@ def test_more_stages_than_blocks_are_refused_with_a_number_that_works():
     told = refusal("pp", nproc=6, options={"micro_batches": 8})
     assert told == "cnn has 5 blocks, too few for the 6 stages of 1F1B on 6 ranks; use --nproc 5"
     told = refusal("pp", "mlp", nproc=2, options={"schedule": "Interleaved1F1B"})
-    assert told == "mlp has 3 blocks, too few for the 4 stages of Interleaved1F1B on 2 ranks; use schedule=1F1B with --nproc 2"
-    assert "use pp_size=2" in refusal("pp_ddp", nproc=6, options={"pp_size": 3, "schedule": "Interleaved1F1B", "micro_batches": 3})
+    assert (
+        told
+        == "mlp has 3 blocks, too few for the 4 stages of Interleaved1F1B on 2 ranks; use schedule=1F1B with --nproc 2"
+    )
+    assert "use pp_size=2" in refusal(
+        "pp_ddp", nproc=6, options={"pp_size": 3, "schedule": "Interleaved1F1B", "micro_batches": 3}
+    )
 
 
 def test_a_pipeline_needs_two_ranks():
-    assert refusal("pp", nproc=1).endswith("needs at least 2 ranks, got --nproc 1; use --nproc 2, or the strategy single")
+    assert refusal("pp", nproc=1).endswith(
+        "needs at least 2 ranks, got --nproc 1; use --nproc 2, or the strategy single"
+    )
 
 
 def test_micro_batches_that_do_not_fit_are_refused():
     refused = refusal("pp", nproc=2, batch_size=50)
-    assert refused == "a batch of 50 is not divisible by micro_batches=4; use micro_batches=2, or a batch of 52 per rank"
+    assert (
+        refused == "a batch of 50 is not divisible by micro_batches=4; use micro_batches=2, or a batch of 52 per rank"
+    )
     refused = refusal("pp", nproc=4, options={"micro_batches": 2})
     assert refused.endswith("got micro_batches=2 for 4 stages; use micro_batches=4, or schedule=GPipe")
     told = refusal("pp", nproc=2, batch_size=50, options={"schedule": "Interleaved1F1B", "micro_batches": 5})
-    assert told == (
-        "Interleaved1F1B runs the micro-batches in 2 equal rounds, and micro_batches=5 is not divisible by 2; use micro_batches=4 or 6"
+    assert (
+        told
+        == "Interleaved1F1B runs the micro-batches in 2 equal rounds, and micro_batches=5 is not divisible by 2; use"
+        " micro_batches=4 or 6"
     )
-    assert "a pipeline already splits the batch into micro-batches; set micro_batches" in refusal("pp", nproc=2, options={"accumulate": 2})
+    assert "a pipeline already splits the batch into micro-batches; set micro_batches" in refusal(
+        "pp", nproc=2, options={"accumulate": 2}
+    )
 
 
 def test_ranks_that_form_no_mesh_are_refused():
@@ -124,7 +144,9 @@ def test_zero_bubble_schedules_do_not_work_with_wrapped_stages():
 @pytest.mark.parametrize("strategy", ["pp", "pp_ddp", "pp_fsdp2_tp"])
 def test_a_torch_whose_schedules_cannot_evaluate_is_refused(strategy):
     machine = Machine(gpus=(), cores=8, memory=8 * 2**30, torch=(2, 8))
-    with pytest.raises(SpecError, match=f"{strategy} evaluates with schedule.eval, .* 2.9 .* torch 2.8 is installed; use a newer torch"):
+    with pytest.raises(
+        SpecError, match=f"{strategy} evaluates with schedule.eval, .* 2.9 .* torch 2.8 is installed; use a newer torch"
+    ):
         Spec(strategy).on(machine)
     assert Spec(strategy).on(replace(machine, torch=(2, 9))).strategy == strategy
 
@@ -142,7 +164,9 @@ def test_a_small_batch_is_padded_without_changing_the_loss(monkeypatch):
 
     def step(inputs, target, losses):
         assert len(inputs) == len(target) == 8
-        losses += [pp.Pipeline.loss_of(pipeline, model(part), wanted) for part, wanted in zip(inputs.chunk(4), target.chunk(4))]
+        losses += [
+            pp.Pipeline.loss_of(pipeline, model(part), wanted) for part, wanted in zip(inputs.chunk(4), target.chunk(4))
+        ]
 
     losses = []
     pp.Pipeline.feed(pipeline, step, inputs, targets, losses)
@@ -151,7 +175,9 @@ def test_a_small_batch_is_padded_without_changing_the_loss(monkeypatch):
 
 
 def test_the_rank_with_the_last_stage_has_the_loss(tmp_path):
-    ranks = record(Spec("pp", "mlp", nproc=2, batch_size=16, steps=2, samples=40, precision="bf16", device="cpu"), tmp_path / "run")
+    ranks = record(
+        Spec("pp", "mlp", nproc=2, batch_size=16, steps=2, samples=40, precision="bf16", device="cpu"), tmp_path / "run"
+    )
     assert ranks[0]["losses"] == [None, None]
     assert ranks[1]["losses"] == pytest.approx([2.3, 2.3], abs=0.3)
     assert "LOSS_RANK = 2 " in write_script(Spec("pp_ddp", "mlp", nproc=4))
@@ -172,4 +198,9 @@ def test_fp16_steps_on_the_ranks_without_a_loss_too(tmp_path, monkeypatch):
 def test_the_script_shows_the_order():
     source = write_script(Spec("pp_fsdp2_tp", "gpt", nproc=8, options={"checkpoint_activations": True}))
     body = source[source.index("def parallelize") :]
-    assert body.index("parallelize_module(") < body.index("transform(") < body.index("fully_shard(") < body.index("return Pipeline(")
+    assert (
+        body.index("parallelize_module(")
+        < body.index("transform(")
+        < body.index("fully_shard(")
+        < body.index("return Pipeline(")
+    )

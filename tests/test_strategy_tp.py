@@ -44,7 +44,9 @@ def test_workloads_without_a_plan_or_a_sequence_are_refused():
 
 def test_ranks_that_form_no_mesh_are_refused():
     assert refusal("fsdp2_tp", nproc=5) == "5 ranks are not divisible by tp_size=2; use --nproc 4 or 6"
-    assert refusal("fsdp2_tp", nproc=2, options={"tp_size": 4}) == "2 ranks are not divisible by tp_size=4; use --nproc 4"
+    assert (
+        refusal("fsdp2_tp", nproc=2, options={"tp_size": 4}) == "2 ranks are not divisible by tp_size=4; use --nproc 4"
+    )
     assert refusal("cp", nproc=3) == "a context of 128 positions is not divisible by 3 ranks; use --nproc 2"
 
 

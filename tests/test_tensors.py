@@ -1,4 +1,5 @@
-"""What LABKIT_TENSORS=1 keeps: the pieces of all ranks, put together, are the single model's gradients and parameters."""
+"""What LABKIT_TENSORS=1 keeps: the pieces of all ranks, put together, are the single model's gradients and
+parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ def together(folder, what):
                     target.reshape(-1)[piece["start"] : piece["start"] + array.size] = array
                 else:
                     assert piece["kind"] == "block"
-                    target[tuple(slice(begin, begin + size) for begin, size in zip(piece["offset"], array.shape))] = array
+                    target[tuple(slice(begin, begin + size) for begin, size in zip(piece["offset"], array.shape))] = (
+                        array
+                    )
     return whole
 
 

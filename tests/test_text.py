@@ -32,7 +32,12 @@ from labkit.setup.environment import CLONE
 from labkit.setup.progress import Progress
 
 OSC8, OSC52, CSI, BELL = "\x1b]8;;http://host.example\x1b\\here", "\x1b]52;c;aGk=\x07", "\x1b[2J\x1b[31m", "\x07"
-C1, BIDI, ZERO, LINES = "\x9b2J\x9d0;x\x9c", "\u202egnp.exe\u2066\u2069\u200e\u200f", "a\u200bb\u2060\ufeff", "\u2028\u2029\x85"
+C1, BIDI, ZERO, LINES = (
+    "\x9b2J\x9d0;x\x9c",
+    "\u202egnp.exe\u2066\u2069\u200e\u200f",
+    "a\u200bb\u2060\ufeff",
+    "\u2028\u2029\x85",
+)
 HOSTILE = OSC8 + OSC52 + CSI + BELL + C1 + BIDI + ZERO + LINES
 FORBIDDEN = {*"\x1b\x07\x9b\x9d\x9c\x85\x7f\r", *"\u202e\u2066\u2069\u200e\u200f\u200b\u2060\ufeff\u2028\u2029"}
 NAME = f"20261123-000000-{HOSTILE.replace('/', '_')}-x2"
@@ -52,7 +57,13 @@ def hostile(runs) -> RunFolder:
     run.writers[0].write("device", device="cpu", device_name=HOSTILE)
     span = [["backward", 0.0, 0.04]]
     comm = [[f"<b>{HOSTILE}", 0.01, 0.02, 100, HOSTILE, [0, 1], 5]]
-    more = {"busy": [[0.0, 0.04]], "marks": [[HOSTILE, 0.0, 0.01]], "exposed": {"backward": 0.01}, "device": "cpu", "backend": HOSTILE}
+    more = {
+        "busy": [[0.0, 0.04]],
+        "marks": [[HOSTILE, 0.0, 0.01]],
+        "exposed": {"backward": 0.01},
+        "device": "cpu",
+        "backend": HOSTILE,
+    }
     run.writers[0].write("timeline", step=10, t0=run.began, seconds=0.04, phases=span, comm=comm, **more)
     run.writers[1].write("start", host=HOSTILE, device=HOSTILE, attempt=0, pid=3)
     run.writers[1].write("error", type=HOSTILE, message=HOSTILE, traceback=f'File "{HOSTILE}.py", line 1, in x')
@@ -81,17 +92,53 @@ def test_other_text_is_unchanged():
 
 
 COMMANDS = (
-    *(["runs"], ["show", "last"], ["show", "nowhere"], ["stop", "last"], ["capture", "last"], ["replay", "last", "--speed", "1e9"]),
-    *(["replay", "last", "--speed", "0"], ["compare", "last"], ["handout", "last", "-o", "page.html"], ["clean"], ["clean", "--yes"]),
-    *(["show", HOSTILE], ["stop", HOSTILE], ["trace", HOSTILE], ["handout", f"{HOSTILE}.py"], ["run", HOSTILE], ["run", f"{HOSTILE}.py"]),
+    *(
+        ["runs"],
+        ["show", "last"],
+        ["show", "nowhere"],
+        ["stop", "last"],
+        ["capture", "last"],
+        ["replay", "last", "--speed", "1e9"],
+    ),
+    *(
+        ["replay", "last", "--speed", "0"],
+        ["compare", "last"],
+        ["handout", "last", "-o", "page.html"],
+        ["clean"],
+        ["clean", "--yes"],
+    ),
+    *(
+        ["show", HOSTILE],
+        ["stop", HOSTILE],
+        ["trace", HOSTILE],
+        ["handout", f"{HOSTILE}.py"],
+        ["run", HOSTILE],
+        ["run", f"{HOSTILE}.py"],
+    ),
     *([HOSTILE], ["runs", HOSTILE], ["script", HOSTILE], ["diff", "ddp", HOSTILE], ["run", "ddp", "--option", HOSTILE]),
-    *(["compare", "--strategies", HOSTILE], ["notebook", HOSTILE], ["claims", HOSTILE], ["run", "ddp", "--nproc", HOSTILE]),
-    *(["trace", "last"], ["trace", "last", "-o", f"{HOSTILE}/none"], ["handout", "last", "-o", f"none/{HOSTILE}/x"], ["compare", HOSTILE]),
-    *(["run", "ddp", "--resume", HOSTILE, "--nproc", "1"], ["handout", "--all", "--recorded", HOSTILE], ["runs", "--json"]),
+    *(
+        ["compare", "--strategies", HOSTILE],
+        ["notebook", HOSTILE],
+        ["claims", HOSTILE],
+        ["run", "ddp", "--nproc", HOSTILE],
+    ),
+    *(
+        ["trace", "last"],
+        ["trace", "last", "-o", f"{HOSTILE}/none"],
+        ["handout", "last", "-o", f"none/{HOSTILE}/x"],
+        ["compare", HOSTILE],
+    ),
+    *(
+        ["run", "ddp", "--resume", HOSTILE, "--nproc", "1"],
+        ["handout", "--all", "--recorded", HOSTILE],
+        ["runs", "--json"],
+    ),
 )
 
 
-@pytest.mark.parametrize("arguments", COMMANDS, ids=lambda words: " ".join(words).encode("ascii", "backslashreplace").decode()[:40])
+@pytest.mark.parametrize(
+    "arguments", COMMANDS, ids=lambda words: " ".join(words).encode("ascii", "backslashreplace").decode()[:40]
+)
 def test_no_command_writes_control_characters(hostile, arguments, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin", io.StringIO())
@@ -101,7 +148,9 @@ def test_no_command_writes_control_characters(hostile, arguments, tmp_path, monk
 
 @pytest.mark.parametrize("arguments", [("runs",), ("show",), ("stop",), ("show", HOSTILE)])
 def test_no_command_writes_control_characters_in_a_subprocess(hostile, arguments):
-    done = subprocess.run([sys.executable, "-m", "labkit", *arguments], cwd=CLONE, capture_output=True, check=False, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-m", "labkit", *arguments], cwd=CLONE, capture_output=True, check=False, timeout=120
+    )
     assert is_clean((done.stdout + done.stderr).decode()), ascii(done)
 
 
@@ -167,7 +216,11 @@ def test_pages_and_panels_have_no_hidden_characters(hostile):
 
 def _calls(path: Path, name: str) -> list[ast.Call]:
     nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    return [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name]
+    return [
+        node
+        for node in nodes
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
+    ]
 
 
 def test_commands_print_json_or_say_lines():

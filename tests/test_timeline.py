@@ -8,11 +8,28 @@ from itertools import pairwise
 import pytest
 
 from labkit.probe import timeline as at
-from labkit.probe.timeline import GAP, MOST, Allocation, Row, busy, collectives, curve, merged, overlap, timeline, without
+from labkit.probe.timeline import (
+    GAP,
+    MOST,
+    Allocation,
+    Row,
+    busy,
+    collectives,
+    curve,
+    merged,
+    overlap,
+    timeline,
+    without,
+)
 from labkit.record.events import OWNERS
 
 MS = 1_000_000
-PHASES = (("data", 0, 2 * MS), ("forward", 2 * MS, 10 * MS), ("backward", 10 * MS, 30 * MS), ("optimizer", 30 * MS, 40 * MS))
+PHASES = (
+    ("data", 0, 2 * MS),
+    ("forward", 2 * MS, 10 * MS),
+    ("backward", 10 * MS, 30 * MS),
+    ("optimizer", 30 * MS, 40 * MS),
+)
 
 
 def cpu(name, start, end, thread=1):
@@ -58,7 +75,12 @@ def test_a_gap_joins_what_is_no_farther_apart(seed):
     spans, gap = some_spans(random.Random(seed)), 5
     joined = merged(spans, gap)
     assert all(after - before > gap for (_, before), (after, _) in pairwise(joined))
-    closed = {moment for (_, before), (after, _) in pairwise(merged(spans)) if after - before <= gap for moment in range(before, after)}
+    closed = {
+        moment
+        for (_, before), (after, _) in pairwise(merged(spans))
+        if after - before <= gap
+        for moment in range(before, after)
+    }
     assert covered(joined) == covered(spans) | closed
 
 
@@ -77,12 +99,20 @@ def test_an_operation_that_holds_a_collective_is_no_computing():
 
 
 def test_a_collective_in_another_thread_takes_nothing_away():
-    rows = [cpu("aten::mm", 4, 9, thread=1), cpu("c10d::allreduce_", 5, 8, thread=2), cpu("gloo:all_reduce", 5, 8, thread=3)]
+    rows = [
+        cpu("aten::mm", 4, 9, thread=1),
+        cpu("c10d::allreduce_", 5, 8, thread=2),
+        cpu("gloo:all_reduce", 5, 8, thread=3),
+    ]
     assert busy(rows, on_gpu=False) == [(4 * MS, 9 * MS)]
 
 
 def test_short_gaps_are_computing_and_long_ones_are_not():
-    rows = [Row("aten::mm", 0, 100_000, 1), Row("aten::mm", 100_000 + GAP, 300_000, 1), Row("aten::mm", 300_001 + GAP, 500_000, 1)]
+    rows = [
+        Row("aten::mm", 0, 100_000, 1),
+        Row("aten::mm", 100_000 + GAP, 300_000, 1),
+        Row("aten::mm", 300_001 + GAP, 500_000, 1),
+    ]
     assert busy(rows, on_gpu=False) == [(0, 300_000), (300_001 + GAP, 500_000)]
 
 
@@ -119,7 +149,9 @@ def test_collectives_are_matched_in_order_with_those_of_their_sort():
         cpu("aten::mm", 0, 30),
         cpu("c10d::allreduce_", 9, 12),
     ]
-    found = collectives(rows, [recorded("all_reduce", 1, 8), recorded("all_gather", 2, 16), recorded("all_reduce", 3, 32)])
+    found = collectives(
+        rows, [recorded("all_reduce", 1, 8), recorded("all_gather", 2, 16), recorded("all_reduce", 3, 32)]
+    )
     assert [(op, start // MS, size, seq) for op, start, _, size, _, _, seq in found] == [
         ("all_reduce", 10, 8, 1),
         ("all_gather", 15, 16, 2),
@@ -143,7 +175,9 @@ def test_a_kernel_of_nccl_finds_its_record(kernel, op):
 
 def test_the_kernel_of_a_send_and_of_a_receive_is_what_was_asked_for():
     name = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
-    found = collectives([gpu(name, at, at + 1) for at in (1, 3, 5)], [{"op": "recv", "bytes": 8}, {"op": "send", "bytes": 16}])
+    found = collectives(
+        [gpu(name, at, at + 1) for at in (1, 3, 5)], [{"op": "recv", "bytes": 8}, {"op": "send", "bytes": 16}]
+    )
     assert [(op, size) for op, _, _, size, *_ in found] == [("recv", 8), ("send", 16), ("send", None)]
 
 
@@ -164,9 +198,16 @@ def test_a_timeline_by_hand():
     ]
     event = timeline(rows, PHASES, [recorded("all_reduce", number) for number in (1, 2, 3)], "cpu")
     assert (event["seconds"], event["backend"], event["device"], event["left_out"]) == (0.04, "gloo", "cpu", 0)
-    assert event["phases"] == [["data", 0.0, 0.002], ["forward", 0.002, 0.01], ["backward", 0.01, 0.03], ["optimizer", 0.03, 0.04]]
+    assert event["phases"] == [
+        ["data", 0.0, 0.002],
+        ["forward", 0.002, 0.01],
+        ["backward", 0.01, 0.03],
+        ["optimizer", 0.03, 0.04],
+    ]
     assert event["busy"] == [[0.002, 0.015], [0.018, 0.02], [0.031, 0.04]]
-    assert event["exposed"] == {"backward": 0.008}  # 15 to 18 and 20 to 25 ms; what was under way while data were waited for is not named
+    assert event["exposed"] == {
+        "backward": 0.008
+    }  # 15 to 18 and 20 to 25 ms; what was under way while data were waited for is not named
     assert event["comm"][1] == ["all_reduce", 0.014, 0.022, 1024, "default_pg", [0, 1], 2]
     assert event["marks"] == [["FSDP::pre_forward (0)", 0.002, 0.003]]
 
@@ -184,8 +225,12 @@ def test_exposed_is_what_counting_finds(seed):
     kernels, sends = some_spans(chance, end=40), some_spans(chance, end=40)
     rows = [gpu("kernel", *span) for span in kernels] + [gpu("ncclDevKernel_AllReduce", *span) for span in sends]
     open_ = covered(sends) - covered(kernels)
-    wanted = {name: len(open_ & set(range(start // MS, end // MS))) / 1000 for name, start, end in PHASES if name != "data"}
-    assert timeline(rows, PHASES, [], "cuda")["exposed"] == pytest.approx({name: value for name, value in wanted.items() if value})
+    wanted = {
+        name: len(open_ & set(range(start // MS, end // MS))) / 1000 for name, start, end in PHASES if name != "data"
+    }
+    assert timeline(rows, PHASES, [], "cuda")["exposed"] == pytest.approx(
+        {name: value for name, value in wanted.items() if value}
+    )
 
 
 def test_an_event_stays_small():
@@ -221,7 +266,9 @@ def taken(time, address, size, *inside):
 
 def test_what_backward_gives_back_of_a_forward_are_activations():
     made = drawn(
-        [taken(3, 1, 100), taken(4, 2, 7), taken(5, 2, -7), taken(12, 1, -100)], before={9: ("parameters", 50)}, after={9: "parameters"}
+        [taken(3, 1, 100), taken(4, 2, 7), taken(5, 2, -7), taken(12, 1, -100)],
+        before={9: ("parameters", 50)},
+        after={9: "parameters"},
     )
     assert at_ms(made, 0) == {"parameters": 50}
     assert at_ms(made, 4) == {"parameters": 50, "activations": 100, "other": 7}
@@ -232,12 +279,22 @@ def test_what_backward_gives_back_of_a_forward_are_activations():
 
 def test_gradients_let_go_of_unseen_end_at_zero_grad():
     made = drawn([taken(15, 2, 40)], before={1: ("gradients", 40)}, after={2: "gradients"}, freed=3 * MS)
-    assert [at_ms(made, moment) for moment in (0, 2.9, 3, 15)] == [{"gradients": 40}, {"gradients": 40}, {}, {"gradients": 40}]
+    assert [at_ms(made, moment) for moment in (0, 2.9, 3, 15)] == [
+        {"gradients": 40},
+        {"gradients": 40},
+        {},
+        {"gradients": 40},
+    ]
 
 
 def test_an_address_that_is_used_again_was_given_back_before():
     made = drawn([taken(15, 1, 40)], before={1: ("gradients", 40)}, after={1: "gradients"}, freed=3 * MS)
-    assert [at_ms(made, moment) for moment in (0, 3, 15, 40)] == [{"gradients": 40}, {}, {"gradients": 40}, {"gradients": 40}]
+    assert [at_ms(made, moment) for moment in (0, 3, 15, 40)] == [
+        {"gradients": 40},
+        {},
+        {"gradients": 40},
+        {"gradients": 40},
+    ]
     early = drawn([taken(1, 1, 40)], before={1: ("gradients", 40)}, after={1: "gradients"}, freed=3 * MS)
     assert early["peak"] == 40
 
@@ -270,7 +327,11 @@ def test_what_was_taken_before_the_step_counts_by_what_is_known_of_it():
 
 def test_an_address_taken_again_in_the_step_was_given_back_unseen():
     made = drawn([taken(3, 1, 100), taken(12, 1, 30)], after={1: "gradients"})
-    assert [at_ms(made, moment) for moment in (3, 12, 40)] == [{"activations": 100}, {"gradients": 30}, {"gradients": 30}]
+    assert [at_ms(made, moment) for moment in (3, 12, 40)] == [
+        {"activations": 100},
+        {"gradients": 30},
+        {"gradients": 30},
+    ]
 
 
 def test_an_address_known_before_is_not_counted_twice_where_its_allocation_was_seen():

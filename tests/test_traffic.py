@@ -47,7 +47,12 @@ def test_one_process_sends_nothing(shared_run):
 
 
 def test_a_ring():
-    assert (sent("all_reduce", 100, 4), sent("all_gather", 100, 4), sent("send", 100, 4), sent("barrier", 100, 4)) == (150, 75, 100, 0)
+    assert (sent("all_reduce", 100, 4), sent("all_gather", 100, 4), sent("send", 100, 4), sent("barrier", 100, 4)) == (
+        150,
+        75,
+        100,
+        0,
+    )
 
 
 def test_names_of_backends():

@@ -1,4 +1,5 @@
-"""Training for real: scripts as they were written out, run outside of the lab, against one process with the same global batch and seed."""
+"""Training for real: scripts as they were written out, run outside of the lab, against one process with the same global
+batch and seed."""
 
 from __future__ import annotations
 
@@ -37,7 +38,13 @@ class Case:
     slow: bool = False  # left to the slow tier: the same code paths are in another case
 
     def __str__(self) -> str:
-        return "-".join([f"{self.strategy}-x{self.nproc}", self.workload, *(f"{name}={value}" for name, value in self.options.items())])
+        return "-".join(
+            [
+                f"{self.strategy}-x{self.nproc}",
+                self.workload,
+                *(f"{name}={value}" for name, value in self.options.items()),
+            ]
+        )
 
 
 SHORT = {"batch_size": 8, "samples": 20}  # of gpt: the third step has half a batch
@@ -54,9 +61,14 @@ EQUAL = (
     Case("deepspeed", workload="cnn"),
     Case("deepspeed", options={"stage": 2, "clip_norm": 0.5}, slow=True),
     Case("deepspeed", options={"stage": 3, "clip_norm": 0.5, "checkpoint_activations": True}),
-    *(Case("deepspeed", workload="gpt", options={"stage": stage}, fields=SHORT, slow=stage != 2) for stage in (1, 2, 3)),
+    *(
+        Case("deepspeed", workload="gpt", options={"stage": stage}, fields=SHORT, slow=stage != 2)
+        for stage in (1, 2, 3)
+    ),
     Case("fsdp", workload="cnn"),
-    Case("fsdp", options={"sharding": "SHARD_GRAD_OP", "accumulate": 2, "clip_norm": 0.5, "checkpoint_activations": True}),
+    Case(
+        "fsdp", options={"sharding": "SHARD_GRAD_OP", "accumulate": 2, "clip_norm": 0.5, "checkpoint_activations": True}
+    ),
     Case("fsdp", options={"sharding": "NO_SHARD", "clip_norm": 0.5}),
     Case("fsdp", 4, options={"replicas": 2, "clip_norm": 0.5}, fields={"samples": 108}),
     Case("dp"),
@@ -67,25 +79,47 @@ EQUAL = (
     Case("fsdp2", 4, options={"replicas": 2, "prefetch": 1, "clip_norm": 0.5}, fields={"samples": 108}),
     Case("tp", workload="cnn", options={"clip_norm": 0.5}),
     Case("tp", options={"accumulate": 2, "checkpoint_activations": True, "compile": True}),
-    Case("tp", workload="gpt", options={"sequence_parallel": True, "loss_parallel": True, "clip_norm": 0.5}, fields=SHORT),
+    Case(
+        "tp", workload="gpt", options={"sequence_parallel": True, "loss_parallel": True, "clip_norm": 0.5}, fields=SHORT
+    ),
     Case("tp", workload="gpt", options={"accumulate": 2, "loss_parallel": True}, fields=SHORT),
     Case("fsdp2_tp", 4, workload="cnn", options={"clip_norm": 0.5}, fields={"samples": 108}),
-    Case("fsdp2_tp", 4, workload="gpt", options={"sequence_parallel": True, "checkpoint_activations": True}, fields=SHORT),
+    Case(
+        "fsdp2_tp", 4, workload="gpt", options={"sequence_parallel": True, "checkpoint_activations": True}, fields=SHORT
+    ),
     Case("pp", workload="cnn", options={"schedule": "GPipe", "clip_norm": 0.5}),
     Case("pp", workload="gpt", options={"checkpoint_activations": True}, fields=SHORT),
     Case("pp", workload="cnn", options={"schedule": "Interleaved1F1B", "micro_batches": 8}),
     Case(
-        "pp", workload="gpt", options={"schedule": "InterleavedZeroBubble", "clip_norm": 0.5, "checkpoint_activations": True}, fields=SHORT
+        "pp",
+        workload="gpt",
+        options={"schedule": "InterleavedZeroBubble", "clip_norm": 0.5, "checkpoint_activations": True},
+        fields=SHORT,
     ),
     Case("pp", 4, workload="cnn", options={"micro_batches": 4, "compile": True}),
-    Case("pp_ddp", 4, workload="cnn", options={"clip_norm": 0.5, "checkpoint_activations": True}, fields={"samples": 108}),
+    Case(
+        "pp_ddp", 4, workload="cnn", options={"clip_norm": 0.5, "checkpoint_activations": True}, fields={"samples": 108}
+    ),
     Case("pp_ddp", 4, workload="gpt", options={"schedule": "Interleaved1F1B", "micro_batches": 2}, fields=SHORT),
     Case("pp_fsdp2_tp", 8, workload="gpt", options={"micro_batches": 2, "clip_norm": 0.5}, fields=SHORT),
-    Case("pp_fsdp2_tp", 4, workload="gpt", options={"schedule": "Interleaved1F1B", "sequence_parallel": True}, fields=SHORT),
+    Case(
+        "pp_fsdp2_tp",
+        4,
+        workload="gpt",
+        options={"schedule": "Interleaved1F1B", "sequence_parallel": True},
+        fields=SHORT,
+    ),
     Case("cp", workload="gpt", fields=SHORT),
-    Case("cp", 4, workload="gpt", options={"accumulate": 2, "clip_norm": 0.5, "checkpoint_activations": True}, fields=SHORT),
+    Case(
+        "cp",
+        4,
+        workload="gpt",
+        options={"accumulate": 2, "clip_norm": 0.5, "checkpoint_activations": True},
+        fields=SHORT,
+    ),
 )
-# Workload: how it is run as a person would. cnn is compared; resnet18, which needs torchvision, is run by test_workloads.py.
+# Workload: how it is run as a person would. cnn is compared; resnet18, which needs torchvision, is run by
+# test_workloads.py.
 PLAIN = {"gpt": ("ddp", "fp32"), "mlp": ("ddp", "bf16"), "cnn": None, "resnet18": None}
 
 
@@ -116,14 +150,19 @@ def test_every_strategy_and_workload_is_run_for_real():
     assert set(PLAIN) == set(WORKLOADS)
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow) if case.slow else case for case in EQUAL], ids=str)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow) if case.slow else case for case in EQUAL], ids=str
+)
 def test_losses_are_those_of_one_process(alone, case, tmp_path):
     ranks, single = record(asked(case), tmp_path / "run"), alone(case)
     steps = list(zip(*(rank["losses"] for rank in ranks)))
-    # Each rank's loss is the mean over its own share of the batch; where only the last stage has one, it is the whole batch's.
+    # Each rank's loss is the mean over its own share of the batch; where only the last stage has one, it is the whole
+    # batch's.
     means = [sum(known) / len(known) for known in ([loss for loss in step if loss is not None] for step in steps)]
     assert means == pytest.approx(single["losses"], rel=case.relative)
-    assert ranks[0]["evaluations"] == [pytest.approx(result, rel=10 * case.relative) for result in single["evaluations"]]
+    assert ranks[0]["evaluations"] == [
+        pytest.approx(result, rel=10 * case.relative) for result in single["evaluations"]
+    ]
     told = [list(chain.from_iterable(rank["evaluations"])) for rank in ranks]
     assert all(one == pytest.approx(told[0]) for one in told), "every rank knows the result"
 
@@ -151,7 +190,9 @@ def test_script_runs_as_a_person_would_run_it(workload, tmp_path):
 
 
 def test_bf16_trains_what_is_sharded(tmp_path):
-    ranks = record(Spec("fsdp2", "mlp", nproc=2, batch_size=16, steps=2, samples=64, precision="bf16"), tmp_path / "run")
+    ranks = record(
+        Spec("fsdp2", "mlp", nproc=2, batch_size=16, steps=2, samples=64, precision="bf16"), tmp_path / "run"
+    )
     for rank in ranks:
         assert rank["losses"] == pytest.approx([math.log(10)] * 2, abs=0.3)
 
@@ -168,7 +209,9 @@ def test_process_group_is_left_when_training_raises(tmp_path):
     leaves = "    dist.destroy_process_group()\n"
     source = source.replace(leaves, leaves + "    print('left', dist.is_initialized())\n")
     (tmp_path / "train.py").write_text(source, encoding="utf-8")
-    done = subprocess.run([*TORCHRUN, "--nproc-per-node=1", "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [*TORCHRUN, "--nproc-per-node=1", "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 1
     assert done.stdout == "left False\n"
     assert "KeyError: 'on purpose'" in done.stderr

@@ -27,8 +27,10 @@ SMALL, LARGE = int(4.6 * MIB), int(1.9 * GIB)
 @pytest.mark.parametrize(
     ("count", "words"),
     [
-        (0, "0 B"), (1023, "1023 B"), (KIB, "1.0 KiB"), (312 * KIB, "312.0 KiB"), (MIB - 1, "1.0 MiB"), (SMALL, "4.6 MiB"),
-        (1023.96 * KIB, "1.0 MiB"), (LARGE, "1.9 GiB"), (-3 * MIB, "-3.0 MiB"), (2**60, "1024.0 PiB"), (math.nan, "–"), (math.inf, "–"),
+        (0, "0 B"), (1023, "1023 B"), (KIB, "1.0 KiB"),
+        (312 * KIB, "312.0 KiB"), (MIB - 1, "1.0 MiB"), (SMALL, "4.6 MiB"),
+        (1023.96 * KIB, "1.0 MiB"), (LARGE, "1.9 GiB"), (-3 * MIB, "-3.0 MiB"), (2**60, "1024.0 PiB"),
+        (math.nan, "–"), (math.inf, "–"),
     ],
 )  # fmt: skip
 def test_a_size_in_words(count, words):
@@ -52,7 +54,9 @@ def test_sizes_next_to_each_other(counts, words):
     assert sizes(*counts) == words
 
 
-@pytest.mark.parametrize(("largest", "unit"), [(0, "KiB"), (900 * KIB, "KiB"), (9 * MIB, "MiB"), (GIB, "GiB"), (math.nan, "KiB")])
+@pytest.mark.parametrize(
+    ("largest", "unit"), [(0, "KiB"), (900 * KIB, "KiB"), (9 * MIB, "MiB"), (GIB, "GiB"), (math.nan, "KiB")]
+)
 def test_the_unit_of_an_axis(largest, unit):
     each, name = scale(largest)
     assert (name == unit and largest / each < 1024) or math.isnan(largest)
@@ -67,14 +71,24 @@ def mixed():
         state.apply({"kind": "start", "t": 1.0, "rank": rank, "device": "cpu"})
         add_step(state, rank, 1, peak)
         owners = {"parameters": [peak]}
-        curve = {"t0": 1.0, "seconds": 0.1, "phases": [], "times": [0.0], "owners": owners, "peak": peak, "at_peak": {"parameters": peak}}
+        curve = {
+            "t0": 1.0,
+            "seconds": 0.1,
+            "phases": [],
+            "times": [0.0],
+            "owners": owners,
+            "peak": peak,
+            "at_peak": {"parameters": peak},
+        }
         state.apply({"kind": "memory_step", "t": 2.0, "rank": rank, "step": 1} | curve)
     return state
 
 
 def add_step(state: RunState, rank: int, step: int, peak: int) -> None:
     memory = {"allocated": peak, "peak": peak}
-    state.apply({"kind": "step", "t": 1.0 + step, "rank": rank, "step": step, "seconds": {"step": 0.1}, "memory": memory})
+    state.apply(
+        {"kind": "step", "t": 1.0 + step, "rank": rank, "step": step, "seconds": {"step": 0.1}, "memory": memory}
+    )
 
 
 def test_a_small_rank_next_to_a_large_one_is_readable_in_every_front_end(mixed):
@@ -111,5 +125,7 @@ def test_an_axis_of_small_figures_is_in_kib():
 def test_no_other_place_formats_mib_or_gib():
     own = re.compile(r"""\}\s*[KMG]iB|\d\s*\* ?\d+:?[^"]*[KMG]iB\b""")
     allowed = {"units.py", "data_parallel.py"}  # the axis of a picture, which has a fixed unit
-    found = [path.name for path in Path(labkit.__file__).parent.rglob("*.py") if own.search(path.read_text(encoding="utf-8"))]
+    found = [
+        path.name for path in Path(labkit.__file__).parent.rglob("*.py") if own.search(path.read_text(encoding="utf-8"))
+    ]
     assert set(found) <= allowed

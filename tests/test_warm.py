@@ -27,7 +27,14 @@ from labkit.runs.handle import Run, run
 
 SEES = Path(__file__).parent / "scripts" / "sees.py"
 CLONE = Path(labkit.__file__).parents[1]
-OF_ONE_RUN = {"LABKIT_CLOCK", "LABKIT_COLD", "LABKIT_RUN_DIR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID"}
+OF_ONE_RUN = {
+    "LABKIT_CLOCK",
+    "LABKIT_COLD",
+    "LABKIT_RUN_DIR",
+    "MASTER_PORT",
+    "TORCHELASTIC_ERROR_FILE",
+    "TORCHELASTIC_RUN_ID",
+}
 ENDS = "print('done')\n"
 
 
@@ -107,8 +114,34 @@ def seen(warm_server, tmp_path_factory):
 
 
 ASPECTS = (
-    *("environ", "argv", "path", "file", "cwd", "main", "flags", "orig_argv", "threads", "signals", "blocked", "descriptors"),
-    *("streams", "session", "start methods", "children", "workers", "umask", "limits", "name", "tempdir", "logging", "hooks", "zone"),
+    *(
+        "environ",
+        "argv",
+        "path",
+        "file",
+        "cwd",
+        "main",
+        "flags",
+        "orig_argv",
+        "threads",
+        "signals",
+        "blocked",
+        "descriptors",
+    ),
+    *(
+        "streams",
+        "session",
+        "start methods",
+        "children",
+        "workers",
+        "umask",
+        "limits",
+        "name",
+        "tempdir",
+        "logging",
+        "hooks",
+        "zone",
+    ),
     "recursion",
 )
 
@@ -132,7 +165,16 @@ def test_ranks_draw_different_random_numbers_and_keys(seen):
 def test_losses_are_bit_identical(fields, server):
     losses = []
     for cold in (False, True):
-        handle = run(fields["strategy"], workload=fields["workload"], nproc=2, device="cpu", steps=4, batch_size=8, samples=256, cold=cold)
+        handle = run(
+            fields["strategy"],
+            workload=fields["workload"],
+            nproc=2,
+            device="cpu",
+            steps=4,
+            batch_size=8,
+            samples=256,
+            cold=cold,
+        )
         handle.wait(240)
         assert handle.words == "finished"
         assert how(handle)[0] == ("cold" if cold else "warm")
@@ -144,7 +186,8 @@ def test_losses_are_bit_identical(fields, server):
 def test_a_restarted_rank_is_forked_again(server, tmp_path):
     path = tmp_path / "fails_once.py"
     path.write_text(
-        "import os, sys\nattempt = os.environ['TORCHELASTIC_RESTART_COUNT']\nprint('attempt', attempt)\nsys.exit(attempt == '0')\n"
+        "import os, sys\nattempt = os.environ['TORCHELASTIC_RESTART_COUNT']\nprint('attempt',"
+        " attempt)\nsys.exit(attempt == '0')\n"
     )
     handle = started(path, nproc=2, max_restarts=1)
     assert how(handle) == ("warm", "") and handle.state.status["restarts"] == 1
@@ -159,7 +202,9 @@ def test_files_that_a_script_leaves_open_are_written_whole(server, tmp_path):
         "for number, file in enumerate(files):\n    file.write(f'{number}\\n' * 10)\n"
     )
     started(path)
-    assert [Path(f"{path}.{number}").read_text() for number in range(40)] == [f"{number}\n" * 10 for number in range(40)]
+    assert [Path(f"{path}.{number}").read_text() for number in range(40)] == [
+        f"{number}\n" * 10 for number in range(40)
+    ]
 
 
 def test_the_processes_of_a_run_have_its_tag_and_their_own_commands(server, tmp_path):
@@ -181,11 +226,15 @@ def test_the_processes_of_a_run_have_its_tag_and_their_own_commands(server, tmp_
 # ---- where a run is cold
 
 
-@pytest.mark.parametrize("name", ["TORCH_LOGS", "OMP_NUM_THREADS", "PYTHONHASHSEED", "LD_PRELOAD", "MKL_NUM_THREADS", "LC_ALL"])
+@pytest.mark.parametrize(
+    "name", ["TORCH_LOGS", "OMP_NUM_THREADS", "PYTHONHASHSEED", "LD_PRELOAD", "MKL_NUM_THREADS", "LC_ALL"]
+)
 def test_a_variable_that_is_read_early_makes_it_cold(name, server, monkeypatch):
     for common, value in client.local.standing_environment().items():
         monkeypatch.setenv(common, value)
-    monkeypatch.setenv(name, {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2", "LD_PRELOAD": "", "LC_ALL": "C"}.get(name, "1"))
+    monkeypatch.setenv(
+        name, {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2", "LD_PRELOAD": "", "LC_ALL": "C"}.get(name, "1")
+    )
     found = client.consent(os.environ, [])
     assert isinstance(found, Cold) and f"the environment variable {name}" in found.reason
 
@@ -223,7 +272,10 @@ def test_signals_that_the_supervisor_sets_anew_may_be_ignored_and_others_may_not
 def test_a_module_beside_the_script_that_shadows_a_loaded_one_makes_it_cold(server, ends):
     (ends.parent / "numpy.py").write_text("x = 1\n")
     handle = started(ends)
-    assert how(handle) == ("cold", f"the warm server has already imported a different module than {ends.parent / 'numpy.py'}")
+    assert how(handle) == (
+        "cold",
+        f"the warm server has already imported a different module than {ends.parent / 'numpy.py'}",
+    )
 
 
 @pytest.mark.parametrize("name", ["torch.txt", "torch", "unknown.py", "labkit.md"])
@@ -247,7 +299,10 @@ def test_another_version_starts_cold_and_says_so(server, ends, monkeypatch):
 def test_torch_that_changed_on_disk_starts_cold(server, monkeypatch):
     changed = facts._changed
     monkeypatch.setattr(facts, "_changed", lambda place: changed(place) + place.endswith("torch/__init__.py"))
-    assert client.consent(client.local.standing_environment(), []).reason == "the warm server differs in the installed packages"
+    assert (
+        client.consent(client.local.standing_environment(), []).reason
+        == "the warm server differs in the installed packages"
+    )
 
 
 def test_other_systems_start_cold(monkeypatch):
@@ -287,7 +342,10 @@ def test_a_server_that_hangs_is_not_waited_for_and_starts_nothing_later(warm_ser
     finally:
         process.resume()
     handle.wait(120)
-    assert handle.words == "finished" and how(handle) == ("cold", "the warm server did not respond: no answer within 0.3 s")
+    assert handle.words == "finished" and how(handle) == (
+        "cold",
+        "the warm server did not respond: no answer within 0.3 s",
+    )
     assert "started cold" in handle.state.note
     before = warm_server()["runs"]
     time.sleep(0.5)  # the server now receives the message sent while it was suspended
@@ -346,7 +404,10 @@ def test_a_folder_with_wrong_permissions_is_not_used(place, ends):
     wire.address().parent.chmod(0o755)
     start, because = how(started(ends))
     folder = wire.address().parent
-    assert start == "cold" and because == f"the warm server cannot be used: {folder} must be a folder of this user with mode 0700"
+    assert (
+        start == "cold"
+        and because == f"the warm server cannot be used: {folder} must be a folder of this user with mode 0700"
+    )
     assert warm_start().level == "degraded" and "cannot be used" in warm_start().says
 
 
@@ -372,7 +433,17 @@ def _of_user(uid: int):
 
 
 @pytest.mark.parametrize(
-    "message", [b"", b"x", b"[]", b"{}", b'{"ask": 1}', b'{"ask": "start"}', b'{"ask": "consent"}', b'{"ask": "want", "facts": 3}']
+    "message",
+    [
+        b"",
+        b"x",
+        b"[]",
+        b"{}",
+        b'{"ask": 1}',
+        b'{"ask": "start"}',
+        b'{"ask": "consent"}',
+        b'{"ask": "want", "facts": 3}',
+    ],
 )
 def test_what_is_no_message_does_the_server_no_harm(message, server):
     with wire.endpoint() as connection:
@@ -388,7 +459,8 @@ def test_a_run_goes_on_when_the_server_that_forked_it_is_killed(place, tmp_path,
     found = server_is_ready()
     path = tmp_path / "waits.py"
     path.write_text(
-        "import pathlib, time\nprint('waits', flush=True)\nwhile not pathlib.Path(f'{__file__}.go').exists():\n    time.sleep(0.05)\n"
+        "import pathlib, time\nprint('waits', flush=True)\nwhile not pathlib.Path(f'{__file__}.go').exists():\n   "
+        " time.sleep(0.05)\n"
     )
     handle = run(path, nproc=2, device="cpu")
     wait_until(lambda: handle.state.over or all("waits" in handle.logs(rank) for rank in (0, 1)))
@@ -403,7 +475,10 @@ def test_a_run_goes_on_when_the_server_that_forked_it_is_killed(place, tmp_path,
 def test_a_server_ends_with_all_who_wanted_it(place, patient, monkeypatch):
     # otherwise this process would also request the server, for the run of an earlier test
     monkeypatch.setattr("labkit.runs.handle.prepare", lambda: None)
-    code = "import sys; from labkit.launch.warm import client; client.ANSWER = 60; client.prepare(); print(1, flush=True); sys.stdin.read()"
+    code = (
+        "import sys; from labkit.launch.warm import client; client.ANSWER = 60; client.prepare(); print(1, flush=True);"
+        " sys.stdin.read()"
+    )
     first = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=CLONE)
     found = server_is_ready()
     second = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=CLONE)

@@ -96,7 +96,10 @@ def test_resnet18_equals_torchvisions_except_for_the_stem(torchvision):
     from labkit.training.workloads import resnet18
 
     torch.manual_seed(0)
-    ours, theirs = resnet18.build_model().eval(), importlib.import_module("torchvision.models").resnet18(num_classes=10).eval()
+    ours, theirs = (
+        resnet18.build_model().eval(),
+        importlib.import_module("torchvision.models").resnet18(num_classes=10).eval(),
+    )
     stem, *blocks, head = ours
     theirs.conv1, theirs.bn1, theirs.maxpool, theirs.fc = stem[0], stem[1], torch.nn.Identity(), head[-1]
     layers = [*theirs.layer1, *theirs.layer2, *theirs.layer3, *theirs.layer4]
@@ -112,7 +115,11 @@ def test_cnn_has_the_specified_layers():
     model = cnn.build_model()
     assert parameters(model) == 405_898
     convolutions = [layer for layer in model.modules() if isinstance(layer, torch.nn.Conv2d)]
-    assert [(layer.out_channels, layer.kernel_size) for layer in convolutions] == [(32, (5, 5)), (64, (5, 5)), (128, (5, 5))]
+    assert [(layer.out_channels, layer.kernel_size) for layer in convolutions] == [
+        (32, (5, 5)),
+        (64, (5, 5)),
+        (128, (5, 5)),
+    ]
 
 
 @pytest.mark.parametrize("module", [cnn, mlp])
@@ -137,7 +144,9 @@ def test_gpt_gives_a_logit_for_every_byte_and_does_not_look_ahead():
     tokens = torch.randint(256, (2, gpt.CONTEXT))
     logits = model(tokens)
     assert logits.shape == (2, gpt.CONTEXT, 256)
-    assert torch.nn.functional.cross_entropy(logits.flatten(0, -2), tokens.flatten()).item() == pytest.approx(5.545, abs=0.2)  # ln 256
+    assert torch.nn.functional.cross_entropy(logits.flatten(0, -2), tokens.flatten()).item() == pytest.approx(
+        5.545, abs=0.2
+    )  # ln 256
     later = tokens.clone()
     later[:, 64:] = 0
     torch.testing.assert_close(model(later)[:, :64], logits[:, :64])
@@ -184,7 +193,8 @@ def test_digits_begin_with_the_real_ones_and_the_test_ones_stay_out(drawn):
     assert test_labels.tolist() == classes[1437:].tolist()
     means = images[:1437].mean((1, 2, 3)), torch.tensor(pixels[:1437]).float().mean(1) / 16
     torch.testing.assert_close(*means, atol=0.01, rtol=0.02)
-    # each variant has the class of the training image that it is made from, and is closer to that image than to most others
+    # each variant has the class of the training image that it is made from, and is closer to that image than to most
+    # others
     assert torch.equal(labels, labels[:1437].repeat(42)[:60_000])
     variants, sources = images[1437:2874].flatten(1), images[:1437].flatten(1)
     distances = torch.cdist(variants, sources)
@@ -285,14 +295,17 @@ def test_mnist_is_downloaded_by_one_process_while_the_others_wait(mnist, monkeyp
 
 @pytest.fixture
 def cifar10(tmp_path, monkeypatch, torchvision):
-    """The module, and a folder in CIFAR's format: the channels of image i are i, i + 1 and i + 2, and its label is i % 10."""
+    """The module, and a folder in CIFAR's format: the channels of image i are i, i + 1 and i + 2, and its label is i %
+    10."""
     module = importlib.import_module("labkit.training.workloads.cifar10")
     folder = tmp_path / "cifar-10-batches-py"
     folder.mkdir()
     sums = {}
     for name in CIFAR10_FILES:
         first = int(name[-1]) * 4 - 4 if name[-1].isdigit() else 0
-        rows = [numpy.repeat(numpy.arange(index, index + 3, dtype=numpy.uint8), 1024) for index in range(first, first + 4)]
+        rows = [
+            numpy.repeat(numpy.arange(index, index + 3, dtype=numpy.uint8), 1024) for index in range(first, first + 4)
+        ]
         content = {"data": numpy.stack(rows), "labels": [index % 10 for index in range(first, first + 4)]}
         written = pickle.dumps({"label_names": list("abcdefghij")} if name == "batches.meta" else content)
         (folder / name).write_bytes(written)
@@ -367,7 +380,11 @@ def says(monkeypatch):
 
 def test_torchvision_that_does_not_load_is_refused_before_a_run(torchvision, says):
     asked = says("RuntimeError: operator torchvision::nms does not exist")
-    for fields in ({"workload": "resnet18"}, {"workload": "cnn", "data": "mnist"}, {"workload": "resnet18", "data": "cifar10"}):
+    for fields in (
+        {"workload": "resnet18"},
+        {"workload": "cnn", "data": "mnist"},
+        {"workload": "resnet18", "data": "cifar10"},
+    ):
         with pytest.raises(SpecError) as refused:
             Spec("single", device="cpu", **fields).on(Machine.here())
         sentence = str(refused.value)
@@ -387,7 +404,9 @@ def test_torchvision_that_is_not_installed(monkeypatch):
 
 def test_resnet18_trains_under_torchrun(torchvision, tmp_path):
     spec = Spec("single", "resnet18", batch_size=4, steps=20, samples=80)
-    source = write_script(spec).replace("images[1437:]", "images[1777:]").replace("labels[1437:]", "labels[1777:]")  # a shorter evaluation
+    source = (
+        write_script(spec).replace("images[1437:]", "images[1777:]").replace("labels[1437:]", "labels[1777:]")
+    )  # a shorter evaluation
     (tmp_path / "train.py").write_text(source, encoding="utf-8")
     said = run_alone([sys.executable, str(BESIDE_CPU_TORCH), "train.py"], tmp_path).splitlines()
     assert [line.partition(":")[0] for line in said] == ["step 20", "epoch 1"]
@@ -395,5 +414,7 @@ def test_resnet18_trains_under_torchrun(torchvision, tmp_path):
 
 def test_no_default_imports_torchvision():
     modules = ("workloads.digits", "workloads.text", "strategies.base")
-    code = f"import sys, {', '.join(f'labkit.training.{name}' for name in modules)}; print('torchvision' in sys.modules)"
+    code = (
+        f"import sys, {', '.join(f'labkit.training.{name}' for name in modules)}; print('torchvision' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

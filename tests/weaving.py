@@ -22,10 +22,11 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 
 
 def run_alone(argv: list[str], folder: Path, seconds: float = 600) -> str:
-    """Runs a command in `folder`, where no labkit can be imported, one thread per process; returns its stdout, or fails the test.
+    """Runs a command in `folder`, where no labkit can be imported, one thread per process; returns its stdout, or fails
+    the test.
 
-    Torch may abort a rank at exit after a successful training (see labkit/training/strategies/README.md): that is no failure, and
-    stdout is complete.
+    Torch may abort a rank at exit after a successful training (see labkit/training/strategies/README.md): that is no
+    failure, and stdout is complete.
     """
     settings = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "RANK", "WORLD_SIZE")}
     done = subprocess.run(

@@ -1,4 +1,5 @@
-"""Words and phrases that the project's texts do not use, each with what to write instead: the helper of the tests of wording."""
+"""Words and phrases that the project's texts do not use, each with what to write instead: the helper of the tests of
+wording."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ RULES = {
     r"without an end": "infinite",
     r"DP, emulated": "emulated data parallel",
     r"on the stage": "presentation mode",
-    r"(ms|µs|s|seconds?|MB|MiB|GB|GiB|bytes?|samples|steps) an? (step|second|rank|parameter|sample|token|minute|node)": "per",
+    r"(ms|µs|s|seconds?|MB|MiB|GB|GiB|bytes?|samples|steps) an? "
+    r"(step|second|rank|parameter|sample|token|minute|node)": ("per"),
     # phrases
     r"anew": "again",
     r"other than": "different from, except",
@@ -66,4 +68,6 @@ _PATTERNS = {re.compile(rf"\b(?:{pattern})(?!\w)", re.IGNORECASE): instead for p
 
 def offences(text: str) -> list[tuple[int, str, str]]:
     """The words in a text that are not used here: position, words, and what to write instead, in order."""
-    return sorted((found.start(), found[0], instead) for pattern, instead in _PATTERNS.items() for found in pattern.finditer(text))
+    return sorted(
+        (found.start(), found[0], instead) for pattern, instead in _PATTERNS.items() for found in pattern.finditer(text)
+    )

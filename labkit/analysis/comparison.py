@@ -1,7 +1,7 @@
 """Comparing strategies: the same training with each strategy, one run after another, and the figures of each run.
 
-`rows` computes the figures from live or recorded runs. The module depends on no front end: terminal, panel and `--json` show
-the same rows.
+`rows` computes the figures from live or recorded runs. The module depends on no front end: terminal, panel and `--json`
+show the same rows.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ BASELINE = "single"
 class Row:
     """The figures of one strategy; None if unknown.
 
-    `seconds` is the time from the end of the first step (warm-up) to the last step or evaluation, and `epoch_seconds` the
-    time per epoch at the same speed. `speedup` is the samples per second relative to the baseline. `memory` is the
+    `seconds` is the time from the end of the first step (warm-up) to the last step or evaluation, and `epoch_seconds`
+    the time per epoch at the same speed. `speedup` is the samples per second relative to the baseline. `memory` is the
     largest peak of any device, and `sent` the traffic per step of the rank that sends the most, in bytes. `phases` are
     shares of a median step of the slowest rank and sum to 1. `words` is the state in words, `note` how the run differs
     from its title.
@@ -76,9 +76,36 @@ class Row:
 # A result for comparison, measured on another machine and not by labkit: a CNN with the same three convolutions, on
 # MNIST, 5 epochs, batch 128 per GPU, on two GPUs, loaded sample by sample.
 RECORDED = (
-    Row("single", "Single", devices=1, device="cuda", seconds=44.69, epoch_seconds=44.69 / 5, accuracy=0.9924, speedup=1.0),
-    Row("ddp", "DDP", devices=2, device="cuda", seconds=34.69, epoch_seconds=34.69 / 5, accuracy=0.9905, speedup=44.69 / 34.69),
-    Row("fsdp", "FSDP1", devices=2, device="cuda", seconds=34.63, epoch_seconds=34.63 / 5, accuracy=0.9920, speedup=44.69 / 34.63),
+    Row(
+        "single",
+        "Single",
+        devices=1,
+        device="cuda",
+        seconds=44.69,
+        epoch_seconds=44.69 / 5,
+        accuracy=0.9924,
+        speedup=1.0,
+    ),
+    Row(
+        "ddp",
+        "DDP",
+        devices=2,
+        device="cuda",
+        seconds=34.69,
+        epoch_seconds=34.69 / 5,
+        accuracy=0.9905,
+        speedup=44.69 / 34.69,
+    ),
+    Row(
+        "fsdp",
+        "FSDP1",
+        devices=2,
+        device="cuda",
+        seconds=34.63,
+        epoch_seconds=34.63 / 5,
+        accuracy=0.9920,
+        speedup=44.69 / 34.63,
+    ),
 )
 RECORDED_NOTE = (
     "Recorded elsewhere, not measured here: this CNN on MNIST, 5 epochs, batch 128 per GPU, two GPUs. Its input "
@@ -123,8 +150,8 @@ def alike(folders: Sequence[RunFolder]) -> list[RunFolder]:
 
 
 def newest(folders: Sequence[RunFolder]) -> list[RunFolder]:
-    """Of recorded runs (oldest first), the runs of the newest comparison (only those record tensors); empty for none.
-    """
+    """Of recorded runs (oldest first), the runs of the newest comparison (only those record tensors); empty for
+    none."""
     found = alike([folder for folder in folders if RunFolder.read_json(folder.spec).get("tensors")])
     return found if len(found) > 1 else []
 
@@ -178,7 +205,9 @@ def _row(folder: RunFolder, state: RunState) -> Row:
     if spec is None or not steps or seconds <= 0:
         return row
     per_second = steps * spec.global_batch / seconds
-    return replace(row, seconds=seconds, samples_per_second=per_second, epoch_seconds=seconds / steps * spec.steps_per_epoch)
+    return replace(
+        row, seconds=seconds, samples_per_second=per_second, epoch_seconds=seconds / steps * spec.steps_per_epoch
+    )
 
 
 def _training(state: RunState) -> tuple[float, int]:
@@ -214,12 +243,25 @@ def document(found: Sequence[Row], left_out: Mapping[str, str]) -> dict[str, Any
 
 
 def _measured(row: Row) -> dict[str, Any]:
-    return {name: getattr(row, name) for name in ("strategy", "devices", "device", "seconds", "epoch_seconds", "accuracy", "speedup")}
+    return {
+        name: getattr(row, name)
+        for name in ("strategy", "devices", "device", "seconds", "epoch_seconds", "accuracy", "speedup")
+    }
 
 
 # ---- as text, for all front ends
 
-HEADS = ("strategy", "devices", "time (s)", "epoch (s)", "accuracy", "speed-up", "peak memory", "sent per step", "same training")
+HEADS = (
+    "strategy",
+    "devices",
+    "time (s)",
+    "epoch (s)",
+    "accuracy",
+    "speed-up",
+    "peak memory",
+    "sent per step",
+    "same training",
+)
 
 
 def cells(row: Row) -> tuple[str, ...]:

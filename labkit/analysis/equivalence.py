@@ -35,13 +35,17 @@ from labkit.training.strategies.rules import departures
 # in fp32: ten roundings of theirs.
 _ROUNDING = {"fp32": 300 * 2.0**-24, "tf32": 10 * 2.0**-11, "fp16": 10 * 2.0**-11, "bf16": 10 * 2.0**-8}
 _GROWTH = 2.0  # growth of a small deviation per step, because a step starts from weights that already differ
-_MOST = {"loss": 0.05, "parameters": 0.3}  # largest deviations that rounding alone was measured to cause, for any number of steps
+_MOST = {
+    "loss": 0.05,
+    "parameters": 0.3,
+}  # largest deviations that rounding alone was measured to cause, for any number of steps
 _SMALL = 1e-3  # smallest norm of a tensor, relative to what is usual in its model
 
 
 _PLACE = Sequence(COUNT, most=64)
 _PIECE = record(
-    {"key": NAME, "name": NAME, "shape": _PLACE, "kind": Choice(("block", "partial", "flat"))}, {"start": COUNT, "offset": _PLACE}
+    {"key": NAME, "name": NAME, "shape": _PLACE, "kind": Choice(("block", "partial", "flat"))},
+    {"start": COUNT, "offset": _PLACE},
 )
 _INDEX = Sequence(_PIECE)
 
@@ -54,8 +58,8 @@ class NotRecorded(Exception):
 class Deviation:
     """How far one of "loss", "gradients" and "parameters" is from the reference.
 
-    `where` is the first step or tensor whose deviation exceeds its tolerance, or if there is none, the one closest to it;
-    `apart` is its relative deviation, and `tolerance` the deviation that rounding explains there.
+    `where` is the first step or tensor whose deviation exceeds its tolerance, or if there is none, the one closest to
+    it; `apart` is its relative deviation, and `tolerance` the deviation that rounding explains there.
     """
 
     what: str
@@ -184,7 +188,11 @@ def _index(arrays: Mapping[str, numpy.ndarray]) -> list[dict[str, Any]]:
 
 
 def _put(
-    piece: Mapping[str, Any], array: numpy.ndarray, whole: dict[str, numpy.ndarray], held: dict[str, numpy.ndarray], most: int
+    piece: Mapping[str, Any],
+    array: numpy.ndarray,
+    whole: dict[str, numpy.ndarray],
+    held: dict[str, numpy.ndarray],
+    most: int,
 ) -> None:
     """Copies one rank's shard into its whole tensor. Partial sums are added; where copies of two ranks disagree, it is
     NaN.
@@ -211,7 +219,10 @@ def _put(
 def training(spec: Spec) -> dict[str, Any]:
     """The settings that make two runs the same training, by name; how the work is split is not part of them."""
     own = {option.name: spec.options[option.name] for option in spec.workload_row.options}
-    plain = {name: getattr(spec, name) for name in ("workload", "data", "seed", "train_samples", "global_batch", "total_steps")}
+    plain = {
+        name: getattr(spec, name)
+        for name in ("workload", "data", "seed", "train_samples", "global_batch", "total_steps")
+    }
     return plain | own | {"clip_norm": spec.options.get("clip_norm", 0.0)}
 
 
@@ -223,7 +234,9 @@ def _refuse_unlike(spec: Spec, reference: Spec) -> None:
             raise NotRecorded(f"{what} is {value}, but {wanted.get(name)} in the reference run")
 
 
-def _of_losses(found: Mapping[int, float], wanted: Mapping[int, float], allowed: Callable[[str, int], float]) -> Deviation:
+def _of_losses(
+    found: Mapping[int, float], wanted: Mapping[int, float], allowed: Callable[[str, int], float]
+) -> Deviation:
     if not wanted or found.keys() != wanted.keys():
         raise NotRecorded(f"it has losses of {len(found)} steps, but the reference run has {len(wanted)}")
     first = wanted[min(wanted)]
@@ -231,11 +244,16 @@ def _of_losses(found: Mapping[int, float], wanted: Mapping[int, float], allowed:
     return _deviation("loss", {f"step {step}": pair for step, pair in apart.items()})
 
 
-def _of_tensors(what: str, found: Mapping[str, numpy.ndarray], wanted: Mapping[str, numpy.ndarray], allowed: float) -> Deviation:
+def _of_tensors(
+    what: str, found: Mapping[str, numpy.ndarray], wanted: Mapping[str, numpy.ndarray], allowed: float
+) -> Deviation:
     if found.keys() != wanted.keys():
         other = sorted(found.keys() ^ wanted.keys())[0]
         raise NotRecorded(f"only one of the two runs has {what} of {other}")
-    usual = math.sqrt(sum(float(numpy.square(tensor).sum()) for tensor in wanted.values()) / sum(tensor.size for tensor in wanted.values()))
+    usual = math.sqrt(
+        sum(float(numpy.square(tensor).sum()) for tensor in wanted.values())
+        / sum(tensor.size for tensor in wanted.values())
+    )
     apart = {}
     for name, tensor in wanted.items():
         if found[name].shape != tensor.shape:
@@ -262,7 +280,9 @@ def _judged(spec: Spec, reference: Spec, found: tuple[Deviation, ...]) -> Badge:
     where = first.where if first.what == "loss" else f"{first.what} of {first.where}"
     reasons = departures(spec)
     if reasons:
-        return Badge("differs as expected", f"{'; '.join(reasons)}. First at {where}. Deviation and tolerance: {figures}.", found)
+        return Badge(
+            "differs as expected", f"{'; '.join(reasons)}. First at {where}. Deviation and tolerance: {figures}.", found
+        )
     return Badge("differs", f"Not the same training, first at {where}. Deviation and tolerance: {figures}.", found)
 
 

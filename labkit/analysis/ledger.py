@@ -26,8 +26,8 @@ class Entry:
     """One operation of a step. `calls` is the mean over ranks; `measured` and `theory` are bytes sent per step by all
     ranks.
 
-    `theory` is None without a formula, as for a script that is not the lab's; `formula` shows its terms. `reason` explains a
-    difference with numbers; it is empty if the two are within 1 % of each other.
+    `theory` is None without a formula, as for a script that is not the lab's; `formula` shows its terms. `reason`
+    explains a difference with numbers; it is empty if the two are within 1 % of each other.
     """
 
     op: str

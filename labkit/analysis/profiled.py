@@ -20,7 +20,13 @@ if TYPE_CHECKING:
     from labkit.record.state import RunState
 
 USUAL = 8  # from this step on, a profiled step counts as typical: before it, buckets and caches are still being built
-_MUTUAL = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")  # none of these ends before every rank has started it
+_MUTUAL = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "barrier",
+)  # none of these ends before every rank has started it
 
 
 def usual(rank: RankState) -> list[dict[str, Any]]:
@@ -39,7 +45,9 @@ def exposed(rank: RankState) -> dict[str, float]:
         for name, start, end in one["phases"]:
             spent[name] = spent.get(name, 0.0) + end - start
         for phase in PHASES:
-            shares.setdefault(phase, []).append(min(1.0, one["exposed"].get(phase, 0.0) / spent[phase]) if spent.get(phase) else 0.0)
+            shares.setdefault(phase, []).append(
+                min(1.0, one["exposed"].get(phase, 0.0) / spent[phase]) if spent.get(phase) else 0.0
+            )
     return {phase: statistics.median(values) for phase, values in shares.items()}
 
 
@@ -73,7 +81,11 @@ def aligned(found: Mapping[int, Mapping[str, Any]]) -> tuple[dict[int, float], b
         common = ends[first].keys() & ends[rank].keys()
         wrong = any(ends[rank][key] < starts[first][key] or ends[first][key] < starts[rank][key] for key in common)
         wrong |= abs(one["t0"] - found[first]["t0"]) > max(one["seconds"], found[first]["seconds"])
-        late = statistics.median(ends[rank][key] - ends[first][key] for key in common) if common else one["t0"] - found[first]["t0"]
+        late = (
+            statistics.median(ends[rank][key] - ends[first][key] for key in common)
+            if common
+            else one["t0"] - found[first]["t0"]
+        )
         begins[rank] = one["t0"] - (late if wrong else 0.0)
         moved |= wrong
     earliest = min(begins.values())
@@ -82,7 +94,11 @@ def aligned(found: Mapping[int, Mapping[str, Any]]) -> tuple[dict[int, float], b
 
 def _moments(one: Mapping[str, Any], which: int) -> dict[tuple[Any, ...], float]:
     """When each numbered collective of a group (its name and ranks) started (1) or ended (2), in unix seconds."""
-    return {(span[4], *(span[5] or ()), span[6]): one["t0"] + span[which] for span in one["comm"] if span[6] and span[0] in _MUTUAL}
+    return {
+        (span[4], *(span[5] or ()), span[6]): one["t0"] + span[which]
+        for span in one["comm"]
+        if span[6] and span[0] in _MUTUAL
+    }
 
 
 def resident(state: RunState) -> dict[int, float]:

@@ -1,4 +1,5 @@
-"""The figures of a run in one dict of plain values: `run --json`, `summary.json`, the table below a notebook's panel."""
+"""The figures of a run in one dict of plain values: `run --json`, `summary.json`, the table below a notebook's
+panel."""
 
 from __future__ import annotations
 
@@ -75,7 +76,12 @@ def _communication(rank: RankState) -> dict[str, Any] | None:
         return None
     under_way, exposed = overlap(one)
     hidden = 1 - min(1.0, exposed / under_way) if under_way else None
-    return {"step": one["step"], "seconds": _rounded(under_way, 6), "open_seconds": _rounded(exposed, 6), "hidden": _rounded(hidden)}
+    return {
+        "step": one["step"],
+        "seconds": _rounded(under_way, 6),
+        "open_seconds": _rounded(exposed, 6),
+        "hidden": _rounded(hidden),
+    }
 
 
 def _rounded(value: float | None, digits: int = 3) -> float | None:
@@ -83,7 +89,8 @@ def _rounded(value: float | None, digits: int = 3) -> float | None:
 
 
 def recorded_summary(folder: RunFolder, progress: Callable[[float], None] = lambda share: None) -> dict[str, Any]:
-    """The figures as written at the end of the run; of a run that is under way, the current ones. `progress` is that of `Follower`."""
+    """The figures as written at the end of the run; of a run that is under way, the current ones. `progress` is that of
+    `Follower`."""
     try:
         if recorded := RunFolder.read_json(folder.summary):
             return recorded

@@ -45,7 +45,15 @@ def _events(rank: int, step: int, one: dict[str, Any], begin: float) -> Iterator
     def span(row: int, name: str, start: float, end: float, **args: Any) -> dict[str, Any]:
         first, last = round(1e6 * start), round(1e6 * end)  # whole microseconds, so that nested spans stay nested
         moment = round(1e6 * begin) + first
-        return {"ph": "X", "pid": rank, "tid": row, "name": name, "ts": moment, "dur": last - first, "args": {"step": step} | args}
+        return {
+            "ph": "X",
+            "pid": rank,
+            "tid": row,
+            "name": name,
+            "ts": moment,
+            "dur": last - first,
+            "args": {"step": step} | args,
+        }
 
     for name, start, end in one["phases"]:
         yield span(_PHASES, name, start, end)

@@ -2,8 +2,8 @@
 
 The figures depend on the machine and its load, so nothing here passes or fails: every line shows what was measured, how
 often, and the target. Ratios come from alternating pairs (A B, B A, …), so that a slower machine slows both sides. The
-cost of a step is also measured in CPU time, which depends little on other load. No other package imports this one, except
-the command.
+cost of a step is also measured in CPU time, which depends little on other load. No other package imports this one,
+except the command.
 """
 
 from __future__ import annotations
@@ -57,9 +57,20 @@ def main(as_json: bool = False) -> int:
             progress.step(" ".join(bench.__doc__.split()))
             figures += bench()
     machine = Machine.here()
-    on = f"{machine.cores} cores, {size(machine.memory, 0)}, {len(machine.gpus)} GPUs; load {os.getloadavg()[0]:.1f} at the end"
+    on = (
+        f"{machine.cores} cores, {size(machine.memory, 0)}, {len(machine.gpus)} GPUs; load {os.getloadavg()[0]:.1f} at"
+        " the end"
+    )
     if as_json:
-        print(json.dumps({"machine": on, "seconds": round(time.time() - began), "figures": [asdict(figure) for figure in figures]}))
+        print(
+            json.dumps(
+                {
+                    "machine": on,
+                    "seconds": round(time.time() - began),
+                    "figures": [asdict(figure) for figure in figures],
+                }
+            )
+        )
         return 0
     table = Table("figure", "median", "min to max", "target", Column("note", overflow="fold"), title=on)
     for figure in figures:

@@ -43,7 +43,11 @@ from labkit.record.status import is_over
 from labkit.record.stepfile import steps_path
 
 _SECONDS = 120  # time limit for reading one run
-_RUNS = (("ddp", {"nproc": 2}), ("dp", {"nproc": 2}), ("ddp", {"nproc": 2, "fault": "killed_rank", "max_restarts": 1, "save_every": 3}))
+_RUNS = (
+    ("ddp", {"nproc": 2}),
+    ("dp", {"nproc": 2}),
+    ("ddp", {"nproc": 2, "fault": "killed_rank", "max_restarts": 1, "save_every": 3}),
+)
 _SLOW = 25  # every 25th mutation is also rendered as a handout, which draws every figure with plotly
 
 
@@ -54,12 +58,57 @@ class _Raw(str):
 HOSTILE: tuple[Any, ...] = (
     *(None, True, False, "", "x", "two", "0", "999999999", 0, 1, -1, 3, 7, 0.5, -0.5, 1e18, 1e308, -1e308, 5e-324),
     *(1_000_000, 2**31, 2**53, 2**63, 2**64, float("nan"), float("inf"), float("-inf")),
-    *(_Raw("1e400"), _Raw("9" * 400), _Raw("9" * 10_000), _Raw("[" * 100_000 + "]" * 100_000), _Raw('{"x":' * 500 + "1" + "}" * 500)),
-    *([], {}, [[]], {"x": {}}, [None], [1, 2, 3], ["x"], {"0": 1}, {"0": None}, {"-1": {}}, {"1e9": 1}, [[1, 2], [3]], [0.0] * 2_000),
-    *("\x1b]52;c;aGk=\x07", "\x1b]8;;http://x\x1b\\", "\u202etxt.exe", "\ud800", "\0", "../../../etc/passwd", "<script>x</script>"),
+    *(
+        _Raw("1e400"),
+        _Raw("9" * 400),
+        _Raw("9" * 10_000),
+        _Raw("[" * 100_000 + "]" * 100_000),
+        _Raw('{"x":' * 500 + "1" + "}" * 500),
+    ),
+    *(
+        [],
+        {},
+        [[]],
+        {"x": {}},
+        [None],
+        [1, 2, 3],
+        ["x"],
+        {"0": 1},
+        {"0": None},
+        {"-1": {}},
+        {"1e9": 1},
+        [[1, 2], [3]],
+        [0.0] * 2_000,
+    ),
+    *(
+        "\x1b]52;c;aGk=\x07",
+        "\x1b]8;;http://x\x1b\\",
+        "\u202etxt.exe",
+        "\ud800",
+        "\0",
+        "../../../etc/passwd",
+        "<script>x</script>",
+    ),
     *("a" * 20_000, "\n\n", "cuda:1", "cuda:x", "cpu", "٣", "NaN", "%s%n{0}{x!r}"),
 )
-_NUMBERS = (math.nan, math.inf, -math.inf, 0.0, -0.0, -1.0, 0.5, 1e18, 1e308, -1e308, 5e-324, 2.0**53, 2.0**63, 2.0**64, 3e10, 1e11)
+_NUMBERS = (
+    math.nan,
+    math.inf,
+    -math.inf,
+    0.0,
+    -0.0,
+    -1.0,
+    0.5,
+    1e18,
+    1e308,
+    -1e308,
+    5e-324,
+    2.0**53,
+    2.0**63,
+    2.0**64,
+    3e10,
+    1e11,
+)
 
 
 @dataclass
@@ -242,13 +291,26 @@ def _dumped(value: Any) -> bytes:
 # ---- the fuzzer
 
 
-def fuzz(folder: RunFolder, count: int, seed: int, report: Report | None = None, read: Callable[[RunFolder, bool], None] = read) -> Report:
+def fuzz(
+    folder: RunFolder,
+    count: int,
+    seed: int,
+    report: Report | None = None,
+    read: Callable[[RunFolder, bool], None] = read,
+) -> Report:
     """Reads a run `count` times, each time with one mutated file; the files alternate. The folder is restored
     afterwards.
     """
     report, chance = report or Report(), random.Random(seed)
     ranks = folder.event_files().values()
-    targets = [folder.spec, folder.status, folder.summary, folder.system, *ranks, *filter(Path.exists, map(steps_path, ranks))]
+    targets = [
+        folder.spec,
+        folder.status,
+        folder.summary,
+        folder.system,
+        *ranks,
+        *filter(Path.exists, map(steps_path, ranks)),
+    ]
     before = {path: path.read_bytes() for path in targets}
     for number in range(count):
         path = targets[number % len(targets)]
@@ -261,7 +323,9 @@ def fuzz(folder: RunFolder, count: int, seed: int, report: Report | None = None,
                 read(folder, number % _SLOW == 0)
                 report.refused += bool(folder.trouble())
         except Exception as error:
-            report.note(error, f"{path.name}, seed {seed}, mutation {number}: {_difference(before[path], path.read_bytes())}")
+            report.note(
+                error, f"{path.name}, seed {seed}, mutation {number}: {_difference(before[path], path.read_bytes())}"
+            )
         finally:
             path.write_bytes(before[path])
             folder.summary.write_bytes(before[folder.summary])
@@ -269,7 +333,9 @@ def fuzz(folder: RunFolder, count: int, seed: int, report: Report | None = None,
 
 
 def _difference(before: bytes, after: bytes) -> str:
-    at = next((index for index, (one, other) in enumerate(zip(before, after)) if one != other), min(len(before), len(after)))
+    at = next(
+        (index for index, (one, other) in enumerate(zip(before, after)) if one != other), min(len(before), len(after))
+    )
     return repr(after[max(0, at - 80) : at + 80])
 
 
@@ -302,6 +368,8 @@ def hostile() -> list[Figure]:
             made = run(strategy, steps=6, device="cpu", samples=256, **fields).wait().folder
             fuzz(made.copy(Path(place) / made.name), rounds, number, report)
             shutil.rmtree(Path(place) / made.name)
-    note = f"{len(report.crashes)} sites; {report.refused} folders refused with a reason" + "".join(f"; {site}" for site in report.crashes)
+    note = f"{len(report.crashes)} sites; {report.refused} folders refused with a reason" + "".join(
+        f"; {site}" for site in report.crashes
+    )
     crashes = float(sum(report.crashes.values()))
     return [Figure(f"crashes in {report.mutations:,} mutations of run folders", crashes, "", "0", (crashes,), note)]

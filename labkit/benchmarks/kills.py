@@ -61,7 +61,13 @@ MOMENTS = (
     *(Moment("agent", seconds) for seconds in (0.0, 0.01, 0.03)),
     *(Moment("rank", seconds) for seconds in (0.0, 0.01, 0.03, 0.1)),
 )
-VICTIMS = (("supervisor",), ("supervisor", "starter"), ("starter", "supervisor"), ("agent", "supervisor"), ("supervisor", "agent"))
+VICTIMS = (
+    ("supervisor",),
+    ("supervisor", "starter"),
+    ("starter", "supervisor"),
+    ("agent", "supervisor"),
+    ("supervisor", "agent"),
+)
 
 
 def kill_matrix(rounds: int = ROUNDS, moments: tuple[Moment, ...] = MOMENTS) -> list[Figure]:
@@ -79,8 +85,8 @@ def kill_matrix(rounds: int = ROUNDS, moments: tuple[Moment, ...] = MOMENTS) -> 
 
 
 def attack(one: Attack) -> int:
-    """One round: starts a run, kills, and returns the number of processes that remain after `LIMIT` seconds. Cleans up.
-    """
+    """One round: starts a run, kills, and returns the number of processes that remain after `LIMIT` seconds. Cleans
+    up."""
     with tempfile.TemporaryDirectory() as place, _starter(Path(place), one) as starter:
         root = str(Path(place, "runs"))
         _appeared(one.moment.who, starter, root)
@@ -100,7 +106,9 @@ def _starter(place: Path, one: Attack) -> Iterator[psutil.Process]:
     asked = {"LABKIT_RUNS": str(place / "runs"), client.FORCE_COLD: "" if one.warm else "1"}
     environment = local.standing_environment() | asked
     command = [sys.executable, "-c", _STARTER, str(place / "train.py"), one.start]
-    child = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    child = subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         yield psutil.Process(child.pid)
     finally:

@@ -35,11 +35,20 @@ def importing() -> list[Figure]:
     )
     times, heavy = [], set()
     for _ in range(PAIRS):
-        seconds, *loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+        seconds, *loaded = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.split()
         times.append(float(seconds) * 1000)
         heavy |= set(loaded)
     return [
-        Figure("import labkit", statistics.median(times), "ms", "≤ 50 ms", tuple(times), f"loads {', '.join(heavy) or 'nothing heavy'}")
+        Figure(
+            "import labkit",
+            statistics.median(times),
+            "ms",
+            "≤ 50 ms",
+            tuple(times),
+            f"loads {', '.join(heavy) or 'nothing heavy'}",
+        )
     ]
 
 
@@ -73,8 +82,13 @@ def latency() -> list[Figure]:
         _say_state(folder, "finished")
         view.wait()
     quantiles = statistics.quantiles([seconds * 1000 for seconds in late], n=20)
-    note = f"{len(late):,} events of {_RANKS} ranks at {_RATE} per second each; median {quantiles[9]:.0f} ms, measured every 5 ms"
-    return [Figure("event to the panel's model, 95th percentile", quantiles[-1], "ms", "≤ 300 ms", (quantiles[-1],), note)]
+    note = (
+        f"{len(late):,} events of {_RANKS} ranks at {_RATE} per second each; median {quantiles[9]:.0f} ms, measured"
+        " every 5 ms"
+    )
+    return [
+        Figure("event to the panel's model, 95th percentile", quantiles[-1], "ms", "≤ 300 ms", (quantiles[-1],), note)
+    ]
 
 
 @dataclass
@@ -155,14 +169,23 @@ def opening() -> list[Figure]:
     )
     note = f"{held:.0f} MB of events, every {EVERY}th step profiled; {of_it}"
     return [
-        Figure(f"opening {_RANKS} ranks × {_LONG:,} steps", statistics.median(opened), "s", "≤ 2 s", tuple(opened), note),
-        Figure("largest figure of that run", sizes[largest], "MB", "≤ 2 MB", tuple(sizes.values()), f"{largest}; {', '.join(sizes)}"),
+        Figure(
+            f"opening {_RANKS} ranks × {_LONG:,} steps", statistics.median(opened), "s", "≤ 2 s", tuple(opened), note
+        ),
+        Figure(
+            "largest figure of that run",
+            sizes[largest],
+            "MB",
+            "≤ 2 MB",
+            tuple(sizes.values()),
+            f"{largest}; {', '.join(sizes)}",
+        ),
     ]
 
 
 def _write_sampled(folder: RunFolder, rank: int) -> None:
-    """Writes the events of one rank of a deep model: every step, every 50th with timeline and traffic, one with memory.
-    """
+    """Writes the events of one rank of a deep model: every step, every 50th with timeline and traffic, one with
+    memory."""
     writer, size = Writer(folder.events_of(rank), rank), 4 << 20
     writer.write("start", pid=os.getpid(), device="cpu")
     gather = {"calls": 2 * _LAYERS, "bytes": 2 * _LAYERS * size, "sent": 2 * _LAYERS * size * (_RANKS - 1) / _RANKS}
@@ -195,7 +218,15 @@ def _timeline(rank: int, size: int) -> dict[str, Any]:
         if way == "backward":
             comm.append(["reduce_scatter", *_seconds(begin + 400, begin + 700), size, *group, len(comm)])
     exposed = {"forward": 3e-4 * _LAYERS, "backward": 35e-5 * _LAYERS}
-    return {"backend": "gloo", "device": "cpu", "phases": _phases(), "comm": comm, "busy": busy, "marks": marks, "exposed": exposed}
+    return {
+        "backend": "gloo",
+        "device": "cpu",
+        "phases": _phases(),
+        "comm": comm,
+        "busy": busy,
+        "marks": marks,
+        "exposed": exposed,
+    }
 
 
 def _seconds(*microseconds: int) -> list[float]:
@@ -203,7 +234,10 @@ def _seconds(*microseconds: int) -> list[float]:
 
 
 def _moments() -> dict[str, Any]:
-    columns = {owner: [(number * place * 7919) % 512 << 20 for number in range(_MOMENTS)] for place, owner in enumerate(OWNERS, 1)}
+    columns = {
+        owner: [(number * place * 7919) % 512 << 20 for number in range(_MOMENTS)]
+        for place, owner in enumerate(OWNERS, 1)
+    }
     totals = [sum(row) for row in zip(*columns.values())]
     peak = max(range(_MOMENTS), key=totals.__getitem__)
     at_peak = {owner: column[peak] for owner, column in columns.items()}
@@ -248,7 +282,9 @@ def burst() -> list[Figure]:
                 answers.append(pages.last_seconds * 1000)
                 memory.append(kernel.memory_info().rss)
                 time.sleep(0.02)
-            lines = sum(path.read_bytes().count(b"\n") for path in Path(place).glob("runs/*/logs/*/attempt_0/*/stdout.log"))
+            lines = sum(
+                path.read_bytes().count(b"\n") for path in Path(place).glob("runs/*/logs/*/attempt_0/*/stdout.log")
+            )
             newest = pages.wait_for(f"writes line {_LINES - 1},")
         finally:
             client.stop_channels()
@@ -315,6 +351,8 @@ class _Pages:
         if kind == "comm_open" and "_esm" in content["data"].get("state", {}):
             for word in ("here", "ready", "show"):  # the messages of a page that has rendered its charts and logs
                 answer = {"method": "custom", "content": {"kind": word}}
-                self._client.shell_channel.send(self._client.session.msg("comm_msg", {"comm_id": content["comm_id"], "data": answer}))
+                self._client.shell_channel.send(
+                    self._client.session.msg("comm_msg", {"comm_id": content["comm_id"], "data": answer})
+                )
         elif kind == "comm_msg":
             self._sent = [*self._sent[-50:], json.dumps(content.get("data"), default=str)]

@@ -84,7 +84,9 @@ def overhead() -> list[Figure]:
     time.
     """
     figures, labs, bares = [], [], []
-    scripts = {f"{strategy}, {workload}": _short(strategy, workload) for workload, strategy in product(_BATCHES, _STRATEGIES)}
+    scripts = {
+        f"{strategy}, {workload}": _short(strategy, workload) for workload, strategy in product(_BATCHES, _STRATEGIES)
+    }
     for name, script in scripts.items():
         lab, bare = _in_turn({"lab": (_under_the_lab, script), "bare": (_under_torchrun, script)}, 2, _FEW)
         labs, bares = labs + lab, bares + bare
@@ -168,7 +170,17 @@ def profiled() -> list[Figure]:
     _wait_for_server()
     ends = []
     for number in range(_PIPELINES):
-        handle = run("pp", workload="mlp", nproc=2, device="cpu", steps=6, batch_size=8, samples=64, sample_every=1, cold=bool(number % 2))
+        handle = run(
+            "pp",
+            workload="mlp",
+            nproc=2,
+            device="cpu",
+            steps=6,
+            batch_size=8,
+            samples=64,
+            sample_every=1,
+            cold=bool(number % 2),
+        )
         ends.append(float(handle.wait().words != "finished"))
     note = f"in total, of {_PIPELINES}; half of them warm"
     return [Figure("pipelines that profile every step", sum(ends), "crashes", "0", tuple(ends), note)]
@@ -208,7 +220,10 @@ def traceml() -> list[Figure]:
         sides = {
             "lab": (_under_the_lab, script),
             "bare": (_under_torchrun, script),
-            "traceml": (partial(_under_traceml, python=python), f"{_TRACED}{before}with traceml_ai.trace_step(model): {_TRAINS}{after}"),
+            "traceml": (
+                partial(_under_traceml, python=python),
+                f"{_TRACED}{before}with traceml_ai.trace_step(model): {_TRAINS}{after}",
+            ),
             "bare there": (partial(_under_torchrun, python=python), script),
         }
         lab, bare, traced, there = _in_turn(sides, 2, _FEW)
@@ -230,11 +245,15 @@ def generated_scripts() -> list[Figure]:
         ours, theirs = _in_turn(sides, nproc=2)
         milliseconds = statistics.median(times.step for times in theirs) * 1000
         note = f"× 2, cnn, {_STEPS} steps; hand-written: {milliseconds:.1f} ms per step"
-        figures.append(ratio(f"step time of {strategy}, generated / hand-written", _ratios(ours, theirs, "step"), "≤ 1.01", note))
+        figures.append(
+            ratio(f"step time of {strategy}, generated / hand-written", _ratios(ours, theirs, "step"), "≤ 1.01", note)
+        )
     return figures
 
 
-def _in_turn(sides: dict[str, tuple[Callable[[Path, int], None], str]], nproc: int, pairs: int = PAIRS) -> list[list[_Times]]:
+def _in_turn(
+    sides: dict[str, tuple[Callable[[Path, int], None], str]], nproc: int, pairs: int = PAIRS
+) -> list[list[_Times]]:
     """The times of `pairs` alternating runs of each side; a side is a function that runs a script, and the script's
     source.
     """
@@ -265,7 +284,9 @@ def _warm(script: Path, nproc: int) -> None:
 
 
 def _under_torchrun(script: Path, nproc: int, python: str = sys.executable) -> None:
-    _alone([python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", str(script)], script.parent)
+    _alone(
+        [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", str(script)], script.parent
+    )
 
 
 def _under_traceml(script: Path, nproc: int, python: str) -> None:
@@ -285,7 +306,12 @@ def _read_clock(clock: str, nproc: int, began: float, ended: float) -> _Times:
         lines = Path(f"{clock}{rank}").read_text().splitlines()
         times, work = zip(*(map(float, line.split()) for line in lines))
         each = [[b - a for a, b in pairwise(ends[_FIRST - 2 :])] for ends in (times, work)]
-        ranks.append((*(middle(seconds) for seconds in each for middle in (statistics.median, statistics.fmean)), times[0] - began))
+        ranks.append(
+            (
+                *(middle(seconds) for seconds in each for middle in (statistics.median, statistics.fmean)),
+                times[0] - began,
+            )
+        )
     return _Times(*map(max, zip(*ranks)), ended - began)
 
 
@@ -305,12 +331,17 @@ def scaling() -> list[Figure]:
             phases[nproc].append(summary["ranks"][0]["phase_seconds"])
         ratios.append(speed[2] / speed[1])
     grown = {
-        phase: statistics.median(each[phase] for each in phases[2]) - statistics.median(each[phase] for each in phases[1])
+        phase: (
+            statistics.median(each[phase] for each in phases[2]) - statistics.median(each[phase] for each in phases[1])
+        )
         for phase in phases[1][0]
     }
     worst = max(grown, key=grown.__getitem__)
     note = (
-        f"one thread and batch size 128 per rank; {worst} grows most: {grown[worst] * 1000:+.1f} ms per step; one rank: "
-        + ", ".join(f"{phase} {statistics.median(each[phase] for each in phases[1]) * 1000:.1f}" for phase in phases[1][0])
+        f"one thread and batch size 128 per rank; {worst} grows most: {grown[worst] * 1000:+.1f} ms per step; one"
+        " rank: "
+        + ", ".join(
+            f"{phase} {statistics.median(each[phase] for each in phases[1]) * 1000:.1f}" for phase in phases[1][0]
+        )
     )
     return [ratio("samples per second, ddp × 2 / ddp × 1", ratios, "≤ 2.00", note + " ms")]

@@ -20,7 +20,8 @@ from labkit.record.folder import RunFolder
 
 _RANKS, _STEPS, _MOST = 8, 100_000, 10_000_000
 
-# Opens a run, computes its summary and draws its charts; prints the CPU seconds of the first two, of the third, and the peak RSS in MB.
+# Opens a run, computes its summary and draws its charts; prints the CPU seconds of the first two, of the third, and the
+# peak RSS in MB.
 _OPEN = """
 import json, resource, sys, time
 from labkit.record.folder import RunFolder
@@ -40,8 +41,8 @@ print(json.dumps([opened, drawn, peak, summary["steps"], summary["broken_lines"]
 
 
 def long_runs() -> list[Figure]:
-    """Runs of 8 ranks × 100,000 steps and of 10,000,000 steps in total: size on disk, CPU time and memory of opening.
-    """
+    """Runs of 8 ranks × 100,000 steps and of 10,000,000 steps in total: size on disk, CPU time and memory of
+    opening."""
     with tempfile.TemporaryDirectory() as place:
         folder = _fabricated(Path(place))
         size = sum(path.stat().st_size for path in folder.path.rglob("*") if path.is_file()) / 1e6
@@ -58,7 +59,14 @@ def long_runs() -> list[Figure]:
     return [
         Figure(f"{name}, on disk", size, "MB", "≤ 100 MB", (size,)),
         Figure(f"{name}, opened", statistics.median(times), "s of CPU", "≤ 5 s", times, note),
-        Figure(f"{name}, labkit show", statistics.median(shown), "s", "≤ 5 s", tuple(shown), "wall-clock time of the command"),
+        Figure(
+            f"{name}, labkit show",
+            statistics.median(shown),
+            "s",
+            "≤ 5 s",
+            tuple(shown),
+            "wall-clock time of the command",
+        ),
         Figure(
             f"{_MOST:,} steps, peak memory",
             most[2],
@@ -81,7 +89,9 @@ def _fabricated(place: Path) -> RunFolder:
         writer.write("start", t=began, pid=os.getpid(), device="cpu")
         for step in range(1, _STEPS + 1):
             memory = {"allocated": 1 << 20, "reserved": None, "peak": (2 << 20) + step % 977}
-            writer.write("step", t=began + step / 100, step=step, loss=1 / step, samples=128, seconds=seconds, memory=memory)
+            writer.write(
+                "step", t=began + step / 100, step=step, loss=1 / step, samples=128, seconds=seconds, memory=memory
+            )
         writer.write("end", t=began + _STEPS / 100, exit_code=0, steps=_STEPS, seconds=_STEPS / 100)
         writer.close()
     return folder

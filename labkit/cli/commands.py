@@ -19,7 +19,23 @@ from labkit.record.documents import Unreadable
 COMMANDS = {
     command.__name__: command
     for command in (
-        *(bench, capture, claims, clean, compare, diff, doctor, glossary, handout, lab, logs, notebook, progress, replay, run),
+        *(
+            bench,
+            capture,
+            claims,
+            clean,
+            compare,
+            diff,
+            doctor,
+            glossary,
+            handout,
+            lab,
+            logs,
+            notebook,
+            progress,
+            replay,
+            run,
+        ),
         *(runs, script, setup, show, stop, test, trace),
     )
 }

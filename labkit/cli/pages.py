@@ -36,7 +36,8 @@ def diff(args: argparse.Namespace) -> int:
 
 
 def _with_ranks(spec: Spec) -> Spec:
-    """A Spec that may be for another machine: only a missing number of ranks and the checkpoint to resume from are taken from this one."""
+    """A Spec that may be for another machine: only a missing number of ranks and the checkpoint to resume from are
+    taken from this one."""
     if spec.script is not None:
         return spec
     if spec.nproc is None:
@@ -83,13 +84,21 @@ def _pages(args: argparse.Namespace) -> tuple[list[Path], list[str]]:
     reader = "student" if args.student else "teacher" if args.teacher else ""
     if not args.all and not args.name.endswith((".py", ".ipynb")):
         if reader or args.recorded:
-            raise Refused(f"{'--' + reader if reader else '--recorded'} applies only to labs, and {args.name!r} is a run; leave it out")
+            raise Refused(
+                f"{'--' + reader if reader else '--recorded'} applies only to labs, and {args.name!r} is a run; leave"
+                " it out"
+            )
         folder = find(args.name)
         return [run_page(folder).write(_output(args.output, f"{folder.name}.html"))], []
     settings = {"audience": reader, "recorded": _runs_folder(args.recorded)}
     with Progress() as progress:
         if args.all:
-            return course(sorted((CLONE / "labs").glob("[0-9]*.py")), Path(args.output or "site"), **settings, report=progress.step)
+            return course(
+                sorted((CLONE / "labs").glob("[0-9]*.py")),
+                Path(args.output or "site"),
+                **settings,
+                report=progress.step,
+            )
         path = _output(args.output, f"{Path(args.name).stem}.html")
         return [lab_page(Path(args.name), **settings, report=progress.step).write(path)], []
 

@@ -1,5 +1,5 @@
-"""The command-line parser: commands, flags, and errors for wrong usage. It uses only the standard library, because it runs before the
-environment is set up. The functions of the commands are in `labkit.cli.commands`.
+"""The command-line parser: commands, flags, and errors for wrong usage. It uses only the standard library, because it
+runs before the environment is set up. The functions of the commands are in `labkit.cli.commands`.
 
 Exit codes: 0 done, 1 the run failed, 2 wrong usage or invalid Spec, 130 stopped.
 """
@@ -32,7 +32,8 @@ class UsageError(Exception):
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command and its arguments, with the `extras` of pyproject.toml that it needs; exits with code 2 if they are invalid.
+    """The command and its arguments, with the `extras` of pyproject.toml that it needs; exits with code 2 if they are
+    invalid.
 
     For commands that take strategies or scripts, `specs` is the list of their Specs.
     """
@@ -79,7 +80,10 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "nproc": {"metavar": "N", "help": "ranks: one per GPU, or CPU ranks (default: all GPUs, or 2 CPU ranks)"},
     "steps": {"metavar": "N", "help": "optimizer steps of the whole run (default: all steps of the epochs)"},
     "epochs": {"metavar": "N", "help": "epochs (default: 1)"},
-    "batch_size": {"metavar": "B", "help": "samples per step, per rank (weak scaling) or global (strong scaling) (default: depends on W)"},
+    "batch_size": {
+        "metavar": "B",
+        "help": "samples per step, per rank (weak scaling) or global (strong scaling) (default: depends on W)",
+    },
     "scaling": {"metavar": "S", "help": f"{' or '.join(SCALINGS)} (default: weak)"},
     "device": {"metavar": "D", "help": f"{', '.join(DEVICES)} (default: auto)"},
     "precision": {"metavar": "P", "help": f"{', '.join(PRECISIONS)} (default: fp32; fp16 on a T4)"},
@@ -87,15 +91,30 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "data": {"metavar": "D", "help": f"data set: {', '.join(DATA)} (default: the workload's first)"},
     "data_dir": {"metavar": "DIR", "help": "folder of the data set, also for downloads (default: data)"},
     "samples": {"metavar": "N", "help": "training samples per epoch (default: the whole data set)"},
-    "save_every": {"metavar": "N", "help": "write a checkpoint every N steps, from which a restart resumes (default: no checkpoints)"},
-    "resume": {"metavar": "RUN|DIR", "help": "resume from the newest checkpoint of a run (name or path), or from one checkpoint"},
+    "save_every": {
+        "metavar": "N",
+        "help": "write a checkpoint every N steps, from which a restart resumes (default: no checkpoints)",
+    },
+    "resume": {
+        "metavar": "RUN|DIR",
+        "help": "resume from the newest checkpoint of a run (name or path), or from one checkpoint",
+    },
     "fault": {"metavar": "F", "help": f"inject a fault: {', '.join(FAULTS)} (default: none)"},
     "sample_every": {"metavar": "N", "help": "profile every Nth step (default: 50; 0: only one early step)"},
-    "hang_after": {"metavar": "S", "help": "seconds without progress after which a rank is reported as hanging (default: 30)"},
-    "max_restarts": {"metavar": "N", "help": "maximum number of restarts by torchrun after a rank has failed (default: 0)"},
+    "hang_after": {
+        "metavar": "S",
+        "help": "seconds without progress after which a rank is reported as hanging (default: 30)",
+    },
+    "max_restarts": {
+        "metavar": "N",
+        "help": "maximum number of restarts by torchrun after a rank has failed (default: 0)",
+    },
 }
 STREAMS = ("stdout", "stderr")
-_COLD = "start the ranks with torchrun, even if the warm server of an open notebook could fork them (default: fork if possible)"
+_COLD = (
+    "start the ranks with torchrun, even if the warm server of an open notebook could fork them (default: fork if"
+    " possible)"
+)
 _SPEED = Number(float, 0.01, 10_000.0)
 _KEEP = Number(int, 0, 1_000_000)
 _PORT = Number(int, 1, 65_535)
@@ -134,7 +153,9 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[str]]:
 
     lab = commands.add("lab", "start JupyterLab on the first lab (arguments after -- go to JupyterLab)")
     lab.add_argument("--no-browser", action="store_true", help="print the address instead of opening a browser")
-    lab.add_argument("--port", type=_number("--port", _PORT), metavar="N", help="port (default: 8888, or the next free one)")
+    lab.add_argument(
+        "--port", type=_number("--port", _PORT), metavar="N", help="port (default: 8888, or the next free one)"
+    )
     lab.add_argument(
         "--ip",
         type=_checked_by(partial(check_address, "--ip")),
@@ -146,10 +167,14 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     commands.add("test", "install the dependencies of the tests, then run them (all arguments go to pytest)")
 
     run = commands.add("run", "run a strategy, or your own script: run train.py --nproc 2 -- ARGUMENTS", json=True)
-    run.add_argument("what", metavar="STRATEGY|PATH.py", nargs="?", help=f"your own script, or one of {', '.join(STRATEGIES)}")
+    run.add_argument(
+        "what", metavar="STRATEGY|PATH.py", nargs="?", help=f"your own script, or one of {', '.join(STRATEGIES)}"
+    )
     run.add_argument("-m", dest="module", metavar="MODULE", help="run your own module as a script, like python -m")
     _add_fields(run)
-    run.add_argument("--detach", action="store_true", help="return at once; the run continues after this terminal is closed")
+    run.add_argument(
+        "--detach", action="store_true", help="return at once; the run continues after this terminal is closed"
+    )
     run.add_argument("--cold", action="store_true", help=_COLD)
 
     script = commands.add("script", "print the script that a strategy runs")
@@ -161,12 +186,19 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     diff.add_argument("other", metavar="B")
     _add_fields(diff)
 
-    compare = commands.add("compare", "compare strategies: run the same training with each, or show recorded runs", json=True)
-    compare.add_argument(
-        "runs", metavar="RUN", nargs="*", help="recorded runs (default: the newest of each strategy with the same training)"
+    compare = commands.add(
+        "compare", "compare strategies: run the same training with each, or show recorded runs", json=True
     )
     compare.add_argument(
-        "--strategies", metavar="A,B,…", help=f"run these one after another, single first: all, or some of {', '.join(STRATEGIES)}"
+        "runs",
+        metavar="RUN",
+        nargs="*",
+        help="recorded runs (default: the newest of each strategy with the same training)",
+    )
+    compare.add_argument(
+        "--strategies",
+        metavar="A,B,…",
+        help=f"run these one after another, single first: all, or some of {', '.join(STRATEGIES)}",
     )
     compare.add_argument("--cold", action="store_true", help=_COLD)
     _add_fields(compare)
@@ -186,40 +218,69 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     )
     logs.add_argument("--follow", action="store_true", help="continue until the run is over; Ctrl-C leaves it running")
     capture = commands.add("capture", "profile a step of a run in progress")
-    capture.add_argument("--snapshot", action="store_true", help="also record a snapshot of the CUDA allocator for torch's memory viewer")
+    capture.add_argument(
+        "--snapshot", action="store_true", help="also record a snapshot of the CUDA allocator for torch's memory viewer"
+    )
     trace = commands.add("trace", "write the profiled steps of a run for Perfetto or chrome://tracing")
-    trace.add_argument("-o", "--output", metavar="FILE.json", help="output file (default: trace.json in the run folder)")
+    trace.add_argument(
+        "-o", "--output", metavar="FILE.json", help="output file (default: trace.json in the run folder)"
+    )
     replay = commands.add("replay", "replay a recorded run in this terminal")
-    replay.add_argument("--speed", type=_number("--speed", _SPEED), default=1.0, metavar="X", help="speed-up factor (default: 1)")
+    replay.add_argument(
+        "--speed", type=_number("--speed", _SPEED), default=1.0, metavar="X", help="speed-up factor (default: 1)"
+    )
     for command in (show, stop, logs, capture, trace, replay):
         command.add_argument(
-            "name", metavar="RUN", nargs="?", default="last", help="a run: its name, the start or end of it, or last (default)"
+            "name",
+            metavar="RUN",
+            nargs="?",
+            default="last",
+            help="a run: its name, the start or end of it, or last (default)",
         )
 
     clean = commands.add("clean", "delete recorded runs that are over")
-    clean.add_argument("--keep", type=_number("--keep", _KEEP), default=0, metavar="N", help="keep the newest N (default: 0)")
+    clean.add_argument(
+        "--keep", type=_number("--keep", _KEEP), default=0, metavar="N", help="keep the newest N (default: 0)"
+    )
     clean.add_argument("--yes", action="store_true", help="do not ask for confirmation")
     commands.add("progress", "show the exercises of the labs: open, tried or done", json=True)
     glossary = commands.add("glossary", "define a term of distributed training, or list all terms", json=True)
-    glossary.add_argument("term", metavar="TERM", nargs="*", help="for example: reduce-scatter (default: list all terms)")
+    glossary.add_argument(
+        "term", metavar="TERM", nargs="*", help="for example: reduce-scatter (default: list all terms)"
+    )
     claims = commands.add("claims", "test common claims about distributed training on this machine", json=True)
     claims.add_argument("names", metavar="NAME", nargs="*", help="claims to test (default: all)")
     claims.add_argument("--quick", action="store_true", help="only claims that can be decided without a run")
-    claims.add_argument("--rounds", type=_number("--rounds", ROUNDS), default=3, metavar="N", help="repetitions of each run (default: 3)")
+    claims.add_argument(
+        "--rounds",
+        type=_number("--rounds", ROUNDS),
+        default=3,
+        metavar="N",
+        help="repetitions of each run (default: 3)",
+    )
     handout = commands.add("handout", "write a lab, a run or all labs as self-contained HTML files that work offline")
-    handout.add_argument("name", metavar="LAB.py|RUN", nargs="?", help="a lab, which is executed first, or a recorded run")
     handout.add_argument(
-        "-o", "--output", metavar="FILE|DIR", help="output file (default: NAME.html); with --all, a folder (default: site)"
+        "name", metavar="LAB.py|RUN", nargs="?", help="a lab, which is executed first, or a recorded run"
+    )
+    handout.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE|DIR",
+        help="output file (default: NAME.html); with --all, a folder (default: site)",
     )
     handout.add_argument("--all", action="store_true", help="all labs, with an index page")
     readers = handout.add_mutually_exclusive_group()
     readers.add_argument("--student", action="store_true", help="leave out answers and verdicts")
     readers.add_argument("--teacher", action="store_true", help="include the solution of every exercise")
-    handout.add_argument("--recorded", metavar="DIR", help="use the recorded runs of this folder instead of starting runs")
+    handout.add_argument(
+        "--recorded", metavar="DIR", help="use the recorded runs of this folder instead of starting runs"
+    )
     notebook = commands.add("notebook", "write a lab as .ipynb, to import into Kaggle, Colab or another Jupyter")
     notebook.add_argument("name", metavar="LAB.py")
     notebook.add_argument("-o", "--output", metavar="FILE.ipynb", help="output file (default: next to the lab)")
-    notebook.add_argument("--source", metavar="URL", help="repository that the first cell clones (default: origin of this clone)")
+    notebook.add_argument(
+        "--source", metavar="URL", help="repository that the first cell clones (default: origin of this clone)"
+    )
     commands.add("doctor", "check what this machine supports, and how to fix what is missing", json=True)
     commands.add("bench", "measure the performance of the lab itself", json=True)
     return parser, commands.names
@@ -245,7 +306,9 @@ class _Commands:
 def _add_fields(command: argparse.ArgumentParser) -> None:
     for name, settings in _FIELDS.items():
         command.add_argument("--" + name.replace("_", "-"), **settings)
-    command.add_argument("--option", action="append", metavar="NAME=VALUE", help="set an option of the strategy or workload")
+    command.add_argument(
+        "--option", action="append", metavar="NAME=VALUE", help="set an option of the strategy or workload"
+    )
 
 
 def _spec(args: argparse.Namespace, what: str) -> Spec:
@@ -256,16 +319,21 @@ def _spec(args: argparse.Namespace, what: str) -> Spec:
     if what.endswith(".py"):
         return Spec(script=what, args=tuple(args.rest), **fields)
     if what not in STRATEGIES:
-        raise SpecError("strategy", f"{_unknown('strategy', what, STRATEGIES)}; name your own script by its path, ending in .py")
+        raise SpecError(
+            "strategy", f"{_unknown('strategy', what, STRATEGIES)}; name your own script by its path, ending in .py"
+        )
     if args.rest:
-        raise SpecError("args", f"arguments after -- apply only to your own script, got {shown(' '.join(args.rest))}; use --option")
+        raise SpecError(
+            "args", f"arguments after -- apply only to your own script, got {shown(' '.join(args.rest))}; use --option"
+        )
     if args.command == "diff" and STRATEGIES[what].default_nproc:
         fields["nproc"] = STRATEGIES[what].default_nproc  # --nproc applies to the other strategy
     return Spec(strategy=what, **fields)
 
 
 def fields_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of Spec that were given on the command line; a text that is not a number is passed on, and Spec rejects it."""
+    """The fields of Spec that were given on the command line; a text that is not a number is passed on, and Spec
+    rejects it."""
     fields = {}
     for name in _FIELDS:
         text, bounds = getattr(args, name), bounds_of(name)

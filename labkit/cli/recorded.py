@@ -69,7 +69,7 @@ def _stdin() -> int | None:
 
 
 def logs(args: argparse.Namespace) -> int:
-    """Prints the complete output of one rank: unchanged into a file or pipe, without control characters on a terminal."""
+    """Prints all output of one rank: unchanged into a file or pipe, without control characters on a terminal."""
     from labkit.runs.handle import Run
 
     run = Run.attach(find(args.name).path)
@@ -80,7 +80,9 @@ def logs(args: argparse.Namespace) -> int:
     paths = partial(run.log_paths, args.rank, args.stream)
     terminal_of = _for_a_terminal if sys.stdout.isatty() else lambda blocks: blocks
     with interrupts() as interrupted:
-        blocks = whole(paths, lambda: args.follow and not (interrupted.is_set() or is_over(run.folder)), run.folder.open)
+        blocks = whole(
+            paths, lambda: args.follow and not (interrupted.is_set() or is_over(run.folder)), run.folder.open
+        )
         for block in terminal_of(blocks):
             sys.stdout.buffer.write(block)
             if not block:
@@ -90,7 +92,7 @@ def logs(args: argparse.Namespace) -> int:
 
 
 def _for_a_terminal(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """Converts blocks of a log line by line with `visible_log`; an incomplete line is printed if no more output is available."""
+    """Converts blocks of a log line by line with `visible_log`; an incomplete last line is printed at the end."""
     decode, rest = codecs.getincrementaldecoder("utf-8")(errors="replace").decode, ""
     for block in blocks:
         lines, newline, rest = (rest + decode(block)).rpartition("\n")
@@ -214,7 +216,9 @@ def clean(args: argparse.Namespace) -> int:
     if not args.yes:
         if not sys.stdin.isatty():
             raise Refused(f"deleting {len(old)} runs needs confirmation, and there is no terminal; add --yes")
-        if input(f"Delete {len(old)} of {len(over)} finished runs in {old[0].path.parent}? [y/N] ").strip().lower() not in ("y", "yes"):
+        if input(
+            f"Delete {len(old)} of {len(over)} finished runs in {old[0].path.parent}? [y/N] "
+        ).strip().lower() not in ("y", "yes"):
             return 0
     for folder in old:
         folder.delete()
@@ -232,14 +236,19 @@ def compare(args: argparse.Namespace) -> int:
     if args.strategies is None:
         given = [name for name, value in fields.items() if value is not None and value != {}]
         if given:
-            raise Refused(f"--{given[0].replace('_', '-')} has no effect on recorded runs; add --strategies to start new runs")
+            raise Refused(
+                f"--{given[0].replace('_', '-')} has no effect on recorded runs; add --strategies to start new runs"
+            )
         folders, unreadable = [find(name) for name in args.runs], {}
         if not folders:
             there, unreadable = RunFolder.readable(RunFolder.all())
             folders = comparison.alike(there)
         if not folders:
             skipped = "".join(f"; {name} cannot be read: {why}" for name, why in unreadable.items())
-            raise Refused(f"there are no recorded runs to compare; start some with: labkit compare --strategies single,ddp{skipped}")
+            raise Refused(
+                "there are no recorded runs to compare; start some with: labkit compare --strategies"
+                f" single,ddp{skipped}"
+            )
         found, left_out = comparison.recorded(folders), {}
         shown = console(args, WIDE)
         shown.print(terminal.comparison(found, left_out))
@@ -248,7 +257,9 @@ def compare(args: argparse.Namespace) -> int:
     else:
         if args.runs:
             raise Refused(f"a recorded run ({args.runs[0]!r}) and --strategies exclude each other; give one of them")
-        names = "all" if args.strategies == "all" else [name.strip() for name in args.strategies.split(",") if name.strip()]
+        names = (
+            "all" if args.strategies == "all" else [name.strip() for name in args.strategies.split(",") if name.strip()]
+        )
         specs, left_out = plan(names, **fields)
         found = _compared(Comparing(specs, left_out, cold=args.cold), args)
         stopped = any(row.words in ("stopped", "not started") for row in found)

@@ -44,7 +44,8 @@ def lab(args: argparse.Namespace) -> int:
 
 
 def lab_command(args: argparse.Namespace) -> list[str]:
-    """The command line of JupyterLab: token enabled, listening on this machine only by default, and kernels without TCP ports."""
+    """The command line of JupyterLab: token enabled, listening on this machine only by default, and kernels without TCP
+    ports."""
     return [
         *(sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={CLONE}", f"--ServerApp.ip={args.ip}"),
         f"--LabApp.default_url=/lab/tree/{_FIRST_LAB}",
@@ -57,12 +58,14 @@ def lab_command(args: argparse.Namespace) -> list[str]:
 
 
 def kernel_transport() -> list[str]:
-    """Unix sockets between JupyterLab and its kernels, if supported: every user of the machine could connect to a TCP port."""
+    """Unix sockets between JupyterLab and its kernels, if supported: every user of the machine could connect to a TCP
+    port."""
     return ["--KernelManager.transport=ipc"] if hasattr(socket, "AF_UNIX") and os.name != "nt" else []
 
 
 def private_runtime_folder() -> Path:
-    """The folder for connection files and sockets of JupyterLab: private to this user, with a path short enough for sockets.
+    """The folder for connection files and sockets of JupyterLab: private to this user, with a path short enough for
+    sockets.
 
     It is Jupyter's default runtime folder if that is suitable, otherwise a new one in the folder for temporary files.
     """
@@ -88,7 +91,8 @@ def _is_made_private(folder: Path) -> bool:
 
 
 def lab_environment() -> dict[str, str]:
-    """Environment variables of JupyterLab and its kernels: Jupyter's settings, the folder of the runs, and the path of labkit."""
+    """Environment variables of JupyterLab and its kernels: Jupyter's settings, the folder of the runs, and the path of
+    labkit."""
 
     def prepended(variable: str, path: Path) -> str:
         return os.pathsep.join(part for part in (str(path), os.environ.get(variable)) if part)
@@ -101,7 +105,8 @@ def lab_environment() -> dict[str, str]:
 
 
 def test(args: argparse.Namespace) -> int:
-    """Replaces this process with pytest in the root of the clone: two tests at a time, because tests mostly wait for processes."""
+    """Replaces this process with pytest in the root of the clone: two tests at a time, because tests mostly wait for
+    processes."""
     _ensure_browser()
     become([sys.executable, "-m", "pytest", "-n", "2", "--dist", "worksteal", *args.rest], folder=CLONE)
     return 0
@@ -112,13 +117,23 @@ def _ensure_browser() -> None:
         return
     may_install = hasattr(os, "geteuid") and os.geteuid() == 0 and shutil.which("apt-get")
     if may_install:
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "stdin": subprocess.DEVNULL, "check": False}
+        quiet = {
+            "stdout": subprocess.DEVNULL,
+            "stderr": subprocess.DEVNULL,
+            "stdin": subprocess.DEVNULL,
+            "check": False,
+        }
         settings = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
         with Progress() as progress:
             progress.step("installing Chromium for the browser tests (apt-get install chromium fonts-dejavu-core)")
             subprocess.run(["apt-get", "update", "-qq"], env=settings, **quiet)
             subprocess.run(
-                ["apt-get", "install", "-y", "-qq", "--no-install-recommends", "chromium", "fonts-dejavu-core"], env=settings, **quiet
+                ["apt-get", "install", "-y", "-qq", "--no-install-recommends", "chromium", "fonts-dejavu-core"],
+                env=settings,
+                **quiet,
             )
     if not shutil.which("chromium"):
-        print("labkit: there is no Chromium on the PATH; the browser tests are skipped until it is installed", file=sys.stderr)
+        print(
+            "labkit: there is no Chromium on the PATH; the browser tests are skipped until it is installed",
+            file=sys.stderr,
+        )

@@ -25,7 +25,8 @@ class Refused(Exception):
 
 
 def console(args: argparse.Namespace, width: int | None = None) -> Console:
-    """The console for output that people read: stdout, or stderr with --json; `width` applies if it is not a terminal."""
+    """The console for output that people read: stdout, or stderr with --json; `width` applies if it is not a
+    terminal."""
     stream = sys.stderr if args.json else sys.stdout
     return Console(stderr=args.json, width=None if stream.isatty() else width)
 

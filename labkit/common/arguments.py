@@ -1,4 +1,5 @@
-"""Checks of single values that a user passes, in Python or on the command line: numbers with bounds, choices, paths, flags.
+"""Checks of single values that a user passes, in Python or on the command line: numbers with bounds, choices, paths,
+flags.
 
 Each raises `ValueError` or `TypeError` with one sentence that names the argument, the value and the allowed values.
 Standard library only, because the command line checks its flags before the environment is set up.
@@ -43,7 +44,8 @@ class Number:
         return f"{kind} from {_plain(self.minimum)} to {_plain(self.maximum)}"
 
     def check(self, name: str, value: Any) -> Any:
-        """`value` as an int or float; `ValueError` if it is not a number within the bounds (True and False are not numbers)."""
+        """`value` as an int or float; `ValueError` if it is not a number within the bounds (True and False are not
+        numbers)."""
         found = self._number(value)
         if found is None:
             raise ValueError(f"{name} must be {self.allowed}, got {shown(value)}")
@@ -125,7 +127,8 @@ def check_address(name: str, value: str) -> str:
         found = []
     if not found:
         raise ValueError(
-            f"{name} must be an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all interfaces, got {shown(value)}"
+            f"{name} must be an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all interfaces, got"
+            f" {shown(value)}"
         )
     family, _, _, _, address = found[0]
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -133,7 +136,8 @@ def check_address(name: str, value: str) -> str:
             probe.bind(address)
         except OSError:
             raise ValueError(
-                f"{name} {value} is not an address of this machine; use 127.0.0.1 for this machine only, or 0.0.0.0 for all interfaces"
+                f"{name} {value} is not an address of this machine; use 127.0.0.1 for this machine only, or 0.0.0.0 for"
+                " all interfaces"
             ) from None
     return value
 

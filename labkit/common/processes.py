@@ -1,7 +1,7 @@
 """The processes of a run: finding and terminating them.
 
-A process belongs to a run if its environment contains the run's tag, or if it is a descendant of the run's supervisor. Files cannot make
-a process part of a run, so the content of a run folder can never cause a process to be signalled.
+A process belongs to a run if its environment contains the run's tag, or if it is a descendant of the run's supervisor.
+Files cannot make a process part of a run, so the content of a run folder can never cause a process to be signalled.
 """
 
 from __future__ import annotations
@@ -20,19 +20,23 @@ import psutil
 
 TAG = "LABKIT_RUN_DIR"
 _SUPERVISOR = "labkit.launch.supervisor"
-_CLOCK_TOLERANCE = 2.0  # seconds between two readings of the start time of one process: the boot time has a resolution of 1 s
+_CLOCK_TOLERANCE = (
+    2.0  # seconds between two readings of the start time of one process: the boot time has a resolution of 1 s
+)
 _POLL_INTERVAL = 0.02  # seconds between two checks whether processes have ended
 
 
 def identity(pid: int | None = None) -> dict[str, Any]:
-    """`pid` and `create_time` of a process (default: this one): together they identify it, even after its pid is reused."""
+    """`pid` and `create_time` of a process (default: this one): together they identify it, even after its pid is
+    reused."""
     process = psutil.Process(pid)
     return {"pid": process.pid, "create_time": process.create_time()}
 
 
 @cache
 def here() -> dict[str, Any]:
-    """The scope of a pid: `host`, and `boot`, which differs after a reboot and between containers with the same host name.
+    """The scope of a pid: `host`, and `boot`, which differs after a reboot and between containers with the same host
+    name.
 
     `boot` is empty if the system does not provide it.
     """
@@ -121,9 +125,11 @@ def of_folder(folder: Path) -> list[psutil.Process]:
 
 
 def members(tag: str) -> list[psutil.Process]:
-    """The processes of the run that this process supervises: those with its tag, and its own descendants with or without a tag.
+    """The processes of the run that this process supervises: those with its tag, and its own descendants with or
+    without a tag.
 
-    A descendant with the tag of another run belongs to a run that was started within this one; it and its descendants are excluded.
+    A descendant with the tag of another run belongs to a run that was started within this one; it and its descendants
+    are excluded.
     """
     found = {process.pid: process for process in tagged(lambda other: other == tag)}
     parents = [psutil.Process()]
@@ -146,9 +152,11 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
 
 
 def end(find: Callable[[], list[psutil.Process]], grace: float, limit: float = 3.0) -> list[psutil.Process]:
-    """Terminates the processes that `find` returns: SIGTERM, and after `grace` seconds SIGKILL (at once if `grace` is 0).
+    """Terminates the processes that `find` returns: SIGTERM, and after `grace` seconds SIGKILL (at once if `grace` is
+    0).
 
-    Returns the processes that are still alive `limit` seconds later: they are blocked in the kernel or belong to another user.
+    Returns the processes that are still alive `limit` seconds later: they are blocked in the kernel or belong to
+    another user.
     """
     if grace:
         found = find()
@@ -172,7 +180,8 @@ def send(processes: Iterable[psutil.Process], signal: Callable[[psutil.Process],
 
 
 def _wait(processes: list[psutil.Process], seconds: float) -> None:
-    """Waits until all have ended, at most `seconds`. It does not reap them: the code that started a child needs its exit code."""
+    """Waits until all have ended, at most `seconds`. It does not reap them: the code that started a child needs its
+    exit code."""
     deadline = time.monotonic() + seconds
     while any(_is_running(process) for process in processes) and time.monotonic() < deadline:
         time.sleep(_POLL_INTERVAL)

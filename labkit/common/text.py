@@ -1,8 +1,9 @@
 """Escaping of untrusted text for display: names of folders, errors, output of scripts, names of hosts and devices.
 
-Characters that control a terminal or change how a text is displayed become visible escapes such as `\\x1b` or `\\u202e`: control
-characters (C0, DEL and C1), line and paragraph separators, zero-width and invisible characters, characters that override the writing
-direction, and unpaired surrogates. Standard library only, because errors are displayed before the environment is set up.
+Characters that control a terminal or change how a text is displayed become visible escapes such as `\\x1b` or
+`\\u202e`: control characters (C0, DEL and C1), line and paragraph separators, zero-width and invisible characters,
+characters that override the writing direction, and unpaired surrogates. Standard library only, because errors are
+displayed before the environment is set up.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import re
 
 _HIDDEN = (
     r"\x00-\x08\x0b-\x1f\x7f-\x9f\xad"  # controls except tab and newline; soft hyphen
-    r"\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"  # zero-width, separators, direction, annotations
+    r"\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"  # zero-width, direction, annotations
     r"\ud800-\udfff\U000e0000-\U000e007f"  # surrogates; tags
 )
 _IN_TEXT = re.compile(f"[{_HIDDEN}]")
@@ -32,8 +33,8 @@ def visible_line(text: str) -> str:
 
 
 def visible_log(text: str) -> str:
-    """Output of a program as in `visible`, without sequences that set colours or move the cursor (CSI). Of a line that was overwritten
-    with carriage returns, only the final text is kept.
+    """Output of a program as in `visible`, without sequences that set colours or move the cursor (CSI). Of a line that
+    was overwritten with carriage returns, only the final text is kept.
     """
     lines = (line.rstrip("\r").rpartition("\r")[2] for line in _COLOURS.sub("", text).split("\n"))
     return visible("\n".join(lines))

@@ -22,7 +22,8 @@ def ranks_in_words(numbers: Iterable[int], of: int | None = None) -> str:
 
 
 def size(count: float, digits: int = 1) -> str:
-    """`3.1 MiB`, in the largest unit in which the value is at least 1; bytes have no decimals. A dash if the value is not finite."""
+    """`3.1 MiB`, in the largest unit in which the value is at least 1; bytes have no decimals. A dash if the value is
+    not finite."""
     if not math.isfinite(count):
         return "–"
     power = _power(count, digits)
@@ -30,12 +31,15 @@ def size(count: float, digits: int = 1) -> str:
 
 
 def sizes(*counts: float) -> str:
-    """Several sizes in one unit if all are at least 1 in it, `4.8 / 8.6 MiB`; otherwise in separate units, `4.6 MiB / 1.9 GiB`."""
+    """Several sizes in one unit if all are at least 1 in it, `4.8 / 8.6 MiB`; otherwise in separate units, `4.6 MiB /
+    1.9 GiB`."""
     known = [count for count in counts if math.isfinite(count)]
     power = max((_power(count) for count in known), default=0)
     if any(count and _power(count) < power for count in known):
         return " / ".join(map(size, counts))
-    texts = [f"{count / 1024**power:.{1 if power and count else 0}f}" if math.isfinite(count) else "–" for count in counts]
+    texts = [
+        f"{count / 1024**power:.{1 if power and count else 0}f}" if math.isfinite(count) else "–" for count in counts
+    ]
     return " / ".join(texts) + (f" {_UNITS[power]}" if known else "")
 
 

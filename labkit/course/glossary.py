@@ -1,4 +1,5 @@
-"""The glossary: looking up a term, and finding terms in a text. `labkit glossary` prints it; handouts explain terms with it.
+"""The glossary: looking up a term, and finding terms in a text. `labkit glossary` prints it; handouts explain terms
+with it.
 
 The table of terms is in `labkit.course.terms`. Standard library only.
 """

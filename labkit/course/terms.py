@@ -13,8 +13,8 @@ from typing import Any
 class Term:
     """A term with its definition, as plain text.
 
-    `also` are other names of the same thing. `ordinary` are words that find the term, but that are not explained in running text
-    because they have other meanings there. `related` are names of other terms.
+    `also` are other names of the same thing. `ordinary` are words that find the term, but that are not explained in
+    running text because they have other meanings there. `related` are names of other terms.
     """
 
     name: str
@@ -50,8 +50,7 @@ TERMS = (
     ),
     Term(
         "world size",
-        "The number of processes of a job over all nodes: nodes × processes per node. torchrun sets it as "
-        "WORLD_SIZE.",
+        "The number of processes of a job over all nodes: nodes × processes per node. torchrun sets it as WORLD_SIZE.",
         ("rank", "node", "process group"),
     ),
     Term(
@@ -81,8 +80,7 @@ TERMS = (
     ),
     Term(
         "gloo",
-        "PyTorch's backend for tensors on CPUs: collectives and send/receive over TCP, run by threads of the "
-        "process.",
+        "PyTorch's backend for tensors on CPUs: collectives and send/receive over TCP, run by threads of the process.",
         ("backend", "NCCL"),
     ),
     Term(
@@ -235,8 +233,7 @@ TERMS = (
     ),
     Term(
         "deadlock",
-        "A state in which ranks block forever because each waits for an operation that another rank will never "
-        "call.",
+        "A state in which ranks block forever because each waits for an operation that another rank will never call.",
         ("collective mismatch", "collective"),
         ordinary=("hang",),
     ),

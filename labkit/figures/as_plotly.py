@@ -20,7 +20,15 @@ def parts(drawn: Drawn) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The traces and the layout, as `Plotly.newPlot` takes them."""
     chart = drawn.chart
     layout = {
-        "title": {"text": _title(drawn), "x": 0, "xref": "container", "xanchor": "left", "y": 1, "yanchor": "top", "font": {"size": 13}}
+        "title": {
+            "text": _title(drawn),
+            "x": 0,
+            "xref": "container",
+            "xanchor": "left",
+            "y": 1,
+            "yanchor": "top",
+            "font": {"size": 13},
+        }
         | {"pad": {"l": 8, "t": 7}},
         "xaxis": axis(drawn, "x"),
         "yaxis": axis(drawn, "y"),
@@ -129,13 +137,28 @@ def words(axis: Axis, values: Iterable[float | None]) -> list[str]:
 def axis(drawn: Drawn, which: str) -> dict[str, Any]:
     """The x or the y axis, with its range."""
     of = getattr(drawn.chart, which)
-    plain = {"title": {"text": of.title, "standoff": 4}, "gridcolor": colours.GRID, "zeroline": False, "automargin": False}
+    plain = {
+        "title": {"text": of.title, "standoff": 4},
+        "gridcolor": colours.GRID,
+        "zeroline": False,
+        "automargin": False,
+    }
     if of.categories and which == "y":
         order = {"categoryarray": list(map(escape, of.categories)), "range": [len(of.categories) - 0.5, -0.5]}
         return plain | {"type": "category", "showgrid": False, "fixedrange": True} | order
     if of.categories:
-        return plain | {"type": "category", "fixedrange": True, "range": [-0.5, len(of.categories) - 0.5], "showgrid": False}
-    return plain | {"range": list(getattr(drawn, f"{which}_span")), "nticks": 6, "separatethousands": True, "autorange": False}
+        return plain | {
+            "type": "category",
+            "fixedrange": True,
+            "range": [-0.5, len(of.categories) - 0.5],
+            "showgrid": False,
+        }
+    return plain | {
+        "range": list(getattr(drawn, f"{which}_span")),
+        "nticks": 6,
+        "separatethousands": True,
+        "autorange": False,
+    }
 
 
 def grid(several: list[Drawn]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -148,12 +171,23 @@ def grid(several: list[Drawn]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         left, bottom = 0.56 * column, 0.58 * (1 - row)
         alone, its_layout = parts(drawn)
         data += [trace | {"xaxis": f"x{suffix}", "yaxis": f"y{suffix}", "legend": f"legend{suffix}"} for trace in alone]
-        layout |= {name: its_layout[name] for name in ("font", "barmode", "bargap", "hovermode", "paper_bgcolor", "plot_bgcolor")}
+        layout |= {
+            name: its_layout[name]
+            for name in ("font", "barmode", "bargap", "hovermode", "paper_bgcolor", "plot_bgcolor")
+        }
         layout[f"xaxis{suffix}"] = its_layout["xaxis"] | {"domain": [left, left + 0.36], "anchor": f"y{suffix}"}
         layout[f"yaxis{suffix}"] = its_layout["yaxis"] | {"domain": [bottom, bottom + 0.38], "anchor": f"x{suffix}"}
         layout[f"legend{suffix}"] = its_layout["legend"] | {"x": left + 0.365, "y": bottom + 0.38}
         layout["annotations"].append(
-            {"text": _title(drawn), "x": left, "y": bottom + 0.39, "xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom"}
+            {
+                "text": _title(drawn),
+                "x": left,
+                "y": bottom + 0.39,
+                "xref": "paper",
+                "yref": "paper",
+                "xanchor": "left",
+                "yanchor": "bottom",
+            }
             | {"showarrow": False, "font": {"size": 12}}
         )
     return data, layout | {"margin": {"l": 60, "r": 10, "t": 30, "b": 40}}

@@ -38,7 +38,8 @@ class _Canvas:
     def rectangle(self, x: float, y: float, width: float, height: float, colour: str, hint: str = "") -> None:
         title = f"<title>{escape(hint)}</title>" if hint else ""
         self.elements.append(
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{escape(colour)}">{title}</rect>'
+            f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
+            f' fill="{escape(colour)}">{title}</rect>'
         )
 
 
@@ -61,10 +62,9 @@ def drawing(drawn: Drawn, width: int, height: int) -> str:
     _legend(canvas, drawn)
     label = escape(drawn.chart.title, quote=True)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" '
-        f'aria-label="{label}" style="max-width:100%;height:auto" font-family="system-ui, sans-serif" font-size="11" fill="currentColor">'
-        + "".join(canvas.elements)
-        + "</svg>"
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+        f' role="img" aria-label="{label}" style="max-width:100%;height:auto" font-family="system-ui, sans-serif"'
+        ' font-size="11" fill="currentColor">' + "".join(canvas.elements) + "</svg>"
     )
 
 
@@ -72,7 +72,11 @@ def _frame(canvas: _Canvas, drawn: Drawn) -> None:
     chart, right, bottom = drawn.chart, canvas.width - canvas.right, canvas.height - _BOTTOM
     room = (canvas.width - 24 - 7.5 * len(chart.title)) / max(len(chart.note), 1)
     size = f"{max(6.0, min(10.0, 1.9 * room)):.3g}"  # a long note in smaller type, so that it fits into the picture
-    note = f'<tspan dx="8" font-size="{size}" font-weight="400" opacity="0.75">{escape(chart.note)}</tspan>' if chart.note else ""
+    note = (
+        f'<tspan dx="8" font-size="{size}" font-weight="400" opacity="0.75">{escape(chart.note)}</tspan>'
+        if chart.note
+        else ""
+    )
     canvas.elements.append(f'<text x="8" y="15" font-size="13" font-weight="600">{escape(chart.title)}{note}</text>')
     for value in () if chart.y.categories else ticks(*canvas.y_span):
         canvas.line(_LEFT, canvas.y(value), right, canvas.y(value), 'stroke="currentColor" stroke-opacity="0.2"')
@@ -88,7 +92,10 @@ def _frame(canvas: _Canvas, drawn: Drawn) -> None:
 
 def _line(canvas: _Canvas, line, points: Points) -> None:
     dash = f' stroke-dasharray="{_DASHES[line.dash]}"' if line.dash in _DASHES else ""
-    style = f'fill="none" stroke="{escape(line.colour or "currentColor")}" stroke-width="{line.width}" stroke-linejoin="round"{dash}'
+    style = (
+        f'fill="none" stroke="{escape(line.colour or "currentColor")}" stroke-width="{line.width}"'
+        f' stroke-linejoin="round"{dash}'
+    )
     for known, part in groupby(zip(*points), key=lambda point: point[1] is not None):
         if known:
             path = " ".join(f"{canvas.x(x):.1f},{canvas.y(y):.1f}" for x, y in part)
@@ -103,7 +110,9 @@ def _bars(canvas: _Canvas, drawn: Drawn) -> None:
         for bars in drawn.chart.bars:
             top = base + bars.values[index]
             height = canvas.y(base) - canvas.y(top)
-            value = drawn.chart.y.in_words(bars.values[index]) if drawn.chart.y.bytes_each else f"{bars.values[index]:.3g}"
+            value = (
+                drawn.chart.y.in_words(bars.values[index]) if drawn.chart.y.bytes_each else f"{bars.values[index]:.3g}"
+            )
             canvas.rectangle(left, canvas.y(top), 0.65 * room, height, bars.colour, f"{name}: {bars.name} {value}")
             base = top
         canvas.text(left + 0.325 * room, canvas.height - _BOTTOM + 14, name, 'text-anchor="middle"')

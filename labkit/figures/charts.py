@@ -47,7 +47,17 @@ def _losses(rank: RankState) -> list[Line]:
         name = _named(name, rank.optimizers.get(rank.pacemaker))
         colour = colours.rank_colour(rank.rank)
         lines.append(
-            Line(key, name, steps, losses, colour=colour, width=1.3, keep="extremes", dash="solid" if last else "dot", in_legend=last)
+            Line(
+                key,
+                name,
+                steps,
+                losses,
+                colour=colour,
+                width=1.3,
+                keep="extremes",
+                dash="solid" if last else "dot",
+                in_legend=last,
+            )
         )
     return lines
 
@@ -81,7 +91,9 @@ def _losses_of_others(ranks: list[RankState]) -> list[Line]:
         name = _named("mean" if len(ranks) > 1 else f"rank {ranks[0].rank}", ranks[0].optimizers.get(which))
         steps = Derived(length, lambda first, last, columns=columns: columns[0].step[first:last])
         dash = ("dash", "dot", "dashdot")[len(lines) % 3]
-        lines.append(Line(f"optimizer{which}", name, steps, Derived(length, values), width=2.2, keep="extremes", dash=dash))
+        lines.append(
+            Line(f"optimizer{which}", name, steps, Derived(length, values), width=2.2, keep="extremes", dash=dash)
+        )
     return lines
 
 
@@ -96,7 +108,11 @@ def throughput(state: RunState) -> Chart:
     length = min((len(rank.steps) - start for rank, start in zip(ranks, starts)), default=0)
 
     def values(first: int, last: int) -> numpy.ndarray:
-        rates = (counts[rank.rank] * _rates(rank, start, first, last) for rank, start in zip(ranks, starts) if counts[rank.rank])
+        rates = (
+            counts[rank.rank] * _rates(rank, start, first, last)
+            for rank, start in zip(ranks, starts)
+            if counts[rank.rank]
+        )
         return sum(rates, numpy.zeros(last - first))
 
     def steps(first: int, last: int) -> numpy.ndarray:
@@ -114,7 +130,9 @@ def _rates(rank: RankState, start: int, first: int, last: int) -> numpy.ndarray:
     least = int(begins[0]) if len(begins) else first
     samples, seconds = (column[start + least : start + last] for column in (rank.steps.samples, rank.steps.seconds))
     known = numpy.isfinite(samples) & (seconds > 0)
-    of_samples, of_seconds = (numpy.concatenate([[0.0], numpy.cumsum(numpy.where(known, each, 0.0))]) for each in (samples, seconds))
+    of_samples, of_seconds = (
+        numpy.concatenate([[0.0], numpy.cumsum(numpy.where(known, each, 0.0))]) for each in (samples, seconds)
+    )
     windows = [sums[index + 1 - least] - sums[begins - least] for sums in (of_samples, of_seconds)]
     return numpy.divide(*windows, out=numpy.full(len(index), math.nan), where=windows[1] > 0)
 
@@ -131,14 +149,26 @@ def memory(state: RunState) -> Chart:
         key, t, sizes, colour = f"rank{rank.rank}", rank.steps.t, rank.steps.memory, colours.rank_colour(rank.rank)
         lines.append(line(f"{key}-now", f"rank {rank.rank}", t, sizes["allocated"], colour=colour))
         peak = f"rank {rank.rank} peak"
-        lines.append(line(f"{key}-peak", peak, t, sizes["peak"], colour=colour, dash="dot", keep="extremes", in_legend=False))
+        lines.append(
+            line(f"{key}-peak", peak, t, sizes["peak"], colour=colour, dash="dot", keep="extremes", in_legend=False)
+        )
         if len(rank.steps) and math.isfinite(sizes["reserved"][-1]):
             name = f"rank {rank.rank} reserved"
             lines.append(line(f"{key}-reserved", name, t, sizes["reserved"], colour=colour, width=0.8, in_legend=False))
         device = _device(state, rank)
         if device:
             name = f"device of rank {rank.rank}"
-            lines.append(line(f"{key}-device", name, device["t"], device["memory_used"], colour=colour, dash="dash", in_legend=False))
+            lines.append(
+                line(
+                    f"{key}-device",
+                    name,
+                    device["t"],
+                    device["memory_used"],
+                    colour=colour,
+                    dash="dash",
+                    in_legend=False,
+                )
+            )
     devices = [rank.device for rank in state.ranks.values()] or [state.spec.get("device") or ""]
     on_cuda = any(device.startswith("cuda") for device in devices)
     title = "Memory per GPU" if on_cuda else "Memory: bytes of live tensors (CPU rank)"
@@ -167,20 +197,30 @@ def phases(state: RunState) -> Chart:
     waits = [exposed(rank) for rank in ranks]
     whole = {phase: [1000 * _median(rank, phase) for rank in ranks] for phase in PHASES}
     bars = [
-        Bars(phase, colours.PHASES[phase], tuple(value * (1 - wait.get(phase, 0.0)) for value, wait in zip(whole[phase], waits)))
+        Bars(
+            phase,
+            colours.PHASES[phase],
+            tuple(value * (1 - wait.get(phase, 0.0)) for value, wait in zip(whole[phase], waits)),
+        )
         for phase in PHASES
         if phase != "copy" or any(whole[phase])
     ]
     profiled = max((len(usual(rank)) for rank in ranks), default=0)
     if profiled:
-        exposed_ms = tuple(sum(whole[phase][index] * share for phase, share in wait.items()) for index, wait in enumerate(waits))
+        exposed_ms = tuple(
+            sum(whole[phase][index] * share for phase, share in wait.items()) for index, wait in enumerate(waits)
+        )
         bars.append(Bars("communication", colours.COMMUNICATION, exposed_ms))
     note = "median; communication: exposed" if profiled else "median"
     title = "Where a step's time goes"
-    return Chart("phases", title, Axis("", categories=names), Axis("ms per step", least=1.0), bars=tuple(bars), note=note)
+    return Chart(
+        "phases", title, Axis("", categories=names), Axis("ms per step", least=1.0), bars=tuple(bars), note=note
+    )
 
 
-CHARTS = {chart.__name__: chart for chart in (loss, throughput, memory, phases, timeline, memory_by_owner, memory_of_step)}
+CHARTS = {
+    chart.__name__: chart for chart in (loss, throughput, memory, phases, timeline, memory_by_owner, memory_of_step)
+}
 
 
 def _ranks(state: RunState) -> list[RankState]:
@@ -206,7 +246,9 @@ def _mean(columns: list[numpy.ndarray]) -> numpy.ndarray:
     rows = numpy.stack(columns)
     known = numpy.isfinite(rows)
     number = known.sum(axis=0)
-    return numpy.divide(numpy.where(known, rows, 0.0).sum(axis=0), number, out=numpy.full(rows.shape[1], math.nan), where=number > 0)
+    return numpy.divide(
+        numpy.where(known, rows, 0.0).sum(axis=0), number, out=numpy.full(rows.shape[1], math.nan), where=number > 0
+    )
 
 
 def _median(rank: RankState, phase: str) -> float:

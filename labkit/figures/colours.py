@@ -7,7 +7,14 @@ from __future__ import annotations
 RANKS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B5A800", "#8C8C8C")
 
 # A ramp of purple, a hue that no rank has, for the computation of a step; greys for waiting.
-PHASES = {"data": "#8F8F8F", "copy": "#6E6E6E", "forward": "#C4A9E8", "backward": "#9263C8", "optimizer": "#633A96", "other": "#BDBDBD"}
+PHASES = {
+    "data": "#8F8F8F",
+    "copy": "#6E6E6E",
+    "forward": "#C4A9E8",
+    "backward": "#9263C8",
+    "optimizer": "#633A96",
+    "other": "#BDBDBD",
+}
 
 # Communication: Paul Tol's muted scheme, safe for colour-blind readers, in hues that neither ranks nor phases have.
 OPERATIONS = {

@@ -24,17 +24,23 @@ def speedup(rows: Sequence[Row], recorded: Sequence[Row] = ()) -> Chart:
         bars.append(Bars("elsewhere*", colours.INK, (*(0.0 for _ in rows), *(row.speedup or 0.0 for row in recorded))))
     names = (*_names(rows), *(f"{row.title} ×{row.devices}*" for row in recorded))
     note = "* recorded on another machine with two GPUs" if recorded else ""
-    return Chart("speedup", "Speed-up", Axis("", categories=names), Axis("× single", least=1.0), bars=tuple(bars), note=note)
+    return Chart(
+        "speedup", "Speed-up", Axis("", categories=names), Axis("× single", least=1.0), bars=tuple(bars), note=note
+    )
 
 
 def memory(rows: Sequence[Row]) -> Chart:
     """The largest peak memory of any device."""
-    return _of_bytes("memory", "Peak memory per device", "peak", colours.RANKS[2], rows, [row.memory or 0 for row in rows])
+    return _of_bytes(
+        "memory", "Peak memory per device", "peak", colours.RANKS[2], rows, [row.memory or 0 for row in rows]
+    )
 
 
 def sent(rows: Sequence[Row]) -> Chart:
     """Bytes per step of the rank that sends the most."""
-    return _of_bytes("sent", "Bytes sent per step, by one rank", "sent", colours.RANKS[1], rows, [row.sent or 0 for row in rows])
+    return _of_bytes(
+        "sent", "Bytes sent per step, by one rank", "sent", colours.RANKS[1], rows, [row.sent or 0 for row in rows]
+    )
 
 
 def _of_bytes(name: str, title: str, what: str, colour: str, rows: Sequence[Row], counts: Sequence[float]) -> Chart:
@@ -46,8 +52,16 @@ def _of_bytes(name: str, title: str, what: str, colour: str, rows: Sequence[Row]
 def phases(rows: Sequence[Row]) -> Chart:
     """The share of each phase in a step of the slowest rank, in percent."""
     shares = {phase: tuple(100 * row.phases.get(phase, 0.0) for row in rows) for phase in PHASES}
-    bars = tuple(Bars(phase, colours.PHASES[phase], values) for phase, values in shares.items() if phase != "copy" or any(values))
-    return Chart("phases", "Share of each phase in a step", Axis("", categories=_names(rows)), Axis("% of a step", end=100.0), bars=bars)
+    bars = tuple(
+        Bars(phase, colours.PHASES[phase], values) for phase, values in shares.items() if phase != "copy" or any(values)
+    )
+    return Chart(
+        "phases",
+        "Share of each phase in a step",
+        Axis("", categories=_names(rows)),
+        Axis("% of a step", end=100.0),
+        bars=bars,
+    )
 
 
 def charts(rows: Sequence[Row], recorded: Sequence[Row] = ()) -> tuple[Chart, ...]:
@@ -70,4 +84,7 @@ def svg(rows: Sequence[Row], recorded: Sequence[Row] = (), width: int = 560, hei
 def _names(rows: Sequence[Row]) -> tuple[str, ...]:
     """Unique names, because plotly stacks bars with the same name."""
     names = [f"{row.title} ×{row.devices}" for row in rows]
-    return tuple(name if names.count(name) == 1 else f"{name} ({names[: number + 1].count(name)})" for number, name in enumerate(names))
+    return tuple(
+        name if names.count(name) == 1 else f"{name} ({names[: number + 1].count(name)})"
+        for number, name in enumerate(names)
+    )

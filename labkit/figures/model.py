@@ -45,8 +45,8 @@ class Derived:
 class Line:
     """One line. `key` identifies it across redraws; `colour` None is the text colour of the page.
 
-    `x` and `y` are columns of RunState; `x - x_zero` and `y / y_unit` are drawn. `keep` says how points are thinned: to the
-    "extremes" of each bin (so that no spike is lost) or to its "last" point.
+    `x` and `y` are columns of RunState; `x - x_zero` and `y / y_unit` are drawn. `keep` says how points are thinned: to
+    the "extremes" of each bin (so that no spike is lost) or to its "last" point.
     """
 
     key: str
@@ -153,7 +153,9 @@ class Chart:
 
     def drawn(self, limit: int = LIMIT) -> Drawn:
         """The chart with at most `limit` points read per line."""
-        points = tuple(line.points(limit=LIMIT if line.stacked else limit) for line in self.lines)  # so that no peak of a stack is lost
+        points = tuple(
+            line.points(limit=LIMIT if line.stacked else limit) for line in self.lines
+        )  # so that no peak of a stack is lost
         x, y = Extent(high=self.last_moment), Extent(high=max(self.bar_height, self.stack_height(points)))
         for xs, ys in points:
             x, y = x.with_(xs), y.with_(ys)

@@ -32,11 +32,20 @@ def timeline(state: RunState, step: int | None = None) -> Chart:
     sent: dict[str, list[tuple[int, float, float, str]]] = {}
     for index, (rank, one) in enumerate(found.items()):
         for phase, start, end, words in _computing(one, width / _PIXELS):
-            computed.setdefault(phase, []).append((2 * index, _ms(start + shifts[rank]), _ms(end + shifts[rank]), f"rank {rank}: {words}"))
+            computed.setdefault(phase, []).append(
+                (2 * index, _ms(start + shifts[rank]), _ms(end + shifts[rank]), f"rank {rank}: {words}")
+            )
         for op, start, end, words in _sending(one, width / _PIXELS):
-            sent.setdefault(op, []).append((2 * index + 1, _ms(start + shifts[rank]), _ms(end + shifts[rank]), f"rank {rank}: {words}"))
-    spans = [Spans(phase, colours.PHASES.get(phase, colours.INK), tuple(those)) for phase, those in computed.items() if those]
-    spans += [Spans(op, colours.OPERATIONS.get(op, colours.OTHER_OPERATION), tuple(those)) for op, those in sorted(sent.items())]
+            sent.setdefault(op, []).append(
+                (2 * index + 1, _ms(start + shifts[rank]), _ms(end + shifts[rank]), f"rank {rank}: {words}")
+            )
+    spans = [
+        Spans(phase, colours.PHASES.get(phase, colours.INK), tuple(those)) for phase, those in computed.items() if those
+    ]
+    spans += [
+        Spans(op, colours.OPERATIONS.get(op, colours.OTHER_OPERATION), tuple(those))
+        for op, those in sorted(sent.items())
+    ]
     missing = state.world_size - len(found)
     notes = [_overlap_in_words(found), *(["clocks disagree: aligned by common collectives"] if moved else [])]
     notes += [f"no timeline of {missing} rank{'s' if missing > 1 else ''}"] if missing else []
@@ -46,18 +55,25 @@ def timeline(state: RunState, step: int | None = None) -> Chart:
         notes.append("gloo: from queued to completed")
     title = f"Step {step}"
     return Chart(
-        "timeline", title, Axis("ms", end=_ms(width)), Axis("", categories=lanes), spans=tuple(spans), note=" · ".join(filter(None, notes))
+        "timeline",
+        title,
+        Axis("ms", end=_ms(width)),
+        Axis("", categories=lanes),
+        spans=tuple(spans),
+        note=" · ".join(filter(None, notes)),
     )
 
 
 def _computing(one: Mapping[str, Any], least: float) -> Iterator[tuple[str, float, float, str]]:
-    """When the rank computed, phase by phase: phase, start, end and hover text; stretches too narrow to see are merged.
-    """
+    """When the rank computed, phase by phase: phase, start, end and hover text; stretches too narrow to see are
+    merged."""
     many = {name: sum(phase == name for phase, *_ in one["phases"]) for name, *_ in one["phases"]}
     counted: dict[str, int] = {}
     for name, start, end in one["phases"]:
         counted[name] = counted.get(name, 0) + 1
-        which = f"{name} {counted[name]} of {many[name]}" if many[name] > 1 and name in ("forward", "backward") else name
+        which = (
+            f"{name} {counted[name]} of {many[name]}" if many[name] > 1 and name in ("forward", "backward") else name
+        )
         pieces: list[list[float]] = []
         for begin, stop in one["busy"]:
             begin, stop = max(begin, start), min(stop, end)
@@ -86,7 +102,9 @@ def _sending(one: Mapping[str, Any], least: float) -> Iterator[tuple[str, float,
             yield _merged(last)
         words = f"{op}{f' {seq}' if seq else ''}" + (f" of {group}" if group and group != "default_pg" else "")
         words += f", ranks {', '.join(map(str, ranks))}" if ranks else ""
-        unit = next((name for name, first, stop in reversed(one["marks"]) if first <= start <= stop and "(" in name), "")
+        unit = next(
+            (name for name, first, stop in reversed(one["marks"]) if first <= start <= stop and "(" in name), ""
+        )
         last = [op, start, end, 1, count or 0, f"{words} {unit}".rstrip()]
     if last:
         yield _merged(last)
@@ -95,7 +113,12 @@ def _sending(one: Mapping[str, Any], least: float) -> Iterator[tuple[str, float,
 def _merged(span: list[Any]) -> tuple[str, float, float, str]:
     op, start, end, many, count, words = span
     what = words if many == 1 else f"{many} × {op}"
-    return op, start, end, f"{what}, {size(count)}, {_ms(end - start):.2f} ms" if count else f"{what}, {_ms(end - start):.2f} ms"
+    return (
+        op,
+        start,
+        end,
+        f"{what}, {size(count)}, {_ms(end - start):.2f} ms" if count else f"{what}, {_ms(end - start):.2f} ms",
+    )
 
 
 def _overlap_in_words(found: Mapping[int, Mapping[str, Any]]) -> str:
@@ -155,9 +178,13 @@ def memory_of_step(state: RunState, rank: int | None = None) -> Chart:
         for owner in OWNERS
         if any(held["owners"].get(owner, ()))
     )
-    bands = tuple((name, _ms(start), _ms(end), colours.PHASES.get(name, colours.INK)) for name, start, end in held["phases"])
+    bands = tuple(
+        (name, _ms(start), _ms(end), colours.PHASES.get(name, colours.INK)) for name, start, end in held["phases"]
+    )
     note = f"rank {one.rank}, step {held['step']}; bottom: phases"
-    return Chart("memory_of_step", title, Axis("ms", end=_ms(held["seconds"])), axis, lines=lines, bands=bands, note=note)
+    return Chart(
+        "memory_of_step", title, Axis("ms", end=_ms(held["seconds"])), axis, lines=lines, bands=bands, note=note
+    )
 
 
 def _ranks(state: RunState) -> list[RankState]:

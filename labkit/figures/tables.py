@@ -20,7 +20,9 @@ class Findings(tuple[Finding, ...]):
     """The findings about a run, the most severe first."""
 
     def __repr__(self) -> str:
-        lines = [f"{one.title}\n    Evidence: {one.evidence}\n    Cause: {one.cause}\n    Fix: {one.fix}" for one in self]
+        lines = [
+            f"{one.title}\n    Evidence: {one.evidence}\n    Cause: {one.cause}\n    Fix: {one.fix}" for one in self
+        ]
         return visible("\n".join(lines)) or "no findings"
 
     def _repr_html_(self) -> str:
@@ -39,7 +41,9 @@ class Ledger(tuple[Entry, ...]):
 
 def _entry(one: Entry) -> str:
     theory = "" if one.theory is None else f", expected {size(one.theory)}: {one.formula or 'nothing'}"
-    return f"{one.op}: {one.calls:g} calls per rank, {size(one.measured)}{theory}" + (f" ({one.reason})" if one.reason else "")
+    return f"{one.op}: {one.calls:g} calls per rank, {size(one.measured)}{theory}" + (
+        f" ({one.reason})" if one.reason else ""
+    )
 
 
 def findings_html(found: Iterable[Finding]) -> str:
@@ -53,8 +57,8 @@ def findings_html(found: Iterable[Finding]) -> str:
 
 
 def ledger_html(entries: Iterable[Entry]) -> str:
-    """The ledger as a table: bytes per step by operation, measured and expected, and why they differ; empty for none.
-    """
+    """The ledger as a table: bytes per step by operation, measured and expected, and why they differ; empty for
+    none."""
     rows = []
     for one in entries:
         theory = "–" if one.theory is None else size(one.theory)
@@ -63,17 +67,29 @@ def ledger_html(entries: Iterable[Entry]) -> str:
     if not rows:
         return ""
     heads = ("sent per step, all ranks", "calls per rank", "measured", "expected", "formula", "why they differ")
-    return f"<table><thead><tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    head = "".join(f"<th>{name}</th>" for name in heads)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
 def ranks_html(name: str, state: RunState) -> str:
     """The figures of the run called `name` as an HTML table with one row per rank."""
     summary = summarise(state)
-    head = ("rank", "exit code", "ms per step", "peak memory", *(f"{phase} (ms)" for phase in summary["ranks"][0]["phase_seconds"]))
+    head = (
+        "rank",
+        "exit code",
+        "ms per step",
+        "peak memory",
+        *(f"{phase} (ms)" for phase in summary["ranks"][0]["phase_seconds"]),
+    )
     rows = []
     for rank in summary["ranks"]:
         peak = rank["peak_memory_bytes"]
-        cells = [rank["rank"], rank["exit_code"], _ms(rank["step_seconds_median"]), None if peak is None else size(peak)]
+        cells = [
+            rank["rank"],
+            rank["exit_code"],
+            _ms(rank["step_seconds_median"]),
+            None if peak is None else size(peak),
+        ]
         cells += [_ms(value) for value in rank["phase_seconds"].values()]
         rows.append("".join(f"<td>{'–' if cell is None else escape(str(cell))}</td>" for cell in cells))
     speed = summary["samples_per_second"]
@@ -83,7 +99,10 @@ def ranks_html(name: str, state: RunState) -> str:
     figures += [f"accuracy {summary['accuracy']:.1%}"] if isinstance(summary["accuracy"], (int, float)) else []
     heads = "".join(f"<th>{escape(name)}</th>" for name in head)
     body = "".join(f"<tr>{row}</tr>" for row in rows)
-    return f"<p><b>{escape(name)}</b> {escape(' · '.join(figures))}</p><table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
+    return (
+        f"<p><b>{escape(name)}</b>"
+        f" {escape(' · '.join(figures))}</p><table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
+    )
 
 
 def _ms(seconds: float | None) -> str | None:

@@ -67,11 +67,15 @@ def checks() -> Iterator[Check]:
         try:
             yield check()
         except Exception as error:
-            yield Check(check.__name__, "broken", f"could not be checked: {type(error).__name__}: {error}", "please report this")
+            yield Check(
+                check.__name__, "broken", f"could not be checked: {type(error).__name__}: {error}", "please report this"
+            )
 
 
 def _show(console: Console, check: Check) -> None:
-    mark = Text.assemble(("● ", _STYLES[check.level]), (f"{check.name:<12}", "bold"), (f"{check.level:<9}", _STYLES[check.level]))
+    mark = Text.assemble(
+        ("● ", _STYLES[check.level]), (f"{check.name:<12}", "bold"), (f"{check.level:<9}", _STYLES[check.level])
+    )
     console.print(mark, Text(check.says), soft_wrap=True)
     if check.fix:
         console.print(Text(f"{'':23}→ {check.fix}"), soft_wrap=True)
@@ -108,7 +112,9 @@ def devices() -> Check:
     machine, found = Machine.here(), preflight.torch()
     if not machine.gpus:
         return Check("devices", "fine", f"{machine.no_gpu_reason}: CPU ranks train over gloo ({machine.cores} cores)")
-    names = ", ".join(f"{gpu.name} ({size(gpu.memory, 0)}, {gpu.capability[0]}.{gpu.capability[1]})" for gpu in machine.gpus)
+    names = ", ".join(
+        f"{gpu.name} ({size(gpu.memory, 0)}, {gpu.capability[0]}.{gpu.capability[1]})" for gpu in machine.gpus
+    )
     if found.error:
         return Check("devices", "broken", f"{names}; they cannot be used without torch", _REINSTALL)
     if not found.cuda:
@@ -172,7 +178,10 @@ def all_reduce() -> Check:
         if error:
             fix = "check whether a firewall or proxy blocks local connections; see the line loopback"
             if backend == "nccl":
-                fix = "enlarge /dev/shm (docker: --shm-size=1g); if it still fails, run with NCCL_DEBUG=INFO to find the cause"
+                fix = (
+                    "enlarge /dev/shm (docker: --shm-size=1g); if it still fails, run with NCCL_DEBUG=INFO to find the"
+                    " cause"
+                )
             return Check("all-reduce", "broken", f"two ranks over {backend} failed: {error}", fix)
         says.append(f"two ranks over {backend} in {seconds:.1f} s, imports included")
     return Check("all-reduce", "fine", "; ".join(says))
@@ -203,7 +212,11 @@ def jupyterlab() -> Check:
     if absent:
         fix = "install with: python3 -m labkit setup; the commands run, script and diff work without"
         return Check("jupyterlab", "degraded", f"{' and '.join(absent)} not installed", fix)
-    return Check("jupyterlab", "fine", f"{_version('jupyterlab')}, jupytext {_version('jupytext')}, ipykernel {_version('ipykernel')}")
+    return Check(
+        "jupyterlab",
+        "fine",
+        f"{_version('jupyterlab')}, jupytext {_version('jupytext')}, ipykernel {_version('ipykernel')}",
+    )
 
 
 def widgets() -> Check:
@@ -213,9 +226,13 @@ def widgets() -> Check:
         kernel, front = _version(package), _extension_version(extension)
         says.append(f"{package} {kernel or 'missing'}")
         if kernel is None or front is None or not fits(release(kernel), release(front)):
-            unfit.append(f"{package} {kernel or 'missing'} in the kernel, {extension} {front or 'missing'} in JupyterLab")
+            unfit.append(
+                f"{package} {kernel or 'missing'} in the kernel, {extension} {front or 'missing'} in JupyterLab"
+            )
     if unfit:
-        fix = f"the panel may stay empty; reinstall both together: pip install --force-reinstall PACKAGE, or {_REINSTALL}"
+        fix = (
+            f"the panel may stay empty; reinstall both together: pip install --force-reinstall PACKAGE, or {_REINSTALL}"
+        )
         return Check("widgets", "degraded", "; ".join(unfit), fix)
     return Check("widgets", "fine", ", ".join(says))
 
@@ -253,7 +270,10 @@ def _version(package: str) -> str | None:
 def loopback() -> Check:
     """Whether processes of this machine can connect to each other."""
     try:
-        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), timeout=5) as client:
+        with (
+            socket.create_server(("127.0.0.1", 0)) as server,
+            socket.create_connection(server.getsockname(), timeout=5) as client,
+        ):
             server.settimeout(5)
             accepted, _ = server.accept()
             with accepted:
@@ -349,7 +369,12 @@ def warm_start() -> Check:
     found = about()
     if isinstance(found, Cold):
         says = found.reason or "no warm server is running; an open panel, %%torchrun and run() in a notebook start one"
-        return Check("warm start", "degraded" if found.reason else "fine", says, "runs start cold until then" if found.reason else "")
+        return Check(
+            "warm start",
+            "degraded" if found.reason else "fine",
+            says,
+            "runs start cold until then" if found.reason else "",
+        )
     memory = size(psutil.Process(found["pid"]).memory_info().rss)
     return Check("warm start", "fine", f"process {found['pid']} ({memory}) has started {found['runs']} runs")
 

@@ -44,7 +44,13 @@ _TAIL_BYTES = 8192
 _LINES_AROUND = 16  # of the view, without the rows of the ranks
 _BAR = (8, 40)  # minimum and maximum width of the bar of phases, in characters
 _GLYPHS = dict(zip(PHASES, "·-░▒▓█"))  # distinguish the phases without colours
-_STYLES = {"finished": "bold green", "failed": "bold red", "stopped": "bold yellow", "stopping": "bold yellow", "lost": "bold yellow"}
+_STYLES = {
+    "finished": "bold green",
+    "failed": "bold red",
+    "stopped": "bold yellow",
+    "stopping": "bold yellow",
+    "lost": "bold yellow",
+}
 
 
 class Source(Protocol):
@@ -143,7 +149,13 @@ def view(state: RunState, folder: RunFolder, height: int | None = None) -> Rende
 def runs_table(rows: Sequence[dict]) -> RenderableType:
     """A table of recorded runs from their summaries, newest last, followed by the reasons why some cannot be read."""
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name, justify in (("run", "left"), ("state", "left"), ("workload", "left"), ("ranks", "right"), ("steps", "right")):
+    for name, justify in (
+        ("run", "left"),
+        ("state", "left"),
+        ("workload", "left"),
+        ("ranks", "right"),
+        ("steps", "right"),
+    ):
         table.add_column(name, justify=justify, no_wrap=True, overflow="fold" if name == "run" else "ellipsis")
     for name in ("seconds", "samples/s", "loss", "accuracy"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -161,8 +173,8 @@ def runs_table(rows: Sequence[dict]) -> RenderableType:
 
 
 def watch_comparison(comparing: Comparing, console: Console, look: Callable[[], None] = lambda: None) -> Sequence[Row]:
-    """Shows a comparison until all its runs are over and returns its final rows; `look` is called before every redraw.
-    """
+    """Shows a comparison until all its runs are over and returns its final rows; `look` is called before every
+    redraw."""
     if not console.is_terminal:
         said: set[str] = set()
         while not comparing.over:
@@ -170,7 +182,9 @@ def watch_comparison(comparing: Comparing, console: Console, look: Callable[[], 
             for row in comparing.rows:
                 if row.over and row.run and row.run not in said:
                     said.add(row.run)
-                    console.print(Text(visible_line(f"{row.title}: {row.words} · {row.steps} steps · {row.run}")), soft_wrap=True)
+                    console.print(
+                        Text(visible_line(f"{row.title}: {row.words} · {row.steps} steps · {row.run}")), soft_wrap=True
+                    )
             time.sleep(_SECONDS)
         console.print(comparison(comparing.rows, comparing.left_out))
         return comparing.rows
@@ -226,7 +240,10 @@ def _progress(state: RunState) -> RenderableType:
     grid = _grid(0, 1)
     waits = not state.step  # an indeterminate bar until the first step
     grid.add_row(
-        words, ProgressBar(total=total, completed=min(state.step, total), pulse=waits, complete_style="cyan", finished_style="green")
+        words,
+        ProgressBar(
+            total=total, completed=min(state.step, total), pulse=waits, complete_style="cyan", finished_style="green"
+        ),
     )
     return Group(grid, figures)
 

@@ -1,4 +1,5 @@
-"""Anchor: holds a run folder open, so that its supervisor notices when the folder is deleted or moved while the run is under way."""
+"""Anchor: holds a run folder open, so that its supervisor notices when the folder is deleted or moved while the run is
+under way."""
 
 from __future__ import annotations
 

@@ -21,7 +21,11 @@ def out_of_memory_kills(cgroups: Path = _CGROUPS, mount: Path = _MOUNT) -> int |
         return None
     groups = {controllers: path.lstrip("/") for _, controllers, path in (line for line in lines if len(line) == 3)}
     first = next((path for controllers, path in groups.items() if "memory" in controllers.split(",")), None)
-    places = [mount / "memory" / first / "memory.oom_control", mount / "memory" / "memory.oom_control"] if first is not None else []
+    places = (
+        [mount / "memory" / first / "memory.oom_control", mount / "memory" / "memory.oom_control"]
+        if first is not None
+        else []
+    )
     second = groups.get("")
     for base in (mount, mount / "unified") if second is not None else ():
         places += [base / second / "memory.events", base / "memory.events"]

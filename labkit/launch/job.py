@@ -91,8 +91,8 @@ class Job:
 
     @classmethod
     def attach(cls, folder: RunFolder) -> Job:
-        """The job of an existing run, started here or elsewhere, active or over. Raises `Unreadable`, a `LookupError`.
-        """
+        """The job of an existing run, started here or elsewhere, active or over. Raises `Unreadable`, a
+        `LookupError`."""
         if not os.path.lexists(folder.spec):
             raise LookupError(f"{folder.path} is not a run folder: it has no {folder.spec.name}")
         folder.require_readable()
@@ -238,11 +238,17 @@ def _consent(spec: Spec, plan: dict[str, Any], cold: bool) -> Consent | Cold:
     """Asks the warm server whether it can start this run."""
     if cold:
         return Cold()
-    folders = {plan["cwd"]} if spec.script is None or spec.as_module else {plan["cwd"], str(Path(spec.script).resolve().parent)}
+    folders = (
+        {plan["cwd"]}
+        if spec.script is None or spec.as_module
+        else {plan["cwd"], str(Path(spec.script).resolve().parent)}
+    )
     return consent(os.environ | plan["env"], sorted(folders))
 
 
-def _start_supervisor(folder: RunFolder, plan: dict[str, Any], asked: float, stdin: int | None, start: Consent | Cold) -> None:
+def _start_supervisor(
+    folder: RunFolder, plan: dict[str, Any], asked: float, stdin: int | None, start: Consent | Cold
+) -> None:
     """Starts the supervisor in its own session and waits for its first status; the lifeline stays open while this
     process lives.
     """
@@ -265,12 +271,17 @@ def _start_supervisor(folder: RunFolder, plan: dict[str, Any], asked: float, std
     last = time.monotonic() + _START_LIMIT
     while not folder.status.exists():
         if process.returncode is not None or time.monotonic() > last:
-            why = report.last_line(folder, folder.supervisor_log) or f"its supervisor wrote no status for {_START_LIMIT:g} s"
+            why = (
+                report.last_line(folder, folder.supervisor_log)
+                or f"its supervisor wrote no status for {_START_LIMIT:g} s"
+            )
             raise LaunchError(f"the run could not be started: {why}")
         time.sleep(0.005)
 
 
-def _launch(folder: RunFolder, plan: dict[str, Any], asked: float, files: list[int], start: Consent | Cold) -> Started | subprocess.Popen:
+def _launch(
+    folder: RunFolder, plan: dict[str, Any], asked: float, files: list[int], start: Consent | Cold
+) -> Started | subprocess.Popen:
     """Writes the plan and starts the supervisor; `files` are its standard input, its log, and the run's standard input,
     if any.
     """
@@ -302,8 +313,8 @@ def _launch(folder: RunFolder, plan: dict[str, Any], asked: float, files: list[i
 
 
 def _reap(folder: RunFolder, process: Started | subprocess.Popen, lifeline: tuple[int, int] | None) -> None:
-    """Reaps the supervisor when it has ended, terminates remaining processes if it was killed, and closes the lifeline.
-    """
+    """Reaps the supervisor when it has ended, terminates remaining processes if it was killed, and closes the
+    lifeline."""
     process.wait()
     Job(folder)._clean_up()
     if lifeline:

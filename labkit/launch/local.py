@@ -1,5 +1,5 @@
-"""The local launcher: turns a resolved Spec and a run folder into a launch plan, a plain value that can be displayed.
-"""
+"""The local launcher: turns a resolved Spec and a run folder into a launch plan, a plain value that can be
+displayed."""
 
 from __future__ import annotations
 

@@ -54,7 +54,9 @@ def _wake_on_signals() -> int:
 
 def _start(popen: Callable[..., Any], plan: dict[str, Any], folder: RunFolder, stdin: int) -> Any:
     with open(folder.launcher_log, "ab") as log:
-        return popen(plan["argv"], cwd=plan["cwd"], stdin=stdin, stdout=log, stderr=log, preexec_fn=_bind_to_this_process())
+        return popen(
+            plan["argv"], cwd=plan["cwd"], stdin=stdin, stdout=log, stderr=log, preexec_fn=_bind_to_this_process()
+        )
 
 
 def _bind_to_this_process() -> Callable[[], None]:

@@ -93,8 +93,8 @@ class Ranks:
 
 
 class Gpus:
-    """Memory (bytes), utilisation (percent) and power (watts) of the visible GPUs by NVML; `index` is the CUDA index.
-    """
+    """Memory (bytes), utilisation (percent) and power (watts) of the visible GPUs by NVML; `index` is the CUDA
+    index."""
 
     def __init__(self) -> None:
         self._handles: list[Any] = []

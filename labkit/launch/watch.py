@@ -1,5 +1,5 @@
-"""The supervisor's main loop while torchrun runs: updates the status, stops the run on request, and writes the summary.
-"""
+"""The supervisor's main loop while torchrun runs: updates the status, stops the run on request, and writes the
+summary."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class _Reason(NamedTuple):
 
 
 class Watch:
-    """Monitors one run from its start to its final status. `signals` is a pipe on which signal numbers arrive as bytes.
-    """
+    """Monitors one run from its start to its final status. `signals` is a pipe on which signal numbers arrive as
+    bytes."""
 
     def __init__(self, folder: RunFolder, plan: dict[str, Any], agent: subprocess.Popen, started: float, signals: int):
         self._folder = folder
@@ -93,7 +93,9 @@ class Watch:
         wanted = [self._signals] if self._detached else [self._signals, _LIFELINE]
         while self._agent.poll() is None:
             if lost := self._anchor.lost():
-                return _Reason("failed", f"the run folder was {lost} while the run was under way, so the run was stopped")
+                return _Reason(
+                    "failed", f"the run folder was {lost} while the run was under way, so the run was stopped"
+                )
             self._follow()
             if self._sampler.disk_full:
                 self._note_disk_full()

@@ -1,9 +1,9 @@
 """Checkpoints before a launch: which one a Spec resumes from, and whether it can be loaded.
 
-A checkpoint is a folder such as `step00000030`. Besides the state files it contains a manifest, which the training script writes
-last: what was trained (`identity`), the step, the number of ranks that wrote it, and the SHA-256 of every file. The script verifies
-the manifest again before it loads anything, so it rejects the same checkpoints when it is run by hand. This module uses the standard
-library only and unpickles nothing.
+A checkpoint is a folder such as `step00000030`. Besides the state files it contains a manifest, which the training
+script writes last: what was trained (`identity`), the step, the number of ranks that wrote it, and the SHA-256 of every
+file. The script verifies the manifest again before it loads anything, so it rejects the same checkpoints when it is run
+by hand. This module uses the standard library only and unpickles nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ LAYOUTS = {
     "shards": "shards of the whole model's parameters",
     "stages": "the parameters of pipeline stages",
 }
-_OWN = {"step", "world_size", "sha256"}  # specific to one checkpoint; every other key of a manifest belongs to the identity
+_OWN = {
+    "step",
+    "world_size",
+    "sha256",
+}  # specific to one checkpoint; every other key of a manifest belongs to the identity
 _LARGEST = 1 << 22  # maximum size of a manifest in bytes
 _NAME = re.compile(r"step\d+")
 _FILE = re.compile(r"(?!\.+$)[\w.-]+")  # a plain name: no folder, and not . or ..
@@ -120,7 +124,8 @@ def _is_complete(manifest: dict[str, Any]) -> bool:
 
 
 def damage(checkpoint: Checkpoint) -> str | None:
-    """One sentence about the first file that is missing or has changed, with the newest intact checkpoint of the same folder."""
+    """One sentence about the first file that is missing or has changed, with the newest intact checkpoint of the same
+    folder."""
     reason = _damaged(checkpoint)
     if reason is None:
         return None
@@ -175,7 +180,9 @@ def _other_identity(checkpoint: Checkpoint, spec: Request) -> str | None:
 
 def _other_format(checkpoint: Checkpoint, spec: Request, name: str) -> str:
     found = checkpoint.identity.get(name)
-    return f"{checkpoint.path} has format {found!r}, and this version reads format {FORMAT}; train again with this version"
+    return (
+        f"{checkpoint.path} has format {found!r}, and this version reads format {FORMAT}; train again with this version"
+    )
 
 
 def _other_layout(checkpoint: Checkpoint, spec: Request, name: str) -> str:

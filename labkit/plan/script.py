@@ -1,9 +1,10 @@
 """Spec → script: assembles one standalone file from real functions, and computes the diff of two scripts.
 
-The functions are copied as text, with their comments, from the modules of fault, strategy, workload, data set and base, in this order:
-the first module that defines a name wins. An `if` whose condition depends only on settings of the Spec is resolved at generation time:
-only the branch that is taken is written. Starting from `main`, the generator follows every name that is used, so the script contains no
-unused code; constants get the values of the Spec. No training code is imported here.
+The functions are copied as text, with their comments, from the modules of fault, strategy, workload, data set and base,
+in this order: the first module that defines a name wins. An `if` whose condition depends only on settings of the Spec
+is resolved at generation time: only the branch that is taken is written. Starting from `main`, the generator follows
+every name that is used, so the script contains no unused code; constants get the values of the Spec. No training code
+is imported here.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def write_script(spec: Spec) -> str:
     """
     check_type("spec", spec, Spec, "a Spec such as Spec('ddp', nproc=2)")
     if spec.script is not None:
-        raise SpecError("script", f"{spec.script} is your own script, and only strategies have a generated one; name a strategy")
+        raise SpecError(
+            "script", f"{spec.script} is your own script, and only strategies have a generated one; name a strategy"
+        )
     if spec.nproc is None:
         raise SpecError("nproc", "the script depends on the number of ranks, which is not set; add --nproc")
     modules = (*_fault_module(spec), spec.strategy_row.module, spec.workload_row.module, spec.data_row.module, BASE)
@@ -67,9 +70,13 @@ def excerpt(spec: Spec, *names: str) -> str:
     Raises `SpecError` as `write_script` does, and `LookupError` for a name that the script does not define.
     """
     if not names:
-        raise LookupError("excerpt needs the name of at least one function, class or constant, such as excerpt(spec, 'train_step')")
+        raise LookupError(
+            "excerpt needs the name of at least one function, class or constant, such as excerpt(spec, 'train_step')"
+        )
     source = write_script(spec)
-    parts = {name: part for node in ast.parse(source).body for name in _defined(node) for part in [_segment(source, node)]}
+    parts = {
+        name: part for node in ast.parse(source).body for name in _defined(node) for part in [_segment(source, node)]
+    }
     unknown = [name for name in names if not isinstance(name, str) or name not in parts]
     if unknown:
         raise LookupError(f"the script of {spec.name} defines no {shown(unknown[0])}; it defines {', '.join(parts)}")
@@ -141,7 +148,9 @@ def _docstring(spec: Spec) -> str:
     entries = [("Splits", row.splits), ("Sends", row.sends), ("Note", row.note(spec.device))]
     if spec.fault:
         entries.append(("Fault", f"{FAULTS[spec.fault].title} (injected). {FAULTS[spec.fault].shows}"))
-    lines = [textwrap.fill(text, 88, initial_indent=f"{name:7}", subsequent_indent=" " * 7) for name, text in entries if text]
+    lines = [
+        textwrap.fill(text, 88, initial_indent=f"{name:7}", subsequent_indent=" " * 7) for name, text in entries if text
+    ]
     return "\n".join([f'"""{model} on {spec.data}, {row.title}, {precision}: {command(spec)}\n', *lines, '"""'])
 
 
@@ -242,11 +251,14 @@ def _definitions(node: ast.stmt, module: str, lines: list[str]) -> Iterator[_Def
 
 
 def _resolved(one: _Definition, values: Mapping[str, Any]) -> _Definition:
-    """The definition with every `if` resolved whose condition depends only on `values`; one without a taken branch is removed."""
+    """The definition with every `if` resolved whose condition depends only on `values`; one without a taken branch is
+    removed."""
     text = one.text
     while True:
         tree = ast.parse(text)
-        conditional = next((node for node in ast.walk(tree) if isinstance(node, ast.If) and _is_constant(node.test, values)), None)
+        conditional = next(
+            (node for node in ast.walk(tree) if isinstance(node, ast.If) and _is_constant(node.test, values)), None
+        )
         if conditional is None:
             return one if text == one.text else replace(one, text=text, uses=_names(tree.body[0]))
         taken = eval(compile(ast.Expression(conditional.test), one.home, "eval"), {"__builtins__": {}}, dict(values))
@@ -255,16 +267,23 @@ def _resolved(one: _Definition, values: Mapping[str, Any]) -> _Definition:
 
 def _is_constant(test: ast.expr, values: Mapping[str, Any]) -> bool:
     names = [node.id for node in ast.walk(test) if isinstance(node, ast.Name)]
-    return bool(names) and all(name in values for name in names) and not any(isinstance(node, ast.Call) for node in ast.walk(test))
+    return (
+        bool(names)
+        and all(name in values for name in names)
+        and not any(isinstance(node, ast.Call) for node in ast.walk(test))
+    )
 
 
 def _with_branch(lines: list[str], conditional: ast.If, taken: bool) -> str:
-    """The lines with the whole `if` statement replaced by the branch that is taken, dedented to the level of the `if`."""
+    """The lines with the whole `if` statement replaced by the branch that is taken, dedented to the level of the
+    `if`."""
     first, last = conditional.lineno - 1, conditional.end_lineno
     body_end = conditional.body[-1].end_lineno
     orelse = lines[body_end:last]  # `else:` or `elif …:`, with its body
     if taken:
-        kept = _dedented(lines[conditional.test.end_lineno : body_end], conditional.body[0].col_offset - conditional.col_offset)
+        kept = _dedented(
+            lines[conditional.test.end_lineno : body_end], conditional.body[0].col_offset - conditional.col_offset
+        )
     elif not orelse:
         kept = []
     elif orelse[0].lstrip().startswith("elif"):
@@ -330,7 +349,9 @@ class _Assembly:
         if name in home.imports:
             known = self.imported.setdefault(name, home.imports[name])
             if known != home.imports[name]:
-                raise ValueError(f"{home.module} imports {name} as {home.imports[name]}, and another module imports it as {known}")
+                raise ValueError(
+                    f"{home.module} imports {name} as {home.imports[name]}, and another module imports it as {known}"
+                )
 
     def imports(self) -> str:
         """The imports, sorted as ruff sorts them: the standard library, then the rest."""
@@ -355,11 +376,14 @@ class _Assembly:
         return "\n".join(lines)
 
     def program(self) -> list[str]:
-        """Data, model, then the functions in the order of the base; a strategy's helpers precede the functions that use them."""
+        """Data, model, then the functions in the order of the base; a strategy's helpers precede the functions that use
+        them."""
         return [one.text for one in self._in_order(constants=False)]
 
     def _in_order(self, constants: bool) -> list[_Definition]:
-        waiting = {one.name: one for one in sorted(self.found.values(), key=self._position) if bool(one.value) == constants}
+        waiting = {
+            one.name: one for one in sorted(self.found.values(), key=self._position) if bool(one.value) == constants
+        }
         ordered = []
 
         def take(one: _Definition) -> None:

@@ -1,8 +1,8 @@
 """Spec: the description of one run, validated once. After this gate, code trusts its input.
 
-A Spec validates itself when it is created. What depends on the machine (number of GPUs, support for bf16, availability of the data
-set) is checked by `Spec.on(machine)`, which also fills in the unspecified values. A Spec recorded on another machine can
-therefore be loaded on this one.
+A Spec validates itself when it is created. What depends on the machine (number of GPUs, support for bf16, availability
+of the data set) is checked by `Spec.on(machine)`, which also fills in the unspecified values. A Spec recorded on
+another machine can therefore be loaded on this one.
 """
 
 from __future__ import annotations
@@ -55,12 +55,13 @@ def _number(default: int | None, minimum: int, maximum: int) -> Any:
 class Spec:
     """The description of one run.
 
-    Either a `strategy` for a `workload`, or a user's `script` with its `args`; with `as_module`, `script` is the name of a module that
-    runs as under `python -m`. `batch_size` is in samples: per rank under weak scaling, global under strong scaling. `nproc`, `data`,
-    `batch_size` and `options` default to the values of strategy and workload. `steps` is the number of optimizer steps of the run,
-    and may end it within an epoch or extend it over several. `fault` is the name of an injected fault, one of `FAULTS`. Every
-    `sample_every`-th step is profiled (0: only one early step). A rank that makes no progress for `hang_after` seconds is reported.
-    Raises `SpecError` for an invalid value or combination of values.
+    Either a `strategy` for a `workload`, or a user's `script` with its `args`; with `as_module`, `script` is the name
+    of a module that runs as under `python -m`. `batch_size` is in samples: per rank under weak scaling, global under
+    strong scaling. `nproc`, `data`, `batch_size` and `options` default to the values of strategy and workload. `steps`
+    is the number of optimizer steps of the run, and may end it within an epoch or extend it over several. `fault` is
+    the name of an injected fault, one of `FAULTS`. Every `sample_every`-th step is profiled (0: only one early step). A
+    rank that makes no progress for `hang_after` seconds is reported. Raises `SpecError` for an invalid value or
+    combination of values.
     """
 
     strategy: str | None = None
@@ -180,7 +181,10 @@ class Spec:
     @property
     def batch_sentence(self) -> str:
         """The batch in words: `128 per rank × 2 = 256 global · 235 steps per epoch`."""
-        return f"{self.batch_per_rank} per rank × {self.data_ranks} = {self.global_batch} global · {self.steps_per_epoch:,} steps per epoch"
+        return (
+            f"{self.batch_per_rank} per rank × {self.data_ranks} = {self.global_batch} global ·"
+            f" {self.steps_per_epoch:,} steps per epoch"
+        )
 
     # ---- on a machine
 
@@ -263,15 +267,22 @@ class Spec:
     def _complete_training(self) -> None:
         if self.args or self.as_module:
             what = f"args={shown(self.args)}" if self.args else "as_module=True"
-            raise SpecError("args" if self.args else "as_module", f"{what} applies only to your own script; name it with script='train.py'")
+            raise SpecError(
+                "args" if self.args else "as_module",
+                f"{what} applies only to your own script; name it with script='train.py'",
+            )
         strategy = self._row("strategy", "ddp" if self.strategy is None else self.strategy, STRATEGIES)
         workload = self._row("workload", "cnn" if self.workload is None else self.workload, WORKLOADS)
         data = workload.data[0] if self.data is None else self.data
         self._one_of("data", data, tuple(DATA))
         if data not in workload.data:
-            raise SpecError("data", f"{workload.name} cannot train on {data!r}; use --data {' or '.join(workload.data)}")
+            raise SpecError(
+                "data", f"{workload.name} cannot train on {data!r}; use --data {' or '.join(workload.data)}"
+            )
         if self.epochs is not None and self.steps is not None:
-            raise SpecError("steps", f"epochs ({self.epochs}) and steps ({self.steps}) exclude each other; give one of them")
+            raise SpecError(
+                "steps", f"epochs ({self.epochs}) and steps ({self.steps}) exclude each other; give one of them"
+            )
         self._settle(
             strategy=strategy.name,
             workload=workload.name,
@@ -283,7 +294,10 @@ class Spec:
         )
         most = self.data_row.most
         if most is not None and self.train_samples > most:
-            raise SpecError("samples", f"--samples {self.samples} exceeds the {most} training samples of {data}; use --samples {most}")
+            raise SpecError(
+                "samples",
+                f"--samples {self.samples} exceeds the {most} training samples of {data}; use --samples {most}",
+            )
         limit = strategy.limit(self)
         if limit:
             raise SpecError("strategy", limit)
@@ -315,7 +329,10 @@ class Spec:
         for name, value in given.items():
             if value is not None:
                 flag = name.replace("_", "-")
-                raise SpecError(name, f"{flag} {shown(value)} applies only to a strategy; pass it to the script {self.script} after --")
+                raise SpecError(
+                    name,
+                    f"{flag} {shown(value)} applies only to a strategy; pass it to the script {self.script} after --",
+                )
 
     def _check_batch(self) -> None:
         ranks = self.data_ranks
@@ -324,30 +341,31 @@ class Spec:
             near = [size for size in (below, below + ranks) if size]
             raise SpecError(
                 "batch_size",
-                f"a global batch of {self.batch_size} is not divisible by {ranks} ranks; use --batch-size {' or '.join(map(str, near))}, "
-                "or --scaling weak for a batch size per rank",
+                f"a global batch of {self.batch_size} is not divisible by {ranks} ranks; use --batch-size"
+                f" {' or '.join(map(str, near))}, or --scaling weak for a batch size per rank",
             )
         if self.train_samples < ranks:
             most = self.data_row.most
             more = "" if most is not None and most < ranks else f"--samples {ranks} or more, or "
             raise SpecError(
                 "samples",
-                f"{self.train_samples} samples are too few for {ranks} ranks; use {more}at most {self.train_samples} ranks",
+                f"{self.train_samples} samples are too few for {ranks} ranks; use {more}at most {self.train_samples}"
+                " ranks",
             )
         # A default batch is reduced to the shard silently: every displayed figure shows the reduced batch.
         if self._wanted_per_rank > self._shard and self.batch_size != self.workload_row.batch_size:
             fits = self._shard if self.scaling == "weak" else self._shard * ranks
             raise SpecError(
                 "batch_size",
-                f"a batch of {self._wanted_per_rank} per rank exceeds the {self._shard} samples that a rank has per epoch; "
-                f"use --batch-size {fits}, or more --samples",
+                f"a batch of {self._wanted_per_rank} per rank exceeds the {self._shard} samples that a rank has per"
+                f" epoch; use --batch-size {fits}, or more --samples",
             )
         micro_batches = self.options.get("accumulate", 1)
         if micro_batches > self.batch_per_rank:
             raise SpecError(
                 "options",
-                f"accumulate={micro_batches} splits a batch of {self.batch_per_rank} samples into more micro-batches than samples; "
-                f"use accumulate={self.batch_per_rank} or less",
+                f"accumulate={micro_batches} splits a batch of {self.batch_per_rank} samples into more micro-batches"
+                f" than samples; use accumulate={self.batch_per_rank} or less",
             )
 
     def _check_options(self, strategy: Strategy, workload: Workload) -> dict[str, Any]:
@@ -358,13 +376,17 @@ class Spec:
             if name in strategy.lacks and getattr(self, name) is not None:
                 raise SpecError(name, f"{strategy.name} does not support checkpoints: {strategy.lacks[name]}")
         if self.precision in strategy.lacks:
-            raise SpecError("precision", f"{strategy.name} does not support {self.precision}: {strategy.lacks[self.precision]}")
+            raise SpecError(
+                "precision", f"{strategy.name} does not support {self.precision}: {strategy.lacks[self.precision]}"
+            )
         known: dict[str, Option] = {option.name: option for option in strategy.all_options + workload.options}
         settled = {name: option.default for name, option in known.items()}
         for name, value in dict(self.options).items():
             if name not in known:
                 names = ", ".join(known) or "there are none"
-                raise SpecError("options", f"{strategy.name} with {workload.name} has no option {name!r}; options: {names}")
+                raise SpecError(
+                    "options", f"{strategy.name} with {workload.name} has no option {name!r}; options: {names}"
+                )
             try:
                 settled[name] = known[name].parse(value)
             except ValueError as error:
@@ -375,14 +397,16 @@ class Spec:
         if self.precision == "fp16" and self.device == "cpu":
             raise SpecError("precision", "--precision fp16 is not supported on CPU ranks; use --precision fp32 or bf16")
         if self.precision == "tf32" and self.device == "cpu":
-            raise SpecError("precision", "--precision tf32 is not supported on CPU ranks, only on GPUs; use --precision fp32")
+            raise SpecError(
+                "precision", "--precision tf32 is not supported on CPU ranks, only on GPUs; use --precision fp32"
+            )
         if self.precision in ("tf32", "bf16") and self.device == "cuda":
             for gpu in machine.gpus[: self.nproc]:
                 if gpu.capability < (8, 0):
                     raise SpecError(
                         "precision",
-                        f"--precision {self.precision} needs a GPU of compute capability 8.0 or newer, and {gpu.name} has "
-                        f"{gpu.capability[0]}.{gpu.capability[1]}; use --precision fp16",
+                        f"--precision {self.precision} needs a GPU of compute capability 8.0 or newer, and {gpu.name}"
+                        f" has {gpu.capability[0]}.{gpu.capability[1]}; use --precision fp16",
                     )
 
     def _settle(self, **values: Any) -> None:
@@ -432,7 +456,10 @@ def _checked(field_name: str, check: Callable[..., Any], *given: Any) -> Any:
 def _compiler_missing(spec: Spec) -> str | None:
     compiler = os.environ.get("CXX", "g++")
     if spec.options.get("compile") and not shutil.which(compiler):
-        return f"compile needs a C++ compiler, and {compiler} is not on the PATH; install it (apt install g++), or use compile=false"
+        return (
+            f"compile needs a C++ compiler, and {compiler} is not on the PATH; install it (apt install g++), or use"
+            " compile=false"
+        )
     return None
 
 
@@ -440,7 +467,9 @@ def _package_missing(strategy: Strategy) -> str | None:
     if strategy.extra is None or environment.has(strategy.extra):
         return None
     package = environment.OPTIONAL[strategy.extra]
-    return f"{strategy.name} needs the package {package}, which is not installed; {environment.how_to_add(strategy.extra)}"
+    return (
+        f"{strategy.name} needs the package {package}, which is not installed; {environment.how_to_add(strategy.extra)}"
+    )
 
 
 def _too_many_workers(spec: Spec, machine: Machine) -> str | None:
@@ -448,8 +477,9 @@ def _too_many_workers(spec: Spec, machine: Machine) -> str | None:
     if each * ranks <= machine.max_workers:
         return None
     return (
-        f"workers={each} on {ranks} ranks starts {each * ranks} processes, more than the maximum of {machine.max_workers} for "
-        f"{_count(machine.cores, 'core')}; use workers={machine.max_workers // ranks} or less"
+        f"workers={each} on {ranks} ranks starts {each * ranks} processes, more than the maximum of"
+        f" {machine.max_workers} for {_count(machine.cores, 'core')}; use workers={machine.max_workers // ranks} or"
+        " less"
     )
 
 
@@ -460,13 +490,14 @@ def _too_many_samples(spec: Spec, machine: Machine) -> str | None:
         return None
     fits = machine.memory // (each * ranks)
     return (
-        f"{spec.train_samples} samples of {spec.data} need {size(spec.train_samples * each)} on each of {ranks} ranks, and this machine "
-        f"has {size(machine.memory)} of memory; use --samples {fits} or less"
+        f"{spec.train_samples} samples of {spec.data} need {size(spec.train_samples * each)} on each of {ranks} ranks,"
+        f" and this machine has {size(machine.memory)} of memory; use --samples {fits} or less"
     )
 
 
 def _precision(machine: Machine, spec: Spec) -> str:
-    """The default precision: fp16 for GPUs with tensor cores for fp16 but not for bf16, such as a T4; otherwise fp32."""
+    """The default precision: fp16 for GPUs with tensor cores for fp16 but not for bf16, such as a T4; otherwise
+    fp32."""
     old = spec.device == "cuda" and any((7, 0) <= gpu.capability < (8, 0) for gpu in machine.gpus[: spec.nproc])
     return "fp16" if old and "fp16" not in spec.strategy_row.lacks else "fp32"
 

@@ -49,7 +49,13 @@ def watch_backward(watch: StepWatch, guard: Guard, scalers: ScalerWatch, follows
         """Counts as backward only if a script with hand-written updates computes the gradients of a loss for all its
         parameters.
         """
-        if compiling() or not watch.by_hand or _scalar(outputs) is None or not watch.thread.here() or kwargs.get("create_graph"):
+        if (
+            compiling()
+            or not watch.by_hand
+            or _scalar(outputs) is None
+            or not watch.thread.here()
+            or kwargs.get("create_graph")
+        ):
             return original_grad(outputs, inputs, *args, **kwargs)
         inputs = inputs if isinstance(inputs, torch.Tensor) else tuple(inputs)
         depth = guard(begin, outputs) if _are_leaves(inputs) and follows(False) else None
@@ -62,7 +68,9 @@ def watch_backward(watch: StepWatch, guard: Guard, scalers: ScalerWatch, follows
 
 
 def _are_leaves(inputs: Any) -> bool:
-    return all(isinstance(one, torch.Tensor) and one.is_leaf for one in (inputs if isinstance(inputs, tuple) else (inputs,)))
+    return all(
+        isinstance(one, torch.Tensor) and one.is_leaf for one in (inputs if isinstance(inputs, tuple) else (inputs,))
+    )
 
 
 def _scalar(tensors: Any) -> torch.Tensor | None:

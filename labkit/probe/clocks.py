@@ -48,8 +48,8 @@ class CpuClock:
         return float(copy)
 
     def not_finite(self, copy: Any) -> bool:
-        """Whether a copy is NaN or infinite, as far as known without waiting for the device; does not release the copy.
-        """
+        """Whether a copy is NaN or infinite, as far as known without waiting for the device; does not release the
+        copy."""
         return not math.isfinite(copy)
 
 
@@ -95,7 +95,11 @@ class CudaClock:
         """An asynchronous copy into pinned memory, and the event behind it."""
         if self._cuda.is_current_stream_capturing():
             return None
-        slot = self._slots.pop() if self._slots else torch.empty((), dtype=torch.float32, device="cpu", pin_memory=self._cuda is torch.cuda)
+        slot = (
+            self._slots.pop()
+            if self._slots
+            else torch.empty((), dtype=torch.float32, device="cpu", pin_memory=self._cuda is torch.cuda)
+        )
         slot.copy_(scalar.reshape(()), non_blocking=True)
         return slot, self.mark()
 

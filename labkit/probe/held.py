@@ -43,7 +43,9 @@ class Held:
         """Walks over all objects."""
         began = time.perf_counter()
         modules, tensors, data = _found()
-        self._modules = weakref.WeakSet(module for module in modules if next(_own(module, "_parameters", "_buffers"), None) is not None)
+        self._modules = weakref.WeakSet(
+            module for module in modules if next(_own(module, "_parameters", "_buffers"), None) is not None
+        )
         seen = {id(tensor): tensor for tensor in tensors[:_MOST] if _is_on(tensor, device)}
         lasting = [tensor for key, tensor in seen.items() if key in self._seen and self._seen[key]() is tensor]
         self._lasting = [weakref.ref(tensor) for tensor in lasting]
@@ -71,7 +73,9 @@ class Held:
 def _own(module: torch.nn.Module, *names: str) -> Iterator[torch.Tensor]:
     """The module's own tensors, without submodules; none if its `__init__` has not run yet."""
     held = (getattr(module, name, None) for name in names)
-    return (tensor for tensors in held if hasattr(tensors, "values") for tensor in tensors.values() if tensor is not None)
+    return (
+        tensor for tensors in held if hasattr(tensors, "values") for tensor in tensors.values() if tensor is not None
+    )
 
 
 def _is_on(tensor: torch.Tensor, device: torch.device) -> bool:
@@ -113,7 +117,9 @@ def _tensors_of(data: Iterable[Any]) -> Iterator[torch.Tensor]:
     for thing in data:
         if isinstance(thing, DataLoader):
             thing = thing.dataset
-        yield from _tensors_below(thing if isinstance(thing, (list, tuple, Mapping)) else getattr(thing, "__dict__", {}), _DEPTH)
+        yield from _tensors_below(
+            thing if isinstance(thing, (list, tuple, Mapping)) else getattr(thing, "__dict__", {}), _DEPTH
+        )
 
 
 def _tensors_below(value: Any, depth: int) -> Iterator[torch.Tensor]:

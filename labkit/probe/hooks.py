@@ -87,7 +87,9 @@ def keep_tensors(watch: StepWatch, journal: Journal, run: str, rank: int) -> Ten
 Forwards = dict[threading.Thread, list[tuple[weakref.ref[torch.nn.Module], list[Shape]]]]
 
 
-def _watch_forwards(watch: StepWatch, guard: Guard, replicas: ReplicaWatch, apart: Guard, others: Forwards, scalers: ScalerWatch) -> None:
+def _watch_forwards(
+    watch: StepWatch, guard: Guard, replicas: ReplicaWatch, apart: Guard, others: Forwards, scalers: ScalerWatch
+) -> None:
     thread = watch.thread
     depth, token = 0, None
 
@@ -242,8 +244,8 @@ def _watch_metrics(watch: StepWatch, journal: Journal) -> None:
 
 
 def _watch_builds(watch: StepWatch, guard: Guard) -> None:
-    """C++ extensions that torch compiles on first use, such as DeepSpeed's operators; torch locks their build folder.
-    """
+    """C++ extensions that torch compiles on first use, such as DeepSpeed's operators; torch locks their build
+    folder."""
     acquire, wait, release = FileBaton.try_acquire, FileBaton.wait, FileBaton.release
 
     def begins(baton: Any) -> None:

@@ -109,8 +109,8 @@ class LossWatch:
             self._since.append(loss)
 
     def of(self, optimizer: Any, sets_the_pace: bool) -> list[Loss]:
-        """The losses of an optimizer's step; empty for an optimizer that shares all of them with the pacing optimizer.
-        """
+        """The losses of an optimizer's step; empty for an optimizer that shares all of them with the pacing
+        optimizer."""
         losses = list(self._reached.pop(optimizer, ())) or self._since
         self._since = []
         if sets_the_pace:

@@ -125,8 +125,8 @@ class MemoryWatch:
         return {"allocated": sum(self._owners.values()), "reserved": None, "peak": self._peak}
 
     def owners(self) -> dict[str, int]:
-        """Current bytes by owner, also in the middle of a step; without owners that are known only in profiled steps.
-        """
+        """Current bytes by owner, also in the middle of a step; without owners that are known only in profiled
+        steps."""
         owners = self._count(Census(self.device))
         if self.device.type == "cuda":
             owners["activations"] = max(0, torch.cuda.memory_allocated(self.device) - sum(owners.values()))
@@ -165,14 +165,18 @@ class MemoryWatch:
         found = {
             "parameters": census.add(parameters, "parameters"),
             "gradients": census.add((p.grad for p in parameters if p.is_leaf), "gradients"),
-            "optimizer": census.add(tensors_in([list(optimizer.state.values()) for optimizer in self._optimizers]), "optimizer"),
+            "optimizer": census.add(
+                tensors_in([list(optimizer.state.values()) for optimizer in self._optimizers]), "optimizer"
+            ),
             "communication": sum(map(_buckets, self._models)),
         }
         if self.device.type == "cpu":
             census.leave_out(self._held.data())  # in a GPU run they would be in host memory
         return found | {
-            "other": census.add((buffer for model in self._models for buffer in model.buffers()), "other")
-            + census.add(self._held.rest(), "other"),
+            "other": (
+                census.add((buffer for model in self._models for buffer in model.buffers()), "other")
+                + census.add(self._held.rest(), "other")
+            ),
         }
 
 

@@ -1,17 +1,18 @@
 """Facts that are compared across ranks: `saw` events, a few per run, at negligible cost per step.
 
-======= ============================================ =====================================================================
-what    fields                                       when
-======= ============================================ =====================================================================
-model   name, units (of FSDP), parameters            a module with trainable parameters is called for the first time
-loader  batches, samples, sampler (a class)          an iteration over a DataLoader begins
-epoch   sampler, set (by `set_epoch`), shuffle, ranks an iteration over a DistributedSampler begins
-batch   step, digest                                 in the first steps: a digest of the batch's tensors
-input   step, digest                                 in a model's first steps: a digest of its inputs; null if they are activations,
+======= ============================================
+===================================================================== what    fields
+when ======= ============================================
+===================================================================== model   name, units (of FSDP), parameters
+a module with trainable parameters is called for the first time loader  batches, samples, sampler (a class)          an
+iteration over a DataLoader begins epoch   sampler, set (by `set_epoch`), shuffle, ranks an iteration over a
+DistributedSampler begins batch   step, digest                                 in the first steps: a digest of the
+batch's tensors input   step, digest                                 in a model's first steps: a digest of its inputs;
+null if they are activations,
                                                      as a pipeline stage receives them from the previous one
-item    calls                                        the number of the first 20 steps in which `.item()` was called between phases
-save    path, step                                   the script calls `torch.save` with a path
-======= ============================================ =====================================================================
+item    calls                                        the number of the first 20 steps in which `.item()` was called
+between phases save    path, step                                   the script calls `torch.save` with a path =======
+============================================ =====================================================================
 
 `not_finite` (step, parameters, nan, infinite) follows the first non-finite loss, before the optimizer steps with it:
 the numbers of parameter tensors that contain NaN or infinities. It distinguishes a non-finite gradient from a diverged
@@ -52,7 +53,14 @@ class Observations:
     def __init__(self, journal: Journal, step: Callable[[], int], between: Callable[[], bool]):
         self._journal, self._guard = journal, Guard(journal, "observations")
         self._step, self._between = step, between
-        self._left = {"loader": _ITERATIONS, "epoch": _ITERATIONS, "batch": _BATCHES, "save": _SAVES, "input": 0, "not_finite": 1}
+        self._left = {
+            "loader": _ITERATIONS,
+            "epoch": _ITERATIONS,
+            "batch": _BATCHES,
+            "save": _SAVES,
+            "input": 0,
+            "not_finite": 1,
+        }
         self._models_left, self._input_step = _MODELS, 0
         self._stepped: set[int] = set()
         self._samplers: dict[int, int] = {}
@@ -76,7 +84,9 @@ class Observations:
         if self._left["not_finite"]:
             parameters = [local(parameter.detach()) for model in models for parameter in model.parameters()]
             counts = {"nan": torch.isnan, "infinite": torch.isinf}
-            found = {name: sum(bool(test(one).any()) for one in parameters if one.numel()) for name, test in counts.items()}
+            found = {
+                name: sum(bool(test(one).any()) for one in parameters if one.numel()) for name, test in counts.items()
+            }
             self._record("not_finite", step=step, parameters=len(parameters), **found)
 
     def batch(self, values: Any) -> None:
@@ -125,7 +135,13 @@ class Observations:
 
     def _epoch(self, sampler: Any) -> None:
         which = self._samplers.setdefault(id(sampler), len(self._samplers))
-        self._record("epoch", sampler=which, set=int(sampler.epoch), shuffle=bool(sampler.shuffle), ranks=int(sampler.num_replicas))
+        self._record(
+            "epoch",
+            sampler=which,
+            set=int(sampler.epoch),
+            shuffle=bool(sampler.shuffle),
+            ranks=int(sampler.num_replicas),
+        )
 
     def _loader(self, loader: Any) -> None:
         sampler = getattr(loader.batch_sampler, "sampler", None) or loader.sampler
@@ -168,7 +184,12 @@ def _digest(tensors: Iterable[torch.Tensor]) -> str | None:
     """A digest of the first rows of tensors; synchronizes if they are on a GPU. None if nothing can be read."""
     digest, read = hashlib.blake2b(digest_size=8), 0
     for tensor in tensors:
-        if type(tensor) is torch.Tensor and tensor.device.type in ("cpu", "cuda") and tensor.numel() and not _captured(tensor):
+        if (
+            type(tensor) is torch.Tensor
+            and tensor.device.type in ("cpu", "cuda")
+            and tensor.numel()
+            and not _captured(tensor)
+        ):
             rows = tensor.detach()[:_ROWS] if tensor.dim() else tensor.detach().reshape(1)
             data = rows.contiguous().cpu().view(torch.uint8).numpy().tobytes()[:_DIGESTED]
             digest.update(data)

@@ -65,7 +65,12 @@ def name_of(optimizer: torch.optim.Optimizer) -> str:
     while frame is not None:  # the outermost function with a name for it distinguishes several optimizers
         if not frame.f_code.co_filename.startswith(_LIBRARIES) and "site-packages" not in frame.f_code.co_filename:
             attributes = getattr(frame.f_locals.get("self"), "__dict__", {})
-            names = [name for scope in (attributes, frame.f_locals) for name, value in list(scope.items()) if value is optimizer]
+            names = [
+                name
+                for scope in (attributes, frame.f_locals)
+                for name, value in list(scope.items())
+                if value is optimizer
+            ]
             found = names[0] if names else found
         frame = frame.f_back
     return found
@@ -99,8 +104,8 @@ class UpdateWatch:
         return not self._reported
 
     def backward_begins(self, root: torch.Tensor | None) -> Any:
-        """Backward is called; returns the owner of an update if all parameters that `root` depends on are new tensors.
-        """
+        """Backward is called; returns the owner of an update if all parameters that `root` depends on are new
+        tensors."""
         if root is None or not self.by_hand:
             return None
         self._leaves = leaves(root)
@@ -116,7 +121,9 @@ class UpdateWatch:
         if self._reported and not _compiles():
             return
         optimizers = self._optimizers.few()
-        self._kept = [self._witness(p, one) for one in optimizers for p in witnesses(one) if p.grad is not None and _has_data(p)]
+        self._kept = [
+            self._witness(p, one) for one in optimizers for p in witnesses(one) if p.grad is not None and _has_data(p)
+        ]
         if not self._kept and not self._reported:
             own = [leaf for leaf in self._leaves if _has_data(leaf)]
             self._kept = [self._witness(leaf, self) for leaf in sorted(own, key=torch.Tensor.numel)[:_WITNESSES]]
@@ -139,7 +146,11 @@ class UpdateWatch:
             if kept.tensor._version != kept.version:
                 self._counted = True
                 return self._found(kept.owner)
-            if kept.values is not None and _has_data(kept.tensor) and not torch.equal(kept.values, _values(kept.tensor)):
+            if (
+                kept.values is not None
+                and _has_data(kept.tensor)
+                and not torch.equal(kept.values, _values(kept.tensor))
+            ):
                 return self._found(kept.owner)
         return None
 
@@ -173,7 +184,9 @@ def gradients(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[tuple[in
     """Identity and version of the gradients of each optimizer's witnesses; a change shows that backward has reached
     them.
     """
-    return [[(id(p.grad), p.grad._version) if p.grad is not None else (0, 0) for p in witnesses(one)] for one in optimizers]
+    return [
+        [(id(p.grad), p.grad._version) if p.grad is not None else (0, 0) for p in witnesses(one)] for one in optimizers
+    ]
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:

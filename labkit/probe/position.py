@@ -31,7 +31,8 @@ _REARM = 1.0  # seconds between two resets of the timer, each of which starts a 
 
 
 class Position:
-    """The position and crash files of one rank. `note` is called by the waiting thread; `end` when the script has ended."""
+    """The position and crash files of one rank. `note` is called by the waiting thread; `end` when the script has
+    ended."""
 
     def __init__(self, run: str | os.PathLike[str], rank: int):
         folder = Path(run) / "stacks"
@@ -56,7 +57,9 @@ class Position:
         lines: list[str] = []
         while frame is not None and len(lines) < _FRAMES and frame.f_code.co_filename != RUNNER:
             code = frame.f_code
-            if not code.co_filename.startswith((_HERE, "<frozen")) and not any(part in code.co_filename for part in LIBRARIES):
+            if not code.co_filename.startswith((_HERE, "<frozen")) and not any(
+                part in code.co_filename for part in LIBRARIES
+            ):
                 lines.append(f'  File "{code.co_filename}", line {frame.f_lineno}, in {code.co_name}')
             frame = frame.f_back
         with self._lock:

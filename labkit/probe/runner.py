@@ -81,7 +81,9 @@ class Watched:
                 self._waiting.start()
         self._tensors = None
         if self._watch and os.environ.get("LABKIT_TENSORS") == "1":
-            self._tensors = Guard(self.journal, "tensors")(hooks.keep_tensors, self._watch, self.journal, run, _number("RANK"))
+            self._tensors = Guard(self.journal, "tensors")(
+                hooks.keep_tensors, self._watch, self.journal, run, _number("RANK")
+            )
         Guard(self.journal, "loopback")(loopback.keep_stores_local, run)
         self._watch_exit()
 
@@ -152,8 +154,8 @@ class Watched:
 
 
 def execute(arguments: list[str], watched: Watched | None) -> int:
-    """Runs a script as `__main__` and returns its exit code; an exception is recorded, and printed as python prints it.
-    """
+    """Runs a script as `__main__` and returns its exit code; an exception is recorded, and printed as python prints
+    it."""
     try:
         _run(arguments)
         return 0
@@ -249,7 +251,11 @@ def _clean(error: BaseException) -> Any:
 
 
 def _without_probe(trace: types.TracebackType | None) -> types.TracebackType | None:
-    kept = [(t.tb_frame, t.tb_lasti, t.tb_lineno) for t in _chain(trace) if not t.tb_frame.f_code.co_filename.startswith(_HERE)]
+    kept = [
+        (t.tb_frame, t.tb_lasti, t.tb_lineno)
+        for t in _chain(trace)
+        if not t.tb_frame.f_code.co_filename.startswith(_HERE)
+    ]
     clean = None
     for frame, last, line in reversed(kept):
         clean = types.TracebackType(clean, frame, last, line)
@@ -297,12 +303,20 @@ def leave(code: int) -> None:
 def _close_files() -> None:
     """Closes files that the script left open for writing, in the order of their layers: text, compression, bytes."""
     standard = {id(stream) for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)}
-    standard |= {id(getattr(stream, "buffer", None)) for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)}
+    standard |= {
+        id(getattr(stream, "buffer", None)) for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    }
     files = [
-        thing for thing in gc.get_objects() if issubclass(type(thing), (io.TextIOBase, io.BufferedIOBase)) and id(thing) not in standard
+        thing
+        for thing in gc.get_objects()
+        if issubclass(type(thing), (io.TextIOBase, io.BufferedIOBase)) and id(thing) not in standard
     ]
     for file in sorted(
-        files, key=lambda file: (not isinstance(file, io.TextIOBase), isinstance(file, (io.BufferedWriter, io.BufferedRandom)))
+        files,
+        key=lambda file: (
+            not isinstance(file, io.TextIOBase),
+            isinstance(file, (io.BufferedWriter, io.BufferedRandom)),
+        ),
     ):
         with suppress(Exception):
             if not file.closed and file.writable():

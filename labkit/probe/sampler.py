@@ -44,7 +44,14 @@ _ZERO_GRAD = "Optimizer.zero_grad#"
 class StepSampler:
     """Receives the end of each step and profiles every `every`th one; 0: only an early step and requested ones."""
 
-    def __init__(self, journal: Journal, run: str | os.PathLike[str], memory: MemoryWatch, traffic: TrafficWatch | None, every: int):
+    def __init__(
+        self,
+        journal: Journal,
+        run: str | os.PathLike[str],
+        memory: MemoryWatch,
+        traffic: TrafficWatch | None,
+        every: int,
+    ):
         self._journal, self._memory, self._traffic = journal, memory, traffic
         self._every = every
         self._request, self._snapshots = Path(run) / "capture.json", Path(run) / "snapshots"
@@ -187,7 +194,10 @@ class StepSampler:
 
         spans = [(name, nanoseconds(start), nanoseconds(end)) for name, start, end in phases]
         clock.release([first])
-        rows, allocations = list(_rows(results)), list(_allocations(results, clock.device.type)) if self._with_memory else []
+        rows, allocations = (
+            list(_rows(results)),
+            (list(_allocations(results, clock.device.type)) if self._with_memory else []),
+        )
         del results  # now: kineto crashes if the garbage collector frees an old result during a new profile
         recorded = self._traffic.operations_since(spans[0][1]) if self._traffic else []
         t0 = {"t0": begun.seconds(spans[0][1])}
@@ -289,12 +299,14 @@ def _allocations(results: Any, device: str) -> Iterator[Allocation]:
 
 
 class _LogLevel:
-    """The log level of torch's C++ code. During memory profiling its CPU allocator would warn about every older block.
-    """
+    """The log level of torch's C++ code. During memory profiling its CPU allocator would warn about every older
+    block."""
 
     def __init__(self) -> None:
         library = Path(torch.__file__).with_name("lib") / "libc10.so"
-        self._level = ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "FLAGS_caffe2_log_level") if library.is_file() else None
+        self._level = (
+            ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "FLAGS_caffe2_log_level") if library.is_file() else None
+        )
         self._usual: int | None = None
 
     def errors_only(self) -> None:

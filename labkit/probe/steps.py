@@ -16,7 +16,8 @@ Optimizers that step within backward, one per parameter, end the step together w
 optimizer hook reports, because the step is compiled or hand-written, is detected when the script continues with its
 next batch, forward or backward (`optimizers.py`); the time between backward and that moment counts for the optimizer.
 
-Losses and samples are counted in `losses.py` and `samples.py`. If an optimizer calls its closure more than once, the first call counts.
+Losses and samples are counted in `losses.py` and `samples.py`. If an optimizer calls its closure more than once, the
+first call counts.
 """
 
 from __future__ import annotations

@@ -129,4 +129,12 @@ def _flat_pieces(prefix: str, handle: Any, gradients: bool) -> Iterator[Piece]:
             tensor = shard.reshape(-1)[place.offset_in_shard : place.offset_in_shard + place.numel_in_shard]
         if tensor is not None:
             name = plain(f"{prefix}.{info.module_name}.{info.param_name}")
-            yield {"name": name, "shape": list(shape), "kind": "flat", "start": place.intra_param_start_idx}, tensor.reshape(-1)
+            yield (
+                {
+                    "name": name,
+                    "shape": list(shape),
+                    "kind": "flat",
+                    "start": place.intra_param_start_idx,
+                },
+                tensor.reshape(-1),
+            )

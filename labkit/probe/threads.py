@@ -24,8 +24,8 @@ class ScriptThread:
         self.on_other: Callable[[str], None] = lambda name: None
 
     def here(self) -> bool:
-        """Whether the calling thread is the followed one. Thread idents are not compared, because they can be reused.
-        """
+        """Whether the calling thread is the followed one. Thread idents are not compared, because they can be
+        reused."""
         return hasattr(self._mark, "follows")
 
     @property

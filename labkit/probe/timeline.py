@@ -157,11 +157,19 @@ def timeline(
         "t0": begin / 1e9,
         "seconds": from_start(end),
         "device": device,
-        "backend": "" if not comm else "nccl" if device == "cuda" and any(row.on_gpu and is_collective(row) for row in inside) else "gloo",
+        "backend": (
+            ""
+            if not comm
+            else "nccl"
+            if device == "cuda" and any(row.on_gpu and is_collective(row) for row in inside)
+            else "gloo"
+        ),
         "phases": [[name, from_start(start), from_start(stop)] for name, start, stop in phases],
         "comm": [[op, from_start(start), from_start(stop), *rest] for op, start, stop, *rest in comm[:MOST]],
         "busy": [[from_start(start), from_start(stop)] for start, stop in _fewer(computing)],
-        "marks": [[row.name, from_start(row.start), from_start(row.end)] for row in sorted(longest, key=lambda row: row.start)],
+        "marks": [
+            [row.name, from_start(row.start), from_start(row.end)] for row in sorted(longest, key=lambda row: row.start)
+        ],
         "exposed": {name: round(seconds, 6) for name, seconds in exposed.items()},
         "left_out": max(0, len(comm) - MOST),
     }
@@ -194,7 +202,9 @@ def curve(
     """
     begin, end = phases[0][1], phases[-1][2]
     starts = [start for _, start, _ in phases]
-    changes = [(begin, owner, size) for owner, size in constant.items()] + [(begin, owner, size) for owner, size in before.values()]
+    changes = [(begin, owner, size) for owner, size in constant.items()] + [
+        (begin, owner, size) for owner, size in before.values()
+    ]
     gone: dict[int, int] = {}
     open_: dict[int, Allocation] = {}
 
@@ -214,11 +224,16 @@ def curve(
         if address not in after or address in open_:
             gone.setdefault(address, max(freed, begin) if owner == "gradients" else begin)
     changes += [(time, before[address][0], -before[address][1]) for address, time in gone.items()]
-    changes += [(taken.time, after.get(address) or _owner_of(taken, phases, starts, None), taken.size) for address, taken in open_.items()]
+    changes += [
+        (taken.time, after.get(address) or _owner_of(taken, phases, starts, None), taken.size)
+        for address, taken in open_.items()
+    ]
     return _columns(sorted(changes, key=lambda change: change[0]), phases)
 
 
-def _owner_of(taken: Allocation, phases: Sequence[tuple[str, int, int]], starts: Sequence[int], given_back: int | None) -> str:
+def _owner_of(
+    taken: Allocation, phases: Sequence[tuple[str, int, int]], starts: Sequence[int], given_back: int | None
+) -> str:
     for name in taken.inside:  # the innermost operation that determines the owner
         if name.startswith(_GATHERED):
             return "parameters"
@@ -226,7 +241,9 @@ def _owner_of(taken: Allocation, phases: Sequence[tuple[str, int, int]], starts:
             return "communication"
     first = bisect_right(starts, taken.time) - 1
     last = len(phases) - 1 if given_back is None else bisect_right(starts, given_back) - 1
-    if phases[first][0] in ("forward", "other") and any(phase == "backward" for phase, *_ in phases[first + 1 : last + 1]):
+    if phases[first][0] in ("forward", "other") and any(
+        phase == "backward" for phase, *_ in phases[first + 1 : last + 1]
+    ):
         return "activations"
     return "other"
 
@@ -248,7 +265,9 @@ def _columns(changes: Sequence[tuple[int, str, int]], phases: Sequence[tuple[str
     return {
         "t0": begin / 1e9,
         "seconds": round((end - begin) / 1e9, 6),
-        "phases": [[name, round((start - begin) / 1e9, 6), round((stop - begin) / 1e9, 6)] for name, start, stop in phases],
+        "phases": [
+            [name, round((start - begin) / 1e9, 6), round((stop - begin) / 1e9, 6)] for name, start, stop in phases
+        ],
         "times": [round((time - begin) / 1e9, 6) for time, _ in kept],
         "owners": {owner: [sizes[index] for _, sizes in kept] for index, owner in enumerate(OWNERS)},
         "peak": peak,

@@ -29,9 +29,34 @@ _EARLY = (2, 3)  # in step 1 DDP still orders its buckets; step 2 is included fo
 _EVERY = 50
 _SET_BACK = 1_000_000_000  # ns; an earlier entry with a time later by more than this means that the clock was set
 _NEWEST = 24  # maximum number of collectives reported when a rank waits
-_SIZES = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Short": 2, "ComplexFloat": 8, "ComplexDouble": 16}
-_NAMES = ("reduce_scatter", "all_gather", "all_reduce", "all_to_all", "broadcast", "barrier", "gather", "scatter", "reduce")
-_SAME = {"allgather": "all_gather", "allreduce": "all_reduce", "alltoall": "all_to_all", "reducescatter": "reduce_scatter"}
+_SIZES = {
+    "Double": 8,
+    "Long": 8,
+    "Float": 4,
+    "Int": 4,
+    "Half": 2,
+    "BFloat16": 2,
+    "Short": 2,
+    "ComplexFloat": 8,
+    "ComplexDouble": 16,
+}
+_NAMES = (
+    "reduce_scatter",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "barrier",
+    "gather",
+    "scatter",
+    "reduce",
+)
+_SAME = {
+    "allgather": "all_gather",
+    "allreduce": "all_reduce",
+    "alltoall": "all_to_all",
+    "reducescatter": "reduce_scatter",
+}
 
 
 class TrafficWatch:
@@ -166,7 +191,10 @@ def newest() -> list[dict[str, Any]]:
         over = bool(entry["retired"]) or entry["state"] == "completed"
         if over:
             found = [one for one in found if one["id"] != known["id"] or not one["over"]]
-        found.append({name: known[name] for name in ("op", "group", "id", "ranks", "seq")} | {"sizes": entry["input_sizes"], "over": over})
+        found.append(
+            {name: known[name] for name in ("op", "group", "id", "ranks", "seq")}
+            | {"sizes": entry["input_sizes"], "over": over}
+        )
     return found[-_NEWEST:]
 
 
@@ -223,7 +251,10 @@ def _bytes(sizes: Sequence[Sequence[int]], types: Sequence[str]) -> int:
 
 def _members(group: str) -> list[int]:
     world = dist.distributed_c10d._world
-    ranks = next((world.pg_group_ranks[each] for each, name in world.pg_names.items() if name == group), range(dist.get_world_size()))
+    ranks = next(
+        (world.pg_group_ranks[each] for each, name in world.pg_names.items() if name == group),
+        range(dist.get_world_size()),
+    )
     return sorted(ranks)
 
 

@@ -44,7 +44,9 @@ def _skip(code: types.CodeType) -> None:
     if hasattr(_dynamo, "skip_code"):  # torch 2.6
         _dynamo.skip_code(code)
     else:
-        _dynamo.set_code_exec_strategy(code, _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT))
+        _dynamo.set_code_exec_strategy(
+            code, _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT)
+        )
 
 
 def _codes(things: Any, module: str, seen: set[int]) -> Iterator[types.CodeType]:

@@ -23,7 +23,9 @@ class Appender:
 
     def __init__(self, path: str | os.PathLike[str], lines: bool = True):
         self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
-        self._lock = threading.RLock()  # reentrant: a signal handler of the script may log while a line is being written
+        self._lock = (
+            threading.RLock()
+        )  # reentrant: a signal handler of the script may log while a line is being written
         self._rest = b"" if not lines or self._ends_whole() else b"\n"
 
     def append(self, line: bytes) -> None:

@@ -27,11 +27,11 @@ class Losses:
 class RankState:
     """The state of one rank. Times are unix seconds; `attempts` maps each attempt to the index of its first step.
 
-    `began` is when the process started, `started` when torch was imported, and `startup` when each milestone of `startup`
-    events was reached.
+    `began` is when the process started, `started` when torch was imported, and `startup` when each milestone of
+    `startup` events was reached.
 
-    `silent` is what the supervisor reported about a process that could not report itself; it is valid until the rank writes
-    again. `left_at` is the stack of the call that ended the script without an error, such as `sys.exit()`; empty
+    `silent` is what the supervisor reported about a process that could not report itself; it is valid until the rank
+    writes again. `left_at` is the stack of the call that ended the script without an error, such as `sys.exit()`; empty
     otherwise.
 
     If several optimizers train on separate losses, `optimizers` has their names by number. The steps of the run are
@@ -114,11 +114,16 @@ class System:
 def whole_timeline(event: Mapping[str, Any]) -> dict[str, Any]:
     """A timeline with all fields that figures and findings read. Raises if the event is invalid."""
     spans = {
-        name: [[str(span[0]), float(span[1]), float(span[2]), *span[3:]] for span in event[name]] for name in ("phases", "comm", "marks")
+        name: [[str(span[0]), float(span[1]), float(span[2]), *span[3:]] for span in event[name]]
+        for name in ("phases", "comm", "marks")
     }
     spans["comm"] = [[*span, None, None, None, None][:7] for span in spans["comm"]]
     busy = [[float(start), float(end)] for start, end in event["busy"]]
     exposed = {str(name): float(seconds) for name, seconds in event["exposed"].items()}
-    plain = {"device": event.get("device", "cpu"), "backend": event.get("backend", ""), "left_out": int(event.get("left_out", 0))}
+    plain = {
+        "device": event.get("device", "cpu"),
+        "backend": event.get("backend", ""),
+        "left_out": int(event.get("left_out", 0)),
+    }
     moments = {"step": int(event["step"]), "t0": float(event["t0"]), "seconds": float(event["seconds"])}
     return spans | plain | moments | {"busy": busy, "exposed": exposed}

@@ -40,23 +40,46 @@ _START = Choice(("warm", "cold"))
 _STATUS = record(
     {"state": Choice(STATES)},
     {"message": TEXT, "restarts": COUNT, "start": _START, "cold_because": TEXT},
-    **{"v": COUNT, "started": TIME, "ended": TIME, "supervisor": _WHO, "agent": _WHO, "exit_code": CODE, "detached": Flag()},
+    **{
+        "v": COUNT,
+        "started": TIME,
+        "ended": TIME,
+        "supervisor": _WHO,
+        "agent": _WHO,
+        "exit_code": CODE,
+        "detached": Flag(),
+    },
     agent_began=TIME,
     ranks=Table(PID, RANKS, numbers=RANKS),
     failures=Table(_FAILED, RANKS, numbers=RANKS),
     oom_kills=COUNT,
 )
 _LAUNCH = record(
-    optional={"argv": Sequence(_LINE), "env": Table(_LINE, 10_000), "cwd": _LINE, "start": _START, "cold_because": TEXT},
+    optional={
+        "argv": Sequence(_LINE),
+        "env": Table(_LINE, 10_000),
+        "cwd": _LINE,
+        "start": _START,
+        "cold_because": TEXT,
+    },
     **{"v": COUNT, "engine": NAME, "detached": Flag()},
 )
 _CAPTURE = record({"step": COUNT}, snapshot=Flag())
 
-_FINDING = record(dict.fromkeys(("name", "kind", "title", "evidence", "cause", "fix"), TEXT) | {"ranks": Sequence(RANK, RANKS)})
-_ENTRY = record({"op": NAME, "calls": AMOUNT, "measured": Number(), "formula": TEXT, "reason": TEXT}, null={"theory": Number()})
+_FINDING = record(
+    dict.fromkeys(("name", "kind", "title", "evidence", "cause", "fix"), TEXT) | {"ranks": Sequence(RANK, RANKS)}
+)
+_ENTRY = record(
+    {"op": NAME, "calls": AMOUNT, "measured": Number(), "formula": TEXT, "reason": TEXT}, null={"theory": Number()}
+)
 _RANK = record(
     {"rank": RANK, "memory_bytes": Table(BYTES), "phase_seconds": Table(Either((SECONDS, NULL)))},
-    null={"exit_code": CODE, "peak_memory_bytes": BYTES, "step_seconds_median": SECONDS, "comm_bytes_per_step": Number()}
+    null={
+        "exit_code": CODE,
+        "peak_memory_bytes": BYTES,
+        "step_seconds_median": SECONDS,
+        "comm_bytes_per_step": Number(),
+    }
     | {"communication": record(step=COUNT, seconds=SECONDS, open_seconds=SECONDS, hidden=Number())},
 )
 _RANKS = Sequence(RANK, RANKS)
@@ -66,9 +89,24 @@ _FAILURE = record(
     {"exit_code": CODE},
 )
 _SUMMARY = record(
-    {"run": NAME, "state": Choice(("ready", *STATES)), "world_size": _PROCESSES, "steps": COUNT, "restarts": COUNT, "broken_lines": COUNT}
-    | {"seconds": record(null={"total": Number(), "to_first_step": Number()}), "note": TEXT, "ranks": Sequence(_RANK, RANKS)}
-    | {"findings": Sequence(_FINDING, 1_000), "ledger": Sequence(_ENTRY, 1_000), "replicas": Sequence(Anything(), 1_000)},
+    {
+        "run": NAME,
+        "state": Choice(("ready", *STATES)),
+        "world_size": _PROCESSES,
+        "steps": COUNT,
+        "restarts": COUNT,
+        "broken_lines": COUNT,
+    }
+    | {
+        "seconds": record(null={"total": Number(), "to_first_step": Number()}),
+        "note": TEXT,
+        "ranks": Sequence(_RANK, RANKS),
+    }
+    | {
+        "findings": Sequence(_FINDING, 1_000),
+        "ledger": Sequence(_ENTRY, 1_000),
+        "replicas": Sequence(Anything(), 1_000),
+    },
     optional={"start": _START},
     null={
         **dict.fromkeys(("strategy", "workload", "device"), NAME),

@@ -8,42 +8,50 @@ imports it: standard library only.
 JSON line, as all step events were in older versions. In each line, `after` is the number of records in the step file
 when the line was written (default: 0), which defines a common order of the two files.
 
-Kinds written today, in addition to `v`, `t` (unix seconds on the run's clock, see clock.py), `rank`, `after` and `kind`:
+Kinds written today, in addition to `v`, `t` (unix seconds on the run's clock, see clock.py), `rank`, `after` and
+`kind`:
 
 =========== ==========================================================================================================
-start       pid, host, local_rank, world_size, device ("cpu", "cuda:0"), device_name, torch, attempt, began (unix seconds at which the
+start       pid, host, local_rank, world_size, device ("cpu", "cuda:0"), device_name, torch, attempt, began (unix
+seconds at which the
             process began); torch is imported by then
-startup     name: what the rank has reached for the first time in this attempt: "group" (init_process_group has returned), "data"
+startup     name: what the rank has reached for the first time in this attempt: "group" (init_process_group has
+returned), "data"
             (a DataLoader was made), "batch" (the first batch was fetched, or a model was called to train)
 device      device, device_name: the device that the script actually uses, once it is known
 step        step (from 1, continued over attempts), loss (null if this rank has none), samples,
             seconds {step, data, copy, forward, backward, optimizer, other}, memory {allocated, reserved, peak} in bytes
-optimizer   optimizer (a number), name, sets_pace: written once for each of several optimizers that train on separate losses. The
+optimizer   optimizer (a number), name, sets_pace: written once for each of several optimizers that train on separate
+losses. The
             steps, and the loss in them, are those of the optimizer that sets the pace
-losses      optimizer, points [[step, loss]]: the losses of an optimizer that does not set the pace, each with the step of the run
+losses      optimizer, points [[step, loss]]: the losses of an optimizer that does not set the pace, each with the step
+of the run
             to which it belongs; written at most once per second
 memory      owners {parameters, gradients, optimizer, activations, communication, other} in bytes, step
 timeline    step, t0 (unix seconds at which the step began), seconds, device, backend; phases [[name, start, end]],
-            comm [[operation, start, end, bytes, group, ranks, sequence number]], busy [[start, end]] (intervals in which the rank
-            computed), marks [[name, start, end]] (FSDP units, micro-batches), exposed {phase: seconds}; times from t0. A few steps only
-memory_step step, t0, seconds, phases as above, times [...] and owners {owner: [...]} (bytes from each time on), peak, at_peak
+            comm [[operation, start, end, bytes, group, ranks, sequence number]], busy [[start, end]] (intervals in
+            which the rank computed), marks [[name, start, end]] (FSDP units, micro-batches), exposed {phase: seconds};
+            times from t0. A few steps only
+memory_step step, t0, seconds, phases as above, times [...] and owners {owner: [...]} (bytes from each time on), peak,
+at_peak
             {owner: bytes}. For one early step, and for requested steps
-waiting     since (unix seconds of the last progress), step, activity, stack (text), ops [{op, group, id, ranks, seq, sizes, over}],
+waiting     since (unix seconds of the last progress), step, activity, stack (text), ops [{op, group, id, ranks, seq,
+sizes, over}],
             the newest of each group (its description and its id); written repeatedly while a rank makes no progress
-error       type, message, traceback, ops as above, owners: the exception that ended the script; `exit code 3` for os._exit(3)
-end         exit_code, steps, seconds, stack (of the call that ended the script without an error, such as sys.exit())
-report      values {name: a number, text or list}: what the script passed to labkit.report
-going_on    waited (seconds): a rank that was waiting makes progress again
-saw         what ("model", "loader", "epoch", "batch", "item", "save", "not_finite") and its fields, see probe/observations.py;
+error       type, message, traceback, ops as above, owners: the exception that ended the script; `exit code 3` for
+os._exit(3) end         exit_code, steps, seconds, stack (of the call that ended the script without an error, such as
+sys.exit()) report      values {name: a number, text or list}: what the script passed to labkit.report going_on
+waited (seconds): a rank that was waiting makes progress again saw         what ("model", "loader", "epoch", "batch",
+"item", "save", "not_finite") and its fields, see probe/observations.py;
             "process", see probe/elsewhere.py; "thread" with its name, if it trains but is not recorded; "gradients"
             with the number of calls of backward, if the script ended without a step
 dropped     events: how many could not be written before this one, because the disk was full
 =========== ==========================================================================================================
 
-`system.jsonl` holds lines of kind `system`: cpu_percent, memory_used, gpus [{index, memory_used, memory_total, utilisation,
-power}], ranks {rank: {cpu_percent, rss}}; in bytes, percent of one core or device, and watts. Two more kinds concern a
-rank that cannot report itself: `silent` (rank, since, process: its state in the operating system, computed: share of a
-core, stack) and `heard`.
+`system.jsonl` holds lines of kind `system`: cpu_percent, memory_used, gpus [{index, memory_used, memory_total,
+utilisation, power}], ranks {rank: {cpu_percent, rss}}; in bytes, percent of one core or device, and watts. Two more
+kinds concern a rank that cannot report itself: `silent` (rank, since, process: its state in the operating system,
+computed: share of a core, stack) and `heard`.
 """
 
 from __future__ import annotations

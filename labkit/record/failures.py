@@ -12,7 +12,9 @@ from labkit.record.stacks import error_in, place
 
 # Messages of gloo, NCCL and torchrun on a rank whose peer is gone: a consequence, if any other error is known.
 PEER_GONE = re.compile(
-    r"connection (?:was likely )?(?:closed|reset|refused)|broken pipe|timed out|timeout|remote process exited|peer closed", re.IGNORECASE
+    r"connection (?:was likely )?(?:closed|reset|refused)|broken pipe|timed out|timeout|remote process exited|peer"
+    r" closed",
+    re.IGNORECASE,
 )
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)  # numbers may differ between messages with the same cause
 
@@ -20,13 +22,13 @@ _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)  # numbers may differ b
 def failure_of(ranks: Mapping[int, RankState], status: Mapping[str, Any], over: bool) -> dict[str, Any] | None:
     """The first failure of a run; None if no rank failed.
 
-    `rank`, `type`, `message`, `traceback` (a stack, innermost frame last) and `exit_code` are those of the first rank in time. An error
-    that only reports a lost peer never outranks the peer itself: a rank killed by a signal leaves no error event, only
-    the errors of its peers. `alike` are all ranks that failed in the same way, including the first: same type, same
-    message except for numbers, same line. `collateral` are the other ranks that ended because of it; once the run is
-    over, these include ranks that did not report how they ended. `left` are ranks that had exited with code 0, if the
-    first failure reports a lost peer. `last_seen` is true if `traceback` was sampled shortly before the process died
-    and is not the stack of the failure itself.
+    `rank`, `type`, `message`, `traceback` (a stack, innermost frame last) and `exit_code` are those of the first rank
+    in time. An error that only reports a lost peer never outranks the peer itself: a rank killed by a signal leaves no
+    error event, only the errors of its peers. `alike` are all ranks that failed in the same way, including the first:
+    same type, same message except for numbers, same line. `collateral` are the other ranks that ended because of it;
+    once the run is over, these include ranks that did not report how they ended. `left` are ranks that had exited with
+    code 0, if the first failure reports a lost peer. `last_seen` is true if `traceback` was sampled shortly before the
+    process died and is not the stack of the failure itself.
     """
     failures = [*_reported_by_ranks(ranks, status), *_reported_by_torchrun(ranks, status)]
     if not failures:
@@ -42,7 +44,8 @@ def failure_of(ranks: Mapping[int, RankState], status: Mapping[str, Any], over: 
 
 
 def exit_code(ranks: Mapping[int, RankState], status: Mapping[str, Any], number: int) -> int | None:
-    """A rank's exit code, from its own last event or from torchrun's report; None if it was terminated with its group."""
+    """A rank's exit code, from its own last event or from torchrun's report; None if it was terminated with its
+    group."""
     rank = ranks.get(number)
     if rank is not None and rank.exit_code is not None:
         return rank.exit_code
@@ -90,5 +93,7 @@ def _same_way(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two ranks failed in the same way. A rank known only from torchrun's report has no line to compare."""
     if one["type"] != other["type"] or _NUMBERS.sub("#", one["message"]) != _NUMBERS.sub("#", other["message"]):
         return False
-    lines = {place(failure["traceback"]) for failure in (one, other) if failure["traceback"] and not failure["last_seen"]}
+    lines = {
+        place(failure["traceback"]) for failure in (one, other) if failure["traceback"] and not failure["last_seen"]
+    }
     return len(lines) < 2

@@ -31,8 +31,8 @@ _HAS_OPENAT = os.open in os.supports_dir_fd and hasattr(os, "O_NOFOLLOW")
 
 
 class NotPlain(OSError):
-    """A path that is not a regular file, or leads through something that is not a directory; the message is one clause.
-    """
+    """A path that is not a regular file, or leads through something that is not a directory; the message is one
+    clause."""
 
 
 def open_below(root: Path, path: Path) -> BinaryIO:
@@ -87,7 +87,12 @@ def _parts(root: Path, path: Path) -> tuple[str, ...]:
 
 def _require_regular(found: os.stat_result, name: str) -> None:
     if not stat.S_ISREG(found.st_mode):
-        kinds = ((stat.S_ISLNK, "symbolic link"), (stat.S_ISFIFO, "FIFO"), (stat.S_ISDIR, "directory"), (stat.S_ISSOCK, "socket"))
+        kinds = (
+            (stat.S_ISLNK, "symbolic link"),
+            (stat.S_ISFIFO, "FIFO"),
+            (stat.S_ISDIR, "directory"),
+            (stat.S_ISSOCK, "socket"),
+        )
         kind = next((words for is_kind, words in kinds if is_kind(found.st_mode)), "device")
         raise NotPlain(f"{name} is a {kind}, not a regular file")
 

@@ -91,7 +91,9 @@ class RunFolder:
         runs = cls.all(root)
         if name == "last" and runs:
             return runs[-1]
-        matches = [run for run in runs if run.name == name] or [run for run in runs if run.name.startswith(name) or run.name.endswith(name)]
+        matches = [run for run in runs if run.name == name] or [
+            run for run in runs if run.name.startswith(name) or run.name.endswith(name)
+        ]
         if len(matches) == 1:
             return matches[0]
         if matches:
@@ -238,8 +240,12 @@ class RunFolder:
         """The output files by (attempt, rank), in torchrun's layout: `<id>/attempt_<n>/<rank>/<stream>.log`."""
         found = {}
         for place in (self.logs / name for name in names_below(self.path, self.logs)):
-            for attempt in (name for name in names_below(self.path, place) if re.fullmatch(r"attempt_\d{1,6}", name, re.ASCII)):
-                for rank in (name for name in names_below(self.path, place / attempt) if re.fullmatch(r"\d{1,6}", name, re.ASCII)):
+            for attempt in (
+                name for name in names_below(self.path, place) if re.fullmatch(r"attempt_\d{1,6}", name, re.ASCII)
+            ):
+                for rank in (
+                    name for name in names_below(self.path, place / attempt) if re.fullmatch(r"\d{1,6}", name, re.ASCII)
+                ):
                     path = place / attempt / rank / f"{stream}.log"
                     if os.path.lexists(path):
                         found[int(attempt.removeprefix("attempt_")), int(rank)] = path
@@ -248,7 +254,8 @@ class RunFolder:
     # ---- reading
 
     def open(self, path: Path) -> BinaryIO:
-        """Opens a file of this folder for reading. Raises `OSError`, which is `NotPlain` for a link, a FIFO, a device or a directory."""
+        """Opens a file of this folder for reading. Raises `OSError`, which is `NotPlain` for a link, a FIFO, a device
+        or a directory."""
         return open_below(self.path, path)
 
     def text(self, path: Path) -> str:
@@ -299,7 +306,8 @@ class RunFolder:
 
     @staticmethod
     def read_json(path: Path) -> dict[str, Any]:
-        """The checked document `path` of a run folder, such as `spec.json`; empty if it is missing. Raises `Unreadable`."""
+        """The checked document `path` of a run folder, such as `spec.json`; empty if it is missing. Raises
+        `Unreadable`."""
         return read_document(path)
 
     def require_readable(self) -> None:

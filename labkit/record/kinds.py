@@ -17,7 +17,9 @@ from labkit.record.schema import Either, Flag, Null, Number, Record, Row, Sequen
 RANKS = 1_024  # most ranks of one run; front ends draw a row for each
 
 RANK = Number(0, RANKS - 1, whole=True)
-TIME = Number(0, 32_000_000_000)  # unix seconds, up to the year 2984: the last that every platform can write as a date is in 3000
+TIME = Number(
+    0, 32_000_000_000
+)  # unix seconds, up to the year 2984: the last that every platform can write as a date is in 3000
 SECONDS = Number(-1e9, 1e9)
 COUNT = Number(0, 2**53, whole=True)  # the largest that a column of floats holds exactly
 AMOUNT = Number(0, 1e15)
@@ -40,20 +42,33 @@ _Shapes = Mapping[str, Shape] | None
 
 def _event(required: _Shapes = None, optional: _Shapes = None, null: _Shapes = None, **nullable: Shape) -> Record:
     """An event of a rank: the envelope (with `after`, the number of steps written before it) and its own fields."""
-    return record({"t": TIME, "kind": NAME, "rank": RANK} | dict(required or {}), optional, null, **{"v": COUNT, "after": COUNT} | nullable)
+    return record(
+        {"t": TIME, "kind": NAME, "rank": RANK} | dict(required or {}),
+        optional,
+        null,
+        **{"v": COUNT, "after": COUNT} | nullable,
+    )
 
 
 _SPANS = Sequence(Row((NAME, SECONDS, SECONDS), least=3))
 _CALLS = Sequence(  # operation, start, end, and if known: bytes, group, ranks, sequence number
-    Row((NAME, SECONDS, SECONDS, *(Either((shape, NULL)) for shape in (BYTES, NAME, Sequence(RANK, RANKS), COUNT))), least=3)
+    Row(
+        (NAME, SECONDS, SECONDS, *(Either((shape, NULL)) for shape in (BYTES, NAME, Sequence(RANK, RANKS), COUNT))),
+        least=3,
+    )
 )
 _OWNERS = Table(BYTES, most=100)
 _SIZES = Sequence(Sequence(COUNT, most=64), most=10_000)
 COLLECTIVES = Sequence(
-    record(optional={"op": NAME, "over": Flag()}, group=NAME, id=NAME, ranks=Sequence(RANK, RANKS), seq=COUNT, sizes=_SIZES), 1_000
+    record(
+        optional={"op": NAME, "over": Flag()}, group=NAME, id=NAME, ranks=Sequence(RANK, RANKS), seq=COUNT, sizes=_SIZES
+    ),
+    1_000,
 )
 _GPU = record({"index": RANK}, memory_used=BYTES, memory_total=BYTES, utilisation=AMOUNT, power=AMOUNT)
-_REPLICA = record({"replica": RANK, "device": NAME, "forward": SECONDS, "cpu": SECONDS, "samples": AMOUNT, "memory": BYTES})
+_REPLICA = record(
+    {"replica": RANK, "device": NAME, "forward": SECONDS, "cpu": SECONDS, "samples": AMOUNT, "memory": BYTES}
+)
 _EXTRA = record({"outputs": BYTES, "gradients": BYTES})
 _STEP_SECONDS = record(step=SECONDS, **dict.fromkeys(PHASES, SECONDS))
 _MOMENT = {"step": COUNT, "t0": TIME, "seconds": SECONDS, "phases": _SPANS}
@@ -61,7 +76,14 @@ _MOMENT = {"step": COUNT, "t0": TIME, "seconds": SECONDS, "phases": _SPANS}
 EVENTS: dict[str, Record] = {
     "start": _event(
         optional={"device": NAME, "device_name": NAME, "attempt": Number(0, 1e6, whole=True)},
-        **{"pid": PID, "host": NAME, "local_rank": RANK, "world_size": Number(1, RANKS, whole=True), "torch": NAME, "began": TIME},
+        **{
+            "pid": PID,
+            "host": NAME,
+            "local_rank": RANK,
+            "world_size": Number(1, RANKS, whole=True),
+            "torch": NAME,
+            "began": TIME,
+        },
     ),
     "startup": _event({"name": NAME}),
     "device": _event({"device": NAME}, {"device_name": NAME}),
@@ -78,14 +100,24 @@ EVENTS: dict[str, Record] = {
     "replica": _event({"replicas": Sequence(_REPLICA, 64, least=1), "extra": _EXTRA}, step=COUNT, gil_wait=SECONDS),
     "traffic": _event({"step": COUNT, "ops": Table(record({"calls": AMOUNT, "bytes": BYTES, "sent": BYTES}))}),
     "timeline": _event(
-        _MOMENT | {"comm": _CALLS, "marks": _SPANS, "busy": Sequence(Row((SECONDS, SECONDS), 2)), "exposed": Table(SECONDS)},
+        _MOMENT
+        | {
+            "comm": _CALLS,
+            "marks": _SPANS,
+            "busy": Sequence(Row((SECONDS, SECONDS), 2)),
+            "exposed": Table(SECONDS),
+        },
         {"device": NAME, "backend": NAME, "left_out": COUNT},
     ),
     "memory_step": replace(
-        _event(_MOMENT | {"times": Sequence(SECONDS), "owners": Table(Sequence(BYTES)), "peak": BYTES, "at_peak": _OWNERS}),
+        _event(
+            _MOMENT | {"times": Sequence(SECONDS), "owners": Table(Sequence(BYTES)), "peak": BYTES, "at_peak": _OWNERS}
+        ),
         columns=("times", "owners"),
     ),
-    "waiting": _event({"since": TIME}, {"stack": TEXT, "ops": COLLECTIVES}, step=COUNT, activity=NAME, phase=NAME, computed=SECONDS),
+    "waiting": _event(
+        {"since": TIME}, {"stack": TEXT, "ops": COLLECTIVES}, step=COUNT, activity=NAME, phase=NAME, computed=SECONDS
+    ),
     "going_on": _event(after=SECONDS, waited=SECONDS),
     "silent": _event({"since": TIME, "process": NAME}, {"stack": TEXT}, computed=SECONDS),
     "heard": _event(),
@@ -108,7 +140,9 @@ EVENTS: dict[str, Record] = {
 SAW: dict[str, Record] = {
     "model": _event({"what": NAME, "name": NAME, "units": COUNT, "parameters": COUNT}),
     "loader": _event({"what": NAME}, null={"batches": COUNT, "samples": COUNT}, sampler=NAME),
-    "epoch": _event({"what": NAME, "sampler": COUNT, "set": Number(-(2**53), 2**53, whole=True), "shuffle": Flag()}, ranks=COUNT),
+    "epoch": _event(
+        {"what": NAME, "sampler": COUNT, "set": Number(-(2**53), 2**53, whole=True), "shuffle": Flag()}, ranks=COUNT
+    ),
     "batch": _event({"what": NAME, "step": COUNT, "digest": NAME}),
     "item": _event({"what": NAME, "calls": COUNT, "steps": COUNT}),
     "save": _event({"what": NAME, "path": NAME, "step": COUNT}),

@@ -17,7 +17,9 @@ from labkit.record.files import NotPlain
 
 KEEP = 5_000  # newest lines that a tail stores
 BUDGET = 16 << 20  # most bytes that one call reads
-_NEAR = 1 << 20  # bytes before the end that are always read as text; earlier ones are only counted if the reader is far behind
+_NEAR = (
+    1 << 20
+)  # bytes before the end that are always read as text; earlier ones are only counted if the reader is far behind
 _BLOCK = 1 << 18
 _LINE = 1 << 14  # most bytes stored of one line; of a longer line, its end
 
@@ -25,9 +27,9 @@ _LINE = 1 << 14  # most bytes stored of one line; of a longer line, its end
 class LogTail:
     """The newest lines of a growing file; `poll` continues where it stopped.
 
-    `path` may be a function that returns None until there is a file. `count` is the number of complete lines so far, `lines`
-    holds the newest `keep` of them, and `partial` is the line that is being written. `opened` opens the file; if it
-    refuses a link or a FIFO, `partial` says so.
+    `path` may be a function that returns None until there is a file. `count` is the number of complete lines so far,
+    `lines` holds the newest `keep` of them, and `partial` is the line that is being written. `opened` opens the file;
+    if it refuses a link or a FIFO, `partial` says so.
     """
 
     def __init__(
@@ -53,8 +55,8 @@ class LogTail:
 
     @property
     def dropped(self) -> int:
-        """The number of counted lines that are no longer stored: the first of `lines` has this number, counting from 0.
-        """
+        """The number of counted lines that are no longer stored: the first of `lines` has this number, counting from
+        0."""
         return self.count - len(self.lines)
 
     def since(self, number: int) -> tuple[int, list[str]]:
@@ -171,7 +173,9 @@ def search(
             if not cut and len(rest) > _NEAR:  # split an endless line, such as a progress bar, to bound memory
                 whole, rest = rest, b""
             if wanted in whole.lower():
-                matches = ((number + index, line) for index, line in enumerate(whole.split(b"\n")) if wanted in line.lower())
+                matches = (
+                    (number + index, line) for index, line in enumerate(whole.split(b"\n")) if wanted in line.lower()
+                )
                 found += [(at, _text(line)) for at, line in matches]
             if not block:
                 break

@@ -29,7 +29,12 @@ def parse(content: bytes) -> Any:
 def _is_flat(value: Any) -> bool:
     level = [value]
     for _ in range(DEEPEST):
-        level = [child for one in level if isinstance(one, (dict, list)) for child in (one.values() if isinstance(one, dict) else one)]
+        level = [
+            child
+            for one in level
+            if isinstance(one, (dict, list))
+            for child in (one.values() if isinstance(one, dict) else one)
+        ]
         if not level:
             return True
     return False

@@ -74,7 +74,9 @@ class Recording:
         if self._begun:
             return False
         self._begun = True
-        self.state.broken += sum(reader.broken for reader in self._readers)  # in the lines that the streams have read already
+        self.state.broken += sum(
+            reader.broken for reader in self._readers
+        )  # in the lines that the streams have read already
         self.state.apply({"kind": "spec", "spec": RunFolder.read_json(self.folder.spec)})
         self.state.apply({"kind": "status", "status": self._last | {"state": "running", "ended": None, "failures": {}}})
         return True
@@ -137,7 +139,9 @@ def recorded_words(folder: RunFolder) -> str:
     spec, started = RunFolder.read_json(folder.spec), RunFolder.read_json(folder.status).get("started")
     begun = [event for path in folder.event_files().values() for event in _starts(folder, path)[:1]]
     when = time.strftime("%d %B %Y, %H:%M", time.localtime(started)).lstrip("0") if started else "an unknown day"
-    names = [str(event.get("device_name") or "GPU") for event in begun if str(event.get("device", "")).startswith("cuda")]
+    names = [
+        str(event.get("device_name") or "GPU") for event in begun if str(event.get("device", "")).startswith("cuda")
+    ]
     number = spec.get("nproc") or len(begun)
     counted = " + ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
     where = counted or f"{number} CPU rank{'' if number == 1 else 's'}"

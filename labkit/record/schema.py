@@ -1,7 +1,7 @@
 """Schemas of JSON values, declared as data and compiled to checks.
 
-A shape defines which JSON values are valid. `check` is one compiled function per shape (about 2 µs for a step event), and
-`problem` explains in one clause why a value is invalid. Fields without a shape are neither checked nor passed on.
+A shape defines which JSON values are valid. `check` is one compiled function per shape (about 2 µs for a step event),
+and `problem` explains in one clause why a value is invalid. Fields without a shape are neither checked nor passed on.
 """
 
 from __future__ import annotations
@@ -45,13 +45,16 @@ class Shape:
         for part, shape, found in self.inside(value):
             if not shape.check(found):
                 return shape.problem(found, f"{name}.{part}" if name else part)
-        return f"{name or 'it'} must be {self.words}, {'but it is missing' if value is _MISSING else f'got {_quoted(value)}'}"
+        return (
+            f"{name or 'it'} must be {self.words},"
+            f" {'but it is missing' if value is _MISSING else f'got {_quoted(value)}'}"
+        )
 
 
 @dataclass(frozen=True)
 class Number(Shape):
-    """A number from `least` to `most`; with `whole`, integers only; NaN and infinities are valid only with `any_float`.
-    """
+    """A number from `least` to `most`; with `whole`, integers only; NaN and infinities are valid only with
+    `any_float`."""
 
     least: float = -1e300
     most: float = 1e300
@@ -214,7 +217,9 @@ class Table(Shape):
             yield from ((name, self.value, item) for name, item in value.items())
 
     def _are_names(self, names: Mapping[str, Any]) -> bool:
-        return all(name.isascii() and name.isdecimal() and len(name) < 10 and int(name) < self.numbers for name in names)
+        return all(
+            name.isascii() and name.isdecimal() and len(name) < 10 and int(name) < self.numbers for name in names
+        )
 
 
 @dataclass(frozen=True)
@@ -235,7 +240,11 @@ class Record(Shape):
 
     @property
     def words(self) -> str:
-        return f"an object whose {self.columns[1]} have as many values as {self.columns[0]}" if self.columns else "an object"
+        return (
+            f"an object whose {self.columns[1]} have as many values as {self.columns[0]}"
+            if self.columns
+            else "an object"
+        )
 
     def expression(self, value: str, names: dict[str, Any]) -> str:
         return f"{_named(self.check, names)}({value})"
@@ -251,7 +260,9 @@ class Record(Shape):
             lines.append(f" if not ({' or '.join([*absent, field.shape.expression('one', names)])}): return False")
         if self.columns:
             index, columns = self.columns
-            lines.append(f" if any(len(column) != len(value[{index!r}]) for column in value[{columns!r}].values()): return False")
+            lines.append(
+                f" if any(len(column) != len(value[{index!r}]) for column in value[{columns!r}].values()): return False"
+            )
         exec("\n".join([*lines, " return True"]), names)
         return names["check"]
 

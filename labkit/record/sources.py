@@ -39,7 +39,9 @@ def inferred_note(ranks: Mapping[int, RankState]) -> str:
     same, later = inferred(ranks)
     parts = [f"{_named(numbers)} read the same samples, so each sample counts once" for numbers in same]
     if later:
-        parts.append(f"{_named(later)} {'receive' if len(later) > 1 else 'receives'} activations, so no samples count there")
+        parts.append(
+            f"{_named(later)} {'receive' if len(later) > 1 else 'receives'} activations, so no samples count there"
+        )
     return f"samples/s inferred from the first batches: {'; '.join(parts)}" if parts else ""
 
 

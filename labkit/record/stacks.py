@@ -16,7 +16,9 @@ MESSAGE_LIMIT = 1 << 12  # characters of an error's message, which findings sear
 _FRAME = re.compile(r'File "(?P<file>[^"\n]+)", line (?P<line>\d+)(?:,? in (?P<function>\S+))?')
 _THREAD = re.compile(r"^(?P<current>Current thread|Thread) .*\(most recent call first\):$", re.MULTILINE)
 LIBRARIES = ("site-packages", "/lib/python", "/labkit/probe/")  # parts of paths that do not belong to a script
-RUNNER = str(Path(__file__).parents[1] / "probe" / "runner.py")  # frames of this file, and those outside of it, are not the script's
+RUNNER = str(
+    Path(__file__).parents[1] / "probe" / "runner.py"
+)  # frames of this file, and those outside of it, are not the script's
 _NAMED = re.compile(r"^(?P<type>(?:\w+\.)*\w*(?:Error|Exception|Warning|Interrupt|Exit)): (?P<message>.*)$", re.DOTALL)
 
 
@@ -43,7 +45,9 @@ def place(stack: str | None) -> str:
 def of_script(frame: FrameType | None = None) -> list[traceback.FrameSummary]:
     """The script's frames outside of `frame` (default: this call), the outermost first."""
     frames = traceback.extract_stack(frame or sys._getframe(1))
-    begins = max((index + 1 for index, one in enumerate(frames) if one.filename == RUNNER and one.name == "_run"), default=0)
+    begins = max(
+        (index + 1 for index, one in enumerate(frames) if one.filename == RUNNER and one.name == "_run"), default=0
+    )
     return [one for one in frames[begins:] if not one.filename.startswith((str(Path(RUNNER).parent), "<frozen"))]
 
 
@@ -68,6 +72,7 @@ def of_crash(dump: str) -> str:
 
 
 def error_in(line: str) -> tuple[str, str] | None:
-    """Type and message of the last line of a traceback, such as `NameError: name 'x' is not defined`; None for any other line."""
+    """Type and message of the last line of a traceback, such as `NameError: name 'x' is not defined`; None for any
+    other line."""
     found = _NAMED.match(line.strip())
     return (found["type"].rpartition(".")[2], found["message"]) if found else None

@@ -26,7 +26,10 @@ def milestones(state: RunState) -> Mapping[int, Mapping[str, float]]:
     milestone.
     """
     agent = state.status.get("agent_began")
-    return {number: _reached(state, state.ranks.get(number) or RankState(number), agent) for number in range(state.world_size)}
+    return {
+        number: _reached(state, state.ranks.get(number) or RankState(number), agent)
+        for number in range(state.world_size)
+    }
 
 
 def _reached(state: RunState, rank: RankState, agent: float | None) -> dict[str, float]:
@@ -49,7 +52,8 @@ def newest(state: RunState) -> str | None:
 
 
 def in_words(state: RunState) -> str:
-    """How far a run has started: `torch imported on 1 of 2 ranks (3.1 s)`; empty before the first milestone, and once all ranks train."""
+    """How far a run has started: `torch imported on 1 of 2 ranks (3.1 s)`; empty before the first milestone, and once
+    all ranks train."""
     name = newest(state) if is_starting(state) else None
     if name is None:
         return ""
@@ -68,7 +72,11 @@ def table(state: RunState) -> list[tuple[str, ...]]:
     A skipped milestone, before others that were reached, is shown as `–`: the script may never reach it.
     """
     found = milestones(state)
-    shown = [name for name in MILESTONES if name == "step" or any(name in reached for reached in found.values()) or not state.over]
+    shown = [
+        name
+        for name in MILESTONES
+        if name == "step" or any(name in reached for reached in found.values()) or not state.over
+    ]
     rows = [("rank", *(MILESTONES[name] for name in shown))]
     return rows + [(str(number), *_cells(reached, shown, state.over)) for number, reached in found.items()]
 
@@ -76,5 +84,6 @@ def table(state: RunState) -> list[tuple[str, ...]]:
 def _cells(reached: Mapping[str, float], shown: list[str], over: bool) -> list[str]:
     last = max((index for index, name in enumerate(shown) if name in reached), default=-1)
     return [
-        f"{reached[name]:.1f} s" if name in reached else "–" if over or index < last else "…" for index, name in enumerate(shown)
+        f"{reached[name]:.1f} s" if name in reached else "–" if over or index < last else "…"
+        for index, name in enumerate(shown)
     ]

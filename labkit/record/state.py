@@ -125,7 +125,8 @@ class RunState:
 
     @property
     def words(self) -> str:
-        """The state in words: ready, starting ranks, building an extension, training, …, finished, failed (…), lost (…)."""
+        """The state in words: ready, starting ranks, building an extension, training, …, finished, failed (…), lost
+        (…)."""
         state = self.status.get("state", "ready")
         if state == "failed":
             return f"failed ({self._failure_words})"
@@ -170,8 +171,8 @@ class RunState:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds from the request to the end of the run; None before the end, or if the recorded clock ran backwards.
-        """
+        """Seconds from the request to the end of the run; None before the end, or if the recorded clock ran
+        backwards."""
         return elapsed(self.status.get("started"), self.status.get("ended"))
 
     @property
@@ -191,7 +192,8 @@ class RunState:
 
     @property
     def gil_wait(self) -> float | None:
-        """The median share of time, over the newest steps, that a thread of dp's process waited for the GIL or a core."""
+        """The median share of time, over the newest steps, that a thread of dp's process waited for the GIL or a
+        core."""
         known = [event["gil_wait"] for event in self.in_threads if event["gil_wait"] is not None]
         return statistics.median(known) if known else None
 
@@ -205,7 +207,8 @@ class RunState:
                 found.setdefault(one["replica"], []).append(one)
         measured = ("forward", "cpu", "samples", "memory")
         figures = [
-            {"replica": number, "device": those[-1]["device"]} | {name: statistics.median(one[name] for one in those) for name in measured}
+            {"replica": number, "device": those[-1]["device"]}
+            | {name: statistics.median(one[name] for one in those) for name in measured}
             for number, those in sorted(found.items())
         ]
         if figures:
@@ -227,8 +230,8 @@ class RunState:
         return speed or None
 
     def loss_at(self, index: int = -1) -> float | None:
-        """The mean of the ranks' losses at a step index (each for its own part of the batch); None if no rank has one.
-        """
+        """The mean of the ranks' losses at a step index (each for its own part of the batch); None if no rank has
+        one."""
         losses = []
         for rank in self.ranks.values():
             if -len(rank.steps) <= index < len(rank.steps) and not math.isnan(rank.steps.loss[index]):
@@ -247,7 +250,8 @@ class RunState:
         return _failure(self)
 
     def exit_code(self, rank: int) -> int | None:
-        """A rank's exit code, from its own last event or from torchrun's report; None if it was terminated with its group."""
+        """A rank's exit code, from its own last event or from torchrun's report; None if it was terminated with its
+        group."""
         return exit_code(self.ranks, self.status, rank)
 
     # ---- the handlers, one for each kind of event
@@ -326,7 +330,9 @@ class RunState:
             for one in event["replicas"]
         ]
         wait = event.get("gil_wait")
-        self.in_threads.append({"replicas": replicas, "extra": event["extra"], "gil_wait": None if wait is None else float(wait)})
+        self.in_threads.append(
+            {"replicas": replicas, "extra": event["extra"], "gil_wait": None if wait is None else float(wait)}
+        )
 
     def _on_traffic(self, event: Mapping[str, Any]) -> None:
         self._rank(event).traffic = {"step": event["step"], "ops": dict(event["ops"])}
@@ -338,7 +344,9 @@ class RunState:
             del timelines[min(timelines)]
 
     def _on_memory_step(self, event: Mapping[str, Any]) -> None:
-        columns = {owner: [int(size) for size in event["owners"][owner]] for owner in OWNERS if owner in event["owners"]}
+        columns = {
+            owner: [int(size) for size in event["owners"][owner]] for owner in OWNERS if owner in event["owners"]
+        }
         times = [float(time) for time in event["times"]]
         if any(len(column) != len(times) for column in columns.values()):
             raise ValueError("columns of different lengths")
@@ -346,13 +354,19 @@ class RunState:
         self._rank(event).memory_step = kept | {"times": times, "owners": columns}
 
     def _on_waiting(self, event: Mapping[str, Any]) -> None:
-        self._rank(event).waiting = {"ops": [], "stack": "", "computed": None} | _with_short_texts(event) | {"since": float(event["since"])}
+        self._rank(event).waiting = (
+            {"ops": [], "stack": "", "computed": None} | _with_short_texts(event) | {"since": float(event["since"])}
+        )
 
     def _on_going_on(self, event: Mapping[str, Any]) -> None:
         self._rank(event).waiting = None
 
     def _on_silent(self, event: Mapping[str, Any]) -> None:
-        plain = {"process": str(event["process"]), "since": float(event["since"]), "stack": str(event.get("stack") or "")}
+        plain = {
+            "process": str(event["process"]),
+            "since": float(event["since"]),
+            "stack": str(event.get("stack") or ""),
+        }
         self._rank(event).silent = _with_short_texts({"computed": None, **event, **plain})
 
     def _on_heard(self, event: Mapping[str, Any]) -> None:
@@ -404,7 +418,9 @@ class RunState:
         system.cpu_percent.append(number(event.get("cpu_percent")))
         system.memory_used.append(number(event.get("memory_used")))
         for gpu in event.get("gpus") or []:
-            columns = system.gpus.setdefault(gpu["index"], {name: numbers() for name in ("t", "memory_used", "utilisation", "power")})
+            columns = system.gpus.setdefault(
+                gpu["index"], {name: numbers() for name in ("t", "memory_used", "utilisation", "power")}
+            )
             columns["t"].append(float(event["t"]))
             for name in ("memory_used", "utilisation", "power"):
                 columns[name].append(number(gpu.get(name)))

@@ -14,7 +14,8 @@ from labkit.record.folder import RunFolder
 from labkit.record.state import OVER
 from labkit.record.stepfile import steps_path
 
-QUIET = 120.0  # seconds without any activity after which a run on another host counts as lost; clocks of hosts may differ by less
+# Seconds without any activity after which a run on another host counts as lost; clocks of hosts may differ by less.
+QUIET = 120.0
 _YOUNG = 60.0  # seconds during which a folder without a status may belong to a run that is starting
 _TAIL = 1 << 14  # bytes at the end of system.jsonl that are searched for its last sample
 
@@ -23,8 +24,8 @@ def current(folder: RunFolder) -> dict[str, Any]:
     """The contents of `status.json`; for a run with neither a final state nor a supervisor, `failed` or `lost`, and
     why.
 
-    `failed`: the supervisor was a process of this host and is gone, and so are its ranks. `lost`: how the run ended is unknown
-    here, because it ran on another host or in another folder.
+    `failed`: the supervisor was a process of this host and is gone, and so are its ranks. `lost`: how the run ended is
+    unknown here, because it ran on another host or in another folder.
     """
     if folder.is_gone:
         return {"state": "lost", "message": "its run folder no longer exists: it was deleted or moved"}
@@ -56,8 +57,8 @@ def is_here(status: dict[str, Any]) -> bool:
 
 
 def supervisor_of(folder: RunFolder, status: dict[str, Any]) -> psutil.Process | None:
-    """The living supervisor of exactly this run, identified by its tag and command; None if there is none on this host.
-    """
+    """The living supervisor of exactly this run, identified by its tag and command; None if there is none on this
+    host."""
     process = living(_supervisor(status).get("pid")) if is_here(status) else None
     return process if process is not None and names(tag_of(process), folder.path) and is_supervisor(process) else None
 
@@ -89,7 +90,11 @@ def _lost(folder: RunFolder, status: dict[str, Any]) -> dict[str, Any]:
         return {}
     place = _place_of(who)
     if place:  # a folder that was moved will soon get its final status
-        return {"state": "lost", "message": f"this folder is a copy of {place}, where the run is under way"} if Path(place).is_dir() else {}
+        return (
+            {"state": "lost", "message": f"this folder is a copy of {place}, where the run is under way"}
+            if Path(place).is_dir()
+            else {}
+        )
     return {"state": "failed", "message": f"its supervisor (pid {who.get('pid')}) was killed, which ended the run"}
 
 
@@ -109,7 +114,10 @@ def _quiet(folder: RunFolder, who: dict[str, Any]) -> dict[str, Any]:
         return {}
     when = _in_words(min(*sample, max(times)))
     host = who.get("host") or "an unknown host"
-    return {"state": "lost", "message": f"it ran on {host} and has written nothing since {when}; how it ended is unknown"}
+    return {
+        "state": "lost",
+        "message": f"it ran on {host} and has written nothing since {when}; how it ended is unknown",
+    }
 
 
 def _last_sample(folder: RunFolder) -> list[float]:

@@ -7,17 +7,15 @@ records follow without separators. numpy reads a whole file at once:
     header = json.loads(file.readline())
     steps = numpy.fromfile(file, dtype=[tuple(column) for column in header["columns"]])
 
-=================================== ======= ===========================================================================================
-t                                   float64 the end of the step, in unix seconds
-step                                float64 counts from 1; after a restart it continues from the step at which the script resumed
-loss                                float64 of this rank; not finite if the training diverged; see `losses`
-samples                             float64 of this step
-allocated, reserved, peak           float64 bytes
-seconds                             float32 of the whole step
-data, copy, forward, backward,      float32 seconds of each phase
-optimizer, other
-losses                              uint32  0: this rank has no loss in this step, and `loss` is NaN
-=================================== ======= ===========================================================================================
+=================================== =======
+=========================================================================================== t
+float64 the end of the step, in unix seconds step                                float64 counts from 1; after a restart
+it continues from the step at which the script resumed loss                                float64 of this rank; not
+finite if the training diverged; see `losses` samples                             float64 of this step allocated,
+reserved, peak           float64 bytes seconds                             float32 of the whole step data, copy,
+forward, backward,      float32 seconds of each phase optimizer, other losses                              uint32  0:
+this rank has no loss in this step, and `loss` is NaN =================================== =======
+===========================================================================================
 
 NaN stands for an unknown value. Unknown columns are ignored, and missing columns are NaN.
 """
@@ -73,7 +71,8 @@ def steps_path(path: str | os.PathLike[str]) -> Path:
 
 
 class StepWriter:
-    """Appends records to one file, each in one write, so that a kill loses none. `count` is the number of records in the file.
+    """Appends records to one file, each in one write, so that a kill loses none. `count` is the number of records in
+    the file.
 
     Raises `OSError` if the file there has another layout.
     """
@@ -109,8 +108,8 @@ class StepWriter:
         self._file = file
 
     def _mended(self) -> int:
-        """The number of records in the file, after a partial record (from a killed writer or a full disk) was cut off.
-        """
+        """The number of records in the file, after a partial record (from a killed writer or a full disk) was cut
+        off."""
         with open(self._path, "rb") as file:
             head = file.read(len(self._header))
             size = os.fstat(file.fileno()).st_size
@@ -303,7 +302,10 @@ def events(block: Block) -> Iterator[dict[str, Any] | None]:
     short = {name for name, type_ in layout.columns if type_ == "<f4"}
     names = [name for name, _ in layout.columns]
     for values in record.iter_unpack(block.data):
-        row = {name: round(value, 7) if name in short and math.isfinite(value) else value for name, value in zip(names, values)}
+        row = {
+            name: round(value, 7) if name in short and math.isfinite(value) else value
+            for name, value in zip(names, values)
+        }
         yield _event(row, layout.rank) if all(_makes_sense(name, value) for name, value in row.items()) else None
 
 

@@ -55,7 +55,8 @@ class Column(Sequence[float]):
 
 
 class Steps:
-    """The steps of one rank, column by column: `t`, `step`, `loss`, `samples`, `seconds`, and by name `phases` and `memory`.
+    """The steps of one rank, column by column: `t`, `step`, `loss`, `samples`, `seconds`, and by name `phases` and
+    `memory`.
 
     All columns have the same length.
     """
@@ -95,16 +96,22 @@ class Steps:
         """Adds one step event. Raises before anything is added if the event is invalid."""
         seconds, memory = event.get("seconds") or {}, event.get("memory") or {}
         row = {"t": float(event["t"]), "step": float(int(event["step"]))}
-        row |= {"loss": number(event.get("loss")), "samples": number(event.get("samples")), "seconds": number(seconds.get("step"))}
-        row |= {phase: number(seconds.get(phase), 0.0) for phase in PHASES} | {name: number(memory.get(name)) for name in MEMORY}
+        row |= {
+            "loss": number(event.get("loss")),
+            "samples": number(event.get("samples")),
+            "seconds": number(seconds.get("step")),
+        }
+        row |= {phase: number(seconds.get(phase), 0.0) for phase in PHASES} | {
+            name: number(memory.get(name)) for name in MEMORY
+        }
         row["losses"] = float(event.get("loss") is not None)
         self._new.append(tuple(row[name] for name in _ROW.names))
         if len(self._new) >= _CHUNK:
             self._flush()
 
     def extend(self, block: Block) -> tuple[int, int | None]:
-        """Adds the records of a block; returns the number of invalid ones, and the first step whose loss is not finite.
-        """
+        """Adds the records of a block; returns the number of invalid ones, and the first step whose loss is not
+        finite."""
         self._flush()
         rows, wrong = checked(block)
         if len(rows):
@@ -177,7 +184,9 @@ class _Chunk:
         whether it did.
         """
         length = self._length + len(rows)
-        follows = (block.file, block.first) == (self._file, self._first + self._records) if block else self._file is None
+        follows = (
+            (block.file, block.first) == (self._file, self._first + self._records) if block else self._file is None
+        )
         if self._rows is None or not follows or length > _CHUNK:
             return False
         if length > len(self._rows):
@@ -204,7 +213,9 @@ class _Chunk:
         found = column(block, name) if whole else checked(block)[0][name][first:last]
         if len(found) == last - first:
             return found
-        return numpy.concatenate([found, numpy.full(last - first - len(found), math.nan)])  # the file was truncated since
+        return numpy.concatenate(
+            [found, numpy.full(last - first - len(found), math.nan)]
+        )  # the file was truncated since
 
 
 def checked(block: Block) -> tuple[numpy.ndarray, int]:

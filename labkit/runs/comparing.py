@@ -1,4 +1,5 @@
-"""Comparison of strategies on the same training: `plan` resolves all Specs before the first run, `Comparing` runs them in turn."""
+"""Comparison of strategies on the same training: `plan` resolves all Specs before the first run, `Comparing` runs them
+in turn."""
 
 from __future__ import annotations
 
@@ -20,11 +21,13 @@ if TYPE_CHECKING:
 
 
 def plan(strategies: Sequence[str] | str, **fields: Any) -> tuple[list[Spec], dict[str, str]]:
-    """The Specs of a comparison, resolved for this machine, the baseline first; and the excluded strategies with the reason.
+    """The Specs of a comparison, resolved for this machine, the baseline first; and the excluded strategies with the
+    reason.
 
-    `strategies` are names, or "all". With "all", strategies that cannot run here are excluded; otherwise the first of them raises
-    `SpecError`. `fields` are fields of Spec. The global batch size is the same for all strategies (`scaling` defaults to strong), and
-    an option applies to the strategies that have it. The baseline is added if it can run.
+    `strategies` are names, or "all". With "all", strategies that cannot run here are excluded; otherwise the first of
+    them raises `SpecError`. `fields` are fields of Spec. The global batch size is the same for all strategies
+    (`scaling` defaults to strong), and an option applies to the strategies that have it. The baseline is added if it
+    can run.
     """
     everything = isinstance(strategies, str) and strategies == "all"
     names = list(STRATEGIES) if everything else _names(strategies)
@@ -43,14 +46,19 @@ def plan(strategies: Sequence[str] | str, **fields: Any) -> tuple[list[Spec], di
                 raise SpecError(error.field, f"{name} cannot be compared: {error}") from None
             left_out[name] = str(error)
     if not specs:
-        raise SpecError("strategies", f"no strategy can run on this machine; the first reason: {next(iter(left_out.values()))}")
+        raise SpecError(
+            "strategies", f"no strategy can run on this machine; the first reason: {next(iter(left_out.values()))}"
+        )
     return specs, left_out
 
 
 def _names(strategies: Sequence[str] | str) -> list[str]:
     """The strategies, without duplicates; a single name does not need a list."""
     if not isinstance(strategies, (str, list, tuple, set, frozenset, Mapping)):
-        raise SpecError("strategies", f"strategies must be a list of names such as ['ddp', 'fsdp2'], or 'all', got {shown(strategies)}")
+        raise SpecError(
+            "strategies",
+            f"strategies must be a list of names such as ['ddp', 'fsdp2'], or 'all', got {shown(strategies)}",
+        )
     names = [strategies] if isinstance(strategies, str) else list(strategies)
     for name in names:
         if not isinstance(name, str) or name not in STRATEGIES:
@@ -68,7 +76,9 @@ def _settled(name: str, names: Sequence[str], **fields: Any) -> Spec:
     given = asked.get("options", {})
     if not isinstance(given, Mapping):
         return settle(name, **asked)  # raises SpecError
-    elsewhere = {option.name for other in names for option in STRATEGIES[other].all_options} - {option.name for option in row.all_options}
+    elsewhere = {option.name for other in names for option in STRATEGIES[other].all_options} - {
+        option.name for option in row.all_options
+    }
     asked["options"] = {option: value for option, value in given.items() if option not in elsewhere}
     return settle(name, **asked)
 
@@ -76,7 +86,8 @@ def _settled(name: str, names: Sequence[str], **fields: Any) -> Spec:
 class Comparing:
     """Runs the Specs one after another in a separate thread; `rows` has the current figures.
 
-    `show` displays the comparison if it is the last expression of a notebook cell; without it, the cell displays the repr.
+    `show` displays the comparison if it is the last expression of a notebook cell; without it, the cell displays the
+    repr.
     """
 
     def __init__(
@@ -111,7 +122,8 @@ class Comparing:
         self.wait()
 
     def wait(self, timeout: float | None = None) -> Comparing:
-        """Waits until all runs are over, at most `timeout` seconds. Raises the error of a run that could not be started."""
+        """Waits until all runs are over, at most `timeout` seconds. Raises the error of a run that could not be
+        started."""
         timeout = check_seconds("timeout", timeout)
         self._thread.join(timeout)
         if self._error is not None:
@@ -120,10 +132,13 @@ class Comparing:
 
     def __repr__(self) -> str:
         over = [row.over for row in self.rows]
-        return f"<Comparing {', '.join(spec.strategy_row.title for spec in self.specs)}: {sum(over)} of {len(over)} over>"
+        return (
+            f"<Comparing {', '.join(spec.strategy_row.title for spec in self.specs)}: {sum(over)} of {len(over)} over>"
+        )
 
     def _ipython_display_(self) -> None:
-        """Displays the comparison as the last expression of a notebook cell, unless the same cell has displayed it already."""
+        """Displays the comparison as the last expression of a notebook cell, unless the same cell has displayed it
+        already."""
         if self._show is None or not in_notebook():
             raise NotImplementedError  # IPython then displays the repr
         if self.shown_in != cell():
@@ -144,7 +159,10 @@ class Comparing:
         """One row per Spec, in order."""
         started = self.runs
         known = [(one.folder, one.state) for one in started]
-        waiting = [Row(spec.strategy, spec.strategy_row.title, spec.workload, devices=spec.nproc) for spec in self.specs[len(started) :]]
+        waiting = [
+            Row(spec.strategy, spec.strategy_row.title, spec.workload, devices=spec.nproc)
+            for spec in self.specs[len(started) :]
+        ]
         if self._stopping.is_set():
             waiting = [replace(row, words="not started", over=True) for row in waiting]
         return (*rows(known, self._badges), *waiting)

@@ -1,4 +1,5 @@
-"""The Python API of runs: `run("ddp", nproc=2)` starts a run and returns a `Run`, which gives access to everything in its folder.
+"""The Python API of runs: `run("ddp", nproc=2)` starts a run and returns a `Run`, which gives access to everything in
+its folder.
 
 Plotly is imported by the calls that need it.
 """
@@ -40,16 +41,21 @@ _POLL_INTERVAL = 0.5  # seconds between two checks of a run's state
 
 
 def run(
-    what: str | os.PathLike[str] | Spec, *, detached: bool = False, cold: bool = False, stdin: int | None = None, **fields: Any
+    what: str | os.PathLike[str] | Spec,
+    *,
+    detached: bool = False,
+    cold: bool = False,
+    stdin: int | None = None,
+    **fields: Any,
 ) -> Run:
     """Starts a run on this machine and returns at once.
 
-    `what` is a strategy's name, the path of a script (it ends in `.py`), or a `Spec`; `fields` are the Spec's other fields, such as
-    `nproc=2`, `steps=100`, or `args=[...]` for your own script; with `as_module=True`, `what` is the name of a module.
-    The run ends with this process, unless it is `detached`. `stdin` is a file descriptor that all ranks inherit as their standard
-    input, as under torchrun (default: empty input). The first run of a session starts cold; then a warm server is started, which forks
-    the ranks of later runs. A `cold` run is always started by torchrun.
-    Raises `SpecError` before anything is created, and `LaunchError` if the run cannot be started.
+    `what` is a strategy's name, the path of a script (it ends in `.py`), or a `Spec`; `fields` are the Spec's other
+    fields, such as `nproc=2`, `steps=100`, or `args=[...]` for your own script; with `as_module=True`, `what` is the
+    name of a module. The run ends with this process, unless it is `detached`. `stdin` is a file descriptor that all
+    ranks inherit as their standard input, as under torchrun (default: empty input). The first run of a session starts
+    cold; then a warm server is started, which forks the ranks of later runs. A `cold` run is always started by
+    torchrun. Raises `SpecError` before anything is created, and `LaunchError` if the run cannot be started.
     """
     check_flag("detached", detached)
     check_flag("cold", cold)
@@ -60,7 +66,8 @@ def run(
 
 
 def prepare_after(job: Job) -> None:
-    """Starts a warm server for later runs after the ranks of this run have started, because importing torch would slow them down."""
+    """Starts a warm server for later runs after the ranks of this run have started, because importing torch would slow
+    them down."""
 
     def prepare_then() -> None:
         while job.state == "starting":
@@ -71,7 +78,8 @@ def prepare_after(job: Job) -> None:
 
 
 def settle(what: str | os.PathLike[str] | Spec, **fields: Any) -> Spec:
-    """The Spec that `run` would start with the same arguments, resolved for this machine; `SpecError` if it cannot run."""
+    """The Spec that `run` would start with the same arguments, resolved for this machine; `SpecError` if it cannot
+    run."""
     check_fields(fields)
     spec = located(replace(what, **fields) if isinstance(what, Spec) else Spec(**_named(what, fields), **fields))
     if spec.as_module:
@@ -97,7 +105,9 @@ def _check_module(name: str) -> None:
     """`SpecError` if no module of this name is found, without importing anything."""
     first, *rest = name.split(".")
     if not all(part.isidentifier() for part in (first, *rest)):
-        raise SpecError("script", f"module must be a name such as package.module, got {shown(name)}; to run a file, omit -m")
+        raise SpecError(
+            "script", f"module must be a name such as package.module, got {shown(name)}; to run a file, omit -m"
+        )
     found = PathFinder.find_spec(first, [str(Path.cwd()), *sys.path])
     paths = [Path(place, *rest) for place in (found and found.submodule_search_locations) or ()]
     if rest or paths:
@@ -105,7 +115,10 @@ def _check_module(name: str) -> None:
     else:
         there = found is not None
     if not there:
-        raise SpecError("script", f"no module {name} that can run as a script was found in {Path.cwd()} or on the path of {sys.executable}")
+        raise SpecError(
+            "script",
+            f"no module {name} that can run as a script was found in {Path.cwd()} or on the path of {sys.executable}",
+        )
 
 
 def _descriptor(stdin: int | None) -> int | None:
@@ -133,7 +146,8 @@ def place(nproc: int) -> dict[str, Any]:
 
 
 def located(spec: Spec) -> Spec:
-    """The same Spec, with `resume` converted to a path if it is the name of a run; `SpecError` if there is no such run."""
+    """The same Spec, with `resume` converted to a path if it is the name of a run; `SpecError` if there is no such
+    run."""
     if spec.resume is None or os.path.isdir(spec.resume):  # noqa: PTH112 pathlib raises for a name that is too long for a path
         return spec
     try:
@@ -178,7 +192,8 @@ class Run:
     def state(self) -> RunState:
         """The current state of the run. Each thread gets its own, so that none changes while another thread reads it.
 
-        A thread that asks first when the run folder no longer exists gets what the thread that made this object has read.
+        A thread that asks first when the run folder no longer exists gets what the thread that made this object has
+        read.
         """
         if not hasattr(self._of_thread, "follower"):
             follower = self._follower()
@@ -197,8 +212,8 @@ class Run:
     def wait(self, timeout: float | None = None, until: str | None = None) -> Run:
         """Waits until the run is over, until it has a finding named `until`, or for at most `timeout` seconds.
 
-        A run that hangs is never over; `wait(until="hang")` returns. `KeyboardInterrupt` stops the run and is raised again.
-        Raises `ValueError` for an unknown finding.
+        A run that hangs is never over; `wait(until="hang")` returns. `KeyboardInterrupt` stops the run and is raised
+        again. Raises `ValueError` for an unknown finding.
         """
         timeout = check_seconds("timeout", timeout)
         if until is not None:
@@ -230,7 +245,8 @@ class Run:
         return summarise(self.state, self.name)
 
     def findings(self) -> Findings:
-        """The current findings (errors, slow steps, high memory use), most severe first, each with evidence, cause and fix."""
+        """The current findings (errors, slow steps, high memory use), most severe first, each with evidence, cause and
+        fix."""
         return Findings(findings(self.state))
 
     def ledger(self) -> Ledger:
@@ -238,7 +254,8 @@ class Run:
         return Ledger(ledger(self.state))
 
     def figure(self, name: str = "loss") -> go.Figure:
-        """One current figure of the run: loss, throughput, memory, phases, timeline, memory_by_owner or memory_of_step."""
+        """One current figure of the run: loss, throughput, memory, phases, timeline, memory_by_owner or
+        memory_of_step."""
         from labkit.figures import figure
 
         return figure(name, self.state)
@@ -255,7 +272,8 @@ class Run:
         return ask(self.folder, state, snapshot)
 
     def trace(self, path: str | os.PathLike[str] | None = None) -> Path:
-        """Writes the profiled steps for Perfetto (ui.perfetto.dev) to `path` (default: in the run folder) and returns the path.
+        """Writes the profiled steps for Perfetto (ui.perfetto.dev) to `path` (default: in the run folder) and returns
+        the path.
 
         Raises `LookupError` for a run without profiled steps, `ValueError` for a path in a folder that does not exist.
         """
@@ -264,7 +282,9 @@ class Run:
             raise ValueError(f"path must be a file in a folder that exists, got {shown(str(path))}")
         state = self.state
         if not any(rank.timelines for rank in state.ranks.values()):
-            raise LookupError(f"{self.name} has no profiled step; run with sample_every=50, or call capture() during a run")
+            raise LookupError(
+                f"{self.name} has no profiled step; run with sample_every=50, or call capture() during a run"
+            )
         write_trace(state, path)
         return path
 
@@ -287,4 +307,6 @@ class Run:
         if isinstance(rank, bool) or not isinstance(rank, int):
             raise TypeError(f"rank must be an integer from 0 to {max(ranks, 1) - 1}, got {shown(rank)}")
         if rank < 0 or (ranks and rank >= ranks):
-            raise LookupError(f"rank must be an integer from 0 to {max(ranks, 1) - 1} in run {self.name}, got {shown(rank)}")
+            raise LookupError(
+                f"rank must be an integer from 0 to {max(ranks, 1) - 1} in run {self.name}, got {shown(rank)}"
+            )

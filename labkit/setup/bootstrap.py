@@ -1,10 +1,11 @@
-"""The environment for a command: the active one if it is suitable, otherwise `.venv` in the clone. Standard library only.
+"""The environment for a command: the active one if it is suitable, otherwise `.venv` in the clone. Standard library
+only.
 
 The first rule that applies decides:
 
-1. This Python has everything that the command needs: it is used without changes.
-2. The active environment has a supported torch: only missing packages are added, and all installed packages keep their versions.
-3. `.venv` is created in the clone with the tested versions, and the command restarts in it. `.venv/labkit.json` records what it was
+1. This Python has everything that the command needs: it is used without changes. 2. The active environment has a
+supported torch: only missing packages are added, and all installed packages keep their versions. 3. `.venv` is created
+in the clone with the tested versions, and the command restarts in it. `.venv/labkit.json` records what it was
    created for, so that the next start needs no check by pip, and an interrupted setup starts again.
 """
 
@@ -33,7 +34,14 @@ VENV_PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 PINS = VENV / "held.txt"
 _TORCH = ("torch==", "torchvision==")
 _TAIL = 15  # last lines of pip that are printed if it fails
-_ACTIVITIES = ("Collecting", "Downloading", "Using cached", "Preparing", "Building", "Installing")  # first words of pip's progress lines
+_ACTIVITIES = (
+    "Collecting",
+    "Downloading",
+    "Using cached",
+    "Preparing",
+    "Building",
+    "Installing",
+)  # first words of pip's progress lines
 
 
 class SetupError(Exception):
@@ -41,7 +49,8 @@ class SetupError(Exception):
 
 
 def ensure(extras: Sequence[str], argv: Sequence[str]) -> None:
-    """Returns if this Python is suitable, after adding missing packages; otherwise restarts `argv` in the clone's own environment.
+    """Returns if this Python is suitable, after adding missing packages; otherwise restarts `argv` in the clone's own
+    environment.
 
     Raises `SetupError` if no environment can be set up.
     """
@@ -62,7 +71,8 @@ def ensure(extras: Sequence[str], argv: Sequence[str]) -> None:
 
 
 def become(command: Sequence[str], folder: Path | None = None) -> None:
-    """Replaces this process with another program, optionally in `folder`; its exit code becomes the exit code of this process."""
+    """Replaces this process with another program, optionally in `folder`; its exit code becomes the exit code of this
+    process."""
     if folder:
         os.chdir(folder)
     sys.stdout.flush()
@@ -86,17 +96,22 @@ def _add(extras: Sequence[str]) -> None:
     with Progress() as progress:
         for package in kept:
             progress.step(
-                f"keeping {package.name} {package.installed} instead of {package}, because it must match JupyterLab's front end"
+                f"keeping {package.name} {package.installed} instead of {package}, because it must match JupyterLab's"
+                " front end"
             )
         if not wanted:
             return
         names = ", ".join(package.name for package in wanted)
         if importlib.util.find_spec("pip") is None:
-            raise SetupError(f"{environment.active()} lacks {names} and has no pip; install them in it, or deactivate it")
+            raise SetupError(
+                f"{environment.active()} lacks {names} and has no pip; install them in it, or deactivate it"
+            )
         progress.step(f"using {environment.active()}; adding {names}")
         with tempfile.TemporaryDirectory() as folder:
             pins = Path(folder) / "pins.txt"
-            pins.write_text("\n".join(environment.pinned({package.name for package in wanted})) + "\n", encoding="utf-8")
+            pins.write_text(
+                "\n".join(environment.pinned({package.name for package in wanted})) + "\n", encoding="utf-8"
+            )
             _install([sys.executable, "-m", "pip"], ["-c", str(pins), *map(str, wanted)], progress)
     importlib.invalidate_caches()
 
@@ -124,7 +139,8 @@ def _write_state(**state: object) -> None:
 
 
 def _made_from() -> str:
-    """A hash of what the environment is made from: required packages, their versions, and its path (which its scripts contain)."""
+    """A hash of what the environment is made from: required packages, their versions, and its path (which its scripts
+    contain)."""
     digest = hashlib.sha256(str(VENV).encode())
     for path in (PROJECT, CONSTRAINTS):
         digest.update(path.read_bytes())
@@ -174,10 +190,15 @@ def _create() -> None:
     uses_base_torch = environment.has_supported_torch() and not environment.is_own()
     if uses_base_torch:
         flags.append("--system-site-packages")  # use this Python's torch, which may be impossible to install again
-    made = subprocess.run([base, "-m", "venv", "--clear", *flags, str(VENV)], capture_output=True, text=True, check=False)
+    made = subprocess.run(
+        [base, "-m", "venv", "--clear", *flags, str(VENV)], capture_output=True, text=True, check=False
+    )
     if made.returncode:
         last = (made.stderr or made.stdout).strip().splitlines()[-1:]
-        raise SetupError(f"{VENV} could not be created: {' '.join(last) or 'python -m venv failed'}; fix this, or activate an environment")
+        raise SetupError(
+            f"{VENV} could not be created: {' '.join(last) or 'python -m venv failed'}; fix this, or activate an"
+            " environment"
+        )
     if uses_base_torch:
         pinned = [line for line in environment.pinned(set()) if line.startswith(_TORCH)]
         PINS.write_text("\n".join(pinned) + "\n", encoding="utf-8")
@@ -194,7 +215,8 @@ def _pip_for_venv() -> list[str]:
 
 
 def _versions() -> Path:
-    """The tested versions as constraints; for torch, the installed version if the venv uses the torch of its base Python."""
+    """The tested versions as constraints; for torch, the installed version if the venv uses the torch of its base
+    Python."""
     if not PINS.exists():
         return CONSTRAINTS
     tested = [line for line in CONSTRAINTS.read_text(encoding="utf-8").splitlines() if not line.startswith(_TORCH)]
@@ -205,10 +227,12 @@ def _versions() -> Path:
 
 @contextlib.contextmanager
 def _lock(progress: Progress) -> Iterator[int]:
-    """Locks the clone's environment against other starts. The lock is on pyproject.toml, which always exists and is never replaced."""
+    """Locks the clone's environment against other starts. The lock is on pyproject.toml, which always exists and is
+    never replaced."""
     if not (os.access(CLONE, os.W_OK) and os.access(PROJECT, os.W_OK)):
         raise SetupError(
-            f"{CLONE} is not writable; clone the project to a writable folder, or activate an environment that has torch"
+            f"{CLONE} is not writable; clone the project to a writable folder, or activate an environment that has"
+            " torch"
         )
     with PROJECT.open("r+b") as file:
         waiting = False
@@ -247,13 +271,21 @@ def _runs(command: Sequence[str]) -> bool:
 
 
 def _install(pip: Sequence[str], arguments: Sequence[str], progress: Progress, lock: int | None = None) -> None:
-    """Runs `pip install` and displays its progress. pip inherits the lock, so that it stays locked if this process is killed."""
+    """Runs `pip install` and displays its progress. pip inherits the lock, so that it stays locked if this process is
+    killed."""
     command = [*pip, "install", "--disable-pip-version-check", "--no-input", "--progress-bar", "off", *arguments]
     inherited = {"pass_fds": (lock,)} if lock is not None and os.name != "nt" else {}
     settings = os.environ | {"PIP_USER": "0", "PYTHONUNBUFFERED": "1"}
     last: deque[str] = deque(maxlen=_TAIL)
     with subprocess.Popen(
-        command, cwd=CLONE, env=settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", **inherited
+        command,
+        cwd=CLONE,
+        env=settings,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        **inherited,
     ) as process:
         try:
             for line in process.stdout:

@@ -1,4 +1,5 @@
-"""The requirements of the lab, and which of them this Python has, from package metadata only: it takes milliseconds, without imports.
+"""The requirements of the lab, and which of them this Python has, from package metadata only: it takes milliseconds,
+without imports.
 
 Standard library only, because this runs before the environment is set up.
 """
@@ -20,7 +21,8 @@ VENV = CLONE / ".venv"
 
 # The extras of `labkit setup --with`, and the module that shows whether each is installed.
 OPTIONAL = {"deepspeed": "deepspeed", "handout": "nbconvert", "mnist": "torchvision"}
-# Compiled for one version of torch: a different build does not load with the torch of an existing environment, so it is never added.
+# Compiled for one version of torch: a different build does not load with the torch of an existing environment, so it is
+# never added.
 BUILT_FOR_TORCH = ("torchvision",)
 # Kernel packages that must match JupyterLab's front end: a newer version would not render, so they are never upgraded.
 WIDGETS = ("anywidget", "ipywidgets", "plotly")
@@ -63,7 +65,8 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def requirements(*extras: str) -> list[Requirement]:
-    """The core dependencies of pyproject.toml and those of some extras, parsed by hand because Python 3.10 has no TOML parser."""
+    """The core dependencies of pyproject.toml and those of some extras, parsed by hand because Python 3.10 has no TOML
+    parser."""
     project, found = PROJECT.read_text(encoding="utf-8"), []
     for table in ("dependencies", *extras):
         block = re.search(rf"^{table} = \[(.*?)\]", project, re.MULTILINE | re.DOTALL)[1]
@@ -73,7 +76,9 @@ def requirements(*extras: str) -> list[Requirement]:
 
 def missing(*extras: str) -> list[Requirement]:
     """The missing requirements of core, torch and some extras, without torchvision, which few workloads need."""
-    return [package for package in requirements("torch", *extras) if package.name not in BUILT_FOR_TORCH and not package.met]
+    return [
+        package for package in requirements("torch", *extras) if package.name not in BUILT_FOR_TORCH and not package.met
+    ]
 
 
 def has_supported_torch() -> bool:
@@ -92,7 +97,8 @@ def active() -> str | None:
 
 
 def has(extra: str) -> bool:
-    """Whether the packages of an optional extra (a key of OPTIONAL) can be imported by this Python; nothing is imported."""
+    """Whether the packages of an optional extra (a key of OPTIONAL) can be imported by this Python; nothing is
+    imported."""
     return importlib.util.find_spec(OPTIONAL[extra]) is not None
 
 
@@ -105,10 +111,16 @@ def why_not_added(extra: str) -> str:
     """Why a successful setup did not install an optional extra, and the fix."""
     package = OPTIONAL[extra]
     if not PROJECT.is_file():
-        return f"labkit is installed as a package in {sys.prefix} and does not change it; install {package} with the tool that manages it"
+        return (
+            f"labkit is installed as a package in {sys.prefix} and does not change it; install {package} with the tool"
+            " that manages it"
+        )
     where = active() or f"the Python at {sys.prefix}"
     if package in BUILT_FOR_TORCH:
-        return f"{package} must match the torch of {where}, so setup does not add it; install it from the same source as that torch"
+        return (
+            f"{package} must match the torch of {where}, so setup does not add it; install it from the same source as"
+            " that torch"
+        )
     return f"{package} was not added to {where}; install it there, or deactivate that environment and run setup again"
 
 

@@ -1,6 +1,7 @@
 """The resources of this machine, found without CUDA: GPUs through NVML, the rest through psutil.
 
-The notebook kernel must never initialize CUDA, because its forked children could not use it; so this module does not import torch.
+The notebook kernel must never initialize CUDA, because its forked children could not use it; so this module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """The resources for a run: GPUs (visible under CUDA_VISIBLE_DEVICES), CPU cores, bytes of memory, and torch's (major, minor) version.
+    """The resources for a run: GPUs (visible under CUDA_VISIBLE_DEVICES), CPU cores, bytes of memory, and torch's
+    (major, minor) version.
 
     `torch` is () if it is not installed.
     """
@@ -54,7 +56,9 @@ class Machine:
         """This machine, detected now."""
         gpus, reason = _visible_gpus()
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return cls(gpus=gpus, cores=cores, memory=psutil.virtual_memory().total, no_gpu_reason=reason, torch=_torch_version())
+        return cls(
+            gpus=gpus, cores=cores, memory=psutil.virtual_memory().total, no_gpu_reason=reason, torch=_torch_version()
+        )
 
 
 def _torch_version() -> tuple[int, ...]:

@@ -1,4 +1,5 @@
-"""Checks of torch in separate processes: the import may fail, crash or hang, and this process must not initialize CUDA."""
+"""Checks of torch in separate processes: the import may fail, crash or hang, and this process must not initialize
+CUDA."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ backend, rank, path = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 device = torch.device("cpu" if backend == "gloo" else f"cuda:{rank}")
 if device.type == "cuda":
     torch.cuda.set_device(device)
-dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=20))
+timeout = datetime.timedelta(seconds=20)
+dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=2, timeout=timeout)
 number = torch.ones(1, device=device)
 dist.all_reduce(number)
 assert number.item() == 2, f"the all-reduce of 1 and 1 returned {number.item()}"
@@ -75,7 +77,8 @@ def torchvision() -> tuple[str, str]:
 
 
 def all_reduce(backend: str) -> tuple[float, str]:
-    """Seconds that two ranks need to start and run an all-reduce, and the error (empty on success). No process is left running."""
+    """Seconds that two ranks need to start and run an all-reduce, and the error (empty on success). No process is left
+    running."""
     began = time.monotonic()
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     env = os.environ | {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback, "OMP_NUM_THREADS": "1"}
@@ -85,7 +88,9 @@ def all_reduce(backend: str) -> tuple[float, str]:
         try:
             for rank in (0, 1):
                 command = [sys.executable, "-c", _ALL_REDUCE, backend, str(rank), f"{folder}/store"]
-                ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
+                ranks.append(
+                    subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+                )
             for rank in ranks:
                 _, text = rank.communicate(timeout=max(1.0, began + _LIMIT - time.monotonic()))
                 if rank.returncode:
@@ -103,7 +108,9 @@ def all_reduce(backend: str) -> tuple[float, str]:
 def _ask(code: str) -> tuple[dict[str, Any], str]:
     """The JSON object in the last line that the code prints, and the error in one line (empty on success)."""
     try:
-        answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=_LIMIT)
+        answer = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=_LIMIT
+        )
     except subprocess.TimeoutExpired:
         return {}, f"no answer within {_LIMIT:g} s"
     if answer.returncode:

@@ -18,7 +18,8 @@ _READING = 5.0  # seconds between lines while a long run is read
 
 
 class Reading:
-    """Prints how much of something was read, as one line on stderr every few seconds. Called with the fraction that was read."""
+    """Prints how much of something was read, as one line on stderr every few seconds. Called with the fraction that was
+    read."""
 
     def __init__(self, name: str):
         self._name, self._printed = name, -math.inf
@@ -31,7 +32,8 @@ class Reading:
 
 
 class Progress:
-    """A context manager: `step` starts a step, `detail` describes its current activity. A thread displays the elapsed seconds."""
+    """A context manager: `step` starts a step, `detail` describes its current activity. A thread displays the elapsed
+    seconds."""
 
     def __init__(self, stream: TextIO | None = None):
         self._stream = stream or sys.stderr

@@ -1,4 +1,5 @@
-"""The interface of a Spec that the tables of strategies, workloads and faults use, because they cannot import `labkit.plan.spec`."""
+"""The interface of a Spec that the tables of strategies, workloads and faults use, because they cannot import
+`labkit.plan.spec`."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from typing import Any, Protocol
 
 
 class Request(Protocol):
-    """The part of `Spec` that the tables use: read-only, with device and number of ranks resolved. See `Spec` for each field."""
+    """The part of `Spec` that the tables use: read-only, with device and number of ranks resolved. See `Spec` for each
+    field."""
 
     @property
     def strategy(self) -> str | None: ...

@@ -14,4 +14,7 @@ def reversed_axes(rank, pp, dp, tp):
 
 
 RIGHT = {"place": place_of, "machines": lambda: run("pp_ddp", **SMALL).wait()}
-WRONG = {"place": (reversed_axes, "neighbouring ranks"), "machines": (lambda: run("fsdp2", **SMALL).wait(), "sends only activations")}
+WRONG = {
+    "place": (reversed_axes, "neighbouring ranks"),
+    "machines": (lambda: run("fsdp2", **SMALL).wait(), "sends only activations"),
+}

@@ -23,7 +23,11 @@ def uneven():
     return mine
 
 
-RIGHT = {"steps": (66, 10), "sampler": sampler, "buckets": lambda: run("ddp", options={"bucket_mb": 1}, **FIELDS).wait()}
+RIGHT = {
+    "steps": (66, 10),
+    "sampler": sampler,
+    "buckets": lambda: run("ddp", options={"bucket_mb": 1}, **FIELDS).wait(),
+}
 WRONG = {
     "steps": ((65, 80), "do not fill a batch"),
     "sampler": (uneven, "make the others hang"),

@@ -22,4 +22,7 @@ def _train(**options):
 
 
 RIGHT = {"order": order, "bubble": lambda: _train(schedule="Interleaved1F1B", micro_batches=4)}
-WRONG = {"order": (as_gpipe, "entry 2 is 'F1'"), "bubble": (lambda: _train(schedule="1F1B", micro_batches=4), "what in the formula")}
+WRONG = {
+    "order": (as_gpipe, "entry 2 is 'F1'"),
+    "bubble": (lambda: _train(schedule="1F1B", micro_batches=4), "what in the formula"),
+}

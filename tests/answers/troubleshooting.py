@@ -51,7 +51,10 @@ RIGHT = {
     "mend": lambda: fixed(FIXED),
 }
 WRONG = {
-    "prefix": (lambda state: {name.replace("module.", ""): value for name, value in state.items()}, "the model has submodule.weight"),
+    "prefix": (
+        lambda state: {name.replace("module.", ""): value for name, value in state.items()},
+        "the model has submodule.weight",
+    ),
     "stray": ((0, 96), "number 118 a different collective"),
     "mend": (
         lambda: fixed(FIXED.replace("    sampler.set_epoch(epoch)\n", "")),

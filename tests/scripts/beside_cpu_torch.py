@@ -1,4 +1,5 @@
-"""Runs a script with torchvision's operators known, though none of its libraries loads: `beside_cpu_torch.py script.py [argument ...]`."""
+"""Runs a script with torchvision's operators known, though none of its libraries loads: `beside_cpu_torch.py script.py
+[argument ...]`."""
 
 import runpy
 import sys

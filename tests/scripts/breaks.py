@@ -1,4 +1,5 @@
-"""Ranks that fail, leave, stop or disagree in the way that the first argument names: what the diagnosis must tell apart."""
+"""Ranks that fail, leave, stop or disagree in the way that the first argument names: what the diagnosis must tell
+apart."""
 
 import ctypes
 import os
@@ -142,7 +143,17 @@ def diverges(rank: int) -> None:
 CASES = {
     function.__name__: function
     for function in (
-        *(same_error, error_on_some, returns_early, exits_at_once, crashes, exits_in_c, is_killed, is_stopped, holds_the_gil),
+        *(
+            same_error,
+            error_on_some,
+            returns_early,
+            exits_at_once,
+            crashes,
+            exits_in_c,
+            is_killed,
+            is_stopped,
+            holds_the_gil,
+        ),
         *(one_stops_and_one_holds_the_gil, crossed_groups, uses_all_memory, diverges),
     )
 }

@@ -1,4 +1,5 @@
-"""Loops that update their parameters themselves, without an optimizer; each prints its losses. No optimizer is made in this process."""
+"""Loops that update their parameters themselves, without an optimizer; each prints its losses. No optimizer is made in
+this process."""
 
 import datetime
 

@@ -1,4 +1,5 @@
-"""Recipes of torch.compile: the optimizer's step, a whole training step, and what stands between; prints losses and what Dynamo counts."""
+"""Recipes of torch.compile: the optimizer's step, a whole training step, and what stands between; prints losses and
+what Dynamo counts."""
 
 import json
 import sys
@@ -71,6 +72,8 @@ if __name__ == "__main__":
     for recipe in (optimizer_alone, whole_step, forward_and_backward):
         recipe()
         breaks = sum(counters["graph_break"].values())
-        print(json.dumps({"recipe": recipe.__name__, "breaks": breaks} | counters["stats"] | counters["recompile_limit"]))
+        print(
+            json.dumps({"recipe": recipe.__name__, "breaks": breaks} | counters["stats"] | counters["recompile_limit"])
+        )
         counters.clear()
         torch._dynamo.reset()

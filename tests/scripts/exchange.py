@@ -53,7 +53,11 @@ def main():
         fsdp = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=way == "fsdp_orig")
         whole(fsdp, x[mine], y[mine])
     elif way == "tp":
-        whole(parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()}), x, y)
+        whole(
+            parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()}),
+            x,
+            y,
+        )
     elif way == "pp":
         pipeline(model, x, y)
     dist.barrier()

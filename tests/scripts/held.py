@@ -1,4 +1,5 @@
-"""A training step with everything that holds memory besides a model: a frozen teacher, averages of the weights, a data set."""
+"""A training step with everything that holds memory besides a model: a frozen teacher, averages of the weights, a data
+set."""
 
 import copy
 

@@ -1,4 +1,5 @@
-"""Resumes as scripts with torch.distributed.checkpoint do: an optimizer step that only creates state, batches that are skipped."""
+"""Resumes as scripts with torch.distributed.checkpoint do: an optimizer step that only creates state, batches that are
+skipped."""
 
 import sys
 import time

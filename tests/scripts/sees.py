@@ -1,4 +1,5 @@
-"""Prints everything about itself that a training script could notice, as JSON: a warm start must show what a cold one shows."""
+"""Prints everything about itself that a training script could notice, as JSON: a warm start must show what a cold one
+shows."""
 
 import gc
 import json
@@ -38,7 +39,15 @@ def descriptors() -> dict[str, str]:
 def streams() -> list[list[str]]:
     """How the standard streams are set."""
     return [
-        [one.name, one.mode, one.encoding, one.errors, str(one.newlines), str(one.line_buffering), str(one.write_through)]
+        [
+            one.name,
+            one.mode,
+            one.encoding,
+            one.errors,
+            str(one.newlines),
+            str(one.line_buffering),
+            str(one.write_through),
+        ]
         for one in (sys.stdin, sys.stdout, sys.stderr)
     ]
 
@@ -63,7 +72,9 @@ def main() -> None:
     parent = os.getppid()
     status = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":\t" in line)
     same = {
-        "environ": {name: value for name, value in os.environ.items() if not name.startswith(("LABKIT_CLOCK", "LABKIT_COLD"))},
+        "environ": {
+            name: value for name, value in os.environ.items() if not name.startswith(("LABKIT_CLOCK", "LABKIT_COLD"))
+        },
         "argv": sys.argv,
         "path": sys.path,
         "file": __file__,
@@ -81,15 +92,27 @@ def main() -> None:
         "children": [children(method) for method in ("fork", "spawn", "forkserver")],
         "workers": [batch.tolist() for batch in DataLoader(torch.arange(4), batch_size=2, num_workers=2)],
         "umask": os.umask(0o22),
-        "limits": [resource.getrlimit(kind) for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_CORE, resource.RLIMIT_STACK)],
+        "limits": [
+            resource.getrlimit(kind) for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_CORE, resource.RLIMIT_STACK)
+        ],
         "name": Path("/proc/self/comm").read_text(),
         "tempdir": tempfile.gettempdir(),
         "logging": [logging.getLogger().level, len(logging.getLogger().handlers)],
-        "hooks": [str(sys.excepthook), str(sys.displayhook), sys.gettrace(), sys.getprofile(), gc.isenabled(), gc.get_threshold()],
+        "hooks": [
+            str(sys.excepthook),
+            str(sys.displayhook),
+            sys.gettrace(),
+            sys.getprofile(),
+            gc.isenabled(),
+            gc.get_threshold(),
+        ],
         "zone": time.tzname,
         "recursion": sys.getrecursionlimit(),
     }
-    own = {"chance": [random.random(), numpy.random.rand(), torch.initial_seed()], "key": multiprocessing.current_process().authkey.hex()}
+    own = {
+        "chance": [random.random(), numpy.random.rand(), torch.initial_seed()],
+        "key": multiprocessing.current_process().authkey.hex(),
+    }
     own["stack"] = "".join(traceback.format_stack())
     print(json.dumps({"same": same, "own": own}))
 

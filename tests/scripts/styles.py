@@ -1,4 +1,5 @@
-"""Training loops in the styles that people write, one after the other in one process; each tells its name before it begins."""
+"""Training loops in the styles that people write, one after the other in one process; each tells its name before it
+begins."""
 
 import datetime
 import gc
@@ -174,7 +175,8 @@ def prefetched():
 
 
 def sequence_first():
-    """The batch is the second dimension of what the model is called with, and the model is called once per position too."""
+    """The batch is the second dimension of what the model is called with, and the model is called once per position
+    too."""
     cell, head = nn.GRU(8, 4), nn.Linear(4, 3)
     optimizer = torch.optim.SGD([*cell.parameters(), *head.parameters()], lr=0.1)
     for x, y in loader():

@@ -35,7 +35,9 @@ if __name__ == "__main__":
     run(threading.Thread(target=train, args=(4, 3), name="first"))
     run(threading.Thread(target=train, args=(6, 3), name="second"))
     began, ended = threading.Event(), threading.Event()
-    third = threading.Thread(target=train, args=(8, 2), kwargs={"after": lambda: (began.set(), ended.wait())}, name="third")
+    third = threading.Thread(
+        target=train, args=(8, 2), kwargs={"after": lambda: (began.set(), ended.wait())}, name="third"
+    )
     beside = threading.Thread(target=train, args=(5, 3), kwargs={"before": began.wait}, name="beside")
 
     def wait_for_beside():

@@ -48,10 +48,14 @@ def not_judged(unread: Sequence[str]) -> Iterator[Finding]:
             kind="unseen",
             title=f"{len(unread)} of {len(RULES)} checks could not read the recorded events",
             evidence="; ".join(unread),
-            cause="an event lacks a field, or a field has the wrong type: it was edited by hand, or written by "
-            "another version of labkit",
-            fix="open the run with the version of labkit that recorded it, or check these points by hand; the other "
-            "findings are valid",
+            cause=(
+                "an event lacks a field, or a field has the wrong type: it was edited by hand, or written by "
+                "another version of labkit"
+            ),
+            fix=(
+                "open the run with the version of labkit that recorded it, or check these points by hand; the other "
+                "findings are valid"
+            ),
         )
 
 
@@ -64,8 +68,10 @@ def not_watched(state: RunState) -> Iterator[Finding]:
             title=f"the probe stopped recording {lost['part']} on rank {lost['rank']}",
             evidence=f"{lost['type']}: {lost['message']}",
             cause="this part of the probe raised an exception, so it was switched off for the rest of the run",
-            fix=f"read the traceback in events/rank{lost['rank']}.jsonl (kind probe_error); the training itself was "
-            "not affected",
+            fix=(
+                f"read the traceback in events/rank{lost['rank']}.jsonl (kind probe_error); the training itself was "
+                "not affected"
+            ),
             ranks=(lost["rank"],),
         )
 
@@ -79,8 +85,10 @@ def not_written(state: RunState) -> Iterator[Finding]:
             title=f"{events} events of rank {rank} could not be written",
             evidence="the rank recorded the number of lost events once the disk had free space again",
             cause="the disk that holds the run folder was full",
-            fix="free space on that disk, or set LABKIT_RUNS to a folder on another disk; steps may be missing from "
-            "every figure",
+            fix=(
+                "free space on that disk, or set LABKIT_RUNS to a folder on another disk; steps may be missing from "
+                "every figure"
+            ),
             ranks=(rank,),
         )
 
@@ -108,8 +116,10 @@ def not_there(state: RunState) -> Iterator[Finding]:
             title=f"{ranks_in_words(missing)} recorded no events",
             evidence=f"{len(state.ranks)} of {state.world_size} ranks have events",
             cause="the rank exited before it started to train, or its file under events/ is missing",
-            fix="read the stderr of that rank, or copy the run folder again if a file is missing; totals cover only "
-            "the ranks with events",
+            fix=(
+                "read the stderr of that rank, or copy the run folder again if a file is missing; totals cover only "
+                "the ranks with events"
+            ),
             ranks=missing,
         )
 
@@ -118,7 +128,9 @@ def cut_short(state: RunState) -> Iterator[Finding]:
     """Ranks of a finished run whose events end before those of the other ranks."""
     if state.status.get("state") != "finished":
         return
-    last = {rank.rank: int(rank.steps.step[-1]) if len(rank.steps) > rank.first_step else 0 for rank in state.ranks.values()}
+    last = {
+        rank.rank: int(rank.steps.step[-1]) if len(rank.steps) > rank.first_step else 0 for rank in state.ranks.values()
+    }
     most = max(last.values(), default=0)
     short = tuple(number for number, step in sorted(last.items()) if step < most and state.ranks[number].ended is None)
     if short:
@@ -126,8 +138,10 @@ def cut_short(state: RunState) -> Iterator[Finding]:
             name="cut_short",
             kind="unseen",
             title=f"the events of {ranks_in_words(short)} end early, although the run continued",
-            evidence=f"last step by rank: {', '.join(f'{number}: {last[number]}' for number in short)}; other ranks: "
-            f"{most}; no end event",
+            evidence=(
+                f"last step by rank: {', '.join(f'{number}: {last[number]}' for number in short)}; other ranks: "
+                f"{most}; no end event"
+            ),
             cause="the file was copied incompletely, or the disk was full while it was written",
             fix="copy the run folder again if it came from another machine; the figures show what was recorded",
             ranks=short,

@@ -44,7 +44,9 @@ _ADVICE = {
         "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook) (DDP)",
     ),
     "larger buckets": _Advice(
-        "bucket_mb", "set a larger --option bucket_mb (default: 25)", "set DistributedDataParallel(model, bucket_cap_mb=25) or larger"
+        "bucket_mb",
+        "set a larger --option bucket_mb (default: 25)",
+        "set DistributedDataParallel(model, bucket_cap_mb=25) or larger",
     ),
     "workers": _Advice(
         "workers",
@@ -87,7 +89,9 @@ def advice(state: RunState, *names: str) -> list[str]:
     spec = state.asked
     if spec is None:
         return [_ADVICE[name].elsewhere for name in names]
-    return [_ADVICE[name].here for name in names if _ADVICE[name].option is None or _ADVICE[name].option in spec.options]
+    return [
+        _ADVICE[name].here for name in names if _ADVICE[name].option is None or _ADVICE[name].option in spec.options
+    ]
 
 
 def one_of(state: RunState, *names: str) -> str:

@@ -60,7 +60,8 @@ _KNOWN_ERRORS = (
     ),
     _KnownError(
         "shared_memory",
-        r"(?:out of|insufficient) shared memory|creating shared memory|(?:shared memory|</torch_|shm).*No space left on device",
+        r"(?:out of|insufficient) shared memory|creating shared memory|(?:shared memory|</torch_|shm).*No space left on"
+        r" device",
         "the shared memory (/dev/shm) is full",
         "NCCL and DataLoader workers pass data through /dev/shm, which often has only 64 MB in a container",
         "start the container with --shm-size=1g or --ipc=host, or use fewer DataLoader workers",
@@ -75,7 +76,8 @@ _KNOWN_ERRORS = (
     ),
     _KnownError(
         "no_nccl",
-        r"(?:Distributed package doesn't have NCCL|NCCL is not available|No backend type associated with device type cuda)",
+        r"(?:Distributed package doesn't have NCCL|NCCL is not available|No backend type associated with device type"
+        r" cuda)",
         "this PyTorch build has no NCCL",
         "NCCL supports NVIDIA GPUs on Linux; builds for Windows, macOS or CPU do not include it",
         "use the gloo backend (the lab's scripts do so without a GPU), or install a CUDA build of PyTorch on Linux",
@@ -112,7 +114,8 @@ _KNOWN_ERRORS = (
     ),
     _KnownError(
         "nccl",
-        r"NCCL (?:error|Error)|ncclUnhandledCudaError|ncclSystemError|unhandled (?:system|cuda) error|ncclInternalError",
+        r"NCCL (?:error|Error)|ncclUnhandledCudaError|ncclSystemError|unhandled (?:system|cuda)"
+        r" error|ncclInternalError",
         "NCCL failed",
         "a link between GPUs, a driver or a network interface failed; NCCL's own log names it",
         "run again with NCCL_DEBUG=INFO and read the first WARN line; NCCL_SOCKET_IFNAME selects the interface "
@@ -133,7 +136,11 @@ def known_error(state: RunState) -> Iterator[Finding]:
         first, *more = text.strip().splitlines()
         last = "\n".join(more).rpartition("Last error:")[2] if "Last error:" in "\n".join(more) else ""
         ranks = (rank,) if rank is not None else () if failure is None else (failure["rank"],)
-        title = "".join(f"rank {number}: " for number in ranks) + known.title + "".join(_raised_at(state, number) for number in ranks)
+        title = (
+            "".join(f"rank {number}: " for number in ranks)
+            + known.title
+            + "".join(_raised_at(state, number) for number in ranks)
+        )
         yield Finding(known.name, "wrong", title, shorter(f"{first} {last}"), known.cause, known.fix, ranks)
         return
 
@@ -162,9 +169,14 @@ def out_of_memory(state: RunState) -> Iterator[Finding]:
     yield Finding(
         name="out_of_memory",
         kind="wrong",
-        title=f"{ranks_in_words(failure['alike'], state.world_size)} ran out of memory" + (f" at {where}" if where else ""),
+        title=f"{ranks_in_words(failure['alike'], state.world_size)} ran out of memory"
+        + (f" at {where}" if where else ""),
         evidence=evidence,
-        cause=f"an allocation of {size(asked)} exceeded the free memory" if asked else "an allocation exceeded the free memory",
+        cause=(
+            f"an allocation of {size(asked)} exceeded the free memory"
+            if asked
+            else "an allocation exceeded the free memory"
+        ),
         fix=_what_fits(state, rank, asked or 0, held),
         ranks=_involved(failure),
     )
@@ -174,17 +186,23 @@ def _killed_for_memory(state: RunState, failure: Mapping[str, Any]) -> Finding:
     """A rank that the kernel killed because the memory of the host, or of its cgroup, ran out."""
     rank, where = failure["rank"], place(failure["traceback"])
     samples = state.system.ranks.get(rank)
-    resident = f"; last resident memory of the rank: {size(samples['rss'][-1])}" if samples and len(samples["rss"]) else ""
+    resident = (
+        f"; last resident memory of the rank: {size(samples['rss'][-1])}" if samples and len(samples["rss"]) else ""
+    )
     kills = state.status["oom_kills"]
     return Finding(
         name="out_of_memory",
         kind="wrong",
-        title=f"rank {rank} was killed by the kernel because memory ran out" + (f", last seen at {where}" if where else ""),
-        evidence=f"SIGKILL; the kernel killed {counted(kills, 'process', 'es')} of this cgroup for lack of "
-        f"memory{resident}",
+        title=f"rank {rank} was killed by the kernel because memory ran out"
+        + (f", last seen at {where}" if where else ""),
+        evidence=(
+            f"SIGKILL; the kernel killed {counted(kills, 'process', 'es')} of this cgroup for lack of memory{resident}"
+        ),
         cause="the processes of the host or container exceeded its memory limit (host memory, not GPU memory)",
-        fix="start the container or job with more memory; or load less data in each rank; or "
-        f"{one_of(state, 'smaller batch')}",
+        fix=(
+            "start the container or job with more memory; or load less data in each rank; or "
+            f"{one_of(state, 'smaller batch')}"
+        ),
         ranks=_involved(failure),
     )
 
@@ -208,7 +226,10 @@ def _what_fits(state: RunState, rank: RankState | None, asked: float, held: Mapp
     limit = _limit(state, rank)
     whole = limit or float(1 << 40)
     if asked > whole:
-        return f"allocate a smaller tensor at that line: {size(asked)} is more than the device has, so no setting would have fitted"
+        return (
+            f"allocate a smaller tensor at that line: {size(asked)} is more than the device has, so no setting would"
+            " have fitted"
+        )
     batch = state.asked.batch_per_rank if state.asked is not None else None
     fixed = sum(count for owner, count in held.items() if owner != "activations")
     profiled = rank.memory_step if rank is not None else None
@@ -219,7 +240,9 @@ def _what_fits(state: RunState, rank: RankState | None, asked: float, held: Mapp
         needed = f"parameters, gradients and optimizer state take {size(fixed)} of {size(limit)}"
         return f"use the strategy fsdp2: {needed}, and sharded over n ranks each rank stores 1/n of them"
     fits = int(batch * (0.95 * limit - fixed) / (activations + asked))
-    return f"reduce the batch per rank to {fits}, which fits by this breakdown; or {usual}" if 0 < fits < batch else usual
+    return (
+        f"reduce the batch per rank to {fits}, which fits by this breakdown; or {usual}" if 0 < fits < batch else usual
+    )
 
 
 def _limit(state: RunState, rank: RankState | None) -> float | None:
@@ -228,7 +251,8 @@ def _limit(state: RunState, rank: RankState | None) -> float | None:
 
 
 def first_failure(state: RunState) -> Iterator[Finding]:
-    """The rank that failed first, or those that failed in the same way, and the ranks that were terminated with them."""
+    """The rank that failed first, or those that failed in the same way, and the ranks that were terminated with
+    them."""
     failure = state.failure
     if failure is None:
         return
@@ -245,7 +269,10 @@ def first_failure(state: RunState) -> Iterator[Finding]:
     title = " ".join(filter(None, (those, "failed", how))) + f": {shorter(says, 120)}{where}"
     if failure["collateral"]:
         verb = "was" if len(failure["collateral"]) == 1 else "were"
-        title += f"; {ranks_in_words(failure['collateral'])} {verb} terminated because {those if not several else 'they'} failed"
+        title += (
+            f"; {ranks_in_words(failure['collateral'])} {verb} terminated because {those if not several else 'they'}"
+            " failed"
+        )
     yield Finding(
         name="first_failure",
         kind="wrong",
@@ -283,7 +310,11 @@ def _cause(state: RunState, failure: Mapping[str, Any]) -> str:
     if failure["type"] == "SIGKILL" and state.status.get("oom_kills"):
         return "the kernel killed the process because memory ran out"
     if failure["type"] == "SIGKILL":
-        unknown = ", or by the kernel because memory ran out (dmesg shows that)" if state.status.get("oom_kills") is None else ""
+        unknown = (
+            ", or by the kernel because memory ran out (dmesg shows that)"
+            if state.status.get("oom_kills") is None
+            else ""
+        )
         return f"the process was killed from outside: by a person or a scheduler{unknown}"
     if str(failure["type"]).startswith("SIG"):
         return "native code, such as a C extension or a driver, crashed the process"

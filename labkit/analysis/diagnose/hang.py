@@ -45,7 +45,9 @@ def _silent(state: RunState) -> Finding | None:
     unheard = {
         number: event
         for number, event in found.items()
-        if event["process"] in STOPPED or others or (event.get("computed") or 0.0) < IDLE  # a long computation alone is not a hang
+        if event["process"] in STOPPED
+        or others
+        or (event.get("computed") or 0.0) < IDLE  # a long computation alone is not a hang
     }
     if not unheard:
         return None
@@ -57,28 +59,42 @@ def _silent(state: RunState) -> Finding | None:
     if is_stopped:
         title = f"{ranks_in_words(those)} {verb} been stopped {lasts}" + (f", last seen at {at}" if at else "")
     else:
-        title = f"{ranks_in_words(those)} {verb} been inside a C call that holds the GIL {lasts}" + (f", at {at}" if at else "")
+        title = f"{ranks_in_words(those)} {verb} been inside a C call that holds the GIL {lasts}" + (
+            f", at {at}" if at else ""
+        )
     pid = state.ranks[number].pid
     return Finding(
         name="hang",
         kind="wrong",
         title=title + _others_wait(others),
-        evidence="; ".join([*(_silent_in_words(state, one, each) for one, each in sorted(unheard.items())), *_described(others)]),
-        cause="a signal stopped the process (SIGSTOP, Ctrl-Z, a debugger, a batch system): it keeps its memory but "
-        "runs no code"
-        if is_stopped
-        else "no other Python thread of the process can run while a C call holds the GIL",
-        fix=f"resume the process with kill -CONT {pid or 'PID'}, or stop the run"
-        if is_stopped
-        else "stop the run; at that line, give the call a timeout, release the GIL in it, or move it to another "
-        "process",
+        evidence="; ".join(
+            [*(_silent_in_words(state, one, each) for one, each in sorted(unheard.items())), *_described(others)]
+        ),
+        cause=(
+            "a signal stopped the process (SIGSTOP, Ctrl-Z, a debugger, a batch system): it keeps its memory but "
+            "runs no code"
+            if is_stopped
+            else "no other Python thread of the process can run while a C call holds the GIL"
+        ),
+        fix=(
+            f"resume the process with kill -CONT {pid or 'PID'}, or stop the run"
+            if is_stopped
+            else (
+                "stop the run; at that line, give the call a timeout, release the GIL in it, or move it to another "
+                "process"
+            )
+        ),
         ranks=(*those, *(one for one in others if one not in those)),
     )
 
 
 def _silent_in_words(state: RunState, number: int, event: Mapping[str, Any]) -> str:
     pid, computed = state.ranks[number].pid, event.get("computed")
-    share = f", on the CPU for {computed:.0%} of the time" if computed is not None and event["process"] not in STOPPED else ""
+    share = (
+        f", on the CPU for {computed:.0%} of the time"
+        if computed is not None and event["process"] not in STOPPED
+        else ""
+    )
     doing = "stopped, last seen" if event["process"] in STOPPED else "in a C call that holds the GIL,"
     at = place(event["stack"]) or "an unknown line"
     done = steps_done(state.ranks[number])
@@ -104,14 +120,19 @@ def _crossed(state: RunState) -> Finding | None:
     if not circle:
         return None
     pending = pending_operations(held_up)
-    inside = [f"rank {number} is in {in_words({**pending[number], 'sizes': []})} of {group_in_words(pending[number])}" for number in circle]
+    inside = [
+        f"rank {number} is in {in_words({**pending[number], 'sizes': []})} of {group_in_words(pending[number])}"
+        for number in circle
+    ]
     return Finding(
         name="hang",
         kind="wrong",
         title=", ".join(inside) + ("; each waits for the other" if len(circle) == 2 else "; each waits for the next"),
         evidence=f"no progress for {_seconds(held_up.values()):.0f} s; " + "; ".join(_described(held_up)),
-        cause="these ranks call collectives of several process groups in different orders: a collective completes "
-        "only when every rank in its group calls it, and each of these ranks is blocked in another group first",
+        cause=(
+            "these ranks call collectives of several process groups in different orders: a collective completes "
+            "only when every rank in its group calls it, and each of these ranks is blocked in another group first"
+        ),
         fix="stop the run; call the collectives of these groups in the same order on every rank",
         ranks=(*circle, *(number for number in held_up if number not in circle)),
     )
@@ -134,20 +155,30 @@ def _waits(state: RunState) -> Finding | None:
         title += _common_place(held_up[number] for number in inside)
         everyone = "; all ranks of its group have reached it" if first["ranks"] else ""
         title += f"; {ranks_in_words(absent)} never reached it" if absent else everyone
-    described = [*_described(held_up), *(f"rank {number}: {last_seen(state, number)}" for number in absent if number not in held_up)]
+    described = [
+        *_described(held_up),
+        *(f"rank {number}: {last_seen(state, number)}" for number in absent if number not in held_up),
+    ]
     return Finding(
         name="hang",
         kind="wrong",
         title=title,
         evidence="; ".join(described),
-        cause="a collective completes only when every rank in its group calls it: a rank that takes a different branch blocks the others"
-        if pending
-        else "no collective is pending: the rank waits for data, a file, a lock, a message from another stage, or "
-        "ranks that did not start",
-        fix="stop the run; call the collective on every rank: look for an `if rank ==`, a shorter loader or a caught "
-        "exception"
-        if pending
-        else "stop the run, and check what the rank waits for at that line",
+        cause=(
+            "a collective completes only when every rank in its group calls it: a rank that takes a different branch"
+            " blocks the others"
+            if pending
+            else (
+                "no collective is pending: the rank waits for data, a file, a lock, a message from another stage, or "
+                "ranks that did not start"
+            )
+        ),
+        fix=(
+            "stop the run; call the collective on every rank: look for an `if rank ==`, a shorter loader or a caught "
+            "exception"
+            if pending
+            else "stop the run, and check what the rank waits for at that line"
+        ),
         ranks=(*absent, *(number for number in held_up if number not in absent)),
     )
 
@@ -157,7 +188,8 @@ def _awaited(pending: Mapping[int, Mapping[str, Any]]) -> tuple[Mapping[str, Any
     no collective.
     """
     absent = {
-        number: tuple(rank for rank in op["ranks"] if rank not in pending or not same(pending[rank], op)) for number, op in pending.items()
+        number: tuple(rank for rank in op["ranks"] if rank not in pending or not same(pending[rank], op))
+        for number, op in pending.items()
     }
     inside = {number: sum(same(op, other) for other in pending.values()) for number, op in pending.items()}
     best = min(pending, key=lambda number: (all(rank in pending for rank in absent[number]), -inside[number]))

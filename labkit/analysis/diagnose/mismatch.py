@@ -35,18 +35,27 @@ _ALIKE = ("all_reduce", "reduce", "broadcast")  # operations whose input has the
 def uneven_inputs(state: RunState) -> Iterator[Finding]:
     """Data loaders of different lengths, in a run that failed or hangs."""
     lengths = {rank.rank: rank.seen("loader")[0]["batches"] for rank in state.ranks.values() if rank.seen("loader")}
-    if len(set(lengths.values())) < 2 or None in lengths.values() or not _stuck(state) or (state.spec.get("options") or {}).get("join"):
+    if (
+        len(set(lengths.values())) < 2
+        or None in lengths.values()
+        or not _stuck(state)
+        or (state.spec.get("options") or {}).get("join")
+    ):
         return
     least = min(lengths.values())
     short = tuple(rank for rank, length in sorted(lengths.items()) if length == least)
     yield Finding(
         name="uneven_inputs",
         kind="wrong",
-        title=f"{ranks_in_words(short)} had only {least} batches per epoch; other ranks had up to "
-        f"{max(lengths.values())}",
-        evidence="batches per epoch, by rank: " + ", ".join(f"{rank}: {length}" for rank, length in sorted(lengths.items())),
-        cause="every step calls a collective; a rank without batches no longer calls it, so the others block or meet "
-        "a different collective",
+        title=(
+            f"{ranks_in_words(short)} had only {least} batches per epoch; other ranks had up to {max(lengths.values())}"
+        ),
+        evidence="batches per epoch, by rank: "
+        + ", ".join(f"{rank}: {length}" for rank, length in sorted(lengths.items())),
+        cause=(
+            "every step calls a collective; a rank without batches no longer calls it, so the others block or meet "
+            "a different collective"
+        ),
         fix="give each rank the same number of samples (DistributedSampler pads its shards); or "
         + (one_of(state, "join") or "use the strategy ddp with --option join=true"),
         ranks=short,
@@ -59,7 +68,11 @@ def evaluation_on_one_rank(state: RunState) -> Iterator[Finding]:
         return
     waits = waiting(state)
     held = set(waits) if state.failure is None else set(state.ranks)
-    alone = tuple(rank.rank for rank in state.ranks.values() if rank.activity == "evaluating" and rank.exit_code != 0 and rank.rank in held)
+    alone = tuple(
+        rank.rank
+        for rank in state.ranks.values()
+        if rank.activity == "evaluating" and rank.exit_code != 0 and rank.rank in held
+    )
     others = tuple(rank.rank for rank in state.ranks.values() if rank.activity == "training")
     if not alone or not others or len(alone) > len(others):
         return
@@ -69,11 +82,13 @@ def evaluation_on_one_rank(state: RunState) -> Iterator[Finding]:
     yield Finding(
         name="evaluation_on_one_rank",
         kind="wrong",
-        title=f"{ranks_in_words(alone)} evaluated while {ranks_in_words(others)} did not" + (f" ({where})" if where else ""),
+        title=f"{ranks_in_words(alone)} evaluated while {ranks_in_words(others)} did not"
+        + (f" ({where})" if where else ""),
         evidence=(f"rank {alone[0]} was at {where}; " if where else "")
         + (f"{ranks_in_words(exited)} had exited" if exited else f"{ranks_in_words(others)} continued training"),
-        cause="evaluating a sharded model, or reducing a metric over ranks, calls collectives: every rank must take "
-        "part",
+        cause=(
+            "evaluating a sharded model, or reducing a metric over ranks, calls collectives: every rank must take part"
+        ),
         fix="evaluate on every rank, each on its shard of the test set, and print on rank 0 only",
         ranks=alone + others,
     )
@@ -97,8 +112,10 @@ def mismatch(state: RunState) -> Iterator[Finding]:
         title="the ranks called mismatched collectives" + (f" at {where}" if where else ""),
         evidence="; ".join(filter(None, (apart, shorter(reported[1]) if reported else ""))),
         cause="collectives are matched only by their order: operation, shape and dtype must be the same on every rank",
-        fix="remove what depends on the rank at that line: a shape, an `if rank ==`, a smaller last batch; if none is "
-        "visible, run again with TORCH_DISTRIBUTED_DEBUG=DETAIL, which reports the first mismatch",
+        fix=(
+            "remove what depends on the rank at that line: a shape, an `if rank ==`, a smaller last batch; if none is "
+            "visible, run again with TORCH_DISTRIBUTED_DEBUG=DETAIL, which reports the first mismatch"
+        ),
         ranks=tuple(sorted(state.ranks)),
     )
 
@@ -124,20 +141,31 @@ def left_early(state: RunState) -> Iterator[Finding]:
     yield Finding(
         name="left_early",
         kind="wrong",
-        title=f"{ranks_in_words(ended)} exited{code} after {steps_done(state.ranks[ended[0]])} steps while "
-        f"{waited}{doing}",
+        title=(
+            f"{ranks_in_words(ended)} exited{code} after {steps_done(state.ranks[ended[0]])} steps while "
+            f"{waited}{doing}"
+        ),
         evidence="; ".join(_ended(state.ranks[number]) for number in ended)
-        + (f"; rank {first.rank}: {shorter(failure['type'] + ': ' + failure['message'])}" if failure is not None else ""),
+        + (
+            f"; rank {first.rank}: {shorter(failure['type'] + ': ' + failure['message'])}"
+            if failure is not None
+            else ""
+        ),
         cause="a collective completes only when every rank in its group calls it; a rank that has exited never does",
-        fix="end the loop at the same step on all ranks: base a `return`, `break` or `sys.exit()` on a value that all "
-        "ranks share, such as a flag broadcast from rank 0",
+        fix=(
+            "end the loop at the same step on all ranks: base a `return`, `break` or `sys.exit()` on a value that all "
+            "ranks share, such as a flag broadcast from rank 0"
+        ),
         ranks=(*ended, *held_up),
     )
 
 
 def _ended(rank: RankState) -> str:
     at = place(rank.left_at)
-    return f"rank {rank.rank}: {f'exited at {at}' if at else 'reached the end of its script'}, {steps_done(rank)} steps done"
+    return (
+        f"rank {rank.rank}: {f'exited at {at}' if at else 'reached the end of its script'}, {steps_done(rank)} steps"
+        " done"
+    )
 
 
 def _stuck(state: RunState) -> bool:

@@ -43,9 +43,11 @@ def input_bound(state: RunState) -> Iterator[Finding]:
         name="input_bound",
         kind="slow",
         title=f"rank {worst} spends {slow[worst]:.0%} of each step waiting for data",
-        evidence=f"rank {worst}: {1e3 * _median(state.ranks[worst].steps.phases['data']):.1f} ms of "
-        f"{1e3 * _median(state.ranks[worst].steps.seconds):.1f} ms per step (medians); {_DATA_SHARE:.0%} or more on "
-        f"{ranks_in_words(sorted(slow))}",
+        evidence=(
+            f"rank {worst}: {1e3 * _median(state.ranks[worst].steps.phases['data']):.1f} ms of"
+            f" {1e3 * _median(state.ranks[worst].steps.seconds):.1f} ms per step (medians); {_DATA_SHARE:.0%} or more"
+            f" on {ranks_in_words(sorted(slow))}"
+        ),
         cause="each batch is loaded only after the previous step has ended, and loading is slow",
         fix=f"{one_of(state, 'workers', 'whole batches')}; or store the data on a local disk",
         ranks=tuple(sorted(slow)),
@@ -70,20 +72,29 @@ def straggler(state: RunState) -> Iterator[Finding]:
     step = max(_median(rank.steps.seconds) for rank in ranks)
     if total[slowest] < _SLOWER * statistics.median(others) or excess < _EXCESS * step:
         return
-    lost = {phase: own[slowest][phase] - statistics.median(own[number][phase] for number in own if number != slowest) for phase in _OWN}
+    lost = {
+        phase: own[slowest][phase] - statistics.median(own[number][phase] for number in own if number != slowest)
+        for phase in _OWN
+    }
     phase = max(lost, key=lost.__getitem__)
     where = "outside the measured phases" if phase == "other" else f"in {phase}"
     yield Finding(
         name="straggler",
         kind="slow",
         title=f"rank {slowest} is slower than the other ranks, {where}",
-        evidence=f"its own work takes {1e3 * total[slowest]:.1f} ms per step, the other ranks' "
-        f"{1e3 * statistics.median(others):.1f} ms (medians); {1e3 * lost[phase]:.1f} ms of the difference {where}",
+        evidence=(
+            f"its own work takes {1e3 * total[slowest]:.1f} ms per step, the other ranks' "
+            f"{1e3 * statistics.median(others):.1f} ms (medians); {1e3 * lost[phase]:.1f} ms of the difference {where}"
+        ),
         cause="every collective waits for the slowest rank, so all ranks run at its speed",
         fix={
             "data": "check the size of this rank's data shard, and its disk",
             "other": "move work off this rank that it does between the phases: logging, saving, an `if rank ==`",
-        }.get(phase, "stop other processes on this rank's device or core, and check that its batch is not larger than the others'"),
+        }.get(
+            phase,
+            "stop other processes on this rank's device or core, and check that its batch is not larger than the"
+            " others'",
+        ),
         ranks=(slowest,),
     )
 
@@ -114,15 +125,22 @@ def communication_bound(state: RunState) -> Iterator[Finding]:
         return  # a stage waits for its neighbour: the pipeline bubble
     rank = state.ranks[min(shares)]
     backend = _usual_steps(rank)[-1]["backend"]
-    unprofiled = f"of {1e3 * _median(rank.steps.seconds):.1f} ms per step (median)" if len(rank.steps) >= _ENOUGH else "per step"
+    unprofiled = (
+        f"of {1e3 * _median(rank.steps.seconds):.1f} ms per step (median)" if len(rank.steps) >= _ENOUGH else "per step"
+    )
     yield Finding(
         name="communication_bound",
         kind="slow",
         title=f"communication is exposed for at least {min(shares.values()):.0%} of each step, on every rank",
-        evidence=f"by rank, {unprofiled}: {', '.join(f'{share:.0%}' for share in shares.values())}, "
-        f"from {counted(len(_usual_steps(rank)), 'profiled step')}; mostly {op}" + (f" ({backend})" if backend else ""),
-        cause="a step computes too little for the bytes that it sends, or the computation does not overlap with the "
-        "communication",
+        evidence=(
+            f"by rank, {unprofiled}: {', '.join(f'{share:.0%}' for share in shares.values())}, "
+            f"from {counted(len(_usual_steps(rank)), 'profiled step')}; mostly {op}"
+        )
+        + (f" ({backend})" if backend else ""),
+        cause=(
+            "a step computes too little for the bytes that it sends, or the computation does not overlap with the "
+            "communication"
+        ),
         fix=one_of(state, "larger batch", "accumulate", "compress", "fewer ranks"),
         ranks=tuple(sorted(state.ranks)),
     )
@@ -190,9 +208,11 @@ def synchronised(state: RunState) -> Iterator[Finding]:
             kind="slow",
             title=f"rank {rank.rank} waits for its device in every step: `.item()`",
             evidence=f"called between the phases in {seen[0]['calls']} of {seen[0]['steps']} steps",
-            cause="a value can be read only after the device has computed it, and no work is queued meanwhile"
-            if on_gpu
-            else "on a CPU rank it costs nothing; on a GPU no work would be queued meanwhile",
+            cause=(
+                "a value can be read only after the device has computed it, and no work is queued meanwhile"
+                if on_gpu
+                else "on a CPU rank it costs nothing; on a GPU no work would be queued meanwhile"
+            ),
             fix="store loss.detach() and call .item() on it only every 20 steps",
             ranks=(rank.rank,),
         )
@@ -209,11 +229,15 @@ def one_unit(state: RunState) -> Iterator[Finding]:
                 kind="memory",
                 title=f"FSDP shards {whole['name']} as one unit on rank {rank.rank}",
                 evidence=f"rank {rank.rank} has {whole['parameters']:,} parameters in one unit",
-                cause="a unit is gathered as a whole before it computes: the peak contains all parameters, and no "
-                "all-gather overlaps with compute",
-                fix="call fully_shard(block) for each block before fully_shard(model); with FSDP1 "
-                "use an auto_wrap_policy that wraps each block (size_based_auto_wrap_policy "
-                "needs a min_num_params below the size of a block)",
+                cause=(
+                    "a unit is gathered as a whole before it computes: the peak contains all parameters, and no "
+                    "all-gather overlaps with compute"
+                ),
+                fix=(
+                    "call fully_shard(block) for each block before fully_shard(model); with FSDP1 "
+                    "use an auto_wrap_policy that wraps each block (size_based_auto_wrap_policy "
+                    "needs a min_num_params below the size of a block)"
+                ),
                 ranks=(rank.rank,),
             )
             return

@@ -44,10 +44,14 @@ def same_samples(state: RunState) -> Iterator[Finding]:
         name="same_samples",
         kind="wrong",
         title=f"{ranks_in_words(alike)} train on the same samples",
-        evidence=f"their batches were identical in all {counted(len(whole), 'recorded step')}, from step {step} on; "
-        f"{counted(len(set(digests.values())), 'different batch', 'es')} per step, expected {expected}",
-        cause="without a DistributedSampler every rank draws from the whole data set, and with the same seed in the "
-        "same order",
+        evidence=(
+            f"their batches were identical in all {counted(len(whole), 'recorded step')}, from step {step} on; "
+            f"{counted(len(set(digests.values())), 'different batch', 'es')} per step, expected {expected}"
+        ),
+        cause=(
+            "without a DistributedSampler every rank draws from the whole data set, and with the same seed in the "
+            "same order"
+        ),
         fix="pass sampler=DistributedSampler(dataset) to the DataLoader, and remove shuffle=True from it",
         ranks=tuple(alike),
     )
@@ -71,8 +75,10 @@ def no_set_epoch(state: RunState) -> Iterator[Finding]:
             name="no_set_epoch",
             kind="wrong",
             title=f"rank {rank.rank} draws the samples in the same order in every epoch",
-            evidence=f"rank {rank.rank}'s DistributedSampler started {len(epochs)} epochs with the same epoch number, "
-            f"{epochs[0]['set']}",
+            evidence=(
+                f"rank {rank.rank}'s DistributedSampler started {len(epochs)} epochs with the same epoch number, "
+                f"{epochs[0]['set']}"
+            ),
             cause="the sampler shuffles by its seed and epoch number, and set_epoch was not called",
             fix="call sampler.set_epoch(epoch) at the start of each epoch",
             ranks=tuple(sorted(state.ranks)),
@@ -106,10 +112,16 @@ def nan_loss(state: RunState) -> Iterator[Finding]:
     if propagated:
         seen = _parameters_then(state, first, step)
         sure = f"; the parameters contain NaN before step {step}" if any(one["nan"] for one in seen) else ""
-        cause = f"on all ranks at once: in step {step - 1} the gradient of at least one rank was not finite, and the all-reduce of "
+        cause = (
+            f"on all ranks at once: in step {step - 1} the gradient of at least one rank was not finite, and the"
+            " all-reduce of "
+        )
         cause += f"gradients propagated it to all{sure}"
     else:
-        cause = "the inputs, the weights or an overflow on this rank; the next gradient all-reduce propagates it to other ranks"
+        cause = (
+            "the inputs, the weights or an overflow on this rank; the next gradient all-reduce propagates it to other"
+            " ranks"
+        )
     yield Finding(
         name="nan_loss",
         kind="wrong",
@@ -117,8 +129,10 @@ def nan_loss(state: RunState) -> Iterator[Finding]:
         evidence=f"{ranks_in_words(sorted(found))}: loss NaN or infinite"
         + (f"; the losses up to step {step - 1} were finite" if step > 1 else " in the first step"),
         cause=cause,
-        fix=f"locate the operation with torch.autograd.set_detect_anomaly(True); then lower the learning rate, "
-        f"{one_of(state, 'clip') or 'clip the gradients'}, or use bf16 instead of fp16",
+        fix=(
+            "locate the operation with torch.autograd.set_detect_anomaly(True); then lower the learning rate, "
+            f"{one_of(state, 'clip') or 'clip the gradients'}, or use bf16 instead of fp16"
+        ),
         ranks=first,
     )
 
@@ -168,10 +182,14 @@ def _divergence(state: RunState, ranks: tuple[int, ...], step: int) -> Finding:
         kind="wrong",
         title=f"the loss diverged: {losses[-1]:g} from step {step} on, on {ranks_in_words(ranks, state.world_size)}",
         evidence=f"losses of rank {ranks[0]} in steps {first} to {step}: {shown}{whole}",
-        cause="each update made the loss larger until it overflowed: the updates are too large for this loss, or the "
-        "loss has no minimum; no single rank is the cause",
-        fix="lower the learning rate, or increase it gradually over the first steps (warm-up); "
-        f"{one_of(state, 'clip') or 'clip the gradients'}; check the sign of the loss",
+        cause=(
+            "each update made the loss larger until it overflowed: the updates are too large for this loss, or the "
+            "loss has no minimum; no single rank is the cause"
+        ),
+        fix=(
+            "lower the learning rate, or increase it gradually over the first steps (warm-up); "
+            f"{one_of(state, 'clip') or 'clip the gradients'}; check the sign of the loss"
+        ),
         ranks=ranks,
     )
 
@@ -191,12 +209,15 @@ def loss_differs(state: RunState) -> Iterator[Finding]:
                 yield Finding(
                     name="loss_differs",
                     kind="wrong",
-                    title=f"{ranks_in_words(numbers)} have different losses from step {step} on, but must have the "
-                    "same",
+                    title=(
+                        f"{ranks_in_words(numbers)} have different losses from step {step} on, but must have the same"
+                    ),
                     evidence=f"step {step}: " + ", ".join(f"{loss:.6f}" for loss in losses),
                     cause="ranks that split layers must train on the same samples and start from the same weights",
-                    fix="set the same seed on every rank before the model is built, and feed the same batch to all "
-                    "ranks that split one layer",
+                    fix=(
+                        "set the same seed on every rank before the model is built, and feed the same batch to all "
+                        "ranks that split one layer"
+                    ),
                     ranks=numbers,
                 )
                 return
@@ -223,10 +244,14 @@ def one_file(state: RunState) -> Iterator[Finding]:
         name="one_file",
         kind="wrong",
         title=f"{ranks_in_words(sorted(ranks))} wrote the same file after step {step}",
-        evidence=f"{path}, after step {step}" + (f", and {counted(len(several) - 1, 'more time')}" if len(several) > 1 else ""),
-        cause="nothing coordinates the writes: the file contains what the last rank wrote, or a mixture of several "
-        "ranks",
-        fix="save on rank 0 only while the others wait at a barrier, or save one shard per rank with "
-        "torch.distributed.checkpoint",
+        evidence=f"{path}, after step {step}"
+        + (f", and {counted(len(several) - 1, 'more time')}" if len(several) > 1 else ""),
+        cause=(
+            "nothing coordinates the writes: the file contains what the last rank wrote, or a mixture of several ranks"
+        ),
+        fix=(
+            "save on rank 0 only while the others wait at a barrier, or save one shard per rank with "
+            "torch.distributed.checkpoint"
+        ),
         ranks=tuple(sorted(ranks)),
     )

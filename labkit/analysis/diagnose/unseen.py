@@ -39,13 +39,16 @@ def trains_beside(state: RunState) -> Iterator[Finding]:
             yield Finding(
                 name="trains_beside",
                 kind="unseen",
-                title=f"{counted(len(names), 'training thread')} of rank {rank.rank} "
-                f"{'is' if len(names) == 1 else 'are'} not recorded",
+                title=(
+                    f"{counted(len(names), 'training thread')} of rank {rank.rank} "
+                    f"{'is' if len(names) == 1 else 'are'} not recorded"
+                ),
                 evidence=f"backward was also called in {_listed(names)}",
-                cause="the probe follows one thread per rank: the first that calls backward, then the next one when "
-                "that thread has ended",
-                fix="run each training loop in a separate process, started with torchrun, to record the steps of "
-                "each",
+                cause=(
+                    "the probe follows one thread per rank: the first that calls backward, then the next one when "
+                    "that thread has ended"
+                ),
+                fix="run each training loop in a separate process, started with torchrun, to record the steps of each",
                 ranks=(rank.rank,),
             )
 
@@ -55,12 +58,15 @@ def _processes(rank: RankState, started: list[dict]) -> Finding:
     return Finding(
         name="trains_elsewhere",
         kind="unseen",
-        title=f"rank {rank.rank} recorded no training step: its script started "
-        f"{counted(len(started), 'process', 'es')}",
+        title=(
+            f"rank {rank.rank} recorded no training step: its script started {counted(len(started), 'process', 'es')}"
+        ),
         evidence=f"processes started: {_listed(targets)}; optimizer steps in the rank itself: 0",
         cause="the probe records the processes that torchrun starts, not those that a script starts itself",
-        fix="let torchrun start the workers: run the script with --nproc N, and replace "
-        "torch.multiprocessing.spawn(train, nprocs=N) with train(int(os.environ['LOCAL_RANK']))",
+        fix=(
+            "let torchrun start the workers: run the script with --nproc N, and replace "
+            "torch.multiprocessing.spawn(train, nprocs=N) with train(int(os.environ['LOCAL_RANK']))"
+        ),
         ranks=(rank.rank,),
     )
 
@@ -72,8 +78,10 @@ def _gradients(rank: RankState, backwards: int) -> Finding:
         title=f"rank {rank.rank} recorded no training step: gradients were computed, but no parameter changed",
         evidence=f"calls of backward: {backwards}; optimizer steps: 0; parameter updates after backward: 0",
         cause="a step is optimizer.step() or a parameter update after backward; the script did neither",
-        fix="call optimizer.step() after backward; if the script updates tensors in another way, use a "
-        "torch.optim.Optimizer instead",
+        fix=(
+            "call optimizer.step() after backward; if the script updates tensors in another way, use a "
+            "torch.optim.Optimizer instead"
+        ),
         ranks=(rank.rank,),
     )
 

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from labkit.record.columns import RankState
     from labkit.record.state import RunState
 
-MISMATCH = re.compile(r"collective mismatch|data size doesn't match|preamble\.length|Detected mismatch between collectives", re.IGNORECASE)
+MISMATCH = re.compile(
+    r"collective mismatch|data size doesn't match|preamble\.length|Detected mismatch between collectives", re.IGNORECASE
+)
 _POINT_TO_POINT = re.compile(r"\bin (?:i?send|i?recv|batch_isend_irecv)\b")
 IDLE = 0.05  # share of the time that a waiting rank may spend on the CPU
 STOPPED = ("stopped", "tracing-stop")
@@ -86,7 +88,11 @@ def _waits(event: Mapping[str, Any]) -> bool:
 
 def operations(event: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The collectives of an event, with defaults for missing fields; those without a group or number are left out."""
-    ops = [op for op in event.get("ops") or () if isinstance(op, Mapping) and isinstance(op.get("seq"), int) and op.get("group")]
+    ops = [
+        op
+        for op in event.get("ops") or ()
+        if isinstance(op, Mapping) and isinstance(op.get("seq"), int) and op.get("group")
+    ]
     plain = {"op": "collective", "over": True, "id": None}
     return [plain | dict(op) | {"ranks": tuple(op.get("ranks") or ()), "sizes": op.get("sizes") or []} for op in ops]
 
@@ -133,7 +139,9 @@ def group_in_words(op: Mapping[str, Any]) -> str:
 def where(event: Mapping[str, Any], op: Mapping[str, Any] | None) -> str:
     """`in all_reduce #10 (4) at train.py:88 in step, 12 steps done`."""
     at = place(event.get("stack")) or event.get("phase") or "an unknown line"
-    return (f"in {in_words(op)} at {at}" if op else f"in no collective, at {at}") + f", {event.get('step', 0)} steps done"
+    return (
+        f"in {in_words(op)} at {at}" if op else f"in no collective, at {at}"
+    ) + f", {event.get('step', 0)} steps done"
 
 
 def last_seen(state: RunState, number: int) -> str:

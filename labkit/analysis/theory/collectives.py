@@ -52,18 +52,24 @@ class Plan:
         for rank, wanted in enumerate(self.goal):
             for piece, who in wanted.items():
                 if states[-1][rank].get(piece) != who:
-                    raise ValueError(f"{self.title}: rank {rank} has {states[-1][rank].get(piece)} of chunk {piece}, expected {who}")
+                    raise ValueError(
+                        f"{self.title}: rank {rank} has {states[-1][rank].get(piece)} of chunk {piece}, expected {who}"
+                    )
         return states
 
     def busiest(self) -> float:
         """The total that the busiest rank sends, in units of one rank's whole message."""
-        sent = [sum(len(one.pieces) for messages in self.rounds for one in messages if one.source == rank) for rank in range(self.n)]
+        sent = [
+            sum(len(one.pieces) for messages in self.rounds for one in messages if one.source == rank)
+            for rank in range(self.n)
+        ]
         return max(sent) / self.parts
 
     def seconds(self, size: float, alpha: float, beta: float) -> float:
         """The seconds of the latency-bandwidth model: `alpha` per round, plus `beta` per byte of its longest message.
 
-        `size` is the whole message of one rank, in bytes. The model: Hockney, "The communication challenge for MPP", 1994.
+        `size` is the whole message of one rank, in bytes. The model: Hockney, "The communication challenge for MPP",
+        1994.
         """
         longest = (max(len(one.pieces) for one in messages) for messages in self.rounds)
         return sum(alpha + beta * size * pieces / self.parts for pieces in longest)
@@ -81,7 +87,9 @@ def _after(before: tuple[Holding, ...], messages: Round, number: int) -> tuple[H
                 raise ValueError(f"round {number}: rank {one.source} sends chunk {piece}, which it does not have")
             sent, had = before[one.source][piece], before[one.target].get(piece, frozenset())
             if one.add and sent & had:
-                raise ValueError(f"round {number}: rank {one.target} would count {sorted(sent & had)} twice in chunk {piece}")
+                raise ValueError(
+                    f"round {number}: rank {one.target} would count {sorted(sent & had)} twice in chunk {piece}"
+                )
             after[one.target][piece] = sent | had if one.add else sent
     return tuple(after)
 
@@ -117,8 +125,8 @@ def _chain(n: int) -> Edges:
 
 
 def _tree(n: int) -> Edges:
-    """A binomial tree: every rank that has the message forwards it, so that the number of holders doubles each round.
-    """
+    """A binomial tree: every rank that has the message forwards it, so that the number of holders doubles each
+    round."""
     edges, have = [], 1
     while have < n:
         edges.append([(rank, rank + have) for rank in range(min(have, n - have))])
@@ -145,7 +153,9 @@ def _ring(n: int, shift: int, add: bool) -> tuple[Round, ...]:
     """n - 1 rounds in which each rank sends one chunk to its right neighbour: in round k rank r sends chunk r + shift -
     k.
     """
-    return tuple(tuple(Message(rank, (rank + 1) % n, ((rank + shift - k) % n,), add) for rank in range(n)) for k in range(n - 1))
+    return tuple(
+        tuple(Message(rank, (rank + 1) % n, ((rank + shift - k) % n,), add) for rank in range(n)) for k in range(n - 1)
+    )
 
 
 # ---- the plans
@@ -185,7 +195,9 @@ def reduce_scatter(n: int) -> Plan:
     """Rank r receives chunk r of the sum, by a ring. The whole message is the initial state of a rank."""
     _at_least_two(n)
     goal = tuple({rank: _everyone(n)} for rank in range(n))
-    return Plan("reduce-scatter: partial sums travel around the ring", n, n, _own(n, n), _ring(n, n - 1, add=True), goal)
+    return Plan(
+        "reduce-scatter: partial sums travel around the ring", n, n, _own(n, n), _ring(n, n - 1, add=True), goal
+    )
 
 
 def all_to_all(n: int) -> Plan:
@@ -193,7 +205,9 @@ def all_to_all(n: int) -> Plan:
     _at_least_two(n)
     start = tuple({(rank, other): frozenset({rank}) for other in range(n)} for rank in range(n))
     goal = tuple({(other, rank): frozenset({other}) for other in range(n)} for rank in range(n))
-    rounds = tuple(tuple(Message(rank, (rank + k) % n, ((rank, (rank + k) % n),)) for rank in range(n)) for k in range(1, n))
+    rounds = tuple(
+        tuple(Message(rank, (rank + k) % n, ((rank, (rank + k) % n),)) for rank in range(n)) for k in range(1, n)
+    )
     return Plan("all-to-all: each rank sends a different chunk to every other rank", n, n, start, rounds, goal)
 
 

@@ -34,8 +34,8 @@ class Module:
 
     @property
     def multiplied(self) -> int:
-        """Elements of linear layers and convolutions; an embedding is the only matrix without bias that is never split.
-        """
+        """Elements of linear layers and convolutions; an embedding is the only matrix without bias that is never
+        split."""
         most = max(map(len, self.shapes), default=0)
         looked_up = most == 2 and len(self.shapes) == 1 and self.cut is None
         own = sum(map(math.prod, self.shapes)) if most > 1 and not looked_up else 0
@@ -71,7 +71,9 @@ def _convolution(come: int, go: int, side: int, bias: bool = False) -> Module:
 
 
 def _cnn(options: Mapping[str, Any]) -> tuple[Module, ...]:
-    convolutions = (Module(inside=(_convolution(come, go, 5, bias=True),)) for come, go in ((1, 32), (32, 64), (64, 128)))
+    convolutions = (
+        Module(inside=(_convolution(come, go, 5, bias=True),)) for come, go in ((1, 32), (32, 64), (64, 128))
+    )
     return (*convolutions, Module(inside=(_linear(1152, 128, cut=0),)), _linear(128, 10, cut=1))
 
 
@@ -96,11 +98,18 @@ def _resnet18(options: Mapping[str, Any]) -> tuple[Module, ...]:
     blocks = []
     for come, go in pairwise(_RESNET18):
         shortcut = [Module(inside=(_convolution(come, go, 1), _norm(go)))] * (come != go)
-        blocks.append(Module(inside=(_convolution(come, go, 3), _norm(go), _convolution(go, go, 3), _norm(go), *shortcut)))
+        blocks.append(
+            Module(inside=(_convolution(come, go, 3), _norm(go), _convolution(go, go, 3), _norm(go), *shortcut))
+        )
     return Module(inside=(_convolution(3, 64, 3), _norm(64))), *blocks, Module(inside=(_linear(512, 10),))
 
 
-MODELS: dict[str, Callable[[Mapping[str, Any]], tuple[Module, ...]]] = {"cnn": _cnn, "mlp": _mlp, "gpt": _gpt, "resnet18": _resnet18}
+MODELS: dict[str, Callable[[Mapping[str, Any]], tuple[Module, ...]]] = {
+    "cnn": _cnn,
+    "mlp": _mlp,
+    "gpt": _gpt,
+    "resnet18": _resnet18,
+}
 
 
 def borders(spec: Spec) -> tuple[tuple[int, bool], ...]:

@@ -42,7 +42,11 @@ class Case:
         self.size = 4 * sum(map(math.prod, self.shapes))
         leaves = [module for block in self.blocks for module in block.leaves if module.shapes]
         self.cut = sum(len(module.shapes) for module in leaves if module.cut is not None)  # tensors of split layers
-        self.norms = [module.shapes[0][0] for module in leaves if len(module.shapes[0]) == 1] if spec.workload_row.batch_norm else []
+        self.norms = (
+            [module.shapes[0][0] for module in leaves if len(module.shapes[0]) == 1]
+            if spec.workload_row.batch_norm
+            else []
+        )
         letters = "P′" if self.rows > 1 else "P"
         self.letter = f"{letters}/p" if self.pipes > 1 else letters
 
@@ -61,7 +65,13 @@ class Case:
 
 
 def flow_of(
-    op: str, payload: float, ranks: int, what: str, groups: int = 1, more: Mapping[str, float] | None = None, times: int = 1
+    op: str,
+    payload: float,
+    ranks: int,
+    what: str,
+    groups: int = 1,
+    more: Mapping[str, float] | None = None,
+    times: int = 1,
 ) -> Flow:
     """A collective on a ring of `ranks`, in each of `groups` groups, `times` times.
 
@@ -79,7 +89,9 @@ def scattered(case: Case, flow: Flow) -> Flow:
     if not case.gloo:
         return named
     twice = flow.theory + sum(size for size, _ in flow.extra)
-    return replace(named, op="all_reduce", extra=(*flow.extra, (twice, "gloo implements reduce-scatter as an all-reduce")))
+    return replace(
+        named, op="all_reduce", extra=(*flow.extra, (twice, "gloo implements reduce-scatter as an all-reduce"))
+    )
 
 
 def scalars(why: str, size: float, ranks: int, groups: int = 1) -> Flow:

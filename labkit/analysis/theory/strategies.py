@@ -11,7 +11,9 @@ from labkit.analysis.theory.pieces import Case, Flow, flow_of, scalars, scattere
 from labkit.plan.spec import Spec
 from labkit.training.workloads import GPT_SIZES, GPT_VOCABULARY
 
-_KEPT = 4 * 10**9  # bytes of parameters that stay gathered under DeepSpeed's stage3_max_live_parameters and stage3_max_reuse_distance
+_KEPT = (
+    4 * 10**9
+)  # bytes of parameters that stay gathered under DeepSpeed's stage3_max_live_parameters and stage3_max_reuse_distance
 
 
 def _single(case: Case) -> Iterator[Flow]:
@@ -48,15 +50,23 @@ def _ddp(case: Case) -> Iterator[Flow]:
         yield scalars("join() counts the ranks that still have batches", 8, case.n)
     if case.norms:  # two numbers per channel, and a count of batches
         buffers = sum(8 * channels + 8 for channels in case.norms)
-        yield flow_of("broadcast", 0, case.n, "", more={"DDP broadcasts the batch-norm buffers of rank 0 before each step": buffers})
+        yield flow_of(
+            "broadcast",
+            0,
+            case.n,
+            "",
+            more={"DDP broadcasts the batch-norm buffers of rank 0 before each step": buffers},
+        )
     if case.step == (3 if case.options.get("static_graph") else 2):
         order = 4 * (len(case.shapes) + 1 + _buckets(case))
-        yield flow_of("broadcast", 0, case.n, "", more={"DDP rebuilds its buckets once, and rank 0 broadcasts the layout": order})
+        yield flow_of(
+            "broadcast", 0, case.n, "", more={"DDP rebuilds its buckets once, and rank 0 broadcasts the layout": order}
+        )
 
 
 def _buckets(case: Case) -> int:
-    """The number of gradient buckets, filled from the last parameter to the first; a bucket is closed when it is full.
-    """
+    """The number of gradient buckets, filled from the last parameter to the first; a bucket is closed when it is
+    full."""
     count, filled = 0, 0
     for shape in reversed(case.shapes):
         filled += 4 * math.prod(shape)
@@ -91,7 +101,9 @@ def _deepspeed(case: Case) -> Iterator[Flow]:
         twice = (gradients.theory, "DeepSpeed reduces whole buckets with all-reduce")
         yield replace(gradients, op="all_reduce", formula=f"reduce-scatter {gradients.formula}", extra=(twice,))
         filled = 4 * (-(case.size // 4) % (2 * case.n))
-        yield flow_of("all_gather", case.size, case.n, "4P", more={"DeepSpeed pads to a multiple of 2n elements": filled})
+        yield flow_of(
+            "all_gather", case.size, case.n, "4P", more={"DeepSpeed pads to a multiple of 2n elements": filled}
+        )
         yield scalars("the norm of all gradients", 4, case.n)
         return
     padded = 4 * sum(-math.prod(shape) % case.n for shape in case.shapes)
@@ -117,12 +129,16 @@ def _visits(spec: Spec) -> int:
 
 
 def _fsdp(case: Case) -> Iterator[Flow]:
-    """FSDP1 (Zhao et al. 2023): each unit is a flat parameter; the root unit stays gathered from forward to backward.
-    """
+    """FSDP1 (Zhao et al. 2023): each unit is a flat parameter; the root unit stays gathered from forward to
+    backward."""
     replicas, units = case.options["replicas"], _units(case)
     shards = case.n // replicas
     sizes = [4 * numbers for numbers in flats(case, shards)]
-    padded = {"FSDP1 aligns tensors to 16 bytes and pads each unit to a multiple of the number of ranks": sum(sizes) - case.size}
+    padded = {
+        "FSDP1 aligns tensors to 16 bytes and pads each unit to a multiple of the number of ranks": (
+            sum(sizes) - case.size
+        )
+    }
     if case.options["sharding"] == "NO_SHARD":
         yield flow_of("all_reduce", case.size, case.n, "4P", more=padded, times=case.parts)
     elif case.options["sharding"] == "SHARD_GRAD_OP":
@@ -190,8 +206,8 @@ def flats(case: Case, shards: int) -> list[int]:
 
 
 def _flat(unit: Unit, ranks: int) -> int:
-    """Elements of a flat parameter: each tensor starts at a multiple of four, and the total is a multiple of `ranks`.
-    """
+    """Elements of a flat parameter: each tensor starts at a multiple of four, and the total is a multiple of
+    `ranks`."""
     total = 0
     for shape in unit.shapes:
         total += -total % 4 + math.prod(shape)
@@ -231,7 +247,9 @@ def _split(case: Case) -> Iterator[Flow]:
         yield flow_of("all_reduce", wide * case.batch * (1152 + 10), case.rows, f"{wide}·B·(1152 + 10)", groups)
     else:
         sums = wide * case.batch * 512
-        more = {"recomputing a layer's activations repeats the all-reduce of its partial sums": sums if case.again else 0}
+        more = {
+            "recomputing a layer's activations repeats the all-reduce of its partial sums": sums if case.again else 0
+        }
         yield flow_of("all_reduce", sums, case.rows, f"{wide}·B·512", groups, more)
 
 
@@ -244,7 +262,9 @@ def _split_gpt(case: Case, groups: int, wide: int) -> Iterator[Flow]:
     else:
         more = {
             "gradients of query, key and value inputs are all-reduced separately": 2 * layers * vectors,
-            "recomputing the attention repeats the all-reduce of its partial sums": layers * vectors if case.again else 0,
+            "recomputing the attention repeats the all-reduce of its partial sums": (
+                layers * vectors if case.again else 0
+            ),
             "autocast keeps the gradients of cast tensors in fp32": (4 * layers + 1) * vectors if case.cast else 0,
         }
         yield flow_of("all_reduce", (4 * layers + 1) * vectors, case.rows, f"{what}·(4L + 1)", groups, more)
@@ -255,20 +275,25 @@ def _split_gpt(case: Case, groups: int, wide: int) -> Iterator[Flow]:
 
 
 def _sequence_split(case: Case, groups: int, vectors: int, what: str) -> Iterator[Flow]:
-    """Sequence parallelism (Korthikanti et al. 2022, section 4.2.2): an all-reduce becomes a reduce-scatter and an all-gather."""
+    """Sequence parallelism (Korthikanti et al. 2022, section 4.2.2): an all-reduce becomes a reduce-scatter and an
+    all-gather."""
     layers, width, _ = GPT_SIZES[case.options["size"]]
     again, cast = layers if case.again else 0, vectors if case.cast else 0
     gathered = {
         "the inputs of MLPs and of the head are gathered again for their weight gradients": (layers + 1) * vectors,
         "recomputing a layer's activations repeats its all-gathers": 2 * again * vectors,
-        "autocast casts only after the all-gather before attention, and not the gradients of the embedding": (layers + 1 + again) * cast,
+        "autocast casts only after the all-gather before attention, and not the gradients of the embedding": (
+            (layers + 1 + again) * cast
+        ),
     }
     yield flow_of("all_gather", (4 * layers + 2) * vectors, case.rows, f"{what}·(4L + 2)", groups, gathered)
     sent_back = {
         "recomputing a layer's activations repeats its reduce-scatter": again * vectors,
         "autocast keeps the gradients of cast tensors in fp32": (2 * layers + 1) * cast,
     }
-    yield scattered(case, flow_of("reduce_scatter", (4 * layers + 1) * vectors, case.rows, f"{what}·(4L + 1)", groups, sent_back))
+    yield scattered(
+        case, flow_of("reduce_scatter", (4 * layers + 1) * vectors, case.rows, f"{what}·(4L + 1)", groups, sent_back)
+    )
     # FSDP2 reduces the gradients of norms itself; otherwise each operation that needs them does: three in AdamW, and
     # the clipping.
     norms = 4 * 2 * width * (2 * layers + 1)
@@ -292,7 +317,9 @@ def _agreed(case: Case) -> Iterator[Flow]:
 def _piped(case: Case) -> Iterator[Flow]:
     """A pipeline (Huang et al. 2019): the output of a stage is sent to the next, and its gradient is sent back."""
     behind = [borders(case.spec)[first - 1] for first in case.stages[1:-1]]
-    wide = 2 if case.half and not (case.cast and case.spec.workload == "gpt") else 4  # the residual stream of gpt stays in fp32
+    wide = (
+        2 if case.half and not (case.cast and case.spec.workload == "gpt") else 4
+    )  # the residual stream of gpt stays in fp32
     lanes = case.n // case.pipes
     numbers = sum(size / case.rows if split else size for size, split in behind)
     total = 2 * wide * case.batch * numbers * lanes

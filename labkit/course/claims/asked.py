@@ -19,7 +19,14 @@ def ask(code: str) -> tuple[Any, str]:
     path = os.pathsep.join(part for part in (_HOME, os.environ.get("PYTHONPATH")) if part)
     command = [sys.executable, "-W", "ignore", "-c", code]
     try:
-        done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False, timeout=_TIMEOUT)
+        done = subprocess.run(
+            command,
+            env=os.environ | {"PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_TIMEOUT,
+        )
     except subprocess.TimeoutExpired:
         return None, f"no answer within {_TIMEOUT:g} s"
     lines = (done.stderr if done.returncode else done.stdout).strip().splitlines()

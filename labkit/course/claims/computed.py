@@ -39,9 +39,9 @@ def batch_of_two(trials: Trials) -> Ruling:
     shared = replace(ddp, scaling="strong")
     verdict = HOLDS if ddp.batch_per_rank == 64 else FAILS
     evidence = (
-        f"Under DDP every process has its own data loader, so a batch size of 128 is per rank: {ddp.batch_sentence}. With 64 "
-        f"samples per rank, a global batch size of 128, an epoch would have {shared.steps_per_epoch:,} steps. nn.DataParallel "
-        "does split the batch: its single loader returns 128 samples, and each device gets 64."
+        f"Under DDP every process has its own data loader, so a batch size of 128 is per rank: {ddp.batch_sentence}."
+        f" With 64 samples per rank, a global batch size of 128, an epoch would have {shared.steps_per_epoch:,} steps."
+        " nn.DataParallel does split the batch: its single loader returns 128 samples, and each device gets 64."
     )
     figures = {"samples of a rank": (float(ddp.batch_per_rank),), "steps of an epoch": (float(ddp.steps_per_epoch),)}
     return Ruling(verdict, evidence, figures)
@@ -54,9 +54,9 @@ def fsdp_gradients(trials: Trials) -> Ruling:
     if "reduce_scatter" not in sends or "all_reduce" in sends:
         return Ruling(HOLDS, f"Expected (analytical): FSDP sends {', '.join(sends)}.")
     evidence = (
-        f"Expected (analytical): gradients are reduce-scattered ({sends['reduce_scatter'].formula}), so each rank gets the sum "
-        f"of only its own shard. Before that, parameters are all-gathered ({sends['all_gather'].formula}). DDP is the strategy "
-        f"that uses an all-reduce ({ddp.formula})."
+        f"Expected (analytical): gradients are reduce-scattered ({sends['reduce_scatter'].formula}), so each rank gets"
+        f" the sum of only its own shard. Before that, parameters are all-gathered ({sends['all_gather'].formula}). DDP"
+        f" is the strategy that uses an all-reduce ({ddp.formula})."
     )
     return Ruling(FAILS, f"{evidence} {_ledger(trials)}".rstrip(), {op: (flow.theory,) for op, flow in sends.items()})
 

@@ -19,8 +19,8 @@ print(json.dumps(versions | {"nccl": available, "message": message}))
 """
 # torch.distributed, "Backends that come with PyTorch"; release notes of CUDA 10.2 (2019), "Operating systems".
 _DOCUMENTED = (
-    "Documented, not run: according to the documentation of torch.distributed, NCCL is included in builds for Linux with CUDA; "
-    "CUDA 10.2 was the last release that supported macOS. On macOS the backend is gloo."
+    "Documented, not run: according to the documentation of torch.distributed, NCCL is included in builds for Linux"
+    " with CUDA; CUDA 10.2 was the last release that supported macOS. On macOS the backend is gloo."
 )
 
 

@@ -99,11 +99,15 @@ def fsdp_memory(trials: Trials) -> Ruling:
     total = sum(map(sharded.get, fractions)) / sum(map(whole.get, fractions))
     halved = [_is_half(fractions[owner]) for owner in _STATES if owner in fractions]
     verdict = HOLDS if all(halved) and _is_half(total) else PARTLY if any(halved) else FAILS
-    cells = (f"{owner} {size(whole[owner])} → {size(sharded[owner])} (× {factor:.2f})" for owner, factor in fractions.items())
+    cells = (
+        f"{owner} {size(whole[owner])} → {size(sharded[owner])} (× {factor:.2f})" for owner, factor in fractions.items()
+    )
     kind = "GPUs" if trials.device == "cuda" else "CPU ranks"
     words = f"{kind}, cnn, batch size 128, one rank of two, DDP → FSDP2: {', '.join(cells)}; total × {total:.2f}. "
     why = "Sharded memory is halved; activations depend on the samples of a rank and do not change."
-    return Ruling(verdict, words + why, {owner: (factor,) for owner, factor in fractions.items()} | {"together": (total,)})
+    return Ruling(
+        verdict, words + why, {owner: (factor,) for owner, factor in fractions.items()} | {"together": (total,)}
+    )
 
 
 def _is_half(fraction: float) -> bool:
@@ -116,7 +120,10 @@ def pinned_memory(trials: Trials) -> Ruling:
     ratios = trials.ratios("pinned", "pageable")
     if not ratios:
         ruling = _without(trials, ("pinned", "pageable"))
-        return Ruling(OPEN, f"{ruling.evidence} Both settings speed up the copy from host memory to a GPU; CPU ranks copy nothing.")
+        return Ruling(
+            OPEN,
+            f"{ruling.evidence} Both settings speed up the copy from host memory to a GPU; CPU ranks copy nothing.",
+        )
     speed = f"{_times(ratios)} as many samples per second with both settings as with neither{_spread(ratios)}"
     words = f"One GPU, cnn, whole batches loaded at once: {speed}."
     return Ruling(_verdict([1.15 <= ratio <= 1.2 for ratio in ratios]), words, {"with / without": ratios})

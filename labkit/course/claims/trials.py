@@ -39,7 +39,9 @@ class Trials:
     def __init__(self, machine: Machine, measured: Mapping[str, Sequence[dict[str, Any] | None]] | None = None):
         self.machine = machine
         self.device = "cuda" if len(machine.gpus) > 1 else "cpu"  # of all runs in a comparison
-        self.measured: dict[str, list[dict[str, Any] | None]] = {name: list(each) for name, each in (measured or {}).items()}
+        self.measured: dict[str, list[dict[str, Any] | None]] = {
+            name: list(each) for name, each in (measured or {}).items()
+        }
         self._failed: dict[str, str] = {}
 
     def lacks(self, jobs: Iterable[str]) -> str:

@@ -76,18 +76,29 @@ class Verdicts(tuple[Verdict, ...]):
     """The page of claims: a table in a notebook, and text elsewhere."""
 
     def __repr__(self) -> str:
-        return "\n".join(f"“{says}”\n    {marked} ({how})\n    {evidence}" for says, marked, evidence, how in (one.cells for one in self))
+        return "\n".join(
+            f"“{says}”\n    {marked} ({how})\n    {evidence}"
+            for says, marked, evidence, how in (one.cells for one in self)
+        )
 
     def _repr_html_(self) -> str:
         heads = "".join(f"<th>{head}</th>" for head in _HEADS)
-        return f'<table class="labkit-claims"><thead><tr>{heads}</tr></thead><tbody>{"".join(map(_row, self))}</tbody></table>'
+        return (
+            "<table"
+            f' class="labkit-claims"><thead><tr>{heads}</tr></thead><tbody>{"".join(map(_row, self))}</tbody></table>'
+        )
 
     def __rich__(self) -> Table:
         from rich.table import Column, Table
         from rich.text import Text
 
         says, verdict, evidence, how = _HEADS
-        columns = Column(says, ratio=3), Column(verdict, min_width=12), Column(evidence, ratio=6, overflow="fold"), Column(how)
+        columns = (
+            Column(says, ratio=3),
+            Column(verdict, min_width=12),
+            Column(evidence, ratio=6, overflow="fold"),
+            Column(how),
+        )
         table = Table(*columns, expand=True, show_lines=True)
         for one in self:
             table.add_row(*map(Text, one.cells))

@@ -171,7 +171,10 @@ class Progress:
     def __repr__(self) -> str:
         lines = [self.words]
         for lab, rows in self.labs:
-            lines += [lab, *(f"  {_MARKS[_state(tries, done)]:14}  {title} ({name})" for name, title, tries, done in rows)]
+            lines += [
+                lab,
+                *(f"  {_MARKS[_state(tries, done)]:14}  {title} ({name})" for name, title, tries, done in rows),
+            ]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:

@@ -30,7 +30,10 @@ def _states(answer: Any) -> str:
                 raise Wrong(f"states({parameters}, {devices}, {stage}) must return a number of bytes, got {given!r}")
             if not math.isclose(given, right(parameters, devices), rel_tol=1e-6):
                 raise Wrong(f"states({parameters}, {devices}, {stage}) returned {given:,.6g} bytes: {_HINTS[stage]}")
-    return "on one device, all stages store 16 bytes per parameter; with many devices, stage 3 stores almost nothing on each"
+    return (
+        "on one device, all stages store 16 bytes per parameter; with many devices, stage 3 stores almost nothing on"
+        " each"
+    )
 
 
 _HINTS = {
@@ -104,20 +107,20 @@ EXERCISES: dict[str, Exercise] = {
     "states": Exercise(
         "What each ZeRO stage stores",
         _states,
-        "`16*P`, `(4 + 12/n)*P`, `(2 + 14/n)*P`, `16*P/n` for stages 0 to 3: 2 + 2 bytes for parameters and gradients in "
-        "16 bits, 12 bytes for Adam.",
+        "`16*P`, `(4 + 12/n)*P`, `(2 + 14/n)*P`, `16*P/n` for stages 0 to 3: 2 + 2 bytes for parameters and gradients"
+        " in 16 bits, 12 bytes for Adam.",
     ),
     "seven": Exercise(
         "7B on eight GPUs",
         _seven,
-        "**14 GB**: 16 × 7 · 10⁹ = 112 GB, an eighth on each GPU. The model fits into 24 GB if activations and a gathered "
-        "block stay below about 9 GB.",
+        "**14 GB**: 16 × 7 · 10⁹ = 112 GB, an eighth on each GPU. The model fits into 24 GB if activations and a"
+        " gathered block stay below about 9 GB.",
     ),
     "fits": Exercise(
         "Make it fit",
         _fits,
-        "The activations are too large, so sharding the states does not help. "
-        "`run('ddp', nproc=2, options={'accumulate': 4}, steps=6)` splits the batch into four micro-batches; `fsdp2` with "
-        "`accumulate=2` fits too.",
+        "The activations are too large, so sharding the states does not help. `run('ddp', nproc=2,"
+        " options={'accumulate': 4}, steps=6)` splits the batch into four micro-batches; `fsdp2` with `accumulate=2`"
+        " fits too.",
     ),
 }

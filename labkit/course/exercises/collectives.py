@@ -22,9 +22,13 @@ def _bytes(answer: Any) -> str:
     if answer == 100:
         raise Wrong("a rank does not send its whole message once: it sends chunks of it, in two passes around the ring")
     if answer == 200:
-        raise Wrong("almost: a chunk need not return to the rank where its pass started; how many hops has a pass on 8 ranks?")
+        raise Wrong(
+            "almost: a chunk need not return to the rank where its pass started; how many hops has a pass on 8 ranks?"
+        )
     if answer in (700, 1400):
-        raise Wrong("that is for a whole message in every round; in the ring a rank sends one chunk, an eighth, per round")
+        raise Wrong(
+            "that is for a whole message in every round; in the ring a rank sends one chunk, an eighth, per round"
+        )
     if abs(answer - 87.5) < 0.1:
         raise Wrong("that is one pass, the reduce-scatter; what comes after it?")
     if abs(answer - 175) > 0.1:
@@ -39,15 +43,23 @@ def _halves(answer: Any) -> str:
         raise Wrong(f"the answer must name two collectives in order, such as 'broadcast, reduce', got {len(named)}")
     if named == ["reduce", "broadcast"]:
         raise Wrong(
-            "that is also an all-reduce, through a single rank; in the ring, which chunks are complete after half of the "
-            "rounds, and on which ranks?"
+            "that is also an all-reduce, through a single rank; in the ring, which chunks are complete after half of"
+            " the rounds, and on which ranks?"
         )
     if named == ["allgather", "reducescatter"]:
-        raise Wrong("these are the two collectives, but in the other order: what has to happen before a sum can be passed on?")
+        raise Wrong(
+            "these are the two collectives, but in the other order: what has to happen before a sum can be passed on?"
+        )
     if named[0] != "reducescatter":
-        raise Wrong("look at the picture after half of the rounds: each rank has the sum of one chunk; which collective is that?")
+        raise Wrong(
+            "look at the picture after half of the rounds: each rank has the sum of one chunk; which collective is"
+            " that?"
+        )
     if named[1] != "allgather":
-        raise Wrong("the first is right; the second half adds nothing and sends complete chunks to all ranks; which collective is that?")
+        raise Wrong(
+            "the first is right; the second half adds nothing and sends complete chunks to all ranks; which collective"
+            " is that?"
+        )
     return "reduce-scatter, then all-gather: FSDP uses the two halves separately"
 
 
@@ -94,7 +106,8 @@ class Network:
     def _known(self, does: str, me: int, other: Any) -> None:
         if isinstance(other, bool) or not isinstance(other, int) or not 0 <= other < self.n or other == me:
             raise Wrong(
-                f"rank {me} {does} rank {other!r}; the other ranks are {', '.join(str(r) for r in range(self.n) if r != me)}"
+                f"rank {me} {does} rank {other!r}; the other ranks are"
+                f" {', '.join(str(r) for r in range(self.n) if r != me)}"
             )
 
     def _wait(self, me: int, what: tuple[str, int], done: Callable[[], bool]) -> None:
@@ -113,7 +126,8 @@ class Network:
             if not alive or set(self.waits) != alive:
                 return False
             return not any(
-                (what == "send" and (rank, other) not in self._offers) or (what == "receive" and (other, rank) in self._offers)
+                (what == "send" and (rank, other) not in self._offers)
+                or (what == "receive" and (other, rank) in self._offers)
                 for rank, (what, other) in self.waits.items()
             )
 
@@ -123,7 +137,10 @@ def _ring(function: Any) -> str:
         raise Wrong(f"the answer must be the function itself, got {function!r}")
     for n in RANKS:
         _check(n, *_run(function, n))
-    return f"every chunk on every rank is the sum, on {' and '.join(map(str, RANKS))} ranks, and each rank sends 2 (n − 1) chunks"
+    return (
+        f"every chunk on every rank is the sum, on {' and '.join(map(str, RANKS))} ranks, and each rank sends 2 (n − 1)"
+        " chunks"
+    )
 
 
 def _run(function: Callable[..., Any], n: int) -> tuple[list[Any], Network]:
@@ -135,14 +152,21 @@ def _run(function: Callable[..., Any], n: int) -> tuple[list[Any], Network]:
         try:
             given = [_value(rank, chunk, n) for chunk in range(n)]
             results[rank] = function(
-                given, rank, n, lambda to, value: network.send(rank, to, value), lambda source: network.receive(rank, source)
+                given,
+                rank,
+                n,
+                lambda to, value: network.send(rank, to, value),
+                lambda source: network.receive(rank, source),
             )
         except Stuck:
             pass
         except Exception as error:
             errors[rank] = error
 
-    threads = [threading.Thread(target=work, args=(rank,), daemon=True, name=f"rank {rank} of an exercise") for rank in range(n)]
+    threads = [
+        threading.Thread(target=work, args=(rank,), daemon=True, name=f"rank {rank} of an exercise")
+        for rank in range(n)
+    ]
     for thread in threads:
         thread.start()
     try:
@@ -165,7 +189,9 @@ def _watch(threads: list[threading.Thread], network: Network, errors: dict[int, 
             turns, last = network.turns, time.monotonic() + _TIMEOUT
         if time.monotonic() > last:
             busy = min(alive - set(network.waits), default=min(alive))
-            raise Wrong(f"rank {busy} did not return within {_TIMEOUT:g} s and is not waiting: is there an infinite loop?")
+            raise Wrong(
+                f"rank {busy} did not return within {_TIMEOUT:g} s and is not waiting: is there an infinite loop?"
+            )
         time.sleep(_POLL)
     for rank, error in sorted(errors.items()):
         if isinstance(error, Wrong):
@@ -175,7 +201,9 @@ def _watch(threads: list[threading.Thread], network: Network, errors: dict[int, 
 
 def _deadlock(network: Network, done: int) -> str:
     words = {"send": "waits for rank {} to receive", "receive": "waits for rank {} to send"}
-    waits = ", ".join(f"rank {rank} {words[what].format(other)}" for rank, (what, other) in sorted(network.waits.items()))
+    waits = ", ".join(
+        f"rank {rank} {words[what].format(other)}" for rank, (what, other) in sorted(network.waits.items())
+    )
     if all(what == "send" for what, _ in network.waits.values()):
         hint = "send blocks until the other rank receives: let some ranks receive first"
     elif done:
@@ -212,7 +240,9 @@ def _check(n: int, results: list[Any], network: Network) -> None:
                 raise Wrong(f"on {n} ranks, chunk {chunk} of rank {rank} is wrong: {_why(value, chunk, n)}")
     for rank, sent in enumerate(network.sent):
         if sent > 2 * (n - 1):
-            raise Wrong(f"the sums are right, but rank {rank} of {n} sent {sent} chunks; a ring needs 2 (n − 1) = {2 * (n - 1)}")
+            raise Wrong(
+                f"the sums are right, but rank {rank} of {n} sent {sent} chunks; a ring needs 2 (n − 1) = {2 * (n - 1)}"
+            )
 
 
 def _why(value: Any, chunk: int, n: int) -> str:
@@ -230,14 +260,14 @@ EXERCISES = {
     "bytes": Exercise(
         "What a rank sends in a ring",
         _bytes,
-        "**175 MB.** A rank sends a chunk of 100 / 8 = 12.5 MB in each of 2 (n − 1) = 14 rounds. For many ranks the total "
-        "approaches 200 MB.",
+        "**175 MB.** A rank sends a chunk of 100 / 8 = 12.5 MB in each of 2 (n − 1) = 14 rounds. For many ranks the"
+        " total approaches 200 MB.",
     ),
     "halves": Exercise(
         "The two halves of a ring",
         _halves,
-        "**reduce-scatter, all-gather.** After n − 1 rounds each rank has the sum of one chunk; after n − 1 more rounds each "
-        "rank has all sums.",
+        "**reduce-scatter, all-gather.** After n − 1 rounds each rank has the sum of one chunk; after n − 1 more rounds"
+        " each rank has all sums.",
     ),
     "ring": Exercise(
         "Write a ring all-reduce",

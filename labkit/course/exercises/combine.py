@@ -49,7 +49,9 @@ def _machines(answer: Any) -> str:
     if stages != 2:
         raise Wrong(f"{strategy} with {stages} pipeline stages: some boundaries between stages are within a machine")
     if split != 1:
-        raise Wrong(f"{strategy} with tp_size={split}: the two ranks of a machine split layers and have the same samples")
+        raise Wrong(
+            f"{strategy} with tp_size={split}: the two ranks of a machine split layers and have the same samples"
+        )
     return "the pipeline is the outermost axis: each machine is one stage and averages its gradients internally"
 
 
@@ -57,13 +59,13 @@ EXERCISES = {
     "place": Exercise(
         "The coordinates of a rank on the mesh",
         _place,
-        "`return rank // (dp * tp), rank // tp % dp, rank % tp`: the last axis changes with every rank, the first one least "
-        "often.",
+        "`return rank // (dp * tp), rank // tp % dp, rank % tp`: the last axis changes with every rank, the first one"
+        " least often.",
     ),
     "machines": Exercise(
         "Only activations between the machines",
         _machines,
-        '`run("pp_ddp", nproc=4, steps=5, samples=200).wait()`: ranks 0 and 1 have the first stage, 2 and 3 the second. '
-        "`pp_fsdp2_tp` with `tp_size=1` is right too.",
+        '`run("pp_ddp", nproc=4, steps=5, samples=200).wait()`: ranks 0 and 1 have the first stage, 2 and 3 the second.'
+        " `pp_fsdp2_tp` with `tp_size=1` is right too.",
     ),
 }

@@ -10,7 +10,13 @@ from labkit.plan.spec import Spec
 from labkit.runs.handle import Run
 
 _DEVICES, _SAMPLES, _PIXELS, _CLASSES, _PARAMETERS = 4, 64, 28 * 28, 10, 669_706
-_NUMBERS = (_SAMPLES * _PIXELS, _PARAMETERS, _SAMPLES * _CLASSES, _SAMPLES * _CLASSES, _PARAMETERS)  # to or from one replica
+_NUMBERS = (
+    _SAMPLES * _PIXELS,
+    _PARAMETERS,
+    _SAMPLES * _CLASSES,
+    _SAMPLES * _CLASSES,
+    _PARAMETERS,
+)  # to or from one replica
 _CIRCLED = "①②③④⑤"
 _SIDES = {"a": "dp", "b": "dp", "c": "ddp", "d": "dp", "e": "ddp", "f": "both", "g": "dp"}
 _HINTS = {
@@ -42,7 +48,10 @@ def _exchanges(answer: Any) -> str:
         if given == 4 * _DEVICES * each:
             raise Wrong(f"{mark}: device 0 does not send its own data to itself")
         raise Wrong(f"{mark}: {given:,} bytes is wrong; multiply other devices × numbers per device × bytes per number")
-    return "inputs and outputs grow with the batch; the model and its gradients do not, they grow with the number of devices"
+    return (
+        "inputs and outputs grow with the batch; the model and its gradients do not, they grow with the number of"
+        " devices"
+    )
 
 
 def _sides(answer: Any) -> str:
@@ -53,7 +62,9 @@ def _sides(answer: Any) -> str:
         raise Wrong(f"{', '.join(odd)}: the value must be 'dp', 'ddp' or 'both'")
     wrong = [letter for letter, side in _SIDES.items() if answer[letter] != side]
     if wrong:
-        raise Wrong(f"{len(_SIDES) - len(wrong)} of {len(_SIDES)} are right; check {wrong[0]} again: {_HINTS[wrong[0]]}")
+        raise Wrong(
+            f"{len(_SIDES) - len(wrong)} of {len(_SIDES)} are right; check {wrong[0]} again: {_HINTS[wrong[0]]}"
+        )
     return "in short: DP has one interpreter and one overloaded device, DDP has equal ranks"
 
 
@@ -79,7 +90,8 @@ def _same(answer: Any) -> str:
         first, second = (by_name[name].state.loss_at(step) for name in ("dp", "ddp"))
         if first is None or second is None or abs(first - second) > _CLOSE * abs(first):
             raise Wrong(
-                f"the losses differ at step {step + 1}: {first} and {second}; do both runs have the same seed, model and devices?"
+                f"the losses differ at step {step + 1}: {first} and {second}; do both runs have the same seed, model"
+                " and devices?"
             )
     return f"the losses of the first {_STEPS} steps are the same: DP and DDP are two implementations of one computation"
 
@@ -88,19 +100,19 @@ EXERCISES = {
     "exchanges": Exercise(
         "The five transfers in bytes",
         _exchanges,
-        f"`{[4 * (_DEVICES - 1) * each for each in _NUMBERS]}`: three other devices, four bytes per number; 64 × 784 pixels, "
-        "669,706 parameters, 64 × 10 outputs, their gradients, and the gradients of all parameters.",
+        f"`{[4 * (_DEVICES - 1) * each for each in _NUMBERS]}`: three other devices, four bytes per number; 64 × 784"
+        " pixels, 669,706 parameters, 64 × 10 outputs, their gradients, and the gradients of all parameters.",
     ),
     "sides": Exercise(
         "DP or DDP?",
         _sides,
-        f"`{_SIDES}`. c: under DP only device 0 has the sum. e: a thread belongs to a process, which runs on one machine. "
-        "g: the other replicas of DP are discarded before the optimizer step.",
+        f"`{_SIDES}`. c: under DP only device 0 has the sum. e: a thread belongs to a process, which runs on one"
+        " machine. g: the other replicas of DP are discarded before the optimizer step.",
     ),
     "same": Exercise(
         "The same training with both",
         _same,
-        '`[run(name, **place(2), batch_size=48, steps=10).wait() for name in ("dp", "ddp")]`: 48 samples on each of two '
-        'devices are 96. `batch_size=96, scaling="strong"` is right too.',
+        '`[run(name, **place(2), batch_size=48, steps=10).wait() for name in ("dp", "ddp")]`: 48 samples on each of two'
+        ' devices are 96. `batch_size=96, scaling="strong"` is right too.',
     ),
 }

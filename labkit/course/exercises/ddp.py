@@ -40,7 +40,8 @@ def _sampler(answer: Any) -> str:
         lengths = [len(shard) for shard in shards]
         if len(set(lengths)) > 1:
             raise Wrong(
-                f"{case}, the ranks get {lengths} samples: ranks that finish early make the others hang; repeat some samples"
+                f"{case}, the ranks get {lengths} samples: ranks that finish early make the others hang; repeat some"
+                " samples"
             )
         taken = [sample for shard in shards for sample in shard]
         if set(taken) - set(order):
@@ -78,7 +79,9 @@ def _buckets(answer: Any) -> str:
         raise Wrong(f"the run must have at least {_MIN_STEPS} steps, got {state.step}")
     calls = sum(entry.calls for entry in answer.ledger() if entry.op == "all_reduce")
     if calls <= 1:
-        raise Wrong("all gradients are in one bucket, which is full only at the end of backward, so nothing is overlapped")
+        raise Wrong(
+            "all gradients are in one bucket, which is full only at the end of backward, so nothing is overlapped"
+        )
     if calls > _MAX_BUCKETS:
         raise Wrong(f"the run must have at most {_MAX_BUCKETS} buckets per step, got {calls:.0f}")
     return f"{calls:.0f} buckets per step: the first one is sent while backward still computes the earlier layers"
@@ -93,13 +96,13 @@ EXERCISES = {
     "sampler": Exercise(
         "Write a distributed sampler",
         _sampler,
-        "`padded = order + order[: -len(order) % ranks]`, then `return padded[rank::ranks]`: padded with the first samples, "
-        "assigned round-robin.",
+        "`padded = order + order[: -len(order) % ranks]`, then `return padded[rank::ranks]`: padded with the first"
+        " samples, assigned round-robin.",
     ),
     "buckets": Exercise(
         "A run with several buckets",
         _buckets,
-        '`run("ddp", **place(2), batch_size=96, steps=12, options={"bucket_mb": 1}).wait()`: the 1.5 MiB of the CNN fill two '
-        "buckets of 1 MiB. With DDP's default of 25 MiB there is one.",
+        '`run("ddp", **place(2), batch_size=96, steps=12, options={"bucket_mb": 1}).wait()`: the 1.5 MiB of the CNN'
+        " fill two buckets of 1 MiB. With DDP's default of 25 MiB there is one.",
     ),
 }

@@ -26,8 +26,9 @@ def _interval(answer: Any) -> str:
         if abs(given / best - 1) > _NEAR:
             cost, less = (save / each + each / (2 * fails) for each in (given, best))
             raise Wrong(
-                f"{case}, the function returned {given:,.0f} s, which costs {cost:.2%} of the time; "
-                f"a {'shorter' if given > best else 'longer'} interval costs {less:.2%}. Where is the derivative of the sum 0?"
+                f"{case}, the function returned {given:,.0f} s, which costs {cost:.2%} of the time; a"
+                f" {'shorter' if given > best else 'longer'} interval costs {less:.2%}. Where is the derivative of the"
+                " sum 0?"
             )
     return "with ten times as many failures, the best interval is √10 times shorter, and its cost √10 times higher"
 
@@ -109,7 +110,9 @@ def _comeback(answer: Any) -> str:
     if resumed == 1:
         raise Wrong(f"after {last} steps the group started again at step 1; was there a checkpoint to resume from?")
     if resumed - 1 < 2 * state.spec.get("save_every", 1):
-        raise Wrong(f"the group resumed from step {resumed - 1}, the first checkpoint; kill the rank after the second one")
+        raise Wrong(
+            f"the group resumed from step {resumed - 1}, the first checkpoint; kill the rank after the second one"
+        )
     if last - resumed + 1 > MAX_TWICE:
         raise Wrong(f"steps {resumed} to {last} were computed twice, more than {MAX_TWICE}; what limits their number?")
     return f"failed after step {last}, resumed at step {resumed}: {last - resumed + 1} steps computed twice"
@@ -119,20 +122,21 @@ EXERCISES = {
     "interval": Exercise(
         "How often to save",
         _interval,
-        "The derivative of C/T + T/2M is −C/T² + 1/2M, which is 0 at **T = √(2·C·M)** (Young 1974): `(2 * seconds_to_save * "
-        "seconds_between_failures) ** 0.5`. With ten times as many failures it is √10 ≈ 3.2 times shorter.",
+        "The derivative of C/T + T/2M is −C/T² + 1/2M, which is 0 at **T = √(2·C·M)** (Young 1974): `(2 *"
+        " seconds_to_save * seconds_between_failures) ** 0.5`. With ten times as many failures it is √10 ≈ 3.2 times"
+        " shorter.",
     ),
     "whole": Exercise(
         "An atomic save",
         _whole,
-        '`unfinished = path.with_name("unfinished"); write(unfinished); unfinished.replace(path)`. Restoring a backup copy in '
-        "an `except` clause is not enough: it does not run after SIGKILL.",
+        '`unfinished = path.with_name("unfinished"); write(unfinished); unfinished.replace(path)`. Restoring a backup'
+        " copy in an `except` clause is not enough: it does not run after SIGKILL.",
     ),
     "comeback": Exercise(
         "Recover from a killed rank",
         _comeback,
-        '`job = run("ddp", **HERE, workload="mlp", steps=400, save_every=10, max_restarts=1)`, then wait for two checkpoints '
-        "in `job.folder.checkpoints`, `os.kill(job.state.ranks[1].pid, signal.SIGKILL)`, and answer with `job.wait()`. "
-        "`save_every` limits the number of steps that are computed twice.",
+        '`job = run("ddp", **HERE, workload="mlp", steps=400, save_every=10, max_restarts=1)`, then wait for two'
+        " checkpoints in `job.folder.checkpoints`, `os.kill(job.state.ranks[1].pid, signal.SIGKILL)`, and answer with"
+        " `job.wait()`. `save_every` limits the number of steps that are computed twice.",
     ),
 }

@@ -32,7 +32,9 @@ def _held(answer: Any) -> str:
             raise Wrong(f"{call} must return a number of parameters, got {given!r}")
         if abs(given - expected) > 1e-6 * expected:
             raise Wrong(f"{call} returned {given:g}: {_hint(given, units, ranks, ahead, expected)}")
-    return "the rank's own shards of all units, plus the largest sum of consecutive units that are whole at the same time"
+    return (
+        "the rank's own shards of all units, plus the largest sum of consecutive units that are whole at the same time"
+    )
 
 
 def _hint(given: float, units: tuple[int, ...], ranks: int, ahead: int, expected: float) -> str:
@@ -61,7 +63,9 @@ def _units(answer: Any) -> str:
     if units == 1:
         raise Wrong("this run has only one unit: no module has as many parameters as the threshold")
     if units > _LAYERS + 1:
-        raise Wrong(f"this run has {units} units: modules inside a layer became separate units; which of them is the largest?")
+        raise Wrong(
+            f"this run has {units} units: modules inside a layer became separate units; which of them is the largest?"
+        )
     if units < _LAYERS + 1:
         raise Wrong(f"this run has {units} units; five layers and the root are {_LAYERS + 1}")
     return f"{units} units: the five layers, and the root with the rest of the model"
@@ -81,7 +85,8 @@ EXERCISES = {
     "units": Exercise(
         "One unit per layer",
         _units,
-        '`run("fsdp", **GPT, options={"min_parameters": 100_000}).wait()`: any threshold from 66,049 to 198,272. A layer has '
-        "198,272 parameters; the largest modules inside it are attention and the first matrix of the MLP, with 66,048 each.",
+        '`run("fsdp", **GPT, options={"min_parameters": 100_000}).wait()`: any threshold from 66,049 to 198,272. A'
+        " layer has 198,272 parameters; the largest modules inside it are attention and the first matrix of the MLP,"
+        " with 66,048 each.",
     ),
 }

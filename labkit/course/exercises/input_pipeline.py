@@ -26,10 +26,14 @@ def _workers(answer: Any) -> str:
         if given < 1:
             raise Wrong(f"{case}; without workers every step waits for its batch, however fast loading is")
         if load / given > compute:
-            raise Wrong(f"{case}; then a batch is ready every {1e3 * load / given:.0f} ms, which is slower than training")
+            raise Wrong(
+                f"{case}; then a batch is ready every {1e3 * load / given:.0f} ms, which is slower than training"
+            )
         if given > 1 and load / (given - 1) <= compute:
             raise Wrong(f"{case}; one worker fewer is enough")
-    return f"right for {len(_CASES)} pairs of times: the workers load batches at least as fast as training consumes them"
+    return (
+        f"right for {len(_CASES)} pairs of times: the workers load batches at least as fast as training consumes them"
+    )
 
 
 def _mend(answer: Any) -> str:
@@ -58,13 +62,14 @@ EXERCISES = {
     "workers": Exercise(
         "How many workers hide loading",
         _workers,
-        "`math.ceil(load / compute)`: this many workers load a batch every load / workers seconds, which is at most compute. "
-        "It is never 0, because without workers loading and computing add up.",
+        "`math.ceil(load / compute)`: this many workers load a batch every load / workers seconds, which is at most"
+        " compute. It is never 0, because without workers loading and computing add up.",
     ),
     "mend": Exercise(
         "A loader that keeps up",
         _mend,
-        "In `load` of slow_input.py pass `num_workers=2` to the DataLoader (loading takes 1.5 times as long as a step, so 2 "
-        'workers hide it), preferably with `persistent_workers=True`; then `run("slow_input.py", **HERE).wait()`.',
+        "In `load` of slow_input.py pass `num_workers=2` to the DataLoader (loading takes 1.5 times as long as a step,"
+        ' so 2 workers hide it), preferably with `persistent_workers=True`; then `run("slow_input.py",'
+        " **HERE).wait()`.",
     ),
 }

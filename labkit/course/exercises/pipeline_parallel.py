@@ -84,14 +84,14 @@ EXERCISES = {
     "order": Exercise(
         "The order of a stage under 1F1B",
         _order,
-        "`stages − 1 − stage` forwards first (at most the number of micro-batches), then one forward and one backward "
-        "alternately, then the remaining backwards. The last stage starts with F0, B0; the first stage starts with one forward "
-        "for each later stage.",
+        "`stages − 1 − stage` forwards first (at most the number of micro-batches), then one forward and one backward"
+        " alternately, then the remaining backwards. The last stage starts with F0, B0; the first stage starts with one"
+        " forward for each later stage.",
     ),
     "bubble": Exercise(
         "A bubble of at most 12 %",
         _bubble,
-        "1/(m+1) ≤ 0.12 gives m ≥ 8 for GPipe and 1F1B: 8 micro-batches of 2 samples. Interleaved1F1B has 1/(2m+1), so 4 are "
-        "enough; InterleavedZeroBubble has 1/(6m+1), so 2 are enough.",
+        "1/(m+1) ≤ 0.12 gives m ≥ 8 for GPipe and 1F1B: 8 micro-batches of 2 samples. Interleaved1F1B has 1/(2m+1), so"
+        " 4 are enough; InterleavedZeroBubble has 1/(6m+1), so 2 are enough.",
     ),
 }

@@ -38,11 +38,13 @@ EXERCISES = {
     "steps": Exercise(
         "Steps per epoch",
         _steps,
-        "**157.** Three ranks take 3 × 128 = 384 samples per step; 60,000 / 384 = 156.25, and the remainder is one more step.",
+        "**157.** Three ranks take 3 × 128 = 384 samples per step; 60,000 / 384 = 156.25, and the remainder is one more"
+        " step.",
     ),
     "two": Exercise(
         "The same global batch on two ranks",
         _two,
-        '`run("ddp", nproc=2, batch_size=64, steps=10)`, or `batch_size=128, scaling="strong"`: the global batch size is 128.',
+        '`run("ddp", nproc=2, batch_size=64, steps=10)`, or `batch_size=128, scaling="strong"`: the global batch size'
+        " is 128.",
     ),
 }

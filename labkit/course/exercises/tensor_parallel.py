@@ -28,8 +28,8 @@ def _parts(answer: Any) -> str:
             total += torch.relu(x @ shards[0].double()) @ shards[1].double()
         if not torch.allclose(total, torch.relu(x @ a) @ b):
             raise Wrong(
-                f"on {ranks} ranks every shard has the right shape, but the sum is not relu(x @ a) @ b: "
-                "a rank's columns of a and its rows of b must have the same indices, and each index must belong to one rank"
+                f"on {ranks} ranks every shard has the right shape, but the sum is not relu(x @ a) @ b: a rank's"
+                " columns of a and its rows of b must have the same indices, and each index must belong to one rank"
             )
     return "the sum of the partial sums is the whole product, on 2, 3 and 4 ranks"
 
@@ -39,8 +39,14 @@ def _called(answer: Any, given: tuple, case: str) -> tuple:
         shards = answer(*given)
     except Exception as error:
         raise Wrong(f"for {case}, parts(a, b, rank, ranks) raised {type(error).__name__}: {error}") from None
-    if not isinstance(shards, (tuple, list)) or len(shards) != 2 or not all(hasattr(shard, "shape") for shard in shards):
-        raise Wrong(f"for {case}, the function must return two tensors, a shard of a and one of b, got {type(shards).__name__}")
+    if (
+        not isinstance(shards, (tuple, list))
+        or len(shards) != 2
+        or not all(hasattr(shard, "shape") for shard in shards)
+    ):
+        raise Wrong(
+            f"for {case}, the function must return two tensors, a shard of a and one of b, got {type(shards).__name__}"
+        )
     return tuple(shards)
 
 
@@ -48,8 +54,8 @@ def _shaped(shards: tuple, a: tuple[int, int], b: tuple[int, int], case: str) ->
     for name, shard, wanted in zip("ab", shards, (a, b)):
         if tuple(shard.shape) != wanted:
             raise Wrong(
-                f"for {case}, the shard of {name} is {'×'.join(map(str, shard.shape))}; every rank has all columns of x, "
-                f"and relu needs complete sums: along which dimension can {name} be split then?"
+                f"for {case}, the shard of {name} is {'×'.join(map(str, shard.shape))}; every rank has all columns of"
+                f" x, and relu needs complete sums: along which dimension can {name} be split then?"
             )
 
 
@@ -57,7 +63,9 @@ def _logits(answer: Any) -> str:
     run = finished(answer)
     spec = run.state.spec
     if spec.get("strategy") != "tp" or spec.get("workload") != "gpt":
-        raise Wrong(f"the run must train gpt with tp, got {spec.get('workload') or 'a script'} with {spec.get('strategy')}")
+        raise Wrong(
+            f"the run must train gpt with tp, got {spec.get('workload') or 'a script'} with {spec.get('strategy')}"
+        )
     if run.state.world_size != 2:
         raise Wrong(f"the world size must be 2, got {run.state.world_size}")
     entries = run.ledger()
@@ -66,20 +74,24 @@ def _logits(answer: Any) -> str:
     gathered = sum(entry.measured for entry in entries if entry.op == "all_gather")
     if gathered and not spec["options"].get("loss_parallel"):
         raise Wrong(f"a step still all-gathers {size(gathered)}; look for an option that concerns the loss")
-    return "each rank computes its part of the loss from its shard of the logits: 3 numbers per position are sent instead of 256"
+    return (
+        "each rank computes its part of the loss from its shard of the logits: 3 numbers per position are sent instead"
+        " of 256"
+    )
 
 
 EXERCISES = {
     "parts": Exercise(
         "Split a pair of matrices",
         _parts,
-        "`return a.chunk(ranks, dim=1)[rank], b.chunk(ranks, dim=0)[rank]`: columns of the first, the same rows of the second. "
-        "relu between them gets complete sums, so a single all-reduce at the end is enough.",
+        "`return a.chunk(ranks, dim=1)[rank], b.chunk(ranks, dim=0)[rank]`: columns of the first, the same rows of the"
+        " second. relu between them gets complete sums, so a single all-reduce at the end is enough.",
     ),
     "logits": Exercise(
         "Do not gather the logits",
         _logits,
-        '`run("tp", workload="gpt", nproc=2, steps=5, samples=200, options={"loss_parallel": True}).wait()`: of all logits, the '
-        "loss needs the maximum, the sum of exponentials and the logit of the target: three small all-reduces.",
+        '`run("tp", workload="gpt", nproc=2, steps=5, samples=200, options={"loss_parallel": True}).wait()`: of all'
+        " logits, the loss needs the maximum, the sum of exponentials and the logit of the target: three small"
+        " all-reduces.",
     ),
 }

@@ -38,10 +38,15 @@ def _stray(answer: Any) -> str:
     if rank not in range(4):
         raise Wrong(f"the rank must be in 0 … 3, got {rank}")
     if rank != _STRAY[0]:
-        raise Wrong(f"rank {rank} is at the same line as two other ranks; for which rank is number 118 a different collective?")
+        raise Wrong(
+            f"rank {rank} is at the same line as two other ranks; for which rank is number 118 a different collective?"
+        )
     if line != _STRAY[1]:
         raise Wrong(f"rank {rank} is right, but it is not at line {line}. Which line of the script would you open?")
-    return "number 118 is an all-reduce on three ranks and a barrier on rank 2; which condition sends only rank 2 into `save`?"
+    return (
+        "number 118 is an all-reduce on three ranks and a barrier on rank 2; which condition sends only rank 2 into"
+        " `save`?"
+    )
 
 
 def _mend(answer: Any) -> str:
@@ -62,14 +67,18 @@ def _mend(answer: Any) -> str:
         raise Wrong("rank 0 no longer prints the accuracy; fix the evaluation instead of removing it")
     if not any(each.seen("save") for each in state.ranks.values()):
         raise Wrong("the script no longer saves the model; one rank must save it")
-    return "different samples on each rank, a new order in each epoch, an evaluation on all ranks, and one file from one rank"
+    return (
+        "different samples on each rank, a new order in each epoch, an evaluation on all ranks, and one file from one"
+        " rank"
+    )
 
 
 EXERCISES = {
     "prefix": Exercise(
         "Names without the wrapper",
         _prefix,
-        '`{name.removeprefix("module."): value for name, value in state.items()}`. `replace` would also change `submodule.weight`.',
+        '`{name.removeprefix("module."): value for name, value in state.items()}`. `replace` would also change'
+        " `submodule.weight`.",
     ),
     "stray": Exercise(
         "Which rank is at a different line",

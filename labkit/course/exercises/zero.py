@@ -41,7 +41,10 @@ def _stage(answer: Any) -> str:
             raise Wrong(f"{call} must return 0, 1, 2 or 3, or None if no stage fits, got {given!r}")
         reason = "a lower stage fits too" if given > expected else "the states are larger than the device memory"
         raise Wrong(f"{call} returned stage {given}: {reason}")
-    return "each stage divides one more of the terms 2 + 2 + 12 by the number of ranks; the first sum that fits is the answer"
+    return (
+        "each stage divides one more of the terms 2 + 2 + 12 by the number of ranks; the first sum that fits is the"
+        " answer"
+    )
 
 
 def _quarter(answer: Any) -> str:
@@ -69,18 +72,12 @@ EXERCISES = {
     "stage": Exercise(
         "The lowest stage that fits",
         _stage,
-        "With n ranks the states take 16P, 4P + 12P/n, 2P + 14P/n and 16P/n bytes; the answer is the first of these that does "
-        "not exceed `memory`:\n\n"
-        "```python\n"
-        "def lowest_stage(parameters, ranks, memory):\n"
-        "    for stage in range(4):\n"
-        "        sizes = {3: 2, 2: 2, 1: 12}  # the first stage that shards it: its bytes\n"
-        "        if sum(size * parameters / (ranks if stage >= first else 1) for first, size in sizes.items()) <= memory:\n"
-        "            return stage\n"
-        "    return None\n"
-        "```\n\n"
-        "30 billion parameters on four devices with 80 GB do not fit at any stage (120 GB each); on 64 devices stage 2 is "
-        "enough.",
+        "With n ranks the states take 16P, 4P + 12P/n, 2P + 14P/n and 16P/n bytes; the answer is the first of these"
+        " that does not exceed `memory`:\n\n```python\ndef lowest_stage(parameters, ranks, memory):\n    for stage in"
+        " range(4):\n        sizes = {3: 2, 2: 2, 1: 12}  # the first stage that shards it: its bytes\n        if"
+        " sum(size * parameters / (ranks if stage >= first else 1) for first, size in sizes.items()) <= memory:\n      "
+        "      return stage\n    return None\n```\n\n30 billion parameters on four devices with 80 GB do not fit at any"
+        " stage (120 GB each); on 64 devices stage 2 is enough.",
     ),
     "quarter": Exercise(
         "A quarter of the optimizer state",

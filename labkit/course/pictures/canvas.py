@@ -16,7 +16,15 @@ _DARK = (0, 2, 5)  # ranks whose colour needs white text
 def layout(title: str, height: float) -> dict[str, Any]:
     """The common layout: a title at the top left, a transparent background, grey text; `height` in pixels."""
     return {
-        "title": {"text": title, "x": 0, "xref": "container", "y": 1, "yanchor": "top", "font": {"size": 13}, "pad": {"l": 8, "t": 7}},
+        "title": {
+            "text": title,
+            "x": 0,
+            "xref": "container",
+            "y": 1,
+            "yanchor": "top",
+            "font": {"size": 13},
+            "pad": {"l": 8, "t": 7},
+        },
         "height": round(height),
         "margin": {"l": 8, "r": 8, "t": 34, "b": 8},
         "font": {"family": FONT, "size": 11, "color": colours.INK},

@@ -43,7 +43,9 @@ def checked(function: _Function) -> _Function:
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise TypeError(f"{function.__name__}{signature.replace(return_annotation=signature.empty)}: {error}") from None
+            raise TypeError(
+                f"{function.__name__}{signature.replace(return_annotation=signature.empty)}: {error}"
+            ) from None
         for name, value in bound.arguments.items():
             parameter = signature.parameters[name]
             if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -90,7 +92,13 @@ def _run(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a Run such as run('pp', nproc=2).wait(), got {shown(value)}")
 
 
-_SCALARS: Mapping[str, Callable[[str, Any], Any]] = {"int": _whole, "float": _real, "bool": check_flag, "str": _text, "Run": _run}
+_SCALARS: Mapping[str, Callable[[str, Any], Any]] = {
+    "int": _whole,
+    "float": _real,
+    "bool": check_flag,
+    "str": _text,
+    "Run": _run,
+}
 
 
 def _instance(wanted: str, name: str, value: Any) -> None:

@@ -80,13 +80,26 @@ def costs(n: int = 4) -> go.Figure:
     )
     data, layout = (
         [],
-        _plain_layout() | {"height": 40 * len(every) + 60, "margin": {"l": 230, "r": 20, "t": 10, "b": 45}, "showlegend": False},
+        _plain_layout()
+        | {
+            "height": 40 * len(every) + 60,
+            "margin": {"l": 230, "r": 20, "t": 10, "b": 45},
+            "showlegend": False,
+        },
     )
     for number, (what, values) in enumerate(figures):
         suffix = "2" if number else ""
         texts = [f"{value:g}" for value in values]
-        look = {"orientation": "h", "marker": {"color": INK, "opacity": 0.6}, "text": texts, "textposition": "outside", "cliponaxis": False}
-        data.append({"type": "bar", "x": values, "y": names, "xaxis": f"x{suffix}", "yaxis": "y", "hoverinfo": "skip"} | look)
+        look = {
+            "orientation": "h",
+            "marker": {"color": INK, "opacity": 0.6},
+            "text": texts,
+            "textposition": "outside",
+            "cliponaxis": False,
+        }
+        data.append(
+            {"type": "bar", "x": values, "y": names, "xaxis": f"x{suffix}", "yaxis": "y", "hoverinfo": "skip"} | look
+        )
         top = 1.15 * max(values)
         layout[f"xaxis{suffix}"] = {
             "domain": [0.54 * number, 0.54 * number + 0.44],
@@ -99,14 +112,22 @@ def costs(n: int = 4) -> go.Figure:
 
 
 @checked
-def times(sizes: Sequence[float], measured: Mapping[str, Sequence[float]], modelled: Mapping[str, Sequence[float]]) -> go.Figure:
+def times(
+    sizes: Sequence[float], measured: Mapping[str, Sequence[float]], modelled: Mapping[str, Sequence[float]]
+) -> go.Figure:
     """Seconds versus bytes on logarithmic axes: `measured` as markers, `modelled` as dashed lines, one colour per
     name."""
     names = [*dict.fromkeys([*measured, *modelled])]
     colours = {name: rank_colour(number) for number, name in enumerate(names)}
     series = []
     for name, values in modelled.items():
-        series.append(_series(name, "modelled", sizes, values) | {"mode": "lines", "line": {"color": colours[name], "dash": "dash"}})
+        series.append(
+            _series(name, "modelled", sizes, values)
+            | {
+                "mode": "lines",
+                "line": {"color": colours[name], "dash": "dash"},
+            }
+        )
     for name, values in measured.items():
         marker = {"color": colours[name], "size": 9, "symbol": _MARKS[names.index(name) % len(_MARKS)]}
         series.append(_series(name, "measured", sizes, values) | {"mode": "markers", "marker": marker})
@@ -115,7 +136,14 @@ def times(sizes: Sequence[float], measured: Mapping[str, Sequence[float]], model
     layout = _plain_layout() | {
         "height": 380,
         "margin": {"l": 70, "r": 20, "t": 30, "b": 50},
-        "xaxis": axis | {"title": {"text": "message of one rank"}, "tickvals": [*sizes], "ticktext": [size(each, 0) for each in sizes]},
+        "xaxis": (
+            axis
+            | {
+                "title": {"text": "message of one rank"},
+                "tickvals": [*sizes],
+                "ticktext": [size(each, 0) for each in sizes],
+            }
+        ),
         "yaxis": axis | {"title": {"text": "milliseconds"}, "tickvals": _ticks(min(shown), max(shown))},
         "legend": {"bgcolor": "rgba(0,0,0,0)"},
     }
@@ -123,8 +151,16 @@ def times(sizes: Sequence[float], measured: Mapping[str, Sequence[float]], model
 
 
 def _series(name: str, kind: str, sizes: Sequence[float], seconds: Sequence[float]) -> dict[str, Any]:
-    hover = {"hovertemplate": f"%{{text}}: %{{y:.3~g}} ms<extra>{name}, {kind}</extra>", "text": [size(each, 0) for each in sizes]}
-    return {"type": "scatter", "name": f"{name}, {kind}", "x": [*sizes], "y": [1000 * value for value in seconds]} | hover
+    hover = {
+        "hovertemplate": f"%{{text}}: %{{y:.3~g}} ms<extra>{name}, {kind}</extra>",
+        "text": [size(each, 0) for each in sizes],
+    }
+    return {
+        "type": "scatter",
+        "name": f"{name}, {kind}",
+        "x": [*sizes],
+        "y": [1000 * value for value in seconds],
+    } | hover
 
 
 def _ticks(low: float, high: float) -> list[float]:
@@ -143,7 +179,11 @@ def _figure(plan: Plan) -> go.Figure:
     rows = math.ceil(len(rounds) / across)
     side = _PANEL if plan.n <= _FEW else _PANEL * _ACROSS / 3
     layout = _plain_layout() | {
-        "title": {"text": f"<b>{plan.title}</b>, {plan.n} ranks, {_count(len(plan.rounds), 'round')}", "x": 0, "xref": "container"}
+        "title": {
+            "text": f"<b>{plan.title}</b>, {plan.n} ranks, {_count(len(plan.rounds), 'round')}",
+            "x": 0,
+            "xref": "container",
+        }
         | {"xanchor": "left", "font": {"size": 13}, "y": 1, "yanchor": "top", "pad": {"l": 8, "t": 7}},
         "width": across * side + 20,
         "height": rows * side + 40,
@@ -156,7 +196,13 @@ def _figure(plan: Plan) -> go.Figure:
     for number, (messages, state) in enumerate(zip(rounds, states)):
         row, column = divmod(number, across)
         suffix = "" if number == 0 else str(number + 1)
-        axis = {"showgrid": False, "zeroline": False, "showticklabels": False, "range": [-reach, reach], "fixedrange": True}
+        axis = {
+            "showgrid": False,
+            "zeroline": False,
+            "showticklabels": False,
+            "range": [-reach, reach],
+            "fixedrange": True,
+        }
         layout[f"xaxis{suffix}"] = axis | {"domain": [column / across, (column + 1) / across], "anchor": f"y{suffix}"}
         layout[f"yaxis{suffix}"] = axis | {"domain": [1 - (row + 1) / rows, 1 - row / rows], "anchor": f"x{suffix}"}
         panel = _Panel(plan, state, messages, number, suffix, reach)
@@ -186,7 +232,10 @@ class _Panel:
                 share = len(who) / self._plan.n if self._adds else float(bool(who))
                 thick = (rank, piece) in self._received
                 cell = {"type": "rect", "x0": left, "x1": left + side, "y0": low, "y1": low + side}
-                look = {"fillcolor": f"rgba(128,128,128,{0.25 * share:.2f})", "line": {"color": INK, "width": 2.5 if thick else 0.7}}
+                look = {
+                    "fillcolor": f"rgba(128,128,128,{0.25 * share:.2f})",
+                    "line": {"color": INK, "width": 2.5 if thick else 0.7},
+                }
                 found.append(self._axes | cell | look)
         return found
 
@@ -198,7 +247,8 @@ class _Panel:
             found.append(self._text(x, y, f"<b>{rank}</b>", 12, font_colour="#FFFFFF"))
             cells = _cells(self._plan, rank) if self._plan.n <= _FEW else ()
             found += [
-                self._text(left + side / 2, low + side / 2, f"<b>{self._content(rank, piece)}</b>", 10) for piece, left, low, side in cells
+                self._text(left + side / 2, low + side / 2, f"<b>{self._content(rank, piece)}</b>", 10)
+                for piece, left, low, side in cells
             ]
         for one in self._messages:
             found += self._arrow(one)
@@ -209,13 +259,23 @@ class _Panel:
         texts = []
         for rank in range(self._plan.n):
             has = ", ".join(
-                f"{_name(piece)}: {self._content(rank, piece)}" for piece, *_ in _cells(self._plan, rank) if piece in self._state[rank]
+                f"{_name(piece)}: {self._content(rank, piece)}"
+                for piece, *_ in _cells(self._plan, rank)
+                if piece in self._state[rank]
             )
             texts.append(f"rank {rank} has {has or 'nothing'}")
         xs, ys = zip(*self._places)
         marker = {"size": 24, "opacity": 0}
         axes = {"xaxis": self._axes["xref"], "yaxis": self._axes["yref"]}
-        return {"type": "scatter", "mode": "markers", "x": xs, "y": ys, "hovertext": texts, "hoverinfo": "text", "marker": marker} | axes
+        return {
+            "type": "scatter",
+            "mode": "markers",
+            "x": xs,
+            "y": ys,
+            "hovertext": texts,
+            "hoverinfo": "text",
+            "marker": marker,
+        } | axes
 
     @property
     def _adds(self) -> bool:
@@ -233,17 +293,37 @@ class _Panel:
         (x0, y0), (x1, y1) = self._places[one.source], self._places[one.target]
         length = math.hypot(x1 - x0, y1 - y0)
         dx, dy = (x1 - x0) / length, (y1 - y0) / length
-        gap, left, up = _NODE + 0.06, -_ASIDE * dy, _ASIDE * dx  # sideways offset, so that opposite arrows do not overlap
-        ends = {"ax": x0 + gap * dx + left, "ay": y0 + gap * dy + up, "x": x1 - gap * dx + left, "y": y1 - gap * dy + up}
+        gap, left, up = (
+            _NODE + 0.06,
+            -_ASIDE * dy,
+            _ASIDE * dx,
+        )  # sideways offset, so that opposite arrows do not overlap
+        ends = {
+            "ax": x0 + gap * dx + left,
+            "ay": y0 + gap * dy + up,
+            "x": x1 - gap * dx + left,
+            "y": y1 - gap * dy + up,
+        }
         axes = self._axes | {"axref": self._axes["xref"], "ayref": self._axes["yref"]}
-        head = {"showarrow": True, "arrowhead": 2, "arrowsize": 1.1, "arrowwidth": 1.6, "arrowcolor": rank_colour(one.source), "text": ""}
+        head = {
+            "showarrow": True,
+            "arrowhead": 2,
+            "arrowsize": 1.1,
+            "arrowwidth": 1.6,
+            "arrowcolor": rank_colour(one.source),
+            "text": "",
+        }
         words = ("+" if one.add else "") + "".join(map(_name, one.pieces))
         near = 0.36  # position of the label on the arrow; there the labels of crossing arrows do not overlap
         label = self._text(x0 + near * (x1 - x0) - 0.2 * dy, y0 + near * (y1 - y0) + 0.2 * dx, words, 10)
         return [axes | ends | head, label]
 
     def _text(self, x: float, y: float, text: str, size: int, font_colour: str = INK, **more: Any) -> dict[str, Any]:
-        return self._axes | {"x": x, "y": y, "text": text, "showarrow": False, "font": {"size": size, "color": font_colour}} | more
+        return (
+            self._axes
+            | {"x": x, "y": y, "text": text, "showarrow": False, "font": {"size": size, "color": font_colour}}
+            | more
+        )
 
 
 def _cells(plan: Plan, rank: int) -> list[tuple[Piece, float, float, float]]:
@@ -279,7 +359,12 @@ def _on_circle(rank: int, n: int) -> tuple[float, float]:
 
 def _plain_layout() -> dict[str, Any]:
     clear = "rgba(0,0,0,0)"
-    return {"font": {"family": FONT, "size": 11, "color": INK}, "paper_bgcolor": clear, "plot_bgcolor": clear, "hovermode": "closest"}
+    return {
+        "font": {"family": FONT, "size": 11, "color": INK},
+        "paper_bgcolor": clear,
+        "plot_bgcolor": clear,
+        "hovermode": "closest",
+    }
 
 
 def _small(n: int) -> int:

@@ -47,7 +47,9 @@ def dp_step(devices: int = 2, workload: str = "cnn") -> go.Figure:
             arrows.append(Arrow(*ends, moment + 0.45 * (device - 1) / max(devices - 2, 1)))
     words = ("① inputs", "② the model", "③ outputs", "④ output gradients", "⑤ gradients")
     sizes = (bytes_of["scatter"], bytes_of["broadcast"], bytes_of["gather"], bytes_of["gather"], bytes_of["reduce"])
-    heads = [(moment + 0.22, f"<b>{name}</b><br>{bytes_}") for moment, name, bytes_ in zip(moments.values(), words, sizes)]
+    heads = [
+        (moment + 0.22, f"<b>{name}</b><br>{bytes_}") for moment, name, bytes_ in zip(moments.values(), words, sizes)
+    ]
     note = f"{model_words(spec)}, {spec.batch_per_rank} samples per device; bytes by formula"
     names = [lane_name(device, "device") for device in range(devices)]
     return side_by_side(f"A step of DP on {devices} devices", note, names, boxes, arrows, heads)
@@ -85,15 +87,21 @@ def wires(most: int = 8, workload: str = "cnn") -> go.Figure:
     through_0, ddp = [], []
     for count in counts:
         flows = {flow.op: flow.theory for flow in theory(Spec(strategy="dp", workload=workload, nproc=count))}
-        through_0.append(sum(flows.values()) + flows["gather"])  # the output gradients have as many bytes as the outputs
-        ddp.append(2 * sum(flow.theory for flow in theory(Spec(strategy="ddp", workload=workload, nproc=count))) / count)
+        through_0.append(
+            sum(flows.values()) + flows["gather"]
+        )  # the output gradients have as many bytes as the outputs
+        ddp.append(
+            2 * sum(flow.theory for flow in theory(Spec(strategy="ddp", workload=workload, nproc=count))) / count
+        )
     others = [whole / (count - 1) for whole, count in zip(through_0, counts)]
     lines = [
         _line("DP, device 0", counts, through_0, colours.RANKS[5], "solid", "circle"),
         _line("DDP, every rank", counts, ddp, colours.RANKS[2], "solid", "diamond"),
         _line("DP, every other device", counts, others, colours.RANKS[0], "dash", "square"),
     ]
-    looks = layout("Traffic per device and step", f"{model_words(Spec(workload=workload))}; by formula, not measured", 330)
+    looks = layout(
+        "Traffic per device and step", f"{model_words(Spec(workload=workload))}; by formula, not measured", 330
+    )
     looks |= {
         "xaxis": axis("devices") | {"dtick": 1},
         "yaxis": axis("MiB per step, sent and received") | {"rangemode": "tozero"},
@@ -103,7 +111,9 @@ def wires(most: int = 8, workload: str = "cnn") -> go.Figure:
     return as_figure(lines, looks)
 
 
-def _line(name: str, xs: Sequence[float], bytes_: Sequence[float], colour: str, dash: str, symbol: str) -> dict[str, Any]:
+def _line(
+    name: str, xs: Sequence[float], bytes_: Sequence[float], colour: str, dash: str, symbol: str
+) -> dict[str, Any]:
     return {
         "type": "scatter",
         "mode": "lines+markers",
@@ -127,7 +137,9 @@ def divide(order: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 @checked
-def shares(samples: int = 20, ranks: int = 2, batch: int = 5, epochs: int = 2, sampler: bool = True, set_epoch: bool = True) -> go.Figure:
+def shares(
+    samples: int = 20, ranks: int = 2, batch: int = 5, epochs: int = 2, sampler: bool = True, set_epoch: bool = True
+) -> go.Figure:
     """Which samples each rank gets, by step and epoch. Without a sampler every rank gets all samples, in the same
     order.
 
@@ -159,11 +171,29 @@ def shares(samples: int = 20, ranks: int = 2, batch: int = 5, epochs: int = 2, s
     borders += [_border("y", row - 0.5) for row in range(ranks, len(rows), ranks)]
     middles = [(start + 1 + min(start + batch, width)) / 2 for start in range(0, width, batch)]
     what = "DistributedSampler" if sampler else "No sampler"
-    title = f"{what}: {samples} samples, {ranks} ranks, {batch} per rank and step: {steps} step{'s' if steps > 1 else ''} per epoch"
+    title = (
+        f"{what}: {samples} samples, {ranks} ranks, {batch} per rank and step: {steps} step{'s' if steps > 1 else ''}"
+        " per epoch"
+    )
     looks = layout(title, " · ".join(notes), 104 + 34 * len(rows)) | {
         "shapes": borders,
-        "xaxis": axis("") | {"tickvals": middles, "ticktext": [f"step {step + 1}" for step in range(steps)], "showgrid": False},
-        "yaxis": axis("") | {"tickvals": list(range(len(rows))), "ticktext": names, "autorange": "reversed", "showgrid": False},
+        "xaxis": (
+            axis("")
+            | {
+                "tickvals": middles,
+                "ticktext": [f"step {step + 1}" for step in range(steps)],
+                "showgrid": False,
+            }
+        ),
+        "yaxis": (
+            axis("")
+            | {
+                "tickvals": list(range(len(rows))),
+                "ticktext": names,
+                "autorange": "reversed",
+                "showgrid": False,
+            }
+        ),
         "margin": {"l": 144, "r": 12, "t": 56, "b": 28},
     }
     return as_figure([cells], looks)
@@ -185,7 +215,9 @@ def average(gradients: Sequence[Sequence[float]]) -> go.Figure:
     all-reduce."""
     mean = [math.fsum(column) / len(gradients) for column in zip(*gradients, strict=True)]
     edged = {"color": colours.COMMUNICATION, "line": {"color": colours.INK, "width": 3}}
-    bars = [_gradient(f"rank {rank}", values, {"color": colours.rank_colour(rank)}) for rank, values in enumerate(gradients)]
+    bars = [
+        _gradient(f"rank {rank}", values, {"color": colours.rank_colour(rank)}) for rank, values in enumerate(gradients)
+    ]
     looks = layout("Local gradients, and their average after the all-reduce", "every rank gets the average", 330) | {
         "barmode": "group",
         "bargap": 0.3,

@@ -127,7 +127,9 @@ QUESTIONS: tuple[Question, ...] = (
         "Does it fit with fewer activations?",
         "16Ψ + activations with checkpointing",
         lambda case: case.states + case.kept,
-        lambda case: ("DDP" if case.ranks > 1 else "one device") + " with activation checkpointing, smaller micro-batches",
+        lambda case: (
+            ("DDP" if case.ranks > 1 else "one device") + " with activation checkpointing, smaller micro-batches"
+        ),
     ),
     Question(
         "Is sharding the optimizer state enough?",
@@ -198,7 +200,10 @@ def states(parameters: float, devices: int, recipe: str = "mixed", memory: float
     ]
     title = f"Model states per device, by formula: {parameters:,.0f} parameters, {devices} devices, {recipe}"
     layout = _layout(title, 330) | {"barmode": "stack", "legend": {"orientation": "h", "y": -0.18}}
-    layout |= {"yaxis": {"title": {"text": word}, "gridcolor": colours.GRID, "zeroline": False}, "xaxis": {"type": "category"}}
+    layout |= {
+        "yaxis": {"title": {"text": word}, "gridcolor": colours.GRID, "zeroline": False},
+        "xaxis": {"type": "category"},
+    }
     if memory:
         line = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": memory / unit, "y1": memory / unit}
         layout["shapes"] = [line | {"line": {"color": colours.INK, "width": 2, "dash": "dash"}}]
@@ -219,10 +224,15 @@ def tree(case: Case | None = None) -> go.Figure:
     for place, question in enumerate(QUESTIONS):
         yes, on_way = taken.get(question, False), question in taken
         shapes.append(_box(0, _WIDTH, place, on_way))
-        notes.append(_note(_WIDTH / 2, place, f"<b>{question.text}</b><br>{_asked(question, case if on_way else None)}"))
+        notes.append(
+            _note(_WIDTH / 2, place, f"<b>{question.text}</b><br>{_asked(question, case if on_way else None)}")
+        )
         leaf = question.advice(case or Case(1, 1, devices=2, machines=1 if place < 4 else 2))
         shapes += [_line(_WIDTH, place, _LEAF, place, yes), _box(_LEAF, _END, place, yes)]
-        notes += [_note((_WIDTH + _LEAF) / 2, place, "yes", yanchor="bottom"), _note((_LEAF + _END) / 2, place, _words(leaf, yes))]
+        notes += [
+            _note((_WIDTH + _LEAF) / 2, place, "yes", yanchor="bottom"),
+            _note((_LEAF + _END) / 2, place, _words(leaf, yes)),
+        ]
         shapes.append(_line(_WIDTH / 2, place + 0.36, _WIDTH / 2, place + 0.64, on_way and not yes))
         notes.append(_note(_WIDTH / 2, place + 0.5, " no", xanchor="left"))
     lost = bool(advice) and not any(taken.values())
@@ -271,7 +281,14 @@ def _note(x: Any, y: float, text: str, **more: Any) -> dict[str, Any]:
 
 def _layout(title: str, height: int) -> dict[str, Any]:
     return {
-        "title": {"text": f"<b>{title}</b>", "x": 0, "xref": "container", "xanchor": "left", "font": {"size": 13}, "pad": {"l": 8}},
+        "title": {
+            "text": f"<b>{title}</b>",
+            "x": 0,
+            "xref": "container",
+            "xanchor": "left",
+            "font": {"size": 13},
+            "pad": {"l": 8},
+        },
         "height": height,
         "margin": {"l": 50, "r": 10, "t": 40, "b": 30},
         "font": {"family": FONT, "size": 12, "color": colours.INK},

@@ -115,7 +115,12 @@ def copying(fetch: float, launch: float, copy: float, compute: float, steps: int
 
 @checked
 def copies(
-    fetch: float = 0.003, launch: float = 0.003, copy: float = 0.001, compute: float = 0.004, slower: float = 2.5, steps: int = 4
+    fetch: float = 0.003,
+    launch: float = 0.003,
+    copy: float = 0.001,
+    compute: float = 0.004,
+    slower: float = 2.5,
+    steps: int = 4,
 ) -> go.Figure:
     """The program and its GPU with three ways to copy a batch; a copy from pageable memory takes `slower` times as
     long."""
@@ -128,7 +133,9 @@ def copies(
         for one in course:
             bars += [(what, program, *getattr(one, what), what) for what in ("fetch", "launch")]
             bars += [(what, gpu, *getattr(one, what), what) for what in ("copy", "train")]
-        notes.append((gpu, course[-1].train[1], f"{_milliseconds(course[-1].train[1] - course[0].train[1], steps - 1)} per step"))
+        notes.append(
+            (gpu, course[-1].train[1], f"{_milliseconds(course[-1].train[1] - course[0].train[1], steps - 1)} per step")
+        )
     return _gantt("Copying batches to the GPU, modelled", "gaps are waiting times", lanes, bars, notes)
 
 
@@ -170,9 +177,24 @@ def _gantt(
     layout = {
         "title": {"text": f"<b>{title}</b><span style='font-size:10px'>  {note}</span>", "x": 0, "font": {"size": 13}},
         "xaxis": plain | {"title": {"text": "ms"}, "rangemode": "tozero"},
-        "yaxis": plain | {"type": "category", "categoryarray": list(lanes), "range": [len(lanes) - 0.5, -0.5], "showgrid": False},
+        "yaxis": (
+            plain
+            | {
+                "type": "category",
+                "categoryarray": list(lanes),
+                "range": [len(lanes) - 0.5, -0.5],
+                "showgrid": False,
+            }
+        ),
         "annotations": [
-            {"y": lane, "x": 1e3 * end, "text": f" {words}", "xanchor": "left", "showarrow": False, "font": {"size": 11}}
+            {
+                "y": lane,
+                "x": 1e3 * end,
+                "text": f" {words}",
+                "xanchor": "left",
+                "showarrow": False,
+                "font": {"size": 11},
+            }
             for lane, end, words in notes
         ],
         "barmode": "overlay",

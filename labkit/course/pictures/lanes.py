@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
 _HALF = 0.27  # half the height of a box, relative to a lane
 _BOXES = {"batch": colours.PHASES["copy"], "loss": colours.PHASES["other"], "update": colours.PHASES["optimizer"]}
-_BOXES |= {"forward": colours.PHASES["forward"], "backward": colours.PHASES["backward"], "all_reduce": colours.COMMUNICATION}
+_BOXES |= {
+    "forward": colours.PHASES["forward"],
+    "backward": colours.PHASES["backward"],
+    "all_reduce": colours.COMMUNICATION,
+}
 _LIGHT = ("forward", "loss", "all_reduce")  # phases with black text; the others have white text
 
 
@@ -48,12 +52,17 @@ def lane_name(lane: int, what: str = "rank") -> str:
     return f'<b><span style="color:{colours.rank_colour(lane)}">■</span> {what} {lane}</b>'
 
 
-def side_by_side(title: str, note: str, names: Sequence[str], boxes: Sequence[Box], arrows: Sequence[Arrow], heads) -> go.Figure:
+def side_by_side(
+    title: str, note: str, names: Sequence[str], boxes: Sequence[Box], arrows: Sequence[Arrow], heads
+) -> go.Figure:
     """Lanes from the top down, time to the right, without a scale: boxes are phases, arrows are messages between
     lanes."""
     annotations = [canvas.note(x, -0.62, text, 13) | {"yanchor": "bottom"} for x, text in heads]
     annotations += [_arrow(arrow) for arrow in arrows]
-    shapes = [{"type": "line", "x0": 0, "x1": 10, "y0": lane, "y1": lane, "line": {"color": colours.GRID}} for lane in range(len(names))]
+    shapes = [
+        {"type": "line", "x0": 0, "x1": 10, "y0": lane, "y1": lane, "line": {"color": colours.GRID}}
+        for lane in range(len(names))
+    ]
     looks = layout(title, note, 150 + 92 * len(names)) | {
         "annotations": annotations,
         "shapes": [shape | {"layer": "below"} for shape in shapes],
@@ -88,7 +97,14 @@ def bars(boxes: Sequence[Box]) -> dict[str, Any]:
 def _arrow(arrow: Arrow) -> dict[str, Any]:
     """An arrow between the edges of two lanes' boxes."""
     down = math.copysign(_HALF + 0.03, arrow.end - arrow.start)
-    look = {"showarrow": True, "text": "", "arrowhead": 2, "arrowwidth": 2.5, "arrowsize": 0.9, "arrowcolor": colours.COMMUNICATION}
+    look = {
+        "showarrow": True,
+        "text": "",
+        "arrowhead": 2,
+        "arrowwidth": 2.5,
+        "arrowsize": 0.9,
+        "arrowcolor": colours.COMMUNICATION,
+    }
     ends = {"x": arrow.at, "ax": arrow.at, "y": arrow.end - down, "ay": arrow.start + down}
     both = {"startarrowhead": 2, "startarrowsize": 0.9, "arrowside": "end+start"} if arrow.both else {}
     return look | ends | both | {"xref": "x", "yref": "y", "axref": "x", "ayref": "y"}
@@ -103,13 +119,21 @@ def lane_axis(names: Sequence[str], top: float) -> dict[str, Any]:
 def layout(title: str, note: str, height: int) -> dict[str, Any]:
     """The layout of a picture for a projector: larger text, and a line below the title for its assumptions."""
     base = canvas.layout(f"<b>{title}</b><br><span style='font-size:12px'>{note}</span>", height)
-    large = {"title": base["title"] | {"font": {"size": 16}, "pad": {"l": 8, "t": 18}}, "font": base["font"] | {"size": 13}}
+    large = {
+        "title": base["title"] | {"font": {"size": 16}, "pad": {"l": 8, "t": 18}},
+        "font": base["font"] | {"size": 13},
+    }
     return base | large | {"margin": {"l": 84, "r": 12, "t": 56, "b": 12}, "hovermode": "closest"}
 
 
 def axis(title: str) -> dict[str, Any]:
     """An axis with a scale."""
-    return {"title": {"text": title, "standoff": 6, "font": {"size": 13}}, "gridcolor": colours.GRID, "zeroline": False, "fixedrange": True}
+    return {
+        "title": {"text": title, "standoff": 6, "font": {"size": 13}},
+        "gridcolor": colours.GRID,
+        "zeroline": False,
+        "fixedrange": True,
+    }
 
 
 def model_words(spec: Spec) -> str:

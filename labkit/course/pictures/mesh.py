@@ -20,8 +20,20 @@ if TYPE_CHECKING:
 
 __all__ = ["by_axis", "grid", "groups", "modelled", "wires"]
 
-_AXES = {"pp": "#CC6677", "dp": "#88CCEE", "fsdp": "#88CCEE", "shard": "#88CCEE", "replicate": "#DDCC77", "tp": "#44AA99"}
-_SHARES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1}  # traffic in a ring, in units of (n−1)/n of the payload
+_AXES = {
+    "pp": "#CC6677",
+    "dp": "#88CCEE",
+    "fsdp": "#88CCEE",
+    "shard": "#88CCEE",
+    "replicate": "#DDCC77",
+    "tp": "#44AA99",
+}
+_SHARES = {
+    "all_reduce": 2,
+    "all_gather": 1,
+    "reduce_scatter": 1,
+    "broadcast": 1,
+}  # traffic in a ring, in units of (n−1)/n of the payload
 
 
 @checked
@@ -55,7 +67,9 @@ def grid(axes: Mapping[str, int], per_node: int | None = None) -> go.Figure:
     for panel, axis in enumerate(axes):
         left = panel * (wide + 1.4)
         those = groups(axes, axis)
-        notes.append(note(left, -0.75, f"<b>{axis}</b>: {_summary(those, wide if per_node else None)}", 12, anchor="left"))
+        notes.append(
+            note(left, -0.75, f"<b>{axis}</b>: {_summary(those, wide if per_node else None)}", 12, anchor="left")
+        )
         for number, group in enumerate(those):
             colour = colours.rank_colour(number)
             for rank in group:
@@ -66,10 +80,19 @@ def grid(axes: Mapping[str, int], per_node: int | None = None) -> go.Figure:
     rows = ranks // wide
     if per_node:
         notes += [note(-0.15, row + 0.44, f"node {row}", 11, anchor="right") for row in range(rows)]
-    title = f"<b>{' × '.join(f'{axis} {size}' for axis, size in axes.items())}</b>  number: rank; letter: group along the axis"
+    title = (
+        f"<b>{' × '.join(f'{axis} {size}' for axis, size in axes.items())}</b>  number: rank; letter: group along the"
+        " axis"
+    )
     right = max(12, len(axes) * (wide + 1.4))
-    axes_of = {"xaxis": HIDDEN | {"range": [-1.2 if per_node else -0.2, right]}, "yaxis": HIDDEN | {"range": [rows + 0.1, -1.2]}}
-    return as_figure([], layout(title, 50 + 38 * (rows + 1.3)) | axes_of | {"shapes": shapes, "annotations": notes, "showlegend": False})
+    axes_of = {
+        "xaxis": HIDDEN | {"range": [-1.2 if per_node else -0.2, right]},
+        "yaxis": HIDDEN | {"range": [rows + 0.1, -1.2]},
+    }
+    return as_figure(
+        [],
+        layout(title, 50 + 38 * (rows + 1.3)) | axes_of | {"shapes": shapes, "annotations": notes, "showlegend": False},
+    )
 
 
 @checked
@@ -94,7 +117,9 @@ def modelled(
 
 
 @checked
-def wires(axes: Mapping[str, int], sent: Mapping[str, float], per_node: int, inside: float, between: float) -> go.Figure:
+def wires(
+    axes: Mapping[str, int], sent: Mapping[str, float], per_node: int, inside: float, between: float
+) -> go.Figure:
     """The result of `modelled`, with one bar per order of the axes, the fastest on top; traffic between nodes is
     hatched."""
     times = modelled(axes, sent, per_node, inside, between)
@@ -114,7 +139,12 @@ def wires(axes: Mapping[str, int], sent: Mapping[str, float], per_node: int, ins
                 "customdata": where,
                 "marker": {
                     "color": _AXES.get(axis, colours.OTHER_OPERATION),
-                    "pattern": {"shape": ["/" if each else "" for each in leaves], "fillmode": "overlay", "fgcolor": "#000000", "size": 7},
+                    "pattern": {
+                        "shape": ["/" if each else "" for each in leaves],
+                        "fillmode": "overlay",
+                        "fgcolor": "#000000",
+                        "size": 7,
+                    },
                 },
                 "hovertemplate": f"{axis}: %{{x:.3s}} ms, %{{customdata}}<extra>%{{y}}</extra>",
             }
@@ -124,7 +154,11 @@ def wires(axes: Mapping[str, int], sent: Mapping[str, float], per_node: int, ins
     return as_figure(
         traces,
         layout(title, 110 + 34 * len(lanes))
-        | {"barmode": "stack", "xaxis": SCALED | {"title": {"text": "ms", "standoff": 4}, "rangemode": "tozero"}, "yaxis": order}
+        | {
+            "barmode": "stack",
+            "xaxis": SCALED | {"title": {"text": "ms", "standoff": 4}, "rangemode": "tozero"},
+            "yaxis": order,
+        }
         | {"margin": {"l": 112, "r": 60, "t": 34, "b": 44}, "legend": {"x": 1.01, "y": 1, "title": {"text": "axis"}}},
     )
 

@@ -47,7 +47,9 @@ def filled(workload: str, bucket_mb: float, **options: Any) -> list[Bucket]:
     return [*found, Bucket(waiting, 1.0)] if waiting else found
 
 
-def sent(found: Sequence[Bucket], backward: float, rate: float, latency: float, ranks: int) -> list[tuple[float, float]]:
+def sent(
+    found: Sequence[Bucket], backward: float, rate: float, latency: float, ranks: int
+) -> list[tuple[float, float]]:
     """Start and end of each bucket's all-reduce, in seconds: sequentially, in a ring (Patarasuk and Yuan 2009).
 
     `backward` is in seconds, `rate` in bytes per second sent by a rank, and `latency` in seconds per round of the
@@ -82,8 +84,12 @@ def buckets(
         spans = sent(found, backward, rate, latency, ranks)
         boxes.append(Box(2 * lane, 0.0, 1000 * backward, "backward", "backward, last layer first"))
         for number, (bucket, (start, end)) in enumerate(zip(found, spans), 1):
-            boxes.append(Box(2 * lane + 1, 1000 * start, 1000 * end, "all_reduce", str(number), f": {size(bucket.bytes)}"))
-        hidden = sum(max(0.0, min(end, backward) - start) for start, end in spans) / sum(end - start for start, end in spans)
+            boxes.append(
+                Box(2 * lane + 1, 1000 * start, 1000 * end, "all_reduce", str(number), f": {size(bucket.bytes)}")
+            )
+        hidden = sum(max(0.0, min(end, backward) - start) for start, end in spans) / sum(
+            end - start for start, end in spans
+        )
         summary = f"  {len(found)} bucket{'s' if len(found) > 1 else ''}, {hidden:.0%} overlapped"
         ends.append(canvas.note(1000 * spans[-1][1], 2 * lane + 1, summary, 13, anchor="left"))
         names += [f"<b>bucket_mb={each:g}</b> ", "all-reduce "]

@@ -25,8 +25,19 @@ _KINDS = {  # name in the legend, colour, colour of the number on it
     "W": ("backward of the weights", colours.PHASES["optimizer"], "#FFFFFF"),
     "BW": ("half of a backward", "#7B50B0", "#FFFFFF"),
 }
-_HATCHED = {"shape": "/", "size": 7, "fillmode": "overlay", "fgcolor": "rgba(255, 255, 255, 0.55)"}  # a rank's second stage
-_MARKS = {"GPipe": "circle", "1F1B": "x", "Interleaved1F1B": "square", "ZB-H1": "diamond", "InterleavedZeroBubble": "triangle-up"}
+_HATCHED = {
+    "shape": "/",
+    "size": 7,
+    "fillmode": "overlay",
+    "fgcolor": "rgba(255, 255, 255, 0.55)",
+}  # a rank's second stage
+_MARKS = {
+    "GPipe": "circle",
+    "1F1B": "x",
+    "Interleaved1F1B": "square",
+    "ZB-H1": "diamond",
+    "InterleavedZeroBubble": "triangle-up",
+}
 _PATTERNS = {"GPipe": "", "1F1B": "/", "Interleaved1F1B": "x", "ZB-H1": ".", "InterleavedZeroBubble": "-"}
 _MIN_PAUSE = 0.01  # of a step; a shorter pause is the gap between two operations and does not count as waiting
 
@@ -58,7 +69,10 @@ def gantt(plan: Plan) -> go.Figure:
                 "textangle": 0,
                 "constraintext": "none",
                 "textfont": {"color": ink, "size": 10},
-                "marker": {"color": colour, "line": {"width": 1, "color": colours.INK}} | ({"pattern": _HATCHED} if second else {}),
+                "marker": (
+                    {"color": colour, "line": {"width": 1, "color": colours.INK}}
+                    | ({"pattern": _HATCHED} if second else {})
+                ),
                 "hovertext": [_words(slot, plan, name) for slot in slots],
                 "hovertemplate": "%{hovertext}<extra></extra>",
             }
@@ -151,9 +165,14 @@ def measured(run: Run) -> Plan:
         found = {number: rank.timelines[step] for number, rank in sorted(state.ranks.items())}
         shifts, _ = aligned(found)
         slots = tuple(
-            slot for rank, one in found.items() for slot in _seen(rank, one, shifts[rank], order(schedule, rank, len(found), micro_batches))
+            slot
+            for rank, one in found.items()
+            for slot in _seen(rank, one, shifts[rank], order(schedule, rank, len(found), micro_batches))
         )
-        words = f"{schedule}, {len(found)} ranks, {micro_batches} micro-batch{'es' if micro_batches > 1 else ''}, step {step}"
+        words = (
+            f"{schedule}, {len(found)} ranks, {micro_batches} micro-batch{'es' if micro_batches > 1 else ''}, step"
+            f" {step}"
+        )
         plans.append(Plan(words, slots, "ms", modelled=False))
     return min(plans, key=lambda plan: plan.span[1] - plan.span[0])
 
@@ -169,12 +188,15 @@ def _seen(rank: int, one: Mapping[str, Any], shift: float, rule: list[tuple[str,
         kind = "BW" if halved and name == "backward" else name[0].upper()
         stage, number = next(turns[kind], (None, None)) if kind in turns else (None, None)
         yield Slot(rank, kind, stage, number, 1000 * (start + shift), 1000 * (end + shift))
-    if halved:  # autograd's hooks do not see a half as a backward; it is all other computation from the first forward to the optimizer
+    # Autograd's hooks see no half of a backward: it is all other computation from the first forward to the optimizer.
+    if halved:
         for start, end in _between(one["busy"], passes, stop, _MIN_PAUSE * one["seconds"]):
             yield Slot(rank, "BW", None, None, 1000 * (start + shift), 1000 * (end + shift))
 
 
-def _between(busy: Sequence[Sequence[float]], passes: list[tuple[str, float, float]], stop: float, least: float) -> list[list[float]]:
+def _between(
+    busy: Sequence[Sequence[float]], passes: list[tuple[str, float, float]], stop: float, least: float
+) -> list[list[float]]:
     """Intervals of computation outside the passes, from the first pass to `stop`; pauses shorter than `least` are
     merged."""
     intervals: list[list[float]] = []
@@ -204,5 +226,12 @@ def _words(slot: Slot, plan: Plan, name: str) -> str:
 
 def _figure(traces: list[dict[str, Any]], title: str, x: dict[str, Any], y: dict[str, Any], height: int) -> go.Figure:
     legend = {"orientation": "h", "x": 0, "y": 0, "yref": "container", "yanchor": "bottom", "font": {"size": 11}}
-    own = {"xaxis": x, "yaxis": y, "barmode": "overlay", "bargap": 0.15, "margin": {"l": 64, "r": 16, "t": 34, "b": 78}, "legend": legend}
+    own = {
+        "xaxis": x,
+        "yaxis": y,
+        "barmode": "overlay",
+        "bargap": 0.15,
+        "margin": {"l": 64, "r": 16, "t": 34, "b": 78},
+        "legend": legend,
+    }
     return as_figure(traces, layout(title, height + 40) | own | {"hovermode": "closest"})

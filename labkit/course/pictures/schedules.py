@@ -100,9 +100,13 @@ class Rule:
 SCHEDULES: dict[str, Rule] = {
     "GPipe": Rule(1, False, lambda r, p, m: m, lambda p, m: (p - 1) / (m + p - 1)),
     "1F1B": Rule(1, False, lambda r, p, m: p - 1 - r, lambda p, m: (p - 1) / (m + p - 1)),
-    "Interleaved1F1B": Rule(2, False, lambda r, p, m: _turn(p, m) + 2 * (p - 1 - r), lambda p, m: (p - 1) / (2 * m + p - 1)),
+    "Interleaved1F1B": Rule(
+        2, False, lambda r, p, m: _turn(p, m) + 2 * (p - 1 - r), lambda p, m: (p - 1) / (2 * m + p - 1)
+    ),
     "ZB-H1": Rule(1, True, lambda r, p, m: p - 1 - r, lambda p, m: (p - 1) / (3 * m + p - 1)),
-    "InterleavedZeroBubble": Rule(2, True, lambda r, p, m: _turn(p, m) + p - 1 - r, lambda p, m: (p - 1) / (6 * m + p - 1)),
+    "InterleavedZeroBubble": Rule(
+        2, True, lambda r, p, m: _turn(p, m) + p - 1 - r, lambda p, m: (p - 1) / (6 * m + p - 1)
+    ),
 }
 
 
@@ -148,7 +152,10 @@ def simulate(schedule: str, ranks: int, micro_batches: int, costs: Sequence[floa
     stages = ranks * rule.stages
     costs = tuple(costs) or (1.0,) * stages
     if len(costs) != stages or min(costs) <= 0:
-        raise ValueError(f"costs must be a positive number for each of the {stages} stages of {schedule} on {ranks} ranks, got {costs}")
+        raise ValueError(
+            f"costs must be a positive number for each of the {stages} stages of {schedule} on {ranks} ranks, got"
+            f" {costs}"
+        )
     times = [cost * ranks / sum(costs) for cost in costs]
     relative = {"F": 1.0, "B": backward / 2 if rule.halved else backward, "W": backward / 2}
     waiting = {rank: order(schedule, rank, ranks, micro_batches)[::-1] for rank in range(ranks)}
@@ -197,5 +204,6 @@ def _check(schedule: str, ranks: int, micro_batches: int) -> None:
     if SCHEDULES[schedule].stages > 1 and micro_batches % _turn(ranks, micro_batches):
         near = micro_batches // ranks * ranks
         raise ValueError(
-            f"micro_batches must split into equal rounds for {schedule} on {ranks} ranks, got {micro_batches}; use {near}"
+            f"micro_batches must split into equal rounds for {schedule} on {ranks} ranks, got {micro_batches}; use"
+            f" {near}"
         )

@@ -24,7 +24,11 @@ ADAM = (4, 4, 8)  # bytes of a parameter, its gradient and its two moments, all 
 _STATES = ("parameters", "gradients", "optimizer")
 _SHARDED_FROM = {"optimizer": 1, "gradients": 2, "parameters": 3}  # the first stage that shards it
 _TITLE = {"x": 0, "xref": "container", "xanchor": "left", "pad": {"l": 8}, "font": {"size": 13}}
-_PLAIN = {"font": {"family": FONT, "size": 12, "color": INK}, "paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)"}
+_PLAIN = {
+    "font": {"family": FONT, "size": 12, "color": INK},
+    "paper_bgcolor": "rgba(0,0,0,0)",
+    "plot_bgcolor": "rgba(0,0,0,0)",
+}
 
 
 @checked
@@ -43,23 +47,42 @@ def who_holds_what(ranks: int = 4, held: Sequence[int] = ADAM) -> go.Figure:
     """
     line = {"color": INK, "width": 0.6}
     parts, full = _boxes(ranks, held)
-    data = [{"type": "bar", **full, "marker": {"color": "rgba(0,0,0,0)", "line": line}, "hoverinfo": "skip", "showlegend": False}]
+    data = [
+        {
+            "type": "bar",
+            **full,
+            "marker": {"color": "rgba(0,0,0,0)", "line": line},
+            "hoverinfo": "skip",
+            "showlegend": False,
+        }
+    ]
     for owner, size in zip(_STATES, held):
-        words = {"name": f"{_words(owner)} ({size} bytes per parameter)", "textposition": "none", "hovertemplate": "%{text}<extra></extra>"}
+        words = {
+            "name": f"{_words(owner)} ({size} bytes per parameter)",
+            "textposition": "none",
+            "hovertemplate": "%{text}<extra></extra>",
+        }
         data.append({"type": "bar", **parts[owner], **words, "marker": {"color": OWNERS[owner], "line": line}})
     shown = range(0, ranks, max(1, -(-ranks // 16)))
     return as_figure(
         data,
         _PLAIN
         | {
-            "title": {"text": f"Model states on each of {ranks} rank{'s' * (ranks > 1)}, P parameters (by formula)", **_TITLE},
+            "title": {
+                "text": f"Model states on each of {ranks} rank{'s' * (ranks > 1)}, P parameters (by formula)",
+                **_TITLE,
+            },
             "barmode": "overlay",
             "height": 420,
-            "xaxis": {"tickvals": [rank + 0.45 for rank in shown], "ticktext": [f"rank {rank}" for rank in shown]}
-            | {"range": [-0.06, ranks - 0.04], "showgrid": False, "zeroline": False},
-            "yaxis": {"tickvals": [_foot(stage) + 0.5 for stage in range(len(STAGES))], "range": [-0.05, _foot(0) + 1.05]}
-            | {"ticktext": [f"<b>{name}</b><br>{_sum_of(held, stage, ranks)}" for stage, name in enumerate(STAGES)]}
-            | {"showgrid": False, "zeroline": False},
+            "xaxis": (
+                {"tickvals": [rank + 0.45 for rank in shown], "ticktext": [f"rank {rank}" for rank in shown]}
+                | {"range": [-0.06, ranks - 0.04], "showgrid": False, "zeroline": False}
+            ),
+            "yaxis": (
+                {"tickvals": [_foot(stage) + 0.5 for stage in range(len(STAGES))], "range": [-0.05, _foot(0) + 1.05]}
+                | {"ticktext": [f"<b>{name}</b><br>{_sum_of(held, stage, ranks)}" for stage, name in enumerate(STAGES)]}
+                | {"showgrid": False, "zeroline": False}
+            ),
             "legend": {"orientation": "h", "y": -0.09, "x": 0},
             "margin": {"l": 150, "r": 10, "t": 34, "b": 60},
         },
@@ -75,7 +98,9 @@ def _boxes(ranks: int, held: Sequence[int]) -> tuple[dict[str, dict[str, list[An
     """The bars of the stored states, by owner, and the whole columns behind them: rank r has shard r, counted from the
     top."""
     full: dict[str, list[Any]] = {"x": [], "y": [], "base": [], "width": []}
-    parts: dict[str, dict[str, list[Any]]] = {owner: {"x": [], "y": [], "base": [], "width": [], "text": []} for owner in _STATES}
+    parts: dict[str, dict[str, list[Any]]] = {
+        owner: {"x": [], "y": [], "base": [], "width": [], "text": []} for owner in _STATES
+    }
     for stage, rank, number in product(range(len(STAGES)), range(ranks), range(len(_STATES))):
         owner, part = _STATES[number], share(_STATES[number], stage, ranks)
         left, width = (0.9 * size / sum(held) for size in (sum(held[:number]), held[number]))
@@ -83,7 +108,9 @@ def _boxes(ranks: int, held: Sequence[int]) -> tuple[dict[str, dict[str, list[An
         which = "all" if part == 1 else f"shard {rank} of {ranks}"
         words = f"{STAGES[stage]}, rank {rank}: {which} of the {_words(owner)}"
         foot = _foot(stage)
-        for key, value in (place | {"y": part, "base": foot if part == 1 else foot + 1 - part * (rank + 1), "text": words}).items():
+        for key, value in (
+            place | {"y": part, "base": foot if part == 1 else foot + 1 - part * (rank + 1), "text": words}
+        ).items():
             parts[owner][key].append(value)
         for key, value in (place | {"y": 1.0, "base": foot}).items():
             full[key].append(value)
@@ -99,7 +126,10 @@ def _sum_of(held: Sequence[int], stage: int, ranks: int) -> str:
 
 @checked
 def bytes_by_ranks(
-    parameters: float = 7e9, ranks: Sequence[int] = (1, 2, 4, 8, 16, 32, 64), held: Sequence[int] = ADAM, limit: float | None = None
+    parameters: float = 7e9,
+    ranks: Sequence[int] = (1, 2, 4, 8, 16, 32, 64),
+    held: Sequence[int] = ADAM,
+    limit: float | None = None,
 ) -> go.Figure:
     """Bytes of model states on one rank versus the number of ranks, for DDP and each ZeRO stage, by formula.
 
@@ -108,7 +138,11 @@ def bytes_by_ranks(
     """
     places = [(name, stage, count) for stage, name in enumerate(STAGES) for count in ranks]
     largest = max(parameters * sum(held), limit or 0)
-    unit, word = next((unit, word) for unit, word in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes")) if largest >= unit or unit == 1)
+    unit, word = next(
+        (unit, word)
+        for unit, word in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))
+        if largest >= unit or unit == 1
+    )
     axis = [[name for name, _, _ in places], [str(count) for _, _, count in places]]
     data: list[dict[str, Any]] = [
         {
@@ -124,10 +158,20 @@ def bytes_by_ranks(
     shapes, notes = [], []
     if limit is not None:
         line = {"color": INK, "width": 1.5, "dash": "dash"}
-        shapes.append({"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": limit / unit, "y1": limit / unit, "line": line})
-        note = {"text": f"{limit / unit:.3g} {word} device memory", "xref": "paper", "x": 1, "xanchor": "right", "y": limit / unit}
+        shapes.append(
+            {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": limit / unit, "y1": limit / unit, "line": line}
+        )
+        note = {
+            "text": f"{limit / unit:.3g} {word} device memory",
+            "xref": "paper",
+            "x": 1,
+            "xanchor": "right",
+            "y": limit / unit,
+        }
         notes.append(note | {"yanchor": "bottom", "showarrow": False})
-    title = f"Model states on one rank, {_count(parameters)} parameters × ({' + '.join(map(str, held))}) bytes (by formula)"
+    title = (
+        f"Model states on one rank, {_count(parameters)} parameters × ({' + '.join(map(str, held))}) bytes (by formula)"
+    )
     return as_figure(
         data,
         _PLAIN
@@ -178,7 +222,9 @@ def turns(units: int, reshard: bool = True, prefetch: int = 1) -> list[Turn]:
     done: list[Turn] = []
     gathered = scattered = 0.0
     for number, (unit, phase) in enumerate(order):
-        computed, earlier = (done[back].compute[1] if back >= 0 else 0.0 for back in (number - 1, number - 1 - prefetch))
+        computed, earlier = (
+            done[back].compute[1] if back >= 0 else 0.0 for back in (number - 1, number - 1 - prefetch)
+        )
         gather = scatter = None
         if phase == "forward" or reshard:
             freed = max((turn.compute[1] for turn in done if turn.unit == unit), default=0.0)
@@ -199,7 +245,9 @@ def turns(units: int, reshard: bool = True, prefetch: int = 1) -> list[Turn]:
 def whole(step: Sequence[Turn], reshard: bool = True) -> list[tuple[int, float, float]]:
     """The intervals in which a unit's parameters are whole on a rank: (unit, start, end)."""
     last = {turn.unit: turn.compute[1] for turn in step}
-    return [(turn.unit, turn.gather[0], turn.compute[1] if reshard else last[turn.unit]) for turn in step if turn.gather]
+    return [
+        (turn.unit, turn.gather[0], turn.compute[1] if reshard else last[turn.unit]) for turn in step if turn.gather
+    ]
 
 
 @checked
@@ -217,8 +265,25 @@ def gather_compute_drop(units: int = 6, ranks: int = 4, reshard: bool = True, pr
     most = 1 / ranks + max(gathered)
     curves = [_area("own shards", OWNERS["parameters"], times, [1 / ranks] * len(times))]
     curves.append(_area("gathered", OPERATIONS["all_gather"], times, gathered))
-    border = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "yref": "y2", "y0": 1, "y1": 1, "line": {"color": INK, "dash": "dash"}}
-    note = {"text": "all parameters, as in DDP", "xref": "paper", "x": 1, "xanchor": "right", "yref": "y2", "y": 1, "yanchor": "bottom"}
+    border = {
+        "type": "line",
+        "xref": "paper",
+        "x0": 0,
+        "x1": 1,
+        "yref": "y2",
+        "y0": 1,
+        "y1": 1,
+        "line": {"color": INK, "dash": "dash"},
+    }
+    note = {
+        "text": "all parameters, as in DDP",
+        "xref": "paper",
+        "x": 1,
+        "xanchor": "right",
+        "yref": "y2",
+        "y": 1,
+        "yanchor": "bottom",
+    }
     lanes = ["all-gather", "compute", "reduce-scatter", *(f"unit {unit + 1}" for unit in range(units))]
     plain = {"showgrid": False, "zeroline": False}
     title = f"An FSDP step on one of {ranks} ranks: at most {most:.0%} of the parameters in memory (modelled)"
@@ -231,26 +296,51 @@ def gather_compute_drop(units: int = 6, ranks: int = 4, reshard: bool = True, pr
             "height": 300 + 30 * (3 + units),
             "shapes": [border],
             "annotations": [note | {"showarrow": False, "font": {"size": 11}}],
-            "xaxis": {"title": {"text": f"time (per unit: all-gather {GATHER:g}, forward {FORWARD:g}, backward {BACKWARD:g})"}}
-            | {"range": [0, end], "anchor": "y2", "gridcolor": GRID, "zeroline": False},
-            "yaxis": {"tickvals": [*range(len(lanes))], "ticktext": lanes, "range": [len(lanes) - 0.5, -0.5], "domain": [0.38, 1]} | plain,
-            "yaxis2": {"title": {"text": "parameters in memory"}, "tickformat": ".0%", "range": [0, max(1.25, 1.1 * most)]}
-            | {"domain": [0, 0.3], "gridcolor": GRID, "zeroline": False},
+            "xaxis": (
+                {
+                    "title": {
+                        "text": f"time (per unit: all-gather {GATHER:g}, forward {FORWARD:g}, backward {BACKWARD:g})"
+                    }
+                }
+                | {"range": [0, end], "anchor": "y2", "gridcolor": GRID, "zeroline": False}
+            ),
+            "yaxis": (
+                {
+                    "tickvals": [*range(len(lanes))],
+                    "ticktext": lanes,
+                    "range": [len(lanes) - 0.5, -0.5],
+                    "domain": [0.38, 1],
+                }
+                | plain
+            ),
+            "yaxis2": (
+                {"title": {"text": "parameters in memory"}, "tickformat": ".0%", "range": [0, max(1.25, 1.1 * most)]}
+                | {"domain": [0, 0.3], "gridcolor": GRID, "zeroline": False}
+            ),
             "legend": {"orientation": "h", "y": -0.17, "x": 0, "traceorder": "normal"},
             "margin": {"l": 100, "r": 10, "t": 34, "b": 70},
         },
     )
 
 
-def _lanes(step: Sequence[Turn], held: Sequence[tuple[int, float, float]], units: int, ranks: int, end: float) -> list[dict[str, Any]]:
+def _lanes(
+    step: Sequence[Turn], held: Sequence[tuple[int, float, float]], units: int, ranks: int, end: float
+) -> list[dict[str, Any]]:
     """The bars: communication, computation, and below them one lane per unit, which always contains its shard."""
-    data = [_spans("all-gather", OPERATIONS["all_gather"], [(0, turn.unit, *turn.gather) for turn in step if turn.gather])]
+    data = [
+        _spans("all-gather", OPERATIONS["all_gather"], [(0, turn.unit, *turn.gather) for turn in step if turn.gather])
+    ]
     for phase in ("forward", "backward"):
-        data.append(_spans(phase, PHASES[phase], [(1, turn.unit, *turn.compute) for turn in step if turn.phase == phase]))
+        data.append(
+            _spans(phase, PHASES[phase], [(1, turn.unit, *turn.compute) for turn in step if turn.phase == phase])
+        )
     scatters = [(2, turn.unit, *turn.scatter) for turn in step if turn.scatter]
     data.append(_spans("reduce-scatter", OPERATIONS["reduce_scatter"], scatters))
     quiet = {"showlegend": False, "textposition": "none"}
-    data.append(_spans("gathered", OPERATIONS["all_gather"], [(3 + unit, unit, start, stop) for unit, start, stop in held]) | quiet)
+    data.append(
+        _spans("gathered", OPERATIONS["all_gather"], [(3 + unit, unit, start, stop) for unit, start, stop in held])
+        | quiet
+    )
     shards = [(3 + unit, unit, 0.0, end) for unit in range(units)]
     data.append(_spans("own shard", OWNERS["parameters"], shards) | quiet | {"width": 0.8 / ranks})
     return data
@@ -294,4 +384,7 @@ def _words(owner: str) -> str:
 
 
 def _count(number: float) -> str:
-    return next((f"{number / unit:.3g}{letter}" for unit, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")) if number >= unit), f"{number:g}")
+    return next(
+        (f"{number / unit:.3g}{letter}" for unit, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")) if number >= unit),
+        f"{number:g}",
+    )

@@ -34,7 +34,9 @@ def column(x: Matrix, a: Matrix, ranks: int = 2) -> go.Figure:
     page.matrix("A", a, across=ranks)
     page.sign("=")
     page.matrix("XA", _times(x, a), across=ranks)
-    return page.figure("<b>Split by columns</b>  every rank has all of X; its columns of A give its columns of XA; no communication")
+    return page.figure(
+        "<b>Split by columns</b>  every rank has all of X; its columns of A give its columns of XA; no communication"
+    )
 
 
 @checked
@@ -113,7 +115,15 @@ def layer(sequence_parallel: bool = False, ranks: int = 2) -> go.Figure:
         for rank in range(ranks):
             sharded = split or sequence_parallel
             shapes.append(box(index * width, rank, 1, 0.82, colours.rank_colour(rank) if sharded else EVERY))
-            words = "its heads" if split and index < 4 else "its units" if split else "its positions" if sharded else "replicated"
+            words = (
+                "its heads"
+                if split and index < 4
+                else "its units"
+                if split
+                else "its positions"
+                if sharded
+                else "replicated"
+            )
             notes.append(note(index * width + 0.5, rank + 0.41, words, size=10, colour=ink(rank if sharded else None)))
     for before, after in zip(range(len(_OPERATIONS)), range(1, len(_OPERATIONS))):
         if _OPERATIONS[before][1] == _OPERATIONS[after][1]:
@@ -129,9 +139,14 @@ def layer(sequence_parallel: bool = False, ranks: int = 2) -> go.Figure:
         shapes.append(box(place - 0.08, -0.15, 0.16, ranks + 0.15, colours.OPERATIONS[op]))
         notes.append(note(place, ranks + 0.25, op.replace("_", "-"), size=10))
     lanes = [note(-0.12, rank + 0.41, f"rank {rank}", size=11, anchor="right") for rank in range(ranks)]
-    how = f"between the split matrices {'each rank has some positions' if sequence_parallel else 'every rank has everything'}"
+    how = (
+        "between the split matrices"
+        f" {'each rank has some positions' if sequence_parallel else 'every rank has everything'}"
+    )
     title = f"<b>A layer, forward{', sequence parallel' if sequence_parallel else ''}</b>  {how}"
-    return _drawn(shapes, notes + lanes, (-1.1, len(_OPERATIONS) * width), (-1.0, ranks + 0.6), title, 60 * (ranks + 1.6))
+    return _drawn(
+        shapes, notes + lanes, (-1.1, len(_OPERATIONS) * width), (-1.0, ranks + 0.6), title, 60 * (ranks + 1.6)
+    )
 
 
 class _Page:
@@ -150,7 +165,15 @@ class _Page:
         self.notes.append(note(self.across + columns / 2, self.down - 0.35, name, size=11))
         for i, line in enumerate(values):
             for j, value in enumerate(line):
-                owner = rank if rank is not None else j * across // columns if across > 1 else i * down // rows if down > 1 else None
+                owner = (
+                    rank
+                    if rank is not None
+                    else j * across // columns
+                    if across > 1
+                    else i * down // rows
+                    if down > 1
+                    else None
+                )
                 colour = EVERY if owner is None else colours.rank_colour(owner)
                 self.shapes.append(box(self.across + j, self.down + i, 0.94, 0.94, colour))
                 words = f"{value:g}".replace("-", "−")
@@ -171,7 +194,9 @@ class _Page:
     def figure(self, title: str) -> go.Figure:
         lines = self.down > 0
         left = -2.2 if lines else -0.3
-        return _drawn(self.shapes, self.notes, (left, max(self.widest, 20)), (-0.8, self.down + self.tallest + 0.2), title, None)
+        return _drawn(
+            self.shapes, self.notes, (left, max(self.widest, 20)), (-0.8, self.down + self.tallest + 0.2), title, None
+        )
 
 
 def _drawn(

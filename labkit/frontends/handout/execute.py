@@ -85,8 +85,8 @@ class _Execution:
             raise LabError(self._failure(error)) from None
 
     def _environment(self, work: Path) -> dict[str, str]:
-        """The kernel's environment: it finds labkit, ignores the user's IPython settings, and outputs figures as data.
-        """
+        """The kernel's environment: it finds labkit, ignores the user's IPython settings, and outputs figures as
+        data."""
         path = os.pathsep.join(filter(None, (str(CLONE), os.environ.get("PYTHONPATH"))))
         own = {"PYTHONPATH": path, "LABKIT_RUNS": str(self._root), "IPYTHONDIR": str(work.parent / "ipython")}
         return os.environ | own | {"PLOTLY_RENDERER": "plotly_mimetype", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
@@ -119,7 +119,9 @@ class _Execution:
         if isinstance(error, TimeoutError):
             return f"{where}: it took longer than {_PATIENCE} s"
         said = str(getattr(error, "evalue", error)).strip()
-        return f"{where}: {getattr(error, 'ename', type(error).__name__)}" + (f": {said.splitlines()[0]}" if said else "")
+        return f"{where}: {getattr(error, 'ename', type(error).__name__)}" + (
+            f": {said.splitlines()[0]}" if said else ""
+        )
 
 
 def _manager(place: Path) -> AsyncKernelManager:

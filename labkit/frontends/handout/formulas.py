@@ -9,7 +9,9 @@ from latex2mathml.converter import convert
 
 from labkit.common.text import escape
 
-_FORMULA = re.compile(r"\$\$(?P<block>.+?)\$\$|(?<![\\$\w])\$(?P<inline>[^\s$](?:[^$\n]*[^\s$\\])?)\$(?![\w$])", re.DOTALL)
+_FORMULA = re.compile(
+    r"\$\$(?P<block>.+?)\$\$|(?<![\\$\w])\$(?P<inline>[^\s$](?:[^$\n]*[^\s$\\])?)\$(?![\w$])", re.DOTALL
+)
 _VERBATIM = ("code", "pre", "kbd", "samp")
 
 

@@ -33,7 +33,10 @@ def course(
     for path in labs:
         try:
             page = lab_page(
-                path, audience=audience, recorded=recorded, report=lambda words, path=path: report(f"{path.stem}, {words}")
+                path,
+                audience=audience,
+                recorded=recorded,
+                report=lambda words, path=path: report(f"{path.stem}, {words}"),
             )
         except LabError as error:
             failed.append(str(error))
@@ -48,7 +51,8 @@ def _index(labs: list[tuple[Path, Path, str]], audience: str) -> Page:
     for path, file, about in labs:
         title, question = opening(read_lab(path))
         rows.append(
-            f'<li><a href="{escape(file.name, quote=True)}">{escape(title)}</a><p>{escape(question)}</p><p>{escape(about)}</p></li>'
+            f'<li><a href="{escape(file.name, quote=True)}">{escape(title)}</a>'
+            f"<p>{escape(question)}</p><p>{escape(about)}</p></li>"
         )
     title = "PyTorch distributed training: the labs"
     about = " · ".join(filter(None, (f"created {pieces.day(None)}", READERS.get(audience, ""))))

@@ -110,7 +110,9 @@ class _Cells:
 
     def show(self, output: NotebookNode, cell: NotebookNode) -> str:
         """One output of a cell."""
-        if _PROGRESS.search(cell.source) or (self._audience == STUDENT and "exercise" in output.get("metadata", {}).get("labkit", {})):
+        if _PROGRESS.search(cell.source) or (
+            self._audience == STUDENT and "exercise" in output.get("metadata", {}).get("labkit", {})
+        ):
             return ""  # the learner's progress, which a handout does not have
         if output.output_type == "stream":
             inner = self._stream(output, cell)
@@ -134,7 +136,11 @@ class _Cells:
         if _PLOTLY in data:
             named = _RUN.match("".join(data.get("text/plain", "")))
             state = self._state(named[1]) if named else None
-            return self.plots.charts(state) if state else self.plots.add(data[_PLOTLY], clean(html) if "<svg" in html else "")
+            return (
+                self.plots.charts(state)
+                if state
+                else self.plots.add(data[_PLOTLY], clean(html) if "<svg" in html else "")
+            )
         if html:
             return clean(html).replace("<table", '<div class="wide-table"><table').replace("</table>", "</table></div>")
         if "text/markdown" in data:

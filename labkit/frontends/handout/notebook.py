@@ -25,7 +25,7 @@ if importlib.util.find_spec("labkit") is None:
     project = attached[0] if attached else Path("labkit-project").absolute()
     if not project.is_dir():
         if not SOURCE:
-            raise FileNotFoundError("attach the project's folder to this notebook as data, or set SOURCE to its repository's URL")
+            raise FileNotFoundError("attach the project's folder as data, or set SOURCE to its repository's URL")
         subprocess.run(["git", "clone", "--quiet", "--depth", "1", SOURCE, str(project)], check=True)
     subprocess.run([sys.executable, "-m", "labkit", "doctor"], cwd=project, check=False)
     sys.path.insert(0, str(project))

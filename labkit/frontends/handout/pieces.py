@@ -69,7 +69,9 @@ def title(state: RunState) -> str:
 
 def facts(state: RunState, recorded: bool = False) -> str:
     """One line: the state of a run, where it ran and when."""
-    when = day(state.status["started"]) if isinstance(state.status.get("started"), (int, float)) else "at an unknown time"
+    when = (
+        day(state.status["started"]) if isinstance(state.status.get("started"), (int, float)) else "at an unknown time"
+    )
     ran = f"recorded {when}, on {place(state)}" if recorded else f"ran on {place(state)}, {when}"
     return " · ".join(filter(None, (state.words, ran, state.note)))
 
@@ -120,7 +122,9 @@ def diff(folder: RunFolder, state: RunState) -> str:
         before = write_script(_on_one_device(spec))
     except SpecError:
         return ""
-    lines = list(difflib.unified_diff(before.splitlines(), text.splitlines(), "one device", f"{spec.name}/train.py", lineterm=""))
+    lines = list(
+        difflib.unified_diff(before.splitlines(), text.splitlines(), "one device", f"{spec.name}/train.py", lineterm="")
+    )
     more, fewer = (sum(line.startswith(sign) and not line.startswith(3 * sign) for line in lines) for sign in "+-")
     return fold(f"Diff to one device · {more} lines added, {fewer} removed", coloured("\n".join(lines), "diff"), "code")
 

@@ -44,8 +44,8 @@ class Plots:
         waits = "" if still else f'<p class="waits">{label}: needs JavaScript.</p>'
         number = len(self._figures) - 1
         return (
-            f'<figure class="plot" data-figure="{number}" style="min-height:{height}px" role="img" aria-label="{label}">'
-            f'<div class="still">{still}{waits}</div></figure>'
+            f'<figure class="plot" data-figure="{number}" style="min-height:{height}px" role="img"'
+            f' aria-label="{label}"><div class="still">{still}{waits}</div></figure>'
         )
 
     def charts(self, state: RunState) -> str:

@@ -1,4 +1,5 @@
-"""Terms of the glossary on a page: a link with the definition at the first mention, and a table of the terms at the end."""
+"""Terms of the glossary on a page: a link with the definition at the first mention, and a table of the terms at the
+end."""
 
 from __future__ import annotations
 
@@ -24,13 +25,16 @@ class Terms:
         self._anchors: dict[Term, str] = {}
 
     def mark(self, html: str) -> str:
-        """HTML in which the first mention of each term links to its row in the table; the link shows the definition on hover.
+        """HTML in which the first mention of each term links to its row in the table; the link shows the definition on
+        hover.
 
         Code, formulas, headings and links are unchanged.
         """
         soup = BeautifulSoup(html, "html.parser")
         for text in soup.find_all(string=True):
-            if type(text) is NavigableString and not text.find_parent(_UNMARKED):  # subclasses are comments and the like
+            if type(text) is NavigableString and not text.find_parent(
+                _UNMARKED
+            ):  # subclasses are comments and the like
                 self._mark(text)
         return str(soup)
 
@@ -40,7 +44,9 @@ class Terms:
         for start, stop, term in mentions(text):
             if term not in self._anchors:
                 self._anchors[term] = self._address(f"term {term.name}")
-                link = Tag(name="a", attrs={"class": "term", "href": f"#{self._anchors[term]}", "title": term.definition})
+                link = Tag(
+                    name="a", attrs={"class": "term", "href": f"#{self._anchors[term]}", "title": term.definition}
+                )
                 link.string = text[start:stop]
                 parts += [text[end:start], link]
                 end = stop

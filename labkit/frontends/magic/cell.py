@@ -84,7 +84,9 @@ class Cell:
             return f"Cell, line {number + 1}" if 0 < number <= count else found[0]
 
         path = re.escape(str(script))
-        return re.sub(rf'File "{path}", line (?P<file>\d+)|(?:{path}|\b{re.escape(script.name)}):(?P<line>\d+)', rename, text)
+        return re.sub(
+            rf'File "{path}", line (?P<file>\d+)|(?:{path}|\b{re.escape(script.name)}):(?P<line>\d+)', rename, text
+        )
 
     def _check(self) -> None:
         if not self.body.strip():
@@ -93,7 +95,9 @@ class Cell:
             compile(self.script, "cell", "exec", dont_inherit=True)
         except SyntaxError as error:
             number = min((error.lineno or 0) - self.before.count("\n"), len(self.body.splitlines())) + 1
-            raise CellError(f"the cell does not parse, line {max(number, 2)}: {error.msg}; nothing was started") from None
+            raise CellError(
+                f"the cell does not parse, line {max(number, 2)}: {error.msg}; nothing was started"
+            ) from None
         except ValueError as error:  # a null byte
             raise CellError(f"the cell does not parse: {error}; nothing was started") from None
 

@@ -11,7 +11,10 @@ from labkit.figures import rank_colour
 
 _TONES = {"good": "#009E73", "bad": "#D55E00", "busy": "#0A86D8", "waiting": "#E69F00", "quiet": "#8C8C8C"}
 _MONO = "font:12px/1.45 var(--jp-code-font-family,monospace)"
-_BLOCK = "border:1px solid rgba(128,128,128,.35);border-left:5px solid {colour};border-radius:6px;padding:4px 10px;min-width:0"
+_BLOCK = (
+    "border:1px solid rgba(128,128,128,.35);border-left:5px solid {colour};border-radius:6px;padding:4px"
+    " 10px;min-width:0"
+)
 # keeps the newest line visible
 _LINES = f"{_MONO};max-height:20em;overflow:auto;display:flex;flex-direction:column-reverse"
 _PRE = f"{_MONO};margin:0;padding:0;background:none;white-space:pre-wrap;overflow-wrap:anywhere"
@@ -48,7 +51,9 @@ class Shown:
     @property
     def _said(self) -> Sequence[RankOutput]:
         """The ranks whose output is shown: all of them, or none if they reported values and wrote nothing."""
-        return self.ranks if not self.reports or any(one.stdout or one.stderr or one.passed for one in self.ranks) else ()
+        return (
+            self.ranks if not self.reports or any(one.stdout or one.stderr or one.passed for one in self.ranks) else ()
+        )
 
     def html(self) -> str:
         """The whole output as HTML with inline styles only."""
@@ -75,7 +80,10 @@ def _block(one: RankOutput) -> str:
     colour = rank_colour(one.rank)
     passed = f'<div style="opacity:.7">… {one.passed:,} earlier lines are in the log</div>' if one.passed else ""
     said = f'<pre style="{_PRE}">{_clean(one.stdout)}</pre>' if one.stdout else ""
-    errors = f'<pre class="labkit-cell-stderr" style="{_PRE};border-top:1px dashed {_TONES["bad"]}">{_clean(one.stderr)}</pre>'
+    errors = (
+        f'<pre class="labkit-cell-stderr" style="{_PRE};border-top:1px dashed'
+        f' {_TONES["bad"]}">{_clean(one.stderr)}</pre>'
+    )
     if not one.stderr:
         errors = ""
     elif one.aside:
@@ -84,7 +92,9 @@ def _block(one: RankOutput) -> str:
     mark = f'<span aria-hidden="true" style="color:{colour}">■</span> <b>{escape(one.heading)}</b>'
     lines = f'<div style="{_LINES}" tabindex="0"><div>{passed}{said}{errors}{nothing}</div></div>'
     style = _BLOCK.format(colour=colour)
-    return f'<div role="group" aria-label="rank {one.rank}" class="labkit-cell-rank" style="{style}">{mark}{lines}</div>'
+    return (
+        f'<div role="group" aria-label="rank {one.rank}" class="labkit-cell-rank" style="{style}">{mark}{lines}</div>'
+    )
 
 
 def script_html(script: str) -> str:

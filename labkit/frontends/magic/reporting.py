@@ -1,5 +1,5 @@
-"""`report`: sends values of a rank back to the notebook. It runs in the ranks and imports nothing heavy besides torch.
-"""
+"""`report`: sends values of a rank back to the notebook. It runs in the ranks and imports nothing heavy besides
+torch."""
 
 from __future__ import annotations
 
@@ -44,10 +44,14 @@ def _plain(name: str, value: Any, depth: int = 0) -> Any:
     if hasattr(value, "tolist") and not isinstance(value, type):  # a tensor or an array
         size = value.numel() if hasattr(value, "numel") else value.size
         if size > MOST:
-            raise ValueError(f"report({name}=…) must have at most {MOST:,} numbers, got {size:,}; report a slice, a sum or its shape")
+            raise ValueError(
+                f"report({name}=…) must have at most {MOST:,} numbers, got {size:,}; report a slice, a sum or its shape"
+            )
         return value.tolist()
     if isinstance(value, (list, tuple)):
         if len(value) > MOST:
             raise ValueError(f"report({name}=…) must have at most {MOST:,} values, got {len(value):,}; report a slice")
         return [_plain(name, one, depth + 1) for one in value]
-    raise ValueError(f"report({name}=…) must be a number, a string, a tensor or a list of them, got {type(value).__name__}")
+    raise ValueError(
+        f"report({name}=…) must be a number, a string, a tensor or a list of them, got {type(value).__name__}"
+    )

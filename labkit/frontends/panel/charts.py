@@ -101,7 +101,12 @@ class Charts:
 
     def _heard(self, _, message, buffers) -> None:
         # Answered in a thread: a thread that holds the lock to read a long run must not block the kernel.
-        answers = {"here": self._is_here, "plotly": self._send_plotly, "ready": self._send_all, "failed": self._has_failed}
+        answers = {
+            "here": self._is_here,
+            "plotly": self._send_plotly,
+            "ready": self._send_all,
+            "failed": self._has_failed,
+        }
         answer = answers.get(message.get("kind"))
         if answer:
             threading.Thread(target=answer, daemon=True).start()

@@ -67,8 +67,14 @@ class Choices:
             description="More strategies",
             tooltip="More strategies",
         )
-        pairs = [(f"{row.title.partition(':')[0]} · {data}", (row.name, data)) for row in WORKLOADS.values() for data in row.data]
-        self.workload = ipywidgets.Dropdown(options=pairs, value=(start.workload, start.data), description="Workload · data")
+        pairs = [
+            (f"{row.title.partition(':')[0]} · {data}", (row.name, data))
+            for row in WORKLOADS.values()
+            for data in row.data
+        ]
+        self.workload = ipywidgets.Dropdown(
+            options=pairs, value=(start.workload, start.data), description="Workload · data"
+        )
         self.device = ipywidgets.Dropdown(
             options=[("GPUs", "cuda"), ("CPU ranks", "cpu")] if self._machine.gpus else [("CPU ranks", "cpu")],
             value=device,
@@ -83,8 +89,12 @@ class Choices:
             description="Batch is",
             tooltip=_SCALING,
         )
-        self.length = ipywidgets.BoundedIntText(value=start.steps or start.epochs, min=1, max=_MOST, description="Length")
-        self.unit = ipywidgets.Dropdown(options=["epochs", "steps"], value="steps" if start.steps else "epochs", description="in")
+        self.length = ipywidgets.BoundedIntText(
+            value=start.steps or start.epochs, min=1, max=_MOST, description="Length"
+        )
+        self.unit = ipywidgets.Dropdown(
+            options=["epochs", "steps"], value="steps" if start.steps else "epochs", description="in"
+        )
         self.precision = ipywidgets.Dropdown(options=list(PRECISIONS), value=start.precision, description="Precision")
         self.more = ipywidgets.ToggleButton(description="Options", tooltip="Options of the strategy and the workload")
         self.more.observe(self._disclose, "value")
@@ -97,7 +107,12 @@ class Choices:
         self.popover = ipywidgets.VBox(layout={"display": "none"})
         self._shows = ipywidgets.HTML()
         self.explanation = ipywidgets.HTML()
-        for widget, name in ((self.strategy, "strategy"), (self.further, "further"), (self.popover, "popover"), (self.more, "more")):
+        for widget, name in (
+            (self.strategy, "strategy"),
+            (self.further, "further"),
+            (self.popover, "popover"),
+            (self.more, "more"),
+        ):
             widget.add_class(f"labkit-{name}")
         self._mark_further()
 
@@ -120,14 +135,24 @@ class Choices:
     def top(self) -> ipywidgets.Box:
         """The strategies, and the devices they run on."""
         where = _gpus(self._machine) if self._machine.gpus else _no_gpu(self._machine)
-        top = ipywidgets.HBox([self.strategy, self.further, ipywidgets.HTML(f'<div class="labkit-where">{escape(where)}</div>')])
+        top = ipywidgets.HBox(
+            [self.strategy, self.further, ipywidgets.HTML(f'<div class="labkit-where">{escape(where)}</div>')]
+        )
         top.add_class("labkit-top")
         return top
 
     @property
     def row(self) -> ipywidgets.Box:
         """The other settings, in one row below the strategies."""
-        sized = {self.workload: 200, self.device: 96, self.nproc: 66, self.batch: 68, self.scaling: 92, self.length: 66, self.unit: 80}
+        sized = {
+            self.workload: 200,
+            self.device: 96,
+            self.nproc: 66,
+            self.batch: 68,
+            self.scaling: 92,
+            self.length: 66,
+            self.unit: 80,
+        }
         for widget, width in (sized | {self.precision: 70}).items():
             widget.layout.width = f"{width}px"
             widget.add_class("labkit-field")
@@ -215,7 +240,11 @@ class Choices:
 
     def _fit_precision(self) -> None:
         device, nproc = self.device.value, self.nproc.value
-        known = [name for name in PRECISIONS if _runs(self._machine, strategy="ddp", device=device, nproc=nproc, precision=name)]
+        known = [
+            name
+            for name in PRECISIONS
+            if _runs(self._machine, strategy="ddp", device=device, nproc=nproc, precision=name)
+        ]
         known = [name for name in known if name not in STRATEGIES[self.chosen].lacks]
         chosen = self.precision.value
         if list(self.precision.options) != known:
@@ -228,13 +257,20 @@ class Choices:
 
     def _keep_global_batch(self) -> None:
         ranks = self._data_ranks()
-        self.batch.value = self.batch.value * ranks if self.scaling.value == "strong" else max(1, self.batch.value // ranks)
+        self.batch.value = (
+            self.batch.value * ranks if self.scaling.value == "strong" else max(1, self.batch.value // ranks)
+        )
 
     def _data_ranks(self) -> int:
         """The number of data-parallel ranks; 1 if the other settings contradict the strategy."""
-        own = {option.name: self._option_values.get(option.name, option.default) for option in STRATEGIES[self.chosen].options}
+        own = {
+            option.name: self._option_values.get(option.name, option.default)
+            for option in STRATEGIES[self.chosen].options
+        }
         try:
-            return Spec(strategy=self.chosen, workload=self.workload.value[0], nproc=self.nproc.value, options=own).data_ranks
+            return Spec(
+                strategy=self.chosen, workload=self.workload.value[0], nproc=self.nproc.value, options=own
+            ).data_ranks
         except SpecError:
             return 1
 
@@ -259,7 +295,12 @@ class Choices:
         common = tuple(option for option in row.all_options if option not in (*row.options, *INPUT_PIPELINE))
         pipeline = tuple(option for option in INPUT_PIPELINE if option.name not in row.lacks)
         own = workload.title.partition(":")[0]
-        return (row.title, row.options), ("All strategies", common), ("Input pipeline", pipeline), (own, workload.options)
+        return (
+            (row.title, row.options),
+            ("All strategies", common),
+            ("Input pipeline", pipeline),
+            (own, workload.options),
+        )
 
     def _disclosed(self, heading: str, group: tuple[Option, ...]) -> Iterator[ipywidgets.Widget]:
         """A heading, and each option of the group with its help text."""

@@ -10,7 +10,17 @@ from typing import Any
 
 import ipywidgets
 
-from labkit.analysis.comparison import BASELINE, HEADS, Row, alike, cells, newest, recorded, recorded_elsewhere, sentences
+from labkit.analysis.comparison import (
+    BASELINE,
+    HEADS,
+    Row,
+    alike,
+    cells,
+    newest,
+    recorded,
+    recorded_elsewhere,
+    sentences,
+)
 from labkit.common.text import escape
 from labkit.figures import comparison as pictures
 from labkit.frontends.panel.recorded import label
@@ -30,7 +40,9 @@ _INTRODUCTION = (
     "Compare trains the same model with each selected strategy, one run after another, with the same global batch "
     "size. The table then shows their time, speed-up, memory and traffic side by side. Recorded compares finished runs."
 )
-_HOW_TO_CHOOSE = "Ctrl or Shift selects several. With no selection: the newest run of each strategy with the same training."
+_HOW_TO_CHOOSE = (
+    "Ctrl or Shift selects several. With no selection: the newest run of each strategy with the same training."
+)
 _TONES = {"equal": "good", "reference": "quiet", "differs": "bad"}
 
 
@@ -44,7 +56,9 @@ class ComparisonView:
 
     def follow(self, comparing: Comparing, on_over: Callable[[], None] = lambda: None) -> threading.Thread:
         """Shows a comparison until all its runs are over, in a thread, which is returned."""
-        thread = threading.Thread(target=self._watch, args=(comparing, on_over), daemon=True, name="labkit view of a comparison")
+        thread = threading.Thread(
+            target=self._watch, args=(comparing, on_over), daemon=True, name="labkit view of a comparison"
+        )
         thread.start()
         return thread
 
@@ -102,7 +116,9 @@ class CompareTab:
         self._fields, self._cold, self._elsewhere = fields, cold, elsewhere
         self._comparing: Comparing | None = None
         self._boxes = {
-            name: ipywidgets.Checkbox(value=name in (BASELINE, *_FIRST), description=row.title, indent=False, disabled=name == BASELINE)
+            name: ipywidgets.Checkbox(
+                value=name in (BASELINE, *_FIRST), description=row.title, indent=False, disabled=name == BASELINE
+            )
             for name, row in STRATEGIES.items()
         }
         hint = "Run the selected strategies, one after another"
@@ -169,7 +185,8 @@ class CompareTab:
             return
         try:
             specs, left_out = plan(
-                [name for name, box in self._boxes.items() if box.value and name not in self._refused()], **self._fields()
+                [name for name, box in self._boxes.items() if box.value and name not in self._refused()],
+                **self._fields(),
             )
         except SpecError as error:
             self._said.value = sentence_html(str(error))
@@ -273,7 +290,9 @@ def comparison_html(rows: Sequence[Row], left_out: Mapping[str, str]) -> str:
 def _table(rows: Sequence[Row]) -> str:
     heads = "".join(f"<th>{escape(head)}</th>" for head in HEADS)
     body = "".join(_row(row, cells(row)) for row in rows)
-    body += "".join(_row(row, (*cells(row)[:-1], "recorded elsewhere"), "labkit-recorded") for row in recorded_elsewhere(rows))
+    body += "".join(
+        _row(row, (*cells(row)[:-1], "recorded elsewhere"), "labkit-recorded") for row in recorded_elsewhere(rows)
+    )
     return f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
 
 

@@ -1,5 +1,5 @@
-"""Incremental chart updates: tracks what a page has received and sends each chart whole once, then only its new points.
-"""
+"""Incremental chart updates: tracks what a page has received and sends each chart whole once, then only its new
+points."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ CAP = 1000  # maximum points per line in a page; beyond it the chart is downsamp
 
 @dataclass
 class _Page:
-    """One chart as the page has it: per line, how many points of the state it covers and how many points it contains.
-    """
+    """One chart as the page has it: per line, how many points of the state it covers and how many points it
+    contains."""
 
     drawn: Drawn
     read: list[int]
@@ -90,7 +90,11 @@ def _more(page: _Page, chart: Chart) -> dict[str, Any] | None:
     page.drawn = Drawn(chart, (), page.x, page.y)
     more = {
         "points": points,
-        "bars": [[numbers(bars.values), words(chart.y, bars.values)] for bars in chart.bars] if chart.bars != before.chart.bars else [],
+        "bars": (
+            [[numbers(bars.values), words(chart.y, bars.values)] for bars in chart.bars]
+            if chart.bars != before.chart.bars
+            else []
+        ),
         "x": None if page.drawn.x_span == before.x_span else list(page.drawn.x_span),
         "y": None if page.drawn.y_span == before.y_span else list(page.drawn.y_span),
     }

@@ -101,7 +101,14 @@ class Lab:
         self._command = _Command()
         view, choices = self._view, self._choices
         self._compare = CompareTab(choices.comparable, lambda: self._starting or view.busy, self._cold)
-        shown = (view.live, self._sources(), view.logs.widget, view.timeline.widget, view.memory.widget, self._compare.widget)
+        shown = (
+            view.live,
+            self._sources(),
+            view.logs.widget,
+            view.timeline.widget,
+            view.memory.widget,
+            self._compare.widget,
+        )
         tabs = ipywidgets.Tab(shown)
         for number, title in enumerate(("Live", "Script & diff", "Logs", "Timeline", "Memory", "Compare")):
             tabs.set_title(number, title)

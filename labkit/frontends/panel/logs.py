@@ -62,7 +62,9 @@ class Logs:
             lines = [line for key in self._shown() for line in self._new(key, _AT_ONCE)]
             if over:
                 lines += [
-                    [*key, visible_log(tail.partial), None] for key, tail in self._tails.items() if key in self._shown() and tail.partial
+                    [*key, visible_log(tail.partial), None]
+                    for key, tail in self._tails.items()
+                    if key in self._shown() and tail.partial
                 ]
             if lines:
                 self._send(lines, self._count())
@@ -89,7 +91,9 @@ class Logs:
 
     def _send_fresh(self, lines: list[list[Any]], note: str) -> None:
         ranks = sorted({rank for rank, _ in self._tails})
-        self._send(lines, note, fresh=True, wanted=self._wanted, ranks=ranks, colours=[rank_colour(rank) for rank in ranks])
+        self._send(
+            lines, note, fresh=True, wanted=self._wanted, ranks=ranks, colours=[rank_colour(rank) for rank in ranks]
+        )
 
     def _found(self, folder: RunFolder, keys: list[tuple[int, str]], query: str) -> tuple[list[list[Any]], str]:
         lines: list[list[Any]] = []

@@ -69,7 +69,9 @@ class TimelineTab(_Tab):
 
     def __init__(self, folder: Callable[[], RunFolder | None]):
         super().__init__(folder, Charts({"timeline": lambda state: timeline(state, self._chosen())}))
-        self._which = ipywidgets.Dropdown(options=[(_NEWEST, 0)], value=0, description="Step", layout={"width": "150px"})
+        self._which = ipywidgets.Dropdown(
+            options=[(_NEWEST, 0)], value=0, description="Step", layout={"width": "150px"}
+        )
         self._which.observe(lambda _: self.charts.draw(self._state), "value")
         hint = "Save a trace for ui.perfetto.dev or chrome://tracing"
         self._export = ipywidgets.Button(description="Save trace", tooltip=hint, disabled=True)

@@ -37,7 +37,9 @@ class Recorded:
         hint = "Open and replay a recorded run"
         self.which = ipywidgets.Dropdown(options=[(_NONE, "")], description="Recorded", tooltip=hint)
         self.which.observe(self._chosen, "value")
-        self.speed = ipywidgets.Dropdown(options=[(f"{speed:g}×", speed) for speed in _SPEEDS], value=1.0, description="Speed")
+        self.speed = ipywidgets.Dropdown(
+            options=[(f"{speed:g}×", speed) for speed in _SPEEDS], value=1.0, description="Speed"
+        )
         self.speed.observe(lambda _: self._set_speed(), "value")
         self.close_button = ipywidgets.Button(description="✕ Close", tooltip="Back to the configuration")
         self.close_button.on_click(lambda _: self.choose(""))
@@ -82,7 +84,8 @@ class Recorded:
         """Opens a run's recording at its beginning and shows its description."""
         self._recording = Recording(folder, self.speed.value)
         self._title.value = (
-            f'<div class="labkit-recording" role="status"><b>{escape(_what(folder))}</b> {escape(recorded_words(folder))}</div>'
+            f'<div class="labkit-recording" role="status"><b>{escape(_what(folder))}</b>'
+            f" {escape(recorded_words(folder))}</div>"
         )
         self._said.value = (
             f'<div class="labkit-explanation"><div>Replay of run {escape(folder.name)} with its recorded timing; '

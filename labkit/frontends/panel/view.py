@@ -151,7 +151,9 @@ class RunView:
 
     def _watch_it(self, job: Job, source: Source, recorded: bool) -> None:
         self._job, self._recorded, self._stopping = job, recorded, False
-        self._thread = threading.Thread(target=self._watch, args=(job, source), daemon=True, name=f"labkit view of {job.folder.name}")
+        self._thread = threading.Thread(
+            target=self._watch, args=(job, source), daemon=True, name=f"labkit view of {job.folder.name}"
+        )
         self._thread.start()
 
     def wait(self, timeout: float | None = None) -> None:

@@ -61,7 +61,9 @@ class Consent:
     def __init__(self, connection: socket.socket):
         self._connection = connection
 
-    def start(self, run_dir: Path, asked: float, environment: Mapping[str, str], files: Sequence[int]) -> Started | Cold:
+    def start(
+        self, run_dir: Path, asked: float, environment: Mapping[str, str], files: Sequence[int]
+    ) -> Started | Cold:
         """Requests the fork of the supervisor. `files` are its standard input, its log, and the run's standard input,
         if any.
         """
@@ -146,7 +148,8 @@ def _start_server(environment: Mapping[str, str]) -> None:
         process = subprocess.Popen(
             [sys.executable, "-u", "-m", "labkit.launch.warm.server", repr(IDLE), str(os.getpid()), "." * wire.ROOM],
             cwd=address.parent,  # a folder where no file can shadow a module
-            env={wire.RESERVED: "." * wire.ROOM} | {name: value for name, value in environment.items() if name not in (TAG, PARENT)},
+            env={wire.RESERVED: "." * wire.ROOM}
+            | {name: value for name, value in environment.items() if name not in (TAG, PARENT)},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -21,13 +21,48 @@ from labkit.setup.environment import CLONE
 
 # Environment variables that the interpreter, torch or one of its libraries reads during start-up.
 _READ_EARLY = (
-    *("ATEN_", "BLIS_", "C10_", "DNNL_", "GLIBC_", "GOMP_", "GOTO_", "KINETO_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_"),
-    *("NPY_", "NUMEXPR_", "NUMPY_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_"),
+    *(
+        "ATEN_",
+        "BLIS_",
+        "C10_",
+        "DNNL_",
+        "GLIBC_",
+        "GOMP_",
+        "GOTO_",
+        "KINETO_",
+        "KMP_",
+        "LANG",
+        "LC_",
+        "LD_",
+        "MALLOC_",
+        "MKL_",
+    ),
+    *(
+        "NPY_",
+        "NUMEXPR_",
+        "NUMPY_",
+        "OMP_",
+        "ONEDNN_",
+        "OPENBLAS_",
+        "PYTHON",
+        "PYTORCH_",
+        "TORCH_",
+        "TORCHDYNAMO_",
+        "TORCHINDUCTOR_",
+    ),
     *("TRITON_", "VECLIB_", "XLA_"),
 )
 _ADDED_BY_RANKS = {"KINETO_LOG_LEVEL": "99"}  # see probe/__main__.py
 _STATUS = ("Umask", "Groups", "Cpus_allowed_list", "Mems_allowed_list", "NoNewPrivs", "Seccomp", "CapEff")
-_RESET = ("SIGINT", "SIGHUP", "SIGQUIT", "SIGTERM", "SIGCHLD", "SIGPIPE", "SIGXFSZ")  # by supervisor and agent, or by every Python
+_RESET = (
+    "SIGINT",
+    "SIGHUP",
+    "SIGQUIT",
+    "SIGTERM",
+    "SIGCHLD",
+    "SIGPIPE",
+    "SIGXFSZ",
+)  # by supervisor and agent, or by every Python
 _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 
 
@@ -106,11 +141,17 @@ def _inherited() -> dict[str, Any]:
     import resource  # not on Windows
 
     limits = {name: resource.getrlimit(kind) for name, kind in vars(resource).items() if name.startswith("RLIMIT_")}
-    status = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines() if ":\t" in line)
+    status = dict(
+        line.split(":\t", 1)
+        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        if ":\t" in line
+    )
     spaces = [str(Path("/proc/self/ns", name).readlink()) for name in _NAMESPACES]
     cgroup = Path("/proc/self/cgroup").read_text(encoding="utf-8", errors="surrogateescape")
     return {
-        "the signals that are ignored": int(status["SigIgn"], 16) & ~sum(1 << signal.Signals[name] - 1 for name in _RESET),
+        "the signals that are ignored": (
+            int(status["SigIgn"], 16) & ~sum(1 << signal.Signals[name] - 1 for name in _RESET)
+        ),
         "the user": [os.getuid(), os.geteuid(), os.getgid(), os.getegid()],
         "the limits of the process": {name: list(limit) for name, limit in limits.items()},
         "the priority of the process": os.getpriority(os.PRIO_PROCESS, 0),

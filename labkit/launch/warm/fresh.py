@@ -78,7 +78,11 @@ class Origin:
     def _restore_signals(self) -> None:
         signal.set_wakeup_fd(-1)
         for number, handler in self._handlers.items():
-            if number not in (signal.SIGKILL, signal.SIGSTOP) and handler is not None and signal.getsignal(number) != handler:
+            if (
+                number not in (signal.SIGKILL, signal.SIGSTOP)
+                and handler is not None
+                and signal.getsignal(number) != handler
+            ):
                 with suppress(OSError, ValueError):  # signals reserved by the C library
                     signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -87,7 +91,9 @@ class Origin:
         """Sets the command line, environment and name that `ps` and other processes see."""
         self.set_title(argv)
         first = {name: value for name, value in environment.items() if name.startswith("LABKIT_")}
-        variables = [f"{name}={value}\0".encode(errors="surrogateescape") for name, value in (first | dict(environment)).items()]
+        variables = [
+            f"{name}={value}\0".encode(errors="surrogateescape") for name, value in (first | dict(environment)).items()
+        ]
         room = self._environ[1] - self._environ[0]
         ends = itertools.accumulate(map(len, variables))
         _write(*self._environ, b"".join(one for one, end in zip(variables, ends) if end < room))

@@ -22,7 +22,13 @@ _start_process = SubprocessHandler._popen  # private; the only part of torchrun 
 
 
 def fork_supervisor(
-    origin: Origin, run_dir: str, started: str, environment: Mapping[str, str], lifeline: int, log: int, stdin: int | None = None
+    origin: Origin,
+    run_dir: str,
+    started: str,
+    environment: Mapping[str, str],
+    lifeline: int,
+    log: int,
+    stdin: int | None = None,
 ) -> Child:
     """Forks the supervisor of a run. `stdin` becomes the standard input of the ranks (default: empty)."""
     passed = () if stdin is None else (stdin,)
@@ -35,7 +41,14 @@ def fork_supervisor(
 
 
 def _fork_agent(
-    origin: Origin, command: Sequence[str], *, cwd: str, stdin: int, stdout: IO[bytes], stderr: IO[bytes], preexec_fn: Callable[[], None]
+    origin: Origin,
+    command: Sequence[str],
+    *,
+    cwd: str,
+    stdin: int,
+    stdout: IO[bytes],
+    stderr: IO[bytes],
+    preexec_fn: Callable[[], None],
 ) -> Child | subprocess.Popen:
     """Forks torchrun's agent. Takes the arguments of `subprocess.Popen`, which starts any other command."""
     if command[:1] != [sys.executable] or torch.distributed.run.__name__ not in command:
@@ -43,17 +56,24 @@ def _fork_agent(
     files = stdout.fileno(), stderr.fileno()
     empty = os.open(os.devnull, os.O_RDONLY) if stdin == subprocess.DEVNULL else stdin
     try:
-        return fork(lambda: _run_agent(origin), origin, command, dict(os.environ), (empty, *files), cwd=cwd, before=preexec_fn)
+        return fork(
+            lambda: _run_agent(origin), origin, command, dict(os.environ), (empty, *files), cwd=cwd, before=preexec_fn
+        )
     finally:
         if empty != stdin:
             os.close(empty)
 
 
 def _run_agent(origin: Origin) -> None:
-    def popen(handler: SubprocessHandler, args: Sequence[str], environment: Mapping[str, str]) -> Child | subprocess.Popen:
+    def popen(
+        handler: SubprocessHandler, args: Sequence[str], environment: Mapping[str, str]
+    ) -> Child | subprocess.Popen:
         if tuple(args[1:4]) != _PROBE or has_gpu_open():
             return _start_process(handler, args, environment)
-        files = 0, *(stream.fileno() if stream else number for number, stream in ((1, handler._stdout), (2, handler._stderr)))
+        files = (
+            0,
+            *(stream.fileno() if stream else number for number, stream in ((1, handler._stdout), (2, handler._stderr))),
+        )
         return fork(probe.start, origin, args, environment, files, new_session=True)
 
     SubprocessHandler._popen = popen

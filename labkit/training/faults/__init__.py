@@ -1,7 +1,7 @@
 """The table of faults for fault injection. Like the tables of strategies and workloads, it does not import torch.
 
-A fault is part of the generated script, and `labkit diff` shows it. What it adds is a function in the module of the same name in this
-package, which takes precedence over strategy and base; what it omits is an `if FAULT …` in the base.
+A fault is part of the generated script, and `labkit diff` shows it. What it adds is a function in the module of the
+same name in this package, which takes precedence over strategy and base; what it omits is an `if FAULT …` in the base.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ def _several_ranks(spec: Request) -> str | None:
         return None
     found = _nproc_for(spec, lambda grown: grown.processes > 1)
     fix = f"--nproc {found}" if found else "ddp with --nproc 2"
-    return f"the fault {spec.fault} needs several processes, and {spec.strategy} with --nproc {spec.nproc} runs in one; use {fix}"
+    return (
+        f"the fault {spec.fault} needs several processes, and {spec.strategy} with --nproc {spec.nproc} runs in one;"
+        f" use {fix}"
+    )
 
 
 def _sampled(spec: Request) -> str | None:
@@ -57,7 +60,8 @@ def _sampled(spec: Request) -> str | None:
 
 
 def _nproc_for(spec: Request, suits: Callable[[Request], bool]) -> int | None:
-    """The smallest number of ranks, up to 16, with which the same strategy and settings suit a fault; None if there is none."""
+    """The smallest number of ranks, up to 16, with which the same strategy and settings suit a fault; None if there is
+    none."""
     for nproc in (2, 4, 8, 16):
         try:
             grown = replace(spec, nproc=nproc, fault=None)
@@ -70,7 +74,10 @@ def _nproc_for(spec: Request, suits: Callable[[Request], bool]) -> int | None:
 
 def _second_epoch(spec: Request) -> str | None:
     if spec.nproc is not None and spec.total_steps <= spec.steps_per_epoch:
-        return f"the fault {spec.fault} appears in the second epoch, and the run has only one; use --epochs 2 --samples 2048"
+        return (
+            f"the fault {spec.fault} appears in the second epoch, and the run has only one; use --epochs 2 --samples"
+            " 2048"
+        )
     return _sampled(spec)
 
 

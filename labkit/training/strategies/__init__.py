@@ -1,7 +1,7 @@
 """The table of strategies. It does not import torch, so that listing the strategies is fast.
 
-A row contains the name of a strategy, what it splits and sends, and its limits. The module of the same name in this package contains
-the training code, which `labkit.plan.script` reads as text and the tests import.
+A row contains the name of a strategy, what it splits and sends, and its limits. The module of the same name in this
+package contains the training code, which `labkit.plan.script` reads as text and the tests import.
 """
 
 from __future__ import annotations
@@ -22,19 +22,23 @@ if TYPE_CHECKING:
 class Strategy:
     """One way to train on several devices.
 
-    - `data_ranks`: the number of data-parallel ranks, that is, of different shards of each step's batch; 1 for tensor parallelism,
+    - `data_ranks`: the number of data-parallel ranks, that is, of different shards of each step's batch; 1 for tensor
+      parallelism,
       because all ranks see the same samples.
-    - `limit`: one sentence with the nearest working choice if the strategy cannot run a Request, otherwise None; `unmet`: the same for
+    - `limit`: one sentence with the nearest working choice if the strategy cannot run a Request, otherwise None;
+      `unmet`: the same for
       what this machine lacks.
     - `differs`: the reason if a run is expected to train something different from one process, otherwise None.
     - `processes`: the number of processes that torchrun starts.
     - `lacks`: the common options that the strategy does not support, each with the reason.
     - `constants`: settings of the script that follow from the Request, by name.
-    - `note`: how a run on a device ("cpu", "cuda") differs from what the title says, such as an emulation; otherwise empty.
+    - `note`: how a run on a device ("cpu", "cuda") differs from what the title says, such as an emulation; otherwise
+      empty.
     - `further`: listed under "more" if only a few strategies can be displayed.
     - `one_loss`: the number of adjacent ranks that must have the same loss, because they split layers and not samples.
     - `wrapper`: what synchronizes the gradients: "DDP", "FSDP", "DeepSpeed", or empty.
-    - `layout`: the content of its checkpoints, one of `labkit.plan.checkpoints.LAYOUTS`. Strategies with the same layout can resume from
+    - `layout`: the content of its checkpoints, one of `labkit.plan.checkpoints.LAYOUTS`. Strategies with the same
+      layout can resume from
       each other's checkpoints, with any number of ranks. `layout_details`: further properties that must agree, by name.
     - `extra`: the optional extra of the project that the strategy needs.
     """
@@ -73,7 +77,12 @@ class Strategy:
 
 _MOST = 65_536  # maximum number of ranks, micro-batches and the like
 INPUT_PIPELINE: tuple[Option, ...] = (
-    Option("fetch", "batches", "index whole batches, or single samples as in most tutorials", choices=("batches", "samples")),
+    Option(
+        "fetch",
+        "batches",
+        "index whole batches, or single samples as in most tutorials",
+        choices=("batches", "samples"),
+    ),
     Option("workers", 0, "data loader worker processes per rank", minimum=0, maximum=64),
     Option("pin_memory", True, "load batches into page-locked memory, which a GPU can copy asynchronously"),
     Option("non_blocking", True, "continue while a batch is copied to the GPU"),
@@ -85,13 +94,24 @@ COMMON: tuple[Option, ...] = (
     Option("compile", False, "compile each block with torch.compile"),
     *INPUT_PIPELINE,
 )
-_BUCKET_MB = Option("bucket_mb", 25, "size of a gradient bucket in MiB; smaller ones are sent earlier", minimum=1, maximum=_MOST)
+_BUCKET_MB = Option(
+    "bucket_mb", 25, "size of a gradient bucket in MiB; smaller ones are sent earlier", minimum=1, maximum=_MOST
+)
 _DDP_OPTIONS = (
     _BUCKET_MB,
-    Option("static_graph", False, "declare that every step runs the same graph, so that DDP can optimize after the first"),
-    Option("compression", "none", "compress gradients to 16 bits, or to low-rank factors", choices=("none", "fp16", "powersgd")),
+    Option(
+        "static_graph", False, "declare that every step runs the same graph, so that DDP can optimize after the first"
+    ),
+    Option(
+        "compression",
+        "none",
+        "compress gradients to 16 bits, or to low-rank factors",
+        choices=("none", "fp16", "powersgd"),
+    ),
 )
-_RESHARD = Option("reshard_after_forward", True, "free the gathered parameters after forward and all-gather them again in backward")
+_RESHARD = Option(
+    "reshard_after_forward", True, "free the gathered parameters after forward and all-gather them again in backward"
+)
 _TP_SIZE = Option("tp_size", 2, "number of ranks that split each layer", minimum=1, maximum=_MOST)
 _PP_SIZE = Option("pp_size", 2, "number of ranks in a pipeline", minimum=2, maximum=_MOST)
 _SCHEDULE = Option(
@@ -100,13 +120,24 @@ _SCHEDULE = Option(
     "order of the forward and backward passes of the micro-batches",
     choices=("GPipe", "1F1B", *rules.TWO_STAGES),
 )
-# Zero-bubble schedules compute parameter gradients separately, which bypasses the hooks with which DDP and FSDP2 synchronize them.
+# Zero-bubble schedules compute parameter gradients separately, which bypasses the hooks with which DDP and FSDP2
+# synchronize them.
 _SCHEDULE_OF_WRAPPED = replace(_SCHEDULE, choices=("GPipe", "1F1B", "Interleaved1F1B"))
 _MICRO_BATCHES = Option("micro_batches", 4, "number of micro-batches per batch", minimum=1, maximum=_MOST)
-_SEQUENCE_PARALLEL = Option("sequence_parallel", False, "split the activations between the split matrices along the sequence dimension")
-_REPLICAS = Option("replicas", 1, "number of groups of ranks that each hold one sharded copy of the model (HSDP)", minimum=1, maximum=_MOST)
+_SEQUENCE_PARALLEL = Option(
+    "sequence_parallel", False, "split the activations between the split matrices along the sequence dimension"
+)
+_REPLICAS = Option(
+    "replicas",
+    1,
+    "number of groups of ranks that each hold one sharded copy of the model (HSDP)",
+    minimum=1,
+    maximum=_MOST,
+)
 # Why a strategy does not support a common option.
-_REPLICATED = "nn.DataParallel creates new replicas at every step, which would run the blocks of device 0; use the strategy ddp"
+_REPLICATED = (
+    "nn.DataParallel creates new replicas at every step, which would run the blocks of device 0; use the strategy ddp"
+)
 _PIPELINED = "a pipeline already splits the batch into micro-batches; set micro_batches"
 _SCALED = "torch's GradScaler cannot handle sharded and replicated gradients together; use --precision bf16 or fp32"
 
@@ -144,7 +175,11 @@ STRATEGIES: dict[str, Strategy] = {
             differs=rules.ddp_differs,
             options=(
                 *_DDP_OPTIONS,
-                Option("join", False, "allow unequal numbers of samples: a rank that is done joins the collectives of the others"),
+                Option(
+                    "join",
+                    False,
+                    "allow unequal numbers of samples: a rank that is done joins the collectives of the others",
+                ),
             ),
         ),
         Strategy(
@@ -168,7 +203,14 @@ STRATEGIES: dict[str, Strategy] = {
             extra="deepspeed",
             data_ranks=lambda spec: spec.nproc,
             unmet=rules.compiler_of_deepspeed_missing,
-            options=(Option("stage", 1, "ZeRO stage: shard optimizer state (1), gradients (2), parameters (3)", choices=(1, 2, 3)),),
+            options=(
+                Option(
+                    "stage",
+                    1,
+                    "ZeRO stage: shard optimizer state (1), gradients (2), parameters (3)",
+                    choices=(1, 2, 3),
+                ),
+            ),
             lacks={
                 "accumulate": "its engine counts micro-batches itself; use zero1 or fsdp2",
                 **dict.fromkeys(("save_every", "resume"), "its engine uses its own format; use zero1 or fsdp2"),
@@ -214,7 +256,11 @@ STRATEGIES: dict[str, Strategy] = {
             unmet=rules.fully_shard_on_cpu,
             options=(
                 _RESHARD,
-                Option("cpu_offload", False, "keep parameters, gradients and optimizer state in CPU memory, and run the optimizer there"),
+                Option(
+                    "cpu_offload",
+                    False,
+                    "keep parameters, gradients and optimizer state in CPU memory, and run the optimizer there",
+                ),
                 Option("prefetch", 0, "number of blocks that are all-gathered ahead", choices=(0, 1, 2)),
                 _REPLICAS,
             ),
@@ -230,7 +276,11 @@ STRATEGIES: dict[str, Strategy] = {
             limit=rules.tensor_limit,
             options=(
                 _SEQUENCE_PARALLEL,
-                Option("loss_parallel", False, "keep the logits split over the vocabulary and compute the loss from the shards"),
+                Option(
+                    "loss_parallel",
+                    False,
+                    "keep the logits split over the vocabulary and compute the loss from the shards",
+                ),
             ),
             lacks={"fp16": _SCALED},
         ),
@@ -269,7 +319,9 @@ STRATEGIES: dict[str, Strategy] = {
             title="PP × DDP",
             further=True,
             splits="The blocks over one axis of the mesh (PP), the batch over the other (DDP).",
-            sends="Activations and their gradients along a pipeline; parameter gradients: all-reduce between pipelines.",
+            sends=(
+                "Activations and their gradients along a pipeline; parameter gradients: all-reduce between pipelines."
+            ),
             wrapper="DDP",
             layout="stages",
             layout_details=rules.pipeline_layout,

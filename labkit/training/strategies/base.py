@@ -1,8 +1,9 @@
 """The complete training program for one device, which every strategy modifies.
 
-Run directly, it trains the CNN on the digits. `labkit.plan.script` generates scripts for other workloads, data sets and strategies from
-it: a function or constant of the same name in one of their modules replaces the one here, and every `if` that depends only on settings
-is resolved. README.md in this folder lists these functions with their arguments and return values.
+Run directly, it trains the CNN on the digits. `labkit.plan.script` generates scripts for other workloads, data sets and
+strategies from it: a function or constant of the same name in one of their modules replaces the one here, and every
+`if` that depends only on settings is resolved. README.md in this folder lists these functions with their arguments and
+return values.
 """
 
 import hashlib

@@ -1,7 +1,9 @@
-"""Context parallelism: each rank holds a chunk of every window; attention all-gathers the keys and values of the other chunks.
+"""Context parallelism: each rank holds a chunk of every window; attention all-gathers the keys and values of the other
+chunks.
 
-As in the training of Llama 3: one all-gather of keys and values per layer, and a reduce-scatter of their gradients in backward.
-`attend`, `positions` and `windows`, which the modules of GPT and of the text define for whole windows, are defined for a chunk here.
+As in the training of Llama 3: one all-gather of keys and values per layer, and a reduce-scatter of their gradients in
+backward. `attend`, `positions` and `windows`, which the modules of GPT and of the text define for whole windows, are
+defined for a chunk here.
 """
 
 import torch

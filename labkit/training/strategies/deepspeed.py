@@ -1,4 +1,5 @@
-"""DeepSpeed: the engine wraps model and optimizer, and shards their state over the ranks according to the ZeRO stage."""
+"""DeepSpeed: the engine wraps model and optimizer, and shards their state over the ranks according to the ZeRO
+stage."""
 
 import os
 

@@ -1,4 +1,5 @@
-"""Data parallel in one process: one thread per device, and a replica of the model that is created again at every step."""
+"""Data parallel in one process: one thread per device, and a replica of the model that is created again at every
+step."""
 
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy

@@ -1,4 +1,5 @@
-"""Fully sharded data parallel, first version (FSDP1): each wrapped unit is one flat parameter, sharded over the ranks."""
+"""Fully sharded data parallel, first version (FSDP1): each wrapped unit is one flat parameter, sharded over the
+ranks."""
 
 from functools import partial
 

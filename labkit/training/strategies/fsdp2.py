@@ -1,4 +1,5 @@
-"""Fully sharded data parallel (FSDP2): like DDP, but each rank stores only a shard of parameters, gradients and optimizer state."""
+"""Fully sharded data parallel (FSDP2): like DDP, but each rank stores only a shard of parameters, gradients and
+optimizer state."""
 
 import torch
 import torch.distributed as dist

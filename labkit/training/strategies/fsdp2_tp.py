@@ -1,4 +1,5 @@
-"""FSDP2 and tensor parallelism on a 2D mesh: the layers are split along one axis, and the state is sharded along the other."""
+"""FSDP2 and tensor parallelism on a 2D mesh: the layers are split along one axis, and the state is sharded along the
+other."""
 
 from functools import cache
 

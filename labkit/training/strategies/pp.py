@@ -1,4 +1,5 @@
-"""Pipeline parallelism: every rank holds some of the blocks and sends their activations to the next rank, in micro-batches."""
+"""Pipeline parallelism: every rank holds some of the blocks and sends their activations to the next rank, in
+micro-batches."""
 
 import os
 
@@ -16,11 +17,30 @@ from torch.distributed.pipelining import (
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
-from labkit.training.strategies.base import BATCH_PER_RANK, CHECKPOINT_ACTIVATIONS, CLIP_NORM, COMPILE, PRECISION, data_shard, transform
+from labkit.training.strategies.base import (
+    BATCH_PER_RANK,
+    CHECKPOINT_ACTIVATIONS,
+    CLIP_NORM,
+    COMPILE,
+    PRECISION,
+    data_shard,
+    transform,
+)
 from labkit.training.strategies.ddp import cleanup, setup
 from labkit.training.strategies.sharded import resume, save
 
-__all__ = ["IS_LOGGING_RANK", "SCALER", "cleanup", "clip_gradients", "evaluate", "parallelize", "resume", "save", "setup", "train_step"]
+__all__ = [
+    "IS_LOGGING_RANK",
+    "SCALER",
+    "cleanup",
+    "clip_gradients",
+    "evaluate",
+    "parallelize",
+    "resume",
+    "save",
+    "setup",
+    "train_step",
+]
 
 SCHEDULE = "1F1B"  # order of the forward and backward passes of the micro-batches
 MICRO_BATCHES = 4  # micro-batches per batch

@@ -1,4 +1,5 @@
-"""Several pipelines: each trains on its own shard of the batch, and the ranks with the same stage average their gradients."""
+"""Several pipelines: each trains on its own shard of the batch, and the ranks with the same stage average their
+gradients."""
 
 from functools import cache
 
@@ -11,7 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 from labkit.training.strategies.base import CHECKPOINT_ACTIVATIONS, COMPILE, PRECISION, transform
 from labkit.training.strategies.ddp import BUCKET_MB, cleanup, setup
 from labkit.training.strategies.fsdp2_tp import data_shard
-from labkit.training.strategies.pp import IS_LOGGING_RANK, SCALER, STAGES, Pipeline, clip_gradients, evaluate, train_step
+from labkit.training.strategies.pp import (
+    IS_LOGGING_RANK,
+    SCALER,
+    STAGES,
+    Pipeline,
+    clip_gradients,
+    evaluate,
+    train_step,
+)
 from labkit.training.strategies.sharded import resume, save
 
 __all__ = [

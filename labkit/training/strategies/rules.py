@@ -1,5 +1,6 @@
-"""Limits of the strategies (one sentence with the nearest working choice), constants of their scripts, and the reasons why a strategy
-is expected to train something different from one process. Like the table that refers to these functions, it does not import torch.
+"""Limits of the strategies (one sentence with the nearest working choice), constants of their scripts, and the reasons
+why a strategy is expected to train something different from one process. Like the table that refers to these functions,
+it does not import torch.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def one_process(spec: Request) -> str | None:
 
 def several_devices(spec: Request) -> str | None:
     if spec.nproc is not None and spec.nproc < 2:
-        return f"dp splits the batch over several devices, got --nproc {spec.nproc}; use --nproc 2, or the strategy single"
+        return (
+            f"dp splits the batch over several devices, got --nproc {spec.nproc}; use --nproc 2, or the strategy single"
+        )
     return None
 
 
@@ -37,18 +40,20 @@ def emulated(device: str | None) -> str:
 
 
 def departures(spec: Request) -> tuple[str, ...]:
-    """Why a run is expected to differ from one process with the same global batch and seed; empty if the losses must be equal."""
+    """Why a run is expected to differ from one process with the same global batch and seed; empty if the losses must be
+    equal."""
     reasons = [spec.strategy_row.differs(spec)]
     ranks, micro_batches = spec.data_ranks, spec.options.get("micro_batches", 1) * spec.options.get("accumulate", 1)
     if spec.workload_row.batch_norm and (ranks > 1 or micro_batches > 1):
         reasons.append(
-            f"batch norm averages over {spec.batch_per_rank // micro_batches} samples at a time, not over the global batch of "
-            f"{spec.global_batch}, and so do the running statistics that the evaluation uses"
+            f"batch norm averages over {spec.batch_per_rank // micro_batches} samples at a time, not over the global"
+            f" batch of {spec.global_batch}, and so do the running statistics that the evaluation uses"
         )
     rest = spec.train_samples % ranks
     if rest and spec.processes > 1 and spec.total_steps >= spec.steps_per_epoch and not spec.options.get("join"):
         reasons.append(
-            f"{spec.train_samples:,} samples are not divisible by {ranks} ranks, so the sampler repeats {ranks - rest} of them per epoch"
+            f"{spec.train_samples:,} samples are not divisible by {ranks} ranks, so the sampler repeats {ranks - rest}"
+            " of them per epoch"
         )
     return tuple(filter(None, reasons))
 
@@ -56,7 +61,10 @@ def departures(spec: Request) -> tuple[str, ...]:
 def compiler_of_deepspeed_missing(spec: Request, machine: Machine) -> str | None:
     compiler = os.environ.get("CXX", "g++")
     if not shutil.which(compiler):
-        return f"deepspeed compiles a C++ operator, and {compiler} is not on the PATH; install it (apt install g++), or use zero1"
+        return (
+            f"deepspeed compiles a C++ operator, and {compiler} is not on the PATH; install it (apt install g++), or"
+            " use zero1"
+        )
     return None
 
 
@@ -68,7 +76,10 @@ def compressed(spec: Request) -> str | None:
 
 def ddp_differs(spec: Request) -> str | None:
     if spec.options["join"] and spec.train_samples % spec.global_batch and spec.total_steps >= spec.steps_per_epoch:
-        return "join: in the last step of an epoch, ranks with fewer samples have the same weight as the others, or have no samples"
+        return (
+            "join: in the last step of an epoch, ranks with fewer samples have the same weight as the others, or have"
+            " no samples"
+        )
     return compressed(spec)
 
 
@@ -78,8 +89,8 @@ def ddp_limit(spec: Request) -> str | None:
             return f"join does not work with {other}={spec.options[other]}; use only one of the two"
     if spec.options["static_graph"] and spec.options["accumulate"] > 1:
         return (
-            f"static_graph needs gradient sync in the first pass, and accumulate={spec.options['accumulate']} delays it; "
-            "use only one of the two"
+            f"static_graph needs gradient sync in the first pass, and accumulate={spec.options['accumulate']} delays"
+            " it; use only one of the two"
         )
     return None
 
@@ -98,9 +109,15 @@ def _replicas(spec: Request) -> str | None:
 def fsdp_limit(spec: Request) -> str | None:
     sharding, replicas = spec.options["sharding"], spec.options["replicas"]
     if sharding == "HYBRID_SHARD" and replicas == 1:
-        return "sharding=HYBRID_SHARD with replicas=1 is the same as FULL_SHARD; use replicas=2 on 4 ranks, or sharding=FULL_SHARD"
+        return (
+            "sharding=HYBRID_SHARD with replicas=1 is the same as FULL_SHARD; use replicas=2 on 4 ranks, or"
+            " sharding=FULL_SHARD"
+        )
     if sharding not in ("FULL_SHARD", "HYBRID_SHARD") and replicas > 1:
-        return f"replicas={replicas} needs sharding=HYBRID_SHARD, got sharding={sharding}; use sharding=HYBRID_SHARD, or replicas=1"
+        return (
+            f"replicas={replicas} needs sharding=HYBRID_SHARD, got sharding={sharding}; use sharding=HYBRID_SHARD, or"
+            " replicas=1"
+        )
     return _replicas(spec)
 
 
@@ -111,7 +128,10 @@ def fsdp2_limit(spec: Request) -> str | None:
             f"for clip_norm={spec.options['clip_norm']:g}; use only one of the two"
         )
     if spec.options["cpu_offload"] and spec.precision == "fp16":
-        return "cpu_offload keeps the gradients in CPU memory, where the loss scaling of fp16 cannot check them; use --precision bf16"
+        return (
+            "cpu_offload keeps the gradients in CPU memory, where the loss scaling of fp16 cannot check them; use"
+            " --precision bf16"
+        )
     return _replicas(spec)
 
 
@@ -142,7 +162,9 @@ def tensor_limit(spec: Request) -> str | None:
 def context_limit(spec: Request) -> str | None:
     options, ranks = spec.options, spec.nproc
     if "context" not in options:
-        return f"cp splits the sequence dimension, and {spec.workload} has none; use --workload gpt, or the strategy ddp"
+        return (
+            f"cp splits the sequence dimension, and {spec.workload} has none; use --workload gpt, or the strategy ddp"
+        )
     if ranks is not None and options["context"] % ranks:
         near = max(fits for fits in range(1, ranks) if options["context"] % fits == 0)
         return f"a context of {options['context']} positions is not divisible by {ranks} ranks; use --nproc {near}"
@@ -150,13 +172,18 @@ def context_limit(spec: Request) -> str | None:
 
 
 def cut(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
-    """The boundaries of `stages` contiguous stages of blocks, `stages` + 1 indices, that minimize the cost of the most expensive stage."""
+    """The boundaries of `stages` contiguous stages of blocks, `stages` + 1 indices, that minimize the cost of the most
+    expensive stage."""
     sums = [0.0, *accumulate(costs)]
     # best[last]: for blocks[:last], the minimal cost of the most expensive stage, and the first block of each stage
     best = {last: (cost, (0,)) for last, cost in enumerate(sums) if last}
     for _ in range(stages - 1):
         best = {
-            last: min((max(worst, sums[last] - sums[first]), (*starts, first)) for first, (worst, starts) in best.items() if first < last)
+            last: min(
+                (max(worst, sums[last] - sums[first]), (*starts, first))
+                for first, (worst, starts) in best.items()
+                if first < last
+            )
             for last in range(min(best) + 1, len(sums))
         }
     return (*best[len(costs)][1], len(costs))
@@ -167,7 +194,8 @@ def _pipeline_ranks(spec: Request) -> int | None:
 
 
 def pipeline_constants(spec: Request) -> dict[str, Any]:
-    """The stage boundaries, and the first rank that holds the last stage; ranks with the same stage are adjacent in the mesh."""
+    """The stage boundaries, and the first rank that holds the last stage; ranks with the same stage are adjacent in the
+    mesh."""
     ranks, schedule = _pipeline_ranks(spec), spec.options["schedule"]
     stages = ranks * (2 if schedule in TWO_STAGES else 1)
     last = (ranks - 1) * (spec.nproc // ranks)
@@ -175,7 +203,8 @@ def pipeline_constants(spec: Request) -> dict[str, Any]:
 
 
 def pipeline_layout(spec: Request) -> dict[str, Any]:
-    """The first block of the ranks' second stages, 0 if each rank has one stage: checkpoints name parameters by stage and block."""
+    """The first block of the ranks' second stages, 0 if each rank has one stage: checkpoints name parameters by stage
+    and block."""
     stages = pipeline_constants(spec)["STAGES"]
     return {"second_stages_from": stages[_pipeline_ranks(spec)] if spec.options["schedule"] in TWO_STAGES else 0}
 
@@ -190,7 +219,10 @@ def pipeline_limit(spec: Request) -> str | None:
     blocks, each = len(spec.workload_row.costs(spec.options)), 2 if schedule in TWO_STAGES else 1
     if ranks * each > blocks:
         near = f"{flag}{blocks // each}" if blocks // each > 1 else f"schedule=1F1B with {flag}{min(ranks, blocks)}"
-        return f"{spec.workload} has {blocks} blocks, too few for the {ranks * each} stages of {schedule} on {ranks} ranks; use {near}"
+        return (
+            f"{spec.workload} has {blocks} blocks, too few for the {ranks * each} stages of {schedule} on {ranks}"
+            f" ranks; use {near}"
+        )
     if schedule == "1F1B" and micro_batches < ranks:
         return (
             f"1F1B needs at least one micro-batch per stage, got micro_batches={micro_batches} for {ranks} stages; "
@@ -200,8 +232,8 @@ def pipeline_limit(spec: Request) -> str | None:
     if each == 2 and micro_batches % rounds:
         near = micro_batches // ranks * ranks
         return (
-            f"{schedule} runs the micro-batches in {rounds} equal rounds, and micro_batches={micro_batches} is not divisible by {rounds}; "
-            f"use micro_batches={near} or {near + ranks}"
+            f"{schedule} runs the micro-batches in {rounds} equal rounds, and micro_batches={micro_batches} is not"
+            f" divisible by {rounds}; use micro_batches={near} or {near + ranks}"
         )
     return None
 
@@ -213,7 +245,10 @@ def micro_batch_limit(spec: Request) -> str | None:
     batch = spec.batch_per_rank
     near = max(number for number in range(1, min(count, max(batch, 1)) + 1) if batch % number == 0)
     larger = -(-batch // count) * count
-    return f"a batch of {batch} is not divisible by micro_batches={count}; use micro_batches={near}, or a batch of {larger} per rank"
+    return (
+        f"a batch of {batch} is not divisible by micro_batches={count}; use micro_batches={near}, or a batch of"
+        f" {larger} per rank"
+    )
 
 
 def mesh_limit(spec: Request) -> str | None:
@@ -236,7 +271,10 @@ def first_of(*limits: Callable[[Request], str | None]) -> Callable[[Request], st
 def without_evaluation(spec: Request, machine: Machine) -> str | None:
     if () < machine.torch < (2, 9):
         version = ".".join(map(str, machine.torch))
-        reason = f"{spec.strategy} evaluates with schedule.eval, which needs torch 2.9 or newer, and torch {version} is installed"
+        reason = (
+            f"{spec.strategy} evaluates with schedule.eval, which needs torch 2.9 or newer, and torch {version} is"
+            " installed"
+        )
         return f"{reason}; use a newer torch, or the strategy ddp"
     return None
 
@@ -244,7 +282,13 @@ def without_evaluation(spec: Request, machine: Machine) -> str | None:
 def fully_shard_on_cpu(spec: Request, machine: Machine) -> str | None:
     if spec.device == "cpu" and () < machine.torch < (2, 7):
         version = ".".join(map(str, machine.torch))
-        return f"fsdp2 on CPU ranks needs torch 2.7 or newer, got torch {version}; use a newer torch, a GPU, or the strategy ddp"
+        return (
+            f"fsdp2 on CPU ranks needs torch 2.7 or newer, got torch {version}; use a newer torch, a GPU, or the"
+            " strategy ddp"
+        )
     if spec.device == "cpu" and spec.options.get("cpu_offload"):
-        return "cpu_offload moves state from GPU to CPU memory, and the state of CPU ranks is already there; leave it out, or use a GPU"
+        return (
+            "cpu_offload moves state from GPU to CPU memory, and the state of CPU ranks is already there; leave it out,"
+            " or use a GPU"
+        )
     return None

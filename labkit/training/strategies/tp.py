@@ -1,4 +1,5 @@
-"""Tensor parallelism: every rank sees the same samples and holds a shard of each split layer; an all-reduce adds the partial sums."""
+"""Tensor parallelism: every rank sees the same samples and holds a shard of each split layer; an all-reduce adds the
+partial sums."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,5 @@
-"""ZeRO stage 1: like DDP, but each rank stores the optimizer state of some of the parameters, and updates only those."""
+"""ZeRO stage 1: like DDP, but each rank stores the optimizer state of some of the parameters, and updates only
+those."""
 
 import torch
 import torch.distributed as dist
@@ -8,7 +9,16 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from labkit.training.strategies.base import LEARNING_RATE
 from labkit.training.strategies.ddp import cleanup, data_shard, evaluate, gradient_sync, parallelize, setup
 
-__all__ = ["build_optimizer", "cleanup", "data_shard", "evaluate", "gradient_sync", "optimizer_state", "parallelize", "setup"]
+__all__ = [
+    "build_optimizer",
+    "cleanup",
+    "data_shard",
+    "evaluate",
+    "gradient_sync",
+    "optimizer_state",
+    "parallelize",
+    "setup",
+]
 
 
 def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:

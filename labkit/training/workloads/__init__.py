@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 class Data:
     """A data set. `train` and `test` are numbers of samples.
 
-    `missing` gives one sentence if the data set is not available, otherwise None. `most` is the maximum number of training samples that a
-    Spec may use, None if any number can be generated. `sample_bytes` gives the bytes of one training sample with its target, for given
-    options. `extra` is the optional extra of the project that the data set needs.
+    `missing` gives one sentence if the data set is not available, otherwise None. `most` is the maximum number of
+    training samples that a Spec may use, None if any number can be generated. `sample_bytes` gives the bytes of one
+    training sample with its target, for given options. `extra` is the optional extra of the project that the data set
+    needs.
     """
 
     name: str
@@ -52,13 +53,16 @@ class Workload:
     """A model and the data sets that it can train on, the default first.
 
     - `parameters`: the number of parameters for given options.
-    - `costs`: floating-point operations of one sample's forward pass, block by block; matrix products and convolutions only, with
+    - `costs`: floating-point operations of one sample's forward pass, block by block; matrix products and convolutions
+      only, with
       multiplication and addition counted separately.
     - `constants`: the settings of the model's module that follow from an option, by name.
     - `missing`: one sentence if the model cannot be built here, otherwise None.
-    - `tensor_parts`: the dimension that tensor parallelism splits in each layer, as (size, name); None without a tensor-parallel plan
+    - `tensor_parts`: the dimension that tensor parallelism splits in each layer, as (size, name); None without a
+      tensor-parallel plan
       (`tensor_plans` in the module).
-    - `batch_norm`: whether the model uses batch norm, so that the output of a sample depends on the other samples of its batch.
+    - `batch_norm`: whether the model uses batch norm, so that the output of a sample depends on the other samples of
+      its batch.
     - `extra`: the optional extra of the project that the workload needs.
     """
 
@@ -95,7 +99,8 @@ GPT_SIZES: dict[str, tuple[int, int, int]] = {  # name: layers, width, heads
 
 
 def gpt_parameters(options: Mapping[str, Any]) -> int:
-    """Parameters of the byte-level transformer: 12·L·d² in the blocks' matrices, the rest in biases, norms and embeddings."""
+    """Parameters of the byte-level transformer: 12·L·d² in the blocks' matrices, the rest in biases, norms and
+    embeddings."""
     layers, width, _ = GPT_SIZES[options["size"]]
     block = 12 * width**2 + 13 * width
     embeddings = (GPT_VOCABULARY + options["context"]) * width
@@ -106,8 +111,8 @@ def gpt_parameters(options: Mapping[str, Any]) -> int:
 def gpt_costs(options: Mapping[str, Any]) -> tuple[float, ...]:
     """FLOPs of one sample, block by block, for T positions, width d and a vocabulary of V bytes.
 
-    A layer needs 2·12·d²·T in its matrices and 2·2·T²·d in attention (the causal mask saves nothing), the head 2·d·V·T. The embedding
-    multiplies nothing: T·d, one addition per value.
+    A layer needs 2·12·d²·T in its matrices and 2·2·T²·d in attention (the causal mask saves nothing), the head 2·d·V·T.
+    The embedding multiplies nothing: T·d, one addition per value.
     """
     layers, width, _ = GPT_SIZES[options["size"]]
     positions = options["context"]
@@ -116,9 +121,14 @@ def gpt_costs(options: Mapping[str, Any]) -> tuple[float, ...]:
 
 
 def cnn_costs(options: Mapping[str, Any]) -> tuple[float, ...]:
-    """FLOPs of one sample, block by block: 2·k²·in·out·side² for a convolution, with k = 5, and 2·in·out for a linear layer."""
+    """FLOPs of one sample, block by block: 2·k²·in·out·side² for a convolution, with k = 5, and 2·in·out for a linear
+    layer."""
     convolutions = ((1, 32, 28), (32, 64, 14), (64, 128, 7))
-    return (*(2 * 25 * inputs * outputs * side**2 for inputs, outputs, side in convolutions), 2 * 128 * 3 * 3 * 128, 2 * 128 * 10)
+    return (
+        *(2 * 25 * inputs * outputs * side**2 for inputs, outputs, side in convolutions),
+        2 * 128 * 3 * 3 * 128,
+        2 * 128 * 10,
+    )
 
 
 def mlp_costs(options: Mapping[str, Any]) -> tuple[float, ...]:
@@ -127,11 +137,21 @@ def mlp_costs(options: Mapping[str, Any]) -> tuple[float, ...]:
 
 
 # Input channels, output channels and output side length of each residual block.
-_RESNET18 = ((64, 64, 32), (64, 64, 32), (64, 128, 16), (128, 128, 16), (128, 256, 8), (256, 256, 8), (256, 512, 4), (512, 512, 4))
+_RESNET18 = (
+    (64, 64, 32),
+    (64, 64, 32),
+    (64, 128, 16),
+    (128, 128, 16),
+    (128, 256, 8),
+    (256, 256, 8),
+    (256, 512, 4),
+    (512, 512, 4),
+)
 
 
 def resnet18_parameters(options: Mapping[str, Any]) -> int:
-    """9·in·out per 3×3 convolution and 2·out for its norm, in stem and blocks; a shortcut that changes channels is 1×1."""
+    """9·in·out per 3×3 convolution and 2·out for its norm, in stem and blocks; a shortcut that changes channels is
+    1×1."""
     blocks = sum(
         9 * (inputs + outputs) * outputs + 4 * outputs + (inputs != outputs) * (inputs + 2) * outputs
         for inputs, outputs, _ in _RESNET18
@@ -140,12 +160,14 @@ def resnet18_parameters(options: Mapping[str, Any]) -> int:
 
 
 def resnet18_costs(options: Mapping[str, Any]) -> tuple[float, ...]:
-    """FLOPs of one sample: 2·side²·(9·in·out + 9·out²) per block, and 2·side²·in·out for a shortcut that changes channels.
+    """FLOPs of one sample: 2·side²·(9·in·out + 9·out²) per block, and 2·side²·in·out for a shortcut that changes
+    channels.
 
     The stem needs 2·32²·9·3·64, pooling and head 2·512·10.
     """
     blocks = (
-        2 * side**2 * (9 * (inputs + outputs) * outputs + (inputs != outputs) * inputs * outputs) for inputs, outputs, side in _RESNET18
+        2 * side**2 * (9 * (inputs + outputs) * outputs + (inputs != outputs) * inputs * outputs)
+        for inputs, outputs, side in _RESNET18
     )
     return (2 * 32**2 * 9 * 3 * 64, *blocks, 2 * 512 * 10)
 
@@ -254,7 +276,16 @@ DATA: dict[str, Data] = {
             _image_bytes(1, 28),
             _needs_scikit_learn,
         ),
-        Data("mnist", "MNIST (torchvision)", 60_000, 10_000, _image_bytes(1, 28), _mnist_missing, most=60_000, extra="mnist"),
+        Data(
+            "mnist",
+            "MNIST (torchvision)",
+            60_000,
+            10_000,
+            _image_bytes(1, 28),
+            _mnist_missing,
+            most=60_000,
+            extra="mnist",
+        ),
         Data("digits32", "handwritten digits as 3×32×32 images", 10_000, 360, _image_bytes(1, 32), _needs_scikit_learn),
         Data(
             "cifar10",

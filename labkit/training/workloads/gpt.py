@@ -1,4 +1,5 @@
-"""A byte-level transformer that predicts the next byte. The model is a sequence of blocks: embedding, equal layers, head."""
+"""A byte-level transformer that predicts the next byte. The model is a sequence of blocks: embedding, equal layers,
+head."""
 
 import math
 

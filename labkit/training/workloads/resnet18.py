@@ -1,6 +1,8 @@
-"""torchvision's ResNet-18 for images of 32×32: 11,173,962 parameters, as a sequence of stem, eight residual blocks and head.
+"""torchvision's ResNet-18 for images of 32×32: 11,173,962 parameters, as a sequence of stem, eight residual blocks and
+head.
 
-The stem is one 3×3 convolution, as is usual for CIFAR; ImageNet's stem (7×7, stride 2, then pooling) would reduce 32×32 to 8×8.
+The stem is one 3×3 convolution, as is usual for CIFAR; ImageNet's stem (7×7, stride 2, then pooling) would reduce 32×32
+to 8×8.
 """
 
 from torch import nn

@@ -1,4 +1,5 @@
-"""A loop prepared by accelerate, with gradient accumulation and metrics gathered over the ranks; an epoch's last step is a short one."""
+"""A loop prepared by accelerate, with gradient accumulation and metrics gathered over the ranks; an epoch's last step
+is a short one."""
 
 import torch
 from accelerate import Accelerator

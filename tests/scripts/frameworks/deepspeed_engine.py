@@ -1,4 +1,5 @@
-"""DeepSpeed's engine with ZeRO stage 1 and gradient accumulation; the optimizer is torch's, so that nothing is compiled."""
+"""DeepSpeed's engine with ZeRO stage 1 and gradient accumulation; the optimizer is torch's, so that nothing is
+compiled."""
 
 import deepspeed
 import torch

@@ -1,4 +1,5 @@
-"""The loop of nanoGPT's train.py: get_batch, a GradScaler that is disabled, and a loss that is divided by the number of micro-steps."""
+"""The loop of nanoGPT's train.py: get_batch, a GradScaler that is disabled, and a loss that is divided by the number of
+micro-steps."""
 
 import os
 from contextlib import nullcontext
@@ -37,7 +38,9 @@ data = torch.randint(0, vocab_size, (4096,))
 
 def get_batch():
     ix = torch.randint(len(data) - block_size, (batch_size,))
-    return torch.stack([data[i : i + block_size] for i in ix]), torch.stack([data[i + 1 : i + 1 + block_size] for i in ix])
+    return torch.stack([data[i : i + block_size] for i in ix]), torch.stack(
+        [data[i + 1 : i + 1 + block_size] for i in ix]
+    )
 
 
 @torch.no_grad()

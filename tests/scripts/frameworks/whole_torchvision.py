@@ -1,6 +1,7 @@
 """Imported first: Lightning and transformers import torchvision, which fails if it was built for another torch.
 
-Such a build lacks its compiled operators. Declaring the two that its import refers to makes the rest of the package usable.
+Such a build lacks its compiled operators. Declaring the two that its import refers to makes the rest of the package
+usable.
 """
 
 import torch
