@@ -58,6 +58,12 @@ def fold(*events: dict) -> RunState:
     return state
 
 
+def test_ranks_are_in_order_whichever_file_is_read_first():
+    one, other = fold(spec(), start(1), start(0), step(1, 1)), fold(spec(), start(0), step(0, 1), start(1))
+    assert list(one.ranks) == list(other.ranks) == [0, 1]
+    assert [one.ranks[rank].rank for rank in one.ranks] == [0, 1] and len(one.ranks[1].steps) == 1
+
+
 # ---- folding
 
 

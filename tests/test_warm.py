@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -497,7 +498,7 @@ def test_a_server_ends_with_all_who_wanted_it(place, patient, monkeypatch):
 
 def test_an_idle_server_ends(place, patient, monkeypatch):
     monkeypatch.setattr(client, "IDLE", 0.5)
-    client._prepare()  # returns when it has ended
+    client._prepare(client.local.standing_environment())  # returns when it has ended
     assert client.about() == Cold()
 
 
@@ -508,6 +509,17 @@ def test_a_server_that_fits_no_more_is_replaced(place, patient, monkeypatch):
     client.prepare()
     other = server_is_ready(other_than=found["pid"])
     assert "TORCH_SHOW_CPP_STACKTRACES" in os.environ and other["runs"] == 0
+
+
+def test_a_variable_that_is_set_after_the_start_of_a_run_leaves_the_server_alone(place, ends, patient, monkeypatch):
+    client.prepare()
+    found = server_is_ready()
+    handle = run(ends, nproc=1, device="cpu")
+    monkeypatch.setenv("TORCH_SHOW_CPP_STACKTRACES", "1")
+    handle.wait(120)
+    while preparing := [thread for thread in threading.enumerate() if thread.name == "labkit warm server"]:
+        preparing[0].join()
+    assert server_is_ready()["pid"] == found["pid"]
 
 
 def test_importing_labkit_starts_nothing(place):

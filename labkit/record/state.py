@@ -260,7 +260,9 @@ class RunState:
         number = event["rank"]
         if not isinstance(number, int):
             raise TypeError(number)
-        return self.ranks.setdefault(number, RankState(number))
+        if number not in self.ranks:  # in order, whichever file is read first
+            self.ranks = dict(sorted({**self.ranks, number: RankState(number)}.items()))
+        return self.ranks[number]
 
     def _on_spec(self, event: Mapping[str, Any]) -> None:
         self.spec = dict(event["spec"])

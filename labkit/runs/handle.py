@@ -25,6 +25,7 @@ from labkit.common.text import visible_line
 from labkit.figures.tables import Findings, Ledger
 from labkit.launch.capture import ask
 from labkit.launch.job import Job
+from labkit.launch.local import standing_environment
 from labkit.launch.warm.client import prepare
 from labkit.plan.spec import Spec, SpecError, bounds_of, check_fields
 from labkit.record.folder import STREAMS, RunFolder
@@ -69,10 +70,12 @@ def prepare_after(job: Job) -> None:
     """Starts a warm server for later runs after the ranks of this run have started, because importing torch would slow
     them down."""
 
+    environment = standing_environment()  # now: the program may change its environment while the run starts
+
     def prepare_then() -> None:
         while job.state == "starting":
             time.sleep(_POLL_INTERVAL)
-        prepare()
+        prepare(environment)
 
     threading.Thread(target=prepare_then, daemon=True, name="labkit warm server").start()
 

@@ -107,17 +107,17 @@ def about() -> dict[str, Any] | Cold:
         return _ask(connection, {"ask": "about"})
 
 
-def prepare() -> None:
+def prepare(environment: Mapping[str, str] | None = None) -> None:
     """Starts a server for this process unless a suitable one runs; returns immediately, some seconds before the server
-    is ready.
+    is ready. `environment` is that of the runs to come (default: the present one).
 
     The server exits when this process and all others that requested it have ended.
     """
-    threading.Thread(target=_prepare, daemon=True, name="labkit warm server").start()
+    args = (local.standing_environment() if environment is None else environment,)
+    threading.Thread(target=_prepare, args=args, daemon=True, name="labkit warm server").start()
 
 
-def _prepare() -> None:
-    environment = local.standing_environment()
+def _prepare(environment: Mapping[str, str]) -> None:
     if not _AVAILABLE or environment.get(FORCE_COLD):
         return
     connection = _connect()
