@@ -32,7 +32,7 @@ SMALL = ["--workload", "mlp", "--nproc", "2", "--device", "cpu", "--samples", "6
 
 def fabricated(root, strategy: str, nproc: int, step_seconds: float, state: str = "finished", **spec) -> RunFolder:
     run = FakeRun(root, nproc=nproc, steps=10, strategy=strategy, scaling="strong", samples=1280, **spec)
-    run.step_seconds = step_seconds
+    run.step_seconds, run.samples = step_seconds, 128 // nproc
     run.start()
     run.step(10)
     run.end(state)
