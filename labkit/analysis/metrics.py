@@ -7,7 +7,7 @@ figures are those of the newest attempt, like the step of a run. Until its secon
 **Which of them.** A figure is of all these steps, or, with `now`, of the newest `RECENT` ones while the run is under
 way: the front ends show what happens now, and findings judge it. Once the run is over, both are the same. While it is
 under way, medians of more than 2,000 steps are estimated from about 1,000 evenly spaced ones, because charts are
-redrawn several times per second; afterwards they are exact.
+redrawn several times per second; afterwards they are exact, up to a million steps.
 
 **Median or mean.** The time of a step and of its phases is a median, because some steps take longer for a reason that
 is not theirs, such as a profile. Throughput is a mean, samples / seconds, because every second counts. An evaluation
@@ -36,7 +36,7 @@ WARM_UP = 1  # first steps of an attempt that count in no figure
 RECENT = 50  # newest steps that show what happens now
 USUAL = 8  # from this step on, a profiled step counts as typical: before it, buckets and caches are still being built
 _WINDOW = 10  # steps over which a point of the rolling throughput is averaged
-_SPREAD = 1 << 20  # most values of which a median is computed; of more, as many evenly spaced ones
+_EXACT = 1 << 20  # most steps of a rank whose median is exact when the run is over
 
 
 def median(values: Iterable[float]) -> float:
@@ -92,8 +92,8 @@ def _begin(state: RunState, rank: RankState, now: bool) -> int:
 
 def _median(state: RunState, rank: RankState, column: Column, now: bool) -> float | None:
     first = _begin(state, rank, now)
-    stride = max(1, -(-(len(column) - first) // _SPREAD))
-    found = median(column[first::stride] if now or state.over else column.sample(first))
+    is_exact = len(column) - first <= (_EXACT if now or state.over else 0)
+    found = median(column[first:] if is_exact else column.sample(first))
     return None if math.isnan(found) else found
 
 
