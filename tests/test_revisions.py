@@ -83,6 +83,8 @@ def test_a_revision_has_one_summary_one_tuple_of_findings_and_one_row(under_way,
     follower.poll()
     state, folder = follower.state, under_way.folder
     assert findings(state) is findings(state) and ledger(state) is ledger(state)
+    failed = fold(spec(), start(0, 1), status("failed", rank0=1))
+    assert failed.failure is failed.failure is not None
     assert summarise(state, "a") is summarise(state, "a") is not summarise(state, "b")
     counts: Counter[str] = Counter()
     compute = comparison.throughput
