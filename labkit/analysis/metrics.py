@@ -9,11 +9,9 @@ way: the front ends show what happens now, and findings judge it. Once the run i
 under way, medians of more than 2,000 steps are estimated from about 1,000 evenly spaced ones, because charts are
 redrawn several times per second; afterwards they are exact, up to a million steps.
 
-**Median or mean.** The time of a step and of its phases is a median, because some steps take longer for a reason that
-is not theirs, such as a profile. Throughput is a mean, samples / seconds, because every second counts. An evaluation
-belongs to no step: it is part of `training_time` and `pace`, and of nothing else.
-
-All figures of a state are computed once per revision.
+**Median or mean.** The time of a step and of its phases is a median, because a few steps take longer for another
+reason, such as a profile or a checkpoint. Throughput is samples / seconds over these steps, in which every second
+counts. An evaluation belongs to no step: only `training_time` and `pace` contain it.
 """
 
 from __future__ import annotations
