@@ -166,7 +166,7 @@ for each in replicas:
     print(
         f"replica {each['replica']}: forward {forward:.1f} ms, CPU time {busy:.1f} ms, waiting {forward - busy:.1f} ms"
     )
-print(f"a thread that only requests the lock waits {dp.state.gil_wait or 0:.0%} of the time")
+print(f"a thread that only requests the lock waits {dp.summary()['gil_wait'] or 0:.0%} of the time")
 
 # %% [markdown]
 # *forward* is wall-clock time. *CPU time* is the time in which the thread actually ran. In the remaining time it waited

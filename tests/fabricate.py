@@ -21,6 +21,7 @@ class FakeRun:
         self.folder = RunFolder.create(f"ddp-x{nproc}", root)
         self.nproc, self.total, self.device = nproc, steps, device
         self.step_seconds, self.began, self.done = 0.05, time.time(), 0
+        self.samples = 128  # of a rank per step
         self.newest = self.began  # the time of the newest step
         asked = {
             "strategy": "ddp",
@@ -74,7 +75,7 @@ class FakeRun:
         return {
             "step": self.done,
             "loss": loss,
-            "samples": 128,
+            "samples": self.samples,
             "seconds": seconds,
             "memory": {"allocated": held, "reserved": 2 * held, "peak": 3 * held + self._random.randrange(MIB)},
         }

@@ -7,6 +7,7 @@ import time
 import pytest
 from diagnosed import fold, spec, start, status, steps
 
+from labkit.analysis.metrics import pace, seconds_left
 from labkit.analysis.summary import summarise
 from labkit.figures.charts import memory
 from labkit.frontends.terminal import _figures
@@ -55,8 +56,8 @@ def test_no_duration_of_a_run_changes_when_the_clock_is_set(tmp_path, system_clo
     assert 0 <= seconds["to_first_step"] <= seconds["total"] < 60
     for rank in state.ranks.values():
         assert all(0 <= later - earlier < 60 for earlier, later in zip(rank.steps.t, rank.steps.t[1:]))
-    assert 0 <= state.step_seconds_now < 60 and 0 <= state.seconds_left < HOUR
-    assert any(text.endswith("s in total") and not text.startswith("-") for text in _figures(state, None))
+    assert 0 <= pace(state) < 60 and 0 <= seconds_left(state) < HOUR
+    assert any(text.endswith("s in total") and not text.startswith("-") for text in _figures(state))
     assert all(0 <= x < 60 for line in memory(state).lines for x in (t - line.x_zero for t in line.x))
 
 
@@ -136,7 +137,7 @@ def test_a_recording_of_an_older_version_has_no_negative_duration():
         {"kind": "status", "status": {"state": "finished", "started": 5.0, "ended": 1.0}},
     )
     assert state.seconds is None and summarise(state)["seconds"]["total"] is None
-    assert state.step_seconds_now is None and state.seconds_left is None
+    assert pace(state) is None and seconds_left(state) is None
     assert elapsed(5.0, None) is None and elapsed(None, 5.0) is None and elapsed(5.0, 6.0) == 1.0
     assert summarise(RunState())["seconds"] == {"total": None, "to_first_step": None}
     assert fold(status("finished")).seconds is None

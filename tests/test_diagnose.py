@@ -115,7 +115,7 @@ def test_an_empty_folder(tmp_path):
 
 
 def test_nothing_is_found_in_nothing():
-    assert findings(RunState()) == [] == findings(fold(spec())) == findings(fold(script()))
+    assert findings(RunState()) == () == findings(fold(spec())) == findings(fold(script()))
 
 
 def everything() -> list[dict]:

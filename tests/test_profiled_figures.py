@@ -1,89 +1,24 @@
-"""Charts and traces of profiled steps: ranks on one time axis, missing data is reported, areas and bars add up, names
+"""Charts of profiled steps: ranks on one time axis, missing data is reported, areas and bars add up, names
 stay text."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict
 from xml.etree import ElementTree
 
 import pytest
+from profiled_steps import MIB, memory_event, state_of, step_event, timeline_event
 
 from labkit import figures
 from labkit.analysis import profiled
-from labkit.analysis.trace import trace, write_trace
 from labkit.figures.charts import phases as phases_chart
 from labkit.figures.profiled import memory_of_step, timeline
 from labkit.record.events import OWNERS, PHASES
-from labkit.record.state import RunState
 
 SVG = "{http://www.w3.org/2000/svg}"
-MIB = 1 << 20
 EMPTY = ("timeline", "memory_by_owner", "memory_of_step")
 HOSTILE = '</text><script>alert("1")</script>&\'"'
-
-
-def timeline_event(rank, step=8, t0=1000.0, comm=None, **more):
-    """A step of 40 ms, with one collective from 20 to 30 ms that overlaps with compute until 26 ms."""
-    return {
-        "kind": "timeline",
-        "t": t0 + 1,
-        "rank": rank,
-        "step": step,
-        "t0": t0,
-        "seconds": 0.04,
-        "backend": "gloo",
-        "device": "cpu",
-        "phases": [["data", 0.0, 0.002], ["forward", 0.002, 0.01], ["backward", 0.01, 0.03], ["optimizer", 0.03, 0.04]],
-        "comm": [["all_reduce", 0.02, 0.03, 4096, "default_pg", [0, 1], 7]] if comm is None else comm,
-        "busy": [[0.002, 0.026], [0.031, 0.04]],
-        "marks": [["FSDP::pre_forward (0)", 0.002, 0.003]],
-        "exposed": {"backward": 0.004},
-    } | more
-
-
-def memory_event(rank, owners, times=(0.0, 0.01, 0.02)):
-    columns = {owner: list(owners.get(owner, [0] * len(times))) for owner in OWNERS}
-    sums = [sum(row) for row in zip(*columns.values())]
-    highest = sums.index(max(sums))
-    return {
-        "kind": "memory_step",
-        "t": 1001.0,
-        "rank": rank,
-        "step": 2,
-        "t0": 1000.0,
-        "seconds": 0.04,
-        "phases": [["forward", 0.0, 0.01], ["backward", 0.01, 0.04]],
-        "times": list(times),
-        "owners": columns,
-        "peak": max(sums),
-        "at_peak": {owner: column[highest] for owner, column in columns.items()},
-    }
-
-
-def step_event(rank, step):
-    seconds = {
-        "step": 0.04,
-        "data": 0.002,
-        "copy": 0.0,
-        "forward": 0.008,
-        "backward": 0.02,
-        "optimizer": 0.01,
-        "other": 0.0,
-    }
-    memory = {"allocated": MIB, "reserved": MIB, "peak": MIB}
-    fields = {"step": step, "loss": 1.0, "samples": 32, "seconds": seconds, "memory": memory}
-    return {"kind": "step", "t": 1000.0 + step, "rank": rank} | fields
-
-
-def state_of(*events, nproc=2):
-    state = RunState()
-    state.spec = {"nproc": nproc}
-    for event in events:
-        state.apply(event)
-    assert not state.broken
-    return state
 
 
 def stretches(chart):
@@ -314,62 +249,3 @@ def test_everything_is_within_the_picture(name):
         assert min(x, y, width, height) >= 0
         assert x + width <= 560
         assert math.isfinite(height)
-
-
-# ---- trace
-
-
-def as_rows(state):
-    rows = defaultdict(list)
-    for event in trace(state)["traceEvents"]:
-        if event["ph"] == "X":
-            rows[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"], event["name"]))
-    return rows
-
-
-def test_a_trace_has_a_process_for_each_rank_and_microseconds():
-    made = trace(
-        state_of(timeline_event(0, t0=1000.1), timeline_event(1, t0=1000.105), timeline_event(0, step=50, t0=1003.1))
-    )
-    names = {event["pid"]: event["args"]["name"] for event in made["traceEvents"] if event["name"] == "process_name"}
-    assert names == {0: "rank 0", 1: "rank 1"}
-    assert {event["ph"] for event in made["traceEvents"]} == {"M", "X"}
-    spans = [event for event in made["traceEvents"] if event["ph"] == "X"]
-    assert all(isinstance(event[key], int) for event in spans for key in ("pid", "tid", "ts", "dur"))
-    forward = {
-        (event["pid"], event["args"]["step"]): (event["ts"], event["dur"])
-        for event in spans
-        if event["name"] == "forward"
-    }
-    assert forward == {(0, 8): (2000, 8000), (1, 8): (7000, 8000), (0, 50): (3_002_000, 8000)}
-    sent = next(event for event in spans if event["name"] == "all_reduce")
-    assert sent["args"] == {"step": 8, "bytes": 4096, "group": "default_pg", "ranks": [0, 1], "number": 7}
-
-
-@pytest.mark.parametrize("t0", [1000.0, 1795263871.1234567, 0.3])
-def test_spans_of_one_row_nest(t0):
-    comm = [["all_reduce", at / 1000, (at + 7) / 1000, 8, "default_pg", [0, 1], at + 1] for at in range(1, 30, 3)]
-    parts = [["forward", number / 1e5, (number + 1) / 1e5] for number in range(4000)]
-    marks = [["outer", 0.0, 0.04], ["inner", 0.010001, 0.020003], ["next", 0.020003, 0.04]]
-    rows = as_rows(
-        state_of(
-            *(timeline_event(rank, t0=t0 + rank / 3000, comm=comm, phases=parts, marks=marks) for rank in range(2))
-        )
-    )
-    for spans in rows.values():
-        open_: list[int] = []
-        for start, end, _ in sorted(spans, key=lambda span: (span[0], -span[1])):
-            while open_ and open_[-1] <= start:
-                open_.pop()
-            assert not open_ or end <= open_[-1]
-            open_.append(end)
-
-
-def test_a_trace_is_written_as_json(tmp_path):
-    state = state_of(timeline_event(0, comm=[[HOSTILE, 0.02, 0.03, None, None, None, None]]))
-    write_trace(state, tmp_path / "trace.json")
-    assert json.loads((tmp_path / "trace.json").read_text()) == trace(state)
-
-
-def test_a_run_without_samples_has_an_empty_trace():
-    assert all(event["ph"] == "M" for event in trace(state_of(step_event(0, 1)))["traceEvents"])

@@ -1,62 +1,17 @@
-"""The fold: the state after events, its wording, and its figures."""
+"""The fold: the state after events, its wording, and what went wrong."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 
 import pytest
+from folded import error, fold, spec, start, status, step
 
-from labkit.analysis import diagnose
-from labkit.analysis.diagnose import findings
-from labkit.analysis.ledger import ledger
+from labkit.analysis.metrics import pace, seconds_left
 from labkit.analysis.summary import summarise
-from labkit.plan.spec import Spec
-from labkit.record.events import OWNERS, PHASES
 from labkit.record.folder import RunFolder
 from labkit.record.stacks import MESSAGE_LIMIT, TEXT_LIMIT
-from labkit.record.state import RunState
-
-
-def step(rank: int, number: int, t: float = 0.0, **fields) -> dict:
-    seconds = {"step": 0.5, "data": 0.1, "forward": 0.1, "backward": 0.2, "optimizer": 0.05, "other": 0.05}
-    memory = {"allocated": 100, "reserved": None, "peak": 150 + number}
-    given = {"loss": 1.0 / number, "samples": 8, "seconds": seconds, "memory": memory}
-    return {"kind": "step", "t": t or float(number), "rank": rank, "step": number} | given | fields
-
-
-def start(rank: int, t: float = 0.0, attempt: int = 0, **fields) -> dict:
-    return {
-        "kind": "start",
-        "t": t,
-        "rank": rank,
-        "pid": 100 + rank,
-        "host": "here",
-        "device": "cpu",
-        "attempt": attempt,
-    } | fields
-
-
-def spec(**asked) -> dict:
-    asked = {"strategy": "ddp", "workload": "cnn", "nproc": 2, "steps": 10, "device": "cpu"} | asked
-    return {"kind": "spec", "spec": Spec(**asked).to_json()}
-
-
-def status(state: str, **fields) -> dict:
-    return {"kind": "status", "status": {"state": state} | fields}
-
-
-def error(rank: int, t: float, type: str = "ValueError", message: str = "bad sample") -> dict:
-    return {"kind": "error", "t": t, "rank": rank, "type": type, "message": message, "traceback": "Traceback …"}
-
-
-def fold(*events: dict) -> RunState:
-    state = RunState()
-    for event in events:
-        state.apply(event)
-    return state
-
 
 def test_ranks_are_in_order_whichever_file_is_read_first():
     one, other = fold(spec(), start(1), start(0), step(1, 1)), fold(spec(), start(0), step(0, 1), start(1))
@@ -237,6 +192,12 @@ def test_a_complaint_alone_is_the_cause():
     assert fold(start(0), step(0, 1)).failure is None
 
 
+def test_a_rank_that_never_said_how_it_ended_fell_with_the_first():
+    events = spec(), start(0), start(1), error(1, 2.0)
+    assert fold(*events).failure["collateral"] == []  # while the run goes on, rank 0 may still be well
+    assert fold(*events, status("failed")).failure["collateral"] == [0]
+
+
 # ---- attempts
 
 
@@ -253,115 +214,11 @@ def test_a_new_attempt_forgets_the_error_and_counts_from_its_own_steps():
         state.apply(step(rank, 1, t=11.0))
         state.apply(step(rank, 2, t=11.5))
     assert state.step == 2
-    assert state.step_seconds_now == pytest.approx(0.5)  # not the ten seconds between the attempts
-    assert state.seconds_left == pytest.approx(8 * 0.5)
+    assert pace(state) == pytest.approx(0.5)  # not the ten seconds between the attempts
+    assert seconds_left(state) == pytest.approx(8 * 0.5)
 
 
-# ---- figures
-
-
-def test_throughput_leaves_out_the_first_step_and_adds_the_ranks():
-    slow = {"step": 100.0}
-    state = fold(spec(), start(0), start(1))
-    for rank in (0, 1):
-        state.apply(step(rank, 1, seconds=slow))
-        for number in (2, 3, 4):
-            state.apply(step(rank, number))
-    assert state.throughput() == pytest.approx(2 * 8 / 0.5)
-    assert state.throughput(recent=2) == pytest.approx(2 * 8 / 0.5)
-    for rank in (0, 1):
-        state.apply(start(rank, attempt=1))
-        state.apply(step(rank, 1, seconds=slow))
-        state.apply(step(rank, 2))
-    assert state.throughput() == pytest.approx(2 * 8 / 0.5)  # the first step of the new attempt is left out as well
-
-
-def test_ranks_that_see_the_same_samples_count_them_once(monkeypatch):
-    state = fold(spec(), start(0), start(1), *(step(rank, number) for rank in (0, 1) for number in (1, 2, 3)))
-    assert state.replicas == 1
-    monkeypatch.setattr(Spec, "data_ranks", 1)
-    assert state.replicas == 2
-    assert state.throughput() == pytest.approx(8 / 0.5)
-
-
-def test_nothing_is_known_of_a_run_without_steps():
-    state = fold(spec())
-    assert state.throughput() is None and state.seconds_left is None and state.step == 0 and state.total_steps == 10
-
-
-def test_the_shape_of_the_summary():
-    state = fold(
-        spec(),
-        status("finished", started=0.5, ended=10.5, restarts=1),
-        *(start(rank) for rank in (0, 1)),
-        *(step(rank, number) for rank in (0, 1) for number in (1, 2, 3)),
-        {"kind": "memory", "t": 1.0, "rank": 0, "owners": dict.fromkeys(OWNERS, 4) | {"of another time": 1}},
-        {"kind": "metric", "t": 1.0, "rank": 0, "name": "accuracy", "value": 0.9, "step": 3},
-        {"kind": "end", "t": 9.0, "rank": 0, "exit_code": 0},
-    )
-    summary = summarise(state, "a-run")
-    expected = {
-        "run": "a-run",
-        "state": "finished",
-        "strategy": "ddp",
-        "workload": "cnn",
-        "world_size": 2,
-        "device": "cpu",
-        "steps": 3,
-    }
-    assert (
-        summary.items()
-        >= (expected | {"restarts": 1, "accuracy": 0.9, "failure": None, "broken_lines": 0, "findings": []}).items()
-    )
-    assert summary["seconds"] == {"total": 10.0, "to_first_step": 0.5}
-    assert summary["samples_per_second"] == 32.0 and summary["loss"] == pytest.approx(1 / 3, abs=1e-6)
-    first, second = summary["ranks"]
-    assert (first["rank"], first["exit_code"], first["peak_memory_bytes"]) == (0, 0, 153)
-    assert second["exit_code"] is None and second["memory_bytes"] == {}
-    assert set(first["memory_bytes"]) == set(OWNERS)
-    assert first["step_seconds_median"] == 0.5 and set(first["phase_seconds"]) == set(PHASES)
-    assert first["phase_seconds"]["backward"] == 0.2 and first["comm_bytes_per_step"] is None
-
-
-def test_a_summary_of_nothing_has_the_same_shape():
-    empty, full = summarise(RunState()), summarise(fold(spec(), start(0), start(1), step(0, 1), step(1, 1)))
-    assert empty.keys() == full.keys() and empty["ranks"][0].keys() == full["ranks"][0].keys()
-    assert empty["state"] == "ready" and empty["loss"] is None and empty["samples_per_second"] is None
-
-
-def test_a_failed_run_has_its_finding():
-    summary = summarise(fold(spec(), status("failed"), start(0), start(1), error(1, 2.0)))
-    (finding,) = summary["findings"]
-    assert finding["name"] == "first_failure" and finding["ranks"][0] == 1
-    assert summary["failure"]["rank"] == 1 and summary["ranks"][1]["exit_code"] == 1
-
-
-def test_what_was_not_measured_is_said():
-    lost = {
-        "kind": "probe_error",
-        "t": 3.0,
-        "rank": 1,
-        "part": "memory",
-        "type": "KeyError",
-        "message": "x",
-        "traceback": "",
-    }
-    state = fold(spec(), start(0), start(1), lost)
-    state.broken = 1  # as whoever reads the events has counted
-    names = {finding["name"]: finding for finding in summarise(state)["findings"]}
-    assert set(names) == {"not_watched", "not_readable"}
-    assert names["not_watched"]["ranks"] == [1] and "memory" in names["not_watched"]["title"]
-    assert names["not_readable"]["title"].startswith("1 line of")
-    assert summarise(fold(spec(), start(0), start(1)))["findings"] == []
-
-
-def test_a_rank_that_never_said_how_it_ended_fell_with_the_first():
-    events = spec(), start(0), start(1), error(1, 2.0)
-    assert fold(*events).failure["collateral"] == []  # while the run goes on, rank 0 may still be well
-    assert fold(*events, status("failed")).failure["collateral"] == [0]
-
-
-# ---- long texts and cached values
+# ---- long texts
 
 
 def test_texts_of_any_length_are_bounded_where_they_are_read():
@@ -382,24 +239,3 @@ def test_texts_of_any_length_are_bounded_where_they_are_read():
     assert len(state.failure["message"]) < MESSAGE_LIMIT + 100 and state.failure["message"].startswith("shm connection")
     assert state.failure["message"].endswith("likely ") and "characters left out" in state.failure["message"]
     assert len(json.dumps(summarise(state))) < 10 * TEXT_LIMIT
-
-
-def test_findings_ledger_and_failure_are_computed_once_per_revision(monkeypatch):
-    counted = Counter()
-
-    def rule(state):
-        counted["rule"] += 1
-        return iter(())
-
-    monkeypatch.setattr(diagnose, "RULES", (rule,))
-    state = fold(spec(), start(0), start(1), error(1, 2.0))
-    for _ in range(5):
-        assert findings(state) == [] and summarise(state)["failure"]["rank"] == 1
-    assert counted["rule"] == 1 and state.failure is state.failure and ledger(state) is ledger(state)
-    findings(state).append(None)
-    assert findings(state) == []  # what one view does with its list is no other view's
-    state.apply(start(0))
-    state.broken += 1
-    assert findings(state) == [] and counted["rule"] == 2
-    state.broken += 1
-    assert findings(state) == [] and counted["rule"] == 3

@@ -1,4 +1,5 @@
-"""What follows from a RunState: summary, comparison, equivalence, traffic against formulas, profiled steps, findings.
+"""What follows from a RunState: figures of speed, summary, comparison, equivalence, traffic against formulas, profiled
+steps, findings.
 
 It never imports torch, `launch` or front ends.
 """

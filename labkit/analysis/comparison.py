@@ -6,21 +6,18 @@ show the same rows.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from labkit.analysis.equivalence import REFERENCE, Badge, badge, training
+from labkit.analysis.metrics import phase_shares, throughput, training_time
 from labkit.analysis.summary import summarise
 from labkit.common.units import size
 from labkit.plan.spec import Spec, SpecError
-from labkit.record.columns import RankState
-from labkit.record.events import PHASES
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
-from labkit.record.state import RunState
-from labkit.record.steps import Column, median
+from labkit.record.state import RunState, per_revision
 from labkit.training.strategies import STRATEGIES
 
 BASELINE = "single"
@@ -31,7 +28,8 @@ class Row:
     """The figures of one strategy; None if unknown.
 
     `seconds` is the time from the end of the first step (warm-up) to the last step or evaluation, and `epoch_seconds`
-    the time per epoch at the same speed. `speedup` is the samples per second relative to the baseline. `memory` is the
+    the time per epoch at the same speed, evaluations included. `samples_per_second` is the throughput of the summary,
+    which counts the time of training steps alone, and `speedup` its ratio to that of the baseline. `memory` is the
     largest peak of any device, and `sent` the traffic per step of the rank that sends the most, in bytes. `phases` are
     shares of a median step of the slowest rank and sum to 1. `words` is the state in words, `note` how the run differs
     from its title.
@@ -158,7 +156,7 @@ def newest(folders: Sequence[RunFolder]) -> list[RunFolder]:
 
 def rows(known: Sequence[tuple[RunFolder, RunState]], badges: dict[str, Badge]) -> tuple[Row, ...]:
     """The rows of live or finished runs; `badges` caches computed badges by the name of the run."""
-    found = [_row(folder, state) for folder, state in known]
+    found = [_row(state, folder.name) for folder, state in known]
     base = next((number for number, row in enumerate(found) if row.strategy == BASELINE), None)
     if base is None:
         return tuple(found)
@@ -178,62 +176,36 @@ def _same(state: RunState, other: RunState) -> bool:
     return state.asked is not None and other.asked is not None and training(state.asked) == training(other.asked)
 
 
-def _row(folder: RunFolder, state: RunState) -> Row:
-    summary, spec = summarise(state, folder.name), state.asked
+@per_revision
+def _row(state: RunState, run: str) -> Row:
+    """The figures of the run `run` on its own: without speed-up and badge, which need the baseline."""
+    summary, spec = summarise(state, run), state.asked
     accuracy = summary["accuracy"]  # any value that the script logged under this name
     peaks = [rank["peak_memory_bytes"] for rank in summary["ranks"] if rank["peak_memory_bytes"] is not None]
     sent = [rank["comm_bytes_per_step"] for rank in summary["ranks"] if rank["comm_bytes_per_step"] is not None]
     row = Row(
         strategy=str(state.spec.get("strategy")),
-        title=spec.strategy_row.title if spec else folder.name,
+        title=spec.strategy_row.title if spec else run,
         workload=str(state.spec.get("workload")),
-        run=folder.name,
+        run=run,
         devices=state.spec.get("nproc") or state.world_size,
         device=summary["device"] or "",
         words=state.words,
         over=state.over,
         failed=state.status.get("state") == "failed",
         steps=state.step,
+        samples_per_second=throughput(state),
         accuracy=accuracy if isinstance(accuracy, (int, float)) else None,
         loss=summary["loss"],
         memory=max(peaks, default=None),
         sent=max(sent, default=None),
-        phases=_shares(state),
+        phases=phase_shares(state),
         note=state.note,
     )
-    seconds, steps = _training(state)
+    seconds, steps = training_time(state)
     if spec is None or not steps or seconds <= 0:
         return row
-    per_second = steps * spec.global_batch / seconds
-    return replace(
-        row, seconds=seconds, samples_per_second=per_second, epoch_seconds=seconds / steps * spec.steps_per_epoch
-    )
-
-
-def _training(state: RunState) -> tuple[float, int]:
-    """Seconds from the end of the first step to the last step or evaluation, and the steps in between."""
-    ranks = [rank.steps for rank in state.ranks.values() if len(rank.steps) > rank.first_step + 1]
-    if not ranks or len(ranks) < state.world_size:
-        return 0.0, 0
-    firsts = [rank.first_step for rank in state.ranks.values()]
-    begin = max(steps.t[first] for steps, first in zip(ranks, firsts))
-    end = max([steps.t[-1] for steps in ranks] + [metric["t"] for metric in state.metrics if metric["t"]])
-    return end - begin, min(len(steps) - first for steps, first in zip(ranks, firsts)) - 1
-
-
-def _shares(state: RunState) -> dict[str, float]:
-    """The share of each phase in a median step, on the rank with the longest steps."""
-
-    def typical(rank: RankState, column: Column) -> float:
-        value = median(column, rank.first_step + 1)
-        return 0.0 if math.isnan(value) else value
-
-    slowest = max(state.ranks.values(), key=lambda rank: typical(rank, rank.steps.seconds), default=None)
-    if slowest is None:
-        return {}
-    medians = {phase: typical(slowest, slowest.steps.phases[phase]) for phase in PHASES}
-    total = sum(medians.values())
-    return {phase: value / total for phase, value in medians.items()} if total else {}
+    return replace(row, seconds=seconds, epoch_seconds=seconds / steps * spec.steps_per_epoch)
 
 
 def document(found: Sequence[Row], left_out: Mapping[str, str]) -> dict[str, Any]:

@@ -9,17 +9,16 @@ rank 0.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from labkit.analysis.metrics import USUAL, median
 from labkit.record.events import PHASES
 
 if TYPE_CHECKING:
     from labkit.record.columns import RankState
     from labkit.record.state import RunState
 
-USUAL = 8  # from this step on, a profiled step counts as typical: before it, buckets and caches are still being built
 _MUTUAL = (
     "all_reduce",
     "all_gather",
@@ -48,7 +47,7 @@ def exposed(rank: RankState) -> dict[str, float]:
             shares.setdefault(phase, []).append(
                 min(1.0, one["exposed"].get(phase, 0.0) / spent[phase]) if spent.get(phase) else 0.0
             )
-    return {phase: statistics.median(values) for phase, values in shares.items()}
+    return {phase: median(values) for phase, values in shares.items()}
 
 
 def overlap(one: Mapping[str, Any]) -> tuple[float, float]:
@@ -82,9 +81,7 @@ def aligned(found: Mapping[int, Mapping[str, Any]]) -> tuple[dict[int, float], b
         wrong = any(ends[rank][key] < starts[first][key] or ends[first][key] < starts[rank][key] for key in common)
         wrong |= abs(one["t0"] - found[first]["t0"]) > max(one["seconds"], found[first]["seconds"])
         late = (
-            statistics.median(ends[rank][key] - ends[first][key] for key in common)
-            if common
-            else one["t0"] - found[first]["t0"]
+            median(ends[rank][key] - ends[first][key] for key in common) if common else one["t0"] - found[first]["t0"]
         )
         begins[rank] = one["t0"] - (late if wrong else 0.0)
         moved |= wrong

@@ -9,18 +9,22 @@ from typing import Any
 
 from labkit.analysis.diagnose import findings
 from labkit.analysis.ledger import ledger
+from labkit.analysis.metrics import gil_wait, phase_seconds, replica_figures, step_seconds, throughput
 from labkit.analysis.profiled import overlap
 from labkit.record.columns import RankState
 from labkit.record.documents import Unreadable
 from labkit.record.events import OWNERS
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
-from labkit.record.state import RunState, elapsed
-from labkit.record.steps import median
+from labkit.record.state import RunState, elapsed, per_revision
 
 
+@per_revision
 def summarise(state: RunState, run: str = "") -> dict[str, Any]:
-    """The figures of the run `run` so far: bytes, seconds, samples per second. Unknown values are None."""
+    """The figures of the run `run` so far: bytes, seconds, samples per second. Unknown values are None.
+
+    Steps that count, and what is a median, are defined in `metrics`. All views share the dict, so none may change it.
+    """
     started = state.status.get("started")
     first = [rank.steps.t[0] for rank in state.ranks.values() if len(rank.steps)]
     devices = sorted({rank.device.split(":")[0] for rank in state.ranks.values()})
@@ -37,7 +41,7 @@ def summarise(state: RunState, run: str = "") -> dict[str, Any]:
             "total": _rounded(state.seconds),
             "to_first_step": _rounded(elapsed(started, max(first, default=None))),
         },
-        "samples_per_second": _rounded(state.throughput()),
+        "samples_per_second": _rounded(throughput(state)),
         "loss": _rounded(state.loss_at(), 6),
         "accuracy": state.metric("accuracy"),
         "start": state.status.get("start", "cold"),
@@ -46,8 +50,8 @@ def summarise(state: RunState, run: str = "") -> dict[str, Any]:
         "broken_lines": state.broken,
         "ranks": [_rank(state, number) for number in range(state.world_size)],
         "note": state.note,
-        "replicas": state.replica_figures(),
-        "gil_wait": _rounded(state.gil_wait),
+        "replicas": replica_figures(state),
+        "gil_wait": _rounded(gil_wait(state)),
         "ledger": [entry.to_json() for entry in ledger(state)],
         "findings": [finding.to_json() for finding in findings(state)],
     }
@@ -60,8 +64,8 @@ def _rank(state: RunState, number: int) -> dict[str, Any]:
         "exit_code": state.exit_code(number),
         "peak_memory_bytes": rank.peak_memory,
         "memory_bytes": {owner: rank.owners[owner] for owner in OWNERS if owner in rank.owners},
-        "step_seconds_median": _rounded(median(rank.steps.seconds, 1), 6),
-        "phase_seconds": {phase: _rounded(median(column, 1), 6) for phase, column in rank.steps.phases.items()},
+        "step_seconds_median": _rounded(step_seconds(state, number), 6),
+        "phase_seconds": {phase: _rounded(each, 6) for phase, each in phase_seconds(state, number).items()},
         "comm_bytes_per_step": rank.bytes_per_step,
         "communication": _communication(rank),
     }

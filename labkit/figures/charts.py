@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy
 
+from labkit.analysis.metrics import phase_seconds, rolling_throughput
 from labkit.analysis.profiled import exposed, usual
 from labkit.figures import colours
 from labkit.figures.model import Axis, Bars, Chart, Derived, Line
@@ -15,8 +16,6 @@ from labkit.figures.profiled import memory_by_owner, memory_of_step, timeline
 from labkit.record.columns import Losses, RankState
 from labkit.record.events import PHASES
 from labkit.record.state import RunState
-
-_WINDOW = 10  # steps over which the throughput is averaged
 
 
 def loss(state: RunState) -> Chart:
@@ -108,11 +107,7 @@ def throughput(state: RunState) -> Chart:
     length = min((len(rank.steps) - start for rank, start in zip(ranks, starts)), default=0)
 
     def values(first: int, last: int) -> numpy.ndarray:
-        rates = (
-            counts[rank.rank] * _rates(rank, start, first, last)
-            for rank, start in zip(ranks, starts)
-            if counts[rank.rank]
-        )
+        rates = (counts[rank.rank] * rolling_throughput(rank, first, last) for rank in ranks if counts[rank.rank])
         return sum(rates, numpy.zeros(last - first))
 
     def steps(first: int, last: int) -> numpy.ndarray:
@@ -121,20 +116,6 @@ def throughput(state: RunState) -> Chart:
     key = "all" + "".join(f"-{rank.attempt}" for rank in ranks)
     line = Line(key, "all ranks", Derived(length, steps), Derived(length, values), width=2.0, in_legend=False)
     return Chart("throughput", "Throughput, all ranks", _steps_axis(state), Axis("samples/s", least=10.0), (line,))
-
-
-def _rates(rank: RankState, start: int, first: int, last: int) -> numpy.ndarray:
-    """A rank's samples per second at steps `first` to `last`; the first step (warm-up) counts only in its own value."""
-    index = numpy.arange(first, last)
-    begins = numpy.maximum(numpy.minimum(index, 1), index - _WINDOW + 1)  # of the window that ends with each step
-    least = int(begins[0]) if len(begins) else first
-    samples, seconds = (column[start + least : start + last] for column in (rank.steps.samples, rank.steps.seconds))
-    known = numpy.isfinite(samples) & (seconds > 0)
-    of_samples, of_seconds = (
-        numpy.concatenate([[0.0], numpy.cumsum(numpy.where(known, each, 0.0))]) for each in (samples, seconds)
-    )
-    windows = [sums[index + 1 - least] - sums[begins - least] for sums in (of_samples, of_seconds)]
-    return numpy.divide(*windows, out=numpy.full(len(index), math.nan), where=windows[1] > 0)
 
 
 def memory(state: RunState) -> Chart:
@@ -191,11 +172,12 @@ def _memory_axis(state: RunState) -> Axis:
 
 
 def phases(state: RunState) -> Chart:
-    """The time of a step by phase, per rank: medians in milliseconds, stacked. The first step is left out."""
+    """The time of a step by phase, per rank: the medians of the summary in milliseconds, stacked."""
     ranks = _ranks(state)
     names = tuple(f"rank {rank.rank}" for rank in ranks)
     waits = [exposed(rank) for rank in ranks]
-    whole = {phase: [1000 * _median(rank, phase) for rank in ranks] for phase in PHASES}
+    medians = [phase_seconds(state, rank.rank) for rank in ranks]
+    whole = {phase: [1000 * (each[phase] or 0.0) for each in medians] for phase in PHASES}
     bars = [
         Bars(
             phase,
@@ -249,13 +231,3 @@ def _mean(columns: list[numpy.ndarray]) -> numpy.ndarray:
     return numpy.divide(
         numpy.where(known, rows, 0.0).sum(axis=0), number, out=numpy.full(rows.shape[1], math.nan), where=number > 0
     )
-
-
-def _median(rank: RankState, phase: str) -> float:
-    """The median seconds of a phase over the run, without the first step; estimated from about 1,000 steps if there are
-    more.
-    """
-    values = rank.steps.sample(phase)
-    values = values[1 if len(values) > 1 else 0 :]
-    known = values[numpy.isfinite(values)]
-    return float(numpy.median(known)) if len(known) else 0.0

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-import numpy
 from rich.console import ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.measure import Measurement
@@ -21,6 +20,15 @@ from rich.text import Text
 from labkit.analysis.comparison import HEADS, Row, cells, recorded_elsewhere, sentences
 from labkit.analysis.diagnose import Finding, findings
 from labkit.analysis.ledger import ledger
+from labkit.analysis.metrics import (
+    gil_wait,
+    phase_seconds,
+    rank_throughput,
+    replica_figures,
+    seconds_left,
+    step_seconds,
+    throughput,
+)
 from labkit.common.text import visible_line, visible_log
 from labkit.common.units import sizes
 from labkit.figures.colours import PHASES as PHASE_COLOURS
@@ -33,12 +41,10 @@ from labkit.record.folder import RunFolder
 from labkit.record.startup import in_words, is_starting, newest
 from labkit.record.startup import table as startup_rows
 from labkit.record.state import RunState
-from labkit.record.steps import Column
 from labkit.runs.comparing import Comparing
 
 _SECONDS = 0.25  # between two redraws
 _PLAIN_SECONDS = 5.0  # between two lines, if the output is not a terminal
-_RECENT = 20  # steps over which the current figures of a rank are averaged
 _TAIL = 5  # lines of rank 0's output that are shown
 _TAIL_BYTES = 8192
 _LINES_AROUND = 16  # of the view, without the rows of the ranks
@@ -125,7 +131,7 @@ def _plain(source: Source, folder: RunFolder, console: Console, leave: Callable[
 
 def line(state: RunState) -> str:
     """Summarises the state in one line: `training · step 120/470 · 0:32 left · 1,650 samples/s · loss 0.4321`."""
-    return visible_line(" · ".join(filter(None, [state.words, in_words(state), *_figures(state, _now(state))])))
+    return visible_line(" · ".join(filter(None, [state.words, in_words(state), *_figures(state)])))
 
 
 def view(state: RunState, folder: RunFolder, height: int | None = None) -> RenderableType:
@@ -233,7 +239,7 @@ def _head(state: RunState, folder: RunFolder) -> RenderableType:
 def _progress(state: RunState) -> RenderableType:
     style = _STYLES.get(state.status.get("state", ""), "bold cyan")
     words = Text.assemble("● ", visible_line(state.words), style=style, no_wrap=True, overflow="ellipsis")
-    figures = Text(" · ".join(_figures(state, _now(state))), no_wrap=True, overflow="ellipsis")
+    figures = Text(" · ".join(_figures(state)), no_wrap=True, overflow="ellipsis")
     total = state.total_steps
     if state.over or not total:
         return Group(words, figures)
@@ -248,8 +254,9 @@ def _progress(state: RunState) -> RenderableType:
     return Group(grid, figures)
 
 
-def _figures(state: RunState, speed: float | None) -> list[str]:
-    total, left, loss, accuracy = state.total_steps, state.seconds_left, state.loss_at(), state.metric("accuracy")
+def _figures(state: RunState) -> list[str]:
+    total, left, loss, accuracy = state.total_steps, seconds_left(state), state.loss_at(), state.metric("accuracy")
+    speed = throughput(state, now=True)
     figures = []
     if total or state.step:
         figures.append(f"step {state.step}/{total}" if total else f"step {state.step}")
@@ -270,10 +277,11 @@ def _replicas(state: RunState) -> list[str]:
     """One line if replicas run in threads: the time of each replica's forward pass and of waiting for the GIL."""
     found = [
         f"replica {one['replica']} forward {1e3 * one['forward']:.1f} ms ({1e3 * one['cpu']:.1f} CPU)"
-        for one in state.replica_figures()
+        for one in replica_figures(state)
     ]
-    if found and state.gil_wait is not None:
-        found.append(f"waiting for the GIL or a core {state.gil_wait:.0%}")
+    wait = gil_wait(state)
+    if found and wait is not None:
+        found.append(f"waiting for the GIL or a core {wait:.0%}")
     return [" · ".join(found)] if found else []
 
 
@@ -289,10 +297,6 @@ def _sampled(state: RunState) -> list[str]:
             reason = f" ({one.reason})" if one.reason else ""
             lines.append(f"{one.op}: {sizes(one.measured)} per step over all ranks{expected}{reason}")
     return lines
-
-
-def _now(state: RunState) -> float | None:
-    return state.throughput() if state.over else state.throughput(recent=_RECENT)
 
 
 def _table(state: RunState, rows: int) -> RenderableType:
@@ -314,15 +318,15 @@ def _table(state: RunState, rows: int) -> RenderableType:
 def _row(state: RunState, number: int) -> list[RenderableType]:
     rank = state.ranks.get(number) or RankState(number)
     steps, code = rank.steps, state.exit_code(number)
-    seconds, samples = _mean(steps.seconds), _mean(steps.samples)
+    seconds, phases = step_seconds(state, number, now=True), phase_seconds(state, number, now=True)
     memory = [steps.memory[name][-1] if len(steps) else math.nan for name in ("allocated", "peak")]
     cells = (
         visible_line(str(rank.device)) if rank.started else "–",
         str(int(steps.step[-1])) if len(steps) else "–",
         _number(steps.loss[-1] if len(steps) else None, ".4f"),
-        _number(samples / seconds if seconds else None, ",.0f"),
-        _number(seconds * 1000, ".1f"),
-        _PhaseBar({phase: _mean(column) for phase, column in steps.phases.items()}),
+        _number(rank_throughput(state, number, now=True), ",.0f"),
+        _number(seconds and 1000 * seconds, ".1f"),
+        _PhaseBar({phase: each or 0.0 for phase, each in phases.items()}),
         sizes(*memory),
         "" if code is None else str(code),
     )
@@ -397,15 +401,6 @@ def _grid(*ratios: int) -> Table:
     for ratio in ratios:
         grid.add_column(ratio=ratio or None, no_wrap=True, overflow="ellipsis")
     return grid
-
-
-def _mean(column: Column) -> float:
-    """The mean of the newest known values; NaN if there are none. The first step (warm-up) counts only while it is the
-    only one.
-    """
-    newest = column[max(1, len(column) - _RECENT) :] if len(column) > 1 else column[:]
-    known = newest[~numpy.isnan(newest)]
-    return float(known.mean()) if len(known) else math.nan
 
 
 def _number(value: float | None, form: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from labkit.analysis.metrics import pace
 from labkit.record.folder import RunFolder
 from labkit.record.state import RunState
 
@@ -15,6 +16,6 @@ def ask(folder: RunFolder, state: RunState, snapshot: bool = False) -> int:
     request.
     """
     newest = max((int(rank.steps.step[-1]) for rank in state.ranks.values() if len(rank.steps)), default=0)
-    step = newest + 2 + math.ceil(_AHEAD / max(state.step_seconds_now or _AHEAD, 1e-4))
+    step = newest + 2 + math.ceil(_AHEAD / max(pace(state) or _AHEAD, 1e-4))
     RunFolder.write_json(folder.capture, {"step": step, "snapshot": snapshot})
     return step

@@ -1,49 +1,46 @@
-"""RunState: one pure fold over events. Live charts, terminal, replay, summary and tests all read the same state.
+"""RunState: the fold of a run's events, and what it says: progress, words, failure. Live charts, terminal, replay,
+summary and tests all read the same state.
 
-`apply` takes one event at a time, in any order between ranks. Kinds without a handler are ignored. Events are trusted:
-`labkit.record` checks them when they are read, and the reader counts broken lines in `broken`. `spec` and `status` are
-applied as events of those kinds, so a replayed run is handled like a live one.
+The state knows no clock. The present of a run is its newest recorded time (`now`), which the supervisor's samples move
+forward, several times per second, while the ranks write nothing. A value derived from a state therefore depends on its
+events alone, and is valid for as long as `revision` does not change.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import statistics
-from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from labkit.common.units import ranks_in_words
-from labkit.plan.spec import Spec, SpecError
-from labkit.record.columns import Losses, RankState, System, numbers, whole_timeline
-from labkit.record.events import OWNERS, STARTUP
+from labkit.plan.spec import Spec
 from labkit.record.failures import exit_code, failure_of
+from labkit.record.fold import Fold
 from labkit.record.sources import inferred, inferred_note
-from labkit.record.stacks import MESSAGE_LIMIT, TEXT_LIMIT, clipped
-from labkit.record.steps import number, total
 
 OVER = ("finished", "failed", "stopped", "lost")
 _TRAINS = ("training", "evaluating")  # any other activity of a rank is a preparation, in words
-_TIMELINES = 20  # stored per rank
-_SEEN = 200
-_METRICS = 1000  # stored metrics, the newest
-_NAMES = 1000  # names of metrics and reported values that are stored
-_RECENT = 50  # newest steps over which current speed and time left are averaged
-
 
 _Derived = TypeVar("_Derived")
+_Arguments = ParamSpec("_Arguments")
 
 
-def per_revision(compute: Callable[[RunState], _Derived]) -> Callable[[RunState], _Derived]:
-    """Caches `compute(state)` per revision of the state, so that all views share one computation."""
+def per_revision(
+    compute: Callable[Concatenate[RunState, _Arguments], _Derived],
+) -> Callable[Concatenate[RunState, _Arguments], _Derived]:
+    """Computes `compute(state, …)` once per revision of the state and set of arguments, which must be hashable.
+
+    All views share the returned object, so none of them may change it. It is stored in the state and lives as long.
+    """
 
     @functools.wraps(compute)
-    def known(state: RunState) -> _Derived:
-        revision = state.revision
-        if state.derived.get(compute, (None, None))[0] != revision:
-            state.derived[compute] = revision, compute(state)
-        return state.derived[compute][1]
+    def known(state: RunState, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Derived:
+        revision, key = state.revision, (compute, args, tuple(kwargs.items()))
+        found = state.derived.get(key)
+        if found is None or found[0] != revision:
+            found = state.derived[key] = revision, compute(state, *args, **kwargs)
+        return found[1]
 
     return known
 
@@ -55,36 +52,12 @@ def elapsed(start: float | None, end: float | None) -> float | None:
     return end - start if start and end and end >= start else None
 
 
-class RunState:
-    """The state of a run, folded from its events."""
+class RunState(Fold):
+    """The state of a run, folded from its events with `apply`."""
 
     def __init__(self) -> None:
-        self.spec: dict[str, Any] = {}
-        self.status: dict[str, Any] = {}
-        self.ranks: dict[int, RankState] = {}
-        self.metrics: deque[dict[str, Any]] = deque(maxlen=_METRICS)
-        self._newest_metrics: dict[str, Any] = {}
-        self.reports: dict[int, dict[str, Any]] = {}
-        self.system = System()
-        self.broken = 0
-        self.unwatched: list[dict[str, Any]] = []
-        self.dropped: dict[int, int] = {}
-        self.in_threads: deque[dict[str, Any]] = deque(maxlen=_RECENT)
-        self.derived: dict[Any, tuple[Any, Any]] = {}  # cache of `per_revision`: revision and value
-        self._asked: Spec | None = None
-        self._applied = 0
-
-    @property
-    def revision(self) -> tuple[int, int]:
-        """A value that changes whenever the state changes."""
-        return self._applied, self.broken
-
-    def apply(self, event: Mapping[str, Any]) -> None:
-        """Folds one event in."""
-        handler = _HANDLERS.get(event.get("kind"))
-        if handler is not None:
-            self._applied += 1
-            handler(self, event)
+        super().__init__()
+        self.derived: dict[Any, tuple[int, Any]] = {}  # cache of `per_revision`: revision and value
 
     # ---- the Spec, and the progress
 
@@ -152,28 +125,15 @@ class RunState:
         return f"{left}{ranks_in_words(failure['alike'], self.world_size)}: {says}"
 
     @property
-    def seconds_left(self) -> float | None:
-        """Seconds left at the speed of the newest steps; None before the first steps, or if the total is unknown."""
-        total, pace = self.total_steps, self.step_seconds_now
-        if total is None or pace is None:
-            return None
-        return max(0, total - self.step) * pace
-
-    @property
-    def step_seconds_now(self) -> float | None:
-        """Mean seconds between the newest steps of the slowest rank."""
-        paces = []
-        for rank in self.ranks.values():
-            times = rank.steps.t[max(rank.first_step, len(rank.steps) - _RECENT) :]
-            if len(times) > 1:
-                paces.append(float(times[-1] - times[0]) / (len(times) - 1))
-        return max(paces) if paces and max(paces) >= 0 else None
-
-    @property
     def seconds(self) -> float | None:
         """Seconds from the request to the end of the run; None before the end, or if the recorded clock ran
         backwards."""
         return elapsed(self.status.get("started"), self.status.get("ended"))
+
+    @property
+    def now(self) -> float | None:
+        """The time of the newest sample of the supervisor, in Unix seconds; None if there is none."""
+        return float(self.system.t[-1]) if len(self.system.t) else None
 
     @property
     def replicas(self) -> float:
@@ -189,45 +149,6 @@ class RunState:
         readers, later_stages = inferred(self.ranks)
         alike = {rank: len(ranks) for ranks in readers for rank in ranks}
         return {rank: 0.0 if rank in later_stages else 1 / alike.get(rank, 1) for rank in self.ranks}
-
-    @property
-    def gil_wait(self) -> float | None:
-        """The median share of time, over the newest steps, that a thread of dp's process waited for the GIL or a
-        core."""
-        known = [event["gil_wait"] for event in self.in_threads if event["gil_wait"] is not None]
-        return statistics.median(known) if known else None
-
-    def replica_figures(self) -> list[dict[str, Any]]:
-        """Medians over the newest steps for each replica (thread) of dp; replica 0 has `extra` bytes. Empty without
-        replicas.
-        """
-        found: dict[int, list[dict[str, Any]]] = {}
-        for event in self.in_threads:
-            for one in event["replicas"]:
-                found.setdefault(one["replica"], []).append(one)
-        measured = ("forward", "cpu", "samples", "memory")
-        figures = [
-            {"replica": number, "device": those[-1]["device"]}
-            | {name: statistics.median(one[name] for one in those) for name in measured}
-            for number, those in sorted(found.items())
-        ]
-        if figures:
-            figures[0]["extra"] = dict(self.in_threads[-1]["extra"])
-        return figures
-
-    def throughput(self, recent: int | None = None) -> float | None:
-        """Samples per second over all ranks, each sample counted once; over the `recent` newest steps, or all but the
-        first.
-        """
-        speed, counts = 0.0, self.sample_weights()
-        for rank in self.ranks.values():
-            first = rank.first_step + 1
-            if recent:
-                first = max(first, len(rank.steps) - recent)
-            seconds = total(rank.steps.seconds, first)
-            if seconds > 0:
-                speed += counts[rank.rank] * total(rank.steps.samples, first) / seconds
-        return speed or None
 
     def loss_at(self, index: int = -1) -> float | None:
         """The mean of the ranks' losses at a step index (each for its own part of the batch); None if no rank has
@@ -254,228 +175,7 @@ class RunState:
         group."""
         return exit_code(self.ranks, self.status, rank)
 
-    # ---- the handlers, one for each kind of event
-
-    def _rank(self, event: Mapping[str, Any]) -> RankState:
-        number = event["rank"]
-        if not isinstance(number, int):
-            raise TypeError(number)
-        if number not in self.ranks:  # in order, whichever file is read first
-            self.ranks = dict(sorted({**self.ranks, number: RankState(number)}.items()))
-        return self.ranks[number]
-
-    def _on_spec(self, event: Mapping[str, Any]) -> None:
-        self.spec = dict(event["spec"])
-        try:
-            spec = Spec.from_json(self.spec)
-        except SpecError:
-            spec = None  # of a newer version: the run is still shown, but its totals are unknown
-        self._asked = spec if spec and spec.strategy and spec.nproc else None
-
-    def _on_status(self, event: Mapping[str, Any]) -> None:
-        self.status = _with_short_texts(event["status"])
-
-    def _on_start(self, event: Mapping[str, Any]) -> None:
-        rank = self._rank(event)
-        rank.pid, rank.host = event.get("pid"), event.get("host")
-        rank.device, rank.device_name = event.get("device", "cpu"), event.get("device_name", "")
-        rank.attempt = event.get("attempt", 0)
-        rank.attempts[rank.attempt] = len(rank.steps)
-        rank.started, rank.ended, rank.exit_code, rank.error, rank.activity = event["t"], None, None, None, None
-        rank.waiting, rank.not_finite, rank.saw, rank.timelines, rank.left_at = None, None, [], {}, ""
-        rank.began, rank.startup = event.get("began"), {}
-
-    def _on_startup(self, event: Mapping[str, Any]) -> None:
-        startup = self._rank(event).startup
-        if event["name"] in STARTUP:
-            startup.setdefault(event["name"], event["t"])
-
-    def _on_device(self, event: Mapping[str, Any]) -> None:
-        rank = self._rank(event)
-        rank.device, rank.device_name = str(event["device"]), event.get("device_name", "")
-
-    def _on_step(self, event: Mapping[str, Any]) -> None:
-        rank = self._rank(event)
-        rank.steps.append(event)
-        rank.waiting = None
-        if rank.not_finite is None and event.get("loss") is not None and not math.isfinite(event["loss"]):
-            rank.not_finite = int(event["step"])
-
-    def _on_steps(self, event: Mapping[str, Any]) -> None:
-        rank, before = self._rank(event), len(self._rank(event).steps)
-        broken, diverged = rank.steps.extend(event["block"])
-        self.broken += broken
-        if len(rank.steps) > before:
-            rank.waiting = None
-        if rank.not_finite is None:
-            rank.not_finite = diverged
-
-    def _on_optimizer(self, event: Mapping[str, Any]) -> None:
-        rank, which = self._rank(event), event["optimizer"]
-        rank.optimizers[which] = event["name"] or f"optimizer {which + 1}"
-        if event["sets_pace"]:
-            rank.pacemaker = which
-
-    def _on_losses(self, event: Mapping[str, Any]) -> None:
-        losses = self._rank(event).losses.setdefault(event["optimizer"], Losses())
-        for step, loss in event["points"]:
-            losses.step.append(step)
-            losses.loss.append(number(loss))
-
-    def _on_memory(self, event: Mapping[str, Any]) -> None:
-        self._rank(event).owners = {owner: int(size) for owner, size in event["owners"].items()}
-
-    def _on_replica(self, event: Mapping[str, Any]) -> None:
-        replicas = [
-            {"replica": int(one["replica"]), "device": str(one["device"])}
-            | {name: float(one[name]) for name in ("forward", "cpu", "samples", "memory")}
-            for one in event["replicas"]
-        ]
-        wait = event.get("gil_wait")
-        self.in_threads.append(
-            {"replicas": replicas, "extra": event["extra"], "gil_wait": None if wait is None else float(wait)}
-        )
-
-    def _on_traffic(self, event: Mapping[str, Any]) -> None:
-        self._rank(event).traffic = {"step": event["step"], "ops": dict(event["ops"])}
-
-    def _on_timeline(self, event: Mapping[str, Any]) -> None:
-        timelines = self._rank(event).timelines
-        timelines[int(event["step"])] = whole_timeline(event)
-        while len(timelines) > _TIMELINES:
-            del timelines[min(timelines)]
-
-    def _on_memory_step(self, event: Mapping[str, Any]) -> None:
-        columns = {
-            owner: [int(size) for size in event["owners"][owner]] for owner in OWNERS if owner in event["owners"]
-        }
-        times = [float(time) for time in event["times"]]
-        if any(len(column) != len(times) for column in columns.values()):
-            raise ValueError("columns of different lengths")
-        kept = {name: event[name] for name in ("step", "t0", "seconds", "phases", "peak", "at_peak")}
-        self._rank(event).memory_step = kept | {"times": times, "owners": columns}
-
-    def _on_waiting(self, event: Mapping[str, Any]) -> None:
-        self._rank(event).waiting = (
-            {"ops": [], "stack": "", "computed": None} | _with_short_texts(event) | {"since": float(event["since"])}
-        )
-
-    def _on_going_on(self, event: Mapping[str, Any]) -> None:
-        self._rank(event).waiting = None
-
-    def _on_silent(self, event: Mapping[str, Any]) -> None:
-        plain = {
-            "process": str(event["process"]),
-            "since": float(event["since"]),
-            "stack": str(event.get("stack") or ""),
-        }
-        self._rank(event).silent = _with_short_texts({"computed": None, **event, **plain})
-
-    def _on_heard(self, event: Mapping[str, Any]) -> None:
-        self._rank(event).silent = None
-
-    def _on_saw(self, event: Mapping[str, Any]) -> None:
-        saw = self._rank(event).saw
-        if len(saw) < _SEEN:
-            saw.append({"what": str(event["what"])} | dict(event))
-
-    def _on_activity(self, event: Mapping[str, Any]) -> None:
-        rank = self._rank(event)
-        rank.activity, rank.activity_since = event["name"], event["t"]
-
-    def _on_metric(self, event: Mapping[str, Any]) -> None:
-        metric = {name: event.get(name) for name in ("t", "rank", "name", "value", "step")}
-        self.metrics.append(metric)
-        if metric["name"] in self._newest_metrics or len(self._newest_metrics) < _NAMES:
-            self._newest_metrics[metric["name"]] = metric["value"]
-
-    def _on_report(self, event: Mapping[str, Any]) -> None:
-        reported = self.reports.setdefault(self._rank(event).rank, {})
-        for name, value in event["values"].items():
-            if name in reported or len(reported) < _NAMES:
-                reported[name] = value
-
-    def _on_error(self, event: Mapping[str, Any]) -> None:
-        texts = {"type": str(event.get("type") or "Exception")}
-        texts |= {name: str(event.get(name) or "") for name in ("message", "traceback")}
-        self._rank(event).error = _with_short_texts({**event, **texts, "t": float(event["t"])})
-
-    def _on_probe_error(self, event: Mapping[str, Any]) -> None:
-        if len(self.unwatched) < _SEEN:
-            lost = {name: event[name] for name in ("part", "type", "message")}
-            self.unwatched.append({"rank": self._rank(event).rank} | _with_short_texts(lost))
-
-    def _on_dropped(self, event: Mapping[str, Any]) -> None:
-        rank = self._rank(event).rank
-        self.dropped[rank] = self.dropped.get(rank, 0) + int(event["events"])
-
-    def _on_end(self, event: Mapping[str, Any]) -> None:
-        rank = self._rank(event)
-        rank.ended, rank.exit_code = event["t"], event.get("exit_code")
-        rank.left_at = clipped(str(event.get("stack") or ""))
-
-    def _on_system(self, event: Mapping[str, Any]) -> None:
-        system = self.system
-        system.t.append(float(event["t"]))
-        system.cpu_percent.append(number(event.get("cpu_percent")))
-        system.memory_used.append(number(event.get("memory_used")))
-        for gpu in event.get("gpus") or []:
-            columns = system.gpus.setdefault(
-                gpu["index"], {name: numbers() for name in ("t", "memory_used", "utilisation", "power")}
-            )
-            columns["t"].append(float(event["t"]))
-            for name in ("memory_used", "utilisation", "power"):
-                columns[name].append(number(gpu.get(name)))
-            system.gpu_memory_total[gpu["index"]] = gpu.get("memory_total") or 0
-        for name, process in (event.get("ranks") or {}).items():
-            columns = system.ranks.setdefault(int(name), {name: numbers() for name in ("t", "cpu_percent", "rss")})
-            columns["t"].append(float(event["t"]))
-            for name in ("cpu_percent", "rss"):
-                columns[name].append(number(process.get(name)))
-
-
-def _with_short_texts(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields with every text, at any depth, clipped to a length that can be searched at each redraw."""
-
-    def short(name: str, value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return _with_short_texts(value)
-        return clipped(value, MESSAGE_LIMIT if name == "message" else TEXT_LIMIT) if isinstance(value, str) else value
-
-    return {name: short(name, value) for name, value in fields.items()}
-
 
 @per_revision
 def _failure(state: RunState) -> dict[str, Any] | None:
     return failure_of(state.ranks, state.status, state.over)
-
-
-_HANDLERS: dict[Any, Callable[[RunState, Mapping[str, Any]], None]] = {
-    "spec": RunState._on_spec,
-    "status": RunState._on_status,
-    "start": RunState._on_start,
-    "startup": RunState._on_startup,
-    "device": RunState._on_device,
-    "step": RunState._on_step,
-    "steps": RunState._on_steps,
-    "optimizer": RunState._on_optimizer,
-    "losses": RunState._on_losses,
-    "memory": RunState._on_memory,
-    "replica": RunState._on_replica,
-    "traffic": RunState._on_traffic,
-    "timeline": RunState._on_timeline,
-    "memory_step": RunState._on_memory_step,
-    "waiting": RunState._on_waiting,
-    "going_on": RunState._on_going_on,
-    "silent": RunState._on_silent,
-    "heard": RunState._on_heard,
-    "saw": RunState._on_saw,
-    "activity": RunState._on_activity,
-    "metric": RunState._on_metric,
-    "report": RunState._on_report,
-    "error": RunState._on_error,
-    "probe_error": RunState._on_probe_error,
-    "dropped": RunState._on_dropped,
-    "end": RunState._on_end,
-    "system": RunState._on_system,
-}

@@ -17,7 +17,6 @@ from labkit.record.stepfile import COLUMNS, LIMITS, MEMORY, PHASES, Block
 
 HELD = 1 << 15  # records of a rank that stay in memory
 _CHUNK = 1 << 13  # records up to which small additions are joined to one chunk
-_SPREAD = 1 << 20  # most values of which a median is computed; of more, as many evenly spaced ones
 _ROW = numpy.dtype([(name, "f8") for name, _ in COLUMNS])
 _SHORT = {name for name, type_ in COLUMNS if type_ == "<f4"}
 _SAMPLE = 1 << 10  # steps stored as a sample of all steps (up to twice as many)
@@ -52,6 +51,12 @@ class Column(Sequence[float]):
     def pieces(self, first: int = 0) -> Iterator[numpy.ndarray]:
         """The values from index `first` on, a bounded number at a time."""
         return self._steps.pieces(self._name, first)
+
+    def sample(self, first: int = 0) -> numpy.ndarray:
+        """The values of about 1,000 evenly spaced steps of the run that are at index `first` or later; all values of a
+        run of fewer steps.
+        """
+        return self._steps.sample(self._name, first)
 
 
 class Steps:
@@ -131,10 +136,12 @@ class Steps:
             index += -(-(end - index) // stride) * stride
         return numpy.concatenate(parts) if parts else numpy.empty(0)
 
-    def sample(self, name: str) -> numpy.ndarray:
-        """A column at about 1,000 evenly spaced steps of the run; the whole column if it has fewer."""
+    def sample(self, name: str, first: int = 0) -> numpy.ndarray:
+        """A column at those of about 1,000 evenly spaced steps of the run that are at index `first` or later; if the
+        run has fewer steps, at all of them.
+        """
         self._flush()
-        return self._sample[name]
+        return self._sample[name][-(-first // self._every) :]
 
     def pieces(self, name: str, first: int = 0) -> Iterator[numpy.ndarray]:
         """A column from index `first` on, a bounded number of values at a time."""
@@ -241,24 +248,6 @@ def column(block: Block, name: str) -> numpy.ndarray:
         return numpy.full(len(block), math.nan) if missing is None else (~numpy.isnan(missing)).astype(float)
     values = numpy.frombuffer(block.data, numpy.dtype(list(block.layout.columns)))[name].astype(float)
     return values.round(_DIGITS) if name in _SHORT else values
-
-
-# ---- figures of a column
-
-
-def median(values: Column | Sequence[float], first: int = 0) -> float:
-    """The median of the known values from index `first` on; NaN if there are none. Of more than a million, of evenly
-    spaced ones.
-    """
-    stride = max(1, -(-(len(values) - first) // _SPREAD))
-    known = numpy.asarray(values[first::stride], float)
-    known = known[~numpy.isnan(known)]
-    return float(numpy.median(known)) if len(known) else math.nan
-
-
-def total(values: Column, first: int = 0) -> float:
-    """The sum of the known values from index `first` on."""
-    return float(sum(numpy.nansum(piece) for piece in values.pieces(first)))
 
 
 def number(value: Any, missing: float = math.nan) -> float:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import replace
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -245,7 +246,7 @@ class Run:
 
     def summary(self) -> dict[str, Any]:
         """The current figures of the run, in the format of `labkit run --json`."""
-        return summarise(self.state, self.name)
+        return deepcopy(summarise(self.state, self.name))
 
     def findings(self) -> Findings:
         """The current findings (errors, slow steps, high memory use), most severe first, each with evidence, cause and

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from labkit.analysis.diagnose import errors, hang, mismatch, speed, training, unseen
+from labkit.analysis.diagnose import errors, hang, known_errors, mismatch, speed, training, unseen
 from labkit.analysis.diagnose.finding import Finding
 from labkit.common.units import counted, ranks_in_words
 from labkit.record.state import per_revision
@@ -20,16 +20,14 @@ if TYPE_CHECKING:
 __all__ = ["NAMES", "RULES", "Finding", "findings"]
 
 
-def findings(state: RunState) -> list[Finding]:
+@per_revision
+def findings(state: RunState) -> tuple[Finding, ...]:
     """All findings about a run, the most severe first.
 
-    Never raises: rules that cannot read the recorded events are named in a separate finding, `not_judged`.
+    They follow from the events alone: also what a rule says about time, such as the seconds of a hang, is measured by
+    recorded times. Never raises: rules that cannot read the recorded events are named in a separate finding,
+    `not_judged`.
     """
-    return list(_findings(state))
-
-
-@per_revision
-def _findings(state: RunState) -> tuple[Finding, ...]:
     found: list[Finding] = []
     unread: list[str] = []
     for rule in RULES:
@@ -181,7 +179,7 @@ RULES: tuple[Callable[[RunState], Iterator[Finding]], ...] = (
 # All names of findings. A rule has the name of its finding, except that `errors.known_error` yields one name per error
 # message and `training.nan_loss` distinguishes two cases.
 NAMES: tuple[str, ...] = (
-    *errors.NAMES,
+    *known_errors.NAMES,
     *(rule.__name__ for rule in RULES if rule is not errors.known_error),
     "loss_diverged",
     not_judged.__name__,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from labkit.analysis.diagnose.advice import one_of
 from labkit.analysis.diagnose.finding import Finding, shorter, texts
+from labkit.analysis.diagnose.known_errors import KNOWN_ERRORS
 from labkit.common.units import counted, ranks_in_words, size
 from labkit.record.failures import PEER_GONE
 from labkit.record.stacks import place
@@ -22,113 +22,10 @@ _ASKED = re.compile(r"tried to allocate (?P<number>[\d.]+) (?P<unit>bytes|KiB|Mi
 _UNITS = {"bytes": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 
-@dataclass(frozen=True)
-class _KnownError:
-    """An error that is recognised by its message, which matches `pattern`."""
-
-    name: str
-    pattern: str
-    title: str
-    cause: str
-    fix: str
-
-
-_KNOWN_ERRORS = (
-    _KnownError(
-        "unused_parameters",
-        r"Expected to have finished reduction in the prior iteration",
-        "DDP received no gradient for some parameters",
-        "DDP expects a gradient for every parameter; some parameters took no part in the loss, so their bucket never "
-        "completed",
-        "use every parameter in forward, or set find_unused_parameters=True in DDP, which traverses the autograd "
-        "graph in every step",
-    ),
-    _KnownError(
-        "shuffle_beside_sampler",
-        r"sampler option is mutually exclusive with shuffle",
-        "DataLoader got both a sampler and shuffle=True",
-        "the sampler determines the order of the samples, so DataLoader rejects shuffle=True",
-        "remove shuffle from DataLoader and shuffle in the sampler: DistributedSampler(dataset, shuffle=True)",
-    ),
-    _KnownError(
-        "port_taken",
-        r"EADDRINUSE|[Aa]ddress already in use",
-        "the rendezvous port is already in use",
-        "another job, or one that was never terminated, listens on the same port",
-        "use torchrun --standalone, which picks a free port, or pass a different --master-port; `labkit runs` lists "
-        "active runs",
-    ),
-    _KnownError(
-        "shared_memory",
-        r"(?:out of|insufficient) shared memory|creating shared memory|(?:shared memory|</torch_|shm).*No space left on"
-        r" device",
-        "the shared memory (/dev/shm) is full",
-        "NCCL and DataLoader workers pass data through /dev/shm, which often has only 64 MB in a container",
-        "start the container with --shm-size=1g or --ipc=host, or use fewer DataLoader workers",
-    ),
-    _KnownError(
-        "disk_full",
-        r"No space left on device|Disk quota exceeded|the disk that holds the run folder was full",
-        "the disk is full",
-        "the run writes events, logs, checkpoints and the script's own files; what it could not write is lost",
-        "free space on that disk (`labkit clean` deletes recorded runs), or set LABKIT_RUNS to a folder on another "
-        "disk",
-    ),
-    _KnownError(
-        "no_nccl",
-        r"(?:Distributed package doesn't have NCCL|NCCL is not available|No backend type associated with device type"
-        r" cuda)",
-        "this PyTorch build has no NCCL",
-        "NCCL supports NVIDIA GPUs on Linux; builds for Windows, macOS or CPU do not include it",
-        "use the gloo backend (the lab's scripts do so without a GPU), or install a CUDA build of PyTorch on Linux",
-    ),
-    _KnownError(
-        "old_driver",
-        r"driver version is insufficient|driver on your system is too old",
-        "the NVIDIA driver is too old for this PyTorch build",
-        "PyTorch was built for a newer CUDA version than the driver supports",
-        "update the driver, or install a PyTorch build for the CUDA version that nvidia-smi shows; `labkit doctor` "
-        "shows both versions",
-    ),
-    _KnownError(
-        "no_kernel",
-        r"no kernel image is available",
-        "this PyTorch build has no kernels for this GPU",
-        "the PyTorch wheel was compiled for other compute capabilities than the GPU's",
-        "install a PyTorch build whose torch.cuda.get_arch_list() includes the GPU's compute capability; `labkit "
-        "doctor` compares them",
-    ),
-    _KnownError(
-        "forked_cuda",
-        r"Cannot re-initialize CUDA in forked subprocess",
-        "CUDA was initialized before the process was forked",
-        "a forked process cannot use its parent's CUDA context",
-        "start workers with the spawn method, and do not use a GPU before that (labkit's kernel never does)",
-    ),
-    _KnownError(
-        "no_such_gpu",
-        r"invalid device ordinal",
-        "the selected GPU does not exist",
-        "more ranks run on this machine than it has GPUs, or CUDA_VISIBLE_DEVICES hides some",
-        "start at most one rank per GPU (--nproc), and call torch.cuda.set_device(LOCAL_RANK) in each rank",
-    ),
-    _KnownError(
-        "nccl",
-        r"NCCL (?:error|Error)|ncclUnhandledCudaError|ncclSystemError|unhandled (?:system|cuda)"
-        r" error|ncclInternalError",
-        "NCCL failed",
-        "a link between GPUs, a driver or a network interface failed; NCCL's own log names it",
-        "run again with NCCL_DEBUG=INFO and read the first WARN line; NCCL_SOCKET_IFNAME selects the interface "
-        "between machines",
-    ),
-)
-NAMES = tuple(known.name for known in _KNOWN_ERRORS)
-
-
 def known_error(state: RunState) -> Iterator[Finding]:
     """Errors whose message identifies the cause."""
     failure = state.failure
-    for known in _KNOWN_ERRORS:
+    for known in KNOWN_ERRORS:
         match = next(((rank, text) for rank, text in texts(state) if re.search(known.pattern, text)), None)
         if match is None or (known.name == "nccl" and (_MEMORY.search(match[1]) or PEER_GONE.search(match[1]))):
             continue  # NCCL also reports that memory ran out, and that a peer is gone

@@ -1,25 +1,20 @@
-"""Runs that are slower, or take more memory, than they need to."""
+"""Runs that are slower, or take more memory, than they need to. Speed is judged by the figures of `metrics`."""
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from labkit.analysis.diagnose.advice import one_of
 from labkit.analysis.diagnose.finding import DDP, Finding
-from labkit.analysis.profiled import USUAL
+from labkit.analysis.metrics import USUAL, counted_steps, median, phase_seconds, step_seconds
 from labkit.common.units import counted, ranks_in_words, size
-from labkit.record.steps import Column, median
 
 if TYPE_CHECKING:
     from labkit.record.columns import RankState
     from labkit.record.state import RunState
 
-_RECENT = 50  # newest steps that are judged
-_WARM = 2  # first steps, which are not
-_ENOUGH = 8  # steps before anything is judged: a median of fewer is noise
+_ENOUGH = 7  # steps, without the warm-up, before anything is judged: a median of fewer is noise
 _DATA_SHARE = 0.3
 _SLOWER = 1.5  # times the other ranks' own time, for a straggler
 _EXCESS = 0.2  # least excess of a straggler, as a share of the step
@@ -34,7 +29,7 @@ _OWN = ("data", "copy", "forward", "optimizer", "other")  # phases in which a ra
 
 def input_bound(state: RunState) -> Iterator[Finding]:
     """Steps that start with a long wait for data."""
-    shares = {rank.rank: _data_share(rank) for rank in state.ranks.values() if len(rank.steps) >= _ENOUGH}
+    shares = {rank.rank: _data_share(state, rank.rank) for rank in state.ranks.values() if _is_judged(rank)}
     slow = {rank: share for rank, share in shares.items() if share >= _DATA_SHARE}
     if not slow:
         return
@@ -44,8 +39,8 @@ def input_bound(state: RunState) -> Iterator[Finding]:
         kind="slow",
         title=f"rank {worst} spends {slow[worst]:.0%} of each step waiting for data",
         evidence=(
-            f"rank {worst}: {1e3 * _median(state.ranks[worst].steps.phases['data']):.1f} ms of"
-            f" {1e3 * _median(state.ranks[worst].steps.seconds):.1f} ms per step (medians); {_DATA_SHARE:.0%} or more"
+            f"rank {worst}: {1e3 * _phases(state, worst)['data']:.1f} ms of"
+            f" {1e3 * _step(state, worst):.1f} ms per step (medians); {_DATA_SHARE:.0%} or more"
             f" on {ranks_in_words(sorted(slow))}"
         ),
         cause="each batch is loaded only after the previous step has ended, and loading is slow",
@@ -54,27 +49,40 @@ def input_bound(state: RunState) -> Iterator[Finding]:
     )
 
 
-def _data_share(rank: RankState) -> float:
-    whole = _median(rank.steps.seconds)
-    return _median(rank.steps.phases["data"]) / whole if whole else 0.0
+def _is_judged(rank: RankState) -> bool:
+    return counted_steps(rank) >= _ENOUGH
+
+
+def _step(state: RunState, number: int) -> float:
+    """The current seconds of a step of a rank; 0 if unknown."""
+    return step_seconds(state, number, now=True) or 0.0
+
+
+def _phases(state: RunState, number: int) -> dict[str, float]:
+    """The current seconds of each phase of a rank; 0 if unknown."""
+    return {phase: seconds or 0.0 for phase, seconds in phase_seconds(state, number, now=True).items()}
+
+
+def _data_share(state: RunState, number: int) -> float:
+    whole = _step(state, number)
+    return _phases(state, number)["data"] / whole if whole else 0.0
 
 
 def straggler(state: RunState) -> Iterator[Finding]:
     """A rank that the others wait for, and the phase in which it loses time."""
-    ranks = [rank for rank in state.ranks.values() if len(rank.steps) >= _ENOUGH]
+    ranks = [rank for rank in state.ranks.values() if _is_judged(rank)]
     if len(ranks) < 2 or _stages(ranks):
         return  # different by design
-    own = {rank.rank: {phase: _median(rank.steps.phases[phase]) for phase in _OWN} for rank in ranks}
+    own = {rank.rank: {phase: _phases(state, rank.rank)[phase] for phase in _OWN} for rank in ranks}
     total = {number: sum(phases.values()) for number, phases in own.items()}
     slowest = max(total, key=total.__getitem__)
     others = [seconds for number, seconds in total.items() if number != slowest]
-    excess = total[slowest] - statistics.median(others)
-    step = max(_median(rank.steps.seconds) for rank in ranks)
-    if total[slowest] < _SLOWER * statistics.median(others) or excess < _EXCESS * step:
+    excess = total[slowest] - median(others)
+    step = max(_step(state, rank.rank) for rank in ranks)
+    if total[slowest] < _SLOWER * median(others) or excess < _EXCESS * step:
         return
     lost = {
-        phase: own[slowest][phase] - statistics.median(own[number][phase] for number in own if number != slowest)
-        for phase in _OWN
+        phase: own[slowest][phase] - median(own[number][phase] for number in own if number != slowest) for phase in _OWN
     }
     phase = max(lost, key=lost.__getitem__)
     where = "outside the measured phases" if phase == "other" else f"in {phase}"
@@ -84,7 +92,7 @@ def straggler(state: RunState) -> Iterator[Finding]:
         title=f"rank {slowest} is slower than the other ranks, {where}",
         evidence=(
             f"its own work takes {1e3 * total[slowest]:.1f} ms per step, the other ranks' "
-            f"{1e3 * statistics.median(others):.1f} ms (medians); {1e3 * lost[phase]:.1f} ms of the difference {where}"
+            f"{1e3 * median(others):.1f} ms (medians); {1e3 * lost[phase]:.1f} ms of the difference {where}"
         ),
         cause="every collective waits for the slowest rank, so all ranks run at its speed",
         fix={
@@ -112,7 +120,7 @@ def communication_bound(state: RunState) -> Iterator[Finding]:
     requires either that several profiled steps agree, or that the phases of the unprofiled steps exceed their profiled
     computation by as much.
     """
-    found = {rank.rank: _exposed(rank) for rank in state.ranks.values()}
+    found = {rank.rank: _exposed(state, rank) for rank in state.ranks.values()}
     shares = {number: share for number, share in found.items() if share is not None}
     if not shares or len(shares) < len(found) or min(shares.values()) < _EXPOSED:
         return
@@ -125,9 +133,7 @@ def communication_bound(state: RunState) -> Iterator[Finding]:
         return  # a stage waits for its neighbour: the pipeline bubble
     rank = state.ranks[min(shares)]
     backend = _usual_steps(rank)[-1]["backend"]
-    unprofiled = (
-        f"of {1e3 * _median(rank.steps.seconds):.1f} ms per step (median)" if len(rank.steps) >= _ENOUGH else "per step"
-    )
+    unprofiled = f"of {1e3 * _step(state, rank.rank):.1f} ms per step (median)" if _is_judged(rank) else "per step"
     yield Finding(
         name="communication_bound",
         kind="slow",
@@ -150,29 +156,28 @@ def _usual_steps(rank: RankState) -> list[dict[str, Any]]:
     return [one for step, one in sorted(rank.timelines.items()) if step >= USUAL and one["seconds"] > 0]
 
 
-def _exposed(rank: RankState) -> float | None:
+def _exposed(state: RunState, rank: RankState) -> float | None:
     """The share of a step that is exposed communication; None if unknown, or known only from profiled steps that
     nothing confirms.
     """
     profiled = _usual_steps(rank)
     if not profiled:
         return None
-    share = statistics.median(sum(one["exposed"].values()) / one["seconds"] for one in profiled)
-    if len(rank.steps) >= _ENOUGH:
-        return min(share, statistics.median(_confirmed(rank, one) for one in profiled))
+    share = median(sum(one["exposed"].values()) / one["seconds"] for one in profiled)
+    if _is_judged(rank):
+        return min(share, median(_confirmed(state, rank, one) for one in profiled))
     return share if len(profiled) >= _SAMPLES else None
 
 
-def _confirmed(rank: RankState, one: Mapping[str, Any]) -> float:
+def _confirmed(state: RunState, rank: RankState, one: Mapping[str, Any]) -> float:
     """The exposed share of an unprofiled step, if each of its phases computed as long as in the profiled step."""
-    whole, exposed = _median(rank.steps.seconds), 0.0
+    whole, phases, exposed = _step(state, rank.rank), _phases(state, rank.rank), 0.0
     spent: dict[str, float] = {}
     for name, start, end in one["phases"]:
         spent[name] = spent.get(name, 0.0) + end - start
     for phase, seconds in one["exposed"].items():
         computed = max(0.0, spent.get(phase, 0.0) - seconds)
-        usual = _median(rank.steps.phases[phase]) if phase in rank.steps.phases else 0.0
-        exposed += min(seconds, max(0.0, usual - computed))
+        exposed += min(seconds, max(0.0, phases.get(phase, 0.0) - computed))
     return exposed / whole if whole else 0.0
 
 
@@ -261,9 +266,3 @@ def activations(state: RunState) -> Iterator[Finding]:
         fix=one_of(state, "checkpoint activations", "accumulate for memory", "smaller batch", "sequence parallel"),
         ranks=(rank.rank,),
     )
-
-
-def _median(column: Column) -> float:
-    """The median over the newest steps, without the first ones (warm-up); 0 if there is none."""
-    value = median(column, max(_WARM, len(column) - _RECENT))
-    return 0.0 if math.isnan(value) else value

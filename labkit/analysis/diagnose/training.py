@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import numpy
 
 from labkit.analysis.diagnose.advice import one_of
 from labkit.analysis.diagnose.finding import DDP, Finding
+from labkit.analysis.metrics import median
 from labkit.common.units import counted, ranks_in_words
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def _parameters_then(state: RunState, ranks: tuple[int, ...], step: int) -> list
 
 
 def _exploded(sizes: list[float]) -> bool:
-    return len(sizes) > 1 and sizes[-1] > _EXPLODED * max(1.0, statistics.median(sizes[:-1]))
+    return len(sizes) > 1 and sizes[-1] > _EXPLODED * max(1.0, median(sizes[:-1]))
 
 
 def _until(rank: RankState, step: int) -> list[float]:

@@ -25,7 +25,7 @@ def trains_elsewhere(state: RunState) -> Iterator[Finding]:
             continue
         over = state.over or rank.ended is not None
         if started := rank.seen("process"):
-            if over or _now(state, rank) - started[0]["t"] > _PATIENCE:
+            if over or (state.now or rank.started or 0.0) - started[0]["t"] > _PATIENCE:
                 yield _processes(rank, started)
         elif over and (seen := rank.seen("gradients")):
             yield _gradients(rank, seen[-1]["backwards"])
@@ -84,11 +84,6 @@ def _gradients(rank: RankState, backwards: int) -> Finding:
         ),
         ranks=(rank.rank,),
     )
-
-
-def _now(state: RunState, rank: RankState) -> float:
-    """The newest recorded time of the run, in unix seconds."""
-    return float(state.system.t[-1]) if len(state.system.t) else rank.started or 0.0
 
 
 def _listed(words: list[str]) -> str:

@@ -4,8 +4,8 @@ figures are shown, and the verdict says that it cannot be decided."""
 from __future__ import annotations
 
 import math
-import statistics
 
+from labkit.analysis.metrics import median
 from labkit.common.units import size
 from labkit.course.claims.trials import JOBS, Trials
 from labkit.course.claims.verdict import FAILS, HOLDS, OPEN, PARTLY, Ruling
@@ -51,7 +51,7 @@ def _verdict(right: list[bool]) -> str:
 
 
 def _times(ratios: tuple[float, ...]) -> str:
-    return f"{statistics.median(ratios):.2f} times"
+    return f"{median(ratios):.2f} times"
 
 
 def _spread(ratios: tuple[float, ...]) -> str:
@@ -85,7 +85,7 @@ def ddp_scaling(trials: Trials) -> Ruling:
         kind = "CPU ranks" if trials.device == "cpu" else "GPUs"
         return Ruling(OPEN, f"{kind}: {words}. The claim is about eight GPUs.", figures)
     pairs = zip(figures.values(), _CLAIMED.values())
-    right = [abs(statistics.median(ratios) / claimed - 1) <= _TOLERANCE for ratios, claimed in pairs]
+    right = [abs(median(ratios) / claimed - 1) <= _TOLERANCE for ratios, claimed in pairs]
     return Ruling(_verdict(right), f"GPUs: {words}.", figures)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from labkit.analysis.metrics import throughput_of_median_steps
 from labkit.plan.spec import Spec, SpecError
 from labkit.runs.handle import run
 from labkit.setup.machine import Machine
@@ -106,5 +107,4 @@ class Trials:
 def _speed(summary: dict[str, Any] | None, spec: Spec) -> float | None:
     if summary is None:
         return None
-    times = [rank["step_seconds_median"] for rank in summary["ranks"]]
-    return spec.global_batch / max(times) if all(times) else None
+    return throughput_of_median_steps(spec.global_batch, (rank["step_seconds_median"] for rank in summary["ranks"]))

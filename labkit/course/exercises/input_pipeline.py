@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-import statistics
 from typing import Any
 
+from labkit.analysis.metrics import median, phase_seconds
 from labkit.course.exercises import Exercise, Wrong
 from labkit.course.exercises.own import finished, source
 
@@ -44,11 +44,11 @@ def _mend(answer: Any) -> str:
         raise Wrong(f"the run must have at least {MIN_STEPS} steps, got {len(steps)}")
     if run.state.world_size < 2:
         raise Wrong("the world size must be 2, got 1")
-    if (samples := statistics.median(steps.samples)) != BATCH:
+    if (samples := median(steps.samples)) != BATCH:
         raise Wrong(f"a rank must process {BATCH} samples per step as before, got {samples:.0f}")
     if not slept or max(slept) < MIN_SLEEP:
         raise Wrong("time.sleep in the data set was removed or shortened; restore it, and change the loader instead")
-    waits, took = statistics.median(steps.phases["data"]), max(slept)
+    waits, took = phase_seconds(run.state, 0)["data"] or 0.0, max(slept)
     title = next((found.title for found in run.findings() if found.name == "input_bound"), None)
     if title or waits > took / 2:
         raise Wrong(

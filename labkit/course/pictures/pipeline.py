@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from labkit.analysis.profiled import USUAL, aligned, profiled_steps
+from labkit.analysis.metrics import USUAL
+from labkit.analysis.profiled import aligned, profiled_steps
 from labkit.course.pictures.canvas import SCALED, layout
 from labkit.course.pictures.checked import checked
 from labkit.course.pictures.schedules import SCHEDULES, Plan, Slot, order, planned, simulate

@@ -52,6 +52,7 @@ class ComparisonView:
     def __init__(self) -> None:
         self._html = ipywidgets.HTML()
         self._html.add_class("labkit-comparison")
+        self._shown: tuple[Any, ...] | None = None
         self.widget = self._html
 
     def follow(self, comparing: Comparing, on_over: Callable[[], None] = lambda: None) -> threading.Thread:
@@ -72,11 +73,16 @@ class ComparisonView:
             on_over()
 
     def show(self, rows: Sequence[Row], left_out: Mapping[str, str], first: str = "") -> None:
-        """Shows the rows, with the sentence `first` above them."""
+        """Shows the rows, with the sentence `first` above them; draws nothing if they are shown already."""
+        what = tuple(rows), dict(left_out), first
+        if what == self._shown:
+            return
+        self._shown = what
         self._html.value = (f"<p>{escape(first)}</p>" if first else "") + comparison_html(rows, left_out)
 
     def say(self, text: str) -> None:
         """Shows a text instead of a comparison."""
+        self._shown = None
         self._html.value = f'<p class="labkit-empty">{escape(text)}</p>'
 
 

@@ -221,12 +221,12 @@ class RunView:
 
     def _explain(self) -> None:
         """Shows all findings in detail while *Why?* is pressed."""
-        details = findings_html(findings(self.state))
-        self._why.layout.display = "" if details else "none"
-        shown = bool(details) and self._why.value
+        found = findings(self.state)
+        self._why.layout.display = "" if found else "none"
+        shown = bool(found) and self._why.value
         self._diagnosis.layout.display = "" if shown else "none"
         if shown:
-            self._diagnosis.value = details
+            self._diagnosis.value = findings_html(found)
 
     def _draw(self) -> None:
         state = self.state

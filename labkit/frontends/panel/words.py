@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from labkit.analysis.diagnose import findings
+from labkit.analysis.metrics import seconds_left
 from labkit.common.text import escape
 from labkit.record.state import RunState
 
@@ -38,7 +39,7 @@ def progress_html(state: RunState) -> str:
 def _time(state: RunState) -> str:
     if state.over:
         return "" if state.seconds is None else f"{_clock(state.seconds)} in total"
-    left = state.seconds_left
+    left = seconds_left(state)
     return "" if left is None else f"{_clock(math.ceil(left))} left"
 
 
