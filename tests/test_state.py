@@ -13,6 +13,7 @@ from labkit.analysis.summary import summarise
 from labkit.record.folder import RunFolder
 from labkit.record.stacks import MESSAGE_LIMIT, TEXT_LIMIT
 
+
 def test_ranks_are_in_order_whichever_file_is_read_first():
     one, other = fold(spec(), start(1), start(0), step(1, 1)), fold(spec(), start(0), step(0, 1), start(1))
     assert list(one.ranks) == list(other.ranks) == [0, 1]
