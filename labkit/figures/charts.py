@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Sequence
 from functools import partial
 
 import numpy
@@ -15,6 +16,7 @@ from labkit.figures.profiled import memory_by_owner, memory_of_step, timeline
 from labkit.record.columns import Losses, RankState
 from labkit.record.events import PHASES
 from labkit.record.state import RunState
+from labkit.record.steps import Column
 
 _WINDOW = 10  # steps over which the throughput is averaged
 
@@ -38,13 +40,10 @@ def _losses(rank: RankState) -> list[Line]:
     lines = []
     for (attempt, start), end in zip(starts.items(), ends):
         last = attempt == rank.attempt
-        steps, losses = (
-            Derived(end - start, lambda first, to, column=column, start=start: column[start + first : start + to])
-            for column in (rank.steps.step, rank.steps.loss)
-        )
+        steps, losses = (_part(column, start, end) for column in (rank.steps.step, rank.steps.loss))
         key = f"rank{rank.rank}" if attempt == 0 else f"rank{rank.rank}-attempt{attempt}"
         name = f"rank {rank.rank}" if attempt == 0 else f"rank {rank.rank}, attempt {attempt}"
-        name = _named(name, rank.optimizers.get(rank.pacemaker))
+        name = _named(name, rank.pacemaker_name)
         colour = colours.rank_colour(rank.rank)
         lines.append(
             Line(
@@ -62,6 +61,11 @@ def _losses(rank: RankState) -> list[Line]:
     return lines
 
 
+def _part(column: Column, start: int, end: int) -> Derived:
+    """A column from index `start` to `end`."""
+    return Derived(end - start, lambda first, last: column[start + first : start + last])
+
+
 def _mean_loss(ranks: list[RankState]) -> Line:
     """The mean over ranks in the newest attempt, the only one in which the steps of all ranks line up."""
     starts = [rank.attempts.get(rank.attempt, 0) for rank in ranks]
@@ -74,13 +78,13 @@ def _mean_loss(ranks: list[RankState]) -> Line:
         return ranks[0].steps.step[starts[0] + first : starts[0] + last]
 
     key = "mean" + "".join(f"-{rank.attempt}" for rank in ranks)
-    name = _named("mean", ranks[0].optimizers.get(ranks[0].pacemaker))
+    name = _named("mean", ranks[0].pacemaker_name)
     return Line(key, name, Derived(length, steps), Derived(length, values), width=2.2, keep="extremes")
 
 
 def _losses_of_others(ranks: list[RankState]) -> list[Line]:
     """For each optimizer except the pacemaker, the mean of its losses over ranks, at its own steps."""
-    lines = []
+    lines: list[Line] = []
     for which in sorted({which for rank in ranks for which in rank.losses}):
         columns = [rank.losses[which] for rank in ranks if which in rank.losses]
         length = min(len(column.loss) for column in columns)
@@ -88,11 +92,21 @@ def _losses_of_others(ranks: list[RankState]) -> list[Line]:
         def values(first: int, last: int, columns: list[Losses] = columns) -> numpy.ndarray:
             return _mean([numpy.asarray(column.loss[first:last]) for column in columns])
 
+        def steps(first: int, last: int, column: Losses = columns[0]) -> numpy.ndarray:
+            return numpy.asarray(column.step[first:last])
+
         name = _named("mean" if len(ranks) > 1 else f"rank {ranks[0].rank}", ranks[0].optimizers.get(which))
-        steps = Derived(length, lambda first, last, columns=columns: columns[0].step[first:last])
         dash = ("dash", "dot", "dashdot")[len(lines) % 3]
         lines.append(
-            Line(f"optimizer{which}", name, steps, Derived(length, values), width=2.2, keep="extremes", dash=dash)
+            Line(
+                f"optimizer{which}",
+                name,
+                Derived(length, steps),
+                Derived(length, values),
+                width=2.2,
+                keep="extremes",
+                dash=dash,
+            )
         )
     return lines
 
@@ -133,8 +147,11 @@ def _rates(rank: RankState, start: int, first: int, last: int) -> numpy.ndarray:
     of_samples, of_seconds = (
         numpy.concatenate([[0.0], numpy.cumsum(numpy.where(known, each, 0.0))]) for each in (samples, seconds)
     )
-    windows = [sums[index + 1 - least] - sums[begins - least] for sums in (of_samples, of_seconds)]
-    return numpy.divide(*windows, out=numpy.full(len(index), math.nan), where=windows[1] > 0)
+    of_samples, of_seconds = (sums[index + 1 - least] - sums[begins - least] for sums in (of_samples, of_seconds))
+    rates: numpy.ndarray = numpy.divide(
+        of_samples, of_seconds, out=numpy.full(len(index), math.nan), where=of_seconds > 0
+    )
+    return rates
 
 
 def memory(state: RunState) -> Chart:
@@ -176,7 +193,7 @@ def memory(state: RunState) -> Chart:
     return Chart("memory", title, Axis("seconds since start", least=10.0), axis, tuple(lines), note=note)
 
 
-def _device(state: RunState, rank: RankState) -> dict[str, array] | None:
+def _device(state: RunState, rank: RankState) -> dict[str, array[float]] | None:
     """The supervisor's samples of the GPU that a rank trains on; None if there are none."""
     number = rank.device.removeprefix("cuda:")
     return state.system.gpus.get(int(number)) if number.isdigit() else None
@@ -184,7 +201,7 @@ def _device(state: RunState, rank: RankState) -> dict[str, array] | None:
 
 def _memory_axis(state: RunState) -> Axis:
     """The memory axis, in the unit that suits the newest values."""
-    columns = [column for rank in state.ranks.values() for column in rank.steps.memory.values()]
+    columns: list[Sequence[float]] = [column for rank in state.ranks.values() for column in rank.steps.memory.values()]
     columns += [gpu["memory_used"] for gpu in state.system.gpus.values()]
     largest = max((column[-1] for column in columns if len(column) and math.isfinite(column[-1])), default=0.0)
     return Axis.of_bytes(largest)
@@ -246,9 +263,10 @@ def _mean(columns: list[numpy.ndarray]) -> numpy.ndarray:
     rows = numpy.stack(columns)
     known = numpy.isfinite(rows)
     number = known.sum(axis=0)
-    return numpy.divide(
+    means: numpy.ndarray = numpy.divide(
         numpy.where(known, rows, 0.0).sum(axis=0), number, out=numpy.full(rows.shape[1], math.nan), where=number > 0
     )
+    return means
 
 
 def _median(rank: RankState, phase: str) -> float:

@@ -122,6 +122,11 @@ class RankState:
         return [one for one in self.seen("model") if one.get("parameters")]
 
     @property
+    def pacemaker_name(self) -> str | None:
+        """The name of the optimizer that sets the pace; None if there is only one."""
+        return None if self.pacemaker is None else self.optimizers.get(self.pacemaker)
+
+    @property
     def first_step(self) -> int:
         """The index of the first step of the newest attempt, recorded or not."""
         return self.attempts.get(self.attempt, 0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import numpy
 
@@ -34,7 +34,13 @@ class Column(Sequence[float]):
     def __len__(self) -> int:
         return len(self._steps)
 
-    def __getitem__(self, which: Any) -> Any:
+    @overload  # type: ignore[override]  # a slice is an array, which has no index() and count()
+    def __getitem__(self, which: int) -> float: ...
+
+    @overload
+    def __getitem__(self, which: slice) -> numpy.ndarray: ...
+
+    def __getitem__(self, which: int | slice) -> float | numpy.ndarray:
         if isinstance(which, slice):
             first, last, stride = which.indices(len(self))
             if stride < 0:
