@@ -100,3 +100,9 @@ def test_empty_lines_and_unknown_kinds_pass(path):
     reader = Reader(path)
     assert [event["kind"] for event in reader.poll()] == ["of another time"]
     assert reader.broken == 0
+
+
+def test_kinds_that_only_readers_create_are_not_taken_from_a_file(path):
+    path.write_bytes(b"".join(line(kind=kind) for kind in ("steps", "spec", "status", "heard")))
+    reader = Reader(path)
+    assert [event["kind"] for event in reader.poll()] == ["heard"] and reader.broken == 0

@@ -51,7 +51,7 @@ class Row:
     accuracy: float | None = None
     loss: float | None = None
     speedup: float | None = None
-    memory: int | None = None
+    memory: float | None = None
     sent: float | None = None
     phases: Mapping[str, float] = field(default_factory=dict)
     badge: Badge | None = None
@@ -165,8 +165,8 @@ def rows(known: Sequence[tuple[RunFolder, RunState]], badges: dict[str, Badge]) 
     for number, row in enumerate(found):
         if row.over and row.run not in badges and found[base].over:
             badges[row.run] = REFERENCE if number == base else badge(*known[number], folder, state)
-        known_both = speed and row.samples_per_second and _same(known[number][1], state)
-        speedup = row.samples_per_second / speed if known_both else None
+        own = row.samples_per_second
+        speedup = own / speed if own and speed and _same(known[number][1], state) else None
         found[number] = replace(row, speedup=speedup, badge=badges.get(row.run))
     return tuple(found)
 

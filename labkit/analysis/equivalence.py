@@ -24,10 +24,10 @@ import numpy
 
 from labkit.plan.spec import Spec
 from labkit.record.folder import RunFolder
-from labkit.record.kinds import COUNT, NAME
 from labkit.record.plain import parse
-from labkit.record.schema import Choice, Sequence, record
+from labkit.record.schema import shape_of
 from labkit.record.state import RunState
+from labkit.record.types.tensors import Piece
 from labkit.training.strategies.rules import departures
 
 # How far two sums of the same numbers in different orders may differ: about 300 roundings of fp32 (2⁻²⁴ each), after a
@@ -42,12 +42,7 @@ _MOST = {
 _SMALL = 1e-3  # smallest norm of a tensor, relative to what is usual in its model
 
 
-_PLACE = Sequence(COUNT, most=64)
-_PIECE = record(
-    {"key": NAME, "name": NAME, "shape": _PLACE, "kind": Choice(("block", "partial", "flat"))},
-    {"start": COUNT, "offset": _PLACE},
-)
-_INDEX = Sequence(_PIECE)
+_INDEX = shape_of(list[Piece])
 
 
 class NotRecorded(Exception):
@@ -179,16 +174,16 @@ def _refuse_packed(file: BinaryIO) -> None:
     file.seek(0)
 
 
-def _index(arrays: Mapping[str, numpy.ndarray]) -> list[dict[str, Any]]:
+def _index(arrays: Mapping[str, numpy.ndarray]) -> list[Piece]:
     """The index of the arrays in a file. Raises `ValueError` if it does not have the format that the probe writes."""
-    index = parse(arrays["index"].tobytes())
+    index: list[Piece] = parse(arrays["index"].tobytes())
     if not _INDEX.check(index):
         raise ValueError(_INDEX.problem(index, "index"))
     return index
 
 
 def _put(
-    piece: Mapping[str, Any],
+    piece: Piece,
     array: numpy.ndarray,
     whole: dict[str, numpy.ndarray],
     held: dict[str, numpy.ndarray],
@@ -258,8 +253,8 @@ def _of_tensors(
     for name, tensor in wanted.items():
         if found[name].shape != tensor.shape:
             raise NotRecorded(f"{name} has shape {found[name].shape}, but {tensor.shape} in the reference run")
-        size = max(numpy.linalg.norm(tensor), _SMALL * usual * math.sqrt(tensor.size))
-        apart[name] = (_relative(numpy.linalg.norm(found[name] - tensor), size), allowed)
+        size = max(float(numpy.linalg.norm(tensor)), _SMALL * usual * math.sqrt(tensor.size))
+        apart[name] = (_relative(float(numpy.linalg.norm(found[name] - tensor)), size), allowed)
     return _deviation(what, apart)
 
 
@@ -267,7 +262,8 @@ def _deviation(what: str, apart: Mapping[str, tuple[float, float]]) -> Deviation
     """The first deviation that exceeds its tolerance, or else the one closest to it."""
     out = (where for where, (value, allowed) in apart.items() if not value <= allowed)
     where = next(out, None) or max(apart, key=lambda where: apart[where][0] / apart[where][1])
-    return Deviation(what, *map(float, apart[where]), where)
+    found, allowed = apart[where]
+    return Deviation(what, float(found), float(allowed), where)
 
 
 def _judged(spec: Spec, reference: Spec, found: tuple[Deviation, ...]) -> Badge:
@@ -278,7 +274,7 @@ def _judged(spec: Spec, reference: Spec, found: tuple[Deviation, ...]) -> Badge:
         return Badge("equal", f"Equal up to {precision} rounding. Deviation and tolerance: {figures}.", found)
     first = next((one for one in missed if one.what == "gradients"), missed[0])
     where = first.where if first.what == "loss" else f"{first.what} of {first.where}"
-    reasons = departures(spec)
+    reasons = departures(spec.request)
     if reasons:
         return Badge(
             "differs as expected", f"{'; '.join(reasons)}. First at {where}. Deviation and tolerance: {figures}.", found

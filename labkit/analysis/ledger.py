@@ -8,12 +8,13 @@ computed separately: only the rest is unexplained.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from labkit.analysis.theory import Flow, theory
 from labkit.common.units import size
 from labkit.plan.spec import Spec, SpecError
 from labkit.record.state import per_revision
+from labkit.record.types.summary import LedgerEntry
 
 if TYPE_CHECKING:
     from labkit.record.state import RunState
@@ -37,9 +38,9 @@ class Entry:
     formula: str
     reason: str
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> LedgerEntry:
         """The entry as a dict that can be written as JSON."""
-        return asdict(self)
+        return cast(LedgerEntry, asdict(self))
 
 
 @per_revision

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy
 
 from labkit.record.columns import RankState
 from labkit.record.events import PHASES
 from labkit.record.state import per_revision
+from labkit.record.types.summary import ReplicaFigures
 
 if TYPE_CHECKING:
     from labkit.record.state import RunState
@@ -129,7 +130,8 @@ def rolling_throughput(rank: RankState, first: int, last: int) -> numpy.ndarray:
     sums = _measured(rank.steps.samples[part], rank.steps.seconds[part]).cumsum(axis=1)
     sums = numpy.concatenate([numpy.zeros((2, 1)), sums], axis=1)
     samples, seconds = sums[:, index + 1 - least] - sums[:, begins - least]
-    return numpy.divide(samples, seconds, out=numpy.full(len(index), math.nan), where=seconds > 0)
+    rates: numpy.ndarray = numpy.divide(samples, seconds, out=numpy.full(len(index), math.nan), where=seconds > 0)
+    return rates
 
 
 def _measured(samples: numpy.ndarray, seconds: numpy.ndarray) -> numpy.ndarray:
@@ -143,8 +145,9 @@ def throughput_of_median_steps(batch: int, medians: Iterable[float | None]) -> f
 
     It compares runs of a few steps, in which a single profiled step would change the mean.
     """
-    known = list(medians)
-    return batch / max(known) if known and all(known) else None
+    given = list(medians)
+    known = [one for one in given if one]
+    return batch / max(known) if known and len(known) == len(given) else None
 
 
 # ---- the time of a run
@@ -191,7 +194,7 @@ def gil_wait(state: RunState) -> float | None:
     return None if math.isnan(found) else found
 
 
-def replica_figures(state: RunState) -> list[dict[str, Any]]:
+def replica_figures(state: RunState) -> list[ReplicaFigures]:
     """Medians over the newest steps for each replica (thread) of dp; replica 0 has `extra` bytes. Empty without
     replicas.
     """
@@ -201,10 +204,13 @@ def replica_figures(state: RunState) -> list[dict[str, Any]]:
             found.setdefault(one["replica"], []).append(one)
     measured = ("forward", "cpu", "samples", "memory")
     figures = [
-        {"replica": number, "device": those[-1]["device"]}
-        | {name: median(one[name] for one in those) for name in measured}
+        cast(
+            ReplicaFigures,
+            {"replica": number, "device": those[-1]["device"]}
+            | {name: median(one[name] for one in those) for name in measured},
+        )
         for number, those in sorted(found.items())
     ]
     if figures:
-        figures[0]["extra"] = dict(state.in_threads[-1]["extra"])
+        figures[0]["extra"] = state.in_threads[-1]["extra"]
     return figures

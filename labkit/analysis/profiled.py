@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from labkit.analysis.metrics import USUAL, median
 from labkit.record.events import PHASES
 
 if TYPE_CHECKING:
-    from labkit.record.columns import RankState
+    from labkit.record.columns import ProfiledStep, RankState
     from labkit.record.state import RunState
 
 _MUTUAL = (
@@ -28,7 +28,7 @@ _MUTUAL = (
 )  # none of these ends before every rank has started it
 
 
-def usual(rank: RankState) -> list[dict[str, Any]]:
+def usual(rank: RankState) -> list[ProfiledStep]:
     """The rank's timelines of typical steps; of its early steps if there are no others."""
     those = [one for step, one in sorted(rank.timelines.items()) if step >= USUAL]
     return those or list(rank.timelines.values())
@@ -50,7 +50,7 @@ def exposed(rank: RankState) -> dict[str, float]:
     return {phase: median(values) for phase, values in shares.items()}
 
 
-def overlap(one: Mapping[str, Any]) -> tuple[float, float]:
+def overlap(one: ProfiledStep) -> tuple[float, float]:
     """Of one timeline: seconds of communication, and the exposed part of them, in which nothing was computed."""
     under_way, last = 0.0, -math.inf
     for start, end in sorted((max(0.0, start), min(end, one["seconds"])) for _, start, end, *_ in one["comm"]):
@@ -71,7 +71,7 @@ def newest(state: RunState) -> int | None:
     return max(common or set().union(*those), default=None)
 
 
-def aligned(found: Mapping[int, Mapping[str, Any]]) -> tuple[dict[int, float], bool]:
+def aligned(found: Mapping[int, ProfiledStep]) -> tuple[dict[int, float], bool]:
     """Seconds by which each rank's step starts after the earliest, and whether clocks had to be corrected."""
     first = next(iter(found))
     ends, starts = ({rank: _moments(one, which) for rank, one in found.items()} for which in (2, 1))
@@ -89,7 +89,7 @@ def aligned(found: Mapping[int, Mapping[str, Any]]) -> tuple[dict[int, float], b
     return {rank: begin - earliest for rank, begin in begins.items()}, moved
 
 
-def _moments(one: Mapping[str, Any], which: int) -> dict[tuple[Any, ...], float]:
+def _moments(one: ProfiledStep, which: Literal[1, 2]) -> dict[tuple[Any, ...], float]:
     """When each numbered collective of a group (its name and ranks) started (1) or ended (2), in unix seconds."""
     return {
         (span[4], *(span[5] or ()), span[6]): one["t0"] + span[which]
@@ -113,4 +113,8 @@ def beyond(state: RunState, rank: RankState) -> tuple[float, float]:
     reserved = rank.steps.memory["reserved"][-1] if len(rank.steps) else math.nan
     used = state.system.gpus.get(int(number), {}).get("memory_used", [math.nan])[-1] if number.isdigit() else math.nan
     kept = reserved - rank.memory_step["peak"] if rank.memory_step else math.nan
-    return tuple(max(0.0, value) if math.isfinite(value) else 0.0 for value in (kept, used - reserved))
+    return _known(kept), _known(used - reserved)
+
+
+def _known(count: float) -> float:
+    return max(0.0, count) if math.isfinite(count) else 0.0

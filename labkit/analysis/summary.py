@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import cast
 
 from labkit.analysis.diagnose import findings
 from labkit.analysis.ledger import ledger
@@ -17,10 +17,11 @@ from labkit.record.events import OWNERS
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
 from labkit.record.state import RunState, elapsed, per_revision
+from labkit.record.types.summary import VERSION, Communication, RankFigures, Summary, UnreadableRun
 
 
 @per_revision
-def summarise(state: RunState, run: str = "") -> dict[str, Any]:
+def summarise(state: RunState, run: str = "") -> Summary:
     """The figures of the run `run` so far: bytes, seconds, samples per second. Unknown values are None.
 
     Steps that count, and what is a median, are defined in `metrics`. All views share the dict, so none may change it.
@@ -29,6 +30,7 @@ def summarise(state: RunState, run: str = "") -> dict[str, Any]:
     first = [rank.steps.t[0] for rank in state.ranks.values() if len(rank.steps)]
     devices = sorted({rank.device.split(":")[0] for rank in state.ranks.values()})
     return {
+        "v": VERSION,
         "run": run,
         "state": state.status.get("state", "ready"),
         "strategy": state.spec.get("strategy"),
@@ -57,7 +59,7 @@ def summarise(state: RunState, run: str = "") -> dict[str, Any]:
     }
 
 
-def _rank(state: RunState, number: int) -> dict[str, Any]:
+def _rank(state: RunState, number: int) -> RankFigures:
     rank = state.ranks.get(number) or RankState(number)
     return {
         "rank": number,
@@ -71,7 +73,7 @@ def _rank(state: RunState, number: int) -> dict[str, Any]:
     }
 
 
-def _communication(rank: RankState) -> dict[str, Any] | None:
+def _communication(rank: RankState) -> Communication | None:
     """Of the newest profiled step: seconds of communication, exposed seconds, and the share that was overlapped by
     compute.
     """
@@ -92,12 +94,12 @@ def _rounded(value: float | None, digits: int = 3) -> float | None:
     return None if value is None or not math.isfinite(value) else round(value, digits)
 
 
-def recorded_summary(folder: RunFolder, progress: Callable[[float], None] = lambda share: None) -> dict[str, Any]:
+def recorded_summary(folder: RunFolder, progress: Callable[[float], None] = lambda share: None) -> Summary:
     """The figures as written at the end of the run; of a run that is under way, the current ones. `progress` is that of
     `Follower`."""
     try:
         if recorded := RunFolder.read_json(folder.summary):
-            return recorded
+            return cast(Summary, recorded)
     except Unreadable:
         pass  # recompute an invalid or older summary from the events
     follower = Follower(folder, progress)
@@ -105,7 +107,9 @@ def recorded_summary(folder: RunFolder, progress: Callable[[float], None] = lamb
     return summarise(follower.state, folder.name)
 
 
-def summary_or_reason(folder: RunFolder, progress: Callable[[float], None] = lambda share: None) -> dict[str, Any]:
+def summary_or_reason(
+    folder: RunFolder, progress: Callable[[float], None] = lambda share: None
+) -> Summary | UnreadableRun:
     """The figures of a run, or the reason its folder cannot be read."""
     try:
         folder.require_readable()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.analysis.profiled import aligned, profiled_steps
+from labkit.record.columns import ProfiledStep
 from labkit.record.folder import RunFolder
 from labkit.record.state import RunState
 
@@ -41,7 +42,7 @@ def _names(state: RunState) -> Iterator[dict[str, Any]]:
             yield {"ph": "M", "name": "thread_name", "pid": number, "tid": row, "args": {"name": name}}
 
 
-def _events(rank: int, step: int, one: dict[str, Any], begin: float) -> Iterator[dict[str, Any]]:
+def _events(rank: int, step: int, one: ProfiledStep, begin: float) -> Iterator[dict[str, Any]]:
     def span(row: int, name: str, start: float, end: float, **args: Any) -> dict[str, Any]:
         first, last = round(1e6 * start), round(1e6 * end)  # whole microseconds, so that nested spans stay nested
         moment = round(1e6 * begin) + first

@@ -9,7 +9,7 @@ import sys
 from labkit.cli.glossary import glossary
 from labkit.cli.pages import diff, handout, notebook, script
 from labkit.cli.parser import refuse
-from labkit.cli.project import bench, claims, doctor, progress
+from labkit.cli.project import bench, claims, doctor, progress, schema
 from labkit.cli.recorded import capture, clean, compare, logs, replay, run, runs, show, stop, trace
 from labkit.cli.setting_up import lab, setup, test
 from labkit.cli.shared import Refused
@@ -36,7 +36,7 @@ COMMANDS = {
             replay,
             run,
         ),
-        *(runs, script, setup, show, stop, test, trace),
+        *(runs, schema, script, setup, show, stop, test, trace),
     )
 }
 

@@ -248,6 +248,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     glossary.add_argument(
         "term", metavar="TERM", nargs="*", help="for example: reduce-scatter (default: list all terms)"
     )
+    commands.add("schema", "print the JSON Schemas of the recorded events and of the summary", json=True)
     claims = commands.add("claims", "test common claims about distributed training on this machine", json=True)
     claims.add_argument("names", metavar="NAME", nargs="*", help="claims to test (default: all)")
     claims.add_argument("--quick", action="store_true", help="only claims that can be decided without a run")

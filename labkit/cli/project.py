@@ -1,4 +1,4 @@
-"""The commands progress, claims, doctor and bench."""
+"""The commands progress, claims, schema, doctor and bench."""
 
 from __future__ import annotations
 
@@ -34,6 +34,14 @@ def claims(args: argparse.Namespace) -> int:
         print(json.dumps({"claims": [one.to_json() for one in verdicts]}))
     else:
         console(args, WIDE).print(verdicts)
+    return 0
+
+
+def schema(args: argparse.Namespace) -> int:
+    """Prints the JSON Schemas of events and of the summary, as one JSON object."""
+    from labkit.record.published import schemas
+
+    print(json.dumps(schemas(), indent=None if args.json else 2))
     return 0
 
 

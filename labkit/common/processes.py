@@ -34,7 +34,7 @@ def identity(pid: int | None = None) -> dict[str, Any]:
 
 
 @cache
-def here() -> dict[str, Any]:
+def here() -> dict[str, str]:
     """The scope of a pid: `host`, and `boot`, which differs after a reboot and between containers with the same host
     name.
 
@@ -61,7 +61,8 @@ def living(pid: Any) -> psutil.Process | None:
 def is_same(process: psutil.Process, who: dict[str, Any]) -> bool:
     """Whether a process matches an `identity` by pid and start time. This is not sufficient for signalling it."""
     try:
-        return process.pid == who["pid"] and abs(process.create_time() - who["create_time"]) < _CLOCK_TOLERANCE
+        apart: float = abs(process.create_time() - who["create_time"])
+        return process.pid == who["pid"] and apart < _CLOCK_TOLERANCE
     except (psutil.Error, KeyError, TypeError):
         return False
 
@@ -194,7 +195,7 @@ def _is_running(process: psutil.Process) -> bool:
         return False
 
 
-def reap(child: subprocess.Popen) -> None:
+def reap(child: subprocess.Popen[Any]) -> None:
     """Reaps the children of this process that have ended; the exit code of `child` goes to its Popen."""
     if not hasattr(os, "waitid"):
         return  # orphans are not adopted here (see probe/lifetime.py), so there is no other child

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 
 from labkit.common.text import escape
-from labkit.figures.model import Drawn, Points, ticks
+from labkit.figures.model import Bars, Drawn, Line, Points, Spans, ticks
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 92, 26, 34
 _DASHES = {"dot": "1.5 3", "dash": "6 4", "dashdot": "6 3 1.5 3"}
@@ -90,7 +90,7 @@ def _frame(canvas: _Canvas, drawn: Drawn) -> None:
     canvas.line(_LEFT, bottom, right, bottom, 'stroke="currentColor" stroke-opacity="0.6"')
 
 
-def _line(canvas: _Canvas, line, points: Points) -> None:
+def _line(canvas: _Canvas, line: Line, points: Points) -> None:
     dash = f' stroke-dasharray="{_DASHES[line.dash]}"' if line.dash in _DASHES else ""
     style = (
         f'fill="none" stroke="{escape(line.colour or "currentColor")}" stroke-width="{line.width}"'
@@ -98,7 +98,7 @@ def _line(canvas: _Canvas, line, points: Points) -> None:
     )
     for known, part in groupby(zip(*points), key=lambda point: point[1] is not None):
         if known:
-            path = " ".join(f"{canvas.x(x):.1f},{canvas.y(y):.1f}" for x, y in part)
+            path = " ".join(f"{canvas.x(x):.1f},{canvas.y(y):.1f}" for x, y in part if y is not None)
             canvas.elements.append(f'<polyline points="{path}" {style}/>')
 
 
@@ -162,7 +162,8 @@ def _named(drawn: Drawn) -> list[tuple[str, str]]:
     """The entries of the legend with their colours; stacked areas and bars from top to bottom."""
     chart = drawn.chart
     stacked = [line for line in chart.lines if line.stacked]
-    shown = [(part.name, part.colour) for part in (*reversed(chart.bars), *chart.spans)]
+    parts: list[Bars | Spans] = [*reversed(chart.bars), *chart.spans]
+    shown = [(part.name, part.colour) for part in parts]
     lines = (*reversed(stacked), *(line for line in chart.lines if not line.stacked))
     return shown + [(line.name, line.colour or "currentColor") for line in lines if line.in_legend]
 

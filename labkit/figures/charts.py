@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Sequence
 from functools import partial
 
 import numpy
@@ -16,6 +17,7 @@ from labkit.figures.profiled import memory_by_owner, memory_of_step, timeline
 from labkit.record.columns import Losses, RankState
 from labkit.record.events import PHASES
 from labkit.record.state import RunState
+from labkit.record.steps import Column
 
 
 def loss(state: RunState) -> Chart:
@@ -37,13 +39,10 @@ def _losses(rank: RankState) -> list[Line]:
     lines = []
     for (attempt, start), end in zip(starts.items(), ends):
         last = attempt == rank.attempt
-        steps, losses = (
-            Derived(end - start, lambda first, to, column=column, start=start: column[start + first : start + to])
-            for column in (rank.steps.step, rank.steps.loss)
-        )
+        steps, losses = (_part(column, start, end) for column in (rank.steps.step, rank.steps.loss))
         key = f"rank{rank.rank}" if attempt == 0 else f"rank{rank.rank}-attempt{attempt}"
         name = f"rank {rank.rank}" if attempt == 0 else f"rank {rank.rank}, attempt {attempt}"
-        name = _named(name, rank.optimizers.get(rank.pacemaker))
+        name = _named(name, rank.pacemaker_name)
         colour = colours.rank_colour(rank.rank)
         lines.append(
             Line(
@@ -61,6 +60,11 @@ def _losses(rank: RankState) -> list[Line]:
     return lines
 
 
+def _part(column: Column, start: int, end: int) -> Derived:
+    """A column from index `start` to `end`."""
+    return Derived(end - start, lambda first, last: column[start + first : start + last])
+
+
 def _mean_loss(ranks: list[RankState]) -> Line:
     """The mean over ranks in the newest attempt, the only one in which the steps of all ranks line up."""
     starts = [rank.attempts.get(rank.attempt, 0) for rank in ranks]
@@ -73,13 +77,13 @@ def _mean_loss(ranks: list[RankState]) -> Line:
         return ranks[0].steps.step[starts[0] + first : starts[0] + last]
 
     key = "mean" + "".join(f"-{rank.attempt}" for rank in ranks)
-    name = _named("mean", ranks[0].optimizers.get(ranks[0].pacemaker))
+    name = _named("mean", ranks[0].pacemaker_name)
     return Line(key, name, Derived(length, steps), Derived(length, values), width=2.2, keep="extremes")
 
 
 def _losses_of_others(ranks: list[RankState]) -> list[Line]:
     """For each optimizer except the pacemaker, the mean of its losses over ranks, at its own steps."""
-    lines = []
+    lines: list[Line] = []
     for which in sorted({which for rank in ranks for which in rank.losses}):
         columns = [rank.losses[which] for rank in ranks if which in rank.losses]
         length = min(len(column.loss) for column in columns)
@@ -87,11 +91,21 @@ def _losses_of_others(ranks: list[RankState]) -> list[Line]:
         def values(first: int, last: int, columns: list[Losses] = columns) -> numpy.ndarray:
             return _mean([numpy.asarray(column.loss[first:last]) for column in columns])
 
+        def steps(first: int, last: int, column: Losses = columns[0]) -> numpy.ndarray:
+            return numpy.asarray(column.step[first:last])
+
         name = _named("mean" if len(ranks) > 1 else f"rank {ranks[0].rank}", ranks[0].optimizers.get(which))
-        steps = Derived(length, lambda first, last, columns=columns: columns[0].step[first:last])
         dash = ("dash", "dot", "dashdot")[len(lines) % 3]
         lines.append(
-            Line(f"optimizer{which}", name, steps, Derived(length, values), width=2.2, keep="extremes", dash=dash)
+            Line(
+                f"optimizer{which}",
+                name,
+                Derived(length, steps),
+                Derived(length, values),
+                width=2.2,
+                keep="extremes",
+                dash=dash,
+            )
         )
     return lines
 
@@ -157,7 +171,7 @@ def memory(state: RunState) -> Chart:
     return Chart("memory", title, Axis("seconds since start", least=10.0), axis, tuple(lines), note=note)
 
 
-def _device(state: RunState, rank: RankState) -> dict[str, array] | None:
+def _device(state: RunState, rank: RankState) -> dict[str, array[float]] | None:
     """The supervisor's samples of the GPU that a rank trains on; None if there are none."""
     number = rank.device.removeprefix("cuda:")
     return state.system.gpus.get(int(number)) if number.isdigit() else None
@@ -165,7 +179,7 @@ def _device(state: RunState, rank: RankState) -> dict[str, array] | None:
 
 def _memory_axis(state: RunState) -> Axis:
     """The memory axis, in the unit that suits the newest values."""
-    columns = [column for rank in state.ranks.values() for column in rank.steps.memory.values()]
+    columns: list[Sequence[float]] = [column for rank in state.ranks.values() for column in rank.steps.memory.values()]
     columns += [gpu["memory_used"] for gpu in state.system.gpus.values()]
     largest = max((column[-1] for column in columns if len(column) and math.isfinite(column[-1])), default=0.0)
     return Axis.of_bytes(largest)
@@ -228,6 +242,7 @@ def _mean(columns: list[numpy.ndarray]) -> numpy.ndarray:
     rows = numpy.stack(columns)
     known = numpy.isfinite(rows)
     number = known.sum(axis=0)
-    return numpy.divide(
+    means: numpy.ndarray = numpy.divide(
         numpy.where(known, rows, 0.0).sum(axis=0), number, out=numpy.full(rows.shape[1], math.nan), where=number > 0
     )
+    return means

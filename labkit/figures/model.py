@@ -69,8 +69,8 @@ class Line:
         """At most `limit` points from index `first` on; None is a gap (an unknown value, or a restart)."""
         kept = thin(self.y, first, len(self), limit, self.keep)
         xs, ys = _at(self.x, kept) - self.x_zero, _at(self.y, kept) / self.y_unit
-        xs, ys = xs.tolist(), [y if known else None for y, known in zip(ys.tolist(), numpy.isfinite(ys))]
-        return _broken_where_x_goes_back(xs, ys)
+        known = [y if is_known else None for y, is_known in zip(ys.tolist(), numpy.isfinite(ys))]
+        return _broken_where_x_goes_back(xs.tolist(), known)
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Chart:
     note: str = ""
 
     @property
-    def signature(self) -> tuple:
+    def signature(self) -> tuple[Any, ...]:
         """What must be unchanged for a drawn chart to be continued with new points only."""
         lines = tuple((line.key, line.x_zero, line.y_unit) for line in self.lines)
         return self.title, self.note, self.x, self.y, self.spans, self.bands, lines

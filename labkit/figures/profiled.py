@@ -9,7 +9,7 @@ from labkit.analysis.profiled import aligned, beyond, newest, overlap
 from labkit.common.units import size
 from labkit.figures import colours
 from labkit.figures.model import Axis, Bars, Chart, Line, Spans
-from labkit.record.columns import RankState
+from labkit.record.columns import ProfiledStep, RankState
 from labkit.record.events import OWNERS, PHASES
 from labkit.record.state import RunState
 
@@ -64,7 +64,7 @@ def timeline(state: RunState, step: int | None = None) -> Chart:
     )
 
 
-def _computing(one: Mapping[str, Any], least: float) -> Iterator[tuple[str, float, float, str]]:
+def _computing(one: ProfiledStep, least: float) -> Iterator[tuple[str, float, float, str]]:
     """When the rank computed, phase by phase: phase, start, end and hover text; stretches too narrow to see are
     merged."""
     many = {name: sum(phase == name for phase, *_ in one["phases"]) for name, *_ in one["phases"]}
@@ -88,7 +88,7 @@ def _computing(one: Mapping[str, Any], least: float) -> Iterator[tuple[str, floa
                 yield name, begin, stop, f"{which}, {_ms(end - start):.2f} ms in total"
 
 
-def _sending(one: Mapping[str, Any], least: float) -> Iterator[tuple[str, float, float, str]]:
+def _sending(one: ProfiledStep, least: float) -> Iterator[tuple[str, float, float, str]]:
     """The rank's collectives: op, start, end and hover text; adjacent ones of one kind that are too narrow to see are
     merged.
     """
@@ -121,7 +121,7 @@ def _merged(span: list[Any]) -> tuple[str, float, float, str]:
     )
 
 
-def _overlap_in_words(found: Mapping[int, Mapping[str, Any]]) -> str:
+def _overlap_in_words(found: Mapping[int, ProfiledStep]) -> str:
     under_way, exposed = (sum(values) for values in zip(*(overlap(one) for one in found.values())))
     if not under_way:
         return "no communication"
@@ -138,9 +138,10 @@ def memory_by_owner(state: RunState) -> Chart:
     is in use.
     """
     ranks = [rank for rank in _ranks(state) if rank.memory_step]
+    steps = [rank.memory_step for rank in ranks if rank.memory_step]
     names = tuple(f"rank {rank.rank}" for rank in ranks)
-    peaks = [rank.memory_step["at_peak"] for rank in ranks]
-    axis = Axis.of_bytes(max((rank.memory_step["peak"] for rank in ranks), default=0))
+    peaks = [step["at_peak"] for step in steps]
+    axis = Axis.of_bytes(max((step["peak"] for step in steps), default=0))
     unit = axis.bytes_each
     bars = [Bars(owner, colours.OWNERS[owner], tuple(peak.get(owner, 0) / unit for peak in peaks)) for owner in OWNERS]
     on_cuda = [rank for rank in ranks if rank.device.startswith("cuda")]
@@ -157,12 +158,11 @@ def memory_of_step(state: RunState, rank: int | None = None) -> Chart:
     """Bytes by owner over one profiled step of a rank (default: the rank with the highest peak), with its phases along
     the bottom.
     """
-    profiled = [one for one in _ranks(state) if one.memory_step and rank in (None, one.rank)]
+    profiled = [(one, one.memory_step) for one in _ranks(state) if one.memory_step and rank in (None, one.rank)]
     title = "Memory over one step"
     if not profiled:
         return Chart("memory_of_step", title, Axis("ms", end=1.0), Axis("MiB"), note=_NONE)
-    one = max(profiled, key=lambda one: one.memory_step["peak"])
-    held = one.memory_step
+    one, held = max(profiled, key=lambda pair: pair[1]["peak"])
     axis = Axis.of_bytes(held["peak"])
     times = [_ms(time) for time in held["times"]] + [_ms(held["seconds"])]
     lines = tuple(

@@ -68,6 +68,7 @@ def identity(spec: Request) -> dict[str, Any]:
 
 def resumable(spec: Request) -> Path:
     """The folder of the checkpoint that a resolved Spec resumes from; `CheckpointError` if it cannot resume."""
+    assert spec.resume is not None
     path = newest(Path(spec.resume))
     checkpoint = read(path)
     for difference in (_other_identity(checkpoint, spec), _nothing_to_do(checkpoint, spec), damage(checkpoint)):
@@ -191,7 +192,7 @@ def _other_layout(checkpoint: Checkpoint, spec: Request, name: str) -> str:
     if not writers:
         return f"{checkpoint.path} has the layout {found!r}, which no strategy can load; {_WITHOUT}"
     return (
-        f"{checkpoint.path} contains {LAYOUTS[found]}, and {spec.strategy} loads {expected}; "
+        f"{checkpoint.path} contains {LAYOUTS[str(found)]}, and {spec.strategy} loads {expected}; "
         f"resume with one of the strategies {', '.join(writers)}, or {_WITHOUT}"
     )
 

@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from labkit.common.arguments import Number, check_flag, check_path, shown
 from labkit.common.units import size
@@ -27,6 +27,7 @@ from labkit.training.workloads import DATA, WORKLOADS, Data, Workload
 
 if TYPE_CHECKING:
     from labkit.setup.machine import Machine
+    from labkit.training.request import Request
 
 DEVICES = ("auto", "cpu", "cuda")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
@@ -108,6 +109,11 @@ class Spec:
         object.__setattr__(self, "args", tuple(self.args))
 
     # ---- the rows of the tables
+
+    @property
+    def request(self) -> Request:
+        """This Spec of a strategy, with the number of ranks resolved, as the tables and the formulas use it."""
+        return cast("Request", self)
 
     @property
     def strategy_row(self) -> Strategy:

@@ -3,24 +3,62 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict, cast
 
 from labkit.record.steps import Steps
+from labkit.record.types.measured import Call, Operation, Span, Timeline
+from labkit.record.types.observed import Model, Seen
+from labkit.record.types.reported import Error, Silent, Waiting
 
 
-def numbers() -> array:
+def numbers() -> array[float]:
     """An empty column."""
     return array("d")
+
+
+class ProfiledStep(TypedDict):
+    """The `timeline` event of a profiled step with all fields, see `types.measured.Timeline`."""
+
+    step: int
+    t0: float
+    seconds: float
+    device: str
+    backend: str
+    left_out: int
+    phases: list[Span]
+    comm: list[Call]
+    marks: list[Span]
+    busy: list[tuple[float, float]]
+    exposed: dict[str, float]
+
+
+class MemoryCurve(TypedDict):
+    """The memory of a profiled step: bytes by owner from each of `times` on, see `types.measured.MemoryStep`."""
+
+    step: int
+    t0: float
+    seconds: float
+    phases: list[Span]
+    times: list[float]
+    owners: dict[str, list[int]]
+    peak: float
+    at_peak: dict[str, float]
+
+
+class StepTraffic(TypedDict):
+    """The communication of one step, by operation."""
+
+    step: int
+    ops: dict[str, Operation]
 
 
 @dataclass
 class Losses:
     """The losses of an optimizer other than the pacemaker, and the step of the run to which each belongs."""
 
-    step: array = field(default_factory=numbers)
-    loss: array = field(default_factory=numbers)
+    step: array[float] = field(default_factory=numbers)
+    loss: array[float] = field(default_factory=numbers)
 
 
 @dataclass
@@ -53,35 +91,40 @@ class RankState:
     left_at: str = ""
     activity: str | None = None
     activity_since: float | None = None
-    error: dict[str, Any] | None = None
+    error: Error | None = None
     owners: dict[str, int] = field(default_factory=dict)
-    traffic: dict[str, Any] | None = None
-    timelines: dict[int, dict[str, Any]] = field(default_factory=dict)
-    memory_step: dict[str, Any] | None = None
-    waiting: dict[str, Any] | None = None
-    silent: dict[str, Any] | None = None
+    traffic: StepTraffic | None = None
+    timelines: dict[int, ProfiledStep] = field(default_factory=dict)
+    memory_step: MemoryCurve | None = None
+    waiting: Waiting | None = None
+    silent: Silent | None = None
     not_finite: int | None = None
-    saw: list[dict[str, Any]] = field(default_factory=list)
+    saw: list[Seen] = field(default_factory=list)
     steps: Steps = field(default_factory=Steps)
     losses: dict[int, Losses] = field(default_factory=dict)
     optimizers: dict[int, str] = field(default_factory=dict)
     pacemaker: int | None = None
 
     @property
-    def timeline(self) -> dict[str, Any] | None:
+    def timeline(self) -> ProfiledStep | None:
         """The `timeline` event of the newest profiled step; None if there is none."""
         return self.timelines[max(self.timelines)] if self.timelines else None
 
-    def seen(self, what: str) -> list[dict[str, Any]]:
-        """The observations of kind `what`, in order; see probe/observations.py."""
+    def seen(self, what: str) -> list[Any]:
+        """The observations of kind `what`, in order; `types/observed.py` has a type for each."""
         return [one for one in self.saw if one["what"] == what]
 
     @property
-    def models(self) -> list[dict[str, Any]]:
+    def models(self) -> list[Model]:
         """The models that train, in the order of their first call; loss modules, which older versions recorded, are
         left out.
         """
         return [one for one in self.seen("model") if one.get("parameters")]
+
+    @property
+    def pacemaker_name(self) -> str | None:
+        """The name of the optimizer that sets the pace; None if there is only one."""
+        return None if self.pacemaker is None else self.optimizers.get(self.pacemaker)
 
     @property
     def first_step(self) -> int:
@@ -103,27 +146,26 @@ class RankState:
 class System:
     """Samples taken by the supervisor: times `t`, and columns by device index or rank."""
 
-    t: array = field(default_factory=numbers)
-    cpu_percent: array = field(default_factory=numbers)
-    memory_used: array = field(default_factory=numbers)
-    gpus: dict[int, dict[str, array]] = field(default_factory=dict)
+    t: array[float] = field(default_factory=numbers)
+    cpu_percent: array[float] = field(default_factory=numbers)
+    memory_used: array[float] = field(default_factory=numbers)
+    gpus: dict[int, dict[str, array[float]]] = field(default_factory=dict)
     gpu_memory_total: dict[int, int] = field(default_factory=dict)
-    ranks: dict[int, dict[str, array]] = field(default_factory=dict)
+    ranks: dict[int, dict[str, array[float]]] = field(default_factory=dict)
 
 
-def whole_timeline(event: Mapping[str, Any]) -> dict[str, Any]:
-    """A timeline with all fields that figures and findings read. Raises if the event is invalid."""
-    spans = {
-        name: [[str(span[0]), float(span[1]), float(span[2]), *span[3:]] for span in event[name]]
-        for name in ("phases", "comm", "marks")
-    }
-    spans["comm"] = [[*span, None, None, None, None][:7] for span in spans["comm"]]
-    busy = [[float(start), float(end)] for start, end in event["busy"]]
-    exposed = {str(name): float(seconds) for name, seconds in event["exposed"].items()}
-    plain = {
+def whole_timeline(event: Timeline) -> ProfiledStep:
+    """A timeline with all fields that figures and findings read."""
+    return {
+        "step": event["step"],
+        "t0": event["t0"],
+        "seconds": event["seconds"],
         "device": event.get("device", "cpu"),
         "backend": event.get("backend", ""),
-        "left_out": int(event.get("left_out", 0)),
+        "left_out": event.get("left_out", 0),
+        "phases": event["phases"],
+        "comm": [cast(Call, [*call, None, None, None, None][:7]) for call in event["comm"]],
+        "marks": event["marks"],
+        "busy": event["busy"],
+        "exposed": event["exposed"],
     }
-    moments = {"step": int(event["step"]), "t0": float(event["t0"]), "seconds": float(event["seconds"])}
-    return spans | plain | moments | {"busy": busy, "exposed": exposed}

@@ -8,112 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from labkit.record.files import read_below
-from labkit.record.kinds import AMOUNT, BYTES, CODE, COUNT, NAME, NULL, PID, RANK, RANKS, SECONDS, TEXT, TIME, VALUE
 from labkit.record.plain import parse
-from labkit.record.schema import Anything, Choice, Either, Flag, Number, Record, Sequence, Table, Text, record
-
-STATES = ("starting", "running", "stopping", "finished", "failed", "stopped", "lost")
-
-_PROCESSES = Number(1, RANKS, whole=True)
-_LINE = Text(inline=True)  # arguments, variables and paths, of any length
-_WHO = record({"pid": PID, "create_time": TIME}, host=NAME, boot=NAME)
-
-_SPEC = record(  # the fields of `Spec`, which itself checks their combinations
-    optional={
-        **dict.fromkeys(("scaling", "device"), NAME),
-        **dict.fromkeys(("max_restarts", "sample_every", "hang_after"), COUNT),
-        "seed": Number(-(2**64), 2**64, whole=True),
-        **dict.fromkeys(("tensors", "as_module"), Flag()),
-        "args": Sequence(_LINE, 10_000),
-        "options": Table(Either((NAME, Number(), Flag(), NULL))),
-    },
-    **dict.fromkeys(("strategy", "workload", "precision", "data", "fault"), NAME),
-    **dict.fromkeys(("data_dir", "script", "resume"), _LINE),
-    **dict.fromkeys(("batch_size", "epochs", "steps", "samples", "save_every"), COUNT),
-    nproc=_PROCESSES,
-)
-_FAILED = record(
-    optional={"message": TEXT, "traceback": TEXT, "last_seen": Flag()},
-    **{"exit_code": CODE, "pid": PID, "signal": NAME, "t": TIME},
-)
-_START = Choice(("warm", "cold"))
-_STATUS = record(
-    {"state": Choice(STATES)},
-    {"message": TEXT, "restarts": COUNT, "start": _START, "cold_because": TEXT},
-    **{
-        "v": COUNT,
-        "started": TIME,
-        "ended": TIME,
-        "supervisor": _WHO,
-        "agent": _WHO,
-        "exit_code": CODE,
-        "detached": Flag(),
-    },
-    agent_began=TIME,
-    ranks=Table(PID, RANKS, numbers=RANKS),
-    failures=Table(_FAILED, RANKS, numbers=RANKS),
-    oom_kills=COUNT,
-)
-_LAUNCH = record(
-    optional={
-        "argv": Sequence(_LINE),
-        "env": Table(_LINE, 10_000),
-        "cwd": _LINE,
-        "start": _START,
-        "cold_because": TEXT,
-    },
-    **{"v": COUNT, "engine": NAME, "detached": Flag()},
-)
-_CAPTURE = record({"step": COUNT}, snapshot=Flag())
-
-_FINDING = record(
-    dict.fromkeys(("name", "kind", "title", "evidence", "cause", "fix"), TEXT) | {"ranks": Sequence(RANK, RANKS)}
-)
-_ENTRY = record(
-    {"op": NAME, "calls": AMOUNT, "measured": Number(), "formula": TEXT, "reason": TEXT}, null={"theory": Number()}
-)
-_RANK = record(
-    {"rank": RANK, "memory_bytes": Table(BYTES), "phase_seconds": Table(Either((SECONDS, NULL)))},
-    null={
-        "exit_code": CODE,
-        "peak_memory_bytes": BYTES,
-        "step_seconds_median": SECONDS,
-        "comm_bytes_per_step": Number(),
-    }
-    | {"communication": record(step=COUNT, seconds=SECONDS, open_seconds=SECONDS, hidden=Number())},
-)
-_RANKS = Sequence(RANK, RANKS)
-_FAILURE = record(
-    {"rank": RANK, "type": TEXT, "message": TEXT, "traceback": TEXT, "collateral": _RANKS},
-    {"alike": _RANKS, "left": _RANKS, "last_seen": Flag()},
-    {"exit_code": CODE},
-)
-_SUMMARY = record(
-    {
-        "run": NAME,
-        "state": Choice(("ready", *STATES)),
-        "world_size": _PROCESSES,
-        "steps": COUNT,
-        "restarts": COUNT,
-        "broken_lines": COUNT,
-    }
-    | {
-        "seconds": record(null={"total": Number(), "to_first_step": Number()}),
-        "note": TEXT,
-        "ranks": Sequence(_RANK, RANKS),
-    }
-    | {
-        "findings": Sequence(_FINDING, 1_000),
-        "ledger": Sequence(_ENTRY, 1_000),
-        "replicas": Sequence(Anything(), 1_000),
-    },
-    optional={"start": _START},
-    null={
-        **dict.fromkeys(("strategy", "workload", "device"), NAME),
-        **dict.fromkeys(("samples_per_second", "loss", "gil_wait"), Number()),
-        **{"script": _LINE, "accuracy": VALUE, "failure": _FAILURE},
-    },
-)
+from labkit.record.schema import Record, record_of
+from labkit.record.types.documents import Capture, Launch, SpecFields, Status
+from labkit.record.types.summary import Summary
 
 
 @dataclass(frozen=True)
@@ -125,11 +23,11 @@ class Document:
 
 
 DOCUMENTS = {
-    "spec.json": Document(_SPEC, 1 << 20),
-    "status.json": Document(_STATUS, 64 << 20),
-    "launch.json": Document(_LAUNCH, 4 << 20),
-    "capture.json": Document(_CAPTURE, 1 << 16),
-    "summary.json": Document(_SUMMARY, 64 << 20),
+    "spec.json": Document(record_of(SpecFields), 1 << 20),
+    "status.json": Document(record_of(Status), 64 << 20),
+    "launch.json": Document(record_of(Launch), 4 << 20),
+    "capture.json": Document(record_of(Capture), 1 << 16),
+    "summary.json": Document(record_of(Summary), 64 << 20),
 }
 
 

@@ -8,50 +8,8 @@ imports it: standard library only.
 JSON line, as all step events were in older versions. In each line, `after` is the number of records in the step file
 when the line was written (default: 0), which defines a common order of the two files.
 
-Kinds written today, in addition to `v`, `t` (unix seconds on the run's clock, see clock.py), `rank`, `after` and
-`kind`:
-
-=========== ==========================================================================================================
-start       pid, host, local_rank, world_size, device ("cpu", "cuda:0"), device_name, torch, attempt, began (unix
-seconds at which the
-            process began); torch is imported by then
-startup     name: what the rank has reached for the first time in this attempt: "group" (init_process_group has
-returned), "data"
-            (a DataLoader was made), "batch" (the first batch was fetched, or a model was called to train)
-device      device, device_name: the device that the script actually uses, once it is known
-step        step (from 1, continued over attempts), loss (null if this rank has none), samples,
-            seconds {step, data, copy, forward, backward, optimizer, other}, memory {allocated, reserved, peak} in bytes
-optimizer   optimizer (a number), name, sets_pace: written once for each of several optimizers that train on separate
-losses. The
-            steps, and the loss in them, are those of the optimizer that sets the pace
-losses      optimizer, points [[step, loss]]: the losses of an optimizer that does not set the pace, each with the step
-of the run
-            to which it belongs; written at most once per second
-memory      owners {parameters, gradients, optimizer, activations, communication, other} in bytes, step
-timeline    step, t0 (unix seconds at which the step began), seconds, device, backend; phases [[name, start, end]],
-            comm [[operation, start, end, bytes, group, ranks, sequence number]], busy [[start, end]] (intervals in
-            which the rank computed), marks [[name, start, end]] (FSDP units, micro-batches), exposed {phase: seconds};
-            times from t0. A few steps only
-memory_step step, t0, seconds, phases as above, times [...] and owners {owner: [...]} (bytes from each time on), peak,
-at_peak
-            {owner: bytes}. For one early step, and for requested steps
-waiting     since (unix seconds of the last progress), step, activity, stack (text), ops [{op, group, id, ranks, seq,
-sizes, over}],
-            the newest of each group (its description and its id); written repeatedly while a rank makes no progress
-error       type, message, traceback, ops as above, owners: the exception that ended the script; `exit code 3` for
-os._exit(3) end         exit_code, steps, seconds, stack (of the call that ended the script without an error, such as
-sys.exit()) report      values {name: a number, text or list}: what the script passed to labkit.report going_on
-waited (seconds): a rank that was waiting makes progress again saw         what ("model", "loader", "epoch", "batch",
-"item", "save", "not_finite") and its fields, see probe/observations.py;
-            "process", see probe/elsewhere.py; "thread" with its name, if it trains but is not recorded; "gradients"
-            with the number of calls of backward, if the script ended without a step
-dropped     events: how many could not be written before this one, because the disk was full
-=========== ==========================================================================================================
-
-`system.jsonl` holds lines of kind `system`: cpu_percent, memory_used, gpus [{index, memory_used, memory_total,
-utilisation, power}], ranks {rank: {cpu_percent, rss}}; in bytes, percent of one core or device, and watts. Two more
-kinds concern a rank that cannot report itself: `silent` (rank, since, process: its state in the operating system,
-computed: share of a core, stack) and `heard`.
+`system.jsonl` holds the samples of the supervisor, and its reports of ranks that cannot report themselves. The types in
+`labkit.record.types` say which kinds of events are written today, and which fields they have.
 """
 
 from __future__ import annotations
@@ -61,11 +19,15 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypedDict, cast, overload
 
 from labkit.record import clock, stepfile
 from labkit.record.appender import Appender
-from labkit.record.stepfile import PHASES, Block, StepFile, StepWriter
+from labkit.record.stepfile import PHASES, Block, StepFile
+from labkit.record.stepwriter import StepWriter, packed
+
+if TYPE_CHECKING:
+    from labkit.record.kinds import Event
 
 __all__ = ["OWNERS", "PHASES", "REPORT", "STARTUP", "VERSION", "Block", "Reader", "Writer"]
 
@@ -76,8 +38,18 @@ STARTUP = ("group", "data", "batch")  # names of `startup` events
 OWNERS = ("parameters", "gradients", "optimizer", "activations", "communication", "other")
 
 
+_NOT_IN_FILES = ("steps", "spec", "status")  # kinds that only readers create
 _MOST_STEPS = 2**53  # largest valid value of `after`
 _BLOCK = 1 << 15  # records read at once
+
+
+class StepBlock(TypedDict):
+    """Consecutive steps of a rank, as `Reader` returns them: an event that no file contains."""
+
+    v: int
+    kind: Literal["steps"]
+    rank: int
+    block: Block
 
 
 class Writer:
@@ -99,7 +71,7 @@ class Writer:
         disk.
         """
         if kind == "step" and self._steps is not None:
-            record = stepfile.packed(fields.get("t", clock.now()), fields)
+            record = packed(fields.get("t", clock.now()), fields)
             if record is not None:
                 self._steps.write(record)
                 return
@@ -135,7 +107,7 @@ class Reader:
         self,
         path: str | os.PathLike[str],
         opened: Callable[[Path], BinaryIO] = lambda path: path.open("rb"),
-        parsed: Callable[[bytes], dict[str, Any] | None] | None = None,
+        parsed: Callable[[bytes], Event | None] | None = None,
     ):
         self.path = Path(path)
         self.broken = 0
@@ -154,7 +126,13 @@ class Reader:
             self._offset = max(0, self.path.stat().st_size - last)
             self._taken = self._steps.whole()
 
-    def poll(self, limit: int = 4 << 20, blocks: bool = False) -> Iterator[dict[str, Any]]:
+    @overload
+    def poll(self, limit: int = ..., blocks: Literal[False] = ...) -> Iterator[Event]: ...
+
+    @overload
+    def poll(self, limit: int = ..., *, blocks: Literal[True]) -> Iterator[Event | StepBlock]: ...
+
+    def poll(self, limit: int = 4 << 20, blocks: bool = False) -> Iterator[Event | StepBlock]:
         """The events since the last call, from at most `limit` bytes of lines.
 
         With `blocks`, consecutive steps are one event of kind `steps` with an unparsed `block`.
@@ -188,7 +166,7 @@ class Reader:
         except OSError:
             return self._steps.size
 
-    def _new_lines(self, limit: int) -> Iterator[dict[str, Any]]:
+    def _new_lines(self, limit: int) -> Iterator[Event]:
         self._at_end = True
         try:
             with self._opened(self.path) as file:
@@ -204,13 +182,13 @@ class Reader:
             del lines[0]
         for line in lines:
             event = self._event(line)
-            if event is not None and event["kind"] != "steps":  # only this reader creates that kind
+            if event is not None and event["kind"] not in _NOT_IN_FILES:
                 yield event
         if len(self._rest) > LONGEST or self._too_long:
             self.broken += not self._too_long
             self._rest, self._too_long = b"", True
 
-    def _steps_up_to(self, last: int, blocks: bool) -> Iterator[dict[str, Any]]:
+    def _steps_up_to(self, last: int, blocks: bool) -> Iterator[Event | StepBlock]:
         if self._steps.layout is None:
             self._steps.whole()  # the file was created after the poll started
         while self._taken < last and self._steps.layout:
@@ -232,7 +210,7 @@ class Reader:
             self._has_gap = True
             self.broken += 1
 
-    def _event(self, line: bytes) -> dict[str, Any] | None:
+    def _event(self, line: bytes) -> Event | None:
         if not line.strip():
             return None
         event = self._parsed(line)
@@ -240,11 +218,11 @@ class Reader:
         return event
 
 
-def parse(line: bytes) -> dict[str, Any] | None:
+def parse(line: bytes) -> Event | None:
     """The event of one line, unchecked; None if it is broken."""
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):
         return None
     whole = isinstance(event, dict) and isinstance(event.get("kind"), str) and isinstance(event.get("t"), (int, float))
-    return event if whole else None
+    return cast("Event", event) if whole else None

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 from labkit.record.columns import RankState
 from labkit.record.stacks import error_in, place
+from labkit.record.types.summary import Failure
 
 # Messages of gloo, NCCL and torchrun on a rank whose peer is gone: a consequence, if any other error is known.
 PEER_GONE = re.compile(
@@ -19,7 +20,20 @@ PEER_GONE = re.compile(
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)  # numbers may differ between messages with the same cause
 
 
-def failure_of(ranks: Mapping[int, RankState], status: Mapping[str, Any], over: bool) -> dict[str, Any] | None:
+class _Report(TypedDict):
+    """One rank's failure. `consequence`: it only reports a lost peer."""
+
+    rank: int
+    t: float
+    type: str
+    message: str
+    traceback: str
+    exit_code: int | None
+    consequence: bool
+    last_seen: bool
+
+
+def failure_of(ranks: Mapping[int, RankState], status: Mapping[str, Any], over: bool) -> Failure | None:
     """The first failure of a run; None if no rank failed.
 
     `rank`, `type`, `message`, `traceback` (a stack, innermost frame last) and `exit_code` are those of the first rank
@@ -39,8 +53,17 @@ def failure_of(ranks: Mapping[int, RankState], status: Mapping[str, Any], over: 
     others = {failure["rank"] for failure in failures}
     if over:
         others |= {rank.rank for rank in ranks.values() if rank.exit_code is None}
-    shown = {name: first[name] for name in ("rank", "type", "message", "traceback", "exit_code", "last_seen")}
-    return shown | {"alike": alike, "collateral": sorted(others - set(alike)), "left": left}
+    return {
+        "rank": first["rank"],
+        "type": first["type"],
+        "message": first["message"],
+        "traceback": first["traceback"],
+        "exit_code": first["exit_code"],
+        "last_seen": first["last_seen"],
+        "alike": alike,
+        "collateral": sorted(others - set(alike)),
+        "left": left,
+    }
 
 
 def exit_code(ranks: Mapping[int, RankState], status: Mapping[str, Any], number: int) -> int | None:
@@ -53,7 +76,7 @@ def exit_code(ranks: Mapping[int, RankState], status: Mapping[str, Any], number:
     return 1 if reported is None and rank is not None and rank.error else reported
 
 
-def _reported_by_ranks(ranks: Mapping[int, RankState], status: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _reported_by_ranks(ranks: Mapping[int, RankState], status: Mapping[str, Any]) -> Iterator[_Report]:
     for rank in ranks.values():
         if rank.error:
             kind, message = rank.error["type"], rank.error["message"]
@@ -69,7 +92,7 @@ def _reported_by_ranks(ranks: Mapping[int, RankState], status: Mapping[str, Any]
             }
 
 
-def _reported_by_torchrun(ranks: Mapping[int, RankState], status: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _reported_by_torchrun(ranks: Mapping[int, RankState], status: Mapping[str, Any]) -> Iterator[_Report]:
     for name, failure in (status.get("failures") or {}).items():
         rank = int(name)
         if not failure.get("exit_code") or (rank in ranks and ranks[rank].error):
@@ -89,7 +112,7 @@ def _reported_by_torchrun(ranks: Mapping[int, RankState], status: Mapping[str, A
         }
 
 
-def _same_way(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def _same_way(one: _Report, other: _Report) -> bool:
     """Whether two ranks failed in the same way. A rank known only from torchrun's report has no line to compare."""
     if one["type"] != other["type"] or _NUMBERS.sub("#", one["message"]) != _NUMBERS.sub("#", other["message"]):
         return False

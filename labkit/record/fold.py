@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from labkit.plan.spec import Spec, SpecError
 from labkit.record.columns import Losses, RankState, System, numbers, whole_timeline
-from labkit.record.events import OWNERS, STARTUP
+from labkit.record.events import OWNERS, STARTUP, StepBlock
 from labkit.record.stacks import MESSAGE_LIMIT, TEXT_LIMIT, clipped
 from labkit.record.steps import number
+from labkit.record.types import measured, observed, reported
 
 _TIMELINES = 20  # stored per rank
 _SEEN = 200
@@ -43,7 +44,7 @@ class Fold:
         self.dropped: dict[int, int] = {}
         self.in_threads: deque[dict[str, Any]] = deque(maxlen=_REPLICA_STEPS)
         self._asked: Spec | None = None
-        self._newest_metrics: dict[str, Any] = {}
+        self._newest_metrics: dict[str | None, Any] = {}
         self._applied = 0
 
     @property
@@ -79,7 +80,7 @@ class Fold:
     def _on_status(self, event: Mapping[str, Any]) -> None:
         self.status = _with_short_texts(event["status"])
 
-    def _on_start(self, event: Mapping[str, Any]) -> None:
+    def _on_start(self, event: reported.Start) -> None:
         rank = self._rank(event)
         rank.pid, rank.host = event.get("pid"), event.get("host")
         rank.device, rank.device_name = event.get("device", "cpu"), event.get("device_name", "")
@@ -89,23 +90,24 @@ class Fold:
         rank.waiting, rank.not_finite, rank.saw, rank.timelines, rank.left_at = None, None, [], {}, ""
         rank.began, rank.startup = event.get("began"), {}
 
-    def _on_startup(self, event: Mapping[str, Any]) -> None:
+    def _on_startup(self, event: reported.Startup) -> None:
         startup = self._rank(event).startup
         if event["name"] in STARTUP:
             startup.setdefault(event["name"], event["t"])
 
-    def _on_device(self, event: Mapping[str, Any]) -> None:
+    def _on_device(self, event: reported.Device) -> None:
         rank = self._rank(event)
         rank.device, rank.device_name = str(event["device"]), event.get("device_name", "")
 
-    def _on_step(self, event: Mapping[str, Any]) -> None:
+    def _on_step(self, event: measured.Step) -> None:
         rank = self._rank(event)
         rank.steps.append(event)
         rank.waiting = None
-        if rank.not_finite is None and event.get("loss") is not None and not math.isfinite(event["loss"]):
+        loss = event.get("loss")
+        if rank.not_finite is None and loss is not None and not math.isfinite(loss):
             rank.not_finite = int(event["step"])
 
-    def _on_steps(self, event: Mapping[str, Any]) -> None:
+    def _on_steps(self, event: StepBlock) -> None:
         rank, before = self._rank(event), len(self._rank(event).steps)
         broken, diverged = rank.steps.extend(event["block"])
         self.broken += broken
@@ -114,22 +116,22 @@ class Fold:
         if rank.not_finite is None:
             rank.not_finite = diverged
 
-    def _on_optimizer(self, event: Mapping[str, Any]) -> None:
+    def _on_optimizer(self, event: measured.Optimizer) -> None:
         rank, which = self._rank(event), event["optimizer"]
         rank.optimizers[which] = event["name"] or f"optimizer {which + 1}"
         if event["sets_pace"]:
             rank.pacemaker = which
 
-    def _on_losses(self, event: Mapping[str, Any]) -> None:
+    def _on_losses(self, event: measured.Losses) -> None:
         losses = self._rank(event).losses.setdefault(event["optimizer"], Losses())
         for step, loss in event["points"]:
             losses.step.append(step)
             losses.loss.append(number(loss))
 
-    def _on_memory(self, event: Mapping[str, Any]) -> None:
+    def _on_memory(self, event: measured.Memory) -> None:
         self._rank(event).owners = {owner: int(size) for owner, size in event["owners"].items()}
 
-    def _on_replica(self, event: Mapping[str, Any]) -> None:
+    def _on_replica(self, event: measured.Replica) -> None:
         replicas = [
             {"replica": int(one["replica"]), "device": str(one["device"])}
             | {name: float(one[name]) for name in ("forward", "cpu", "samples", "memory")}
@@ -140,85 +142,90 @@ class Fold:
             {"replicas": replicas, "extra": event["extra"], "gil_wait": None if wait is None else float(wait)}
         )
 
-    def _on_traffic(self, event: Mapping[str, Any]) -> None:
+    def _on_traffic(self, event: measured.Traffic) -> None:
         self._rank(event).traffic = {"step": event["step"], "ops": dict(event["ops"])}
 
-    def _on_timeline(self, event: Mapping[str, Any]) -> None:
+    def _on_timeline(self, event: measured.Timeline) -> None:
         timelines = self._rank(event).timelines
         timelines[int(event["step"])] = whole_timeline(event)
         while len(timelines) > _TIMELINES:
             del timelines[min(timelines)]
 
-    def _on_memory_step(self, event: Mapping[str, Any]) -> None:
+    def _on_memory_step(self, event: measured.MemoryStep) -> None:
         columns = {
             owner: [int(size) for size in event["owners"][owner]] for owner in OWNERS if owner in event["owners"]
         }
         times = [float(time) for time in event["times"]]
         if any(len(column) != len(times) for column in columns.values()):
             raise ValueError("columns of different lengths")
-        kept = {name: event[name] for name in ("step", "t0", "seconds", "phases", "peak", "at_peak")}
-        self._rank(event).memory_step = kept | {"times": times, "owners": columns}
+        self._rank(event).memory_step = {
+            "step": event["step"],
+            "t0": event["t0"],
+            "seconds": event["seconds"],
+            "phases": event["phases"],
+            "peak": event["peak"],
+            "at_peak": event["at_peak"],
+            "times": times,
+            "owners": columns,
+        }
 
-    def _on_waiting(self, event: Mapping[str, Any]) -> None:
-        self._rank(event).waiting = (
-            {"ops": [], "stack": "", "computed": None} | _with_short_texts(event) | {"since": float(event["since"])}
-        )
+    def _on_waiting(self, event: reported.Waiting) -> None:
+        whole: reported.Waiting = {"ops": [], "stack": "", "computed": None, **event}
+        self._rank(event).waiting = _with_short_texts(whole)
 
-    def _on_going_on(self, event: Mapping[str, Any]) -> None:
+    def _on_going_on(self, event: reported.GoingOn) -> None:
         self._rank(event).waiting = None
 
-    def _on_silent(self, event: Mapping[str, Any]) -> None:
-        plain = {
-            "process": str(event["process"]),
-            "since": float(event["since"]),
-            "stack": str(event.get("stack") or ""),
-        }
-        self._rank(event).silent = _with_short_texts({"computed": None, **event, **plain})
+    def _on_silent(self, event: reported.Silent) -> None:
+        whole: reported.Silent = {"stack": "", "computed": None, **event}
+        self._rank(event).silent = _with_short_texts(whole)
 
-    def _on_heard(self, event: Mapping[str, Any]) -> None:
+    def _on_heard(self, event: reported.Heard) -> None:
         self._rank(event).silent = None
 
-    def _on_saw(self, event: Mapping[str, Any]) -> None:
+    def _on_saw(self, event: observed.Seen) -> None:
         saw = self._rank(event).saw
         if len(saw) < _SEEN:
-            saw.append({"what": str(event["what"])} | dict(event))
+            saw.append(event)
 
-    def _on_activity(self, event: Mapping[str, Any]) -> None:
+    def _on_activity(self, event: reported.Activity) -> None:
         rank = self._rank(event)
         rank.activity, rank.activity_since = event["name"], event["t"]
 
-    def _on_metric(self, event: Mapping[str, Any]) -> None:
-        metric = {name: event.get(name) for name in ("t", "rank", "name", "value", "step")}
-        self.metrics.append(metric)
-        if metric["name"] in self._newest_metrics or len(self._newest_metrics) < _NAMES:
-            self._newest_metrics[metric["name"]] = metric["value"]
+    def _on_metric(self, event: reported.Metric) -> None:
+        name, value = event.get("name"), event.get("value")
+        self.metrics.append(
+            {"t": event["t"], "rank": event.get("rank"), "name": name, "value": value, "step": event.get("step")}
+        )
+        if name in self._newest_metrics or len(self._newest_metrics) < _NAMES:
+            self._newest_metrics[name] = value
 
-    def _on_report(self, event: Mapping[str, Any]) -> None:
+    def _on_report(self, event: reported.Report) -> None:
         reported = self.reports.setdefault(self._rank(event).rank, {})
         for name, value in event["values"].items():
             if name in reported or len(reported) < _NAMES:
                 reported[name] = value
 
-    def _on_error(self, event: Mapping[str, Any]) -> None:
-        texts = {"type": str(event.get("type") or "Exception")}
-        texts |= {name: str(event.get(name) or "") for name in ("message", "traceback")}
-        self._rank(event).error = _with_short_texts({**event, **texts, "t": float(event["t"])})
+    def _on_error(self, event: reported.Error) -> None:
+        whole: reported.Error = {"type": "", "message": "", "traceback": "", **event}
+        whole["type"] = whole["type"] or "Exception"
+        self._rank(event).error = _with_short_texts(whole)
 
-    def _on_probe_error(self, event: Mapping[str, Any]) -> None:
+    def _on_probe_error(self, event: reported.ProbeError) -> None:
         if len(self.unwatched) < _SEEN:
             lost = {name: event[name] for name in ("part", "type", "message")}
             self.unwatched.append({"rank": self._rank(event).rank} | _with_short_texts(lost))
 
-    def _on_dropped(self, event: Mapping[str, Any]) -> None:
+    def _on_dropped(self, event: reported.Dropped) -> None:
         rank = self._rank(event).rank
         self.dropped[rank] = self.dropped.get(rank, 0) + int(event["events"])
 
-    def _on_end(self, event: Mapping[str, Any]) -> None:
+    def _on_end(self, event: reported.End) -> None:
         rank = self._rank(event)
         rank.ended, rank.exit_code = event["t"], event.get("exit_code")
         rank.left_at = clipped(str(event.get("stack") or ""))
 
-    def _on_system(self, event: Mapping[str, Any]) -> None:
+    def _on_system(self, event: measured.System) -> None:
         system = self.system
         system.t.append(float(event["t"]))
         system.cpu_percent.append(number(event.get("cpu_percent")))
@@ -230,7 +237,7 @@ class Fold:
             columns["t"].append(float(event["t"]))
             for name in ("memory_used", "utilisation", "power"):
                 columns[name].append(number(gpu.get(name)))
-            system.gpu_memory_total[gpu["index"]] = gpu.get("memory_total") or 0
+            system.gpu_memory_total[gpu["index"]] = int(gpu.get("memory_total") or 0)
         for name, process in (event.get("ranks") or {}).items():
             columns = system.ranks.setdefault(int(name), {name: numbers() for name in ("t", "cpu_percent", "rss")})
             columns["t"].append(float(event["t"]))
@@ -238,7 +245,10 @@ class Fold:
                 columns[name].append(number(process.get(name)))
 
 
-def _with_short_texts(fields: Mapping[str, Any]) -> dict[str, Any]:
+_Fields = TypeVar("_Fields", bound=Mapping[str, Any])
+
+
+def _with_short_texts(fields: _Fields) -> _Fields:
     """The fields with every text, at any depth, clipped to a length that can be searched at each redraw."""
 
     def short(name: str, value: Any) -> Any:
@@ -246,10 +256,10 @@ def _with_short_texts(fields: Mapping[str, Any]) -> dict[str, Any]:
             return _with_short_texts(value)
         return clipped(value, MESSAGE_LIMIT if name == "message" else TEXT_LIMIT) if isinstance(value, str) else value
 
-    return {name: short(name, value) for name, value in fields.items()}
+    return cast(_Fields, {name: short(name, value) for name, value in fields.items()})
 
 
-HANDLERS: dict[Any, Callable[[Fold, Mapping[str, Any]], None]] = {
+HANDLERS: dict[Any, Callable[[Fold, Any], None]] = {
     "spec": Fold._on_spec,
     "status": Fold._on_status,
     "start": Fold._on_start,

@@ -89,7 +89,7 @@ class LogTail:
         self._take(b"\n".join([*filter(None, between), b""]))
         return True
 
-    def _read(self, file, size: int) -> bool:
+    def _read(self, file: BinaryIO, size: int) -> bool:
         budget = self._budget
         file.seek(self._offset)
         while budget > 0:
@@ -163,7 +163,8 @@ def search(
     """The first `limit` lines that contain `text`, as (number from 0, line); case-insensitive for A to Z. Reads block
     by block.
     """
-    wanted, found, number, rest = text.encode().lower(), [], 0, b""
+    found: list[tuple[int, str]] = []
+    wanted, number, rest = text.encode().lower(), 0, b""
     if not wanted:
         return []
     with opened(path) as file:

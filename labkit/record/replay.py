@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy
 
-from labkit.record.events import Reader
+from labkit.record.events import Reader, StepBlock
 from labkit.record.folder import RunFolder
+from labkit.record.kinds import Event
 from labkit.record.state import OVER, RunState
 from labkit.record.status import current
-from labkit.record.stepfile import LIMITS
+from labkit.record.stepfile import LIMITS, Block
 from labkit.record.steps import column
+from labkit.record.types.reported import Start
 
 _HEAD = 1 << 16  # bytes of a rank's events that are searched for its start
 
@@ -33,13 +35,15 @@ class Recording:
         self.folder = folder
         self.speed = speed
         self.state = RunState()
-        self.progress = lambda share: None  # events are read when they are due, so there is no progress to report
+        # Events are read when they are due, so there is no progress to report.
+        self.progress: Callable[[float], None] = lambda share: None
         self._readers = [folder.reader(path) for path in (*folder.event_files().values(), folder.system)]
-        self._last: dict[str, Any] | None = current(folder)  # the final status, until it was applied
-        span = self._last.get("started") or 0.0, self._last.get("ended") or math.inf
+        status = current(folder)
+        self._last: dict[str, Any] | None = status  # the final status, until it was applied
+        span = status.get("started") or 0.0, status.get("ended") or math.inf
         self._streams = [_Stream(reader, span) for reader in self._readers]
         begins = [stream.due for stream in self._streams if stream.due < math.inf]
-        begins += [self._last["started"]] if self._last.get("started") else []
+        begins += [status["started"]] if status.get("started") else []
         self._at = min(begins, default=0.0)  # the current position, in the time of the recording
         self._looked: float | None = None
         self._begun = False
@@ -49,7 +53,8 @@ class Recording:
         now = time.monotonic()
         self._at += (now - self._looked) * self.speed if self._looked is not None else 0.0
         self._looked = now
-        changed = self._begin()
+        changed = not self._begun
+        self._begin()
         broken = sum(reader.broken for reader in self._readers)
         for stream in self._streams:
             for event in stream.take(self._at):
@@ -69,17 +74,16 @@ class Recording:
         """Pauses the replay until the next `poll`."""
         self._looked = None
 
-    def _begin(self) -> bool:
-        """Folds in the Spec and the initial status; False from the second call on."""
-        if self._begun:
-            return False
+    def _begin(self) -> None:
+        """Folds in the Spec and the initial status, once."""
+        if self._begun or self._last is None:
+            return
         self._begun = True
         self.state.broken += sum(
             reader.broken for reader in self._readers
         )  # in the lines that the streams have read already
         self.state.apply({"kind": "spec", "spec": RunFolder.read_json(self.folder.spec)})
         self.state.apply({"kind": "status", "status": self._last | {"state": "running", "ended": None, "failures": {}}})
-        return True
 
 
 class _Stream:
@@ -92,12 +96,13 @@ class _Stream:
     def __init__(self, reader: Reader, span: tuple[float, float]):
         self._events = _all(reader)
         self._span = span
-        self._next: dict[str, Any] | None = None
+        self._next: Event | StepBlock | None = None
+        self._times = numpy.empty(0)
         self._now = -math.inf
         self.due = math.inf
         self._advance()
 
-    def take(self, until: float) -> Iterator[dict[str, Any]]:
+    def take(self, until: float) -> Iterator[Event | StepBlock]:
         """The events that are due at `until`; a block of steps is split there."""
         while self._next is not None and self.due <= until:
             event = self._next
@@ -105,9 +110,9 @@ class _Stream:
                 block = event["block"]
                 count = int(numpy.searchsorted(self._times, until, side="right"))
                 if count < len(block):
-                    self._next, self._times = event | {"block": block.part(count, len(block))}, self._times[count:]
+                    self._next, self._times = _with(event, block.part(count, len(block))), self._times[count:]
                     self.due = float(self._times[0])
-                    yield event | {"block": block.part(0, count)}
+                    yield _with(event, block.part(0, count))
                     return
                 self._now = float(self._times[-1])
             self._advance()
@@ -118,14 +123,16 @@ class _Stream:
         if self._next is None:
             self.due = math.inf
             return
-        steps = self._next["kind"] == "steps"
-        times = column(self._next["block"], "t") if steps else numpy.array([self._next["t"]], float)
+        if self._next["kind"] == "steps":
+            times = column(self._next["block"], "t")
+        else:
+            times = numpy.array([self._next["t"]], float)
         start, end = self._span
         least, most, _ = LIMITS["t"]
         valid = numpy.where((times >= least) & (times < most), times, start)  # NaN is not
         self._times = numpy.maximum.accumulate(numpy.clip(valid, max(start, self._now), max(end, start, self._now)))
         self.due = float(self._times[0])
-        if not steps:
+        if self._next["kind"] != "steps":
             self._now = self.due
 
 
@@ -149,11 +156,15 @@ def recorded_words(folder: RunFolder) -> str:
     return f"recorded on {when}, on {where}" + (f" of {', '.join(hosts)}" if hosts else "")
 
 
-def _starts(folder: RunFolder, path: Path) -> list[dict[str, Any]]:
+def _starts(folder: RunFolder, path: Path) -> list[Start]:
     return [event for event in folder.reader(path).poll(_HEAD) if event["kind"] == "start"]
 
 
-def _all(reader: Reader) -> Iterator[dict[str, Any]]:
+def _with(steps: StepBlock, block: Block) -> StepBlock:
+    return {"v": steps["v"], "kind": "steps", "rank": steps["rank"], "block": block}
+
+
+def _all(reader: Reader) -> Iterator[Event | StepBlock]:
     more = True
     while more:
         yield from reader.poll(blocks=True)

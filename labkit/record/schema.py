@@ -1,153 +1,21 @@
-"""Schemas of JSON values, declared as data and compiled to checks.
+"""Schemas of lists and objects, and the schema of a type: `shape_of` reads it from the annotations of a TypedDict.
 
-A shape defines which JSON values are valid. `check` is one compiled function per shape (about 2 µs for a step event),
-and `problem` explains in one clause why a value is invalid. Fields without a shape are neither checked nor passed on.
+The type that mypy checks, the check of the reader and the published JSON Schema are therefore one definition. Fields
+that a type does not have are neither checked nor passed on.
 """
 
 from __future__ import annotations
 
-import math
+import re
+import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-_SHOWN = 60  # characters of an invalid value that a clause quotes
-_MISSING = object()
+from typing_extensions import NotRequired, get_type_hints, is_typeddict
 
-
-@dataclass(frozen=True)
-class Shape:
-    """The base of all shapes. `words` completes the sentence "NAME must be …"."""
-
-    @property
-    def words(self) -> str:
-        raise NotImplementedError
-
-    def expression(self, value: str, names: dict[str, Any]) -> str:
-        """A Python expression that is true if the variable `value` is valid; objects that it needs are added to
-        `names`.
-        """
-        raise NotImplementedError
-
-    def inside(self, value: Any) -> Iterator[tuple[str, Shape, Any]]:
-        """The name, shape and value of each part of `value`; nothing if the type of `value` itself is wrong."""
-        return iter(())
-
-    @cached_property
-    def check(self) -> Callable[[Any], bool]:
-        """Whether a value is valid; never raises for JSON values."""
-        names: dict[str, Any] = {}
-        return eval(f"lambda value: {self.expression('value', names)}", names)
-
-    def problem(self, value: Any, name: str) -> str:
-        """Why `value` is invalid, as a clause that starts with its `name`."""
-        for part, shape, found in self.inside(value):
-            if not shape.check(found):
-                return shape.problem(found, f"{name}.{part}" if name else part)
-        return (
-            f"{name or 'it'} must be {self.words},"
-            f" {'but it is missing' if value is _MISSING else f'got {_quoted(value)}'}"
-        )
-
-
-@dataclass(frozen=True)
-class Number(Shape):
-    """A number from `least` to `most`; with `whole`, integers only; NaN and infinities are valid only with
-    `any_float`."""
-
-    least: float = -1e300
-    most: float = 1e300
-    whole: bool = False
-    any_float: bool = False
-
-    @property
-    def words(self) -> str:
-        if self.any_float or self.least <= -1e300:
-            return "a number" if self.any_float else "a finite number"
-        return f"{'an integer' if self.whole else 'a number'} from {_plain(self.least)} to {_plain(self.most)}"
-
-    def expression(self, value: str, names: dict[str, Any]) -> str:
-        if self.any_float:  # bounds only keep integers within what a float can hold
-            return f"(type({value}) is float or (type({value}) is int and {self.least!r} <= {value} <= {self.most!r}))"
-        kind = f"type({value}) is int" if self.whole else f"(type({value}) is float or type({value}) is int)"
-        return f"({kind} and {self.least!r} <= {value} <= {self.most!r})"
-
-
-@dataclass(frozen=True)
-class Text(Shape):
-    """A text of at most `most` characters; `inline` text (names and paths) contains no NUL."""
-
-    most: int | None = None
-    inline: bool = False
-
-    @property
-    def words(self) -> str:
-        limit = f" of at most {self.most:,} characters" if self.most is not None else ""
-        return f"a text{limit}{' without NUL' if self.inline else ''}"
-
-    def expression(self, value: str, names: dict[str, Any]) -> str:
-        limit = f" and len({value}) <= {self.most}" if self.most is not None else ""
-        inline = f" and '\\0' not in {value}" if self.inline else ""
-        return f"(type({value}) is str{limit}{inline})"
-
-
-@dataclass(frozen=True)
-class Flag(Shape):
-    """True or false."""
-
-    words = "true or false"
-
-    def expression(self, value: str, names: dict[str, Any]) -> str:
-        return f"(type({value}) is bool)"
-
-
-@dataclass(frozen=True)
-class Choice(Shape):
-    """One of several texts."""
-
-    options: tuple[str, ...]
-
-    @property
-    def words(self) -> str:
-        return f"one of {', '.join(self.options)}"
-
-    def expression(self, value: str, names: dict[str, Any]) -> str:
-        return f"(type({value}) is str and {value} in {self.options!r})"
-
-
-@dataclass(frozen=True)
-class Anything(Shape):
-    """Any JSON value, within the limits of the parser."""
-
-    words = "any value"
-
-    def expression(self, value: str, names: dict[str, Any]) -> str:
-        return "True"
-
-
-@dataclass(frozen=True)
-class Null(Shape):
-    """Null, for a position of a row that may be unknown."""
-
-    words = "null"
-
-    def expression(self, value: str, names: dict[str, Any]) -> str:
-        return f"({value} is None)"
-
-
-@dataclass(frozen=True)
-class Either(Shape):
-    """A value of one of several shapes."""
-
-    shapes: tuple[Shape, ...]
-
-    @property
-    def words(self) -> str:
-        return ", or ".join(shape.words for shape in self.shapes)
-
-    def expression(self, value: str, names: dict[str, Any]) -> str:
-        return f"({' or '.join(shape.expression(value, names) for shape in self.shapes)})"
+from labkit.record.shapes import MISSING, Choice, Either, Flag, Null, Number, Shape, Text
 
 
 @dataclass(frozen=True)
@@ -165,6 +33,14 @@ class Sequence(Shape):
     def expression(self, value: str, names: dict[str, Any]) -> str:
         check = _named(self.item.check, names)
         return f"(type({value}) is list and {self.least} <= len({value}) <= {self.most} and all(map({check}, {value})))"
+
+    def json_schema(self) -> dict[str, Any]:
+        return {
+            "type": "array",
+            "items": self.item.json_schema(),
+            "minItems": self.least,
+            "maxItems": self.most,
+        }
 
     def inside(self, value: Any) -> Iterator[tuple[str, Shape, Any]]:
         if type(value) is list and self.least <= len(value) <= self.most:
@@ -187,6 +63,10 @@ class Row(Shape):
         size = f"{self.least} <= len({value}) <= {len(self.items)}"
         return f"(type({value}) is list and {size} and all(check(one) for check, one in zip({checks}, {value})))"
 
+    def json_schema(self) -> dict[str, Any]:
+        items = [item.json_schema() for item in self.items]
+        return {"type": "array", "prefixItems": items, "minItems": self.least, "maxItems": len(items)}
+
     def inside(self, value: Any) -> Iterator[tuple[str, Shape, Any]]:
         if type(value) is list and self.least <= len(value) <= len(self.items):
             yield from ((str(index), shape, item) for index, (shape, item) in enumerate(zip(self.items, value)))
@@ -195,7 +75,7 @@ class Row(Shape):
 @dataclass(frozen=True)
 class Table(Shape):
     """An object of at most `most` entries whose values have one shape; with `numbers`, its names are integers below
-    that.
+    that, without leading zeros.
     """
 
     value: Shape
@@ -208,18 +88,22 @@ class Table(Shape):
         return f"an object of at most {self.most:,} entries{names}"
 
     def expression(self, value: str, names: dict[str, Any]) -> str:
-        check, keys = _named(self.value.check, names), _named(self._are_names, names)
-        named = f" and {keys}({value})" if self.numbers is not None else ""
+        check = _named(self.value.check, names)
+        named = f" and all(map({_named(self._is_name, names)}, {value}))" if self.numbers is not None else ""
         return f"(type({value}) is dict and len({value}) <= {self.most}{named} and all(map({check}, {value}.values())))"
 
+    def json_schema(self) -> dict[str, Any]:
+        names = {} if self.numbers is None else {"propertyNames": {"pattern": f"^({_below(self.numbers)})$"}}
+        values = {"additionalProperties": self.value.json_schema(), "maxProperties": self.most}
+        return {"type": "object", **values, **names}
+
     def inside(self, value: Any) -> Iterator[tuple[str, Shape, Any]]:
-        if type(value) is dict and len(value) <= self.most and (self.numbers is None or self._are_names(value)):
+        if type(value) is dict and len(value) <= self.most and (self.numbers is None or all(map(self._is_name, value))):
             yield from ((name, self.value, item) for name, item in value.items())
 
-    def _are_names(self, names: Mapping[str, Any]) -> bool:
-        return all(
-            name.isascii() and name.isdecimal() and len(name) < 10 and int(name) < self.numbers for name in names
-        )
+    @cached_property
+    def _is_name(self) -> Callable[[str], object]:
+        return re.compile(_below(self.numbers or 0)).fullmatch
 
 
 @dataclass(frozen=True)
@@ -237,6 +121,7 @@ class Record(Shape):
 
     fields: Mapping[str, Field]
     columns: tuple[str, str] | None = None
+    description: str = ""
 
     @property
     def words(self) -> str:
@@ -251,7 +136,7 @@ class Record(Shape):
 
     @cached_property
     def check(self) -> Callable[[Any], bool]:
-        names: dict[str, Any] = {"missing": _MISSING}
+        names: dict[str, Any] = {"missing": MISSING}
         lines = ["def check(value):", " if type(value) is not dict: return False", " get = value.get"]
         for name, field in self.fields.items():
             lines.append(f" one = get({name!r}, missing)")
@@ -264,14 +149,29 @@ class Record(Shape):
                 f" if any(len(column) != len(value[{index!r}]) for column in value[{columns!r}].values()): return False"
             )
         exec("\n".join([*lines, " return True"]), names)
-        return names["check"]
+        compiled: Callable[[Any], bool] = names["check"]
+        return compiled
+
+    def json_schema(self) -> dict[str, Any]:
+        fields = {
+            name: Either((field.shape, Null())).json_schema() if field.null else field.shape.json_schema()
+            for name, field in self.fields.items()
+        }
+        required = [name for name, field in self.fields.items() if field.required]
+        return {
+            **({"description": self.description} if self.description else {}),
+            **({"$comment": f"it must be {self.words}"} if self.columns else {}),
+            "type": "object",
+            "properties": fields,
+            **({"required": required} if required else {}),
+        }
 
     def inside(self, value: Any) -> Iterator[tuple[str, Shape, Any]]:
         if type(value) is not dict:
             return
         for name, field in self.fields.items():
-            found = value.get(name, _MISSING)
-            if not ((found is None and field.null) or (found is _MISSING and not field.required)):
+            found = value.get(name, MISSING)
+            if not ((found is None and field.null) or (found is MISSING and not field.required)):
                 yield name, field.shape, found
 
     def known(self, value: dict[str, Any]) -> dict[str, Any]:
@@ -281,19 +181,63 @@ class Record(Shape):
         return {name: one for name, one in value.items() if name in self.fields}
 
 
-def record(
-    required: Mapping[str, Shape] | None = None,
-    optional: Mapping[str, Shape] | None = None,
-    null: Mapping[str, Shape] | None = None,
-    **nullable: Shape,
-) -> Record:
-    """A record of `required` fields; `optional` ones may be missing, `null` ones may be null, `nullable` ones may be
-    either.
+# ---- from types
+
+
+@dataclass(frozen=True)
+class Limits:
+    """In an annotation of a list, an object or a tuple: most and fewest entries; see `Sequence`, `Table` and `Row`."""
+
+    most: int | None = None
+    least: int | None = None
+    numbers: int | None = None
+
+
+def shape_of(kind: Any) -> Shape:
+    """The shape of a type: a TypedDict, `list[X]`, `dict[str, X]`, `tuple[X, Y]` (in JSON a list), `Literal`, a union,
+    `bool`, `float` (any finite number), `str` or `None`.
+
+    Of `Annotated[X, …]` it is the `Shape` among the annotations, or that of X within the `Limits` among them. Raises
+    `TypeError` for any other type.
     """
-    fields = {name: Field(shape) for name, shape in (required or {}).items()}
-    fields |= {name: Field(shape, required=False) for name, shape in (optional or {}).items()}
-    fields |= {name: Field(shape, null=True) for name, shape in (null or {}).items()}
-    return Record(fields | {name: Field(shape, required=False, null=True) for name, shape in nullable.items()})
+    if is_typeddict(kind):
+        return record_of(kind)
+    limits, origin, args = Limits(), get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        for note in args[1:]:
+            if isinstance(note, Shape):
+                return note
+            limits = note if isinstance(note, Limits) else limits
+        origin, args = get_origin(args[0]), get_args(args[0])
+    if origin in (Union, types.UnionType):
+        return Either(tuple(shape_of(one) for one in args))
+    if origin is Literal:
+        return Choice(args)
+    if origin is list:
+        most = Sequence.most if limits.most is None else limits.most
+        return Sequence(shape_of(args[0]), most, limits.least or 0)
+    if origin is tuple:
+        return Row(tuple(shape_of(one) for one in args), len(args) if limits.least is None else limits.least)
+    if origin is dict:
+        return Table(shape_of(args[1]), Table.most if limits.most is None else limits.most, limits.numbers)
+    plain: dict[Any, Shape] = {bool: Flag(), float: Number(), str: Text(), None: Null(), type(None): Null()}
+    if kind not in plain:
+        raise TypeError(f"{kind} has no shape")
+    return plain[kind]
+
+
+def record_of(kind: type) -> Record:
+    """The shape of a TypedDict: a field with `NotRequired` may be missing, one with `| None` may be null."""
+    fields = {}
+    hints: dict[str, Any] = get_type_hints(kind, include_extras=True)
+    for name, hint in hints.items():
+        required = get_origin(hint) is not NotRequired
+        inner = hint if required else get_args(hint)[0]
+        options = get_args(inner) if get_origin(inner) in (Union, types.UnionType) else (inner,)
+        shapes = tuple(shape_of(one) for one in options if one is not type(None))
+        shape = shapes[0] if len(shapes) == 1 else Either(shapes)
+        fields[name] = Field(shape, required, null=type(None) in options)
+    return Record(fields, description=" ".join((kind.__doc__ or "").split()))
 
 
 def _named(thing: Any, names: dict[str, Any]) -> str:
@@ -302,17 +246,12 @@ def _named(thing: Any, names: dict[str, Any]) -> str:
     return name
 
 
-def _plain(number: float) -> str:
-    return f"{number:g}" if isinstance(number, float) or abs(number) >= 1e15 else f"{number:,}"
-
-
-def _quoted(value: Any) -> str:
-    """An invalid value as it was written, truncated; repr escapes control characters."""
-    if isinstance(value, dict):
-        return "an object"
-    if isinstance(value, list):
-        return f"a list of {len(value)} values"
-    if isinstance(value, int) and value.bit_length() > 100:
-        return f"a number of about {value.bit_length() * math.log10(2):.0f} digits"
-    text = repr(value[: _SHOWN + 1] if isinstance(value, str) else value)
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
+def _below(end: int) -> str:
+    """A regular expression of the decimal integers from 0 to `end` - 1, without leading zeros."""
+    last = str(end - 1)
+    parts = ["0"] + [rf"[1-9][0-9]{{{digits}}}" for digits in range(len(last) - 1)]
+    for at, digit in enumerate(last):
+        least = 0 if at else 1
+        if int(digit) > least:
+            parts.append(f"{last[:at]}[{least}-{int(digit) - 1}]" + f"[0-9]{{{len(last) - at - 1}}}")
+    return "|".join(dict.fromkeys([*parts, last]))

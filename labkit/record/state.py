@@ -18,6 +18,7 @@ from labkit.plan.spec import Spec
 from labkit.record.failures import exit_code, failure_of
 from labkit.record.fold import Fold
 from labkit.record.sources import inferred, inferred_note
+from labkit.record.types.summary import Failure
 
 OVER = ("finished", "failed", "stopped", "lost")
 _TRAINS = ("training", "evaluating")  # any other activity of a rank is a preparation, in words
@@ -35,7 +36,7 @@ def per_revision(
     """
 
     @functools.wraps(compute)
-    def known(state: RunState, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Derived:
+    def known(state: RunState, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Derived:
         revision, key = state.revision, (compute, args, tuple(kwargs.items()))
         found = state.derived.get(key)
         if found is None or found[0] != revision:
@@ -100,7 +101,7 @@ class RunState(Fold):
     def words(self) -> str:
         """The state in words: ready, starting ranks, building an extension, training, …, finished, failed (…), lost
         (…)."""
-        state = self.status.get("state", "ready")
+        state: str = self.status.get("state", "ready")
         if state == "failed":
             return f"failed ({self._failure_words})"
         if state == "lost":
@@ -110,7 +111,7 @@ class RunState(Fold):
         activities = {rank.activity for rank in self.ranks.values()}
         if len(self.ranks) < self.world_size or activities <= {None}:
             return "starting ranks"
-        preparing = sorted(activities - {None, *_TRAINS})
+        preparing = sorted(one for one in activities if one is not None and one not in _TRAINS)
         if preparing:
             return preparing[0]
         return "evaluating" if activities == {"evaluating"} else "training"
@@ -166,7 +167,7 @@ class RunState(Fold):
     # ---- what went wrong
 
     @property
-    def failure(self) -> dict[str, Any] | None:
+    def failure(self) -> Failure | None:
         """The first failure, see `failures.failure_of`; None if no rank failed."""
         return _failure(self)
 
@@ -177,5 +178,5 @@ class RunState(Fold):
 
 
 @per_revision
-def _failure(state: RunState) -> dict[str, Any] | None:
+def _failure(state: RunState) -> Failure | None:
     return failure_of(state.ranks, state.status, state.over)

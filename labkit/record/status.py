@@ -52,8 +52,8 @@ def is_abandoned(folder: RunFolder) -> bool:
 
 def is_here(status: dict[str, Any]) -> bool:
     """Whether the pids in a status belong to this host, this boot and this container."""
-    who = _supervisor(status)
-    return who.get("host") == here()["host"] and who.get("boot", here()["boot"]) == here()["boot"]
+    who, host, boot = _supervisor(status), here()["host"], here()["boot"]
+    return (who.get("host"), who.get("boot", boot)) == (host, boot)
 
 
 def supervisor_of(folder: RunFolder, status: dict[str, Any]) -> psutil.Process | None:

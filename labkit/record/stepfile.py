@@ -7,15 +7,16 @@ records follow without separators. numpy reads a whole file at once:
     header = json.loads(file.readline())
     steps = numpy.fromfile(file, dtype=[tuple(column) for column in header["columns"]])
 
-=================================== =======
-=========================================================================================== t
-float64 the end of the step, in unix seconds step                                float64 counts from 1; after a restart
-it continues from the step at which the script resumed loss                                float64 of this rank; not
-finite if the training diverged; see `losses` samples                             float64 of this step allocated,
-reserved, peak           float64 bytes seconds                             float32 of the whole step data, copy,
-forward, backward,      float32 seconds of each phase optimizer, other losses                              uint32  0:
-this rank has no loss in this step, and `loss` is NaN =================================== =======
-===========================================================================================
+| columns | type | |
+| --- | --- | --- |
+| `t` | float64 | the end of the step, in unix seconds |
+| `step` | float64 | counts from 1; after a restart it continues from the step at which the script resumed |
+| `loss` | float64 | of this rank; not finite if the training diverged; see `losses` |
+| `samples` | float64 | of this step |
+| `allocated`, `reserved`, `peak` | float64 | bytes |
+| `seconds` | float32 | of the whole step |
+| `data`, `copy`, `forward`, `backward`, `optimizer`, `other` | float32 | seconds of each phase |
+| `losses` | uint32 | 0: this rank has no loss in this step, and `loss` is NaN |
 
 NaN stands for an unknown value. Unknown columns are ignored, and missing columns are NaN.
 """
@@ -32,9 +33,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from labkit.record.appender import Appender
+if TYPE_CHECKING:
+    from labkit.record.types.measured import Step, StepMemory, StepSeconds
 
 VERSION = 1
 PHASES = ("data", "copy", "forward", "backward", "optimizer", "other")
@@ -45,11 +47,10 @@ COLUMNS = (
     ("losses", "<u4"),
 )
 _TYPES = {"<f8": "d", "<f4": "f", "<i8": "q", "<u4": "I"}
-_PACK = struct.Struct("<" + "".join(_TYPES[type_] for _, type_ in COLUMNS))
+PACK = struct.Struct("<" + "".join(_TYPES[type_] for _, type_ in COLUMNS))
 _MOST_HEADER = 4096  # bytes
 _MOST_COLUMNS = 64
-_MOST_RANKS = 1024  # as in kinds.py: front ends draw a row for each
-_FIELDS = {"t", "step", "loss", "samples", "seconds", "memory"}  # fields of a step event that a record can hold
+_MOST_RANKS = 1024  # as in types/values.py: front ends draw a row for each
 
 # Limits of the values of a record: the least value, the first that is too large, and whether NaN (unknown) is allowed.
 SECONDS = 1e9
@@ -67,85 +68,10 @@ def steps_path(path: str | os.PathLike[str]) -> Path:
     return Path(path).with_suffix(".steps")
 
 
-# ---- writing
-
-
-class StepWriter:
-    """Appends records to one file, each in one write, so that a kill loses none. `count` is the number of records in
-    the file.
-
-    Raises `OSError` if the file there has another layout.
-    """
-
-    def __init__(self, path: Path, rank: int):
-        self._path, self._header = path, header(rank)
-        self._file: Appender | None = None
-        self.count = 0
-        if path.exists():
-            self._open()
-
-    def write(self, record: bytes) -> None:
-        """Appends one record. Raises `OSError` if it is lost, as on a full disk."""
-        if self._file is None:
-            self._open()
-        self._file.append(record)
-        self.count += 1
-
-    def close(self) -> None:
-        """Closes the file."""
-        if self._file is not None:
-            self._file.close()
-
-    def _open(self) -> None:
-        file = Appender(self._path, lines=False)
-        try:
-            self.count = self._mended()
-            if self._path.stat().st_size == 0:
-                file.append(self._header)
-        except OSError:
-            file.close()
-            raise
-        self._file = file
-
-    def _mended(self) -> int:
-        """The number of records in the file, after a partial record (from a killed writer or a full disk) was cut
-        off."""
-        with open(self._path, "rb") as file:
-            head = file.read(len(self._header))
-            size = os.fstat(file.fileno()).st_size
-        if len(head) < len(self._header):
-            os.truncate(self._path, 0)
-            return 0
-        if head != self._header:
-            raise OSError(f"{self._path} contains steps of a different layout")
-        count, torn = divmod(size - len(head), _PACK.size)
-        if torn:
-            os.truncate(self._path, size - torn)
-        return count
-
-
 def header(rank: int) -> bytes:
     """The first line of a file that this version writes."""
     line = json.dumps({"v": VERSION, "kind": "steps", "rank": rank, "columns": COLUMNS}, separators=(",", ":"))
     return line.encode() + b"\n"
-
-
-def packed(t: float, fields: Mapping[str, Any]) -> bytes | None:
-    """The fields of a step event as a record; None if a record cannot hold them."""
-    if not fields.keys() <= _FIELDS:
-        return None
-    seconds, memory, loss, samples = (fields.get(name) for name in ("seconds", "memory", "loss", "samples"))
-    seconds, memory = seconds or {}, memory or {}
-    known = [memory.get(name) for name in MEMORY]
-    spent = [seconds.get("step"), *(seconds.get(phase, 0.0) for phase in PHASES)]
-    row = [math.nan if value is None else value for value in (loss, samples, *known, *spent)]
-    try:
-        return _PACK.pack(t, fields["step"], *row, 0 if loss is None else 1)
-    except (struct.error, OverflowError, TypeError, KeyError):
-        return None
-
-
-# ---- reading
 
 
 @dataclass(frozen=True)
@@ -284,6 +210,7 @@ class Block:
     @property
     def layout(self) -> Layout:
         """The layout of its file."""
+        assert self.file.layout is not None, "records were read with it"
         return self.file.layout
 
     def __len__(self) -> int:
@@ -295,7 +222,7 @@ class Block:
         return Block(self.file, self.first + first, self.data[first * size : last * size])
 
 
-def events(block: Block) -> Iterator[dict[str, Any] | None]:
+def events(block: Block) -> Iterator[Step | None]:
     """The records as step events, one by one; None for each invalid record."""
     layout = block.layout
     record = struct.Struct("<" + "".join(_TYPES[type_] for _, type_ in layout.columns))
@@ -318,7 +245,7 @@ def _makes_sense(name: str, value: float) -> bool:
     return least <= value < end and (name != "step" or value == int(value))
 
 
-def _event(row: Mapping[str, float], rank: int) -> dict[str, Any]:
+def _event(row: Mapping[str, float], rank: int) -> Step:
     def known(name: str) -> float | None:
         value = row.get(name, math.nan)
         return None if math.isnan(value) else value
@@ -328,6 +255,7 @@ def _event(row: Mapping[str, float], rank: int) -> dict[str, Any]:
         return None if value is None else int(value)
 
     has_loss = row["losses"] if "losses" in row else known("loss") is not None
+    seconds = {"step": known("seconds")} | {phase: known(phase) or 0.0 for phase in PHASES}
     return {
         "v": VERSION,
         "t": row["t"],
@@ -336,6 +264,6 @@ def _event(row: Mapping[str, float], rank: int) -> dict[str, Any]:
         "step": int(row["step"]),
         "loss": row.get("loss") if has_loss else None,
         "samples": whole("samples"),
-        "seconds": {"step": known("seconds")} | {phase: known(phase) or 0.0 for phase in PHASES},
-        "memory": {name: whole(name) for name in MEMORY},
+        "seconds": cast("StepSeconds", seconds),
+        "memory": cast("StepMemory", {name: whole(name) for name in MEMORY}),
     }

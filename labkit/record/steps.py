@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import numpy
 
-from labkit.record.stepfile import COLUMNS, LIMITS, MEMORY, PHASES, Block
+from labkit.record.stepfile import COLUMNS, LIMITS, MEMORY, PHASES, Block, StepFile
 
 HELD = 1 << 15  # records of a rank that stay in memory
 _CHUNK = 1 << 13  # records up to which small additions are joined to one chunk
-_ROW = numpy.dtype([(name, "f8") for name, _ in COLUMNS])
+_NAMES = tuple(name for name, _ in COLUMNS)
+_ROW = numpy.dtype([(name, "f8") for name in _NAMES])
 _SHORT = {name for name, type_ in COLUMNS if type_ == "<f4"}
 _SAMPLE = 1 << 10  # steps stored as a sample of all steps (up to twice as many)
 _DIGITS = 7  # significant digits of seconds stored in float32: as measured, to 0.1 µs
@@ -32,7 +33,13 @@ class Column(Sequence[float]):
     def __len__(self) -> int:
         return len(self._steps)
 
-    def __getitem__(self, which: Any) -> Any:
+    @overload  # type: ignore[override]  # a slice is an array, which has no index() and count()
+    def __getitem__(self, which: int) -> float: ...
+
+    @overload
+    def __getitem__(self, which: slice) -> numpy.ndarray: ...
+
+    def __getitem__(self, which: int | slice) -> float | numpy.ndarray:
         if isinstance(which, slice):
             first, last, stride = which.indices(len(self))
             if stride < 0:
@@ -46,7 +53,8 @@ class Column(Sequence[float]):
             yield from values.tolist()
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> numpy.ndarray:
-        return self[:].astype(dtype or float)
+        values: numpy.ndarray = self[:].astype(dtype or float)
+        return values
 
     def pieces(self, first: int = 0) -> Iterator[numpy.ndarray]:
         """The values from index `first` on, a bounded number at a time."""
@@ -110,7 +118,7 @@ class Steps:
             name: number(memory.get(name)) for name in MEMORY
         }
         row["losses"] = float(event.get("loss") is not None)
-        self._new.append(tuple(row[name] for name in _ROW.names))
+        self._new.append(tuple(row[name] for name in _NAMES))
         if len(self._new) >= _CHUNK:
             self._flush()
 
@@ -180,7 +188,8 @@ class _Chunk:
     def __init__(self, rows: numpy.ndarray, block: Block | None):
         self._rows: numpy.ndarray | None = rows
         self._length = len(rows)
-        self._file, self._first = (block.file, block.first) if block else (None, 0)
+        self._file: StepFile | None = block.file if block else None
+        self._first = block.first if block else 0
         self._records = len(block) if block else 0
 
     def __len__(self) -> int:
@@ -214,6 +223,7 @@ class _Chunk:
         """A column from the row of index `first` to that of index `last`, counted within the chunk."""
         if self._rows is not None:
             return self._rows[name][first:last].copy()
+        assert self._file is not None, "only rows that are in a file are dropped"
         whole = self._length == self._records  # otherwise there are invalid records in between
         begin, count = (first, last - first) if whole else (0, self._records)
         block = Block(self._file, self._first + begin, self._file.read(self._first + begin, count))
@@ -228,7 +238,7 @@ class _Chunk:
 def checked(block: Block) -> tuple[numpy.ndarray, int]:
     """The valid records of a block as rows of float64, and the number of invalid ones."""
     rows = numpy.empty(len(block), _ROW)
-    for name in _ROW.names:
+    for name in _NAMES:
         rows[name] = column(block, name)
     good = numpy.ones(len(rows), bool)
     with numpy.errstate(invalid="ignore"):

@@ -59,7 +59,8 @@ def out_of_memory(state: RunState) -> Iterator[Finding]:
         return
     rank = state.ranks.get(failure["rank"])
     asked = _asked(failure["message"])
-    held = {owner: count for owner, count in (((rank and rank.error) or {}).get("owners") or {}).items() if count}
+    owners = rank.error.get("owners", {}) if rank is not None and rank.error else {}
+    held = {owner: count for owner, count in owners.items() if count}
     breakdown = ", ".join(f"{owner} {size(count)}" for owner, count in sorted(held.items(), key=lambda item: -item[1]))
     evidence = shorter(failure["message"] or failure["type"]) + (f"; memory in use: {breakdown}" if breakdown else "")
     where = place(failure["traceback"])
@@ -115,7 +116,7 @@ def _asked(message: str) -> float | None:
     return float(found["number"]) * _UNITS[found["unit"].lower()] if found else None
 
 
-def _what_fits(state: RunState, rank: RankState | None, asked: float, held: Mapping[str, int]) -> str:
+def _what_fits(state: RunState, rank: RankState | None, asked: float, held: Mapping[str, float]) -> str:
     """The fix that follows from the breakdown: activations grow with the batch; sharding divides the rest by the number
     of ranks.
     """

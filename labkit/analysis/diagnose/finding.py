@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
+
+from labkit.record.types.summary import FindingFigures
 
 if TYPE_CHECKING:
     from labkit.record.state import RunState
@@ -29,9 +31,9 @@ class Finding:
     fix: str
     ranks: tuple[int, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> FindingFigures:
         """The finding as a dict that can be written as JSON."""
-        return asdict(self) | {"ranks": list(self.ranks)}
+        return cast(FindingFigures, asdict(self) | {"ranks": list(self.ranks)})
 
 
 def texts(state: RunState) -> Iterator[tuple[int | None, str]]:

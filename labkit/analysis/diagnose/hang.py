@@ -26,6 +26,7 @@ from labkit.record.stacks import place
 
 if TYPE_CHECKING:
     from labkit.record.state import RunState
+    from labkit.record.types.reported import Silent
 
 
 def hang(state: RunState) -> Iterator[Finding]:
@@ -88,7 +89,7 @@ def _silent(state: RunState) -> Finding | None:
     )
 
 
-def _silent_in_words(state: RunState, number: int, event: Mapping[str, Any]) -> str:
+def _silent_in_words(state: RunState, number: int, event: Silent) -> str:
     pid, computed = state.ranks[number].pid, event.get("computed")
     share = (
         f", on the CPU for {computed:.0%} of the time"
@@ -208,4 +209,4 @@ def _common_place(events: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _seconds(events: Iterable[Mapping[str, Any]]) -> float:
-    return max(event["t"] - event["since"] for event in events)
+    return max(float(event["t"] - event["since"]) for event in events)

@@ -76,7 +76,7 @@ def evaluation_on_one_rank(state: RunState) -> Iterator[Finding]:
     others = tuple(rank.rank for rank in state.ranks.values() if rank.activity == "training")
     if not alone or not others or len(alone) > len(others):
         return
-    event = state.ranks[alone[0]].error or waits.get(alone[0]) or {}
+    event: Mapping[str, Any] = state.ranks[alone[0]].error or waits.get(alone[0]) or {}
     where = place(event.get("traceback") or event.get("stack"))
     exited = [rank for rank in others if state.ranks[rank].exit_code == 0]
     yield Finding(
@@ -100,7 +100,9 @@ def mismatch(state: RunState) -> Iterator[Finding]:
     if not failed and not waits:
         return
     reported = next(((rank, text) for rank, text in texts(state) if MISMATCH.search(text)), None)
-    events = {rank.rank: rank.error or waits.get(rank.rank) or {} for rank in state.ranks.values()}
+    events: dict[int, Mapping[str, Any]] = {
+        rank.rank: rank.error or waits.get(rank.rank) or {} for rank in state.ranks.values()
+    }
     apart = _apart({number: operations(event) for number, event in events.items()}, different_ops=failed)
     if reported is None and apart is None:
         return
@@ -132,9 +134,9 @@ def left_early(state: RunState) -> Iterator[Finding]:
     if not ended or not held_up or any(True for rule in (uneven_inputs, evaluation_on_one_rank) for _ in rule(state)):
         return
     first = state.ranks[held_up[0]]
-    event = first.error if failure is not None else waits[first.rank]
-    where = place((event or {}).get("traceback") or (event or {}).get("stack"))
-    op = failed_in(event or {}) if failure is not None else first_pending(event or {})
+    event: Mapping[str, Any] = (first.error or {}) if failure is not None else waits[first.rank]
+    where = place(event.get("traceback") or event.get("stack"))
+    op = failed_in(event) if failure is not None else first_pending(event)
     doing = (" in " + in_words({**op, "sizes": []}) if op else "") + (f" ({where})" if where else "")
     waited = f"{ranks_in_words(held_up)} {'waited' if failure is not None else 'wait' if len(held_up) > 1 else 'waits'}"
     code = " with code 0" if all(state.ranks[number].exit_code == 0 for number in ended) else ""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from labkit.analysis.diagnose.advice import one_of
 from labkit.analysis.diagnose.finding import DDP, Finding
@@ -11,7 +11,7 @@ from labkit.analysis.metrics import USUAL, counted_steps, median, phase_seconds,
 from labkit.common.units import counted, ranks_in_words, size
 
 if TYPE_CHECKING:
-    from labkit.record.columns import RankState
+    from labkit.record.columns import ProfiledStep, RankState
     from labkit.record.state import RunState
 
 _ENOUGH = 7  # steps, without the warm-up, before anything is judged: a median of fewer is noise
@@ -152,7 +152,7 @@ def communication_bound(state: RunState) -> Iterator[Finding]:
     )
 
 
-def _usual_steps(rank: RankState) -> list[dict[str, Any]]:
+def _usual_steps(rank: RankState) -> list[ProfiledStep]:
     return [one for step, one in sorted(rank.timelines.items()) if step >= USUAL and one["seconds"] > 0]
 
 
@@ -169,7 +169,7 @@ def _exposed(state: RunState, rank: RankState) -> float | None:
     return share if len(profiled) >= _SAMPLES else None
 
 
-def _confirmed(state: RunState, rank: RankState, one: Mapping[str, Any]) -> float:
+def _confirmed(state: RunState, rank: RankState, one: ProfiledStep) -> float:
     """The exposed share of an unprofiled step, if each of its phases computed as long as in the profiled step."""
     whole, phases, exposed = _step(state, rank.rank), _phases(state, rank.rank), 0.0
     spent: dict[str, float] = {}
@@ -250,18 +250,18 @@ def one_unit(state: RunState) -> Iterator[Finding]:
 
 def activations(state: RunState) -> Iterator[Finding]:
     """A peak that is mostly activations, which sharding of parameters does not reduce."""
-    profiled = [rank for rank in state.ranks.values() if rank.memory_step]
+    profiled = [(rank, rank.memory_step) for rank in state.ranks.values() if rank.memory_step]
     if not profiled:
         return
-    rank = max(profiled, key=lambda one: one.memory_step["peak"])
-    peak, held = rank.memory_step["peak"], rank.memory_step["at_peak"].get("activations", 0)
+    rank, step = max(profiled, key=lambda pair: pair[1]["peak"])
+    peak, held = step["peak"], step["at_peak"].get("activations", 0)
     if peak < _NOTABLE or held < _DOMINATES * peak:
         return
     yield Finding(
         name="activations",
         kind="memory",
         title=f"activations take {held / peak:.0%} of the peak memory of rank {rank.rank}",
-        evidence=f"rank {rank.rank}: {size(held)} of {size(peak)}, in step {rank.memory_step['step']}",
+        evidence=f"rank {rank.rank}: {size(held)} of {size(peak)}, in step {step['step']}",
         cause="activations grow with the batch; sharding parameters, gradients or optimizer state does not reduce them",
         fix=one_of(state, "checkpoint activations", "accumulate for memory", "smaller batch", "sequence parallel"),
         ranks=(rank.rank,),

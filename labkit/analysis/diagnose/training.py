@@ -18,6 +18,7 @@ from labkit.common.units import counted, ranks_in_words
 if TYPE_CHECKING:
     from labkit.record.columns import RankState
     from labkit.record.state import RunState
+    from labkit.record.types.observed import Epoch
 
 _APART = 1e-4  # relative difference of losses that rounding does not explain
 _EXPLODED = 100.0  # times the usual loss
@@ -37,8 +38,8 @@ def same_samples(state: RunState) -> Iterator[Finding]:
         return
     step, digests = min(whole.items())
     twins: dict[str, list[int]] = defaultdict(list)
-    for rank, digest in sorted(digests.items()):
-        twins[digest].append(rank)
+    for number, digest in sorted(digests.items()):
+        twins[digest].append(number)
     alike = max(twins.values(), key=len)
     yield Finding(
         name="same_samples",
@@ -86,7 +87,7 @@ def no_set_epoch(state: RunState) -> Iterator[Finding]:
         return
 
 
-def _training_epochs(rank: RankState) -> list[dict[str, Any]]:
+def _training_epochs(rank: RankState) -> list[Epoch]:
     """The epochs of the training sampler, which fed the first step; a validation sampler may well keep one order."""
     model = next(iter(rank.models), None)
     trains = next((number for number, one in enumerate(rank.saw) if one is model), len(rank.saw))
@@ -196,9 +197,9 @@ def _divergence(state: RunState, ranks: tuple[int, ...], step: int) -> Finding:
 
 def loss_differs(state: RunState) -> Iterator[Finding]:
     """Ranks that split layers and must have the same loss, but do not."""
-    if state.asked is None or state.asked.strategy_row.one_loss(state.asked) < 2:
+    if state.asked is None or state.asked.strategy_row.one_loss(state.asked.request) < 2:
         return
-    together = state.asked.strategy_row.one_loss(state.asked)
+    together = state.asked.strategy_row.one_loss(state.asked.request)
     for first in range(0, state.world_size, together):
         ranks = [state.ranks[number] for number in range(first, first + together) if number in state.ranks]
         by_rank = [_losses(rank) for rank in ranks]

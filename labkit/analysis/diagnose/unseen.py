@@ -5,7 +5,7 @@ explanation.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from labkit.analysis.diagnose.finding import Finding
 from labkit.common.units import counted
@@ -53,7 +53,7 @@ def trains_beside(state: RunState) -> Iterator[Finding]:
             )
 
 
-def _processes(rank: RankState, started: list[dict]) -> Finding:
+def _processes(rank: RankState, started: list[dict[str, Any]]) -> Finding:
     targets = [f"{one['target']} ({one['how']})" for one in started]
     return Finding(
         name="trains_elsewhere",

@@ -14,6 +14,7 @@ from labkit.record.stacks import place
 if TYPE_CHECKING:
     from labkit.record.columns import RankState
     from labkit.record.state import RunState
+    from labkit.record.types.reported import Silent
 
 MISMATCH = re.compile(
     r"collective mismatch|data size doesn't match|preamble\.length|Detected mismatch between collectives", re.IGNORECASE
@@ -46,7 +47,7 @@ def held(state: RunState) -> dict[int, Mapping[str, Any]]:
     return {rank.rank: rank.waiting for rank in ranks if rank.waiting and rank.exit_code != 0 and not _went_on(rank)}
 
 
-def silent(state: RunState) -> dict[int, Mapping[str, Any]]:
+def silent(state: RunState) -> dict[int, Silent]:
     """By rank the `silent` event of each rank that cannot report itself, because it is stopped or inside a C call that
     holds the GIL.
 
@@ -56,12 +57,17 @@ def silent(state: RunState) -> dict[int, Mapping[str, Any]]:
     if state.status.get("state") == "finished":
         return {}
     ranks = (rank for _, rank in sorted(state.ranks.items()))
-    return {rank.rank: rank.silent for rank in ranks if rank.silent and rank.exit_code is None and not _heard(rank)}
+    return {
+        rank.rank: rank.silent
+        for rank in ranks
+        if rank.silent and rank.exit_code is None and _heard(rank) <= rank.silent["t"]
+    }
 
 
-def _heard(rank: RankState) -> bool:
-    last = rank.steps.t[-1] if len(rank.steps) else 0.0
-    return max(last, rank.started or 0.0, (rank.waiting or {}).get("t", 0.0)) > rank.silent["t"]
+def _heard(rank: RankState) -> float:
+    """When the rank wrote last."""
+    last: float = rank.steps.t[-1] if len(rank.steps) else 0.0
+    return max(last, rank.started or 0.0, rank.waiting["t"] if rank.waiting else 0.0)
 
 
 def gone(state: RunState) -> tuple[int, ...]:
@@ -74,7 +80,7 @@ def gone(state: RunState) -> tuple[int, ...]:
 
 
 def _went_on(rank: RankState) -> bool:
-    since = rank.waiting.get("step")
+    since = rank.waiting.get("step") if rank.waiting else None
     return isinstance(since, int) and len(rank.steps) > rank.first_step and rank.steps.step[-1] > since
 
 

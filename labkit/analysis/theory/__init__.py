@@ -26,4 +26,5 @@ def theory(spec: Spec, step: int = 3) -> tuple[Flow, ...]:
     """The expected traffic of step `step` of a Spec with a known number of ranks; the first two steps differ from later
     ones.
     """
-    return tuple(THEORY[spec.strategy](Case(spec, step)))
+    request = spec.request
+    return tuple(THEORY[request.strategy](Case(request, step)))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from labkit.plan.spec import Spec
+from labkit.training.request import Request
 from labkit.training.workloads import GPT_SIZES, GPT_VOCABULARY
 
 
@@ -112,7 +112,7 @@ MODELS: dict[str, Callable[[Mapping[str, Any]], tuple[Module, ...]]] = {
 }
 
 
-def borders(spec: Spec) -> tuple[tuple[int, bool], ...]:
+def borders(spec: Request) -> tuple[tuple[int, bool], ...]:
     """Elements per sample in the output of each block, and whether tensor-parallel ranks hold only a part of them."""
     options = spec.options
     if spec.workload == "cnn":

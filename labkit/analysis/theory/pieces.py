@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from labkit.analysis.theory.models import MODELS
-from labkit.plan.spec import Spec
+from labkit.training.request import Request
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Case:
     of the model.
     """
 
-    def __init__(self, spec: Spec, step: int):
+    def __init__(self, spec: Request, step: int):
         self.spec, self.step, self.options, self.n = spec, step, spec.options, spec.nproc
         self.gloo = spec.device != "cuda"
         self.half = spec.precision in ("bf16", "fp16")
@@ -61,7 +61,8 @@ class Case:
     @property
     def parts(self) -> int:
         """The number of micro-batches per batch."""
-        return math.ceil(self.batch / math.ceil(self.batch / self.options.get("accumulate", 1)))
+        wanted: int = self.options.get("accumulate", 1)
+        return math.ceil(self.batch / math.ceil(self.batch / wanted))
 
 
 def flow_of(

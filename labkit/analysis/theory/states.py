@@ -35,8 +35,9 @@ class States:
 
 def states(spec: Spec) -> tuple[States, ...] | None:
     """The model states of each rank of a Spec with a known number of ranks, on its device; None without a formula."""
-    formula = STATES.get(spec.strategy)
-    return None if formula is None else tuple(formula(Case(spec, step=1)))
+    request = spec.request
+    formula = STATES.get(request.strategy)
+    return None if formula is None else tuple(formula(Case(request, step=1)))
 
 
 def _of(numbers: float, stepped: float | None = None) -> States:

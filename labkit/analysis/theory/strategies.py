@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from labkit.analysis.theory.models import Module, borders
 from labkit.analysis.theory.pieces import Case, Flow, flow_of, scalars, scattered
-from labkit.plan.spec import Spec
+from labkit.training.request import Request
 from labkit.training.workloads import GPT_SIZES, GPT_VOCABULARY
 
 _KEPT = (
@@ -122,7 +122,7 @@ def _deepspeed(case: Case) -> Iterator[Flow]:
         yield flow_of("broadcast", 0, case.n, "", more=agreed)
 
 
-def _visits(spec: Spec) -> int:
+def _visits(spec: Request) -> int:
     """Modules that forward and backward visit; backward does not visit modules before the first parameter."""
     known = {"cnn": 36, "mlp": 17, "resnet18": 148}
     return known[spec.workload] if spec.workload in known else 2 * (10 * GPT_SIZES[spec.options["size"]][0] + 7)

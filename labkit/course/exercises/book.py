@@ -4,16 +4,26 @@ done."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+
+from typing_extensions import TypedDict
 
 from labkit.record.files import NotPlain, read_below
 from labkit.record.folder import RunFolder, runs_root
-from labkit.record.kinds import COUNT
 from labkit.record.plain import parse
-from labkit.record.schema import Flag, Table, record
+from labkit.record.schema import shape_of
+from labkit.record.types.values import Count
 
 _MAX_BYTES = 1 << 20
-_NOTED = Table(record({"tries": COUNT, "done": Flag()}))
+
+
+class Noted(TypedDict):
+    """An exercise: the number of attempts, and whether it is done."""
+
+    tries: Count
+    done: bool
+
+
+_NOTED = shape_of(dict[str, Noted])
 
 
 class Book:
@@ -27,8 +37,8 @@ class Book:
         """The record of this runs folder."""
         return cls(runs_root() / "exercises.json")
 
-    def read(self) -> dict[str, dict[str, Any]]:
-        """By exercise: `tries` and `done`."""
+    def read(self) -> dict[str, Noted]:
+        """By exercise, what is noted."""
         try:
             noted = parse(read_below(self._path.parent, self._path, _MAX_BYTES))
         except FileNotFoundError:
