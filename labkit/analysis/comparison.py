@@ -21,9 +21,7 @@ from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
 from labkit.record.state import RunState
 from labkit.record.steps import Column, median
-from labkit.training.strategies import STRATEGIES
-
-BASELINE = "single"
+from labkit.training.strategies import BASELINE, STRATEGIES
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class Row:
 
     strategy: str
     title: str
-    workload: str = "cnn"
+    workload: str
     run: str = ""
     devices: int = 0
     device: str = ""
@@ -79,6 +77,7 @@ RECORDED = (
     Row(
         "single",
         "Single",
+        "cnn",
         devices=1,
         device="cuda",
         seconds=44.69,
@@ -89,6 +88,7 @@ RECORDED = (
     Row(
         "ddp",
         "DDP",
+        "cnn",
         devices=2,
         device="cuda",
         seconds=34.69,
@@ -99,6 +99,7 @@ RECORDED = (
     Row(
         "fsdp",
         "FSDP1",
+        "cnn",
         devices=2,
         device="cuda",
         seconds=34.63,
@@ -115,7 +116,8 @@ RECORDED_NOTE = (
 
 def recorded_elsewhere(found: Sequence[Row]) -> tuple[Row, ...]:
     """The rows recorded on another machine, if they are of the same model; otherwise none."""
-    return RECORDED if any(row.workload == "cnn" for row in found) else ()
+    models = {row.workload for row in RECORDED}
+    return RECORDED if any(row.workload in models for row in found) else ()
 
 
 # ---- the figures
@@ -128,7 +130,7 @@ def recorded(folders: Iterable[RunFolder]) -> tuple[Row, ...]:
         follower = Follower(folder)
         follower.poll()
         known.append((folder, follower.state))
-    known.sort(key=lambda pair: pair[1].spec.get("strategy") != BASELINE)
+    known.sort(key=lambda pair: pair[1].spec.get("strategy") != BASELINE.name)
     return rows(known, {})
 
 
@@ -159,7 +161,7 @@ def newest(folders: Sequence[RunFolder]) -> list[RunFolder]:
 def rows(known: Sequence[tuple[RunFolder, RunState]], badges: dict[str, Badge]) -> tuple[Row, ...]:
     """The rows of live or finished runs; `badges` caches computed badges by the name of the run."""
     found = [_row(folder, state) for folder, state in known]
-    base = next((number for number, row in enumerate(found) if row.strategy == BASELINE), None)
+    base = next((number for number, row in enumerate(found) if row.strategy == BASELINE.name), None)
     if base is None:
         return tuple(found)
     folder, state = known[base]

@@ -7,14 +7,12 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import anywidget
 import ipywidgets
-import traitlets
 
 from labkit.common.arguments import check_flag
 from labkit.common.text import visible
 from labkit.frontends.panel import code
-from labkit.frontends.panel.charts import STATIC
+from labkit.frontends.panel.availability import Availability
 from labkit.frontends.panel.choices import Choices
 from labkit.frontends.panel.compare import CompareTab
 from labkit.frontends.panel.install import Install
@@ -27,6 +25,7 @@ from labkit.frontends.panel.words import sentence_html
 from labkit.launch.job import Job
 from labkit.launch.warm.client import prepare
 from labkit.plan.script import command
+from labkit.plan.settling import check_available
 from labkit.plan.spec import Spec, SpecError
 from labkit.record.documents import Unreadable
 from labkit.record.files import NotPlain
@@ -40,13 +39,6 @@ from labkit.setup.machine import Machine
 
 _RUN, _RUN_HINT = "▶ Run", "Generate the script and launch it with torchrun"
 _PLAY, _PLAY_HINT = "▶ Play", "Replay the recorded run"
-
-
-class _Command(anywidget.AnyWidget):
-    """A command with a button that copies it."""
-
-    _esm = (STATIC / "command.js").read_text(encoding="utf-8")
-    text = traitlets.Unicode().tag(sync=True)
 
 
 class Lab:
@@ -71,6 +63,7 @@ class Lab:
         check_flag("cold", cold)
         self._cold = cold
         opened = None if recorded is None else find(recorded)
+        self._availability = Availability(self._draw)
         self._choices = Choices(Machine.here(), defaults, self._changed)
         self._view = RunView(self._over)
         self._recorded = Recorded(self._choose)
@@ -85,8 +78,10 @@ class Lab:
 
     @property
     def spec(self) -> Spec:
-        """The Spec that Run would start now. Raises `SpecError` if it cannot run."""
-        return self._choices.spec()
+        """The Spec that Run would start now. Raises `SpecError` if it cannot run; waits for the check of its data."""
+        spec = self._choices.spec()
+        check_available(spec)
+        return spec
 
     @property
     def run(self) -> Run | None:
@@ -98,9 +93,9 @@ class Lab:
         self._run_button.on_click(lambda _: self._start())
         self._run_button.add_class("labkit-run")
         self._batch, self._script, self._diff = ipywidgets.HTML(), ipywidgets.HTML(), ipywidgets.HTML()
-        self._command = _Command()
+        self._command = code.Command()
         view, choices = self._view, self._choices
-        self._compare = CompareTab(choices.comparable, lambda: self._starting or view.busy, self._cold)
+        self._compare = CompareTab(self._comparable, lambda: self._starting or view.busy, self._cold)
         shown = (
             view.live,
             self._sources(),
@@ -165,8 +160,13 @@ class Lab:
     # ---- reacting to a change of the configuration
 
     def _changed(self) -> None:
+        self._draw(ask=True)
+
+    def _draw(self, ask: bool = False) -> None:
+        """Shows what the configuration would run; `ask` also asks whether its data are available, without waiting."""
         try:
-            spec = self.spec
+            spec = self._choices.spec()
+            available = self._availability.known(spec, ask)
         except SpecError as error:
             self._batch.value = sentence_html(str(error))
             self._install.offer(error.extra)
@@ -178,11 +178,19 @@ class Lab:
         self._describe(spec)
         self._script.value = code.script_html(spec)
         self._compare.refresh()
-        self._free(not (self._starting or self._view.busy))
+        self._free(available and not (self._starting or self._view.busy))
+        if not available:
+            self._batch.value = f'<div class="labkit-batch">{spec.batch_sentence} · looking for {spec.data}</div>'
         if not self._starting and (self._run is None or self._view.recorded):
             self._view.preview(spec)
         elif not (self._starting or self._view.busy):
             self._view.plan(spec)
+
+    def _comparable(self) -> dict[str, Any]:
+        spec = self._choices.spec()
+        if not self._availability.known(spec, ask=False):
+            raise SpecError("data", f"the data set {spec.data} is still being looked for; compare when Run is enabled")
+        return self._choices.comparable()
 
     def _describe(self, spec: Spec) -> None:
         self._batch.value = f'<div class="labkit-batch">{spec.batch_sentence}</div>'
@@ -246,7 +254,7 @@ class Lab:
             self._view.complain("a comparison is running; stop it or wait until it finishes")
             return
         try:
-            spec = self.spec
+            spec = self._choices.spec()
         except SpecError:
             return  # the error is already shown
         self._starting = True
