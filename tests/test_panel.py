@@ -471,6 +471,8 @@ def test_the_panel_does_not_wait_while_data_are_looked_for(monkeypatch):
     monkeypatch.setattr(preflight, "available", available)
     lab = Lab(strategy="ddp", nproc=2, data="mnist")
     assert lab._run_button.disabled and "looking for mnist" in lab._batch.value and not answer.is_set()
+    lab._start()
+    assert lab.run is None and not lab._starting and not lab._recorded.which.disabled
     with pytest.raises(SpecError, match="mnist is still being looked for"):
         lab._comparable()
     lab._choices.batch.value = 64
