@@ -159,7 +159,7 @@ def test_missing_runs_and_files_are_refused(capsys, arguments):
 
 
 def test_every_command_has_its_function():
-    _, names = cli._parser()
+    _, names = cli.parser_of_commands()
     assert all(callable(commands.COMMANDS[name]) for name in names)
 
 

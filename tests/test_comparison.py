@@ -124,11 +124,12 @@ def test_the_recorded_result_is_what_was_reported_and_says_where_from():
 
 # ---- the front ends
 
-NASTY = Row("ddp", "<b>DDP</b>", run="r", devices=2, words="failed (rank 1: <i>)", over=True, failed=True)
+NASTY = Row("ddp", "<b>DDP</b>", "cnn", run="r", devices=2, words="failed (rank 1: <i>)", over=True, failed=True)
 FOUND = (
     Row(
         "single",
         "Single",
+        "cnn",
         run="s",
         devices=1,
         over=True,
@@ -139,7 +140,7 @@ FOUND = (
         phases={"forward": 1.0},
     ),
     NASTY,
-    Row("pp", "PP", devices=2),
+    Row("pp", "PP", "cnn", devices=2),
 )
 
 
@@ -161,7 +162,7 @@ def test_terminal_table_shows_rows_the_recorded_result_and_what_is_waiting():
 
 def test_html_escapes_every_text_and_marks_the_badge():
     badge = Badge("differs", 'a "sentence" <script>')
-    html = comparison_html((*FOUND, Row("tp", "TP", run="t", over=True, badge=badge)), {})
+    html = comparison_html((*FOUND, Row("tp", "TP", "cnn", run="t", over=True, badge=badge)), {})
     assert "<b>DDP" not in html
     assert "<script>" not in html
     assert "&lt;b&gt;DDP" in html

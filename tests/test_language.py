@@ -24,6 +24,7 @@ CODE = (
     ),
     *("labkit/plan", "labkit/runs", "labkit/setup", "labkit/training/faults", "labkit/training/strategies"),
     *("labkit/training/workloads", "labkit/training/options.py", "labkit/training/request.py", "labkit/api.py"),
+    *("labkit/training/rows.py", "labkit/training/shapes.py"),
 )
 PAGES = (
     "README.md",

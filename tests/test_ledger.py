@@ -13,12 +13,14 @@ import pytest
 import torch
 
 from labkit.analysis.ledger import CLOSE, Entry, ledger
-from labkit.analysis.theory import MODELS, THEORY, Module, borders, theory
+from labkit.analysis.theory import TRAFFIC, theory
 from labkit.plan.spec import Spec, SpecError
 from labkit.record.state import RunState
 from labkit.setup import preflight
+from labkit.training.shapes import Module
 from labkit.training.strategies import STRATEGIES
-from labkit.training.workloads import GPT_SIZES, WORKLOADS
+from labkit.training.workloads import WORKLOADS
+from labkit.training.workloads.models import GPT_SIZES
 
 BATCH = {"cnn": 16, "mlp": 32, "gpt": 8, "resnet18": 8}
 P = {name: 4 * WORKLOADS[name].parameters({"size": "1M", "context": 128}) for name in BATCH}  # bytes
@@ -334,8 +336,8 @@ def test_formula_and_reasons_give_what_was_measured(strategy, workload, nproc, a
 
 
 def test_every_strategy_was_held_against_a_run():
-    assert THEORY.keys() == STRATEGIES.keys()
-    assert MODELS.keys() == WORKLOADS.keys()
+    assert all(row.traffic is not None for row in STRATEGIES.values())
+    assert {name for row in STRATEGIES.values() for name in row.traffic} == TRAFFIC.keys()
     assert {row[0] for row in RECORDED} == STRATEGIES.keys() - {"single", "dp"}  # which have no process group
 
 
@@ -492,17 +494,17 @@ def loaded(workload: str):
     return importlib.import_module(f"labkit.training.workloads.{workload}")
 
 
-@pytest.mark.parametrize("workload", MODELS)
+@pytest.mark.parametrize("workload", WORKLOADS)
 def test_tables_are_the_models(workload):
     module, asked = loaded(workload), spec("ddp", workload)
-    model, blocks = module.build_model(), MODELS[workload](asked.options)
+    model, blocks = module.build_model(), WORKLOADS[workload].blocks(asked.options)
     assert [table.parameters for table in blocks] == [
         tuple(tuple(p.shape) for p in block.parameters()) for block in model
     ]
     values = {"gpt": torch.zeros(3, 128, dtype=torch.long), "resnet18": torch.zeros(3, 3, 32, 32)}.get(
         workload, torch.zeros(3, 1, 28, 28)
     )
-    for (size, _), block in zip(borders(asked), model, strict=True):
+    for (size, _), block in zip(WORKLOADS[workload].outputs(asked.options), model, strict=True):
         values = block(values)
         assert values[0].numel() == size
     multiplied = [each for each in model.modules() if isinstance(each, (torch.nn.Linear, torch.nn.Conv2d))]
@@ -513,14 +515,17 @@ def test_tables_are_the_models(workload):
 def test_layers_are_split_as_in_the_plans(workload):
     plans = importlib.import_module(f"labkit.training.workloads.{workload}").tensor_plans().values()
     styles = Counter(type(style).__name__ for plan in plans for style in plan.values())
-    cuts = Counter(module.cut for block in MODELS[workload](spec("ddp", workload).options) for module in block.leaves)
+    blocks = WORKLOADS[workload].blocks(spec("ddp", workload).options)
+    cuts = Counter(module.cut for block in blocks for module in block.leaves)
     assert (cuts[0], cuts[1]) == (styles["ColwiseParallel"], styles["RowwiseParallel"])
 
 
 @pytest.mark.parametrize("size", GPT_SIZES)
 def test_sizes_of_transformers_are_those_of_the_workload(size):
     options = {"size": size, "context": 256}
-    assert sum(block.size for block in MODELS["gpt"](options)) == WORKLOADS["gpt"].parameters(options)
+    layers, width, _ = GPT_SIZES[size]  # 12·L·d² in the matrices of the layers; the rest: biases, norms, embeddings
+    rest = layers * 13 * width + (256 + 256) * width + 2 * width + 256 * width
+    assert WORKLOADS["gpt"].parameters(options) == 12 * layers * width**2 + rest
 
 
 def test_a_part_of_a_layer():

@@ -26,8 +26,10 @@ from labkit.frontends.panel.words import finding_html, state_html
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
 from labkit.record.replay import recorded_words
+from labkit.setup import preflight
 from labkit.setup.machine import Gpu, Machine
-from labkit.training.strategies import COMMON, STRATEGIES
+from labkit.training.options import COMMON
+from labkit.training.strategies import STRATEGIES
 
 CPU = Machine(gpus=(), cores=2, memory=8 << 30)
 T4S = Machine(gpus=tuple(Gpu(index, "Tesla T4", 15 << 30, (7, 5)) for index in range(2)), cores=4, memory=31 << 30)
@@ -110,7 +112,7 @@ def test_the_workload_brings_its_batch_and_options():
     assert choices.batch.value == 16
     assert [
         widget.description
-        for widget in choices.popover.children
+        for widget in choices._options.popover.children
         if hasattr(widget, "description") and widget.description
     ] == [
         *(option.name for option in STRATEGIES["ddp"].options),
@@ -453,6 +455,47 @@ def test_comparison_takes_the_present_choices():
     lab = Lab(strategy="ddp", nproc=2, workload="mlp", steps=5)
     fields = lab._choices.comparable()
     assert (fields["workload"], fields["steps"], fields["batch_size"], fields["scaling"]) == ("mlp", 5, 256, "strong")
+
+
+# ---- data that must be looked for
+
+
+def test_the_panel_does_not_wait_while_data_are_looked_for(monkeypatch):
+    looked, answer = [], threading.Event()
+
+    def available(name, needs, folder):
+        looked.append(threading.current_thread())
+        answer.wait(60)
+
+    monkeypatch.setattr(preflight, "installed", lambda name, needs: None)
+    monkeypatch.setattr(preflight, "available", available)
+    lab = Lab(strategy="ddp", nproc=2, data="mnist")
+    assert lab._run_button.disabled and "looking for mnist" in lab._batch.value and not answer.is_set()
+    lab._start()
+    assert lab.run is None and not lab._starting and not lab._recorded.which.disabled
+    with pytest.raises(SpecError, match="mnist is still being looked for"):
+        lab._comparable()
+    lab._choices.batch.value = 64
+    assert "64 per rank" in lab._batch.value
+    answer.set()
+    wait_until(lambda: not lab._run_button.disabled)
+    assert "looking" not in lab._batch.value and lab._comparable()["data"] == "mnist"
+    assert threading.main_thread() not in looked and len(set(looked)) == 1, "asked once, and not by the kernel"
+
+
+def test_data_that_are_not_available_are_refused_until_they_are(monkeypatch):
+    refusals = ["mnist is nowhere; use --data digits"]
+    monkeypatch.setattr(preflight, "installed", lambda name, needs: None)
+    monkeypatch.setattr(preflight, "available", lambda name, needs, folder: refusals[0] if refusals else None)
+    lab = Lab(strategy="ddp", nproc=2, data="mnist")
+    wait_until(lambda: "mnist is nowhere; use --data digits" in lab._batch.value)
+    assert lab._run_button.disabled
+    refusals.clear()
+    lab._choices.batch.value = 64  # asks again
+    wait_until(lambda: not lab._run_button.disabled)
+    refusals.append("mnist is nowhere; use --data digits")
+    lab._choices.workload.value = ("cnn", "digits")
+    assert not lab._run_button.disabled, "nothing must be looked for"
 
 
 # ---- recorded runs, and presentation mode

@@ -56,7 +56,7 @@ def test_a_missing_package_names_its_extra(packages):
     assert (
         str(caught.value)
         == "deepspeed needs the package package_of_the_test, which is not installed; add it with: python3 -m labkit"
-        " setup --with deepspeed"
+        " setup --with deepspeed, or use the strategy zero1"
     )
 
 

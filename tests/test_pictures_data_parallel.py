@@ -9,7 +9,7 @@ import pytest
 from labkit import Spec
 from labkit.analysis.theory import theory
 from labkit.analysis.theory.pieces import Case
-from labkit.analysis.theory.strategies import _buckets
+from labkit.analysis.theory.replicas import _buckets
 from labkit.course import pictures
 from labkit.course.exercises import Wrong, exercise
 from labkit.course.pictures.data_parallel import divide

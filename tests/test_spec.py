@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from labkit.plan.spec import Spec, SpecError
+from labkit.setup import preflight
 from labkit.setup.machine import Gpu, Machine
 from labkit.training.strategies import STRATEGIES
-from labkit.training.workloads import MNIST_FILES, _is_reachable
+from labkit.training.workloads import MNIST_FILES
 
 GIB = 2**30
 T4 = (Gpu(0, "Tesla T4", 15 * GIB, (7, 5)), Gpu(1, "Tesla T4", 15 * GIB, (7, 5)))
@@ -263,13 +264,14 @@ def test_global_batch_is_checked_once_the_ranks_are_known():
 
 
 def test_mnist_that_is_not_available(tmp_path, monkeypatch):
-    monkeypatch.setattr("labkit.training.workloads._needs_torchvision", lambda what, instead: None)
+    monkeypatch.setattr(preflight, "installed", lambda name, needs: None)
+    monkeypatch.setattr(preflight, "_not_loading", lambda name, package, needs: None)
 
     def no_network(*args, **kwargs):
         raise OSError("no network here")
 
-    monkeypatch.setattr("labkit.training.workloads.socket.create_connection", no_network)
-    _is_reachable.cache_clear()
+    monkeypatch.setattr("labkit.setup.preflight.socket.create_connection", no_network)
+    preflight.is_reachable.cache_clear()
     sentence = refused("data", LAPTOP, data="mnist", data_dir=str(tmp_path))
     assert str(tmp_path) in sentence
     assert "--data-dir" in sentence
@@ -290,7 +292,7 @@ def test_fsdp2_on_cpu_ranks_with_an_old_torch():
 
 
 def test_data_whose_package_is_missing(monkeypatch):
-    monkeypatch.setattr("labkit.training.workloads.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("labkit.setup.preflight.importlib.util.find_spec", lambda name: None)
     assert "python3 -m labkit setup" in refused("data", LAPTOP)
     assert "--data digits" in refused("data", LAPTOP, data="mnist")
 

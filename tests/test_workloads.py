@@ -19,25 +19,24 @@ from torch.utils.data import TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 from weaving import run_alone
 
-import labkit.training.workloads as tables
 from labkit.plan.script import write_script
+from labkit.plan.settling import check_available
 from labkit.plan.spec import Spec, SpecError
 from labkit.setup import preflight
 from labkit.setup.machine import Machine
 from labkit.training.workloads import (
     CIFAR10_FILES,
     DATA,
-    GPT_SIZES,
     MNIST_FILES,
     WORKLOADS,
     cnn,
     digits,
     digits32,
     gpt,
-    gpt_parameters,
     mlp,
     text,
 )
+from labkit.training.workloads.models import GPT_SIZES
 
 BESIDE_CPU_TORCH = Path(__file__).parent / "scripts" / "beside_cpu_torch.py"
 SIZES = {"M": 10**6, "B": 10**9}
@@ -134,7 +133,7 @@ def test_gpt_sizes_match_their_names(size, monkeypatch):
             monkeypatch.setattr(gpt, name, value)
         model = gpt.build_model()
     count = parameters(model)
-    assert count == gpt_parameters({"size": size, "context": 128})
+    assert count == WORKLOADS["gpt"].parameters({"size": size, "context": 128})
     assert count == pytest.approx(int(size[:-1]) * SIZES[size[-1]], rel=0.10)
 
 
@@ -349,16 +348,19 @@ def test_cifar10_that_is_not_available(tmp_path, monkeypatch):
     def no_network(*args, **kwargs):
         raise OSError("no network here")
 
-    monkeypatch.setattr(tables.socket, "create_connection", no_network)
-    monkeypatch.setattr(tables, "_needs_torchvision", lambda what, instead: None)
-    tables._is_reachable.cache_clear()
+    monkeypatch.setattr(preflight.socket, "create_connection", no_network)
+    monkeypatch.setattr(preflight, "_not_loading", lambda name, package, needs: None)
+    preflight.is_reachable.cache_clear()
     asked = Spec("single", "resnet18", data="cifar10", data_dir=str(tmp_path))
-    sentence = DATA["cifar10"].missing(asked)
+    with pytest.raises(SpecError) as refused:
+        check_available(asked)
+    sentence = str(refused.value)
+    assert refused.value.field == "data"
     assert str(tmp_path) in sentence and "--data-dir" in sentence and "--data digits32" in sentence
     (tmp_path / "cifar-10-batches-py").mkdir()
     for name in CIFAR10_FILES:
         (tmp_path / "cifar-10-batches-py" / name).touch()
-    assert DATA["cifar10"].missing(asked) is None
+    check_available(asked)
 
 
 # ---- torchvision and torch
@@ -370,12 +372,12 @@ def says(monkeypatch):
     asked = []
 
     def set_to(error):
-        tables._torchvision.cache_clear()
+        preflight._loaded.cache_clear()
         monkeypatch.setattr(preflight, "torchvision", lambda: asked.append(error) or ("0.28.0", error))
         return asked
 
     yield set_to
-    tables._torchvision.cache_clear()
+    preflight._loaded.cache_clear()
 
 
 def test_torchvision_that_does_not_load_is_refused_before_a_run(torchvision, says):
@@ -397,8 +399,8 @@ def test_torchvision_that_does_not_load_is_refused_before_a_run(torchvision, say
 
 
 def test_torchvision_that_is_not_installed(monkeypatch):
-    monkeypatch.setattr(tables.importlib.util, "find_spec", lambda name: None)
-    sentence = WORKLOADS["resnet18"].missing(Spec("single", "resnet18"))
+    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None)
+    sentence = preflight.installed("resnet18", WORKLOADS["resnet18"].needs)
     assert "setup --with mnist" in sentence and "--workload cnn" in sentence
 
 

@@ -18,9 +18,7 @@ from labkit.plan.spec import Spec, SpecError
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
 from labkit.record.state import RunState, per_revision
-from labkit.training.strategies import STRATEGIES
-
-BASELINE = "single"
+from labkit.training.strategies import BASELINE, STRATEGIES
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class Row:
 
     strategy: str
     title: str
-    workload: str = "cnn"
+    workload: str
     run: str = ""
     devices: int = 0
     device: str = ""
@@ -77,6 +75,7 @@ RECORDED = (
     Row(
         "single",
         "Single",
+        "cnn",
         devices=1,
         device="cuda",
         seconds=44.69,
@@ -87,6 +86,7 @@ RECORDED = (
     Row(
         "ddp",
         "DDP",
+        "cnn",
         devices=2,
         device="cuda",
         seconds=34.69,
@@ -97,6 +97,7 @@ RECORDED = (
     Row(
         "fsdp",
         "FSDP1",
+        "cnn",
         devices=2,
         device="cuda",
         seconds=34.63,
@@ -113,7 +114,8 @@ RECORDED_NOTE = (
 
 def recorded_elsewhere(found: Sequence[Row]) -> tuple[Row, ...]:
     """The rows recorded on another machine, if they are of the same model; otherwise none."""
-    return RECORDED if any(row.workload == "cnn" for row in found) else ()
+    models = {row.workload for row in RECORDED}
+    return RECORDED if any(row.workload in models for row in found) else ()
 
 
 # ---- the figures
@@ -126,7 +128,7 @@ def recorded(folders: Iterable[RunFolder]) -> tuple[Row, ...]:
         follower = Follower(folder)
         follower.poll()
         known.append((folder, follower.state))
-    known.sort(key=lambda pair: pair[1].spec.get("strategy") != BASELINE)
+    known.sort(key=lambda pair: pair[1].spec.get("strategy") != BASELINE.name)
     return rows(known, {})
 
 
@@ -157,7 +159,7 @@ def newest(folders: Sequence[RunFolder]) -> list[RunFolder]:
 def rows(known: Sequence[tuple[RunFolder, RunState]], badges: dict[str, Badge]) -> tuple[Row, ...]:
     """The rows of live or finished runs; `badges` caches computed badges by the name of the run."""
     found = [_row(state, folder.name) for folder, state in known]
-    base = next((number for number, row in enumerate(found) if row.strategy == BASELINE), None)
+    base = next((number for number, row in enumerate(found) if row.strategy == BASELINE.name), None)
     if base is None:
         return tuple(found)
     folder, state = known[base]

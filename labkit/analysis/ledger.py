@@ -53,11 +53,12 @@ def ledger(state: RunState) -> tuple[Entry, ...]:
     if seen is None:
         return ()
     measured, step = seen
-    if spec is None:
+    flows_of_step = theory(spec, step) if spec else None
+    if flows_of_step is None:
         entries = [Entry(op, calls, sent, None, "", "") for op, (calls, sent) in measured.items()]
     else:
         flows: dict[str, list[Flow]] = {op: [] for op in measured}
-        for flow in theory(spec, step):
+        for flow in flows_of_step:
             flows.setdefault(flow.op, []).append(flow)
         entries = [_entry(op, *measured.get(op, (0.0, 0.0)), those) for op, those in flows.items()]
     return tuple(sorted(entries, key=lambda entry: -max(entry.measured, entry.theory or 0.0)))

@@ -8,39 +8,40 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from labkit.analysis.comparison import BASELINE, Row, document, recorded_elsewhere, rows
+from labkit.analysis.comparison import Row, document, recorded_elsewhere, rows
 from labkit.analysis.equivalence import Badge
 from labkit.common.arguments import check_seconds, shown
+from labkit.plan.fields import about
 from labkit.plan.spec import Spec, SpecError, check_fields
 from labkit.runs.handle import Run, run, settle
 from labkit.runs.notebook import cell, in_notebook
-from labkit.training.strategies import STRATEGIES
+from labkit.training.strategies import BASELINE, STRATEGIES
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 
-def plan(strategies: Sequence[str] | str, **fields: Any) -> tuple[list[Spec], dict[str, str]]:
+def plan(strategies: Sequence[str] | str, *, look: bool = True, **fields: Any) -> tuple[list[Spec], dict[str, str]]:
     """The Specs of a comparison, resolved for this machine, the baseline first; and the excluded strategies with the
     reason.
 
     `strategies` are names, or "all". With "all", strategies that cannot run here are excluded; otherwise the first of
     them raises `SpecError`. `fields` are fields of Spec. The global batch size is the same for all strategies
     (`scaling` defaults to strong), and an option applies to the strategies that have it. The baseline is added if it
-    can run.
+    can run. Without `look`, nothing that takes long is looked for (see `settle`).
     """
     everything = isinstance(strategies, str) and strategies == "all"
     names = list(STRATEGIES) if everything else _names(strategies)
     check_fields(fields)
-    for name in ("strategy", "script", "args", "as_module"):
-        if name in fields:
+    for name in fields:
+        if not about(Spec.__dataclass_fields__[name]).compared:
             raise SpecError(name, f"{name} cannot be used in a comparison; name the strategies in the first argument")
     if not names:
         raise SpecError("strategies", f"strategies must not be empty; name some of {', '.join(STRATEGIES)}, or all")
     specs, left_out = [], {}
-    for name in dict.fromkeys((BASELINE, *names)):
+    for name in dict.fromkeys((BASELINE.name, *names)):
         try:
-            specs.append(_settled(name, names, **fields))
+            specs.append(_settled(name, names, look, fields))
         except SpecError as error:
             if not everything and name in names:
                 raise SpecError(error.field, f"{name} cannot be compared: {error}") from None
@@ -66,21 +67,21 @@ def _names(strategies: Sequence[str] | str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _settled(name: str, names: Sequence[str], **fields: Any) -> Spec:
+def _settled(name: str, names: Sequence[str], look: bool, fields: Mapping[str, Any]) -> Spec:
     row = STRATEGIES[name]
-    asked = {"scaling": "strong", "tensors": True} | fields
+    asked = {"scaling": "strong", "tensors": True, **fields}
     if row.default_nproc == 1:
         asked["nproc"] = 1
     elif asked.get("nproc") is None:
         asked["nproc"] = row.default_nproc
     given = asked.get("options", {})
     if not isinstance(given, Mapping):
-        return settle(name, **asked)  # raises SpecError
+        return settle(name, look=look, **asked)  # raises SpecError
     elsewhere = {option.name for other in names for option in STRATEGIES[other].all_options} - {
         option.name for option in row.all_options
     }
     asked["options"] = {option: value for option, value in given.items() if option not in elsewhere}
-    return settle(name, **asked)
+    return settle(name, look=look, **asked)
 
 
 class Comparing:

@@ -81,16 +81,16 @@ def prepare_after(job: Job) -> None:
     threading.Thread(target=prepare_then, daemon=True, name="labkit warm server").start()
 
 
-def settle(what: str | os.PathLike[str] | Spec, **fields: Any) -> Spec:
+def settle(what: str | os.PathLike[str] | Spec, *, look: bool = True, **fields: Any) -> Spec:
     """The Spec that `run` would start with the same arguments, resolved for this machine; `SpecError` if it cannot
-    run."""
+    run. Without `look`, it takes milliseconds: data and checkpoints are not looked for."""
     check_fields(fields)
     spec = located(replace(what, **fields) if isinstance(what, Spec) else Spec(**_named(what, fields), **fields))
     if spec.as_module:
         _check_module(spec.script)
     elif spec.script is not None and not os.path.isfile(spec.script):  # noqa: PTH113 as above
         raise SpecError("script", f"{Path.cwd()} has no script {shown(spec.script)}; give the path of a Python file")
-    return spec.on(Machine.here())
+    return spec.on(Machine.here()) if look else spec.settled(Machine.here())
 
 
 def _named(what: Any, fields: Mapping[str, Any]) -> dict[str, str]:

@@ -1,5 +1,5 @@
-"""Setup before a run: the Python environment (`bootstrap`, `environment`), checks of torch (`preflight`), this machine
-(`machine`).
+"""Setup before a run: the Python environment (`bootstrap`, `environment`), what a run needs (`needs`, `preflight`),
+this machine (`machine`).
 
 `bootstrap`, `environment` and `progress` use only the standard library. From labkit, only `common` is imported.
 """

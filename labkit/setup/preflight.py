@@ -1,17 +1,28 @@
-"""Checks of torch in separate processes: the import may fail, crash or hang, and this process must not initialize
-CUDA."""
+"""Checks of what a run needs besides its Spec: packages, a compiler, files that can be read or downloaded, and torch.
+
+What may fail, crash or hang when it is imported is asked in a separate process; this process never initializes CUDA.
+`installed` takes milliseconds; `available` may take as long as a slow disk or network, so a front end calls it in a
+thread.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
+
+from labkit.setup import environment
+from labkit.setup.needs import Files, Needs
 
 _LIMIT = 60.0  # seconds; an import from a slow network disk can take long
 
@@ -48,6 +59,97 @@ dist.all_reduce(number)
 assert number.item() == 2, f"the all-reduce of 1 and 1 returned {number.item()}"
 dist.destroy_process_group()
 """
+
+
+# ---- the needs of strategies, workloads and data sets
+
+
+def installed(name: str, needs: Needs) -> str | None:
+    """One sentence if a package or the compiler that `name` needs is missing, otherwise None. Nothing is imported."""
+    package, module, command = needs.package, needs.module, "add it with: python3 -m labkit setup"
+    if needs.extra is not None:
+        package = module = environment.OPTIONAL[needs.extra]
+        command = environment.how_to_add(needs.extra)
+    if module and importlib.util.find_spec(module) is None:
+        return f"{name} needs the package {package}, which is not installed; {command}{_or_use(needs)}"
+    return compiler_missing(f"{name} compiles {needs.compiles}", needs.instead) if needs.compiles else None
+
+
+def compiler_missing(what: str, instead: str) -> str | None:
+    """One sentence if there is no C++ compiler for `what`, which needs one; otherwise None."""
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler):
+        return None
+    return f"{what}, and {compiler} is not on the PATH; install it (apt install g++), or use {instead}"
+
+
+def available(name: str, needs: Needs, folder: str) -> str | None:
+    """One sentence if an installed package does not load, or if files are neither in the data folder nor can be
+    downloaded; otherwise None. The first call may take seconds."""
+    refusal = _not_loading(name, environment.OPTIONAL[needs.extra], needs) if _is_built_for_torch(needs) else None
+    return refusal or (_files_missing(needs.files, needs, Path(folder)) if needs.files else None)
+
+
+def takes_long(needs: Needs) -> bool:
+    """Whether `available` has something to look for."""
+    return needs.files is not None or _is_built_for_torch(needs)
+
+
+def _is_built_for_torch(needs: Needs) -> bool:
+    return needs.extra is not None and environment.OPTIONAL[needs.extra] in environment.BUILT_FOR_TORCH
+
+
+def _or_use(needs: Needs) -> str:
+    return f", or use {needs.instead}" if needs.instead else ""
+
+
+def _not_loading(name: str, package: str, needs: Needs) -> str | None:
+    """Why a package that is built for one version of torch does not load; asked once per installed version."""
+    found = [path for path in map(_version_file, ("torch", package)) if path.is_file()]
+    version, error = _loaded(tuple((str(path), path.stat().st_mtime_ns) for path in found))
+    if not error:
+        return None
+    if f"{package}::nms" in error:
+        error = "it was built for a different torch"
+    return (
+        f"{name} needs {package}, and {package} {version} does not load with the installed torch ({error}); "
+        f"install matching versions of both from the same source{_or_use(needs)}"
+    )
+
+
+def _version_file(package: str) -> Path:
+    """A file that every installation of the package rewrites."""
+    found = importlib.util.find_spec(package)
+    return Path(found.origin).with_name("version.py") if found and found.origin else Path()
+
+
+@lru_cache(maxsize=1)
+def _loaded(installed: tuple[tuple[str, int], ...]) -> tuple[str, str]:
+    return torchvision()
+
+
+def _files_missing(files: Files, needs: Needs, folder: Path) -> str | None:
+    if all(any((folder / name).exists() for name in names) for names in files.required):
+        return None
+    if is_reachable(files.host, int(time.monotonic() / 60)):
+        return None
+    return (
+        f"{files.title} is not in {folder / files.folder}, and {files.host} is not reachable; put {files.put} there,"
+        f" name a folder with --data-dir{_or_use(needs)}"
+    )
+
+
+@lru_cache(maxsize=2)
+def is_reachable(host: str, minute: int) -> bool:
+    """Whether a host accepts a connection; tried at most once per minute, because a panel asks after every change."""
+    try:
+        socket.create_connection((host, 443), timeout=3).close()
+    except OSError:
+        return False
+    return True
+
+
+# ---- torch
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Options: the settings of a strategy or workload that a user can change, and their validation.
 
-An option becomes one constant of the generated script: the option ``bucket_mb`` is the constant ``BUCKET_MB``.
+An option becomes one constant of the generated script: the option ``bucket_mb`` is the constant ``BUCKET_MB``. The
+options that every strategy supports, unless its row says why not, are at the end.
 """
 
 from __future__ import annotations
@@ -71,3 +72,24 @@ class Option:
             return self.bounds.check(self.name, value)
         except ValueError:
             return None
+
+
+MOST = 65_536  # maximum number of ranks, micro-batches and the like
+INPUT_PIPELINE: tuple[Option, ...] = (
+    Option(
+        "fetch",
+        "batches",
+        "index whole batches, or single samples as in most tutorials",
+        choices=("batches", "samples"),
+    ),
+    Option("workers", 0, "data loader worker processes per rank", minimum=0, maximum=64),
+    Option("pin_memory", True, "load batches into page-locked memory, which a GPU can copy asynchronously"),
+    Option("non_blocking", True, "continue while a batch is copied to the GPU"),
+)
+COMMON: tuple[Option, ...] = (
+    Option("accumulate", 1, "micro-batches per step, to use less memory for the same update", minimum=1, maximum=MOST),
+    Option("clip_norm", 0.0, "maximum norm of all gradients; 0: no clipping", minimum=0.0, maximum=1e12),
+    Option("checkpoint_activations", False, "discard the activations inside each block and recompute them in backward"),
+    Option("compile", False, "compile each block with torch.compile"),
+    *INPUT_PIPELINE,
+)

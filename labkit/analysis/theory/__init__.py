@@ -13,18 +13,30 @@ verified against runs with torch 2.13 and DeepSpeed 0.19.
 
 from __future__ import annotations
 
-from labkit.analysis.theory.models import MODELS, Module, borders
+from collections.abc import Callable, Iterator
+
+from labkit.analysis.theory import replicas, sharded, split
 from labkit.analysis.theory.pieces import Case, Flow
 from labkit.analysis.theory.states import STATES, States, states
-from labkit.analysis.theory.strategies import THEORY
 from labkit.plan.spec import Spec
 
-__all__ = ["MODELS", "STATES", "THEORY", "Flow", "Module", "States", "borders", "states", "theory"]
+__all__ = ["STATES", "TRAFFIC", "Flow", "States", "states", "theory"]
+
+# The formulas by the names that the rows of the strategies use.
+TRAFFIC: dict[str, Callable[[Case], Iterator[Flow]]] = {
+    formula.__name__: formula
+    for formula in (
+        *(replicas.threads, replicas.gradients, replicas.updated_parameters, replicas.engine),
+        *(sharded.units, sharded.rows, sharded.norms),
+        *(split.layers, split.norms_of_layers, split.stages, split.gradients_of_stages),
+        *(split.agreements, split.keys_and_values),
+    )
+}
 
 
-def theory(spec: Spec, step: int = 3) -> tuple[Flow, ...]:
+def theory(spec: Spec, step: int = 3) -> tuple[Flow, ...] | None:
     """The expected traffic of step `step` of a Spec with a known number of ranks; the first two steps differ from later
-    ones.
+    ones. None if there is no formula for its strategy.
     """
-    request = spec.request
-    return tuple(THEORY[request.strategy](Case(request, step)))
+    names, case = spec.strategy_row.traffic, Case(spec.request, step)
+    return None if names is None else tuple(flow for name in names for flow in TRAFFIC[name](case))

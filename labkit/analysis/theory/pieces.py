@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from labkit.analysis.theory.models import MODELS
 from labkit.training.request import Request
 
 
@@ -32,12 +31,14 @@ class Case:
         self.spec, self.step, self.options, self.n = spec, step, spec.options, spec.nproc
         self.gloo = spec.device != "cuda"
         self.half = spec.precision in ("bf16", "fp16")
-        self.cast = self.half and "fsdp2" not in spec.strategy  # by autocast, not by FSDP2's mixed-precision policy
+        self.cast = self.half and spec.strategy_row.autocast
         self.again = self.options.get("checkpoint_activations", False)  # backward recomputes forward, block by block
         self.rows = spec.strategy_row.one_loss(spec)  # ranks that split a layer
+        self.replicas = self.options.get("replicas", 1)  # groups of ranks that each hold all shards
         self.stages = spec.strategy_row.constants(spec).get("STAGES", ())
         self.pipes = self.options.get("pp_size", self.n if self.stages else 1)  # ranks of one pipeline
-        self.blocks = tuple(block.part(self.rows) for block in MODELS[spec.workload](self.options))
+        self.blocks = tuple(block.part(self.rows) for block in spec.workload_row.blocks(self.options))
+        self.outputs = spec.workload_row.outputs(self.options)
         self.shapes = tuple(shape for block in self.blocks for shape in block.parameters)
         self.size = 4 * sum(map(math.prod, self.shapes))
         leaves = [module for block in self.blocks for module in block.leaves if module.shapes]
@@ -49,6 +50,12 @@ class Case:
         )
         letters = "P′" if self.rows > 1 else "P"
         self.letter = f"{letters}/p" if self.pipes > 1 else letters
+
+    @property
+    def shards(self) -> int:
+        """The number of ranks among which parameters are sharded, if they are."""
+        groups: int = self.pipes * self.rows * self.replicas
+        return self.n // groups
 
     @property
     def batch(self) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from labkit.analysis.theory.pieces import Case
-from labkit.analysis.theory.strategies import flats
+from labkit.analysis.theory.sharded import flats
 from labkit.plan.spec import Spec
 
 Shape = tuple[int, ...]
@@ -35,9 +35,8 @@ class States:
 
 def states(spec: Spec) -> tuple[States, ...] | None:
     """The model states of each rank of a Spec with a known number of ranks, on its device; None without a formula."""
-    request = spec.request
-    formula = STATES.get(request.strategy)
-    return None if formula is None else tuple(formula(Case(request, step=1)))
+    name = spec.strategy_row.states
+    return None if name is None else tuple(STATES[name](Case(spec.request, step=1)))
 
 
 def _of(numbers: float, stepped: float | None = None) -> States:
@@ -61,7 +60,7 @@ def _shapes(case: Case, rank: int) -> list[Shape]:
     return [shape for block in blocks for shape in block.parameters]
 
 
-def _zero1(case: Case) -> Iterator[States]:
+def _by_tensor(case: Case) -> Iterator[States]:
     """ZeroRedundancyOptimizer assigns each tensor, the largest first, to the rank with the fewest numbers so far."""
     stepped = [0] * case.n
     for size in sorted(map(math.prod, case.shapes), reverse=True):
@@ -70,28 +69,26 @@ def _zero1(case: Case) -> Iterator[States]:
         yield _of(case.size / 4, numbers)
 
 
-def _fsdp(case: Case) -> Iterator[States]:
+def _units(case: Case) -> Iterator[States]:
     """FSDP1: an equal shard of each flat parameter, or all of it with NO_SHARD."""
-    shards = case.n // case.options["replicas"]
-    whole = sum(flats(case, shards))
+    shards, whole = case.shards, sum(flats(case, case.shards))
     for _ in range(case.n):
         yield _of(whole if case.options["sharding"] == "NO_SHARD" else whole / shards)
 
 
-def _fsdp2(case: Case) -> Iterator[States]:
+def _rows(case: Case) -> Iterator[States]:
     """FSDP2: rows of each parameter as `torch.chunk` splits them; every storage has the size of the largest chunk."""
-    lanes = case.n // case.pipes
-    shards = lanes // case.rows // case.options.get("replicas", 1)
+    lanes, shards = case.n // case.pipes, case.shards
     for rank in range(case.n):
         place = rank % lanes // case.rows % shards
         shapes = _shapes(case, rank)
         if case.options.get("cpu_offload"):
             yield _of(0)  # the shards, their gradients and the moments are in CPU memory
         else:
-            yield _of(_rows(shapes, shards, 0), _rows(shapes, shards, place))
+            yield _of(_in_rows(shapes, shards, 0), _in_rows(shapes, shards, place))
 
 
-def _rows(shapes: Iterable[Shape], shards: int, place: int) -> int:
+def _in_rows(shapes: Iterable[Shape], shards: int, place: int) -> int:
     """The number of elements in the rows of shard `place`."""
     numbers = 0
     for rows, *others in shapes:
@@ -101,8 +98,8 @@ def _rows(shapes: Iterable[Shape], shards: int, place: int) -> int:
 
 
 STATES: dict[str, Callable[[Case], Iterator[States]]] = {
-    **dict.fromkeys(("single", "dp", "ddp", "tp", "pp", "pp_ddp", "cp"), _whole),
-    **dict.fromkeys(("fsdp2", "fsdp2_tp", "pp_fsdp2_tp"), _fsdp2),
-    "zero1": _zero1,
-    "fsdp": _fsdp,
+    "whole": _whole,
+    "by_tensor": _by_tensor,
+    "units": _units,
+    "rows": _rows,
 }

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from labkit.analysis.theory import MODELS
 from labkit.common.units import size
 from labkit.course.pictures import canvas
 from labkit.course.pictures.checked import checked
@@ -37,7 +36,7 @@ def filled(workload: str, bucket_mb: float, **options: Any) -> list[Bucket]:
     spec = Spec(workload=workload, options=options)
     costs, found = spec.workload_row.costs(spec.options), []
     spent = waiting = 0
-    for block, cost in reversed(list(zip(MODELS[workload](spec.options), costs, strict=True))):
+    for block, cost in reversed(list(zip(spec.workload_row.blocks(spec.options), costs, strict=True))):
         for shape in reversed(block.parameters):
             spent += cost * math.prod(shape) / block.size
             waiting += 4 * math.prod(shape)

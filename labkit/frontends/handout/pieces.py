@@ -7,7 +7,6 @@ from __future__ import annotations
 import difflib
 import time
 from collections import Counter
-from dataclasses import replace
 
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
@@ -16,12 +15,12 @@ from pygments.lexers import DiffLexer, PythonLexer
 from labkit.common.text import escape, visible, visible_log
 from labkit.figures import rank_colour
 from labkit.plan.script import write_script
-from labkit.plan.spec import Spec, SpecError
+from labkit.plan.spec import SpecError
 from labkit.record.files import NotPlain
 from labkit.record.folder import STREAMS, RunFolder
 from labkit.record.logs import LogTail
 from labkit.record.state import RunState
-from labkit.training.strategies import STRATEGIES
+from labkit.training.strategies import BASELINE
 
 _LINES = 200  # newest lines of a log that a page contains; they are printed too
 _LEXERS = {"python": PythonLexer(), "diff": DiffLexer()}
@@ -116,10 +115,10 @@ def script(folder: RunFolder, state: RunState) -> str:
 def diff(folder: RunFolder, state: RunState) -> str:
     """The diff between the single-device script and the script that ran."""
     spec, text = state.asked, _script_of(folder)
-    if spec is None or not isinstance(text, str) or spec.strategy == "single":
+    if spec is None or not isinstance(text, str) or spec.strategy_row is BASELINE:
         return ""
     try:
-        before = write_script(_on_one_device(spec))
+        before = write_script(spec.on_one_device)
     except SpecError:
         return ""
     lines = list(
@@ -137,12 +136,6 @@ def _script_of(folder: RunFolder) -> str | NotPlain | None:
         return error
     except OSError:
         return None
-
-
-def _on_one_device(spec: Spec) -> Spec:
-    own = {option.name for option in STRATEGIES["single"].all_options + spec.workload_row.options}
-    options = {name: value for name, value in spec.options.items() if name in own}
-    return replace(spec, strategy="single", nproc=1, options=options)
 
 
 def _lines(number: int) -> str:

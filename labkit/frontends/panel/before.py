@@ -67,19 +67,21 @@ def plan_html(spec: Spec) -> str:
     what = f"{spec.strategy_row.title} · {spec.workload} on {spec.data} · {counted(ranks, 'rank')}"
     title = f"<b>Next run (expected)</b> {escape(what)}"
     if held is None:
-        rest = f"there is no memory formula for {spec.strategy_row.title}; {_sent(flows)}"
+        rest = f"there is no memory formula for {spec.strategy_row.title}; {_sent(spec, flows)}"
         return f'<div class="labkit-notes"><p>{title}</p><p>{escape(rest)}</p></div>'
-    mean = size(sum(flow.theory for flow in flows) / ranks)
+    mean = "–" if flows is None else size(sum(flow.theory for flow in flows) / ranks)
     sends = "sent per step (mean)" if ranks > 1 else "sent per step"
     head = ("rank", "parameters", "gradients", "optimizer state", "total state", sends)
     sizes = [map(size, (one.parameters, one.gradients, one.optimizer, one.total)) for one in held]
     rows = [(str(rank), *cells, mean) for rank, cells in enumerate(sizes)]
-    note = f"Activations and buffers are not included. {_sent(flows)}"
+    note = f"Activations and buffers are not included. {_sent(spec, flows)}"
     return f'<div class="labkit-notes"><p>{title}. {escape(note)}</p></div>{_table(head, rows)}'
 
 
-def _sent(flows: Sequence[Flow]) -> str:
+def _sent(spec: Spec, flows: Sequence[Flow] | None) -> str:
     """`Sent per step, all ranks: all_reduce 3.1 MiB = 2(n−1)/n · 4P per rank`."""
+    if flows is None:
+        return f"Sent per step: there is no formula for {spec.strategy_row.title}"
     parts = []
     for op in dict.fromkeys(flow.op for flow in flows if flow.theory):
         same = [flow for flow in flows if flow.op == op and flow.theory]

@@ -11,14 +11,17 @@ import ipywidgets
 
 from labkit.common.arguments import shown
 from labkit.common.text import escape
-from labkit.plan.spec import PRECISIONS, Spec, SpecError, check_fields
+from labkit.frontends.panel.options import Options
+from labkit.frontends.panel.words import devices_of
+from labkit.plan.checks import without_effect
+from labkit.plan.fields import DEFAULT, about
+from labkit.plan.settling import unsupported
+from labkit.plan.spec import Spec, SpecError, check_fields
 from labkit.setup.machine import Machine
-from labkit.training.faults import FAULTS
-from labkit.training.options import Option
-from labkit.training.strategies import INPUT_PIPELINE, STRATEGIES
+from labkit.training.strategies import STRATEGIES
 from labkit.training.workloads import WORKLOADS
 
-_MOST = 1_000_000_000
+_ABOUT = {one.name: about(one) for one in fields(Spec)}
 _SCALING = (
     "per rank: the global batch grows with the number of ranks (weak scaling); "
     "global: it is split over the ranks (strong scaling)"
@@ -34,18 +37,15 @@ class Choices:
 
     def __init__(self, machine: Machine, defaults: dict[str, Any], on_change: Callable[[], None]):
         self._machine, self._on_change, self._quiet = machine, on_change, False
-        check_fields(defaults)
-        if defaults.get("script") is not None:
-            raise SpecError(
-                "script",
-                f"the panel generates its scripts; for your own script use run({shown(defaults['script'])}) and show()",
-            )
+        for name, value in check_fields(defaults).items():
+            if not _ABOUT[name].panel and value:
+                raise SpecError(
+                    name, f"the panel does not take {name}={shown(value)}; start the run with run(), and show() it"
+                )
         start = _settled(Spec(**defaults), machine)
-        kept = ("seed", "data_dir", "samples", "sample_every", "hang_after")
-        self._kept = {f.name: getattr(start, f.name) for f in fields(Spec) if f.name in kept}
+        self._kept = {name: getattr(start, name) for name in defaults if _ABOUT[name].panel == DEFAULT}
         self._wanted_nproc = start.nproc
-        self._option_values: dict[str, Any] = dict(start.options)
-        self._options: dict[str, ipywidgets.ValueWidget] = {}
+        self._options = Options(start.options, start.fault, self._changed)
         self._make(start)
         self._fit()
         for widget in self._widgets():
@@ -82,38 +82,23 @@ class Choices:
             layout={} if self._machine.gpus else {"display": "none"},
         )
         self.nproc = ipywidgets.BoundedIntText(value=start.nproc, min=1, max=max(start.nproc, 1), description="Ranks")
-        self.batch = ipywidgets.BoundedIntText(value=start.batch_size, min=1, max=_MOST, description="Batch")
+        self.batch = _number("batch_size", start.batch_size, description="Batch")
         self.scaling = ipywidgets.Dropdown(
             options=[("per rank", "weak"), ("global", "strong")],
             value=start.scaling,
             description="Batch is",
             tooltip=_SCALING,
         )
-        self.length = ipywidgets.BoundedIntText(
-            value=start.steps or start.epochs, min=1, max=_MOST, description="Length"
-        )
+        self.length = _number("steps", start.steps or start.epochs, description="Length")
         self.unit = ipywidgets.Dropdown(
             options=["epochs", "steps"], value="steps" if start.steps else "epochs", description="in"
         )
-        self.precision = ipywidgets.Dropdown(options=list(PRECISIONS), value=start.precision, description="Precision")
-        self.more = ipywidgets.ToggleButton(description="Options", tooltip="Options of the strategy and the workload")
-        self.more.observe(self._disclose, "value")
-        self.fault = ipywidgets.Dropdown(
-            options=[("none", None), *((row.title, row.name) for row in FAULTS.values())],
-            value=start.fault,
-            description="Inject fault",
-            tooltip="Inject a fault into the generated script",
+        self.precision = ipywidgets.Dropdown(
+            options=list(_ABOUT["precision"].choices), value=start.precision, description="Precision"
         )
-        self.popover = ipywidgets.VBox(layout={"display": "none"})
-        self._shows = ipywidgets.HTML()
         self.explanation = ipywidgets.HTML()
-        for widget, name in (
-            (self.strategy, "strategy"),
-            (self.further, "further"),
-            (self.popover, "popover"),
-            (self.more, "more"),
-        ):
-            widget.add_class(f"labkit-{name}")
+        self.strategy.add_class("labkit-strategy")
+        self.further.add_class("labkit-further")
         self._mark_further()
 
     def _widgets(self) -> tuple[ipywidgets.ValueWidget, ...]:
@@ -128,16 +113,14 @@ class Choices:
             self.length,
             self.unit,
             self.precision,
-            self.fault,
+            self._options.fault,
         )
 
     @property
     def top(self) -> ipywidgets.Box:
         """The strategies, and the devices they run on."""
-        where = _gpus(self._machine) if self._machine.gpus else _no_gpu(self._machine)
-        top = ipywidgets.HBox(
-            [self.strategy, self.further, ipywidgets.HTML(f'<div class="labkit-where">{escape(where)}</div>')]
-        )
+        where = f'<div class="labkit-where">{escape(devices_of(self._machine))}</div>'
+        top = ipywidgets.HBox([self.strategy, self.further, ipywidgets.HTML(where)])
         top.add_class("labkit-top")
         return top
 
@@ -157,9 +140,7 @@ class Choices:
             widget.layout.width = f"{width}px"
             widget.add_class("labkit-field")
         self.workload.add_class("labkit-workload")
-        options = ipywidgets.Box([self.more, self.popover])
-        options.add_class("labkit-options")
-        row = ipywidgets.HBox([*sized, self.precision, options])
+        row = ipywidgets.HBox([*sized, self.precision, self._options.widget])
         row.add_class("labkit-row")
         return row
 
@@ -169,17 +150,20 @@ class Choices:
         return self.further.value or self.strategy.value
 
     def spec(self) -> Spec:
-        """The Spec of the current configuration, resolved for this machine. Raises `SpecError` if it cannot run."""
+        """The Spec of the current configuration, settled for this machine. Raises `SpecError` if it cannot run.
+
+        Whether its data are available is not checked, because it may take seconds.
+        """
         return Spec(
             strategy=self.chosen,
             nproc=self.nproc.value,
             batch_size=self.batch.value,
             scaling=self.scaling.value,
             precision=self.precision.value,
-            options={name: widget.value for name, widget in self._options.items()},
-            fault=self.fault.value,
+            options=self._options.values,
+            fault=self._options.fault.value,
             **self._training(),
-        ).on(self._machine)
+        ).settled(self._machine)
 
     def comparable(self) -> dict[str, Any]:
         """The fields of Spec that are the same for all strategies of a comparison: the same training and global batch
@@ -193,7 +177,9 @@ class Choices:
     def _training(self) -> dict[str, Any]:
         workload, data = self.workload.value
         length = {self.unit.value: self.length.value}
-        return {"workload": workload, "data": data, "device": self.device.value} | length | self._kept
+        training = {"workload": workload, "data": data, "device": self.device.value} | length | self._kept
+        idle = without_effect(fields(Spec), training)  # such as the folder of another data set
+        return {name: value for name, value in training.items() if name not in idle}
 
     # ---- keeping the settings consistent
 
@@ -223,8 +209,8 @@ class Choices:
         self.nproc.description = "GPUs" if self.device.value == "cuda" else "CPU ranks"
         self._fit_ranks()
         self._fit_precision()
-        self._fit_options()
         row = STRATEGIES[self.chosen]
+        self._options.fit(row, WORKLOADS[self.workload.value[0]])
         sentences = (("Splits", row.splits), ("Sends", row.sends), ("Note", row.note(self.device.value)))
         rows = "".join(f"<div><b>{name}</b> {escape(text)}</div>" for name, text in sentences if text)
         self.explanation.value = f'<div class="labkit-explanation">{rows}</div>'
@@ -239,13 +225,12 @@ class Choices:
         self.nproc.disabled = len(possible) == 1
 
     def _fit_precision(self) -> None:
-        device, nproc = self.device.value, self.nproc.value
+        gpus, lacks = self._machine.gpus[: self.nproc.value], STRATEGIES[self.chosen].lacks
         known = [
             name
-            for name in PRECISIONS
-            if _runs(self._machine, strategy="ddp", device=device, nproc=nproc, precision=name)
+            for name in _ABOUT["precision"].choices
+            if name not in lacks and unsupported(name, self.device.value, gpus) is None
         ]
-        known = [name for name in known if name not in STRATEGIES[self.chosen].lacks]
         chosen = self.precision.value
         if list(self.precision.options) != known:
             self.precision.options = known
@@ -263,10 +248,7 @@ class Choices:
 
     def _data_ranks(self) -> int:
         """The number of data-parallel ranks; 1 if the other settings contradict the strategy."""
-        own = {
-            option.name: self._option_values.get(option.name, option.default)
-            for option in STRATEGIES[self.chosen].options
-        }
+        own = self._options.values_of(STRATEGIES[self.chosen].options)
         try:
             return Spec(
                 strategy=self.chosen, workload=self.workload.value[0], nproc=self.nproc.value, options=own
@@ -274,48 +256,9 @@ class Choices:
         except SpecError:
             return 1
 
-    def _fit_options(self) -> None:
-        self._option_values |= {name: widget.value for name, widget in self._options.items()}
-        both = STRATEGIES[self.chosen].all_options + WORKLOADS[self.workload.value[0]].options
-        wanted = {option.name: option for option in both}
-        if wanted.keys() != self._options.keys():
-            self._options = {name: _widget(option, self._option_values) for name, option in wanted.items()}
-            for widget in self._options.values():
-                widget.observe(self._changed, "value")
-            listed = [one for heading, group in self._groups() for one in self._disclosed(heading, group)]
-            heading = ipywidgets.HTML('<div class="labkit-heading">Fault injection</div>')
-            self.popover.children = [*listed, heading, self.fault, self._shows]
-        fault = FAULTS.get(self.fault.value)
-        shows = fault.shows if fault else "Injects a typical fault into the generated script, so that you can study it."
-        self._shows.value = f'<div class="labkit-help">{escape(shows)}</div>'
-        self.more.description = "Fault" if fault else "Options"
-
-    def _groups(self) -> tuple[tuple[str, tuple[Option, ...]], ...]:
-        row, workload = STRATEGIES[self.chosen], WORKLOADS[self.workload.value[0]]
-        common = tuple(option for option in row.all_options if option not in (*row.options, *INPUT_PIPELINE))
-        pipeline = tuple(option for option in INPUT_PIPELINE if option.name not in row.lacks)
-        own = workload.title.partition(":")[0]
-        return (
-            (row.title, row.options),
-            ("All strategies", common),
-            ("Input pipeline", pipeline),
-            (own, workload.options),
-        )
-
-    def _disclosed(self, heading: str, group: tuple[Option, ...]) -> Iterator[ipywidgets.Widget]:
-        """A heading, and each option of the group with its help text."""
-        if group:
-            yield ipywidgets.HTML(f'<div class="labkit-heading">{escape(heading)}</div>')
-        for option in group:
-            yield self._options[option.name]
-            yield ipywidgets.HTML(f'<div class="labkit-help">{escape(option.help)}</div>')
-
     def _mark_further(self) -> None:
         mark = self.further.add_class if self.further.value else self.further.remove_class
         mark("mod-active")
-
-    def _disclose(self, change: dict[str, Any]) -> None:
-        self.popover.layout.display = "" if change["new"] else "none"
 
     @contextmanager
     def _quietly(self) -> Iterator[None]:
@@ -329,7 +272,7 @@ class Choices:
 def _settled(spec: Spec, machine: Machine) -> Spec:
     """The initial configuration on this machine; raises only for errors that no widget can correct."""
     try:
-        return spec.on(machine)
+        return spec.settled(machine)
     except SpecError as error:
         if error.field in ("nproc", "device", "strategy", "options") and error.extra is None:
             raise
@@ -337,35 +280,16 @@ def _settled(spec: Spec, machine: Machine) -> Spec:
         return Spec(**spec.to_json() | {"device": device, "nproc": spec.nproc or machine.default_nproc(device)})
 
 
-def _runs(machine: Machine | None = None, **asked: Any) -> bool:
+def _runs(**asked: Any) -> bool:
     try:
-        spec = Spec(**asked)
-        if machine is not None:
-            spec.on(machine)
-    except SpecError as error:
-        return error.field == "data"
+        Spec(**asked)
+    except SpecError:
+        return False
     return True
 
 
-def _no_gpu(machine: Machine) -> str:
-    reason = machine.no_gpu_reason.removeprefix("this machine has ")
-    return "no GPU here: CPU ranks over gloo" if reason == "no GPU" else f"{machine.no_gpu_reason}: CPU ranks over gloo"
-
-
-def _gpus(machine: Machine) -> str:
-    names = [gpu.name for gpu in machine.gpus]
-    return " + ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
-
-
-def _widget(option: Option, values: dict[str, Any]) -> ipywidgets.ValueWidget:
-    """A widget for the type of an option."""
-    value, name = values.get(option.name, option.default), option.name
-    common = {"value": value, "description": name, "tooltip": option.help}
-    if option.choices:
-        return ipywidgets.Dropdown(options=list(option.choices), **common)
-    if isinstance(option.default, bool):
-        return ipywidgets.Checkbox(indent=False, **common)
-    if isinstance(option.default, (int, float)):
-        kind = ipywidgets.BoundedIntText if isinstance(option.default, int) else ipywidgets.BoundedFloatText
-        return kind(min=option.bounds.minimum, max=option.bounds.maximum, **common)
-    return ipywidgets.Text(**common)
+def _number(name: str, value: int, **settings: Any) -> ipywidgets.BoundedIntText:
+    """A widget for a numeric field of Spec, with the bounds and the help that the field declares."""
+    known = _ABOUT[name]
+    low, high = known.bounds.minimum, known.bounds.maximum
+    return ipywidgets.BoundedIntText(value=value, min=low, max=high, tooltip=known.help, **settings)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+import anywidget
+import traitlets
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import DiffLexer, PythonLexer
 
+from labkit.frontends.panel.charts import STATIC
 from labkit.plan.script import diff_scripts, write_script
 from labkit.plan.spec import Spec
-from labkit.training.strategies import STRATEGIES
 
 _FORMAT = HtmlFormatter(classprefix="labkit-", cssclass="labkit-source")
+
+
+class Command(anywidget.AnyWidget):
+    """A command with a button that copies it."""
+
+    _esm = (STATIC / "command.js").read_text(encoding="utf-8")
+    text = traitlets.Unicode().tag(sync=True)
 
 
 def script_html(spec: Spec) -> str:
@@ -27,9 +34,7 @@ def source_html(source: str) -> str:
 
 def diff_html(spec: Spec) -> str:
     """The diff between the single-device script and the script of a Spec."""
-    own = {option.name for option in STRATEGIES["single"].all_options + spec.workload_row.options}
-    options = {name: value for name, value in spec.options.items() if name in own}
-    diff = diff_scripts(replace(spec, strategy="single", nproc=1, options=options), spec)
+    diff = diff_scripts(spec.on_one_device, spec)
     if not diff:
         return '<p class="labkit-empty">No difference: this is the single-device script.</p>'
     return highlight(diff, DiffLexer(), _FORMAT)

@@ -11,7 +11,6 @@ from typing import Any
 import ipywidgets
 
 from labkit.analysis.comparison import (
-    BASELINE,
     HEADS,
     Row,
     alike,
@@ -31,10 +30,9 @@ from labkit.record.folder import RunFolder
 from labkit.record.replay import is_recorded, recorded_words
 from labkit.runs.comparing import Comparing, plan
 from labkit.runs.notebook import headless
-from labkit.training.strategies import STRATEGIES
+from labkit.training.strategies import BASELINE, STRATEGIES
 
 _REDRAW = 0.5  # seconds between two redraws
-_FIRST = ("ddp", "fsdp2")  # selected initially
 _NEWEST = 100  # recorded runs in the list
 _INTRODUCTION = (
     "Compare trains the same model with each selected strategy, one run after another, with the same global batch "
@@ -114,7 +112,8 @@ def comparison_bundle(comparing: Comparing) -> dict[str, Any]:
 class CompareTab:
     """A checkbox for each strategy, the buttons, and the view.
 
-    `fields` returns the fields of Spec of the current configuration, or raises `SpecError`; `cold` is as in `run`;
+    `fields` returns the fields of Spec of the current configuration, or raises `SpecError`, also until its data are
+    known to be available; `cold` is as in `run`;
     `elsewhere` returns whether another tab is running something.
     """
 
@@ -123,7 +122,7 @@ class CompareTab:
         self._comparing: Comparing | None = None
         self._boxes = {
             name: ipywidgets.Checkbox(
-                value=name in (BASELINE, *_FIRST), description=row.title, indent=False, disabled=name == BASELINE
+                value=row.compared or row is BASELINE, description=row.title, indent=False, disabled=row is BASELINE
             )
             for name, row in STRATEGIES.items()
         }
@@ -179,9 +178,9 @@ class CompareTab:
             fields = self._fields()
         except SpecError:
             return  # the panel already shows the error
-        _, left_out = plan("all", **fields)
+        _, left_out = plan("all", look=False, **fields)
         for name, box in self._boxes.items():
-            box.disabled = name in left_out or name == BASELINE
+            box.disabled = name in left_out or name == BASELINE.name
             box.tooltip = left_out.get(name, STRATEGIES[name].splits)
 
     def start(self) -> None:
@@ -192,6 +191,7 @@ class CompareTab:
         try:
             specs, left_out = plan(
                 [name for name, box in self._boxes.items() if box.value and name not in self._refused()],
+                look=False,
                 **self._fields(),
             )
         except SpecError as error:
@@ -267,7 +267,7 @@ class CompareTab:
         threading.Thread(target=self._comparing.stop, daemon=True, name="labkit stop").start()
 
     def _refused(self) -> set[str]:
-        return {name for name, box in self._boxes.items() if box.disabled and name != BASELINE}
+        return {name for name, box in self._boxes.items() if box.disabled and name != BASELINE.name}
 
     def _free(self, free: bool) -> None:
         self._start_button.disabled = self._recorded_button.disabled = not free

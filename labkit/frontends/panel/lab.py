@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import os
 import threading
-from pathlib import Path
 from typing import Any
 
-import anywidget
 import ipywidgets
-import traitlets
 
 from labkit.common.arguments import check_flag
-from labkit.common.text import visible
 from labkit.frontends.panel import code
-from labkit.frontends.panel.charts import STATIC
+from labkit.frontends.panel.availability import Availability
 from labkit.frontends.panel.choices import Choices
 from labkit.frontends.panel.compare import CompareTab
 from labkit.frontends.panel.install import Install
 from labkit.frontends.panel.live import wait_and_display
 from labkit.frontends.panel.notebook import StaticFigures, display_static
 from labkit.frontends.panel.presentation import Presentation
-from labkit.frontends.panel.recorded import Recorded, find, spec_of
+from labkit.frontends.panel.recorded import Recorded, find, spec_of, text_of
 from labkit.frontends.panel.view import RunView, style
 from labkit.frontends.panel.words import sentence_html
 from labkit.launch.job import Job
 from labkit.launch.warm.client import prepare
 from labkit.plan.script import command
+from labkit.plan.settling import check_available
 from labkit.plan.spec import Spec, SpecError
 from labkit.record.documents import Unreadable
-from labkit.record.files import NotPlain
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
 from labkit.record.replay import Recording, recorded_words
@@ -40,13 +36,6 @@ from labkit.setup.machine import Machine
 
 _RUN, _RUN_HINT = "▶ Run", "Generate the script and launch it with torchrun"
 _PLAY, _PLAY_HINT = "▶ Play", "Replay the recorded run"
-
-
-class _Command(anywidget.AnyWidget):
-    """A command with a button that copies it."""
-
-    _esm = (STATIC / "command.js").read_text(encoding="utf-8")
-    text = traitlets.Unicode().tag(sync=True)
 
 
 class Lab:
@@ -71,6 +60,8 @@ class Lab:
         check_flag("cold", cold)
         self._cold = cold
         opened = None if recorded is None else find(recorded)
+        self._availability = Availability(self._answered)
+        self._drawing = threading.RLock()  # an answer may arrive while a change is drawn
         self._choices = Choices(Machine.here(), defaults, self._changed)
         self._view = RunView(self._over)
         self._recorded = Recorded(self._choose)
@@ -85,8 +76,10 @@ class Lab:
 
     @property
     def spec(self) -> Spec:
-        """The Spec that Run would start now. Raises `SpecError` if it cannot run."""
-        return self._choices.spec()
+        """The Spec that Run would start now. Raises `SpecError` if it cannot run; waits for the check of its data."""
+        spec = self._choices.spec()
+        check_available(spec)
+        return spec
 
     @property
     def run(self) -> Run | None:
@@ -98,9 +91,9 @@ class Lab:
         self._run_button.on_click(lambda _: self._start())
         self._run_button.add_class("labkit-run")
         self._batch, self._script, self._diff = ipywidgets.HTML(), ipywidgets.HTML(), ipywidgets.HTML()
-        self._command = _Command()
+        self._command = code.Command()
         view, choices = self._view, self._choices
-        self._compare = CompareTab(choices.comparable, lambda: self._starting or view.busy, self._cold)
+        self._compare = CompareTab(self._comparable, lambda: self._starting or view.busy, self._cold)
         shown = (
             view.live,
             self._sources(),
@@ -165,8 +158,19 @@ class Lab:
     # ---- reacting to a change of the configuration
 
     def _changed(self) -> None:
+        with self._drawing:
+            self._draw(ask=True)
+
+    def _answered(self) -> None:
+        with self._drawing:
+            if self._recording is None:  # otherwise the configuration is not shown
+                self._draw(ask=False)
+
+    def _draw(self, ask: bool) -> None:
+        """Shows what the configuration would run; `ask` also asks whether its data are available, without waiting."""
         try:
-            spec = self.spec
+            spec = self._choices.spec()
+            available = self._availability.known(spec, ask)
         except SpecError as error:
             self._batch.value = sentence_html(str(error))
             self._install.offer(error.extra)
@@ -179,10 +183,19 @@ class Lab:
         self._script.value = code.script_html(spec)
         self._compare.refresh()
         self._free(not (self._starting or self._view.busy))
+        if not available:
+            self._run_button.disabled = True
+            self._batch.value = f'<div class="labkit-batch">{spec.batch_sentence} · looking for {spec.data}</div>'
         if not self._starting and (self._run is None or self._view.recorded):
             self._view.preview(spec)
         elif not (self._starting or self._view.busy):
             self._view.plan(spec)
+
+    def _comparable(self) -> dict[str, Any]:
+        spec = self._choices.spec()
+        if not self._availability.known(spec, ask=False):
+            raise SpecError("data", f"the data set {spec.data} is still being looked for; compare when Run is enabled")
+        return self._choices.comparable()
 
     def _describe(self, spec: Spec) -> None:
         self._batch.value = f'<div class="labkit-batch">{spec.batch_sentence}</div>'
@@ -215,9 +228,9 @@ class Lab:
             if spec is not None and spec.strategy is not None:
                 self._describe(spec)
             else:
-                self._batch.value, self._command.text = "", _text_of(folder, folder.command).strip()
+                self._batch.value, self._command.text = "", text_of(folder, folder.command).strip()
                 self._diff.value = '<p class="labkit-empty">No diff: this script was not generated by the lab.</p>'
-            self._script.value = code.source_html(_text_of(folder, folder.script))
+            self._script.value = code.source_html(text_of(folder, folder.script))
             self._head.children = self._recorded.widgets
             self._run_button.description, self._run_button.tooltip = _PLAY, _PLAY_HINT
             self._view.ready(self._recording)
@@ -246,7 +259,9 @@ class Lab:
             self._view.complain("a comparison is running; stop it or wait until it finishes")
             return
         try:
-            spec = self.spec
+            spec = self._choices.spec()
+            if not self._availability.known(spec):
+                return  # the panel shows that data are looked for
         except SpecError:
             return  # the error is already shown
         self._starting = True
@@ -280,12 +295,3 @@ def _display_recorded(folder: RunFolder) -> None:
     follower = Follower(folder)
     follower.poll()
     display_static(f"{folder.name} ({recorded_words(folder)})", follower.state)
-
-
-def _text_of(folder: RunFolder, path: Path) -> str:
-    try:
-        return visible(folder.text(path))
-    except NotPlain as error:
-        return f"# not shown: {error}\n"
-    except OSError:
-        return f"# {path.name} is missing from the folder of this run\n"

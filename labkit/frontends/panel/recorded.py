@@ -11,8 +11,9 @@ from typing import Any
 import ipywidgets
 
 from labkit.common.arguments import check_path
-from labkit.common.text import escape, visible_line
+from labkit.common.text import escape, visible, visible_line
 from labkit.plan.spec import Spec, SpecError
+from labkit.record.files import NotPlain
 from labkit.record.folder import RunFolder
 from labkit.record.replay import Recording, is_recorded, recorded_words
 from labkit.record.status import current
@@ -142,3 +143,13 @@ def label(folder: RunFolder) -> str:
 def _ranks(asked: dict[str, Any]) -> str:
     number = asked.get("nproc") or 1
     return f"{number} rank" + ("" if number == 1 else "s")
+
+
+def text_of(folder: RunFolder, path: Path) -> str:
+    """The text of a file of a run, for display; a comment if it cannot be shown."""
+    try:
+        return visible(folder.text(path))
+    except NotPlain as error:
+        return f"# not shown: {error}\n"
+    except OSError:
+        return f"# {path.name} is missing from the folder of this run\n"

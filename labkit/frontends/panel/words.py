@@ -1,4 +1,4 @@
-"""The state of a run as short HTML fragments, all text escaped."""
+"""The state of a run as short HTML fragments, all text escaped; and the devices of a machine, as plain text."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from labkit.analysis.diagnose import findings
 from labkit.analysis.metrics import seconds_left
 from labkit.common.text import escape
 from labkit.record.state import RunState
+from labkit.setup.machine import Machine
 
 _TONES = {"finished": "good", "failed": "bad", "stopped": "quiet", "ready": "quiet", "lost": "bad", "running": "busy"}
 
@@ -61,3 +62,12 @@ def sentence_html(text: str, fix: str = "", kind: str = "wrong") -> str:
     """An error message, or one of another `kind` of finding; the tooltip adds the fix."""
     hint = escape(f"{text}\n{fix}".strip(), quote=True)
     return f'<div class="labkit-finding labkit-{kind}" role="alert" title="{hint}">{escape(text)}</div>' if text else ""
+
+
+def devices_of(machine: Machine) -> str:
+    """The devices that a run can use: `2 × Tesla T4`, or why there is no GPU."""
+    names = [gpu.name for gpu in machine.gpus]
+    if names:
+        return " + ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
+    reason = machine.no_gpu_reason.removeprefix("this machine has ")
+    return "no GPU here: CPU ranks over gloo" if reason == "no GPU" else f"{machine.no_gpu_reason}: CPU ranks over gloo"

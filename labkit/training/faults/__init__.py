@@ -6,35 +6,16 @@ same name in this package, which takes precedence over strategy and base; what i
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from labkit.training.rows import Fault
 
 if TYPE_CHECKING:
     from labkit.training.request import Request
 
 STEP = 5  # the step at which faults occur that occur once
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One fault. `shows` describes the symptom; `finding` is the name of the finding that reports it.
-
-    `limit` gives one sentence with the fix if the fault cannot be injected into a Spec, otherwise None.
-    """
-
-    name: str
-    title: str
-    shows: str
-    finding: str
-    limit: Callable[[Request], str | None]
-
-    @property
-    def module(self) -> str | None:
-        """The module with the code that the fault adds to the script; None if it only omits code."""
-        name = f"{__name__}.{self.name}"
-        return name if importlib.util.find_spec(name) else None
 
 
 def _several_ranks(spec: Request) -> str | None:
@@ -148,6 +129,7 @@ FAULTS: dict[str, Fault] = {
             "Every epoch has the same order of samples.",
             "no_set_epoch",
             _second_epoch,
+            adds=False,
         ),
         Fault(
             "shuffle_beside_sampler",
@@ -162,6 +144,7 @@ FAULTS: dict[str, Fault] = {
             "It waits in a collective of the evaluation that no other rank calls.",
             "evaluation_on_one_rank",
             _several_ranks,
+            adds=False,
         ),
         Fault(
             "everyone_saves",

@@ -1,145 +1,15 @@
 """The table of strategies. It does not import torch, so that listing the strategies is fast.
 
-A row contains the name of a strategy, what it splits and sends, and its limits. The module of the same name in this
+A row contains every fact about a strategy (`labkit.training.rows` has the fields). The module of the same name in this
 package contains the training code, which `labkit.plan.script` reads as text and the tests import.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
-
+from labkit.setup.needs import Needs
 from labkit.training.options import Option
-from labkit.training.strategies import rules
-
-if TYPE_CHECKING:
-    from labkit.setup.machine import Machine
-    from labkit.training.request import Request
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """One way to train on several devices.
-
-    - `data_ranks`: the number of data-parallel ranks, that is, of different shards of each step's batch; 1 for tensor
-      parallelism,
-      because all ranks see the same samples.
-    - `limit`: one sentence with the nearest working choice if the strategy cannot run a Request, otherwise None;
-      `unmet`: the same for
-      what this machine lacks.
-    - `differs`: the reason if a run is expected to train something different from one process, otherwise None.
-    - `processes`: the number of processes that torchrun starts.
-    - `lacks`: the common options that the strategy does not support, each with the reason.
-    - `constants`: settings of the script that follow from the Request, by name.
-    - `note`: how a run on a device ("cpu", "cuda") differs from what the title says, such as an emulation; otherwise
-      empty.
-    - `further`: listed under "more" if only a few strategies can be displayed.
-    - `one_loss`: the number of adjacent ranks that must have the same loss, because they split layers and not samples.
-    - `wrapper`: what synchronizes the gradients: "DDP", "FSDP", "DeepSpeed", or empty.
-    - `layout`: the content of its checkpoints, one of `labkit.plan.checkpoints.LAYOUTS`. Strategies with the same
-      layout can resume from
-      each other's checkpoints, with any number of ranks. `layout_details`: further properties that must agree, by name.
-    - `extra`: the optional extra of the project that the strategy needs.
-    """
-
-    name: str
-    title: str
-    splits: str
-    sends: str
-    data_ranks: Callable[[Request], int]
-    limit: Callable[[Request], str | None] = lambda spec: None
-    unmet: Callable[[Request, Machine], str | None] = lambda spec, machine: None
-    differs: Callable[[Request], str | None] = lambda spec: None
-    processes: Callable[[Request], int] = lambda spec: spec.nproc
-    default_nproc: int | None = None
-    options: tuple[Option, ...] = ()
-    lacks: Mapping[str, str] = field(default_factory=dict)
-    constants: Callable[[Request], dict[str, Any]] = lambda spec: {}
-    note: Callable[[str | None], str] = lambda device: ""
-    further: bool = False
-    one_loss: Callable[[Request], int] = lambda spec: 1
-    wrapper: str = ""
-    layout: str = "whole"
-    layout_details: Callable[[Request], dict[str, Any]] = lambda spec: {}
-    extra: str | None = None
-
-    @property
-    def all_options(self) -> tuple[Option, ...]:
-        """The strategy's own options, then the common options that it supports."""
-        return self.options + tuple(option for option in COMMON if option.name not in self.lacks)
-
-    @property
-    def module(self) -> str:
-        """The module of the training code."""
-        return f"{__name__}.{self.name}"
-
-
-_MOST = 65_536  # maximum number of ranks, micro-batches and the like
-INPUT_PIPELINE: tuple[Option, ...] = (
-    Option(
-        "fetch",
-        "batches",
-        "index whole batches, or single samples as in most tutorials",
-        choices=("batches", "samples"),
-    ),
-    Option("workers", 0, "data loader worker processes per rank", minimum=0, maximum=64),
-    Option("pin_memory", True, "load batches into page-locked memory, which a GPU can copy asynchronously"),
-    Option("non_blocking", True, "continue while a batch is copied to the GPU"),
-)
-COMMON: tuple[Option, ...] = (
-    Option("accumulate", 1, "micro-batches per step, to use less memory for the same update", minimum=1, maximum=_MOST),
-    Option("clip_norm", 0.0, "maximum norm of all gradients; 0: no clipping", minimum=0.0, maximum=1e12),
-    Option("checkpoint_activations", False, "discard the activations inside each block and recompute them in backward"),
-    Option("compile", False, "compile each block with torch.compile"),
-    *INPUT_PIPELINE,
-)
-_BUCKET_MB = Option(
-    "bucket_mb", 25, "size of a gradient bucket in MiB; smaller ones are sent earlier", minimum=1, maximum=_MOST
-)
-_DDP_OPTIONS = (
-    _BUCKET_MB,
-    Option(
-        "static_graph", False, "declare that every step runs the same graph, so that DDP can optimize after the first"
-    ),
-    Option(
-        "compression",
-        "none",
-        "compress gradients to 16 bits, or to low-rank factors",
-        choices=("none", "fp16", "powersgd"),
-    ),
-)
-_RESHARD = Option(
-    "reshard_after_forward", True, "free the gathered parameters after forward and all-gather them again in backward"
-)
-_TP_SIZE = Option("tp_size", 2, "number of ranks that split each layer", minimum=1, maximum=_MOST)
-_PP_SIZE = Option("pp_size", 2, "number of ranks in a pipeline", minimum=2, maximum=_MOST)
-_SCHEDULE = Option(
-    "schedule",
-    "1F1B",
-    "order of the forward and backward passes of the micro-batches",
-    choices=("GPipe", "1F1B", *rules.TWO_STAGES),
-)
-# Zero-bubble schedules compute parameter gradients separately, which bypasses the hooks with which DDP and FSDP2
-# synchronize them.
-_SCHEDULE_OF_WRAPPED = replace(_SCHEDULE, choices=("GPipe", "1F1B", "Interleaved1F1B"))
-_MICRO_BATCHES = Option("micro_batches", 4, "number of micro-batches per batch", minimum=1, maximum=_MOST)
-_SEQUENCE_PARALLEL = Option(
-    "sequence_parallel", False, "split the activations between the split matrices along the sequence dimension"
-)
-_REPLICAS = Option(
-    "replicas",
-    1,
-    "number of groups of ranks that each hold one sharded copy of the model (HSDP)",
-    minimum=1,
-    maximum=_MOST,
-)
-# Why a strategy does not support a common option.
-_REPLICATED = (
-    "nn.DataParallel creates new replicas at every step, which would run the blocks of device 0; use the strategy ddp"
-)
-_PIPELINED = "a pipeline already splits the batch into micro-batches; set micro_batches"
-_SCALED = "torch's GradScaler cannot handle sharded and replicated gradients together; use --precision bf16 or fp32"
+from labkit.training.rows import Strategy
+from labkit.training.strategies import rules, shared
 
 STRATEGIES: dict[str, Strategy] = {
     row.name: row
@@ -149,6 +19,8 @@ STRATEGIES: dict[str, Strategy] = {
             title="Single",
             splits="Nothing: one device holds the model and trains on every sample.",
             sends="Nothing.",
+            traffic=(),
+            states="whole",
             data_ranks=lambda spec: 1,
             limit=rules.one_process,
             default_nproc=1,
@@ -158,10 +30,12 @@ STRATEGIES: dict[str, Strategy] = {
             title="DP",
             splits="The batch: one process drives all devices, with a thread and a replica for each.",
             sends="Inputs, parameters, outputs and gradients at every step, all through device 0.",
+            traffic=("threads",),
+            states="whole",
             data_ranks=lambda spec: spec.nproc,
             limit=rules.several_devices,
             processes=lambda spec: 1,
-            lacks={"checkpoint_activations": _REPLICATED, "compile": _REPLICATED},
+            lacks={"checkpoint_activations": shared.REPLICATED, "compile": shared.REPLICATED},
             note=rules.emulated,
         ),
         Strategy(
@@ -170,11 +44,14 @@ STRATEGIES: dict[str, Strategy] = {
             splits="The batch: every rank holds the whole model and trains on its own samples.",
             sends="Gradients: one all-reduce per bucket, overlapped with backward.",
             wrapper="DDP",
+            compared=True,
+            traffic=("gradients",),
+            states="whole",
             data_ranks=lambda spec: spec.nproc,
             limit=rules.ddp_limit,
             differs=rules.ddp_differs,
             options=(
-                *_DDP_OPTIONS,
+                *shared.DDP_OPTIONS,
                 Option(
                     "join",
                     False,
@@ -188,10 +65,12 @@ STRATEGIES: dict[str, Strategy] = {
             splits="The batch and the optimizer state: each rank updates some of the parameters.",
             sends="Gradients: all-reduce. Parameters: broadcast by the rank that updated them.",
             wrapper="DDP",
+            traffic=("gradients", "updated_parameters"),
+            states="by_tensor",
             data_ranks=lambda spec: spec.nproc,
             limit=rules.ddp_limit,
             differs=rules.compressed,
-            options=_DDP_OPTIONS,
+            options=shared.DDP_OPTIONS,
         ),
         Strategy(
             name="deepspeed",
@@ -200,9 +79,9 @@ STRATEGIES: dict[str, Strategy] = {
             splits="The batch and optimizer state; from stage 2 on gradients, in stage 3 parameters.",
             sends="Gradients: reduce. Parameters: all-gather, block by block in stage 3.",
             wrapper="DeepSpeed",
-            extra="deepspeed",
+            needs=Needs("deepspeed", compiles="a C++ operator", instead="the strategy zero1"),
+            traffic=("engine",),
             data_ranks=lambda spec: spec.nproc,
-            unmet=rules.compiler_of_deepspeed_missing,
             options=(
                 Option(
                     "stage",
@@ -224,6 +103,8 @@ STRATEGIES: dict[str, Strategy] = {
             sends="Parameters: all-gather before forward and backward. Gradients: reduce-scatter.",
             wrapper="FSDP",
             layout="shards",
+            traffic=("units",),
+            states="units",
             data_ranks=lambda spec: spec.nproc,
             limit=rules.fsdp_limit,
             options=(
@@ -240,7 +121,7 @@ STRATEGIES: dict[str, Strategy] = {
                     minimum=1,
                     maximum=10**12,
                 ),
-                _REPLICAS,
+                shared.REPLICAS,
             ),
             constants=lambda spec: {"SHARDING": "HYBRID_SHARD"} if spec.options["replicas"] > 1 else {},
         ),
@@ -251,18 +132,22 @@ STRATEGIES: dict[str, Strategy] = {
             sends="Parameters: all-gather before forward and backward. Gradients: reduce-scatter.",
             wrapper="FSDP",
             layout="shards",
+            compared=True,
+            autocast=False,
+            traffic=("rows", "norms"),
+            states="rows",
             data_ranks=lambda spec: spec.nproc,
             limit=rules.fsdp2_limit,
             unmet=rules.fully_shard_on_cpu,
             options=(
-                _RESHARD,
+                shared.RESHARD,
                 Option(
                     "cpu_offload",
                     False,
                     "keep parameters, gradients and optimizer state in CPU memory, and run the optimizer there",
                 ),
                 Option("prefetch", 0, "number of blocks that are all-gathered ahead", choices=(0, 1, 2)),
-                _REPLICAS,
+                shared.REPLICAS,
             ),
         ),
         Strategy(
@@ -272,17 +157,19 @@ STRATEGIES: dict[str, Strategy] = {
             sends="Activations: all-reduce after every pair of split matrices, and again in backward.",
             one_loss=lambda spec: spec.nproc,
             layout="shards",
+            traffic=("layers", "norms_of_layers"),
+            states="whole",
             data_ranks=lambda spec: 1,
             limit=rules.tensor_limit,
             options=(
-                _SEQUENCE_PARALLEL,
+                shared.SEQUENCE_PARALLEL,
                 Option(
                     "loss_parallel",
                     False,
                     "keep the logits split over the vocabulary and compute the loss from the shards",
                 ),
             ),
-            lacks={"fp16": _SCALED},
+            lacks={"fp16": shared.SCALED},
         ),
         Strategy(
             name="pp",
@@ -291,11 +178,13 @@ STRATEGIES: dict[str, Strategy] = {
             sends="Activations to the rank with the next stage, and their gradients back.",
             layout="stages",
             layout_details=rules.pipeline_layout,
+            traffic=("stages", "agreements"),
+            states="whole",
             data_ranks=lambda spec: 1,
             limit=rules.first_of(rules.pipeline_limit, rules.micro_batch_limit),
             unmet=rules.without_evaluation,
-            options=(_SCHEDULE, _MICRO_BATCHES),
-            lacks={"accumulate": _PIPELINED},
+            options=(shared.SCHEDULE, shared.MICRO_BATCHES),
+            lacks={"accumulate": shared.PIPELINED},
             constants=rules.pipeline_constants,
         ),
         Strategy(
@@ -307,12 +196,15 @@ STRATEGIES: dict[str, Strategy] = {
             one_loss=lambda spec: spec.options["tp_size"],
             wrapper="FSDP",
             layout="shards",
+            autocast=False,
+            traffic=("layers", "rows", "norms", "norms_of_layers"),
+            states="rows",
             data_ranks=lambda spec: spec.nproc // spec.options["tp_size"],
             limit=rules.first_of(rules.mesh_limit, rules.tensor_limit),
             unmet=rules.fully_shard_on_cpu,
             default_nproc=4,
-            options=(_TP_SIZE, _SEQUENCE_PARALLEL, _RESHARD),
-            lacks={"fp16": _SCALED},
+            options=(shared.TP_SIZE, shared.SEQUENCE_PARALLEL, shared.RESHARD),
+            lacks={"fp16": shared.SCALED},
         ),
         Strategy(
             name="pp_ddp",
@@ -325,12 +217,14 @@ STRATEGIES: dict[str, Strategy] = {
             wrapper="DDP",
             layout="stages",
             layout_details=rules.pipeline_layout,
+            traffic=("stages", "gradients_of_stages", "agreements"),
+            states="whole",
             data_ranks=lambda spec: spec.nproc // spec.options["pp_size"],
             limit=rules.first_of(rules.mesh_limit, rules.pipeline_limit, rules.micro_batch_limit),
             unmet=rules.without_evaluation,
             default_nproc=4,
-            options=(_PP_SIZE, _SCHEDULE_OF_WRAPPED, _MICRO_BATCHES, _BUCKET_MB),
-            lacks={"accumulate": _PIPELINED},
+            options=(shared.PP_SIZE, shared.SCHEDULE_OF_WRAPPED, shared.MICRO_BATCHES, shared.BUCKET_MB),
+            lacks={"accumulate": shared.PIPELINED},
             constants=rules.pipeline_constants,
         ),
         Strategy(
@@ -343,12 +237,21 @@ STRATEGIES: dict[str, Strategy] = {
             one_loss=lambda spec: spec.options["tp_size"],
             layout="stages",
             layout_details=rules.pipeline_layout,
+            autocast=False,
+            traffic=("stages", "layers", "rows", "norms", "norms_of_layers", "agreements"),
+            states="rows",
             data_ranks=lambda spec: spec.nproc // (spec.options["pp_size"] * spec.options["tp_size"]),
             limit=rules.first_of(rules.mesh_limit, rules.pipeline_limit, rules.micro_batch_limit, rules.tensor_limit),
             unmet=rules.without_evaluation,
             default_nproc=8,
-            options=(_PP_SIZE, _TP_SIZE, _SCHEDULE_OF_WRAPPED, _MICRO_BATCHES, _SEQUENCE_PARALLEL),
-            lacks={"accumulate": _PIPELINED, "fp16": _SCALED},
+            options=(
+                shared.PP_SIZE,
+                shared.TP_SIZE,
+                shared.SCHEDULE_OF_WRAPPED,
+                shared.MICRO_BATCHES,
+                shared.SEQUENCE_PARALLEL,
+            ),
+            lacks={"accumulate": shared.PIPELINED, "fp16": shared.SCALED},
             constants=rules.pipeline_constants,
         ),
         Strategy(
@@ -358,9 +261,11 @@ STRATEGIES: dict[str, Strategy] = {
             splits="The sequence: each rank holds a part of every window, and the whole model.",
             sends="Keys and values: all-gather in every layer. Gradients: all-reduce, as in DDP.",
             wrapper="DDP",
+            traffic=("keys_and_values", "gradients"),
+            states="whole",
             data_ranks=lambda spec: 1,
             limit=rules.context_limit,
-            options=(_BUCKET_MB,),
+            options=(shared.BUCKET_MB,),
             note=lambda device: (
                 "Keys and values are all-gathered, as in the training of Llama 3; torch's own context_parallel "
                 "passes them around a ring, with kernels for GPUs only."
@@ -368,3 +273,5 @@ STRATEGIES: dict[str, Strategy] = {
         ),
     )
 }
+BASELINE = STRATEGIES["single"]  # one device: what every other strategy is compared with
+DEFAULT = STRATEGIES["ddp"]  # if a Spec names no strategy

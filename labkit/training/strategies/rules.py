@@ -6,13 +6,11 @@ it does not import torch.
 from __future__ import annotations
 
 import math
-import os
-import shutil
 from collections.abc import Callable
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from labkit.training.workloads import GPT_VOCABULARY
+from labkit.training.workloads import WORKLOADS
 
 if TYPE_CHECKING:
     from labkit.setup.machine import Machine
@@ -56,16 +54,6 @@ def departures(spec: Request) -> tuple[str, ...]:
             " of them per epoch"
         )
     return tuple(filter(None, reasons))
-
-
-def compiler_of_deepspeed_missing(spec: Request, machine: Machine) -> str | None:
-    compiler = os.environ.get("CXX", "g++")
-    if not shutil.which(compiler):
-        return (
-            f"deepspeed compiles a C++ operator, and {compiler} is not on the PATH; install it (apt install g++), or"
-            " use zero1"
-        )
-    return None
 
 
 def compressed(spec: Request) -> str | None:
@@ -140,7 +128,9 @@ def tensor_limit(spec: Request) -> str | None:
     row, options = spec.workload_row, spec.options
     size = options.get("tp_size", spec.nproc)
     if row.tensor_parts is None:
-        return f"there is no tensor-parallel plan for {row.name}; use --workload cnn, gpt or mlp, or the strategy fsdp2"
+        *others, last = sorted(other.name for other in WORKLOADS.values() if other.tensor_parts)
+        fix = f"use --workload {', '.join(others)} or {last}, or the strategy fsdp2"
+        return f"there is no tensor-parallel plan for {row.name}; {fix}"
     for name in ("sequence_parallel", "loss_parallel"):
         if options.get(name) and "context" not in options:
             return f"{name} needs a sequence dimension, and {row.name} has none; leave it out, or use --workload gpt"
@@ -150,7 +140,7 @@ def tensor_limit(spec: Request) -> str | None:
     if options["sequence_parallel"]:
         dimensions["positions"] = options["context"]
     if options.get("loss_parallel"):
-        dimensions["logits"] = GPT_VOCABULARY
+        dimensions["logits"] = row.transformer(options).vocabulary
     for what, number in dimensions.items():
         if number % size:
             near = max(fits for fits in range(1, size) if all(number % fits == 0 for number in dimensions.values()))

@@ -1,0 +1,223 @@
+"""The commands and their flags, for argparse. The flags of a run are the fields of `Spec`, with the help
+that each field declares."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from functools import partial
+from typing import Any, NoReturn
+
+from labkit.common.arguments import ROUNDS, Number, check_address, check_choice
+from labkit.plan.fields import about
+from labkit.plan.spec import Spec
+from labkit.setup.environment import OPTIONAL
+from labkit.training.strategies import STRATEGIES
+
+FLAGS = tuple(one for one in fields(Spec) if about(one).flag)  # the fields that have a flag
+_WITH_HELP = f"also install an extra: {', '.join(OPTIONAL)}"
+STREAMS = ("stdout", "stderr")
+_COLD = (
+    "start the ranks with torchrun, even if the warm server of an open notebook could fork them (default: fork if"
+    " possible)"
+)
+_SPEED = Number(float, 0.01, 10_000.0)
+_KEEP = Number(int, 0, 1_000_000)
+_PORT = Number(int, 1, 65_535)
+_RANK = Number(int, 0, 65_535)
+
+
+class UsageError(Exception):
+    """Wrong usage: the message is one sentence."""
+
+
+def _number(flag: str, bounds: Number) -> Callable[[str], Any]:
+    return _checked_by(partial(bounds.read, flag))
+
+
+def _checked_by(check: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A converter for argparse whose ValueError is the whole message."""
+
+    def convert(text: str) -> Any:
+        try:
+            return check(text)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+
+    return convert
+
+
+class _Parser(argparse.ArgumentParser):
+    def __init__(self, **settings: Any):
+        super().__init__(**settings, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
+    parser = _Parser(prog="labkit", description="An interactive lab for PyTorch distributed training.")
+    commands = _Commands(parser)
+    setup = commands.add("setup", "create the environment, or complete the active one")
+    setup.add_argument("--with", dest="extras_asked", action="append", metavar="EXTRA", default=[], help=_WITH_HELP)
+
+    lab = commands.add("lab", "start JupyterLab on the first lab (arguments after -- go to JupyterLab)")
+    lab.add_argument("--no-browser", action="store_true", help="print the address instead of opening a browser")
+    lab.add_argument(
+        "--port", type=_number("--port", _PORT), metavar="N", help="port (default: 8888, or the next free one)"
+    )
+    lab.add_argument(
+        "--ip",
+        type=_checked_by(partial(check_address, "--ip")),
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="address to listen on (default: 127.0.0.1, this machine only)",
+    )
+
+    commands.add("test", "install the dependencies of the tests, then run them (all arguments go to pytest)")
+
+    run = commands.add("run", "run a strategy, or your own script: run train.py --nproc 2 -- ARGUMENTS", json=True)
+    run.add_argument(
+        "what", metavar="STRATEGY|PATH.py", nargs="?", help=f"your own script, or one of {', '.join(STRATEGIES)}"
+    )
+    run.add_argument("-m", dest="module", metavar="MODULE", help="run your own module as a script, like python -m")
+    _add_fields(run)
+    run.add_argument(
+        "--detach", action="store_true", help="return at once; the run continues after this terminal is closed"
+    )
+    run.add_argument("--cold", action="store_true", help=_COLD)
+
+    script = commands.add("script", "print the script that a strategy runs")
+    script.add_argument("what", metavar="STRATEGY", help=", ".join(STRATEGIES))
+    _add_fields(script)
+
+    diff = commands.add("diff", "print the differences between the scripts of two strategies")
+    diff.add_argument("what", metavar="A", help=", ".join(STRATEGIES))
+    diff.add_argument("other", metavar="B")
+    _add_fields(diff)
+
+    compare = commands.add(
+        "compare", "compare strategies: run the same training with each, or show recorded runs", json=True
+    )
+    compare.add_argument(
+        "runs",
+        metavar="RUN",
+        nargs="*",
+        help="recorded runs (default: the newest of each strategy with the same training)",
+    )
+    compare.add_argument(
+        "--strategies",
+        metavar="A,B,…",
+        help=f"run these one after another, single first: all, or some of {', '.join(STRATEGIES)}",
+    )
+    compare.add_argument("--cold", action="store_true", help=_COLD)
+    _add_fields(compare)
+
+    commands.add("runs", "list the recorded runs", json=True)
+    show = commands.add("show", "show the figures of a run", json=True)
+    show.add_argument("--follow", action="store_true", help="update until the run is over; Ctrl-C leaves it running")
+    stop = commands.add("stop", "stop a run and all of its processes")
+    logs = commands.add("logs", "print the complete output of one rank, all attempts in order")
+    logs.add_argument("--rank", type=_number("--rank", _RANK), default=0, metavar="N", help="the rank (default: 0)")
+    logs.add_argument(
+        "--stream",
+        type=_checked_by(lambda text: check_choice("--stream", text, STREAMS)),
+        default="stdout",
+        metavar="S",
+        help=f"{' or '.join(STREAMS)} (default: stdout)",
+    )
+    logs.add_argument("--follow", action="store_true", help="continue until the run is over; Ctrl-C leaves it running")
+    capture = commands.add("capture", "profile a step of a run in progress")
+    capture.add_argument(
+        "--snapshot", action="store_true", help="also record a snapshot of the CUDA allocator for torch's memory viewer"
+    )
+    trace = commands.add("trace", "write the profiled steps of a run for Perfetto or chrome://tracing")
+    trace.add_argument(
+        "-o", "--output", metavar="FILE.json", help="output file (default: trace.json in the run folder)"
+    )
+    replay = commands.add("replay", "replay a recorded run in this terminal")
+    replay.add_argument(
+        "--speed", type=_number("--speed", _SPEED), default=1.0, metavar="X", help="speed-up factor (default: 1)"
+    )
+    for command in (show, stop, logs, capture, trace, replay):
+        command.add_argument(
+            "name",
+            metavar="RUN",
+            nargs="?",
+            default="last",
+            help="a run: its name, the start or end of it, or last (default)",
+        )
+
+    clean = commands.add("clean", "delete recorded runs that are over")
+    clean.add_argument(
+        "--keep", type=_number("--keep", _KEEP), default=0, metavar="N", help="keep the newest N (default: 0)"
+    )
+    clean.add_argument("--yes", action="store_true", help="do not ask for confirmation")
+    commands.add("progress", "show the exercises of the labs: open, tried or done", json=True)
+    glossary = commands.add("glossary", "define a term of distributed training, or list all terms", json=True)
+    glossary.add_argument(
+        "term", metavar="TERM", nargs="*", help="for example: reduce-scatter (default: list all terms)"
+    )
+    commands.add("schema", "print the JSON Schemas of the recorded events and of the summary", json=True)
+    claims = commands.add("claims", "test common claims about distributed training on this machine", json=True)
+    claims.add_argument("names", metavar="NAME", nargs="*", help="claims to test (default: all)")
+    claims.add_argument("--quick", action="store_true", help="only claims that can be decided without a run")
+    claims.add_argument(
+        "--rounds",
+        type=_number("--rounds", ROUNDS),
+        default=3,
+        metavar="N",
+        help="repetitions of each run (default: 3)",
+    )
+    handout = commands.add("handout", "write a lab, a run or all labs as self-contained HTML files that work offline")
+    handout.add_argument(
+        "name", metavar="LAB.py|RUN", nargs="?", help="a lab, which is executed first, or a recorded run"
+    )
+    handout.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE|DIR",
+        help="output file (default: NAME.html); with --all, a folder (default: site)",
+    )
+    handout.add_argument("--all", action="store_true", help="all labs, with an index page")
+    readers = handout.add_mutually_exclusive_group()
+    readers.add_argument("--student", action="store_true", help="leave out answers and verdicts")
+    readers.add_argument("--teacher", action="store_true", help="include the solution of every exercise")
+    handout.add_argument(
+        "--recorded", metavar="DIR", help="use the recorded runs of this folder instead of starting runs"
+    )
+    notebook = commands.add("notebook", "write a lab as .ipynb, to import into Kaggle, Colab or another Jupyter")
+    notebook.add_argument("name", metavar="LAB.py")
+    notebook.add_argument("-o", "--output", metavar="FILE.ipynb", help="output file (default: next to the lab)")
+    notebook.add_argument(
+        "--source", metavar="URL", help="repository that the first cell clones (default: origin of this clone)"
+    )
+    commands.add("doctor", "check what this machine supports, and how to fix what is missing", json=True)
+    commands.add("bench", "measure the performance of the lab itself", json=True)
+    return parser, commands.names
+
+
+class _Commands:
+    """Adds commands with a common format."""
+
+    def __init__(self, parser: argparse.ArgumentParser):
+        self._adder = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
+
+    @property
+    def names(self) -> Iterable[str]:
+        return self._adder.choices
+
+    def add(self, name: str, help: str, json: bool = False) -> argparse.ArgumentParser:
+        command = self._adder.add_parser(name, help=help, description=help[:1].upper() + help[1:] + ".")
+        if json:
+            command.add_argument("--json", action="store_true", help="print exactly one JSON object on stdout")
+        return command
+
+
+def _add_fields(command: argparse.ArgumentParser) -> None:
+    for one in FLAGS:
+        command.add_argument("--" + one.name.replace("_", "-"), metavar=about(one).flag, help=about(one).help)
+    command.add_argument(
+        "--option", action="append", metavar="NAME=VALUE", help="set an option of the strategy or workload"
+    )

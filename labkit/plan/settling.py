@@ -1,0 +1,145 @@
+"""A Spec on a machine: what is resolved for it, and what the machine cannot run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from labkit.common.units import size
+from labkit.plan.fields import SpecError
+from labkit.setup import environment, preflight
+from labkit.setup.needs import Needs
+from labkit.training.request import Request
+
+if TYPE_CHECKING:
+    from labkit.setup.machine import Gpu, Machine
+
+_FOLDER = "data"  # of data sets that are read from files, below the working folder
+
+
+def settled(spec: Any, machine: Machine) -> Any:
+    """A Spec with device, number of ranks and precision resolved for `machine`; `SpecError` if it cannot run there.
+
+    Whether packages load and files are available is not checked: `check_available` does it, which may take long.
+    """
+    device = spec.device
+    if device == "auto":
+        device = "cuda" if machine.gpus else "cpu"
+    if device == "cuda" and not machine.gpus:
+        raise SpecError("device", f"--device cuda is not available: {machine.no_gpu_reason}; use --device cpu")
+    nproc = spec.nproc or machine.default_nproc(device)
+    if device == "cuda" and nproc > len(machine.gpus):
+        raise SpecError(
+            "nproc",
+            f"--nproc {nproc} exceeds the {_count(len(machine.gpus), 'GPU')} of this machine; "
+            f"use --nproc {len(machine.gpus)}, or --device cpu for CPU ranks",
+        )
+    if device == "cpu" and nproc > machine.max_cpu_ranks:
+        raise SpecError(
+            "nproc",
+            f"--nproc {nproc} exceeds the maximum of {machine.max_cpu_ranks} CPU ranks for "
+            f"{_count(machine.cores, 'core')}; use --nproc {machine.max_cpu_ranks}",
+        )
+    spec = replace(spec, device=device, nproc=nproc)
+    if spec.script is not None:
+        return spec
+    gpus = machine.gpus[:nproc]
+    spec = replace(spec, precision=spec.precision or _default_precision(spec, gpus))
+    refusal = unsupported(spec.precision, device, gpus)
+    if refusal:
+        raise SpecError("precision", refusal)
+    _check_machine(spec, machine)
+    return spec
+
+
+def unsupported(precision: str, device: str, gpus: Sequence[Gpu]) -> str | None:
+    """Why a precision does not work on CPU ranks, or on these GPUs; None if it does."""
+    if precision == "fp16" and device == "cpu":
+        return "--precision fp16 is not supported on CPU ranks; use --precision fp32 or bf16"
+    if precision == "tf32" and device == "cpu":
+        return "--precision tf32 is not supported on CPU ranks, only on GPUs; use --precision fp32"
+    if precision in ("tf32", "bf16") and device == "cuda":
+        for gpu in gpus:
+            if gpu.capability < (8, 0):
+                return (
+                    f"--precision {precision} needs a GPU of compute capability 8.0 or newer, and {gpu.name}"
+                    f" has {gpu.capability[0]}.{gpu.capability[1]}; use --precision fp16"
+                )
+    return None
+
+
+def check_available(spec: Request) -> None:
+    """Raises `SpecError` if a package does not load, or if data are neither on this machine nor can be downloaded.
+
+    It may take seconds if `takes_long` says so; a front end then calls it in a thread.
+    """
+    for field, name, needs in _needs(spec):
+        refusal = preflight.available(name, needs, spec.data_dir or _FOLDER)
+        if refusal:
+            raise SpecError(field, refusal)
+
+
+def takes_long(spec: Request) -> bool:
+    """Whether `check_available` may take seconds; otherwise there is nothing to look for."""
+    return any(preflight.takes_long(needs) for _, _, needs in _needs(spec))
+
+
+def _needs(spec: Request) -> Iterator[tuple[str, str, Needs]]:
+    if spec.script is None:
+        for field, row in (("strategy", spec.strategy_row), ("workload", spec.workload_row), ("data", spec.data_row)):
+            yield field, row.name, row.needs
+
+
+def _check_machine(spec: Request, machine: Machine) -> None:
+    missing = {field: preflight.installed(name, needs) for field, name, needs in _needs(spec)}
+    for field, refusal in (
+        ("strategy", missing["strategy"] or spec.strategy_row.unmet(spec, machine)),
+        ("options", _compiler_missing(spec)),
+        ("options", _too_many_workers(spec, machine)),
+        ("samples", _too_many_samples(spec, machine)),
+        ("workload", missing["workload"]),
+        ("data", missing["data"]),
+    ):
+        if refusal:
+            extra = next((needs.extra for of, _, needs in _needs(spec) if of == field), None)
+            raise SpecError(field, refusal, extra if extra and not environment.has(extra) else None)
+
+
+def _compiler_missing(spec: Request) -> str | None:
+    if not spec.options.get("compile"):
+        return None
+    return preflight.compiler_missing("compile needs a C++ compiler", "compile=false")
+
+
+def _too_many_workers(spec: Request, machine: Machine) -> str | None:
+    each, ranks = spec.options["workers"], spec.processes
+    if each * ranks <= machine.max_workers:
+        return None
+    return (
+        f"workers={each} on {ranks} ranks starts {each * ranks} processes, more than the maximum of"
+        f" {machine.max_workers} for {_count(machine.cores, 'core')}; use workers={machine.max_workers // ranks} or"
+        " less"
+    )
+
+
+def _too_many_samples(spec: Request, machine: Machine) -> str | None:
+    """Every rank holds the whole data set in memory."""
+    each, ranks = spec.data_row.sample_bytes(spec.options), spec.processes
+    if spec.train_samples * each * ranks <= machine.memory:
+        return None
+    fits = machine.memory // (each * ranks)
+    return (
+        f"{spec.train_samples} samples of {spec.data} need {size(spec.train_samples * each)} on each of {ranks} ranks,"
+        f" and this machine has {size(machine.memory)} of memory; use --samples {fits} or less"
+    )
+
+
+def _default_precision(spec: Request, gpus: Sequence[Gpu]) -> str:
+    """fp16 for GPUs with tensor cores for fp16 but not for bf16, such as a T4; otherwise fp32."""
+    old = spec.device == "cuda" and any((7, 0) <= gpu.capability < (8, 0) for gpu in gpus)
+    return "fp16" if old and "fp16" not in spec.strategy_row.lacks else "fp32"
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" + ("" if number == 1 else "s")

@@ -1,0 +1,195 @@
+"""The types of the rows of the tables. A row holds every fact about a strategy, workload, data set or fault that other
+code needs, so that no code depends on a name. Rows read no file and open no connection."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from labkit.setup.needs import NOTHING, Needs
+from labkit.training.options import COMMON, Option
+
+if TYPE_CHECKING:
+    from labkit.setup.machine import Machine
+    from labkit.training.request import Request
+    from labkit.training.shapes import Module
+
+_LABEL = 8  # bytes of a 64-bit label, or of the byte after a window of text
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to train on several devices.
+
+    - `data_ranks`: the number of data-parallel ranks, that is, of different shards of each step's batch; 1 for tensor
+      parallelism, because all ranks see the same samples.
+    - `limit`: one sentence with the nearest working choice if the strategy cannot run a Request, otherwise None;
+      `unmet`: the same for a property that this machine lacks; `needs`: the packages that it needs.
+    - `differs`: the reason if a run is expected to train something different from one process, otherwise None.
+    - `processes`: the number of processes that torchrun starts.
+    - `lacks`: the common options that the strategy does not support, each with the reason.
+    - `constants`: settings of the script that follow from the Request, by name.
+    - `note`: how a run on a device ("cpu", "cuda") differs from what the title says, such as an emulation; otherwise
+      empty.
+    - `further`: listed under "more" if only a few strategies can be displayed.
+    - `compared`: selected when the tab that compares strategies is opened.
+    - `one_loss`: the number of adjacent ranks that must have the same loss, because they split layers and not samples:
+      the degree of tensor parallelism.
+    - `wrapper`: what synchronizes the gradients: "DDP", "FSDP", "DeepSpeed", or empty.
+    - `autocast`: whether 16-bit precision is torch's autocast; otherwise the wrapper casts parameters and inputs.
+    - `traffic`: the formulas of what it sends per step, added up, by their names in `labkit.analysis.theory`; None
+      without a formula. `states`: the same for the model states of each rank, one name.
+    - `layout`: the content of its checkpoints, one of `labkit.plan.checkpoints.LAYOUTS`. Strategies with the same
+      layout can resume from each other's checkpoints, with any number of ranks. `layout_details`: further properties
+      that must agree, by name.
+    """
+
+    name: str
+    title: str
+    splits: str
+    sends: str
+    data_ranks: Callable[[Request], int]
+    limit: Callable[[Request], str | None] = lambda spec: None
+    unmet: Callable[[Request, Machine], str | None] = lambda spec, machine: None
+    differs: Callable[[Request], str | None] = lambda spec: None
+    processes: Callable[[Request], int] = lambda spec: spec.nproc
+    default_nproc: int | None = None
+    options: tuple[Option, ...] = ()
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    constants: Callable[[Request], dict[str, Any]] = lambda spec: {}
+    note: Callable[[str | None], str] = lambda device: ""
+    further: bool = False
+    compared: bool = False
+    one_loss: Callable[[Request], int] = lambda spec: 1
+    wrapper: str = ""
+    autocast: bool = True
+    traffic: tuple[str, ...] | None = None
+    states: str | None = None
+    layout: str = "whole"
+    layout_details: Callable[[Request], dict[str, Any]] = lambda spec: {}
+    needs: Needs = NOTHING
+
+    @property
+    def all_options(self) -> tuple[Option, ...]:
+        """The strategy's own options, then the common options that it supports."""
+        return self.options + tuple(option for option in COMMON if option.name not in self.lacks)
+
+    @property
+    def module(self) -> str:
+        """The module of the training code."""
+        return f"labkit.training.strategies.{self.name}"
+
+
+@dataclass(frozen=True)
+class Data:
+    """A data set. `train` and `test` are numbers of samples.
+
+    - `input_bytes`: the bytes of one sample without its target, for given options of the workload.
+    - `most`: the maximum number of training samples that a Spec may use, None if any number can be generated.
+    - `shared`: how many times a sample contains each stored number: 3 for grey images as three channels.
+    - `needs`: packages, and files if it is read from a folder.
+    """
+
+    name: str
+    title: str
+    train: int
+    test: int
+    input_bytes: Callable[[Mapping[str, Any]], int]
+    most: int | None = None
+    shared: int = 1
+    needs: Needs = NOTHING
+
+    def sample_bytes(self, options: Mapping[str, Any]) -> int:
+        """Bytes of one stored sample with its target; in a window of text, inputs and targets share their memory."""
+        return self.input_bytes(options) // self.shared + _LABEL
+
+    @property
+    def module(self) -> str:
+        """The module that loads the data set."""
+        return f"labkit.training.workloads.{self.name}"
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """The dimensions of a transformer: layers, width, heads, positions of a window and entries of the vocabulary."""
+
+    layers: int
+    width: int
+    heads: int
+    positions: int
+    vocabulary: int
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and the data sets that it can train on, the default first. Functions take the options of the workload.
+
+    - `blocks`: the parameters of each block, as shapes.
+    - `outputs`: elements per sample in the output of each block, and whether tensor-parallel ranks hold only a part of
+      them.
+    - `costs`: floating-point operations of one sample's forward pass, block by block; matrix products and convolutions
+      only, with multiplication and addition counted separately.
+    - `constants`: the settings of the model's module that follow from an option, by name.
+    - `tensor_parts`: the dimension that tensor parallelism splits in each layer, as (size, name); None without a
+      tensor-parallel plan (`tensor_plans` in the module).
+    - `partial_sums`: elements per sample of each tensor that tensor-parallel ranks add up in a step; `recomputed_sums`
+      of them again if activations are recomputed. A transformer has its own formula.
+    - `transformer`: the dimensions of a transformer, None for any other model.
+    - `wide_outputs`: whether autocast leaves the outputs of the blocks in fp32.
+    - `ends_in_layer`: whether the last operation of a block is a layer with parameters.
+    - `visited`: modules that a forward and a backward pass visit; backward does not visit modules before the first
+      parameter.
+    - `batch_norm`: whether the model uses batch norm, so that the output of a sample depends on the other samples of
+      its batch.
+    """
+
+    name: str
+    title: str
+    data: tuple[str, ...]
+    blocks: Callable[[Mapping[str, Any]], tuple[Module, ...]]
+    outputs: Callable[[Mapping[str, Any]], tuple[tuple[int, bool], ...]]
+    costs: Callable[[Mapping[str, Any]], tuple[float, ...]]
+    visited: Callable[[Mapping[str, Any]], int]
+    batch_size: int = 128
+    options: tuple[Option, ...] = ()
+    constants: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda options: {}
+    tensor_parts: Callable[[Mapping[str, Any]], tuple[int, str]] | None = None
+    partial_sums: tuple[int, ...] = ()
+    recomputed_sums: int = 0
+    transformer: Callable[[Mapping[str, Any]], Transformer] | None = None
+    wide_outputs: bool = False
+    ends_in_layer: bool = False
+    batch_norm: bool = False
+    needs: Needs = NOTHING
+
+    def parameters(self, options: Mapping[str, Any]) -> int:
+        """The number of parameters for given options."""
+        return sum(math.prod(shape) for block in self.blocks(options) for shape in block.parameters)
+
+    @property
+    def module(self) -> str:
+        """The module that builds the model."""
+        return f"labkit.training.workloads.{self.name}"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault. `shows` describes the symptom; `finding` is the name of the finding that reports it.
+
+    `limit` gives one sentence with the fix if the fault cannot be injected into a Spec, otherwise None. `adds` says
+    whether the fault adds code to the script; otherwise it only omits some.
+    """
+
+    name: str
+    title: str
+    shows: str
+    finding: str
+    limit: Callable[[Request], str | None]
+    adds: bool = True
+
+    @property
+    def module(self) -> str | None:
+        """The module with the code that the fault adds to the script; None if it only omits code."""
+        return f"labkit.training.faults.{self.name}" if self.adds else None

@@ -1,0 +1,143 @@
+"""The models in numbers, without torch: the parameter shapes, outputs and costs of their blocks, for given options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+from labkit.training.rows import Transformer
+from labkit.training.shapes import Module, convolution, linear, norm
+
+GPT_VOCABULARY = 256
+GPT_SIZES: dict[str, tuple[int, int, int]] = {  # name: layers, width, heads
+    "1M": (5, 128, 4),
+    "10M": (6, 384, 6),
+    "30M": (10, 512, 8),
+    "100M": (14, 768, 12),
+    "300M": (24, 1024, 16),
+    "1B": (20, 2048, 16),
+    "3B": (38, 2560, 20),
+    "7B": (35, 4096, 32),
+}
+
+
+# ---- cnn
+
+
+def cnn(options: Mapping[str, Any]) -> tuple[Module, ...]:
+    convolutions = (convolution(come, go, 5, bias=True) for come, go in ((1, 32), (32, 64), (64, 128)))
+    blocks = (Module(inside=(layer,)) for layer in (*convolutions, linear(1152, 128, cut=0)))
+    return (*blocks, linear(128, 10, cut=1))
+
+
+def cnn_outputs(options: Mapping[str, Any]) -> tuple[tuple[int, bool], ...]:
+    return (32 * 14 * 14, False), (64 * 7 * 7, False), (128 * 3 * 3, False), (128, True), (10, False)
+
+
+def cnn_costs(options: Mapping[str, Any]) -> tuple[float, ...]:
+    """FLOPs of one sample, block by block: 2·k²·in·out·side² for a convolution, with k = 5, and 2·in·out for a linear
+    layer."""
+    convolutions = ((1, 32, 28), (32, 64, 14), (64, 128, 7))
+    return (
+        *(2 * 25 * inputs * outputs * side**2 for inputs, outputs, side in convolutions),
+        2 * 128 * 3 * 3 * 128,
+        2 * 128 * 10,
+    )
+
+
+# ---- mlp
+
+
+def mlp(options: Mapping[str, Any]) -> tuple[Module, ...]:
+    return Module(inside=(linear(784, 512, cut=0),)), Module(inside=(linear(512, 512, cut=1),)), linear(512, 10)
+
+
+def mlp_outputs(options: Mapping[str, Any]) -> tuple[tuple[int, bool], ...]:
+    return (512, True), (512, False), (10, False)
+
+
+def mlp_costs(options: Mapping[str, Any]) -> tuple[float, ...]:
+    """FLOPs of one sample, block by block: 2·in·out for each linear layer."""
+    return 2 * 28 * 28 * 512, 2 * 512 * 512, 2 * 512 * 10
+
+
+# ---- gpt
+
+
+def transformer(options: Mapping[str, Any]) -> Transformer:
+    layers, width, heads = GPT_SIZES[options["size"]]
+    return Transformer(layers, width, heads, options["context"], GPT_VOCABULARY)
+
+
+def gpt(options: Mapping[str, Any]) -> tuple[Module, ...]:
+    layers, width, _ = GPT_SIZES[options["size"]]
+    attention = Module(inside=(*[linear(width, width, cut=0)] * 3, linear(width, width, cut=1)))
+    mlp = linear(width, 4 * width, cut=0), linear(4 * width, width, cut=1)
+    layer = Module(inside=(norm(width), attention, norm(width), *mlp))
+    embedding = Module(inside=(Module(((GPT_VOCABULARY, width),)), Module(((options["context"], width),))))
+    head = Module(inside=(norm(width), Module(((GPT_VOCABULARY, width),), cut=0)))
+    return embedding, *[layer] * layers, head
+
+
+def gpt_outputs(options: Mapping[str, Any]) -> tuple[tuple[int, bool], ...]:
+    layers, width, _ = GPT_SIZES[options["size"]]
+    vectors = options["context"] * width, options.get("sequence_parallel", False)
+    return *[vectors] * (layers + 1), (options["context"] * GPT_VOCABULARY, False)
+
+
+def gpt_costs(options: Mapping[str, Any]) -> tuple[float, ...]:
+    """FLOPs of one sample, block by block, for T positions, width d and a vocabulary of V bytes.
+
+    A layer needs 2·12·d²·T in its matrices and 2·2·T²·d in attention (the causal mask saves nothing), the head 2·d·V·T.
+    The embedding multiplies nothing: T·d, one addition per value.
+    """
+    layers, width, _ = GPT_SIZES[options["size"]]
+    positions = options["context"]
+    layer = 24 * width**2 * positions + 4 * positions**2 * width
+    return (positions * width, *[layer] * layers, 2 * width * GPT_VOCABULARY * positions)
+
+
+def gpt_constants(options: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(zip(("LAYERS", "WIDTH", "HEADS"), GPT_SIZES[options["size"]]))
+
+
+# ---- resnet18
+
+# Input channels, output channels and output side length of each residual block.
+_RESNET18 = (
+    (64, 64, 32),
+    (64, 64, 32),
+    (64, 128, 16),
+    (128, 128, 16),
+    (128, 256, 8),
+    (256, 256, 8),
+    (256, 512, 4),
+    (512, 512, 4),
+)
+_CHANNELS = (64, *(go for _, go, _ in _RESNET18))  # after the stem and after each residual block
+
+
+def resnet18(options: Mapping[str, Any]) -> tuple[Module, ...]:
+    blocks = []
+    for come, go in pairwise(_CHANNELS):
+        shortcut = [Module(inside=(convolution(come, go, 1), norm(go)))] * (come != go)
+        blocks.append(Module(inside=(convolution(come, go, 3), norm(go), convolution(go, go, 3), norm(go), *shortcut)))
+    return Module(inside=(convolution(3, 64, 3), norm(64))), *blocks, Module(inside=(linear(512, 10),))
+
+
+def resnet18_outputs(options: Mapping[str, Any]) -> tuple[tuple[int, bool], ...]:
+    return (64 * 32**2, False), *((go * side**2, False) for _, go, side in _RESNET18), (10, False)
+
+
+def resnet18_costs(options: Mapping[str, Any]) -> tuple[float, ...]:
+    """FLOPs of one sample: 2·side²·(9·in·out + 9·out²) per block, and 2·side²·in·out for a shortcut that changes
+    channels.
+
+    The stem needs 2·32²·9·3·64, pooling and head 2·512·10.
+    """
+    blocks = (
+        2 * side**2 * (9 * (inputs + outputs) * outputs + (inputs != outputs) * inputs * outputs)
+        for inputs, outputs, side in _RESNET18
+    )
+    return (2 * 32**2 * 9 * 3 * 64, *blocks, 2 * 512 * 10)
