@@ -94,7 +94,8 @@ class Batches:
         """Steps of the whole run; None for a user's script, because only the script knows."""
         if self.request.script is not None:
             return None
-        return self.request.steps or (self.request.epochs or 1) * self.steps_per_epoch
+        epochs = self.request.epochs
+        return self.request.steps or (epochs * self.steps_per_epoch if epochs else None)
 
     @property
     def batch_sentence(self) -> str:
