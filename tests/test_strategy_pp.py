@@ -6,6 +6,7 @@ import itertools
 import random
 import re
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -154,24 +155,28 @@ def test_a_torch_whose_schedules_cannot_evaluate_is_refused(strategy):
 # ---- the functions of the script
 
 
-def test_a_small_batch_is_padded_without_changing_the_loss(monkeypatch):
+def test_a_small_batch_is_padded_without_changing_loss_and_gradients(monkeypatch):
     torch.manual_seed(0)
     monkeypatch.setattr(pp, "BATCH_PER_RANK", 8)
     monkeypatch.setattr(pp, "pp_group", lambda: None)
     monkeypatch.setattr(pp.dist, "get_rank", lambda group: 0)
-    model, pipeline = nn.Linear(4, 10), pp.Pipeline.__new__(pp.Pipeline)
     inputs, targets = torch.randn(5, 4), torch.arange(5)
+    model = nn.Linear(4, 10)
+    expected = nn.functional.cross_entropy(model(inputs), targets)
+    expected.backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
 
     def step(inputs, target, losses):
         assert len(inputs) == len(target) == 8
-        losses += [
-            pp.Pipeline.loss_of(pipeline, model(part), wanted) for part, wanted in zip(inputs.chunk(4), target.chunk(4))
-        ]
+        losses += [pp.micro_batch_loss(model(part), wanted) for part, wanted in zip(inputs.chunk(4), target.chunk(4))]
+        assert losses[3].item() == 0, "it contains only padding"
+        sum(losses).backward()
 
-    losses = []
-    pp.Pipeline.feed(pipeline, step, inputs, targets, losses)
-    assert losses[3].item() == 0, "it contains only padding"
-    torch.testing.assert_close(sum(losses), nn.functional.cross_entropy(model(inputs), targets))
+    model.schedule = SimpleNamespace(step=step)
+    model.run = partial(pp.Pipeline.run, model)
+    loss = pp.train_step(model, torch.optim.SGD(model.parameters(), lr=0.0), inputs, targets)
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], gradients)
 
 
 def test_the_rank_with_the_last_stage_has_the_loss(tmp_path):

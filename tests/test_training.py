@@ -52,7 +52,7 @@ SHORT = {"batch_size": 8, "samples": 20}  # of gpt: the third step has half a ba
 EQUAL = (
     Case("single", 1, options={"accumulate": 3}),
     Case("single", 1, options={"checkpoint_activations": True, "compile": True}),
-    Case("single", 1, options={"fetch": "samples", "workers": 1, "pin_memory": False, "non_blocking": False}),
+    Case("single", 1, options={"fetch": "batches", "workers": 1, "pin_memory": False, "non_blocking": False}),
     Case("ddp", workload="cnn"),
     Case("ddp", options={"accumulate": 2, "clip_norm": 0.5, "checkpoint_activations": True}),
     Case("ddp", options={"static_graph": True, "checkpoint_activations": True, "bucket_mb": 1}),
@@ -185,7 +185,7 @@ def test_script_runs_as_a_person_would_run_it(workload, tmp_path):
     spec = Spec(strategy, workload, nproc=2, batch_size=8, epochs=1, samples=320, precision=precision)
     (tmp_path / "train.py").write_text(write_script(spec), encoding="utf-8")
     lines = run_alone([*TORCHRUN, "--nproc-per-node=2", "train.py"], tmp_path).splitlines()
-    assert [line.partition(":")[0] for line in lines] == ["step 20", "epoch 1"]
+    assert [line.partition(":")[0] for line in lines] == [*(f"step {n}" for n in (1, 4, 8, 12, 16, 20)), "epoch 1"]
     assert "%, test loss " in lines[-1]
 
 

@@ -259,7 +259,7 @@ class Spec:
         for name in ("tensors", "as_module"):
             _checked(name, check_flag, name, given[name])
         if not isinstance(self.options, Mapping) or not all(isinstance(name, str) for name in self.options):
-            raise SpecError("options", f"options must be a dict such as {{'bucket_mb': 25}}, got {shown(self.options)}")
+            raise SpecError("options", f"options must be a dict such as {{'bucket_mb': 10}}, got {shown(self.options)}")
         args = self.args
         if not isinstance(args, (list, tuple)) or not all(isinstance(one, str) and "\0" not in one for one in args):
             raise SpecError("args", f"args must be a list of strings such as ['--lr', '0.1'], got {shown(args)}")

@@ -16,10 +16,21 @@ from __future__ import annotations
 from labkit.analysis.theory.models import MODELS, Module, borders
 from labkit.analysis.theory.pieces import Case, Flow
 from labkit.analysis.theory.states import STATES, States, states
-from labkit.analysis.theory.strategies import THEORY
+from labkit.analysis.theory.strategies import THEORY, bucket_numbers
 from labkit.plan.spec import Spec
 
-__all__ = ["MODELS", "STATES", "THEORY", "Flow", "Module", "States", "borders", "states", "theory"]
+__all__ = [
+    "MODELS",
+    "STATES",
+    "THEORY",
+    "Flow",
+    "Module",
+    "States",
+    "borders",
+    "bucket_numbers",
+    "states",
+    "theory",
+]
 
 
 def theory(spec: Spec, step: int = 3) -> tuple[Flow, ...]:

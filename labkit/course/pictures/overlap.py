@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from labkit.analysis.theory import MODELS
+from labkit.analysis.theory import MODELS, bucket_numbers
 from labkit.common.units import size
 from labkit.course.pictures import canvas
 from labkit.course.pictures.checked import checked
@@ -29,22 +29,27 @@ class Bucket:
 
 
 def filled(workload: str, bucket_mb: float, **options: Any) -> list[Bucket]:
-    """The buckets of a model's gradients, last layer first. As in DDP, a bucket is closed as soon as it is full.
+    """The buckets of a model's gradients, last layer first, as DDP fills them; 0 MiB is torch's default.
 
     The backward time of a block is modelled as proportional to its forward cost (`Workload.costs`), and within a block
     to the size of each tensor.
     """
     spec = Spec(workload=workload, options=options)
-    costs, found = spec.workload_row.costs(spec.options), []
-    spent = waiting = 0
-    for block, cost in reversed(list(zip(MODELS[workload](spec.options), costs, strict=True))):
-        for shape in reversed(block.parameters):
-            spent += cost * math.prod(shape) / block.size
-            waiting += 4 * math.prod(shape)
-            if waiting >= bucket_mb * 2**20:
-                found.append(Bucket(waiting, spent / sum(costs)))
-                waiting = 0
-    return [*found, Bucket(waiting, 1.0)] if waiting else found
+    costs = spec.workload_row.costs(spec.options)
+    blocks = reversed(list(zip(MODELS[workload](spec.options), costs, strict=True)))
+    gradients = [
+        (4 * math.prod(shape), cost * math.prod(shape) / block.size)
+        for block, cost in blocks
+        for shape in reversed(block.parameters)
+    ]
+    found: list[Bucket] = []
+    spent = 0.0
+    numbers = bucket_numbers((gradient for gradient, _ in gradients), bucket_mb)
+    for number, (gradient, cost) in zip(numbers, gradients, strict=True):
+        spent += cost
+        earlier = found.pop().bytes if len(found) > number else 0
+        found.append(Bucket(earlier + gradient, spent / sum(costs)))
+    return found
 
 
 def sent(
@@ -66,14 +71,15 @@ def sent(
 @checked
 def buckets(
     workload: str = "gpt",
-    bucket_mb: Sequence[float] = (25, 1),
+    bucket_mb: Sequence[float] = (25, 0, 1),
     backward: float = 0.040,
     rate: float = 250e6,
     latency: float = 0.0003,
     ranks: int = 2,
     **options: Any,
 ) -> go.Figure:
-    """Backward and the buckets that are sent meanwhile, for each bucket size in MiB: modelled, in milliseconds.
+    """Backward and the buckets that are sent meanwhile, for each bucket size in MiB: modelled, in milliseconds. A size
+    of 0 is torch's default.
 
     `backward` is in seconds; `rate` and `latency` are as in `sent`, and `options` are those of the workload, such as
     `size="10M"`.
@@ -92,7 +98,7 @@ def buckets(
         )
         summary = f"  {len(found)} bucket{'s' if len(found) > 1 else ''}, {hidden:.0%} overlapped"
         ends.append(canvas.note(1000 * spans[-1][1], 2 * lane + 1, summary, 13, anchor="left"))
-        names += [f"<b>bucket_mb={each:g}</b> ", "all-reduce "]
+        names += [f"<b>{f'bucket_mb={each:g}' if each else 'default'}</b> ", "all-reduce "]
     model = model_words(Spec(workload=workload, options=options))
     note = f"{model}; {ranks} ranks, {rate / 1e6:,.0f} MB/s, {1e3 * latency:g} ms per message"
     looks = layout("Modelled: all-reduces during backward", note, 112 + 46 * len(names)) | {

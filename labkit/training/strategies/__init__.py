@@ -79,9 +79,9 @@ _MOST = 65_536  # maximum number of ranks, micro-batches and the like
 INPUT_PIPELINE: tuple[Option, ...] = (
     Option(
         "fetch",
-        "batches",
-        "index whole batches, or single samples as in most tutorials",
-        choices=("batches", "samples"),
+        "samples",
+        "load the samples of a batch one by one, or index a whole batch at once",
+        choices=("samples", "batches"),
     ),
     Option("workers", 0, "data loader worker processes per rank", minimum=0, maximum=64),
     Option("pin_memory", True, "load batches into page-locked memory, which a GPU can copy asynchronously"),
@@ -95,7 +95,12 @@ COMMON: tuple[Option, ...] = (
     *INPUT_PIPELINE,
 )
 _BUCKET_MB = Option(
-    "bucket_mb", 25, "size of a gradient bucket in MiB; smaller ones are sent earlier", minimum=1, maximum=_MOST
+    "bucket_mb",
+    0,
+    "size of a gradient bucket in MiB; smaller ones are sent earlier; 0: torch's default, 1 MiB for the first bucket"
+    " and 25 MiB for the others",
+    minimum=0,
+    maximum=_MOST,
 )
 _DDP_OPTIONS = (
     _BUCKET_MB,

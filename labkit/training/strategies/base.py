@@ -33,17 +33,21 @@ EPOCHS = 1
 MAX_STEPS = None  # stop after this many steps; None: after the last epoch
 BATCH_PER_RANK = 128
 LEARNING_RATE = 1e-3
-FETCH = "batches"  # or "samples": fetch one sample at a time, then collate
+FETCH = "samples"  # one at a time, then collated; or "batches", each by one index
 WORKERS = 0  # data loader worker processes; 0: load in this process
 PIN_MEMORY = True  # page-locked batches, which a GPU can copy asynchronously
 NON_BLOCKING = True  # continue while a batch is copied to the device
-PRECISION = "fp32"  # tf32, bf16 or fp16: precision of the matrix products
+TF32 = False  # compute fp32 matrix products in TF32
+MIXED_PRECISION = False  # compute matrix products in DTYPE
+DTYPE = torch.bfloat16  # 16-bit type of the matrix products
+LOSS_SCALING = False  # prevent underflow of fp16 gradients
 ACCUMULATE = 1  # micro-batches per step
 CLIP_NORM = 0.0  # maximum norm of all gradients; 0: no clipping
 CHECKPOINT_ACTIVATIONS = False  # recompute activations in backward
 COMPILE = False  # compile each block with torch.compile
 JOIN = False  # allow unequal numbers of batches per rank
 LOSS_PARALLEL = False  # keep the logits split over the ranks
+PRINT_EVERY = 20  # steps between printed losses
 SAVE_EVERY = 0  # steps between checkpoints; 0: write none
 FAULT = None  # the injected fault, which may change the data, the model or the steps
 INJECT_DATA = INJECT_MODEL = INJECT_STEP = False
@@ -51,7 +55,7 @@ RESUME = None  # the checkpoint of another run to resume from
 CHECKPOINTS = Path(__file__).with_name("checkpoints")  # a restart resumes from them
 # The identity that a checkpoint must have to be loaded by this script.
 MANIFEST = {"format": 2, "layout": "whole", "workload": "cnn"}
-SCALER = torch.amp.GradScaler()  # prevents underflow of fp16 gradients
+SCALER = torch.amp.GradScaler()  # scales the loss, and skips steps that overflow
 IS_LOGGING_RANK = os.environ.get("RANK", "0") == "0"  # only this rank prints and logs
 
 
@@ -77,11 +81,11 @@ def load(dataset: TensorDataset) -> tuple[DistributedSampler, DataLoader]:
         options = {}
     if WORKERS:
         options |= {"num_workers": WORKERS, "persistent_workers": True}
-    if FETCH == "samples":
-        loader = DataLoader(dataset, BATCH_PER_RANK, sampler=sampler, **options)
+    if FETCH == "batches":
+        indices = BatchSampler(sampler, BATCH_PER_RANK, drop_last=False)
+        loader = DataLoader(dataset, batch_size=None, sampler=indices, **options)
     else:
-        batches = BatchSampler(sampler, BATCH_PER_RANK, drop_last=False)  # whole batches
-        loader = DataLoader(dataset, None, sampler=batches, **options)
+        loader = DataLoader(dataset, BATCH_PER_RANK, sampler=sampler, **options)
     return sampler, loader
 
 
@@ -109,11 +113,8 @@ def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 def loss_of(model, inputs, targets) -> torch.Tensor:
     """The mean loss of a batch."""
-    if PRECISION == "bf16":
-        with torch.autocast(inputs.device.type, dtype=torch.bfloat16):
-            logits = model(inputs).float()  # compute the loss in fp32
-    elif PRECISION == "fp16":
-        with torch.autocast(inputs.device.type, dtype=torch.float16):
+    if MIXED_PRECISION:
+        with torch.autocast(inputs.device.type, dtype=DTYPE):
             logits = model(inputs).float()  # compute the loss in fp32
     else:
         logits = model(inputs)
@@ -142,7 +143,7 @@ def train_step(model, optimizer, inputs, targets) -> torch.Tensor:
         for number, (x, y) in enumerate(micro_batches, 1):
             with gradient_sync(model, last=number == len(micro_batches)):
                 loss = loss_of(model, x, y) * (len(x) / len(inputs))
-                if PRECISION == "fp16":
+                if LOSS_SCALING:
                     SCALER.scale(loss).backward()
                 elif LOSS_PARALLEL:
                     with loss_parallel():
@@ -153,7 +154,7 @@ def train_step(model, optimizer, inputs, targets) -> torch.Tensor:
         loss = torch.stack(losses).sum()
     else:
         loss = loss_of(model, inputs, targets)
-        if PRECISION == "fp16":
+        if LOSS_SCALING:
             SCALER.scale(loss).backward()
         elif LOSS_PARALLEL:
             with loss_parallel():
@@ -161,10 +162,10 @@ def train_step(model, optimizer, inputs, targets) -> torch.Tensor:
         else:
             loss.backward()
     if CLIP_NORM:
-        if PRECISION == "fp16":
+        if LOSS_SCALING:
             SCALER.unscale_(optimizer)
         clip_gradients(model)
-    if PRECISION == "fp16":
+    if LOSS_SCALING:
         SCALER.step(optimizer)  # skips the step if a gradient overflowed
         SCALER.update()
     else:
@@ -201,7 +202,7 @@ def progress(step: int) -> dict:
     state = {"step": step, "random": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda_random"] = torch.cuda.get_rng_state()
-    if PRECISION == "fp16":
+    if LOSS_SCALING:
         state["scaler"] = SCALER.state_dict()
     return state
 
@@ -211,7 +212,7 @@ def restore(state: dict) -> None:
     torch.set_rng_state(state["random"])
     if torch.cuda.is_available() and "cuda_random" in state:
         torch.cuda.set_rng_state(state["cuda_random"])
-    if PRECISION == "fp16":
+    if LOSS_SCALING:
         if state.get("scaler"):
             SCALER.load_state_dict(state["scaler"])
 
@@ -344,7 +345,7 @@ def train(device: torch.device) -> None:
             if INJECT_STEP:
                 fault_step(model, step)
             loss = train_step(model, optimizer, inputs, targets)
-            if step % 20 == 0 and IS_LOGGING_RANK:
+            if (step == 1 or step % PRINT_EVERY == 0) and IS_LOGGING_RANK:
                 print(f"step {step}: loss {loss.item():.4f}", flush=True)
             if SAVE_EVERY:
                 if step % SAVE_EVERY == 0:
@@ -367,7 +368,7 @@ def train(device: torch.device) -> None:
 
 def main() -> None:
     device = setup()
-    if PRECISION == "tf32":
+    if TF32:
         torch.set_float32_matmul_precision("high")
     try:
         train(device)

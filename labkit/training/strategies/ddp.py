@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from labkit.training.strategies.base import BATCH_PER_RANK, CHECKPOINT_ACTIVATIONS, COMPILE, transform
 
-BUCKET_MB = 25  # size of the gradient buckets, which are all-reduced during backward
+BUCKET_MB = 0  # size of a gradient bucket in MiB; 0: 1 for the first, 25 for the others
 STATIC_GRAPH = False  # every step runs the same graph, recorded in the first step
 COMPRESSION = "none"  # fp16 or powersgd: compression of the gradients
 
@@ -43,10 +43,14 @@ def parallelize(model: nn.Module, device: torch.device) -> nn.Module:
     if CHECKPOINT_ACTIVATIONS or COMPILE:
         model = transform(model)
     model = model.to(device)
-    if STATIC_GRAPH:
+    if BUCKET_MB and STATIC_GRAPH:
         model = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB, static_graph=True)
-    else:
+    elif BUCKET_MB:
         model = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
+    elif STATIC_GRAPH:
+        model = DistributedDataParallel(model, static_graph=True)
+    else:
+        model = DistributedDataParallel(model)
     if COMPRESSION == "fp16":
         model.register_comm_hook(None, fp16_compress_hook)
     if COMPRESSION == "powersgd":

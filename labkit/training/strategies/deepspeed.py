@@ -12,9 +12,10 @@ from labkit.training.strategies.base import (
     CHECKPOINT_ACTIVATIONS,
     CLIP_NORM,
     COMPILE,
+    DTYPE,
     IS_LOGGING_RANK,
     LEARNING_RATE,
-    PRECISION,
+    MIXED_PRECISION,
     transform,
 )
 from labkit.training.strategies.ddp import cleanup, data_shard, evaluate, setup
@@ -34,10 +35,8 @@ def parallelize(model: nn.Module, device: torch.device) -> nn.Module:
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": CLIP_NORM,  # the default is 1, not 0
     }
-    if PRECISION == "bf16":
-        config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
-    if PRECISION == "fp16":
-        config["torch_autocast"] = {"enabled": True, "dtype": "float16"}
+    if MIXED_PRECISION:
+        config["torch_autocast"] = {"enabled": True, "dtype": str(DTYPE)}
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     if IS_LOGGING_RANK:
         print("loading DeepSpeed: its first run may compile an operator for minutes")

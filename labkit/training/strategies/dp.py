@@ -23,11 +23,11 @@ def load(dataset: TensorDataset) -> tuple[DistributedSampler, DataLoader]:
         options = {}
     if WORKERS:
         options |= {"num_workers": WORKERS, "persistent_workers": True}
-    if FETCH == "samples":
-        loader = DataLoader(dataset, BATCH_PER_RANK * RANKS, sampler=sampler, **options)
+    if FETCH == "batches":
+        indices = BatchSampler(sampler, BATCH_PER_RANK * RANKS, drop_last=False)
+        loader = DataLoader(dataset, batch_size=None, sampler=indices, **options)
     else:
-        batches = BatchSampler(sampler, BATCH_PER_RANK * RANKS, drop_last=False)
-        loader = DataLoader(dataset, None, sampler=batches, **options)
+        loader = DataLoader(dataset, BATCH_PER_RANK * RANKS, sampler=sampler, **options)
     return sampler, loader
 
 

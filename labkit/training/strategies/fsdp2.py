@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy
 
-from labkit.training.strategies.base import CHECKPOINT_ACTIVATIONS, COMPILE, PRECISION, transform
+from labkit.training.strategies.base import CHECKPOINT_ACTIVATIONS, COMPILE, DTYPE, MIXED_PRECISION, transform
 from labkit.training.strategies.ddp import cleanup, data_shard, evaluate, setup
 from labkit.training.strategies.sharded import resume, save
 
@@ -30,11 +30,8 @@ def parallelize(model: nn.Module, device: torch.device) -> nn.Module:
     else:
         mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
     settings = {"mesh": mesh, "reshard_after_forward": RESHARD_AFTER_FORWARD}
-    if PRECISION == "bf16":
-        dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-        settings["mp_policy"] = MixedPrecisionPolicy(**dtypes, output_dtype=torch.float32)
-    if PRECISION == "fp16":
-        dtypes = {"param_dtype": torch.float16, "reduce_dtype": torch.float32}
+    if MIXED_PRECISION:
+        dtypes = {"param_dtype": DTYPE, "reduce_dtype": torch.float32}
         settings["mp_policy"] = MixedPrecisionPolicy(**dtypes, output_dtype=torch.float32)
     if CPU_OFFLOAD:
         settings["offload_policy"] = CPUOffloadPolicy()

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from labkit.training.strategies.base import CHECKPOINT_ACTIVATIONS, COMPILE, PRECISION, transform
+from labkit.training.strategies.base import CHECKPOINT_ACTIVATIONS, COMPILE, DTYPE, MIXED_PRECISION, transform
 from labkit.training.strategies.ddp import cleanup, evaluate, setup
 from labkit.training.strategies.fsdp2 import RESHARD_AFTER_FORWARD, loss_of
 from labkit.training.strategies.sharded import resume, save
@@ -44,8 +44,8 @@ def parallelize(model: nn.Module, device: torch.device) -> nn.Module:
     if CHECKPOINT_ACTIVATIONS or COMPILE:
         model = transform(model)
     settings = {"mesh": mesh()["dp"], "reshard_after_forward": RESHARD_AFTER_FORWARD}
-    if PRECISION == "bf16":
-        dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    if MIXED_PRECISION:
+        dtypes = {"param_dtype": DTYPE, "reduce_dtype": torch.float32}
         settings["mp_policy"] = MixedPrecisionPolicy(**dtypes, output_dtype=torch.float32)
     for module in (*model, model):  # every block, then the remaining parameters
         fully_shard(module, **settings)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit.training.strategies.base import CHECKPOINT_ACTIVATIONS, COMPILE, PRECISION, transform
+from labkit.training.strategies.base import CHECKPOINT_ACTIVATIONS, COMPILE, DTYPE, MIXED_PRECISION, transform
 from labkit.training.strategies.ddp import BUCKET_MB, cleanup, setup
 from labkit.training.strategies.fsdp2_tp import data_shard
 from labkit.training.strategies.pp import (
@@ -59,14 +59,13 @@ def parallelize(model: nn.Sequential, device: torch.device) -> nn.Module:
         blocks = model[STAGES[n] : STAGES[n + 1]]
         if CHECKPOINT_ACTIVATIONS or COMPILE:
             blocks = transform(blocks)
-        if PRECISION == "bf16":
-            mixed = torch.autocast(device.type, dtype=torch.bfloat16)
-            blocks.forward = mixed(blocks.forward)
-        if PRECISION == "fp16":
-            mixed = torch.autocast(device.type, dtype=torch.float16)
-            blocks.forward = mixed(blocks.forward)
-        args = {"process_group": mesh()["dp"].get_group(), "bucket_cap_mb": BUCKET_MB}
+        if MIXED_PRECISION:
+            autocast = torch.autocast(device.type, dtype=DTYPE)
+            blocks.forward = autocast(blocks.forward)
+        options = {"process_group": mesh()["dp"].get_group()}
         # Without it, DDP rebuilds its buckets after the pass that infers the shapes.
-        args["find_unused_parameters"] = True
-        stages[n] = DistributedDataParallel(blocks.to(device), **args)
+        options["find_unused_parameters"] = True
+        if BUCKET_MB:
+            options["bucket_cap_mb"] = BUCKET_MB
+        stages[n] = DistributedDataParallel(blocks.to(device), **options)
     return Pipeline(stages, device)

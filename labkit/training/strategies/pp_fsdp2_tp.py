@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from labkit.training.strategies.base import CHECKPOINT_ACTIVATIONS, COMPILE, PRECISION, transform
+from labkit.training.strategies.base import CHECKPOINT_ACTIVATIONS, COMPILE, DTYPE, MIXED_PRECISION, transform
 from labkit.training.strategies.ddp import cleanup, setup
 from labkit.training.strategies.fsdp2_tp import TP_SIZE, data_shard
 from labkit.training.strategies.pp import IS_LOGGING_RANK, STAGES, Pipeline, evaluate, total_norm, train_step
@@ -56,8 +56,8 @@ def parallelize(model: nn.Sequential, device: torch.device) -> nn.Module:
             blocks = transform(blocks)
         # A stage runs once per micro-batch: gather its parameters once, and keep them.
         settings = {"mesh": mesh()["dp"], "reshard_after_forward": False}
-        if PRECISION == "bf16":
-            dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+        if MIXED_PRECISION:
+            dtypes = {"param_dtype": DTYPE, "reduce_dtype": torch.float32}
             settings["mp_policy"] = MixedPrecisionPolicy(**dtypes)
         for module in (*blocks, blocks):  # every block, then the remaining parameters
             fully_shard(module, **settings)
