@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
+import weakref
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 import torch
 import weaving
 from torch import nn
+from torch.utils.data import TensorDataset
 from weaving import record
 
 from labkit.plan.script import write_script
@@ -74,7 +76,7 @@ def test_every_schedule_has_its_stages_and_its_ranks_get_them_all(schedule, each
     monkeypatch.setattr(pp, "STAGES", begins)
     monkeypatch.setattr(pp, "Pipeline", lambda stages, device: held.append(stages))
     monkeypatch.setattr(pp, "pp_group", lambda: SimpleNamespace(size=lambda: 3))
-    model = gpt.build_model()
+    model = [*gpt.build_blocks()]
     for rank in range(3):
         monkeypatch.setattr(pp.dist, "get_rank", lambda group, rank=rank: rank)
         pp.parallelize(model, torch.device("cpu"))
@@ -84,7 +86,33 @@ def test_every_schedule_has_its_stages_and_its_ranks_get_them_all(schedule, each
         for _, stage in sorted((number, stage) for stages in held for number, stage in stages.items())
         for block in stage
     ]
-    assert blocks == list(model)
+    assert blocks == model
+
+
+def test_blocks_of_other_ranks_are_freed_before_all_are_built(monkeypatch):
+    monkeypatch.setattr(pp, "STAGES", (0, 4, 6))
+    monkeypatch.setattr(pp, "pp_group", lambda: SimpleNamespace(size=lambda: 2))
+    monkeypatch.setattr(pp.dist, "get_rank", lambda group: 1)
+    alive, counts = weakref.WeakSet(), []
+
+    def blocks():
+        for _ in range(6):
+            block = nn.Linear(1, 1)
+            alive.add(block)
+            counts.append(len(alive))
+            yield block
+
+    assert [*pp.own_stages(blocks())[1]._modules] == ["4", "5"], "blocks keep their numbers in the whole model"
+    assert max(counts) <= 3, "its own, and at most two that are being passed on"
+
+
+@pytest.mark.parametrize(("rank", "loaded"), [(0, (True, False)), (1, (False, False)), (2, (False, True))])
+def test_only_the_first_stage_loads_inputs_and_only_the_last_targets(rank, loaded, monkeypatch):
+    monkeypatch.setattr(pp, "pp_group", lambda: SimpleNamespace(size=lambda: 3))
+    monkeypatch.setattr(pp.dist, "get_rank", lambda group: rank)
+    dataset = pp.stage_data(TensorDataset(torch.ones(7, 4), torch.ones(7)))
+    assert len(dataset) == 7
+    assert tuple(tensor.numel() > 0 for tensor in dataset.tensors) == loaded
 
 
 # ---- limits

@@ -63,6 +63,10 @@ class Source:
     definitions: Mapping[str, Definition]
     imports: Mapping[str, Import]
 
+    def has(self, name: str) -> bool:
+        """Whether the module defines or imports a name."""
+        return name in self.definitions or name in self.imports
+
     def lookup(self, name: str, among: Iterable[Source]) -> Definition | None:
         """The definition of `name` in this module: its own, or one imported from a module that is not in `among`."""
         if name in self.definitions:

@@ -116,6 +116,8 @@ def settings(spec: Spec) -> dict[str, Any]:
         "FAULT": spec.fault,
         "FAULT_RANK": spec.processes - 1,
         **{setting: name in _fault_definitions(spec) for setting, name in _INJECTIONS.items()},
+        "STAGE_DATA": read_module(spec.strategy_row.module).has("stage_data"),
+        "DISTRIBUTED": spec.processes > 1,
         "TF32": spec.precision == "tf32",
         "MIXED_PRECISION": spec.precision in _DTYPES,
         "DTYPE": _DTYPES.get(spec.precision),

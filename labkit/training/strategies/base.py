@@ -18,6 +18,7 @@ from itertools import count, islice
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.monitor import Event, log_event
@@ -25,7 +26,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
-from labkit.training.workloads.cnn import build_model
+from labkit.training.workloads.cnn import build_blocks
 from labkit.training.workloads.digits import load_data
 
 SEED = 0  # seed of the initial weights and of the sample order
@@ -51,6 +52,8 @@ PRINT_EVERY = 20  # steps between printed losses
 SAVE_EVERY = 0  # steps between checkpoints; 0: write none
 FAULT = None  # the injected fault, which may change the data, the model or the steps
 INJECT_DATA = INJECT_MODEL = INJECT_STEP = False
+STAGE_DATA = False  # a rank loads only what its pipeline stages need
+DISTRIBUTED = False  # several processes train
 RESUME = None  # the checkpoint of another run to resume from
 CHECKPOINTS = Path(__file__).with_name("checkpoints")  # a restart resumes from them
 # The identity that a checkpoint must have to be loaded by this script.
@@ -67,6 +70,11 @@ def setup() -> torch.device:
 def data_shard() -> tuple[int, int]:
     """num_replicas and rank of the DistributedSampler."""
     return 1, 0
+
+
+def stage_data(dataset: TensorDataset) -> TensorDataset:
+    """The tensors that this rank needs: all, except in a pipeline."""
+    return dataset
 
 
 def load(dataset: TensorDataset) -> tuple[DistributedSampler, DataLoader]:
@@ -89,21 +97,20 @@ def load(dataset: TensorDataset) -> tuple[DistributedSampler, DataLoader]:
     return sampler, loader
 
 
-def transform(model: nn.Sequential) -> nn.Sequential:
-    """Apply activation checkpointing and torch.compile to each block."""
-    for block in model:
-        if CHECKPOINT_ACTIVATIONS:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-        if COMPILE:
-            block.compile()
-    return model
+def transform(block: nn.Module) -> nn.Module:
+    """Apply activation checkpointing and torch.compile to a block."""
+    if CHECKPOINT_ACTIVATIONS:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    if COMPILE:
+        block.compile()
+    return block
 
 
-def parallelize(model: nn.Module, device: torch.device) -> nn.Module:
-    """Move the model to the device."""
+def parallelize(blocks: Iterable[nn.Module], device: torch.device) -> nn.Module:
+    """The model, on the device."""
     if CHECKPOINT_ACTIVATIONS or COMPILE:
-        model = transform(model)
-    return model.to(device)
+        blocks = map(transform, blocks)
+    return nn.Sequential(*blocks).to(device)
 
 
 def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -297,9 +304,9 @@ def fault_data(dataset: TensorDataset) -> TensorDataset:
     return dataset
 
 
-def fault_model(model: nn.Sequential) -> nn.Sequential:
+def fault_model(blocks: Iterable[nn.Module]) -> Iterable[nn.Module]:
     """Inject a fault into the model: none by default."""
-    return model
+    return blocks
 
 
 def fault_step(model: nn.Module, step: int) -> None:
@@ -314,13 +321,15 @@ def train(device: torch.device) -> None:
     """Run all epochs; on return, the model is freed before the process group."""
     torch.manual_seed(SEED)  # the same initial weights on every rank
     train_data, test_data = load_data()
+    if STAGE_DATA:
+        train_data, test_data = stage_data(train_data), stage_data(test_data)
     if INJECT_DATA:
         train_data = fault_data(train_data)
     sampler, loader = load(train_data)
     if INJECT_MODEL:  # noqa: SIM108
-        model = parallelize(fault_model(build_model()), device)
+        model = parallelize(fault_model(build_blocks()), device)
     else:
-        model = parallelize(build_model(), device)
+        model = parallelize(build_blocks(), device)
     optimizer = build_optimizer(model)
     if SAVE_EVERY or RESUME:
         done = resume(model, optimizer)
@@ -372,6 +381,8 @@ def main() -> None:
         torch.set_float32_matmul_precision("high")
     try:
         train(device)
+        if DISTRIBUTED and FAULT != "evaluation_on_rank_0":
+            dist.barrier()  # no rank leaves while another is still sending
     finally:
         cleanup()
 

@@ -1,6 +1,7 @@
 """Distributed data parallel: every rank holds the whole model and trains on its own samples; gradients are averaged."""
 
 import os
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -38,11 +39,11 @@ def data_shard() -> tuple[int, int]:
     return dist.get_world_size(), dist.get_rank()
 
 
-def parallelize(model: nn.Module, device: torch.device) -> nn.Module:
+def parallelize(blocks: Iterable[nn.Module], device: torch.device) -> nn.Module:
     """A replica on every rank; backward averages the gradients over the ranks."""
     if CHECKPOINT_ACTIVATIONS or COMPILE:
-        model = transform(model)
-    model = model.to(device)
+        blocks = map(transform, blocks)
+    model = nn.Sequential(*blocks).to(device)
     if BUCKET_MB and STATIC_GRAPH:
         model = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB, static_graph=True)
     elif BUCKET_MB:
@@ -79,7 +80,6 @@ def evaluate(model, dataset: TensorDataset, device: torch.device) -> list[float]
         sums[1] += (logits.argmax(-1) == targets).sum()
         sums[2] += len(targets)
     dist.all_reduce(sums)
-    dist.barrier()  # no rank leaves while another is still sending
     return (sums[:2] / sums[2]).tolist()
 
 

@@ -2,6 +2,7 @@
 stage."""
 
 import os
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -25,10 +26,10 @@ __all__ = ["cleanup", "data_shard", "evaluate", "setup"]
 STAGE = 1  # ZeRO stage: 1 shards optimizer state, 2 also gradients, 3 also parameters
 
 
-def parallelize(model: nn.Module, device: torch.device) -> nn.Module:
+def parallelize(blocks: Iterable[nn.Module], device: torch.device) -> nn.Module:
     """Wrap the model and its optimizer in DeepSpeed's engine."""
     if CHECKPOINT_ACTIVATIONS or COMPILE:
-        model = transform(model)
+        blocks = map(transform, blocks)
     config = {
         "train_micro_batch_size_per_gpu": BATCH_PER_RANK,
         "zero_optimization": {"stage": STAGE},
@@ -42,7 +43,7 @@ def parallelize(model: nn.Module, device: torch.device) -> nn.Module:
         print("loading DeepSpeed: its first run may compile an operator for minutes")
     import deepspeed  # selects its accelerator on import
 
-    model.to(device)
+    model = nn.Sequential(*blocks).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     return engine

@@ -1,6 +1,8 @@
 """Fully sharded data parallel (FSDP2): like DDP, but each rank stores only a shard of parameters, gradients and
 optimizer state."""
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -19,10 +21,10 @@ PREFETCH = 0  # number of blocks that are all-gathered ahead
 REPLICAS = 1  # groups of ranks that each hold one sharded copy of the model
 
 
-def parallelize(model: nn.Module, device: torch.device) -> nn.Module:
+def parallelize(blocks: Iterable[nn.Module], device: torch.device) -> nn.Module:
     """Shard every parameter over the ranks; blocks are all-gathered when needed."""
     if CHECKPOINT_ACTIVATIONS or COMPILE:
-        model = transform(model)
+        blocks = map(transform, blocks)
     if REPLICAS > 1:
         shape = (REPLICAS, dist.get_world_size() // REPLICAS)
         names = ("replicate", "shard")
@@ -35,8 +37,9 @@ def parallelize(model: nn.Module, device: torch.device) -> nn.Module:
         settings["mp_policy"] = MixedPrecisionPolicy(**dtypes, output_dtype=torch.float32)
     if CPU_OFFLOAD:
         settings["offload_policy"] = CPUOffloadPolicy()
-    for module in (*model, model):  # every block, then the remaining parameters
-        fully_shard(module, **settings)
+    # Each block is sharded before the next one is built.
+    model = nn.Sequential(*(fully_shard(block, **settings) for block in blocks))
+    fully_shard(model, **settings)  # the root, which schedules the all-gathers
     if PREFETCH:
         blocks = list(model)
         for number, block in enumerate(blocks):

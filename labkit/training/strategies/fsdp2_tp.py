@@ -1,6 +1,8 @@
 """FSDP2 and tensor parallelism on a 2D mesh: the layers are split along one axis, and the state is sharded along the
 other."""
 
+import warnings
+from collections.abc import Iterable
 from functools import cache
 
 import torch
@@ -36,17 +38,18 @@ def data_shard() -> tuple[int, int]:
     return mesh()["dp"].size(), mesh()["dp"].get_local_rank()
 
 
-def parallelize(model: nn.Module, device: torch.device) -> nn.Module:
+def parallelize(blocks: Iterable[nn.Module], device: torch.device) -> nn.Module:
     """Split the layers (TP), then shard the parameters of each rank (FSDP2)."""
-    model, plans = model.to(device), tensor_plans()
-    for name, block in model.named_children():
-        parallelize_module(block, mesh()["tp"], plans.get(name, {}))
-    if CHECKPOINT_ACTIVATIONS or COMPILE:
-        model = transform(model)
+    # TP returns the local parts of tensors as views, which nothing changes in place.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     settings = {"mesh": mesh()["dp"], "reshard_after_forward": RESHARD_AFTER_FORWARD}
     if MIXED_PRECISION:
         dtypes = {"param_dtype": DTYPE, "reduce_dtype": torch.float32}
         settings["mp_policy"] = MixedPrecisionPolicy(**dtypes, output_dtype=torch.float32)
-    for module in (*model, model):  # every block, then the remaining parameters
-        fully_shard(module, **settings)
-    return model
+    model, plans = nn.Sequential(), tensor_plans()
+    for number, block in enumerate(blocks):  # split each before the next one is built
+        parallelize_module(block.to(device), mesh()["tp"], plans.get(number, {}))
+        if CHECKPOINT_ACTIVATIONS or COMPILE:
+            block = transform(block)
+        model.append(fully_shard(block, **settings))
+    return fully_shard(model, **settings)  # the root, which schedules the all-gathers

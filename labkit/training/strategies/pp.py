@@ -2,6 +2,8 @@
 micro-batches."""
 
 import os
+from bisect import bisect
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -41,6 +43,7 @@ __all__ = [
     "resume",
     "save",
     "setup",
+    "stage_data",
     "train_step",
 ]
 
@@ -57,6 +60,17 @@ def pp_group() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
+def stage_data(dataset: TensorDataset) -> TensorDataset:
+    """Inputs for the first stage, targets for the last; other tensors are empty."""
+    rank, last = dist.get_rank(pp_group()), pp_group().size() - 1
+    inputs, targets = dataset.tensors
+    if rank > 0:
+        inputs = torch.empty(len(dataset), 0)
+    if rank < last:
+        targets = torch.empty(len(dataset), 0)
+    return TensorDataset(inputs, targets)
+
+
 class Pipeline(nn.Module):
     """The stages of this rank, and the schedule that runs them."""
 
@@ -64,7 +78,7 @@ class Pipeline(nn.Module):
         super().__init__()
         self.stages = nn.ModuleList(stages.values())
         args = {"num_stages": len(STAGES) - 1, "device": device, "group": pp_group()}
-        own = [PipelineStage(stages[n], n, **args) for n in stages]
+        own = [PipelineStage(stage, n, **args) for n, stage in stages.items()]
         options = {"loss_fn": micro_batch_loss, "scale_grads": False}
         if SCHEDULE == "GPipe":
             self.schedule = ScheduleGPipe(own[0], MICRO_BATCHES, **options)
@@ -99,17 +113,26 @@ def micro_batch_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tenso
     return loss
 
 
-def parallelize(model: nn.Sequential, device: torch.device) -> nn.Module:
+def own_stages(blocks: Iterable[nn.Module]) -> dict[int, nn.Sequential]:
+    """The stages of this rank, by number; other blocks are freed when they are built."""
+    rank, ranks, stages = dist.get_rank(pp_group()), pp_group().size(), {}
+    for number, block in enumerate(blocks):
+        stage = bisect(STAGES, number) - 1
+        if stage % ranks == rank:
+            stages.setdefault(stage, nn.Sequential()).add_module(str(number), block)
+    return stages
+
+
+def parallelize(blocks: Iterable[nn.Module], device: torch.device) -> nn.Module:
     """Build the stages of this rank and the pipeline."""
-    stages = {}
-    for n in range(dist.get_rank(pp_group()), len(STAGES) - 1, pp_group().size()):
-        blocks = model[STAGES[n] : STAGES[n + 1]]
-        if CHECKPOINT_ACTIVATIONS or COMPILE:
-            blocks = transform(blocks)
+    if CHECKPOINT_ACTIVATIONS or COMPILE:
+        blocks = map(transform, blocks)
+    stages = own_stages(blocks)
+    for stage in stages.values():
+        stage.to(device)
         if MIXED_PRECISION:
             autocast = torch.autocast(device.type, dtype=DTYPE)
-            blocks.forward = autocast(blocks.forward)
-        stages[n] = blocks.to(device)
+            stage.forward = autocast(stage.forward)
     return Pipeline(stages, device)
 
 
@@ -168,5 +191,4 @@ def evaluate(model, dataset: TensorDataset, device: torch.device) -> list[float]
         sums[1] += (logits.argmax(-1) == targets).sum()
         sums[2] += len(targets)
     dist.all_reduce(sums)
-    dist.barrier()  # no rank leaves while another is still sending
     return (sums[:2] / sums[2]).tolist()

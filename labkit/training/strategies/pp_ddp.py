@@ -1,6 +1,7 @@
 """Several pipelines: each trains on its own shard of the batch, and the ranks with the same stage average their
 gradients."""
 
+from collections.abc import Iterable
 from functools import cache
 
 import torch
@@ -15,10 +16,11 @@ from labkit.training.strategies.fsdp2_tp import data_shard
 from labkit.training.strategies.pp import (
     IS_LOGGING_RANK,
     SCALER,
-    STAGES,
     Pipeline,
     clip_gradients,
     evaluate,
+    own_stages,
+    stage_data,
     train_step,
 )
 from labkit.training.strategies.sharded import resume, save
@@ -33,6 +35,7 @@ __all__ = [
     "resume",
     "save",
     "setup",
+    "stage_data",
     "train_step",
 ]
 
@@ -52,20 +55,19 @@ def pp_group() -> dist.ProcessGroup:
     return mesh()["pp"].get_group()
 
 
-def parallelize(model: nn.Sequential, device: torch.device) -> nn.Module:
+def parallelize(blocks: Iterable[nn.Module], device: torch.device) -> nn.Module:
     """Wrap the stages of this rank in DDP, and build the pipeline."""
-    stages = {}
-    for n in range(dist.get_rank(pp_group()), len(STAGES) - 1, pp_group().size()):
-        blocks = model[STAGES[n] : STAGES[n + 1]]
-        if CHECKPOINT_ACTIVATIONS or COMPILE:
-            blocks = transform(blocks)
+    if CHECKPOINT_ACTIVATIONS or COMPILE:
+        blocks = map(transform, blocks)
+    stages = own_stages(blocks)
+    for n, stage in stages.items():
         if MIXED_PRECISION:
             autocast = torch.autocast(device.type, dtype=DTYPE)
-            blocks.forward = autocast(blocks.forward)
+            stage.forward = autocast(stage.forward)
         options = {"process_group": mesh()["dp"].get_group()}
         # Without it, DDP rebuilds its buckets after the pass that infers the shapes.
         options["find_unused_parameters"] = True
         if BUCKET_MB:
             options["bucket_cap_mb"] = BUCKET_MB
-        stages[n] = DistributedDataParallel(blocks.to(device), **options)
+        stages[n] = DistributedDataParallel(stage.to(device), **options)
     return Pipeline(stages, device)
