@@ -124,8 +124,8 @@ def test_every_script_compiles_is_formatted_and_standalone(strategy, workload, d
 def test_cnn_fits_on_a_page(strategy, precision, scripts):
     lines = scripts[strategy, "cnn", WORKLOADS["cnn"].data[0], precision][0].splitlines()
     # dp contains an emulation, pipelines contain a class, and the others combine two or three strategies.
-    most = {"dp": 230, "fsdp2_tp": 235, "pp": 275, "pp_ddp": 290, "pp_fsdp2_tp": 295}
-    assert len(lines) <= most.get(strategy, 220)
+    most = {"dp": 230, "fsdp2_tp": 235, "pp": 280, "pp_ddp": 295, "pp_fsdp2_tp": 305, "single": 185}
+    assert len(lines) <= most.get(strategy, 215)
     assert max(map(len, lines)) <= 92
 
 
@@ -255,7 +255,7 @@ LADDER = ("single", "ddp", "zero1", "fsdp2", "tp", "pp")
 def test_a_step_on_the_ladder_changes_little(lower, upper):
     lines = diff_scripts(spec(lower), spec(upper)).splitlines()[2:]
     taken_out, put_in = (sum(line.startswith(sign) for line in lines) for sign in "-+")
-    assert max(taken_out, put_in) < (90 if "pp" in (lower, upper) else 40)
+    assert max(taken_out, put_in) < (105 if "pp" in (lower, upper) else 40)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -316,7 +316,7 @@ def test_diff_is_unified_and_empty_between_equals():
     text = diff_scripts(spec("single"), spec("ddp"))
     assert text.startswith("--- single-x1/train.py\n+++ ddp-x2/train.py\n@@")
     assert "+    model = DistributedDataParallel(model)\n" in text
-    assert "-    return model.to(device)\n" in text
+    assert "-    return nn.Sequential(*blocks).to(device)\n" in text
     assert diff_scripts(spec("ddp"), spec("ddp")) == ""
 
 

@@ -74,6 +74,7 @@ def test_every_schedule_has_its_stages_and_its_ranks_get_them_all(schedule, each
     assert len(begins) - 1 == 3 * each
     held = []
     monkeypatch.setattr(pp, "STAGES", begins)
+    monkeypatch.setattr(pp, "SCHEDULE", schedule)
     monkeypatch.setattr(pp, "Pipeline", lambda stages, device: held.append(stages))
     monkeypatch.setattr(pp, "pp_group", lambda: SimpleNamespace(size=lambda: 3))
     model = [*gpt.build_blocks()]
@@ -87,6 +88,15 @@ def test_every_schedule_has_its_stages_and_its_ranks_get_them_all(schedule, each
         for block in stage
     ]
     assert blocks == model
+
+
+def test_a_script_for_another_number_of_ranks_says_so(monkeypatch):
+    monkeypatch.setattr(pp, "pp_group", lambda: SimpleNamespace(size=lambda: 3))
+    monkeypatch.setattr(pp.dist, "get_rank", lambda group: 0)
+    for schedule, ranks in (("1F1B", 2), ("Interleaved1F1B", 1)):
+        monkeypatch.setattr(pp, "SCHEDULE", schedule)
+        with pytest.raises(SystemExit, match=f"STAGES is for a pipeline of {ranks} ranks, got 3"):
+            pp.own_stages(iter([]))
 
 
 def test_blocks_of_other_ranks_are_freed_before_all_are_built(monkeypatch):

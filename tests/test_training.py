@@ -271,6 +271,7 @@ def test_ranks_share_the_batch_that_one_process_has(monkeypatch):
     whole = [sorted(batch.tolist()) for (batch,) in loader]
     monkeypatch.setattr(base, "BATCH_PER_RANK", 4)
     monkeypatch.setattr(base, "data_shard", ddp.data_shard)
+    monkeypatch.setattr(base, "DATA_RANKS", 2)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     batches = []
     for rank in range(2):

@@ -9,6 +9,7 @@ import importlib.util
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,8 @@ def _with_branch(lines: list[str], conditional: ast.If, taken: bool) -> str:
     `if`."""
     first, last = conditional.lineno - 1, conditional.end_lineno
     body_end = conditional.body[-1].end_lineno
-    orelse = lines[body_end:last]  # `else:` or `elif …:`, with its body
+    # `else:` or `elif …:`, with its body, without the empty lines that may follow a function
+    orelse = [*dropwhile(lambda line: not line.strip(), lines[body_end:last])]
     if taken:
         kept = _dedented(
             lines[conditional.test.end_lineno : body_end], conditional.body[0].col_offset - conditional.col_offset

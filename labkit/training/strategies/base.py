@@ -52,6 +52,7 @@ PRINT_EVERY = 20  # steps between printed losses
 SAVE_EVERY = 0  # steps between checkpoints; 0: write none
 FAULT = None  # the injected fault, which may change the data, the model or the steps
 INJECT_DATA = INJECT_MODEL = INJECT_STEP = False
+DATA_RANKS = 1  # ranks with different samples
 STAGE_DATA = False  # a rank loads only what its pipeline stages need
 DISTRIBUTED = False  # several processes train
 RESUME = None  # the checkpoint of another run to resume from
@@ -79,11 +80,14 @@ def stage_data(dataset: TensorDataset) -> TensorDataset:
 
 def load(dataset: TensorDataset) -> tuple[DistributedSampler, DataLoader]:
     """The batches of this rank, reshuffled in each epoch."""
-    sampler = DistributedSampler(dataset, *data_shard(), seed=SEED)
-    if JOIN:  # no padding: some ranks have one sample less than others
+    if DATA_RANKS > 1:
         num_replicas, rank = data_shard()
+        sampler = DistributedSampler(dataset, num_replicas, rank, seed=SEED)
+    else:
+        sampler = DistributedSampler(dataset, num_replicas=1, rank=0, seed=SEED)
+    if JOIN:  # no padding: some ranks have one sample less than others
         sampler.total_size = len(dataset)
-        sampler.num_samples = len(range(rank, len(dataset), num_replicas))
+        sampler.num_samples = len(range(sampler.rank, len(dataset), sampler.num_replicas))
     options = {"pin_memory": torch.cuda.is_available()}  # for asynchronous copies
     if not PIN_MEMORY:
         options = {}

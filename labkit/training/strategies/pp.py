@@ -116,6 +116,12 @@ def micro_batch_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tenso
 def own_stages(blocks: Iterable[nn.Module]) -> dict[int, nn.Sequential]:
     """The stages of this rank, by number; other blocks are freed when they are built."""
     rank, ranks, stages = dist.get_rank(pp_group()), pp_group().size(), {}
+    if SCHEDULE in ("GPipe", "1F1B"):  # noqa: SIM108
+        expected = len(STAGES) - 1
+    else:
+        expected = (len(STAGES) - 1) // 2  # two stages per rank
+    if ranks != expected:
+        raise SystemExit(f"STAGES is for a pipeline of {expected} ranks, got {ranks}")
     for number, block in enumerate(blocks):
         stage = bisect(STAGES, number) - 1
         if stage % ranks == rank:

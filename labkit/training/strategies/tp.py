@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from labkit.training.strategies.base import CHECKPOINT_ACTIVATIONS, CLIP_NORM, COMPILE, transform
-from labkit.training.strategies.ddp import cleanup, evaluate, setup
+from labkit.training.strategies.ddp import cleanup, setup
 from labkit.training.strategies.sharded import resume, save
 from labkit.training.workloads.cnn import tensor_plans
 
-__all__ = ["cleanup", "clip_gradients", "evaluate", "parallelize", "resume", "save", "setup"]
+__all__ = ["cleanup", "clip_gradients", "parallelize", "resume", "save", "setup"]
 
 SEQUENCE_PARALLEL = False  # split activations between the matrices by position
 LOSS_PARALLEL = False  # keep the logits split and compute the loss from the shards
