@@ -60,9 +60,9 @@ pictures.sharding.gather_compute_drop(units=6, ranks=4)
 # %% [markdown]
 # ## The code
 #
-# `fully_shard` turns a module into a unit: here every block of the model, and then the model itself, which takes the
-# remaining parameters. (On CPU ranks it needs torch 2.7. With an older version, labkit rejects the run with a message
-# that says so.)
+# `fully_shard` turns a module into a unit: here every block of the model as soon as it is built, so that no rank ever
+# holds the whole model, and then the model itself, which takes the remaining parameters. (On CPU ranks it needs torch
+# 2.7. With an older version, labkit rejects the run with a message that says so.)
 
 # %%
 print(excerpt(Spec(strategy="fsdp2", workload="gpt", nproc=2), "parallelize"))

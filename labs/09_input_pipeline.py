@@ -145,7 +145,7 @@ for workers, job in slow.items():
 #
 # | setting | what it changes |
 # | --- | --- |
-# | `fetch=samples` | load samples one by one, as most scripts do; `batches` loads a batch by its indices |
+# | `fetch=batches` | index a whole batch at once; by default, samples are loaded one by one and collated |
 # | `workers=2` | two processes load in advance; each batch must be transferred to the training process |
 # | `pin_memory=false` | batches stay in pageable memory, which the GPU cannot read directly |
 # | `non_blocking=false` | the program waits for each copy to the device |
@@ -154,7 +154,7 @@ for workers, job in slow.items():
 ONE = {**place(1), "workload": "mlp", "batch_size": 256, "samples": 8192, "steps": 40}
 SETTINGS = {
     "default": {},
-    "fetch=samples": {"fetch": "samples"},
+    "fetch=batches": {"fetch": "batches"},
     "workers=2": {"workers": 2},
     "pin_memory=false": {"pin_memory": False},
     "non_blocking=false": {"non_blocking": False},
@@ -181,9 +181,9 @@ for name, job in one.items():
 #
 # **With a GPU**, these two settings affect *copy*: check how much of a step it is before you expect a large gain.
 #
-# `fetch=samples` costs a little time per sample. `workers=2` may even *increase* the wait here: the data are already in
-# memory, and a batch from another process must be transferred, while a local batch is a slice of a tensor. Workers help
-# if loading takes time.
+# `fetch=batches` saves a little time per sample: it indexes the tensor of all images once per batch. `workers=2` may
+# even *increase* the wait here: the data are already in memory, and a batch from another process must be transferred.
+# Workers help if loading takes time.
 #
 # </details>
 #

@@ -99,7 +99,7 @@ def test_the_average_is_next_to_the_gradients():
 
 
 @pytest.mark.parametrize("workload", ["cnn", "mlp", "gpt", "resnet18"])
-@pytest.mark.parametrize("bucket_mb", [1, 2, 25])
+@pytest.mark.parametrize("bucket_mb", [0, 1, 2, 25])
 def test_buckets_are_closed_as_ddp_closes_them(workload, bucket_mb):
     spec = Spec(strategy="ddp", workload=workload, nproc=2, options={"bucket_mb": bucket_mb})
     found = filled(workload, bucket_mb)
@@ -107,6 +107,14 @@ def test_buckets_are_closed_as_ddp_closes_them(workload, bucket_mb):
     assert sum(bucket.bytes for bucket in found) == 4 * spec.workload_row.parameters(spec.options)
     moments = [bucket.ready for bucket in found]
     assert moments == sorted(moments) and moments[-1] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("workload", "buckets"), [("cnn", 2), ("gpt", 2)])  # measured: all-reduces per step
+def test_the_first_bucket_of_the_default_is_smaller(workload, buckets):
+    found = filled(workload, 0)
+    assert len(found) == buckets
+    assert 2**20 <= found[0].bytes < 2 * 2**20
+    assert len(filled(workload, 25)) == 1
 
 
 def test_full_buckets_are_sent_one_after_another():

@@ -42,7 +42,7 @@ def test_defaults_are_ddp_with_the_cnn_on_digits():
     spec = Spec()
     assert (spec.strategy, spec.workload, spec.data) == ("ddp", "cnn", "digits")
     assert (spec.batch_size, spec.epochs, spec.steps, spec.nproc) == (128, 1, None, None)
-    assert spec.options["bucket_mb"] == 25
+    assert spec.options["bucket_mb"] == 0
     common = {"accumulate": 1, "clip_norm": 0.0, "checkpoint_activations": False, "compile": False}
     assert spec.options.items() >= common.items()
 
@@ -193,8 +193,8 @@ def test_unknown_options_and_invalid_values():
         "; options: accumulate, clip_norm, checkpoint_activations, compile, fetch, workers, pin_memory, non_blocking"
     )
     assert (
-        refused("options", strategy="ddp", options={"bucket_mb": 0})
-        == "option bucket_mb must be an integer from 1 to 65536, got 0"
+        refused("options", strategy="ddp", options={"bucket_mb": -1})
+        == "option bucket_mb must be an integer from 0 to 65536, got -1"
     )
     assert "true or false" in refused("options", strategy="fsdp2", options={"reshard_after_forward": "perhaps"})
     assert "one of 1M, 10M" in refused("options", workload="gpt", options={"size": "2M"})

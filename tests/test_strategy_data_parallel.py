@@ -131,5 +131,6 @@ def test_join_names_the_options_that_it_excludes(other, value):
 
 def test_precision_is_a_policy_of_fsdp2():
     source = write_script(Spec("fsdp2", "mlp", nproc=2, precision="bf16"))
-    assert '"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32' in source
+    assert '"param_dtype": DTYPE, "reduce_dtype": torch.float32' in source
+    assert "DTYPE = torch.bfloat16 " in source
     assert "autocast" not in source

@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 import random
 import re
+import weakref
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 import weaving
 from torch import nn
+from torch.utils.data import TensorDataset
 from weaving import record
 
 from labkit.plan.script import write_script
@@ -71,9 +74,10 @@ def test_every_schedule_has_its_stages_and_its_ranks_get_them_all(schedule, each
     assert len(begins) - 1 == 3 * each
     held = []
     monkeypatch.setattr(pp, "STAGES", begins)
+    monkeypatch.setattr(pp, "SCHEDULE", schedule)
     monkeypatch.setattr(pp, "Pipeline", lambda stages, device: held.append(stages))
     monkeypatch.setattr(pp, "pp_group", lambda: SimpleNamespace(size=lambda: 3))
-    model = gpt.build_model()
+    model = [*gpt.build_blocks()]
     for rank in range(3):
         monkeypatch.setattr(pp.dist, "get_rank", lambda group, rank=rank: rank)
         pp.parallelize(model, torch.device("cpu"))
@@ -83,7 +87,42 @@ def test_every_schedule_has_its_stages_and_its_ranks_get_them_all(schedule, each
         for _, stage in sorted((number, stage) for stages in held for number, stage in stages.items())
         for block in stage
     ]
-    assert blocks == list(model)
+    assert blocks == model
+
+
+def test_a_script_for_another_number_of_ranks_says_so(monkeypatch):
+    monkeypatch.setattr(pp, "pp_group", lambda: SimpleNamespace(size=lambda: 3))
+    monkeypatch.setattr(pp.dist, "get_rank", lambda group: 0)
+    for schedule, ranks in (("1F1B", 2), ("Interleaved1F1B", 1)):
+        monkeypatch.setattr(pp, "SCHEDULE", schedule)
+        with pytest.raises(SystemExit, match=f"STAGES is for a pipeline of {ranks} ranks, got 3"):
+            pp.own_stages(iter([]))
+
+
+def test_blocks_of_other_ranks_are_freed_before_all_are_built(monkeypatch):
+    monkeypatch.setattr(pp, "STAGES", (0, 4, 6))
+    monkeypatch.setattr(pp, "pp_group", lambda: SimpleNamespace(size=lambda: 2))
+    monkeypatch.setattr(pp.dist, "get_rank", lambda group: 1)
+    alive, counts = weakref.WeakSet(), []
+
+    def blocks():
+        for _ in range(6):
+            block = nn.Linear(1, 1)
+            alive.add(block)
+            counts.append(len(alive))
+            yield block
+
+    assert [*pp.own_stages(blocks())[1]._modules] == ["4", "5"], "blocks keep their numbers in the whole model"
+    assert max(counts) <= 3, "its own, and at most two that are being passed on"
+
+
+@pytest.mark.parametrize(("rank", "loaded"), [(0, (True, False)), (1, (False, False)), (2, (False, True))])
+def test_only_the_first_stage_loads_inputs_and_only_the_last_targets(rank, loaded, monkeypatch):
+    monkeypatch.setattr(pp, "pp_group", lambda: SimpleNamespace(size=lambda: 3))
+    monkeypatch.setattr(pp.dist, "get_rank", lambda group: rank)
+    dataset = pp.stage_data(TensorDataset(torch.ones(7, 4), torch.ones(7)))
+    assert len(dataset) == 7
+    assert tuple(tensor.numel() > 0 for tensor in dataset.tensors) == loaded
 
 
 # ---- limits
@@ -154,24 +193,28 @@ def test_a_torch_whose_schedules_cannot_evaluate_is_refused(strategy):
 # ---- the functions of the script
 
 
-def test_a_small_batch_is_padded_without_changing_the_loss(monkeypatch):
+def test_a_small_batch_is_padded_without_changing_loss_and_gradients(monkeypatch):
     torch.manual_seed(0)
     monkeypatch.setattr(pp, "BATCH_PER_RANK", 8)
     monkeypatch.setattr(pp, "pp_group", lambda: None)
     monkeypatch.setattr(pp.dist, "get_rank", lambda group: 0)
-    model, pipeline = nn.Linear(4, 10), pp.Pipeline.__new__(pp.Pipeline)
     inputs, targets = torch.randn(5, 4), torch.arange(5)
+    model = nn.Linear(4, 10)
+    expected = nn.functional.cross_entropy(model(inputs), targets)
+    expected.backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
 
     def step(inputs, target, losses):
         assert len(inputs) == len(target) == 8
-        losses += [
-            pp.Pipeline.loss_of(pipeline, model(part), wanted) for part, wanted in zip(inputs.chunk(4), target.chunk(4))
-        ]
+        losses += [pp.micro_batch_loss(model(part), wanted) for part, wanted in zip(inputs.chunk(4), target.chunk(4))]
+        assert losses[3].item() == 0, "it contains only padding"
+        sum(losses).backward()
 
-    losses = []
-    pp.Pipeline.feed(pipeline, step, inputs, targets, losses)
-    assert losses[3].item() == 0, "it contains only padding"
-    torch.testing.assert_close(sum(losses), nn.functional.cross_entropy(model(inputs), targets))
+    model.schedule = SimpleNamespace(step=step)
+    model.run = partial(pp.Pipeline.run, model)
+    loss = pp.train_step(model, torch.optim.SGD(model.parameters(), lr=0.0), inputs, targets)
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], gradients)
 
 
 def test_the_rank_with_the_last_stage_has_the_loss(tmp_path):

@@ -104,7 +104,7 @@ def without_effect(of: Iterable[Field[Any]], values: Mapping[str, Any]) -> dict[
 def options_given(name: str, value: Any) -> dict[str, Any]:
     """Options by name."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise TypeError(f"{name} must be a dict such as {{'bucket_mb': 25}}, got {shown(value)}")
+        raise TypeError(f"{name} must be a dict such as {{'bucket_mb': 10}}, got {shown(value)}")
     return dict(value)
 
 

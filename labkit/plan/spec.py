@@ -196,10 +196,11 @@ class Spec(Batches):
         for name, refusal in checks.without_effect(fields(self), vars(self)).items():
             raise SpecError(name, refusal)
         if self.script is None:
-            self._settle(**checks.completed(self))
-            checks.check_training(self)
+            self._settle(**checks.completed(self.request))
+            checks.check_training(self.request)
         self._settle(options=MappingProxyType(self.options))
 
+    @property
     def on_one_device(self) -> Spec:
         """The same training by the baseline strategy, with the options that it has."""
         known = {option.name for option in BASELINE.all_options + self.workload_row.options}
@@ -212,20 +213,21 @@ class Spec(Batches):
         """The same Spec, settled for `machine`, with its data available and its checkpoint verified; `SpecError` if it
         cannot run there. Waits for a disk and a network if the data must be looked for."""
         settled = self.settled(machine)
-        settling.check_available(settled)
+        settling.check_available(settled.request)
         return settled.with_checkpoint()
 
     def settled(self, machine: Machine) -> Spec:
         """The same Spec with device, number of ranks and precision resolved for `machine`, which takes milliseconds;
         `SpecError` if it cannot run there. `settling.check_available` then checks the rest."""
-        return settling.settled(self, machine)
+        settled: Spec = settling.settled(self, machine)
+        return settled
 
     def with_checkpoint(self) -> Spec:
         """The same Spec with `resume` set to one verified checkpoint; `SpecError` if the run cannot resume from it."""
         if self.resume is None:
             return self
         try:
-            return replace(self, resume=str(checkpoints.resumable(self)))
+            return replace(self, resume=str(checkpoints.resumable(self.request)))
         except checkpoints.CheckpointError as error:
             raise SpecError("resume", str(error)) from None
 

@@ -78,9 +78,9 @@ MOST = 65_536  # maximum number of ranks, micro-batches and the like
 INPUT_PIPELINE: tuple[Option, ...] = (
     Option(
         "fetch",
-        "batches",
-        "index whole batches, or single samples as in most tutorials",
-        choices=("batches", "samples"),
+        "samples",
+        "load the samples of a batch one by one, or index a whole batch at once",
+        choices=("samples", "batches"),
     ),
     Option("workers", 0, "data loader worker processes per rank", minimum=0, maximum=64),
     Option("pin_memory", True, "load batches into page-locked memory, which a GPU can copy asynchronously"),

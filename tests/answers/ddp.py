@@ -2,7 +2,7 @@
 
 from labkit import run
 
-FIELDS = {"nproc": 2, "device": "cpu", "steps": 12, "samples": 4096, "batch_size": 96}
+FIELDS = {"workload": "gpt", "nproc": 2, "device": "cpu", "steps": 12, "samples": 4096, "batch_size": 12}
 
 
 def sampler():
@@ -31,5 +31,5 @@ RIGHT = {
 WRONG = {
     "steps": ((65, 80), "do not fill a batch"),
     "sampler": (uneven, "make the others hang"),
-    "buckets": (lambda: run("ddp", **FIELDS).wait(), "in one bucket"),
+    "buckets": (lambda: run("ddp", **FIELDS).wait(), "at least 3 buckets per step, got 2"),
 }

@@ -54,7 +54,7 @@ def main(script: str, folder: str) -> None:
     spec = importlib.util.spec_from_file_location("script", script)
     program = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(program)
-    build, start, curve = program.build_model, watch.sampler._start, sampler.curve
+    build, start, curve = program.build_blocks, watch.sampler._start, sampler.curve
 
     def begun(clock):
         start(clock)
@@ -80,7 +80,7 @@ def main(script: str, folder: str) -> None:
             told["grown"], told["moment"] = handed_out() - told.pop("begin"), time.time_ns()
 
     timeline.MOST = 1_000_000  # no point is left out
-    watch.sampler._start, sampler.curve, program.build_model = begun, both, built
+    watch.sampler._start, sampler.curve, program.build_blocks = begun, both, built
     loss = program.cross_entropy
     program.cross_entropy = lambda *args, **kwargs: forward_is_over() or loss(*args, **kwargs)
     program.main()

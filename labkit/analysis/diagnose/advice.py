@@ -45,8 +45,8 @@ _ADVICE = {
     ),
     "larger buckets": _Advice(
         "bucket_mb",
-        "set a larger --option bucket_mb (default: 25)",
-        "set DistributedDataParallel(model, bucket_cap_mb=25) or larger",
+        "set a larger --option bucket_mb, or leave it out (default: 1 MiB for the first bucket, 25 MiB for the others)",
+        "set a larger DistributedDataParallel(model, bucket_cap_mb=…), or leave it out (default: 25)",
     ),
     "workers": _Advice(
         "workers",

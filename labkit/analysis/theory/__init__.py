@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterator
 
 from labkit.analysis.theory import replicas, sharded, split
 from labkit.analysis.theory.pieces import Case, Flow
+from labkit.analysis.theory.replicas import bucket_numbers
 from labkit.analysis.theory.states import STATES, States, states
 from labkit.plan.spec import Spec
 
-__all__ = ["STATES", "TRAFFIC", "Flow", "States", "states", "theory"]
+__all__ = ["STATES", "TRAFFIC", "Flow", "States", "bucket_numbers", "states", "theory"]
 
 # The formulas by the names that the rows of the strategies use.
 TRAFFIC: dict[str, Callable[[Case], Iterator[Flow]]] = {

@@ -4,7 +4,7 @@ replicas have in common."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from labkit.analysis.theory.pieces import Case, Flow, flow_of, scalars, scattered
@@ -58,14 +58,24 @@ def gradients(case: Case) -> Iterator[Flow]:
 
 
 def _buckets(case: Case) -> int:
-    """The number of gradient buckets, filled from the last parameter to the first; a bucket is closed when it is
-    full."""
-    count, filled = 0, 0
-    for shape in reversed(case.shapes):
-        filled += 4 * math.prod(shape)
-        if filled >= case.options["bucket_mb"] << 20:
-            count, filled = count + 1, 0
-    return count + (filled > 0)
+    """The number of gradient buckets."""
+    gradients = [4 * math.prod(shape) for shape in reversed(case.shapes)]
+    return 1 + max(bucket_numbers(gradients, case.options["bucket_mb"]))
+
+
+def bucket_numbers(gradients: Iterable[int], bucket_mb: float) -> Iterator[int]:
+    """The number of the DDP bucket that each gradient is in, from 0. `gradients` are their bytes, those of the last
+    parameter first.
+
+    A bucket is closed as soon as it is full (Li et al. 2020, section 3.2.2). `bucket_mb` is its size in MiB; 0 is
+    torch's default, 1 MiB for the first bucket and 25 MiB for the others.
+    """
+    number = filled = 0
+    for size in gradients:
+        yield number
+        filled += size
+        if filled >= (bucket_mb or (25 if number else 1)) * 2**20:
+            number, filled = number + 1, 0
 
 
 def _low_rank(shape: tuple[int, ...]) -> int:

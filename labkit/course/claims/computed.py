@@ -16,8 +16,8 @@ from labkit.plan.spec import Spec
 _CLAIMED = 120_000
 _COUNT = """
 import json
-from labkit.training.workloads.cnn import build_model
-print(json.dumps([sum(parameter.numel() for parameter in block.parameters()) for block in build_model()]))
+from labkit.training.workloads.cnn import build_blocks
+print(json.dumps([sum(parameter.numel() for parameter in block.parameters()) for block in build_blocks()]))
 """
 
 

@@ -10,7 +10,7 @@ from labkit.course.exercises import Exercise, Wrong
 from labkit.course.exercises.own import finished
 from labkit.plan.spec import Spec
 
-_BATCH, _MIN_STEPS, _MAX_BUCKETS = 192, 12, 4
+_BATCH, _MIN_STEPS, _MIN_BUCKETS, _MAX_BUCKETS = 24, 12, 3, 4
 
 
 def _steps(answer: Any) -> str:
@@ -78,9 +78,10 @@ def _buckets(answer: Any) -> str:
     if state.step < _MIN_STEPS:
         raise Wrong(f"the run must have at least {_MIN_STEPS} steps, got {state.step}")
     calls = sum(entry.calls for entry in answer.ledger() if entry.op == "all_reduce")
-    if calls <= 1:
+    if calls < _MIN_BUCKETS:
         raise Wrong(
-            "all gradients are in one bucket, which is full only at the end of backward, so nothing is overlapped"
+            f"the run must have at least {_MIN_BUCKETS} buckets per step, got {calls:.0f}: how many bytes of gradients"
+            " does the workload have, and how large is a bucket?"
         )
     if calls > _MAX_BUCKETS:
         raise Wrong(f"the run must have at most {_MAX_BUCKETS} buckets per step, got {calls:.0f}")
@@ -102,7 +103,7 @@ EXERCISES = {
     "buckets": Exercise(
         "A run with several buckets",
         _buckets,
-        '`run("ddp", **place(2), batch_size=96, steps=12, options={"bucket_mb": 1}).wait()`: the 1.5 MiB of the CNN'
-        " fill two buckets of 1 MiB. With DDP's default of 25 MiB there is one.",
+        '`run("ddp", **place(2), workload="gpt", batch_size=12, steps=12, options={"bucket_mb": 1}).wait()`: the 4.1'
+        " MiB of the GPT fill four buckets of 1 MiB, and two by default. The 1.5 MiB of the CNN fill at most two.",
     ),
 }

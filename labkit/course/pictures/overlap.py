@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from labkit.analysis.theory import bucket_numbers
 from labkit.common.units import size
 from labkit.course.pictures import canvas
 from labkit.course.pictures.checked import checked
@@ -28,22 +29,26 @@ class Bucket:
 
 
 def filled(workload: str, bucket_mb: float, **options: Any) -> list[Bucket]:
-    """The buckets of a model's gradients, last layer first. As in DDP, a bucket is closed as soon as it is full.
+    """The buckets of a model's gradients, last layer first, as DDP fills them; 0 MiB is torch's default.
 
     The backward time of a block is modelled as proportional to its forward cost (`Workload.costs`), and within a block
     to the size of each tensor.
     """
     spec = Spec(workload=workload, options=options)
-    costs, found = spec.workload_row.costs(spec.options), []
-    spent = waiting = 0
-    for block, cost in reversed(list(zip(spec.workload_row.blocks(spec.options), costs, strict=True))):
-        for shape in reversed(block.parameters):
-            spent += cost * math.prod(shape) / block.size
-            waiting += 4 * math.prod(shape)
-            if waiting >= bucket_mb * 2**20:
-                found.append(Bucket(waiting, spent / sum(costs)))
-                waiting = 0
-    return [*found, Bucket(waiting, 1.0)] if waiting else found
+    costs = spec.workload_row.costs(spec.options)
+    gradients = [
+        (4 * math.prod(shape), cost * math.prod(shape) / block.size)
+        for block, cost in reversed(list(zip(spec.workload_row.blocks(spec.options), costs, strict=True)))
+        for shape in reversed(block.parameters)
+    ]
+    found: list[Bucket] = []
+    spent = 0.0
+    numbers = bucket_numbers((gradient for gradient, _ in gradients), bucket_mb)
+    for number, (gradient, cost) in zip(numbers, gradients, strict=True):
+        spent += cost
+        earlier = found.pop().bytes if len(found) > number else 0
+        found.append(Bucket(earlier + gradient, spent / sum(costs)))
+    return found
 
 
 def sent(

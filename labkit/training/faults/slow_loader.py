@@ -4,13 +4,23 @@ import time
 
 from torch.utils.data import TensorDataset
 
+from labkit.training.strategies.base import FETCH
+
 
 class SlowDataset(TensorDataset):
-    """A data set with a delay of 0.2 s per access."""
+    """A data set that takes 0.2 s to read a batch."""
 
-    def __getitem__(self, index):
-        time.sleep(0.2)
-        return super().__getitem__(index)
+    if FETCH == "batches":
+
+        def __getitem__(self, indices):
+            time.sleep(0.2)
+            return super().__getitem__(indices)
+
+    else:
+
+        def __getitems__(self, indices):  # the data loader calls it once per batch
+            time.sleep(0.2)
+            return [self[index] for index in indices]
 
 
 def fault_data(dataset: TensorDataset) -> TensorDataset:

@@ -18,6 +18,7 @@ from itertools import count, islice
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.monitor import Event, log_event
@@ -25,7 +26,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
-from labkit.training.workloads.cnn import build_model
+from labkit.training.workloads.cnn import build_blocks
 from labkit.training.workloads.digits import load_data
 
 SEED = 0  # seed of the initial weights and of the sample order
@@ -33,25 +34,32 @@ EPOCHS = 1
 MAX_STEPS = None  # stop after this many steps; None: after the last epoch
 BATCH_PER_RANK = 128
 LEARNING_RATE = 1e-3
-FETCH = "batches"  # or "samples": fetch one sample at a time, then collate
+FETCH = "samples"  # one at a time, then collated; or "batches", each by one index
 WORKERS = 0  # data loader worker processes; 0: load in this process
 PIN_MEMORY = True  # page-locked batches, which a GPU can copy asynchronously
 NON_BLOCKING = True  # continue while a batch is copied to the device
-PRECISION = "fp32"  # tf32, bf16 or fp16: precision of the matrix products
+TF32 = False  # compute fp32 matrix products in TF32
+MIXED_PRECISION = False  # compute matrix products in DTYPE
+DTYPE = torch.bfloat16  # 16-bit type of the matrix products
+LOSS_SCALING = False  # prevent underflow of fp16 gradients
 ACCUMULATE = 1  # micro-batches per step
 CLIP_NORM = 0.0  # maximum norm of all gradients; 0: no clipping
 CHECKPOINT_ACTIVATIONS = False  # recompute activations in backward
 COMPILE = False  # compile each block with torch.compile
 JOIN = False  # allow unequal numbers of batches per rank
 LOSS_PARALLEL = False  # keep the logits split over the ranks
+PRINT_EVERY = 20  # steps between printed losses
 SAVE_EVERY = 0  # steps between checkpoints; 0: write none
 FAULT = None  # the injected fault, which may change the data, the model or the steps
 INJECT_DATA = INJECT_MODEL = INJECT_STEP = False
+DATA_RANKS = 1  # ranks with different samples
+STAGE_DATA = False  # a rank loads only what its pipeline stages need
+DISTRIBUTED = False  # several processes train
 RESUME = None  # the checkpoint of another run to resume from
 CHECKPOINTS = Path(__file__).with_name("checkpoints")  # a restart resumes from them
 # The identity that a checkpoint must have to be loaded by this script.
 MANIFEST = {"format": 2, "layout": "whole", "workload": "cnn"}
-SCALER = torch.amp.GradScaler()  # prevents underflow of fp16 gradients
+SCALER = torch.amp.GradScaler()  # scales the loss, and skips steps that overflow
 IS_LOGGING_RANK = os.environ.get("RANK", "0") == "0"  # only this rank prints and logs
 
 
@@ -65,41 +73,48 @@ def data_shard() -> tuple[int, int]:
     return 1, 0
 
 
+def stage_data(dataset: TensorDataset) -> TensorDataset:
+    """The tensors that this rank needs: all, except in a pipeline."""
+    return dataset
+
+
 def load(dataset: TensorDataset) -> tuple[DistributedSampler, DataLoader]:
     """The batches of this rank, reshuffled in each epoch."""
-    sampler = DistributedSampler(dataset, *data_shard(), seed=SEED)
-    if JOIN:  # no padding: some ranks have one sample less than others
+    if DATA_RANKS > 1:
         num_replicas, rank = data_shard()
+        sampler = DistributedSampler(dataset, num_replicas, rank, seed=SEED)
+    else:
+        sampler = DistributedSampler(dataset, num_replicas=1, rank=0, seed=SEED)
+    if JOIN:  # no padding: some ranks have one sample less than others
         sampler.total_size = len(dataset)
-        sampler.num_samples = len(range(rank, len(dataset), num_replicas))
+        sampler.num_samples = len(range(sampler.rank, len(dataset), sampler.num_replicas))
     options = {"pin_memory": torch.cuda.is_available()}  # for asynchronous copies
     if not PIN_MEMORY:
         options = {}
     if WORKERS:
         options |= {"num_workers": WORKERS, "persistent_workers": True}
-    if FETCH == "samples":
-        loader = DataLoader(dataset, BATCH_PER_RANK, sampler=sampler, **options)
+    if FETCH == "batches":
+        indices = BatchSampler(sampler, BATCH_PER_RANK, drop_last=False)
+        loader = DataLoader(dataset, batch_size=None, sampler=indices, **options)
     else:
-        batches = BatchSampler(sampler, BATCH_PER_RANK, drop_last=False)  # whole batches
-        loader = DataLoader(dataset, None, sampler=batches, **options)
+        loader = DataLoader(dataset, BATCH_PER_RANK, sampler=sampler, **options)
     return sampler, loader
 
 
-def transform(model: nn.Sequential) -> nn.Sequential:
-    """Apply activation checkpointing and torch.compile to each block."""
-    for block in model:
-        if CHECKPOINT_ACTIVATIONS:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-        if COMPILE:
-            block.compile()
-    return model
+def transform(block: nn.Module) -> nn.Module:
+    """Apply activation checkpointing and torch.compile to a block."""
+    if CHECKPOINT_ACTIVATIONS:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    if COMPILE:
+        block.compile()
+    return block
 
 
-def parallelize(model: nn.Module, device: torch.device) -> nn.Module:
-    """Move the model to the device."""
+def parallelize(blocks: Iterable[nn.Module], device: torch.device) -> nn.Module:
+    """The model, on the device."""
     if CHECKPOINT_ACTIVATIONS or COMPILE:
-        model = transform(model)
-    return model.to(device)
+        blocks = map(transform, blocks)
+    return nn.Sequential(*blocks).to(device)
 
 
 def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -109,11 +124,8 @@ def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 def loss_of(model, inputs, targets) -> torch.Tensor:
     """The mean loss of a batch."""
-    if PRECISION == "bf16":
-        with torch.autocast(inputs.device.type, dtype=torch.bfloat16):
-            logits = model(inputs).float()  # compute the loss in fp32
-    elif PRECISION == "fp16":
-        with torch.autocast(inputs.device.type, dtype=torch.float16):
+    if MIXED_PRECISION:
+        with torch.autocast(inputs.device.type, dtype=DTYPE):
             logits = model(inputs).float()  # compute the loss in fp32
     else:
         logits = model(inputs)
@@ -142,7 +154,7 @@ def train_step(model, optimizer, inputs, targets) -> torch.Tensor:
         for number, (x, y) in enumerate(micro_batches, 1):
             with gradient_sync(model, last=number == len(micro_batches)):
                 loss = loss_of(model, x, y) * (len(x) / len(inputs))
-                if PRECISION == "fp16":
+                if LOSS_SCALING:
                     SCALER.scale(loss).backward()
                 elif LOSS_PARALLEL:
                     with loss_parallel():
@@ -153,7 +165,7 @@ def train_step(model, optimizer, inputs, targets) -> torch.Tensor:
         loss = torch.stack(losses).sum()
     else:
         loss = loss_of(model, inputs, targets)
-        if PRECISION == "fp16":
+        if LOSS_SCALING:
             SCALER.scale(loss).backward()
         elif LOSS_PARALLEL:
             with loss_parallel():
@@ -161,10 +173,10 @@ def train_step(model, optimizer, inputs, targets) -> torch.Tensor:
         else:
             loss.backward()
     if CLIP_NORM:
-        if PRECISION == "fp16":
+        if LOSS_SCALING:
             SCALER.unscale_(optimizer)
         clip_gradients(model)
-    if PRECISION == "fp16":
+    if LOSS_SCALING:
         SCALER.step(optimizer)  # skips the step if a gradient overflowed
         SCALER.update()
     else:
@@ -201,7 +213,7 @@ def progress(step: int) -> dict:
     state = {"step": step, "random": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda_random"] = torch.cuda.get_rng_state()
-    if PRECISION == "fp16":
+    if LOSS_SCALING:
         state["scaler"] = SCALER.state_dict()
     return state
 
@@ -211,7 +223,7 @@ def restore(state: dict) -> None:
     torch.set_rng_state(state["random"])
     if torch.cuda.is_available() and "cuda_random" in state:
         torch.cuda.set_rng_state(state["cuda_random"])
-    if PRECISION == "fp16":
+    if LOSS_SCALING:
         if state.get("scaler"):
             SCALER.load_state_dict(state["scaler"])
 
@@ -296,9 +308,9 @@ def fault_data(dataset: TensorDataset) -> TensorDataset:
     return dataset
 
 
-def fault_model(model: nn.Sequential) -> nn.Sequential:
+def fault_model(blocks: Iterable[nn.Module]) -> Iterable[nn.Module]:
     """Inject a fault into the model: none by default."""
-    return model
+    return blocks
 
 
 def fault_step(model: nn.Module, step: int) -> None:
@@ -313,13 +325,15 @@ def train(device: torch.device) -> None:
     """Run all epochs; on return, the model is freed before the process group."""
     torch.manual_seed(SEED)  # the same initial weights on every rank
     train_data, test_data = load_data()
+    if STAGE_DATA:
+        train_data, test_data = stage_data(train_data), stage_data(test_data)
     if INJECT_DATA:
         train_data = fault_data(train_data)
     sampler, loader = load(train_data)
     if INJECT_MODEL:  # noqa: SIM108
-        model = parallelize(fault_model(build_model()), device)
+        model = parallelize(fault_model(build_blocks()), device)
     else:
-        model = parallelize(build_model(), device)
+        model = parallelize(build_blocks(), device)
     optimizer = build_optimizer(model)
     if SAVE_EVERY or RESUME:
         done = resume(model, optimizer)
@@ -344,7 +358,7 @@ def train(device: torch.device) -> None:
             if INJECT_STEP:
                 fault_step(model, step)
             loss = train_step(model, optimizer, inputs, targets)
-            if step % 20 == 0 and IS_LOGGING_RANK:
+            if (step == 1 or step % PRINT_EVERY == 0) and IS_LOGGING_RANK:
                 print(f"step {step}: loss {loss.item():.4f}", flush=True)
             if SAVE_EVERY:
                 if step % SAVE_EVERY == 0:
@@ -367,10 +381,12 @@ def train(device: torch.device) -> None:
 
 def main() -> None:
     device = setup()
-    if PRECISION == "tf32":
+    if TF32:
         torch.set_float32_matmul_precision("high")
     try:
         train(device)
+        if DISTRIBUTED and FAULT != "evaluation_on_rank_0":
+            dist.barrier()  # no rank leaves while another is still sending
     finally:
         cleanup()
 

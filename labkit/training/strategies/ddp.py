@@ -1,6 +1,7 @@
 """Distributed data parallel: every rank holds the whole model and trains on its own samples; gradients are averaged."""
 
 import os
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 from labkit.training.strategies.base import BATCH_PER_RANK, CHECKPOINT_ACTIVATIONS, COMPILE, transform
 
-BUCKET_MB = 25  # size of the gradient buckets, which are all-reduced during backward
+BUCKET_MB = 0  # size of a gradient bucket in MiB; 0: 1 for the first, 25 for the others
 STATIC_GRAPH = False  # every step runs the same graph, recorded in the first step
 COMPRESSION = "none"  # fp16 or powersgd: compression of the gradients
 
@@ -38,15 +39,19 @@ def data_shard() -> tuple[int, int]:
     return dist.get_world_size(), dist.get_rank()
 
 
-def parallelize(model: nn.Module, device: torch.device) -> nn.Module:
+def parallelize(blocks: Iterable[nn.Module], device: torch.device) -> nn.Module:
     """A replica on every rank; backward averages the gradients over the ranks."""
     if CHECKPOINT_ACTIVATIONS or COMPILE:
-        model = transform(model)
-    model = model.to(device)
-    if STATIC_GRAPH:
+        blocks = map(transform, blocks)
+    model = nn.Sequential(*blocks).to(device)
+    if BUCKET_MB and STATIC_GRAPH:
         model = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB, static_graph=True)
-    else:
+    elif BUCKET_MB:
         model = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
+    elif STATIC_GRAPH:
+        model = DistributedDataParallel(model, static_graph=True)
+    else:
+        model = DistributedDataParallel(model)
     if COMPRESSION == "fp16":
         model.register_comm_hook(None, fp16_compress_hook)
     if COMPRESSION == "powersgd":
@@ -75,7 +80,6 @@ def evaluate(model, dataset: TensorDataset, device: torch.device) -> list[float]
         sums[1] += (logits.argmax(-1) == targets).sum()
         sums[2] += len(targets)
     dist.all_reduce(sums)
-    dist.barrier()  # no rank leaves while another is still sending
     return (sums[:2] / sums[2]).tolist()
 
 

@@ -2,6 +2,7 @@
 stage."""
 
 import os
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -12,9 +13,10 @@ from labkit.training.strategies.base import (
     CHECKPOINT_ACTIVATIONS,
     CLIP_NORM,
     COMPILE,
+    DTYPE,
     IS_LOGGING_RANK,
     LEARNING_RATE,
-    PRECISION,
+    MIXED_PRECISION,
     transform,
 )
 from labkit.training.strategies.ddp import cleanup, data_shard, evaluate, setup
@@ -24,26 +26,24 @@ __all__ = ["cleanup", "data_shard", "evaluate", "setup"]
 STAGE = 1  # ZeRO stage: 1 shards optimizer state, 2 also gradients, 3 also parameters
 
 
-def parallelize(model: nn.Module, device: torch.device) -> nn.Module:
+def parallelize(blocks: Iterable[nn.Module], device: torch.device) -> nn.Module:
     """Wrap the model and its optimizer in DeepSpeed's engine."""
     if CHECKPOINT_ACTIVATIONS or COMPILE:
-        model = transform(model)
+        blocks = map(transform, blocks)
     config = {
         "train_micro_batch_size_per_gpu": BATCH_PER_RANK,
         "zero_optimization": {"stage": STAGE},
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": CLIP_NORM,  # the default is 1, not 0
     }
-    if PRECISION == "bf16":
-        config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
-    if PRECISION == "fp16":
-        config["torch_autocast"] = {"enabled": True, "dtype": "float16"}
+    if MIXED_PRECISION:
+        config["torch_autocast"] = {"enabled": True, "dtype": str(DTYPE)}
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     if IS_LOGGING_RANK:
         print("loading DeepSpeed: its first run may compile an operator for minutes")
     import deepspeed  # selects its accelerator on import
 
-    model.to(device)
+    model = nn.Sequential(*blocks).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     return engine

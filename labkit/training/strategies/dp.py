@@ -1,6 +1,7 @@
 """Data parallel in one process: one thread per device, and a replica of the model that is created again at every
 step."""
 
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 
@@ -23,11 +24,11 @@ def load(dataset: TensorDataset) -> tuple[DistributedSampler, DataLoader]:
         options = {}
     if WORKERS:
         options |= {"num_workers": WORKERS, "persistent_workers": True}
-    if FETCH == "samples":
-        loader = DataLoader(dataset, BATCH_PER_RANK * RANKS, sampler=sampler, **options)
+    if FETCH == "batches":
+        indices = BatchSampler(sampler, BATCH_PER_RANK * RANKS, drop_last=False)
+        loader = DataLoader(dataset, batch_size=None, sampler=indices, **options)
     else:
-        batches = BatchSampler(sampler, BATCH_PER_RANK * RANKS, drop_last=False)
-        loader = DataLoader(dataset, None, sampler=batches, **options)
+        loader = DataLoader(dataset, BATCH_PER_RANK * RANKS, sampler=sampler, **options)
     return sampler, loader
 
 
@@ -67,8 +68,9 @@ class Replicas(nn.Module):
         return logits
 
 
-def parallelize(model: nn.Module, device: torch.device) -> nn.Module:
+def parallelize(blocks: Iterable[nn.Module], device: torch.device) -> nn.Module:
     """One replica per device: each batch is scattered, and the logits are gathered."""
+    model = nn.Sequential(*blocks)
     if DEVICE == "cuda":
         model = model.to(device)
         model = nn.DataParallel(model, device_ids=[*range(RANKS)])

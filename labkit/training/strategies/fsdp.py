@@ -1,6 +1,7 @@
 """Fully sharded data parallel, first version (FSDP1): each wrapped unit is one flat parameter, sharded over the
 ranks."""
 
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -22,10 +23,11 @@ REPLICAS = 1  # groups of ranks that each hold one sharded copy of the model
 SCALER = ShardedGradScaler()  # checks for overflow on all ranks
 
 
-def parallelize(model: nn.Module, device: torch.device) -> nn.Module:
+def parallelize(blocks: Iterable[nn.Module], device: torch.device) -> nn.Module:
     """Shard every unit over the ranks; each unit is all-gathered when it is needed."""
     if CHECKPOINT_ACTIVATIONS or COMPILE:
-        model = transform(model)
+        blocks = map(transform, blocks)
+    model = nn.Sequential(*blocks)
     units = partial(size_based_auto_wrap_policy, min_num_params=MIN_PARAMETERS)
     settings = {"auto_wrap_policy": units, "device_id": device, "use_orig_params": True}
     if REPLICAS > 1:

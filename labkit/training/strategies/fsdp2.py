@@ -1,13 +1,15 @@
 """Fully sharded data parallel (FSDP2): like DDP, but each rank stores only a shard of parameters, gradients and
 optimizer state."""
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy
 
-from labkit.training.strategies.base import CHECKPOINT_ACTIVATIONS, COMPILE, PRECISION, transform
+from labkit.training.strategies.base import CHECKPOINT_ACTIVATIONS, COMPILE, DTYPE, MIXED_PRECISION, transform
 from labkit.training.strategies.ddp import cleanup, data_shard, evaluate, setup
 from labkit.training.strategies.sharded import resume, save
 
@@ -19,10 +21,10 @@ PREFETCH = 0  # number of blocks that are all-gathered ahead
 REPLICAS = 1  # groups of ranks that each hold one sharded copy of the model
 
 
-def parallelize(model: nn.Module, device: torch.device) -> nn.Module:
+def parallelize(blocks: Iterable[nn.Module], device: torch.device) -> nn.Module:
     """Shard every parameter over the ranks; blocks are all-gathered when needed."""
     if CHECKPOINT_ACTIVATIONS or COMPILE:
-        model = transform(model)
+        blocks = map(transform, blocks)
     if REPLICAS > 1:
         shape = (REPLICAS, dist.get_world_size() // REPLICAS)
         names = ("replicate", "shard")
@@ -30,16 +32,14 @@ def parallelize(model: nn.Module, device: torch.device) -> nn.Module:
     else:
         mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
     settings = {"mesh": mesh, "reshard_after_forward": RESHARD_AFTER_FORWARD}
-    if PRECISION == "bf16":
-        dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-        settings["mp_policy"] = MixedPrecisionPolicy(**dtypes, output_dtype=torch.float32)
-    if PRECISION == "fp16":
-        dtypes = {"param_dtype": torch.float16, "reduce_dtype": torch.float32}
+    if MIXED_PRECISION:
+        dtypes = {"param_dtype": DTYPE, "reduce_dtype": torch.float32}
         settings["mp_policy"] = MixedPrecisionPolicy(**dtypes, output_dtype=torch.float32)
     if CPU_OFFLOAD:
         settings["offload_policy"] = CPUOffloadPolicy()
-    for module in (*model, model):  # every block, then the remaining parameters
-        fully_shard(module, **settings)
+    # Each block is sharded before the next one is built.
+    model = nn.Sequential(*(fully_shard(block, **settings) for block in blocks))
+    fully_shard(model, **settings)  # the root, which schedules the all-gathers
     if PREFETCH:
         blocks = list(model)
         for number, block in enumerate(blocks):

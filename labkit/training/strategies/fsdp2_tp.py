@@ -1,6 +1,8 @@
 """FSDP2 and tensor parallelism on a 2D mesh: the layers are split along one axis, and the state is sharded along the
 other."""
 
+import warnings
+from collections.abc import Iterable
 from functools import cache
 
 import torch
@@ -10,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from labkit.training.strategies.base import CHECKPOINT_ACTIVATIONS, COMPILE, PRECISION, transform
+from labkit.training.strategies.base import CHECKPOINT_ACTIVATIONS, COMPILE, DTYPE, MIXED_PRECISION, transform
 from labkit.training.strategies.ddp import cleanup, evaluate, setup
 from labkit.training.strategies.fsdp2 import RESHARD_AFTER_FORWARD, loss_of
 from labkit.training.strategies.sharded import resume, save
@@ -36,17 +38,18 @@ def data_shard() -> tuple[int, int]:
     return mesh()["dp"].size(), mesh()["dp"].get_local_rank()
 
 
-def parallelize(model: nn.Module, device: torch.device) -> nn.Module:
+def parallelize(blocks: Iterable[nn.Module], device: torch.device) -> nn.Module:
     """Split the layers (TP), then shard the parameters of each rank (FSDP2)."""
-    model, plans = model.to(device), tensor_plans()
-    for name, block in model.named_children():
-        parallelize_module(block, mesh()["tp"], plans.get(name, {}))
-    if CHECKPOINT_ACTIVATIONS or COMPILE:
-        model = transform(model)
+    # TP returns the local parts of tensors as views, which nothing changes in place.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     settings = {"mesh": mesh()["dp"], "reshard_after_forward": RESHARD_AFTER_FORWARD}
-    if PRECISION == "bf16":
-        dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    if MIXED_PRECISION:
+        dtypes = {"param_dtype": DTYPE, "reduce_dtype": torch.float32}
         settings["mp_policy"] = MixedPrecisionPolicy(**dtypes, output_dtype=torch.float32)
-    for module in (*model, model):  # every block, then the remaining parameters
-        fully_shard(module, **settings)
-    return model
+    model, plans = nn.Sequential(), tensor_plans()
+    for number, block in enumerate(blocks):  # split each before the next one is built
+        parallelize_module(block.to(device), mesh()["tp"], plans.get(number, {}))
+        if CHECKPOINT_ACTIVATIONS or COMPILE:
+            block = transform(block)
+        model.append(fully_shard(block, **settings))
+    return fully_shard(model, **settings)  # the root, which schedules the all-gathers

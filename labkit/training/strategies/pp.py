@@ -2,6 +2,8 @@
 micro-batches."""
 
 import os
+from bisect import bisect
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -22,7 +24,9 @@ from labkit.training.strategies.base import (
     CHECKPOINT_ACTIVATIONS,
     CLIP_NORM,
     COMPILE,
-    PRECISION,
+    DTYPE,
+    LOSS_SCALING,
+    MIXED_PRECISION,
     data_shard,
     transform,
 )
@@ -39,6 +43,7 @@ __all__ = [
     "resume",
     "save",
     "setup",
+    "stage_data",
     "train_step",
 ]
 
@@ -55,6 +60,17 @@ def pp_group() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
+def stage_data(dataset: TensorDataset) -> TensorDataset:
+    """Inputs for the first stage, targets for the last; other tensors are empty."""
+    rank, last = dist.get_rank(pp_group()), pp_group().size() - 1
+    inputs, targets = dataset.tensors
+    if rank > 0:
+        inputs = torch.empty(len(dataset), 0)
+    if rank < last:
+        targets = torch.empty(len(dataset), 0)
+    return TensorDataset(inputs, targets)
+
+
 class Pipeline(nn.Module):
     """The stages of this rank, and the schedule that runs them."""
 
@@ -62,8 +78,8 @@ class Pipeline(nn.Module):
         super().__init__()
         self.stages = nn.ModuleList(stages.values())
         args = {"num_stages": len(STAGES) - 1, "device": device, "group": pp_group()}
-        own = [PipelineStage(stages[n], n, **args) for n in stages]
-        options = {"loss_fn": self.loss_of, "scale_grads": False}
+        own = [PipelineStage(stage, n, **args) for n, stage in stages.items()]
+        options = {"loss_fn": micro_batch_loss, "scale_grads": False}
         if SCHEDULE == "GPipe":
             self.schedule = ScheduleGPipe(own[0], MICRO_BATCHES, **options)
         elif SCHEDULE == "1F1B":
@@ -73,39 +89,56 @@ class Pipeline(nn.Module):
         else:
             self.schedule = ScheduleInterleavedZeroBubble(own, MICRO_BATCHES, **options)
 
-    def loss_of(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The contribution of a micro-batch to the mean loss of the batch."""
-        if PRECISION in ("bf16", "fp16"):
-            logits = logits.float()
-        loss = cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
-        if PRECISION == "fp16":
-            return SCALER.scale(loss / self.num_targets)
-        return loss / self.num_targets
-
-    def feed(self, run, inputs, targets, losses=None) -> torch.Tensor | None:
-        """Run a batch through all stages; a small batch is padded with ignored samples."""
-        self.num_targets, missing = targets.numel(), BATCH_PER_RANK - len(inputs)
-        pad = [t.new_zeros(missing, *t.shape[1:]) for t in (inputs, targets)]
-        inputs = torch.cat([inputs, pad[0]])
-        targets = torch.cat([targets, pad[1] - 100])
-        args = () if dist.get_rank(pp_group()) else (inputs,)
-        return run(*args, target=targets, losses=losses)
+    def run(self, inputs, targets, losses=None) -> torch.Tensor | None:
+        """Pass a batch through all stages, in training also back; returns the logits."""
+        # Micro-batches have equal sizes: fill up a small batch with ignored samples.
+        missing = BATCH_PER_RANK - len(inputs)
+        padding = inputs.new_zeros(missing, *inputs.shape[1:])
+        ignored = targets.new_full((missing, *targets.shape[1:]), -100)
+        inputs, targets = torch.cat([inputs, padding]), torch.cat([targets, ignored])
+        schedule = self.schedule.step if self.training else self.schedule.eval
+        args = (inputs,) if dist.get_rank(pp_group()) == 0 else ()
+        return schedule(*args, target=targets, losses=losses)
 
 
-def parallelize(model: nn.Sequential, device: torch.device) -> nn.Module:
+def micro_batch_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The share of a micro-batch in the mean loss of a full batch."""
+    if MIXED_PRECISION:
+        logits = logits.float()  # compute the loss in fp32
+    logits, targets = logits.flatten(0, -2), targets.flatten()
+    loss = cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+    loss = loss / (MICRO_BATCHES * len(targets))
+    if LOSS_SCALING:
+        loss = SCALER.scale(loss)
+    return loss
+
+
+def own_stages(blocks: Iterable[nn.Module]) -> dict[int, nn.Sequential]:
+    """The stages of this rank, by number; other blocks are freed when they are built."""
+    rank, ranks, stages = dist.get_rank(pp_group()), pp_group().size(), {}
+    if SCHEDULE in ("GPipe", "1F1B"):  # noqa: SIM108
+        expected = len(STAGES) - 1
+    else:
+        expected = (len(STAGES) - 1) // 2  # two stages per rank
+    if ranks != expected:
+        raise SystemExit(f"STAGES is for a pipeline of {expected} ranks, got {ranks}")
+    for number, block in enumerate(blocks):
+        stage = bisect(STAGES, number) - 1
+        if stage % ranks == rank:
+            stages.setdefault(stage, nn.Sequential()).add_module(str(number), block)
+    return stages
+
+
+def parallelize(blocks: Iterable[nn.Module], device: torch.device) -> nn.Module:
     """Build the stages of this rank and the pipeline."""
-    stages = {}
-    for n in range(dist.get_rank(pp_group()), len(STAGES) - 1, pp_group().size()):
-        blocks = model[STAGES[n] : STAGES[n + 1]]
-        if CHECKPOINT_ACTIVATIONS or COMPILE:
-            blocks = transform(blocks)
-        if PRECISION == "bf16":
-            mixed = torch.autocast(device.type, dtype=torch.bfloat16)
-            blocks.forward = mixed(blocks.forward)
-        if PRECISION == "fp16":
-            mixed = torch.autocast(device.type, dtype=torch.float16)
-            blocks.forward = mixed(blocks.forward)
-        stages[n] = blocks.to(device)
+    if CHECKPOINT_ACTIVATIONS or COMPILE:
+        blocks = map(transform, blocks)
+    stages = own_stages(blocks)
+    for stage in stages.values():
+        stage.to(device)
+        if MIXED_PRECISION:
+            autocast = torch.autocast(device.type, dtype=DTYPE)
+            stage.forward = autocast(stage.forward)
     return Pipeline(stages, device)
 
 
@@ -126,15 +159,20 @@ def train_step(model, optimizer, inputs, targets) -> torch.Tensor | None:
     """One training step; returns the loss without synchronizing with the device."""
     optimizer.zero_grad()
     losses = []
-    model.feed(model.schedule.step, inputs, targets, losses)
-    if PRECISION == "fp16":
+    model.run(inputs, targets, losses)
+    if len(inputs) < BATCH_PER_RANK:  # the mean over its samples, without the padding
+        scale = BATCH_PER_RANK / len(inputs)
+        losses = [loss * scale for loss in losses]
+        for parameter in model.parameters():
+            parameter.grad *= scale
+    if LOSS_SCALING:
         scale = SCALER.scale(torch.ones((), device=inputs.device))  # on every rank
         losses = [loss / scale for loss in losses]
     if CLIP_NORM:
-        if PRECISION == "fp16":
+        if LOSS_SCALING:
             SCALER.unscale_(optimizer)
         clip_gradients(model)
-    if PRECISION == "fp16":
+    if LOSS_SCALING:
         SCALER.step(optimizer)  # skips the step if a gradient overflowed
         SCALER.update()
     else:
@@ -151,7 +189,7 @@ def evaluate(model, dataset: TensorDataset, device: torch.device) -> list[float]
     batches = len(dataset) // (num_replicas * BATCH_PER_RANK) + 1  # equal on all ranks
     for indices in torch.arange(len(dataset))[rank::num_replicas].tensor_split(batches):
         inputs, targets = (tensor.to(device) for tensor in dataset[indices])
-        logits = model.feed(model.schedule.eval, inputs, targets)
+        logits = model.run(inputs, targets)
         if logits is None:
             continue  # this rank does not have the last stage
         logits, targets = logits[: len(inputs)].flatten(0, -2), targets.flatten()
@@ -159,5 +197,4 @@ def evaluate(model, dataset: TensorDataset, device: torch.device) -> list[float]
         sums[1] += (logits.argmax(-1) == targets).sum()
         sums[2] += len(targets)
     dist.all_reduce(sums)
-    dist.barrier()  # no rank leaves while another is still sending
     return (sums[:2] / sums[2]).tolist()

@@ -1,6 +1,7 @@
 """Several pipelines: each trains on its own shard of the batch, and the ranks with the same stage average their
 gradients."""
 
+from collections.abc import Iterable
 from functools import cache
 
 import torch
@@ -9,16 +10,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit.training.strategies.base import CHECKPOINT_ACTIVATIONS, COMPILE, PRECISION, transform
+from labkit.training.strategies.base import CHECKPOINT_ACTIVATIONS, COMPILE, DTYPE, MIXED_PRECISION, transform
 from labkit.training.strategies.ddp import BUCKET_MB, cleanup, setup
 from labkit.training.strategies.fsdp2_tp import data_shard
 from labkit.training.strategies.pp import (
     IS_LOGGING_RANK,
     SCALER,
-    STAGES,
     Pipeline,
     clip_gradients,
     evaluate,
+    own_stages,
+    stage_data,
     train_step,
 )
 from labkit.training.strategies.sharded import resume, save
@@ -33,6 +35,7 @@ __all__ = [
     "resume",
     "save",
     "setup",
+    "stage_data",
     "train_step",
 ]
 
@@ -52,21 +55,19 @@ def pp_group() -> dist.ProcessGroup:
     return mesh()["pp"].get_group()
 
 
-def parallelize(model: nn.Sequential, device: torch.device) -> nn.Module:
+def parallelize(blocks: Iterable[nn.Module], device: torch.device) -> nn.Module:
     """Wrap the stages of this rank in DDP, and build the pipeline."""
-    stages = {}
-    for n in range(dist.get_rank(pp_group()), len(STAGES) - 1, pp_group().size()):
-        blocks = model[STAGES[n] : STAGES[n + 1]]
-        if CHECKPOINT_ACTIVATIONS or COMPILE:
-            blocks = transform(blocks)
-        if PRECISION == "bf16":
-            mixed = torch.autocast(device.type, dtype=torch.bfloat16)
-            blocks.forward = mixed(blocks.forward)
-        if PRECISION == "fp16":
-            mixed = torch.autocast(device.type, dtype=torch.float16)
-            blocks.forward = mixed(blocks.forward)
-        args = {"process_group": mesh()["dp"].get_group(), "bucket_cap_mb": BUCKET_MB}
+    if CHECKPOINT_ACTIVATIONS or COMPILE:
+        blocks = map(transform, blocks)
+    stages = own_stages(blocks)
+    for n, stage in stages.items():
+        if MIXED_PRECISION:
+            autocast = torch.autocast(device.type, dtype=DTYPE)
+            stage.forward = autocast(stage.forward)
+        options = {"process_group": mesh()["dp"].get_group()}
         # Without it, DDP rebuilds its buckets after the pass that infers the shapes.
-        args["find_unused_parameters"] = True
-        stages[n] = DistributedDataParallel(blocks.to(device), **args)
+        options["find_unused_parameters"] = True
+        if BUCKET_MB:
+            options["bucket_cap_mb"] = BUCKET_MB
+        stages[n] = DistributedDataParallel(stage.to(device), **options)
     return Pipeline(stages, device)

@@ -1,5 +1,7 @@
 """3D parallelism: pipeline stages (PP), whose layers are split (TP), and whose parameters are sharded (FSDP2)."""
 
+import warnings
+from collections.abc import Iterable
 from functools import cache
 
 import torch
@@ -9,10 +11,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from labkit.training.strategies.base import CHECKPOINT_ACTIVATIONS, COMPILE, PRECISION, transform
+from labkit.training.strategies.base import CHECKPOINT_ACTIVATIONS, COMPILE, DTYPE, MIXED_PRECISION, transform
 from labkit.training.strategies.ddp import cleanup, setup
 from labkit.training.strategies.fsdp2_tp import TP_SIZE, data_shard
-from labkit.training.strategies.pp import IS_LOGGING_RANK, STAGES, Pipeline, evaluate, total_norm, train_step
+from labkit.training.strategies.pp import (
+    IS_LOGGING_RANK,
+    Pipeline,
+    evaluate,
+    own_stages,
+    stage_data,
+    total_norm,
+    train_step,
+)
 from labkit.training.strategies.pp_ddp import PP_SIZE
 from labkit.training.strategies.sharded import resume, save
 from labkit.training.strategies.tp import clip_gradients
@@ -27,6 +37,7 @@ __all__ = [
     "resume",
     "save",
     "setup",
+    "stage_data",
     "total_norm",
     "train_step",
 ]
@@ -45,21 +56,21 @@ def pp_group() -> dist.ProcessGroup:
     return mesh()["pp"].get_group()
 
 
-def parallelize(model: nn.Sequential, device: torch.device) -> nn.Module:
+def parallelize(blocks: Iterable[nn.Module], device: torch.device) -> nn.Module:
     """Split (TP) and shard (FSDP2) the stages of this rank, and build the pipeline (PP)."""
-    stages, plans = {}, tensor_plans()
-    for n in range(dist.get_rank(pp_group()), len(STAGES) - 1, pp_group().size()):
-        blocks = model[STAGES[n] : STAGES[n + 1]].to(device)
-        for name, block in blocks.named_children():
-            parallelize_module(block, mesh()["tp"], plans.get(name, {}))
-        if CHECKPOINT_ACTIVATIONS or COMPILE:
-            blocks = transform(blocks)
-        # A stage runs once per micro-batch: gather its parameters once, and keep them.
-        settings = {"mesh": mesh()["dp"], "reshard_after_forward": False}
-        if PRECISION == "bf16":
-            dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-            settings["mp_policy"] = MixedPrecisionPolicy(**dtypes)
-        for module in (*blocks, blocks):  # every block, then the remaining parameters
-            fully_shard(module, **settings)
-        stages[n] = blocks
+    stages, plans = own_stages(blocks), tensor_plans()
+    # TP returns the local parts of tensors as views, which nothing changes in place.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    # A stage runs once per micro-batch: gather its parameters once, and keep them.
+    settings = {"mesh": mesh()["dp"], "reshard_after_forward": False}
+    if MIXED_PRECISION:
+        dtypes = {"param_dtype": DTYPE, "reduce_dtype": torch.float32}
+        settings["mp_policy"] = MixedPrecisionPolicy(**dtypes)
+    for stage in stages.values():
+        for number, block in stage.to(device).named_children():
+            parallelize_module(block, mesh()["tp"], plans.get(int(number), {}))
+            if CHECKPOINT_ACTIVATIONS or COMPILE:
+                block = transform(block)
+            fully_shard(block, **settings)
+        fully_shard(stage, **settings)  # the root, which schedules the all-gathers
     return Pipeline(stages, device)

@@ -9,7 +9,12 @@ from labkit.training.options import MOST, Option
 from labkit.training.strategies import rules
 
 BUCKET_MB = Option(
-    "bucket_mb", 25, "size of a gradient bucket in MiB; smaller ones are sent earlier", minimum=1, maximum=MOST
+    "bucket_mb",
+    0,
+    "size of a gradient bucket in MiB; smaller ones are sent earlier; 0: torch's default, 1 MiB for the first bucket"
+    " and 25 MiB for the others",
+    minimum=0,
+    maximum=MOST,
 )
 DDP_OPTIONS = (
     BUCKET_MB,

@@ -1,6 +1,8 @@
 """Tensor parallelism: every rank sees the same samples and holds a shard of each split layer; an all-reduce adds the
 partial sums."""
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -9,27 +11,27 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from labkit.training.strategies.base import CHECKPOINT_ACTIVATIONS, CLIP_NORM, COMPILE, transform
-from labkit.training.strategies.ddp import cleanup, evaluate, setup
+from labkit.training.strategies.ddp import cleanup, setup
 from labkit.training.strategies.sharded import resume, save
 from labkit.training.workloads.cnn import tensor_plans
 
-__all__ = ["cleanup", "clip_gradients", "evaluate", "parallelize", "resume", "save", "setup"]
+__all__ = ["cleanup", "clip_gradients", "parallelize", "resume", "save", "setup"]
 
 SEQUENCE_PARALLEL = False  # split activations between the matrices by position
 LOSS_PARALLEL = False  # keep the logits split and compute the loss from the shards
 
 
-def parallelize(model: nn.Module, device: torch.device) -> nn.Module:
+def parallelize(blocks: Iterable[nn.Module], device: torch.device) -> nn.Module:
     """Shard the split layers over the ranks; replicate the others."""
-    model = model.to(device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    plans = tensor_plans()
-    for name, block in model.named_children():
-        parallelize_module(block, mesh, plans.get(name, {}))
+    model, plans = nn.Sequential(), tensor_plans()
+    for number, block in enumerate(blocks):  # split each before the next one is built
+        parallelize_module(block.to(device), mesh, plans.get(number, {}))
+        if CHECKPOINT_ACTIVATIONS or COMPILE:
+            block = transform(block)
+        model.append(block)
     if LOSS_PARALLEL:
         model.register_forward_hook(gather_logits)
-    if CHECKPOINT_ACTIVATIONS or COMPILE:
-        model = transform(model)
     return model
 
 

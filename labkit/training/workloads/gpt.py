@@ -2,6 +2,7 @@
 head."""
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -82,22 +83,26 @@ class Layer(nn.Module):
         return x + self.contract(gelu(self.expand(self.norm2(x))))
 
 
-def build_model() -> nn.Sequential:
-    """Maps bytes of (batch, context) to logits of (batch, context, 256)."""
-    layers = [Layer(WIDTH, HEADS) for _ in range(LAYERS)]
-    head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False))
-    model = nn.Sequential(Embedding(WIDTH), *layers, head)
-    for name, weight in model.named_parameters():
+def build_blocks() -> Iterator[nn.Module]:
+    """Blocks that map bytes of (batch, context) to logits of (batch, context, 256)."""
+    yield initialized(Embedding(WIDTH))
+    for _ in range(LAYERS):
+        yield initialized(Layer(WIDTH, HEADS))
+    head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+    yield initialized(nn.Sequential(nn.LayerNorm(WIDTH), head))
+
+
+def initialized(block: nn.Module) -> nn.Module:
+    """As in GPT-2: scale down residual projections with the number of layers."""
+    for name, weight in block.named_parameters():
         if weight.dim() == 2:
-            # As in GPT-2: scale down residual projections with the number of layers.
             residual = name.endswith(("merge.weight", "contract.weight"))
             nn.init.normal_(weight, std=0.02 / math.sqrt(2 * LAYERS if residual else 1))
-    return model
+    return block
 
 
-def tensor_plans() -> dict[str, dict[str, ParallelStyle]]:
+def tensor_plans() -> dict[int, dict[str, ParallelStyle]]:
     """Split attention by heads, and MLPs by hidden units."""
-    embedding = {}
     layer = {
         "attention.query": ColwiseParallel(),
         "attention.key": ColwiseParallel(),
@@ -107,16 +112,16 @@ def tensor_plans() -> dict[str, dict[str, ParallelStyle]]:
         "contract": RowwiseParallel(),
     }
     head = {"1": ColwiseParallel(output_layouts=Replicate())}
+    plans = {**dict.fromkeys(range(1, LAYERS + 1), layer), LAYERS + 1: head}
     if LOSS_PARALLEL:
         head["1"] = ColwiseParallel(use_local_output=False)
     if SEQUENCE_PARALLEL:
         # Between the split matrices, each rank holds the vectors of some positions.
         scatter = {"output_layouts": Replicate(), "desired_output_layouts": Shard(1)}
-        embedding[""] = PrepareModuleOutput(**scatter)
+        plans[0] = {"": PrepareModuleOutput(**scatter)}
         layer["norm1"] = layer["norm2"] = head["0"] = SequenceParallel()
         gather = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
         layer["attention"] = PrepareModuleInput(**gather)
         layer["attention.merge"] = RowwiseParallel(output_layouts=Shard(1))
         layer["contract"] = RowwiseParallel(output_layouts=Shard(1))
-    plans = {str(number): layer for number in range(1, LAYERS + 1)}
-    return {"0": embedding, **plans, str(LAYERS + 1): head}
+    return plans

@@ -1,0 +1,196 @@
+"""The modules that a script is generated from, read as text: their definitions, their imports, and the names that each
+definition uses. Nothing is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import dropwhile
+from pathlib import Path
+from typing import Any
+
+
+class Code(str):
+    """The value of a constant as Python code, such as `torch.bfloat16`."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name: a module, or a name from a module."""
+
+    module: str
+    name: str | None
+    alias: str | None
+
+    @property
+    def binds(self) -> str:
+        return self.alias or self.name or self.module.partition(".")[0]
+
+    @property
+    def renamed(self) -> str:
+        return f" as {self.alias}" if self.alias else ""
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A top-level function, class or constant: its text with the comments above it, and the names that it uses."""
+
+    name: str
+    home: str
+    line: int
+    text: str
+    uses: tuple[str, ...]
+    value: tuple[int, int] | None  # of a constant: start and end of its value in `text`
+
+    def set_to(self, value: Any) -> str:
+        """The text with a different value."""
+        if self.value is None:
+            raise ValueError(f"{self.name} is not a constant")
+        start, end = self.value
+        literal = f"{value:_}" if type(value) is int and value >= 10_000 else repr(value)
+        return self.text[:start] + literal + self.text[end:]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A parsed module: its definitions and imports, by the name that they bind."""
+
+    module: str
+    definitions: Mapping[str, Definition]
+    imports: Mapping[str, Import]
+
+    def has(self, name: str) -> bool:
+        """Whether the module defines or imports a name."""
+        return name in self.definitions or name in self.imports
+
+    def lookup(self, name: str, among: Iterable[Source]) -> Definition | None:
+        """The definition of `name` in this module: its own, or one imported from a module that is not in `among`."""
+        if name in self.definitions:
+            return self.definitions[name]
+        found = self.imports.get(name)
+        if (
+            found is None
+            or found.name is None
+            or not _ours(found)
+            or any(found.module == source.module for source in among)
+        ):
+            return None
+        if _of_a_workload(found.module) and not _of_a_workload(self.module):
+            return None  # a strategy uses the workload of the Spec, not the one that its module imports
+        return read_module(found.module).lookup(found.name, among)
+
+
+@cache
+def read_module(module: str) -> Source:
+    """A module, located by its name and parsed, but not imported."""
+    found_at = importlib.util.find_spec(module)
+    if found_at is None or found_at.origin is None:
+        raise ModuleNotFoundError(f"no module {module}")
+    text = Path(found_at.origin).read_text(encoding="utf-8")
+    definitions: dict[str, Definition] = {}
+    imports: dict[str, Import] = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.Import):
+            found = [Import(alias.name, None, alias.asname) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found = [Import(node.module, alias.name, alias.asname) for alias in node.names]
+        else:
+            found = []
+            definitions |= {definition.name: definition for definition in _definitions(node, module, text.splitlines())}
+        imports |= {one.binds: one for one in found}
+    return Source(module, definitions, imports)
+
+
+def _definitions(node: ast.stmt, module: str, lines: list[str]) -> Iterator[Definition]:
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        name = node.name
+    elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+        first, name = node.lineno, node.targets[0].id
+    else:
+        return
+    while first > 1 and lines[first - 2].startswith("#"):
+        first -= 1
+    text = "\n".join(lines[first - 1 : node.end_lineno])
+    yield Definition(name, module, node.lineno, text, _names(node), _position_of_value(node, lines, text))
+
+
+def resolved(one: Definition, values: Mapping[str, Any]) -> Definition:
+    """The definition with every `if` resolved whose condition depends only on `values`; one without a taken branch is
+    removed."""
+    text = one.text
+    while True:
+        tree = ast.parse(text)
+        conditional = next(
+            (node for node in ast.walk(tree) if isinstance(node, ast.If) and _is_constant(node.test, values)), None
+        )
+        if conditional is None:
+            return one if text == one.text else replace(one, text=text, uses=_names(tree.body[0]))
+        taken = eval(compile(ast.Expression(conditional.test), one.home, "eval"), {"__builtins__": {}}, dict(values))
+        text = _with_branch(text.splitlines(), conditional, bool(taken))
+
+
+def _is_constant(test: ast.expr, values: Mapping[str, Any]) -> bool:
+    names = [node.id for node in ast.walk(test) if isinstance(node, ast.Name)]
+    return (
+        bool(names)
+        and all(name in values for name in names)
+        and not any(isinstance(node, ast.Call) for node in ast.walk(test))
+    )
+
+
+def _with_branch(lines: list[str], conditional: ast.If, taken: bool) -> str:
+    """The lines with the whole `if` statement replaced by the branch that is taken, dedented to the level of the
+    `if`."""
+    first, last = conditional.lineno - 1, conditional.end_lineno
+    body_end = conditional.body[-1].end_lineno
+    # `else:` or `elif …:`, with its body, without the empty lines that may follow a function
+    orelse = [*dropwhile(lambda line: not line.strip(), lines[body_end:last])]
+    if taken:
+        kept = _dedented(
+            lines[conditional.test.end_lineno : body_end], conditional.body[0].col_offset - conditional.col_offset
+        )
+    elif not orelse:
+        kept = []
+    elif orelse[0].lstrip().startswith("elif"):
+        kept = [orelse[0].replace("elif", "if", 1), *orelse[1:]]
+    else:
+        kept = _dedented(orelse[1:], conditional.orelse[0].col_offset - conditional.col_offset)
+    if taken and lines[first].lstrip().startswith("elif"):  # the first condition of the chain is not constant
+        raise ValueError(f"line {lines[first]!r} depends on settings only, but follows an `if` that does not")
+    return "\n".join([*lines[:first], *kept, *lines[last:]])
+
+
+def _dedented(lines: list[str], columns: int) -> list[str]:
+    return [line[columns:] if line[:columns].isspace() else line for line in lines]
+
+
+def _names(node: ast.stmt) -> tuple[str, ...]:
+    """The names that a definition reads and does not bind itself, in order."""
+    names = [inner for inner in ast.walk(node) if isinstance(inner, ast.Name)]
+    bound = {name.id for name in names if isinstance(name.ctx, ast.Store)}
+    bound |= {inner.arg for inner in ast.walk(node) if isinstance(inner, ast.arg)}
+    return tuple(dict.fromkeys(name.id for name in names if name.id not in bound))
+
+
+def _position_of_value(node: ast.stmt, lines: list[str], text: str) -> tuple[int, int] | None:
+    """Start and end of a constant's value in `text`; a setting occupies one line."""
+    if not isinstance(node, ast.Assign):
+        return None
+    before = len(text) - len(lines[(node.end_lineno or node.lineno) - 1])  # the comment above
+    return before + node.value.col_offset, before + (node.value.end_col_offset or 0)
+
+
+def _ours(found: Import) -> bool:
+    return found.module.partition(".")[0] == __name__.partition(".")[0]
+
+
+def _of_a_workload(module: str) -> bool:
+    return module.startswith("labkit.training.workloads.")
