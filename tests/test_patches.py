@@ -65,13 +65,11 @@ def test_two_parts_may_wrap_one_function(patches):
 
 
 def test_a_wrapper_around_the_probes_is_left_alone(patches, monkeypatch):
+    monkeypatch.setattr(FileBaton, "wait", FileBaton.wait)  # so that monkeypatch restores it
     patches.wrap("builds", "torch.utils.file_baton.FileBaton.wait", passing)
-    ours = FileBaton.wait
-    monkeypatch.setattr(FileBaton, "wait", passing(ours))
-    theirs = FileBaton.wait
+    FileBaton.wait = theirs = passing(FileBaton.wait)
     patches.remove()
     assert FileBaton.wait is theirs
-    monkeypatch.setattr(FileBaton, "wait", ours.__wrapped__)
 
 
 def test_a_function_that_is_missing_costs_its_part_and_nothing_else(patches, tmp_path, monkeypatch):
