@@ -12,7 +12,7 @@ from labkit.analysis.summary import summarise
 from labkit.figures.charts import memory
 from labkit.frontends.terminal import _figures
 from labkit.launch import report
-from labkit.probe.traffic import since_then
+from labkit.probe.collectives import since_then
 from labkit.record import clock
 from labkit.record.events import Reader, Writer
 from labkit.record.folder import RunFolder

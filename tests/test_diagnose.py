@@ -47,6 +47,15 @@ def test_a_part_of_the_probe_that_failed():
     assert found.ranks == (1,) and "memory on rank 1" in found.title and found.evidence == "KeyError: x"
 
 
+def test_a_name_that_torch_lacks_is_one_finding_for_all_ranks():
+    message = "torch 9.9 has no torch.autograd._profiler_enabled: steps are not profiled"
+    lost = {"kind": "probe_error", "t": 3.0, "part": "timelines", "type": "MissingName", "message": message}
+    state = fold(spec(), start(0, 1), lost | {"rank": 0}, lost | {"rank": 1})
+    (found,) = [finding for finding in findings(state) if finding.name == "not_watched"]
+    assert found.title == "the probe lacks timelines on ranks 0, 1" and found.evidence == message
+    assert "does not have" in found.cause and found.ranks == (0, 1)
+
+
 def test_a_rank_that_left_nothing():
     found = first(fold(spec(nproc=4), start(0, 1, 3), status("stopped")), "not_there")
     assert found.ranks == (2,) and "3 of 4 ranks" in found.evidence

@@ -6,7 +6,8 @@ import pytest
 import torch
 from weaving import exchange
 
-from labkit.probe.traffic import operation, sent
+from labkit.probe.collectives import operation
+from labkit.probe.traffic import sent
 from labkit.record.events import Reader
 from labkit.record.folder import RunFolder
 from labkit.record.state import RunState

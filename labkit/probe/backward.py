@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import weakref
 from collections.abc import Callable
@@ -12,17 +11,19 @@ import torch
 
 from labkit.probe.journal import Guard
 from labkit.probe.losses import edge_before, edge_of
+from labkit.probe.patches import Patches
 from labkit.probe.steps import StepWatch
 from labkit.probe.untraced import compiling
 
 _DEEPSPEED = "deepspeed.runtime.fp16.loss_scaler"
 
 
-def watch_backward(watch: StepWatch, guard: Guard, scalers: ScalerWatch, follows: Callable[[bool], bool]) -> None:
+def watch_backward(
+    patches: Patches, watch: StepWatch, guard: Guard, scalers: ScalerWatch, follows: Callable[[bool], bool]
+) -> None:
     """Reports every backward in the followed thread; `follows` (in hooks.py) returns whether the caller is in that
     thread.
     """
-    original, original_grad = torch.autograd.backward, torch.autograd.grad
 
     def begin(tensors: Any) -> int:
         root = _scalar(tensors)
@@ -33,38 +34,43 @@ def watch_backward(watch: StepWatch, guard: Guard, scalers: ScalerWatch, follows
             made_by = edge_before(made_by)  # before the scaler
         return watch.backward_begins(loss, made_by)
 
-    @functools.wraps(original)
-    def backward(*args: Any, **kwargs: Any) -> None:
-        gradients = args[1] if len(args) > 1 else kwargs.get("grad_tensors")
-        if compiling() or not follows(gradients is not None):
-            return original(*args, **kwargs)
-        depth = guard(begin, args[0] if args else kwargs.get("tensors"))
-        try:
-            return original(*args, **kwargs)
-        finally:
-            guard(watch.backward_ends, depth)
+    def whole(original: Callable[..., None]) -> Callable[..., None]:
+        def backward(*args: Any, **kwargs: Any) -> None:
+            gradients = args[1] if len(args) > 1 else kwargs.get("grad_tensors")
+            if compiling() or not follows(gradients is not None):
+                return original(*args, **kwargs)
+            depth = guard(begin, args[0] if args else kwargs.get("tensors"))
+            try:
+                return original(*args, **kwargs)
+            finally:
+                guard(watch.backward_ends, depth)
 
-    @functools.wraps(original_grad)
-    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Counts as backward only if a script with hand-written updates computes the gradients of a loss for all its
-        parameters.
-        """
-        if (
-            compiling()
-            or not watch.by_hand
-            or _scalar(outputs) is None
-            or not watch.thread.here()
-            or kwargs.get("create_graph")
-        ):
-            return original_grad(outputs, inputs, *args, **kwargs)
-        inputs = inputs if isinstance(inputs, torch.Tensor) else tuple(inputs)
-        depth = guard(begin, outputs) if _are_leaves(inputs) and follows(False) else None
-        try:
-            return original_grad(outputs, inputs, *args, **kwargs)
-        finally:
-            guard(watch.backward_ends, depth)
+        return backward
 
-    torch.autograd.backward, torch.autograd.grad = backward, grad
+    def partial(original: Callable[..., Any]) -> Callable[..., Any]:
+        def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            """Counts as backward only if a script with hand-written updates computes the gradients of a loss for all
+            its parameters.
+            """
+            if (
+                compiling()
+                or not watch.by_hand
+                or _scalar(outputs) is None
+                or not watch.thread.here()
+                or kwargs.get("create_graph")
+            ):
+                return original(outputs, inputs, *args, **kwargs)
+            inputs = inputs if isinstance(inputs, torch.Tensor) else tuple(inputs)
+            depth = guard(begin, outputs) if _are_leaves(inputs) and follows(False) else None
+            try:
+                return original(outputs, inputs, *args, **kwargs)
+            finally:
+                guard(watch.backward_ends, depth)
+
+        return grad
+
+    patches.wrap("steps", "torch.autograd.backward", whole)
+    patches.wrap("steps", "torch.autograd.grad", partial)
 
 
 def _are_leaves(inputs: Any) -> bool:
@@ -86,18 +92,20 @@ class ScalerWatch:
     A disabled scaler returns its input, which is then not a scaled loss.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patches: Patches) -> None:
+        self._patches = patches
         self._last: tuple[Any, Any] = (lambda: None, None)
         self._watched: set[type] = set()
-        begin = torch.amp.GradScaler.__init__
 
-        @functools.wraps(begin)
-        def init(scaler: Any, *args: Any, **kwargs: Any) -> None:
-            begin(scaler, *args, **kwargs)
-            for kind in type(scaler).__mro__:
-                self._watch(kind, "scale")
+        def make(begin: Callable[..., None]) -> Callable[..., None]:
+            def init(scaler: Any, *args: Any, **kwargs: Any) -> None:
+                begin(scaler, *args, **kwargs)
+                for kind in type(scaler).__mro__:
+                    self._watch(kind, "scale")
 
-        torch.amp.GradScaler.__init__ = init
+            return init
+
+        patches.wrap("scaled losses", "torch.amp.GradScaler.__init__", make)
 
     def look(self) -> None:
         """Also hooks DeepSpeed's scalers once the script has imported them."""
@@ -111,16 +119,17 @@ class ScalerWatch:
         return loss if scaled() is tensor else tensor
 
     def _watch(self, kind: type, name: str) -> None:
-        original = kind.__dict__.get(name)
-        if original is None or kind in self._watched:
+        if name not in vars(kind) or kind in self._watched:
             return
         self._watched.add(kind)
 
-        @functools.wraps(original)
-        def scale(scaler: Any, outputs: Any) -> Any:
-            scaled = original(scaler, outputs)
-            if not compiling() and isinstance(scaled, torch.Tensor) and scaled is not outputs:
-                self._last = weakref.ref(scaled), outputs.detach()
-            return scaled
+        def make(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+            def scale(scaler: Any, outputs: Any) -> Any:
+                scaled = original(scaler, outputs)
+                if not compiling() and isinstance(scaled, torch.Tensor) and scaled is not outputs:
+                    self._last = weakref.ref(scaled), outputs.detach()
+                return scaled
 
-        setattr(kind, name, scale)
+            return scale
+
+        self._patches.wrap_method("scaled losses", kind, name, make)

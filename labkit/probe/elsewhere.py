@@ -7,24 +7,23 @@ A `saw` event `process` records each of the first few: `how` ("spawn", "fork", "
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
-import multiprocessing.process
-import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from labkit.probe.journal import Guard, Journal
+from labkit.probe.patches import Patches
+from labkit.probe.torch_private import COMPILER
 
 _MOST = 16  # maximum number of recorded processes
-_HELPERS = ("torch.utils.data.", "torch._inductor.", "multiprocessing.managers", "multiprocessing.resource_")
+_HELPERS = ("torch.utils.data.", f"{COMPILER}.", "multiprocessing.managers", "multiprocessing.resource_")
 _LAUNCHERS = ("python", "torchrun", "accelerate", "deepspeed")
 
 
-def watch_processes(journal: Journal) -> None:
+def watch_processes(journal: Journal, patches: Patches) -> None:
     """Starts recording the processes that the script starts."""
     guard, left = Guard(journal, "processes"), _MOST
-    start, popen = multiprocessing.process.BaseProcess.start, subprocess.Popen.__init__
 
     def record(how: str, target: str) -> None:
         nonlocal left
@@ -32,18 +31,23 @@ def watch_processes(journal: Journal) -> None:
             left -= 1
             journal.write("saw", what="process", how=how, target=target)
 
-    @functools.wraps(start)
-    def start_process(process: Any) -> None:
-        target = guard(_target, process)  # `start` deletes it
-        start(process)
-        guard(record, process._start_method or multiprocessing.get_start_method(), target)
+    def starting(start: Callable[[Any], None]) -> Callable[[Any], None]:
+        def start_process(process: Any) -> None:
+            target = guard(_target, process)  # `start` deletes it
+            start(process)
+            guard(record, process._start_method or multiprocessing.get_start_method(), target)
 
-    @functools.wraps(popen)
-    def init(self: Any, args: Any, *rest: Any, **named: Any) -> None:
-        popen(self, args, *rest, **named)
-        guard(lambda: record("subprocess", command) if (command := _command(args)) else None)
+        return start_process
 
-    multiprocessing.process.BaseProcess.start, subprocess.Popen.__init__ = start_process, init
+    def opening(popen: Callable[..., None]) -> Callable[..., None]:
+        def init(self: Any, args: Any, *rest: Any, **named: Any) -> None:
+            popen(self, args, *rest, **named)
+            guard(lambda: record("subprocess", command) if (command := _command(args)) else None)
+
+        return init
+
+    patches.wrap("processes", "multiprocessing.process.BaseProcess.start", starting)
+    patches.wrap("processes", "subprocess.Popen.__init__", opening)
 
 
 def _target(process: Any) -> str:
@@ -61,6 +65,6 @@ def _command(args: Any) -> str:
     words = args.split() if isinstance(args, str) else [str(word) for word in args]
     if not words or not Path(words[0]).name.startswith(_LAUNCHERS):
         return ""
-    if any("torch/_inductor" in word or "triton" in word for word in words):
+    if any(COMPILER.replace(".", "/") in word or "triton" in word for word in words):
         return ""
     return " ".join([Path(words[0]).name, *words[1:4]])

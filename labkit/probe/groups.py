@@ -7,34 +7,35 @@ acquire the GIL.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
+from labkit.probe.patches import Patches
+
 _PAUSE = 0.05  # seconds; a thread needs microseconds, or a few milliseconds on a busy machine
-_called: list[Callable[[], Any]] = []
 
 
-def before_groups_end(function: Callable[[], Any]) -> None:
-    """Registers `function`, which must not raise, to be called before all process groups are destroyed."""
-    if dist.is_available():
-        if not _called:
-            _watch()
-        _called.append(function)
+class GroupWatch:
+    """Calls functions, which must not raise, before all process groups are destroyed."""
 
+    def __init__(self, patches: Patches):
+        self._called: list[Callable[[], Any]] = []
+        if dist.is_available():
+            patches.wrap("process groups", "torch.distributed.destroy_process_group", self._destroying)
 
-def _watch() -> None:
-    original = dist.destroy_process_group
+    def before_end(self, function: Callable[[], Any]) -> None:
+        """Registers a function."""
+        self._called.append(function)
 
-    @functools.wraps(original)
-    def destroy_process_group(group: Any = None) -> None:
-        if group in (None, dist.group.WORLD):
-            for function in _called:
-                function()
-            time.sleep(_PAUSE)
-        return original(group)
+    def _destroying(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def destroy_process_group(group: Any = None) -> Any:
+            if group in (None, dist.group.WORLD):
+                for function in self._called:
+                    function()
+                time.sleep(_PAUSE)
+            return original(group)
 
-    dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = destroy_process_group
+        return destroy_process_group

@@ -12,13 +12,16 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+# those of a class that overrides them may have other parameters
+_MEMBERS = torch.nn.Module.named_parameters, torch.nn.Module.named_buffers
 _SHARE = 1000  # minimum time between two walks, as a multiple of the duration of a walk
 _MOST = 100_000  # maximum number of tensors remembered between two walks
 _DEPTH = 6  # maximum nesting of lists and dictionaries in a data set
@@ -43,9 +46,7 @@ class Held:
         """Walks over all objects."""
         began = time.perf_counter()
         modules, tensors, data = _found()
-        self._modules = weakref.WeakSet(
-            module for module in modules if next(_own(module, "_parameters", "_buffers"), None) is not None
-        )
+        self._modules = weakref.WeakSet(module for module in modules if next(_own(module, *_MEMBERS), None) is not None)
         seen = {id(tensor): tensor for tensor in tensors[:_MOST] if _is_on(tensor, device)}
         lasting = [tensor for key, tensor in seen.items() if key in self._seen and self._seen[key]() is tensor]
         self._lasting = [weakref.ref(tensor) for tensor in lasting]
@@ -57,12 +58,12 @@ class Held:
     def parameters(self) -> Iterator[torch.Tensor]:
         """The parameters of every live module, trained or not."""
         for module in list(self._modules):
-            yield from _own(module, "_parameters")
+            yield from _own(module, _MEMBERS[0])
 
     def rest(self) -> Iterator[torch.Tensor]:
         """The modules' buffers, and every other tensor that outlives a step."""
         for module in list(self._modules):
-            yield from _own(module, "_buffers")
+            yield from _own(module, _MEMBERS[1])
         yield from _alive(self._lasting)
 
     def data(self) -> Iterator[torch.Tensor]:
@@ -70,12 +71,13 @@ class Held:
         return _alive(self._data)
 
 
-def _own(module: torch.nn.Module, *names: str) -> Iterator[torch.Tensor]:
+def _own(
+    module: torch.nn.Module, *members: Callable[..., Iterator[tuple[str, torch.Tensor]]]
+) -> Iterator[torch.Tensor]:
     """The module's own tensors, without submodules; none if its `__init__` has not run yet."""
-    held = (getattr(module, name, None) for name in names)
-    return (
-        tensor for tensors in held if hasattr(tensors, "values") for tensor in tensors.values() if tensor is not None
-    )
+    with suppress(AttributeError):
+        for each in members:
+            yield from (tensor for _, tensor in each(module, recurse=False))
 
 
 def _is_on(tensor: torch.Tensor, device: torch.device) -> bool:

@@ -10,29 +10,23 @@ has no forward phase, and its time is in "other".
 from __future__ import annotations
 
 import atexit
-import functools
 import json
 import threading
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _BaseDataLoaderIter
-from torch.utils.file_baton import FileBaton
 
 from labkit.probe.backward import ScalerWatch, watch_backward
 from labkit.probe.elsewhere import watch_processes
+from labkit.probe.groups import GroupWatch
 from labkit.probe.journal import Guard, Journal
 from labkit.probe.observations import Observations
+from labkit.probe.patches import Patches
 from labkit.probe.replicas import ReplicaWatch
 from labkit.probe.sampler import StepSampler
 from labkit.probe.samples import Shape, shapes_in
@@ -40,47 +34,54 @@ from labkit.probe.startup import Startup
 from labkit.probe.steps import StepWatch
 from labkit.probe.tensors import TensorWatch
 from labkit.probe.threads import is_foreign
+from labkit.probe.torch_private import NEXT_BATCH, TENSOR_VERSION
 from labkit.probe.traffic import TrafficWatch
 from labkit.probe.untraced import compiling, skip_frames
 from labkit.record.events import REPORT
 
 
-def install(journal: Journal, run: str, sample_every: int) -> StepWatch:
-    """Installs all hooks; from here on every step is recorded, and every `sample_every`th step is profiled."""
+def install(journal: Journal, patches: Patches, run: str, sample_every: int) -> StepWatch:
+    """Installs all hooks; from here on every step is recorded, and every `sample_every`th step is profiled. They are
+    removed at exit.
+    """
+    atexit.register(patches.remove)
     watch, guard = StepWatch(journal), Guard(journal, "steps")
-    scalers = ScalerWatch()
+    scalers = ScalerWatch(patches)
     replicas, apart = ReplicaWatch(journal, watch), Guard(journal, "replicas")
     forwards: Forwards = {}
-    _watch_forwards(watch, guard, replicas, apart, forwards, scalers)
-    watch_backward(watch, guard, scalers, _taking_over(watch, guard, replicas, journal, forwards))
-    watch.optimizers.follow()
-    watch_processes(journal)
-    _watch_loaders(watch, guard)
-    _watch_copies(watch, guard)
-    _watch_optimizers(watch, guard, replicas, apart)
-    _watch_metrics(watch, journal)
-    _watch_builds(watch, guard)
-    if traffic := Guard(journal, "traffic")(TrafficWatch, journal):
+    _watch_forwards(patches, watch, guard, replicas, apart, forwards, scalers)
+    watch_backward(patches, watch, guard, scalers, _taking_over(watch, guard, replicas, journal, forwards))
+    watch.optimizers.follow(patches)
+    Guard(journal, TENSOR_VERSION.part)(TENSOR_VERSION.get)
+    watch_processes(journal, patches)
+    _watch_loaders(patches, watch, guard)
+    _watch_copies(patches, watch, guard)
+    _watch_optimizers(patches, watch, guard, replicas, apart)
+    _watch_metrics(patches, watch, journal)
+    _watch_builds(patches, watch, guard)
+    watch.groups = GroupWatch(patches)
+    watch.groups.before_end(watch.recorder.store_newest)
+    if traffic := Guard(journal, "traffic")(TrafficWatch, journal, patches, watch.recorder):
         watch.after_step.append(lambda: traffic.step_ends(watch.finished, watch.evaluations))
-    watch.sampler = Guard(journal, "sampler")(StepSampler, journal, run, watch.memory, traffic, sample_every)
-    seen = (journal, lambda: watch.finished, lambda: watch.between and watch.thread.here())
-    watch.startup = Guard(journal, "startup")(Startup, journal)
+    watch.sampler = Guard(journal, "timelines")(StepSampler, journal, patches, run, watch.memory, traffic, sample_every)
+    seen = (journal, patches, lambda: watch.finished, lambda: watch.between and watch.thread.here())
+    watch.startup = Guard(journal, "startup")(Startup, journal, patches)
     watch.observations = Guard(journal, "observations")(Observations, *seen)
-    skip_frames()
+    Guard(journal, "compiled code")(skip_frames)
     return watch
 
 
-def keep_tensors(watch: StepWatch, journal: Journal, run: str, rank: int) -> TensorWatch:
+def keep_tensors(watch: StepWatch, journal: Journal, patches: Patches, run: str, rank: int) -> TensorWatch:
     """Writes the gradients before the first step of any optimizer, and the parameters when the process group is
     destroyed.
     """
-    tensors = TensorWatch(run, rank, journal, lambda: watch.models)
+    tensors = TensorWatch(run, rank, journal, watch.groups, lambda: watch.models)
 
     def before(*_: Any) -> None:
         if not compiling() and not watch.creating_state:
             tensors.optimizer_begins()
 
-    register_optimizer_step_pre_hook(before)
+    patches.hook("tensors", "torch.optim.optimizer.register_optimizer_step_pre_hook", before)
     return tensors
 
 
@@ -88,7 +89,13 @@ Forwards = dict[threading.Thread, list[tuple[weakref.ref[torch.nn.Module], list[
 
 
 def _watch_forwards(
-    watch: StepWatch, guard: Guard, replicas: ReplicaWatch, apart: Guard, others: Forwards, scalers: ScalerWatch
+    patches: Patches,
+    watch: StepWatch,
+    guard: Guard,
+    replicas: ReplicaWatch,
+    apart: Guard,
+    others: Forwards,
+    scalers: ScalerWatch,
 ) -> None:
     thread = watch.thread
     depth, token = 0, None
@@ -118,8 +125,9 @@ def _watch_forwards(
         if depth == 0:  # rest is (kwargs, result), or (result,) if forward raised
             guard(watch.forward_ends, token, module, (args, *rest[:-1]), len(rest) == 1)
 
-    register_module_forward_pre_hook(before)
-    register_module_forward_hook(after, with_kwargs=True, always_call=True)
+    of_modules = "torch.nn.modules.module.register_module_forward"
+    patches.hook("steps", f"{of_modules}_pre_hook", before)
+    patches.hook("steps", f"{of_modules}_hook", after, with_kwargs=True, always_call=True)
     warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
 
 
@@ -155,11 +163,10 @@ def _taking_over(
     return follows
 
 
-def _watch_loaders(watch: StepWatch, guard: Guard) -> None:
-    thread, iterate, advance = watch.thread, DataLoader.__iter__, _BaseDataLoaderIter.__next__
+def _watch_loaders(patches: Patches, watch: StepWatch, guard: Guard) -> None:
+    thread = watch.thread
 
-    def timed(original: Callable[[Any], Any], batch_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        @functools.wraps(original)
+    def timed(batch_of: Callable[[Any], Any], original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def call(self: Any) -> Any:
             if compiling() or not thread.here():
                 return original(self)
@@ -177,16 +184,15 @@ def _watch_loaders(watch: StepWatch, guard: Guard) -> None:
             watch.startup.reached("batch")
         return batch
 
-    DataLoader.__iter__ = timed(iterate, lambda iterator: ())
-    _BaseDataLoaderIter.__next__ = timed(advance, fetched)
+    patches.wrap("data loading", "torch.utils.data.DataLoader.__iter__", partial(timed, lambda iterator: ()))
+    patches.wrap("data loading", NEXT_BATCH.name, partial(timed, fetched))
 
 
-def _watch_copies(watch: StepWatch, guard: Guard) -> None:
+def _watch_copies(patches: Patches, watch: StepWatch, guard: Guard) -> None:
     """Copies of a batch to the GPU: tensors that are moved there between the phases of a step."""
     thread = watch.thread
 
     def timed(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        @functools.wraps(original)
         def move(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             if compiling():
                 return original(tensor, *args, **kwargs)
@@ -200,10 +206,11 @@ def _watch_copies(watch: StepWatch, guard: Guard) -> None:
 
         return move
 
-    torch.Tensor.to, torch.Tensor.cuda = timed(torch.Tensor.to), timed(torch.Tensor.cuda)
+    for name in ("to", "cuda"):
+        patches.wrap("copies to the GPU", f"torch.Tensor.{name}", timed)
 
 
-def _watch_optimizers(watch: StepWatch, guard: Guard, replicas: ReplicaWatch, apart: Guard) -> None:
+def _watch_optimizers(patches: Patches, watch: StepWatch, guard: Guard, replicas: ReplicaWatch, apart: Guard) -> None:
     thread = watch.thread
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -219,11 +226,11 @@ def _watch_optimizers(watch: StepWatch, guard: Guard, replicas: ReplicaWatch, ap
             guard(watch.optimizer_ends, optimizer)
             apart(replicas.step_ends, optimizer)
 
-    register_optimizer_step_pre_hook(before)
-    register_optimizer_step_post_hook(after)
+    patches.hook("steps", "torch.optim.optimizer.register_optimizer_step_pre_hook", before)
+    patches.hook("steps", "torch.optim.optimizer.register_optimizer_step_post_hook", after)
 
 
-def _watch_metrics(watch: StepWatch, journal: Journal) -> None:
+def _watch_metrics(patches: Patches, watch: StepWatch, journal: Journal) -> None:
     guard, names = Guard(journal, "metrics"), {}
 
     def receive(event: Any) -> None:
@@ -238,37 +245,47 @@ def _watch_metrics(watch: StepWatch, journal: Journal) -> None:
             name = key if names.setdefault(key, event.name) == event.name else f"{event.name}.{key}"
             journal.write("metric", name=name, value=value, step=watch.finished)
 
-    handle = torch.monitor.register_event_handler(lambda event: guard(receive, event))
-    # else torch would release it after interpreter shutdown, and crash
-    atexit.register(torch.monitor.unregister_event_handler, handle)
+    # removed at exit: else torch would release it after interpreter shutdown, and crash
+    patches.hook(
+        "metrics",
+        "torch.monitor.register_event_handler",
+        lambda event: guard(receive, event),
+        undo="torch.monitor.unregister_event_handler",
+    )
 
 
-def _watch_builds(watch: StepWatch, guard: Guard) -> None:
+def _watch_builds(patches: Patches, watch: StepWatch, guard: Guard) -> None:
     """C++ extensions that torch compiles on first use, such as DeepSpeed's operators; torch locks their build
     folder."""
-    acquire, wait, release = FileBaton.try_acquire, FileBaton.wait, FileBaton.release
 
     def begins(baton: Any) -> None:
         guard(watch.build_begins, Path(baton.lock_file_path).parent.name)
 
-    @functools.wraps(acquire)
-    def try_acquire(baton: Any) -> Any:
-        acquired = acquire(baton)
-        if acquired:
-            begins(baton)
-        return acquired
+    def acquiring(acquire: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def try_acquire(baton: Any) -> Any:
+            acquired = acquire(baton)
+            if acquired:
+                begins(baton)
+            return acquired
 
-    @functools.wraps(wait)
-    def wait_for_build(baton: Any) -> None:
-        begins(baton)
-        try:
-            wait(baton)
-        finally:
+        return try_acquire
+
+    def waiting(wait: Callable[[Any], None]) -> Callable[[Any], None]:
+        def wait_for_build(baton: Any) -> None:
+            begins(baton)
+            try:
+                wait(baton)
+            finally:
+                guard(watch.build_ends)
+
+        return wait_for_build
+
+    def releasing(release: Callable[[Any], None]) -> Callable[[Any], None]:
+        def release_build(baton: Any) -> None:
+            release(baton)
             guard(watch.build_ends)
 
-    @functools.wraps(release)
-    def release_build(baton: Any) -> None:
-        release(baton)
-        guard(watch.build_ends)
+        return release_build
 
-    FileBaton.try_acquire, FileBaton.wait, FileBaton.release = try_acquire, wait_for_build, release_build
+    for name, make in (("try_acquire", acquiring), ("wait", waiting), ("release", releasing)):
+        patches.wrap("builds", f"torch.utils.file_baton.FileBaton.{name}", make)

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from labkit.probe.parts import MissingName
 from labkit.probe.untraced import untraced
 from labkit.record import clock
 from labkit.record.appender import FULL, Reserve
@@ -32,6 +33,7 @@ class Journal:
         folder.mkdir(parents=True, exist_ok=True)
         self.started = clock.now()
         self._dropped = 0
+        self._lost: set[tuple[str, str]] = set()
         self._writer: Writer | None = Writer(folder / f"rank{rank}.jsonl", rank)
         self._reserve = Reserve(folder / f".rank{rank}.reserve")
         with suppress(OSError):  # the disk is already full: no reserve
@@ -73,6 +75,19 @@ class Journal:
             if error.errno not in FULL:
                 self._writer = None
 
+    def lost(self, part: str, error: Exception) -> None:
+        """A part of the probe is disabled by an error; records it once."""
+        part = error.part if isinstance(error, MissingName) else part
+        if (part, str(error)) not in self._lost:
+            self._lost.add((part, str(error)))
+            self.write(
+                "probe_error",
+                part=part,
+                type=type(error).__name__,
+                message=clipped(str(error), MESSAGE_LIMIT),
+                traceback=clipped("".join(traceback.format_exception(error))),
+            )
+
 
 class Guard:
     """Calls one part of the probe; after its first exception, recorded as a `probe_error`, that part is disabled."""
@@ -89,11 +104,5 @@ class Guard:
             return untraced(function, *args)
         except Exception as error:
             self.off = True
-            self._journal.write(
-                "probe_error",
-                part=self._part,
-                type=type(error).__name__,
-                message=clipped(str(error), MESSAGE_LIMIT),
-                traceback=clipped(traceback.format_exc()),
-            )
+            self._journal.lost(self._part, error)
             return None

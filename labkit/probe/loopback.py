@@ -8,7 +8,6 @@ folder.
 
 from __future__ import annotations
 
-import importlib
 import os
 import socket
 import time
@@ -16,22 +15,25 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
+from labkit.probe.patches import Patches
+
 LOOPBACK = "127.0.0.1"
 _LOOK = 0.02  # seconds between two polls for the port
 _PATIENCE = 300.0  # seconds to wait for the port if the script sets no timeout
 
 
-def keep_stores_local(run: str | os.PathLike[str]) -> None:
+def keep_stores_local(patches: Patches, run: str | os.PathLike[str]) -> None:
     """Binds the stores of `init_process_group` to loopback if the run has one node (LABKIT_LOOPBACK=1, set by the
     launcher).
 
     `run` is the run folder.
     """
-    if os.environ.get("LABKIT_LOOPBACK") != "1":
-        return
-    rendezvous = importlib.import_module("torch.distributed.rendezvous")  # torch.distributed.rendezvous is a function
-    if hasattr(rendezvous, "TCPStore"):  # missing in a build without distributed
-        rendezvous.TCPStore = _local_store(rendezvous.TCPStore, Path(run) / "stores")
+    if os.environ.get("LABKIT_LOOPBACK") == "1" and dist.is_available():
+        patches.wrap(
+            "loopback", "torch.distributed.rendezvous.TCPStore", lambda store: _local_store(store, Path(run) / "stores")
+        )
 
 
 def _local_store(make_store: Any, folder: Path) -> Any:

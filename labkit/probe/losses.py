@@ -13,6 +13,7 @@ last.
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections import deque
@@ -23,11 +24,12 @@ from typing import Any
 import torch
 
 from labkit.probe.optimizers import Optimizers, gradients, name_of
+from labkit.probe.torch_private import DDP_SINK, SAVED_OTHER, SAVED_REDUCTION, SAVED_SELF
 
 _SUM = 2  # the saved reduction of a loss that is summed instead of averaged
 _SCALINGS = 6  # maximum number of scalings of one loss that are followed
 _UNUSED = 256  # maximum number of stored losses of an optimizer that has not stepped
-_DDP_SINK = "_DDPSinkBackward"
+_REDUCED = ("MseLossBackward0", "NllLossBackward0", "NllLoss2DBackward0")  # losses that always save their reduction
 MOST = 32  # maximum number of optimizers with separate losses
 _SAME_VALUE = (
     *("CloneBackward0", "ToCopyBackward0", "AliasBackward0", "ViewBackward0"),
@@ -175,8 +177,13 @@ def share_of(made_by: Edge | None) -> Share:
         factor *= number
         if 0 < factor < 1 and number != 1:
             parts.append(factor)
-    reduction = getattr(edge[0], "_saved_reduction", None) if edge else None
-    return Share(tuple(parts), divided and reduction == _SUM)
+    return Share(tuple(parts), divided and edge is not None and _is_sum(edge[0]))
+
+
+def _is_sum(node: torch.autograd.graph.Node) -> bool:
+    """Whether an operation is a loss that is summed over samples."""
+    reduction = getattr(node, SAVED_REDUCTION.attribute, None)
+    return (SAVED_REDUCTION.of(node) if node.name() in _REDUCED else reduction) == _SUM
 
 
 def edge_of(tensor: torch.Tensor) -> Edge | None:
@@ -189,6 +196,12 @@ def edge_before(edge: Edge) -> Edge | None:
     return edge[0].next_functions[0] if edge[0].next_functions[0][0] is not None else None
 
 
+@functools.cache
+def _ddp_sink() -> str:
+    """The name of the operation that all outputs of a model in DDP pass through."""
+    return f"{DDP_SINK.get().__name__}Backward"
+
+
 def _scaling(edge: Edge | None) -> tuple[float, Edge] | None:
     """The factor by which an operation multiplied its single input, and the edge of that input; None for any other
     operation.
@@ -197,8 +210,8 @@ def _scaling(edge: Edge | None) -> tuple[float, Edge] | None:
         return None
     node, output = edge
     name, inputs = node.name(), [following for following in node.next_functions if following[0] is not None]
-    if name == _DDP_SINK and len(inputs) == len(node.next_functions):
-        return 1.0, inputs[output]  # DDP passes all outputs of its model through this
+    if name == _ddp_sink() and len(inputs) == len(node.next_functions):
+        return 1.0, inputs[output]
     if len(inputs) != 1:
         return None
     if name in _SAME_VALUE:
@@ -206,7 +219,7 @@ def _scaling(edge: Edge | None) -> tuple[float, Edge] | None:
     first = node.next_functions[0][0] is not None
     if name not in ("DivBackward0", "MulBackward0") or (name == "DivBackward0" and not first):
         return None
-    number = node._saved_other if first else node._saved_self
+    number = (SAVED_OTHER if first else SAVED_SELF).of(node)
     if number is None or number.numel() != 1:
         return None
     value = number.item() if number.device.type == "cpu" else math.nan

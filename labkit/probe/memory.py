@@ -20,6 +20,8 @@ from typing import Any
 import torch
 
 from labkit.probe.held import Held
+from labkit.probe.journal import Guard, Journal
+from labkit.probe.torch_private import DDP_LOGGING
 
 _WALKED = 2  # steps after the newest model or optimizer in which all objects are searched
 _SAMPLED = 3  # the step after the newest model or optimizer that is profiled
@@ -78,10 +80,10 @@ class Census:
 
 
 class MemoryWatch:
-    """The models and optimizers of a rank, and their bytes. `write` takes a kind and fields, as in `Journal`."""
+    """The models and optimizers of a rank, and their bytes."""
 
-    def __init__(self, write: Any):
-        self._write = write
+    def __init__(self, journal: Journal):
+        self._write, self._guard = journal.write, Guard(journal, "bucket sizes")
         self.device = torch.device("cpu")
         self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -168,7 +170,7 @@ class MemoryWatch:
             "optimizer": census.add(
                 tensors_in([list(optimizer.state.values()) for optimizer in self._optimizers]), "optimizer"
             ),
-            "communication": sum(map(_buckets, self._models)),
+            "communication": sum(self._guard(_buckets, model) or 0 for model in self._models),
         }
         if self.device.type == "cpu":
             census.leave_out(self._held.data())  # in a GPU run they would be in host memory
@@ -184,6 +186,6 @@ def _buckets(model: torch.nn.Module) -> int:
     """Bytes of DDP's buckets as DDP reports them; 0 for any other model, and if gradients are views of them."""
     if not isinstance(model, torch.nn.parallel.DistributedDataParallel) or model.gradient_as_bucket_view:
         return 0
-    data = model._get_ddp_logging_data()
+    data = DDP_LOGGING.of(model)()
     sizes = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or ""
     return sum(int(size) for size in sizes.split(",") if size.strip())

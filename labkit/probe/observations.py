@@ -1,18 +1,20 @@
 """Facts that are compared across ranks: `saw` events, a few per run, at negligible cost per step.
 
-======= ============================================
-===================================================================== what    fields
-when ======= ============================================
-===================================================================== model   name, units (of FSDP), parameters
-a module with trainable parameters is called for the first time loader  batches, samples, sampler (a class)          an
-iteration over a DataLoader begins epoch   sampler, set (by `set_epoch`), shuffle, ranks an iteration over a
-DistributedSampler begins batch   step, digest                                 in the first steps: a digest of the
-batch's tensors input   step, digest                                 in a model's first steps: a digest of its inputs;
-null if they are activations,
-                                                     as a pipeline stage receives them from the previous one
-item    calls                                        the number of the first 20 steps in which `.item()` was called
-between phases save    path, step                                   the script calls `torch.save` with a path =======
-============================================ =====================================================================
+======= ============================================ ========================================================
+what    fields                                       when
+======= ============================================ ========================================================
+model   name, units (of FSDP), parameters            a module with trainable parameters is called for the first
+                                                     time
+loader  batches, samples, sampler (a class)          an iteration over a DataLoader begins
+epoch   sampler, set (by `set_epoch`), shuffle,      an iteration over a DistributedSampler begins
+        ranks
+batch   step, digest                                 in the first steps: a digest of the batch's tensors
+input   step, digest                                 in a model's first steps: a digest of its inputs; null if
+                                                     they are activations, as a pipeline stage receives them
+item    calls                                        the number of the first 20 steps in which `.item()` was
+                                                     called between phases
+save    path, step                                   the script calls `torch.save` with a path
+======= ============================================ ========================================================
 
 `not_finite` (step, parameters, nan, infinite) follows the first non-finite loss, before the optimizer steps with it:
 the numbers of parameter tensors that contain NaN or infinities. It distinguishes a non-finite gradient from a diverged
@@ -21,7 +23,6 @@ loss.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 from collections.abc import Callable, Iterable
@@ -29,10 +30,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
 
 from labkit.probe.journal import Guard, Journal
 from labkit.probe.memory import local, tensors_in
+from labkit.probe.patches import Patches
 from labkit.probe.untraced import compiling
 
 _BATCHES = 3  # batches that are digested
@@ -50,7 +51,7 @@ class Observations:
     all phases.
     """
 
-    def __init__(self, journal: Journal, step: Callable[[], int], between: Callable[[], bool]):
+    def __init__(self, journal: Journal, patches: Patches, step: Callable[[], int], between: Callable[[], bool]):
         self._journal, self._guard = journal, Guard(journal, "observations")
         self._step, self._between = step, between
         self._left = {
@@ -64,9 +65,11 @@ class Observations:
         self._models_left, self._input_step = _MODELS, 0
         self._stepped: set[int] = set()
         self._samplers: dict[int, int] = {}
-        self._iterations()
-        self._items()
-        self._saves()
+        patches.wrap("data loaders", "torch.utils.data.DataLoader.__iter__", self._before(self._loader))
+        if torch.distributed.is_available():
+            patches.wrap("data loaders", "torch.utils.data.DistributedSampler.__iter__", self._before(self._epoch))
+        patches.wrap("calls of item", "torch.Tensor.item", self._items)
+        patches.wrap("saved files", "torch.save", self._saves)
 
     def model(self, model: torch.nn.Module) -> None:
         """A module is called with gradients for the first time; it counts as a model if it has trainable parameters."""
@@ -118,20 +121,15 @@ class Observations:
 
     # ---- wrapped functions
 
-    def _iterations(self) -> None:
-        load, sample = DataLoader.__iter__, DistributedSampler.__iter__
+    def _before(self, record: Callable[[Any], None]) -> Callable[[Any], Any]:
+        def make(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+            def iterate(loader: Any) -> Any:
+                self._guard(record, loader)
+                return original(loader)
 
-        @functools.wraps(load)
-        def iterate_loader(loader: Any) -> Any:
-            self._guard(self._loader, loader)
-            return load(loader)
+            return iterate
 
-        @functools.wraps(sample)
-        def iterate_sampler(sampler: Any) -> Any:
-            self._guard(self._epoch, sampler)
-            return sample(sampler)
-
-        DataLoader.__iter__, DistributedSampler.__iter__ = iterate_loader, iterate_sampler
+        return make
 
     def _epoch(self, sampler: Any) -> None:
         which = self._samplers.setdefault(id(sampler), len(self._samplers))
@@ -149,16 +147,13 @@ class Observations:
         batches, samples = (_length(thing) for thing in (loader, loader.dataset))
         self._record("loader", batches=batches, samples=samples, sampler=type(sampler).__name__)
 
-    def _items(self) -> None:
-        original = torch.Tensor.item
-
-        @functools.wraps(original)
+    def _items(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def item(tensor: torch.Tensor) -> Any:
             if not compiling() and self._between():
                 self._guard(self._count_item)
             return original(tensor)
 
-        torch.Tensor.item = item
+        return item
 
     def _count_item(self) -> None:
         step = self._step()
@@ -168,16 +163,13 @@ class Observations:
             self._journal.write("saw", what="item", calls=len(self._stepped), steps=_ITEMS)
             self._stepped = set()
 
-    def _saves(self) -> None:
-        original = torch.save
-
-        @functools.wraps(original)
+    def _saves(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(f, (str, os.PathLike)):
                 self._guard(lambda: self._record("save", path=str(Path(f).absolute()), step=self._step()))
             return original(obj, f, *args, **kwargs)
 
-        torch.save = torch.serialization.save = save
+        return save
 
 
 def _digest(tensors: Iterable[torch.Tensor]) -> str | None:

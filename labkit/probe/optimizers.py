@@ -10,21 +10,24 @@ by new tensors.
 
 from __future__ import annotations
 
-import functools
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from labkit.probe.journal import Guard
 from labkit.probe.memory import local
+from labkit.probe.patches import Patches
+from labkit.probe.torch_private import COMPILE_COUNTERS, TENSOR_VERSION
 
 _MOST = 8  # maximum number of distinguished optimizers: a script with one optimizer per parameter has a single loss
 _WITNESSES = 4
 _NODES = 4096  # maximum number of graph nodes that are searched for parameters
+_version = TENSOR_VERSION.reader(0)
 _LIBRARIES = tuple(str(Path(path).parent) for path in (torch.__file__, __file__))
 
 
@@ -34,16 +37,17 @@ class Optimizers:
     def __init__(self) -> None:
         self._made: list[weakref.ref[torch.optim.Optimizer]] = []
 
-    def follow(self) -> None:
+    def follow(self, patches: Patches) -> None:
         """Starts recording every optimizer that is created."""
-        original = torch.optim.Optimizer.__init__
 
-        @functools.wraps(original)
-        def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            original(optimizer, *args, **kwargs)
-            self._made.append(weakref.ref(optimizer, self._made.remove))
+        def make(original: Callable[..., None]) -> Callable[..., None]:
+            def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+                original(optimizer, *args, **kwargs)
+                self._made.append(weakref.ref(optimizer, self._made.remove))
 
-        torch.optim.Optimizer.__init__ = init
+            return init
+
+        patches.wrap("optimizers", "torch.optim.Optimizer.__init__", make)
 
     def few(self) -> list[torch.optim.Optimizer]:
         """All of them; empty if there are too many to distinguish."""
@@ -87,8 +91,8 @@ class _Witness:
 class UpdateWatch:
     """Receives every backward and every step that a hook reports; detects the updates between them."""
 
-    def __init__(self, optimizers: Optimizers):
-        self._optimizers = optimizers
+    def __init__(self, optimizers: Optimizers, compiled: Guard):
+        self._optimizers, self._compiled = optimizers, compiled
         self._kept: list[_Witness] = []
         self._leaves: list[torch.Tensor] = []
         self._reported = self._counted = self._replaced = False
@@ -118,7 +122,7 @@ class UpdateWatch:
 
     def backward_ends(self) -> None:
         """Backward has ended: from now on the parameters may be updated."""
-        if self._reported and not _compiles():
+        if self._reported and not self._compiles():
             return
         optimizers = self._optimizers.few()
         self._kept = [
@@ -143,7 +147,7 @@ class UpdateWatch:
         if script_ends and self._replaced and self._kept:
             return self._found(self)
         for kept in self._kept:
-            if kept.tensor._version != kept.version:
+            if _version(kept.tensor) != kept.version:
                 self._counted = True
                 return self._found(kept.owner)
             if (
@@ -160,7 +164,14 @@ class UpdateWatch:
 
     def _witness(self, tensor: torch.Tensor, owner: Any) -> _Witness:
         compared = not (self._reported or self._counted)
-        return _Witness(tensor, tensor._version, _values(tensor).clone() if compared else None, owner)
+        return _Witness(tensor, _version(tensor), _values(tensor).clone() if compared else None, owner)
+
+    def _compiles(self) -> bool:
+        """Whether the script has compiled anything, so that a hooked optimizer may later step without its hooks."""
+        if COMPILE_COUNTERS.owner not in sys.modules:
+            return False
+        counters = self._compiled(COMPILE_COUNTERS.get)
+        return bool(counters and counters["stats"])
 
 
 def leaves(root: torch.Tensor) -> list[torch.Tensor]:
@@ -185,7 +196,7 @@ def gradients(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[tuple[in
     them.
     """
     return [
-        [(id(p.grad), p.grad._version) if p.grad is not None else (0, 0) for p in witnesses(one)] for one in optimizers
+        [(id(p.grad), _version(p.grad)) if p.grad is not None else (0, 0) for p in witnesses(one)] for one in optimizers
     ]
 
 
@@ -200,9 +211,3 @@ def _has_data(tensor: torch.Tensor) -> bool:
         return local(tensor).untyped_storage().nbytes() > 0
     except (RuntimeError, NotImplementedError):  # sparse, fake, or of a functional transform
         return False
-
-
-def _compiles() -> bool:
-    """Whether the script has compiled anything, so that a hooked optimizer may later step without its hooks."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return bool(dynamo and dynamo.counters["stats"])

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
-import ctypes
 import functools
-import gc
-import importlib.util
 import io
 import os
 import socket
@@ -15,17 +11,22 @@ import threading
 import traceback
 import types
 from contextlib import suppress
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from labkit.probe import lifetime
 from labkit.probe.journal import Guard, Journal
+from labkit.probe.leaving import exit_process, leave
+from labkit.probe.loopback import keep_stores_local
+from labkit.probe.patches import Patches
+from labkit.probe.position import Position
+from labkit.probe.script import NoScript, clean, code_of, exit_code
 from labkit.record import clock
 from labkit.record.stacks import MESSAGE_LIMIT, clipped, of_script
 
-_HERE = str(Path(__file__).parent) + os.sep
-_exit_process = os._exit  # Python's own, before the probe wraps it
+if TYPE_CHECKING:
+    from labkit.probe.steps import StepWatch
+
 _LAST_STEPS = 5.0  # seconds to wait for steps that are still on the GPU after the script has ended
 _USAGE = "usage: python -m labkit.probe (SCRIPT | -m MODULE) [ARGS…]"
 
@@ -52,10 +53,6 @@ class Watched:
     def __init__(self, run: str):
         import torch
 
-        from labkit.probe import hooks, loopback
-        from labkit.probe.position import Position
-        from labkit.probe.waiting import WaitWatch
-
         self.journal = Journal(run, _number("RANK"))
         self._ended, self._left_at = False, ""  # the stack of the call that ended the script, if one did
         self.journal.write(
@@ -71,29 +68,32 @@ class Watched:
             began=lifetime.began(os.getpid()),
         )
         self._guard = Guard(self.journal, "end")
-        self._watch = Guard(self.journal, "hooks")(hooks.install, self.journal, run, _number("LABKIT_SAMPLE_EVERY", 50))
-        self._waiting = None
+        patches = Patches(self.journal)
+        self._watch = Guard(self.journal, "hooks")(_install, self.journal, patches, run)
+        self._waiting = self._tensors = None
         position = Guard(self.journal, "position")(Position, run, _number("RANK"))
         if self._watch:
+            from labkit.probe.hooks import keep_tensors
+            from labkit.probe.waiting import WaitWatch
+
             patience = _number("LABKIT_HANG_AFTER", 30)
             self._waiting = Guard(self.journal, "waiting")(WaitWatch, self.journal, self._watch, patience, position)
             if self._waiting:
                 self._waiting.start()
-        self._tensors = None
-        if self._watch and os.environ.get("LABKIT_TENSORS") == "1":
-            self._tensors = Guard(self.journal, "tensors")(
-                hooks.keep_tensors, self._watch, self.journal, run, _number("RANK")
-            )
-        Guard(self.journal, "loopback")(loopback.keep_stores_local, run)
+            if os.environ.get("LABKIT_TENSORS") == "1":
+                self._tensors = Guard(self.journal, "tensors")(
+                    keep_tensors, self._watch, self.journal, patches, run, _number("RANK")
+                )
+        Guard(self.journal, "loopback")(keep_stores_local, patches, run)
         self._watch_exit()
 
     def _watch_exit(self) -> None:
         """`os._exit` bypasses all exit handlers of Python, so pending events are written before it is called."""
 
-        @functools.wraps(_exit_process)
+        @functools.wraps(exit_process)
         def _exit(status: int) -> None:
             self._guard(self._exits, status)
-            _exit_process(status)
+            exit_process(status)
 
         os._exit = _exit
 
@@ -113,14 +113,12 @@ class Watched:
 
     def error(self, error: BaseException) -> None:
         """Records an uncaught exception of the script immediately, also in torchrun's error file."""
-        from labkit.probe.traffic import newest
-
         self.journal.write(
             "error",
             type=type(error).__name__,
             message=clipped(_text(error), MESSAGE_LIMIT),
             traceback=clipped("".join(traceback.format_exception(error)).rstrip()),
-            ops=self._guard(newest) or [],
+            ops=(self._watch and self._guard(self._watch.recorder.newest)) or [],
             owners=(self._watch and self._guard(self._watch.memory.owners)) or {},
         )
         file = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -153,6 +151,12 @@ class Watched:
         self.journal.write("end", exit_code=code, steps=steps, seconds=seconds, **stack)
 
 
+def _install(journal: Journal, patches: Patches, run: str) -> StepWatch:
+    from labkit.probe import hooks  # here, so that a name that torch lacks does not end the script
+
+    return hooks.install(journal, patches, run, _number("LABKIT_SAMPLE_EVERY", 50))
+
+
 def execute(arguments: list[str], watched: Watched | None) -> int:
     """Runs a script as `__main__` and returns its exit code; an exception is recorded, and printed as python prints
     it."""
@@ -160,16 +164,16 @@ def execute(arguments: list[str], watched: Watched | None) -> int:
         _run(arguments)
         return 0
     except SystemExit as stop:
-        code = _exit_code(stop)
-        _clean(stop)
+        code = exit_code(stop)
+        clean(stop)
         if watched:
-            if isinstance(stop, _NoScript):
-                watched.error(_clean(stop.__cause__))
+            if isinstance(stop, NoScript):
+                watched.error(clean(stop.__cause__))
             else:
                 (watched.error if code else watched.leaves)(stop)
         return code
     except BaseException as error:
-        _clean(error)
+        clean(error)
         interrupted = isinstance(error, KeyboardInterrupt)
         if watched and not interrupted:
             watched.error(error)
@@ -178,96 +182,11 @@ def execute(arguments: list[str], watched: Watched | None) -> int:
         return 130 if interrupted else 1
 
 
-class _NoScript(SystemExit):
-    """The script cannot be read; the cause is the reason."""
-
-
 def _run(arguments: list[str]) -> None:
     main = types.ModuleType("__main__")
     main.__builtins__ = sys.modules["builtins"]
     sys.modules["__main__"] = main
-    code = _module_code(main, arguments[1:]) if arguments[0] == "-m" else _script_code(main, arguments)
-    exec(code, main.__dict__)
-
-
-def _module_code(main: types.ModuleType, arguments: list[str]) -> types.CodeType:
-    """A module's code, after setting everything that `python -m` sets; sys.path[0] is already the working folder."""
-    name = arguments[0]
-    sys.argv[:] = ["-m", *arguments[1:]]  # as its parent packages see it
-    try:
-        spec = importlib.util.find_spec(name)  # imports its parent packages
-        if spec is not None and spec.submodule_search_locations is not None:
-            spec = importlib.util.find_spec(f"{name}.__main__")
-        code = spec.loader.get_code(spec.name) if spec is not None and spec.loader is not None else None
-    except (ModuleNotFoundError, ValueError) as error:  # a parent package is missing, or is a module
-        if isinstance(error, ModuleNotFoundError) and error.name and not f"{name}.".startswith(f"{error.name}."):
-            raise  # the package exists, but one of its imports does not
-        code = None
-    if code is None:
-        sys.stderr.write(f"{sys.executable}: No module named {name}\n")
-        raise _NoScript(1) from ModuleNotFoundError(f"No module named {name!r}", name=name)
-    sys.argv[0] = spec.origin
-    main.__file__, main.__cached__, main.__loader__ = spec.origin, spec.cached, spec.loader
-    main.__package__, main.__spec__ = spec.parent, spec
-    return code
-
-
-def _script_code(main: types.ModuleType, arguments: list[str]) -> types.CodeType:
-    """A script's code, after setting everything that `python SCRIPT` sets."""
-    path = os.path.join(os.getcwd(), arguments[0])  # noqa: PTH109, PTH118 - as python joins them: `./` stays
-    sys.argv[:] = arguments
-    if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = str(Path(path).resolve().parent)
-    main.__file__ = path
-    main.__loader__ = SourceFileLoader("__main__", path)
-    try:
-        with io.open_code(path) as file:
-            source = file.read()
-    except OSError as error:
-        sys.stderr.write(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}\n")
-        raise _NoScript(2) from error
-    return compile(source, path, "exec", dont_inherit=True)
-
-
-def _exit_code(stop: SystemExit) -> int:
-    if stop.code is None or isinstance(stop.code, int):
-        return (stop.code or 0) & 0xFF
-    sys.stderr.write(f"{stop.code}\n")
-    return 1
-
-
-def _clean(error: BaseException) -> Any:
-    """Removes the probe's frames from an exception's traceback, and from those of its causes."""
-    seen: set[int] = set()
-    rest: list[BaseException | None] = [error]
-    while rest:
-        one = rest.pop()
-        if one is None or id(one) in seen:
-            continue
-        seen.add(id(one))
-        one.__traceback__ = _without_probe(one.__traceback__)
-        rest += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
-    return error
-
-
-def _without_probe(trace: types.TracebackType | None) -> types.TracebackType | None:
-    kept = [
-        (t.tb_frame, t.tb_lasti, t.tb_lineno)
-        for t in _chain(trace)
-        if not t.tb_frame.f_code.co_filename.startswith(_HERE)
-    ]
-    clean = None
-    for frame, last, line in reversed(kept):
-        clean = types.TracebackType(clean, frame, last, line)
-    return clean
-
-
-def _chain(trace: types.TracebackType | None) -> list[types.TracebackType]:
-    found = []
-    while trace is not None:
-        found.append(trace)
-        trace = trace.tb_next
-    return found
+    exec(code_of(main, arguments), main.__dict__)
 
 
 def _text(error: BaseException) -> str:
@@ -280,52 +199,3 @@ def _text(error: BaseException) -> str:
 def _number(name: str, missing: int = 0) -> int:
     value = os.environ.get(name, "")
     return int(value) if value.isdigit() else missing
-
-
-# ---- exit
-
-
-def leave(code: int) -> None:
-    """Does what python does at exit, as far as a script can notice, and exits.
-
-    The interpreter and libraries are not torn down, because live threads of torch's C++ libraries can then abort the
-    process after a successful training ("terminate called without an active exception").
-    """
-    for last in (threading._shutdown, atexit._run_exitfuncs, _close_files, _flush):
-        try:
-            last()
-        except BaseException:
-            with suppress(BaseException):
-                traceback.print_exc()
-    _exit_process(code)
-
-
-def _close_files() -> None:
-    """Closes files that the script left open for writing, in the order of their layers: text, compression, bytes."""
-    standard = {id(stream) for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)}
-    standard |= {
-        id(getattr(stream, "buffer", None)) for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
-    }
-    files = [
-        thing
-        for thing in gc.get_objects()
-        if issubclass(type(thing), (io.TextIOBase, io.BufferedIOBase)) and id(thing) not in standard
-    ]
-    for file in sorted(
-        files,
-        key=lambda file: (
-            not isinstance(file, io.TextIOBase),
-            isinstance(file, (io.BufferedWriter, io.BufferedRandom)),
-        ),
-    ):
-        with suppress(Exception):
-            if not file.closed and file.writable():
-                file.close()
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):
-            stream.flush()
-    if os.name == "posix":
-        ctypes.CDLL(None).fflush(None)  # output of C libraries

@@ -10,34 +10,31 @@ that step profiles its next one. A snapshot is torch's record of the CUDA alloca
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import json
 import os
+import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from labkit.probe.clocks import CpuClock, CudaClock
-from labkit.probe.journal import Journal
+from labkit.probe.journal import Guard, Journal
+from labkit.probe.kineto import LogLevel, allocations_of, moment, rows_of, taken, wait_for_other_threads
 from labkit.probe.memory import MemoryWatch
-from labkit.probe.timeline import Allocation, Row, curve, timeline
+from labkit.probe.patches import Patches
+from labkit.probe.snapshots import Snapshots
+from labkit.probe.timeline import curve, timeline
+from labkit.probe.torch_private import PROFILER_ENABLED
 from labkit.probe.traffic import TrafficWatch
 from labkit.record import clock as run_clock
 
 _EARLY = 8  # a typical step that is profiled even in a short run
 _LOOK = 0.2  # seconds between two polls for a request
-_BRIEF = 3_000  # ns; shorter events are ignored
-_ERRORS_ONLY = 2
-_UNREST = 0.5  # maximum seconds to wait for other threads
-_LOOKS = 5  # consecutive checks, 1 ms apart, in which all threads sleep: a thread that was just woken shows up late
-_MOMENT = 0.02  # seconds to wait if the state of threads is unknown
-_APART = 50_000  # maximum ns between two readings of one moment; more means an interruption
-_TRIES = 20
+_ON_LINUX = sys.platform == "linux"
 _ZERO_GRAD = "Optimizer.zero_grad#"
 
 
@@ -47,6 +44,7 @@ class StepSampler:
     def __init__(
         self,
         journal: Journal,
+        patches: Patches,
         run: str | os.PathLike[str],
         memory: MemoryWatch,
         traffic: TrafficWatch | None,
@@ -54,17 +52,24 @@ class StepSampler:
     ):
         self._journal, self._memory, self._traffic = journal, memory, traffic
         self._every = every
-        self._request, self._snapshots = Path(run) / "capture.json", Path(run) / "snapshots"
+        self._request, self._snapshots = Path(run) / "capture.json", Snapshots(journal, run)
+        self._script_profiles: Callable[[], bool] = PROFILER_ENABLED.get()
+        self._curves = Guard(journal, "memory curves")
         self._profiler: Any = None
         self._off = self._starting = self._with_memory = self._with_snapshot = False
         self._seen, self._next_look, self._asked = 0, 0.0, 0
         self._begun: tuple[run_clock.SystemMoment, Any] = run_clock.SystemMoment.now(), None  # and its mark
         self._held: tuple[dict[int, tuple[str, int]], dict[str, int]] = {}, {}
-        self._log_level = _LogLevel()
+        self._log_level: LogLevel | None = Guard(journal, "allocator warnings")(LogLevel) if _ON_LINUX else None
         self._ended = 0  # number of finished profiles
         self._unended: list[Any] = []
-        self._protect_open_records()
-        self._yield_to_script()
+        self._off = not all(
+            (
+                patches.wrap("open records", "torch.autograd.profiler.record_function.__enter__", self._entering),
+                patches.wrap("open records", "torch.autograd.profiler.record_function.__exit__", self._leaving),
+                patches.wrap("timelines", "torch.autograd.profiler.profile.__init__", self._creating),
+            )
+        )
 
     @property
     def profiles_memory(self) -> bool:
@@ -87,36 +92,31 @@ class StepSampler:
         """Discards the current profile, because its step is not a typical one or the script ends."""
         if self._profiler is not None:
             self._stop()
-            self._stop_snapshot()
+            self._snapshots.end()
 
-    def _yield_to_script(self) -> None:
+    def _creating(self, original: Callable[..., None]) -> Callable[..., None]:
         """Stops and disables profiling when the script creates a profiler itself."""
-        kind = torch.autograd.profiler.profile
-        original = kind.__init__
 
-        @functools.wraps(original)
         def init(profiler: Any, *args: Any, **kwargs: Any) -> None:
             if not self._starting:
                 self._off = True
                 self.give_up()
             original(profiler, *args, **kwargs)
 
-        kind.__init__ = init
+        return init
 
-    def _protect_open_records(self) -> None:
-        """Prevents a `record_function` that is open when a profile ends from exiting, because torch would write to the
-        freed profile.
+    # A `record_function` that is open when a profile ends must not exit, because torch would write to the freed
+    # profile. The end of a step is reported from within the optimizer's record. Such records are stored, because
+    # freeing one also ends it.
 
-        The end of a step is reported from within the optimizer's record. Such records are stored, because freeing one
-        also ends it.
-        """
-        kind = torch.autograd.profiler.record_function
-        enter, leave = kind.__enter__, kind.__exit__
-
+    def _entering(self, enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def begin(record: Any) -> Any:
             record.labkit_began = self._ended if self._profiler is not None else None
             return enter(record)
 
+        return begin
+
+    def _leaving(self, leave: Callable[..., None]) -> Callable[..., None]:
         def end(record: Any, *error: Any) -> None:
             began = getattr(record, "labkit_began", None)
             if began is None or began == self._ended:
@@ -124,17 +124,17 @@ class StepSampler:
             else:
                 self._unended.append(record)
 
-        kind.__enter__, kind.__exit__ = begin, end
+        return end
 
     # ---- selection of steps
 
     def _is_due(self, step: int) -> bool:
-        if self._off or torch.autograd._profiler_enabled() or threading.current_thread() is not threading.main_thread():
+        if self._off or self._script_profiles() or threading.current_thread() is not threading.main_thread():
             return False  # kineto works only in the main thread, and prints warnings elsewhere
         captured = self._was_requested(step)
-        self._with_memory = captured or self._memory.is_due
+        self._with_memory = (captured or self._memory.is_due) and not self._curves.off
         usual = self._every and (step == _EARLY or step % self._journal.spaced(self._every) == 0)
-        return bool(self._with_memory or usual)
+        return bool(captured or self._with_memory or usual)
 
     def _was_requested(self, step: int) -> bool:
         now = time.monotonic()
@@ -163,17 +163,19 @@ class StepSampler:
         if on_gpu:
             torch.cuda.synchronize(clock.device)
             if self._with_snapshot:
-                torch.cuda.memory._record_memory_history(max_entries=200_000)
+                self._snapshots.begin()
+                self._with_snapshot = False
         if self._with_memory:
             self._held = self._memory.held()
-            self._log_level.errors_only()
+            if self._log_level:
+                self._log_level.errors_only()
         self._starting = True
         try:
             self._profiler = profile(activities=activities, profile_memory=self._with_memory)
             self._profiler.start()
         finally:
             self._starting = False
-        self._begun = _moment(clock)
+        self._begun = moment(clock)
         if self._traffic:
             self._traffic.keep_sends()
 
@@ -182,7 +184,7 @@ class StepSampler:
         if on_gpu:
             torch.cuda.synchronize(clock.device)
         results = self._stop()
-        self._stop_snapshot(step)
+        self._snapshots.end(step)
         begun, first = self._begun
         if begun.clock_was_set():
             clock.release([first])
@@ -194,15 +196,13 @@ class StepSampler:
 
         spans = [(name, nanoseconds(start), nanoseconds(end)) for name, start, end in phases]
         clock.release([first])
-        rows, allocations = (
-            list(_rows(results)),
-            (list(_allocations(results, clock.device.type)) if self._with_memory else []),
-        )
+        rows = list(rows_of(results))
+        allocations = self._curves(allocations_of, results, clock.device.type) if self._with_memory else None
         del results  # now: kineto crashes if the garbage collector frees an old result during a new profile
         recorded = self._traffic.operations_since(spans[0][1]) if self._traffic else []
         t0 = {"t0": begun.seconds(spans[0][1])}
         self._journal.write("timeline", step=step, **timeline(rows, spans, recorded, clock.device.type) | t0)
-        if self._with_memory:
+        if allocations is not None:
             freed = max((row.end for row in rows if row.name.startswith(_ZERO_GRAD)), default=0)
             before, apart = self._held
             after = {address: owner for address, (owner, _) in self._memory.held()[0].items()}
@@ -212,109 +212,9 @@ class StepSampler:
     def _stop(self) -> Any:
         """Ends the profile and returns kineto's results."""
         profiler, self._profiler = self._profiler, None
-        _wait_for_other_threads()
+        wait_for_other_threads()
         profiler.stop()
         self._ended += 1
-        self._log_level.restore()
-        results, profiler.profiler.kineto_results = profiler.profiler.kineto_results, None
-        return results
-
-    def _stop_snapshot(self, step: int | None = None) -> None:
-        if not self._with_snapshot or self._memory.device.type != "cuda":
-            return
-        self._with_snapshot = False
-        if step is not None:
-            self._snapshots.mkdir(mode=0o700, exist_ok=True)
-            rank = os.environ.get("RANK", "0")
-            torch.cuda.memory._dump_snapshot(str(self._snapshots / f"rank{rank}-step{step}.pickle"))
-        torch.cuda.memory._record_memory_history(enabled=None)
-
-
-def _moment(clock: CpuClock | CudaClock) -> tuple[run_clock.SystemMoment, Any]:
-    """One moment by the system clock and as a mark; repeated if the process was interrupted in between.
-
-    The profile has system times and the phases have marks; the time between the two readings shifts one against the
-    other.
-    """
-    moment, mark = run_clock.SystemMoment.now(), clock.mark()
-    for _ in range(_TRIES):
-        if run_clock.SystemMoment.now().monotonic_ns - moment.monotonic_ns <= _APART:
-            break
-        clock.release([mark])
-        moment, mark = run_clock.SystemMoment.now(), clock.mark()
-    return moment, mark
-
-
-def _wait_for_other_threads() -> None:
-    """Waits up to `_UNREST` seconds until no other thread of this process runs.
-
-    A gloo thread first wakes the thread that waits for its operation, and then records the operation's end for the
-    profiler. On a busy machine this can happen after the profile was stopped, so that torch writes to freed memory
-    (observed: SIGSEGV, corrupted heap). If the system does not report the state of threads, it sleeps for `_MOMENT`
-    seconds.
-    """
-    tasks, own, last = Path("/proc/self/task"), str(threading.get_native_id()), time.monotonic() + _UNREST
-    if not tasks.is_dir():
-        time.sleep(_MOMENT)
-        return
-    at_rest = 0
-    while at_rest < _LOOKS and time.monotonic() < last:
-        at_rest = at_rest + 1 if not any(_runs(task) for task in tasks.iterdir() if task.name != own) else 0
-        time.sleep(0.001)
-
-
-def _runs(task: Path) -> bool:
-    """Whether a thread is running or runnable."""
-    try:
-        return (task / "stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2].startswith("R")
-    except OSError:
-        return False  # it has just ended
-
-
-def _rows(results: Any) -> Iterator[Row]:
-    """The profiler's events without very short ones, which are the majority; each access to an event costs
-    microseconds.
-    """
-    cuda = torch.autograd.DeviceType.CUDA
-    for event in results.events():
-        duration = event.duration_ns()
-        if duration >= _BRIEF:
-            start = event.start_ns()
-            yield Row(event.name(), start, start + duration, event.start_thread_id(), event.device_type() == cuda)
-
-
-def _allocations(results: Any, device: str) -> Iterator[Allocation]:
-    from torch._C._profiler import _EventType
-
-    rest = list(results.experimental_event_tree())
-    while rest:
-        event = rest.pop()
-        rest.extend(event.children)
-        if event.tag == _EventType.Allocation and event.extra_fields.device.type == device:
-            inside, around = [], event.parent
-            while around is not None:
-                inside.append(around.name)
-                around = around.parent
-            yield Allocation(event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size, tuple(inside))
-
-
-class _LogLevel:
-    """The log level of torch's C++ code. During memory profiling its CPU allocator would warn about every older
-    block."""
-
-    def __init__(self) -> None:
-        library = Path(torch.__file__).with_name("lib") / "libc10.so"
-        self._level = (
-            ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "FLAGS_caffe2_log_level") if library.is_file() else None
-        )
-        self._usual: int | None = None
-
-    def errors_only(self) -> None:
-        """Suppresses warnings until `restore`."""
-        if self._level is not None and self._level.value < _ERRORS_ONLY:
-            self._usual, self._level.value = self._level.value, _ERRORS_ONLY
-
-    def restore(self) -> None:
-        """Restores the previous level."""
-        if self._usual is not None:
-            self._level.value, self._usual = self._usual, None
+        if self._log_level:
+            self._log_level.restore()
+        return taken(profiler)

@@ -14,28 +14,25 @@ loader.
 
 from __future__ import annotations
 
-import functools
-import importlib
+from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch.utils.data import DataLoader
+import torch.distributed
 
 from labkit.probe.journal import Guard, Journal
+from labkit.probe.patches import Patches
 from labkit.record.events import STARTUP
-
-# modules that export init_process_group
-_MODULES = ("torch.distributed", "torch.distributed.distributed_c10d", "torch.distributed.device_mesh")
 
 
 class Startup:
     """Writes each milestone once; later calls cost one lookup in a small set."""
 
-    def __init__(self, journal: Journal):
+    def __init__(self, journal: Journal, patches: Patches):
         self._journal, self._guard = journal, Guard(journal, "startup")
         self._awaited = set(STARTUP)
-        self._watch_groups()
-        self._watch_data()
+        if torch.distributed.is_available():
+            patches.wrap("startup", "torch.distributed.init_process_group", self._forming)
+        patches.wrap("startup", "torch.utils.data.DataLoader.__init__", self._loading)
 
     def reached(self, name: str) -> None:
         """The rank has reached `name`, one of `events.STARTUP`."""
@@ -43,29 +40,17 @@ class Startup:
             self._awaited.discard(name)
             self._journal.write("startup", name=name)
 
-    def _watch_groups(self) -> None:
-        if not torch.distributed.is_available():
-            return
-        original = torch.distributed.init_process_group
-
-        @functools.wraps(original)
+    def _forming(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def init_process_group(*args: Any, **kwargs: Any) -> Any:
             given = original(*args, **kwargs)
             self._guard(self.reached, "group")
             return given
 
-        for module in map(importlib.import_module, _MODULES):
-            if getattr(module, "init_process_group", None) is original:
-                module.init_process_group = init_process_group
+        return init_process_group
 
-    def _watch_data(self) -> None:
-        original = DataLoader.__init__
-
-        @functools.wraps(original)
-        def make(loader: Any, *args: Any, **kwargs: Any) -> None:
+    def _loading(self, original: Callable[..., None]) -> Callable[..., None]:
+        def init(loader: Any, *args: Any, **kwargs: Any) -> None:
             original(loader, *args, **kwargs)
             self._guard(self.reached, "data")
-            if DataLoader.__init__ is make:
-                DataLoader.__init__ = original
 
-        DataLoader.__init__ = make
+        return init

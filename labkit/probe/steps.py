@@ -24,95 +24,50 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from labkit.probe.clocks import CpuClock, CudaClock, clock_for, likely_device
+from labkit.probe.activity import OTHER
+from labkit.probe.clocks import clock_for
+from labkit.probe.collectives import FlightRecorder
+from labkit.probe.finished import FinishedSteps
+from labkit.probe.groups import GroupWatch
 from labkit.probe.journal import Guard, Journal
-from labkit.probe.losses import Edge, Loss, LossWatch, share_of
-from labkit.probe.memory import MemoryWatch, local
+from labkit.probe.losses import Edge, Loss, Share, share_of
+from labkit.probe.memory import local
 from labkit.probe.observations import Observations
-from labkit.probe.optimizers import Optimizers, UpdateWatch
-from labkit.probe.pace import InsideBackward, Pace
-from labkit.probe.pending import OtherLoss, Pending, Step
-from labkit.probe.sampler import StepSampler
-from labkit.probe.samples import SampleCount, Shape, shapes_in
+from labkit.probe.optimizers import UpdateWatch
+from labkit.probe.pace import InsideBackward
+from labkit.probe.samples import Shape, shapes_in
 from labkit.probe.startup import Startup
 from labkit.probe.threads import ScriptThread
-from labkit.record import clock
-
-_OTHER = "other"
 
 
-class StepWatch:
+class StepWatch(FinishedSteps):
     """The activity of one rank, reported by hooks in the script's thread; writes `step`, `memory`, `activity`,
     `device`.
     """
 
     def __init__(self, journal: Journal):
-        self.finished = self.evaluations = 0
-        self.progress = time.monotonic()  # the time of the last report
-        self.memory = MemoryWatch(journal.write)
-        self.sampler: StepSampler | None = None
+        super().__init__(journal)
+        self.evaluations = 0
+        self.recorder = FlightRecorder(journal)
+        self.groups: GroupWatch | None = None
         self.observations: Observations | None = None
         self.startup: Startup | None = None
-        self._sample, self._see = Guard(journal, "sampler"), Guard(journal, "observations")
-        self._journal = journal
-        self._look = Guard(journal, "memory")
-        self._clock: CpuClock | CudaClock | None = None
-        self._activity: str | None = None
-        self._before_build: tuple[str | None] | None = None
+        self._see, self._share = Guard(journal, "observations"), Guard(journal, "loss shares")
         self._finite = True  # whether all known losses were finite
         self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        self._pace = Pace()
         self.thread = ScriptThread()
-        self.after_step: list[Callable[[], None]] = []
         self.backwards = 0
-        self.optimizers = Optimizers()
-        self._losses, self._updates = LossWatch(self.optimizers, journal.write), UpdateWatch(self.optimizers)
-        self._pending = Pending(journal.write, self._losses)
-        self._samples = SampleCount()
+        self._updates = UpdateWatch(self.optimizers, Guard(journal, "compiled updates"))
         self._loss: Loss | None = None
         self._closure_ran = False
         self._inside = InsideBackward()
-        self._stack: list[str] = []
         self._stepping: list[torch.optim.Optimizer] = []
         self._creating: torch.optim.Optimizer | None = None
-        self._marks: list[Any] = []
-        self._names: list[str] = []
         self._restart()
-
-    @property
-    def activity(self) -> str | None:
-        """training or evaluating; None before either."""
-        return self._activity
-
-    @property
-    def phase(self) -> str:
-        """The current innermost phase."""
-        return self._now
-
-    @property
-    def between(self) -> bool:
-        """Whether the script is in a step but in no phase of it."""
-        return bool(self._names) and not self._stack
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether backward runs in the followed thread."""
-        return "backward" in self._stack
-
-    @property
-    def memory_is_profiled(self) -> bool:
-        """Whether every allocation of the current step is recorded."""
-        return self.sampler is not None and self.sampler.profiles_memory
-
-    @property
-    def builds(self) -> bool:
-        """Whether torch is compiling a C++ extension, which can take minutes."""
-        return self._before_build is not None
 
     @property
     def creating_state(self) -> bool:
@@ -129,50 +84,10 @@ class StepWatch:
         """The trained models that still exist."""
         return list(self._models)
 
-    # ---- phases
-
-    def enter(self, phase: str) -> int:
-        """A phase begins; returns the depth to pass to `leave`."""
-        self._stack.append(phase)
-        self._mark(phase)
-        return len(self._stack) - 1
-
-    def leave(self, depth: int | None) -> None:
-        """Ends the phase that began at this depth, and all phases inside it; None does nothing."""
-        if depth is None or depth >= len(self._stack):
-            return
-        del self._stack[depth:]
-        self._mark(self._now)
-
-    @property
-    def _now(self) -> str:
-        return self._stack[-1] if self._stack else _OTHER
-
-    def _mark(self, phase: str) -> None:
-        self.progress = time.monotonic()
-        if not self._names and phase == _OTHER:
-            return  # no step has started
-        if self._names and self._names[-1] == phase:
-            return
-        if self._clock is None:
-            self._use(clock_for(likely_device()))
-        mark = self._clock.mark()
-        if mark is not None:
-            self._marks.append(mark)
-            self._names.append(phase)
-
-    def _use(self, clock: CpuClock | CudaClock) -> None:
-        self._clock = clock
-        self._marks, self._names = [], []  # marks of the previous clock cannot be compared
-        self._losses.forget()
-        self._journal.write("device", device=str(clock.device), device_name=clock.device_name)
+    # ---- beginning again
 
     def _restart(self, mark: Any = None) -> None:
-        """Discards the current marks; the next step begins at `mark`, or else with the next phase."""
-        if self._clock is not None:
-            self._clock.release(self._marks[1:] if mark is None else ())
-        self._marks, self._names = ([], []) if mark is None else ([mark], [self._now])
-        self._samples.restart()
+        super()._restart(mark)
         self._trained = self._unsure = self._learned = False
 
     def resumes(self, step: int) -> None:
@@ -180,22 +95,6 @@ class StepWatch:
         self.finished = step
         self._samples.forget()
         self._restart()
-
-    def _do(self, activity: str | None) -> None:
-        if activity != self._activity:
-            self._activity = activity
-            self._journal.write("activity", name=activity)
-
-    def build_begins(self, extension: str) -> None:
-        """torch starts compiling a C++ extension, or waiting for another process that compiles it."""
-        self._before_build = self._before_build or (self._activity,)
-        self._do(f"building the C++ extension {extension} (first use only)")
-
-    def build_ends(self) -> None:
-        """The extension is compiled; restores the previous activity."""
-        if self._before_build is not None:
-            (before,), self._before_build = self._before_build, None
-            self._do(before)
 
     def _evaluates(self) -> None:
         self.evaluations += 1
@@ -284,7 +183,7 @@ class StepWatch:
         self._loss = None
         if root is not None and not self._closure_ran:
             copy = self._clock.copy(local(root.detach()))
-            self._loss = None if copy is None else Loss(copy, share_of(made_by))
+            self._loss = None if copy is None else Loss(copy, self._share(share_of, made_by) or Share())
         self._losses.backward_begins()
         return depth
 
@@ -362,12 +261,12 @@ class StepWatch:
         self.drain(seconds)
         self._pending.flush()
 
-    # ---- the end of a step
+    # ---- updates that no hook reports
 
-    def _look_for_update(self, phase: str = _OTHER, script_ends: bool = False) -> None:
+    def _look_for_update(self, phase: str = OTHER, script_ends: bool = False) -> None:
         """Ends the step if parameters were updated since the last backward; the time since then counts for `phase`."""
         if not self._stack and (owner := self._updates.found(script_ends)) is not None:
-            if self._names[-1:] == [_OTHER]:
+            if self._names[-1:] == [OTHER]:
                 self._names[-1] = phase
             self._ends_unreported(owner)
 
@@ -375,41 +274,6 @@ class StepWatch:
         if isinstance(owner, torch.optim.Optimizer):
             self._look(self.memory.add_optimizer, owner)
         self._stepped(owner)
-
-    def _stepped(self, optimizer: Any) -> None:
-        """An optimizer, or an object that represents one, has stepped."""
-        paces = self._pace.is_set_by(optimizer)
-        losses = self._losses.of(optimizer, paces)
-        if paces:
-            self._finish(losses)
-        elif losses:
-            number = self._losses.number(optimizer, False)
-            self._losses.number(self._pace.maker(), True)
-            self._pending.add(OtherLoss(max(1, self.finished), self._clock, number, losses))
-            self.drain()
-
-    def _finish(self, losses: list[Loss]) -> None:
-        mark = self._clock.mark() if self._names else None
-        if mark is None:
-            return
-        self.finished += 1
-        samples = self._samples.take()
-        memory = self._look(self.memory.at_step, self.finished)
-        marks = [*self._marks, mark]
-        self._pending.add(Step(self.finished, clock.now(), self._clock, marks, self._names, losses, samples, memory))
-        sampled = self.sampler and self._sample(
-            self.sampler.step_ends, self.finished, list(zip(self._names, marks, marks[1:])), self._clock
-        )
-        if sampled or self.memory.walked:
-            mark = self._clock.mark()  # the time of profiling and the walk is not part of the next step
-        self._restart(mark)
-        for call in self.after_step:
-            call()
-        self.drain()
-
-    def drain(self, seconds: float = 0.0) -> None:
-        """Writes known steps in order; waits up to `seconds` for the others."""
-        self._pending.drain(seconds)
 
     def _creates_state(self, optimizer: torch.optim.Optimizer) -> bool:
         return not self._learned and all(float(group.get("lr", 1.0)) == 0 for group in optimizer.param_groups)

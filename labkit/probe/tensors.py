@@ -20,25 +20,40 @@ from typing import Any
 import torch
 from torch import nn
 
-from labkit.probe.groups import before_groups_end
+from labkit.probe.groups import GroupWatch
 from labkit.probe.journal import Guard, Journal
 from labkit.probe.memory import local
+from labkit.probe.torch_private import (
+    FLAT_INFOS,
+    FLAT_SHAPES,
+    FLAT_SHARDS,
+    FLAT_TENSORS,
+    FSDP_HANDLE,
+    SHARD_OFFSET,
+    WRAPPERS,
+)
 
-_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 Piece = tuple[dict[str, Any], torch.Tensor]
 
 
 class TensorWatch:
     """Writes the gradients once and the parameters once; `models` returns the trained modules."""
 
-    def __init__(self, run: str | os.PathLike[str], rank: int, journal: Journal, models: Callable[[], list[nn.Module]]):
+    def __init__(
+        self,
+        run: str | os.PathLike[str],
+        rank: int,
+        journal: Journal,
+        groups: GroupWatch,
+        models: Callable[[], list[nn.Module]],
+    ):
         self._head = Path(run) / "tensors" / f"rank{rank}"
         self._models = models
         # a training function may return, and free its model, before the parameters are written
         self._kept: list[nn.Module] = []
         self._guard = Guard(journal, "tensors")
         self._written: set[str] = set()
-        before_groups_end(self._group_ends)
+        groups.before_end(self._group_ends)
 
     def optimizer_begins(self) -> None:
         """An optimizer is about to step; writes the gradients before the first step."""
@@ -80,11 +95,9 @@ def outermost(models: list[nn.Module]) -> list[nn.Module]:
 
 def pieces(model: nn.Module, gradients: bool) -> Iterator[Piece]:
     """This rank's shards of a model's parameters, or of their gradients if there are any."""
-    flat = {prefix: module for prefix, module in model.named_modules() if getattr(module, "_handle", None) is not None}
     held: set[int] = set()
-    for prefix, module in flat.items():
-        handle = module._handle
-        held |= {id(handle.flat_param), *map(id, handle.flat_param._params or ())}
+    for prefix, handle in _flat_handles(model):
+        held |= {id(handle.flat_param), *map(id, FLAT_TENSORS.of(handle.flat_param) or ())}
         yield from _flat_pieces(prefix, handle, gradients)
     for name, parameter in model.named_parameters():
         if id(parameter) in held or hasattr(parameter, "ds_id"):  # DeepSpeed's stage 3 has its own sharding format
@@ -96,7 +109,7 @@ def pieces(model: nn.Module, gradients: bool) -> Iterator[Piece]:
 
 def plain(name: str) -> str:
     """A parameter's name in the unwrapped model."""
-    return ".".join(part for part in name.split(".") if part and part not in _WRAPPERS)
+    return ".".join(part for part in name.split(".") if part and part not in WRAPPERS)
 
 
 def _here(tensor: torch.Tensor) -> torch.Tensor:
@@ -107,22 +120,29 @@ def _here(tensor: torch.Tensor) -> torch.Tensor:
 def _place(tensor: torch.Tensor) -> dict[str, Any]:
     if not hasattr(tensor, "placements"):
         return {"shape": list(tensor.shape), "kind": "block", "offset": [0] * tensor.dim()}
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     kind = "partial" if any(placement.is_partial() for placement in tensor.placements) else "block"
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    _, offset = SHARD_OFFSET.get()(tensor.shape, tensor.device_mesh, tensor.placements)
     return {"shape": list(tensor.shape), "kind": kind, "offset": list(offset)}
+
+
+def _flat_handles(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Name and handle of each unit of FullyShardedDataParallel that has parameters."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    for prefix, module in model.named_modules() if fsdp else ():
+        if isinstance(module, fsdp.FullyShardedDataParallel) and (handle := FSDP_HANDLE.of(module)) is not None:
+            yield prefix, handle
 
 
 def _flat_pieces(prefix: str, handle: Any, gradients: bool) -> Iterator[Piece]:
     """The shards of an FSDP unit's flat parameter, with or without `use_orig_params`."""
     flat = handle.flat_param
-    shard = flat.grad if gradients else flat
-    for number, (info, shape, place) in enumerate(zip(flat._param_infos, flat._shapes, flat._shard_param_infos)):
+    shard, tensors = flat.grad if gradients else flat, FLAT_TENSORS.of(flat)
+    units = zip(FLAT_INFOS.of(flat), FLAT_SHAPES.of(flat), FLAT_SHARDS.of(flat))
+    for number, (info, shape, place) in enumerate(units):
         if not place.in_shard:
             continue
-        if gradients and flat._params is not None:
-            tensor = flat._params[number].grad
+        if gradients and tensors is not None:
+            tensor = tensors[number].grad
         elif shard is None:
             tensor = None
         else:

@@ -16,37 +16,42 @@ from typing import Any, TypeVar
 
 import torch
 
+from labkit.probe.torch_private import ACTION, SET_EVAL_FRAME, SET_STRATEGY, SKIP_CODE, STRATEGY
+
 T = TypeVar("T")
 
 compiling = torch.compiler.is_compiling
-_dynamo = torch._C._dynamo.eval_frame  # private; used only by the functions below
+_set_eval_frame = SET_EVAL_FRAME.get() if SET_EVAL_FRAME.exists() else lambda callback: None
 
 
 def untraced(function: Callable[..., T], *args: Any) -> T:
     """Calls a function with Dynamo disabled."""
-    callback = _dynamo.set_eval_frame(None)
+    callback = _set_eval_frame(None)
     try:
         return function(*args)
     finally:
-        _dynamo.set_eval_frame(callback)
+        _set_eval_frame(callback)
 
 
 def skip_frames() -> None:
-    """Excludes all loaded functions of labkit from compilation."""
+    """Excludes all loaded functions of labkit from compilation. Raises `MissingName` if only a part of that is
+    possible.
+    """
+    skip = _skipper()
     for name, module in list(sys.modules.items()):
         if name == "labkit" or name.startswith("labkit."):
             for code in _codes(vars(module).values(), name, set()):
-                _skip(code)
+                skip(code)
+    SET_EVAL_FRAME.get()
 
 
-def _skip(code: types.CodeType) -> None:
-    """Makes Dynamo skip a function's own frame, but not those of its callees."""
-    if hasattr(_dynamo, "skip_code"):  # torch 2.6
-        _dynamo.skip_code(code)
-    else:
-        _dynamo.set_code_exec_strategy(
-            code, _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT)
-        )
+def _skipper() -> Callable[[types.CodeType], Any]:
+    """A function that makes Dynamo skip a function's own frame, but not those of its callees."""
+    if SKIP_CODE.exists():
+        return SKIP_CODE.get()
+    set_strategy, action = SET_STRATEGY.get(), ACTION.get()
+    strategy = STRATEGY.get()(action.SKIP, action.DEFAULT)
+    return lambda code: set_strategy(code, strategy)
 
 
 def _codes(things: Any, module: str, seen: set[int]) -> Iterator[types.CodeType]:

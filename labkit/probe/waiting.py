@@ -17,7 +17,6 @@ import traceback
 from labkit.probe.journal import Guard, Journal
 from labkit.probe.position import Position
 from labkit.probe.steps import StepWatch
-from labkit.probe.traffic import newest
 from labkit.record import clock
 from labkit.record.stacks import of_script
 
@@ -93,7 +92,7 @@ class WaitWatch(threading.Thread):
             phase=self._watch.phase,
             computed=None if computed is None else round(computed, 3),
             stack=self._stack(),
-            ops=newest(),
+            ops=self._watch.recorder.newest(),
         )
 
     def _stack(self) -> str:

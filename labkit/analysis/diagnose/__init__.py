@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["NAMES", "RULES", "Finding", "findings"]
 
+_MISSING_NAME = "MissingName"  # the type of a `probe_error` if torch lacks a name (see probe/parts.py)
+
 
 @per_revision
 def findings(state: RunState) -> tuple[Finding, ...]:
@@ -58,19 +60,29 @@ def not_judged(unread: Sequence[str]) -> Iterator[Finding]:
 
 
 def not_watched(state: RunState) -> Iterator[Finding]:
-    """Parts of the probe that failed and stopped recording: figures derived from them are frozen or missing."""
+    """Parts of the probe that stopped recording: figures derived from them are frozen or missing."""
+    ranks_of: dict[tuple[str, str, str], list[int]] = {}
     for lost in state.unwatched:
+        ranks_of.setdefault((lost["part"], lost["type"], lost["message"]), []).append(lost["rank"])
+    for (part, kind, message), ranks in ranks_of.items():
+        missing = kind == _MISSING_NAME
         yield Finding(
             name="not_watched",
             kind="unseen",
-            title=f"the probe stopped recording {lost['part']} on rank {lost['rank']}",
-            evidence=f"{lost['type']}: {lost['message']}",
-            cause="this part of the probe raised an exception, so it was switched off for the rest of the run",
+            title=f"the probe {'lacks' if missing else 'stopped recording'} {part} on {ranks_in_words(ranks)}",
+            evidence=message if missing else f"{kind}: {message}",
+            cause=(
+                "the probe relies on a name that this version of torch or Python does not have"
+                if missing
+                else "this part of the probe raised an exception, so it was switched off for the rest of the run"
+            ),
             fix=(
-                f"read the traceback in events/rank{lost['rank']}.jsonl (kind probe_error); the training itself was "
+                "update torch if it is old, otherwise labkit; the training and the other figures were not affected"
+                if missing
+                else f"read the traceback in events/rank{ranks[0]}.jsonl (kind probe_error); the training itself was "
                 "not affected"
             ),
-            ranks=(lost["rank"],),
+            ranks=tuple(ranks),
         )
 
 

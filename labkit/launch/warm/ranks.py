@@ -16,9 +16,11 @@ from labkit.launch import supervisor
 from labkit.launch.warm.fork import Child, fork, has_gpu_open
 from labkit.launch.warm.fresh import Origin
 from labkit.probe import __main__ as probe
+from labkit.probe.torch_private import START_PROCESS, STDERR, STDOUT
 
 _PROBE = ("-u", "-m", "labkit.probe")  # the command of a rank after the interpreter
-_start_process = SubprocessHandler._popen  # private; the only part of torchrun that is replaced
+_STREAMS = STDOUT.attribute, STDERR.attribute
+_start_process = START_PROCESS.get()  # the only part of torchrun that is replaced
 
 
 def fork_supervisor(
@@ -68,13 +70,11 @@ def _run_agent(origin: Origin) -> None:
     def popen(
         handler: SubprocessHandler, args: Sequence[str], environment: Mapping[str, str]
     ) -> Child | subprocess.Popen:
-        if tuple(args[1:4]) != _PROBE or has_gpu_open():
+        if tuple(args[1:4]) != _PROBE or has_gpu_open() or not all(hasattr(handler, name) for name in _STREAMS):
             return _start_process(handler, args, environment)
-        files = (
-            0,
-            *(stream.fileno() if stream else number for number, stream in ((1, handler._stdout), (2, handler._stderr))),
-        )
+        streams = (getattr(handler, name) for name in _STREAMS)
+        files = (0, *(stream.fileno() if stream else number for number, stream in enumerate(streams, 1)))
         return fork(probe.start, origin, args, environment, files, new_session=True)
 
-    SubprocessHandler._popen = popen
+    setattr(SubprocessHandler, START_PROCESS.attribute, popen)
     torch.distributed.run.main()

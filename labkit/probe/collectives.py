@@ -1,0 +1,173 @@
+"""Reads collectives from torch's flight recorder: those of a step for its traffic, and the newest for hangs and errors.
+
+`bytes` is the payload: the whole tensor of an all-gather or reduce-scatter, otherwise a rank's input. Operations count
+as the backend executes them: gloo implements reduce-scatter as all-reduce, and records no sends.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from labkit.probe.journal import Guard, Journal
+from labkit.probe.torch_private import FLIGHT_RECORDER, WORLD
+from labkit.record import clock
+
+_SET_BACK = 1_000_000_000  # ns; an earlier entry with a time later by more than this means that the clock was set
+_NEWEST = 24  # maximum number of collectives reported when a rank waits
+_SIZES = {
+    "Double": 8,
+    "Long": 8,
+    "Float": 4,
+    "Int": 4,
+    "Half": 2,
+    "BFloat16": 2,
+    "Short": 2,
+    "ComplexFloat": 8,
+    "ComplexDouble": 16,
+}
+_NAMES = (
+    "reduce_scatter",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "barrier",
+    "gather",
+    "scatter",
+    "reduce",
+)
+_SAME = {
+    "allgather": "all_gather",
+    "allreduce": "all_reduce",
+    "alltoall": "all_to_all",
+    "reducescatter": "reduce_scatter",
+}
+
+
+class FlightRecorder:
+    """The collectives of this rank; without torch's flight recorder nothing is known of them."""
+
+    def __init__(self, journal: Journal):
+        self._guard = Guard(journal, "collectives")
+        self._last: list[dict[str, Any]] = []
+
+    def entries(self) -> list[dict[str, Any]] | None:
+        """All entries, which takes a millisecond; None if they are unknown."""
+        return self._guard(_entries)
+
+    def since(self, since: int, entries: list[dict[str, Any]] | None = None) -> list[dict[str, Any]] | None:
+        """The collectives since a time (Unix ns), as `described`, in order; None if they are unknown. `entries` are
+        given if they have been read already.
+        """
+        return self._guard(_since, entries or self.entries(), since)
+
+    def newest(self) -> list[dict[str, Any]]:
+        """Per group the last completed collective and all active ones, as {op, group, ranks, seq, sizes, over}: shows
+        who waits where.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            return list(self._last)
+        return self._guard(_newest, self.entries() or []) or []
+
+    def store_newest(self) -> None:
+        """Stores the newest collectives, because an error may be reported after a `finally` block has destroyed the
+        group.
+        """
+        self._last = self.newest()
+
+
+def _entries() -> list[dict[str, Any]]:
+    return json.loads(FLIGHT_RECORDER.get()(includeCollectives=True, onlyActive=False)).get("entries", [])
+
+
+def _since(entries: list[dict[str, Any]] | None, since: int) -> list[dict[str, Any]] | None:
+    found = since_then(entries, since)
+    return None if found is None else [described(entry) for entry in found]
+
+
+def _newest(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for entry in sorted(entries, key=lambda entry: entry["record_id"]):
+        if entry["is_p2p"] or not entry["process_group"]:
+            continue
+        known = described(entry)
+        over = bool(entry["retired"]) or entry["state"] == "completed"
+        if over:
+            found = [one for one in found if one["id"] != known["id"] or not one["over"]]
+        found.append(
+            {name: known[name] for name in ("op", "group", "id", "ranks", "seq")}
+            | {"sizes": entry["input_sizes"], "over": over}
+        )
+    return found[-_NEWEST:]
+
+
+def since_then(entries: list[dict[str, Any]] | None, since: int, now: int | None = None) -> list[dict[str, Any]] | None:
+    """The recorder's collectives since a time (Unix ns); None if there is no recorder or it no longer has all of them.
+
+    The recorder timestamps its entries with the system clock. If that was set back, an earlier entry has a later time:
+    that entry and all entries before it are excluded. `now` is the time of the call.
+    """
+    if not entries:
+        return entries  # gloo records no sends, so a pipeline may have no entry at all
+    newest_first = sorted(entries, key=lambda entry: -entry["record_id"])
+    found, later = [], clock.SystemMoment.now().ns if now is None else now
+    for entry in newest_first:
+        created = entry["time_created_ns"]
+        if created < since or created > later + _SET_BACK:
+            break
+        found.append(entry)
+        later = created
+    else:
+        if newest_first[-1]["record_id"] > 0:
+            return None
+    return [entry for entry in reversed(found) if not entry["is_p2p"] and entry["process_group"]]
+
+
+def described(entry: dict[str, Any]) -> dict[str, Any]:
+    """One recorded collective: op, payload bytes, the group's description, id and ranks, and its sequence number in the
+    group.
+    """
+    name, (group, called) = operation(entry["profiling_name"]), entry["process_group"]
+    ranks = _members(group)
+    return {
+        "op": name,
+        "bytes": payload(entry, name, len(ranks)),
+        "group": called or group,
+        "id": group,
+        "ranks": ranks,
+        "seq": entry["collective_seq_id"],
+    }
+
+
+def operation(profiled: str) -> str:
+    """The operation of a recorded name such as "nccl:_all_gather_base"."""
+    name = profiled.split(":")[-1].lower()
+    name = next((_SAME[other] for other in _SAME if other in name), name)
+    return "barrier" if "barrier" in name else next((known for known in _NAMES if known in name), name)
+
+
+def payload(entry: dict[str, Any], name: str, ranks: int) -> int:
+    """Payload bytes of one recorded collective: the whole gathered or scattered tensor, otherwise a rank's input."""
+    given = _bytes(entry["input_sizes"], entry["input_dtypes"])
+    made = _bytes(entry["output_sizes"], entry["output_dtypes"])
+    if name == "all_gather":
+        return max(made, given * ranks)
+    return max(given, made * ranks) if name == "reduce_scatter" else given
+
+
+def _bytes(sizes: Sequence[Sequence[int]], types: Sequence[str]) -> int:
+    return sum(math.prod(size) * _SIZES.get(kind, 1) for size, kind in zip(sizes, types))
+
+
+def _members(group: str) -> list[int]:
+    world = WORLD.get()
+    ranks = next(
+        (world.pg_group_ranks[each] for each, name in world.pg_names.items() if name == group),
+        range(dist.get_world_size()),
+    )
+    return sorted(ranks)
