@@ -21,6 +21,7 @@ from labkit.analysis.summary import summarise
 from labkit.cli import commands, setting_up
 from labkit.cli import parser as cli
 from labkit.cli.commands import act
+from labkit.common.units import sizes
 from labkit.frontends import terminal
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
@@ -392,7 +393,7 @@ def test_run_without_events_can_be_drawn(tmp_path):
     [((float("nan"),), "–"), ((512.0,), "512 B"), ((5e6, 9e6), "4.8 / 8.6 MiB"), ((2e12,), "1.8 TiB"), ((0.0,), "0 B")],
 )
 def test_sizes(counts, words):
-    assert terminal.sizes(*counts) == words
+    assert sizes(*counts) == words
 
 
 # ---- real runs

@@ -20,6 +20,7 @@ STANDARD = (
     "setup/environment.py",
     "setup/progress.py",
     "cli/parser.py",
+    "common/atomic.py",
     "common/text.py",
 )
 
@@ -62,6 +63,8 @@ NEVER = {
     "course/exercises/*.py": ("plotly", "ipywidgets", "IPython"),
     "course/claims/*.py": ("torch", "plotly", "ipywidgets", "anywidget"),
     "frontends/*.py": HEAVY,
+    "frontends/terminal/*.py": HEAVY,
+    "frontends/doctor/*.py": HEAVY,
     "frontends/panel/*.py": (
         "torch",
         "labkit.frontends.terminal",

@@ -18,8 +18,9 @@ import labkit
 from labkit.cli import parser as cli
 from labkit.cli.commands import act
 from labkit.common.processes import is_supervisor
-from labkit.frontends.doctor import warm_start
+from labkit.frontends.doctor.machine import warm_start
 from labkit.frontends.panel import Lab
+from labkit.launch import local
 from labkit.launch.job import Job
 from labkit.launch.warm import client, facts, fork, wire
 from labkit.launch.warm.client import Cold
@@ -409,6 +410,22 @@ def test_a_folder_with_wrong_permissions_is_not_used(place, ends):
         and because == f"the warm server cannot be used: {folder} must be a folder of this user with mode 0700"
     )
     assert warm_start().level == "degraded" and "cannot be used" in warm_start().says
+
+
+def test_a_server_that_refused_to_serve_is_named_with_the_reason(place, ends, monkeypatch, tmp_path):
+    """A library whose import starts a thread: a process with threads must not fork."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, threading\nif 'labkit.launch.warm.server' in sys.orig_argv:\n"
+        "    threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    client._start_server(local.standing_environment())  # returns when the server has ended
+    reason = client.about().reason
+    assert reason.startswith("the warm server refused to serve (process ")
+    assert reason.endswith(f" of {sys.executable}): it must have one thread, but its imports started 1 more")
+    check = warm_start()
+    assert (check.level, check.says) == ("degraded", reason)
+    assert how(started(ends)) == ("cold", reason)
 
 
 def test_a_socket_of_another_user_is_rejected(place, monkeypatch):

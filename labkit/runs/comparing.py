@@ -4,7 +4,8 @@ in turn."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -106,6 +107,7 @@ class Comparing:
         self._error: BaseException | None = None
         self._stopping = threading.Event()
         self._badges: dict[str, Badge] = {}
+        self._judging = threading.Lock()  # of `_badges`: each badge is computed once, whichever thread asks first
         self.shown_in: int | None = None  # the cell that displayed it last
         self._thread = threading.Thread(target=self._work, daemon=True, name="labkit compare")
 
@@ -165,7 +167,14 @@ class Comparing:
         ]
         if self._stopping.is_set():
             waiting = [replace(row, words="not started", over=True) for row in waiting]
-        return (*rows(known, self._badges), *waiting)
+        with self._judging:
+            return (*rows(known, self._badges), *waiting)
+
+    def watched(self, seconds: float) -> Iterator[tuple[Row, ...]]:
+        """The rows, again every `seconds` until all runs are over; `rows` then has the final ones."""
+        while not self.over:
+            yield self.rows
+            time.sleep(seconds)
 
     def to_json(self) -> dict[str, Any]:
         """The comparison as a dict of plain values."""

@@ -41,6 +41,7 @@ class Strategy:
       layout can resume from
       each other's checkpoints, with any number of ranks. `layout_details`: further properties that must agree, by name.
     - `extra`: the optional extra of the project that the strategy needs.
+    - `compiles`: whether its package compiles a C++ extension of torch at its first use.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Strategy:
     layout: str = "whole"
     layout_details: Callable[[Request], dict[str, Any]] = lambda spec: {}
     extra: str | None = None
+    compiles: bool = False
 
     @property
     def all_options(self) -> tuple[Option, ...]:
@@ -201,6 +203,7 @@ STRATEGIES: dict[str, Strategy] = {
             sends="Gradients: reduce. Parameters: all-gather, block by block in stage 3.",
             wrapper="DeepSpeed",
             extra="deepspeed",
+            compiles=True,
             data_ranks=lambda spec: spec.nproc,
             unmet=rules.compiler_of_deepspeed_missing,
             options=(

@@ -1,49 +1,38 @@
-"""The terminal front end: draws a RunState with rich, live at 4 Hz or as plain lines. It shows the same facts as the
-panel.
-"""
+"""The view of one run in the terminal: its state, the figures of each rank, findings, and the output of rank 0."""
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy
-from rich.console import ConsoleOptions, Group, RenderableType, RenderResult
-from rich.live import Live
-from rich.measure import Measurement
+from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from labkit.analysis.comparison import HEADS, Row, cells, recorded_elsewhere, sentences
 from labkit.analysis.diagnose import Finding, findings
 from labkit.analysis.ledger import ledger
 from labkit.common.text import visible_line, visible_log
 from labkit.common.units import sizes
-from labkit.figures.colours import PHASES as PHASE_COLOURS
 from labkit.figures.colours import rank_colour
 from labkit.figures.profiled import timeline
-from labkit.frontends.console import Console
+from labkit.frontends.terminal.parts import BAR, PhaseBar, formatted, phase_legend
 from labkit.record.columns import RankState
-from labkit.record.events import PHASES
 from labkit.record.folder import RunFolder
-from labkit.record.startup import in_words, is_starting, newest
+from labkit.record.startup import in_words, is_starting
 from labkit.record.startup import table as startup_rows
 from labkit.record.state import RunState
 from labkit.record.steps import Column
-from labkit.runs.comparing import Comparing
 
-_SECONDS = 0.25  # between two redraws
-_PLAIN_SECONDS = 5.0  # between two lines, if the output is not a terminal
 _RECENT = 20  # steps over which the current figures of a rank are averaged
+
 _TAIL = 5  # lines of rank 0's output that are shown
+
 _TAIL_BYTES = 8192
+
 _LINES_AROUND = 16  # of the view, without the rows of the ranks
-_BAR = (8, 40)  # minimum and maximum width of the bar of phases, in characters
-_GLYPHS = dict(zip(PHASES, "·-░▒▓█"))  # distinguish the phases without colours
+
 _STYLES = {
     "finished": "bold green",
     "failed": "bold red",
@@ -51,76 +40,6 @@ _STYLES = {
     "stopping": "bold yellow",
     "lost": "bold yellow",
 }
-
-
-class Source(Protocol):
-    """Provides the state: a `Follower` of a run folder, or a `Recording` that is replayed."""
-
-    state: RunState
-    progress: Callable[[float], None]  # called with the fraction that has been read, if reading takes long
-
-    def poll(self) -> bool:
-        """Folds new events into the state."""
-
-
-def watch(source: Source, folder: RunFolder, console: Console, leave: Callable[[], bool] = lambda: False) -> RunState:
-    """Shows a run until it is over and returns its final state; the last view stays on the screen.
-
-    `leave` is called before every redraw; if it returns True, the watch ends early.
-    """
-    _read(source, console)
-    show = _live if console.is_terminal else _plain
-    show(source, folder, console, leave)
-    return source.state
-
-
-def _read(source: Source, console: Console) -> None:
-    """Reads the events recorded so far, and reports progress if that takes long."""
-    status, before = console.status("reading the run"), source.progress
-    said = -math.inf
-
-    def say(share: float) -> None:
-        nonlocal said
-        words = f"reading the run: {share:.0%}"
-        if console.is_terminal:
-            status.update(words)
-            status.start()
-        elif time.monotonic() - said >= _PLAIN_SECONDS:
-            console.print(words)
-            said = time.monotonic()
-
-    source.progress = say
-    try:
-        source.poll()
-    finally:
-        status.stop()
-        source.progress = before
-
-
-def _live(source: Source, folder: RunFolder, console: Console, leave: Callable[[], bool]) -> None:
-    def current() -> RenderableType:
-        return view(source.state, folder, height=console.height)
-
-    source.poll()
-    with Live(current(), console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
-        while not (source.state.over or leave()):
-            time.sleep(_SECONDS)
-            source.poll()
-            live.update(current(), refresh=True)
-        live.update(view(source.state, folder), refresh=True)
-
-
-def _plain(source: Source, folder: RunFolder, console: Console, leave: Callable[[], bool]) -> None:
-    said, since = None, -math.inf
-    source.poll()
-    while not (source.state.over or leave()):
-        words = source.state.words, newest(source.state)
-        if words != said or time.monotonic() - since >= _PLAIN_SECONDS:
-            console.print(Text(line(source.state)), soft_wrap=True)
-            said, since = words, time.monotonic()
-        time.sleep(_SECONDS)
-        source.poll()
-    console.print(view(source.state, folder))
 
 
 def line(state: RunState) -> str:
@@ -134,7 +53,7 @@ def view(state: RunState, folder: RunFolder, height: int | None = None) -> Rende
     starting = is_starting(state)
     if starting and height is not None:
         rows = max(2, (rows - 3) // 2)  # two tables
-    parts = [_head(state, folder), _progress(state), Text(""), _table(state, rows), _legend()]
+    parts = [_head(state, folder), _progress(state), Text(""), _table(state, rows), phase_legend()]
     if starting:
         parts.append(_startup(state, rows))
     parts += [Text(visible_line(text), style="dim") for text in (*_replicas(state), *_sampled(state))]
@@ -144,73 +63,6 @@ def view(state: RunState, folder: RunFolder, height: int | None = None) -> Rende
         lines = (Text(f"  {text}", no_wrap=True, overflow="ellipsis") for text in tail)
         parts += [Text("\noutput of rank 0", style="dim"), *lines]
     return Group(*parts)
-
-
-def runs_table(rows: Sequence[dict]) -> RenderableType:
-    """A table of recorded runs from their summaries, newest last, followed by the reasons why some cannot be read."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name, justify in (
-        ("run", "left"),
-        ("state", "left"),
-        ("workload", "left"),
-        ("ranks", "right"),
-        ("steps", "right"),
-    ):
-        table.add_column(name, justify=justify, no_wrap=True, overflow="fold" if name == "run" else "ellipsis")
-    for name in ("seconds", "samples/s", "loss", "accuracy"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        if row["state"] == "unreadable":
-            table.add_row(*(Text(visible_line(cell)) for cell in (row["run"], "unreadable")), style="yellow")
-            continue
-        what = row["workload"] or Path(row["script"] or "").name
-        figures = (_number(row["seconds"]["total"], ".1f"), _number(row["samples_per_second"], ",.0f"))
-        figures += (_number(row["loss"], ".4f"), _number(row["accuracy"], ".1%"))
-        cells = (row["run"], row["state"], what, str(row["world_size"]), str(row["steps"]), *figures)
-        table.add_row(*(Text(visible_line(cell)) for cell in cells), style=None if row["state"] != "failed" else "red")
-    reasons = [f"{row['run']} cannot be read: {row['reason']}" for row in rows if row["state"] == "unreadable"]
-    return Group(table, *(Text(visible_line(reason), style="yellow") for reason in reasons))
-
-
-def watch_comparison(comparing: Comparing, console: Console, look: Callable[[], None] = lambda: None) -> Sequence[Row]:
-    """Shows a comparison until all its runs are over and returns its final rows; `look` is called before every
-    redraw."""
-    if not console.is_terminal:
-        said: set[str] = set()
-        while not comparing.over:
-            look()
-            for row in comparing.rows:
-                if row.over and row.run and row.run not in said:
-                    said.add(row.run)
-                    console.print(
-                        Text(visible_line(f"{row.title}: {row.words} · {row.steps} steps · {row.run}")), soft_wrap=True
-                    )
-            time.sleep(_SECONDS)
-        console.print(comparison(comparing.rows, comparing.left_out))
-        return comparing.rows
-    with Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
-        while not comparing.over:
-            look()
-            live.update(comparison(comparing.rows, comparing.left_out, final=False), refresh=True)
-            time.sleep(_SECONDS)
-        live.update(comparison(comparing.rows, comparing.left_out), refresh=True)
-    return comparing.rows
-
-
-def comparison(rows: Sequence[Row], left_out: Mapping[str, str], final: bool = True) -> RenderableType:
-    """The table of a comparison with bars of the phases, recorded results of the same workload, and the sentences about
-    them.
-    """
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for number, head in enumerate((*HEADS, "phases of a step")):
-        table.add_column(head, justify="right" if 0 < number < 8 else "left", no_wrap=number != 8)
-    for row in rows:
-        style = "red" if row.failed else "dim" if not row.run else None
-        table.add_row(*(Text(visible_line(cell)) for cell in cells(row)), _PhaseBar(row.phases), style=style)
-    for row in recorded_elsewhere(rows):
-        table.add_row(*(Text(cell) for cell in (*cells(row)[:-1], "recorded elsewhere")), Text(""), style="dim")
-    said = [Text(f"  {visible_line(sentence)}", style="dim") for sentence in sentences(rows, left_out)] if final else []
-    return Group(table, _legend(), *said)
 
 
 # ---- the parts of the view
@@ -302,7 +154,7 @@ def _table(state: RunState, rows: int) -> RenderableType:
     # fixed widths: columns do not shift
     for name, least in (("step", 6), ("loss", 7), ("samples/s", 9), ("ms/step", 7)):
         table.add_column(name, justify="right", no_wrap=True, min_width=least)
-    table.add_column("phases", ratio=1, min_width=_BAR[0])
+    table.add_column("phases", ratio=1, min_width=BAR[0])
     table.add_column("memory / peak", justify="right", no_wrap=True, min_width=16)
     table.add_column("exit", justify="right", no_wrap=True)
     for number in range(min(rows, state.world_size)):
@@ -319,10 +171,10 @@ def _row(state: RunState, number: int) -> list[RenderableType]:
     cells = (
         visible_line(str(rank.device)) if rank.started else "–",
         str(int(steps.step[-1])) if len(steps) else "–",
-        _number(steps.loss[-1] if len(steps) else None, ".4f"),
-        _number(samples / seconds if seconds else None, ",.0f"),
-        _number(seconds * 1000, ".1f"),
-        _PhaseBar({phase: _mean(column) for phase, column in steps.phases.items()}),
+        formatted(steps.loss[-1] if len(steps) else None, ".4f"),
+        formatted(samples / seconds if seconds else None, ",.0f"),
+        formatted(seconds * 1000, ".1f"),
+        PhaseBar({phase: _mean(column) for phase, column in steps.phases.items()}),
         sizes(*memory),
         "" if code is None else str(code),
     )
@@ -340,34 +192,6 @@ def _startup(state: RunState, rows: int) -> RenderableType:
     for number, *texts in ranks[:rows]:
         table.add_row(Text(f"■ {number}", style=rank_colour(int(number))), *texts)
     return table
-
-
-class _PhaseBar:
-    """A bar of the fractions of a step spent in each phase, as wide as the column allows."""
-
-    def __init__(self, seconds: Mapping[str, float]):
-        self._shares = {phase: value for phase, value in seconds.items() if value > 0}
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(_BAR[0], min(_BAR[1], options.max_width))
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width, total = min(_BAR[1], options.max_width), sum(self._shares.values())
-        bar, done, at = Text(no_wrap=True), 0.0, 0
-        for phase, seconds in self._shares.items():
-            done += seconds
-            end = round(width * done / total)
-            bar.append(_GLYPHS[phase] * (end - at), style=PHASE_COLOURS[phase])
-            at = end
-        yield bar
-
-
-def _legend() -> Text:
-    legend = Text(justify="right", style="dim")
-    for phase in PHASES:
-        legend.append(f" {_GLYPHS[phase] * 2}", style=PHASE_COLOURS[phase])
-        legend.append(f" {phase} ")
-    return legend
 
 
 def _finding(finding: Finding, folder: RunFolder) -> RenderableType:
@@ -406,7 +230,3 @@ def _mean(column: Column) -> float:
     newest = column[max(1, len(column) - _RECENT) :] if len(column) > 1 else column[:]
     known = newest[~numpy.isnan(newest)]
     return float(known.mean()) if len(known) else math.nan
-
-
-def _number(value: float | None, form: str) -> str:
-    return "–" if not isinstance(value, (int, float)) or math.isnan(value) else format(value, form)
