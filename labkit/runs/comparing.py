@@ -13,8 +13,9 @@ from labkit.analysis.comparison import BASELINE, Row, document, recorded_elsewhe
 from labkit.analysis.equivalence import Badge
 from labkit.common.arguments import check_seconds, shown
 from labkit.plan.spec import Spec, SpecError, check_fields
-from labkit.runs.handle import Run, run, settle
+from labkit.runs.handle import Run, run
 from labkit.runs.notebook import cell, in_notebook
+from labkit.runs.settling import settle
 from labkit.training.strategies import STRATEGIES
 
 if TYPE_CHECKING:

@@ -49,7 +49,7 @@ class Charts:
 
     Display `widget`; `draw` updates it to a state, from any thread.
 
-    `lock` (an `RLock`) is held while a state is read; whoever changes the state that was drawn last holds it, too.
+    `lock` (an `RLock`) is held while a state is read; hold it while changing the state that was drawn last.
     """
 
     def __init__(

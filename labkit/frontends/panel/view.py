@@ -50,7 +50,7 @@ class RunView:
     runs in the kernel's main thread.
 
     The state is read by the thread that follows the run, by the kernel (a button, a choice) and by the answers to the
-    pages. One lock serves all: whoever changes the state that is shown, or reads it, holds it.
+    pages. One lock serves all: it is held while the state that is shown is read or changed.
     """
 
     def __init__(self, on_over: Callable[[str, RunState], None] = lambda name, state: None):
