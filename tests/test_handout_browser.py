@@ -147,7 +147,7 @@ def test_hostile_text_does_nothing_in_a_browser(opened, runs):
 def test_what_gets_past_the_cleaning_is_stopped_by_the_policy(chromium, fake, tmp_path):
     """The second line of defence alone: the content security policy allows only the page's own scripts."""
     made = run_page(fake.folder)
-    made.body += "".join(HOSTILE)
+    made.body += "".join(text for text in HOSTILE if "refresh" not in text)  # a policy cannot stop a redirection
     file = write(tmp_path / "page.html", made.html())
     page = chromium.new_context(offline=True).new_page()
     page.goto(file.as_uri())
