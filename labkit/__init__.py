@@ -22,7 +22,7 @@ _HOMES = {  # no function may have the name of a subpackage: importing the subpa
     "my_progress": "labkit.course.exercises",
     "on_trial": "labkit.course.claims",
     "pictures": "labkit.course.pictures",
-    "place": "labkit.runs.handle",
+    "place": "labkit.runs.settling",
     "report": "labkit.frontends.magic",
     "run": "labkit.runs.handle",
     "show": "labkit.api",

@@ -14,9 +14,15 @@ from typing import Any
 import psutil
 import pytest
 
+# fixtures that several modules use
+from bootstrapping import calls as calls
+from bootstrapping import place as place
+from packages import torchvision as torchvision
+
 from labkit.launch.job import Job
 from labkit.launch.warm import client
-from labkit.runs.handle import Run, settle
+from labkit.runs.handle import Run
+from labkit.runs.settling import settle
 
 PATIENCE = 60.0  # seconds that a test waits for a server on a busy machine
 PICTURES = Path(__file__).parent / "screenshots"
@@ -82,6 +88,39 @@ def start(request, warm_server, monkeypatch):
         warm_server()
         monkeypatch.setattr(client, "ANSWER", PATIENCE)
     return request.param
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    """Raises the warm server's answer timeout, for a busy machine."""
+    monkeypatch.setattr(client, "ANSWER", PATIENCE)
+
+
+@pytest.fixture
+def server(warm_server, patient) -> dict:
+    """The warm server of this process, which forks the runs of the test."""
+    return warm_server()
+
+
+@pytest.fixture
+def bystander():
+    """Starts processes that wait, and kills them after the test."""
+    from lifetimes import bystanders
+
+    with bystanders() as begin:
+        yield begin
+
+
+@pytest.fixture
+def script(tmp_path, start) -> Callable[[str], Path]:
+    """Writes a script that the test runs, warm and cold."""
+
+    def write(text: str) -> Path:
+        path = tmp_path / "train.py"
+        path.write_text(text)
+        return path
+
+    return write
 
 
 @pytest.fixture(autouse=True)

@@ -96,3 +96,16 @@ class FakeRun:
         """Closes the files."""
         for writer in (*self.writers, self.system):
             writer.close()
+
+
+def finished_folder(
+    root: Path, strategy: str, nproc: int, step_seconds: float, state: str = "finished", **spec: Any
+) -> RunFolder:
+    """The folder of a run of ten steps that is over."""
+    run = FakeRun(root, nproc=nproc, steps=10, strategy=strategy, scaling="strong", samples=1280, **spec)
+    run.step_seconds, run.samples = step_seconds, 128 // nproc
+    run.start()
+    run.step(10)
+    run.end(state)
+    run.close()
+    return run.folder

@@ -29,7 +29,7 @@ from fabricate import FakeRun
 
 from labkit import Spec
 from labkit.record.folder import RunFolder
-from labkit.runs.handle import settle
+from labkit.runs.settling import settle
 
 pytestmark = pytest.mark.browser
 

@@ -6,7 +6,7 @@ import io
 
 import pytest
 from conftest import wait_until
-from fabricate import FakeRun
+from fabricate import finished_folder
 from rich.console import Console
 
 from labkit import SpecError
@@ -14,21 +14,10 @@ from labkit.analysis.comparison import HEADS, RECORDED, RECORDED_NOTE, Row, alik
 from labkit.analysis.equivalence import Badge
 from labkit.figures import comparison as pictures
 from labkit.frontends import terminal
-from labkit.frontends.panel.compare import CompareTab, comparison_html
-from labkit.record.folder import RunFolder
+from labkit.frontends.panel.compare import CompareTab
+from labkit.frontends.panel.comparison import comparison_html
 from labkit.runs.comparing import Comparing, plan
 from labkit.training.strategies import STRATEGIES
-
-
-def fabricated(root, strategy: str, nproc: int, step_seconds: float, state: str = "finished", **spec) -> RunFolder:
-    run = FakeRun(root, nproc=nproc, steps=10, strategy=strategy, scaling="strong", samples=1280, **spec)
-    run.step_seconds, run.samples = step_seconds, 128 // nproc
-    run.start()
-    run.step(10)
-    run.end(state)
-    run.close()
-    return run.folder
-
 
 # ---- the plan
 
@@ -81,7 +70,7 @@ def test_what_cannot_be_compared_is_said_before_anything_starts(runs, strategies
 
 
 def test_rows_tell_times_speed_ups_and_what_bounds_a_step(runs):
-    folders = [fabricated(runs, "ddp", 2, 0.05), fabricated(runs, "single", 1, 0.08)]
+    folders = [finished_folder(runs, "ddp", 2, 0.05), finished_folder(runs, "single", 1, 0.08)]
     single, ddp = recorded(folders)
     assert (single.strategy, single.devices, ddp.devices) == ("single", 1, 2)
     assert single.seconds == pytest.approx(9 * 0.08)
@@ -96,17 +85,17 @@ def test_rows_tell_times_speed_ups_and_what_bounds_a_step(runs):
 
 
 def test_a_run_without_a_baseline_has_no_speed_up(runs):
-    (row,) = recorded([fabricated(runs, "ddp", 2, 0.05)])
+    (row,) = recorded([finished_folder(runs, "ddp", 2, 0.05)])
     assert (row.speedup, row.badge) == (None, None)
     assert cells(row)[5] == "–"
 
 
 def test_the_newest_runs_of_one_training_are_found(runs):
     old, other, new, single = (
-        fabricated(runs, "ddp", 2, 0.05),
-        fabricated(runs, "ddp", 2, 0.05, seed=1),
-        fabricated(runs, "ddp", 2, 0.05),
-        fabricated(runs, "single", 1, 0.05),
+        finished_folder(runs, "ddp", 2, 0.05),
+        finished_folder(runs, "ddp", 2, 0.05, seed=1),
+        finished_folder(runs, "ddp", 2, 0.05),
+        finished_folder(runs, "single", 1, 0.05),
     )
     assert [folder.name for folder in alike([old, other, new, single])] == [single.name, new.name]
     assert alike([]) == []
@@ -218,8 +207,11 @@ def tab_of(fields: dict | None = None) -> CompareTab:
 
 
 def test_the_newest_comparison_is_known_by_its_tensors(runs):
-    single, ddp = fabricated(runs, "single", 1, 0.05, tensors=True), fabricated(runs, "ddp", 2, 0.05, tensors=True)
-    alone = fabricated(runs, "tp", 2, 0.05, seed=3)
+    single, ddp = (
+        finished_folder(runs, "single", 1, 0.05, tensors=True),
+        finished_folder(runs, "ddp", 2, 0.05, tensors=True),
+    )
+    alone = finished_folder(runs, "tp", 2, 0.05, seed=3)
     assert newest([single, ddp, alone]) == [single, ddp]
     assert newest([single, alone]) == [], "one run is no comparison"
 
@@ -228,8 +220,8 @@ def test_the_tab_shows_the_newest_comparison_or_what_it_will_do(runs):
     tab = tab_of()
     tab.opened()
     assert "Compare trains the same model with each selected strategy" in tab._view.widget.value
-    fabricated(runs, "single", 1, 0.08, tensors=True)
-    fabricated(runs, "ddp", 2, 0.05, tensors=True)
+    finished_folder(runs, "single", 1, 0.08, tensors=True)
+    finished_folder(runs, "ddp", 2, 0.05, tensors=True)
     tab = tab_of()
     tab.opened()
     wait_until(lambda: "Newest comparison in this runs folder." in tab._view.widget.value)
@@ -238,9 +230,9 @@ def test_the_tab_shows_the_newest_comparison_or_what_it_will_do(runs):
 
 def test_chosen_recorded_runs_are_compared_and_unreadable_ones_refused(runs):
     single, ddp, other = (
-        fabricated(runs, "single", 1, 0.08),
-        fabricated(runs, "ddp", 2, 0.05),
-        fabricated(runs, "fsdp2", 2, 0.05, seed=7),
+        finished_folder(runs, "single", 1, 0.08),
+        finished_folder(runs, "ddp", 2, 0.05),
+        finished_folder(runs, "fsdp2", 2, 0.05, seed=7),
     )
     tab = tab_of()
     tab._recorded_button.value = True

@@ -8,7 +8,7 @@ from conftest import wait_until
 from labkit import SpecError, run
 from labkit.analysis.diagnose import findings
 from labkit.plan.script import diff_scripts
-from labkit.runs.handle import settle
+from labkit.runs.settling import settle
 from labkit.training.faults import FAULTS
 from labkit.training.strategies import STRATEGIES
 

@@ -21,6 +21,7 @@ STANDARD = (
     "setup/progress.py",
     "cli/parser.py",
     "cli/flags.py",
+    "common/atomic.py",
     "common/text.py",
 )
 
@@ -65,6 +66,8 @@ NEVER = {
     "course/exercises/*.py": ("plotly", "ipywidgets", "IPython"),
     "course/claims/*.py": ("torch", "plotly", "ipywidgets", "anywidget"),
     "frontends/*.py": HEAVY,
+    "frontends/terminal/*.py": HEAVY,
+    "frontends/doctor/*.py": HEAVY,
     "frontends/panel/*.py": (
         "torch",
         "labkit.frontends.terminal",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from wording import RULES, offences
+from wording import PAGES, RULES, offences
 
 from labkit.setup.environment import CLONE
 
@@ -25,13 +25,6 @@ CODE = (
     *("labkit/plan", "labkit/runs", "labkit/setup", "labkit/training/faults", "labkit/training/strategies"),
     *("labkit/training/workloads", "labkit/training/options.py", "labkit/training/request.py", "labkit/api.py"),
     *("labkit/training/rows.py", "labkit/training/shapes.py"),
-)
-PAGES = (
-    "README.md",
-    "labkit/README.md",
-    "labkit/REFERENCE.md",
-    "labkit/MEASUREMENTS.md",
-    "labkit/training/strategies/README.md",
 )
 
 # Words that are right in one place: (file, words as they stand there), and the reason.

@@ -62,8 +62,9 @@ CLIPPED = """(element) => [...element.querySelectorAll("*")].filter((one) => {
 TITLES = """(element) => [...element.querySelectorAll(".labkit-chart")]
   .filter((one) => one.checkVisibility()).map((chart) => {
   const box = (one) => one?.getBoundingClientRect();
-  const [title, legend] = [".gtitle", ".legendtext"].map((name) => box(chart.querySelector(name)));
-  const meets = legend && legend.left < title.right && legend.top < title.bottom - 2;
+  const [title, legend, axis] = [".gtitle", ".legendtext", ".ytitle"].map((name) => box(chart.querySelector(name)));
+  const besides = legend && legend.left < title.right && legend.top < title.bottom - 2;
+  const meets = besides || (axis && axis.top < title.bottom);
   return title.right > box(chart).right || meets ? chart.querySelector(".gtitle").textContent : "";
 }).filter(Boolean)"""
 

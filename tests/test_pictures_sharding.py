@@ -9,7 +9,8 @@ from itertools import pairwise
 import pytest
 
 from labkit.course import pictures
-from labkit.course.pictures.sharding import FORWARD, GATHER, STAGES, share, turns, whole
+from labkit.course.pictures.gathering import FORWARD, GATHER, turns, whole
+from labkit.course.pictures.sharding import STAGES, share
 
 OWNERS = ("parameters", "gradients", "optimizer state")
 

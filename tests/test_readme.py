@@ -5,17 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
+from wording import PAGES
 
 from labkit.cli.commands import COMMANDS
 from labkit.setup.environment import CLONE
-
-PAGES = (
-    "README.md",
-    "labkit/README.md",
-    "labkit/REFERENCE.md",
-    "labkit/MEASUREMENTS.md",
-    "labkit/training/strategies/README.md",
-)
 
 
 def anchors(text: str) -> set[str]:

@@ -1,8 +1,7 @@
-"""Warm starts: scripts behave the same, a run starts cold if they could not, and the server leaves nothing behind."""
+"""Warm starts: servers that fail, and the server's own life; it leaves nothing behind."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -13,42 +12,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import PATIENCE, processes_of, server_is_ready, wait_until
+from conftest import PATIENCE, server_is_ready, wait_until
+from warm import CLONE, ENDS, how, started
 
-import labkit
-from labkit.cli import parser as cli
-from labkit.cli.commands import act
-from labkit.common.processes import is_supervisor
-from labkit.frontends.doctor import warm_start
-from labkit.frontends.panel import Lab
-from labkit.launch.job import Job
-from labkit.launch.warm import client, facts, fork, wire
+from labkit.frontends.doctor.machine import warm_start
+from labkit.launch import local
+from labkit.launch.warm import client, wire
 from labkit.launch.warm.client import Cold
-from labkit.runs.handle import Run, run
-
-SEES = Path(__file__).parent / "scripts" / "sees.py"
-CLONE = Path(labkit.__file__).parents[1]
-OF_ONE_RUN = {
-    "LABKIT_CLOCK",
-    "LABKIT_COLD",
-    "LABKIT_RUN_DIR",
-    "MASTER_PORT",
-    "TORCHELASTIC_ERROR_FILE",
-    "TORCHELASTIC_RUN_ID",
-}
-ENDS = "print('done')\n"
-
-
-@pytest.fixture
-def patient(monkeypatch):
-    """Raises the server's answer timeout, for a busy machine."""
-    monkeypatch.setattr(client, "ANSWER", PATIENCE)
-
-
-@pytest.fixture
-def server(warm_server, patient) -> dict:
-    """The server of this process, which forks the runs of the test."""
-    return warm_server()
+from labkit.runs.handle import run
 
 
 @pytest.fixture
@@ -72,264 +43,6 @@ def ends(tmp_path) -> Path:
     path = tmp_path / "ends.py"
     path.write_text(ENDS)
     return path
-
-
-def started(path: Path, **fields: object) -> Run:
-    """A finished run of a script on one rank."""
-    handle = run(path, **{"nproc": 1, "device": "cpu"} | fields).wait(120)
-    assert handle.words == "finished", handle.logs(0, "stderr")
-    return handle
-
-
-def how(handle: Run) -> tuple[str, str]:
-    status = handle.state.status
-    return status["start"], status["cold_because"]
-
-
-# ---- a script cannot tell the difference
-
-
-@pytest.fixture(scope="module")
-def seen(warm_server, tmp_path_factory):
-    """The environment that each of two ranks observes, by kind of start."""
-    warm_server()
-    before = client.ANSWER
-    client.ANSWER = PATIENCE
-    told = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LABKIT_RUNS", str(tmp_path_factory.mktemp("runs")))
-        patch.chdir(SEES.parent)
-        for cold in (False, True):
-            handle = run("sees.py", nproc=2, device="cpu", args=["one", "two words"], cold=cold).wait(240)
-            assert handle.words == "finished", handle.logs(0, "stderr")
-            start = handle.state.status["start"]
-            told[start] = [json.loads(handle.logs(rank).splitlines()[-1]) for rank in (0, 1)]
-            for one in told[start]:
-                folder = str(handle.folder.path)
-                one["same"] = json.loads(json.dumps(one["same"]).replace(folder, "RUN"))
-                for name in OF_ONE_RUN:
-                    one["same"]["environ"].pop(name, None)
-    client.ANSWER = before
-    assert told.keys() == {"warm", "cold"}
-    return told
-
-
-ASPECTS = (
-    *(
-        "environ",
-        "argv",
-        "path",
-        "file",
-        "cwd",
-        "main",
-        "flags",
-        "orig_argv",
-        "threads",
-        "signals",
-        "blocked",
-        "descriptors",
-    ),
-    *(
-        "streams",
-        "session",
-        "start methods",
-        "children",
-        "workers",
-        "umask",
-        "limits",
-        "name",
-        "tempdir",
-        "logging",
-        "hooks",
-        "zone",
-    ),
-    "recursion",
-)
-
-
-@pytest.mark.parametrize("aspect", ASPECTS)
-def test_a_script_sees_the_same(aspect, seen):
-    for warm, cold in zip(seen["warm"], seen["cold"]):
-        assert warm["same"][aspect] == cold["same"][aspect]
-
-
-def test_every_aspect_is_compared(seen):
-    assert set(ASPECTS) == seen["warm"][0]["same"].keys() == seen["cold"][0]["same"].keys()
-
-
-def test_ranks_draw_different_random_numbers_and_keys(seen):
-    chance = [value for one in seen["warm"] for value in (*one["own"]["chance"], one["own"]["key"])]
-    assert len(set(chance)) == 8
-
-
-@pytest.mark.parametrize("fields", [{"strategy": "ddp", "workload": "cnn"}, {"strategy": "fsdp2", "workload": "gpt"}])
-def test_losses_are_bit_identical(fields, server):
-    losses = []
-    for cold in (False, True):
-        handle = run(
-            fields["strategy"],
-            workload=fields["workload"],
-            nproc=2,
-            device="cpu",
-            steps=4,
-            batch_size=8,
-            samples=256,
-            cold=cold,
-        )
-        handle.wait(240)
-        assert handle.words == "finished"
-        assert how(handle)[0] == ("cold" if cold else "warm")
-        losses.append([handle.state.ranks[rank].steps.loss[:].tolist() for rank in (0, 1)])
-        assert len(losses[-1][0]) == 4
-    assert losses[0] == losses[1]
-
-
-def test_a_restarted_rank_is_forked_again(server, tmp_path):
-    path = tmp_path / "fails_once.py"
-    path.write_text(
-        "import os, sys\nattempt = os.environ['TORCHELASTIC_RESTART_COUNT']\nprint('attempt',"
-        " attempt)\nsys.exit(attempt == '0')\n"
-    )
-    handle = started(path, nproc=2, max_restarts=1)
-    assert how(handle) == ("warm", "") and handle.state.status["restarts"] == 1
-    assert [handle.logs(rank).splitlines()[-1] for rank in (0, 1)] == ["attempt 1"] * 2
-
-
-def test_files_that_a_script_leaves_open_are_written_whole(server, tmp_path):
-    """The script can use descriptor numbers that the launcher had used."""
-    path = tmp_path / "leaves_open.py"
-    path.write_text(
-        "files = [open(f'{__file__}.{number}', 'w') for number in range(40)]\n"
-        "for number, file in enumerate(files):\n    file.write(f'{number}\\n' * 10)\n"
-    )
-    started(path)
-    assert [Path(f"{path}.{number}").read_text() for number in range(40)] == [
-        f"{number}\n" * 10 for number in range(40)
-    ]
-
-
-def test_the_processes_of_a_run_have_its_tag_and_their_own_commands(server, tmp_path):
-    path = tmp_path / "waits.py"
-    path.write_text("import time\nprint('waits', flush=True)\ntime.sleep(100)\n")
-    handle = run(path, nproc=2, device="cpu")
-    wait_until(lambda: handle.state.over or all("waits" in handle.logs(rank) for rank in (0, 1)))
-    assert how(handle) == ("warm", "")
-    processes = processes_of(str(handle.folder.path))
-    commands = [" ".join(process.cmdline()) for process in processes]
-    assert len(processes) == 4 and len(list(filter(is_supervisor, processes))) == 1
-    assert sum(" -m torch.distributed.run " in command for command in commands) == 1
-    assert sum(" -u -m labkit.probe " in command for command in commands) == 2
-    assert psutil.Process(server["pid"]).cmdline()[1:] == ["-m", "labkit.launch.warm.server"]
-    handle.stop()
-    assert processes_of(str(handle.folder.path)) == []
-
-
-# ---- where a run is cold
-
-
-@pytest.mark.parametrize(
-    "name", ["TORCH_LOGS", "OMP_NUM_THREADS", "PYTHONHASHSEED", "LD_PRELOAD", "MKL_NUM_THREADS", "LC_ALL"]
-)
-def test_a_variable_that_is_read_early_makes_it_cold(name, server, monkeypatch):
-    for common, value in client.local.standing_environment().items():
-        monkeypatch.setenv(common, value)
-    monkeypatch.setenv(
-        name, {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2", "LD_PRELOAD": "", "LC_ALL": "C"}.get(name, "1")
-    )
-    found = client.consent(os.environ, [])
-    assert isinstance(found, Cold) and f"the environment variable {name}" in found.reason
-
-
-@pytest.mark.parametrize("name", ["LABKIT_RUNS", "RANK", "HOME_OF_MY_DATA", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG"])
-def test_any_other_variable_leaves_it_warm(name, server):
-    found = client.consent(client.local.standing_environment() | {name: "x"}, [])
-    assert not isinstance(found, Cold), found
-    found._connection.close()
-
-
-def test_limits_of_the_process_are_inherited_as_under_a_cold_start(server):
-    code = (
-        "import os, resource; resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))\n"
-        "from labkit.launch.warm import client; client.ANSWER = 60\n"
-        "print(client.consent(client.local.standing_environment(), []).reason)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=CLONE)
-    assert done.stdout == "the warm server differs in the limits of the process\n"
-
-
-def test_signals_that_the_supervisor_sets_anew_may_be_ignored_and_others_may_not(server):
-    """A notebook's kernel ignores SIGINT between two cells."""
-    told = []
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        before = signal.signal(number, signal.SIG_IGN)
-        try:
-            told.append(client.facts(os.environ)["the signals that are ignored"])
-        finally:
-            signal.signal(number, before)
-    nothing = client.facts(os.environ)["the signals that are ignored"]
-    assert told == [nothing, nothing, nothing | 1 << signal.SIGUSR1 - 1]
-
-
-def test_a_module_beside_the_script_that_shadows_a_loaded_one_makes_it_cold(server, ends):
-    (ends.parent / "numpy.py").write_text("x = 1\n")
-    handle = started(ends)
-    assert how(handle) == (
-        "cold",
-        f"the warm server has already imported a different module than {ends.parent / 'numpy.py'}",
-    )
-
-
-@pytest.mark.parametrize("name", ["torch.txt", "torch", "unknown.py", "labkit.md"])
-def test_what_is_no_module_shadows_none(name, tmp_path):
-    path = tmp_path / name
-    path.mkdir() if name == "torch" else path.touch()
-    assert facts.shadowing({str(tmp_path)}) == ""
-
-
-def test_the_clone_itself_shadows_nothing():
-    assert facts.shadowing({str(CLONE)}) == ""
-
-
-def test_another_version_starts_cold_and_says_so(server, ends, monkeypatch):
-    monkeypatch.setattr(facts, "_labkit", lambda: "another")
-    handle = started(ends)
-    assert how(handle) == ("cold", "the warm server differs in the version of labkit")
-    assert "The run started cold: the warm server differs in the version of labkit." in handle.state.note
-
-
-def test_torch_that_changed_on_disk_starts_cold(server, monkeypatch):
-    changed = facts._changed
-    monkeypatch.setattr(facts, "_changed", lambda place: changed(place) + place.endswith("torch/__init__.py"))
-    assert (
-        client.consent(client.local.standing_environment(), []).reason
-        == "the warm server differs in the installed packages"
-    )
-
-
-def test_other_systems_start_cold(monkeypatch):
-    monkeypatch.setattr(client, "_AVAILABLE", False)
-    assert client.consent({}, []) == client.about() == Cold()
-
-
-def test_cold_can_be_asked_for(server, ends, monkeypatch):
-    assert how(started(ends, cold=True)) == ("cold", "")
-    assert started(ends).summary()["start"] == "warm"
-    with monkeypatch.context() as patch:
-        patch.setenv(client.FORCE_COLD, "1")
-        assert how(started(ends)) == ("cold", "")
-    asked = []
-    monkeypatch.setattr(Job, "start", classmethod(lambda cls, spec, **how: asked.append(how["cold"]) or 1 / 0))
-    Lab(cold=True)._launch(None)
-    for more in ([], ["--cold"]):
-        with pytest.raises(ZeroDivisionError):
-            act(cli.parse(["run", str(ends), "--nproc", "1", "--device", "cpu", *more]))
-    assert asked == [True, False, True]
-
-
-def test_a_process_that_has_a_gpu_open_is_known(tmp_path, monkeypatch):
-    assert not fork.has_gpu_open()
-    monkeypatch.setattr(Path, "readlink", lambda path: Path("/dev/nvidiactl"))
-    assert fork.has_gpu_open()
 
 
 # ---- servers that fail
@@ -410,6 +123,22 @@ def test_a_folder_with_wrong_permissions_is_not_used(place, ends):
         and because == f"the warm server cannot be used: {folder} must be a folder of this user with mode 0700"
     )
     assert warm_start().level == "degraded" and "cannot be used" in warm_start().says
+
+
+def test_a_server_that_refused_to_serve_is_named_with_the_reason(place, ends, monkeypatch, tmp_path):
+    """A library whose import starts a thread: a process with threads must not fork."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, threading\nif 'labkit.launch.warm.server' in sys.orig_argv:\n"
+        "    threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    client._start_server(local.standing_environment())  # returns when the server has ended
+    reason = client.about().reason
+    assert reason.startswith("the warm server refused to serve (process ")
+    assert reason.endswith(f" of {sys.executable}): it must have one thread, but its imports started 1 more")
+    check = warm_start()
+    assert (check.level, check.says) == ("degraded", reason)
+    assert how(started(ends)) == ("cold", reason)
 
 
 def test_a_socket_of_another_user_is_rejected(place, monkeypatch):

@@ -5,6 +5,15 @@ from __future__ import annotations
 
 import re
 
+# The pages of the repository that are written for people.
+PAGES = (
+    "README.md",
+    "labkit/README.md",
+    "labkit/REFERENCE.md",
+    "labkit/MEASUREMENTS.md",
+    "labkit/training/strategies/README.md",
+)
+
 _NO_NOUN = r"(?=$|[^\w\s]|\s(and|as|at|before|for|from|if|in|is|on|or|that|to|until|when|which|with)\b)"
 
 # Patterns, matched as whole words in any case, and what to write instead.

@@ -17,10 +17,11 @@ from dataclasses import asdict
 
 from rich.table import Column, Table
 
+from labkit.benchmarks.burst import burst
 from labkit.benchmarks.figure import Figure
 from labkit.benchmarks.fuzz import hostile
 from labkit.benchmarks.kills import kill_matrix
-from labkit.benchmarks.responsiveness import burst, importing, latency, opening
+from labkit.benchmarks.responsiveness import importing, latency, opening
 from labkit.benchmarks.runs import generated_scripts, one_server, overhead, profiled, scaling, traceml, warm_starts
 from labkit.benchmarks.scale import long_runs
 from labkit.common.units import size

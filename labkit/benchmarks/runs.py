@@ -9,15 +9,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from functools import partial
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 
-from labkit.benchmarks.figure import EVERY, PAIRS, Figure, ratio
+from labkit.benchmarks.figure import PAIRS, Figure, ratio
+from labkit.benchmarks.pairs import (
+    FIRST,
+    LAST,
+    Times,
+    in_turn,
+    started_warm,
+    under_the_lab,
+    under_torchrun,
+    under_traceml,
+)
 from labkit.launch.warm import client
 from labkit.plan.script import write_script
 from labkit.plan.spec import Spec
@@ -25,19 +34,12 @@ from labkit.runs.handle import run
 from labkit.setup.machine import Machine
 
 _STEPS = 40
+
 _STRATEGIES = ("ddp", "fsdp2", "tp", "pp")
 
 
 # ---- a run under the lab vs. the same script under plain torchrun
 
-# All sides run this clock at the same cost: it writes a line with Unix time and CPU time of the process at each
-# optimizer step.
-_CLOCK = """
-import os as _os, time as _time
-from torch.optim.optimizer import register_optimizer_step_post_hook as _hook
-_file = _os.open(_os.environ["BENCH_CLOCK"] + _os.environ["RANK"], _os.O_CREAT | _os.O_WRONLY | _os.O_APPEND)
-_hook(lambda *_: _os.write(_file, b"%.7f %.7f\\n" % (_time.time(), _time.process_time())) and None)
-"""
 _TINY = """
 import torch
 model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
@@ -48,15 +50,21 @@ for step in range(3000):
     torch.nn.functional.cross_entropy(model(inputs), targets).backward()
     optimizer.step()
 """
-_FIRST, _LAST = 11, 110  # the measured steps; 50 and 100 are profiled
+
 _WARM_STEPS = 25
+
 _RUNS = 100  # with one server
+
 _PIPELINES = 200
+
 _APPEARS = 60.0  # seconds within which the server must be ready
+
 _FEW = 3  # pairs per strategy and workload; there are also figures over all of them
+
 # per rank: small, so that the benchmark takes minutes, which makes relative costs larger
 _BATCHES = {"cnn": 32, "gpt": 4}
-_ASPECTS = {  # fields of _Times: description and target; the cost of profiling shows only in the mean
+
+_ASPECTS = {  # fields of Times: description and target; the cost of profiling shows only in the mean
     "step": ("steps, median", "≤ 1.02"),
     "mean": ("steps, mean", "≤ 1.03"),
     "cpu": ("CPU time of steps, median", ""),
@@ -64,19 +72,6 @@ _ASPECTS = {  # fields of _Times: description and target; the cost of profiling 
     "first": ("time to first step", "≤ 1.05"),
     "whole": ("whole command", ""),
 }
-
-
-class _Times(NamedTuple):
-    """Seconds of one run: median and mean of steps 11 to 110, the same of their CPU time, time to first step, total
-    time.
-    """
-
-    step: float
-    mean: float
-    cpu: float
-    cpu_mean: float
-    first: float
-    whole: float
 
 
 def overhead() -> list[Figure]:
@@ -88,12 +83,12 @@ def overhead() -> list[Figure]:
         f"{strategy}, {workload}": _short(strategy, workload) for workload, strategy in product(_BATCHES, _STRATEGIES)
     }
     for name, script in scripts.items():
-        lab, bare = _in_turn({"lab": (_under_the_lab, script), "bare": (_under_torchrun, script)}, 2, _FEW)
+        lab, bare = in_turn({"lab": (under_the_lab, script), "bare": (under_torchrun, script)}, 2, _FEW)
         labs, bares = labs + lab, bares + bare
         figures += _compared(name, "lab", lab, bare, "step", "mean", "cpu", "cpu_mean")
     figures += _compared("all of these", "lab", labs, bares, *_ASPECTS)
-    sides = {"lab": (partial(_under_the_lab, sample_every=0), _TINY), "bare": (_under_torchrun, _TINY)}
-    tiny = [(under.step - without.step) * 1e6 for under, without in zip(*_in_turn(sides, nproc=1))]
+    sides = {"lab": (partial(under_the_lab, sample_every=0), _TINY), "bare": (under_torchrun, _TINY)}
+    tiny = [(under.step - without.step) * 1e6 for under, without in zip(*in_turn(sides, nproc=1))]
     share = statistics.median(tiny) / statistics.median(bare.step for bare in bares) / 1e4
     note = f"always on; measured with 3,000 steps of a tiny model; {share:.2f} % of the median step above"
     return [*figures, Figure("cost of the probe per step", statistics.median(tiny), "µs", "small", tuple(tiny), note)]
@@ -102,11 +97,11 @@ def overhead() -> list[Figure]:
 def _short(strategy: str, workload: str) -> str:
     """A generated script that trains with small batches up to the last measured step, on two CPU ranks."""
     batch = _BATCHES[workload]
-    spec = Spec(strategy, workload, nproc=2, steps=_LAST, batch_size=batch, samples=2 * batch * _LAST, device="cpu")
+    spec = Spec(strategy, workload, nproc=2, steps=LAST, batch_size=batch, samples=2 * batch * LAST, device="cpu")
     return write_script(spec.on(Machine.here()))
 
 
-def _compared(what: str, side: str, under: list[_Times], bare: list[_Times], *fields: str) -> list[Figure]:
+def _compared(what: str, side: str, under: list[Times], bare: list[Times], *fields: str) -> list[Figure]:
     """The ratios of one side's times to those under plain torchrun, and their differences."""
     figures = []
     for field in fields:
@@ -119,7 +114,7 @@ def _compared(what: str, side: str, under: list[_Times], bare: list[_Times], *fi
     return figures
 
 
-def _ratios(under: list[_Times], bare: list[_Times], field: str) -> list[float]:
+def _ratios(under: list[Times], bare: list[Times], field: str) -> list[float]:
     return [getattr(one, field) / getattr(other, field) for one, other in zip(under, bare)]
 
 
@@ -132,8 +127,8 @@ def warm_starts() -> list[Figure]:
     _wait_for_server()
     for workload, strategy in product(("cnn", "gpt"), ("ddp", "fsdp2")):
         script = write_script(Spec(strategy, workload, nproc=2, steps=_WARM_STEPS, device="cpu").on(Machine.here()))
-        sides = {"warm": (_warm, script), "bare": (_under_torchrun, script), "cold": (_under_the_lab, script)}
-        warm, bare, cold = _in_turn(sides, 2)
+        sides = {"warm": (started_warm, script), "bare": (under_torchrun, script), "cold": (under_the_lab, script)}
+        warm, bare, cold = in_turn(sides, 2)
         warms, colds = warms + warm, colds + cold
         name = f"{strategy}, {workload} × 2: time to first step"
         seconds = [one.first for one in warm]
@@ -141,7 +136,7 @@ def warm_starts() -> list[Figure]:
         figures.append(Figure(f"{name}, warm", statistics.median(seconds), "s", "≤ 2.5 s", tuple(seconds), note))
         figures.append(ratio(f"{name}, warm / torchrun", _ratios(warm, bare, "first"), "≤ 0.5", note))
         figures.append(ratio(f"{name}, cold / torchrun", _ratios(cold, bare, "first"), "≤ 1.05", note))
-    note = f"all of the above; {_WARM_STEPS} steps without the first {_FIRST - 1}"
+    note = f"all of the above; {_WARM_STEPS} steps without the first {FIRST - 1}"
     return [*figures, ratio("steps, median, warm / cold", _ratios(warms, colds, "step"), "0.98 to 1.02", note)]
 
 
@@ -153,7 +148,7 @@ def one_server() -> list[Figure]:
         script.write_text(_TINY.replace("3000", "3"))
         seen = []
         for _ in range(_RUNS + 1):
-            _warm(script, 2)
+            started_warm(script, 2)
             seen.append((server.num_fds(), server.num_threads(), server.memory_info().rss))
     descriptors, threads, memory = (last - first for first, last in zip(seen[0], seen[-1]))
     note = f"after {_RUNS} more runs of 2 ranks"
@@ -198,9 +193,13 @@ def _wait_for_server() -> dict[str, Any]:
 
 # ---- the package traceml-ai on the same script
 
+
 _TRAINS = "loss = train_step(model, optimizer, inputs, targets)"
+
 _TRACED = "import traceml_ai\ntraceml_ai.init(mode='auto')\n"
+
 _VERSION = "import sklearn, torch, traceml_ai; from importlib.metadata import version; print(version('traceml-ai'))"
+
 _HOW = (
     "not measured; pip install traceml-ai torch scikit-learn in a separate environment, "
     "and set LABKIT_BENCH_TRACEML=…/bin/python"
@@ -218,15 +217,15 @@ def traceml() -> list[Figure]:
         script = _short("ddp", workload)
         before, after = script.split(_TRAINS)  # a custom loop must mark its steps
         sides = {
-            "lab": (_under_the_lab, script),
-            "bare": (_under_torchrun, script),
+            "lab": (under_the_lab, script),
+            "bare": (under_torchrun, script),
             "traceml": (
-                partial(_under_traceml, python=python),
+                partial(under_traceml, python=python),
                 f"{_TRACED}{before}with traceml_ai.trace_step(model): {_TRAINS}{after}",
             ),
-            "bare there": (partial(_under_torchrun, python=python), script),
+            "bare there": (partial(under_torchrun, python=python), script),
         }
-        lab, bare, traced, there = _in_turn(sides, 2, _FEW)
+        lab, bare, traced, there = in_turn(sides, 2, _FEW)
         figures += _compared(f"ddp, {workload}", "lab", lab, bare, *_ASPECTS)
         figures += _compared(f"ddp, {workload}", theirs, traced, there, *_ASPECTS)
     return figures
@@ -241,78 +240,14 @@ def generated_scripts() -> list[Figure]:
     for strategy in _STRATEGIES:
         script = write_script(Spec(strategy, nproc=2, steps=_STEPS, device="cpu").on(Machine.here()))
         by_hand = (Path(__file__).parent / "by_hand" / f"{strategy}.py").read_text(encoding="utf-8")
-        sides = {"generated": (_under_torchrun, script), "hand-written": (_under_torchrun, by_hand)}
-        ours, theirs = _in_turn(sides, nproc=2)
+        sides = {"generated": (under_torchrun, script), "hand-written": (under_torchrun, by_hand)}
+        ours, theirs = in_turn(sides, nproc=2)
         milliseconds = statistics.median(times.step for times in theirs) * 1000
         note = f"× 2, cnn, {_STEPS} steps; hand-written: {milliseconds:.1f} ms per step"
         figures.append(
             ratio(f"step time of {strategy}, generated / hand-written", _ratios(ours, theirs, "step"), "≤ 1.01", note)
         )
     return figures
-
-
-def _in_turn(
-    sides: dict[str, tuple[Callable[[Path, int], None], str]], nproc: int, pairs: int = PAIRS
-) -> list[list[_Times]]:
-    """The times of `pairs` alternating runs of each side; a side is a function that runs a script, and the script's
-    source.
-    """
-    measured: dict[str, list[_Times]] = {name: [] for name in sides}
-    with tempfile.TemporaryDirectory() as place:
-        script = Path(place) / "train.py"
-        for pair in range(pairs + 1):
-            turn = list(sides)[:: -1 if pair % 2 else 1]  # compared sides run directly after each other
-            for name in turn if pair else turn[:1]:  # the first run warms the disk cache and is not counted
-                start, source = sides[name]
-                script.write_text(_CLOCK + source)
-                os.environ["BENCH_CLOCK"] = clock = f"{place}/{name.replace(' ', '-')}{pair}-"
-                began = time.time()
-                start(script, nproc)
-                if pair:
-                    measured[name].append(_read_clock(clock, nproc, began, time.time()))
-    return list(measured.values())
-
-
-def _under_the_lab(script: Path, nproc: int, sample_every: int = EVERY) -> None:
-    run(str(script), nproc=nproc, device="cpu", sample_every=sample_every, cold=True).wait()
-
-
-def _warm(script: Path, nproc: int) -> None:
-    handle = run(str(script), nproc=nproc, device="cpu").wait()
-    if handle.state.status["start"] != "warm":
-        raise RuntimeError(f"the run started cold instead of warm: {handle.state.status['cold_because']}")
-
-
-def _under_torchrun(script: Path, nproc: int, python: str = sys.executable) -> None:
-    _alone(
-        [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", str(script)], script.parent
-    )
-
-
-def _under_traceml(script: Path, nproc: int, python: str) -> None:
-    _alone([python, "-m", "traceml_ai.launcher.cli", "run", str(script), f"--nproc-per-node={nproc}"], script.parent)
-
-
-def _alone(command: list[str], place: Path) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
-    # torch may abort a rank during shutdown, so the exit code is ignored
-    subprocess.run(command, env=environment, cwd=place, check=False, capture_output=True)
-
-
-def _read_clock(clock: str, nproc: int, began: float, ended: float) -> _Times:
-    """The times of a run between two moments; each is that of the slowest rank."""
-    ranks = []
-    for rank in range(nproc):
-        lines = Path(f"{clock}{rank}").read_text().splitlines()
-        times, work = zip(*(map(float, line.split()) for line in lines))
-        each = [[b - a for a, b in pairwise(ends[_FIRST - 2 :])] for ends in (times, work)]
-        ranks.append(
-            (
-                *(middle(seconds) for seconds in each for middle in (statistics.median, statistics.fmean)),
-                times[0] - began,
-            )
-        )
-    return _Times(*map(max, zip(*ranks)), ended - began)
 
 
 # ---- two ranks vs. one

@@ -13,7 +13,7 @@ from labkit.cli.shared import Refused, find, say
 from labkit.frontends.console import Console
 from labkit.plan.spec import Spec
 from labkit.record.folder import RunFolder
-from labkit.runs.handle import located
+from labkit.runs.settling import located
 from labkit.setup.environment import CLONE
 from labkit.setup.machine import Machine
 from labkit.setup.progress import Progress

@@ -33,7 +33,8 @@ _CODES = {"finished": 0, "failed": 1, "lost": 1, "stopped": 130}
 def run(args: argparse.Namespace) -> int:
     """Starts a run and displays it until it is over; Ctrl-C stops the run."""
     from labkit.launch.job import Job, LaunchError
-    from labkit.runs.handle import Run, settle
+    from labkit.runs.handle import Run
+    from labkit.runs.settling import settle
 
     spec = settle(args.specs[0])
 

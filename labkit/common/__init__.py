@@ -1,5 +1,5 @@
 """Helpers for all packages: argument checks (`arguments`), escaping of text (`text`), formatting of numbers (`units`),
-and the processes of runs (`processes`).
+the processes of runs (`processes`), and atomic writing of files (`atomic`).
 
 It never imports another package of labkit.
 """

@@ -16,6 +16,16 @@ FONT = "system-ui, sans-serif"
 _DIGITS = 6  # significant digits: finer than a pixel, and every character is sent to the browser
 
 
+def plain_look(size: int = 11) -> dict[str, Any]:
+    """The part of a layout that all charts and pictures share: the font, in px, and a transparent background."""
+    clear = "rgba(0,0,0,0)"
+    return {
+        "font": {"family": FONT, "size": size, "color": colours.INK},
+        "paper_bgcolor": clear,
+        "plot_bgcolor": clear,
+    }
+
+
 def parts(drawn: Drawn) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The traces and the layout, as `Plotly.newPlot` takes them."""
     chart = drawn.chart
@@ -46,9 +56,7 @@ def parts(drawn: Drawn) -> tuple[list[dict[str, Any]], dict[str, Any]]:
             "bgcolor": "rgba(0,0,0,0)",
         },
         "hovermode": "closest",
-        "font": {"family": FONT, "size": 11, "color": colours.INK},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
+        **plain_look(),
         "uirevision": chart.name,  # the zoom of the user survives new points
     }
     if chart.spans:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
-import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -17,9 +14,10 @@ import psutil
 
 from labkit.common.processes import end, is_stopped, is_supervisor, living, of_folder, tag_of, tagged
 from labkit.common.text import visible_line
-from labkit.launch import local, report
+from labkit.launch import local
 from labkit.launch.ending import conclude_unattended, reserve
-from labkit.launch.warm.client import Cold, Consent, Started, consent
+from labkit.launch.extensions import abandoned_lock
+from labkit.launch.starting import LaunchError, start_supervisor, warm_or_cold
 from labkit.plan.script import command, write_script
 from labkit.plan.spec import Spec
 from labkit.record.folder import RunFolder, runs_root
@@ -27,17 +25,11 @@ from labkit.record.logs import LogTail
 from labkit.record.state import OVER
 from labkit.record.status import current, hidden_supervisor, is_abandoned, is_here, is_over, supervisor_of
 
-_START_LIMIT = 30.0  # seconds until the supervisor must have written its first status; usually it takes 0.1 s
 _ANSWER = 2.0  # seconds in which a responsive supervisor reports that it is stopping the run
 _GRACE = 2.0  # seconds between SIGTERM and SIGKILL for the processes of a run without a supervisor
 _LEAVE = 5.0  # seconds in which a supervisor whose folder was deleted ends its run
 # seconds between two polls of `wait`: each takes a millisecond of CPU time from the ranks on a busy machine
 _LOOK = 0.2
-_lifelines: set[int] = set()
-
-
-class LaunchError(RuntimeError):
-    """A run could not be started, or cannot be stopped from here; the message is one sentence with the reason."""
 
 
 class Job:
@@ -71,6 +63,8 @@ class Job:
         `LaunchError` or `OSError` if it cannot start; no files or processes are left in that case.
         """
         asked = time.time()
+        if spec.strategy is not None and spec.strategy_row.needs.compiles and (problem := abandoned_lock()):
+            raise LaunchError(problem)
         folder = RunFolder.create(spec.name, root)
         try:
             reserve(folder)
@@ -82,7 +76,7 @@ class Job:
             if spec.script is None:
                 RunFolder.write_text(folder.script, write_script(spec))
             RunFolder.write_text(folder.command, command(spec) + "\n")
-            _start_supervisor(folder, plan, asked, stdin, _consent(spec, plan, cold))
+            start_supervisor(folder, plan, asked, stdin, warm_or_cold(spec, plan, cold), cls(folder)._clean_up)
         except BaseException:
             end(lambda: of_folder(folder.path), grace=0.0)
             shutil.rmtree(folder.path, ignore_errors=True)
@@ -232,101 +226,3 @@ def end_deleted(name: str, root: Path | None = None) -> str:
 
 def _foreign(folder: RunFolder, user: str) -> str:
     return f"run {folder.name} belongs to {user}, and only that user can stop it"
-
-
-def _consent(spec: Spec, plan: dict[str, Any], cold: bool) -> Consent | Cold:
-    """Asks the warm server whether it can start this run."""
-    if cold:
-        return Cold()
-    folders = (
-        {plan["cwd"]}
-        if spec.script is None or spec.as_module
-        else {plan["cwd"], str(Path(spec.script).resolve().parent)}
-    )
-    return consent(os.environ | plan["env"], sorted(folders))
-
-
-def _start_supervisor(
-    folder: RunFolder, plan: dict[str, Any], asked: float, stdin: int | None, start: Consent | Cold
-) -> None:
-    """Starts the supervisor in its own session and waits for its first status; the lifeline stays open while this
-    process lives.
-    """
-    lifeline = None if plan["detached"] else os.pipe()
-    if lifeline:
-        _lifelines.add(lifeline[1])
-    try:
-        with open(os.devnull, "rb") as nothing, open(folder.supervisor_log, "ab") as log:
-            files = [lifeline[0] if lifeline else nothing.fileno(), log.fileno(), *([] if stdin is None else [stdin])]
-            process = _launch(folder, plan, asked, files, start)
-    except BaseException:
-        if lifeline:
-            _lifelines.discard(lifeline[1])
-            os.close(lifeline[1])
-        raise
-    finally:
-        if lifeline:
-            os.close(lifeline[0])
-    threading.Thread(target=_reap, args=(folder, process, lifeline), daemon=True, name=f"labkit {folder.name}").start()
-    last = time.monotonic() + _START_LIMIT
-    while not folder.status.exists():
-        if process.returncode is not None or time.monotonic() > last:
-            why = (
-                report.last_line(folder, folder.supervisor_log)
-                or f"its supervisor wrote no status for {_START_LIMIT:g} s"
-            )
-            raise LaunchError(f"the run could not be started: {why}")
-        time.sleep(0.005)
-
-
-def _launch(
-    folder: RunFolder, plan: dict[str, Any], asked: float, files: list[int], start: Consent | Cold
-) -> Started | subprocess.Popen:
-    """Writes the plan and starts the supervisor; `files` are its standard input, its log, and the run's standard input,
-    if any.
-    """
-    environment = os.environ | plan["env"]
-    if isinstance(start, Consent):
-        RunFolder.write_json(folder.plan, plan | {"start": "warm", "cold_because": ""})
-        started = start.start(folder.path, asked, environment, files)
-        if isinstance(started, Started):
-            return started
-        end(lambda: of_folder(folder.path), grace=0.0)  # it may have started without being able to answer
-        start = started
-    RunFolder.write_json(folder.plan, plan | {"start": "cold", "cold_because": start.reason})
-    stdin, log, *passed = files
-    passed = [os.dup(file) for file in passed]  # not 0, which is the lifeline
-    try:
-        return subprocess.Popen(
-            [sys.executable, "-m", "labkit.launch.supervisor", str(folder.path), repr(asked), *map(str, passed)],
-            pass_fds=passed,
-            cwd=folder.path,  # a folder where no file of the user can shadow a module
-            env=environment,
-            stdin=stdin,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    finally:
-        for file in passed:
-            os.close(file)
-
-
-def _reap(folder: RunFolder, process: Started | subprocess.Popen, lifeline: tuple[int, int] | None) -> None:
-    """Reaps the supervisor when it has ended, terminates remaining processes if it was killed, and closes the
-    lifeline."""
-    process.wait()
-    Job(folder)._clean_up()
-    if lifeline:
-        _lifelines.discard(lifeline[1])
-        os.close(lifeline[1])
-
-
-def _drop_lifelines() -> None:
-    """In a forked child: a copy of a lifeline there would keep a run alive after the process that started it."""
-    while _lifelines:
-        os.close(_lifelines.pop())
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_drop_lifelines)

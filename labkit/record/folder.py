@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from labkit.common.arguments import shown
+from labkit.common.atomic import write_atomically
 from labkit.common.text import visible_line
 from labkit.record import kinds
 from labkit.record.documents import Unreadable, read_document
@@ -229,11 +229,4 @@ class RunFolder(RunPaths):
     @staticmethod
     def write_text(path: Path, text: str) -> None:
         """Writes `text` atomically, readable only by its owner."""
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            Path(temporary).replace(path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        write_atomically(path, text, private=True)

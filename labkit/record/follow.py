@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 from labkit.record.events import Reader
 from labkit.record.folder import RunFolder
@@ -17,6 +17,26 @@ _DELETED = {
 }
 _PATIENCE = 1.0  # seconds before progress is reported
 _TICK = 0.25  # seconds between two progress reports
+
+
+class Source(Protocol):
+    """Provides the state of a run to a front end: a `Follower` of its folder, or a `Recording` that is replayed."""
+
+    state: RunState
+    progress: Callable[[float], None]  # called with the fraction that has been read, if reading takes long
+
+    def poll(self) -> bool:
+        """Folds new events into the state; True if there were any."""
+
+
+def polled(source: Source, seconds: float, leave: Callable[[], bool] = lambda: False) -> Iterator[RunState]:
+    """The state after each poll, every `seconds`, until the run is over or `leave` returns True; the final state is
+    read, but not yielded."""
+    source.poll()
+    while not (source.state.over or leave()):
+        yield source.state
+        time.sleep(seconds)
+        source.poll()
 
 
 class Follower:

@@ -51,8 +51,8 @@ class Recording:
     def poll(self) -> bool:
         """Folds in all events that are due; True if there were any."""
         now = time.monotonic()
-        self._at += (now - self._looked) * self.speed if self._looked is not None else 0.0
-        self._looked = now
+        before, self._looked = self._looked, now  # read once: another thread may call `stop`
+        self._at += (now - before) * self.speed if before is not None else 0.0
         changed = not self._begun
         self._begin()
         broken = sum(reader.broken for reader in self._readers)

@@ -4,7 +4,8 @@ in turn."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,9 @@ from labkit.analysis.equivalence import Badge
 from labkit.common.arguments import check_seconds, shown
 from labkit.plan.fields import about
 from labkit.plan.spec import Spec, SpecError, check_fields
-from labkit.runs.handle import Run, run, settle
+from labkit.runs.handle import Run, run
 from labkit.runs.notebook import cell, in_notebook
+from labkit.runs.settling import settle
 from labkit.training.strategies import BASELINE, STRATEGIES
 
 if TYPE_CHECKING:
@@ -107,6 +109,7 @@ class Comparing:
         self._error: BaseException | None = None
         self._stopping = threading.Event()
         self._badges: dict[str, Badge] = {}
+        self._judging = threading.Lock()  # of `_badges`: each badge is computed once, whichever thread asks first
         self.shown_in: int | None = None  # the cell that displayed it last
         self._thread = threading.Thread(target=self._work, daemon=True, name="labkit compare")
 
@@ -166,7 +169,14 @@ class Comparing:
         ]
         if self._stopping.is_set():
             waiting = [replace(row, words="not started", over=True) for row in waiting]
-        return (*rows(known, self._badges), *waiting)
+        with self._judging:
+            return (*rows(known, self._badges), *waiting)
+
+    def watched(self, seconds: float) -> Iterator[tuple[Row, ...]]:
+        """The rows, again every `seconds` until all runs are over; `rows` then has the final ones."""
+        while not self.over:
+            yield self.rows
+            time.sleep(seconds)
 
     def to_json(self) -> dict[str, Any]:
         """The comparison as a dict of plain values."""

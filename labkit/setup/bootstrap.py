@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from labkit.common.atomic import write_atomically
 from labkit.setup import environment
 from labkit.setup.environment import CLONE, CONSTRAINTS, PROJECT, VENV
 from labkit.setup.progress import Progress
@@ -34,14 +35,8 @@ VENV_PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 PINS = VENV / "held.txt"
 _TORCH = ("torch==", "torchvision==")
 _TAIL = 15  # last lines of pip that are printed if it fails
-_ACTIVITIES = (
-    "Collecting",
-    "Downloading",
-    "Using cached",
-    "Preparing",
-    "Building",
-    "Installing",
-)  # first words of pip's progress lines
+# The first words of pip's progress lines.
+_ACTIVITIES = ("Collecting", "Downloading", "Using cached", "Preparing", "Building", "Installing")
 
 
 class SetupError(Exception):
@@ -133,9 +128,7 @@ def _state() -> dict:
 
 
 def _write_state(**state: object) -> None:
-    temporary = STATE.with_suffix(".new")
-    temporary.write_text(json.dumps(state) + "\n", encoding="utf-8")
-    temporary.replace(STATE)
+    write_atomically(STATE, json.dumps(state) + "\n")
 
 
 def _made_from() -> str:

@@ -20,7 +20,7 @@ CONSTRAINTS = Path(__file__).with_name("constraints.txt")
 VENV = CLONE / ".venv"
 
 # The extras of `labkit setup --with`, and the module that shows whether each is installed.
-OPTIONAL = {"deepspeed": "deepspeed", "handout": "nbconvert", "mnist": "torchvision"}
+OPTIONAL = {"deepspeed": "deepspeed", "handout": "nh3", "mnist": "torchvision"}
 # Compiled for one version of torch: a different build does not load with the torch of an existing environment, so it is
 # never added.
 BUILT_FOR_TORCH = ("torchvision",)

@@ -37,6 +37,18 @@ class Wrong(Exception):
     """What is wrong with an answer: a hint that does not give the solution away."""
 
 
+def require_function(answer: Any, what: str) -> None:
+    """Raises `Wrong` unless the answer is callable; `what` completes "the answer must be a function …"."""
+    if not callable(answer):
+        raise Wrong(f"the answer must be a function {what}, got {answer!r}")
+
+
+def require_number(answer: Any, what: str) -> None:
+    """Raises `Wrong` unless the answer is a number; `what` completes "the answer must be a number …"."""
+    if isinstance(answer, bool) or not isinstance(answer, (int, float)):
+        raise Wrong(f"the answer must be a number {what}, got {answer!r}")
+
+
 @dataclass(frozen=True)
 class Exercise:
     """An exercise. `check(answer)` returns why the answer is right, or raises `Wrong`; `key` is the solution

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from labkit.common.units import size
-from labkit.course.exercises import Exercise, Wrong
+from labkit.course.exercises import Exercise, Wrong, require_function, require_number
 from labkit.course.exercises.own import finished
 from labkit.plan.spec import Spec
 
@@ -21,8 +21,7 @@ _TRIED = ((1000, 8), (1_000_000, 4), (50, 1))
 
 
 def _states(answer: Any) -> str:
-    if not callable(answer):
-        raise Wrong(f"the answer must be a function of parameters, devices and stage, got {answer!r}")
+    require_function(answer, "of parameters, devices and stage")
     for parameters, devices in _TRIED:
         for stage, right in _SHARDED.items():
             given = answer(parameters, devices, stage)
@@ -45,8 +44,7 @@ _HINTS = {
 
 
 def _seven(answer: Any) -> str:
-    if isinstance(answer, bool) or not isinstance(answer, (int, float)):
-        raise Wrong(f"the answer must be a number of GB, got {answer!r}")
+    require_number(answer, "of GB")
     for near, words in (
         (112, "that is the total over all GPUs; ZeRO-3 divides it by their number"),
         (13.04, "that is in GiB (2³⁰ bytes); answer in GB (10⁹ bytes)"),

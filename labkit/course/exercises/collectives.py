@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from labkit.course.exercises import Exercise, Wrong
+from labkit.course.exercises import Exercise, Wrong, require_number
 
 _TIMEOUT = 5.0  # seconds without any message after which a function that is not waiting counts as an infinite loop
 _POLL = 0.005  # seconds
@@ -17,8 +17,7 @@ RANKS = (4, 3)  # the ring must work for an odd number too
 
 
 def _bytes(answer: Any) -> str:
-    if isinstance(answer, bool) or not isinstance(answer, (int, float)):
-        raise Wrong(f"the answer must be a number of MB, got {answer!r}")
+    require_number(answer, "of MB")
     if answer == 100:
         raise Wrong("a rank does not send its whole message once: it sends chunks of it, in two passes around the ring")
     if answer == 200:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
-from labkit.course.exercises import Exercise, Wrong
+from labkit.course.exercises import Exercise, Wrong, require_function
 from labkit.course.exercises.own import finished
 
 _MESHES = ((2, 2, 2), (2, 1, 4), (1, 3, 2), (4, 2, 8))
 
 
 def _place(answer: Any) -> str:
-    if not callable(answer):
-        raise Wrong(f"the answer must be a function place_of(rank, pp, dp, tp), got {answer!r}")
+    require_function(answer, "place_of(rank, pp, dp, tp)")
     for sizes in _MESHES:
         for rank, wanted in enumerate(product(*map(range, sizes))):
             call = f"place_of({', '.join(map(str, (rank, *sizes)))})"

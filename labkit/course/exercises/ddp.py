@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from labkit.course.exercises import Exercise, Wrong
+from labkit.course.exercises import Exercise, Wrong, require_function
 from labkit.course.exercises.own import finished
 from labkit.plan.spec import Spec
 
@@ -31,8 +31,7 @@ def _steps(answer: Any) -> str:
 
 
 def _sampler(answer: Any) -> str:
-    if not callable(answer):
-        raise Wrong(f"the answer must be a function of (order, rank, ranks), got {answer!r}")
+    require_function(answer, "of (order, rank, ranks)")
     for samples, ranks in ((12, 2), (12, 3), (10, 4), (7, 5)):
         order = random.Random(samples).sample(range(100, 100 + samples), samples)
         shards = [_shard(answer, order, rank, ranks) for rank in range(ranks)]

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from labkit.course.exercises import Exercise, Wrong
+from labkit.course.exercises import Exercise, Wrong, require_function
 from labkit.course.exercises.own import finished
 
 MAX_TWICE = 10  # steps that may be computed twice after a restart
@@ -15,8 +15,7 @@ _NEAR = 0.03  # relative difference between Young's formula and higher-order one
 
 
 def _interval(answer: Any) -> str:
-    if not callable(answer):
-        raise Wrong(f"the answer must be a function of two times, got {answer!r}")
+    require_function(answer, "of two times")
     for save, fails in _CASES:
         given = answer(save, fails)
         case = f"with {save} s per save and a failure every {fails:,} s"
@@ -38,8 +37,7 @@ class _Died(Exception):
 
 
 def _whole(answer: Any) -> str:
-    if not callable(answer):
-        raise Wrong(f"the answer must be a function of write and path, got {answer!r}")
+    require_function(answer, "of write and path")
     for before in (None, "old"):
         for dies in (False, True):
             with tempfile.TemporaryDirectory() as folder:

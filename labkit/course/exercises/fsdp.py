@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from labkit.course.exercises import Exercise, Wrong
+from labkit.course.exercises import Exercise, Wrong, require_function
 from labkit.course.exercises.own import finished
 
 _CASES = (  # parameters per unit in order, ranks, prefetched units, and the maximum number of parameters on a rank
@@ -20,8 +20,7 @@ _LAYERS = 5  # of gpt with 1M parameters
 
 
 def _held(answer: Any) -> str:
-    if not callable(answer):
-        raise Wrong(f"the answer must be a function of units, ranks and ahead, got {answer!r}")
+    require_function(answer, "of units, ranks and ahead")
     for units, ranks, ahead, expected in _CASES:
         call = f"most_held({list(units)}, ranks={ranks}, ahead={ahead})"
         try:

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from labkit.analysis.metrics import median, phase_seconds
-from labkit.course.exercises import Exercise, Wrong
+from labkit.course.exercises import Exercise, Wrong, require_function
 from labkit.course.exercises.own import finished, source
 
 BATCH = 64  # samples per rank and step in the script to fix
@@ -16,8 +16,7 @@ _CASES = ((0.2, 0.1), (0.25, 0.1), (0.1, 0.1), (0.1, 0.2), (2.0, 0.25))  # secon
 
 
 def _workers(answer: Any) -> str:
-    if not callable(answer):
-        raise Wrong(f"the answer must be a function of load and compute, got {answer!r}")
+    require_function(answer, "of load and compute")
     for load, compute in _CASES:
         given = answer(load, compute)
         case = f"load {1e3 * load:.0f} ms, compute {1e3 * compute:.0f} ms: your function returns {given!r}"

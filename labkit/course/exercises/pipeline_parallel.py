@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from labkit.course.exercises import Exercise, Wrong
+from labkit.course.exercises import Exercise, Wrong, require_function
 from labkit.course.exercises.own import finished
 from labkit.course.pictures.schedules import SCHEDULES
 from labkit.course.pictures.schedules import order as by_rule
@@ -14,8 +14,7 @@ _MAX_BUBBLE = 0.12  # fraction of the step
 
 
 def _order(answer: Any) -> str:
-    if not callable(answer):
-        raise Wrong(f"the answer must be a function order(stage, stages, micro_batches), got {answer!r}")
+    require_function(answer, "order(stage, stages, micro_batches)")
     for stage, stages, micro_batches in _CASES:
         call = f"order({stage}, {stages}, {micro_batches})"
         try:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from labkit.course.exercises import Exercise, Wrong
+from labkit.course.exercises import Exercise, Wrong, require_number
 from labkit.course.exercises.own import finished
 from labkit.plan.spec import Spec
 
 
 def _steps(answer: Any) -> str:
-    if isinstance(answer, bool) or not isinstance(answer, (int, float)):
-        raise Wrong(f"the answer must be a number of steps, got {answer!r}")
+    require_number(answer, "of steps")
     if answer == 469:
         raise Wrong("that is for one rank with 128 samples per step; here three ranks split the 60,000 samples")
     if answer == 156:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from labkit.common.units import size
-from labkit.course.exercises import Exercise, Wrong
+from labkit.course.exercises import Exercise, Wrong, require_function
 from labkit.course.exercises.own import finished
 
 _CASES = ((2, 3, 4, 5), (2, 4, 6, 3), (3, 5, 9, 4), (4, 2, 8, 6))  # ranks, width of x, inner width, width of y
 
 
 def _parts(answer: Any) -> str:
-    if not callable(answer):
-        raise Wrong(f"the answer must be a function parts(a, b, rank, ranks), got {answer!r}")
+    require_function(answer, "parts(a, b, rank, ranks)")
     import torch
 
     for ranks, width_in, inner, width_out in _CASES:

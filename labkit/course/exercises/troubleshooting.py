@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from labkit.course.exercises import Exercise, Wrong
+from labkit.course.exercises import Exercise, Wrong, require_function
 from labkit.course.exercises.own import a_run, source
 
 _STRAY = 2, 131  # the rank that called a different collective, and the line of the call
@@ -17,8 +17,7 @@ _STATES = (  # as saved, and as the model itself names them
 
 
 def _prefix(answer: Any) -> str:
-    if not callable(answer):
-        raise Wrong(f"the answer must be a function of a state dict, got {answer!r}")
+    require_function(answer, "of a state dict")
     for saved, wanted in _STATES:
         given = answer(dict(saved))
         if not isinstance(given, dict):

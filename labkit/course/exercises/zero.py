@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from labkit.course.exercises import Exercise, Wrong
+from labkit.course.exercises import Exercise, Wrong, require_function
 from labkit.course.exercises.own import finished
 from labkit.plan.spec import Spec
 
@@ -23,8 +23,7 @@ _CASES = (  # parameters, ranks, bytes per device, and the lowest stage that fit
 
 
 def _stage(answer: Any) -> str:
-    if not callable(answer):
-        raise Wrong(f"the answer must be a function of parameters, ranks and memory, got {answer!r}")
+    require_function(answer, "of parameters, ranks and memory")
     for parameters, ranks, memory, expected in _CASES:
         call = f"lowest_stage({parameters:,}, ranks={ranks}, memory={memory:,})"
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from labkit.figures import colours
-from labkit.figures.as_plotly import FONT
+from labkit.figures.as_plotly import plain_look
 
 EVERY = "rgba(128, 128, 128, 0.22)"  # data that every rank has
 HIDDEN = {"visible": False, "fixedrange": True}
@@ -27,9 +27,7 @@ def layout(title: str, height: float) -> dict[str, Any]:
         },
         "height": round(height),
         "margin": {"l": 8, "r": 8, "t": 34, "b": 8},
-        "font": {"family": FONT, "size": 11, "color": colours.INK},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
+        **plain_look(),
     }
 
 

@@ -16,7 +16,7 @@ from labkit.common.arguments import Number, check_choice, check_flag
 from labkit.common.units import size
 from labkit.course.pictures.checked import checked
 from labkit.figures import colours
-from labkit.figures.as_plotly import FONT, as_figure
+from labkit.figures.as_plotly import as_figure, plain_look
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -291,7 +291,5 @@ def _layout(title: str, height: int) -> dict[str, Any]:
         },
         "height": height,
         "margin": {"l": 50, "r": 10, "t": 40, "b": 30},
-        "font": {"family": FONT, "size": 12, "color": colours.INK},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
+        **plain_look(12),
     }

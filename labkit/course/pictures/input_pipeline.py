@@ -202,8 +202,6 @@ def _gantt(
         "height": 110 + _LANE * len(lanes),
         "margin": {"l": 30 + 7 * max(map(len, lanes)), "r": 80, "t": 56, "b": 40},
         "legend": {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom", "bgcolor": "rgba(0,0,0,0)"},
-        "font": {"family": as_plotly.FONT, "size": 11, "color": colours.INK},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
+        **as_plotly.plain_look(),
     }
     return as_plotly.as_figure(data, layout)

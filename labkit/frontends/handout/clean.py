@@ -1,4 +1,4 @@
-"""Sanitises HTML from cells for a page that contacts no host and runs no foreign script.
+"""Sanitises HTML from cells for a page that contacts no host and runs no foreign script, by the lists in `allowed.py`.
 
 The page's content security policy is a second line of defence: it allows only the page's own scripts.
 """
@@ -8,42 +8,42 @@ from __future__ import annotations
 import base64
 import mimetypes
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
-from bs4 import BeautifulSoup, Tag
+import nh3
+from bs4 import BeautifulSoup
 from nbconvert.filters import markdown2html
 
+from labkit.frontends.handout import allowed
 from labkit.frontends.handout.formulas import draw_formulas
 
-_GONE = (
-    "script",
-    "style",
-    "iframe",
-    "frame",
-    "frameset",
-    "object",
-    "embed",
-    "applet",
-    "link",
-    "meta",
-    "base",
-    "form",
-    "template",
-    "audio",
-    "video",
-)
-_ADDRESSES = ("href", "src", "xlink:href", "action", "formaction", "srcset", "background", "poster", "data")
 _RESERVED = ("text", "theme", "figures", "plotly")  # ids of the page itself
-_SAFE = re.compile(r"(https?:|mailto:|#|[^:]*$)", re.IGNORECASE)
-_EMBEDDED = re.compile(r"data:image/(png|jpeg|gif|webp|svg\+xml)[;,]", re.IGNORECASE)
 
 
-def clean(html: str) -> str:
-    """The HTML without scripts, event handlers, frames, and addresses that a browser would load or run."""
+def clean(html: str, ids: Collection[str] = ()) -> str:
+    """The HTML with allowed elements, attributes and styles only, and of its ids only `ids`.
+
+    A link may point to another site; what a browser loads by itself must be embedded in the page. Put the result into
+    the page as it is: another parser could read it differently.
+    """
+    return nh3.clean(
+        html,
+        tags=allowed.TAGS,
+        clean_content_tags=allowed.REMOVED,
+        attributes=allowed.ATTRIBUTES,
+        generic_attribute_prefixes={"aria-"},
+        attribute_filter=lambda element, name, value: allowed.attribute(name, value, ids),
+        url_schemes={"http", "https", "mailto", "data"},
+        link_rel=None,
+    )
+
+
+def output(html: str) -> str:
+    """The HTML of an output, sanitised; wide tables scroll."""
     soup = BeautifulSoup(html, "html.parser")
-    _clean(soup)
-    return str(soup)
+    _box_tables(soup)
+    return clean(str(soup))
 
 
 def markdown(text: str) -> str:
@@ -52,36 +52,12 @@ def markdown(text: str) -> str:
     for link in soup.select("a.anchor-link"):
         link.decompose()
     draw_formulas(soup)
-    _clean(soup)
-    return str(soup)
+    return clean(str(soup))
 
 
-def _clean(soup: BeautifulSoup) -> None:
-    for element in soup.find_all(True):
-        if element.decomposed:
-            continue
-        if element.name.lower() in _GONE:
-            element.decompose()
-            continue
-        for name in [name for name in element.attrs if not _harmless(element, name)]:
-            del element[name]
-
-
-def _harmless(element: Tag, name: str) -> bool:
-    low = name.lower()
-    if low in ("id", "name"):
-        return False  # they could clash with the page's ids
-    if low == "style":
-        return "url(" not in element[name].lower()
-    return not low.startswith("on") and (low not in _ADDRESSES or _may_stay(element, name))
-
-
-def _may_stay(element: Tag, name: str) -> bool:
-    """A link may point to another site; anything that a browser loads automatically must be embedded in the page."""
-    address = re.sub(r"[\x00-\x20]", "", str(element[name]))
-    if element.name == "a" and name.lower() == "href":
-        return bool(_SAFE.match(address))
-    return address.startswith("#") or bool(_EMBEDDED.match(address))
+def _box_tables(soup: BeautifulSoup) -> None:
+    for table in soup.find_all("table"):
+        table.wrap(soup.new_tag("div", attrs={"class": "wide-table"}))
 
 
 class Prose:
@@ -93,20 +69,30 @@ class Prose:
     def __init__(self, answers: bool = True, folder: Path | None = None):
         self._answers, self._folder = answers, folder
         self.contents: list[tuple[int, str, str]] = []
-        self._taken = set(_RESERVED)
+        self._taken: set[str] = set()
 
-    def take(self, html: str) -> str:
-        """The sanitised HTML of one cell; collapsible answers are removed unless `answers`."""
+    def take(self, html: str, mark: Callable[[str], str] = str) -> str:
+        """The sanitised HTML of one cell; collapsible answers are removed unless `answers`.
+
+        `mark` may change the HTML before it is sanitised.
+        """
         soup = BeautifulSoup(html, "html.parser")
         for picture in soup.find_all("img", src=True):
             picture["src"] = self._embedded(picture["src"])
+        for element in soup.find_all(id=True):
+            del element["id"]
         draw_formulas(soup)
-        _clean(soup)
         if not self._answers:
             for fold in soup.select("details.answer"):
                 fold.decompose()
-        for table in soup.find_all("table"):
-            table.wrap(soup.new_tag("div", attrs={"class": "wide-table"}))
+        return clean(mark(self._laid_out(soup)), self._taken)
+
+    def lay_out(self, html: str) -> str:
+        """HTML of the lab itself, in which every foreign text is escaped: with ids of headings, not sanitised."""
+        return self._laid_out(BeautifulSoup(html, "html.parser"))
+
+    def _laid_out(self, soup: BeautifulSoup) -> str:
+        _box_tables(soup)
         for heading in soup.find_all(re.compile(r"^h[1-6]$")):
             text = heading.get_text(" ", strip=True)
             heading["id"] = self.address(text)
@@ -115,7 +101,7 @@ class Prose:
 
     def _embedded(self, address: str) -> str:
         """A data URL with the image; an address that is not a file of the lab is returned unchanged."""
-        path = self._folder / address if self._folder and not _EMBEDDED.match(address) else None
+        path = self._folder / address if self._folder and not allowed.EMBEDDED.match(address) else None
         kind = path and mimetypes.guess_type(path.name)[0]
         if not (path and kind and path.is_file()):
             return address
@@ -124,7 +110,7 @@ class Prose:
     def address(self, text: str) -> str:
         """A unique id for a heading, the same as in a notebook if possible."""
         stem = re.sub(r"\s+", "-", text)
-        address = next(each for each in _numbered(stem) if each not in self._taken)
+        address = next(each for each in _numbered(stem) if each not in self._taken and each not in _RESERVED)
         self._taken.add(address)
         return address
 

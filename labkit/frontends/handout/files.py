@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 
 import jupytext
 from nbformat import NotebookNode
 
+from labkit.common.atomic import write_atomically
 from labkit.setup.environment import CLONE
 
 
@@ -41,15 +40,5 @@ def first_line(cell: NotebookNode) -> str:
 def write(path: Path, text: str) -> Path:
     """Writes `text` to `path` atomically: there is always either the old file or the complete new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
-            file.write(text)
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(temporary).chmod(0o666 & ~umask)  # readable for others: mkstemp creates private files
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_atomically(path, text, errors="replace")
     return path

@@ -16,8 +16,8 @@ from nbformat import NotebookNode
 
 from labkit.common.text import escape
 from labkit.course.exercises import exercise
-from labkit.frontends.handout import pieces
-from labkit.frontends.handout.clean import Prose, clean, markdown
+from labkit.frontends.handout import clean, pieces
+from labkit.frontends.handout.clean import Prose, markdown
 from labkit.frontends.handout.execute import executed
 from labkit.frontends.handout.files import LabError
 from labkit.frontends.handout.page import TEMPLATES, Page
@@ -99,12 +99,12 @@ class _Cells:
 
     def text(self, html: str) -> str:
         """One markdown cell, with its terms linked to the glossary of the page."""
-        return self.terms.mark(self.prose.take(html))
+        return self.prose.take(html, self.terms.mark)
 
     def glossary(self) -> str:
         """A section that defines the terms of the page; empty if it mentions none."""
         table = self.terms.table()
-        return self.prose.take("<h2>Terms</h2>") + table if table else ""
+        return self.prose.lay_out("<h2>Terms</h2>") + table if table else ""
 
     # ---- outputs
 
@@ -139,10 +139,10 @@ class _Cells:
             return (
                 self.plots.charts(state)
                 if state
-                else self.plots.add(data[_PLOTLY], clean(html) if "<svg" in html else "")
+                else self.plots.add(data[_PLOTLY], clean.clean(html) if "<svg" in html else "")
             )
         if html:
-            return clean(html).replace("<table", '<div class="wide-table"><table').replace("</table>", "</table></div>")
+            return clean.output(html)
         if "text/markdown" in data:
             return markdown("".join(data["text/markdown"]))
         for kind in ("image/png", "image/jpeg"):

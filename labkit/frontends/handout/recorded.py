@@ -47,16 +47,7 @@ def stand_in(folder: str) -> None:
     """Makes every run started in this process a copy of a recorded one from `folder`."""
     recorded = RecordedRuns(Path(folder))
 
-    def start(
-        cls: type[Job],
-        spec: Spec,
-        *,
-        detached: bool = False,
-        cold: bool = False,
-        root: Path | None = None,
-        source: str | None = None,
-        stdin: int | None = None,
-    ) -> Job:
+    def start(cls: type[Job], spec: Spec, *, root: Path | None = None, source: str | None = None, **_: object) -> Job:
         found = recorded.take(spec, source)
         return cls(found.copy((root or runs_root()) / found.name))
 

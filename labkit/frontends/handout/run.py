@@ -42,7 +42,7 @@ def run_page(folder: RunFolder) -> Page:
     body = "".join(f"<h2>{name}</h2>{html}" for name, html in parts.items() if html)
     title = f"{pieces.title(state)} · {folder.name}"
     about = pieces.facts(state, recorded=True)
-    return Page(title, about, prose.take(f"<h1>{escape(title)}</h1>{body}"), prose.contents, plots)
+    return Page(title, about, prose.lay_out(f"<h1>{escape(title)}</h1>{body}"), prose.contents, plots)
 
 
 def _recorded(folder: RunFolder) -> RunState:

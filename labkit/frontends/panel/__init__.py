@@ -4,7 +4,7 @@
 comparison.
 """
 
-from labkit.frontends.panel.compare import show_comparison_in_notebook
+from labkit.frontends.panel.comparison import show_comparison_in_notebook
 from labkit.frontends.panel.lab import Lab
 from labkit.frontends.panel.live import show_in_notebook
 

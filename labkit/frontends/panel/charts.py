@@ -6,8 +6,10 @@ import gzip
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import anywidget
 import ipywidgets
@@ -47,10 +49,14 @@ class Charts:
 
     Display `widget`; `draw` updates it to a state, from any thread.
 
-    Hold `lock` while changing the state that was drawn last.
+    `lock` (an `RLock`) is held while a state is read; hold it while changing the state that was drawn last.
     """
 
-    def __init__(self, charts: Mapping[str, Callable[[RunState], Chart]] = LIVE) -> None:
+    def __init__(
+        self,
+        charts: Mapping[str, Callable[[RunState], Chart]] = LIVE,
+        lock: AbstractContextManager[Any] | None = None,
+    ) -> None:
         import plotly
 
         self.page = _Page(plotly_version=plotly.__version__)
@@ -58,7 +64,7 @@ class Charts:
         self.plain = ipywidgets.HTML(layout={"display": "none"})
         self.widget = ipywidgets.VBox([self.page, self.plain])
         self.widget.add_class("labkit-board")
-        self.lock = threading.RLock()
+        self._lock = lock or threading.RLock()
         self._charts = charts
         self._feed = Feed(charts)
         self._state = RunState()
@@ -69,19 +75,24 @@ class Charts:
     def shown(self) -> None:
         """Call this when the widget is displayed: from then on it waits for a page."""
         self._shown = time.monotonic()
-        timer = threading.Timer(_PATIENCE + 0.1, lambda: self.draw(self._state, final=True))
+        timer = threading.Timer(_PATIENCE + 0.1, self.redraw)
         timer.daemon = True
         timer.start()
 
     def restart(self, state: RunState) -> None:
         """Shows another run."""
-        with self.lock:
+        with self._lock:
             self._feed.restart()
             self.draw(state)
 
+    def redraw(self) -> None:
+        """Updates the page to the state that was drawn last, after a choice of the user or when no page has come."""
+        with self._lock:
+            self.draw(self._state, final=True)
+
     def draw(self, state: RunState, final: bool = False) -> None:
         """Updates the page to `state`: sends new points only. Plain SVG is updated once per second and if `final`."""
-        with self.lock:
+        with self._lock:
             self._state = state
             if self._ready:
                 message = self._feed.message(state)
@@ -112,21 +123,22 @@ class Charts:
             threading.Thread(target=answer, daemon=True).start()
 
     def _is_here(self) -> None:
-        self._here = True
-        self.plain.layout.display = "none"
+        with self._lock:
+            self._here = True
+            self.plain.layout.display = "none"
 
     def _send_plotly(self) -> None:
         _, packed = _plotly()
         self.page.send({"kind": "plotly"}, [packed])
 
     def _send_all(self) -> None:
-        with self.lock:
+        with self._lock:
             self._ready = True
             self._feed.restart()
             self.draw(self._state)
 
     def _has_failed(self) -> None:
-        with self.lock:
+        with self._lock:
             self._here = self._ready = False
             self._shown = time.monotonic() - 2 * _PATIENCE
-            self.draw(self._state, final=True)
+            self.redraw()

@@ -1,38 +1,23 @@
-"""The Compare tab, which runs several strategies one after another, and the view of a comparison."""
+"""The Compare tab, which runs several strategies one after another, or shows recorded runs."""
 
 from __future__ import annotations
 
-import json
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ipywidgets
 
-from labkit.analysis.comparison import (
-    HEADS,
-    Row,
-    alike,
-    cells,
-    newest,
-    recorded,
-    recorded_elsewhere,
-    sentences,
-)
-from labkit.common.text import escape
-from labkit.figures import comparison as pictures
+from labkit.analysis.comparison import alike, newest, recorded
+from labkit.frontends.panel.comparison import ComparisonView
 from labkit.frontends.panel.recorded import label
-from labkit.frontends.panel.view import style
 from labkit.frontends.panel.words import sentence_html
 from labkit.plan.spec import SpecError
 from labkit.record.folder import RunFolder
 from labkit.record.replay import is_recorded, recorded_words
 from labkit.runs.comparing import Comparing, plan
-from labkit.runs.notebook import headless
 from labkit.training.strategies import BASELINE, STRATEGIES
 
-_REDRAW = 0.5  # seconds between two redraws
 _NEWEST = 100  # recorded runs in the list
 _INTRODUCTION = (
     "Compare trains the same model with each selected strategy, one run after another, with the same global batch "
@@ -41,72 +26,6 @@ _INTRODUCTION = (
 _HOW_TO_CHOOSE = (
     "Ctrl or Shift selects several. With no selection: the newest run of each strategy with the same training."
 )
-_TONES = {"equal": "good", "reference": "quiet", "differs": "bad"}
-
-
-class ComparisonView:
-    """Shows a comparison: its table, charts and remarks, updated while it runs."""
-
-    def __init__(self) -> None:
-        self._html = ipywidgets.HTML()
-        self._html.add_class("labkit-comparison")
-        self._shown: tuple[Any, ...] | None = None
-        self.widget = self._html
-
-    def follow(self, comparing: Comparing, on_over: Callable[[], None] = lambda: None) -> threading.Thread:
-        """Shows a comparison until all its runs are over, in a thread, which is returned."""
-        thread = threading.Thread(
-            target=self._watch, args=(comparing, on_over), daemon=True, name="labkit view of a comparison"
-        )
-        thread.start()
-        return thread
-
-    def _watch(self, comparing: Comparing, on_over: Callable[[], None]) -> None:
-        try:
-            while not comparing.over:
-                self.show(comparing.rows, comparing.left_out)
-                time.sleep(_REDRAW)
-            self.show(comparing.rows, comparing.left_out)
-        finally:
-            on_over()
-
-    def show(self, rows: Sequence[Row], left_out: Mapping[str, str], first: str = "") -> None:
-        """Shows the rows, with the sentence `first` above them; draws nothing if they are shown already."""
-        what = tuple(rows), dict(left_out), first
-        if what == self._shown:
-            return
-        self._shown = what
-        self._html.value = (f"<p>{escape(first)}</p>" if first else "") + comparison_html(rows, left_out)
-
-    def say(self, text: str) -> None:
-        """Shows a text instead of a comparison."""
-        self._shown = None
-        self._html.value = f'<p class="labkit-empty">{escape(text)}</p>'
-
-
-def show_comparison_in_notebook(comparing: Comparing) -> None:
-    """Shows a comparison live and returns immediately. If headless, waits for the end and displays static outputs."""
-    from IPython.display import display
-
-    if headless():
-        comparing.wait()
-        display(comparison_bundle(comparing), raw=True)
-        return
-    view = ComparisonView()
-    widget = ipywidgets.VBox([style(), view.widget])
-    widget.add_class("labkit")
-    display(widget)
-    static = display({"text/html": "", "text/plain": ""}, raw=True, display_id=True)
-    view.follow(comparing, lambda: static.update(comparison_bundle(comparing), raw=True))
-
-
-def comparison_bundle(comparing: Comparing) -> dict[str, Any]:
-    """The table and the charts as a static output, which needs no widget, kernel or network.
-
-    A page that shows the widget hides it, because both show the same.
-    """
-    html = f'<div class="labkit-static">{comparison_html(comparing.rows, comparing.left_out)}</div>'
-    return {"text/html": html, "text/plain": json.dumps(comparing.to_json(), indent=2)}
 
 
 class CompareTab:
@@ -136,7 +55,9 @@ class CompareTab:
         self._said = ipywidgets.HTML()
         self._view = ComparisonView()
         self._view.say(_INTRODUCTION)
-        self._used = False
+        # Threads read recorded runs: of what was asked for, only the newest is shown.
+        self._lock = threading.Lock()
+        self._asked = 0
         boxes = ipywidgets.HBox(list(self._boxes.values()))
         boxes.add_class("labkit-boxes")
         head = ipywidgets.HBox([self._start_button, self._stop_button, self._recorded(), boxes])
@@ -197,7 +118,8 @@ class CompareTab:
         except SpecError as error:
             self._said.value = sentence_html(str(error))
             return
-        self._said.value, self._used = "", True
+        self._next()
+        self._said.value = ""
         self._comparing = Comparing(specs, left_out, cold=self._cold).start()
         self._free(False)
         self._view.follow(self._comparing, self._over)
@@ -207,14 +129,20 @@ class CompareTab:
 
         A comparison started in the tab itself is not replaced.
         """
-        if not self._used:
+        if not self._asked:
             _in_a_thread(self._show_newest)
+
+    def _next(self) -> int:
+        """The number of a new request, which supersedes those before it."""
+        with self._lock:
+            self._asked += 1
+            return self._asked
 
     def _show_newest(self) -> None:
         readable, _ = RunFolder.readable(RunFolder.all())
         folders = newest([folder for folder in readable if is_recorded(folder)])
-        if folders and not self._used:
-            self._show(folders, "Newest comparison in this runs folder. ")
+        if folders:
+            self._show(0, folders, "Newest comparison in this runs folder. ")
 
     def _disclose(self, change: dict[str, Any]) -> None:
         self._popover.layout.display = "" if change["new"] else "none"
@@ -229,21 +157,22 @@ class CompareTab:
 
     def _show_chosen(self) -> None:
         """Shows the runs selected in the list, or names those that cannot be read."""
-        self._used = True
+        asked = self._next()
         folders = [RunFolder(path) for path in self._list.value]
         _, unreadable = RunFolder.readable(folders)
         if not folders:
-            _in_a_thread(self.show_recorded)
+            _in_a_thread(lambda: self.show_recorded(asked))
         elif unreadable:
             sentence = "; ".join(f"{name} cannot be read: {why}" for name, why in unreadable.items())
             self._said.value = sentence_html(sentence)
         else:
             self._said.value = ""
-            _in_a_thread(lambda: self._show(folders))
+            _in_a_thread(lambda: self._show(asked, folders))
         self._recorded_button.value = False
 
-    def show_recorded(self) -> None:
+    def show_recorded(self, asked: int | None = None) -> None:
         """Shows the newest recorded run of each strategy with the same training as the newest run, if there are any."""
+        asked = self._next() if asked is None else asked
         readable, unreadable = RunFolder.readable(RunFolder.all())
         folders = alike([folder for folder in readable if is_recorded(folder)])
         left = [f"{name} is left out: it cannot be read ({why})." for name, why in unreadable.items()]
@@ -252,14 +181,16 @@ class CompareTab:
             self._said.value = sentence_html(sentence)
             return
         self._said.value = ""
-        self._show(folders, after=" ".join(["", *left]))
+        self._show(asked, folders, after=" ".join(["", *left]))
 
-    def _show(self, folders: Sequence[RunFolder], before: str = "", after: str = "") -> None:
-        """Shows recorded runs, unless a comparison has started in the meantime."""
+    def _show(self, asked: int, folders: Sequence[RunFolder], before: str = "", after: str = "") -> None:
+        """Shows recorded runs, unless something else was asked for in the meantime."""
         when = recorded_words(max(folders, key=lambda run: run.name))
         found = recorded(folders)
-        if not self.busy:
-            self._view.show(found, {}, f"{before}Recorded runs; nothing is running now. The newest was {when}.{after}")
+        sentence = f"{before}Recorded runs; nothing is running now. The newest was {when}.{after}"
+        with self._lock:
+            if asked == self._asked and not self.busy:
+                self._view.show(found, {}, sentence)
 
     def stop(self) -> None:
         """Stops the current run and skips the remaining ones; returns immediately."""
@@ -284,28 +215,3 @@ class CompareTab:
 def _in_a_thread(work: Callable[[], None]) -> None:
     """Runs `work`, which reads run folders, outside the kernel's main thread."""
     threading.Thread(target=work, daemon=True, name="labkit recorded runs").start()
-
-
-def comparison_html(rows: Sequence[Row], left_out: Mapping[str, str]) -> str:
-    """The table, the charts and the remarks as HTML, all text escaped."""
-    said = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences(rows, left_out))
-    drawn = pictures.svg(rows, recorded_elsewhere(rows), height=169)
-    return f'{_table(rows)}<div class="labkit-plain">{drawn}</div><div class="labkit-notes">{said}</div>'
-
-
-def _table(rows: Sequence[Row]) -> str:
-    heads = "".join(f"<th>{escape(head)}</th>" for head in HEADS)
-    body = "".join(_row(row, cells(row)) for row in rows)
-    body += "".join(
-        _row(row, (*cells(row)[:-1], "recorded elsewhere"), "labkit-recorded") for row in recorded_elsewhere(rows)
-    )
-    return f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _row(row: Row, texts: Sequence[str], kind: str = "") -> str:
-    verdict = row.badge.verdict if row.badge else ""
-    hint = escape(row.badge.sentence if row.badge else row.words, quote=True)
-    *figures, last = (escape(text) for text in texts)
-    tone = "bad" if row.failed else _TONES.get(verdict, "waiting" if verdict else "quiet")
-    badge = f'<td class="labkit-badge labkit-{tone}" title="{hint}"><i></i>{last}</td>'
-    return f'<tr class="{kind}">' + "".join(f"<td>{text}</td>" for text in figures) + badge + "</tr>"

@@ -68,7 +68,7 @@ class Lab:
         self._recording: Recording | None = None
         self._static: StaticFigures | None = None
         self._run: Run | None = None
-        self._starting = False
+        self._starting = False  # whether a thread starts a run or opens a recorded one
         self._make(presentation)
         self._changed()
         if opened is not None:
@@ -182,13 +182,14 @@ class Lab:
         self._describe(spec)
         self._script.value = code.script_html(spec)
         self._compare.refresh()
-        self._free(not (self._starting or self._view.busy))
+        idle = not (self._starting or self._view.busy)
+        self._free(idle)
         if not available:
             self._run_button.disabled = True
             self._batch.value = f'<div class="labkit-batch">{spec.batch_sentence} · looking for {spec.data}</div>'
-        if not self._starting and (self._run is None or self._view.recorded):
+        if idle and (self._run is None or self._view.recorded):
             self._view.preview(spec)
-        elif not (self._starting or self._view.busy):
+        elif idle:
             self._view.plan(spec)
 
     def _comparable(self) -> dict[str, Any]:
@@ -216,6 +217,7 @@ class Lab:
             self._run_button.description, self._run_button.tooltip = _RUN, _RUN_HINT
             self._changed()
             return
+        self._starting = True
         self._free(False)
         self._view.say("opening the recorded run")
         threading.Thread(target=self._open, args=(RunFolder(path),), daemon=True, name="labkit recording").start()
@@ -239,6 +241,7 @@ class Lab:
         except Exception as error:
             self._view.complain(f"this run cannot be replayed: {type(error).__name__}: {error}")
         finally:
+            self._starting = False
             self._free(True)
 
     def _play(self, recording: Recording) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import ipywidgets
 
@@ -24,12 +26,14 @@ _NEWEST = "newest"
 
 
 class _Tab:
-    """The part that both tabs share: a row of buttons with a message, and charts below. `folder` returns the shown run
-    or None.
+    """The part that both tabs share: a row of buttons with a message, and charts below.
+
+    `lock` is held while the state is read, and while it changes; `folder` returns the folder of the run that the state
+    is of, or None.
     """
 
-    def __init__(self, folder: Callable[[], RunFolder | None], charts: Charts):
-        self._folder, self.charts = folder, charts
+    def __init__(self, folder: Callable[[], RunFolder | None], lock: AbstractContextManager[Any], charts: Charts):
+        self._folder, self._lock, self.charts = folder, lock, charts
         self.live = True  # False for a recording, of which no step can be profiled
         self._state = RunState()
         self._waits_for = 0
@@ -39,11 +43,12 @@ class _Tab:
         self._capture.on_click(lambda _: self._ask())
 
     def _ask(self, snapshot: bool = False) -> None:
-        folder = self._folder()
-        if folder is None or self._state.over or not self.live:
-            return
-        self._waits_for = ask(folder, self._state, snapshot=snapshot)
-        self._say(f"step {self._waits_for} will be profiled")
+        with self._lock:
+            folder = self._folder()
+            if folder is None or self._state.over or not self.live:
+                return
+            self._waits_for = ask(folder, self._state, snapshot=snapshot)
+            self._say(f"step {self._waits_for} will be profiled")
 
     def _say(self, text: str) -> None:
         self._said.value = _help(text)
@@ -67,12 +72,12 @@ class _Tab:
 class TimelineTab(_Tab):
     """One profiled step of all ranks, selected or the newest, and its expected communication."""
 
-    def __init__(self, folder: Callable[[], RunFolder | None]):
-        super().__init__(folder, Charts({"timeline": lambda state: timeline(state, self._chosen())}))
+    def __init__(self, folder: Callable[[], RunFolder | None], lock: AbstractContextManager[Any]):
+        super().__init__(folder, lock, Charts({"timeline": lambda state: timeline(state, self._chosen())}, lock))
         self._which = ipywidgets.Dropdown(
             options=[(_NEWEST, 0)], value=0, description="Step", layout={"width": "150px"}
         )
-        self._which.observe(lambda _: self.charts.draw(self._state), "value")
+        self._which.observe(lambda _: self.charts.redraw(), "value")
         hint = "Save a trace for ui.perfetto.dev or chrome://tracing"
         self._export = ipywidgets.Button(description="Save trace", tooltip=hint, disabled=True)
         self._export.on_click(lambda _: self._save())
@@ -84,10 +89,11 @@ class TimelineTab(_Tab):
         return self._which.value or newest(self._state)
 
     def _save(self) -> None:
-        folder = self._folder()
-        if folder is not None:
-            write_trace(self._state, folder.trace)
-            self._say(f"saved as {_near(folder.trace)}")
+        with self._lock:
+            folder = self._folder()
+            if folder is not None:
+                write_trace(self._state, folder.trace)
+                self._say(f"saved as {_near(folder.trace)}")
 
     def draw(self, state: RunState, final: bool = False) -> None:
         """Updates the tab to the state."""
@@ -108,9 +114,9 @@ class TimelineTab(_Tab):
 class MemoryTab(_Tab):
     """Memory of a step at its peak, by owner and rank, and its course over one step."""
 
-    def __init__(self, folder: Callable[[], RunFolder | None]):
+    def __init__(self, folder: Callable[[], RunFolder | None], lock: AbstractContextManager[Any]):
         names = ("memory_by_owner", "memory_of_step")
-        super().__init__(folder, Charts({name: figures.CHARTS[name] for name in names}))
+        super().__init__(folder, lock, Charts({name: figures.CHARTS[name] for name in names}, lock))
         hint = "Record a snapshot for PyTorch's memory viewer (pytorch.org/memory_viz)"
         self._snapshot = ipywidgets.Button(description="Memory snapshot", tooltip=hint, layout={"display": "none"})
         self._snapshot.on_click(lambda _: self._ask(snapshot=True))

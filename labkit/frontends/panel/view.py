@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Protocol
 
 import ipywidgets
@@ -18,7 +19,7 @@ from labkit.frontends.panel.profiled import MemoryTab, TimelineTab
 from labkit.frontends.panel.words import finding_html, progress_html, sentence_html, state_html, tone_of
 from labkit.plan.spec import Spec
 from labkit.record.folder import RunFolder
-from labkit.record.follow import Follower
+from labkit.record.follow import Follower, Source
 from labkit.record.replay import Recording
 from labkit.record.state import RunState
 
@@ -36,16 +37,6 @@ class Job(Protocol):
         """Stops the run; returns when all its processes have ended."""
 
 
-class Source(Protocol):
-    """Provides the state: a `Follower` of a run folder, or a `Recording` that is replayed."""
-
-    state: RunState
-    progress: Callable[[float], None]  # called with the fraction that has been read, if reading takes long
-
-    def poll(self) -> bool:
-        """Folds new events into the state."""
-
-
 def style() -> ipywidgets.HTML:
     """The panel's style sheet, as a hidden widget."""
     css = "".join((STATIC / name).read_text(encoding="utf-8") for name in ("panel.css", "presentation.css"))
@@ -57,9 +48,13 @@ class RunView:
 
     `on_over` is called with the run's name and state when it is over or stopped. Nothing here prints, and nothing slow
     runs in the kernel's main thread.
+
+    The state is read by the thread that follows the run, by the kernel (a button, a choice) and by the answers to the
+    pages. One lock serves all: it is held while the state that is shown is read or changed.
     """
 
     def __init__(self, on_over: Callable[[str, RunState], None] = lambda name, state: None):
+        self._lock = threading.RLock()
         self.state = RunState()
         self.words = ipywidgets.HTML(state_html("ready", "quiet"))
         self.words.add_class("labkit-words")
@@ -76,23 +71,21 @@ class RunView:
         line.add_class("labkit-line")
         self.findings = ipywidgets.VBox([line, self._diagnosis])
         self.findings.add_class("labkit-findings")
-        self.charts = Charts()
+        self.charts = Charts(lock=self._lock)
         self._before = Before()
         self.live = ipywidgets.VBox([self.findings, self._before.widget, self.charts.widget])
         self.live.add_class("labkit-live")
         self.logs = Logs()
-        self.timeline, self.memory = TimelineTab(self._folder), MemoryTab(self._folder)
+        self.timeline, self.memory = (Tab(lambda: self._folder, self._lock) for Tab in (TimelineTab, MemoryTab))
         hint = "Stop the run and all its processes"
         self.stop_button = ipywidgets.Button(description="■ Stop", tooltip=hint, disabled=True)
         self.stop_button.on_click(lambda _: self.stop())
         self.stop_button.add_class("labkit-stop")
         self._on_over = on_over
         self._job: Job | None = None
-        self._recorded = self._stopping = False
+        self._folder: RunFolder | None = None  # of the run that `state` is of
+        self._recorded = self._stopping = self._busy = False
         self._thread: threading.Thread | None = None
-
-    def _folder(self) -> RunFolder | None:
-        return None if self._job is None else self._job.folder
 
     def shown(self) -> None:
         """Call this when the widgets are displayed."""
@@ -110,7 +103,7 @@ class RunView:
     @property
     def busy(self) -> bool:
         """Whether the view follows an active run or replays a recorded one."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._busy
 
     def say(self, words: str, tone: str = "waiting") -> None:
         """Sets the state line while no run sets it."""
@@ -150,7 +143,7 @@ class RunView:
         self._watch_it(recording, recording, recorded=True)
 
     def _watch_it(self, job: Job, source: Source, recorded: bool) -> None:
-        self._job, self._recorded, self._stopping = job, recorded, False
+        self._job, self._recorded, self._stopping, self._busy = job, recorded, False, True
         self._thread = threading.Thread(
             target=self._watch, args=(job, source), daemon=True, name=f"labkit view of {job.folder.name}"
         )
@@ -188,20 +181,23 @@ class RunView:
             raise
         finally:
             self.stop_button.disabled = True
-        self._on_over(job.folder.name, self.state)
+            self._busy = False  # before `on_over`, which lets the user start the next run
+        self._on_over(job.folder.name, source.state)
 
     def _begin(self, state: RunState, folder: RunFolder | None = None) -> None:
         """Switches to another state and the logs of its folder."""
-        self.state = state
-        self.timeline.live = self.memory.live = not self._recorded
-        for charts in self._all_charts():
-            charts.restart(state)
-        self.logs.restart(folder, state.world_size, _WHOLE if self._recorded else "")
-        self._draw()
+        with self._lock:
+            self.state, self._folder = state, folder
+            self.timeline.live = self.memory.live = not self._recorded
+            for charts in self._all_charts():
+                charts.restart(state)
+            self.logs.restart(folder, state.world_size, _WHOLE if self._recorded else "")
+            self._draw()
 
     def _follow_to_the_end(self, job: Job, source: Source) -> None:
         source.progress = lambda share: self.say(f"reading the run: {share:.0%}")
-        source.poll()
+        with self._lock if source.state is self.state else nullcontext():  # a long run is read before it is shown
+            source.poll()
         source.progress = lambda share: None
         self.stop_button.disabled = source.state.over
         self._begin(source.state, job.folder)
@@ -215,25 +211,30 @@ class RunView:
                 if self.state.over or left:
                     return
             time.sleep(_READ)
-            # a new page reads the same state
-            with self.charts.lock, self.timeline.charts.lock, self.memory.charts.lock:
+            with self._lock:
                 source.poll()
 
     def _explain(self) -> None:
         """Shows all findings in detail while *Why?* is pressed."""
-        found = findings(self.state)
-        self._why.layout.display = "" if found else "none"
-        shown = bool(found) and self._why.value
-        self._diagnosis.layout.display = "" if shown else "none"
-        if shown:
-            self._diagnosis.value = findings_html(found)
+        with self._lock:
+            found = findings(self.state)
+            self._why.layout.display = "" if found else "none"
+            shown = bool(found) and self._why.value
+            self._diagnosis.layout.display = "" if shown else "none"
+            if shown:
+                self._diagnosis.value = findings_html(found)
 
     def _draw(self) -> None:
-        state = self.state
+        with self._lock:
+            self._draw_state(self.state)
+
+    def _draw_state(self, state: RunState) -> None:
         if self._recorded:
             paused = " · paused" if self._stopping and not state.over else ""
             self.say(f"recorded: {state.words}{paused}", "quiet" if paused else tone_of(state))
-        elif state.over or not self._stopping:
+        elif self._stopping and not state.over:
+            self.say("stopping")  # again: the kernel may have said it while this thread said something else
+        else:
             self.say(state.words, tone_of(state))
         self.progress.value = progress_html(state)
         self.finding.value = finding_html(state)

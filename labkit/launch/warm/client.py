@@ -33,7 +33,7 @@ _AVAILABLE = sys.platform == "linux" and hasattr(os, "pidfd_open")
 
 @dataclass(frozen=True)
 class Cold:
-    """A run starts cold. `reason` is empty if a cold start was requested or no server was ever started."""
+    """A run starts cold. `reason` is empty if a cold start was requested or there is no server yet."""
 
     reason: str = ""
 
@@ -141,7 +141,7 @@ def _start_server(environment: Mapping[str, str]) -> None:
         address.parent.mkdir(mode=0o700, exist_ok=True)
         wire.check_folder(address.parent)
         flags = os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        log = os.open(address.with_suffix(".log"), flags, 0o600)
+        log = os.open(wire.log(), flags, 0o600)
     except OSError:
         return  # runs start cold and report why
     try:
@@ -172,13 +172,22 @@ def _connect() -> socket.socket | Cold:
         wire.peer(connection)
         return connection
     except FileNotFoundError:
-        problem = Cold()
+        problem = Cold(_refusal())
     except ConnectionRefusedError:
         problem = Cold("the warm server has ended")
     except OSError as error:
         problem = Cold(f"the warm server cannot be used: {_in_words(error)}")
     connection.close()
     return problem
+
+
+def _refusal() -> str:
+    """Why the server that was started last does not serve; empty if it did not refuse, or none was started."""
+    try:
+        *_, last = wire.log().read_text(encoding="utf-8", errors="replace").splitlines() or [""]
+    except OSError:
+        return ""
+    return last if last.startswith(wire.REFUSAL) else ""
 
 
 def _ask(connection: socket.socket, message: dict[str, Any]) -> dict[str, Any] | Cold:

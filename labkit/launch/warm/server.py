@@ -164,6 +164,10 @@ def _reap(wakes: int) -> None:
             pass
 
 
+def _refuse(reason: str) -> None:
+    sys.exit(f"{wire.REFUSAL} (process {os.getpid()} of {sys.executable}): {reason}")
+
+
 def main(idle: str, wanted_by: str) -> None:
     """Serves unless this user already has a server. `wanted_by` is the pid of the process that requested it."""
     address = wire.address()
@@ -183,9 +187,9 @@ def main(idle: str, wanted_by: str) -> None:
         importlib.import_module(name)
     threads = len(list(Path("/proc/self/task").iterdir()))
     if threads != 1:
-        sys.exit(f"a warm server must have one thread, but its imports started {threads - 1} more")
+        _refuse(f"it must have one thread, but its imports started {threads - 1} more")
     if has_gpu_open():
-        sys.exit("a warm server must not open a GPU, but its imports did")
+        _refuse("it must not open a GPU, but its imports did")
     origin = Origin()
     origin.set_title([sys.executable, "-m", "labkit.launch.warm.server"])
     gc.collect()

@@ -19,6 +19,7 @@ RESERVED = "LABKIT_RESERVED"  # placeholder variable whose memory holds the envi
 ROOM = 1 << 15  # its size in bytes, and that of the placeholder argument for the command line
 _MESSAGE = 1 << 16  # maximum bytes of a message; longer data, such as an environment, is passed as an open file
 _MOST_FILES = 8
+REFUSAL = "the warm server refused to serve"  # how the last line of a server's log begins that did not start
 _PEER = struct.Struct("3i")  # pid, uid and gid of SO_PEERCRED
 
 
@@ -31,6 +32,11 @@ def address() -> Path:
     place = os.environ.get("XDG_RUNTIME_DIR") or "/tmp"
     key = "\0".join((sys.executable, sys.prefix, str(CLONE))).encode(errors="surrogateescape")
     return Path(place, f"labkit-{os.getuid()}", f"{hashlib.sha256(key).hexdigest()[:16]}.socket")
+
+
+def log() -> Path:
+    """What the server that was started last wrote."""
+    return address().with_suffix(".log")
 
 
 def check_folder(folder: Path) -> None:

@@ -44,6 +44,8 @@ function theme(element) {
 }
 
 const BASE_HEIGHT = 140; // px of height that a chart needs for letters of normal size
+const LETTER = 0.6; // width of a letter of an axis title, relative to its size
+const SMALLEST = 7; // px of an axis title
 
 function themed(chart, { ink, grid, scale: wanted }) {
   const scale = Math.min(wanted, Math.max(1, chart.box.clientHeight / BASE_HEIGHT));
@@ -53,6 +55,15 @@ function themed(chart, { ink, grid, scale: wanted }) {
   for (const trace of data) if (trace.meta?.ink) trace.line.color = ink;
   resize(chart, scale / (chart.scale ?? 1));
   chart.scale = scale;
+  fitTitle(chart);
+}
+
+// The rotated title of the y axis is no longer than the axis: in a low chart it would reach the heading.
+function fitTitle({ box, layout }) {
+  const { title } = layout.yaxis;
+  const room = box.clientHeight - layout.margin.t - layout.margin.b;
+  const size = Math.min(1.2 * layout.font.size, room / (LETTER * title.text.length));
+  title.font = { size: Math.max(SMALLEST, size) };
 }
 
 function resize({ layout, data }, by) {

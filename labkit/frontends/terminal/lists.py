@@ -1,0 +1,56 @@
+"""Tables of several runs in the terminal: recorded runs, and a comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from labkit.analysis.comparison import HEADS, Row, cells, recorded_elsewhere, sentences
+from labkit.common.text import visible_line
+from labkit.frontends.terminal.parts import PhaseBar, formatted, phase_legend
+
+
+def runs_table(rows: Sequence[dict]) -> RenderableType:
+    """A table of recorded runs from their summaries, newest last, followed by the reasons why some cannot be read."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name, justify in (
+        ("run", "left"),
+        ("state", "left"),
+        ("workload", "left"),
+        ("ranks", "right"),
+        ("steps", "right"),
+    ):
+        table.add_column(name, justify=justify, no_wrap=True, overflow="fold" if name == "run" else "ellipsis")
+    for name in ("seconds", "samples/s", "loss", "accuracy"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        if row["state"] == "unreadable":
+            table.add_row(*(Text(visible_line(cell)) for cell in (row["run"], "unreadable")), style="yellow")
+            continue
+        what = row["workload"] or Path(row["script"] or "").name
+        figures = (formatted(row["seconds"]["total"], ".1f"), formatted(row["samples_per_second"], ",.0f"))
+        figures += (formatted(row["loss"], ".4f"), formatted(row["accuracy"], ".1%"))
+        cells = (row["run"], row["state"], what, str(row["world_size"]), str(row["steps"]), *figures)
+        table.add_row(*(Text(visible_line(cell)) for cell in cells), style=None if row["state"] != "failed" else "red")
+    reasons = [f"{row['run']} cannot be read: {row['reason']}" for row in rows if row["state"] == "unreadable"]
+    return Group(table, *(Text(visible_line(reason), style="yellow") for reason in reasons))
+
+
+def comparison(rows: Sequence[Row], left_out: Mapping[str, str], final: bool = True) -> RenderableType:
+    """The table of a comparison with bars of the phases, recorded results of the same workload, and the sentences about
+    them.
+    """
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for number, head in enumerate((*HEADS, "phases of a step")):
+        table.add_column(head, justify="right" if 0 < number < 8 else "left", no_wrap=number != 8)
+    for row in rows:
+        style = "red" if row.failed else "dim" if not row.run else None
+        table.add_row(*(Text(visible_line(cell)) for cell in cells(row)), PhaseBar(row.phases), style=style)
+    for row in recorded_elsewhere(rows):
+        table.add_row(*(Text(cell) for cell in (*cells(row)[:-1], "recorded elsewhere")), Text(""), style="dim")
+    said = [Text(f"  {visible_line(sentence)}", style="dim") for sentence in sentences(rows, left_out)] if final else []
+    return Group(table, phase_legend(), *said)

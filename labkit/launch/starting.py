@@ -1,0 +1,130 @@
+"""Starts the supervisor of a run, warm or cold, and holds the lifeline that ends the run with this process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from labkit.common.processes import end, of_folder
+from labkit.launch import report
+from labkit.launch.warm.client import Cold, Consent, Started, consent
+from labkit.plan.spec import Spec
+from labkit.record.folder import RunFolder
+
+_START_LIMIT = 30.0  # seconds until the supervisor must have written its first status; usually it takes 0.1 s
+_lifelines: set[int] = set()
+
+
+class LaunchError(RuntimeError):
+    """A run could not be started, or cannot be stopped from here; the message is one sentence with the reason."""
+
+
+def warm_or_cold(spec: Spec, plan: dict[str, Any], cold: bool) -> Consent | Cold:
+    """Asks the warm server whether it can start this run."""
+    if cold:
+        return Cold()
+    folders = (
+        {plan["cwd"]}
+        if spec.script is None or spec.as_module
+        else {plan["cwd"], str(Path(spec.script).resolve().parent)}
+    )
+    return consent(os.environ | plan["env"], sorted(folders))
+
+
+def start_supervisor(
+    folder: RunFolder,
+    plan: dict[str, Any],
+    asked: float,
+    stdin: int | None,
+    start: Consent | Cold,
+    clean_up: Callable[[], None],
+) -> None:
+    """Starts the supervisor in its own session and waits for its first status; the lifeline stays open while this
+    process lives. `clean_up` is called when it has ended. Raises `LaunchError` if it does not start.
+    """
+    lifeline = None if plan["detached"] else os.pipe()
+    if lifeline:
+        _lifelines.add(lifeline[1])
+    try:
+        with open(os.devnull, "rb") as nothing, open(folder.supervisor_log, "ab") as log:
+            files = [lifeline[0] if lifeline else nothing.fileno(), log.fileno(), *([] if stdin is None else [stdin])]
+            process = _launch(folder, plan, asked, files, start)
+    except BaseException:
+        if lifeline:
+            _lifelines.discard(lifeline[1])
+            os.close(lifeline[1])
+        raise
+    finally:
+        if lifeline:
+            os.close(lifeline[0])
+    threading.Thread(
+        target=_reap, args=(process, lifeline, clean_up), daemon=True, name=f"labkit {folder.name}"
+    ).start()
+    last = time.monotonic() + _START_LIMIT
+    while not folder.status.exists():
+        if process.returncode is not None or time.monotonic() > last:
+            why = (
+                report.last_line(folder, folder.supervisor_log)
+                or f"its supervisor wrote no status for {_START_LIMIT:g} s"
+            )
+            raise LaunchError(f"the run could not be started: {why}")
+        time.sleep(0.005)
+
+
+def _launch(
+    folder: RunFolder, plan: dict[str, Any], asked: float, files: list[int], start: Consent | Cold
+) -> Started | subprocess.Popen:
+    """Writes the plan and starts the supervisor; `files` are its standard input, its log, and the run's standard input,
+    if any.
+    """
+    environment = os.environ | plan["env"]
+    if isinstance(start, Consent):
+        RunFolder.write_json(folder.plan, plan | {"start": "warm", "cold_because": ""})
+        started = start.start(folder.path, asked, environment, files)
+        if isinstance(started, Started):
+            return started
+        end(lambda: of_folder(folder.path), grace=0.0)  # it may have started without being able to answer
+        start = started
+    RunFolder.write_json(folder.plan, plan | {"start": "cold", "cold_because": start.reason})
+    stdin, log, *passed = files
+    passed = [os.dup(file) for file in passed]  # not 0, which is the lifeline
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-m", "labkit.launch.supervisor", str(folder.path), repr(asked), *map(str, passed)],
+            pass_fds=passed,
+            cwd=folder.path,  # a folder where no file of the user can shadow a module
+            env=environment,
+            stdin=stdin,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    finally:
+        for file in passed:
+            os.close(file)
+
+
+def _reap(process: Started | subprocess.Popen, lifeline: tuple[int, int] | None, clean_up: Callable[[], None]) -> None:
+    """Reaps the supervisor when it has ended, terminates remaining processes if it was killed, and closes the
+    lifeline."""
+    process.wait()
+    clean_up()
+    if lifeline:
+        _lifelines.discard(lifeline[1])
+        os.close(lifeline[1])
+
+
+def _drop_lifelines() -> None:
+    """In a forked child: a copy of a lifeline there would keep a run alive after the process that started it."""
+    while _lifelines:
+        os.close(_lifelines.pop())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_drop_lifelines)

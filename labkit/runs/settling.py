@@ -1,0 +1,95 @@
+"""The arguments of `run`: checked, and settled into a Spec that this machine can run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from labkit.common.arguments import shown
+from labkit.plan.spec import Spec, SpecError, bounds_of, check_fields
+from labkit.record.folder import RunFolder
+from labkit.setup.machine import Machine
+
+
+def settle(what: str | os.PathLike[str] | Spec, *, look: bool = True, **fields: Any) -> Spec:
+    """The Spec that `run` would start with the same arguments, resolved for this machine; `SpecError` if it cannot
+    run. Without `look`, it takes milliseconds: data and checkpoints are not looked for."""
+    check_fields(fields)
+    spec = located(replace(what, **fields) if isinstance(what, Spec) else Spec(**_named(what, fields), **fields))
+    if spec.as_module:
+        _check_module(spec.script)
+    elif spec.script is not None and not os.path.isfile(spec.script):  # noqa: PTH113 as above
+        raise SpecError("script", f"{Path.cwd()} has no script {shown(spec.script)}; give the path of a Python file")
+    return spec.on(Machine.here()) if look else spec.settled(Machine.here())
+
+
+def _named(what: Any, fields: Mapping[str, Any]) -> dict[str, str]:
+    """`what` as a field of Spec: a script or a strategy."""
+    if not isinstance(what, (str, os.PathLike)):
+        raise SpecError("strategy", f"what must be a strategy, the path of a script or a Spec, got {shown(what)}")
+    field = "script" if fields.get("as_module") or str(what).endswith(".py") else "strategy"
+    duplicates = {"strategy", "script"} & fields.keys()
+    if duplicates:
+        name = min(duplicates)
+        raise SpecError(name, f"{shown(what)} and {name}={shown(fields[name])} exclude each other; give one of them")
+    return {field: os.fspath(what)}
+
+
+def _check_module(name: str) -> None:
+    """`SpecError` if no module of this name is found, without importing anything."""
+    first, *rest = name.split(".")
+    if not all(part.isidentifier() for part in (first, *rest)):
+        raise SpecError(
+            "script", f"module must be a name such as package.module, got {shown(name)}; to run a file, omit -m"
+        )
+    found = PathFinder.find_spec(first, [str(Path.cwd()), *sys.path])
+    paths = [Path(place, *rest) for place in (found and found.submodule_search_locations) or ()]
+    if rest or paths:
+        there = any(path.with_name(f"{path.name}.py").is_file() or (path / "__main__.py").is_file() for path in paths)
+    else:
+        there = found is not None
+    if not there:
+        raise SpecError(
+            "script",
+            f"no module {name} that can run as a script was found in {Path.cwd()} or on the path of {sys.executable}",
+        )
+
+
+def descriptor(stdin: int | None) -> int | None:
+    if stdin is None:
+        return None
+    if isinstance(stdin, bool) or not isinstance(stdin, int):
+        raise TypeError(f"stdin must be a file descriptor such as file.fileno(), got {shown(stdin)}")
+    try:
+        os.fstat(stdin)
+    except (OSError, OverflowError):
+        raise ValueError(f"stdin must be an open file descriptor, got {shown(stdin)}") from None
+    return stdin
+
+
+def place(nproc: int) -> dict[str, Any]:
+    """`nproc` and `device` for this many ranks on this machine: GPUs if there are enough, otherwise CPU ranks.
+
+    Raises `SpecError` if the number of ranks is out of bounds.
+    """
+    try:
+        nproc = bounds_of("nproc").check("nproc", nproc)
+    except ValueError as error:
+        raise SpecError("nproc", str(error)) from None
+    return {"nproc": nproc, "device": "cuda" if len(Machine.here().gpus) >= nproc else "cpu"}
+
+
+def located(spec: Spec) -> Spec:
+    """The same Spec, with `resume` converted to a path if it is the name of a run; `SpecError` if there is no such
+    run."""
+    if spec.resume is None or os.path.isdir(spec.resume):  # noqa: PTH112 pathlib raises for a name that is too long for a path
+        return spec
+    try:
+        return replace(spec, resume=str(RunFolder.find(spec.resume).path))
+    except LookupError as error:
+        raise SpecError("resume", str(error)) from None

@@ -1,0 +1,131 @@
+"""Warm starts: a run starts cold if a warm start could behave differently."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from warm import CLONE, ENDS, how, started
+
+from labkit.cli import parser as cli
+from labkit.cli.commands import act
+from labkit.frontends.panel import Lab
+from labkit.launch.job import Job
+from labkit.launch.warm import client, facts, fork
+from labkit.launch.warm.client import Cold
+
+
+@pytest.fixture
+def ends(tmp_path) -> Path:
+    path = tmp_path / "ends.py"
+    path.write_text(ENDS)
+    return path
+
+
+@pytest.mark.parametrize(
+    "name", ["TORCH_LOGS", "OMP_NUM_THREADS", "PYTHONHASHSEED", "LD_PRELOAD", "MKL_NUM_THREADS", "LC_ALL"]
+)
+def test_a_variable_that_is_read_early_makes_it_cold(name, server, monkeypatch):
+    for common, value in client.local.standing_environment().items():
+        monkeypatch.setenv(common, value)
+    monkeypatch.setenv(
+        name, {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2", "LD_PRELOAD": "", "LC_ALL": "C"}.get(name, "1")
+    )
+    found = client.consent(os.environ, [])
+    assert isinstance(found, Cold) and f"the environment variable {name}" in found.reason
+
+
+@pytest.mark.parametrize("name", ["LABKIT_RUNS", "RANK", "HOME_OF_MY_DATA", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG"])
+def test_any_other_variable_leaves_it_warm(name, server):
+    found = client.consent(client.local.standing_environment() | {name: "x"}, [])
+    assert not isinstance(found, Cold), found
+    found._connection.close()
+
+
+def test_limits_of_the_process_are_inherited_as_under_a_cold_start(server):
+    code = (
+        "import os, resource; resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))\n"
+        "from labkit.launch.warm import client; client.ANSWER = 60\n"
+        "print(client.consent(client.local.standing_environment(), []).reason)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=CLONE)
+    assert done.stdout == "the warm server differs in the limits of the process\n"
+
+
+def test_signals_that_the_supervisor_sets_anew_may_be_ignored_and_others_may_not(server):
+    """A notebook's kernel ignores SIGINT between two cells."""
+    told = []
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        before = signal.signal(number, signal.SIG_IGN)
+        try:
+            told.append(client.facts(os.environ)["the signals that are ignored"])
+        finally:
+            signal.signal(number, before)
+    nothing = client.facts(os.environ)["the signals that are ignored"]
+    assert told == [nothing, nothing, nothing | 1 << signal.SIGUSR1 - 1]
+
+
+def test_a_module_beside_the_script_that_shadows_a_loaded_one_makes_it_cold(server, ends):
+    (ends.parent / "numpy.py").write_text("x = 1\n")
+    handle = started(ends)
+    assert how(handle) == (
+        "cold",
+        f"the warm server has already imported a different module than {ends.parent / 'numpy.py'}",
+    )
+
+
+@pytest.mark.parametrize("name", ["torch.txt", "torch", "unknown.py", "labkit.md"])
+def test_what_is_no_module_shadows_none(name, tmp_path):
+    path = tmp_path / name
+    path.mkdir() if name == "torch" else path.touch()
+    assert facts.shadowing({str(tmp_path)}) == ""
+
+
+def test_the_clone_itself_shadows_nothing():
+    assert facts.shadowing({str(CLONE)}) == ""
+
+
+def test_another_version_starts_cold_and_says_so(server, ends, monkeypatch):
+    monkeypatch.setattr(facts, "_labkit", lambda: "another")
+    handle = started(ends)
+    assert how(handle) == ("cold", "the warm server differs in the version of labkit")
+    assert "The run started cold: the warm server differs in the version of labkit." in handle.state.note
+
+
+def test_torch_that_changed_on_disk_starts_cold(server, monkeypatch):
+    changed = facts._changed
+    monkeypatch.setattr(facts, "_changed", lambda place: changed(place) + place.endswith("torch/__init__.py"))
+    assert (
+        client.consent(client.local.standing_environment(), []).reason
+        == "the warm server differs in the installed packages"
+    )
+
+
+def test_other_systems_start_cold(monkeypatch):
+    monkeypatch.setattr(client, "_AVAILABLE", False)
+    assert client.consent({}, []) == client.about() == Cold()
+
+
+def test_cold_can_be_asked_for(server, ends, monkeypatch):
+    assert how(started(ends, cold=True)) == ("cold", "")
+    assert started(ends).summary()["start"] == "warm"
+    with monkeypatch.context() as patch:
+        patch.setenv(client.FORCE_COLD, "1")
+        assert how(started(ends)) == ("cold", "")
+    asked = []
+    monkeypatch.setattr(Job, "start", classmethod(lambda cls, spec, **how: asked.append(how["cold"]) or 1 / 0))
+    Lab(cold=True)._launch(None)
+    for more in ([], ["--cold"]):
+        with pytest.raises(ZeroDivisionError):
+            act(cli.parse(["run", str(ends), "--nproc", "1", "--device", "cpu", *more]))
+    assert asked == [True, False, True]
+
+
+def test_a_process_that_has_a_gpu_open_is_known(tmp_path, monkeypatch):
+    assert not fork.has_gpu_open()
+    monkeypatch.setattr(Path, "readlink", lambda path: Path("/dev/nvidiactl"))
+    assert fork.has_gpu_open()
