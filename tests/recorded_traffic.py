@@ -24,7 +24,7 @@ RECORDED: list[tuple[str, str, int, dict[str, Any], dict[str, float]]] = [
         "ddp",
         "gpt",
         2,
-        {"compression": "powersgd", "step": 2, "bucket_mb": 25},
+        {"compression": "powersgd", "step": 2},
         {"broadcast": 348, "all_reduce": 8_588_288},
     ),
     ("ddp", "gpt", 2, {"join": True, "samples": 20001}, {"all_reduce": 8_588_304}),

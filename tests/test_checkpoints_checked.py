@@ -12,7 +12,8 @@ from labkit.plan.script import settings, write_script
 from labkit.plan.spec import Spec
 from labkit.record.folder import RunFolder
 from labkit.runs.settling import settle
-from labkit.training.strategies import STRATEGIES, base
+from labkit.training.strategies import STRATEGIES
+from labkit.training.strategies import checkpoints as training
 from labkit.training.workloads import WORKLOADS
 
 SAVING = [name for name, row in STRATEGIES.items() if "save_every" not in row.lacks]
@@ -39,7 +40,7 @@ def test_every_layout_has_a_description_and_every_script_the_identity_that_the_l
         one = spec(strategy, save_every=5)
         assert settings(one)["MANIFEST"] == checkpoints.identity(one)
         assert f'"layout": "{STRATEGIES[strategy].layout}"' in write_script(one)
-    assert checkpoints.identity(Spec("single", "cnn")) == base.MANIFEST
+    assert checkpoints.identity(Spec("single", "cnn")) == training.MANIFEST
 
 
 @pytest.mark.parametrize("other", [name for name in WORKLOADS if name != "mlp"])

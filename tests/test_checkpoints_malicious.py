@@ -17,7 +17,8 @@ from checkpoints import described, refused, spec, written
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from labkit.plan import checkpoints
-from labkit.training.strategies import base, sharded
+from labkit.training.strategies import checkpoints as whole
+from labkit.training.strategies import sharded
 
 # ---- damaged and malicious checkpoints
 
@@ -149,10 +150,10 @@ def group():
 @pytest.fixture(params=["whole", "shards"])
 def form(request, group, tmp_path, monkeypatch):
     """The module whose save and resume are used, and a checkpoint written by it."""
-    module = {"whole": base, "shards": sharded}[request.param]
-    for one in (base, sharded):
+    module = {"whole": whole, "shards": sharded}[request.param]
+    for one in (whole, sharded):
         monkeypatch.setattr(one, "CHECKPOINTS", tmp_path / "checkpoints")
-    monkeypatch.setattr(base, "MANIFEST", base.MANIFEST | {"layout": request.param})
+    monkeypatch.setattr(whole, "MANIFEST", whole.MANIFEST | {"layout": request.param})
     module.save(*model_of(1), 7)
     return module, tmp_path / "checkpoints" / "step00000007"
 
@@ -198,7 +199,7 @@ def test_no_file_of_a_checkpoint_can_run_code(form, tmp_path):
 
 def test_no_shard_can_run_code_regardless_of_the_index(group, tmp_path, monkeypatch):
     """torch's reader unpickles entries that the index declares as bytes; here the index may not contain them."""
-    for one in (base, sharded):
+    for one in (whole, sharded):
         monkeypatch.setattr(one, "CHECKPOINTS", tmp_path / "checkpoints")
     sharded.save(*model_of(1), 7)
     path, mark = tmp_path / "checkpoints" / "step00000007", tmp_path / "code ran"
@@ -224,7 +225,7 @@ def test_no_shard_can_run_code_regardless_of_the_index(group, tmp_path, monkeypa
 
 
 def test_an_index_cannot_refer_to_files_outside_its_folder(group, tmp_path, monkeypatch):
-    for one in (base, sharded):
+    for one in (whole, sharded):
         monkeypatch.setattr(one, "CHECKPOINTS", tmp_path / "checkpoints")
     sharded.save(*model_of(1), 7)
     path = tmp_path / "checkpoints" / "step00000007"
@@ -250,15 +251,15 @@ def test_a_damaged_or_different_checkpoint_ends_the_script(form, monkeypatch, ca
     ):
         module.resume(*model_of(2))
     weights.write_bytes(data)
-    monkeypatch.setattr(base, "MANIFEST", base.MANIFEST | {"workload": "mlp"})
+    monkeypatch.setattr(whole, "MANIFEST", whole.MANIFEST | {"workload": "mlp"})
     with pytest.raises(SystemExit, match="workload must be 'mlp', got 'cnn'"):
         module.resume(*model_of(2))
-    monkeypatch.setattr(base, "RESUME", str(path / "nothing"))
+    monkeypatch.setattr(whole, "RESUME", str(path / "nothing"))
     with pytest.raises(SystemExit, match=r"nothing cannot be used: .*No such file"):
         module.resume(*model_of(2))
     assert "cannot be used" in capsys.readouterr().out
 
 
 def test_a_new_run_starts_at_step_0(monkeypatch, tmp_path):
-    monkeypatch.setattr(base, "CHECKPOINTS", tmp_path / "checkpoints")
-    assert base.resume(*model_of(1)) == 0
+    monkeypatch.setattr(whole, "CHECKPOINTS", tmp_path / "checkpoints")
+    assert whole.resume(*model_of(1)) == 0

@@ -115,7 +115,7 @@ def test_the_first_cell_clones_and_starts_a_command_which_adds_what_is_missing(f
 def test_without_a_source_the_first_cell_asks_for_the_folder(first_cell, tmp_path):
     done = run(first_cell(""), tmp_path)
     assert done.returncode == 1
-    assert "attach the project's folder to this notebook as data" in done.stderr.splitlines()[-1]
+    assert "attach the project's folder as data" in done.stderr.splitlines()[-1]
 
 
 def test_where_the_project_is_there_the_first_cell_does_nothing(first_cell, tmp_path):

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from labkit.frontends.doctor.machine import warm_start
 from labkit.launch import local
 from labkit.launch.warm import client, wire
 from labkit.launch.warm.client import Cold
+from labkit.runs import handle
 from labkit.runs.handle import run
 
 
@@ -240,15 +240,14 @@ def test_a_server_that_fits_no_more_is_replaced(place, patient, monkeypatch):
     assert "TORCH_SHOW_CPP_STACKTRACES" in os.environ and other["runs"] == 0
 
 
-def test_a_variable_that_is_set_after_the_start_of_a_run_leaves_the_server_alone(place, ends, patient, monkeypatch):
-    client.prepare()
-    found = server_is_ready()
-    handle = run(ends, nproc=1, device="cpu")
+def test_a_server_is_prepared_for_the_environment_in_which_its_run_was_started(ends, monkeypatch):
+    asked = []
+    monkeypatch.setattr(handle, "prepare", asked.append)
+    one = run(ends, nproc=1, device="cpu")
     monkeypatch.setenv("TORCH_SHOW_CPP_STACKTRACES", "1")
-    handle.wait(120)
-    while preparing := [thread for thread in threading.enumerate() if thread.name == "labkit warm server"]:
-        preparing[0].join()
-    assert server_is_ready()["pid"] == found["pid"]
+    one.wait(120)
+    wait_until(lambda: asked)
+    assert "TORCH_SHOW_CPP_STACKTRACES" not in asked[0]
 
 
 def test_importing_labkit_starts_nothing(place):

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from labkit.analysis.theory.pieces import Case, Flow, flow_of, scalars, scattered
+from labkit.training.strategies.rules import needs_one_bucket
 
 # bytes of parameters that stay gathered under DeepSpeed's stage3_max_live_parameters and stage3_max_reuse_distance
 _KEPT = 4 * 10**9
@@ -59,6 +60,8 @@ def gradients(case: Case) -> Iterator[Flow]:
 
 def _buckets(case: Case) -> int:
     """The number of gradient buckets."""
+    if needs_one_bucket(case.spec):
+        return 1
     gradients = [4 * math.prod(shape) for shape in reversed(case.shapes)]
     return 1 + max(bucket_numbers(gradients, case.options["bucket_mb"]))
 

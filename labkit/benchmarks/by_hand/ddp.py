@@ -6,7 +6,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy, interpolate
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 STEPS = 40
 
@@ -17,7 +17,7 @@ images = interpolate(pixels.float().view(-1, 1, 8, 8) / 16, 28, mode="bilinear")
 numbers = torch.arange(60_000) % len(labels)
 dataset = TensorDataset(images[numbers], labels[numbers])
 sampler = DistributedSampler(dataset)
-loader = DataLoader(dataset, None, sampler=BatchSampler(sampler, 128, drop_last=True))
+loader = DataLoader(dataset, 128, sampler=sampler, drop_last=True)
 model = nn.Sequential(
     nn.Sequential(nn.Conv2d(1, 32, 5, padding=2), nn.MaxPool2d(2), nn.ReLU()),
     nn.Sequential(nn.Conv2d(32, 64, 5, padding=2), nn.MaxPool2d(2), nn.ReLU()),

@@ -2,7 +2,7 @@
 
 import torch
 
-from labkit.training.strategies.base import CHECKPOINTS
+from labkit.training.strategies.checkpoints import CHECKPOINTS
 
 FAULT_STEP = 5
 

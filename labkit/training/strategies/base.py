@@ -6,16 +6,12 @@ strategies from it: a function or constant of the same name in one of their modu
 return values.
 """
 
-import hashlib
-import json
 import os
-import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime
 from functools import partial
 from itertools import count, islice
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -26,6 +22,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
+from labkit.training.strategies.checkpoints import IS_LOGGING_RANK, LOSS_SCALING, RESUME, SCALER, resume, save
 from labkit.training.workloads.cnn import build_blocks
 from labkit.training.workloads.digits import load_data
 
@@ -41,7 +38,6 @@ NON_BLOCKING = True  # continue while a batch is copied to the device
 TF32 = False  # compute fp32 matrix products in TF32
 MIXED_PRECISION = False  # compute matrix products in DTYPE
 DTYPE = torch.bfloat16  # 16-bit type of the matrix products
-LOSS_SCALING = False  # prevent underflow of fp16 gradients
 ACCUMULATE = 1  # micro-batches per step
 CLIP_NORM = 0.0  # maximum norm of all gradients; 0: no clipping
 CHECKPOINT_ACTIVATIONS = False  # recompute activations in backward
@@ -55,12 +51,6 @@ INJECT_DATA = INJECT_MODEL = INJECT_STEP = False
 DATA_RANKS = 1  # ranks with different samples
 STAGE_DATA = False  # a rank loads only what its pipeline stages need
 DISTRIBUTED = False  # several processes train
-RESUME = None  # the checkpoint of another run to resume from
-CHECKPOINTS = Path(__file__).with_name("checkpoints")  # a restart resumes from them
-# The identity that a checkpoint must have to be loaded by this script.
-MANIFEST = {"format": 2, "layout": "whole", "workload": "cnn"}
-SCALER = torch.amp.GradScaler()  # scales the loss, and skips steps that overflow
-IS_LOGGING_RANK = os.environ.get("RANK", "0") == "0"  # only this rank prints and logs
 
 
 def setup() -> torch.device:
@@ -201,106 +191,6 @@ def evaluate(model, dataset: TensorDataset, device: torch.device) -> list[float]
         sums[0] += cross_entropy(logits, targets, reduction="sum")
         sums[1] += (logits.argmax(-1) == targets).sum()
     return (sums / dataset.tensors[1].numel()).tolist()
-
-
-def optimizer_state(optimizer) -> dict:
-    """The state of the optimizer; every rank must call this, the saving rank uses it."""
-    return optimizer.state_dict()
-
-
-def progress(step: int) -> dict:
-    """The state that a checkpoint contains besides model and optimizer."""
-    state = {"step": step, "random": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda_random"] = torch.cuda.get_rng_state()
-    if LOSS_SCALING:
-        state["scaler"] = SCALER.state_dict()
-    return state
-
-
-def restore(state: dict) -> None:
-    """Restore the state that `progress` saved, as far as it is in the checkpoint."""
-    torch.set_rng_state(state["random"])
-    if torch.cuda.is_available() and "cuda_random" in state:
-        torch.cuda.set_rng_state(state["cuda_random"])
-    if LOSS_SCALING:
-        if state.get("scaler"):
-            SCALER.load_state_dict(state["scaler"])
-
-
-def checksum(path: Path) -> str:
-    """The SHA-256 of a file."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def publish(unfinished: Path, step: int) -> None:
-    """Add a manifest to a complete checkpoint, then rename the folder."""
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    sums = {path.name: checksum(path) for path in unfinished.iterdir()}
-    manifest = {**MANIFEST, "step": step, "world_size": world_size, "sha256": sums}
-    (unfinished / "manifest.json").write_text(json.dumps(manifest, indent=2))
-    final = CHECKPOINTS / f"step{step:08}"
-    shutil.rmtree(final, ignore_errors=True)  # a damaged one of that name
-    unfinished.replace(final)
-
-
-def verify(path: Path) -> None:
-    """Raise ValueError if the identity of a checkpoint differs or a file has changed."""
-    manifest = json.loads((path / "manifest.json").read_text())
-    for key, expected in MANIFEST.items():
-        if manifest.get(key) != expected:
-            raise ValueError(f"{key} must be {expected!r}, got {manifest.get(key)!r}")
-    for name, expected in manifest["sha256"].items():
-        if not (path / name).is_file() or checksum(path / name) != expected:
-            raise ValueError(f"{name} is missing or has changed since it was written")
-
-
-def intact() -> Path | None:
-    """The newest intact checkpoint of this run, else RESUME; None for a new run."""
-    found = sorted(CHECKPOINTS.glob("step*"), reverse=True)
-    if RESUME:
-        found.append(Path(RESUME))
-    for path in found:
-        try:
-            verify(path)
-            return path
-        except (OSError, ValueError, KeyError) as error:
-            reason = f"{path} cannot be used: {error}"
-            if IS_LOGGING_RANK:
-                print(reason, flush=True)
-    if found:
-        raise SystemExit(f"Cannot resume: {reason}")
-    return None
-
-
-def save(model, optimizer, step: int) -> None:
-    """Write a checkpoint atomically, from one rank."""
-    optimizer_state_dict = optimizer_state(optimizer)
-    if not IS_LOGGING_RANK:
-        return
-    unwrapped = getattr(model, "module", model)  # the model without DDP
-    state = {"model": unwrapped.state_dict(), "optimizer": optimizer_state_dict}
-    unfinished = CHECKPOINTS / "unfinished"
-    shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed process
-    unfinished.mkdir(parents=True)
-    torch.save(state | progress(step), unfinished / "state.pt")
-    publish(unfinished, step)
-    log_event(Event("checkpoint", datetime.now(), {"checkpoint": step}))
-
-
-def resume(model, optimizer) -> int:
-    """Load the newest intact checkpoint and return its step; 0 for a new run."""
-    path = intact()
-    if path is None:
-        return 0
-    # weights_only loads tensors and plain values, and rejects code in a pickle.
-    state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
-    getattr(model, "module", model).load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    restore(state)
-    if IS_LOGGING_RANK:
-        print(f"resuming from {path}", flush=True)
-    return state["step"]
 
 
 def fault_data(dataset: TensorDataset) -> TensorDataset:

@@ -80,7 +80,18 @@ def ddp_limit(spec: Request) -> str | None:
             f"static_graph needs gradient sync in the first pass, and accumulate={spec.options['accumulate']} delays"
             " it; use only one of the two"
         )
+    if needs_one_bucket(spec) and spec.options["bucket_mb"]:
+        return (
+            f"bucket_mb={spec.options['bucket_mb']} does not work with compression=powersgd on CPU ranks, where several"
+            " buckets would block gloo's threads; leave bucket_mb out"
+        )
     return None
+
+
+def needs_one_bucket(spec: Request) -> bool:
+    """Whether DDP must put all gradients into one bucket: PowerSGD's callbacks wait for all-reduces in the threads with
+    which gloo runs them, so several buckets block each other."""
+    return spec.options.get("compression") == "powersgd" and spec.device == "cpu"
 
 
 def _replicas(spec: Request) -> str | None:

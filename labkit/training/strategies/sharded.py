@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.monitor import Event, log_event
 
-from labkit.training.strategies.base import CHECKPOINTS, IS_LOGGING_RANK, intact, progress, publish, restore
+from labkit.training.strategies.checkpoints import CHECKPOINTS, IS_LOGGING_RANK, intact, progress, publish, restore
 
 # Store optimizer state by parameter name, so that it can be loaded by any rank.
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
