@@ -32,12 +32,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all",
         action="store_true",
-        help="also run the slow tier: every lab live in a browser, the long list of faults, …",
+        help="also run the slow tier: every lab live in a browser, the long cells of labs, the long list of faults, …",
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without --all, slow tests are left out, unless they were named."""
+    """Without --all, slow tests are left out, unless they were named. The longest come first, so that all workers end
+    at about the same time."""
+    items.sort(key=lambda item: item.path.name != "test_labs.py")
     if config.getoption("--all") or any("::" in argument for argument in config.args):
         return
     slow = [item for item in items if item.get_closest_marker("slow")]

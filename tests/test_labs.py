@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 from pathlib import Path
 
 import jupytext
@@ -18,7 +17,6 @@ from labkit.record.folder import RunFolder
 
 ROOT = Path(__file__).parents[1]
 LABS = sorted((ROOT / "labs").glob("[0-9]*.py"))
-SKIPPED_TAGS = () if os.environ.get("CI") else ("long",)  # the default run skips the long cells of each lab
 PLOTLY = "application/vnd.plotly.v1+json"
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
@@ -59,8 +57,8 @@ def test_a_lab_is_suitable_for_live_coding(path):
 
 
 @pytest.mark.parametrize("path", LABS, ids=lambda path: path.stem)
-def test_a_lab_runs_headless_and_leaves_static_figures(path, runs):
-    notebook = executed(path, skip=SKIPPED_TAGS)
+def test_a_lab_runs_headless_and_leaves_static_figures(path, runs, pytestconfig):
+    notebook = executed(path, skip=() if pytestconfig.getoption("--all") else ("long",))
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     outputs = [output for cell in cells for output in cell.outputs]
     assert not [output for output in outputs if output.output_type == "error"]
