@@ -132,7 +132,7 @@ def test_join_names_the_options_that_it_excludes(other, value):
 def test_powersgd_on_cpu_ranks_has_one_bucket_and_takes_no_other_size():
     # PowerSGD waits for collectives in gloo's threads: with two buckets, training stopped at step 3.
     settings = {"workload": "mlp", "options": {"compression": "powersgd"}}
-    assert "bucket_cap_mb=1 << 20)" in write_script(Spec("ddp", nproc=2, device="cpu", **settings))
+    assert "BUCKET_MB = 65_536 " in write_script(Spec("ddp", nproc=2, device="cpu", **settings))  # MiB
     assert "bucket_cap_mb" not in write_script(Spec("ddp", nproc=2, device="cuda", **settings))
     options = {"compression": "powersgd", "bucket_mb": 5}
     assert "bucket_mb=5 does not work with compression=powersgd on CPU ranks" in refusal(

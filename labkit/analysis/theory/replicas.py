@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from labkit.analysis.theory.pieces import Case, Flow, flow_of, scalars, scattered
-from labkit.training.strategies.rules import needs_one_bucket
 
 # bytes of parameters that stay gathered under DeepSpeed's stage3_max_live_parameters and stage3_max_reuse_distance
 _KEPT = 4 * 10**9
@@ -60,10 +59,9 @@ def gradients(case: Case) -> Iterator[Flow]:
 
 def _buckets(case: Case) -> int:
     """The number of gradient buckets."""
-    if needs_one_bucket(case.spec):
-        return 1
     gradients = [4 * math.prod(shape) for shape in reversed(case.shapes)]
-    return 1 + max(bucket_numbers(gradients, case.options["bucket_mb"]))
+    bucket_mb = case.spec.strategy_row.constants(case.spec).get("BUCKET_MB", case.options["bucket_mb"])
+    return 1 + max(bucket_numbers(gradients, bucket_mb))
 
 
 def bucket_numbers(gradients: Iterable[int], bucket_mb: float) -> Iterator[int]:

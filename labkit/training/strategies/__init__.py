@@ -49,6 +49,7 @@ STRATEGIES: dict[str, Strategy] = {
             states="whole",
             data_ranks=lambda spec: spec.nproc,
             limit=rules.ddp_limit,
+            constants=rules.ddp_constants,
             differs=rules.ddp_differs,
             options=(
                 *shared.DDP_OPTIONS,
@@ -69,6 +70,7 @@ STRATEGIES: dict[str, Strategy] = {
             states="by_tensor",
             data_ranks=lambda spec: spec.nproc,
             limit=rules.ddp_limit,
+            constants=rules.ddp_constants,
             differs=rules.compressed,
             options=shared.DDP_OPTIONS,
         ),

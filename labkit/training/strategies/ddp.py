@@ -18,10 +18,9 @@ from torch.utils.data import TensorDataset
 
 from labkit.training.strategies.base import BATCH_PER_RANK, CHECKPOINT_ACTIVATIONS, COMPILE, transform
 
-BUCKET_MB = 0  # size of a gradient bucket in MiB; 0: 1 for the first, 25 for the others
+BUCKET_MB = 0  # MiB per gradient bucket; 0: 1 for the first, 25 for the others
 STATIC_GRAPH = False  # every step runs the same graph, recorded in the first step
 COMPRESSION = "none"  # fp16 or powersgd: compression of the gradients
-DEVICE = "cpu"  # or cuda
 
 
 def setup() -> torch.device:
@@ -45,13 +44,7 @@ def parallelize(blocks: Iterable[nn.Module], device: torch.device) -> nn.Module:
     if CHECKPOINT_ACTIVATIONS or COMPILE:
         blocks = map(transform, blocks)
     model = nn.Sequential(*blocks).to(device)
-    if COMPRESSION == "powersgd" and DEVICE == "cpu" and STATIC_GRAPH:
-        # One bucket: PowerSGD waits in gloo's threads, and several would block each other.
-        model = DistributedDataParallel(model, bucket_cap_mb=1 << 20, static_graph=True)
-    elif COMPRESSION == "powersgd" and DEVICE == "cpu":
-        # One bucket: PowerSGD waits in gloo's threads, and several would block each other.
-        model = DistributedDataParallel(model, bucket_cap_mb=1 << 20)
-    elif BUCKET_MB and STATIC_GRAPH:
+    if BUCKET_MB and STATIC_GRAPH:
         model = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB, static_graph=True)
     elif BUCKET_MB:
         model = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
@@ -62,7 +55,8 @@ def parallelize(blocks: Iterable[nn.Module], device: torch.device) -> nn.Module:
     if COMPRESSION == "fp16":
         model.register_comm_hook(None, fp16_compress_hook)
     if COMPRESSION == "powersgd":
-        # Two uncompressed steps, then low-rank factors instead of each matrix.
+        # Two uncompressed steps, then low-rank factors instead of each matrix. It waits in
+        # gloo's threads, where several buckets would block each other.
         low_rank = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
         model.register_comm_hook(low_rank, powerSGD_hook)
     return model

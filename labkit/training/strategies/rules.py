@@ -10,6 +10,7 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from labkit.training.options import MOST
 from labkit.training.workloads import WORKLOADS
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def ddp_limit(spec: Request) -> str | None:
             f"static_graph needs gradient sync in the first pass, and accumulate={spec.options['accumulate']} delays"
             " it; use only one of the two"
         )
-    if needs_one_bucket(spec) and spec.options["bucket_mb"]:
+    if _needs_one_bucket(spec) and spec.options["bucket_mb"]:
         return (
             f"bucket_mb={spec.options['bucket_mb']} does not work with compression=powersgd on CPU ranks, where several"
             " buckets would block gloo's threads; leave bucket_mb out"
@@ -88,10 +89,15 @@ def ddp_limit(spec: Request) -> str | None:
     return None
 
 
-def needs_one_bucket(spec: Request) -> bool:
-    """Whether DDP must put all gradients into one bucket: PowerSGD's callbacks wait for all-reduces in the threads with
-    which gloo runs them, so several buckets block each other."""
-    return spec.options.get("compression") == "powersgd" and spec.device == "cpu"
+def _needs_one_bucket(spec: Request) -> bool:
+    """Whether all gradients must be in one bucket: PowerSGD's callbacks wait for all-reduces in the threads with which
+    gloo runs them, so several buckets block each other."""
+    return spec.options["compression"] == "powersgd" and spec.device == "cpu"
+
+
+def ddp_constants(spec: Request) -> dict[str, Any]:
+    """The bucket size in MiB, if it is not the one of the options."""
+    return {"BUCKET_MB": MOST} if _needs_one_bucket(spec) else {}
 
 
 def _replicas(spec: Request) -> str | None:
