@@ -9,7 +9,7 @@ from __future__ import annotations
 from labkit.setup.needs import Needs
 from labkit.training.options import Option
 from labkit.training.rows import Strategy
-from labkit.training.strategies import rules, shared
+from labkit.training.strategies import pipelines, rules, shared
 
 STRATEGIES: dict[str, Strategy] = {
     row.name: row
@@ -179,15 +179,15 @@ STRATEGIES: dict[str, Strategy] = {
             splits="The blocks: each rank holds some, and batches pass through them in micro-batches.",
             sends="Activations to the rank with the next stage, and their gradients back.",
             layout="stages",
-            layout_details=rules.pipeline_layout,
+            layout_details=pipelines.layout,
             traffic=("stages", "agreements"),
             states="whole",
             data_ranks=lambda spec: 1,
-            limit=rules.first_of(rules.pipeline_limit, rules.micro_batch_limit),
+            limit=rules.first_of(pipelines.limit, pipelines.micro_batch_limit),
             unmet=rules.without_evaluation,
             options=(shared.SCHEDULE, shared.MICRO_BATCHES),
             lacks={"accumulate": shared.PIPELINED},
-            constants=rules.pipeline_constants,
+            constants=pipelines.constants,
         ),
         Strategy(
             name="fsdp2_tp",
@@ -218,16 +218,16 @@ STRATEGIES: dict[str, Strategy] = {
             ),
             wrapper="DDP",
             layout="stages",
-            layout_details=rules.pipeline_layout,
+            layout_details=pipelines.layout,
             traffic=("stages", "gradients_of_stages", "agreements"),
             states="whole",
             data_ranks=lambda spec: spec.nproc // spec.options["pp_size"],
-            limit=rules.first_of(rules.mesh_limit, rules.pipeline_limit, rules.micro_batch_limit),
+            limit=rules.first_of(rules.mesh_limit, pipelines.limit, pipelines.micro_batch_limit),
             unmet=rules.without_evaluation,
             default_nproc=4,
             options=(shared.PP_SIZE, shared.SCHEDULE_OF_WRAPPED, shared.MICRO_BATCHES, shared.BUCKET_MB),
             lacks={"accumulate": shared.PIPELINED},
-            constants=rules.pipeline_constants,
+            constants=pipelines.constants,
         ),
         Strategy(
             name="pp_fsdp2_tp",
@@ -238,12 +238,12 @@ STRATEGIES: dict[str, Strategy] = {
             wrapper="FSDP",
             one_loss=lambda spec: spec.options["tp_size"],
             layout="stages",
-            layout_details=rules.pipeline_layout,
+            layout_details=pipelines.layout,
             autocast=False,
             traffic=("stages", "layers", "rows", "norms", "norms_of_layers", "agreements"),
             states="rows",
             data_ranks=lambda spec: spec.nproc // (spec.options["pp_size"] * spec.options["tp_size"]),
-            limit=rules.first_of(rules.mesh_limit, rules.pipeline_limit, rules.micro_batch_limit, rules.tensor_limit),
+            limit=rules.first_of(rules.mesh_limit, pipelines.limit, pipelines.micro_batch_limit, rules.tensor_limit),
             unmet=rules.without_evaluation,
             default_nproc=8,
             options=(
@@ -254,7 +254,7 @@ STRATEGIES: dict[str, Strategy] = {
                 shared.SEQUENCE_PARALLEL,
             ),
             lacks={"accumulate": shared.PIPELINED, "fp16": shared.SCALED},
-            constants=rules.pipeline_constants,
+            constants=pipelines.constants,
         ),
         Strategy(
             name="cp",

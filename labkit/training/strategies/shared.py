@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from labkit.training.options import MOST, Option
-from labkit.training.strategies import rules
+from labkit.training.strategies import pipelines
 
 BUCKET_MB = Option(
     "bucket_mb",
@@ -37,7 +37,7 @@ SCHEDULE = Option(
     "schedule",
     "1F1B",
     "order of the forward and backward passes of the micro-batches",
-    choices=("GPipe", "1F1B", *rules.TWO_STAGES),
+    choices=("GPipe", "1F1B", *pipelines.TWO_STAGES),
 )
 # Zero-bubble schedules compute parameter gradients separately, which bypasses the hooks with which DDP and FSDP2
 # synchronize them.

@@ -1,0 +1,93 @@
+"""Pipelines: where the blocks are cut into stages, and limits of the schedules (one sentence with the nearest working
+choice). Like the table that refers to these functions, it does not import torch.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from labkit.training.request import Request
+
+TWO_STAGES = ("Interleaved1F1B", "InterleavedZeroBubble")  # schedules with two stages per rank
+
+
+def cut(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
+    """The boundaries of `stages` contiguous stages of blocks, `stages` + 1 indices, that minimize the cost of the most
+    expensive stage."""
+    sums = [0.0, *accumulate(costs)]
+    # best[last]: for blocks[:last], the minimal cost of the most expensive stage, and the first block of each stage
+    best = {last: (cost, (0,)) for last, cost in enumerate(sums) if last}
+    for _ in range(stages - 1):
+        best = {
+            last: min(
+                (max(worst, sums[last] - sums[first]), (*starts, first))
+                for first, (worst, starts) in best.items()
+                if first < last
+            )
+            for last in range(min(best) + 1, len(sums))
+        }
+    return (*best[len(costs)][1], len(costs))
+
+
+def _ranks(spec: Request) -> int | None:
+    return spec.options.get("pp_size", spec.nproc)
+
+
+def constants(spec: Request) -> dict[str, Any]:
+    """The stage boundaries, and the first rank that holds the last stage; ranks with the same stage are adjacent in the
+    mesh."""
+    ranks, schedule = _ranks(spec), spec.options["schedule"]
+    stages = ranks * (2 if schedule in TWO_STAGES else 1)
+    last = (ranks - 1) * (spec.nproc // ranks)
+    return {"STAGES": cut(spec.workload_row.costs(spec.options), stages), "LOSS_RANK": last}
+
+
+def layout(spec: Request) -> dict[str, Any]:
+    """The first block of the ranks' second stages, 0 if each rank has one stage: checkpoints name parameters by stage
+    and block."""
+    stages = constants(spec)["STAGES"]
+    return {"second_stages_from": stages[_ranks(spec)] if spec.options["schedule"] in TWO_STAGES else 0}
+
+
+def limit(spec: Request) -> str | None:
+    ranks, schedule, micro_batches = _ranks(spec), spec.options["schedule"], spec.options["micro_batches"]
+    if ranks is None:
+        return None
+    flag = "pp_size=" if "pp_size" in spec.options else "--nproc "
+    if ranks < 2:
+        return f"a pipeline needs at least 2 ranks, got {flag}{ranks}; use {flag}2, or the strategy single"
+    blocks, each = len(spec.workload_row.costs(spec.options)), 2 if schedule in TWO_STAGES else 1
+    if ranks * each > blocks:
+        near = f"{flag}{blocks // each}" if blocks // each > 1 else f"schedule=1F1B with {flag}{min(ranks, blocks)}"
+        return (
+            f"{spec.workload} has {blocks} blocks, too few for the {ranks * each} stages of {schedule} on {ranks}"
+            f" ranks; use {near}"
+        )
+    if schedule == "1F1B" and micro_batches < ranks:
+        return (
+            f"1F1B needs at least one micro-batch per stage, got micro_batches={micro_batches} for {ranks} stages; "
+            f"use micro_batches={ranks}, or schedule=GPipe"
+        )
+    rounds = max(1, micro_batches // ranks)
+    if each == 2 and micro_batches % rounds:
+        near = micro_batches // ranks * ranks
+        return (
+            f"{schedule} runs the micro-batches in {rounds} equal rounds, and micro_batches={micro_batches} is not"
+            f" divisible by {rounds}; use micro_batches={near} or {near + ranks}"
+        )
+    return None
+
+
+def micro_batch_limit(spec: Request) -> str | None:
+    count = spec.options["micro_batches"]
+    if spec.nproc is None or spec.batch_per_rank % count == 0:
+        return None
+    batch = spec.batch_per_rank
+    near = max(number for number in range(1, min(count, max(batch, 1)) + 1) if batch % number == 0)
+    larger = -(-batch // count) * count
+    return (
+        f"a batch of {batch} is not divisible by micro_batches={count}; use micro_batches={near}, or a batch of"
+        f" {larger} per rank"
+    )
