@@ -23,6 +23,7 @@ _HOMES = {  # no function may have the name of a subpackage: importing the subpa
     "on_trial": "labkit.course.claims",
     "pictures": "labkit.course.pictures",
     "place": "labkit.runs.settling",
+    "predict": "labkit.api",
     "report": "labkit.frontends.magic",
     "run": "labkit.runs.handle",
     "show": "labkit.api",

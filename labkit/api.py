@@ -1,4 +1,4 @@
-"""The Python API besides `run` (labkit.runs.handle): comparing strategies, and displaying runs.
+"""The Python API besides `run` (labkit.runs.handle): predicting, comparing strategies, and displaying runs.
 
 The front end (notebook or terminal) is imported by the call that displays something.
 """
@@ -9,11 +9,15 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from labkit.common.arguments import check_flag, check_type
+from labkit.common.arguments import check_flag, check_type, shown
+from labkit.figures.prediction import Prediction
+from labkit.plan.spec import Spec, SpecError
+from labkit.prediction.predict import predict as plan_of
 from labkit.record.follow import Follower
 from labkit.runs.comparing import Comparing, plan
 from labkit.runs.handle import Run
 from labkit.runs.notebook import cell, in_notebook
+from labkit.runs.settling import named, with_ranks
 
 
 def compare(strategies: Sequence[str] | str, *, cold: bool = False, **fields: Any) -> Comparing:
@@ -23,6 +27,19 @@ def compare(strategies: Sequence[str] | str, *, cold: bool = False, **fields: An
     """
     check_flag("cold", cold)
     return Comparing(*plan(strategies, **fields), cold=cold, show=show).start()
+
+
+def predict(what: str | Spec, **fields: Any) -> Prediction:
+    """The memory and traffic of every rank, predicted without running anything, and without a GPU.
+
+    `what` is a strategy's name or a `Spec`, `fields` are the Spec's other fields, as for `run`; any number of ranks is
+    possible. The generated script is traced in a separate process, which takes some seconds, or is found in the
+    cache. A run that is started later with the same Spec has the prediction in its charts. Raises `SpecError`.
+    """
+    spec = with_ranks(named(what, **fields))
+    if spec.strategy is None:
+        raise SpecError("script", f"only a strategy's script can be predicted, got {shown(spec.script)}")
+    return Prediction(plan_of(spec))
 
 
 def show(run: str | os.PathLike[str] | Run | Comparing = "last") -> Run | Comparing:

@@ -113,7 +113,7 @@ def test_no_command_shows_the_commands(capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["runs", "--", "x"], ["stop", "a", "b"], ["run", "ddp", "--np", "2"], ["predict", "ddp"]]
+    "arguments", [["runs", "--", "x"], ["stop", "a", "b"], ["run", "ddp", "--np", "2"], ["prophesy", "ddp"]]
 )
 def test_missing_runs_and_files_are_refused(capsys, arguments):
     assert called(*arguments) == 2

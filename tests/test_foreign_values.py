@@ -260,7 +260,9 @@ def test_every_field_that_is_recorded_has_a_row_in_a_table(run):
 def test_every_kind_that_is_folded_has_a_table():
     from labkit.record.fold import HANDLERS
 
-    assert HANDLERS.keys() - {"spec", "status", "steps"} <= kinds.EVENTS.keys()  # documents, and records of step files
+    assert (
+        HANDLERS.keys() - {"spec", "status", "prediction", "steps"} <= kinds.EVENTS.keys()
+    )  # documents, and records of step files
     assert kinds.event(b'{"t": 1, "rank": 0, "kind": "saw", "what": "of another time", "x": 1}')["x"] == 1
 
 

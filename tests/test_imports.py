@@ -35,6 +35,7 @@ ROOMS = (
         "record",
         "probe",
         "analysis",
+        "prediction",
         "figures",
         "launch",
         "runs",
@@ -60,6 +61,8 @@ NEVER = {
     "record/**/*.py": HEAVY,
     "record/stepfile.py": ("numpy",),
     "analysis/**/*.py": HEAVY,
+    "prediction/*.py": (*HEAVY, "labkit.launch", "labkit.frontends"),
+    "prediction/tracing/*.py": ("plotly", "ipywidgets", "IPython", "anywidget", "labkit.launch", "labkit.frontends"),
     "figures/*.py": ("torch", "ipywidgets", "IPython", "anywidget"),
     "launch/*.py": HEAVY,
     "runs/*.py": ("torch", "ipywidgets", "IPython", "anywidget"),
@@ -244,6 +247,7 @@ def test_probe_knows_events_and_torch_alone():
                 "labkit.record.appender",
                 "labkit.record.clock",
                 "labkit.record.events",
+                "labkit.record.ring",
                 "labkit.record.stacks",
                 "labkit.probe",
             )
@@ -283,7 +287,7 @@ def test_public_names_are_exact():
         "my_progress",
         "on_trial",
     ]
-    expected += ["pictures", "place", "report", "run", "show", "write_script"]
+    expected += ["pictures", "place", "predict", "report", "run", "show", "write_script"]
     assert labkit.__all__ == expected
     code = (
         "import labkit; print([name for name in labkit.__all__ if getattr(labkit, name).__name__.split('.')[-1] !="

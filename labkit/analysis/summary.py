@@ -10,6 +10,7 @@ from typing import cast
 from labkit.analysis.diagnose import findings
 from labkit.analysis.ledger import ledger
 from labkit.analysis.metrics import gil_wait, phase_seconds, replica_figures, step_seconds, throughput
+from labkit.analysis.prediction import outcomes
 from labkit.analysis.profiled import overlap
 from labkit.record.columns import RankState
 from labkit.record.documents import Unreadable
@@ -29,7 +30,7 @@ def summarise(state: RunState, run: str = "") -> Summary:
     started = state.status.get("started")
     first = [rank.steps.t[0] for rank in state.ranks.values() if len(rank.steps)]
     devices = sorted({rank.device.split(":")[0] for rank in state.ranks.values()})
-    return {
+    figures: Summary = {
         "v": VERSION,
         "run": run,
         "state": state.status.get("state", "ready"),
@@ -57,6 +58,9 @@ def summarise(state: RunState, run: str = "") -> Summary:
         "ledger": [entry.to_json() for entry in ledger(state)],
         "findings": [finding.to_json() for finding in findings(state)],
     }
+    if state.prediction:
+        figures["prediction"] = [outcome.to_json() for outcome in outcomes(state)]
+    return figures
 
 
 def _rank(state: RunState, number: int) -> RankFigures:

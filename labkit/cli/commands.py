@@ -7,7 +7,7 @@ import os
 import sys
 
 from labkit.cli.glossary import glossary
-from labkit.cli.pages import diff, handout, notebook, script
+from labkit.cli.pages import diff, handout, notebook, predict, script
 from labkit.cli.parser import refuse
 from labkit.cli.project import bench, claims, doctor, progress, schema
 from labkit.cli.recorded import capture, clean, compare, logs, replay, run, runs, show, stop, trace
@@ -32,6 +32,7 @@ COMMANDS = {
             lab,
             logs,
             notebook,
+            predict,
             progress,
             replay,
             run,

@@ -88,6 +88,12 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     )
     run.add_argument("--cold", action="store_true", help=_COLD)
 
+    predict = commands.add(
+        "predict", "predict the memory and traffic of each rank, without running anything and without a GPU", json=True
+    )
+    predict.add_argument("what", metavar="STRATEGY", help=", ".join(STRATEGIES))
+    _add_fields(predict)
+
     script = commands.add("script", "print the script that a strategy runs")
     script.add_argument("what", metavar="STRATEGY", help=", ".join(STRATEGIES))
     _add_fields(script)

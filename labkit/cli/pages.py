@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from rich.syntax import Syntax
 
-from labkit.cli.shared import Refused, find, say
+from labkit.cli.shared import WIDE, Refused, console, find, say
 from labkit.frontends.console import Console
-from labkit.plan.spec import Spec
+from labkit.frontends.terminal import prediction_table
 from labkit.record.folder import RunFolder
-from labkit.runs.settling import located
+from labkit.runs.settling import with_ranks
 from labkit.setup.environment import CLONE
-from labkit.setup.machine import Machine
 from labkit.setup.progress import Progress
 
 
@@ -23,7 +22,21 @@ def script(args: argparse.Namespace) -> int:
     """Prints the script of a strategy."""
     from labkit.plan.script import write_script
 
-    _print_code(write_script(_with_ranks(args.specs[0])), "python")
+    _print_code(write_script(with_ranks(args.specs[0])), "python")
+    return 0
+
+
+def predict(args: argparse.Namespace) -> int:
+    """Prints the predicted memory and traffic of each rank."""
+    from labkit.api import predict as prediction_of
+
+    with Progress() as progress:
+        progress.step("tracing the script")
+        found = prediction_of(args.specs[0])
+    if args.json:
+        print(json.dumps(found.to_json()))
+    else:
+        console(args, WIDE).print(prediction_table(found))
     return 0
 
 
@@ -31,20 +44,8 @@ def diff(args: argparse.Namespace) -> int:
     """Prints the diff of two scripts."""
     from labkit.plan.script import diff_scripts
 
-    _print_code(diff_scripts(*map(_with_ranks, args.specs)), "diff")
+    _print_code(diff_scripts(*map(with_ranks, args.specs)), "diff")
     return 0
-
-
-def _with_ranks(spec: Spec) -> Spec:
-    """A Spec that may be for another machine: only a missing number of ranks and the checkpoint to resume from are
-    taken from this one."""
-    if spec.script is not None:
-        return spec
-    if spec.nproc is None:
-        machine = Machine.here()
-        device = spec.device if spec.device != "auto" else "cuda" if machine.gpus else "cpu"
-        spec = replace(spec, nproc=machine.default_nproc(device) or 2)
-    return located(spec).with_checkpoint()
 
 
 def _print_code(text: str, language: str) -> None:

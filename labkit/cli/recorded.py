@@ -32,15 +32,15 @@ _CODES = {"finished": 0, "failed": 1, "lost": 1, "stopped": 130}
 
 def run(args: argparse.Namespace) -> int:
     """Starts a run and displays it until it is over; Ctrl-C stops the run."""
-    from labkit.launch.job import Job, LaunchError
-    from labkit.runs.handle import Run
+    from labkit.launch.job import LaunchError
+    from labkit.runs.handle import Run, start
     from labkit.runs.settling import settle
 
     spec = settle(args.specs[0])
 
     with interrupts() as interrupted:
         try:
-            job = Run(Job.start(spec, detached=args.detach, cold=args.cold, stdin=None if args.detach else _stdin()))
+            job = Run(start(spec, detached=args.detach, cold=args.cold, stdin=None if args.detach else _stdin()))
         except (LaunchError, OSError) as error:
             raise Refused(str(error), code=1) from None
         if args.detach:

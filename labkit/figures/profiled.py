@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from labkit.analysis.prediction import how_made
 from labkit.analysis.profiled import aligned, beyond, newest, overlap
 from labkit.common.units import size
 from labkit.figures import colours
@@ -12,8 +13,10 @@ from labkit.figures.model import Axis, Bars, Chart, Line, Spans
 from labkit.record.columns import ProfiledStep, RankState
 from labkit.record.events import OWNERS, PHASES
 from labkit.record.state import RunState
+from labkit.record.types.envelope import Owners
 
 _PIXELS = 1500  # the resolution of the time axis: narrower stretches are merged
+_FEW = 8  # ranks with a predicted bar each
 _NONE = "no profiled step yet"
 
 
@@ -135,23 +138,42 @@ def _overlap_in_words(found: Mapping[int, ProfiledStep]) -> str:
 
 def memory_by_owner(state: RunState) -> Chart:
     """The peak of each rank's profiled step, by owner; on CUDA, stacked on top, what the allocator caches and what else
-    is in use.
+    is in use. A run with a prediction has the predicted peak of each rank before the measured one.
     """
-    ranks = [rank for rank in _ranks(state) if rank.memory_step]
-    steps = [rank.memory_step for rank in ranks if rank.memory_step]
-    names = tuple(f"rank {rank.rank}" for rank in ranks)
-    peaks = [step["at_peak"] for step in steps]
-    axis = Axis.of_bytes(max((step["peak"] for step in steps), default=0))
+    ranks = {rank.rank: rank for rank in _ranks(state) if rank.memory_step}
+    measured = {number: rank.memory_step["at_peak"] for number, rank in ranks.items() if rank.memory_step}
+    predicted = _predicted(state)
+    stacks = [
+        (number, kind, peaks[number])
+        for number in sorted({**predicted, **measured})
+        for kind, peaks in ((" predicted", predicted), (" measured" if predicted else "", measured))
+        if number in peaks
+    ]
+    axis = Axis.of_bytes(max((sum(peak.values()) for _, _, peak in stacks), default=0))
     unit = axis.bytes_each
-    bars = [Bars(owner, colours.OWNERS[owner], tuple(peak.get(owner, 0) / unit for peak in peaks)) for owner in OWNERS]
-    on_cuda = [rank for rank in ranks if rank.device.startswith("cuda")]
+    bars = [
+        Bars(owner, colours.OWNERS[owner], tuple(peak.get(owner, 0) / unit for *_, peak in stacks)) for owner in OWNERS
+    ]
+    on_cuda = any(rank.device.startswith("cuda") for rank in ranks.values())
     if on_cuda:
-        kept, rest = zip(*(beyond(state, rank) for rank in ranks))
-        bars.append(Bars("cached by the allocator", "#DDDDDD", tuple(value / unit for value in kept)))
-        bars.append(Bars("context, NCCL, others", "#777777", tuple(value / unit for value in rest)))
-    note = ("" if on_cuda else "live tensors") if ranks else _NONE
-    title = "Peak memory of a step, by owner"
+        pairs = [
+            beyond(state, ranks[number]) if peak is measured.get(number) else (0.0, 0.0) for number, _, peak in stacks
+        ]
+        cached, others = zip(*pairs)
+        bars.append(Bars("cached by the allocator", "#DDDDDD", tuple(value / unit for value in cached)))
+        bars.append(Bars("context, NCCL, others", "#777777", tuple(value / unit for value in others)))
+    notes = [] if on_cuda or not stacks else ["live tensors"]
+    notes += [f"predicted {how_made(state.prediction)}"] if state.prediction and predicted else []
+    names = tuple(f"rank {number}{kind}" for number, kind, _ in stacks)
+    title, note = "Peak memory of a step, by owner", "; ".join(notes) if stacks else _NONE
     return Chart("memory_by_owner", title, Axis("", categories=names), axis, bars=tuple(bars), note=note)
+
+
+def _predicted(state: RunState) -> dict[int, Owners]:
+    """The predicted bytes at the peak, by rank; of many ranks, only one of each group of equal ranks."""
+    ranks = state.prediction["ranks"] if state.prediction else []
+    few = len(ranks) <= _FEW
+    return {one["rank"]: one["at_peak"] for one in ranks if one["at_peak"] and (few or one["rank"] == one["like"])}
 
 
 def memory_of_step(state: RunState, rank: int | None = None) -> Chart:

@@ -14,7 +14,7 @@ figures of the caching allocator.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -160,16 +160,15 @@ class MemoryWatch:
             apart["other"] = max(0, torch.cuda.memory_allocated(self.device) - sum(owners.values()))
         return {address: (owner, size) for address, (owner, size) in census.counted.items() if size}, apart
 
+    def alive(self) -> set[int]:
+        """The addresses of all tensors that Python objects refer to."""
+        census = Census(self.device)
+        census.add(self._held.tensors(), "other")
+        return set(census.counted)
+
     def _count(self, census: Census) -> dict[str, int]:
-        parameters = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
-        parameters += [p for model in self._models for p in model.parameters()]
-        parameters += self._held.parameters()
-        found = {
-            "parameters": census.add(parameters, "parameters"),
-            "gradients": census.add((p.grad for p in parameters if p.is_leaf), "gradients"),
-            "optimizer": census.add(
-                tensors_in([list(optimizer.state.values()) for optimizer in self._optimizers]), "optimizer"
-            ),
+        owned = states_of([*self._models], [*self._optimizers], self._held.parameters())
+        found = {owner: census.add(tensors, owner) for owner, tensors in owned.items()} | {
             "communication": sum(self._guard(_buckets, model) or 0 for model in self._models),
         }
         if self.device.type == "cpu":
@@ -180,6 +179,22 @@ class MemoryWatch:
                 + census.add(self._held.rest(), "other")
             ),
         }
+
+
+def states_of(
+    models: Iterable[torch.nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    more: Iterable[torch.Tensor] = (),
+) -> dict[str, Iterator[torch.Tensor | None]]:
+    """The model states by owner: parameters, also of `more` modules, their gradients, and the optimizers' tensors."""
+    parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    parameters += [p for model in models for p in model.parameters()]
+    parameters += more
+    return {
+        "parameters": iter(parameters),
+        "gradients": (p.grad for p in parameters if p.is_leaf),
+        "optimizer": tensors_in([list(optimizer.state.values()) for optimizer in optimizers]),
+    }
 
 
 def _buckets(model: torch.nn.Module) -> int:

@@ -27,7 +27,7 @@ from labkit.probe.kineto import LogLevel, allocations_of, moment, rows_of, taken
 from labkit.probe.memory import MemoryWatch
 from labkit.probe.patches import Patches
 from labkit.probe.snapshots import Snapshots
-from labkit.probe.timeline import curve, timeline
+from labkit.probe.timeline import collectives, curve, timeline
 from labkit.probe.torch_private import PROFILER_ENABLED
 from labkit.probe.traffic import TrafficWatch
 from labkit.record import clock as run_clock
@@ -206,7 +206,8 @@ class StepSampler:
             freed = max((row.end for row in rows if row.name.startswith(_ZERO_GRAD)), default=0)
             before, apart = self._held
             after = {address: owner for address, (owner, _) in self._memory.held()[0].items()}
-            self._memory.sampled(step, curve(allocations, spans, before, after, apart, freed) | t0)
+            seen = () if on_gpu else (collectives(rows, recorded), self._memory.alive())
+            self._memory.sampled(step, curve(allocations, spans, before, after, apart, freed, *seen) | t0)
         self._held = {}, {}
 
     def _stop(self) -> Any:

@@ -10,7 +10,7 @@ so that two operations may share the link.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -191,14 +191,18 @@ def curve(
     after: Mapping[int, str],
     constant: Mapping[str, int],
     freed: int,
+    comm: Sequence[Sequence[Any]] = (),
+    alive: Collection[int] = (),
 ) -> dict[str, Any]:
     """The fields of a `memory_step` event except its step.
 
     `before` has owner and bytes of the addresses allocated when the step began, `after` the owner of those allocated at
     its end, `constant` the bytes without a known address, by owner. `freed` is the time at which gradients of the
     previous step are freed, which the CPU allocator does not report. An address that is allocated again was freed
-    before, even if no profiled thread did so. Memory allocated in a forward and freed in a later phase is activations;
-    memory allocated by a collective is its buffers.
+    before, even if no profiled thread did so. gloo's threads are not profiled: memory of the size of a collective in
+    `comm`, or of a rank's share of it, which has not been freed and is not `alive` at the end, was freed when the next
+    collective was complete. Memory allocated in a forward and freed in a later phase is activations; memory allocated
+    by a collective is its buffers.
     """
     begin, end = phases[0][1], phases[-1][2]
     starts = [start for _, start, _ in phases]
@@ -224,6 +228,12 @@ def curve(
         if address not in after or address in open_:
             gone.setdefault(address, max(freed, begin) if owner == "gradients" else begin)
     changes += [(time, before[address][0], -before[address][1]) for address, time in gone.items()]
+    sizes = {size // parts for _, _, _, size, _, ranks, _ in comm if size for parts in (1, len(ranks or (0,)))}
+    for address, taken in [*open_.items()]:
+        if taken.size in sizes and address not in after and address not in alive:
+            ends = [stop for _, start, stop, *_ in comm if start >= taken.time]
+            if ends:
+                give_back(address, ends[0])
     changes += [
         (taken.time, after.get(address) or _owner_of(taken, phases, starts, None), taken.size)
         for address, taken in open_.items()

@@ -4,9 +4,6 @@ Collectives are read from torch's flight recorder (`collectives.py`); point-to-p
 functions. A step's traffic are the operations started after the end of the previous step. A step after an evaluation is
 skipped, and so is one whose collectives no longer fit into the recorder. Without a flight recorder no traffic is
 reported.
-
-`sent` is what each of n ranks sends with a ring algorithm: 2(n-1)/n of the payload for all-reduce, all of it for a
-send, nothing for a barrier, (n-1)/n for other operations.
 """
 
 from __future__ import annotations
@@ -22,6 +19,7 @@ from labkit.probe.journal import Guard, Journal
 from labkit.probe.patches import Patches
 from labkit.probe.untraced import compiling
 from labkit.record import clock
+from labkit.record.ring import sent
 
 _EARLY = (2, 3)  # in step 1 DDP still orders its buckets; step 2 is included for scripts of two steps
 _EVERY = 50
@@ -106,13 +104,6 @@ class TrafficWatch:
         if self._calls:
             ops["send"] = {"calls": self._calls, "bytes": self._sent, "sent": float(self._sent)}
         return ops
-
-
-def sent(name: str, size: float, ranks: int) -> float:
-    """Bytes that each of `ranks` ranks sends with a ring algorithm, for a payload of `size` bytes."""
-    if name in ("send", "barrier"):
-        return float(size if name == "send" else 0)
-    return (2 if name == "all_reduce" else 1) * size * (ranks - 1) / ranks
 
 
 def _add(ops: dict[str, dict[str, float]], name: str, size: int, ranks: int) -> None:

@@ -18,6 +18,7 @@ from labkit.record.events import OWNERS, STARTUP, StepBlock
 from labkit.record.stacks import MESSAGE_LIMIT, TEXT_LIMIT, clipped
 from labkit.record.steps import number
 from labkit.record.types import measured, observed, reported
+from labkit.record.types.prediction import Plan
 
 _TIMELINES = 20  # stored per rank
 _SEEN = 200
@@ -27,7 +28,8 @@ _REPLICA_STEPS = 50  # newest steps of which the figures of dp's replicas are st
 
 
 class Fold:
-    """Everything that the events of a run say: its Spec and status, its ranks, metrics, reports and system samples.
+    """Everything that the events of a run say: its Spec, status and prediction, its ranks, metrics, reports and system
+    samples.
 
     `broken` counts the lines and records that the readers of the events could not use.
     """
@@ -35,6 +37,7 @@ class Fold:
     def __init__(self) -> None:
         self.spec: dict[str, Any] = {}
         self.status: dict[str, Any] = {}
+        self.prediction: Plan | None = None
         self.ranks: dict[int, RankState] = {}
         self.metrics: deque[dict[str, Any]] = deque(maxlen=_METRICS)
         self.reports: dict[int, dict[str, Any]] = {}
@@ -76,6 +79,9 @@ class Fold:
         except SpecError:
             spec = None  # of a newer version: the run is still shown, but its totals are unknown
         self._asked = spec if spec and spec.strategy and spec.nproc else None
+
+    def _on_prediction(self, event: Mapping[str, Any]) -> None:
+        self.prediction = event["prediction"]
 
     def _on_status(self, event: Mapping[str, Any]) -> None:
         self.status = _with_short_texts(event["status"])
@@ -262,6 +268,7 @@ def _with_short_texts(fields: _Fields) -> _Fields:
 HANDLERS: dict[Any, Callable[[Fold, Any], None]] = {
     "spec": Fold._on_spec,
     "status": Fold._on_status,
+    "prediction": Fold._on_prediction,
     "start": Fold._on_start,
     "startup": Fold._on_startup,
     "device": Fold._on_device,

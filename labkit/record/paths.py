@@ -47,6 +47,11 @@ class RunPaths:
         return self.path / "launch.json"
 
     @property
+    def prediction(self) -> Path:
+        """The memory and traffic that were predicted before the run."""
+        return self.path / "plan.json"
+
+    @property
     def status(self) -> Path:
         """State, pids, exit codes, restarts: written only by the supervisor."""
         return self.path / "status.json"

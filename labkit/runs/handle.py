@@ -25,6 +25,7 @@ from labkit.launch.job import Job
 from labkit.launch.local import standing_environment
 from labkit.launch.warm.client import prepare
 from labkit.plan.spec import Spec
+from labkit.prediction.predict import cached
 from labkit.record.folder import STREAMS, RunFolder
 from labkit.record.follow import Follower
 from labkit.record.logs import whole
@@ -58,10 +59,15 @@ def run(
     """
     check_flag("detached", detached)
     check_flag("cold", cold)
-    job = Job.start(settle(what, **fields), detached=detached, cold=cold, stdin=descriptor(stdin))
+    job = start(settle(what, **fields), detached=detached, cold=cold, stdin=descriptor(stdin))
     if not cold:
         prepare_after(job)
     return Run(job)
+
+
+def start(spec: Spec, **options: Any) -> Job:
+    """Starts a resolved Spec as `Job.start` does, with its prediction if there is one in the cache."""
+    return Job.start(spec, prediction=cached(spec) if spec.strategy else None, **options)
 
 
 def prepare_after(job: Job) -> None:

@@ -19,13 +19,29 @@ from labkit.setup.machine import Machine
 def settle(what: str | os.PathLike[str] | Spec, *, look: bool = True, **fields: Any) -> Spec:
     """The Spec that `run` would start with the same arguments, resolved for this machine; `SpecError` if it cannot
     run. Without `look`, it takes milliseconds: data and checkpoints are not looked for."""
-    check_fields(fields)
-    spec = located(replace(what, **fields) if isinstance(what, Spec) else Spec(**_named(what, fields), **fields))
+    spec = named(what, **fields)
     if spec.as_module:
         _check_module(spec.script)
     elif spec.script is not None and not os.path.isfile(spec.script):  # noqa: PTH113 as above
         raise SpecError("script", f"{Path.cwd()} has no script {shown(spec.script)}; give the path of a Python file")
     return spec.on(Machine.here()) if look else spec.settled(Machine.here())
+
+
+def named(what: str | os.PathLike[str] | Spec, **fields: Any) -> Spec:
+    """The Spec of the arguments of `run`, not yet resolved for a machine."""
+    check_fields(fields)
+    return located(replace(what, **fields) if isinstance(what, Spec) else Spec(**_named(what, fields), **fields))
+
+
+def with_ranks(spec: Spec) -> Spec:
+    """A Spec that may be for another machine: only a missing number of ranks or device and the checkpoint to resume
+    from are taken from this one."""
+    if spec.script is not None:
+        return spec
+    machine = Machine.here()
+    device = spec.device if spec.device != "auto" else "cuda" if machine.gpus else "cpu"
+    nproc = spec.nproc or machine.default_nproc(device) or 2
+    return located(replace(spec, nproc=nproc, device=device)).with_checkpoint()
 
 
 def _named(what: Any, fields: Mapping[str, Any]) -> dict[str, str]:

@@ -86,7 +86,8 @@ class Strategy:
 class Data:
     """A data set. `train` and `test` are numbers of samples.
 
-    - `input_bytes`: the bytes of one sample without its target, for given options of the workload.
+    - `input_shape`: the shape of one sample without its target, for given options of the workload; `number_bytes`: the
+      bytes of each of its numbers, 4 for floats, 8 for the tokens of a text.
     - `most`: the maximum number of training samples that a Spec may use, None if any number can be generated.
     - `shared`: how many times a sample contains each stored number: 3 for grey images as three channels.
     - `needs`: packages, and files if it is read from a folder.
@@ -96,10 +97,15 @@ class Data:
     title: str
     train: int
     test: int
-    input_bytes: Callable[[Mapping[str, Any]], int]
+    input_shape: Callable[[Mapping[str, Any]], tuple[int, ...]]
+    number_bytes: int = 4
     most: int | None = None
     shared: int = 1
     needs: Needs = NOTHING
+
+    def input_bytes(self, options: Mapping[str, Any]) -> int:
+        """Bytes of one sample without its target."""
+        return self.number_bytes * math.prod(self.input_shape(options))
 
     def sample_bytes(self, options: Mapping[str, Any]) -> int:
         """Bytes of one stored sample with its target; in a window of text, inputs and targets share their memory."""

@@ -20,7 +20,6 @@ from labkit.frontends.panel.presentation import Presentation
 from labkit.frontends.panel.recorded import Recorded, find, spec_of, text_of
 from labkit.frontends.panel.view import RunView, style
 from labkit.frontends.panel.words import sentence_html
-from labkit.launch.job import Job
 from labkit.launch.warm.client import prepare
 from labkit.plan.script import command
 from labkit.plan.settling import check_available
@@ -30,7 +29,7 @@ from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
 from labkit.record.replay import Recording, recorded_words
 from labkit.record.state import RunState
-from labkit.runs.handle import Run
+from labkit.runs.handle import Run, start
 from labkit.runs.notebook import headless, in_notebook
 from labkit.setup.machine import Machine
 
@@ -146,7 +145,7 @@ class Lab:
             if self._recorded.which.value:
                 _display_recorded(RunFolder(self._recorded.which.value))
                 return
-            self._run = Run(Job.start(self.spec, cold=self._cold))
+            self._run = Run(start(self.spec, cold=self._cold))
             wait_and_display(self._run)
             return
         if not self._cold:
@@ -276,7 +275,7 @@ class Lab:
     def _launch(self, spec: Spec) -> None:
         """Runs in a thread, so that the kernel stays responsive."""
         try:
-            job = Job.start(spec, cold=self._cold)
+            job = start(spec, cold=self._cold)
         except Exception as error:
             self._view.say("failed to start", "bad")
             self._view.complain(str(error))

@@ -11,6 +11,8 @@ from rich.text import Text
 
 from labkit.analysis.comparison import HEADS, Row, cells, recorded_elsewhere, sentences
 from labkit.common.text import visible_line
+from labkit.figures.prediction import HEADS as HEADS_OF_PREDICTION
+from labkit.figures.prediction import Prediction
 from labkit.frontends.terminal.parts import PhaseBar, formatted, phase_legend
 
 
@@ -38,6 +40,16 @@ def runs_table(rows: Sequence[dict]) -> RenderableType:
         table.add_row(*(Text(visible_line(cell)) for cell in cells), style=None if row["state"] != "failed" else "red")
     reasons = [f"{row['run']} cannot be read: {row['reason']}" for row in rows if row["state"] == "unreadable"]
     return Group(table, *(Text(visible_line(reason), style="yellow") for reason in reasons))
+
+
+def prediction_table(found: Prediction) -> RenderableType:
+    """The predicted figures, a row for each group of equal ranks, under a title that says how they were made."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in HEADS_OF_PREDICTION:
+        table.add_column(name, justify="left" if name in ("rank", "in the phase") else "right", no_wrap=True)
+    for row in found.rows:
+        table.add_row(*(Text(visible_line(cell)) for cell in row))
+    return Group(Text(visible_line(found.title)), table)
 
 
 def comparison(rows: Sequence[Row], left_out: Mapping[str, str], final: bool = True) -> RenderableType:

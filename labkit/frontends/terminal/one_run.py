@@ -21,6 +21,7 @@ from labkit.analysis.metrics import (
     step_seconds,
     throughput,
 )
+from labkit.analysis.prediction import sentences as predicted
 from labkit.common.text import visible_line, visible_log
 from labkit.common.units import sizes
 from labkit.figures.colours import rank_colour
@@ -61,7 +62,9 @@ def view(state: RunState, folder: RunFolder, height: int | None = None) -> Rende
     parts = [_head(state, folder), _progress(state), Text(""), _table(state, rows), phase_legend()]
     if starting:
         parts.append(_startup(state, rows))
-    parts += [Text(visible_line(text), style="dim") for text in (*_replicas(state), *_sampled(state))]
+    parts += [
+        Text(visible_line(text), style="dim") for text in (*_replicas(state), *_sampled(state), *predicted(state))
+    ]
     parts += [_finding(finding, folder) for finding in findings(state)]
     tail = _tail(folder)
     if tail:

@@ -77,6 +77,18 @@ class Failure(TypedDict):
     exit_code: Code | None
 
 
+class PredictionOutcome(TypedDict):
+    """The prediction of one rank against its measurement, see analysis/prediction.py."""
+
+    rank: Rank
+    peak_predicted: Bytes | None
+    peak_measured: Bytes | None
+    error: float | None
+    sent_predicted: Bytes | None
+    sent_measured: Bytes | None
+    reason: str
+
+
 class LedgerEntry(TypedDict):
     """An operation of the communication ledger: bytes sent per step over all ranks, measured and by theory."""
 
@@ -125,6 +137,7 @@ class Summary(TypedDict):
     note: str
     replicas: Annotated[list[ReplicaFigures], Limits(most=1_000)]
     gil_wait: float | None
+    prediction: NotRequired[Annotated[list[PredictionOutcome], Limits(most=RANKS)]]
     ledger: Annotated[list[LedgerEntry], Limits(most=1_000)]
     findings: Annotated[list[FindingFigures], Limits(most=1_000)]
 

@@ -33,14 +33,14 @@ _CIFAR10 = Files(
 _SCIKIT_LEARN = Needs(module="sklearn", package="scikit-learn")
 
 
-def _image_bytes(colours: int, side: int) -> Callable[[Mapping[str, Any]], int]:
-    """Bytes of an image of 32-bit floats."""
-    return lambda options: 4 * colours * side**2
+def _image(colours: int, side: int) -> Callable[[Mapping[str, Any]], tuple[int, ...]]:
+    """An image of 32-bit floats."""
+    return lambda options: (colours, side, side)
 
 
-def _window_bytes(options: Mapping[str, Any]) -> int:
-    """Bytes of a window of text with a 64-bit integer per byte of text."""
-    return 8 * options["context"]
+def _window(options: Mapping[str, Any]) -> tuple[int, ...]:
+    """A window of text with a 64-bit integer per byte of text."""
+    return (options["context"],)
 
 
 DATA: dict[str, Data] = {
@@ -51,7 +51,7 @@ DATA: dict[str, Data] = {
             "handwritten digits (scikit-learn: 1,797 images, augmented to 60,000)",
             60_000,
             360,
-            _image_bytes(1, 28),
+            _image(1, 28),
             needs=_SCIKIT_LEARN,
         ),
         Data(
@@ -59,7 +59,7 @@ DATA: dict[str, Data] = {
             "MNIST (torchvision)",
             60_000,
             10_000,
-            _image_bytes(1, 28),
+            _image(1, 28),
             most=60_000,
             needs=Needs("mnist", files=_MNIST, instead="--data digits"),
         ),
@@ -68,7 +68,7 @@ DATA: dict[str, Data] = {
             "handwritten digits as 3×32×32 images",
             10_000,
             360,
-            _image_bytes(3, 32),
+            _image(3, 32),
             shared=3,
             needs=_SCIKIT_LEARN,
         ),
@@ -77,7 +77,7 @@ DATA: dict[str, Data] = {
             "CIFAR-10 (torchvision)",
             50_000,
             10_000,
-            _image_bytes(3, 32),
+            _image(3, 32),
             most=50_000,
             needs=Needs("mnist", files=_CIFAR10, instead="--data digits32"),
         ),
@@ -86,7 +86,8 @@ DATA: dict[str, Data] = {
             "the Python language reference (pydoc_data.topics), as bytes",
             20_000,
             1_000,
-            _window_bytes,
+            _window,
+            number_bytes=8,
         ),
     )
 }

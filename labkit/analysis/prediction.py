@@ -1,0 +1,110 @@
+"""The prediction of a run against its measurement, per rank, and one sentence about each miss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import cast
+
+from labkit.common.units import size
+from labkit.record.columns import RankState
+from labkit.record.state import RunState, per_revision
+from labkit.record.types.prediction import Plan, PredictedRank
+from labkit.record.types.summary import PredictionOutcome
+
+CLOSE = 0.02  # share of the measured peak; a smaller error needs no reason
+_SMALL = 0.1  # share of the error; smaller differences of an owner are not named
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Bytes at the peak of a step, and bytes sent per step, of one rank: predicted and measured. `error` is the
+    predicted peak over the measured one, minus 1. `reason` names the owners in which a peak differs by more than 2 %;
+    it is empty for a closer one. Unknown values are None."""
+
+    rank: int
+    peak_predicted: float | None
+    peak_measured: float | None
+    error: float | None
+    sent_predicted: float | None
+    sent_measured: float | None
+    reason: str
+
+    def to_json(self) -> PredictionOutcome:
+        """The outcome as a dict that can be written as JSON."""
+        return cast(PredictionOutcome, asdict(self))
+
+
+@per_revision
+def outcomes(state: RunState) -> tuple[Outcome, ...]:
+    """The outcome of each rank; empty for a run without a prediction."""
+    ranks = state.prediction["ranks"] if state.prediction else ()
+    return tuple(_outcome(one, state.ranks.get(one["rank"])) for one in ranks)
+
+
+def _outcome(predicted: PredictedRank, rank: RankState | None) -> Outcome:
+    step, traffic = (rank.memory_step, rank.traffic) if rank else (None, None)
+    peak, measured = predicted["peak_memory_bytes"], step["peak"] if step else None
+    error = peak / measured - 1 if peak is not None and measured else None
+    reason = ""
+    if step and error is not None and abs(error) > CLOSE:
+        reason = _by_owner(predicted["at_peak"], step["at_peak"])
+    sent = sum(one["sent"] for one in traffic["ops"].values()) if traffic else None
+    return Outcome(predicted["rank"], peak, measured, error, predicted["comm_bytes_per_step"], sent, reason)
+
+
+def _by_owner(predicted: Mapping[str, float], measured: Mapping[str, float]) -> str:
+    """`measured is higher in activations (+3.1 MiB) and lower in other (−0.2 MiB)`."""
+    gaps = {owner: measured.get(owner, 0) - predicted.get(owner, 0) for owner in {**predicted, **measured}}
+    least = _SMALL * max(map(abs, gaps.values()), default=0)
+    named = [f"{owner} {_signed(gap)}" for owner, gap in gaps.items() if abs(gap) > least]
+    return f"measured minus predicted, at the peak: {', '.join(named)}"
+
+
+def _signed(count: float) -> str:
+    return ("+" if count >= 0 else "−") + size(abs(count), digits=2)
+
+
+def sentences(state: RunState) -> list[str]:
+    """What to say about the prediction of a run: how close it was, and each miss; empty without a prediction."""
+    if state.prediction is None:
+        return []
+    found = outcomes(state)
+    errors = [abs(one.error) for one in found if one.error is not None]
+    said = [f"The prediction {how_made(state.prediction)}."]
+    if errors:
+        said = [f"Peak memory was predicted {how_made(state.prediction)}, with an error of at most {max(errors):.2%}."]
+    said += [
+        f"Rank {one.rank}: predicted {size(one.peak_predicted)}, measured {size(one.peak_measured)}; {one.reason}."
+        for one in found
+        if one.reason and one.peak_predicted is not None and one.peak_measured is not None
+    ]
+    wrong = [one for one in found if one.sent_measured is not None and _differs(one.sent_predicted, one.sent_measured)]
+    said += [
+        f"Rank {one.rank} was predicted to send {size(one.sent_predicted or 0)} per step, and sent"
+        f" {size(one.sent_measured or 0)}."
+        for one in wrong
+    ]
+    return said
+
+
+def _differs(predicted: float | None, measured: float) -> bool:
+    return predicted is not None and round(predicted) != round(measured)
+
+
+def how_made(plan: Plan) -> str:
+    """`by tracing the script without data` or `by formulas, because …`."""
+    if plan["method"] == "simulated":
+        return "by tracing the script without data (simulated)"
+    return f"by formulas, because {plan.get('reason', 'there is no trace')}"
+
+
+def ranges(ranks: Iterable[int]) -> str:
+    """Numbers of ranks in short: `0–3, 7`."""
+    parts: list[list[int]] = []
+    for rank in sorted(ranks):
+        if parts and parts[-1][1] == rank - 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    return ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in parts)

@@ -1,0 +1,85 @@
+"""A prediction as text, HTML table, and figure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from labkit.analysis.prediction import how_made, ranges
+from labkit.common.text import escape, visible
+from labkit.common.units import counted, size
+from labkit.figures import figure
+from labkit.record.events import OWNERS
+from labkit.record.state import RunState
+from labkit.record.types.prediction import Plan, PredictedRank
+
+if TYPE_CHECKING:
+    import plotly.graph_objects
+
+HEADS = ("rank", "peak memory", "in the phase", *OWNERS, "sent per step")
+
+
+class Prediction:
+    """The predicted memory and traffic of every rank; displays itself as a table in a notebook, as text elsewhere."""
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+
+    @property
+    def state(self) -> RunState:
+        """A run that has nothing but this prediction, for charts."""
+        state = RunState()
+        state.apply({"kind": "spec", "spec": self.plan["spec"]})
+        state.apply({"kind": "prediction", "prediction": self.plan})
+        return state
+
+    def figure(self) -> plotly.graph_objects.Figure:
+        """The memory at the peak of a step, by owner, per rank."""
+        return figure("memory_by_owner", self.state)
+
+    def to_json(self) -> Plan:
+        """The prediction as a dict that can be written as JSON."""
+        return self.plan
+
+    @property
+    def title(self) -> str:
+        """What was predicted, and how."""
+        spec, ranks = self.plan["spec"], counted(len(self.plan["ranks"]), "rank")
+        return f"{spec.get('strategy')} · {spec.get('workload')} on {ranks}: predicted {how_made(self.plan)}"
+
+    @property
+    def rows(self) -> list[tuple[str, ...]]:
+        """The cells below `HEADS`, a row for each group of equal ranks."""
+        groups: dict[int, list[PredictedRank]] = {}
+        for rank in self.plan["ranks"]:
+            groups.setdefault(rank["like"], []).append(rank)
+        return [_cells(ranks) for ranks in groups.values()]
+
+    def __repr__(self) -> str:
+        rows = [HEADS, *self.rows]
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
+        return visible("\n".join([self.title, *lines]))
+
+    def _repr_html_(self) -> str:
+        return f'<div class="labkit-notes"><p>{escape(self.title)}</p></div>{table_html(HEADS, self.rows)}'
+
+
+def _cells(ranks: Sequence[PredictedRank]) -> tuple[str, ...]:
+    one = ranks[0]
+    peak, sent = one["peak_memory_bytes"], one["comm_bytes_per_step"]
+    held = one["at_peak"] or one["memory_bytes"]  # without a trace: what outlives a step
+    return (
+        ranges(rank["rank"] for rank in ranks),
+        "–" if peak is None else size(peak),
+        one["phase_at_peak"] or "–",
+        *(size(held[owner]) if owner in held else "–" for owner in OWNERS),
+        "–" if sent is None else size(sent),
+    )
+
+
+def table_html(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table; every cell is escaped."""
+    head = "".join(f"<th>{escape(name)}</th>" for name in heads)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

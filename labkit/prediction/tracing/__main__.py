@@ -1,0 +1,76 @@
+"""Reads a request as JSON from standard input, traces its ranks, each in a process of its own, and prints the results.
+
+Each line of the output is one object: {"rank", "trace"} or {"rank", "error", "where"}.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch.distributed.fsdp
+import torch.distributed.pipelining
+import torch.distributed.tensor.parallel
+
+from labkit.prediction.tracing.rank import trace
+from labkit.probe.lifetime import end_with_parent, identity
+
+
+def results(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The traces, or the errors that ended them, as many at a time as there are cores."""
+    context = multiprocessing.get_context("fork")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    waiting, running = [*request["traced"]], {}
+    while waiting or running:
+        while waiting and len(running) < cores:
+            ours, theirs = context.Pipe(duplex=False)
+            rank = waiting.pop(0)
+            process = context.Process(target=_work, args=(request, rank, theirs, identity(os.getpid())))
+            process.start()
+            theirs.close()
+            running[ours] = rank, process
+        for ours in wait(running):
+            rank, process = running.pop(ours)
+            try:
+                yield ours.recv()
+            except EOFError:
+                process.join()
+                yield {"rank": rank, "error": f"exit code {process.exitcode}, without a result", "where": ""}
+            process.join()
+
+
+def _work(request: dict[str, Any], rank: int, connection: Connection, parent: str) -> None:
+    end_with_parent(parent)
+    warnings.simplefilter("ignore")
+    try:
+        result = {"rank": rank, "trace": trace(request, rank)}
+    except Exception as error:
+        result = {"rank": rank, "error": f"{type(error).__name__}: {error}", "where": _where(error, request["path"])}
+        traceback.print_exc()
+    connection.send(result)
+
+
+def _where(error: BaseException, path: str) -> str:
+    """The innermost line of the script in a traceback."""
+    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    return f"{path}:{lines[-1].lineno}" if lines else ""
+
+
+def main() -> None:
+    """Traces the ranks. What the script prints goes to standard error."""
+    output = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    torch.set_num_threads(1)
+    for result in results(json.load(sys.stdin)):
+        print(json.dumps(result), file=output, flush=True)
+
+
+if __name__ == "__main__":
+    main()

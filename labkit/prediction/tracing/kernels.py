@@ -1,0 +1,120 @@
+"""The temporary memory of kernels, which no trace shows: for example the reordered images inside a convolution.
+
+It is measured on this machine: every distinct operation of a step (name, shapes, strides and types of its tensors) is
+executed once with tensors of zeros. The temporary memory is the largest sum of what the kernel allocates, minus its
+results, as torch's profiler reports it. An operation on more than `MOST` bytes is not executed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from labkit.probe.kineto import LogLevel, taken
+from labkit.probe.torch_private import EVENT_TYPE, KINETO_TREE
+
+MOST = 256 << 20
+_SCOPE = "labkit kernel "
+
+
+@dataclass(frozen=True)
+class Meta:
+    """A tensor's shape, strides and type."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    type: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Meta:
+        """The description of a tensor."""
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of its elements."""
+        return math.prod(self.shape) * self.type.itemsize
+
+    def make(self) -> torch.Tensor:
+        """A tensor of zeros."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.type).zero_()
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An operation with descriptions in place of its tensors; kernels with equal keys are equal."""
+
+    function: Any
+    args: Any
+    kwargs: Any
+    key: str
+
+    @classmethod
+    def of(cls, function: Any, args: Any, kwargs: Any) -> Kernel | None:
+        """The kernel of a call; None for a view, a collective, or a plain allocation."""
+        schema = function._schema
+        if schema.name.startswith(("c10d::", "_c10d_functional::", "prim::", "aten::empty")):
+            return None
+        if any(argument.alias_info and not argument.alias_info.is_write for argument in schema.arguments):
+            return None
+        args, kwargs = tree_map_only(torch.Tensor, Meta.of, (args, kwargs or {}))
+        return cls(function, args, kwargs, repr((str(function), args, kwargs)))
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of its arguments."""
+        return sum(one.bytes for one in tree_iter((self.args, self.kwargs)) if isinstance(one, Meta))
+
+    def arguments(self) -> tuple[Any, Any]:
+        """Its arguments, with real tensors."""
+        return tree_map_only(Meta, Meta.make, (self.args, self.kwargs))
+
+
+@torch.no_grad()
+def temporaries(kernels: Iterable[Kernel]) -> dict[str, int]:
+    """The bytes of temporary memory of kernels, by key; without those that were not executed."""
+    scopes: dict[str, str] = {}
+    level = LogLevel()
+    level.errors_only()
+    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    profiler.start()
+    for kernel in kernels:
+        if kernel.key not in scopes and kernel.bytes <= MOST:
+            scope = scopes[kernel.key] = f"{_SCOPE}{len(scopes)}"
+            args, kwargs = kernel.arguments()
+            with record_function(scope):
+                result = kernel.function(*args, **kwargs)  # released after the scope
+            del result
+    profiler.stop()
+    level.restore()
+    changes = dict(_changes(taken(profiler)))
+    return {key: _most(changes.get(scope, ())) for key, scope in scopes.items()}
+
+
+def _changes(results: Any) -> Iterator[tuple[str, list[int]]]:
+    """By scope, the bytes allocated (negative: released) in it, in order."""
+    allocation = EVENT_TYPE.get().Allocation
+    for event in KINETO_TREE.of(results)():
+        if event.name.startswith(_SCOPE):
+            found, rest = [], [*event.children]
+            while rest:
+                each = rest.pop()
+                rest.extend(each.children)
+                if each.tag == allocation:
+                    found.append((each.start_time_ns, each.extra_fields.alloc_size))
+            yield event.name, [size for _, size in sorted(found)]
+
+
+def _most(changes: Iterable[int]) -> int:
+    """The largest sum of allocated bytes, minus the bytes that are allocated at the end."""
+    now = most = 0
+    for change in changes:
+        now += change
+        most = max(most, now)
+    return most - now

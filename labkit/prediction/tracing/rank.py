@@ -1,0 +1,123 @@
+"""Traces one rank: builds the script's model and optimizer, runs two steps, and reports the second."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.data import TensorDataset
+
+from labkit.prediction.tracing import world
+from labkit.prediction.tracing.kernels import temporaries
+from labkit.prediction.tracing.phases import Phases
+from labkit.prediction.tracing.replicas import Replica
+from labkit.prediction.tracing.tape import Tape, TapeCensus, scoped
+from labkit.probe.memory import states_of
+from labkit.probe.timeline import curve
+
+_STEPS = 2  # the first creates the optimizer's state, and orders DDP's buckets
+
+
+def trace(request: dict[str, Any], rank: int) -> dict[str, Any]:
+    """The memory curve and the collectives of a step of one rank.
+
+    `request` has `source` and `path` of the script, `ranks`, their number, and `sample`, the shape of one input.
+    """
+    tape = Tape()
+    world.join(rank, request["ranks"])
+    for owner, name, function in scoped(tape):
+        setattr(owner, name, function)
+    script = _loaded(request["path"], request["source"])
+    device = script.setup()
+    with FakeTensorMode(allow_non_fake_inputs=True), tape:
+        if hasattr(script, "STAGES"):
+            inputs, _ = _data(script, request["sample"], script.BATCH_PER_RANK // script.MICRO_BATCHES).tensors
+            world.stages_know_shapes(script.build_blocks(), script.STAGES, inputs)
+            del inputs
+        return _traced(script, device, request["sample"], tape)
+
+
+def _loaded(path: str, source: str) -> Any:
+    script = types.ModuleType("train")
+    script.__file__ = path
+    sys.modules["train"] = script
+    sys.argv = [path]
+    exec(compile(source, path, "exec"), script.__dict__)
+    return script
+
+
+def _traced(script: Any, device: torch.device, sample: Any, tape: Tape) -> dict[str, Any]:
+    phases = Phases(tape.mark)
+    phases.follow()
+    model = script.parallelize(script.build_blocks(), device)
+    optimizer = script.build_optimizer(model)
+    model.train()
+    for step in range(1, _STEPS + 1):
+        owned, _ = _owned(tape, phases)
+        before = {address: ("other", size) for address, size in tape.allocated.items()} | owned
+        tape.restart()
+        tape.keeps_kernels = step == _STEPS
+        phases.restart()
+        with phases.phase("data"):
+            inputs, targets = _batch(script, sample)
+        script.train_step(model, optimizer, inputs, targets)
+        spans = phases.spans()
+        del inputs, targets
+    tape.keeps_kernels = False
+    with _disable_current_modes():
+        sizes = temporaries(kernel for _, kernel in tape.kernels)
+    for time, kernel in tape.kernels:
+        if sizes.get(kernel.key):
+            tape.needs(time, sizes[kernel.key])
+    owned, owners = _owned(tape, phases)
+    after = {address: "other" for address in tape.allocated if address in before}  # what the script keeps
+    after |= {address: owner for address, (owner, _) in owned.items()}
+    fields = curve(tape.allocations, spans, before, after, {}, 0)
+    return {
+        "step": {name: fields[name] for name in ("times", "seconds", "phases", "owners", "peak", "at_peak")},
+        "phase_at_peak": _phase_at_peak(fields),
+        "owners": owners,
+        "calls": [[one.op, one.bytes, len(one.ranks), one.parts] for one in tape.calls],
+    }
+
+
+def _phase_at_peak(fields: dict[str, Any]) -> str:
+    sums = [sum(sizes) for sizes in zip(*fields["owners"].values())]
+    time = fields["times"][sums.index(max(sums))]
+    return next((name for name, start, end in reversed(fields["phases"]) if start <= time <= end), "")
+
+
+def _batch(script: Any, sample: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets of this rank, in memory of their own, as a loader returns them."""
+    data = _data(script, sample, script.BATCH_PER_RANK * getattr(script, "RANKS", 1))
+    if hasattr(script, "stage_data"):
+        data = script.stage_data(data)
+    inputs, targets = (tensor.contiguous().clone() for tensor in data.tensors)
+    return inputs, targets
+
+
+def _data(script: Any, sample: Any, count: int) -> TensorDataset:
+    """A data set of `count` samples, with the shapes of the script's own."""
+    if hasattr(script, "windows"):
+        return script.windows(torch.zeros(sample[0] + count + 1, dtype=torch.int64), count)
+    return TensorDataset(torch.zeros(count, *sample), torch.zeros(count, dtype=torch.int64))
+
+
+def _owned(tape: Tape, phases: Phases) -> tuple[dict[int, tuple[str, int]], dict[str, int]]:
+    """Owner and bytes by address of everything that outlives a step, and the bytes of each owner."""
+    census = TapeCensus(tape)
+    owned = states_of([*phases.models], [*phases.optimizers])
+    owned["communication"] = (
+        buffer
+        for model in phases.models
+        for part in model.modules()
+        if isinstance(part, Replica)
+        for buffer in part.buckets
+    )
+    owned["other"] = (buffer for model in phases.models for buffer in model.buffers())
+    owners = {owner: census.add(tensors, owner) for owner, tensors in owned.items()}
+    return {address: (owner, size) for address, (owner, size) in census.counted.items() if size}, owners

@@ -1,0 +1,163 @@
+"""A stand-in for `DistributedDataParallel`, whose C++ reducer reads the memory of tensors, which fake tensors lack.
+
+It has the reducer's buckets: in the first step those of `dist._compute_bucket_assignment_by_size` over the parameters
+in reverse order, from the second step on over the parameters in the order in which their gradients were ready (Li et
+al. 2020, section 3.2 and 4.2). A bucket is reduced when all of its gradients are ready; after the last one, gradients
+are copied from the buckets. Buffers are broadcast before each forward in training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
+
+_MIB = 1 << 20
+_DEFAULT = 25  # MiB
+
+
+class _Bucket:
+    """What a communication hook receives."""
+
+    def __init__(self, number: int, last: bool, buffer: torch.Tensor, parameters: list[torch.Tensor]):
+        self._number, self._last, self._buffer, self._parameters = number, last, buffer, parameters
+
+    def index(self) -> int:
+        return self._number
+
+    def is_last(self) -> bool:
+        return self._last
+
+    def buffer(self) -> torch.Tensor:
+        return self._buffer
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        self._buffer = buffer
+
+    def parameters(self) -> list[torch.Tensor]:
+        return self._parameters
+
+    def gradients(self) -> list[torch.Tensor]:
+        sizes = [one.numel() for one in self._parameters]
+        return [part.view_as(one) for part, one in zip(self._buffer.split(sizes), self._parameters)]
+
+
+class Replica(torch.nn.Module):
+    """Wraps a module as `DistributedDataParallel` does; options that change neither memory nor traffic are ignored."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        process_group: Any = None,
+        bucket_cap_mb: float | None = None,
+        device_mesh: Any = None,
+        gradient_as_bucket_view: bool = False,
+        broadcast_buffers: bool = True,
+        **_: Any,
+    ):
+        super().__init__()
+        self.module = module
+        self.group = process_group or (device_mesh.get_group() if device_mesh else dist.group.WORLD)
+        self.require_backward_grad_sync = True
+        self.gradient_as_bucket_view, self._broadcasts = gradient_as_bucket_view, broadcast_buffers
+        first = dist._DEFAULT_FIRST_BUCKET_BYTES if bucket_cap_mb is None else bucket_cap_mb * _MIB
+        self._limits = [int(first), int((bucket_cap_mb or _DEFAULT) * _MIB)]
+        self._hook: Any = None
+        self._ready: list[torch.nn.Parameter] = []
+        self._rebuilt = False
+        parameters = [one for one in module.parameters() if one.requires_grad]
+        self._build([*reversed(parameters)])
+        for one in parameters:
+            one.register_post_accumulate_grad_hook(self._gradient)
+
+    @property
+    def reducer(self) -> Replica:
+        """Pipeline stages prepare the reducer before their last backward."""
+        return self
+
+    def prepare_for_backward(self, outputs: Any) -> None:
+        """A backward begins that synchronizes."""
+        self._left = [len(one) for one in self._buckets]
+        self._ready = []
+
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        """Reduces buckets with a hook from now on."""
+        self._hook = lambda bucket: hook(state, bucket)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients are only accumulated."""
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward."""
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self._send_buffers()
+            self.prepare_for_backward(None)
+        return self.module(*args, **kwargs)
+
+    @property
+    def buckets(self) -> list[torch.Tensor]:
+        """The flat buffers of all buckets."""
+        return self._buffers_of_buckets
+
+    def _build(self, order: list[torch.nn.Parameter]) -> None:
+        self._buffers_of_buckets: list[torch.Tensor] = []  # freed first
+        with _disable_current_modes():  # C++ code reads only shapes and types
+            shapes = [torch.empty(one.shape, dtype=one.dtype, device="meta") for one in order]
+            parts, _ = dist._compute_bucket_assignment_by_size(shapes, self._limits, [False] * len(order))
+        self._buckets = [[order[index] for index in part] for part in parts]
+        self._place = {one: number for number, bucket in enumerate(self._buckets) for one in bucket}
+        if not self.gradient_as_bucket_view:
+            self._buffers_of_buckets = [
+                torch.empty(sum(one.numel() for one in bucket), dtype=bucket[0].dtype) for bucket in self._buckets
+            ]
+        self.prepare_for_backward(None)
+
+    @torch.no_grad()
+    def _gradient(self, parameter: torch.nn.Parameter) -> None:
+        if not self.require_backward_grad_sync:
+            return
+        self._ready.append(parameter)
+        number = self._place[parameter]
+        self._left[number] -= 1
+        if not self._left[number]:
+            self._reduce(number)
+        if not any(self._left):
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    def _reduce(self, number: int) -> None:
+        bucket, buffer = self._buckets[number], self._buffers_of_buckets[number]
+        for part, one in zip(buffer.split([each.numel() for each in bucket]), bucket):
+            part.view_as(one).copy_(one.grad)
+        if self._hook is None:
+            dist.all_reduce(buffer, group=self.group, async_op=True)
+        else:
+            self._hook(_Bucket(number, number == len(self._buckets) - 1, buffer, [*bucket]))
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        for bucket, buffer in zip(self._buckets, self._buffers_of_buckets):
+            for part, one in zip(buffer.split([each.numel() for each in bucket]), bucket):
+                one.grad.copy_(part.view_as(one))
+        if not self._rebuilt:
+            self._rebuilt = True
+            self._build(self._ready)
+
+    @torch.no_grad()
+    def _send_buffers(self) -> None:
+        buffers = [*self.module.buffers()] if self._broadcasts else []
+        for kind in dict.fromkeys(one.dtype for one in buffers):
+            alike = [one for one in buffers if one.dtype == kind]
+            flat = torch.cat([one.flatten() for one in alike])
+            dist.broadcast(flat, 0, group=self.group)
+            for part, one in zip(flat.split([each.numel() for each in alike]), alike):
+                one.copy_(part.view_as(one))

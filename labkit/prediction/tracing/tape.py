@@ -1,0 +1,184 @@
+"""The tape: every allocation, release and collective of a traced step, in order.
+
+Time on the tape is the number of operations so far, in units of `OPERATION`, so that a memory curve, whose times are
+nanoseconds, shows an operation as a second. The tape is a dispatch mode above torch's fake tensor mode, so it
+sees each operation on local tensors after autograd and after DTensor, as the memory tracker of torch
+(`torch.distributed._tools.mem_tracker`) does. A storage counts with its size in bytes from the operation that creates
+it until Python or C++ releases its last reference, or until it is resized (FSDP frees gathered parameters like this).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from labkit.prediction.tracing.kernels import Kernel
+from labkit.probe.collectives import operation
+from labkit.probe.memory import Census
+from labkit.probe.timeline import Allocation
+
+_READS = torch.ops.aten._local_scalar_dense.default
+
+OPERATION = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective: the operation, the bytes of its payload as in a `traffic` event, the ranks of its group, and the
+    number of tensors that it is split into."""
+
+    op: str
+    bytes: int
+    ranks: tuple[int, ...]
+    parts: int
+
+
+def called(func: Any, args: Any) -> Call | None:
+    """The collective that an operation of torch's distributed package starts; None if it starts none."""
+    name = func._schema.name.split("::")[1].rstrip("_")
+    op = operation(name)
+    if "wait" in op or "monitored" in op:
+        return None
+    group = next((one for one in args if isinstance(one, (torch.ScriptObject, dist.ProcessGroup))), None)
+    functional = group is None  # its arguments are a tensor, numbers and the name of the group
+    group = dist.distributed_c10d._resolve_process_group(args[-1]) if functional else dist.ProcessGroup.unbox(group)
+    ranks = tuple(dist.get_process_group_ranks(group))
+    size = sum(each.numel() * each.element_size() for each in tree_iter(args) if isinstance(each, torch.Tensor))
+    if functional:
+        size *= len(ranks) if op == "all_gather" else 1
+    elif op in ("all_gather", "reduce_scatter"):  # outputs and inputs: the whole, and one share of it
+        size = size * len(ranks) // (len(ranks) + 1)
+    elif op == "all_to_all":
+        size //= 2
+    return Call(op, size, ranks, len(ranks) if name == "reduce_scatter" else 1)
+
+
+class Tape(TorchDispatchMode):
+    """Records while it is active; `restart` forgets what it has recorded, except what is still allocated. Kernels are
+    recorded if `keeps_kernels` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time = 0
+        self.keeps_kernels = False
+        self.allocations: list[Allocation] = []
+        self.calls: list[Call] = []
+        self.kernels: list[tuple[int, Kernel]] = []  # by time
+        self.scopes: list[str] = []  # names of open `record_function` contexts
+        self._addresses: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
+        self._last = 0
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, torch.distributed.tensor.DTensor) for kind in types):
+            return NotImplemented  # DTensor comes first, and calls the operation on its local tensors
+        if func is _READS:  # a value of a fake tensor: one that divides by nothing and ends no loop
+            return 1.0 if args[0].is_floating_point() else 1
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            return args[0]  # the fake kernel would return a copy
+        result = func(*args, **(kwargs or {}))
+        self.time += OPERATION
+        if self.keeps_kernels and (kernel := Kernel.of(func, args, kwargs)):
+            self.kernels.append((self.time, kernel))
+        name = str(func).replace(".", "::", 1)
+        if name.startswith(("c10d::", "_c10d_functional::")) and (call := called(func, args)):
+            self.calls.append(call)
+        for tensor in tree_iter(result):
+            if isinstance(tensor, torch.Tensor):
+                self.address(tensor, name)
+        return result
+
+    def restart(self) -> None:
+        """Begins a new record."""
+        self.allocations, self.calls, self.kernels = [], [], []
+
+    def needs(self, time: int, size: int) -> None:
+        """The operation at a time on the tape allocates and releases `size` more bytes."""
+        self._last += 1
+        self.allocations += Allocation(time, self._last, size), Allocation(time + 1, self._last, -size)
+
+    def mark(self) -> int:
+        """A time after everything so far, and before everything that follows."""
+        self.time += 2
+        return self.time
+
+    @property
+    def allocated(self) -> dict[int, int]:
+        """Bytes by address of everything that is allocated now."""
+        return dict(self._sizes)
+
+    def address(self, tensor: torch.Tensor, name: str = "") -> int:
+        """A number that identifies the tensor's storage; a storage that is seen for the first time is recorded as
+        allocated by the operation `name`."""
+        storage = tensor.untyped_storage()
+        known = self._addresses.get(storage)
+        if known is None:
+            self._last += 1
+            known = self._addresses[storage] = self._last
+            weakref.finalize(storage, self._resized, known, 0)
+            self._resized(known, storage.nbytes(), name)
+        return known
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage has another size now; 0 if it was freed."""
+        known = self._addresses.get(storage)
+        if known is not None:
+            self._resized(known, storage.nbytes())
+
+    def _resized(self, address: int, size: int, name: str = "") -> None:
+        before = self._sizes.pop(address, 0)
+        if size:
+            self._sizes[address] = size
+        if before == size:
+            return
+        inside = (*([name] if name else []), *reversed(self.scopes))
+        if before:
+            self.allocations.append(Allocation(self.time, address, -before, inside))
+        if size:
+            self.allocations.append(Allocation(self.time, address, size, inside))
+
+
+class TapeCensus(Census):
+    """Counts the storages of fake tensors by their addresses on the tape."""
+
+    def __init__(self, tape: Tape):
+        super().__init__(torch.device("cpu"))
+        self._tape = tape
+
+    def _storage(self, tensor: torch.Tensor | None) -> tuple[int, int]:
+        if tensor is None or tensor.device.type != self._type:
+            return 0, 0
+        own = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        return self._tape.address(own), own.untyped_storage().nbytes()
+
+
+def scoped(tape: Tape) -> Iterator[tuple[type, str, Any]]:
+    """Replacements for methods of torch that tell the tape about resized storages and named scopes, as (class, name,
+    function)."""
+    resize = torch.UntypedStorage.resize_
+    scope = torch.autograd.profiler.record_function
+    enter, leave = scope.__enter__, scope.__exit__
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        tape.resized(storage)
+        return result
+
+    def begin(record: Any) -> Any:
+        tape.scopes.append(record.name)
+        return enter(record)
+
+    def end(record: Any, *error: Any) -> Any:
+        tape.scopes.pop()
+        return leave(record, *error)
+
+    yield torch.UntypedStorage, "resize_", resize_
+    yield scope, "__enter__", begin
+    yield scope, "__exit__", end

@@ -1,0 +1,160 @@
+"""One rank of a process group that does not exist: torch's fake backend, in which every collective returns at once and
+leaves its tensors as they are.
+
+What a rank does only with its peers, or what fake tensors cannot do, is replaced here: reading and slicing device
+meshes happens without fake tensors, pipeline stages know the shapes of their inputs without asking their neighbours,
+moves to the traced device do nothing, and threads run their calls at once. `DistributedDataParallel` is replaced by
+`replicas.Replica`.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
+
+from labkit.prediction.tracing.replicas import Replica
+
+_MESH_METHODS = ("__init__", "__getitem__", "_flatten", "get_local_rank", "get_coordinate", "size")
+_ASYNCHRONOUS = (
+    *("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor"),
+    *("isend", "irecv", "batch_isend_irecv"),
+)
+
+
+class Pending:
+    """An asynchronous operation: it refers to its tensors, as backends do until it has been waited for."""
+
+    def __init__(self, tensors: Any):
+        self.tensors: Any = tensors
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Returns at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Always true."""
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future that already has the tensors."""
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self.tensors)
+        return future
+
+
+def join(rank: int, ranks: int) -> None:
+    """Makes this process rank `rank` of `ranks`: the environment of torchrun, and every group that a script creates."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(ranks),
+        LOCAL_WORLD_SIZE=str(ranks),
+        GROUP_RANK="0",
+        DS_ACCELERATOR="cpu",
+    )
+    create = dist.init_process_group
+
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        create("fake", rank=rank, world_size=ranks, store=FakeStore())
+
+    replaced(create, init_process_group)
+    replaced(device_mesh.init_device_mesh, _without_fakes(device_mesh.init_device_mesh))
+    for name in _MESH_METHODS:
+        setattr(device_mesh.DeviceMesh, name, _without_fakes(getattr(device_mesh.DeviceMesh, name)))
+    for name in _ASYNCHRONOUS:
+        replaced(getattr(dist, name), _holding(getattr(dist, name)))
+    replaced(torch.nn.parallel.DistributedDataParallel, Replica)
+    torch.nn.Module.to = _stay
+    torch.nn.Module.compile = lambda module, *args, **kwargs: None
+    torch.amp.GradScaler._maybe_opt_step = _always_step
+    concurrent.futures.ThreadPoolExecutor.submit = _at_once
+
+
+def replaced(original: Any, replacement: Any) -> None:
+    """Replaces a function or class of torch by its identity, in every module that has imported it."""
+    for module in [*sys.modules.values()]:
+        for name, value in [*getattr(module, "__dict__", {}).items()]:
+            if value is original:
+                setattr(module, name, replacement)
+
+
+def _without_fakes(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _holding(function: Callable[..., Any]) -> Callable[..., Any]:
+    """An asynchronous call returns an operation that refers to its tensors."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        work = function(*args, **kwargs)
+        if isinstance(work, list):
+            return [Pending(one) for one in args[0]]
+        return None if work is None else Pending([args, kwargs])
+
+    return call
+
+
+def _stay(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+    """`Module.to`: every tensor is on the traced device already; a new type is applied."""
+    kinds = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.dtype)]
+    return module._apply(lambda tensor: tensor.to(kinds[0])) if kinds else module
+
+
+def _always_step(scaler: Any, optimizer: torch.optim.Optimizer, state: Any, *args: Any, **kwargs: Any) -> Any:
+    """A gradient scaler steps: whether a gradient overflows is not known, and rarely so."""
+    return optimizer.step(*args, **kwargs)
+
+
+def _at_once(pool: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
+    """A thread's call happens in the calling thread, in which the tape records."""
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    future.set_result(function(*args, **kwargs))
+    return future
+
+
+def stages_know_shapes(blocks: Iterable[torch.nn.Module], bounds: Sequence[int], inputs: torch.Tensor) -> None:
+    """Tells every `PipelineStage` the shapes of its inputs and outputs, which ranks otherwise send to each other.
+
+    `blocks` are all blocks of the model, `bounds` the first block of each stage, and the number of blocks; `inputs`
+    is a micro-batch.
+    """
+    from torch.distributed.pipelining.stage import PipelineStage
+
+    passed = [_shape_of(tensor) for tensor in _passed(blocks, inputs)]
+    create = PipelineStage.__init__
+
+    def init(stage: Any, module: torch.nn.Module, number: int, *args: Any, **kwargs: Any) -> None:
+        first, last = bounds[number], bounds[number + 1]
+        create(stage, module, number, *args, input_args=passed[first], output_args=passed[last], **kwargs)
+
+    PipelineStage.__init__ = init
+
+
+@_without_fakes
+def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory, of the same shape and type."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.dtype.is_floating_point)
+
+
+def _passed(blocks: Iterable[torch.nn.Module], inputs: torch.Tensor) -> Iterator[torch.Tensor]:
+    yield inputs
+    for block in blocks:
+        with torch.no_grad():
+            inputs = block(inputs)
+        yield inputs

@@ -1,0 +1,66 @@
+"""The prediction of a run, made before it started: `plan.json`, `predict --json` and `Prediction.to_json()`.
+
+`VERSION` grows when a field is removed or changes its meaning; new fields do not change it.
+"""
+
+from typing import Annotated, Literal, TypeAlias
+
+from typing_extensions import NotRequired, TypedDict
+
+from labkit.record.schema import Limits
+from labkit.record.types.documents import SpecFields
+from labkit.record.types.envelope import Owners, Ranks
+from labkit.record.types.measured import Operation, Span
+from labkit.record.types.values import RANKS, Bytes, Count, Line, Name, Rank, Seconds
+
+VERSION = 1
+
+# How a figure was computed: by tracing the generated script, or by the formulas of `analysis/theory`.
+Method: TypeAlias = Literal["simulated", "formula"]
+
+Called: TypeAlias = tuple[Name, Bytes, Count]  # a collective: operation, bytes of the payload, ranks
+
+
+class PredictedRank(TypedDict):
+    """One rank: bytes at the peak of a step and by owner, the same for what outlives a step (gradients included), and
+    the bytes that it sends per step. `like` is the rank that was traced in its place. Unknown values are None."""
+
+    rank: Rank
+    like: Rank
+    peak_memory_bytes: Bytes | None
+    at_peak: Owners
+    phase_at_peak: Name
+    memory_bytes: Owners
+    comm_bytes_per_step: Bytes | None
+
+
+class PredictedStep(TypedDict):
+    """A traced step: bytes by owner from each of `times` on, and the phases. Times are numbers of operations."""
+
+    times: list[Seconds]
+    seconds: Seconds
+    phases: list[Span]
+    owners: dict[str, list[Bytes]]
+    peak: Bytes
+    at_peak: Owners
+
+
+class PredictedClass(TypedDict):
+    """Ranks that do the same work, the step of one of them, its traffic by operation, and its collectives in order."""
+
+    ranks: Ranks
+    step: PredictedStep
+    ops: dict[str, Operation]
+    calls: Annotated[list[Called], Limits(most=1_000_000)]
+
+
+class Plan(TypedDict):
+    """The prediction of a run. `reason` says why there is no trace, if the method is a formula."""
+
+    v: NotRequired[Count | None]
+    spec: SpecFields
+    torch: NotRequired[Name]
+    method: Method
+    reason: NotRequired[Line]
+    ranks: Annotated[list[PredictedRank], Limits(most=RANKS)]
+    classes: list[PredictedClass]
