@@ -93,6 +93,7 @@ class Tape(TorchDispatchMode):
         for tensor in tree_iter(result):
             if isinstance(tensor, torch.Tensor):
                 self.address(tensor, name)
+        self.time += 1  # what is released from now on was allocated together with the result
         return result
 
     def restart(self) -> None:
