@@ -21,6 +21,8 @@ def test_strict_mode_covers_the_pure_packages():
     tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no reader of TOML")
     mypy = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["tool"]["mypy"]
     assert mypy["strict"] is True
-    assert {f"labkit.{name}" for name in ("common", "plan", "record", "analysis", "figures")} == set(mypy["packages"])
+    assert {f"labkit.{name}" for name in ("common", "plan", "record", "analysis", "figures", "predict")} == set(
+        mypy["packages"]
+    )
     excepted = {name for table in mypy["overrides"] if table.get("ignore_errors") for name in table["module"]}
     assert excepted <= {"labkit.figures.as_plotly"}
