@@ -26,6 +26,7 @@ _SPEED = Number(float, 0.01, 10_000.0)
 _KEEP = Number(int, 0, 1_000_000)
 _PORT = Number(int, 1, 65_535)
 _RANK = Number(int, 0, 65_535)
+_CALIBRATED = Number(int, 2, 65_536)
 
 
 class UsageError(Exception):
@@ -193,7 +194,18 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     notebook.add_argument(
         "--source", metavar="URL", help="repository that the first cell clones (default: origin of this clone)"
     )
-    commands.add("doctor", "check what this machine supports, and how to fix what is missing", json=True)
+    doctor = commands.add("doctor", "check what this machine supports, and how to fix what is missing", json=True)
+    doctor.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="first measure how long collectives take between ranks, for predictions (less than 30 s for 2 ranks)",
+    )
+    doctor.add_argument(
+        "--nproc",
+        type=_number("--nproc", _CALIBRATED),
+        metavar="RANKS",
+        help="ranks for --calibrate (default: all GPUs, or 2 CPU ranks)",
+    )
     commands.add("bench", "measure the performance of the lab itself", json=True)
     return parser, commands.names
 
