@@ -52,7 +52,7 @@ def test_two_cpu_ranks(cache, short, capsys):
         assert [point["size"] for point in points] == list(SIZES)
         assert all(0 < point["low"] <= point["seconds"] <= point["high"] < 60 for point in points)
         assert all(point["repetitions"] >= 2 for point in points)
-        assert links["latency_seconds"][operation] == points[0]["seconds"]
+        assert links["latency_seconds"][operation] == min(point["seconds"] for point in points)
         assert links["bus_bytes_per_second"][operation] > 0
     (kept,) = stored(Machine.here()).tables
     assert kept.to_json().items() <= links.items()

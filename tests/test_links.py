@@ -169,6 +169,12 @@ def test_interpolation():
         replace(known, missing={"all_to_all": "gloo has none"}).seconds("all_to_all", 1)
 
 
+def test_a_median_above_that_of_a_larger_size_does_not_count():
+    disturbed = table(send=((1024, 5e-4), (4096, 1e-4), (16384, 3e-4), (65536, 2e-4)))
+    assert [disturbed.seconds("send", 4**power) for power in (5, 6, 7, 8)] == pytest.approx([1e-4, 1e-4, 2e-4, 2e-4])
+    assert disturbed.points["send"][0].seconds == 5e-4  # what was measured stays in the table
+
+
 def test_other_numbers_of_ranks_are_scaled_and_marked_as_modelled():
     rows = ((1024, 1e-4), (1 << 20, 1e-3))
     model = Measured({2: table(2, all_reduce=rows), 8: table(8, all_reduce=((1024, 9e-4),))})

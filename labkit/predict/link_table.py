@@ -11,7 +11,8 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from functools import cached_property
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -90,32 +91,43 @@ class LinkTable:
 
     def seconds(self, operation: str, size: int) -> float:
         """Seconds for `size` bytes: interpolated between measured sizes, both on a logarithmic scale; the latency below
-        the smallest, and the bandwidth of the largest above it. `LookupError` if the operation was not measured."""
-        points = self._of(operation)
-        after = next((index for index, point in enumerate(points) if point.size >= size), len(points))
+        the smallest, and the bandwidth of the largest above it. `LookupError` if the operation was not measured.
+
+        A size counts as no slower than any larger one: if its median is above, something else used the machine.
+        """
+        curve = self._curve(operation)
+        after = next((index for index, (known, _) in enumerate(curve) if known >= size), len(curve))
         if after == 0:
-            return points[0].seconds
-        low = points[after - 1]
-        if after == len(points):
-            return low.seconds * size / low.size
-        high = points[after]
-        at = math.log(size / low.size) / math.log(high.size / low.size)
-        return float(low.seconds * (high.seconds / low.seconds) ** at)
+            return curve[0][1]
+        low, fast = curve[after - 1]
+        if after == len(curve):
+            return fast * size / low
+        high, slow = curve[after]
+        return float(fast * (slow / fast) ** (math.log(size / low) / math.log(high / low)))
 
     def latency(self, operation: str) -> float:
         """Seconds of the smallest size."""
-        return self._of(operation)[0].seconds
+        return self._curve(operation)[0][1]
 
     def bus_bandwidth(self, operation: str) -> float:
         """Bytes per second that each link carries at the largest size, as nccl-tests computes it."""
-        largest = self._of(operation)[-1]
-        return bus_factor(operation, self.ranks) * largest.size / largest.seconds
+        size, seconds = self._curve(operation)[-1]
+        return bus_factor(operation, self.ranks) * size / seconds
 
-    def _of(self, operation: str) -> tuple[Point, ...]:
-        if operation not in self.points:
+    def _curve(self, operation: str) -> tuple[tuple[int, float], ...]:
+        """Sizes, and the seconds that count for them."""
+        if operation not in self._curves:
             why = self.missing.get(operation, "it was not measured")
             raise LookupError(f"no time is known for {operation} on {self.ranks} {self.backend} ranks: {why}")
-        return self.points[operation]
+        return self._curves[operation]
+
+    @cached_property
+    def _curves(self) -> dict[str, tuple[tuple[int, float], ...]]:
+        curves = {}
+        for operation, points in self.points.items():
+            fastest = [*accumulate((point.seconds for point in reversed(points)), min)]
+            curves[operation] = tuple(zip((point.size for point in points), reversed(fastest)))
+        return curves
 
     @property
     def spread(self) -> float:
