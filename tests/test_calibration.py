@@ -132,6 +132,19 @@ def test_ranks_that_never_answer(monkeypatch):
         calibrate(plan(2))
 
 
+def test_an_interrupt_leaves_no_rank(monkeypatch):
+    line = {"round": 1, "operation": "send", "size": 8, "seconds": [1.0]}
+    code = f"import json, time; print(json.dumps({line!r}), flush=True); time.sleep(600)"
+    monkeypatch.setattr(calibration, "_RANKS", ("-c", code))
+
+    def interrupt(text: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as raised:  # which holds the frames of the call
+        calibrate(plan(2), interrupt)
+    assert raised.tb and not [one for one in psutil.Process().children() if code in one.cmdline()]
+
+
 def test_an_operation_that_the_backend_lacks_is_left_out_with_its_reason(monkeypatch):
     lines = [
         {"round": 1, "operation": "send", "size": 8, "seconds": [4.0, 1.0, 2.0]},

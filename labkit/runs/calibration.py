@@ -13,7 +13,8 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -79,13 +80,14 @@ def calibrate(
     """
     found: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     missing: dict[str, str] = {}
-    for line in _lines(planned, [f"{seconds:g}", *map(str, sizes)]):
-        operation = line["operation"]
-        if "reason" in line:
-            missing[operation] = line["reason"][:200]
-            continue
-        found[operation][line["size"]] += line["seconds"]
-        report(f"round {line['round']}: {operation}, {size(line['size'])}")
+    with closing(_lines(planned, [f"{seconds:g}", *map(str, sizes)])) as lines:
+        for line in lines:
+            operation = line["operation"]
+            if "reason" in line:
+                missing[operation] = line["reason"][:200]
+                continue
+            found[operation][line["size"]] += line["seconds"]
+            report(f"round {line['round']}: {operation}, {size(line['size'])}")
     points = {
         operation: tuple(_point(count, each) for count, each in sorted(by_size.items()))
         for operation, by_size in found.items()
@@ -100,7 +102,7 @@ def _point(count: int, seconds: list[float]) -> Point:
     return Point(count, middle, low, high, len(ordered))
 
 
-def _lines(planned: LinkTable, arguments: list[str]) -> Iterator[dict[str, Any]]:
+def _lines(planned: LinkTable, arguments: list[str]) -> Generator[dict[str, Any], None, None]:
     """The lines that rank 0 prints, while the ranks run."""
     with tempfile.TemporaryDirectory(prefix="labkit-") as place:
         folder = Path(place)
