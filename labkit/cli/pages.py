@@ -1,4 +1,4 @@
-"""The commands script, diff, handout and notebook."""
+"""The commands predict, script, diff, handout and notebook."""
 
 from __future__ import annotations
 
