@@ -27,13 +27,16 @@ class Prediction:
     def __init__(self, plan: Plan, links: CommunicationModel | None = None):
         """`links` gives the time of the collectives; raises as `CommunicationModel.time` does."""
         self.plan = plan
-        self.heads = HEADS
+        self.heads: tuple[str, ...] = HEADS
         self._times: dict[int, tuple[str, ...]] = {}  # by rank
-        if links:
-            self.heads = (*HEADS, f"communication on {links.title}")
-            for part in plan["classes"]:
-                seconds = sequential(links, part["calls"])
-                self._times |= dict.fromkeys(part["ranks"], (f"{1000 * seconds:.3g} ms",))
+        self._on = ""
+        if links is None:
+            return
+        self.heads = (*HEADS, "collectives")
+        for part in plan["classes"]:
+            time = sequential(links, part["calls"])
+            self._times |= dict.fromkeys(part["ranks"], (f"{1000 * time.seconds:.3g} ms",))
+            self._on = f"; collectives one after another on {links.title} ({time.source})"
 
     @property
     def state(self) -> RunState:
@@ -55,7 +58,7 @@ class Prediction:
     def title(self) -> str:
         """What was predicted, and how."""
         spec, ranks = self.plan["spec"], counted(len(self.plan["ranks"]), "rank")
-        return f"{spec.get('strategy')} · {spec.get('workload')} on {ranks}: predicted {how_made(self.plan)}"
+        return f"{spec.get('strategy')} · {spec.get('workload')} on {ranks}: predicted {how_made(self.plan)}{self._on}"
 
     @property
     def rows(self) -> list[tuple[str, ...]]:

@@ -52,17 +52,20 @@ def _rate(link: Link, protocol: str) -> Rate:
     return link.simple if protocol == "simple" else link.low_latency
 
 
-def sequential(model: CommunicationModel, calls: Iterable[Called]) -> float:
-    """Seconds of the collectives of a step, one after another on one node: the time without any overlap.
+def sequential(model: CommunicationModel, calls: Iterable[Called]) -> Duration:
+    """The collectives of a step one after another on one node: their time without any overlap. It is measured if all of
+    them are.
 
     Raises as `CommunicationModel.time` does. A barrier counts as an all-reduce of nothing, a receive not at all: the
     send on the other end does.
     """
-    return sum(
-        model.seconds(operation if operation in OPERATIONS else "all_reduce", round(size), ranks)
+    times = [
+        model.time(operation if operation in OPERATIONS else "all_reduce", round(size), ranks)
         for operation, size, ranks in calls
         if operation != "recv"
-    )
+    ]
+    is_measured = all(one.source == "measured" for one in times)
+    return Duration(sum(one.seconds for one in times), "measured" if is_measured else "modelled")
 
 
 def communication(name: str, backend: str = "gloo") -> CommunicationModel:

@@ -1,4 +1,4 @@
-"""Traces one rank: builds the script's model and optimizer, runs two steps, and reports the second."""
+"""Traces one rank: builds the script's model and optimizer, runs three steps, and reports the third."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from labkit.prediction.tracing.tape import Tape, TapeCensus, scoped
 from labkit.probe.memory import states_of
 from labkit.probe.timeline import curve
 
-_STEPS = 2  # the first creates the optimizer's state, and orders DDP's buckets
+_STEPS = 3  # the first typical one: optimizer state exists, DDP has its final buckets, PowerSGD compresses
 
 
 def trace(request: dict[str, Any], rank: int) -> dict[str, Any]:
