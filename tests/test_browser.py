@@ -115,7 +115,7 @@ def panel_of_lab_00() -> str:
 
 def test_lab_00_with_recorded_runs(page, jupyter, tmp_path):
     """All cells of a real lab without an error, and its figures; recorded runs stand in for new ones."""
-    recorded = {record(tmp_path, settle(strategy, steps=30)).name for strategy in ("single", "ddp")}
+    recorded = {record(tmp_path, settle(strategy, steps=20)).name for strategy in ("single", "ddp")}
     open_notebook(page, jupyter, "labs/00_start_here.py")
     in_the_kernel(page, f"from labkit.frontends.handout.recorded import stand_in; stand_in({str(tmp_path)!r})")
     command(page, "notebook:run-all-cells")
@@ -132,7 +132,7 @@ def test_lab_00_with_recorded_runs(page, jupyter, tmp_path):
     assert len(panels) == 3, "one run, the other, and the panel"
     for panel in panels[:2]:
         wait_for_words(panel, "finished")
-        wait_until(lambda panel=panel: points(panel, "loss") == 30, 60)
+        wait_until(lambda panel=panel: points(panel, "loss") == 20, 60)
     see(panels[1])
     picture(page, "9-lab-00-with-recorded-runs")
     outputs = page.evaluate(f"numbers => numbers.flatMap(number => {CELLS}[number].model.outputs.toJSON())", code)
