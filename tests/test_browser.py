@@ -110,11 +110,12 @@ def opened_panel(page: sync_api.Page, jupyter: Jupyter, name: str, source: str) 
 
 
 def panel_of_lab_00() -> str:
-    """Lab 00 with only its import and its panel, which trains an MLP."""
+    """Lab 00 with only its import and its panel, which trains an MLP with a slow loader: it leaves the cores to the
+    browser."""
     lab = jupytext.read(LAB_00)
     imports, *cells = [cell for cell in lab.cells if cell.cell_type == "code"]
     (panel,) = [cell for cell in cells if cell.source.startswith("Lab(")]
-    panel.source = panel.source.replace("Lab(", 'Lab(workload="mlp", ')
+    panel.source = panel.source.replace("Lab(", 'Lab(workload="mlp", fault="slow_loader", ')
     lab.cells = [imports, panel]
     return jupytext.writes(lab, fmt="py:percent")
 
