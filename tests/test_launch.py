@@ -251,7 +251,7 @@ def test_a_run_ends_with_its_starter_unless_detached(script, runs, tmp_path):
 def test_a_run_ends_with_the_kernel_that_waits_for_it(how, script, runs):
     manager, client = start_new_kernel(env=os.environ | {"PYTHONPATH": str(Path(local.__file__).parents[2])})
     try:
-        client.execute(f"from labkit import run; run({str(script(WAITS))!r}, nproc=2, device='cpu').wait()")
+        client.execute(f"from labkit import run; run({str(script(WAITS))!r}, nproc=1, device='cpu').wait()")
         folder = wait_until(lambda: next(iter(RunFolder.all(runs)), None), 120)
         handle = started(Run.attach(str(folder.path)))
         if how == "interrupted":
