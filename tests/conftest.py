@@ -26,6 +26,8 @@ from labkit.runs.settling import settle
 
 PATIENCE = 60.0  # seconds that a test waits for a server on a busy machine
 PICTURES = Path(__file__).parent / "screenshots"
+# for a test whose cold round shows nothing that the cold round of another one does not show
+COLD_IS_SLOW = pytest.mark.parametrize("start", ["warm", pytest.param("cold", marks=pytest.mark.slow)], indirect=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

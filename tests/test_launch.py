@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import processes_of, wait_until
+from conftest import COLD_IS_SLOW, processes_of, wait_until
 from jupyter_client.manager import start_new_kernel
 
 from labkit.common.processes import of_folder
@@ -211,6 +211,7 @@ def hears_interrupts():
     signal.signal(signal.SIGINT, before)
 
 
+@COLD_IS_SLOW  # see test_a_run_ends_with_the_kernel_that_waits_for_it
 @pytest.mark.usefixtures("hears_interrupts")
 def test_an_interrupt_of_the_wait_stops_the_run(script):
     handle = started(run(script(WAITS), nproc=1, device="cpu"))
@@ -247,7 +248,17 @@ def test_a_run_ends_with_its_starter_unless_detached(script, runs, tmp_path):
         starter.communicate()
 
 
-@pytest.mark.parametrize("how", ["interrupted", "killed"])
+@pytest.mark.parametrize(
+    ("how", "start"),
+    [
+        ("interrupted", "warm"),
+        ("interrupted", "cold"),
+        ("killed", "warm"),
+        # see test_a_run_ends_with_its_starter_unless_detached
+        pytest.param("killed", "cold", marks=pytest.mark.slow),
+    ],
+    indirect=["start"],
+)
 def test_a_run_ends_with_the_kernel_that_waits_for_it(how, script, runs):
     manager, client = start_new_kernel(env=os.environ | {"PYTHONPATH": str(Path(local.__file__).parents[2])})
     try:
@@ -265,6 +276,7 @@ def test_a_run_ends_with_the_kernel_that_waits_for_it(how, script, runs):
         manager.shutdown_kernel(now=True)
 
 
+@COLD_IS_SLOW  # see test_nothing_outlives_kills_at_early_moments
 def test_nothing_outlives_a_supervisor_that_is_killed(script):
     handle = started(run(script(HANGS), nproc=2, device="cpu"), "hangs")
     wait_until(lambda: "deaf" in handle.logs(1))
