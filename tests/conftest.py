@@ -40,8 +40,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without --all, slow tests are left out, unless they were named. The longest come first, so that all workers end
-    at about the same time."""
-    items.sort(key=lambda item: item.path.name != "test_labs.py")
+    at about the same time; those in a browser together, so that one worker starts a JupyterLab and a Chromium."""
+    items.sort(key=lambda item: (item.path.name != "test_labs.py", not item.get_closest_marker("browser")))
     if config.getoption("--all") or any("::" in argument for argument in config.args):
         return
     slow = [item for item in items if item.get_closest_marker("slow")]
