@@ -182,7 +182,7 @@ def test_one_process_trains_over_epochs_and_stops_at_the_step_asked_for(alone):
 @pytest.mark.parametrize("workload", [name for name, how in PLAIN.items() if how])
 def test_script_runs_as_a_person_would_run_it(workload, tmp_path):
     strategy, precision = PLAIN[workload]
-    spec = Spec(strategy, workload, nproc=2, batch_size=8, epochs=1, samples=320, precision=precision)
+    spec = Spec(strategy, workload, nproc=2, batch_size=2, epochs=1, samples=80, precision=precision)
     (tmp_path / "train.py").write_text(write_script(spec), encoding="utf-8")
     lines = run_alone([*TORCHRUN, "--nproc-per-node=2", "train.py"], tmp_path).splitlines()
     assert [line.partition(":")[0] for line in lines] == [*(f"step {n}" for n in (1, 4, 8, 12, 16, 20)), "epoch 1"]
