@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from labkit.plan.modules import Definition, Import, Source, read_module, resolved
+from labkit.plan.modules import Definition, Import, Source, in_place, of_a_workload, read_module, resolved
 
 
 class Assembly:
@@ -36,11 +36,21 @@ class Assembly:
                     f"{home.module} imports {name} as {home.imports[name]}, and another module imports it as {known}"
                 )
 
+    def write_short_in_place(self, kept: Collection[str] = ()) -> None:
+        """Replaces the only call of a short function by its body, as `in_place` says, except for functions of the
+        modules `kept`."""
+        for one in [one for one in self.found.values() if one.home not in kept]:
+            callers = [other for other in self.found.values() if one.name in other.uses]
+            if len(callers) == 1 and (merged := in_place(self.found[one.name], *callers)):
+                self.found[merged.name] = merged
+                del self.found[one.name]
+
     def imports(self) -> str:
         """The imports, sorted as ruff sorts them: the standard library, then the rest."""
         from_module: dict[str, list[Import]] = {}
         lines: dict[bool, list[str]] = {True: [], False: []}
-        for one in sorted(self.imported.values(), key=lambda one: one.module):
+        used = {name for one in self.found.values() for name in one.uses}
+        for one in sorted((self.imported[name] for name in used & {*self.imported}), key=lambda one: one.module):
             if one.name is None:
                 lines[_standard(one.module)].append(f"import {one.module}{one.renamed}")
             else:
@@ -81,10 +91,10 @@ class Assembly:
 
     def _position(self, one: Definition) -> tuple[int, int]:
         """The sort key of a definition: settings, data, model, program, then the strategy's own definitions."""
-        *_, workload, data, base = self.order
+        *_, workload, _, base = self.order
         if one.name in base.definitions:
             return (0 if one.value else 3, base.definitions[one.name].line)
-        return ({data.module: 1, workload.module: 2}.get(one.home, 4), one.line)
+        return (2 if one.home == workload.module else 1 if of_a_workload(one.home) else 4, one.line)
 
 
 def _standard(module: str) -> bool:

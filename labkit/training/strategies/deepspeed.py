@@ -2,7 +2,6 @@
 stage."""
 
 import os
-from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -19,14 +18,11 @@ from labkit.training.strategies.base import (
     MIXED_PRECISION,
     transform,
 )
-from labkit.training.strategies.ddp import cleanup, data_shard, evaluate, setup
-
-__all__ = ["cleanup", "data_shard", "evaluate", "setup"]
 
 STAGE = 1  # ZeRO stage: 1 shards optimizer state, 2 also gradients, 3 also parameters
 
 
-def parallelize(blocks: Iterable[nn.Module], device: torch.device) -> nn.Module:
+def parallelize(blocks, device: torch.device) -> nn.Module:
     """Wrap the model and its optimizer in DeepSpeed's engine."""
     if CHECKPOINT_ACTIVATIONS or COMPILE:
         blocks = map(transform, blocks)
