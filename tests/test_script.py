@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from ruff.__main__ import find_ruff_bin
 
+from labkit.plan.modules import Definition, in_place
 from labkit.plan.script import command, diff_scripts, write_script
 from labkit.plan.spec import PRECISIONS, Spec, SpecError
 from labkit.training.strategies import STRATEGIES
@@ -55,7 +56,7 @@ MOST_LINES = {
     "tp": 150,
     "zero1": 155,
     "fsdp": 155,
-    "deepspeed": 165,
+    "deepspeed": 175,
     "dp": 180,
     "fsdp2_tp": 180,
     "pp": 220,
@@ -233,6 +234,30 @@ def test_a_short_function_that_is_called_once_is_written_in_place():
     gpt = functions(write_script(spec("tp", workload="gpt")))
     assert "tensor_plans" in gpt and "tensor_plans" not in functions(write_script(spec("tp"))), "one is long"
     assert "positions" in gpt, "it is called in a class"
+
+
+@pytest.mark.parametrize(
+    ("body", "caller", "expected"),
+    [
+        ("return a + 1", "b = f(a)", "b = a + 1"),
+        ("return a + 1", "b = 2 * f(a)", None),
+        ("return g(a)", "b = 2 * f(a)", "b = 2 * g(a)"),
+        ("c = a + 1  # why\n    return g(c)", "b = f(a)", "c = a + 1  # why\n    b = g(c)"),
+        ("c = a + 1\n    return g(c)", "for b in f(a):\n        h(b)", "c = a + 1\n    for b in g(c):\n        h(b)"),
+        ("c = a + 1\n    return g(c)", "b = 2 * f(a)", None),
+        ("c = a + 1\n    return g(c)", "c = 1\n    b = f(a)", None),
+        ("c = d = e = a\n    c = 1\n    d = 2\n    return g(c)", "b = f(a)", None),
+        ("g(a)\n    return a + 1", "b = f(a)", None),
+        ("return a", "b = f(a)", None),
+        ("return a + 1", "b = f(c)", None),
+        ("return a + 1", "b = f(a)\n    c = f(a)", None),
+    ],
+)
+def test_what_is_written_in_place(body, caller, expected):
+    one = Definition("f", "home", 1, f'def f(a):\n    """Docstring."""\n    {body}', (), None)
+    merged = in_place(one, Definition("main", "home", 9, f"def main(a):\n    {caller}", ("f",), None))
+    assert (merged and merged.text) == (expected and f"def main(a):\n    {expected}")
+    assert merged is None or "f" not in merged.uses
 
 
 @pytest.mark.parametrize("fault", ["no_sampler", "shuffle_beside_sampler"])

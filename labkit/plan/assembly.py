@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from labkit.plan.modules import Definition, Import, Source, in_place, of_a_workload, read_module, resolved
@@ -36,10 +36,11 @@ class Assembly:
                     f"{home.module} imports {name} as {home.imports[name]}, and another module imports it as {known}"
                 )
 
-    def write_short_in_place(self, kept: Collection[str] = ()) -> None:
-        """Replaces the only call of a short function by its body, as `in_place` says, except for functions of the
-        modules `kept`."""
-        for one in [one for one in self.found.values() if one.home not in kept]:
+    def write_short_in_place(self) -> None:
+        """Replaces the only call of a short function by its body (`in_place`). What a strategy or a fault defines stays
+        a function: it is what the script is about."""
+        common = [one for one in self.found.values() if one.home == self.order[-1].module or of_a_workload(one.home)]
+        for one in common:
             callers = [other for other in self.found.values() if one.name in other.uses]
             if len(callers) == 1 and (merged := in_place(self.found[one.name], *callers)):
                 self.found[merged.name] = merged

@@ -50,7 +50,7 @@ def write_script(spec: Spec) -> str:
     modules = (*_fault_module(spec), spec.strategy_row.module, spec.workload_row.module, spec.data_row.module, BASE)
     assembly = Assembly([read_module(module) for module in modules], settings(spec))
     assembly.follow("main", read_module(BASE))
-    assembly.write_short_in_place(kept=_fault_module(spec))  # a fault keeps the docstring that says so
+    assembly.write_short_in_place()
     parts = [_docstring(spec), assembly.imports(), assembly.constants(_notes(spec)), *assembly.program()]
     return _formatted("\n\n".join(parts) + _START)
 
