@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime
-from functools import partial
 from itertools import count, islice
 
 import torch
@@ -19,10 +18,10 @@ from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.monitor import Event, log_event
 from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 from labkit.training.strategies.checkpoints import IS_LOGGING_RANK, LOSS_SCALING, RESUME, SCALER, resume, save
+from labkit.training.strategies.transforming import CHECKPOINT_ACTIVATIONS, COMPILE, transform
 from labkit.training.workloads.cnn import build_blocks
 from labkit.training.workloads.digits import load_data
 
@@ -41,8 +40,6 @@ AUTOCAST = True  # by torch.autocast; False: the wrapper of the model casts
 DTYPE = torch.bfloat16  # 16-bit type of the matrix products
 ACCUMULATE = 1  # micro-batches per step
 CLIP_NORM = 0.0  # maximum norm of all gradients; 0: no clipping
-CHECKPOINT_ACTIVATIONS = False  # recompute activations in backward
-COMPILE = False  # compile each block with torch.compile
 JOIN = False  # allow unequal numbers of batches per rank
 LOSS_PARALLEL = False  # keep the logits split over the ranks
 PRINT_EVERY = 20  # steps between printed losses
@@ -86,15 +83,6 @@ def load(train_data: TensorDataset) -> DataLoader:
         return DataLoader(train_data, batch_size=None, sampler=indices, **options)
     else:  # noqa: RET505
         return DataLoader(train_data, BATCH_PER_RANK, sampler=sampler, **options)
-
-
-def transform(block: nn.Module) -> nn.Module:
-    """Apply activation checkpointing and torch.compile to a block."""
-    if CHECKPOINT_ACTIVATIONS:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    if COMPILE:
-        block.compile()
-    return block
 
 
 def parallelize(blocks, device: torch.device) -> nn.Module:

@@ -20,16 +20,14 @@ from torch.utils.data import TensorDataset
 
 from labkit.training.strategies.base import (
     BATCH_PER_RANK,
-    CHECKPOINT_ACTIVATIONS,
     CLIP_NORM,
-    COMPILE,
     DTYPE,
     LOSS_SCALING,
     MIXED_PRECISION,
     evaluation_batches,
-    transform,
 )
 from labkit.training.strategies.sharded import resume, save
+from labkit.training.strategies.transforming import CHECKPOINT_ACTIVATIONS, COMPILE, transform
 
 __all__ = [
     "IS_LOGGING_RANK",
@@ -61,7 +59,8 @@ def stage_data(dataset: TensorDataset) -> TensorDataset:
     rank, last = dist.get_rank(pp_group()), pp_group().size() - 1
     inputs, targets = dataset.tensors
     empty = torch.empty(len(dataset), 0)
-    return TensorDataset(empty if rank > 0 else inputs, empty if rank < last else targets)
+    needed = (inputs if rank == 0 else empty, targets if rank == last else empty)
+    return TensorDataset(*needed)
 
 
 class Pipeline(nn.Module):
