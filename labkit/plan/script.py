@@ -3,8 +3,8 @@
 The functions are copied as text, with their comments, from the modules of fault, strategy, workload, data set and base,
 in this order: the first module that defines a name wins. An `if` whose condition depends only on settings of the Spec
 is resolved at generation time: only the branch that is taken is written. Starting from `main`, the generator follows
-every name that is used, so the script contains no unused code; constants get the values of the Spec. No training code
-is imported here.
+every name that is used, so the script contains no unused code; a short function of the base or the workload that is
+called once is written in place of its call; constants get the values of the Spec. No training code is imported here.
 """
 
 from __future__ import annotations
