@@ -35,8 +35,9 @@ _PRINTED, _PRINT_EVERY = 5, 20  # a script prints at least so many losses, and o
 _START = '\n\nif __name__ == "__main__":\n    main()\n'
 
 
-def write_script(spec: Spec) -> str:
-    """The training script of a Spec, formatted by ruff. It needs torch and does not import labkit.
+def write_script(spec: Spec, in_place: bool = True) -> str:
+    """The training script of a Spec, formatted by ruff. It needs torch and does not import labkit. Short functions are
+    written in place of their only call, unless `in_place` is False.
 
     Raises `SpecError` if the number of ranks is not set (`Spec.on` sets it), or if the Spec names a user's script.
     """
@@ -50,7 +51,8 @@ def write_script(spec: Spec) -> str:
     modules = (*_fault_module(spec), spec.strategy_row.module, spec.workload_row.module, spec.data_row.module, BASE)
     assembly = Assembly([read_module(module) for module in modules], settings(spec))
     assembly.follow("main", read_module(BASE))
-    assembly.write_short_in_place()
+    if in_place:
+        assembly.write_short_in_place()
     parts = [_docstring(spec), assembly.imports(), assembly.constants(_notes(spec)), *assembly.program()]
     return _formatted("\n\n".join(parts) + _START)
 

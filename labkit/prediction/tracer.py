@@ -35,9 +35,10 @@ class TraceFailed(RuntimeError):
 def traced(spec: Spec, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
     """The traces of some ranks of a Spec with a known number of ranks, by rank. Raises `TraceFailed`."""
     request = {
-        "source": write_script(spec),
+        "source": write_script(spec, in_place=False),
         "path": "train.py",
         "ranks": spec.processes,
+        "grouped": spec.strategy_row.process_group,
         "traced": [*ranks],
         "sample": spec.data_row.input_shape(spec.options),
     }

@@ -7,6 +7,7 @@ import types
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import TensorDataset
@@ -25,14 +26,17 @@ _STEPS = 3  # the first typical one: optimizer state exists, DDP has its final b
 def trace(request: dict[str, Any], rank: int) -> dict[str, Any]:
     """The memory curve and the collectives of a step of one rank.
 
-    `request` has `source` and `path` of the script, `ranks`, their number, and `sample`, the shape of one input.
+    `request` has `source` and `path` of the script, `ranks`, their number, `grouped`, whether they form a process
+    group, and `sample`, the shape of one input.
     """
     tape = Tape()
     world.join(rank, request["ranks"])
     for owner, name, function in scoped(tape):
         setattr(owner, name, function)
     script = _loaded(request["path"], request["source"])
-    device = script.setup()
+    device = torch.device("cpu")
+    if request["grouped"]:
+        dist.init_process_group()
     with FakeTensorMode(allow_non_fake_inputs=True), tape:
         if hasattr(script, "STAGES"):
             inputs, _ = _data(script, request["sample"], script.BATCH_PER_RANK // script.MICRO_BATCHES).tensors
