@@ -19,9 +19,9 @@ from bootstrapping import calls as calls
 from bootstrapping import place as place
 from packages import torchvision as torchvision
 
-from labkit.launch.job import Job
 from labkit.launch.warm import client
 from labkit.runs.handle import Run
+from labkit.runs.handle import start as start_run
 from labkit.runs.settling import settle
 
 PATIENCE = 60.0  # seconds that a test waits for a server on a busy machine
@@ -213,7 +213,7 @@ def started_warm(what: object, root: Path | None = None, **fields: Any) -> Run:
         patch.setattr(client, "ANSWER", PATIENCE)
         if sys.platform == "linux":  # there is no server elsewhere
             server_for_this_process()
-        return Run(Job.start(settle(what, **fields), root=root))
+        return Run(start_run(settle(what, **fields), root=root))
 
 
 def server_for_this_process() -> dict:

@@ -41,6 +41,7 @@ def traced(spec: Spec, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
         "grouped": spec.strategy_row.process_group,
         "traced": [*ranks],
         "sample": spec.data_row.input_shape(spec.options),
+        "split": _split_outputs(spec),
     }
     found, failed = {}, ""
     for result in TRACER.answers(request):
@@ -52,6 +53,15 @@ def traced(spec: Spec, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
     if failed:
         raise TraceFailed(failed)
     return found
+
+
+def _split_outputs(spec: Spec) -> list[tuple[int, int] | None]:
+    """For each block, the dimension of its output that tensor-parallel ranks split, and their number; None for a whole
+    output."""
+    ranks = spec.strategy_row.one_loss(spec.request)
+    dimension = 1 if spec.options.get("sequence_parallel") else -1
+    outputs = spec.workload_row.outputs(spec.options)
+    return [(dimension, ranks) if is_part and ranks > 1 else None for _, is_part in outputs]
 
 
 class Tracer:

@@ -27,7 +27,7 @@ def trace(request: dict[str, Any], rank: int) -> dict[str, Any]:
     """The memory curve and the collectives of a step of one rank.
 
     `request` has `source` and `path` of the script, `ranks`, their number, `grouped`, whether they form a process
-    group, and `sample`, the shape of one input.
+    group, `sample`, the shape of one input, and `split`, how tensor-parallel ranks split the output of each block.
     """
     tape = Tape()
     world.join(rank, request["ranks"])
@@ -40,7 +40,7 @@ def trace(request: dict[str, Any], rank: int) -> dict[str, Any]:
     with FakeTensorMode(allow_non_fake_inputs=True), tape:
         if hasattr(script, "STAGES"):
             inputs, _ = _data(script, request["sample"], script.BATCH_PER_RANK // script.MICRO_BATCHES).tensors
-            world.stages_know_shapes(script.build_blocks(), script.STAGES, inputs)
+            world.stages_know_shapes(script.build_blocks(), script.STAGES, inputs, request["split"])
             del inputs
         return _traced(script, device, request["sample"], tape)
 
