@@ -59,9 +59,9 @@ MOST_LINES = {
     "deepspeed": 171,
     "dp": 180,
     "fsdp2_tp": 176,
-    "pp": 217,
-    "pp_ddp": 240,
-    "pp_fsdp2_tp": 246,
+    "pp": 221,
+    "pp_ddp": 244,
+    "pp_fsdp2_tp": 250,
     "cp": 223,
 }
 ADDED_LINES = {"fp32": 0, "tf32": 1, "bf16": 7, "fp16": 10}
@@ -300,6 +300,7 @@ def test_strategies_differ_only_in_their_own_functions():
             "micro_batch_loss",
             "own_stages",
             "stage_data",
+            "load_data",  # a pipeline keeps the function, so that what a rank does not need is freed
             "train",
             "main",
         }

@@ -11,7 +11,7 @@ MOST = 16  # classes that are traced
 def classes(spec: Spec) -> list[list[int]]:
     """The ranks of a Spec with a known number of ranks, grouped by pipeline stage and by the bytes that they store.
 
-    Shards of unequal size are classes of their own. With more than `MOST` classes, those of a stage that store the
+    Shards of unequal size are separate classes. With more than `MOST` classes, those of a stage that store the
     least join the one that stores the most, whose memory is then an upper bound. The first rank of a class represents
     it.
     """

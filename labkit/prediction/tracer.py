@@ -87,7 +87,7 @@ class Tracer:
                 raise
 
     def end(self) -> None:
-        """Ends the process; its children end with it."""
+        """Kills the process, and with it its children."""
         if self._process:
             self._process.kill()
             self._process.wait()

@@ -1,5 +1,5 @@
 """Reads requests, one JSON object per line, from standard input until it is closed, or has been silent for `_IDLE`
-seconds; traces the ranks of each, every one in a process of its own, and prints the results.
+seconds; traces the ranks of each, every one in a separate process, and prints the results.
 
 Each line of the output is an object, {"rank", "trace"} or {"rank", "error", "where"}, or null after the last of a
 request.

@@ -96,7 +96,7 @@ def _phase_at_peak(fields: dict[str, Any]) -> str:
 
 
 def _batch(script: Any, sample: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets of this rank, in memory of their own, as a loader returns them."""
+    """Inputs and targets of this rank, in new memory, as a loader returns them."""
     data = _data(script, sample, script.BATCH_PER_RANK * getattr(script, "RANKS", 1))
     if hasattr(script, "stage_data"):
         data = script.stage_data(data)

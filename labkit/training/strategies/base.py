@@ -1,9 +1,8 @@
 """The complete training program for one device, which every strategy modifies.
 
-Run directly, it trains the CNN on the digits. `labkit.plan.script` generates scripts for other workloads, data sets and
-strategies from it: a function or constant of the same name in one of their modules replaces the one here, and every
-`if` that depends only on settings is resolved. README.md in this folder lists these functions with their arguments and
-return values.
+Run directly, it trains the CNN on the digits. `labkit.plan.script` generates other scripts from it: a function or
+constant of the same name in the module of a workload, data set or strategy replaces the one here, and every `if` that
+depends only on settings is resolved. README.md in this folder lists these functions with arguments and return values.
 """
 
 import os
@@ -220,7 +219,7 @@ def fault_step(model: nn.Module, step: int) -> None:
 def train(device: torch.device) -> None:
     """Run all epochs; on return, the model is freed before the process group."""
     torch.manual_seed(SEED)  # the same initial weights on every rank
-    if STAGE_DATA:
+    if STAGE_DATA:  # what this rank does not need is freed
         train_data, test_data = map(stage_data, load_data())
     else:
         train_data, test_data = load_data()
