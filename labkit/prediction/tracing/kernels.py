@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from labkit.probe.kineto import LogLevel, taken
 from labkit.probe.torch_private import EVENT_TYPE, KINETO_TREE
 
-MOST = 256 << 20
+MOST = 64 << 20
 _SCOPE = "labkit kernel "
 
 

@@ -37,12 +37,14 @@ def trace(request: dict[str, Any], rank: int) -> dict[str, Any]:
     device = torch.device("cpu")
     if request["grouped"]:
         dist.init_process_group()
-    with FakeTensorMode(allow_non_fake_inputs=True), tape:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        data = _data(script, request["sample"], script.BATCH_PER_RANK * getattr(script, "RANKS", 1))
         if hasattr(script, "STAGES"):
-            inputs, _ = _data(script, request["sample"], script.BATCH_PER_RANK // script.MICRO_BATCHES).tensors
-            world.stages_know_shapes(script.build_blocks(), script.STAGES, inputs, request["split"])
-            del inputs
-        return _traced(script, device, request["sample"], tape)
+            micro_batch = data.tensors[0][: script.BATCH_PER_RANK // script.MICRO_BATCHES]
+            world.stages_know_shapes(script.build_blocks(), script.STAGES, micro_batch, request["split"])
+            data = script.stage_data(data)
+        with tape:
+            return _traced(script, device, data, tape)
 
 
 def _loaded(path: str, source: str) -> Any:
@@ -54,7 +56,7 @@ def _loaded(path: str, source: str) -> Any:
     return script
 
 
-def _traced(script: Any, device: torch.device, sample: Any, tape: Tape) -> dict[str, Any]:
+def _traced(script: Any, device: torch.device, data: TensorDataset, tape: Tape) -> dict[str, Any]:
     phases = Phases(tape.mark)
     phases.follow()
     model = script.parallelize(script.build_blocks(), device)
@@ -67,7 +69,7 @@ def _traced(script: Any, device: torch.device, sample: Any, tape: Tape) -> dict[
         tape.keeps_kernels = step == _STEPS
         phases.restart()
         with phases.phase("data"):
-            inputs, targets = _batch(script, sample)
+            inputs, targets = (tensor.contiguous().clone() for tensor in data.tensors)
         script.train_step(model, optimizer, inputs, targets)
         spans = phases.spans()
         del inputs, targets
@@ -95,17 +97,8 @@ def _phase_at_peak(fields: dict[str, Any]) -> str:
     return next((name for name, start, end in reversed(fields["phases"]) if start <= time <= end), "")
 
 
-def _batch(script: Any, sample: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets of this rank, in new memory, as a loader returns them."""
-    data = _data(script, sample, script.BATCH_PER_RANK * getattr(script, "RANKS", 1))
-    if hasattr(script, "stage_data"):
-        data = script.stage_data(data)
-    inputs, targets = (tensor.contiguous().clone() for tensor in data.tensors)
-    return inputs, targets
-
-
 def _data(script: Any, sample: Any, count: int) -> TensorDataset:
-    """A data set of `count` samples, with the shapes of the script's own."""
+    """A batch of `count` samples, with the shapes of the script's own data set, which no device holds."""
     if hasattr(script, "windows"):
         return script.windows(torch.zeros(sample[0] + count + 1, dtype=torch.int64), count)
     return TensorDataset(torch.zeros(count, *sample), torch.zeros(count, dtype=torch.int64))
