@@ -55,7 +55,7 @@ from labkit import Lab, Spec, check, diff_scripts, my_progress, run, show, write
 # `run` writes a training script, starts it under `torchrun`, and returns at once. `show` plots the run while it trains.
 
 # %%
-one = run("single", steps=30)
+one = run("single", steps=20)
 show(one)
 
 # %% [markdown]
@@ -90,11 +90,11 @@ print("two ranks:", Spec(strategy="ddp", nproc=2).batch_sentence)
 
 # %% [markdown]
 # Now run it. Without `nproc`, labkit uses every GPU of this machine, or two CPU ranks if there is no GPU.
-# If you have a single GPU, write `run("ddp", steps=30, device="cpu", nproc=2)` to get two ranks.
+# If you have a single GPU, write `run("ddp", steps=20, device="cpu", nproc=2)` to get two ranks.
 
 # %%
 one.wait()  # so that the two runs do not share the machine
-two = run("ddp", steps=30)
+two = run("ddp", steps=20)
 show(two)
 
 # %%
@@ -140,7 +140,7 @@ print(diff_scripts(Spec(strategy="single"), Spec(strategy="ddp", nproc=2)))
 # **Run**. **Logs** shows what each rank prints. **Stop** terminates the run and all of its processes.
 
 # %%
-Lab(strategy="ddp", steps=60)
+Lab(strategy="ddp", steps=20)
 
 # %% [markdown]
 # Try the following. Before each run, say what you expect:

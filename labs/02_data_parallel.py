@@ -91,7 +91,7 @@ predicted = {"scatter": inputs, "broadcast": model, "gather": outputs, "reduce":
 print(predicted)
 
 # %%
-dp = run("dp", **HERE, steps=20)
+dp = run("dp", **HERE, steps=10)
 show(dp)
 
 # %%
@@ -184,7 +184,7 @@ print(f"a thread that only requests the lock waits {dp.summary()['gil_wait'] or 
 # `compare` runs both, after a run on a single device.
 
 # %%
-both = compare(["dp", "ddp"], **HERE, batch_size=256, steps=12)
+both = compare(["dp", "ddp"], **HERE, batch_size=256, steps=10)
 show(both)
 
 # %%

@@ -136,7 +136,7 @@ for ranks in (1, 2, 4):
 # Now run it and look at the loss. **Predict:** are the losses of the two ranks equal?
 
 # %%
-ddp = run("ddp", **HERE, steps=30)
+ddp = run("ddp", **HERE, steps=15)
 show(ddp)
 
 # %% [markdown]
@@ -184,7 +184,7 @@ pictures.data_parallel.shares(set_epoch=False)
 
 # %%
 for fault in ("no_sampler", "no_set_epoch"):
-    broken = run("ddp", **HERE, samples=1024, epochs=2, fault=fault).wait()
+    broken = run("ddp", **HERE, workload="mlp", samples=1024, epochs=2, fault=fault).wait()
     print(f"{fault}: {broken.words} after {broken.state.step} steps\n{broken.findings()}\n")
 
 # %% [markdown]
@@ -202,7 +202,7 @@ for fault in ("no_sampler", "no_set_epoch"):
 # How much of the communication is overlapped with backward?
 
 # %%
-SETTING = {**HERE, "workload": "gpt", "batch_size": 4, "steps": 16}
+SETTING = {**HERE, "workload": "gpt", "batch_size": 4, "steps": 10}
 coarse = run("ddp", **SETTING, options={"bucket_mb": 25}).wait()
 coarse.figure("timeline")
 

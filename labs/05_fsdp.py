@@ -264,7 +264,7 @@ def line(name, job):
 line("gpt  DDP", run("ddp", **GPT).wait())
 line("gpt  FSDP2", fsdp2)
 for name in ("DDP", "FSDP2"):
-    line(f"cnn  {name}", run(name.lower(), **HERE, workload="cnn", steps=10).wait())
+    line(f"cnn  {name}", run(name.lower(), **HERE, workload="cnn", steps=6).wait())
 
 # %% [markdown]
 # <details class="answer"><summary>Answer</summary>

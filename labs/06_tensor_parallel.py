@@ -142,11 +142,11 @@ pictures.tensor_parallel.layer()
 # In the script this is a table that maps modules to styles, and one call of `parallelize_module` per block:
 
 # %%
-spec = Spec(strategy="tp", workload="gpt", **HERE, steps=12, samples=200)
+spec = Spec(strategy="tp", workload="gpt", **HERE, batch_size=8, steps=10, samples=200)
 print(excerpt(spec, "tensor_plans"), excerpt(spec, "parallelize"), sep="\n\n")
 
 # %% [markdown]
-# **Predict** before you run. This GPT has 5 layers of width 128, and a step processes 16 sequences of 128 positions, in
+# **Predict** before you run. This GPT has 5 layers of width 128, and a step processes 8 sequences of 128 positions, in
 # numbers of 4 bytes.
 #
 # 1. How many all-reduces does a step need, forward and backward? (In backward, the gradient of a column-parallel
@@ -155,7 +155,7 @@ print(excerpt(spec, "tensor_plans"), excerpt(spec, "parallelize"), sep="\n\n")
 # 3. Which fraction of all parameters does each of the two ranks store: half, or more?
 
 # %%
-layers, width, positions, batch = 5, 128, 128, 16
+layers, width, positions, batch = 5, 128, 128, 8
 activation = 4 * batch * positions * width  # bytes
 calls = 4 * layers + 1  # two in each direction per layer, and one after the head
 ring = 2 * (2 - 1) / 2  # an all-reduce on n ranks sends 2(n−1)/n of its bytes

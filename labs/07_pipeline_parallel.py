@@ -88,7 +88,7 @@ pipe.activations(4, 8, ["GPipe", "1F1B"])
 # each stage begins. Each rank keeps only its own blocks and runs torch's schedule on them.
 
 # %%
-job = {"strategy": "pp", "workload": "gpt", **HERE, "steps": 12, "samples": 200, "sample_every": 4}
+job = {"strategy": "pp", "workload": "gpt", **HERE, "steps": 8, "samples": 200, "sample_every": 4}
 
 
 def spec(schedule, micro_batches):

@@ -71,7 +71,7 @@ pictures.input_pipeline.workers(load=0.2, compute=0.1, counts=(0, 1, 2))
 # network disk. The loader has no workers.
 
 # %%
-SLOW = {**HERE, "batch_size": 64, "samples": 4096, "steps": 14, "fault": "slow_loader"}
+SLOW = {**HERE, "batch_size": 64, "samples": 4096, "steps": 10, "fault": "slow_loader"}
 print(excerpt(Spec("ddp", **SLOW), "SlowDataset"))
 
 # %%

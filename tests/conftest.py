@@ -19,13 +19,15 @@ from bootstrapping import calls as calls
 from bootstrapping import place as place
 from packages import torchvision as torchvision
 
-from labkit.launch.job import Job
 from labkit.launch.warm import client
 from labkit.runs.handle import Run
+from labkit.runs.handle import start as start_run
 from labkit.runs.settling import settle
 
 PATIENCE = 60.0  # seconds that a test waits for a server on a busy machine
 PICTURES = Path(__file__).parent / "screenshots"
+# for a test whose cold round shows nothing that the cold round of another one does not show
+COLD_IS_SLOW = pytest.mark.parametrize("start", ["warm", pytest.param("cold", marks=pytest.mark.slow)], indirect=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,8 +40,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without --all, slow tests are left out, unless they were named. The longest come first, so that all workers end
-    at about the same time."""
-    items.sort(key=lambda item: item.path.name != "test_labs.py")
+    at about the same time; those in a browser together, so that one worker starts a JupyterLab and a Chromium."""
+    items.sort(key=lambda item: (item.path.name != "test_labs.py", not item.get_closest_marker("browser")))
     if config.getoption("--all") or any("::" in argument for argument in config.args):
         return
     slow = [item for item in items if item.get_closest_marker("slow")]
@@ -131,8 +133,9 @@ def runs(tmp_path, monkeypatch):
     root = tmp_path / "runs"
     monkeypatch.setenv("LABKIT_RUNS", str(root))
     yield root
-    left = end_processes_of(root)
-    assert not left, f"processes left behind: {left}"
+    if root.exists():  # most tests start nothing
+        left = end_processes_of(root)
+        assert not left, f"processes left behind: {left}"
 
 
 @pytest.fixture(scope="session")
@@ -210,7 +213,7 @@ def started_warm(what: object, root: Path | None = None, **fields: Any) -> Run:
         patch.setattr(client, "ANSWER", PATIENCE)
         if sys.platform == "linux":  # there is no server elsewhere
             server_for_this_process()
-        return Run(Job.start(settle(what, **fields), root=root))
+        return Run(start_run(settle(what, **fields), root=root))
 
 
 def server_for_this_process() -> dict:

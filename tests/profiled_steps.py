@@ -6,6 +6,13 @@ from labkit.record.events import OWNERS
 from labkit.record.state import RunState
 
 MIB = 1 << 20
+MS = 1_000_000  # in nanoseconds, in which the profiler measures
+PHASES = (
+    ("data", 0, 2 * MS),
+    ("forward", 2 * MS, 10 * MS),
+    ("backward", 10 * MS, 30 * MS),
+    ("optimizer", 30 * MS, 40 * MS),
+)
 
 
 def timeline_event(rank, step=8, t0=1000.0, comm=None, **more):
@@ -19,7 +26,7 @@ def timeline_event(rank, step=8, t0=1000.0, comm=None, **more):
         "seconds": 0.04,
         "backend": "gloo",
         "device": "cpu",
-        "phases": [["data", 0.0, 0.002], ["forward", 0.002, 0.01], ["backward", 0.01, 0.03], ["optimizer", 0.03, 0.04]],
+        "phases": [[name, start / 1e9, end / 1e9] for name, start, end in PHASES],
         "comm": [["all_reduce", 0.02, 0.03, 4096, "default_pg", [0, 1], 7]] if comm is None else comm,
         "busy": [[0.002, 0.026], [0.031, 0.04]],
         "marks": [["FSDP::pre_forward (0)", 0.002, 0.003]],

@@ -57,7 +57,8 @@ def test_a_lab_is_suitable_for_live_coding(path):
 
 
 @pytest.mark.parametrize("path", LABS, ids=lambda path: path.stem)
-def test_a_lab_runs_headless_and_leaves_static_figures(path, runs, pytestconfig):
+def test_a_lab_runs_headless_and_leaves_static_figures(path, runs, warm_server, pytestconfig):
+    warm_server()
     notebook = executed(path, skip=() if pytestconfig.getoption("--all") else ("long",))
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     outputs = [output for cell in cells for output in cell.outputs]

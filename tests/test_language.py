@@ -22,7 +22,14 @@ CODE = (
         "labkit/frontends",
         "labkit/launch",
     ),
-    *("labkit/plan", "labkit/runs", "labkit/setup", "labkit/training/faults", "labkit/training/strategies"),
+    *(
+        "labkit/plan",
+        "labkit/prediction",
+        "labkit/runs",
+        "labkit/setup",
+        "labkit/training/faults",
+        "labkit/training/strategies",
+    ),
     *("labkit/training/workloads", "labkit/training/options.py", "labkit/training/request.py", "labkit/api.py"),
     *("labkit/training/rows.py", "labkit/training/shapes.py"),
 )

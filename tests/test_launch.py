@@ -14,13 +14,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import processes_of, wait_until
+from conftest import COLD_IS_SLOW, processes_of, wait_until
 from jupyter_client.manager import start_new_kernel
 
 from labkit.common.processes import of_folder
 from labkit.launch import local
-from labkit.launch.job import Job, LaunchError
-from labkit.plan.spec import SpecError
+from labkit.launch.job import Job
 from labkit.record.folder import RunFolder
 from labkit.runs.handle import Run, run
 
@@ -211,6 +210,7 @@ def hears_interrupts():
     signal.signal(signal.SIGINT, before)
 
 
+@COLD_IS_SLOW  # see test_a_run_ends_with_the_kernel_that_waits_for_it
 @pytest.mark.usefixtures("hears_interrupts")
 def test_an_interrupt_of_the_wait_stops_the_run(script):
     handle = started(run(script(WAITS), nproc=1, device="cpu"))
@@ -247,11 +247,21 @@ def test_a_run_ends_with_its_starter_unless_detached(script, runs, tmp_path):
         starter.communicate()
 
 
-@pytest.mark.parametrize("how", ["interrupted", "killed"])
+@pytest.mark.parametrize(
+    ("how", "start"),
+    [
+        ("interrupted", "warm"),
+        ("interrupted", "cold"),
+        ("killed", "warm"),
+        # see test_a_run_ends_with_its_starter_unless_detached
+        pytest.param("killed", "cold", marks=pytest.mark.slow),
+    ],
+    indirect=["start"],
+)
 def test_a_run_ends_with_the_kernel_that_waits_for_it(how, script, runs):
     manager, client = start_new_kernel(env=os.environ | {"PYTHONPATH": str(Path(local.__file__).parents[2])})
     try:
-        client.execute(f"from labkit import run; run({str(script(WAITS))!r}, nproc=2, device='cpu').wait()")
+        client.execute(f"from labkit import run; run({str(script(WAITS))!r}, nproc=1, device='cpu').wait()")
         folder = wait_until(lambda: next(iter(RunFolder.all(runs)), None), 120)
         handle = started(Run.attach(str(folder.path)))
         if how == "interrupted":
@@ -265,6 +275,7 @@ def test_a_run_ends_with_the_kernel_that_waits_for_it(how, script, runs):
         manager.shutdown_kernel(now=True)
 
 
+@COLD_IS_SLOW  # see test_nothing_outlives_kills_at_early_moments
 def test_nothing_outlives_a_supervisor_that_is_killed(script):
     handle = started(run(script(HANGS), nproc=2, device="cpu"), "hangs")
     wait_until(lambda: "deaf" in handle.logs(1))
@@ -272,33 +283,3 @@ def test_nothing_outlives_a_supervisor_that_is_killed(script):
     nothing_left(handle.folder)
     assert "its supervisor" in handle.wait(LIMIT).words
     assert handle.stop().summary()["state"] == "failed"
-
-
-# ---- runs that never begin
-
-
-def test_bad_input_leaves_nothing_behind(runs, tmp_path):
-    with pytest.raises(SpecError, match=r"has no script 'missing.py'") as raised:
-        run("missing.py", nproc=2)
-    assert raised.value.field == "script"
-    with pytest.raises(SpecError, match=r"strategy must be one of .*, got 'ddpp'"):
-        run("ddpp")
-    with pytest.raises(SpecError, match="--nproc 10000 exceeds the maximum of"):
-        run("ddp", nproc=10_000)
-    assert not runs.exists()
-
-
-@pytest.mark.parametrize("argv", [["/no/such/python"], []])
-def test_a_start_that_fails_leaves_nothing_behind(argv, script, runs, monkeypatch):
-    plan = local.plan
-    monkeypatch.setattr(local, "plan", lambda spec, folder: plan(spec, folder) | {"argv": argv})
-    with pytest.raises(LaunchError, match="the run could not be started"):
-        run(script(WAITS), nproc=1, device="cpu")
-    assert list(runs.iterdir()) == []
-
-
-def test_a_folder_that_is_no_run_cannot_be_attached(tmp_path):
-    with pytest.raises(LookupError, match="not a run folder"):
-        Job.attach(RunFolder(tmp_path))
-    with pytest.raises(LookupError, match="there is no run"):
-        Run.attach("yesterday")

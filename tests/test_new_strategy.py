@@ -22,9 +22,6 @@ import torch.distributed as dist
 from torch import nn
 
 from labkit.training.strategies.base import LEARNING_RATE
-from labkit.training.strategies.ddp import cleanup, data_shard, evaluate, setup
-
-__all__ = ["build_optimizer", "cleanup", "data_shard", "evaluate", "setup"]
 
 SYNC_EVERY = 4  # steps between two averages of the parameters
 

@@ -19,7 +19,7 @@ from weaving import TORCHRUN, record, run_alone
 
 from labkit.plan.script import write_script
 from labkit.plan.spec import Spec
-from labkit.training.strategies import STRATEGIES, base, ddp
+from labkit.training.strategies import STRATEGIES, base, fsdp2_tp
 from labkit.training.workloads import WORKLOADS, cnn, gpt, mlp
 
 BATCH = 48  # of all ranks together
@@ -182,7 +182,7 @@ def test_one_process_trains_over_epochs_and_stops_at_the_step_asked_for(alone):
 @pytest.mark.parametrize("workload", [name for name, how in PLAIN.items() if how])
 def test_script_runs_as_a_person_would_run_it(workload, tmp_path):
     strategy, precision = PLAIN[workload]
-    spec = Spec(strategy, workload, nproc=2, batch_size=8, epochs=1, samples=320, precision=precision)
+    spec = Spec(strategy, workload, nproc=2, batch_size=2, epochs=1, samples=80, precision=precision)
     (tmp_path / "train.py").write_text(write_script(spec), encoding="utf-8")
     lines = run_alone([*TORCHRUN, "--nproc-per-node=2", "train.py"], tmp_path).splitlines()
     assert [line.partition(":")[0] for line in lines] == [*(f"step {n}" for n in (1, 4, 8, 12, 16, 20)), "epoch 1"]
@@ -206,8 +206,8 @@ def test_fp16_step_runs_where_there_is_no_gpu_to_scale_for(tmp_path):
 def test_process_group_is_left_when_training_raises(tmp_path):
     source = write_script(Spec("ddp", "mlp", nproc=1, samples=64))
     source = source.replace("steps = islice(count(1), MAX_STEPS)", "raise KeyError('on purpose')")
-    leaves = "    dist.destroy_process_group()\n"
-    source = source.replace(leaves, leaves + "    print('left', dist.is_initialized())\n")
+    leaves = "        dist.destroy_process_group()\n"
+    source = source.replace(leaves, leaves + "        print('left', dist.is_initialized())\n")
     (tmp_path / "train.py").write_text(source, encoding="utf-8")
     done = subprocess.run(
         [*TORCHRUN, "--nproc-per-node=1", "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120
@@ -237,24 +237,30 @@ class Counted(nn.Module):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("samples", [5, 360, 1000, 257])
 @pytest.mark.parametrize("batch", [1, 128])
-def test_evaluation_sees_each_sample_once_in_as_many_passes_on_each_rank(monkeypatch, ranks, samples, batch):
+@pytest.mark.parametrize(("module", "counted"), [(base, False), (fsdp2_tp, True)])
+def test_evaluation_sees_each_sample_once_in_as_many_passes_on_each_rank(
+    monkeypatch, ranks, samples, batch, module, counted
+):
     numbers = torch.arange(samples)
     inputs, targets = torch.stack([numbers, numbers % 10], dim=1).float(), numbers * 7 % 10
     dataset, cpu = TensorDataset(inputs, targets), torch.device("cpu")
-    monkeypatch.setattr(ddp, "BATCH_PER_RANK", batch)
-    models, total = [Counted() for _ in range(ranks)], torch.zeros(3)
-    monkeypatch.setattr(ddp.dist, "get_world_size", lambda: ranks)
+    monkeypatch.setattr(base, "BATCH_PER_RANK", batch)
+    monkeypatch.setattr(base, "DISTRIBUTED", True)
+    monkeypatch.setattr(base, "DATA_RANKS", ranks)
+    models, total = [Counted() for _ in range(ranks)], torch.zeros(2 + counted)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: ranks)
+    monkeypatch.setattr("torch.distributed.all_reduce", total.__iadd__)
     for rank, model in enumerate(models):
-        monkeypatch.setattr(ddp.dist, "get_rank", lambda rank=rank: rank)
-        monkeypatch.setattr(ddp.dist, "all_reduce", total.__iadd__)
-        ddp.evaluate(model, dataset, cpu)
+        monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
+        module.evaluate(model, dataset, cpu)
     assert len({model.passes for model in models}) == 1, "a rank that made a pass more would wait for ever"
     assert sorted(chain.from_iterable(model.seen for model in models)) == numbers.tolist()
     assert max(model.largest for model in models) <= batch
-    expected = base.evaluate(Counted(), dataset, cpu)
-    assert (total[:2] / total[2]).tolist() == pytest.approx(expected, rel=1e-5)
-    assert total[2] == samples
-    assert total[1] == (numbers % 10 == targets).sum()
+    monkeypatch.setattr(base, "DATA_RANKS", 1)
+    if ranks > 1 or counted:  # one rank of several, or one that adds up what all have counted
+        assert (total[:2] / samples).tolist() == pytest.approx(base.evaluate(Counted(), dataset, cpu), rel=1e-5)
+        assert total[1] == (numbers % 10 == targets).sum()
+        assert total[2:].tolist() == [samples] * counted
 
 
 def test_an_empty_share_goes_through_every_model():
@@ -266,17 +272,16 @@ def test_an_empty_share_goes_through_every_model():
 def test_ranks_share_the_batch_that_one_process_has(monkeypatch):
     dataset = TensorDataset(torch.arange(100))
     monkeypatch.setattr(base, "BATCH_PER_RANK", 8)
-    sampler, loader = base.load(dataset)
-    sampler.set_epoch(2)
+    loader = base.load(dataset)
+    loader.sampler.set_epoch(2)
     whole = [sorted(batch.tolist()) for (batch,) in loader]
     monkeypatch.setattr(base, "BATCH_PER_RANK", 4)
-    monkeypatch.setattr(base, "data_shard", ddp.data_shard)
     monkeypatch.setattr(base, "DATA_RANKS", 2)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     batches = []
     for rank in range(2):
         monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
-        sampler, loader = base.load(dataset)
-        sampler.set_epoch(2)
+        loader = base.load(dataset)
+        loader.sampler.set_epoch(2)
         batches.append([batch.tolist() for (batch,) in loader])
     assert [sorted(one + two) for one, two in zip(*batches)] == whole

@@ -109,8 +109,8 @@ def test_losses_are_bit_identical(fields, server):
             nproc=2,
             device="cpu",
             steps=4,
-            batch_size=8,
-            samples=256,
+            batch_size=2,
+            samples=64,
             cold=cold,
         )
         handle.wait(240)

@@ -212,7 +212,8 @@ def test_digits32_are_the_digits_in_the_shape_of_cifar(monkeypatch):
 
 def test_one_module_of_digits_draws_for_both():
     written = write_script(Spec("single", "resnet18", samples=640))
-    assert "SAMPLES = 640 " in written and written.count("def load_data") == 1 and "three_channels" in written
+    assert "SAMPLES = 640 " in written and written.count("cached(") == 2 and "(draw_digits, SAMPLES, 32)" in written
+    assert written.count("def draw_digits") == 1 and "def three_channels" in written
     assert "three_channels" not in write_script(Spec("single", "cnn"))
 
 

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from labkit.common.arguments import ROUNDS, Number, check_address, check_choice
 from labkit.plan.fields import about
 from labkit.plan.spec import Spec
+from labkit.prediction.devices import DEVICES
 from labkit.setup.environment import OPTIONAL
 from labkit.training.strategies import STRATEGIES
 
@@ -26,6 +27,7 @@ _SPEED = Number(float, 0.01, 10_000.0)
 _KEEP = Number(int, 0, 1_000_000)
 _PORT = Number(int, 1, 65_535)
 _RANK = Number(int, 0, 65_535)
+_CALIBRATED = Number(int, 2, 65_536)
 
 
 class UsageError(Exception):
@@ -92,6 +94,11 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
         "predict", "predict the memory and traffic of each rank, without running anything and without a GPU", json=True
     )
     predict.add_argument("what", metavar="STRATEGY", help=", ".join(STRATEGIES))
+    predict.add_argument(
+        "--links",
+        metavar="MACHINE",
+        help=f"add the time of the collectives without overlap, on one of {', '.join(DEVICES)}",
+    )
     _add_fields(predict)
 
     script = commands.add("script", "print the script that a strategy runs")
@@ -199,7 +206,18 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     notebook.add_argument(
         "--source", metavar="URL", help="repository that the first cell clones (default: origin of this clone)"
     )
-    commands.add("doctor", "check what this machine supports, and how to fix what is missing", json=True)
+    doctor = commands.add("doctor", "check what this machine supports, and how to fix what is missing", json=True)
+    doctor.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="first measure how long collectives take between ranks, for predictions (less than 30 s for 2 ranks)",
+    )
+    doctor.add_argument(
+        "--nproc",
+        type=_number("--nproc", _CALIBRATED),
+        metavar="RANKS",
+        help="ranks for --calibrate (default: all GPUs, or 2 CPU ranks)",
+    )
     commands.add("bench", "measure the performance of the lab itself", json=True)
     return parser, commands.names
 

@@ -1,4 +1,4 @@
-"""The commands script, diff, handout and notebook."""
+"""The commands predict, script, diff, handout and notebook."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.syntax import Syntax
 from labkit.cli.shared import WIDE, Refused, console, find, say
 from labkit.frontends.console import Console
 from labkit.frontends.terminal import prediction_table
+from labkit.plan.spec import SpecError
 from labkit.record.folder import RunFolder
 from labkit.runs.settling import with_ranks
 from labkit.setup.environment import CLONE
@@ -32,7 +33,12 @@ def predict(args: argparse.Namespace) -> int:
 
     with Progress() as progress:
         progress.step("tracing the script")
-        found = prediction_of(args.specs[0])
+        try:
+            found = prediction_of(args.specs[0], links=args.links)
+        except SpecError:
+            raise
+        except (ValueError, LookupError) as error:
+            raise Refused(str(error)) from None
     if args.json:
         print(json.dumps(found.to_json()))
     else:

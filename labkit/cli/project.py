@@ -7,6 +7,7 @@ import json
 
 from labkit.cli.shared import WIDE, Refused, console, say
 from labkit.course.exercises import my_progress
+from labkit.setup.progress import Progress
 
 
 def progress(args: argparse.Namespace) -> int:
@@ -46,10 +47,34 @@ def schema(args: argparse.Namespace) -> int:
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """Prints what this machine supports."""
+    """Prints what this machine supports, with `--calibrate` after measuring its communication."""
     from labkit.frontends.doctor import main
 
+    if args.calibrate:
+        _calibrate(args.nproc)
+    elif args.nproc is not None:
+        raise Refused("--nproc is the number of ranks for --calibrate; add --calibrate, or omit --nproc")
     return main(json=args.json)
+
+
+def _calibrate(nproc: int | None) -> None:
+    from labkit.prediction.link_table import store
+    from labkit.runs.calibration import CalibrationError, calibrate, plan
+
+    try:
+        planned = plan(nproc)
+    except ValueError as error:
+        raise Refused(f"--{error}") from None
+    try:
+        with Progress() as progress:
+            progress.step(f"measuring communication between {planned.ranks} {planned.backend} ranks")
+            table = calibrate(planned, progress.detail)
+    except CalibrationError as error:
+        raise Refused(str(error), code=1) from None
+    try:
+        store(table)
+    except OSError as error:
+        raise Refused(f"the measured times cannot be stored: {error}", code=1) from None
 
 
 def bench(args: argparse.Namespace) -> int:

@@ -9,6 +9,8 @@ from labkit.analysis.prediction import how_made, ranges
 from labkit.common.text import escape, visible
 from labkit.common.units import counted, size
 from labkit.figures import figure
+from labkit.prediction.collectives import CommunicationModel
+from labkit.prediction.links import sequential
 from labkit.record.events import OWNERS
 from labkit.record.state import RunState
 from labkit.record.types.prediction import Plan, PredictedRank
@@ -22,8 +24,19 @@ HEADS = ("rank", "peak memory", "in the phase", *OWNERS, "sent per step")
 class Prediction:
     """The predicted memory and traffic of every rank; displays itself as a table in a notebook, as text elsewhere."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: Plan, links: CommunicationModel | None = None):
+        """`links` gives the time of the collectives; raises as `CommunicationModel.time` does."""
         self.plan = plan
+        self.heads: tuple[str, ...] = HEADS
+        self._times: dict[int, tuple[str, ...]] = {}  # by rank
+        self._on = ""
+        if links is None:
+            return
+        self.heads = (*HEADS, "collectives")
+        for part in plan["classes"]:
+            time = sequential(links, part["calls"])
+            self._times |= dict.fromkeys(part["ranks"], (f"{1000 * time.seconds:.3g} ms",))
+            self._on = f"; collectives one after another on {links.title} ({time.source})"
 
     @property
     def state(self) -> RunState:
@@ -45,24 +58,24 @@ class Prediction:
     def title(self) -> str:
         """What was predicted, and how."""
         spec, ranks = self.plan["spec"], counted(len(self.plan["ranks"]), "rank")
-        return f"{spec.get('strategy')} · {spec.get('workload')} on {ranks}: predicted {how_made(self.plan)}"
+        return f"{spec.get('strategy')} · {spec.get('workload')} on {ranks}: predicted {how_made(self.plan)}{self._on}"
 
     @property
     def rows(self) -> list[tuple[str, ...]]:
-        """The cells below `HEADS`, a row for each group of equal ranks."""
+        """The cells below `heads`, a row for each group of equal ranks."""
         groups: dict[int, list[PredictedRank]] = {}
         for rank in self.plan["ranks"]:
             groups.setdefault(rank["like"], []).append(rank)
-        return [_cells(ranks) for ranks in groups.values()]
+        return [(*_cells(ranks), *self._times.get(like, ())) for like, ranks in groups.items()]
 
     def __repr__(self) -> str:
-        rows = [HEADS, *self.rows]
+        rows = [self.heads, *self.rows]
         widths = [max(map(len, column)) for column in zip(*rows)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
         return visible("\n".join([self.title, *lines]))
 
     def _repr_html_(self) -> str:
-        return f'<div class="labkit-notes"><p>{escape(self.title)}</p></div>{table_html(HEADS, self.rows)}'
+        return f'<div class="labkit-notes"><p>{escape(self.title)}</p></div>{table_html(self.heads, self.rows)}'
 
 
 def _cells(ranks: Sequence[PredictedRank]) -> tuple[str, ...]:

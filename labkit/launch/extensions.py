@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 
+from labkit.common.cache import user_cache
+
 
 def abandoned_lock() -> str:
     """A sentence that names a lock that no process holds, and the fix; empty if there is none."""
@@ -31,8 +33,7 @@ def _locks() -> list[Path]:
     """The lock of each extension, where torch stores them."""
     if chosen := os.environ.get("TORCH_EXTENSIONS_DIR"):
         return sorted(Path(chosen).resolve().glob("*/lock"))
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-    return sorted((cache.resolve() / "torch_extensions").glob("*/*/lock"))
+    return sorted((user_cache().resolve() / "torch_extensions").glob("*/*/lock"))
 
 
 def _open_files(process: psutil.Process) -> list:

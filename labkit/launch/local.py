@@ -14,6 +14,7 @@ from labkit.common.processes import TAG
 from labkit.plan.spec import Spec
 from labkit.record import clock
 from labkit.record.folder import RunFolder
+from labkit.setup.preflight import LOOPBACK
 
 _COMMON = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # added to the environment of every run
 
@@ -61,14 +62,12 @@ def standing_environment() -> dict[str, str]:
 
 
 def _environment(spec: Spec, folder: RunFolder) -> dict[str, str]:
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
     added = {
         TAG: str(folder.path),
         clock.VARIABLE: clock.reference(),
         "LABKIT_LOOPBACK": "1",
         **_COMMON,
-        "GLOO_SOCKET_IFNAME": loopback,
-        "NCCL_SOCKET_IFNAME": loopback,
+        **LOOPBACK,
     }
     added |= {"LABKIT_SAMPLE_EVERY": str(spec.sample_every), "LABKIT_HANG_AFTER": str(spec.hang_after)}
     if spec.tensors:

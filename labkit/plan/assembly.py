@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from labkit.plan.modules import Definition, Import, Source, read_module, resolved
+from labkit.plan.modules import Definition, Import, Source, in_place, of_a_workload, read_module, resolved
 
 
 class Assembly:
@@ -36,11 +36,22 @@ class Assembly:
                     f"{home.module} imports {name} as {home.imports[name]}, and another module imports it as {known}"
                 )
 
+    def write_short_in_place(self) -> None:
+        """Replaces the only call of a short function by its body (`in_place`). What a strategy or a fault defines stays
+        a function: it is what the script is about."""
+        common = [one for one in self.found.values() if one.home == self.order[-1].module or of_a_workload(one.home)]
+        for one in common:
+            callers = [other for other in self.found.values() if one.name in other.uses]
+            if len(callers) == 1 and (merged := in_place(self.found[one.name], *callers)):
+                self.found[merged.name] = merged
+                del self.found[one.name]
+
     def imports(self) -> str:
         """The imports, sorted as ruff sorts them: the standard library, then the rest."""
         from_module: dict[str, list[Import]] = {}
         lines: dict[bool, list[str]] = {True: [], False: []}
-        for one in sorted(self.imported.values(), key=lambda one: one.module):
+        used = {name for one in self.found.values() for name in one.uses}
+        for one in sorted((self.imported[name] for name in used & {*self.imported}), key=lambda one: one.module):
             if one.name is None:
                 lines[_standard(one.module)].append(f"import {one.module}{one.renamed}")
             else:
@@ -81,10 +92,10 @@ class Assembly:
 
     def _position(self, one: Definition) -> tuple[int, int]:
         """The sort key of a definition: settings, data, model, program, then the strategy's own definitions."""
-        *_, workload, data, base = self.order
+        *_, workload, _, base = self.order
         if one.name in base.definitions:
             return (0 if one.value else 3, base.definitions[one.name].line)
-        return ({data.module: 1, workload.module: 2}.get(one.home, 4), one.line)
+        return (2 if one.home == workload.module else 1 if of_a_workload(one.home) else 4, one.line)
 
 
 def _standard(module: str) -> bool:

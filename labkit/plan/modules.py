@@ -13,6 +13,8 @@ from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
+_SHORT = 2  # most assignments of a function that is written in place of its call
+
 
 class Code(str):
     """The value of a constant as Python code, such as `torch.bfloat16`."""
@@ -82,7 +84,7 @@ class Source:
             or any(found.module == source.module for source in among)
         ):
             return None
-        if _of_a_workload(found.module) and not _of_a_workload(self.module):
+        if of_a_workload(found.module) and not of_a_workload(self.module):
             return None  # a strategy uses the workload of the Spec, not the one that its module imports
         return read_module(found.module).lookup(found.name, among)
 
@@ -106,6 +108,11 @@ def read_module(module: str) -> Source:
             definitions |= {definition.name: definition for definition in _definitions(node, module, text.splitlines())}
         imports |= {one.binds: one for one in found}
     return Source(module, definitions, imports)
+
+
+def of_a_workload(module: str) -> bool:
+    """Whether a module belongs to a workload: its model, or its data."""
+    return module.startswith("labkit.training.workloads.")
 
 
 def _definitions(node: ast.stmt, module: str, lines: list[str]) -> Iterator[Definition]:
@@ -168,6 +175,37 @@ def _with_branch(lines: list[str], conditional: ast.If, taken: bool) -> str:
     return "\n".join([*lines[:first], *kept, *lines[last:]])
 
 
+def in_place(one: Definition, caller: Definition) -> Definition | None:
+    """The function `caller` with the body of `one` in place of its only call. None unless `one` is a function of at
+    most two assignments and a `return`, and what is passed has the names of the parameters. Assignments can only
+    precede a call whose result is assigned or iterated."""
+    (function,), (calling,) = ast.parse(one.text).body, ast.parse(caller.text).body
+    if not isinstance(function, ast.FunctionDef) or not isinstance(calling, ast.FunctionDef):
+        return None
+    docstring, *assignments, last = function.body
+    short = len(assignments) <= _SHORT and all(isinstance(node, ast.Assign) for node in assignments)
+    if not short or not isinstance(last, ast.Return) or isinstance(last.value, ast.Name | None):
+        return None
+    names, bound = _all_names(calling), {name for node in assignments for name in _all_names(node, ast.Store)}
+    lines, call = caller.text.splitlines(), f"{one.name}({', '.join(each.arg for each in function.args.args)})"
+    at = next((number for number, line in enumerate(lines) if call in line), None)
+    if at is None or names.count(one.name) > 1 or bound & {*names}:
+        return None
+    if not lines[at].endswith((f" = {call}", f" in {call}:")) and (assignments or not isinstance(last.value, ast.Call)):
+        return None
+    indent = " " * (len(lines[at]) - len(lines[at].lstrip()) - last.col_offset)
+    body = [indent + line for line in one.text.splitlines()[docstring.end_lineno : last.lineno - 1]]
+    lines[at : at + 1] = [*body, lines[at].replace(call, ast.get_source_segment(one.text, last.value) or "")]
+    text = "\n".join(lines)
+    return replace(caller, text=text, uses=_names(ast.parse(text).body[0]))
+
+
+def _all_names(node: ast.AST, context: type[ast.expr_context] = ast.expr_context) -> list[str]:
+    """Every name in a piece of code, as often as it occurs."""
+    found = (inner for inner in ast.walk(node) if isinstance(inner, ast.Name) and isinstance(inner.ctx, context))
+    return [name.id for name in found]
+
+
 def _dedented(lines: list[str], columns: int) -> list[str]:
     return [line[columns:] if line[:columns].isspace() else line for line in lines]
 
@@ -190,7 +228,3 @@ def _position_of_value(node: ast.stmt, lines: list[str], text: str) -> tuple[int
 
 def _ours(found: Import) -> bool:
     return found.module.partition(".")[0] == __name__.partition(".")[0]
-
-
-def _of_a_workload(module: str) -> bool:
-    return module.startswith("labkit.training.workloads.")

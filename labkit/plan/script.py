@@ -3,8 +3,8 @@
 The functions are copied as text, with their comments, from the modules of fault, strategy, workload, data set and base,
 in this order: the first module that defines a name wins. An `if` whose condition depends only on settings of the Spec
 is resolved at generation time: only the branch that is taken is written. Starting from `main`, the generator follows
-every name that is used, so the script contains no unused code; constants get the values of the Spec. No training code
-is imported here.
+every name that is used, so the script contains no unused code; a short function of the base or the workload that is
+called once is written in place of its call; constants get the values of the Spec. No training code is imported here.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ _PRINTED, _PRINT_EVERY = 5, 20  # a script prints at least so many losses, and o
 _START = '\n\nif __name__ == "__main__":\n    main()\n'
 
 
-def write_script(spec: Spec) -> str:
-    """The training script of a Spec, formatted by ruff. It needs torch and does not import labkit.
+def write_script(spec: Spec, in_place: bool = True) -> str:
+    """The training script of a Spec, formatted by ruff. It needs torch and does not import labkit. Short functions are
+    written in place of their only call, unless `in_place` is False.
 
     Raises `SpecError` if the number of ranks is not set (`Spec.on` sets it), or if the Spec names a user's script.
     """
@@ -50,6 +51,8 @@ def write_script(spec: Spec) -> str:
     modules = (*_fault_module(spec), spec.strategy_row.module, spec.workload_row.module, spec.data_row.module, BASE)
     assembly = Assembly([read_module(module) for module in modules], settings(spec))
     assembly.follow("main", read_module(BASE))
+    if in_place:
+        assembly.write_short_in_place()
     parts = [_docstring(spec), assembly.imports(), assembly.constants(_notes(spec)), *assembly.program()]
     return _formatted("\n\n".join(parts) + _START)
 
@@ -118,8 +121,9 @@ def settings(spec: Spec) -> dict[str, Any]:
         "FAULT_RANK": spec.processes - 1,
         **{setting: name in _fault_definitions(spec) for setting, name in _INJECTIONS.items()},
         "STAGE_DATA": read_module(spec.strategy_row.module).has("stage_data"),
-        "DISTRIBUTED": spec.processes > 1,
+        "DISTRIBUTED": spec.strategy_row.process_group,
         "TF32": spec.precision == "tf32",
+        "AUTOCAST": spec.strategy_row.autocast,
         "MIXED_PRECISION": spec.precision in _DTYPES,
         "DTYPE": _DTYPES.get(request.precision),
         "LOSS_SCALING": spec.precision == "fp16",
@@ -155,7 +159,7 @@ def _docstring(spec: Spec) -> str:
     if spec.fault:
         entries.append(("Fault", f"{FAULTS[spec.fault].title} (injected). {FAULTS[spec.fault].shows}"))
     lines = [
-        textwrap.fill(text, 88, initial_indent=f"{name:7}", subsequent_indent=" " * 7) for name, text in entries if text
+        textwrap.fill(text, 92, initial_indent=f"{name:7}", subsequent_indent=" " * 7) for name, text in entries if text
     ]
     return "\n".join([f'"""{model} on {spec.data}, {row.title}, {precision}: {command(spec)}\n', *lines, '"""'])
 

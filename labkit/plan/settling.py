@@ -45,7 +45,7 @@ def settled(spec: Any, machine: Machine) -> Any:
     if spec.script is not None:
         return spec
     gpus = machine.gpus[:nproc]
-    spec = replace(spec, precision=spec.precision or _default_precision(spec, gpus))
+    spec = replace(spec, precision=spec.precision or default_precision(spec, gpus))
     refusal = unsupported(spec.precision, device, gpus)
     if refusal:
         raise SpecError("precision", refusal)
@@ -135,7 +135,7 @@ def _too_many_samples(spec: Request, machine: Machine) -> str | None:
     )
 
 
-def _default_precision(spec: Request, gpus: Sequence[Gpu]) -> str:
+def default_precision(spec: Request, gpus: Sequence[Gpu]) -> str:
     """fp16 for GPUs with tensor cores for fp16 but not for bf16, such as a T4; otherwise fp32."""
     old = spec.device == "cuda" and any((7, 0) <= gpu.capability < (8, 0) for gpu in gpus)
     return "fp16" if old and "fp16" not in spec.strategy_row.lacks else "fp32"

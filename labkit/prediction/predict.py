@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
@@ -17,6 +16,7 @@ from typing import Any, cast
 
 from labkit.analysis.theory import states, theory
 from labkit.common.atomic import write_atomically
+from labkit.common.cache import user_cache
 from labkit.plan.spec import Spec
 from labkit.prediction.classes import classes
 from labkit.prediction.tracer import TraceFailed, traced
@@ -149,8 +149,7 @@ def _keep(spec: Spec, plan: Plan) -> None:
 def _folder(spec: Spec) -> Path:
     asked = {name: value for name, value in spec.to_json().items() if name not in _WITHOUT_EFFECT}
     key = [sorted(asked.items(), key=lambda item: item[0]), metadata.version("torch"), _code()]
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-    return root / "labkit" / "predictions" / hashlib.sha256(repr(key).encode()).hexdigest()
+    return user_cache() / "labkit" / "predictions" / hashlib.sha256(repr(key).encode()).hexdigest()
 
 
 @cache

@@ -1,74 +1,137 @@
-"""Starts the process that traces, and reads what it reports. Whatever happens to that process, the caller survives."""
+"""The process that traces: it imports torch once and then answers requests, so that only the first takes seconds.
+
+One process serves all threads of this one, ends with it, and ends when it has been idle for some minutes. Whatever
+happens to it, this process continues: a trace that fails is one sentence.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from labkit.common.text import visible_line
 from labkit.plan.script import write_script
 from labkit.plan.spec import Spec
 
-PATIENCE = 300.0  # seconds
+PATIENCE = 300.0  # seconds for a request
 _MESSAGE = 300  # characters of an error
+_BLOCK = 1 << 20  # bytes
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 class TraceFailed(RuntimeError):
-    """A trace ended without a result: one sentence that names the operation, and the line of the script."""
+    """A trace ended without a result: one sentence that names the error and the line of the script."""
 
 
 def traced(spec: Spec, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
     """The traces of some ranks of a Spec with a known number of ranks, by rank. Raises `TraceFailed`."""
     request = {
-        "source": write_script(spec),
+        "source": write_script(spec, in_place=False),
         "path": "train.py",
         "ranks": spec.processes,
+        "grouped": spec.strategy_row.process_group,
         "traced": [*ranks],
         "sample": spec.data_row.input_shape(spec.options),
+        "split": _split_outputs(spec),
     }
-    found = {}
-    for line in _lines(json.dumps(request)):
-        if "error" in line:
-            where = f" in {line['where']}" if line["where"] else ""
-            raise TraceFailed(f"the trace of rank {line['rank']} ended with {_short(line['error'])}{where}")
-        found[line["rank"]] = line["trace"]
+    found, failed = {}, ""
+    for result in TRACER.answers(request):
+        if "error" in result:
+            where = f" ({result['where']})" if result["where"] else ""
+            failed = failed or f"the trace of rank {result['rank']} ended with {_short(result['error'])}{where}"
+        else:
+            found[result["rank"]] = result["trace"]
+    if failed:
+        raise TraceFailed(failed)
     return found
 
 
-def _lines(request: str) -> Iterator[dict[str, Any]]:
-    command = [sys.executable, "-m", f"{__package__}.tracing"]
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=_environment(os.environ),
-        start_new_session=True,  # Ctrl-C is handled here
-    )
-    try:
-        out, errors = process.communicate(request, timeout=PATIENCE)
-    except subprocess.TimeoutExpired:
-        raise TraceFailed(f"the trace took longer than {PATIENCE:.0f} seconds; use a smaller model") from None
-    finally:
-        if process.poll() is None:
-            process.kill()  # its children end with it
-        process.wait()
-    if process.returncode:
-        raise TraceFailed(_died(process.returncode, errors))
-    return (json.loads(line) for line in out.splitlines())
+def _split_outputs(spec: Spec) -> list[tuple[int, int] | None]:
+    """For each block, the dimension of its output that tensor-parallel ranks split, and their number; None for a whole
+    output."""
+    ranks = spec.strategy_row.one_loss(spec.request)
+    dimension = 1 if spec.options.get("sequence_parallel") else -1
+    outputs = spec.workload_row.outputs(spec.options)
+    return [(dimension, ranks) if is_part and ranks > 1 else None for _, is_part in outputs]
 
 
-def _died(code: int, errors: str) -> str:
-    last = next((line for line in reversed(errors.splitlines()) if line.strip()), "")
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    return f"the process that traces {how}" + (f": {_short(last)}" if last else "")
+class Tracer:
+    """Starts the process when it is needed, and asks it one request at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def answers(self, request: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The results of a request, one per rank. Raises `TraceFailed`."""
+        with self._lock:
+            process = self._running()
+            assert process.stdin
+            try:
+                process.stdin.write(json.dumps(request).encode() + b"\n")
+                process.stdin.flush()
+                return [*self._results(process)]
+            except BrokenPipeError:
+                self._failed(process)
+            except BaseException:
+                self.end()  # a half-read answer must not be taken for the next one's
+                raise
+
+    def end(self) -> None:
+        """Ends the process; its children end with it."""
+        if self._process:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            self._errors = tempfile.TemporaryFile()  # noqa: SIM115 as long as the process
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", f"{__package__}.tracing"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                env=_environment(os.environ),
+                start_new_session=True,  # Ctrl-C is handled here
+            )
+        return self._process
+
+    def _results(self, process: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
+        assert process.stdout
+        last, rest = time.monotonic() + PATIENCE, b""
+        while True:
+            ready, _, _ = select.select([process.stdout], [], [], max(0.0, last - time.monotonic()))
+            if not ready:
+                raise TraceFailed(f"the trace took longer than {PATIENCE:.0f} seconds; use a smaller model")
+            block = os.read(process.stdout.fileno(), _BLOCK)
+            if not block:
+                self._failed(process)
+            *lines, rest = (rest + block).split(b"\n")
+            for line in lines:
+                result = json.loads(line)
+                if result is None:
+                    return
+                yield result
+
+    def _failed(self, process: subprocess.Popen[bytes]) -> NoReturn:
+        code = process.wait()
+        self._errors.seek(0)
+        said = [line for line in self._errors.read().decode(errors="replace").splitlines() if line.strip()]
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        raise TraceFailed(f"the process that traces {how}" + (f": {_short(said[-1])}" if said else ""))
+
+
+TRACER = Tracer()
 
 
 def _short(text: str) -> str:

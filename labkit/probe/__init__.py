@@ -44,5 +44,6 @@ labkit, the probe imports only the event writer (`record`).
 `collectives`       reads collectives from torch's flight recorder
 `traffic`           bytes exchanged between ranks, by operation
 `loopback`          binds the workers' store to this machine, on a free port
+`link_times`        a script of its own: times collectives, for `labkit doctor --calibrate`
 =================== ==================================================================================
 """

@@ -211,15 +211,19 @@ def curve(
     ]
     gone: dict[int, int] = {}
     open_: dict[int, Allocation] = {}
+    sizes = {size // parts for _, _, _, size, _, ranks, _ in comm if size for parts in (1, len(ranks or (0,)))}
 
-    def give_back(address: int, time: int) -> None:
+    def give_back(address: int, time: int, seen: bool) -> None:
+        """Memory is free at a time; if its release was not `seen`, it may have been free before."""
         taken = open_.pop(address)
+        if not seen and taken.size in sizes:
+            time = min(time, next((stop for _, start, stop, *_ in comm if start >= taken.time), time))
         owner = _owner_of(taken, phases, starts, time)
         changes.extend(((taken.time, owner, taken.size), (time, owner, -taken.size)))
 
     for one in sorted((each for each in allocations if begin <= each.time <= end), key=lambda each: each.time):
         if one.address in open_:
-            give_back(one.address, one.time)
+            give_back(one.address, one.time, seen=one.size < 0)
         elif one.address in before:
             gone.setdefault(one.address, one.time if one.size < 0 else min(one.time, max(freed, begin)))
         if one.size > 0:
@@ -228,12 +232,9 @@ def curve(
         if address not in after or address in open_:
             gone.setdefault(address, max(freed, begin) if owner == "gradients" else begin)
     changes += [(time, before[address][0], -before[address][1]) for address, time in gone.items()]
-    sizes = {size // parts for _, _, _, size, _, ranks, _ in comm if size for parts in (1, len(ranks or (0,)))}
     for address, taken in [*open_.items()]:
         if taken.size in sizes and address not in after and address not in alive:
-            ends = [stop for _, start, stop, *_ in comm if start >= taken.time]
-            if ends:
-                give_back(address, ends[0])
+            give_back(address, end, seen=False)
     changes += [
         (taken.time, after.get(address) or _owner_of(taken, phases, starts, None), taken.size)
         for address, taken in open_.items()

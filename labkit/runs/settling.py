@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.common.arguments import shown
+from labkit.plan.settling import default_precision
 from labkit.plan.spec import Spec, SpecError, bounds_of, check_fields
 from labkit.record.folder import RunFolder
 from labkit.setup.machine import Machine
@@ -34,14 +35,15 @@ def named(what: str | os.PathLike[str] | Spec, **fields: Any) -> Spec:
 
 
 def with_ranks(spec: Spec) -> Spec:
-    """A Spec that may be for another machine: only a missing number of ranks or device and the checkpoint to resume
-    from are taken from this one."""
+    """A Spec that may be for another machine: only a missing number of ranks, device or precision and the checkpoint to
+    resume from are taken from this one."""
     if spec.script is not None:
         return spec
     machine = Machine.here()
     device = spec.device if spec.device != "auto" else "cuda" if machine.gpus else "cpu"
-    nproc = spec.nproc or machine.default_nproc(device) or 2
-    return located(replace(spec, nproc=nproc, device=device)).with_checkpoint()
+    spec = replace(spec, nproc=spec.nproc or machine.default_nproc(device) or 2, device=device)
+    precision = spec.precision or default_precision(spec, machine.gpus[: spec.nproc])
+    return located(replace(spec, precision=precision)).with_checkpoint()
 
 
 def _named(what: Any, fields: Mapping[str, Any]) -> dict[str, str]:

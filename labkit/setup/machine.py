@@ -7,8 +7,11 @@ import torch.
 from __future__ import annotations
 
 import os
+import platform
+from collections import Counter
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 
 import psutil
 
@@ -47,6 +50,17 @@ class Machine:
         """The maximum number of data loader workers, over all ranks."""
         return max(16, 4 * self.cores)
 
+    @property
+    def hardware(self) -> str:
+        """CPU cores and GPUs in words, by which measurements of another machine are recognised."""
+        gpus = Counter(gpu.name for gpu in self.gpus)
+        return "; ".join([f"{self.cores} × {_cpu()}", *(f"{count} × {name}" for name, count in gpus.items())])
+
+    @property
+    def torch_version(self) -> str:
+        """`2.13`; empty if torch is not installed."""
+        return ".".join(map(str, self.torch))
+
     def default_nproc(self, device: str) -> int:
         """The default number of ranks: all GPUs, or two CPU ranks, the minimum for communication."""
         return len(self.gpus) if device == "cuda" else 2
@@ -59,6 +73,16 @@ class Machine:
         return cls(
             gpus=gpus, cores=cores, memory=psutil.virtual_memory().total, no_gpu_reason=reason, torch=_torch_version()
         )
+
+
+def _cpu() -> str:
+    """The model of the CPU, as the system calls it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # not Linux
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
 
 
 def _torch_version() -> tuple[int, ...]:

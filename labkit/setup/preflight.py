@@ -151,6 +151,9 @@ def is_reachable(host: str, minute: int) -> bool:
 
 # ---- torch
 
+_LO = "lo0" if sys.platform == "darwin" else "lo"
+LOOPBACK = {"GLOO_SOCKET_IFNAME": _LO, "NCCL_SOCKET_IFNAME": _LO}  # keeps the ranks of one node on this machine
+
 
 @dataclass(frozen=True)
 class Torch:
@@ -182,8 +185,7 @@ def all_reduce(backend: str) -> tuple[float, str]:
     """Seconds that two ranks need to start and run an all-reduce, and the error (empty on success). No process is left
     running."""
     began = time.monotonic()
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    env = os.environ | {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback, "OMP_NUM_THREADS": "1"}
+    env = os.environ | LOOPBACK | {"OMP_NUM_THREADS": "1"}
     ranks: list[subprocess.Popen[str]] = []
     error = ""
     with tempfile.TemporaryDirectory() as folder:

@@ -28,7 +28,7 @@ class Strategy:
     - `limit`: one sentence with the nearest working choice if the strategy cannot run a Request, otherwise None;
       `unmet`: the same for a property that this machine lacks; `needs`: the packages that it needs.
     - `differs`: the reason if a run is expected to train something different from one process, otherwise None.
-    - `processes`: the number of processes that torchrun starts.
+    - `processes`: the number of processes that torchrun starts; `process_group`: whether they form a process group.
     - `lacks`: the common options that the strategy does not support, each with the reason.
     - `constants`: settings of the script that follow from the Request, by name.
     - `note`: how a run on a device ("cpu", "cuda") differs from what the title says, such as an emulation; otherwise
@@ -55,6 +55,7 @@ class Strategy:
     unmet: Callable[[Request, Machine], str | None] = lambda spec, machine: None
     differs: Callable[[Request], str | None] = lambda spec: None
     processes: Callable[[Request], int] = lambda spec: spec.nproc
+    process_group: bool = True
     default_nproc: int | None = None
     options: tuple[Option, ...] = ()
     lacks: Mapping[str, str] = field(default_factory=dict)

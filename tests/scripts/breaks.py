@@ -5,6 +5,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -71,6 +72,7 @@ def holds_the_gil(rank: int) -> None:
 
 def one_stops_and_one_holds_the_gil(rank: int) -> None:
     """Of four ranks, rank 1 is stopped and rank 2 is inside a C call."""
+    time.sleep(2)  # so that the probe sees a step first: before one, a call counts as held only after 30 s
     if rank == 1:
         is_stopped(rank)
     if rank == 2:
@@ -92,8 +94,6 @@ def uses_all_memory(rank: int) -> None:
 
 
 def spin(seconds: float) -> None:
-    import time
-
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         sum(range(1000))

@@ -13,16 +13,18 @@ from dataclasses import asdict
 from rich.text import Text
 
 from labkit.frontends.console import Console
-from labkit.frontends.doctor import machine, software
+from labkit.frontends.doctor import links, machine, software
 from labkit.frontends.doctor.check import Check
+from labkit.prediction.link_table import stored
+from labkit.setup.machine import Machine
 
 LEVELS = ("fine", "degraded", "broken")
 _STYLES = {"fine": "green", "degraded": "yellow", "broken": "bold red"}
 
 
 def main(json: bool = False) -> int:
-    """Runs every check and prints each result immediately, or all of them as one JSON object. Returns 1 if anything is
-    broken.
+    """Runs every check and prints each result immediately, then the measured times of collectives; or all of it as one
+    JSON object. Returns 1 if anything is broken.
     """
     done: list[Check] = []
     console = Console(stderr=json)
@@ -30,9 +32,13 @@ def main(json: bool = False) -> int:
         done.append(check)
         if not json:
             _show(console, check)
+    tables = stored(Machine.here()).tables
+    for table in () if json else tables:
+        console.print(links.as_table(table))
     worst = max((check.level for check in done), key=LEVELS.index)
     if json:
-        print(jsonlib.dumps({"level": worst, "checks": [asdict(check) for check in done]}))
+        measured = [links.figures(table) for table in tables]
+        print(jsonlib.dumps({"level": worst, "checks": [asdict(check) for check in done], "links": measured}))
     return int(worst == "broken")
 
 
@@ -75,6 +81,7 @@ CHECKS: tuple[Callable[[], Check], ...] = (
         machine.runs_folder,
         machine.digits,
         machine.warm_start,
+        machine.communication,
         machine.compiler,
     ),
 )

@@ -14,6 +14,7 @@ import psutil
 from labkit.common.units import size
 from labkit.frontends.doctor.check import Check, version_of
 from labkit.launch.warm.client import Cold, about
+from labkit.prediction.link_table import CALIBRATE, stored, summary
 from labkit.record.folder import runs_root
 from labkit.setup.machine import Machine
 
@@ -132,6 +133,14 @@ def warm_start() -> Check:
         )
     memory = size(psutil.Process(found["pid"]).memory_info().rss)
     return Check("warm start", "fine", f"process {found['pid']} ({memory}) has started {found['runs']} runs")
+
+
+def communication() -> Check:
+    """What was measured of the communication between ranks."""
+    found = stored(Machine.here())
+    if found.problems:
+        return Check("links", "degraded", "; ".join(found.problems), f"run {CALIBRATE}")
+    return Check("links", "fine", summary(found), "" if found.tables else f"run {CALIBRATE}")
 
 
 def compiler() -> Check:

@@ -11,7 +11,6 @@ from rich.text import Text
 
 from labkit.analysis.comparison import HEADS, Row, cells, recorded_elsewhere, sentences
 from labkit.common.text import visible_line
-from labkit.figures.prediction import HEADS as HEADS_OF_PREDICTION
 from labkit.figures.prediction import Prediction
 from labkit.frontends.terminal.parts import PhaseBar, formatted, phase_legend
 
@@ -45,7 +44,7 @@ def runs_table(rows: Sequence[dict]) -> RenderableType:
 def prediction_table(found: Prediction) -> RenderableType:
     """The predicted figures, a row for each group of equal ranks, under a title that says how they were made."""
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in HEADS_OF_PREDICTION:
+    for name in found.heads:
         table.add_column(name, justify="left" if name in ("rank", "in the phase") else "right", no_wrap=True)
     for row in found.rows:
         table.add_row(*(Text(visible_line(cell)) for cell in row))

@@ -1,6 +1,8 @@
-"""Reads a request as JSON from standard input, traces its ranks, each in a process of its own, and prints the results.
+"""Reads requests, one JSON object per line, from standard input until it is closed, or has been silent for `_IDLE`
+seconds; traces the ranks of each, every one in a process of its own, and prints the results.
 
-Each line of the output is one object: {"rank", "trace"} or {"rank", "error", "where"}.
+Each line of the output is an object, {"rank", "trace"} or {"rank", "error", "where"}, or null after the last of a
+request.
 """
 
 from __future__ import annotations
@@ -8,10 +10,12 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import select
 import sys
 import traceback
 import warnings
 from collections.abc import Iterator
+from itertools import chain
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -21,6 +25,8 @@ import torch.distributed.tensor.parallel
 
 from labkit.prediction.tracing.rank import trace
 from labkit.probe.lifetime import end_with_parent, identity
+
+_IDLE = 300.0
 
 
 def results(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -64,12 +70,13 @@ def _where(error: BaseException, path: str) -> str:
 
 
 def main() -> None:
-    """Traces the ranks. What the script prints goes to standard error."""
+    """Answers requests. What the scripts print goes to standard error."""
     output = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     torch.set_num_threads(1)
-    for result in results(json.load(sys.stdin)):
-        print(json.dumps(result), file=output, flush=True)
+    while select.select([sys.stdin], [], [], _IDLE)[0] and (line := sys.stdin.readline()):
+        for result in chain(results(json.loads(line)), [None]):
+            print(json.dumps(result), file=output, flush=True)
 
 
 if __name__ == "__main__":

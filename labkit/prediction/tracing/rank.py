@@ -1,4 +1,4 @@
-"""Traces one rank: builds the script's model and optimizer, runs two steps, and reports the second."""
+"""Traces one rank: builds the script's model and optimizer, runs three steps, and reports the third."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import types
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import TensorDataset
@@ -19,24 +20,27 @@ from labkit.prediction.tracing.tape import Tape, TapeCensus, scoped
 from labkit.probe.memory import states_of
 from labkit.probe.timeline import curve
 
-_STEPS = 2  # the first creates the optimizer's state, and orders DDP's buckets
+_STEPS = 3  # the first typical one: optimizer state exists, DDP has its final buckets, PowerSGD compresses
 
 
 def trace(request: dict[str, Any], rank: int) -> dict[str, Any]:
     """The memory curve and the collectives of a step of one rank.
 
-    `request` has `source` and `path` of the script, `ranks`, their number, and `sample`, the shape of one input.
+    `request` has `source` and `path` of the script, `ranks`, their number, `grouped`, whether they form a process
+    group, `sample`, the shape of one input, and `split`, how tensor-parallel ranks split the output of each block.
     """
     tape = Tape()
     world.join(rank, request["ranks"])
     for owner, name, function in scoped(tape):
         setattr(owner, name, function)
     script = _loaded(request["path"], request["source"])
-    device = script.setup()
+    device = torch.device("cpu")
+    if request["grouped"]:
+        dist.init_process_group()
     with FakeTensorMode(allow_non_fake_inputs=True), tape:
         if hasattr(script, "STAGES"):
             inputs, _ = _data(script, request["sample"], script.BATCH_PER_RANK // script.MICRO_BATCHES).tensors
-            world.stages_know_shapes(script.build_blocks(), script.STAGES, inputs)
+            world.stages_know_shapes(script.build_blocks(), script.STAGES, inputs, request["split"])
             del inputs
         return _traced(script, device, request["sample"], tape)
 

@@ -1,13 +1,15 @@
 """A stand-in for `DistributedDataParallel`, whose C++ reducer reads the memory of tensors, which fake tensors lack.
 
-It has the reducer's buckets: in the first step those of `dist._compute_bucket_assignment_by_size` over the parameters
-in reverse order, from the second step on over the parameters in the order in which their gradients were ready (Li et
-al. 2020, section 3.2 and 4.2). A bucket is reduced when all of its gradients are ready; after the last one, gradients
-are copied from the buckets. Buffers are broadcast before each forward in training.
+It has the reducer's buckets: one in the first step, and from the second step on those of
+`dist._compute_bucket_assignment_by_size` over the parameters in the order in which their gradients were ready (Li et
+al. 2020, sections 3.2 and 4.2). With `find_unused_parameters` they are those of the parameters in their order, from the
+end, for good, and a map of the used parameters is reduced, too. A bucket is reduced when all of its gradients are
+ready; after the last one, gradients are copied from the buckets. Buffers are broadcast before each forward in training.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -57,6 +59,7 @@ class Replica(torch.nn.Module):
         device_mesh: Any = None,
         gradient_as_bucket_view: bool = False,
         broadcast_buffers: bool = True,
+        find_unused_parameters: bool = False,
         **_: Any,
     ):
         super().__init__()
@@ -66,11 +69,12 @@ class Replica(torch.nn.Module):
         self.gradient_as_bucket_view, self._broadcasts = gradient_as_bucket_view, broadcast_buffers
         first = dist._DEFAULT_FIRST_BUCKET_BYTES if bucket_cap_mb is None else bucket_cap_mb * _MIB
         self._limits = [int(first), int((bucket_cap_mb or _DEFAULT) * _MIB)]
+        self._rebuilt = self._finds_unused = find_unused_parameters
         self._hook: Any = None
         self._ready: list[torch.nn.Parameter] = []
-        self._rebuilt = False
         parameters = [one for one in module.parameters() if one.requires_grad]
-        self._build([*reversed(parameters)])
+        self._used = torch.zeros(len(parameters) if find_unused_parameters else 0, dtype=torch.int32)
+        self._build(parameters, self._limits if find_unused_parameters else [sys.maxsize])
         for one in parameters:
             one.register_post_accumulate_grad_hook(self._gradient)
 
@@ -109,12 +113,12 @@ class Replica(torch.nn.Module):
         """The flat buffers of all buckets."""
         return self._buffers_of_buckets
 
-    def _build(self, order: list[torch.nn.Parameter]) -> None:
+    def _build(self, order: list[torch.nn.Parameter], limits: list[int], from_end: bool = True) -> None:
         self._buffers_of_buckets: list[torch.Tensor] = []  # freed first
         with _disable_current_modes():  # C++ code reads only shapes and types
             shapes = [torch.empty(one.shape, dtype=one.dtype, device="meta") for one in order]
-            parts, _ = dist._compute_bucket_assignment_by_size(shapes, self._limits, [False] * len(order))
-        self._buckets = [[order[index] for index in part] for part in parts]
+            parts, _ = dist._compute_bucket_assignment_by_size(shapes, limits, [False] * len(order))
+        self._buckets = [[order[index] for index in part] for part in (reversed(parts) if from_end else parts)]
         self._place = {one: number for number, bucket in enumerate(self._buckets) for one in bucket}
         if not self.gradient_as_bucket_view:
             self._buffers_of_buckets = [
@@ -132,6 +136,8 @@ class Replica(torch.nn.Module):
         if not self._left[number]:
             self._reduce(number)
         if not any(self._left):
+            if self._finds_unused:
+                dist.all_reduce(self._used, group=self.group, async_op=True)
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _reduce(self, number: int) -> None:
@@ -141,7 +147,7 @@ class Replica(torch.nn.Module):
         if self._hook is None:
             dist.all_reduce(buffer, group=self.group, async_op=True)
         else:
-            self._hook(_Bucket(number, number == len(self._buckets) - 1, buffer, [*bucket]))
+            self._hook(_Bucket(number, number == len(self._buckets) - 1, buffer, [*bucket])).wait()
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -150,7 +156,7 @@ class Replica(torch.nn.Module):
                 one.grad.copy_(part.view_as(one))
         if not self._rebuilt:
             self._rebuilt = True
-            self._build(self._ready)
+            self._build(self._ready, self._limits, from_end=False)
 
     @torch.no_grad()
     def _send_buffers(self) -> None:

@@ -79,8 +79,8 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, torch.distributed.tensor.DTensor) for kind in types):
             return NotImplemented  # DTensor comes first, and calls the operation on its local tensors
-        if func is _READS:  # a value of a fake tensor: one that divides by nothing and ends no loop
-            return 1.0 if args[0].is_floating_point() else 1
+        if func is _READS:
+            return _value(args[0].dtype)
         if func is torch.ops._c10d_functional.wait_tensor.default:
             return args[0]  # the fake kernel would return a copy
         result = func(*args, **(kwargs or {}))
@@ -93,6 +93,7 @@ class Tape(TorchDispatchMode):
         for tensor in tree_iter(result):
             if isinstance(tensor, torch.Tensor):
                 self.address(tensor, name)
+        self.time += 1  # what is released from now on was allocated together with the result
         return result
 
     def restart(self) -> None:
@@ -143,6 +144,14 @@ class Tape(TorchDispatchMode):
             self.allocations.append(Allocation(self.time, address, -before, inside))
         if size:
             self.allocations.append(Allocation(self.time, address, size, inside))
+
+
+def _value(kind: torch.dtype) -> float | int | bool:
+    """What a script reads from a tensor without data: no flag is set (overflow, not finite), numbers are 1, which can
+    be a divisor."""
+    if kind in (torch.bool, torch.uint8):
+        return False
+    return 1.0 if kind.is_floating_point else 1
 
 
 class TapeCensus(Census):

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh
+from torch.distributed.tensor import placement_types
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -34,8 +35,8 @@ _ASYNCHRONOUS = (
 class Pending:
     """An asynchronous operation: it refers to its tensors, as backends do until it has been waited for."""
 
-    def __init__(self, tensors: Any):
-        self.tensors: Any = tensors
+    def __init__(self, *arguments: Any):
+        self._arguments = arguments
 
     def wait(self, timeout: Any = None) -> bool:
         """Returns at once."""
@@ -46,9 +47,9 @@ class Pending:
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future that already has the tensors."""
+        """A future that already has the result: the first argument, in place."""
         future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(self.tensors)
+        future.set_result([self._arguments[0]])
         return future
 
 
@@ -71,6 +72,8 @@ def join(rank: int, ranks: int) -> None:
     replaced(device_mesh.init_device_mesh, _without_fakes(device_mesh.init_device_mesh))
     for name in _MESH_METHODS:
         setattr(device_mesh.DeviceMesh, name, _without_fakes(getattr(device_mesh.DeviceMesh, name)))
+    strided = placement_types._StridedShard  # computes its sizes with tensors
+    strided.local_shard_size_and_offset = _without_fakes(strided.local_shard_size_and_offset)
     for name in _ASYNCHRONOUS:
         replaced(getattr(dist, name), _holding(getattr(dist, name)))
     replaced(torch.nn.parallel.DistributedDataParallel, Replica)
@@ -104,8 +107,8 @@ def _holding(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         work = function(*args, **kwargs)
         if isinstance(work, list):
-            return [Pending(one) for one in args[0]]
-        return None if work is None else Pending([args, kwargs])
+            return [Pending(one.tensor) for one in args[0]]
+        return None if work is None else Pending(*args, kwargs)
 
     return call
 
@@ -128,15 +131,21 @@ def _at_once(pool: Any, function: Callable[..., Any], *args: Any, **kwargs: Any)
     return future
 
 
-def stages_know_shapes(blocks: Iterable[torch.nn.Module], bounds: Sequence[int], inputs: torch.Tensor) -> None:
+def stages_know_shapes(
+    blocks: Iterable[torch.nn.Module],
+    bounds: Sequence[int],
+    inputs: torch.Tensor,
+    split: Sequence[tuple[int, int] | None],
+) -> None:
     """Tells every `PipelineStage` the shapes of its inputs and outputs, which ranks otherwise send to each other.
 
     `blocks` are all blocks of the model, `bounds` the first block of each stage, and the number of blocks; `inputs`
-    is a micro-batch.
+    is a micro-batch; `split` has for each block the dimension of its output that ranks split, and their number.
     """
     from torch.distributed.pipelining.stage import PipelineStage
 
-    passed = [_shape_of(tensor) for tensor in _passed(blocks, inputs)]
+    parts = (None, *split)
+    passed = [_shape_of(tensor, part) for tensor, part in zip(_passed(blocks, inputs), parts)]
     create = PipelineStage.__init__
 
     def init(stage: Any, module: torch.nn.Module, number: int, *args: Any, **kwargs: Any) -> None:
@@ -147,9 +156,13 @@ def stages_know_shapes(blocks: Iterable[torch.nn.Module], bounds: Sequence[int],
 
 
 @_without_fakes
-def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without memory, of the same shape and type."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.dtype.is_floating_point)
+def _shape_of(tensor: torch.Tensor, part: tuple[int, int] | None) -> torch.Tensor:
+    """A tensor without memory, of the type and shape of a rank's part."""
+    shape = [*tensor.shape]
+    if part:
+        dimension, ranks = part
+        shape[dimension] //= ranks
+    return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.dtype.is_floating_point)
 
 
 def _passed(blocks: Iterable[torch.nn.Module], inputs: torch.Tensor) -> Iterator[torch.Tensor]:

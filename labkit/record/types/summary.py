@@ -9,7 +9,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from labkit.record.schema import Limits
 from labkit.record.types.envelope import Ranks
-from labkit.record.types.measured import ReplicaExtra
+from labkit.record.types.measured import ReplicaExtra, ReplicaMeasured
 from labkit.record.types.values import RANKS, Amount, Bytes, Code, Count, Line, Name, Rank, Seconds, Value, World
 
 VERSION = 1
@@ -50,16 +50,10 @@ class RankFigures(TypedDict):
     communication: Communication | None
 
 
-class ReplicaFigures(TypedDict):
+class ReplicaFigures(ReplicaMeasured):
     """Medians of one replica (thread) of dp: seconds of its forward and of its CPU, samples, bytes; `extra`, in replica
     0, are the bytes that only the first device has."""
 
-    replica: Rank
-    device: Name
-    forward: Seconds
-    cpu: Seconds
-    samples: Amount
-    memory: Bytes
     extra: NotRequired[ReplicaExtra]
 
 

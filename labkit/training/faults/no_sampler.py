@@ -1,11 +1,10 @@
 """Every rank loads its batches from all samples, in the same order."""
 
-from torch.utils.data import DataLoader, Sampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from labkit.training.strategies.base import BATCH_PER_RANK
 
 
-def load(dataset: TensorDataset) -> tuple[Sampler, DataLoader]:
+def load(train_data: TensorDataset) -> DataLoader:
     """Injected fault: no DistributedSampler, so all ranks load the same batches."""
-    loader = DataLoader(dataset, BATCH_PER_RANK, shuffle=True)
-    return loader.sampler, loader
+    return DataLoader(train_data, BATCH_PER_RANK, shuffle=True)

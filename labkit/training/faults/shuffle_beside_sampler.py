@@ -5,7 +5,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from labkit.training.strategies.base import BATCH_PER_RANK, SEED, data_shard
 
 
-def load(dataset: TensorDataset) -> tuple[DistributedSampler, DataLoader]:
+def load(train_data: TensorDataset) -> DataLoader:
     """Injected fault: shuffle and sampler both define the sample order."""
-    sampler = DistributedSampler(dataset, *data_shard(), seed=SEED)
-    return sampler, DataLoader(dataset, BATCH_PER_RANK, sampler=sampler, shuffle=True)
+    sampler = DistributedSampler(train_data, *data_shard(), seed=SEED)
+    return DataLoader(train_data, BATCH_PER_RANK, sampler=sampler, shuffle=True)

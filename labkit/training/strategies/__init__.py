@@ -23,6 +23,7 @@ STRATEGIES: dict[str, Strategy] = {
             states="whole",
             data_ranks=lambda spec: 1,
             limit=rules.one_process,
+            process_group=False,
             default_nproc=1,
         ),
         Strategy(
@@ -35,6 +36,7 @@ STRATEGIES: dict[str, Strategy] = {
             data_ranks=lambda spec: spec.nproc,
             limit=rules.several_devices,
             processes=lambda spec: 1,
+            process_group=False,
             lacks={"checkpoint_activations": shared.REPLICATED, "compile": shared.REPLICATED},
             note=rules.emulated,
         ),

@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime
-from functools import partial
 from itertools import count, islice
 
 import torch
@@ -19,10 +18,10 @@ from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.monitor import Event, log_event
 from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 from labkit.training.strategies.checkpoints import IS_LOGGING_RANK, LOSS_SCALING, RESUME, SCALER, resume, save
+from labkit.training.strategies.transforming import CHECKPOINT_ACTIVATIONS, COMPILE, transform
 from labkit.training.workloads.cnn import build_blocks
 from labkit.training.workloads.digits import load_data
 
@@ -37,11 +36,10 @@ PIN_MEMORY = True  # page-locked batches, which a GPU can copy asynchronously
 NON_BLOCKING = True  # continue while a batch is copied to the device
 TF32 = False  # compute fp32 matrix products in TF32
 MIXED_PRECISION = False  # compute matrix products in DTYPE
+AUTOCAST = True  # by torch.autocast; False: the wrapper of the model casts
 DTYPE = torch.bfloat16  # 16-bit type of the matrix products
 ACCUMULATE = 1  # micro-batches per step
 CLIP_NORM = 0.0  # maximum norm of all gradients; 0: no clipping
-CHECKPOINT_ACTIVATIONS = False  # recompute activations in backward
-COMPILE = False  # compile each block with torch.compile
 JOIN = False  # allow unequal numbers of batches per rank
 LOSS_PARALLEL = False  # keep the logits split over the ranks
 PRINT_EVERY = 20  # steps between printed losses
@@ -50,17 +48,13 @@ FAULT = None  # the injected fault, which may change the data, the model or the 
 INJECT_DATA = INJECT_MODEL = INJECT_STEP = False
 DATA_RANKS = 1  # ranks with different samples
 STAGE_DATA = False  # a rank loads only what its pipeline stages need
-DISTRIBUTED = False  # several processes train
-
-
-def setup() -> torch.device:
-    """The device that this process trains on."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+RANKS = 1  # ranks of the run
+DISTRIBUTED = False  # the ranks form a process group
 
 
 def data_shard() -> tuple[int, int]:
     """num_replicas and rank of the DistributedSampler."""
-    return 1, 0
+    return dist.get_world_size(), dist.get_rank()
 
 
 def stage_data(dataset: TensorDataset) -> TensorDataset:
@@ -68,16 +62,17 @@ def stage_data(dataset: TensorDataset) -> TensorDataset:
     return dataset
 
 
-def load(dataset: TensorDataset) -> tuple[DistributedSampler, DataLoader]:
+def load(train_data: TensorDataset) -> DataLoader:
     """The batches of this rank, reshuffled in each epoch."""
-    if DATA_RANKS > 1:
-        num_replicas, rank = data_shard()
-        sampler = DistributedSampler(dataset, num_replicas, rank, seed=SEED)
+    if DATA_RANKS == 1:
+        sampler = DistributedSampler(train_data, num_replicas=1, rank=0, seed=SEED)
+    elif DATA_RANKS == RANKS:
+        sampler = DistributedSampler(train_data, seed=SEED)
     else:
-        sampler = DistributedSampler(dataset, num_replicas=1, rank=0, seed=SEED)
+        sampler = DistributedSampler(train_data, *data_shard(), seed=SEED)
     if JOIN:  # no padding: some ranks have one sample less than others
-        sampler.total_size = len(dataset)
-        sampler.num_samples = len(range(sampler.rank, len(dataset), sampler.num_replicas))
+        sampler.total_size = len(train_data)
+        sampler.num_samples = len(range(sampler.rank, len(train_data), sampler.num_replicas))
     options = {"pin_memory": torch.cuda.is_available()}  # for asynchronous copies
     if not PIN_MEMORY:
         options = {}
@@ -85,22 +80,12 @@ def load(dataset: TensorDataset) -> tuple[DistributedSampler, DataLoader]:
         options |= {"num_workers": WORKERS, "persistent_workers": True}
     if FETCH == "batches":
         indices = BatchSampler(sampler, BATCH_PER_RANK, drop_last=False)
-        loader = DataLoader(dataset, batch_size=None, sampler=indices, **options)
-    else:
-        loader = DataLoader(dataset, BATCH_PER_RANK, sampler=sampler, **options)
-    return sampler, loader
+        return DataLoader(train_data, batch_size=None, sampler=indices, **options)
+    else:  # noqa: RET505
+        return DataLoader(train_data, BATCH_PER_RANK, sampler=sampler, **options)
 
 
-def transform(block: nn.Module) -> nn.Module:
-    """Apply activation checkpointing and torch.compile to a block."""
-    if CHECKPOINT_ACTIVATIONS:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    if COMPILE:
-        block.compile()
-    return block
-
-
-def parallelize(blocks: Iterable[nn.Module], device: torch.device) -> nn.Module:
+def parallelize(blocks, device: torch.device) -> nn.Module:
     """The model, on the device."""
     if CHECKPOINT_ACTIVATIONS or COMPILE:
         blocks = map(transform, blocks)
@@ -112,17 +97,22 @@ def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
 
 
+def forward(model, inputs) -> torch.Tensor:
+    """The logits of a batch."""
+    if MIXED_PRECISION and AUTOCAST:
+        with torch.autocast(inputs.device.type, dtype=DTYPE):
+            return model(inputs).float()  # compute the loss in fp32
+    else:
+        return model(inputs)
+
+
 def loss_of(model, inputs, targets) -> torch.Tensor:
     """The mean loss of a batch."""
-    if MIXED_PRECISION:
-        with torch.autocast(inputs.device.type, dtype=DTYPE):
-            logits = model(inputs).float()  # compute the loss in fp32
-    else:
-        logits = model(inputs)
     if LOSS_PARALLEL:
         with loss_parallel():
-            return cross_entropy(logits.flatten(0, -2), targets.flatten())
-    return cross_entropy(logits.flatten(0, -2), targets.flatten())
+            return cross_entropy(forward(model, inputs).flatten(0, -2), targets.flatten())
+    else:
+        return cross_entropy(forward(model, inputs).flatten(0, -2), targets.flatten())
 
 
 def gradient_sync(model: nn.Module, last: bool) -> AbstractContextManager:
@@ -180,16 +170,36 @@ def joined(model, batches: Iterable) -> Iterator:
         yield from batches
 
 
+def numbered(model, loader: DataLoader, steps: Iterator[int]) -> Iterable:
+    """The batches of an epoch with the numbers of their steps."""
+    if JOIN:
+        return joined(model, zip(loader, steps))
+    else:  # noqa: RET505
+        return zip(loader, steps)
+
+
+def evaluation_batches(dataset: TensorDataset) -> tuple[torch.Tensor, ...]:
+    """The indices of the samples that this rank evaluates, batch by batch."""
+    if DATA_RANKS == 1 or not DISTRIBUTED:
+        return torch.arange(len(dataset)).split(BATCH_PER_RANK)
+    else:  # noqa: RET505
+        num_replicas, rank = data_shard()
+        batches = len(dataset) // (num_replicas * BATCH_PER_RANK) + 1  # equal on all ranks
+        return torch.arange(len(dataset))[rank::num_replicas].tensor_split(batches)
+
+
 @torch.no_grad()
 def evaluate(model, dataset: TensorDataset, device: torch.device) -> list[float]:
     """Mean loss and accuracy on the test set."""
     model.eval()
     sums = torch.zeros(2, device=device)
-    for indices in torch.arange(len(dataset)).split(BATCH_PER_RANK):
+    for indices in evaluation_batches(dataset):
         inputs, targets = (tensor.to(device) for tensor in dataset[indices])
         logits, targets = model(inputs).flatten(0, -2), targets.flatten()
         sums[0] += cross_entropy(logits, targets, reduction="sum")
         sums[1] += (logits.argmax(-1) == targets).sum()
+    if DATA_RANKS > 1 and DISTRIBUTED:
+        dist.all_reduce(sums)
     return (sums / dataset.tensors[1].numel()).tolist()
 
 
@@ -207,19 +217,16 @@ def fault_step(model: nn.Module, step: int) -> None:
     """Inject a fault before a step: none by default."""
 
 
-def cleanup() -> None:
-    """Nothing to clean up: a single process has no process group."""
-
-
 def train(device: torch.device) -> None:
     """Run all epochs; on return, the model is freed before the process group."""
     torch.manual_seed(SEED)  # the same initial weights on every rank
-    train_data, test_data = load_data()
     if STAGE_DATA:
-        train_data, test_data = stage_data(train_data), stage_data(test_data)
+        train_data, test_data = map(stage_data, load_data())
+    else:
+        train_data, test_data = load_data()
     if INJECT_DATA:
         train_data = fault_data(train_data)
-    sampler, loader = load(train_data)
+    loader = load(train_data)
     if INJECT_MODEL:  # noqa: SIM108
         model = parallelize(fault_model(build_blocks()), device)
     else:
@@ -230,12 +237,12 @@ def train(device: torch.device) -> None:
     steps = islice(count(1), MAX_STEPS)  # 1 to MAX_STEPS, over all epochs
     for epoch in range(1, EPOCHS + 1):
         if FAULT not in ("no_sampler", "no_set_epoch"):
-            sampler.set_epoch(epoch)
+            if FETCH == "batches":
+                loader.sampler.sampler.set_epoch(epoch)
+            else:
+                loader.sampler.set_epoch(epoch)
         model.train()
-        batches = zip(loader, steps)
-        if JOIN:
-            batches = joined(model, batches)
-        for batch, step in batches:
+        for batch, step in numbered(model, loader, steps):
             if SAVE_EVERY or RESUME:
                 if step == done:  # training resumes with the next batch
                     log_event(Event("resume", datetime.now(), {"step": step}))
@@ -270,15 +277,24 @@ def train(device: torch.device) -> None:
 
 
 def main() -> None:
-    device = setup()
     if TF32:
         torch.set_float32_matmul_precision("high")
-    try:
-        train(device)
-        if DISTRIBUTED and FAULT != "evaluation_on_rank_0":
-            dist.barrier()  # no rank leaves while another is still sending
-    finally:
-        cleanup()
+    if DISTRIBUTED:
+        if torch.cuda.is_available():
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+            dist.init_process_group("nccl", device_id=device)
+        else:
+            device = torch.device("cpu")
+            dist.init_process_group("gloo")
+        try:
+            train(device)
+            if FAULT != "evaluation_on_rank_0":
+                dist.barrier()  # no rank leaves while another is still sending
+        finally:
+            dist.destroy_process_group()
+    else:
+        train(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 if __name__ == "__main__":

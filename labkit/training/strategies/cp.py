@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.data import TensorDataset
 
-from labkit.training.strategies.ddp import cleanup, evaluate, gradient_sync, parallelize, setup
+from labkit.training.strategies.ddp import gradient_sync, parallelize
+from labkit.training.strategies.fsdp2_tp import evaluate
 from labkit.training.workloads.gpt import CONTEXT
 
-__all__ = ["attend", "cleanup", "evaluate", "gradient_sync", "parallelize", "positions", "setup", "windows"]
+__all__ = ["attend", "evaluate", "gradient_sync", "parallelize", "positions", "windows"]
 
 
 def windows(data: torch.Tensor, count: int) -> TensorDataset:

@@ -2,7 +2,6 @@
 stage."""
 
 import os
-from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -10,23 +9,18 @@ from torch.nn.functional import cross_entropy
 
 from labkit.training.strategies.base import (
     BATCH_PER_RANK,
-    CHECKPOINT_ACTIVATIONS,
     CLIP_NORM,
-    COMPILE,
     DTYPE,
     IS_LOGGING_RANK,
     LEARNING_RATE,
     MIXED_PRECISION,
-    transform,
 )
-from labkit.training.strategies.ddp import cleanup, data_shard, evaluate, setup
-
-__all__ = ["cleanup", "data_shard", "evaluate", "setup"]
+from labkit.training.strategies.transforming import CHECKPOINT_ACTIVATIONS, COMPILE, transform
 
 STAGE = 1  # ZeRO stage: 1 shards optimizer state, 2 also gradients, 3 also parameters
 
 
-def parallelize(blocks: Iterable[nn.Module], device: torch.device) -> nn.Module:
+def parallelize(blocks, device: torch.device) -> nn.Module:
     """Wrap the model and its optimizer in DeepSpeed's engine."""
     if CHECKPOINT_ACTIVATIONS or COMPILE:
         blocks = map(transform, blocks)

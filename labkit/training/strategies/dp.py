@@ -1,7 +1,6 @@
 """Data parallel in one process: one thread per device, and a replica of the model that is created again at every
 step."""
 
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 
@@ -16,9 +15,9 @@ RANKS = 2  # devices, each with one replica and one thread of this process
 THREADS = [ThreadPoolExecutor(1, f"replica {n:03}") for n in range(RANKS)]
 
 
-def load(dataset: TensorDataset) -> tuple[DistributedSampler, DataLoader]:
+def load(train_data: TensorDataset) -> DataLoader:
     """The global batches of all devices, reshuffled in each epoch."""
-    sampler = DistributedSampler(dataset, num_replicas=1, rank=0, seed=SEED)
+    sampler = DistributedSampler(train_data, num_replicas=1, rank=0, seed=SEED)
     options = {"pin_memory": torch.cuda.is_available()}  # for asynchronous copies
     if not PIN_MEMORY:
         options = {}
@@ -26,10 +25,10 @@ def load(dataset: TensorDataset) -> tuple[DistributedSampler, DataLoader]:
         options |= {"num_workers": WORKERS, "persistent_workers": True}
     if FETCH == "batches":
         indices = BatchSampler(sampler, BATCH_PER_RANK * RANKS, drop_last=False)
-        loader = DataLoader(dataset, batch_size=None, sampler=indices, **options)
-    else:
-        loader = DataLoader(dataset, BATCH_PER_RANK * RANKS, sampler=sampler, **options)
-    return sampler, loader
+        return DataLoader(train_data, batch_size=None, sampler=indices, **options)
+    else:  # noqa: RET505
+        size = BATCH_PER_RANK * RANKS
+        return DataLoader(train_data, size, sampler=sampler, **options)
 
 
 def in_threads(function, *inputs) -> list:
@@ -68,7 +67,7 @@ class Replicas(nn.Module):
         return logits
 
 
-def parallelize(blocks: Iterable[nn.Module], device: torch.device) -> nn.Module:
+def parallelize(blocks, device: torch.device) -> nn.Module:
     """One replica per device: each batch is scattered, and the logits are gathered."""
     model = nn.Sequential(*blocks)
     if DEVICE == "cuda":

@@ -1,7 +1,6 @@
 """Fully sharded data parallel, first version (FSDP1): each wrapped unit is one flat parameter, sharded over the
 ranks."""
 
-from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -11,11 +10,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
-from labkit.training.strategies.base import CHECKPOINT_ACTIVATIONS, CLIP_NORM, COMPILE, transform
-from labkit.training.strategies.ddp import cleanup, data_shard, evaluate, setup
+from labkit.training.strategies.base import CLIP_NORM
 from labkit.training.strategies.sharded import resume, save
+from labkit.training.strategies.transforming import CHECKPOINT_ACTIVATIONS, COMPILE, transform
 
-__all__ = ["SCALER", "cleanup", "clip_gradients", "data_shard", "evaluate", "parallelize", "resume", "save", "setup"]
+__all__ = ["SCALER", "clip_gradients", "parallelize", "resume", "save"]
 
 SHARDING = "FULL_SHARD"  # SHARD_GRAD_OP keeps parameters gathered until backward
 MIN_PARAMETERS = 20_000  # modules of at least this size become separate FSDP units
@@ -23,7 +22,7 @@ REPLICAS = 1  # groups of ranks that each hold one sharded copy of the model
 SCALER = ShardedGradScaler()  # checks for overflow on all ranks
 
 
-def parallelize(blocks: Iterable[nn.Module], device: torch.device) -> nn.Module:
+def parallelize(blocks, device: torch.device) -> nn.Module:
     """Shard every unit over the ranks; each unit is all-gathered when it is needed."""
     if CHECKPOINT_ACTIVATIONS or COMPILE:
         blocks = map(transform, blocks)

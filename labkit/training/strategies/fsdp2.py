@@ -1,19 +1,16 @@
 """Fully sharded data parallel (FSDP2): like DDP, but each rank stores only a shard of parameters, gradients and
 optimizer state."""
 
-from collections.abc import Iterable
-
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.nn.functional import cross_entropy
 
-from labkit.training.strategies.base import CHECKPOINT_ACTIVATIONS, COMPILE, DTYPE, MIXED_PRECISION, transform
-from labkit.training.strategies.ddp import cleanup, data_shard, evaluate, setup
+from labkit.training.strategies.base import DTYPE, MIXED_PRECISION
 from labkit.training.strategies.sharded import resume, save
+from labkit.training.strategies.transforming import CHECKPOINT_ACTIVATIONS, COMPILE, transform
 
-__all__ = ["cleanup", "data_shard", "evaluate", "loss_of", "parallelize", "resume", "save", "setup"]
+__all__ = ["parallelize", "resume", "save"]
 
 RESHARD_AFTER_FORWARD = True  # False keeps the gathered parameters until backward
 CPU_OFFLOAD = False  # keep parameters, gradients and optimizer state in CPU memory
@@ -21,8 +18,8 @@ PREFETCH = 0  # number of blocks that are all-gathered ahead
 REPLICAS = 1  # groups of ranks that each hold one sharded copy of the model
 
 
-def parallelize(blocks: Iterable[nn.Module], device: torch.device) -> nn.Module:
-    """Shard every parameter over the ranks; blocks are all-gathered when needed."""
+def parallelize(blocks, device: torch.device) -> nn.Module:
+    """Shard each block as soon as it is built; it is all-gathered when it is needed."""
     if CHECKPOINT_ACTIVATIONS or COMPILE:
         blocks = map(transform, blocks)
     if REPLICAS > 1:
@@ -37,9 +34,7 @@ def parallelize(blocks: Iterable[nn.Module], device: torch.device) -> nn.Module:
         settings["mp_policy"] = MixedPrecisionPolicy(**dtypes, output_dtype=torch.float32)
     if CPU_OFFLOAD:
         settings["offload_policy"] = CPUOffloadPolicy()
-    # Each block is sharded before the next one is built.
     model = nn.Sequential(*(fully_shard(block, **settings) for block in blocks))
-    fully_shard(model, **settings)  # the root, which schedules the all-gathers
     if PREFETCH:
         blocks = list(model)
         for number, block in enumerate(blocks):
@@ -47,10 +42,4 @@ def parallelize(blocks: Iterable[nn.Module], device: torch.device) -> nn.Module:
             after = blocks[number + 1 : number + 1 + PREFETCH]
             block.set_modules_to_forward_prefetch(after)
             block.set_modules_to_backward_prefetch(before[::-1])
-    return model
-
-
-def loss_of(model, inputs, targets) -> torch.Tensor:
-    """The mean loss of a batch, in fp32 regardless of the precision of the blocks."""
-    logits = model(inputs)
-    return cross_entropy(logits.flatten(0, -2), targets.flatten())
+    return fully_shard(model, **settings)  # the root, which schedules the all-gathers

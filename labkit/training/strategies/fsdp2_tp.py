@@ -2,35 +2,35 @@
 other."""
 
 import warnings
-from collections.abc import Iterable
 from functools import cache
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor import parallel
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
 
-from labkit.training.strategies.base import CHECKPOINT_ACTIVATIONS, COMPILE, DTYPE, MIXED_PRECISION, transform
-from labkit.training.strategies.ddp import cleanup, evaluate, setup
-from labkit.training.strategies.fsdp2 import RESHARD_AFTER_FORWARD, loss_of
+from labkit.training.strategies.base import DTYPE, MIXED_PRECISION, evaluation_batches
+from labkit.training.strategies.fsdp2 import RESHARD_AFTER_FORWARD
 from labkit.training.strategies.sharded import resume, save
 from labkit.training.strategies.tp import clip_gradients
+from labkit.training.strategies.transforming import CHECKPOINT_ACTIVATIONS, COMPILE, transform
 from labkit.training.workloads.cnn import tensor_plans
 
-__all__ = ["cleanup", "clip_gradients", "data_shard", "evaluate", "loss_of", "parallelize", "resume", "save", "setup"]
+__all__ = ["clip_gradients", "data_shard", "evaluate", "parallelize", "resume", "save"]
 
 TP_SIZE = 2  # ranks that split each layer
 SEQUENCE_PARALLEL = False  # split activations between the matrices by position
 
 
 @cache
-def mesh() -> DeviceMesh:
+def mesh() -> dist.DeviceMesh:
     """The ranks of a row split the layers (tp), the ranks of a column the batch (dp)."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     shape = (dist.get_world_size() // TP_SIZE, TP_SIZE)
-    return init_device_mesh(kind, shape, mesh_dim_names=("dp", "tp"))
+    return dist.init_device_mesh(kind, shape, mesh_dim_names=("dp", "tp"))
 
 
 def data_shard() -> tuple[int, int]:
@@ -38,7 +38,7 @@ def data_shard() -> tuple[int, int]:
     return mesh()["dp"].size(), mesh()["dp"].get_local_rank()
 
 
-def parallelize(blocks: Iterable[nn.Module], device: torch.device) -> nn.Module:
+def parallelize(blocks, device: torch.device) -> nn.Module:
     """Split the layers (TP), then shard the parameters of each rank (FSDP2)."""
     # TP returns the local parts of tensors as views, which nothing changes in place.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
@@ -46,10 +46,27 @@ def parallelize(blocks: Iterable[nn.Module], device: torch.device) -> nn.Module:
     if MIXED_PRECISION:
         dtypes = {"param_dtype": DTYPE, "reduce_dtype": torch.float32}
         settings["mp_policy"] = MixedPrecisionPolicy(**dtypes, output_dtype=torch.float32)
-    model, plans = nn.Sequential(), tensor_plans()
+    model = nn.Sequential()
+    plans = tensor_plans()
     for number, block in enumerate(blocks):  # split each before the next one is built
-        parallelize_module(block.to(device), mesh()["tp"], plans.get(number, {}))
+        plan = plans.get(number, {})
+        parallel.parallelize_module(block.to(device), mesh()["tp"], plan)
         if CHECKPOINT_ACTIVATIONS or COMPILE:
             block = transform(block)
         model.append(fully_shard(block, **settings))
     return fully_shard(model, **settings)  # the root, which schedules the all-gathers
+
+
+@torch.no_grad()
+def evaluate(model, dataset: TensorDataset, device: torch.device) -> list[float]:
+    """Mean loss and accuracy on the test set; each rank evaluates its shard."""
+    model.eval()
+    sums = torch.zeros(3, device=device)
+    for indices in evaluation_batches(dataset):
+        inputs, targets = (tensor.to(device) for tensor in dataset[indices])
+        logits, targets = model(inputs).flatten(0, -2), targets.flatten()
+        sums[0] += cross_entropy(logits, targets, reduction="sum")
+        sums[1] += (logits.argmax(-1) == targets).sum()
+        sums[2] += len(targets)
+    dist.all_reduce(sums)
+    return (sums[:2] / sums[2]).tolist()

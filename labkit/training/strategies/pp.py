@@ -3,7 +3,6 @@ micro-batches."""
 
 import os
 from bisect import bisect
-from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -21,28 +20,23 @@ from torch.utils.data import TensorDataset
 
 from labkit.training.strategies.base import (
     BATCH_PER_RANK,
-    CHECKPOINT_ACTIVATIONS,
     CLIP_NORM,
-    COMPILE,
     DTYPE,
     LOSS_SCALING,
     MIXED_PRECISION,
-    data_shard,
-    transform,
+    evaluation_batches,
 )
-from labkit.training.strategies.ddp import cleanup, setup
 from labkit.training.strategies.sharded import resume, save
+from labkit.training.strategies.transforming import CHECKPOINT_ACTIVATIONS, COMPILE, transform
 
 __all__ = [
     "IS_LOGGING_RANK",
     "SCALER",
-    "cleanup",
     "clip_gradients",
     "evaluate",
     "parallelize",
     "resume",
     "save",
-    "setup",
     "stage_data",
     "train_step",
 ]
@@ -64,11 +58,9 @@ def stage_data(dataset: TensorDataset) -> TensorDataset:
     """Inputs for the first stage, targets for the last; other tensors are empty."""
     rank, last = dist.get_rank(pp_group()), pp_group().size() - 1
     inputs, targets = dataset.tensors
-    if rank > 0:
-        inputs = torch.empty(len(dataset), 0)
-    if rank < last:
-        targets = torch.empty(len(dataset), 0)
-    return TensorDataset(inputs, targets)
+    empty = torch.empty(len(dataset), 0)
+    needed = (inputs if rank == 0 else empty, targets if rank == last else empty)
+    return TensorDataset(*needed)
 
 
 class Pipeline(nn.Module):
@@ -107,13 +99,12 @@ def micro_batch_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tenso
         logits = logits.float()  # compute the loss in fp32
     logits, targets = logits.flatten(0, -2), targets.flatten()
     loss = cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
-    loss = loss / (MICRO_BATCHES * len(targets))
     if LOSS_SCALING:
         loss = SCALER.scale(loss)
-    return loss
+    return loss / (MICRO_BATCHES * len(targets))
 
 
-def own_stages(blocks: Iterable[nn.Module]) -> dict[int, nn.Sequential]:
+def own_stages(blocks) -> dict[int, nn.Sequential]:
     """The stages of this rank, by number; other blocks are freed when they are built."""
     rank, ranks, stages = dist.get_rank(pp_group()), pp_group().size(), {}
     if SCHEDULE in ("GPipe", "1F1B"):  # noqa: SIM108
@@ -129,7 +120,7 @@ def own_stages(blocks: Iterable[nn.Module]) -> dict[int, nn.Sequential]:
     return stages
 
 
-def parallelize(blocks: Iterable[nn.Module], device: torch.device) -> nn.Module:
+def parallelize(blocks, device: torch.device) -> nn.Module:
     """Build the stages of this rank and the pipeline."""
     if CHECKPOINT_ACTIVATIONS or COMPILE:
         blocks = map(transform, blocks)
@@ -185,16 +176,13 @@ def evaluate(model, dataset: TensorDataset, device: torch.device) -> list[float]
     """Mean loss and accuracy on the test set; each rank evaluates its shard."""
     model.eval()
     sums = torch.zeros(3, device=device)
-    num_replicas, rank = data_shard()
-    batches = len(dataset) // (num_replicas * BATCH_PER_RANK) + 1  # equal on all ranks
-    for indices in torch.arange(len(dataset))[rank::num_replicas].tensor_split(batches):
+    for indices in evaluation_batches(dataset):
         inputs, targets = (tensor.to(device) for tensor in dataset[indices])
         logits = model.run(inputs, targets)
-        if logits is None:
-            continue  # this rank does not have the last stage
-        logits, targets = logits[: len(inputs)].flatten(0, -2), targets.flatten()
-        sums[0] += cross_entropy(logits, targets, reduction="sum")
-        sums[1] += (logits.argmax(-1) == targets).sum()
-        sums[2] += len(targets)
+        if logits is not None:  # this rank has the last stage
+            logits, targets = logits[: len(inputs)].flatten(0, -2), targets.flatten()
+            sums[0] += cross_entropy(logits, targets, reduction="sum")
+            sums[1] += (logits.argmax(-1) == targets).sum()
+            sums[2] += len(targets)
     dist.all_reduce(sums)
     return (sums[:2] / sums[2]).tolist()

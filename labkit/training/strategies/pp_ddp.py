@@ -1,17 +1,15 @@
 """Several pipelines: each trains on its own shard of the batch, and the ranks with the same stage average their
 gradients."""
 
-from collections.abc import Iterable
 from functools import cache
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit.training.strategies.base import CHECKPOINT_ACTIVATIONS, COMPILE, DTYPE, MIXED_PRECISION, transform
-from labkit.training.strategies.ddp import BUCKET_MB, cleanup, setup
+from labkit.training.strategies.base import DTYPE, MIXED_PRECISION
+from labkit.training.strategies.ddp import BUCKET_MB
 from labkit.training.strategies.fsdp2_tp import data_shard
 from labkit.training.strategies.pp import (
     IS_LOGGING_RANK,
@@ -24,17 +22,16 @@ from labkit.training.strategies.pp import (
     train_step,
 )
 from labkit.training.strategies.sharded import resume, save
+from labkit.training.strategies.transforming import CHECKPOINT_ACTIVATIONS, COMPILE, transform
 
 __all__ = [
     "IS_LOGGING_RANK",
     "SCALER",
-    "cleanup",
     "clip_gradients",
     "data_shard",
     "evaluate",
     "resume",
     "save",
-    "setup",
     "stage_data",
     "train_step",
 ]
@@ -43,11 +40,11 @@ PP_SIZE = 2  # ranks per pipeline
 
 
 @cache
-def mesh() -> DeviceMesh:
+def mesh() -> dist.DeviceMesh:
     """The ranks of a row hold the same stage (dp), a column is a pipeline (pp)."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     shape = (PP_SIZE, dist.get_world_size() // PP_SIZE)
-    return init_device_mesh(kind, shape, mesh_dim_names=("pp", "dp"))
+    return dist.init_device_mesh(kind, shape, mesh_dim_names=("pp", "dp"))
 
 
 def pp_group() -> dist.ProcessGroup:
@@ -55,7 +52,7 @@ def pp_group() -> dist.ProcessGroup:
     return mesh()["pp"].get_group()
 
 
-def parallelize(blocks: Iterable[nn.Module], device: torch.device) -> nn.Module:
+def parallelize(blocks, device: torch.device) -> nn.Module:
     """Wrap the stages of this rank in DDP, and build the pipeline."""
     if CHECKPOINT_ACTIVATIONS or COMPILE:
         blocks = map(transform, blocks)

@@ -1,18 +1,15 @@
 """3D parallelism: pipeline stages (PP), whose layers are split (TP), and whose parameters are sharded (FSDP2)."""
 
 import warnings
-from collections.abc import Iterable
 from functools import cache
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor import parallel
 
-from labkit.training.strategies.base import CHECKPOINT_ACTIVATIONS, COMPILE, DTYPE, MIXED_PRECISION, transform
-from labkit.training.strategies.ddp import cleanup, setup
+from labkit.training.strategies.base import DTYPE, MIXED_PRECISION
 from labkit.training.strategies.fsdp2_tp import TP_SIZE, data_shard
 from labkit.training.strategies.pp import (
     IS_LOGGING_RANK,
@@ -26,17 +23,16 @@ from labkit.training.strategies.pp import (
 from labkit.training.strategies.pp_ddp import PP_SIZE
 from labkit.training.strategies.sharded import resume, save
 from labkit.training.strategies.tp import clip_gradients
+from labkit.training.strategies.transforming import CHECKPOINT_ACTIVATIONS, COMPILE, transform
 from labkit.training.workloads.cnn import tensor_plans
 
 __all__ = [
     "IS_LOGGING_RANK",
-    "cleanup",
     "clip_gradients",
     "data_shard",
     "evaluate",
     "resume",
     "save",
-    "setup",
     "stage_data",
     "total_norm",
     "train_step",
@@ -44,11 +40,11 @@ __all__ = [
 
 
 @cache
-def mesh() -> DeviceMesh:
+def mesh() -> dist.DeviceMesh:
     """The ranks by stage (pp), shard of the batch (dp), and shard of the layers (tp)."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     shape = (PP_SIZE, dist.get_world_size() // (PP_SIZE * TP_SIZE), TP_SIZE)
-    return init_device_mesh(kind, shape, mesh_dim_names=("pp", "dp", "tp"))
+    return dist.init_device_mesh(kind, shape, mesh_dim_names=("pp", "dp", "tp"))
 
 
 def pp_group() -> dist.ProcessGroup:
@@ -56,9 +52,10 @@ def pp_group() -> dist.ProcessGroup:
     return mesh()["pp"].get_group()
 
 
-def parallelize(blocks: Iterable[nn.Module], device: torch.device) -> nn.Module:
+def parallelize(blocks, device: torch.device) -> nn.Module:
     """Split (TP) and shard (FSDP2) the stages of this rank, and build the pipeline (PP)."""
-    stages, plans = own_stages(blocks), tensor_plans()
+    stages = own_stages(blocks)
+    plans = tensor_plans()
     # TP returns the local parts of tensors as views, which nothing changes in place.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     # A stage runs once per micro-batch: gather its parameters once, and keep them.
@@ -68,7 +65,7 @@ def parallelize(blocks: Iterable[nn.Module], device: torch.device) -> nn.Module:
         settings["mp_policy"] = MixedPrecisionPolicy(**dtypes)
     for stage in stages.values():
         for number, block in stage.to(device).named_children():
-            parallelize_module(block, mesh()["tp"], plans.get(int(number), {}))
+            parallel.parallelize_module(block, mesh()["tp"], plans.get(int(number), {}))
             if CHECKPOINT_ACTIVATIONS or COMPILE:
                 block = transform(block)
             fully_shard(block, **settings)

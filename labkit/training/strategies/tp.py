@@ -1,32 +1,29 @@
 """Tensor parallelism: every rank sees the same samples and holds a shard of each split layer; an all-reduce adds the
 partial sums."""
 
-from collections.abc import Iterable
-
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor import DTensor, parallel
 
-from labkit.training.strategies.base import CHECKPOINT_ACTIVATIONS, CLIP_NORM, COMPILE, transform
-from labkit.training.strategies.ddp import cleanup, setup
+from labkit.training.strategies.base import CLIP_NORM
 from labkit.training.strategies.sharded import resume, save
+from labkit.training.strategies.transforming import CHECKPOINT_ACTIVATIONS, COMPILE, transform
 from labkit.training.workloads.cnn import tensor_plans
 
-__all__ = ["cleanup", "clip_gradients", "parallelize", "resume", "save", "setup"]
+__all__ = ["clip_gradients", "parallelize", "resume", "save"]
 
 SEQUENCE_PARALLEL = False  # split activations between the matrices by position
 LOSS_PARALLEL = False  # keep the logits split and compute the loss from the shards
 
 
-def parallelize(blocks: Iterable[nn.Module], device: torch.device) -> nn.Module:
+def parallelize(blocks, device: torch.device) -> nn.Module:
     """Shard the split layers over the ranks; replicate the others."""
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    model, plans = nn.Sequential(), tensor_plans()
+    mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
+    model = nn.Sequential()
+    plans = tensor_plans()
     for number, block in enumerate(blocks):  # split each before the next one is built
-        parallelize_module(block.to(device), mesh, plans.get(number, {}))
+        parallel.parallelize_module(block.to(device), mesh, plans.get(number, {}))
         if CHECKPOINT_ACTIVATIONS or COMPILE:
             block = transform(block)
         model.append(block)

@@ -7,17 +7,13 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from labkit.training.strategies.base import LEARNING_RATE
-from labkit.training.strategies.ddp import cleanup, data_shard, evaluate, gradient_sync, parallelize, setup
+from labkit.training.strategies.ddp import gradient_sync, parallelize
 
 __all__ = [
     "build_optimizer",
-    "cleanup",
-    "data_shard",
-    "evaluate",
     "gradient_sync",
     "optimizer_state",
     "parallelize",
-    "setup",
 ]
 
 

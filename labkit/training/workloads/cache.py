@@ -3,8 +3,8 @@
 import hashlib
 import inspect
 import os
-import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -13,24 +13,15 @@ CACHE = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
 
 def cached(make, *args) -> tuple[torch.Tensor, ...]:
     """The tensors of make(*args), computed once and then memory-mapped by all ranks."""
-    key = repr((inspect.getsource(make), args, sys.version, torch.__version__))
+    key = repr((inspect.getsource(make), args, torch.__version__))
     path = Path(CACHE, "labkit", hashlib.sha256(key.encode()).hexdigest() + ".pt")
-    writes = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
-        return torch.load(path, mmap=True, weights_only=True)
-    except OSError:
-        pass  # not cached yet
-    except Exception as error:
-        if writes:
-            print(f"cache file {path} is damaged: {error}", file=sys.stderr)
-    tensors, temporary = make(*args), path.with_suffix(f".{os.getpid()}")
-    try:
-        if writes:
+        if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(tensors, temporary)
-            temporary.replace(path)  # atomic: no rank reads a partial file
+            with TemporaryDirectory(dir=path.parent) as folder:
+                torch.save(make(*args), Path(folder, "new"))
+                Path(folder, "new").replace(path)  # atomic: no rank reads half a file
+        return torch.load(path, mmap=True, weights_only=True)
     except Exception as error:
-        print(f"cache file {path} cannot be written: {error}", file=sys.stderr)
-        if temporary.exists():
-            temporary.unlink()
-    return tensors
+        print(f"cache file {path} cannot be used: {error}")
+        return make(*args)

@@ -1,16 +1,10 @@
 """Three 5×5 convolutions for images of 28×28: 405,898 parameters. The model is a sequence of blocks."""
 
-from collections.abc import Iterator
-
 from torch import nn
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-)
+from torch.distributed.tensor import parallel
 
 
-def build_blocks() -> Iterator[nn.Module]:
+def build_blocks():
     """Blocks that map images of (batch, 1, 28, 28) to logits of (batch, 10)."""
     yield nn.Sequential(nn.Conv2d(1, 32, 5, padding=2), nn.MaxPool2d(2), nn.ReLU())
     yield nn.Sequential(nn.Conv2d(32, 64, 5, padding=2), nn.MaxPool2d(2), nn.ReLU())
@@ -19,6 +13,6 @@ def build_blocks() -> Iterator[nn.Module]:
     yield nn.Linear(128, 10)
 
 
-def tensor_plans() -> dict[int, dict[str, ParallelStyle]]:
+def tensor_plans() -> dict[int, dict]:
     """Split the 128 units of the linear layers; replicate the convolutions."""
-    return {3: {"1": ColwiseParallel()}, 4: {"": RowwiseParallel()}}
+    return {3: {"1": parallel.ColwiseParallel()}, 4: {"": parallel.RowwiseParallel()}}

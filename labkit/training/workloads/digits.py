@@ -25,8 +25,6 @@ def draw_digits(count: int, side: int) -> tuple[torch.Tensor, ...]:
     random = torch.Generator().manual_seed(0)
     affine = torch.eye(2, 3) + torch.randn(count, 2, 3, generator=random) / 10
     affine[:1437] = torch.eye(2, 3)  # the originals; then rotated, scaled and shifted
-    chunks = []
-    for index, theta in zip(source.split(1000), affine.split(1000)):  # saves memory
-        grid = affine_grid(theta, (len(theta), 1, side, side), align_corners=False)
-        chunks.append(grid_sample(images[index], grid, align_corners=False))
-    return torch.cat(chunks), labels[source], images[1437:], labels[1437:]
+    grid = affine_grid(affine, (count, 1, side, side), align_corners=False)
+    drawn = grid_sample(images[source], grid, align_corners=False)
+    return drawn, labels[source], images[1437:], labels[1437:]

@@ -2,19 +2,10 @@
 head."""
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
-)
+from torch.distributed.tensor import Replicate, Shard, parallel
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
 LAYERS = 5
@@ -83,7 +74,7 @@ class Layer(nn.Module):
         return x + self.contract(gelu(self.expand(self.norm2(x))))
 
 
-def build_blocks() -> Iterator[nn.Module]:
+def build_blocks():
     """Blocks that map bytes of (batch, context) to logits of (batch, context, 256)."""
     yield initialized(Embedding(WIDTH))
     for _ in range(LAYERS):
@@ -101,27 +92,27 @@ def initialized(block: nn.Module) -> nn.Module:
     return block
 
 
-def tensor_plans() -> dict[int, dict[str, ParallelStyle]]:
+def tensor_plans() -> dict[int, dict]:
     """Split attention by heads, and MLPs by hidden units."""
     layer = {
-        "attention.query": ColwiseParallel(),
-        "attention.key": ColwiseParallel(),
-        "attention.value": ColwiseParallel(),
-        "attention.merge": RowwiseParallel(),
-        "expand": ColwiseParallel(),
-        "contract": RowwiseParallel(),
+        "attention.query": parallel.ColwiseParallel(),
+        "attention.key": parallel.ColwiseParallel(),
+        "attention.value": parallel.ColwiseParallel(),
+        "attention.merge": parallel.RowwiseParallel(),
+        "expand": parallel.ColwiseParallel(),
+        "contract": parallel.RowwiseParallel(),
     }
-    head = {"1": ColwiseParallel(output_layouts=Replicate())}
+    head = {"1": parallel.ColwiseParallel(output_layouts=Replicate())}
     plans = {**dict.fromkeys(range(1, LAYERS + 1), layer), LAYERS + 1: head}
     if LOSS_PARALLEL:
-        head["1"] = ColwiseParallel(use_local_output=False)
+        head["1"] = parallel.ColwiseParallel(use_local_output=False)
     if SEQUENCE_PARALLEL:
         # Between the split matrices, each rank holds the vectors of some positions.
         scatter = {"output_layouts": Replicate(), "desired_output_layouts": Shard(1)}
-        plans[0] = {"": PrepareModuleOutput(**scatter)}
-        layer["norm1"] = layer["norm2"] = head["0"] = SequenceParallel()
+        plans[0] = {"": parallel.PrepareModuleOutput(**scatter)}
+        layer["norm1"] = layer["norm2"] = head["0"] = parallel.SequenceParallel()
         gather = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
-        layer["attention"] = PrepareModuleInput(**gather)
-        layer["attention.merge"] = RowwiseParallel(output_layouts=Shard(1))
-        layer["contract"] = RowwiseParallel(output_layouts=Shard(1))
+        layer["attention"] = parallel.PrepareModuleInput(**gather)
+        layer["attention.merge"] = parallel.RowwiseParallel(output_layouts=Shard(1))
+        layer["contract"] = parallel.RowwiseParallel(output_layouts=Shard(1))
     return plans

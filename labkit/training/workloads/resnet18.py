@@ -5,13 +5,11 @@ The stem is one 3×3 convolution, as is usual for CIFAR; ImageNet's stem (7×7, 
 to 8×8.
 """
 
-from collections.abc import Iterator
-
 from torch import nn
 from torchvision.models import resnet18
 
 
-def build_blocks() -> Iterator[nn.Module]:
+def build_blocks():
     """Blocks that map images of (batch, 3, 32, 32) to logits of (batch, 10)."""
     net = resnet18(num_classes=10)
     # A stem for small images: ImageNet's would reduce 32×32 to 8×8.

@@ -5,23 +5,16 @@ from pydoc_data.topics import topics
 import torch
 from torch.utils.data import TensorDataset
 
-from labkit.training.workloads.cache import cached
-
 CONTEXT = 128  # length of a window in bytes
 SAMPLES = 20_000  # training windows
 
 
 def load_data() -> tuple[TensorDataset, TensorDataset]:
     """Train on windows of the first 90% of the text, test on up to 1,000 of the rest."""
-    (data,) = cached(read_text)
+    text = "\n".join(topics[name] for name in sorted(topics))
+    data = torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8).long()
     cut = len(data) * 9 // 10
     return windows(data[:cut], SAMPLES), windows(data[cut:], min(SAMPLES, 1000))
-
-
-def read_text() -> tuple[torch.Tensor]:
-    """The text as one integer per byte."""
-    text = "\n".join(topics[name] for name in sorted(topics))
-    return (torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8).long(),)
 
 
 def windows(data: torch.Tensor, count: int) -> TensorDataset:

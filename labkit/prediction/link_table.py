@@ -1,0 +1,255 @@
+"""How long collectives take on this machine: tables that `labkit doctor --calibrate` measures, one file for each
+backend and number of ranks, in the user's cache folder.
+
+A file that is damaged, or that was written on another machine or with another torch, is not used, and one sentence says
+why.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+from typing_extensions import TypedDict
+
+from labkit.analysis.metrics import median
+from labkit.common.atomic import write_atomically
+from labkit.common.cache import user_cache
+from labkit.prediction.collectives import ALGORITHMS, CommunicationModel, Duration, bus_factor
+from labkit.record.files import read_below
+from labkit.record.plain import parse
+from labkit.record.schema import Limits, record_of
+from labkit.record.shapes import Number, Text
+from labkit.setup.machine import Machine
+
+VERSION = 1
+CALIBRATE = "labkit doctor --calibrate"
+_LIMIT = 1 << 20  # bytes of a file
+_STEADY = 1.5  # spread of a table up to which the machine counts as idle
+
+_Seconds = Annotated[float, Number(1e-9, 1e6)]
+_Name = Annotated[str, Text(most=200)]
+
+
+class _Point(TypedDict):
+    """Repetitions of one operation on `size` bytes: the median of their seconds, and the quartiles."""
+
+    size: Annotated[int, Number(1, 1 << 60, whole=True)]
+    seconds: _Seconds
+    low: _Seconds
+    high: _Seconds
+    repetitions: Annotated[int, Number(1, 1_000_000, whole=True)]
+
+
+class _Table(TypedDict):
+    """One file: what was measured, where and when; operations that the backend does not support, with the reason."""
+
+    v: Annotated[int, Number(VERSION, VERSION, whole=True)]
+    machine: _Name
+    torch: _Name
+    backend: _Name
+    ranks: Annotated[int, Number(2, 65_536, whole=True)]
+    date: _Name
+    operations: dict[str, Annotated[list[_Point], Limits(most=1000, least=1)]]
+    missing: dict[str, _Name]
+
+
+_SHAPE = record_of(_Table)
+_FIELDS = ("machine", "torch", "backend", "ranks", "date")
+
+
+@dataclass(frozen=True)
+class Point:
+    """`repetitions` of an operation on `size` bytes: the median of their seconds, and the quartiles `low` and `high`.
+    Of the ranks, the slowest counts."""
+
+    size: int
+    seconds: float
+    low: float
+    high: float
+    repetitions: int
+
+
+@dataclass(frozen=True)
+class LinkTable:
+    """Seconds by operation and size for one number of ranks. `date` is in ISO 8601, in UTC; `points` are in order of
+    their size; `missing` gives the reason for each operation that could not be measured."""
+
+    machine: str
+    torch: str
+    backend: str
+    ranks: int
+    date: str
+    points: Mapping[str, tuple[Point, ...]]
+    missing: Mapping[str, str]
+
+    def seconds(self, operation: str, size: int) -> float:
+        """Seconds for `size` bytes: interpolated between measured sizes, both on a logarithmic scale; the latency below
+        the smallest, and the bandwidth of the largest above it. `LookupError` if the operation was not measured.
+
+        A size counts as no slower than any larger one: if its median is above, something else used the machine.
+        """
+        curve = self._curve(operation)
+        after = next((index for index, (known, _) in enumerate(curve) if known >= size), len(curve))
+        if after == 0:
+            return curve[0][1]
+        low, fast = curve[after - 1]
+        if after == len(curve):
+            return fast * size / low
+        high, slow = curve[after]
+        return float(fast * (slow / fast) ** (math.log(size / low) / math.log(high / low)))
+
+    def latency(self, operation: str) -> float:
+        """Seconds of the smallest size."""
+        return self._curve(operation)[0][1]
+
+    def bus_bandwidth(self, operation: str) -> float:
+        """Bytes per second that each link carries at the largest size, as nccl-tests computes it."""
+        size, seconds = self._curve(operation)[-1]
+        return bus_factor(operation, self.ranks) * size / seconds
+
+    def _curve(self, operation: str) -> tuple[tuple[int, float], ...]:
+        """Sizes, and the seconds that count for them."""
+        if operation not in self._curves:
+            why = self.missing.get(operation, "it was not measured")
+            raise LookupError(f"no time is known for {operation} on {self.ranks} {self.backend} ranks: {why}")
+        return self._curves[operation]
+
+    @cached_property
+    def _curves(self) -> dict[str, tuple[tuple[int, float], ...]]:
+        curves = {}
+        for operation, points in self.points.items():
+            fastest = [*accumulate((point.seconds for point in reversed(points)), min)]
+            curves[operation] = tuple(zip((point.size for point in points), reversed(fastest)))
+        return curves
+
+    @property
+    def spread(self) -> float:
+        """The median, over operations and sizes, of the upper quartile divided by the lower one: about 1 on an idle
+        machine."""
+        return median(point.high / point.low for points in self.points.values() for point in points)
+
+    @property
+    def title(self) -> str:
+        """`2 gloo ranks, measured on 2026-11-22`"""
+        return f"{self.ranks} {self.backend} ranks, measured on {self.date[:10]}"
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict of plain values, as stored."""
+        fields = {name: getattr(self, name) for name in _FIELDS}
+        operations = {operation: [asdict(point) for point in points] for operation, points in self.points.items()}
+        return {"v": VERSION, **fields, "operations": operations, "missing": dict(self.missing)}
+
+    @classmethod
+    def from_json(cls, value: Any) -> LinkTable:
+        """The table of a stored value; `ValueError`, one clause, if it is invalid."""
+        if not _SHAPE.check(value):
+            raise ValueError(_SHAPE.problem(value, ""))
+        fields = {name: value[name] for name in (*_FIELDS, "missing")}
+        points = {}
+        for operation, rows in value["operations"].items():
+            known = [Point(**{name: row[name] for name in Point.__dataclass_fields__}) for row in rows]
+            if any(one.size >= other.size for one, other in pairwise(known)):
+                raise ValueError(f"operations.{operation} must be in order of size, each size once")
+            points[operation] = tuple(known)
+        return cls(points=points, **fields)
+
+
+class Measured(CommunicationModel):
+    """This machine by its tables. For another number of ranks, the nearest table is scaled by the messages in a row and
+    the bytes per link of the algorithm, and the result counts as modelled."""
+
+    def __init__(self, tables: Mapping[int, LinkTable]):
+        """`tables` by number of ranks, at least one."""
+        self.tables = dict(tables)
+        self.title = f"this machine ({'; '.join(table.title for table in self.tables.values())})"
+
+    def _time(self, operation: str, size: int, ranks: int, nodes: int) -> Duration:
+        if nodes > 1:
+            raise LookupError(f"links between nodes were not measured on this machine, got nodes={nodes}")
+        if ranks in self.tables:
+            return Duration(self.tables[ranks].seconds(operation, size), "measured")
+        table = min(self.tables.values(), key=lambda one: abs(math.log(one.ranks / ranks)))
+        name, algorithm = next(iter(ALGORITHMS[operation].items()))
+        asked, known = algorithm(ranks, 1), algorithm(table.ranks, 1)
+        latency = table.latency(operation)
+        transfer = max(0.0, table.seconds(operation, size) - latency)
+        scaled = latency * asked.near / known.near + transfer * asked.inside / known.inside
+        return Duration(scaled, "modelled", name)
+
+
+# ---- files
+
+
+def folder() -> Path:
+    """The folder of the tables."""
+    return user_cache() / "labkit" / "links"
+
+
+def store(table: LinkTable) -> Path:
+    """Writes a table and returns the path; `OSError` if it cannot be written."""
+    folder().mkdir(parents=True, exist_ok=True)
+    path = folder() / f"{table.backend}-{table.ranks}.json"
+    write_atomically(path, json.dumps(table.to_json(), indent=1))
+    return path
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The tables of a machine in order of backend and ranks, and one sentence for each file that cannot be used."""
+
+    tables: tuple[LinkTable, ...]
+    problems: tuple[str, ...]
+
+
+def stored(machine: Machine) -> Stored:
+    """Reads all tables of the cache folder."""
+    tables, problems = [], []
+    for path in sorted(folder().glob("*.json")):
+        try:
+            tables.append(_read(path, machine))
+        except (OSError, ValueError) as error:
+            problems.append(f"{path} cannot be used: {error}; measure again with {CALIBRATE}")
+    return Stored(tuple(sorted(tables, key=lambda one: (one.backend, one.ranks))), tuple(problems))
+
+
+def _read(path: Path, machine: Machine) -> LinkTable:
+    try:
+        table = LinkTable.from_json(parse(read_below(path.parent, path, _LIMIT)))
+    except UnicodeDecodeError:
+        raise ValueError("it is not a text file") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is not JSON ({error})") from None
+    if table.machine != machine.hardware:
+        raise ValueError(f"it was measured on another machine ({table.machine})")
+    if table.torch != machine.torch_version:
+        raise ValueError(f"it was measured with torch {table.torch}, and torch {machine.torch_version} is installed")
+    return table
+
+
+def measured(machine: Machine, backend: str) -> Measured:
+    """The tables of a machine for one backend; `LookupError` if there are none, with what is wrong with the files."""
+    found = stored(machine)
+    tables = {table.ranks: table for table in found.tables if table.backend == backend}
+    if not tables:
+        none = f"communication over {backend} has not been measured on this machine; measure it with {CALIBRATE}"
+        raise LookupError("; ".join((none, *found.problems)) if found.problems else none)
+    return Measured(tables)
+
+
+def summary(found: Stored) -> str:
+    """Which tables there are, in words."""
+    if not found.tables:
+        return "the time of collectives has not been measured; predictions on this machine need it"
+    return "; ".join(map(_in_words, found.tables))
+
+
+def _in_words(table: LinkTable) -> str:
+    busy = f" while the machine was busy (quartiles differ by a factor of {table.spread:.1f})"
+    return table.title + (busy if table.spread > _STEADY else "")

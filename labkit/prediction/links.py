@@ -1,0 +1,78 @@
+"""How long a collective takes on a named machine: by latency and bandwidth of its links, or from a measured table.
+
+`communication` gives the model of a machine by its name; `seconds` and `time` of every model have one interface.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from labkit.prediction.collectives import ALGORITHMS, OPERATIONS, CommunicationModel, Duration, Load
+from labkit.prediction.devices import HERE, Device, Link, Rate, check_fits, device
+from labkit.prediction.link_table import measured
+from labkit.record.types.prediction import Called
+from labkit.setup.machine import Machine
+
+# Seconds of a call before the first message, by protocol: NCCL, src/graph/tuning.cc, ncclTunerConstantsDefaults (ring).
+_CALL = {"simple": 8.4e-6, "low_latency": 6.6e-6}
+
+
+class Modelled(CommunicationModel):
+    """A machine of the table, by the latency-bandwidth model (Hockney, 1994): a call costs its start, a hop for each
+    message in a row, and the time of the busiest link. The fastest algorithm and protocol counts, as NCCL chooses.
+    """
+
+    def __init__(self, machine: Device):
+        """`ValueError` for a machine whose links are not in the table."""
+        if machine.inside is None:
+            raise ValueError(f"the links of {machine.title} are measured; use communication({machine.name!r})")
+        self.title = machine.title
+        self._machine, self._inside = machine, machine.inside
+        self._between = machine.between or machine.inside  # of one node, nothing passes between nodes
+
+    def _time(self, operation: str, size: int, ranks: int, nodes: int) -> Duration:
+        check_fits(self._machine, ranks, nodes)
+        return min(
+            (
+                Duration(seconds, "modelled", name)
+                for name, algorithm in ALGORITHMS[operation].items()
+                for seconds in self._by_protocol(algorithm(ranks, nodes), size)
+            ),
+            key=lambda one: one.seconds,
+        )
+
+    def _by_protocol(self, load: Load, size: int) -> Iterator[float]:
+        for protocol, call in _CALL.items():
+            near, far = _rate(self._inside, protocol), _rate(self._between, protocol)
+            busiest = max(load.inside / near.bandwidth, load.between / far.bandwidth)
+            yield call + load.near * near.hop + load.far * far.hop + size * busiest
+
+
+def _rate(link: Link, protocol: str) -> Rate:
+    return link.simple if protocol == "simple" else link.low_latency
+
+
+def sequential(model: CommunicationModel, calls: Iterable[Called]) -> Duration:
+    """The collectives of a step one after another on one node: their time without any overlap. It is measured if all of
+    them are.
+
+    Raises as `CommunicationModel.time` does. A barrier counts as an all-reduce of nothing, a receive not at all: the
+    send on the other end does.
+    """
+    times = [
+        model.time(operation if operation in OPERATIONS else "all_reduce", round(size), ranks)
+        for operation, size, ranks in calls
+        if operation != "recv"
+    ]
+    is_measured = all(one.source == "measured" for one in times)
+    return Duration(sum(one.seconds for one in times), "measured" if is_measured else "modelled")
+
+
+def communication(name: str, backend: str = "gloo") -> CommunicationModel:
+    """The model of communication of a machine: by its name in `DEVICES`, or `here` for what was measured on this
+    machine with a `backend`.
+
+    Raises `ValueError` for an unknown name, and `LookupError` if this machine has not been measured.
+    """
+    machine = device(name)
+    return measured(Machine.here(), backend) if machine.name == HERE else Modelled(machine)

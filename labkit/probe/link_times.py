@@ -1,0 +1,150 @@
+"""Times collectives between ranks: `python -m labkit.probe.link_times STORE BACKEND SECONDS SIZE…`, once for each rank.
+
+As under torchrun, RANK, LOCAL_RANK and WORLD_SIZE say which rank it is. The ranks find each other through the file
+STORE. Each operation is repeated on tensors of each SIZE (bytes), in as many rounds as fit into SECONDS, so that what
+else the machine does for a moment affects some repetitions only. In each round, rank 0 prints one line of JSON for each
+operation and size: {round, operation, size, seconds} with the seconds of each repetition, or {round, operation, reason}
+if the backend does not support the operation.
+
+One repetition is a barrier, and then as many calls in a row as take some milliseconds, because the ranks do not leave a
+barrier at the same moment. Its time is that of the slowest rank, divided by the number of calls.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from labkit.probe.lifetime import PARENT, end_with_parent
+
+_TIMEOUT = timedelta(seconds=60)
+_LEAST = 0.005  # seconds of calls after one barrier
+_MOST_CALLS = 50
+_ROUNDS = 5  # at most
+_REPETITIONS = (2, 10)  # of one operation and size per round, at least and at most
+_REPEAT = 0.05  # seconds for which they are repeated
+
+# torch 2.13 renamed both
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Buffers(NamedTuple):
+    """The tensors of a rank: two whole ones of the same size, and its chunk, one of as many as there are ranks."""
+
+    whole: torch.Tensor
+    other: torch.Tensor
+    chunk: torch.Tensor
+
+
+def _round_trip(whole: torch.Tensor) -> None:
+    """Ranks 0 and 1 exchange a message in turn, as do 2 and 3, and so on."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    partner = rank ^ 1
+    if partner < ranks:
+        first, second = (dist.send, dist.recv) if rank < partner else (dist.recv, dist.send)
+        first(whole, partner)
+        second(whole, partner)
+
+
+# A round trip is two messages, one after the other.
+OPERATIONS: dict[str, Callable[[Buffers], Any]] = {
+    "all_reduce": lambda own: dist.all_reduce(own.whole),
+    "all_gather": lambda own: _all_gather(own.whole, own.chunk),
+    "reduce_scatter": lambda own: _reduce_scatter(own.chunk, own.whole),
+    "broadcast": lambda own: dist.broadcast(own.whole, 0),
+    "all_to_all": lambda own: dist.all_to_all_single(own.other, own.whole),
+    "send": lambda own: _round_trip(own.whole),
+}
+_MESSAGES = {"send": 2}  # messages in a row per call
+
+
+class Clock:
+    """Times calls on one device."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    def __call__(self, call: Callable[[], Any], calls: int) -> float:
+        """Seconds of one call on this rank, of several in a row that begin on all ranks at about the same time."""
+        dist.barrier()
+        self._finish()
+        began = time.perf_counter()
+        for _ in range(calls):
+            call()
+        self._finish()
+        return (time.perf_counter() - began) / calls
+
+    def slowest(self, seconds: list[float]) -> list[float]:
+        """The largest of all ranks, for each value."""
+        most = torch.tensor(seconds, device=self._device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return most.tolist()
+
+    def _finish(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def measure(operation: str, size: int, device: torch.device) -> dict[str, Any]:
+    """One operation on about `size` bytes, the same number for every rank."""
+    clock, ranks = Clock(device), dist.get_world_size()
+    count = max(1, round(size / 4 / ranks))  # elements of a chunk
+    whole = torch.zeros(count * ranks, device=device)
+    own = Buffers(whole, torch.zeros_like(whole), torch.zeros(count, device=device))
+
+    def call() -> Any:
+        return OPERATIONS[operation](own)
+
+    clock(call, 1)  # the first call may connect the ranks
+    (once,) = clock.slowest([clock(call, 1)])
+    calls = min(_MOST_CALLS, max(1, round(_LEAST / once)))
+    least, most = _REPETITIONS
+    repetitions = min(most, max(least, round(_REPEAT / (once * calls))))
+    found = clock.slowest([clock(call, calls) for _ in range(repetitions)])
+    messages = _MESSAGES.get(operation, 1)
+    return {"size": whole.nbytes, "seconds": [one / messages for one in found]}
+
+
+def measured(operation: str, sizes: list[int], device: torch.device) -> Iterator[dict[str, Any]]:
+    """What was measured on each size, or the reason why the operation is not supported."""
+    try:
+        for size in sizes:
+            yield measure(operation, size, device)
+    except (RuntimeError, NotImplementedError) as error:
+        yield {"reason": str(error).partition("\n")[0]}
+
+
+def main(store: str, backend: str, seconds: float, sizes: list[int]) -> None:
+    """Measures all operations as one rank of the process group."""
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    settings: dict[str, Any] = {"rank": rank, "world_size": ranks, "timeout": _TIMEOUT}
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = settings["device_id"] = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, init_method=f"file://{store}", **settings)
+    began = time.perf_counter()
+    for number in range(1, _ROUNDS + 1):
+        for operation in OPERATIONS:
+            for line in measured(operation, sizes, device):
+                if rank == 0:
+                    print(json.dumps({"round": number, "operation": operation, **line}), flush=True)
+        (elapsed,) = Clock(device).slowest([time.perf_counter() - began])
+        if elapsed * (number + 1) / number > seconds:  # another round would take too long
+            break
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    if PARENT in os.environ:
+        end_with_parent(os.environ[PARENT])
+    main(sys.argv[1], sys.argv[2], float(sys.argv[3]), [int(size) for size in sys.argv[4:]])
