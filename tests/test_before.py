@@ -80,7 +80,7 @@ def test_every_strategy_has_a_plan_with_a_row_for_each_rank_or_says_why_not(stra
     assert "Next run (expected)" in html and "Sent per step" in html
     held = states(spec)
     if held is None:
-        assert f"there is no memory formula for {spec.strategy_row.title}" in html
+        assert f"There is no memory formula for {spec.strategy_row.title}" in html
         assert "<table" not in html
     else:
         assert html.count("<tr>") == 1 + spec.processes
@@ -99,7 +99,7 @@ def test_the_start_of_a_run_is_a_row_for_each_rank():
 
 
 def test_the_strip_goes_from_the_plan_to_the_start_and_away():
-    strip = Before()
+    strip = Before(lambda: None, lambda spec, plan: None)
     strip.plan(asked("tp"))
     strip.plan(asked("ddp"))
     wait_until(lambda: "DDP" in strip.widget.value)

@@ -137,7 +137,9 @@ def test_the_panel_by_keyboard_alone(page, jupyter):
     sync_api.expect(panel.get_by_label("bucket_mb")).to_be_hidden()
     assert focused(page) == "Options"
 
-    tab_to(page, panel, "▶ Run")
+    tab_to(page, panel, "Predict")
+    page.keyboard.press("Shift+Tab")
+    assert focused(page) == "▶ Run"
     page.keyboard.press("Enter")
     wait_for_words(panel, "training")
     assert panel.evaluate("panel => panel.contains(document.activeElement)"), (

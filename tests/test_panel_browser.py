@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from browser import (
@@ -11,6 +12,7 @@ from browser import (
     RUN_TIMEOUT,
     Jupyter,
     command,
+    in_the_kernel,
     open_notebook,
     picture,
     points,
@@ -79,6 +81,7 @@ def nothing_is_cut_off(panel: sync_api.Locator) -> None:
 def test_the_panel_is_never_blank(page, jupyter):
     (jupyter.work / "labs" / "before.py").write_text(LESSON)
     open_notebook(page, jupyter, "labs/before.py")
+    predictions_are_kept_in(page, jupyter.work)
     run_cell(page, 0)
     panel = page.locator(".labkit", has=page.locator(".labkit-run"))
     panel.wait_for(timeout=RUN_TIMEOUT)
@@ -92,6 +95,7 @@ def test_the_panel_is_never_blank(page, jupyter):
     nothing_is_cut_off(panel)
     choices_are_followed(page, panel, before)
     escape_closes_the_options(page, panel)
+    the_next_run_is_predicted(page, panel, before)
 
     panel.locator(".labkit-run").click()
     wait_for_words(panel, "finished")
@@ -105,6 +109,7 @@ def test_the_panel_is_never_blank(page, jupyter):
     assert traffic.evaluate("element => element.scrollWidth <= element.clientWidth")
     picture(page, "23-timeline")
     nothing_is_cut_off(panel)
+    the_prediction_stands_beside_the_measurement(page, panel)
     recorded_runs_are_compared(page, panel)
     the_start_of_ranks_is_followed(page, jupyter)
     run_cell(page, 2)
@@ -154,7 +159,7 @@ def choices_are_followed(page: sync_api.Page, panel: sync_api.Locator, before: s
         sync_api.expect(before).to_contain_text(f"Next run (expected) {title} ·")
         nothing_is_cut_off(panel)
     panel.locator(".labkit-further select").select_option("DeepSpeed")
-    sync_api.expect(before).to_contain_text("there is no memory formula for DeepSpeed")
+    sync_api.expect(before).to_contain_text("There is no memory formula for DeepSpeed")
     nothing_is_cut_off(panel)
     panel.get_by_role("button", name="FSDP2", exact=True).click()
     sync_api.expect(before).to_contain_text("Next run (expected) FSDP2 ·")
@@ -162,6 +167,45 @@ def choices_are_followed(page: sync_api.Page, panel: sync_api.Locator, before: s
     picture(page, "20-before-run-presentation")
     nothing_is_cut_off(panel)
     panel.locator(".labkit-present").click()
+
+
+def predictions_are_kept_in(page: sync_api.Page, folder: Path) -> None:
+    """So that none is found that another test, or another day, has made."""
+    code = "from pathlib import Path; from labkit.prediction import predict; of = predict._folder; "
+    in_the_kernel(page, f"{code}predict._folder = lambda spec: Path({str(folder)!r}) / 'predictions' / of(spec).name")
+
+
+def the_next_run_is_predicted(page: sync_api.Page, panel: sync_api.Locator, before: sync_api.Locator) -> None:
+    button = panel.locator(".labkit-predict")
+    button.click()
+    sync_api.expect(button).to_have_text("Predicting…")
+    sync_api.expect(button).to_be_disabled()
+    sync_api.expect(before).to_contain_text("Predicting: the script is traced without data")
+    picture(page, "28-predicting")
+    nothing_is_cut_off(panel)
+    sync_api.expect(before).to_contain_text("Next run (predicted) FSDP2 ·", timeout=RUN_TIMEOUT)
+    sync_api.expect(before.locator("tbody tr")).to_have_text(re.compile("0–1.*MiB"))
+    sync_api.expect(button).to_have_text("Predict")
+    picture(page, "28-predicted")
+    nothing_is_cut_off(panel)
+    panel.get_by_role("tab", name="Memory").click()
+    sync_api.expect(memory_by_owner(panel, r"rank 0 predicted [\d.]+ MiB")).to_be_visible()
+    picture(page, "29-predicted-memory")
+    nothing_is_cut_off(panel)
+    panel.get_by_role("tab", name="Live").click()
+
+
+def the_prediction_stands_beside_the_measurement(page: sync_api.Page, panel: sync_api.Locator) -> None:
+    panel.get_by_role("tab", name="Memory").click()
+    both = r"rank 0 predicted [\d.]+ MiB, rank 0 measured [\d.]+ MiB, rank 1 predicted"
+    sync_api.expect(memory_by_owner(panel, both)).to_be_visible()
+    sync_api.expect(panel.locator(".labkit-outcome")).to_contain_text("Peak memory was predicted by tracing the script")
+    picture(page, "30-predicted-and-measured")
+    nothing_is_cut_off(panel)
+
+
+def memory_by_owner(panel: sync_api.Locator, bars: str) -> sync_api.Locator:
+    return panel.get_by_role("img", name=re.compile(f"Peak memory of a step, by owner.*{bars}"))
 
 
 def escape_closes_the_options(page: sync_api.Page, panel: sync_api.Locator) -> None:

@@ -71,7 +71,7 @@ def sentences(state: RunState) -> list[str]:
         return []
     found = outcomes(state)
     errors = [abs(one.error) for one in found if one.error is not None]
-    said = [f"The prediction {how_made(state.prediction)}."]
+    said = [f"The prediction was made {how_made(state.prediction)}."]
     if errors:
         said = [f"Peak memory was predicted {how_made(state.prediction)}, with an error of at most {max(errors):.2%}."]
     said += [

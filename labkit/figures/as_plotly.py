@@ -155,18 +155,22 @@ def axis(drawn: Drawn, which: str) -> dict[str, Any]:
         order = {"categoryarray": list(map(escape, of.categories)), "range": [len(of.categories) - 0.5, -0.5]}
         return plain | {"type": "category", "showgrid": False, "fixedrange": True} | order
     if of.categories:
-        return plain | {
-            "type": "category",
-            "fixedrange": True,
-            "range": [-0.5, len(of.categories) - 0.5],
-            "showgrid": False,
-        }
+        span = [-0.5, len(of.categories) - 0.5]
+        return plain | {"type": "category", "fixedrange": True, "range": span, "showgrid": False} | _labels(of)
     return plain | {
         "range": list(getattr(drawn, f"{which}_span")),
         "nticks": 6,
         "separatethousands": True,
         "autorange": False,
     }
+
+
+def _labels(of: Axis) -> dict[str, Any]:
+    """What stands below bars whose names are too long for one line; the margin grows where it must be rotated."""
+    if not of.labels:
+        return {}
+    below = [escape(label).replace("\n", "<br>") for label in of.labels]
+    return {"tickvals": list(map(escape, of.categories)), "ticktext": below, "automargin": "height"}
 
 
 def grid(several: list[Drawn]) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -105,6 +105,8 @@ def _line(canvas: _Canvas, line: Line, points: Points) -> None:
 def _bars(canvas: _Canvas, drawn: Drawn) -> None:
     names = drawn.chart.x.categories
     room = (canvas.width - _LEFT - canvas.right) / max(len(names), 1)
+    longest = max((len(line) for label in drawn.chart.x.labels for line in label.split("\n")), default=1)
+    style = f'text-anchor="middle" font-size="{min(11.0, room / (0.65 * longest)):.3g}"'  # labels do not overlap
     for index, name in enumerate(names):
         left, base = _LEFT + (index + 0.175) * room, 0.0
         for bars in drawn.chart.bars:
@@ -115,7 +117,9 @@ def _bars(canvas: _Canvas, drawn: Drawn) -> None:
             )
             canvas.rectangle(left, canvas.y(top), 0.65 * room, height, bars.colour, f"{name}: {bars.name} {value}")
             base = top
-        canvas.text(left + 0.325 * room, canvas.height - _BOTTOM + 14, name, 'text-anchor="middle"')
+        lines = (drawn.chart.x.labels or names)[index].split("\n")
+        for number, text in enumerate(lines):
+            canvas.text(left + 0.325 * room, canvas.height - _BOTTOM + 14 + 12 * number, text, style)
 
 
 def _spans(canvas: _Canvas, drawn: Drawn) -> None:

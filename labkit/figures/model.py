@@ -97,7 +97,8 @@ class Spans:
 class Axis:
     """An axis: its title with the unit, a fixed `end`, or the `least` end from which it grows.
 
-    `bytes_each` is the number of bytes in one unit, for an axis of bytes; 0 otherwise.
+    `bytes_each` is the number of bytes in one unit, for an axis of bytes; 0 otherwise. `labels` stand below the bars of
+    categories whose names are too long for one line; a line break begins another line.
     """
 
     title: str
@@ -105,6 +106,7 @@ class Axis:
     least: float = 1.0
     categories: tuple[str, ...] = ()
     bytes_each: float = 0.0
+    labels: tuple[str, ...] = ()
 
     @classmethod
     def of_bytes(cls, largest: float, least: float = 1.0) -> Axis:

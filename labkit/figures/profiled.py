@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from labkit.analysis.prediction import how_made
 from labkit.analysis.profiled import aligned, beyond, newest, overlap
 from labkit.common.units import size
 from labkit.figures import colours
@@ -16,7 +15,8 @@ from labkit.record.state import RunState
 from labkit.record.types.envelope import Owners
 
 _PIXELS = 1500  # the resolution of the time axis: narrower stretches are merged
-_FEW = 8  # ranks with a predicted bar each
+_FEW = 4  # ranks with a predicted bar each
+_WIDE = 10  # bars with a label of two lines each
 _NONE = "no profiled step yet"
 
 
@@ -163,10 +163,12 @@ def memory_by_owner(state: RunState) -> Chart:
         bars.append(Bars("cached by the allocator", "#DDDDDD", tuple(value / unit for value in cached)))
         bars.append(Bars("context, NCCL, others", "#777777", tuple(value / unit for value in others)))
     notes = [] if on_cuda or not stacks else ["live tensors"]
-    notes += [f"predicted {how_made(state.prediction)}"] if state.prediction and predicted else []
+    notes += [f"predicted: {state.prediction['method']}"] if state.prediction and predicted else []
     names = tuple(f"rank {number}{kind}" for number, kind, _ in stacks)
+    between = "\n" if len(stacks) <= _WIDE else " "
+    labels = tuple(f"rank {number}{between}{kind.strip()}" for number, kind, _ in stacks) if predicted else ()
     title, note = "Peak memory of a step, by owner", "; ".join(notes) if stacks else _NONE
-    return Chart("memory_by_owner", title, Axis("", categories=names), axis, bars=tuple(bars), note=note)
+    return Chart("memory_by_owner", title, Axis("", categories=names, labels=labels), axis, bars=tuple(bars), note=note)
 
 
 def _predicted(state: RunState) -> dict[int, Owners]:

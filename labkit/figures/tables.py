@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from labkit.analysis.diagnose import Finding
 from labkit.analysis.ledger import Entry
+from labkit.analysis.prediction import sentences
 from labkit.analysis.summary import summarise
 from labkit.common.text import escape, visible
 from labkit.common.units import size
@@ -72,7 +73,8 @@ def ledger_html(entries: Iterable[Entry]) -> str:
 
 
 def ranks_html(name: str, state: RunState) -> str:
-    """The figures of the run called `name` as an HTML table with one row per rank."""
+    """The figures of the run called `name` as an HTML table with one row per rank, and below it how well it was
+    predicted."""
     summary = summarise(state)
     head = (
         "rank",
@@ -102,7 +104,14 @@ def ranks_html(name: str, state: RunState) -> str:
     return (
         f"<p><b>{escape(name)}</b>"
         f" {escape(' · '.join(figures))}</p><table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
+        + outcome_html(state)
     )
+
+
+def outcome_html(state: RunState) -> str:
+    """How a run was predicted, and each miss, one sentence in a line; empty for a run without a prediction."""
+    said = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences(state))
+    return f'<div class="labkit-notes">{said}</div>' if said else ""
 
 
 def _ms(seconds: float | None) -> str | None:

@@ -1,58 +1,78 @@
-"""Above the charts of the Live tab until the first steps: the expected memory and traffic, then the start-up of each
-rank.
+"""Above the charts of the Live tab until the first steps: the expected or predicted memory and traffic, then the
+start-up of each rank.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import ipywidgets
 
+from labkit.analysis.prediction import how_made
 from labkit.analysis.theory import Flow, states, theory
 from labkit.common.text import escape
 from labkit.common.units import counted, size
 from labkit.figures import rank_colour
+from labkit.figures.prediction import Prediction, table_html
+from labkit.frontends.panel.predict import Predict
 from labkit.plan.spec import Spec
 from labkit.record.startup import is_starting, table
 from labkit.record.state import RunState
+from labkit.record.types.prediction import Plan
 
 _REFUSED = '<div class="labkit-notes"><p>This configuration cannot run; see the message above the Run button.</p></div>'
 _DEBOUNCE = 0.15  # seconds without another change after which the formulas are evaluated
 
 
 class Before:
-    """A strip above the charts, hidden once every rank has finished a step.
+    """A strip above the charts, hidden once every rank has finished a step, and the button that predicts what is
+    `chosen`.
 
-    `plan` may be called on every change: only the formulas of the last configuration are evaluated, in a thread.
+    `plan` may be called on every change: only the last configuration is looked up and computed, in a thread.
+    `on_prediction` is called in that thread, when the prediction of a Spec is shown.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, chosen: Callable[[], Spec | None], on_prediction: Callable[[Spec, Plan], None]) -> None:
         self.widget = ipywidgets.HTML(layout={"display": "none"})
         self.widget.add_class("labkit-before")
+        self.predict = Predict(chosen, self.plan, self._predicted)
+        self._on_prediction = on_prediction
         self._lock = threading.Lock()
         self._newest = 0  # of the calls
+        self._planned: Spec | None = None  # that the strip is about
 
     def plan(self, spec: Spec | None) -> None:
-        """Shows the expected memory and traffic of a Spec after a short delay; None: the configuration cannot run."""
+        """Shows after a short delay what is predicted for a Spec, or else what the formulas say; None: the
+        configuration cannot run."""
         with self._lock:
             self._newest += 1
+            self._planned = spec
             timer = threading.Timer(_DEBOUNCE, self._compute, (self._newest, spec))
         timer.daemon = True
         timer.start()
 
+    def _predicted(self, spec: Spec) -> None:
+        if spec == self._planned:
+            self.plan(spec)
+
     def _compute(self, call: int, spec: Spec | None) -> None:
         if call != self._newest:
             return  # superseded by another change, or a run has started
-        html = plan_html(spec) if spec else _REFUSED
+        known = self.predict.known(spec) if spec else None
+        html = plan_html(spec, known) if spec else _REFUSED
         with self._lock:
-            if call == self._newest:
-                self._show(html)
+            if call != self._newest:
+                return
+            self._show(html)
+        if spec and known and not isinstance(known, str):
+            self._on_prediction(spec, known)
 
     def draw(self, state: RunState) -> None:
         """Shows the start-up of each rank until the first steps."""
         with self._lock:
             self._newest += 1
+            self._planned = None
             self._show(startup_html(state) if is_starting(state) else "")
 
     def _show(self, html: str) -> None:
@@ -61,21 +81,32 @@ class Before:
         self.widget.layout.display = "" if html else "none"
 
 
-def plan_html(spec: Spec) -> str:
-    """The expected memory and traffic of each rank of a Spec, labelled as computed by formula."""
+def plan_html(spec: Spec, known: Plan | str | None = None) -> str:
+    """The memory and traffic of each rank of a Spec: predicted, if its prediction is `known`, and otherwise by formula,
+    below the sentence that is known about its prediction."""
+    what = f"{spec.strategy_row.title} · {spec.workload} on {spec.data} · {counted(spec.processes, 'rank')}"
+    if known and not isinstance(known, str):
+        how = f"{what}. Predicted {how_made(known)}. The bytes by owner are those at the peak."
+        title, found = f"<p><b>Next run (predicted)</b> {escape(how)}</p>", Prediction(known)
+        return f'<div class="labkit-notes">{title}</div>{table_html(found.heads, found.rows)}'
+    said = f'<p role="status">{escape(known)}</p>' if known else ""
+    note, table = _by_formula(spec)
+    title = f"<p><b>Next run (expected)</b> {escape(what)}. {escape(note)}</p>"
+    return f'<div class="labkit-notes">{said}{title}</div>{table}'
+
+
+def _by_formula(spec: Spec) -> tuple[str, str]:
+    """What the formulas say about a Spec: a note, and a table of the ranks, which is empty without a formula for
+    memory."""
     held, flows, ranks = states(spec), theory(spec), spec.processes
-    what = f"{spec.strategy_row.title} · {spec.workload} on {spec.data} · {counted(ranks, 'rank')}"
-    title = f"<b>Next run (expected)</b> {escape(what)}"
     if held is None:
-        rest = f"there is no memory formula for {spec.strategy_row.title}; {_sent(spec, flows)}"
-        return f'<div class="labkit-notes"><p>{title}</p><p>{escape(rest)}</p></div>'
+        return f"There is no memory formula for {spec.strategy_row.title}. {_sent(spec, flows)}", ""
     mean = "–" if flows is None else size(sum(flow.theory for flow in flows) / ranks)
     sends = "sent per step (mean)" if ranks > 1 else "sent per step"
     head = ("rank", "parameters", "gradients", "optimizer state", "total state", sends)
     sizes = [map(size, (one.parameters, one.gradients, one.optimizer, one.total)) for one in held]
     rows = [(str(rank), *cells, mean) for rank, cells in enumerate(sizes)]
-    note = f"Activations and buffers are not included. {_sent(spec, flows)}"
-    return f'<div class="labkit-notes"><p>{title}. {escape(note)}</p></div>{_table(head, rows)}'
+    return f"Activations and buffers are not included. {_sent(spec, flows)}", _table(head, rows)
 
 
 def _sent(spec: Spec, flows: Sequence[Flow] | None) -> str:

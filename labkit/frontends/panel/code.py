@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import anywidget
+import ipywidgets
 import traitlets
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
@@ -20,6 +21,18 @@ class Command(anywidget.AnyWidget):
 
     _esm = (STATIC / "command.js").read_text(encoding="utf-8")
     text = traitlets.Unicode().tag(sync=True)
+
+
+def sources(script: ipywidgets.Widget, diff: ipywidgets.Widget) -> ipywidgets.Box:
+    """The script or its diff to the single-device script, one at a time, as wide as the panel."""
+    which = ipywidgets.ToggleButtons(options=[("train.py", script), ("Diff to one device", diff)])
+    which.add_class("labkit-which")
+    box = ipywidgets.VBox([which, script])
+    box.add_class("labkit-sources")
+    for widget in (script, diff):
+        widget.add_class("labkit-code")
+    which.observe(lambda change: setattr(box, "children", (which, change["new"])), "value")
+    return box
 
 
 def script_html(spec: Spec) -> str:

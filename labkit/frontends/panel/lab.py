@@ -62,7 +62,7 @@ class Lab:
         self._availability = Availability(self._answered)
         self._drawing = threading.RLock()  # an answer may arrive while a change is drawn
         self._choices = Choices(Machine.here(), defaults, self._changed)
-        self._view = RunView(self._over)
+        self._view = RunView(self._over, self._ready)
         self._recorded = Recorded(self._choose)
         self._recording: Recording | None = None
         self._static: StaticFigures | None = None
@@ -95,7 +95,7 @@ class Lab:
         self._compare = CompareTab(self._comparable, lambda: self._starting or view.busy, self._cold)
         shown = (
             view.live,
-            self._sources(),
+            code.sources(self._script, self._diff),
             view.logs.widget,
             view.timeline.widget,
             view.memory.widget,
@@ -107,7 +107,8 @@ class Lab:
         tabs.add_class("labkit-tabs")
         tabs.observe(self._turned, "selected_index")
         mode = Presentation(on=presentation)
-        actions = ipywidgets.HBox([self._run_button, view.stop_button, view.words, view.progress, mode])
+        buttons = (self._run_button, view.stop_button, view.predict.button)
+        actions = ipywidgets.HBox([*buttons, view.words, view.progress, mode])
         actions.add_class("labkit-actions")
         self._install = Install(self._changed)
         said = ipywidgets.HBox([self._batch, self._install.widget, self._command])
@@ -123,17 +124,6 @@ class Lab:
     def _turned(self, change: dict[str, Any]) -> None:
         if change["owner"].children[change["new"]] is self._compare.widget:
             self._compare.opened()
-
-    def _sources(self) -> ipywidgets.Box:
-        """The script or its diff to the single-device script, one at a time, as wide as the panel."""
-        which = ipywidgets.ToggleButtons(options=[("train.py", self._script), ("Diff to one device", self._diff)])
-        which.add_class("labkit-which")
-        box = ipywidgets.VBox([which, self._script])
-        box.add_class("labkit-sources")
-        for widget in (self._script, self._diff):
-            widget.add_class("labkit-code")
-        which.observe(lambda change: setattr(box, "children", (which, change["new"])), "value")
-        return box
 
     def _ipython_display_(self) -> None:
         from IPython.display import display
@@ -173,7 +163,7 @@ class Lab:
         except SpecError as error:
             self._batch.value = sentence_html(str(error))
             self._install.offer(error.extra)
-            self._run_button.disabled = True
+            self._allow(False)
             if not (self._starting or self._view.busy):
                 self._view.plan(None)
             return
@@ -184,7 +174,7 @@ class Lab:
         idle = not (self._starting or self._view.busy)
         self._free(idle)
         if not available:
-            self._run_button.disabled = True
+            self._allow(False)
             self._batch.value = f'<div class="labkit-batch">{spec.batch_sentence} · looking for {spec.data}</div>'
         if idle and (self._run is None or self._view.recorded):
             self._view.preview(spec)
@@ -204,8 +194,21 @@ class Lab:
 
     def _free(self, free: bool) -> None:
         """Sets whether another run can be started or opened."""
-        self._run_button.disabled = not free
+        self._allow(free)
         self._recorded.which.disabled = self._recorded.close_button.disabled = not free
+
+    def _allow(self, allowed: bool) -> None:
+        """Sets whether what is shown can be run or played, and what is chosen can be predicted."""
+        self._run_button.disabled = not allowed
+        self._view.predict.allow(allowed and self._recording is None)
+
+    def _ready(self) -> Spec | None:
+        """What is chosen now; None if the panel shows why it cannot run, or that its data are looked for."""
+        try:
+            spec = self._choices.spec()
+            return spec if self._availability.known(spec) else None
+        except SpecError:
+            return None
 
     # ---- a recorded run
 
@@ -260,12 +263,9 @@ class Lab:
         if self._compare.busy:
             self._view.complain("a comparison is running; stop it or wait until it finishes")
             return
-        try:
-            spec = self._choices.spec()
-            if not self._availability.known(spec):
-                return  # the panel shows that data are looked for
-        except SpecError:
-            return  # the error is already shown
+        spec = self._ready()
+        if spec is None:
+            return
         self._starting = True
         self._free(False)
         self._view.say("writing the script")

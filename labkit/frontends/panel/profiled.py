@@ -16,7 +16,7 @@ from labkit.analysis.trace import write_trace
 from labkit.common.text import escape
 from labkit.common.units import size
 from labkit.figures.profiled import timeline
-from labkit.figures.tables import ledger_html
+from labkit.figures.tables import ledger_html, outcome_html
 from labkit.frontends.panel.charts import Charts
 from labkit.launch.capture import ask
 from labkit.record.folder import RunFolder
@@ -112,7 +112,7 @@ class TimelineTab(_Tab):
 
 
 class MemoryTab(_Tab):
-    """Memory of a step at its peak, by owner and rank, and its course over one step."""
+    """Memory of a step at its peak, by owner and rank, predicted and measured, and its course over one step."""
 
     def __init__(self, folder: Callable[[], RunFolder | None], lock: AbstractContextManager[Any]):
         names = ("memory_by_owner", "memory_of_step")
@@ -120,8 +120,9 @@ class MemoryTab(_Tab):
         hint = "Record a snapshot for PyTorch's memory viewer (pytorch.org/memory_viz)"
         self._snapshot = ipywidgets.Button(description="Memory snapshot", tooltip=hint, layout={"display": "none"})
         self._snapshot.on_click(lambda _: self._ask(snapshot=True))
-        self._apart = ipywidgets.HTML()
-        self.widget = self._box("labkit-memory", [self._capture, self._snapshot, self._apart])
+        self._apart, self._outcome = ipywidgets.HTML(), ipywidgets.HTML()
+        self._outcome.add_class("labkit-outcome")
+        self.widget = self._box("labkit-memory", [self._capture, self._snapshot, self._apart], self._outcome)
 
     def draw(self, state: RunState, final: bool = False) -> None:
         """Updates the tab to the state."""
@@ -130,6 +131,10 @@ class MemoryTab(_Tab):
         self._snapshot.layout.display = "" if on_cuda else "none"
         self._snapshot.disabled = self._capture.disabled
         self._apart.value = _help(apart(state))
+        html = outcome_html(state)
+        if self._outcome.value != html:
+            self._outcome.value = html
+        self._outcome.layout.display = "" if html else "none"
         self.charts.draw(state, final)
 
 

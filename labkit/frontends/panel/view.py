@@ -22,6 +22,7 @@ from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower, Source
 from labkit.record.replay import Recording
 from labkit.record.state import RunState
+from labkit.record.types.prediction import Plan
 
 _READ = 0.1  # seconds between two reads of the run folder
 _REDRAW = 0.25  # seconds between two redraws
@@ -46,14 +47,19 @@ def style() -> ipywidgets.HTML:
 class RunView:
     """The widgets of one run at a time, laid out by a panel. `follow` shows a run, `play` replays a recorded one.
 
-    `on_over` is called with the run's name and state when it is over or stopped. Nothing here prints, and nothing slow
+    `on_over` is called with the run's name and state when it is over or stopped; `chosen` returns the Spec to predict,
+    or None. Nothing here prints, and nothing slow
     runs in the kernel's main thread.
 
     The state is read by the thread that follows the run, by the kernel (a button, a choice) and by the answers to the
     pages. One lock serves all: it is held while the state that is shown is read or changed.
     """
 
-    def __init__(self, on_over: Callable[[str, RunState], None] = lambda name, state: None):
+    def __init__(
+        self,
+        on_over: Callable[[str, RunState], None] = lambda name, state: None,
+        chosen: Callable[[], Spec | None] = lambda: None,
+    ):
         self._lock = threading.RLock()
         self.state = RunState()
         self.words = ipywidgets.HTML(state_html("ready", "quiet"))
@@ -72,7 +78,8 @@ class RunView:
         self.findings = ipywidgets.VBox([line, self._diagnosis])
         self.findings.add_class("labkit-findings")
         self.charts = Charts(lock=self._lock)
-        self._before = Before()
+        self._before = Before(chosen, self._predicted)
+        self.predict = self._before.predict
         self.live = ipywidgets.VBox([self.findings, self._before.widget, self.charts.widget])
         self.live.add_class("labkit-live")
         self.logs = Logs()
@@ -124,6 +131,13 @@ class RunView:
     def plan(self, spec: Spec | None) -> None:
         """Shows the expected memory and traffic of the next run above the current view; None: it cannot run."""
         self._before.plan(spec)
+
+    def _predicted(self, spec: Spec, plan: Plan) -> None:
+        """Adds the prediction of a run that has not started to its empty charts, if these are shown."""
+        with self._lock:
+            if self._job is None and self.state.spec == spec.to_json():
+                self.state.apply({"kind": "prediction", "prediction": plan})
+                self._draw()
 
     def follow(self, job: Job) -> None:
         """Shows a run until it is over."""

@@ -1,0 +1,72 @@
+"""The button that predicts what is chosen, and what is known about the prediction of a Spec."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import ipywidgets
+
+from labkit.analysis.prediction import how_made
+from labkit.plan.spec import Spec
+from labkit.prediction.predict import cached, predict
+from labkit.record.types.prediction import Plan
+
+_TITLE, _BUSY = "Predict", "Predicting…"
+_HINT = "Predict the memory and traffic of every rank from a trace of the script, without running it"
+_UNDER_WAY = "Predicting: the script is traced without data, in a separate process; this takes some seconds."
+
+
+class Predict:
+    """Predicts one Spec at a time, in a thread; the script is traced in a separate process.
+
+    `chosen` returns the Spec to predict, or None. `began` and `ended` are called with that Spec when its prediction
+    begins, and when `known` has its result.
+    """
+
+    def __init__(self, chosen: Callable[[], Spec | None], began: Callable[[Spec], None], ended: Callable[[Spec], None]):
+        self._chosen, self._began, self._ended = chosen, began, ended
+        self._allowed = False
+        self._under_way: Spec | None = None
+        self._failed: tuple[Spec | None, str] = (None, "")
+        self.button = ipywidgets.Button(description=_TITLE, tooltip=_HINT, disabled=True)
+        self.button.on_click(lambda _: self._start())
+        self.button.add_class("labkit-predict")
+
+    def allow(self, allowed: bool) -> None:
+        """Sets whether what is chosen can be predicted."""
+        self._allowed = allowed
+        self._draw()
+
+    def known(self, spec: Spec) -> Plan | str | None:
+        """The prediction of a Spec, if it is cached; a sentence, if it is under way or failed; otherwise None."""
+        if spec == self._under_way:
+            return _UNDER_WAY
+        failed, why = self._failed
+        return cached(spec) or (why if spec == failed else None)
+
+    def _draw(self) -> None:
+        busy = self._under_way is not None
+        self.button.description = _BUSY if busy else _TITLE
+        self.button.disabled = busy or not self._allowed
+
+    def _start(self) -> None:
+        spec = self._chosen()
+        if spec is None or self._under_way is not None:
+            return
+        self._under_way = spec
+        self._draw()
+        self._began(spec)
+        threading.Thread(target=self._predict, args=(spec,), daemon=True, name="labkit prediction").start()
+
+    def _predict(self, spec: Spec) -> None:
+        try:
+            plan = predict(spec)
+            if plan["method"] == "formula":
+                self._failed = spec, f"Predicted {how_made(plan)}."
+        except Exception as error:  # show it: an exception in a thread would go unnoticed
+            self._failed = spec, f"The prediction failed: {type(error).__name__}: {error}"
+        finally:
+            self._under_way = None
+            self._draw()
+            self._ended(spec)

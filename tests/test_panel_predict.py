@@ -1,0 +1,194 @@
+"""Predict in the panel, without a trace: the button, the strip above the charts, and the Memory tab before and after a
+run."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from conftest import wait_until
+from diagnosed import memory
+from fabricate import finished_folder
+from folded import fold
+
+from labkit import figures
+from labkit.analysis.prediction import sentences
+from labkit.common.units import size
+from labkit.figures.tables import ranks_html
+from labkit.frontends.panel import Lab
+from labkit.frontends.panel import predict as module
+from labkit.frontends.panel.view import RunView
+from labkit.plan.spec import Spec
+from labkit.record.types.prediction import Plan
+
+MIB = 1 << 20
+ASKED = {"workload": "mlp", "nproc": 2, "device": "cpu", "steps": 5}
+AT_PEAK = {"parameters": 7 * MIB, "gradients": 3 * MIB}
+
+
+def plan_of(spec: Spec, **more) -> Plan:
+    ranks = [
+        {
+            "rank": rank,
+            "like": 0,
+            "peak_memory_bytes": sum(AT_PEAK.values()),
+            "at_peak": AT_PEAK,
+            "phase_at_peak": "backward",
+            "memory_bytes": AT_PEAK,
+            "comm_bytes_per_step": 5 * MIB,
+        }
+        for rank in range(spec.processes)
+    ]
+    return {"spec": spec.to_json(), "method": "simulated", "ranks": ranks, "classes": [], **more}
+
+
+class Traces:
+    """Stands for `predict` and its cache: a trace ends when `go` is set, and then does what `outcome` does."""
+
+    def __init__(self) -> None:
+        self.plans: dict[str, Plan] = {}
+        self.begun: list[Spec] = []
+        self.threads: set[int | None] = set()
+        self.outcome = plan_of
+        self.go = threading.Event()
+
+    def predict(self, spec: Spec) -> Plan:
+        self.begun.append(spec)
+        self.threads.add(threading.get_ident())
+        assert self.go.wait(30)
+        plan = self.outcome(spec)
+        if plan["method"] == "simulated":
+            self.plans[repr(spec)] = plan
+        return plan
+
+    def cached(self, spec: Spec) -> Plan | None:
+        return self.plans.get(repr(spec))
+
+
+@pytest.fixture
+def traces(monkeypatch) -> Traces:
+    found = Traces()
+    monkeypatch.setattr(module, "predict", found.predict)
+    monkeypatch.setattr(module, "cached", found.cached)
+    return found
+
+
+@pytest.fixture
+def lab(traces) -> Lab:
+    lab = Lab(strategy="ddp", **ASKED)
+    wait_until(lambda: "Next run (expected) DDP" in strip(lab))
+    return lab
+
+
+def strip(lab: Lab) -> str:
+    return lab._view._before.widget.value.replace("<b>", "").replace("</b>", "")
+
+
+def button(lab: Lab):
+    return lab._view.predict.button
+
+
+def bars(lab: Lab) -> tuple[str, ...]:
+    """The categories of the chart of memory by owner."""
+    return figures.CHARTS["memory_by_owner"](lab._view.state).x.categories
+
+
+def test_predict_fills_the_strip_and_the_memory_tab_before_the_run(lab, traces):
+    assert (button(lab).description, button(lab).disabled, bars(lab)) == ("Predict", False, ())
+    button(lab).click()
+    assert (button(lab).description, button(lab).disabled) == ("Predicting…", True)
+    wait_until(lambda: "Predicting: the script is traced" in strip(lab))
+    assert "Next run (expected) DDP" in strip(lab), "the formulas stay until there is more"
+    button(lab).click()
+    traces.go.set()
+    wait_until(lambda: "Next run (predicted) DDP · mlp on digits · 2 ranks" in strip(lab))
+    assert "(simulated)" in strip(lab) and "Predicting" not in strip(lab)
+    for cell in ("0–1", "backward", size(10 * MIB), size(7 * MIB), size(5 * MIB)):
+        assert f"<td>{cell}</td>" in strip(lab)
+    wait_until(lambda: bars(lab) == ("rank 0 predicted", "rank 1 predicted"))
+    assert (button(lab).description, button(lab).disabled) == ("Predict", False)
+    assert len(traces.begun) == 1 and threading.get_ident() not in traces.threads
+
+
+def test_what_another_choice_was_predicted_is_not_shown(lab, traces):
+    button(lab).click()
+    wait_until(lambda: "Predicting" in strip(lab))
+    lab._choices.strategy.value = "zero1"
+    wait_until(lambda: "Next run (expected) ZeRO-1" in strip(lab))
+    traces.go.set()
+    wait_until(lambda: not button(lab).disabled)
+    assert "Next run (expected) ZeRO-1" in strip(lab) and bars(lab) == ()
+    lab._choices.strategy.value = "ddp"
+    wait_until(lambda: "Next run (predicted) DDP" in strip(lab) and bars(lab))
+    assert len(traces.begun) == 1, "it was in the cache"
+    lab._choices.strategy.value = "zero1"
+    wait_until(lambda: "Next run (expected) ZeRO-1" in strip(lab))
+    assert bars(lab) == ()
+
+
+def test_what_cannot_run_cannot_be_predicted(lab, traces):
+    lab._choices.scaling.value = "strong"
+    lab._choices.batch.value = 255
+    assert button(lab).disabled and lab._run_button.disabled
+    lab._choices.batch.value = 256
+    assert not button(lab).disabled
+
+
+def test_a_trace_that_fails_is_one_sentence_above_the_formulas(lab, traces):
+    reason = "rank 0 ended with ValueError: <odd>"
+    traces.outcome = lambda spec: plan_of(spec, method="formula", reason=reason)
+    traces.go.set()
+    button(lab).click()
+    wait_until(lambda: "Predicted by formulas, because rank 0 ended with ValueError: &lt;odd&gt;." in strip(lab))
+    assert "Next run (expected) DDP" in strip(lab) and bars(lab) == ()
+    assert not button(lab).disabled
+
+
+def test_an_error_of_the_prediction_itself_is_one_sentence(lab, traces):
+    def fails(spec: Spec) -> Plan:
+        raise OSError("no process can be started")
+
+    traces.outcome = fails
+    traces.go.set()
+    button(lab).click()
+    wait_until(lambda: "The prediction failed: OSError: no process can be started" in strip(lab))
+    assert not button(lab).disabled
+
+
+def test_a_recorded_run_is_not_predicted(lab, runs):
+    folder = finished_folder(runs, "ddp", 2, 0.05)
+    lab._recorded.refresh()
+    lab._recorded.choose(str(folder.path))
+    wait_until(lambda: lab._run_button.description == "▶ Play" and not lab._run_button.disabled)
+    assert button(lab).disabled
+    lab._choose("")
+    assert not button(lab).disabled
+
+
+def test_how_close_it_was_stands_below_the_measured_bars_and_the_table_of_ranks():
+    spec = Spec("ddp", **ASKED)
+    peaks = memory(0, 10 * MIB, **AT_PEAK), memory(1, 12 * MIB, parameters=7 * MIB, gradients=5 * MIB)
+    state = fold({"kind": "spec", "spec": spec.to_json()}, *peaks)
+    view = RunView()
+    view.memory.draw(state)
+    assert (view.memory._outcome.value, view.memory._outcome.layout.display) == ("", "none")
+    assert "predicted" not in ranks_html("a-run", state)
+    state.apply({"kind": "prediction", "prediction": plan_of(spec)})
+    view.memory.draw(state)
+    assert len(sentences(state)) == 2, "the error, and the miss of rank 1"
+    for html in (view.memory._outcome.value, ranks_html("a-run", state)):
+        assert "with an error of at most 16.67%" in html and "gradients +2.00 MiB" in html
+    assert view.memory._outcome.layout.display == ""
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_every_bar_has_a_label_below_it(ranks):
+    spec = Spec("ddp", **{**ASKED, "nproc": ranks})
+    told = [memory(rank, 10 * MIB, **AT_PEAK) for rank in range(ranks)]
+    state = fold({"kind": "spec", "spec": spec.to_json()}, *told, {"kind": "prediction", "prediction": plan_of(spec)})
+    below = figures.figure("memory_by_owner", state).layout.xaxis.ticktext
+    assert below[:2] == ("rank 0<br>predicted", "rank 0<br>measured")
+    equal = sum("predicted" in label for label in below)
+    assert (equal, len(below) - equal) == (2 if ranks == 2 else 1, ranks), "of many equal ranks, one is predicted"
+    drawn = figures.svg("memory_by_owner", state)
+    assert drawn.count(">predicted</text>") == equal and drawn.count(">measured</text>") == ranks
