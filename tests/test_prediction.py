@@ -127,14 +127,14 @@ def test_a_damaged_plan_is_predicted_again():
 
 def test_an_error_of_the_trace_names_the_line_and_formulas_take_its_place(monkeypatch):
     spec = spec_of("ddp", batch_size=24)
-    script = "def build_blocks():\n    return 1 / 0\n"
+    script = "BATCH_PER_RANK = 4\n"
     monkeypatch.setattr("labkit.prediction.tracer.write_script", lambda *_, **__: script)
     with pytest.raises(TraceFailed, match=r"rank 0 ended with .*parallelize"):
         traced(spec, [0])
-    script += "def parallelize(blocks, device):\n    return blocks\n"
+    script += "def build_blocks():\n    return 1 / 0\ndef parallelize(blocks, device):\n    return blocks\n"
     plan = predict(spec)
     assert (plan["method"], plan["classes"]) == ("formula", [])
-    assert "ZeroDivisionError: division by zero (train.py:2)" in plan["reason"]
+    assert "ZeroDivisionError: division by zero (train.py:3)" in plan["reason"]
     assert plan["ranks"][1]["memory_bytes"]["optimizer"] == states(spec)[1].optimizer
     assert cached(spec) is None
     assert "by formulas, because the trace of rank 0" in repr(Prediction(plan))
