@@ -25,6 +25,7 @@ from labkit import (
     excerpt,
     on_trial,
     place,
+    predict,
     run,
     show,
 )
@@ -51,6 +52,8 @@ def calls(fake: Run) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield from each(
         "run as_module", ("", "a/b.py", "nowhere.at.all", "1", ".", "a."), lambda value: run(value, as_module=True)
     )
+    yield from each("predict", ("", "ddpp", None, 5, b"ddp", [], "train.py", Rude()), predict)
+    yield from each("predict links=", ("", "typo", 5, [], Rude()), lambda value: predict(DDP, links=value))
     yield from each("place", NUMBERS, place)
     yield from each("compare", ("", "typo", None, 5, [], [5], [[]], ["ddp", "typo"], {"typo": 1}, Rude()), compare)
     yield from each("compare all nproc=", (0, -1, math.nan, HUGE), lambda value: compare("all", nproc=value))

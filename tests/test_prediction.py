@@ -56,7 +56,8 @@ def test_prediction_is_what_the_run_then_measures(strategy):
     assert state.prediction == json.loads(json.dumps(plan)), "the run has the cached prediction"
     found = outcomes(state)
     assert len(found) == spec.processes
-    if not state.in_threads:  # torch's profiler does not record what the threads of dp allocate
+    assert all((one.error is None) == bool(state.in_threads) for one in found)
+    if not state.in_threads:
         limit = OF_A_PIPELINE if spec.strategy_row.constants(spec.request).get("STAGES") else MOST_BELOW_AND_ABOVE
         assert all(abs(one.error) <= limit for one in found), [(one.peak_predicted, one.peak_measured) for one in found]
     for part in plan["classes"]:
@@ -227,6 +228,17 @@ def test_outcomes_name_the_owners_of_a_miss_and_the_chart_has_both():
     assert len(said) == 3
     assert chart("memory_by_owner", state).x.categories[:2] == ("rank 0 predicted", "rank 0 measured")
     assert sentences(RunState()) == []
+
+
+def test_what_threads_allocate_is_not_compared():
+    state = Prediction(predict(spec_of("ddp"))).state
+    curve = {"t0": 0.0, "seconds": 1.0, "phases": [], "times": [0.0], "owners": {}, "peak": 5, "at_peak": {}, "step": 3}
+    state.apply({"kind": "memory_step", "rank": 0, "t": 1.0, **curve})
+    assert outcomes(state)[0].peak_measured == 5
+    replica = {"replica": 0, "device": "cpu", "forward": 0.1, "cpu": 0.1, "samples": 4, "memory": 8}
+    extra = {"outputs": 0, "gradients": 0}
+    state.apply({"kind": "replica", "rank": 0, "t": 2.0, "step": 3, "replicas": [replica], "extra": extra})
+    assert outcomes(state)[0].peak_measured is None
 
 
 def test_ranges_are_short():

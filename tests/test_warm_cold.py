@@ -17,6 +17,7 @@ from labkit.frontends.panel import Lab
 from labkit.launch.job import Job
 from labkit.launch.warm import client, facts, fork
 from labkit.launch.warm.client import Cold
+from labkit.plan.spec import Spec
 
 
 @pytest.fixture
@@ -118,7 +119,7 @@ def test_cold_can_be_asked_for(server, ends, monkeypatch):
         assert how(started(ends)) == ("cold", "")
     asked = []
     monkeypatch.setattr(Job, "start", classmethod(lambda cls, spec, **how: asked.append(how["cold"]) or 1 / 0))
-    Lab(cold=True)._launch(None)
+    Lab(cold=True)._launch(Spec("single", nproc=1, device="cpu"))
     for more in ([], ["--cold"]):
         with pytest.raises(ZeroDivisionError):
             act(cli.parse(["run", str(ends), "--nproc", "1", "--device", "cpu", *more]))

@@ -37,13 +37,16 @@ class Outcome:
 
 @per_revision
 def outcomes(state: RunState) -> tuple[Outcome, ...]:
-    """The outcome of each rank; empty for a run without a prediction."""
+    """The outcome of each rank; empty for a run without a prediction. A CPU rank with replicas in threads has no
+    measured peak, because torch's profiler does not record what they allocate."""
     ranks = state.prediction["ranks"] if state.prediction else ()
-    return tuple(_outcome(one, state.ranks.get(one["rank"])) for one in ranks)
+    return tuple(_outcome(one, state.ranks.get(one["rank"]), bool(state.in_threads)) for one in ranks)
 
 
-def _outcome(predicted: PredictedRank, rank: RankState | None) -> Outcome:
+def _outcome(predicted: PredictedRank, rank: RankState | None, in_threads: bool) -> Outcome:
     step, traffic = (rank.memory_step, rank.traffic) if rank else (None, None)
+    if rank and in_threads and rank.device.startswith("cpu"):
+        step = None
     peak, measured = predicted["peak_memory_bytes"], step["peak"] if step else None
     error = peak / measured - 1 if peak is not None and measured else None
     reason = ""
@@ -54,7 +57,7 @@ def _outcome(predicted: PredictedRank, rank: RankState | None) -> Outcome:
 
 
 def _by_owner(predicted: Mapping[str, float], measured: Mapping[str, float]) -> str:
-    """`measured is higher in activations (+3.1 MiB) and lower in other (−0.2 MiB)`."""
+    """`measured minus predicted, at the peak: activations +3.1 MiB, other −0.2 MiB`."""
     gaps = {owner: measured.get(owner, 0) - predicted.get(owner, 0) for owner in {**predicted, **measured}}
     least = _SMALL * max(map(abs, gaps.values()), default=0)
     named = [f"{owner} {_signed(gap)}" for owner, gap in gaps.items() if abs(gap) > least]

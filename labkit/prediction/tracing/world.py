@@ -72,8 +72,9 @@ def join(rank: int, ranks: int) -> None:
     replaced(device_mesh.init_device_mesh, _without_fakes(device_mesh.init_device_mesh))
     for name in _MESH_METHODS:
         setattr(device_mesh.DeviceMesh, name, _without_fakes(getattr(device_mesh.DeviceMesh, name)))
-    strided = placement_types._StridedShard  # computes its sizes with tensors
-    strided.local_shard_size_and_offset = _without_fakes(strided.local_shard_size_and_offset)
+    strided = placement_types._StridedShard
+    if sizes := getattr(strided, "local_shard_size_and_offset", None):  # newer versions compute it with tensors
+        strided.local_shard_size_and_offset = _without_fakes(sizes)
     for name in _ASYNCHRONOUS:
         replaced(getattr(dist, name), _holding(getattr(dist, name)))
     replaced(torch.nn.parallel.DistributedDataParallel, Replica)
