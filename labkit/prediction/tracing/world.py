@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import placement_types
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
@@ -53,6 +54,21 @@ class Pending:
         return future
 
 
+class Chunks:
+    """The chunks of a tensor, one for each rank, empty ones included. FSDP2 needs two of them, and creating all takes
+    seconds at a thousand ranks."""
+
+    def __init__(self, tensor: torch.Tensor, number: int, dim: int):
+        self._tensor, self._dim = tensor, dim
+        self._size = -(-tensor.size(dim) // number)  # as torch.chunk
+
+    def __getitem__(self, rank: int) -> torch.Tensor:
+        first, end = rank * self._size, self._tensor.size(self._dim)
+        if first >= end:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, first, min(self._size, end - first))
+
+
 def join(rank: int, ranks: int) -> None:
     """Makes this process rank `rank` of `ranks`: the environment of torchrun, and every group that a script creates."""
     os.environ.update(
@@ -75,6 +91,8 @@ def join(rank: int, ranks: int) -> None:
     strided = placement_types._StridedShard
     if sizes := getattr(strided, "local_shard_size_and_offset", None):  # newer versions compute it with tensors
         strided.local_shard_size_and_offset = _without_fakes(sizes)
+    if chunks := getattr(_fsdp_common, "_chunk_with_empty", None):
+        replaced(chunks, Chunks)
     for name in _ASYNCHRONOUS:
         replaced(getattr(dist, name), _holding(getattr(dist, name)))
     replaced(torch.nn.parallel.DistributedDataParallel, Replica)
