@@ -99,7 +99,7 @@ def test_the_panel_of_lab_00(page, jupyter):
 
 
 def opened_panel(page: sync_api.Page, jupyter: Jupyter, name: str, source: str) -> sync_api.Locator:
-    """The panel of a lab of one's own, after all of its cells have run."""
+    """The panel of a lab with this source, after all of its cells have run."""
     (jupyter.work / "labs" / name).write_text(source, encoding="utf-8")
     open_notebook(page, jupyter, f"labs/{name}")
     command(page, "notebook:run-all-cells")

@@ -114,8 +114,7 @@ def test_eight_a100_agree_with_the_tuning_model_in_torch(monkeypatch, operation,
 def test_figures_name_their_sources():
     for name in NAMED:
         machine = device(name)
-        assert set(machine.accelerator.sources) == {"flops", "memory", "bandwidth", "efficiency"}
-        assert all(machine.accelerator.sources.values()) and machine.inside.source
+        assert machine.inside.source
         assert machine.between is None or machine.between.source
 
 
@@ -141,8 +140,6 @@ def test_links_that_a_machine_does_not_have():
         communication("a100x8").time("all_reduce", 1, 16)
     with pytest.raises(LookupError, match=r"2 × T4 with PCIe is one node, got nodes=2"):
         communication("t4x2").time("all_reduce", 1, 4, nodes=2)
-    with pytest.raises(LookupError, match="NVIDIA T4 has no bf16; use one of fp32, fp16"):
-        device("t4x2").accelerator.peak("bf16")
 
 
 def test_unknown_machine_names_those_there_are(cache):

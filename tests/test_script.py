@@ -10,19 +10,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from generated import FIRST, constants, functions, spec
 from ruff.__main__ import find_ruff_bin
 
-from labkit.plan.modules import Definition, in_place
 from labkit.plan.script import command, diff_scripts, write_script
 from labkit.plan.spec import PRECISIONS, Spec, SpecError
 from labkit.training.strategies import STRATEGIES
 from labkit.training.workloads import WORKLOADS
-
-
-def spec(strategy: str, **asked) -> Spec:
-    """A Spec with the given fields; the workload defaults to the first that the strategy can train."""
-    ranks = STRATEGIES[strategy].default_nproc or 2
-    return Spec(strategy, **{"nproc": ranks, "workload": FIRST.get(strategy, "cnn")} | asked)
 
 
 def fits(strategy: str, **asked) -> bool:
@@ -33,7 +27,6 @@ def fits(strategy: str, **asked) -> bool:
         return False
 
 
-FIRST = {strategy: "gpt" if strategy == "cp" else "cnn" for strategy in STRATEGIES}
 EVERY = [
     (strategy, workload, data)
     for strategy in STRATEGIES
@@ -102,25 +95,6 @@ def saving(tmp_path_factory):
         one: write_script(spec(one[0], precision=one[1], save_every=10, resume="/a/step00000030")) for one in SAVING
     }
     return checked(written, tmp_path_factory.mktemp("scripts"), (88,))
-
-
-def constants(source: str) -> dict[str, object]:
-    found = {}
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.Assign):
-            try:
-                found[node.targets[0].id] = ast.literal_eval(node.value)
-            except ValueError:
-                continue
-    return found
-
-
-def functions(source: str) -> dict[str, str]:
-    return {
-        node.name: ast.unparse(node)
-        for node in ast.parse(source).body
-        if isinstance(node, ast.FunctionDef | ast.ClassDef)
-    }
 
 
 def changed(old: Spec, new: Spec) -> set[str]:
@@ -224,42 +198,6 @@ def test_batch_arithmetic_is_spelled_out():
     assert "BATCH_PER_RANK = 64  # × 2 = 128 global; 60,000 samples: 469 steps per epoch\n" in write_script(strong)
 
 
-def test_a_short_function_that_is_called_once_is_written_in_place():
-    plain, zero1 = functions(write_script(spec("ddp"))), functions(write_script(spec("zero1")))
-    assert "optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)\n" in plain["train"]
-    assert "loader = DataLoader(train_data, BATCH_PER_RANK, sampler=sampler, **options)\n" in plain["train"]
-    assert "for batch, step in zip(loader, steps):\n" in plain["train"]
-    assert not {"build_optimizer", "load", "numbered"} & {*plain}
-    assert "optimizer = build_optimizer(model)\n" in zero1["train"] and "build_optimizer" in zero1
-    gpt = functions(write_script(spec("tp", workload="gpt")))
-    assert "tensor_plans" in gpt and "tensor_plans" not in functions(write_script(spec("tp"))), "one is long"
-    assert "positions" in gpt, "it is called in a class"
-
-
-@pytest.mark.parametrize(
-    ("body", "caller", "expected"),
-    [
-        ("return a + 1", "b = f(a)", "b = a + 1"),
-        ("return a + 1", "b = 2 * f(a)", None),
-        ("return g(a)", "b = 2 * f(a)", "b = 2 * g(a)"),
-        ("c = a + 1  # why\n    return g(c)", "b = f(a)", "c = a + 1  # why\n    b = g(c)"),
-        ("c = a + 1\n    return g(c)", "for b in f(a):\n        h(b)", "c = a + 1\n    for b in g(c):\n        h(b)"),
-        ("c = a + 1\n    return g(c)", "b = 2 * f(a)", None),
-        ("c = a + 1\n    return g(c)", "c = 1\n    b = f(a)", None),
-        ("c = d = e = a\n    c = 1\n    d = 2\n    return g(c)", "b = f(a)", None),
-        ("g(a)\n    return a + 1", "b = f(a)", None),
-        ("return a", "b = f(a)", None),
-        ("return a + 1", "b = f(c)", None),
-        ("return a + 1", "b = f(a)\n    c = f(a)", None),
-    ],
-)
-def test_what_is_written_in_place(body, caller, expected):
-    one = Definition("f", "home", 1, f'def f(a):\n    """Docstring."""\n    {body}', (), None)
-    merged = in_place(one, Definition("main", "home", 9, f"def main(a):\n    {caller}", ("f",), None))
-    assert (merged and merged.text) == (expected and f"def main(a):\n    {expected}")
-    assert merged is None or "f" not in merged.uses
-
-
 @pytest.mark.parametrize("fault", ["no_sampler", "shuffle_beside_sampler"])
 def test_a_fault_is_named_where_it_is(fault):
     assert '    """Injected fault: ' in write_script(spec("ddp", fault=fault))
@@ -269,15 +207,6 @@ def test_comments_are_copied():
     source = write_script(spec("ddp"))
     assert "# no rank leaves while another is still sending" in source
     assert "SEED = 0  # seed of the initial weights" in source
-
-
-def test_only_used_definitions_are_written():
-    assert "SCALER" not in write_script(spec("ddp"))
-    assert "import os" in write_script(spec("ddp"))
-    assert "distributed as dist" not in write_script(spec("single"))
-    assert "torchvision" not in "".join(
-        write_script(spec("ddp", workload=name)) for name in WORKLOADS if name != "resnet18"
-    )
 
 
 def test_strategies_differ_only_in_their_own_functions():
@@ -328,49 +257,6 @@ def test_precision_is_written_into_the_step(strategy):
     assert "SCALER" not in write_script(spec(strategy, precision="bf16"))
 
 
-def test_conditions_on_settings_are_not_in_the_script():
-    plain = write_script(spec("ddp"))
-    assert not {"DTYPE", "MIXED_PRECISION", "ACCUMULATE", "CLIP_NORM", "COMPILE"} & set(constants(plain))
-    full = write_script(spec("ddp", precision="fp16", options={"accumulate": 4, "clip_norm": 1.0, "compile": True}))
-    assert constants(full)["ACCUMULATE"] == 4
-    assert full.index("SCALER.unscale_(optimizer)\n    clip_gradients(model)\n") > 0
-    step = next(node for node in ast.parse(full).body if getattr(node, "name", "") == "train_step")
-    assert not [node for node in ast.walk(step) if isinstance(node, ast.If)], "no condition is left"
-
-
-def test_an_if_is_resolved_completely(tmp_path, monkeypatch):
-    body = """def evaluate():
-    first = 1
-    if SEED == 1:
-        first = 2  # one
-    elif SEED == 2:
-        # two
-        if first and SEED:
-            first = 3
-    else:
-        first = 4
-    return first
-"""
-    (tmp_path / "branches.py").write_text("SEED = 0\n\n\n" + body, encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-
-    class Branches(type(STRATEGIES["single"])):
-        module = "branches"
-
-    row = STRATEGIES["single"]
-    monkeypatch.setitem(
-        STRATEGIES, "single", Branches(**{name: getattr(row, name) for name in row.__dataclass_fields__})
-    )
-    written = [functions(write_script(spec("single", seed=seed)))["evaluate"] for seed in (1, 2, 3)]
-    assert [text.split("first = 1\n")[1] for text in written] == [
-        "    first = 2\n    return first",
-        "    if first and SEED:\n        first = 3\n    return first",
-        "    first = 4\n    return first",
-    ]
-    assert "        # two\n" not in write_script(spec("single", seed=2))
-    assert "    # two\n" in write_script(spec("single", seed=2))
-
-
 def test_diff_is_unified_and_empty_between_equals():
     text = diff_scripts(spec("single"), spec("ddp"))
     assert text.startswith("--- single-x1/train.py\n+++ ddp-x2/train.py\n@@")
@@ -393,18 +279,3 @@ def test_specs_without_a_script_are_refused():
     assert open_ranks.value.field == "nproc"
     with pytest.raises(SpecError, match=r"own\.py is your own script"):
         write_script(Spec(script="own.py"))
-
-
-def test_two_meanings_of_one_name_are_refused(tmp_path, monkeypatch):
-    (tmp_path / "clash.py").write_text(
-        "import json as count\n\n\ndef evaluate():\n    count.dumps(1)\n", encoding="utf-8"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-
-    class Clash(type(STRATEGIES["single"])):
-        module = "clash"
-
-    row = STRATEGIES["single"]
-    monkeypatch.setitem(STRATEGIES, "single", Clash(**{name: getattr(row, name) for name in row.__dataclass_fields__}))
-    with pytest.raises(ValueError, match="imports count as"):
-        write_script(spec("single"))

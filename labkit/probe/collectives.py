@@ -67,8 +67,8 @@ class FlightRecorder:
         return self._guard(_since, entries or self.entries(), since)
 
     def newest(self) -> list[dict[str, Any]]:
-        """Per group the last completed collective and all active ones, as {op, group, ranks, seq, sizes, over}: shows
-        who waits where.
+        """Per group the last completed collective and all active ones, as {op, group, ranks, seq, sizes, over}, which
+        show which rank waits in which collective.
         """
         if not (dist.is_available() and dist.is_initialized()):
             return list(self._last)

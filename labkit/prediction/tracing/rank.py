@@ -87,7 +87,7 @@ def _traced(script: Any, device: torch.device, data: TensorDataset, tape: Tape) 
         "step": {name: fields[name] for name in ("times", "seconds", "phases", "owners", "peak", "at_peak")},
         "phase_at_peak": _phase_at_peak(fields),
         "owners": owners,
-        "calls": [[one.op, one.bytes, len(one.ranks), one.parts] for one in tape.calls],
+        "calls": [[one.op, one.bytes, one.ranks, one.parts] for one in tape.calls],
     }
 
 

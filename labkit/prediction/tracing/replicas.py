@@ -49,7 +49,8 @@ class _Bucket:
 
 
 class Replica(torch.nn.Module):
-    """Wraps a module as `DistributedDataParallel` does; options that change neither memory nor traffic are ignored."""
+    """Wraps a module as `DistributedDataParallel` does, for the options that scripts use. `buckets` are the flat
+    buffers of all buckets."""
 
     def __init__(
         self,
@@ -57,7 +58,6 @@ class Replica(torch.nn.Module):
         process_group: Any = None,
         bucket_cap_mb: float | None = None,
         device_mesh: Any = None,
-        gradient_as_bucket_view: bool = False,
         broadcast_buffers: bool = True,
         find_unused_parameters: bool = False,
         **_: Any,
@@ -66,7 +66,7 @@ class Replica(torch.nn.Module):
         self.module = module
         self.group = process_group or (device_mesh.get_group() if device_mesh else dist.group.WORLD)
         self.require_backward_grad_sync = True
-        self.gradient_as_bucket_view, self._broadcasts = gradient_as_bucket_view, broadcast_buffers
+        self._broadcasts = broadcast_buffers
         first = dist._DEFAULT_FIRST_BUCKET_BYTES if bucket_cap_mb is None else bucket_cap_mb * _MIB
         self._limits = [int(first), int((bucket_cap_mb or _DEFAULT) * _MIB)]
         self._rebuilt = self._finds_unused = find_unused_parameters
@@ -108,22 +108,16 @@ class Replica(torch.nn.Module):
             self.prepare_for_backward(None)
         return self.module(*args, **kwargs)
 
-    @property
-    def buckets(self) -> list[torch.Tensor]:
-        """The flat buffers of all buckets."""
-        return self._buffers_of_buckets
-
     def _build(self, order: list[torch.nn.Parameter], limits: list[int], from_end: bool = True) -> None:
-        self._buffers_of_buckets: list[torch.Tensor] = []  # freed first
+        self.buckets: list[torch.Tensor] = []  # freed first
         with _disable_current_modes():  # C++ code reads only shapes and types
             shapes = [torch.empty(one.shape, dtype=one.dtype, device="meta") for one in order]
             parts, _ = dist._compute_bucket_assignment_by_size(shapes, limits, [False] * len(order))
         self._buckets = [[order[index] for index in part] for part in (reversed(parts) if from_end else parts)]
         self._place = {one: number for number, bucket in enumerate(self._buckets) for one in bucket}
-        if not self.gradient_as_bucket_view:
-            self._buffers_of_buckets = [
-                torch.empty(sum(one.numel() for one in bucket), dtype=bucket[0].dtype) for bucket in self._buckets
-            ]
+        self.buckets = [
+            torch.empty(sum(one.numel() for one in bucket), dtype=bucket[0].dtype) for bucket in self._buckets
+        ]
         self.prepare_for_backward(None)
 
     @torch.no_grad()
@@ -141,7 +135,7 @@ class Replica(torch.nn.Module):
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _reduce(self, number: int) -> None:
-        bucket, buffer = self._buckets[number], self._buffers_of_buckets[number]
+        bucket, buffer = self._buckets[number], self.buckets[number]
         for part, one in zip(buffer.split([each.numel() for each in bucket]), bucket):
             part.view_as(one).copy_(one.grad)
         if self._hook is None:
@@ -151,7 +145,7 @@ class Replica(torch.nn.Module):
 
     @torch.no_grad()
     def _finish(self) -> None:
-        for bucket, buffer in zip(self._buckets, self._buffers_of_buckets):
+        for bucket, buffer in zip(self._buckets, self.buckets):
             for part, one in zip(buffer.split([each.numel() for each in bucket]), bucket):
                 one.grad.copy_(part.view_as(one))
         if not self._rebuilt:

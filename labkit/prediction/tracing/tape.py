@@ -31,12 +31,12 @@ OPERATION = 1_000_000_000
 
 @dataclass(frozen=True)
 class Call:
-    """A collective: the operation, the bytes of its payload as in a `traffic` event, the ranks of its group, and the
-    number of tensors that it is split into."""
+    """A collective: the operation, the bytes of its payload as in a `traffic` event, the number of ranks of its
+    group, and of tensors that it is split into."""
 
     op: str
     bytes: int
-    ranks: tuple[int, ...]
+    ranks: int
     parts: int
 
 
@@ -49,15 +49,15 @@ def called(func: Any, args: Any) -> Call | None:
     group = next((one for one in args if isinstance(one, (torch.ScriptObject, dist.ProcessGroup))), None)
     functional = group is None  # its arguments are a tensor, numbers and the name of the group
     group = dist.distributed_c10d._resolve_process_group(args[-1]) if functional else dist.ProcessGroup.unbox(group)
-    ranks = tuple(dist.get_process_group_ranks(group))
+    ranks = group.size()
     size = sum(each.numel() * each.element_size() for each in tree_iter(args) if isinstance(each, torch.Tensor))
     if functional:
-        size *= len(ranks) if op == "all_gather" else 1
+        size *= ranks if op == "all_gather" else 1
     elif op in ("all_gather", "reduce_scatter"):  # outputs and inputs: the whole, and one share of it
-        size = size * len(ranks) // (len(ranks) + 1)
+        size = size * ranks // (ranks + 1)
     elif op == "all_to_all":
         size //= 2
-    return Call(op, size, ranks, len(ranks) if name == "reduce_scatter" else 1)
+    return Call(op, size, ranks, ranks if name == "reduce_scatter" else 1)
 
 
 class Tape(TorchDispatchMode):
