@@ -12,8 +12,10 @@ from typing import Any
 from labkit.common.arguments import check_flag, check_type, shown
 from labkit.figures.prediction import Prediction
 from labkit.plan.spec import Spec, SpecError
+from labkit.prediction.devices import HERE, device
 from labkit.prediction.links import communication
 from labkit.prediction.predict import predict as plan_of
+from labkit.prediction.timing import timed
 from labkit.record.follow import Follower
 from labkit.runs.comparing import Comparing, plan
 from labkit.runs.handle import Run
@@ -30,20 +32,24 @@ def compare(strategies: Sequence[str] | str, *, cold: bool = False, **fields: An
     return Comparing(*plan(strategies, **fields), cold=cold, show=show).start()
 
 
-def predict(what: str | Spec, *, links: str | None = None, **fields: Any) -> Prediction:
+def predict(what: str | Spec, *, machine: str | None = None, **fields: Any) -> Prediction:
     """The memory and traffic of every rank, predicted without running anything, and without a GPU.
 
     `what` is a strategy's name or a `Spec`, `fields` are the Spec's other fields, as for `run`; any number of ranks is
     possible. The generated script is traced in a separate process, which takes some seconds, or is found in the
-    cache. A run that is started later with the same Spec has the prediction in its charts. `links` adds the time of the
-    collectives without overlap: `here` if `labkit doctor --calibrate` has measured them, or a named machine, such as
-    `a100x8`. Raises `SpecError`, `ValueError` for an unknown machine, `LookupError` for links that are not known.
+    cache. A run that is started later with the same Spec has the prediction in its charts. `machine` adds times: with
+    `here`, a few steps are measured without communication, and the time of a step follows with what `labkit doctor
+    --calibrate` has measured; with a named machine, such as `a100x8`, the time of the collectives without overlap.
+    Raises `SpecError`, `ValueError` for an unknown machine, `LookupError` for links that are not known, and
+    `TraceFailed` if a step cannot be measured.
     """
     spec = with_ranks(named(what, **fields))
     if spec.strategy is None:
         raise SpecError("script", f"only a strategy's script can be predicted, got {shown(spec.script)}")
-    model = None if links is None else communication(links, "nccl" if spec.device == "cuda" else "gloo")
-    return Prediction(plan_of(spec), model)
+    if machine is not None and device(machine).name != HERE:
+        return Prediction(plan_of(spec), communication(machine))
+    plan = plan_of(spec)
+    return Prediction(plan if machine is None else timed(spec, plan))
 
 
 def show(run: str | os.PathLike[str] | Run | Comparing = "last") -> Run | Comparing:

@@ -185,7 +185,7 @@ def test_command_prints_a_table_and_one_json_object(monkeypatch, capsys):
     ("arguments", "said"),
     [
         (["train.py"], "only a strategy's script can be predicted"),
-        (["ddp", "--nproc", "2", "--links", "a100"], "device must be one of here, t4x2, a100x8, h100x8, got 'a100'"),
+        (["ddp", "--nproc", "2", "--machine", "a100"], "device must be one of here, t4x2, a100x8, h100x8, got 'a100'"),
         (["pp", "--workload", "mlp", "--nproc", "4"], "too few for the 4 stages"),
     ],
 )
@@ -196,7 +196,7 @@ def test_what_cannot_be_predicted_is_refused_in_a_sentence(arguments, said, caps
 
 def test_python_returns_a_table_that_escapes_and_a_figure():
     plan = predict(spec_of("ddp"))
-    found = labkit.predict("ddp", workload="mlp", nproc=2, batch_size=16, device="cpu", links="a100x8")
+    found = labkit.predict("ddp", workload="mlp", nproc=2, batch_size=16, device="cpu", machine="a100x8")
     assert found.plan["ranks"] == plan["ranks"]
     assert found.heads == (*HEADS, "collectives")
     assert found.rows[0][0] == "0–1"

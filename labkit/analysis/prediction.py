@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
-from labkit.common.units import size
-from labkit.record.columns import RankState
+from labkit.analysis.metrics import phase_seconds, step_seconds
+from labkit.common.units import milliseconds, size
+from labkit.record.columns import ProfiledStep, RankState, whole_timeline
+from labkit.record.events import PHASES
 from labkit.record.state import RunState, per_revision
-from labkit.record.types.prediction import Plan, PredictedRank
+from labkit.record.types.measured import Timeline
+from labkit.record.types.prediction import Plan, PredictedRank, PredictedTime, PredictedTimeline
 from labkit.record.types.summary import PredictionOutcome
 
 CLOSE = 0.02  # share of the measured peak; a smaller error needs no reason
-_SMALL = 0.1  # share of the error; smaller differences of an owner are not named
+CLOSE_STEP = 0.08  # share of the measured step
+_SMALL = 0.1  # share of the error; smaller differences of an owner or a phase are not named
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Bytes at the peak of a step, and bytes sent per step, of one rank: predicted and measured. `error` is the
-    predicted peak over the measured one, minus 1. `reason` names the owners in which a peak differs by more than 2 %;
-    it is empty for a closer one. Unknown values are None."""
+    """Bytes at the peak of a step, bytes sent per step, and seconds of a step, of one rank: predicted and measured.
+    `error` and `step_error` are the predicted value over the measured one, minus 1. `reason` names the owners in which
+    a peak differs by more than 2 %, `step_reason` the phases in which a step differs by more than 8 %; they are empty
+    for closer ones. Unknown values are None."""
 
     rank: int
     peak_predicted: float | None
@@ -29,6 +35,10 @@ class Outcome:
     sent_predicted: float | None
     sent_measured: float | None
     reason: str
+    step_predicted: float | None
+    step_measured: float | None
+    step_error: float | None
+    step_reason: str
 
     def to_json(self) -> PredictionOutcome:
         """The outcome as a dict that can be written as JSON."""
@@ -39,11 +49,51 @@ class Outcome:
 def outcomes(state: RunState) -> tuple[Outcome, ...]:
     """The outcome of each rank; empty for a run without a prediction. A CPU rank with replicas in threads has no
     measured peak, because torch's profiler does not record what they allocate."""
-    ranks = state.prediction["ranks"] if state.prediction else ()
-    return tuple(_outcome(one, state.ranks.get(one["rank"]), bool(state.in_threads)) for one in ranks)
+    plan = state.prediction
+    if plan is None:
+        return ()
+    timelines = predicted_timelines(plan)
+    return tuple(
+        _outcome(one, state.ranks.get(one["rank"]), bool(state.in_threads), _step(state, one["rank"], timelines))
+        for one in plan["ranks"]
+    )
 
 
-def _outcome(predicted: PredictedRank, rank: RankState | None, in_threads: bool) -> Outcome:
+def predicted_timelines(plan: Plan) -> dict[int, PredictedTimeline]:
+    """The simulated step of each rank; empty if its time was not predicted."""
+    return {rank: part["timeline"] for part in plan["classes"] if "timeline" in part for rank in part["ranks"]}
+
+
+def as_profiled(timeline: PredictedTimeline) -> ProfiledStep:
+    """A simulated step in the form of a profiled one."""
+    event = dict[str, Any](timeline, step=0, t0=0.0, marks=[])
+    return whole_timeline(cast(Timeline, event))
+
+
+def _step(
+    state: RunState, rank: int, timelines: Mapping[int, PredictedTimeline]
+) -> tuple[float | None, float | None, float | None, str]:
+    """Seconds of a step, predicted and measured, the error, and where a large one comes from."""
+    timeline = timelines.get(rank)
+    measured = step_seconds(state, rank) if rank in state.ranks else None
+    if timeline is None or not measured:
+        return (timeline["seconds"] if timeline else None), measured, None, ""
+    error = timeline["seconds"] / measured - 1
+    if abs(error) <= CLOSE_STEP:
+        return timeline["seconds"], measured, error, ""
+    spent: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+    for phase, start, end in timeline["phases"]:
+        spent[phase] += end - start
+    taken = {phase: seconds or 0.0 for phase, seconds in phase_seconds(state, rank).items()}
+    return timeline["seconds"], measured, error, _differences("per step", taken, spent, milliseconds)
+
+
+def _outcome(
+    predicted: PredictedRank,
+    rank: RankState | None,
+    in_threads: bool,
+    times: tuple[float | None, float | None, float | None, str],
+) -> Outcome:
     step, traffic = (rank.memory_step, rank.traffic) if rank else (None, None)
     if rank and in_threads and rank.device.startswith("cpu"):
         step = None
@@ -51,21 +101,19 @@ def _outcome(predicted: PredictedRank, rank: RankState | None, in_threads: bool)
     error = peak / measured - 1 if peak is not None and measured else None
     reason = ""
     if step and error is not None and abs(error) > CLOSE:
-        reason = _by_owner(predicted["at_peak"], step["at_peak"])
+        reason = _differences("at the peak", step["at_peak"], predicted["at_peak"], partial(size, digits=2))
     sent = sum(one["sent"] for one in traffic["ops"].values()) if traffic else None
-    return Outcome(predicted["rank"], peak, measured, error, predicted["comm_bytes_per_step"], sent, reason)
+    return Outcome(predicted["rank"], peak, measured, error, predicted["comm_bytes_per_step"], sent, reason, *times)
 
 
-def _by_owner(predicted: Mapping[str, float], measured: Mapping[str, float]) -> str:
-    """`measured minus predicted, at the peak: activations +3.1 MiB, other −0.2 MiB`."""
-    gaps = {owner: measured.get(owner, 0) - predicted.get(owner, 0) for owner in {**predicted, **measured}}
+def _differences(
+    when: str, measured: Mapping[str, float], predicted: Mapping[str, float], words: Callable[[float], str]
+) -> str:
+    """`measured minus predicted, at the peak: activations +3.1 MiB, other −0.2 MiB`; without small differences."""
+    gaps = {name: measured.get(name, 0) - predicted.get(name, 0) for name in {**predicted, **measured}}
     least = _SMALL * max(map(abs, gaps.values()), default=0)
-    named = [f"{owner} {_signed(gap)}" for owner, gap in gaps.items() if abs(gap) > least]
-    return f"measured minus predicted, at the peak: {', '.join(named)}"
-
-
-def _signed(count: float) -> str:
-    return ("+" if count >= 0 else "−") + size(abs(count), digits=2)
+    named = [f"{name} {'+' if gap >= 0 else '−'}{words(abs(gap))}" for name, gap in gaps.items() if abs(gap) > least]
+    return f"measured minus predicted, {when}: {', '.join(named)}"
 
 
 def sentences(state: RunState) -> list[str]:
@@ -82,6 +130,15 @@ def sentences(state: RunState) -> list[str]:
         for one in found
         if one.reason and one.peak_predicted is not None and one.peak_measured is not None
     ]
+    steps = [one for one in found if one.step_error is not None]
+    if steps:
+        worst = max(steps, key=lambda one: abs(one.step_error or 0.0))
+        predicted, measured = worst.step_predicted or 0.0, worst.step_measured or 0.0
+        why = f"; {worst.step_reason}" if worst.step_reason else ""
+        said.append(
+            f"A step was predicted to take {milliseconds(predicted)}, and took {milliseconds(measured)}"
+            f" ({worst.step_error:+.1%}){why}."
+        )
     wrong = [one for one in found if one.sent_measured is not None and _differs(one.sent_predicted, one.sent_measured)]
     said += [
         f"Rank {one.rank} was predicted to send {size(one.sent_predicted or 0)} per step, and sent"
@@ -100,6 +157,13 @@ def how_made(plan: Plan) -> str:
     if plan["method"] == "simulated":
         return "by tracing the script without data (simulated)"
     return f"by formulas, because {plan.get('reason', 'there is no trace')}"
+
+
+def step_in_words(time: PredictedTime) -> str:
+    """`a step takes 153 ms, 1,670 samples/s (simulated, …)`"""
+    took = f"a step takes {milliseconds(time['seconds'])}, {time['samples_per_second']:,.0f} samples/s"
+    measured = f"computation and collectives measured on {time['links']}" if time["links"] else "computation measured"
+    return f"{took} (simulated, with {measured})"
 
 
 def ranges(ranks: Iterable[int]) -> str:

@@ -95,9 +95,9 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     )
     predict.add_argument("what", metavar="STRATEGY", help=", ".join(STRATEGIES))
     predict.add_argument(
-        "--links",
-        metavar="MACHINE",
-        help=f"add the time of the collectives without overlap, on one of {', '.join(DEVICES)}",
+        "--machine",
+        metavar="NAME",
+        help=f"add the time of a step on this machine (here), or of the collectives on one of {', '.join(DEVICES)}",
     )
     _add_fields(predict)
 

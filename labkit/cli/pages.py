@@ -28,16 +28,17 @@ def script(args: argparse.Namespace) -> int:
 
 
 def predict(args: argparse.Namespace) -> int:
-    """Prints the predicted memory and traffic of each rank."""
+    """Prints the predicted memory and traffic of each rank, and the time of a step if it is asked for."""
     from labkit.api import predict as prediction_of
+    from labkit.prediction.tracer import TraceFailed
 
     with Progress() as progress:
         progress.step("tracing the script")
         try:
-            found = prediction_of(args.specs[0], links=args.links)
+            found = prediction_of(args.specs[0], machine=args.machine)
         except SpecError:
             raise
-        except (ValueError, LookupError) as error:
+        except (ValueError, LookupError, TraceFailed) as error:
             raise Refused(str(error)) from None
     if args.json:
         print(json.dumps(found.to_json()))

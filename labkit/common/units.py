@@ -30,6 +30,12 @@ def size(count: float, digits: int = 1) -> str:
     return f"{count / 1024**power:.{digits if power else 0}f} {_UNITS[power]}"
 
 
+def milliseconds(seconds: float) -> str:
+    """`0.153 ms`, `15.3 ms`, `1,530 ms`."""
+    count = 1000 * seconds
+    return f"{count:,.0f} ms" if count >= 100 else f"{count:.3g} ms"
+
+
 def sizes(*counts: float) -> str:
     """Several sizes in one unit if all are at least 1 in it, `4.8 / 8.6 MiB`; otherwise in separate units, `4.6 MiB /
     1.9 GiB`."""

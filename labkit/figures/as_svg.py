@@ -18,12 +18,13 @@ class _Canvas:
         self.width, self.height = width, height
         self.x_span, self.y_span = drawn.x_span, drawn.y_span
         longest = max((len(name) for name, _ in _named(drawn)), default=0)
+        self.left = max(_LEFT, 12 + 6 * max(map(len, drawn.chart.y.categories), default=0))  # width of the lanes' names
         self.right = max(_RIGHT, 35 + 6 * longest)  # width of the legend
         self.elements: list[str] = []
 
     def x(self, value: float) -> float:
         low, high = self.x_span
-        return _LEFT + (value - low) / (high - low or 1) * (self.width - _LEFT - self.right)
+        return self.left + (value - low) / (high - low or 1) * (self.width - self.left - self.right)
 
     def y(self, value: float) -> float:
         low, high = self.y_span
@@ -79,15 +80,15 @@ def _frame(canvas: _Canvas, drawn: Drawn) -> None:
     )
     canvas.elements.append(f'<text x="8" y="15" font-size="13" font-weight="600">{escape(chart.title)}{note}</text>')
     for value in () if chart.y.categories else ticks(*canvas.y_span):
-        canvas.line(_LEFT, canvas.y(value), right, canvas.y(value), 'stroke="currentColor" stroke-opacity="0.2"')
-        canvas.text(_LEFT - 5, canvas.y(value) + 4, _short(value), 'text-anchor="end"')
+        canvas.line(canvas.left, canvas.y(value), right, canvas.y(value), 'stroke="currentColor" stroke-opacity="0.2"')
+        canvas.text(canvas.left - 5, canvas.y(value) + 4, _short(value), 'text-anchor="end"')
     middle = (canvas.height - _BOTTOM + _TOP) / 2
     canvas.text(0, 0, chart.y.title, f'text-anchor="middle" transform="translate(12 {middle:.0f}) rotate(-90)"')
     if not chart.x.categories:
         for value in ticks(*canvas.x_span, about=6):
             canvas.text(canvas.x(value), bottom + 14, _short(value), 'text-anchor="middle"')
-        canvas.text((_LEFT + right) / 2, bottom + 28, chart.x.title, 'text-anchor="middle"')
-    canvas.line(_LEFT, bottom, right, bottom, 'stroke="currentColor" stroke-opacity="0.6"')
+        canvas.text((canvas.left + right) / 2, bottom + 28, chart.x.title, 'text-anchor="middle"')
+    canvas.line(canvas.left, bottom, right, bottom, 'stroke="currentColor" stroke-opacity="0.6"')
 
 
 def _line(canvas: _Canvas, line: Line, points: Points) -> None:
@@ -104,11 +105,11 @@ def _line(canvas: _Canvas, line: Line, points: Points) -> None:
 
 def _bars(canvas: _Canvas, drawn: Drawn) -> None:
     names = drawn.chart.x.categories
-    room = (canvas.width - _LEFT - canvas.right) / max(len(names), 1)
+    room = (canvas.width - canvas.left - canvas.right) / max(len(names), 1)
     longest = max((len(line) for label in drawn.chart.x.labels for line in label.split("\n")), default=1)
     style = f'text-anchor="middle" font-size="{min(11.0, room / (0.65 * longest)):.3g}"'  # labels do not overlap
     for index, name in enumerate(names):
-        left, base = _LEFT + (index + 0.175) * room, 0.0
+        left, base = canvas.left + (index + 0.175) * room, 0.0
         for bars in drawn.chart.bars:
             top = base + bars.values[index]
             height = canvas.y(base) - canvas.y(top)
@@ -126,7 +127,7 @@ def _spans(canvas: _Canvas, drawn: Drawn) -> None:
     lanes = drawn.chart.y.categories
     room = (canvas.height - _TOP - _BOTTOM) / max(len(lanes), 1)
     for index, name in enumerate(lanes):
-        canvas.text(_LEFT - 5, _TOP + (index + 0.5) * room + 4, name, 'text-anchor="end"')
+        canvas.text(canvas.left - 5, _TOP + (index + 0.5) * room + 4, name, 'text-anchor="end"')
     for spans in drawn.chart.spans:
         for lane, start, end, words in spans.stretches:
             width = max(canvas.x(end) - canvas.x(start), 0.3)

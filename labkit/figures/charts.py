@@ -13,8 +13,8 @@ from labkit.analysis.metrics import phase_seconds, rolling_throughput
 from labkit.analysis.profiled import exposed, usual
 from labkit.figures import colours
 from labkit.figures.model import Axis, Bars, Chart, Derived, Line
-from labkit.figures.profiled import memory_by_owner, memory_of_step, timeline
-from labkit.record.columns import Losses, RankState
+from labkit.figures.profiled import WIDE, memory_by_owner, memory_of_step, predicted_steps, timeline
+from labkit.record.columns import Losses, ProfiledStep, RankState
 from labkit.record.events import PHASES
 from labkit.record.state import RunState
 from labkit.record.steps import Column
@@ -186,32 +186,51 @@ def _memory_axis(state: RunState) -> Axis:
 
 
 def phases(state: RunState) -> Chart:
-    """The time of a step by phase, per rank: the medians of the summary in milliseconds, stacked."""
-    ranks = _ranks(state)
-    names = tuple(f"rank {rank.rank}" for rank in ranks)
-    waits = [exposed(rank) for rank in ranks]
-    medians = [phase_seconds(state, rank.rank) for rank in ranks]
-    whole = {phase: [1000 * (each[phase] or 0.0) for each in medians] for phase in PHASES}
-    bars = [
-        Bars(
-            phase,
-            colours.PHASES[phase],
-            tuple(value * (1 - wait.get(phase, 0.0)) for value, wait in zip(whole[phase], waits)),
-        )
-        for phase in PHASES
-        if phase != "copy" or any(whole[phase])
+    """The time of a step by phase, per rank: the medians of the summary in milliseconds, stacked. A run whose step was
+    predicted has the predicted times of each rank before the measured ones."""
+    ranks = {rank.rank: rank for rank in _ranks(state)}
+    predicted = predicted_steps(state)
+    measured = {number: _measured_phases(state, rank) for number, rank in ranks.items()}
+    simulated = {number: _predicted_phases(step) for number, step in predicted.items()}
+    stacks = [
+        (f"rank {number}{kind}", *times[number])
+        for number in sorted({**simulated, **measured})
+        for kind, times in ((" predicted", simulated), (" measured" if simulated else "", measured))
+        if number in times
     ]
-    profiled = max((len(usual(rank)) for rank in ranks), default=0)
-    if profiled:
-        exposed_ms = tuple(
-            sum(whole[phase][index] * share for phase, share in wait.items()) for index, wait in enumerate(waits)
-        )
-        bars.append(Bars("communication", colours.COMMUNICATION, exposed_ms))
+    bars = [
+        Bars(phase, colours.PHASES[phase], tuple(busy.get(phase, 0.0) for _, busy, _ in stacks))
+        for phase in PHASES
+        if phase != "copy" or any(busy.get(phase) for _, busy, _ in stacks)
+    ]
+    profiled = any(usual(rank) for rank in ranks.values())
+    if profiled or predicted:
+        bars.append(Bars("communication", colours.COMMUNICATION, tuple(waits for *_, waits in stacks)))
     note = "median; communication: exposed" if profiled else "median"
-    title = "Where a step's time goes"
+    note += "; predicted: simulated" if predicted else ""
+    names = tuple(name for name, *_ in stacks)
+    labels = tuple("\n".join(name.rsplit(" ", 1)) for name in names) if simulated and len(names) <= WIDE else ()
+    categories = Axis("", categories=names, labels=labels)
     return Chart(
-        "phases", title, Axis("", categories=names), Axis("ms per step", least=1.0), bars=tuple(bars), note=note
+        "phases", "Where a step's time goes", categories, Axis("ms per step", least=1.0), bars=tuple(bars), note=note
     )
+
+
+def _measured_phases(state: RunState, rank: RankState) -> tuple[dict[str, float], float]:
+    """Milliseconds by phase without exposed communication, and those of it."""
+    shares = exposed(rank)
+    whole = {phase: 1000 * (seconds or 0.0) for phase, seconds in phase_seconds(state, rank.rank).items()}
+    waits = {phase: shares.get(phase, 0.0) * spent for phase, spent in whole.items()}
+    return {phase: spent - waits[phase] for phase, spent in whole.items()}, sum(waits.values())
+
+
+def _predicted_phases(step: ProfiledStep) -> tuple[dict[str, float], float]:
+    busy: dict[str, float] = {}
+    for phase, start, end in step["phases"]:
+        busy[phase] = busy.get(phase, 0.0) + 1000 * (end - start)
+    for phase, seconds in step["exposed"].items():
+        busy[phase] -= 1000 * seconds
+    return busy, 1000 * sum(step["exposed"].values())
 
 
 CHARTS = {

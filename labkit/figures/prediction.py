@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from labkit.analysis.prediction import how_made, ranges
+from labkit.analysis.prediction import how_made, ranges, step_in_words
 from labkit.common.text import escape, visible
-from labkit.common.units import counted, size
+from labkit.common.units import counted, milliseconds, size
 from labkit.figures import figure
 from labkit.prediction.collectives import CommunicationModel
 from labkit.prediction.links import sequential
@@ -25,18 +25,25 @@ class Prediction:
     """The predicted memory and traffic of every rank; displays itself as a table in a notebook, as text elsewhere."""
 
     def __init__(self, plan: Plan, links: CommunicationModel | None = None):
-        """`links` gives the time of the collectives; raises as `CommunicationModel.time` does."""
+        """`links` gives the time of the collectives, in place of the plan's time of a step; raises as
+        `CommunicationModel.time` does."""
         self.plan = plan
         self.heads: tuple[str, ...] = HEADS
         self._times: dict[int, tuple[str, ...]] = {}  # by rank
         self._on = ""
-        if links is None:
-            return
-        self.heads = (*HEADS, "collectives")
         for part in plan["classes"]:
-            time = sequential(links, part["calls"])
-            self._times |= dict.fromkeys(part["ranks"], (f"{1000 * time.seconds:.3g} ms",))
-            self._on = f"; collectives one after another on {links.title} ({time.source})"
+            if links:
+                time = sequential(links, part["calls"])
+                self._set_time("collectives", part["ranks"], time.seconds)
+                self._on = f"; collectives one after another on {links.title} ({time.source})"
+            elif "timeline" in part:
+                self._set_time("step", part["ranks"], part["timeline"]["seconds"])
+        if "time" in plan and not links:
+            self._on = f"; {step_in_words(plan['time'])}"
+
+    def _set_time(self, head: str, ranks: Sequence[int], seconds: float) -> None:
+        self.heads = (*HEADS, head)
+        self._times |= dict.fromkeys(ranks, (milliseconds(seconds),))
 
     @property
     def state(self) -> RunState:
@@ -49,6 +56,10 @@ class Prediction:
     def figure(self) -> plotly.graph_objects.Figure:
         """The memory at the peak of a step, by owner, per rank."""
         return figure("memory_by_owner", self.state)
+
+    def timeline(self) -> plotly.graph_objects.Figure:
+        """The timeline of a step; without bars if its time was not predicted."""
+        return figure("timeline", self.state)
 
     def to_json(self) -> Plan:
         """The prediction as a dict that can be written as JSON."""

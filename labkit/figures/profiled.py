@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from labkit.analysis.prediction import as_profiled, predicted_timelines
 from labkit.analysis.profiled import aligned, beyond, newest, overlap
 from labkit.common.units import size
 from labkit.figures import colours
@@ -16,31 +17,38 @@ from labkit.record.types.envelope import Owners
 
 _PIXELS = 1500  # the resolution of the time axis: narrower stretches are merged
 _FEW = 4  # ranks with a predicted bar each
-_WIDE = 10  # bars with a label of two lines each
+WIDE = 10  # bars with a label of two lines each
 _NONE = "no profiled step yet"
 
 
 def timeline(state: RunState, step: int | None = None) -> Chart:
     """One profiled step (default: the newest that all ranks have): per rank a lane of computation and a lane of
-    communication.
+    communication. A run whose step was predicted has the predicted lanes of each rank before the measured ones.
     """
     step = newest(state) if step is None else step
     found = {rank.rank: rank.timelines[step] for rank in _ranks(state) if step in rank.timelines}
-    if not found:
+    predicted = predicted_steps(state)
+    if not found and not predicted:
         return Chart("timeline", "Timeline of a step", Axis("ms", end=1.0), Axis("", categories=("",)), note=_NONE)
-    shifts, moved = aligned(found)
-    width = max(shifts[rank] + one["seconds"] for rank, one in found.items())
-    lanes = tuple(name for rank in found for name in (f"rank {rank}", f"comm {rank}"))
+    shifts, moved = aligned(found) if found else ({}, False)
+    drawn = [
+        (rank, kind, one, shifts.get(rank, 0.0) if steps is found else 0.0)
+        for rank in sorted({**predicted, **found})
+        for kind, steps in ((" predicted", predicted), ("", found))
+        if (one := steps.get(rank))
+    ]
+    width = max(shift + one["seconds"] for _, _, one, shift in drawn)
+    lanes = tuple(name for rank, kind, *_ in drawn for name in (f"rank {rank}{kind}", f"comm {rank}{kind}"))
     computed: dict[str, list[tuple[int, float, float, str]]] = {phase: [] for phase in PHASES}
     sent: dict[str, list[tuple[int, float, float, str]]] = {}
-    for index, (rank, one) in enumerate(found.items()):
+    for index, (rank, kind, one, shift) in enumerate(drawn):
         for phase, start, end, words in _computing(one, width / _PIXELS):
             computed.setdefault(phase, []).append(
-                (2 * index, _ms(start + shifts[rank]), _ms(end + shifts[rank]), f"rank {rank}: {words}")
+                (2 * index, _ms(start + shift), _ms(end + shift), f"rank {rank}{kind}: {words}")
             )
         for op, start, end, words in _sending(one, width / _PIXELS):
             sent.setdefault(op, []).append(
-                (2 * index + 1, _ms(start + shifts[rank]), _ms(end + shifts[rank]), f"rank {rank}: {words}")
+                (2 * index + 1, _ms(start + shift), _ms(end + shift), f"rank {rank}{kind}: {words}")
             )
     spans = [
         Spans(phase, colours.PHASES.get(phase, colours.INK), tuple(those)) for phase, those in computed.items() if those
@@ -49,14 +57,16 @@ def timeline(state: RunState, step: int | None = None) -> Chart:
         Spans(op, colours.OPERATIONS.get(op, colours.OTHER_OPERATION), tuple(those))
         for op, those in sorted(sent.items())
     ]
-    missing = state.world_size - len(found)
-    notes = [_overlap_in_words(found), *(["clocks disagree: aligned by common collectives"] if moved else [])]
+    missing = state.world_size - len(found) if found else 0
+    notes = [_overlap_in_words(found)] if found else []
+    notes += ["predicted: simulated"] if predicted else []
+    notes += [*(["clocks disagree: aligned by common collectives"] if moved else [])]
     notes += [f"no timeline of {missing} rank{'s' if missing > 1 else ''}"] if missing else []
-    left_out = max(one["left_out"] for one in found.values())
+    left_out = max((one["left_out"] for one in found.values()), default=0)
     notes += [f"the last {left_out:,} collectives are omitted"] if left_out else []
     if any(one["backend"] == "gloo" for one in found.values()):
         notes.append("gloo: from queued to completed")
-    title = f"Step {step}"
+    title = f"Step {step}" if found else "A step, as predicted"
     return Chart(
         "timeline",
         title,
@@ -165,10 +175,20 @@ def memory_by_owner(state: RunState) -> Chart:
     notes = [] if on_cuda or not stacks else ["live tensors"]
     notes += [f"predicted: {state.prediction['method']}"] if state.prediction and predicted else []
     names = tuple(f"rank {number}{kind}" for number, kind, _ in stacks)
-    between = "\n" if len(stacks) <= _WIDE else " "
+    between = "\n" if len(stacks) <= WIDE else " "
     labels = tuple(f"rank {number}{between}{kind.strip()}" for number, kind, _ in stacks) if predicted else ()
     title, note = "Peak memory of a step, by owner", "; ".join(notes) if stacks else _NONE
     return Chart("memory_by_owner", title, Axis("", categories=names, labels=labels), axis, bars=tuple(bars), note=note)
+
+
+def predicted_steps(state: RunState) -> dict[int, ProfiledStep]:
+    """The predicted timelines as profiled steps, by rank; of many ranks, only one of each group of equal ranks."""
+    plan = state.prediction
+    if plan is None:
+        return {}
+    timelines = predicted_timelines(plan)
+    few = [one["rank"] for one in plan["ranks"] if len(plan["ranks"]) <= _FEW or one["rank"] == one["like"]]
+    return {rank: as_profiled(timelines[rank]) for rank in few if rank in timelines}
 
 
 def _predicted(state: RunState) -> dict[int, Owners]:

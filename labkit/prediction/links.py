@@ -56,16 +56,18 @@ def sequential(model: CommunicationModel, calls: Iterable[Called]) -> Duration:
     """The collectives of a step one after another on one node: their time without any overlap. It is measured if all of
     them are.
 
-    Raises as `CommunicationModel.time` does. A barrier counts as an all-reduce of nothing, a receive not at all: the
-    send on the other end does.
+    Raises as `CommunicationModel.time` does. A receive does not count: the send on the other end does.
     """
-    times = [
-        model.time(operation if operation in OPERATIONS else "all_reduce", round(size), ranks)
-        for operation, size, ranks in calls
-        if operation != "recv"
-    ]
+    times = [time_of(model, *call) for call in calls if call[0] != "recv"]
     is_measured = all(one.source == "measured" for one in times)
     return Duration(sum(one.seconds for one in times), "measured" if is_measured else "modelled")
+
+
+def time_of(model: CommunicationModel, operation: str, size: float, ranks: int) -> Duration:
+    """The time of one collective or message on one node; a barrier counts as an all-reduce of its bytes, a gather as an
+    all-gather. Raises as `CommunicationModel.time` does."""
+    known = {"gather": "all_gather", "scatter": "broadcast"}.get(operation, operation)
+    return model.time(known if known in (*OPERATIONS, "recv", "reduce") else "all_reduce", round(size), ranks)
 
 
 def communication(name: str, backend: str = "gloo") -> CommunicationModel:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
@@ -47,14 +48,14 @@ def predict(spec: Spec) -> Plan:
     except TraceFailed as failure:
         return _by_formula(spec, str(failure))
     plan = _of_traces(spec, groups, traces)
-    _keep(spec, plan)
+    keep(spec, plan)
     return plan
 
 
 def cached(spec: Spec) -> Plan | None:
     """The plan of a Spec that was predicted before, on this machine; None if there is none."""
     with suppress(OSError, Unreadable):
-        return cast(Plan, read_document(_folder(spec) / "plan.json") or None)
+        return cast(Plan, read_document(cache_folder(spec) / "plan.json") or None)
     return None
 
 
@@ -136,17 +137,18 @@ def _by_operation(calls: Sequence[Called]) -> dict[str, Operation]:
 # ---- the cache
 
 
-def _keep(spec: Spec, plan: Plan) -> None:
-    folder = _folder(spec)
+def keep(spec: Spec, plan: Plan) -> None:
+    """Stores a plan in the cache, if possible."""
+    folder = cache_folder(spec)
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_atomically(folder / "plan.json", json.dumps(plan), private=True)
         for old in sorted(folder.parent.iterdir(), key=lambda path: path.stat().st_mtime)[:-_KEPT]:
-            (old / "plan.json").unlink(missing_ok=True)
-            old.rmdir()
+            shutil.rmtree(old, ignore_errors=True)
 
 
-def _folder(spec: Spec) -> Path:
+def cache_folder(spec: Spec) -> Path:
+    """The folder for what is known about a Spec before it runs."""
     asked = {name: value for name, value in spec.to_json().items() if name not in _WITHOUT_EFFECT}
     key = [sorted(asked.items(), key=lambda item: item[0]), metadata.version("torch"), _code()]
     return user_cache() / "labkit" / "predictions" / hashlib.sha256(repr(key).encode()).hexdigest()

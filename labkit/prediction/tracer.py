@@ -23,7 +23,9 @@ from labkit.plan.script import write_script
 from labkit.plan.spec import Spec
 
 PATIENCE = 300.0  # seconds for a request
+MEASURED = 2.0  # seconds for which the computation of a step is measured
 _MESSAGE = 300  # characters of an error
+_NAMES = {"trace": "trace", "compute": "measurement"}
 _BLOCK = 1 << 20  # bytes
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -34,12 +36,24 @@ class TraceFailed(RuntimeError):
 
 def traced(spec: Spec, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
     """The traces of some ranks of a Spec with a known number of ranks, by rank. Raises `TraceFailed`."""
+    return _results(spec, "trace", ranks, write_script(spec, in_place=False))
+
+
+def computed(spec: Spec, ranks: Iterable[int]) -> dict[int, list[list[Any]]]:
+    """The programs of some ranks, as `tracing.compute` measures them. Ranks may be repeated: it measures as many at a
+    time as there are cores. Raises `TraceFailed`."""
+    return _results(spec, "compute", ranks, write_script(spec))
+
+
+def _results(spec: Spec, work: str, ranks: Iterable[int], source: str) -> dict[int, Any]:
     request = {
-        "source": write_script(spec, in_place=False),
+        "work": work,
+        "seconds": MEASURED,
+        "source": source,
         "path": "train.py",
         "ranks": spec.processes,
         "grouped": spec.strategy_row.process_group,
-        "traced": [*ranks],
+        "of": [*ranks],
         "sample": spec.data_row.input_shape(spec.options),
         "split": _split_outputs(spec),
     }
@@ -47,9 +61,10 @@ def traced(spec: Spec, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
     for result in TRACER.answers(request):
         if "error" in result:
             where = f" ({result['where']})" if result["where"] else ""
-            failed = failed or f"the trace of rank {result['rank']} ended with {_short(result['error'])}{where}"
+            ended = f"of rank {result['rank']} ended with {_short(result['error'])}{where}"
+            failed = failed or f"the {_NAMES[work]} {ended}"
         else:
-            found[result["rank"]] = result["trace"]
+            found[result["rank"]] = result["result"]
     if failed:
         raise TraceFailed(failed)
     return found

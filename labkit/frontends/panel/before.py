@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import ipywidgets
 
-from labkit.analysis.prediction import how_made
+from labkit.analysis.prediction import how_made, step_in_words
 from labkit.analysis.theory import Flow, states, theory
 from labkit.common.text import escape
 from labkit.common.units import counted, size
@@ -60,7 +60,7 @@ class Before:
         if call != self._newest:
             return  # superseded by another change, or a run has started
         known = self.predict.known(spec) if spec else None
-        html = plan_html(spec, known) if spec else _REFUSED
+        html = plan_html(spec, known, self.predict.untimed(spec)) if spec else _REFUSED
         with self._lock:
             if call != self._newest:
                 return
@@ -81,12 +81,13 @@ class Before:
         self.widget.layout.display = "" if html else "none"
 
 
-def plan_html(spec: Spec, known: Plan | str | None = None) -> str:
+def plan_html(spec: Spec, known: Plan | str | None = None, untimed: str = "") -> str:
     """The memory and traffic of each rank of a Spec: predicted, if its prediction is `known`, and otherwise by formula,
-    below the sentence that is known about its prediction."""
+    below the sentence that is known about its prediction; `untimed` says why it has no time of a step."""
     what = f"{spec.strategy_row.title} · {spec.workload} on {spec.data} · {counted(spec.processes, 'rank')}"
     if known and not isinstance(known, str):
-        how = f"{what}. Predicted {how_made(known)}. The bytes by owner are those at the peak."
+        time = f"By simulation, {step_in_words(known['time'])}." if "time" in known else untimed
+        how = f"{what}. Predicted {how_made(known)}. The bytes by owner are those at the peak. {time}"
         title, found = f"<p><b>Next run (predicted)</b> {escape(how)}</p>", Prediction(known)
         return f'<div class="labkit-notes">{title}</div>{table_html(found.heads, found.rows)}'
     said = f'<p role="status">{escape(known)}</p>' if known else ""

@@ -10,11 +10,13 @@ import ipywidgets
 from labkit.analysis.prediction import how_made
 from labkit.plan.spec import Spec
 from labkit.prediction.predict import cached, predict
+from labkit.prediction.timing import timed
+from labkit.prediction.tracer import TraceFailed
 from labkit.record.types.prediction import Plan
 
 _TITLE, _BUSY = "Predict", "Predicting…"
-_HINT = "Predict the memory and traffic of every rank from a trace of the script, without running it"
-_UNDER_WAY = "Predicting: the script is traced without data, in a separate process; this takes some seconds."
+_HINT = "Predict the memory, traffic and time of a step of every rank, without running the script"
+_UNDER_WAY = "Predicting: the script is traced without data, and its computation measured, in separate processes."
 
 
 class Predict:
@@ -29,6 +31,7 @@ class Predict:
         self._allowed = False
         self._under_way: Spec | None = None
         self._failed: tuple[Spec | None, str] = (None, "")
+        self._untimed: tuple[Spec | None, str] = (None, "")
         self.button = ipywidgets.Button(description=_TITLE, tooltip=_HINT, disabled=True)
         self.button.on_click(lambda _: self._start())
         self.button.add_class("labkit-predict")
@@ -44,6 +47,17 @@ class Predict:
             return _UNDER_WAY
         failed, why = self._failed
         return cached(spec) or (why if spec == failed else None)
+
+    def untimed(self, spec: Spec) -> str:
+        """Why the prediction of a Spec has no time of a step; empty if it has one, or there is no prediction."""
+        of, why = self._untimed
+        return why if spec == of else ""
+
+    def _time(self, spec: Spec, plan: Plan) -> None:
+        try:
+            timed(spec, plan)
+        except (LookupError, TraceFailed) as error:
+            self._untimed = spec, f"There is no time of a step: {error}."
 
     def _draw(self) -> None:
         busy = self._under_way is not None
@@ -64,6 +78,8 @@ class Predict:
             plan = predict(spec)
             if plan["method"] == "formula":
                 self._failed = spec, f"Predicted {how_made(plan)}."
+            else:
+                self._time(spec, plan)
         except Exception as error:  # show it: an exception in a thread would go unnoticed
             self._failed = spec, f"The prediction failed: {type(error).__name__}: {error}"
         finally:

@@ -1,7 +1,8 @@
 """Reads requests, one JSON object per line, from standard input until it is closed, or has been silent for `_IDLE`
-seconds; traces the ranks of each, every one in a separate process, and prints the results.
+seconds; traces the ranks of each, or measures what they compute, every one in a separate process, and prints the
+results.
 
-Each line of the output is an object, {"rank", "trace"} or {"rank", "error", "where"}, or null after the last of a
+Each line of the output is an object, {"rank", "result"} or {"rank", "error", "where"}, or null after the last of a
 request.
 """
 
@@ -14,7 +15,7 @@ import select
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -23,17 +24,19 @@ import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.tensor.parallel
 
+from labkit.prediction.tracing.compute import compute
 from labkit.prediction.tracing.rank import trace
 from labkit.probe.lifetime import end_with_parent, identity
 
 _IDLE = 300.0
+_WORK: dict[str, Callable[[dict[str, Any], int], Any]] = {"trace": trace, "compute": compute}
 
 
 def results(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The traces, or the errors that ended them, as many at a time as there are cores."""
+    """The results, or the errors that ended them, as many at a time as there are cores."""
     context = multiprocessing.get_context("fork")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    waiting, running = [*request["traced"]], {}
+    waiting, running = [*request["of"]], {}
     while waiting or running:
         while waiting and len(running) < cores:
             ours, theirs = context.Pipe(duplex=False)
@@ -56,7 +59,7 @@ def _work(request: dict[str, Any], rank: int, connection: Connection, parent: st
     end_with_parent(parent)
     warnings.simplefilter("ignore")
     try:
-        result = {"rank": rank, "trace": trace(request, rank)}
+        result = {"rank": rank, "result": _WORK[request["work"]](request, rank)}
     except Exception as error:
         result = {"rank": rank, "error": f"{type(error).__name__}: {error}", "where": _where(error, request["path"])}
         traceback.print_exc()

@@ -15,8 +15,8 @@ OTHER = "other"
 
 
 class Phases:
-    """Marks the phases on a tape, from the calls of modules, `backward` and optimizers; `models` and `optimizers` are
-    those that were used."""
+    """Marks the phases with the times that `mark` returns, from the calls of modules, `backward` and optimizers;
+    `models` and `optimizers` are those that were used."""
 
     def __init__(self, mark: Callable[[], int]):
         self.models: dict[torch.nn.Module, None] = {}
@@ -48,6 +48,11 @@ class Phases:
             yield
         finally:
             self._leave()
+
+    @property
+    def inside(self) -> bool:
+        """Whether a phase has begun and not ended."""
+        return bool(self._stack)
 
     def restart(self) -> None:
         """A step begins."""

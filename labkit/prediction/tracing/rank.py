@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import types
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from labkit.prediction.tracing import world
 from labkit.prediction.tracing.kernels import temporaries
 from labkit.prediction.tracing.phases import Phases
 from labkit.prediction.tracing.replicas import Replica
+from labkit.prediction.tracing.script import batch, load
 from labkit.prediction.tracing.tape import Tape, TapeCensus, scoped
 from labkit.probe.memory import states_of
 from labkit.probe.timeline import curve
@@ -33,27 +32,17 @@ def trace(request: dict[str, Any], rank: int) -> dict[str, Any]:
     world.join(rank, request["ranks"])
     for owner, name, function in scoped(tape):
         setattr(owner, name, function)
-    script = _loaded(request["path"], request["source"])
+    script = load(request["path"], request["source"])
     device = torch.device("cpu")
     if request["grouped"]:
         dist.init_process_group()
     with FakeTensorMode(allow_non_fake_inputs=True):
-        data = _data(script, request["sample"], script.BATCH_PER_RANK * getattr(script, "RANKS", 1))
+        data = batch(script, request["sample"], script.BATCH_PER_RANK * getattr(script, "RANKS", 1))
         if hasattr(script, "STAGES"):
-            micro_batch = data.tensors[0][: script.BATCH_PER_RANK // script.MICRO_BATCHES]
-            world.stages_know_shapes(script.build_blocks(), script.STAGES, micro_batch, request["split"])
+            world.stages_know_shapes(script, request["sample"], request["split"])
             data = script.stage_data(data)
         with tape:
             return _traced(script, device, data, tape)
-
-
-def _loaded(path: str, source: str) -> Any:
-    script = types.ModuleType("train")
-    script.__file__ = path
-    sys.modules["train"] = script
-    sys.argv = [path]
-    exec(compile(source, path, "exec"), script.__dict__)
-    return script
 
 
 def _traced(script: Any, device: torch.device, data: TensorDataset, tape: Tape) -> dict[str, Any]:
@@ -95,13 +84,6 @@ def _phase_at_peak(fields: dict[str, Any]) -> str:
     sums = [sum(sizes) for sizes in zip(*fields["owners"].values())]
     time = fields["times"][sums.index(max(sums))]
     return next((name for name, start, end in reversed(fields["phases"]) if start <= time <= end), "")
-
-
-def _data(script: Any, sample: Any, count: int) -> TensorDataset:
-    """A batch of `count` samples, with the shapes of the script's own data set, which no device holds."""
-    if hasattr(script, "windows"):
-        return script.windows(torch.zeros(sample[0] + count + 1, dtype=torch.int64), count)
-    return TensorDataset(torch.zeros(count, *sample), torch.zeros(count, dtype=torch.int64))
 
 
 def _owned(tape: Tape, phases: Phases) -> tuple[dict[int, tuple[str, int]], dict[str, int]]:

@@ -25,6 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from labkit.prediction.tracing.replicas import Replica
+from labkit.prediction.tracing.script import batch
 
 _MESH_METHODS = ("__init__", "__getitem__", "_flatten", "get_local_rank", "get_coordinate", "size")
 _ASYNCHRONOUS = (
@@ -69,8 +70,8 @@ class Chunks:
         return self._tensor.narrow(self._dim, first, min(self._size, end - first))
 
 
-def join(rank: int, ranks: int) -> None:
-    """Makes this process rank `rank` of `ranks`: the environment of torchrun, and every group that a script creates."""
+def take_place(rank: int, ranks: int) -> None:
+    """Gives this process the environment of rank `rank` of `ranks`, as torchrun does."""
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -79,6 +80,11 @@ def join(rank: int, ranks: int) -> None:
         GROUP_RANK="0",
         DS_ACCELERATOR="cpu",
     )
+
+
+def join(rank: int, ranks: int) -> None:
+    """Makes this process rank `rank` of `ranks`, in every group that a script creates."""
+    take_place(rank, ranks)
     create = dist.init_process_group
 
     def init_process_group(*args: Any, **kwargs: Any) -> None:
@@ -150,21 +156,19 @@ def _at_once(pool: Any, function: Callable[..., Any], *args: Any, **kwargs: Any)
     return future
 
 
-def stages_know_shapes(
-    blocks: Iterable[torch.nn.Module],
-    bounds: Sequence[int],
-    inputs: torch.Tensor,
-    split: Sequence[tuple[int, int] | None],
-) -> None:
-    """Tells every `PipelineStage` the shapes of its inputs and outputs, which ranks otherwise send to each other.
+def stages_know_shapes(script: Any, sample: Any, split: Sequence[tuple[int, int] | None]) -> None:
+    """Tells every `PipelineStage` of a script the shapes of its inputs and outputs, which ranks otherwise send to each
+    other.
 
-    `blocks` are all blocks of the model, `bounds` the first block of each stage, and the number of blocks; `inputs`
-    is a micro-batch; `split` has for each block the dimension of its output that ranks split, and their number.
+    `sample` is the shape of one input; `split` has for each block the dimension of its output that ranks split, and
+    their number.
     """
     from torch.distributed.pipelining.stage import PipelineStage
 
+    (inputs, *_) = batch(script, sample, script.BATCH_PER_RANK // script.MICRO_BATCHES).tensors
+    bounds = script.STAGES  # the first block of each stage, and the number of blocks
     parts = (None, *split)
-    passed = [_shape_of(tensor, part) for tensor, part in zip(_passed(blocks, inputs), parts)]
+    passed = [_shape_of(tensor, part) for tensor, part in zip(_passed(script.build_blocks(), inputs), parts)]
     create = PipelineStage.__init__
 
     def init(stage: Any, module: torch.nn.Module, number: int, *args: Any, **kwargs: Any) -> None:

@@ -10,8 +10,8 @@ from typing_extensions import NotRequired, TypedDict
 from labkit.record.schema import Limits
 from labkit.record.types.documents import SpecFields
 from labkit.record.types.envelope import Owners, Ranks
-from labkit.record.types.measured import Operation, Span
-from labkit.record.types.values import RANKS, Bytes, Count, Line, Name, Rank, Seconds
+from labkit.record.types.measured import Call, Operation, Span
+from labkit.record.types.values import RANKS, Amount, Bytes, Count, Line, Name, Rank, Seconds
 
 VERSION = 1
 
@@ -45,17 +45,39 @@ class PredictedStep(TypedDict):
     at_peak: Owners
 
 
+class PredictedTimeline(TypedDict):
+    """The simulated timeline of a step, in the form of a profiled one."""
+
+    seconds: Seconds
+    phases: list[Span]
+    comm: list[Call]
+    busy: list[tuple[Seconds, Seconds]]
+    exposed: dict[str, Seconds]
+
+
 class PredictedClass(TypedDict):
-    """Ranks that do the same work, the step of one of them, its traffic by operation, and its collectives in order."""
+    """Ranks that do the same work, the step of one of them, its traffic by operation, its collectives in order, and
+    the timeline of its step."""
 
     ranks: Ranks
+    timeline: NotRequired[PredictedTimeline]
     step: PredictedStep
     ops: dict[str, Operation]
     calls: Annotated[list[Called], Limits(most=1_000_000)]
 
 
+class PredictedTime(TypedDict):
+    """The seconds of a step on the machine of the run, of its slowest rank, from computation and collectives that were
+    measured there; `links` says which, and is empty if there is nothing to communicate."""
+
+    seconds: Seconds
+    samples_per_second: Amount
+    links: Line
+
+
 class Plan(TypedDict):
-    """The prediction of a run. `reason` says why there is no trace, if the method is a formula."""
+    """The prediction of a run. `reason` says why there is no trace, if the method is a formula; `time` is known if it
+    was asked for."""
 
     v: NotRequired[Count | None]
     spec: SpecFields
@@ -64,3 +86,4 @@ class Plan(TypedDict):
     reason: NotRequired[Line]
     ranks: Annotated[list[PredictedRank], Limits(most=RANKS)]
     classes: list[PredictedClass]
+    time: NotRequired[PredictedTime]

@@ -81,6 +81,10 @@ class PredictionOutcome(TypedDict):
     sent_predicted: Bytes | None
     sent_measured: Bytes | None
     reason: str
+    step_predicted: NotRequired[Seconds | None]
+    step_measured: NotRequired[Seconds | None]
+    step_error: NotRequired[float | None]
+    step_reason: NotRequired[str]
 
 
 class LedgerEntry(TypedDict):

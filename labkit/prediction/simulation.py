@@ -1,0 +1,245 @@
+"""Ranks' programs → the timeline of a step of each, by simulating events.
+
+A program is what a rank does in a step, in order: it computes, it starts a collective or a message, it waits for one.
+A collective begins when all its ranks have started it and the one before it in its group is over, and takes the time
+that a model of communication gives. Ranks repeat their programs, so that a rank that is late in one step is waited for
+in the next; the last step counts.
+
+On CPU ranks, communication is computation, too: bytes are copied by the cores that also compute. Whatever runs at one
+time shares them; with more of it than cores, all of it slows down in proportion. On GPUs, communication and computation
+do not slow each other down.
+
+One rank of each class is simulated in the place of all: the ranks of a collective are replaced by those that represent
+them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from labkit.prediction.collectives import CommunicationModel
+from labkit.prediction.links import time_of
+from labkit.record.types.prediction import PredictedTimeline
+
+STEPS = 4  # of which the last one counts
+
+
+class Compute(NamedTuple):
+    """Seconds of computation in a phase."""
+
+    phase: str
+    seconds: float
+
+
+class Start(NamedTuple):
+    """Starts operation `number` of the step on `bytes`; `ranks` are those of the group, or the other end of a
+    message."""
+
+    number: int
+    op: str
+    bytes: int
+    ranks: tuple[int, ...]
+
+
+class Wait(NamedTuple):
+    """Waits until operation `number` is over."""
+
+    number: int
+
+
+Program = Sequence[Compute | Start | Wait]
+
+
+def program_of(items: Sequence[Sequence[Any]]) -> Program:
+    """The program in the form of `tracing.compute`, which is JSON."""
+    kinds = {"compute": Compute, "start": Start, "wait": Wait}
+    return [kinds[kind](*(tuple(one) if isinstance(one, list) else one for one in rest)) for kind, *rest in items]
+
+
+@dataclass
+class _Operation:
+    """A collective or message of one step, as its ranks have started it: by rank when. `left` are the seconds that it
+    still takes on its own."""
+
+    op: str
+    bytes: int
+    parties: int
+    left: float
+    started: dict[int, float] = field(default_factory=dict)
+    end: float = math.inf
+
+
+@dataclass
+class _Rank:
+    """Where a rank is in its program, and the timeline of the current step."""
+
+    program: Program
+    copies: int
+    index: int = 0
+    step: int = 0
+    began: float = 0.0
+    left: float = 0.0  # seconds of computation
+    waits: _Operation | None = None
+    own: dict[int, _Operation] = field(default_factory=dict)  # of this step, by number
+    pieces: list[tuple[str, float, float, bool]] = field(default_factory=list)  # phase, start, end, computed
+    since: float = 0.0
+    phase: str = ""
+
+    @property
+    def over(self) -> bool:
+        return self.step == STEPS
+
+
+def simulate(
+    programs: Mapping[int, Program], like: Mapping[int, int], links: CommunicationModel | None, cores: int | None
+) -> dict[int, PredictedTimeline]:
+    """The timeline of a step of each rank that has a program.
+
+    `like` is the rank with a program in the place of each rank; without `links`, communication takes no time; `cores`
+    are those that CPU ranks share, None for accelerators. Raises as `CommunicationModel.time` does.
+    """
+    return _Simulation(programs, like, links, cores).result()
+
+
+class _Simulation:
+    def __init__(
+        self,
+        programs: Mapping[int, Program],
+        like: Mapping[int, int],
+        links: CommunicationModel | None,
+        cores: int | None,
+    ):
+        counts: dict[int, int] = defaultdict(int)
+        for rank in like.values():
+            counts[rank] += 1
+        self._ranks = {number: _Rank(program, counts[number]) for number, program in programs.items()}
+        self._like, self._links, self._cores = like, links, cores
+        self._time = 0.0
+        self._open: dict[Any, list[_Operation]] = defaultdict(list)  # by group, those that not all ranks have started
+        self._queues: dict[Any, deque[_Operation]] = defaultdict(deque)  # by group, the first one runs
+        self._last: dict[int, PredictedTimeline] = {}
+
+    def result(self) -> dict[int, PredictedTimeline]:
+        while True:
+            for number, rank in self._ranks.items():
+                self._advance(number, rank)
+            if all(rank.over for rank in self._ranks.values()):
+                return self._last
+            self._pass_time()
+
+    # ---- one rank
+
+    def _advance(self, number: int, rank: _Rank) -> None:
+        """Executes the program up to something that takes time."""
+        while not rank.over and rank.left <= 0 and (rank.waits is None or rank.waits.end <= self._time):
+            self._piece(rank)
+            rank.waits = None
+            if rank.index == len(rank.program):
+                self._finish(number, rank)
+                continue
+            item = rank.program[rank.index]
+            rank.index += 1
+            if isinstance(item, Compute):
+                rank.left, rank.phase = item.seconds, item.phase
+            elif isinstance(item, Start):
+                self._start(number, rank, item)
+            else:
+                rank.waits = rank.own[item.number]
+
+    def _piece(self, rank: _Rank) -> None:
+        if self._time > rank.since:
+            rank.pieces.append((rank.phase, rank.since, self._time, rank.waits is None))
+        rank.since = self._time
+
+    def _start(self, number: int, rank: _Rank, item: Start) -> None:
+        """Joins the operation that others of the group have started, or starts it."""
+        is_message = item.op in ("send", "recv")
+        if is_message:
+            peer = self._like[item.ranks[0]]
+            ends = (number, peer) if item.op == "send" else (peer, number)
+            key: Any = ("message", *ends)
+            parties, ranks = len({*ends}), 2
+        else:
+            parties, ranks = len({self._like[one] for one in item.ranks}), len(item.ranks)
+            key = (ranks, *sorted({self._like[one] for one in item.ranks}))
+        mine = next((one for one in self._open[key] if number not in one.started), None)
+        if mine is None:
+            seconds = time_of(self._links, item.op, item.bytes, ranks).seconds if self._links else 0.0
+            if self._cores is not None:
+                seconds *= min(1.0, self._cores / ranks)  # measured while all of its ranks shared the cores
+            mine = _Operation(item.op, item.bytes, parties, seconds)
+            self._open[key].append(mine)
+        mine.started[number] = self._time
+        rank.own[item.number] = mine
+        if len(mine.started) == mine.parties:
+            self._open[key].remove(mine)
+            self._queues[key].append(mine)
+
+    def _finish(self, number: int, rank: _Rank) -> None:
+        """A step is over."""
+        self._last[number] = _timeline(rank, number, self._time)
+        rank.step += 1
+        rank.index, rank.began, rank.own, rank.pieces = 0, self._time, {}, []
+
+    # ---- time
+
+    def _pass_time(self) -> None:
+        """Time passes until the first computation or operation is over."""
+        computing = [rank for rank in self._ranks.values() if rank.left > 0]
+        running = [queue[0] for queue in self._queues.values() if queue]
+        if not computing and not running:
+            self._release()
+            return
+        rate = 1.0
+        if self._cores is not None:
+            load = sum(rank.copies for rank in computing)
+            load += sum(self._ranks[number].copies for one in running for number in one.started)
+            rate = min(1.0, self._cores / load)
+        passed = min([rank.left for rank in computing] + [one.left for one in running])
+        self._time += passed / rate
+        for rank in computing:
+            rank.left -= passed
+            if rank.left < 1e-12:
+                rank.left = 0.0
+        for queue in self._queues.values():
+            if queue:
+                queue[0].left -= passed
+                if queue[0].left < 1e-12:
+                    queue.popleft().end = self._time
+
+    def _release(self) -> None:
+        """Every rank waits for an operation that another one never starts: classes need not be symmetric. The operation
+        that was started first runs without the missing ranks."""
+        key, first = min(
+            ((key, one) for key, waiting in self._open.items() for one in waiting),
+            key=lambda pair: min(pair[1].started.values()),
+        )
+        self._open[key].remove(first)
+        self._queues[key].append(first)
+
+
+def _timeline(rank: _Rank, number: int, end: float) -> PredictedTimeline:
+    phases: list[tuple[str, float, float]] = []
+    busy: list[tuple[float, float]] = []
+    exposed: dict[str, float] = defaultdict(float)
+    for phase, start, stop, computed in rank.pieces:
+        start, stop = start - rank.began, stop - rank.began
+        if phases and phases[-1][0] == phase:
+            phases[-1] = (phase, phases[-1][1], stop)
+        else:
+            phases.append((phase, start, stop))
+        if not computed:
+            exposed[phase] += stop - start
+        elif busy and math.isclose(busy[-1][1], start, abs_tol=1e-9):
+            busy[-1] = (busy[-1][0], stop)
+        else:
+            busy.append((start, stop))
+    comm = [
+        (one.op, one.started[number] - rank.began, min(one.end, end) - rank.began, one.bytes)
+        for one in rank.own.values()
+    ]
+    return {"seconds": end - rank.began, "phases": phases, "comm": comm, "busy": busy, "exposed": dict(exposed)}
