@@ -1,0 +1,434 @@
+"""Advice and scaling in closed form, against published formulas and figures, the trace, and invalid arguments."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from commands import called
+
+import labkit
+from labkit import SpecError, advise
+from labkit.analysis.theory import states
+from labkit.figures.advice import Advised
+from labkit.plan.spec import Spec
+from labkit.prediction.collectives import bus_factor
+from labkit.prediction.devices import ACCELERATED, DEVICES
+from labkit.prediction.predict import predict
+from labkit.prediction.scale.advice import advice, fastest, verdict
+from labkit.prediction.scale.asked import training
+from labkit.prediction.scale.layouts import SHARDINGS, Layout, layouts
+from labkit.prediction.scale.memory import memory
+from labkit.prediction.scale.model import Model
+from labkit.prediction.scale.scaling import efficiency, scaling
+from labkit.prediction.scale.shapes import of_config, of_parameters, of_workload
+from labkit.prediction.scale.step import AXES, estimate
+from labkit.prediction.scale.training import Training
+from labkit.training.workloads import WORKLOADS
+
+GPT2 = {"n_layer": 12, "n_embd": 768, "n_head": 12, "n_positions": 1024, "vocab_size": 50257, "model_type": "gpt2"}
+GPT3 = GPT2 | {"n_layer": 96, "n_embd": 12288, "n_head": 96, "n_positions": 2048}
+LLAMA = {
+    **{"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008},
+    **{"vocab_size": 32000, "max_position_embeddings": 2048, "hidden_act": "silu", "model_type": "llama"},
+}
+LLAMA3 = LLAMA | {"intermediate_size": 14336, "vocab_size": 128256, "num_key_value_heads": 8, "rope_theta": 5e5}
+
+
+@pytest.fixture
+def config(tmp_path):
+    def write(said: object) -> str:
+        (tmp_path / "config.json").write_text(said if isinstance(said, str) else json.dumps(said))
+        return str(tmp_path / "config.json")
+
+    return write
+
+
+def gpt(layers: int, width: int, heads: int, vocabulary: int, sequence: int, **more: bool) -> Model:
+    """A model of the GPT family without biases: linear layers as in the formulas of the papers."""
+    sizes = (layers, width, heads, heads, width // heads, 4 * width, vocabulary, sequence)
+    return Model("gpt", *sizes, **{"gated": False, "learned": True, "biases": False, "tied": True, **more})
+
+
+def of(model: Model, devices: int, batch: int, **more) -> Training:
+    return replace(training("7B", devices=devices, batch=batch, machine="a100x8"), model=model, **more)
+
+
+# ---- models
+
+
+@pytest.mark.parametrize(
+    ("said", "parameters"),
+    [(GPT2, 124_439_808), (GPT3, 174_604_259_328), (LLAMA, 6_738_415_616), (LLAMA3, 8_030_261_248)],
+)
+def test_published_numbers_of_parameters(config, said, parameters):
+    assert of_config(config(said)).parameters == parameters
+
+
+@pytest.mark.parametrize("size", ["1M", "10M", "100M", "1B", "7B"])
+def test_workloads_have_the_parameters_and_operations_of_the_lab(size):
+    model, row = of_workload("gpt", {"size": size}), WORKLOADS["gpt"]
+    options = Spec("single", "gpt", options={"size": size}).options
+    assert model.parameters == row.parameters(options)
+    additions = model.positions * model.width  # of the embedding, which the lab counts as well
+    assert model.training_flops(model.positions) * model.positions == 3 * (sum(row.costs(options)) - additions)
+
+
+@pytest.mark.parametrize("asked", ["125M", "1.3B", "7B", "13B", "30B", "70B", "175B", "405B", "1T"])
+def test_a_count_gives_a_model_of_about_that_count_that_can_be_split(asked):
+    model = of_parameters(asked)
+    wanted = float(asked[:-1]) * {"M": 1e6, "B": 1e9, "T": 1e12}[asked[-1]]
+    assert abs(model.parameters / wanted - 1) < 0.005
+    assert 2 < model.hidden / model.width < 4
+    assert model.heads % 4 == 0 and model.layers % 4 == 0 and model.heads * model.head_width == model.width
+    assert of_parameters(asked) == model
+
+
+def test_operations_of_a_step_are_those_of_narayanan_and_korthikanti():
+    """72·B·s·L·h²·(1 + s/6h + v/12hL), Korthikanti et al. 2022, appendix A."""
+    layers, width, vocabulary, sequence = 24, 2048, 51_200, 1024
+    model = gpt(layers, width, 16, vocabulary, sequence)
+    formula = 72 * layers * width**2 * (1 + sequence / (6 * width) + vocabulary / (12 * width * layers))
+    assert model.training_flops(sequence) == pytest.approx(formula)
+    assert model.training_flops(0) == 6 * (model.layers * model.of_matrices + vocabulary * width)  # 6ND
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 8])
+def test_activations_of_a_layer_are_those_of_korthikanti(tensor):
+    """sbh/t · (34 + 5as/h), section 4.2.2, and 34 alone without the matrices of attention, section 5."""
+    sequence, batch, heads, width = 2048, 4, 96, 12288
+    model = gpt(96, width, heads, 51_200, sequence, dropout=True)
+    stored = model.layer_activations(batch * sequence, sequence, tensor, 2, "eager")
+    assert stored == sequence * batch * width / tensor * (34 + 5 * heads * sequence / width)
+    fused = model.layer_activations(batch * sequence, sequence, tensor, 2, "fused")
+    assert fused == pytest.approx(sequence * batch * width / tensor * 34, rel=0.002)  # and one number per row
+    assert model.layer_input(batch * sequence, 1, 2) == 2 * sequence * batch * width  # full recomputation
+
+
+# ---- memory
+
+
+def test_states_are_those_of_the_zero_paper():
+    """Rajbhandari et al. 2020, figure 1: 7.5B parameters on 64 devices need 120, 31.4, 16.6 and 1.9 GB."""
+    model = gpt(1, 64, 1, 1, 1, learned=False, tied=False)
+    model = replace(model, hidden=(7_500_000_000 - 4 * 64**2 - 4 * 64 - 64) // (2 * 64))
+    assert model.parameters == pytest.approx(7.5e9, rel=1e-6)
+    asked = of(model, 64, 64)
+    stored = [memory(asked, Layout(SHARDINGS[name], 64, 64)).states.total for name in ("ddp", "zero1", "zero2", "fsdp")]
+    assert [round(each / 1e9, 1) for each in stored] == [120.0, 31.4, 16.6, 1.9]
+
+
+@pytest.mark.parametrize(("strategy", "sharding"), [("ddp", "ddp"), ("fsdp2", "fsdp")])
+def test_memory_agrees_with_the_formulas_of_the_lab_and_the_trace(strategy, sharding):
+    spec = Spec(strategy, "gpt", nproc=2, batch_size=8, device="cpu", precision="fp32", options={"size": "10M"})
+    asked = training(workload="gpt", options={"size": "10M"}, devices=2, batch=16, machine="a100x8", precision="fp32")
+    found = memory(asked, Layout(SHARDINGS[sharding], 2, 2, micro_batch=8))
+    assert (found.states,) * 2 == states(spec)
+    [traced, _] = predict(spec)["ranks"]
+    assert traced["at_peak"]["activations"] == pytest.approx(found.activations, rel=0.06)
+    assert traced["peak_memory_bytes"] < found.total < 1.15 * traced["peak_memory_bytes"]
+
+
+def test_a_pipeline_stores_as_many_micro_batches_as_it_has_stages():
+    model = gpt(8, 1024, 16, 10_000, 512)
+    asked = of(model, 4, 32, sequence=512)
+    one = memory(asked, Layout(SHARDINGS["ddp"], pipeline=4, micro_batches=1)).activations
+    four = memory(asked, Layout(SHARDINGS["ddp"], pipeline=4, micro_batches=32)).activations
+    layer = model.layer_activations(512, 512, 1, 2, "fused")
+    assert four == 4 * 2 * layer  # the first stage: 4 micro-batches through 2 layers, without the logits
+    assert one == 2 * layer + model.head_activations(512, 1, 2)  # the last stage: its layers and the logits
+    asked = replace(asked, model=replace(model, vocabulary=8))
+    recomputed = memory(asked, Layout(SHARDINGS["ddp"], pipeline=4, micro_batches=32, recompute=True)).activations
+    assert recomputed == 4 * 2 * 2 * 512 * 1024 + layer
+
+
+# ---- time and traffic
+
+
+def test_the_bubble_is_that_of_the_formula():
+    """(p − 1)/m of the ideal time, Narayanan et al. 2021, section 2.2.1."""
+    asked = of(gpt(8, 1024, 16, 8, 512), 4, 32, sequence=512)
+    layout = Layout(SHARDINGS["ddp"], pipeline=4, micro_batches=32)
+    parts = estimate(asked, layout, memory(asked, layout)).parts
+    ideal = parts["computation"] + parts["pipeline"]
+    assert parts["bubble"] == pytest.approx(3 / 32 * ideal)
+    assert parts["bubble"] / (parts["bubble"] + ideal) == pytest.approx(3 / (32 + 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "gradients", "parameters"), [("ddp", 2, 0), ("zero1", 1, 1), ("zero2", 1, 1), ("fsdp", 1, 2)]
+)
+def test_traffic_of_data_parallelism_is_that_of_the_zero_paper(name, gradients, parameters):
+    """Section 7: an all-reduce sends 2Ψ, ZeRO-1 and ZeRO-2 send as much, ZeRO-3 sends 3Ψ; in 16 bits, 2 bytes each."""
+    model = gpt(4, 256, 4, 1000, 128, tied=False)
+    asked = of(model, 8, 8, sequence=128)
+    layout = Layout(SHARDINGS[name], 8, 8)
+    found = estimate(asked, layout, memory(asked, layout))
+    assert found.sent["data"] == pytest.approx(2 * (gradients + parameters) * model.parameters * 7 / 8)
+    assert not any(found.sent[axis] for axis in AXES if axis != "data")
+
+
+def test_busy_time_of_a_large_all_reduce_is_nccl_bus_bandwidth():
+    """Bus bandwidth = 2(n−1)/n · size / seconds (nccl-tests), here that of the links."""
+    asked = of(gpt(1, 12288, 96, 8, 128), 8, 8, sequence=128)
+    layout = Layout(SHARDINGS["ddp"], 8, 8)
+    found = estimate(asked, layout, memory(asked, layout))
+    inside = DEVICES["a100x8"].inside
+    assert inside
+    measured = bus_factor("all_reduce", 8) * 2 * asked.model.parameters / found.busy["data"]
+    assert measured == pytest.approx(inside.simple.bandwidth, rel=0.02)
+
+
+def test_tensor_parallelism_sends_korthikanti_activations_in_every_layer():
+    """Four all-gathers and four reduce-scatters of 2·s·b·h bytes per layer (section 4.2.2); six with recomputation."""
+    asked = of(gpt(4, 1024, 16, 1000, 512), 8, 4, sequence=512)
+    for recompute, calls in ((False, 8), (True, 12)):
+        layout = Layout(SHARDINGS["ddp"], tensor=8, micro_batch=4, recompute=recompute)
+        found = estimate(asked, layout, memory(asked, layout))
+        assert found.sent["tensor"] == 4 * calls * 2 * 512 * 4 * 1024 * 7 / 8
+        assert found.parts["tensor"] == pytest.approx(found.busy["tensor"])  # exposed
+
+
+def test_communication_that_computation_covers_is_not_exposed():
+    long, short = (of(gpt(24, 2048, 16, 1000, 2048), 8, batch, sequence=2048) for batch in (512, 8))
+    exposed = {}
+    for asked in (long, short):
+        layout = Layout(SHARDINGS["ddp"], 8, 8, micro_batch=asked.batch // 8)
+        found = estimate(asked, layout, memory(asked, layout))
+        exposed[asked.batch] = found.parts["data"] / found.busy["data"]
+        assert found.seconds == pytest.approx(sum(found.parts.values()))
+    assert exposed[512] < 0.1  # one layer of 24, and the embedding
+    slow = replace(short, sequence=8)
+    layout = Layout(SHARDINGS["ddp"], 8, 8)
+    found = estimate(slow, layout, memory(slow, layout))
+    assert found.parts["data"] > 0.9 * found.busy["data"] and found.communication_bound
+
+
+# Layers, width, heads of the MPT models; sequence 2,048, FSDP on nodes of 8: machine, model, devices, samples of a
+# micro-batch, accumulation, recomputation, and the measured MFU in percent. MosaicML LLM Foundry,
+# scripts/train/benchmarking (tables H100 80GB BF16 and A100 80GB).
+MPT = {"1b": (24, 2048, 16), "7b": (32, 4096, 32), "13b": (40, 5120, 40), "30b": (48, 7168, 56), "70b": (64, 9216, 72)}
+PUBLISHED = (
+    ("a100x8", "1b", 8, 14, 4, False, 59.86),
+    ("a100x8", "7b", 8, 6, 2, False, 64.23),
+    ("a100x8", "13b", 8, 2, 3, False, 59.57),
+    ("a100x8", "30b", 8, 3, 21, True, 55.3),
+    ("a100x8", "70b", 32, 2, 16, True, 48.56),
+    ("a100x8", "70b", 64, 8, 4, True, 53.33),
+    ("h100x8", "7b", 8, 6, 1, False, 46.44),
+    ("h100x8", "13b", 64, 2, 1, False, 39.86),
+    ("h100x8", "30b", 8, 3, 21, True, 38.11),
+    ("h100x8", "70b", 32, 2, 16, True, 36.15),
+    ("h100x8", "70b", 64, 8, 4, True, 42.57),
+)
+
+
+@pytest.mark.parametrize(("machine", "name", "devices", "samples", "times", "again", "measured"), PUBLISHED)
+def test_published_runs_fit_and_are_within_a_quarter(machine, name, devices, samples, times, again, measured):
+    """A sanity band: the efficiency of the devices is the median of such runs on one node."""
+    asked = training("7B", devices=devices, batch=devices * samples * times, sequence=2048, machine=machine)
+    asked = replace(asked, model=gpt(*MPT[name], 50_368, 2048))
+    layout = Layout(SHARDINGS["fsdp"], devices, devices, micro_batch=samples, micro_batches=times, recompute=again)
+    found = estimate(asked, layout, memory(asked, layout))
+    assert found.memory.total <= asked.usable
+    assert 100 * found.mfu == pytest.approx(measured, rel=0.25)
+
+
+# ---- advice
+
+
+def test_every_layout_uses_all_devices_and_respects_the_limits():
+    asked = training("70B", devices=4096)
+    found = [*layouts(asked.model, asked.machine, 4096, asked.sequence)]
+    assert len({one.mesh for one in found}) == len(found) > 500
+    for one in found:
+        assert one.devices == 4096 and one.tensor <= 8 and one.pipeline <= 80
+        assert one.synced % one.shards == 0 and one.replicas * one.shards == one.synced
+        assert asked.model.heads % one.tensor == 0
+
+
+@pytest.mark.parametrize(("devices", "batch"), [(4096, 4096), (4096, 512), (64, 256), (24, 96)])
+def test_what_fits_is_ranked_and_what_does_not_fit_says_what_is_missing(devices, batch):
+    asked = training("70B", devices=devices, batch=batch)
+    found = advice(asked)
+    assert found.fitting
+    times = [one.seconds for one in found.fitting]
+    assert times == sorted(times)
+    for one in found.fitting:
+        layout = one.layout
+        assert one.memory.total <= asked.usable
+        assert layout.micro_batch * layout.micro_batches * layout.data == batch
+        if layout.recompute:
+            without = replace(layout, recompute=False)
+            assert memory(asked, without).total > asked.usable
+    kinds = {one.layout.kind for one in found.fitting}
+    for miss in found.misfits:
+        assert miss.layout.kind not in kinds
+        assert memory(asked, miss.layout).total == miss.memory.total > asked.usable
+        assert miss.missing == miss.memory.total - asked.usable
+        assert fastest(asked, replace(miss.layout, recompute=False)) is None
+        assert miss.change in [one.layout for one in found.fitting] and miss.words
+    for kind, multiple in found.too_small.items():
+        assert kind not in kinds and batch % multiple
+
+
+def test_recomputation_and_smaller_micro_batches_are_chosen_when_memory_is_scarce():
+    plenty = training("7B", devices=8, machine="a100x8")
+    scarce = replace(plenty, memory=30 << 30)
+    mesh = Layout(SHARDINGS["fsdp"], 8, 8)
+    many, few = fastest(plenty, mesh), fastest(scarce, mesh)
+    assert many and few
+    assert not many.layout.recompute and few.layout.recompute
+    assert few.seconds > 1.3 * many.seconds
+
+
+def test_the_common_rule_is_compared_with_the_estimates():
+    agrees = verdict(advice(training("7B", devices=8)))
+    assert agrees and agrees.chosen and agrees.passed == ("DDP",) and agrees.agrees
+    assert agrees.chosen.layout.kind == "FSDP"
+    misled = verdict(advice(training("70B", devices=4096)))
+    assert misled and misled.chosen and not misled.agrees
+    part, seconds = misled.difference
+    assert 0 < seconds <= misled.chosen.parts[part]
+    small = advice(training("70B", devices=4096, batch=512))
+    late = verdict(small)
+    assert late and "FSDP" in late.passed and small.too_small["FSDP"] == 4096
+    assert verdict(advice(training("125M", devices=1))) is None
+    said = "\n".join(Advised(small).sentences)
+    assert "FSDP is not possible: the batch of 512 is not a multiple of 4,096 samples" in said
+
+
+def test_nothing_fits_names_the_missing_bytes_and_the_devices_that_would_do():
+    found = advise("70B", devices=8, machine="a100x8", memory="16GB")
+    assert not found.rows and found.misfits
+    [said] = [sentence for sentence in found.sentences if sentence.startswith("Nothing fits")]
+    more = int(said.partition("it fits on ")[2].partition(" ")[0])
+    assert advise("70B", devices=more, batch=max(512, more), machine="a100x8", memory="16GB").rows
+    assert not advise("70B", devices=more // 2, machine="a100x8", memory="16GB").rows
+    lost = advise("70B", devices=1, machine="t4x2").sentences[0]
+    assert lost.endswith("no number of these devices is enough, use more memory each.")
+
+
+# ---- scaling
+
+
+def test_scaling_has_a_series_per_strategy_and_the_point_of_communication():
+    asked = training("1.3B", devices=64, batch=64, sequence=2048)
+    several = scaling(asked, most=256)
+    weak, strong = ([one for one in several if one.mode == mode] for mode in ("weak", "strong"))
+    assert [one.kind for one in weak] == [one.kind for one in strong]
+    for one in several:
+        assert one.devices == (1, 2, 4, 8, 16, 32, 64, 128, 256)
+        for devices, each in zip(one.devices, one.estimates):
+            if each:
+                assert each.training.devices == devices and 0 < efficiency(each) <= 1
+                assert each.training.batch == (64 if one.mode == "strong" else devices)
+        if one.bound_from:
+            after = one.estimates[one.devices.index(one.bound_from) :]
+            assert all(each is None or each.communication_bound for each in after)
+    ddp = next(one for one in strong if one.kind == "DDP")
+    assert ddp.estimates[0] and ddp.estimates[6] and ddp.estimates[7] is None  # 64 samples for 128 devices
+    assert efficiency(ddp.estimates[6]) < efficiency(ddp.estimates[0])
+
+
+# ---- front ends
+
+
+def test_python_returns_tables_that_escape_figures_and_json(config):
+    found = advise(config=config(LLAMA | {"model_type": "<b>x"}), machine="a100x8")
+    assert "<b>" not in found._repr_html_() and found._repr_html_().count("<table>") == 2
+    assert found.rows[0][0] in repr(found) and "modelled" in repr(found)
+    assert found.figure().data[0].name == "computation"
+    assert found.svg().startswith("<svg")
+    document = json.loads(json.dumps(found.to_json()))
+    assert document["source"] == "modelled" and document["model"]["parameters"] == 6_738_415_616
+    best = document["fits"][0]
+    assert sum(best["seconds"].values()) == pytest.approx(best["seconds_per_step"])
+    assert math.prod(best[name] for name in ("data", "tensor", "pipeline", "context")) == document["devices"] == 8
+
+
+def test_scaling_is_drawn_as_plotly_and_svg():
+    scaled = advise("350M", machine="t4x2", batch=8, sequence=512).scaling()
+    weak = next(chart for chart in scaled.charts() if chart.name == "weak-efficiency")
+    assert weak.x.categories == ("1", "2") and "modelled" in weak.note
+    figure = scaled.figure()
+    assert {"1", "2"} <= {x for trace in figure.data for x in trace.x}
+    assert ">2</text>" in scaled.svg()
+    assert "communication-bound from" in repr(scaled) and "<table>" in scaled._repr_html_()
+    points = json.loads(json.dumps(scaled.to_json()))["series"][0]["points"]
+    assert [point["devices"] for point in points] == [1, 2]
+
+
+def test_command_prints_tables_and_one_json_object(capsys, config):
+    asked = ["advise", "--config", config(GPT2), "--machine", "a100x8", "--batch", "64"]
+    assert called(*asked) == 0
+    out = capsys.readouterr().out
+    assert "DDP 8" in out and "The common rule" in out and "Assumed: 62%" in out
+    assert called(*asked, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["batch"] == 64
+    assert called("advise", "--workload", "gpt", "--option", "size=1B", "--machine", "t4x2", "--scaling", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["series"]
+    assert called("advise", "--params", "1B", "--machine", "t4x2", "--scaling") == 0
+    assert "weak: devices" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "describe the model by one of params (such as 7B), config (a config.json) or workload (such as gpt)"),
+        (["--params", "7B", "--workload", "gpt"], "got params and workload"),
+        (["--params", "seven"], "--params must be a number of parameters such as 7B or 124M, got 'seven'"),
+        (["--params", "1M"], "--params must be a number from 1.25e+08 to 4e+12"),
+        (["--workload", "cnn"], "--workload must be one of gpt, got 'cnn'"),
+        (["--workload", "gpt", "--option", "size=9B"], "got '9B'"),
+        (["--params", "7B", "--option", "size=1B"], "options apply only to a workload"),
+        (["--params", "7B", "--machine", "v100"], f"--machine must be one of {', '.join(ACCELERATED)}, got 'v100'"),
+        (["--params", "7B", "--devices", "12"], "--devices must be whole nodes, a multiple of 8 on h100x8"),
+        (["--params", "7B", "--devices", "x"], "--devices must be an integer from 1 to 65536, got 'x'"),
+        (["--params", "7B", "--machine", "t4x2", "--devices", "4"], "--devices must be at most 2 on t4x2"),
+        (["--params", "7B", "--memory", "24"], "--memory must be a size such as 24GB or 24GiB, got '24'"),
+        (["--params", "7B", "--batch", "much"], "--batch must be a number of samples such as 1024"),
+        (["--params", "7B", "--batch", "0"], "--batch (samples) must be an integer from 1"),
+        (["--params", "7B", "--batch", "100 tokens"], "--batch must have at least one sample of 4096 tokens"),
+        (["--params", "7B", "--sequence", "0"], "--sequence must be an integer from 1"),
+        (["--workload", "gpt", "--sequence", "4096"], "--sequence must be at most 128, the positions of gpt"),
+        (["--params", "7B", "--machine", "t4x2", "--precision", "bf16"], "must be one of fp32, fp16, got 'bf16'"),
+        (["--params", "7B", "--attention", "flash"], "--attention must be one of fused, eager, got 'flash'"),
+    ],
+)
+def test_what_is_not_possible_is_refused_in_a_sentence(arguments, said, capsys):
+    assert called("advise", *arguments) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("{", "must be a JSON object"),
+        ("[" * 100_000, "must be a JSON object"),
+        ("[1]", "must be a JSON object"),
+        ("\udcff".encode("utf-8", "surrogatepass").decode("latin-1"), "must be a JSON object"),
+        ({}, "has no num_hidden_layers"),
+        (LLAMA | {"hidden_size": -1}, "hidden_size must be an integer from 1"),
+        (LLAMA | {"vocab_size": "many"}, "vocab_size must be an integer from 1"),
+        (LLAMA | {"num_attention_heads": 33}, "must be a multiple of the number of heads 33"),
+        (LLAMA | {"num_key_value_heads": 5}, "must be a multiple of num_key_value_heads 5"),
+        (LLAMA | {"num_local_experts": 8}, "describes a mixture of experts"),
+    ],
+)
+def test_a_bad_config_is_refused_in_a_sentence(config, written, said):
+    with pytest.raises(ValueError, match=said) as caught:
+        advise(config=config(written))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_stands_for_its_config(config, tmp_path):
+    config(LLAMA)
+    assert advise(config=tmp_path).to_json()["model"]["layers"] == 32
+    with pytest.raises(ValueError, match="cannot be read"):
+        advise(config=tmp_path / "nothing.json")
+    with pytest.raises(SpecError, match="size must be one of"):
+        labkit.advise(workload="gpt", options={"size": "2B"})
