@@ -71,9 +71,14 @@ class Advised:
         return [_misfit(one) for one in in_order[:ROWS]]
 
     @property
+    def rule(self) -> list[str]:
+        """What the common rule of thumb says about this case, and whether it misleads."""
+        return rule_in_words(self.found, self.verdict)
+
+    @property
     def sentences(self) -> list[str]:
-        """What the common rule says about this case, what is not shown, and the assumptions."""
-        said = [*rule_in_words(self.found, self.verdict), *self._not_shown()]
+        """The common rule, what is not shown, and the assumptions."""
+        said = [*self.rule, *self._not_shown()]
         one = self.found.training.accelerator
         efficiency = f"{one.efficiency:.0%} of the peak of {one.name} in computation ({one.sources['efficiency']})"
         return [*said, f"Assumed: {efficiency}; {1 - RESERVED:.0%} of the memory can be used ({RESERVED_FOR})."]
