@@ -162,11 +162,19 @@ def test_the_bubble_is_that_of_the_formula():
 )
 def test_traffic_of_data_parallelism_is_that_of_the_zero_paper(name, gradients, parameters):
     """Section 7: an all-reduce sends 2Ψ, ZeRO-1 and ZeRO-2 send as much, ZeRO-3 sends 3Ψ; in 16 bits, 2 bytes each."""
-    model = gpt(4, 256, 4, 1000, 128, tied=False)
+    model = gpt(4, 256, 4, 1000, 128)
     asked = of(model, 8, 8, sequence=128)
     layout = Layout(SHARDINGS[name], 8, 8)
     found = estimate(asked, layout, memory(asked, layout))
     assert found.sent["data"] == pytest.approx(2 * (gradients + parameters) * model.parameters * 7 / 8)
+
+
+def test_hybrid_sharding_all_reduces_only_shards_between_its_groups():
+    """Zhao et al. 2023, section 3.2.2: as FSDP in a group of 4, then an all-reduce of Ψ/4 between 2 groups."""
+    asked = of(gpt(4, 256, 4, 1000, 128), 8, 8, sequence=128)
+    layout = Layout(SHARDINGS["hsdp"], 8, 4)
+    found = estimate(asked, layout, memory(asked, layout))
+    assert found.sent["data"] == pytest.approx(2 * asked.model.parameters * (3 * 3 / 4 + 1 / 4))
     assert not any(found.sent[axis] for axis in AXES if axis != "data")
 
 
@@ -437,6 +445,11 @@ def test_a_bad_config_is_refused_in_a_sentence(config, written, said):
     with pytest.raises(ValueError, match=said) as caught:
         advise(config=config(written))
     assert "\n" not in str(caught.value)
+
+
+def test_the_text_model_of_a_model_with_images_is_found(config):
+    nested = advise(config=config({"model_type": "vision", "text_config": LLAMA})).to_json()["model"]
+    assert nested["parameters"] == 6_738_415_616
 
 
 def test_a_folder_stands_for_its_config(config, tmp_path):

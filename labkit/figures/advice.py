@@ -51,40 +51,40 @@ class Advised:
     """The advice for a model and devices; displays itself as tables in a notebook, as text elsewhere."""
 
     def __init__(self, found: Advice):
-        self.found = found
+        self.advice = found
         self.verdict = verdict(found)
 
     @property
     def title(self) -> str:
         """What is trained, on what."""
-        return f"{in_words(self.found.training)}: all figures are modelled"
+        return f"{in_words(self.advice.training)}: all figures are modelled"
 
     @property
     def rows(self) -> list[tuple[str, ...]]:
         """The cells below `HEADS`: the fastest layout of each strategy that fits, the fastest first."""
-        return [cells(one) for one in self.found.ranked[:ROWS]]
+        return [cells(one) for one in self.advice.ranked[:ROWS]]
 
     @property
     def misfits(self) -> list[tuple[str, ...]]:
         """The cells below `MISFIT_HEADS`, the simplest strategies first."""
-        in_order = sorted(self.found.misfits, key=lambda one: (one.layout.kind.count("×"), one.missing))
+        in_order = sorted(self.advice.misfits, key=lambda one: (one.layout.kind.count("×"), one.missing))
         return [_misfit(one) for one in in_order[:ROWS]]
 
     @property
     def rule(self) -> list[str]:
         """What the common rule of thumb says about this case, and whether it misleads."""
-        return rule_in_words(self.found, self.verdict)
+        return rule_in_words(self.advice, self.verdict)
 
     @property
     def sentences(self) -> list[str]:
         """The common rule, what is not shown, and the assumptions."""
         said = [*self.rule, *self._not_shown()]
-        one = self.found.training.accelerator
+        one = self.advice.training.accelerator
         efficiency = f"{one.efficiency:.0%} of the peak of {one.name} in computation ({one.sources['efficiency']})"
         return [*said, f"Assumed: {efficiency}; {1 - RESERVED:.0%} of the memory can be used ({RESERVED_FOR})."]
 
     def _not_shown(self) -> list[str]:
-        found, said = self.found, []
+        found, said = self.advice, []
         if len(found.ranked) > ROWS:
             said.append(f"{len(found.ranked) - ROWS} slower strategies also fit.")
         if len(found.misfits) > ROWS:
@@ -97,7 +97,7 @@ class Advised:
 
     def scaling(self) -> Scaled:
         """Strong and weak scaling of each strategy, with the batch of this training."""
-        return Scaled(scaling(self.found.training))
+        return Scaled(scaling(self.advice.training))
 
     def figure(self) -> plotly.graph_objects.Figure:
         """The time of a step by what it is spent on, for each strategy that fits."""
@@ -112,7 +112,7 @@ class Advised:
     @property
     def chart(self) -> Chart:
         """The data of `figure`."""
-        shown = self.found.ranked[:ROWS]
+        shown = self.advice.ranked[:ROWS]
         bars = tuple(
             Bars(name, colour, tuple(one.parts[name] for one in shown))
             for name, (colour, _) in PARTS.items()
@@ -125,7 +125,7 @@ class Advised:
 
     def to_json(self) -> dict[str, Any]:
         """The advice as a dict that can be written as JSON. Sizes are in bytes, times in seconds."""
-        asked, said = self.found.training, self.verdict
+        asked, said = self.advice.training, self.verdict
         return {
             "source": "modelled",
             "model": {**vars(asked.model), "parameters": asked.model.parameters},
@@ -138,9 +138,9 @@ class Advised:
             "sequence": asked.sequence,
             "precision": asked.precision,
             "attention": asked.attention,
-            "fits": [estimate_json(one) for one in self.found.ranked],
-            "does_not_fit": [_misfit_json(one) for one in self.found.misfits],
-            "needs_batch_multiple_of": self.found.too_small,
+            "fits": [estimate_json(one) for one in self.advice.ranked],
+            "does_not_fit": [_misfit_json(one) for one in self.advice.misfits],
+            "needs_batch_multiple_of": self.advice.too_small,
             "rule": None
             if said is None
             else {

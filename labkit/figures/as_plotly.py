@@ -164,7 +164,8 @@ def axis(drawn: Drawn, which: str) -> dict[str, Any]:
         return plain | {"type": "category", "showgrid": False, "fixedrange": True} | order
     if of.categories:
         span = [-0.5, len(of.categories) - 0.5]
-        return plain | {"type": "category", "fixedrange": True, "range": span, "showgrid": False} | _labels(of)
+        order = {"categoryarray": list(map(escape, of.categories))} if drawn.chart.lines else {}
+        return plain | {"type": "category", "fixedrange": True, "range": span, "showgrid": False} | order | _labels(of)
     return plain | {
         "range": list(getattr(drawn, f"{which}_span")),
         "nticks": 6,

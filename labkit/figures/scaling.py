@@ -104,9 +104,9 @@ def _lines(one: Series, number: int, value: Callable[[Estimate], float]) -> list
     at = len(ys) - 1 if one.bound_from is None else one.devices.index(one.bound_from)
     xs = [*map(float, range(len(ys)))]
     colour = colours.rank_colour(number)
-    lines = [Line(one.kind, one.kind, xs[: at + 1], ys[: at + 1], colour=colour, width=2.0)]
+    lines = [Line(f"series{number}", one.kind, xs[: at + 1], ys[: at + 1], colour=colour, width=2.0)]
     if at < len(ys) - 1:
-        lines.append(Line(f"{one.kind}-bound", one.kind, xs[at:], ys[at:], colour, 2.0, "dot", in_legend=False))
+        lines.append(Line(f"series{number}-bound", one.kind, xs[at:], ys[at:], colour, 2.0, "dot", in_legend=False))
     return lines
 
 

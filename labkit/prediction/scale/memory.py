@@ -47,13 +47,19 @@ def layers_of(training: Training, layout: Layout, stage: int) -> int:
     return each + (stage < more)
 
 
+def numbers_of(training: Training, layout: Layout, stage: int) -> int:
+    """The parameters of a rank of a stage, before they are sharded; a tied matrix is on the first and the last one."""
+    model, tensor, last = training.model, layout.tensor, layout.pipeline - 1
+    ends = model.before(tensor) * (stage == 0) + model.after(tensor) * (stage == last)
+    tied = model.tied and stage == 0 == last
+    return layers_of(training, layout, stage) * model.of_layer(tensor) + ends - tied * (model.table // tensor)
+
+
 def _of_stage(training: Training, layout: Layout, stage: int) -> Memory:
     model, tensor, wide = training.model, layout.tensor, training.wide
     layers = layers_of(training, layout, stage)
     is_first, is_last = stage == 0, stage == layout.pipeline - 1
-    before, after = model.before(tensor) * is_first, model.after(tensor) * is_last
-    tied = model.vocabulary * model.width // tensor * (model.tied and is_first and is_last)
-    numbers = layers * model.of_layer(tensor) + before + after - tied
+    numbers = numbers_of(training, layout, stage)
     states = States(
         *(
             each * numbers / (layout.shards if owner in layout.sharding.owners else 1)
@@ -62,7 +68,7 @@ def _of_stage(training: Training, layout: Layout, stage: int) -> Memory:
     )
     gradient = RECIPES[training.recipe]["gradients"]
     copies, gathered, reduced = layout.sharding.buffers
-    unit = max(model.of_layer(tensor), before, after)
+    unit = max(model.of_layer(tensor), model.before(tensor) * is_first, model.after(tensor) * is_last)
     buffers = copies * gradient * numbers + unit * (gathered * wide + reduced * gradient)
 
     tokens = layout.micro_batch * training.sequence / layout.context

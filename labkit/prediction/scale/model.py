@@ -42,7 +42,7 @@ class Model:
     @property
     def parameters(self) -> int:
         """The number of parameters; a tied matrix counts once."""
-        return self.layers * self.of_layer() + self.before() + self.after() - self.tied * self._table
+        return self.layers * self.of_layer() + self.before() + self.after() - self.tied * self.table
 
     def of_layer(self, tensor: int = 1) -> int:
         """Parameters of a layer on one of `tensor` ranks that split its matrices; norms and the biases of outputs are
@@ -52,11 +52,11 @@ class Model:
 
     def before(self, tensor: int = 1) -> int:
         """Parameters of the embedding, whose tokens are split by vocabulary."""
-        return self._table // tensor + self.learned * self.positions * self.width
+        return self.table // tensor + self.learned * self.positions * self.width
 
     def after(self, tensor: int = 1) -> int:
         """Parameters of the final norm and of the head."""
-        return self._table // tensor + (1 + self.biases) * self.width
+        return self.table // tensor + (1 + self.biases) * self.width
 
     @property
     def of_matrices(self) -> int:
@@ -64,7 +64,8 @@ class Model:
         return (self._projected + self._attended) * self.width + (self._mlp_inputs + self.hidden) * self.width
 
     @property
-    def _table(self) -> int:
+    def table(self) -> int:
+        """Parameters in the matrix of the embedding, and in that of the head."""
         return self.vocabulary * self.width
 
     @property
@@ -95,7 +96,7 @@ class Model:
     @property
     def head_flops(self) -> int:
         """FLOPs of the head per token."""
-        return 2 * self._table
+        return 2 * self.table
 
     def training_flops(self, sequence: int) -> int:
         """FLOPs of forward and backward per token: three times those of forward. Recomputation is not included, as in

@@ -125,6 +125,7 @@ def of_config(value: Any) -> Model:
     `ValueError`, one sentence."""
     path = Path(check_path("config", value))
     said = _read(path)
+    said = said["text_config"] if isinstance(said.get("text_config"), dict) else said  # of a model with images
     for name in _EXPERTS:
         if said.get(name):
             raise ValueError(f"{path} describes a mixture of experts ({name}), and only dense models can be estimated")

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from labkit.analysis.theory.states import RECIPES
 from labkit.prediction.scale.layouts import Layout
-from labkit.prediction.scale.memory import Memory, layers_of
+from labkit.prediction.scale.memory import Memory, layers_of, numbers_of
 from labkit.prediction.scale.training import Training
 from labkit.record.ring import sent
 
@@ -88,6 +88,7 @@ class _Step:
         self.training, self.layout, self.model = training, layout, training.model
         self.tokens = layout.micro_batch * training.sequence / layout.context
         self.layers = layers_of(training, layout, 0)  # the first stage has the most
+        self.numbers = numbers_of(training, layout, 0)
         self.busy = dict.fromkeys(AXES, 0.0)  # without overlap
         self.sent = dict.fromkeys(AXES, 0.0)
 
@@ -124,13 +125,7 @@ class _Step:
         each, layout = RECIPES[self.training.recipe], self.layout
         shards = layout.shards if "optimizer" in layout.sharding.owners else 1
         moved = each["gradients"] + 2 * (each["parameters"] + each["optimizer"])
-        return moved * self._numbers() / shards / self.training.accelerator.bandwidth
-
-    def _numbers(self) -> float:
-        """Parameters of the first stage and, without a pipeline, of the last one."""
-        model, tensor = self.model, self.layout.tensor
-        ends = model.before(tensor) + model.after(tensor) * (self.layout.pipeline == 1)
-        return self.layers * model.of_layer(tensor) + ends
+        return moved * self.numbers / shards / self.training.accelerator.bandwidth
 
     # ---- communication
 
@@ -160,7 +155,7 @@ class _Step:
     def _units(self, operations: Iterable[str], times: int) -> tuple[float, float]:
         """The seconds of operations on a layer (of the last one of them), and on all parameters of the rank."""
         edge = total = 0.0
-        ends = self._numbers() - self.layers * self.model.of_layer(self.layout.tensor)
+        ends = self.numbers - self.layers * self.model.of_layer(self.layout.tensor)
         for operation in operations:
             each = self._unit(operation, self.model.of_layer(self.layout.tensor), times * self.layers)
             edge, total = each, total + self.layers * each + self._unit(operation, ends, times)
