@@ -11,7 +11,7 @@ from commands import called
 
 import labkit
 from labkit import SpecError, advise
-from labkit.analysis.theory import states
+from labkit.analysis.theory import states, theory
 from labkit.figures.advice import Advised
 from labkit.plan.spec import Spec
 from labkit.prediction.collectives import bus_factor
@@ -189,14 +189,32 @@ def test_busy_time_of_a_large_all_reduce_is_nccl_bus_bandwidth():
     assert measured == pytest.approx(inside.simple.bandwidth, rel=0.02)
 
 
-def test_tensor_parallelism_sends_korthikanti_activations_in_every_layer():
-    """Four all-gathers and four reduce-scatters of 2·s·b·h bytes per layer (section 4.2.2); six with recomputation."""
+@pytest.mark.parametrize(
+    ("strategy", "options", "layout"),
+    [
+        ("ddp", {}, Layout(SHARDINGS["ddp"], 2, 2, micro_batch=4)),
+        ("fsdp2", {}, Layout(SHARDINGS["fsdp"], 2, 2, micro_batch=4)),
+        ("cp", {}, Layout(SHARDINGS["ddp"], 1, 2, context=2, micro_batch=4)),
+        ("tp", {"sequence_parallel": True, "loss_parallel": True}, Layout(SHARDINGS["ddp"], tensor=2, micro_batch=4)),
+        ("pp", {"micro_batches": 4}, Layout(SHARDINGS["ddp"], pipeline=2, micro_batches=4)),
+    ],
+)
+def test_traffic_is_that_of_the_formulas_of_the_lab(strategy, options, layout):
+    """The textbook part of them, without the flows of a few numbers."""
+    spec = Spec(strategy, "gpt", nproc=2, batch_size=4, device="cuda", precision="fp32", options=options)
+    asked = training(workload="gpt", devices=2, batch=4 * layout.data, machine="a100x8", precision="fp32")
+    sent = estimate(asked, layout, memory(asked, layout)).sent
+    expected = sum(flow.theory for flow in theory(spec) or () if "3·4·B·T" not in flow.formula)
+    assert 2 * sum(sent.values()) == pytest.approx(expected) and expected
+
+
+def test_recomputation_repeats_the_collectives_of_tensor_parallelism():
+    """Three of the four of forward (all-gather, reduce-scatter, all-gather), and they are exposed."""
     asked = of(gpt(4, 1024, 16, 1000, 512), 8, 4, sequence=512)
-    for recompute, calls in ((False, 8), (True, 12)):
-        layout = Layout(SHARDINGS["ddp"], tensor=8, micro_batch=4, recompute=recompute)
-        found = estimate(asked, layout, memory(asked, layout))
-        assert found.sent["tensor"] == 4 * calls * 2 * 512 * 4 * 1024 * 7 / 8
-        assert found.parts["tensor"] == pytest.approx(found.busy["tensor"])  # exposed
+    layouts_of = (Layout(SHARDINGS["ddp"], tensor=8, micro_batch=4, recompute=again) for again in (False, True))
+    once, again = (estimate(asked, layout, memory(asked, layout)) for layout in layouts_of)
+    assert again.sent["tensor"] - once.sent["tensor"] == 4 * 3 * 2 * 512 * 4 * 1024 * 7 / 8
+    assert again.parts["tensor"] == pytest.approx(again.busy["tensor"])
 
 
 def test_communication_that_computation_covers_is_not_exposed():

@@ -25,7 +25,6 @@ from labkit.prediction.scale.training import Training
 from labkit.record.ring import sent
 
 AXES = ("data", "tensor", "context", "pipeline")
-_PER_DIRECTION = ("all_gather", "reduce_scatter") * 2  # of a layer, by tensor parallelism
 
 
 @dataclass(frozen=True)
@@ -172,32 +171,38 @@ class _Step:
         return self._call("data", operation, wide * numbers, layout.shards, layout.tensor, times)
 
     def _tensor(self) -> float:
-        """Per micro-batch. Recomputation repeats what forward sends."""
+        """Per micro-batch: of each layer, and of embedding and head without a pipeline. Recomputation repeats what
+        forward needs, which is all but a layer's last reduce-scatter."""
+        layout, ends = self.layout, self.layout.pipeline == 1
         size = self.training.wide * self.tokens * self.model.width
-        directions = (2 + self.layout.recompute) * self.layers
-        times = self.layout.micro_batches * directions
-        each = [self._call("tensor", one, size, self.layout.tensor, 1, times) for one in _PER_DIRECTION]
-        return sum(each) * directions
+        calls = {
+            "all_gather": (4 + 2 * layout.recompute) * self.layers + 2 * ends,
+            "reduce_scatter": (4 + layout.recompute) * self.layers + ends,
+        }
+        return self._calls("tensor", calls, size, layout.tensor, 1)
 
     def _context(self) -> float:
         """Per micro-batch: keys and values of the whole sequence."""
         layout = self.layout
         size = self.training.wide * self.tokens * layout.context * self.model.keys_and_values / layout.tensor
         calls = {"all_gather": (1 + layout.recompute) * self.layers, "reduce_scatter": self.layers}
-        return sum(
-            times * self._call("context", one, size, layout.context, layout.tensor, times * layout.micro_batches)
-            for one, times in calls.items()
-        )
+        return self._calls("context", calls, size, layout.context, layout.tensor)
+
+    def _calls(self, axis: str, calls: Mapping[str, int], size: float, ranks: int, stride: int) -> float:
+        """The seconds of some calls of each operation in every micro-batch."""
+        count = self.layout.micro_batches
+        return sum(times * self._call(axis, one, size, ranks, stride, times * count) for one, times in calls.items())
 
     def _sends(self) -> float:
-        """Per micro-batch: a stage's outputs, of which each tensor-parallel rank sends a part, and their gradients."""
+        """Per micro-batch: a stage's outputs, of which each tensor-parallel rank sends a part, and their gradients. Of
+        two stages, each sends one of them and waits for the other."""
         layout = self.layout
         if layout.pipeline == 1:
             return 0.0
         size = self.training.wide * self.tokens * self.model.width / layout.tensor
         seconds = self.training.send(size, layout.devices // layout.pipeline)
         self.busy["pipeline"] += 2 * seconds * layout.micro_batches
-        self.sent["pipeline"] += 2 * size * layout.micro_batches
+        self.sent["pipeline"] += min(2, layout.pipeline - 1) * size * layout.micro_batches
         return 2 * seconds
 
 
