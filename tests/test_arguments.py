@@ -55,6 +55,10 @@ def calls(fake: Run) -> Iterator[tuple[str, Callable[[], Any]]]:
     )
     yield from each("predict", ("", "ddpp", None, 5, b"ddp", [], "train.py", Rude()), predict)
     yield from each("predict links=", ("", "typo", 5, [], Rude()), lambda value: predict(DDP, links=value))
+    yield from each("place", NUMBERS, place)
+    yield from each("compare", ("", "typo", None, 5, [], [5], [[]], ["ddp", "typo"], {"typo": 1}, Rude()), compare)
+    yield from each("compare all nproc=", (0, -1, math.nan, HUGE), lambda value: compare("all", nproc=value))
+    yield from each("compare script=", ("train.py",), lambda value: compare("all", script=value))
     yield from each(
         "advise", ("", "typo", "7 B B", 0, -1, 10**20, HUGE, math.nan, True, None, b"7B", [], Rude()), advise
     )
@@ -74,10 +78,6 @@ def calls(fake: Run) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield from each(
         "advise options=", ({"size": "9B"}, {"typo": 1}), lambda value: advise(workload="gpt", options=value)
     )
-    yield from each("place", NUMBERS, place)
-    yield from each("compare", ("", "typo", None, 5, [], [5], [[]], ["ddp", "typo"], {"typo": 1}, Rude()), compare)
-    yield from each("compare all nproc=", (0, -1, math.nan, HUGE), lambda value: compare("all", nproc=value))
-    yield from each("compare script=", ("train.py",), lambda value: compare("all", script=value))
     yield from each("show", (None, 5, b"x", "", "typo", "\0", "x" * 5000, [], Rude()), show)
     yield from each("Run", (None, "last", 5), Run)
     yield from each("Run.attach", (None, 5, b"x", "", "typo", "\0", "x" * 5000, Rude()), Run.attach)
