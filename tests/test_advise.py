@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import replace
 
 import pytest
@@ -227,6 +228,9 @@ def test_the_text_model_of_a_model_with_images_is_found(config):
 def test_a_folder_stands_for_its_config(config, tmp_path):
     config(LLAMA)
     assert advise(config=tmp_path).to_json()["model"]["layers"] == 32
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="must be a file"):
+        advise(config=tmp_path / "pipe")
     with pytest.raises(ValueError, match="cannot be read"):
         advise(config=tmp_path / "nothing.json")
     with pytest.raises(SpecError, match="size must be one of"):

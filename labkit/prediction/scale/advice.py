@@ -26,7 +26,7 @@ class Misfit:
 
     @property
     def words(self) -> str:
-        """The change: `TP 4`, `ZeRO-1 instead of DDP`."""
+        """The change: `TP 4`, `no CP`, `ZeRO-1 instead of DDP`."""
         if self.change is None:
             return ""
         own, other = self.layout, self.change
@@ -39,7 +39,10 @@ class Misfit:
             ("PP", own.pipeline, other.pipeline),
             ("CP", own.context, other.context),
         )
-        words += [f"{name} {after} instead of {before}" for name, before, after in degrees if before != after]
+        for name, before, after in degrees:
+            if before != after:
+                changed = f"{name} {after}" + f" instead of {before}" * (before > 1)
+                words.append(changed if after > 1 else f"no {name}")
         return ", ".join(words) or other.title
 
 

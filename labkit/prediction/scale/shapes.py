@@ -163,7 +163,10 @@ def of_config(value: Any) -> Model:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        with (path / "config.json" if path.is_dir() else path).open("rb") as file:
+        found = path / "config.json" if path.is_dir() else path
+        if found.exists() and not found.is_file():  # a pipe would block
+            raise ValueError(f"config {shown(os.fspath(path))} must be a file")
+        with found.open("rb") as file:
             text = file.read(_LIMIT + 1)
     except OSError as error:
         raise ValueError(f"config {shown(os.fspath(path))} cannot be read: {error.strerror}") from None
