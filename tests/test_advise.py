@@ -14,6 +14,7 @@ from decoders import GPT2, LLAMA
 import labkit
 from labkit import SpecError, advise
 from labkit.figures.advice import Advised
+from labkit.figures.scaling import in_seconds
 from labkit.prediction.devices import ACCELERATED
 from labkit.prediction.scale.advice import advice, fastest, verdict
 from labkit.prediction.scale.asked import training
@@ -151,9 +152,11 @@ def test_scaling_is_drawn_as_plotly_and_svg():
     figure = scaled.figure()
     assert {"1", "2"} <= {x for trace in figure.data for x in trace.x}
     assert ">2</text>" in scaled.svg()
-    assert "communication-bound from" in repr(scaled) and "<table>" in scaled._repr_html_()
-    points = json.loads(json.dumps(scaled.to_json()))["series"][0]["points"]
-    assert [point["devices"] for point in points] == [1, 2]
+    assert "communication-bound from" in repr(scaled) and scaled._repr_html_().count("<table>") == 6
+    [efficient, exposed, times, *_] = ({row[0]: row[1] for row in rows} for _, rows in scaled.tables())
+    alone = next(one for one in scaled.series if one.kind == "DDP").estimates[0]
+    assert alone and efficient["DDP"] == f"{efficiency(alone):.0%}" and exposed["DDP"] == "0%"
+    assert times["DDP"] == in_seconds(alone.seconds)
 
 
 def test_command_prints_tables_and_one_json_object(capsys, config):
@@ -166,7 +169,7 @@ def test_command_prints_tables_and_one_json_object(capsys, config):
     assert called("advise", "--workload", "gpt", "--option", "size=1B", "--machine", "t4x2", "--scaling", "--json") == 0
     assert json.loads(capsys.readouterr().out)["series"]
     assert called("advise", "--params", "1B", "--machine", "t4x2", "--scaling") == 0
-    assert "weak: devices" in capsys.readouterr().out
+    assert "weak scaling: efficiency" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from labkit.figures import colours
 from labkit.figures.as_svg import drawing
 from labkit.figures.model import Axis, Bars, Chart
 from labkit.figures.prediction import table_html
-from labkit.figures.scaling import Scaled
+from labkit.figures.scaling import Scaled, in_seconds, table_text
 from labkit.prediction.scale.advice import RULE, Advice, Misfit, Verdict, devices_needed, verdict
 from labkit.prediction.scale.asked import in_words
 from labkit.prediction.scale.scaling import scaling
@@ -153,8 +153,8 @@ class Advised:
 
     def __repr__(self) -> str:
         parts = [self.title]
-        parts += [_text(HEADS, self.rows)] if self.rows else []
-        parts += [_text(MISFIT_HEADS, self.misfits)] if self.misfits else []
+        parts += [table_text(HEADS, self.rows)] if self.rows else []
+        parts += [table_text(MISFIT_HEADS, self.misfits)] if self.misfits else []
         return visible("\n\n".join([*parts, "\n".join(self.sentences)]))
 
     def _repr_html_(self) -> str:
@@ -163,15 +163,6 @@ class Advised:
         tables += table_html(MISFIT_HEADS, self.misfits) if self.misfits else ""
         notes = f'<div class="labkit-notes"><p>{escape(self.title)}</p></div>'
         return f'{notes}{tables}<div class="labkit-notes">{said}</div>'
-
-
-def _text(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(heads, *rows)]
-    lines = [
-        [cell.ljust(width) if not at else cell.rjust(width) for at, (cell, width) in enumerate(zip(row, widths))]
-        for row in (heads, *rows)
-    ]
-    return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
 def cells(one: Estimate) -> tuple[str, ...]:
@@ -189,11 +180,6 @@ def cells(one: Estimate) -> tuple[str, ...]:
         f"{one.exposed / one.seconds:.0%}",
         f"{one.parts['bubble'] / one.seconds:.0%}",
     )
-
-
-def in_seconds(seconds: float) -> str:
-    """`12.3 s`, `45 ms`."""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
 def estimate_json(one: Estimate) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from labkit.common.text import escape, visible
@@ -16,12 +16,16 @@ from labkit.prediction.scale.step import Estimate
 if TYPE_CHECKING:
     import plotly.graph_objects
 
-_WORDS = {"weak": "weak scaling (constant batch per device)", "strong": "strong scaling (constant global batch)"}
-_FIGURES: dict[str, tuple[str, Callable[[Estimate], float]]] = {
-    "efficiency": ("% of perfect scaling", lambda one: 100 * efficiency(one)),
-    "exposed": ("% of a step", lambda one: 100 * one.exposed / one.seconds),
+TABLES: dict[str, Callable[[Estimate], str]] = {  # what the cells of a table show
+    "efficiency": lambda one: f"{efficiency(one):.0%}",
+    "exposed communication": lambda one: f"{one.exposed / one.seconds:.0%}",
+    "time per step": lambda one: in_seconds(one.seconds),
 }
-_TITLES = {"efficiency": "efficiency", "exposed": "exposed communication"}
+_CHARTS: dict[str, tuple[str, Callable[[Estimate], float]]] = {
+    "efficiency": ("% of perfect scaling", lambda one: 100 * efficiency(one)),
+    "exposed communication": ("% of a step", lambda one: 100 * one.exposed / one.seconds),
+}
+_BOUND = "communication-bound from"
 
 
 class Scaled:
@@ -37,37 +41,28 @@ class Scaled:
         what = "".join(f"{one.training.model.title} on {one.training.accelerator.name}: " for one in known[:1])
         return f"{what}efficiency = time of the computation, divided evenly / time of the step; modelled"
 
-    def heads(self, mode: Mode) -> tuple[str, ...]:
-        """The heads of the table of weak or strong scaling."""
-        devices = next(one.devices for one in self.series)
-        return (f"{mode}: devices", *(f"{number:,}" for number in devices), "communication-bound from")
-
-    def rows(self, mode: Mode) -> list[tuple[str, ...]]:
-        """The cells below `heads`: the efficiency of each strategy, a dash if it does not fit or the batch is too
-        small."""
-        return [
-            (
-                one.kind,
-                *("–" if each is None else f"{efficiency(each):.0%}" for each in one.estimates),
-                "–" if one.bound_from is None else f"{one.bound_from:,}",
-            )
-            for one in self.series
-            if one.mode == mode and any(one.estimates)
-        ]
+    def tables(self) -> Iterator[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
+        """The heads and the rows of each table: for each mode the efficiency, the exposed communication and the time of
+        each strategy, by the number of devices; a dash if nothing fits or the batch is too small."""
+        devices = tuple(f"{number:,}" for number in next(one.devices for one in self.series))
+        for mode in MODES:
+            for what, words in TABLES.items():
+                heads = (f"{mode} scaling: {what}", *devices, _BOUND)
+                yield heads, [_cells(one, words) for one in self.series if one.mode == mode and any(one.estimates)]
 
     def charts(self) -> tuple[Chart, ...]:
         """Efficiency and exposed communication over the number of devices, for each mode."""
-        return tuple(self._chart(mode, figure) for figure in _FIGURES for mode in MODES)
+        return tuple(self._chart(mode, what) for what in _CHARTS for mode in MODES)
 
-    def _chart(self, mode: Mode, figure: str) -> Chart:
-        unit, value = _FIGURES[figure]
+    def _chart(self, mode: Mode, what: str) -> Chart:
+        unit, value = _CHARTS[what]
         drawn = [one for one in self.series if one.mode == mode and any(one.estimates)]
         lines = tuple(line for number, one in enumerate(drawn) for line in _lines(one, number, value))
         devices = next(one.devices for one in self.series)
         x = Axis("devices", end=len(devices) - 1, categories=tuple(f"{number:,}" for number in devices))
-        title = f"{mode.capitalize()} scaling: {_TITLES[figure]}"
+        title = f"{mode.capitalize()} scaling: {what}"
         note = "modelled; dotted: communication-bound"
-        return Chart(f"{mode}-{figure}", title, x, Axis(unit, end=100.0), lines, note=note)
+        return Chart(f"{mode}-{what.split()[0]}", title, x, Axis(unit, end=100.0), lines, note=note)
 
     def figure(self) -> plotly.graph_objects.Figure:
         """All charts as one plotly figure, two by two."""
@@ -84,18 +79,28 @@ class Scaled:
         return {"source": "modelled", "series": [_series_json(one) for one in self.series]}
 
     def __repr__(self) -> str:
-        parts = [self.title]
-        for mode in MODES:
-            rows = [self.heads(mode), *self.rows(mode)]
-            widths = [max(map(len, column)) for column in zip(*rows)]
-            parts.append("\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows))
-        return visible("\n\n".join(parts))
+        return visible("\n\n".join([self.title, *(table_text(*table) for table in self.tables())]))
 
     def _repr_html_(self) -> str:
-        tables = "".join(
-            f"<p>{escape(_WORDS[mode])}</p>{table_html(self.heads(mode), self.rows(mode))}" for mode in MODES
-        )
+        tables = "".join(table_html(*table) for table in self.tables())
         return f'<div class="labkit-notes"><p>{escape(self.title)}</p></div>{tables}'
+
+
+def _cells(one: Series, words: Callable[[Estimate], str]) -> tuple[str, ...]:
+    bound = "–" if one.bound_from is None else f"{one.bound_from:,}"
+    return one.kind, *("–" if each is None else words(each) for each in one.estimates), bound
+
+
+def table_text(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table as text: names in the first column, figures in the others."""
+    widths = [max(map(len, column)) for column in zip(heads, *rows)]
+    lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in (heads, *rows)]
+    return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def in_seconds(seconds: float) -> str:
+    """`12.3 s`, `45 ms`."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
 def _lines(one: Series, number: int, value: Callable[[Estimate], float]) -> list[Line]:

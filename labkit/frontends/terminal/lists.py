@@ -16,7 +16,6 @@ from labkit.figures.advice import MISFIT_HEADS, Advised
 from labkit.figures.prediction import Prediction
 from labkit.figures.scaling import Scaled
 from labkit.frontends.terminal.parts import PhaseBar, formatted, phase_legend
-from labkit.prediction.scale.scaling import MODES
 
 
 def runs_table(rows: Sequence[dict]) -> RenderableType:
@@ -64,8 +63,8 @@ def advice_tables(found: Advised) -> RenderableType:
 
 
 def scaling_tables(found: Scaled) -> RenderableType:
-    """The efficiency of weak and of strong scaling."""
-    tables = [part for mode in MODES for part in (Text(""), _figures(found.heads(mode), found.rows(mode)))]
+    """Weak and strong scaling."""
+    tables = [part for heads, rows in found.tables() for part in (Text(""), _figures(heads, rows))]
     return Group(Text(visible_line(found.title)), *tables)
 
 
