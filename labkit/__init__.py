@@ -15,6 +15,7 @@ _HOMES = {  # no function may have the name of a subpackage: importing the subpa
     "Run": "labkit.runs.handle",
     "Spec": "labkit.plan.spec",
     "SpecError": "labkit.plan.spec",
+    "advise": "labkit.api",
     "check": "labkit.course.exercises",
     "compare": "labkit.api",
     "diff_scripts": "labkit.plan.script",

@@ -1,4 +1,4 @@
-"""The Python API besides `run` (labkit.runs.handle): predicting, comparing strategies, and displaying runs.
+"""The Python API besides `run` (labkit.runs.handle): advice, predicting, comparing strategies, and displaying runs.
 
 The front end (notebook or terminal) is imported by the call that displays something.
 """
@@ -10,17 +10,33 @@ from collections.abc import Sequence
 from typing import Any
 
 from labkit.common.arguments import check_flag, check_type, shown
+from labkit.figures.advice import Advised
 from labkit.figures.prediction import Prediction
 from labkit.plan.spec import Spec, SpecError
 from labkit.prediction.devices import HERE, device
 from labkit.prediction.links import communication
 from labkit.prediction.predict import predict as plan_of
+from labkit.prediction.scale.advice import advice
+from labkit.prediction.scale.asked import training
 from labkit.prediction.timing import timed
 from labkit.record.follow import Follower
 from labkit.runs.comparing import Comparing, plan
 from labkit.runs.handle import Run
 from labkit.runs.notebook import cell, in_notebook
 from labkit.runs.settling import named, with_ranks
+
+
+def advise(params: Any = None, **asked: Any) -> Advised:
+    """Whether a transformer fits on some devices, with which strategies, and how fast they are; nothing is run, and all
+    figures are modelled.
+
+    The model is `params`, such as `7B`; or `config`, the path of a Hugging Face style config.json; or `workload` with
+    its `options`. `machine` is `t4x2`, `a100x8` or `h100x8` (default), `devices` their number (default: one node),
+    `memory` that of one in bytes or such as `24GB`, `batch` the samples per step, globally, or such as `4M tokens`,
+    `sequence` in tokens, `precision` one that the device has (default: bf16, or fp16), `attention` `fused` (default) or
+    `eager`. Raises `ValueError` or `TypeError` for a value that is not possible, `SpecError` for one of `options`.
+    """
+    return Advised(advice(training(params, **asked)))
 
 
 def compare(strategies: Sequence[str] | str, *, cold: bool = False, **fields: Any) -> Comparing:

@@ -21,9 +21,7 @@
 # you can do on paper, compares the arithmetic with real runs, and tests the advice.
 
 # %%
-from dataclasses import replace
-
-from labkit import Spec, check, on_trial, pictures, place, run
+from labkit import Spec, advise, check, on_trial, pictures, place, run
 
 HERE = place(2)  # two GPUs if this machine has them, otherwise two CPU ranks
 
@@ -62,7 +60,7 @@ for name in ("1M", "100M", "1B", "7B"):
 # </details>
 #
 # ZeRO and FSDP shard the states across the devices of a group: stage 1 the optimizer state, stage 2 also the gradients,
-# stage 3 also the parameters. By formula, for 3B parameters on four devices with 24 GB each:
+# stage 3 (FSDP) also the parameters. By formula, for 3B parameters on four devices with 24 GB each:
 
 # %%
 pictures.fit.states(3e9, devices=4, memory=24e9)
@@ -114,14 +112,15 @@ for strategy, formula in predicted.items():
 # size is balanced. FSDP2 splits every tensor by rows instead.
 # </details>
 #
-# The states are not the peak. This is the peak memory of a rank within a step:
+# The states are not the peak. This is the peak memory of a rank within a step, and what the rank sends per step. By
+# formula, DDP sends 2 · 4Ψ (n−1)/n bytes, ZeRO-1 (in PyTorch) and FSDP2 1.5 times as much.
 
 # %%
-print("MiB on rank 0   states   peak   in addition to the states")
+print("MiB on rank 0   states   peak   in addition   sent per step")
 for strategy, rank in figures.items():
     states = sum(rank["memory_bytes"][owner] for owner in ("parameters", "gradients", "optimizer"))
-    peak = rank["peak_memory_bytes"]
-    print(f"{strategy:14} {states / MIB:7.2f} {peak / MIB:6.2f} {(peak - states) / MIB:10.2f}")
+    peak, sent = rank["peak_memory_bytes"], rank["comm_bytes_per_step"]
+    print(f"{strategy:14} {states / MIB:7.2f} {peak / MIB:6.2f} {(peak - states) / MIB:13.2f} {sent / MIB:15.2f}")
 
 # %%
 jobs["ddp"].figure("memory_by_owner")
@@ -133,6 +132,15 @@ jobs["ddp"].figure("memory_by_owner")
 # block while it computes with it. *other*: Adam needs temporary memory during its update. *activations*: little,
 # because the MLP and its samples are small. So 16Ψ is a lower bound: leave a margin. On GPUs, the caching allocator and
 # the CUDA context need additional memory.
+# </details>
+#
+# TP sends the least here. Does that make it the best?
+#
+# <details class="answer"><summary>Answer</summary>
+#
+# No. Its two ranks process 128 samples per step, the others 256. Its communication is exposed: forward and backward
+# wait for it. It also grows with the batch, while the gradients of DDP do not. TP is for a fast interconnect within a
+# machine. (On CPU ranks, gloo implements a reduce-scatter as an all-reduce, so FSDP2 sends more than the formula says.)
 # </details>
 
 # %% [markdown]
@@ -155,87 +163,67 @@ on_trial("fsdp-memory", "fsdp-small", rounds=1)
 # </details>
 
 # %% [markdown]
-# ## The usual table, tested
+# ## Which strategy? Compute it
 #
-# | strategy | use it if | stores, of the states | sends per step |
-# | --- | --- | --- | --- |
-# | DDP | everything fits on one device | all | 2 · 4Ψ (n−1)/n |
-# | ZeRO-1 | the optimizer state is too large | parameters, gradients, 1/n of the optimizer | 1.5 × DDP (in PyTorch) |
-# | FSDP2, ZeRO-3 | the states are too large | 1/n | 1.5 × DDP |
-# | TP | a layer or its activations are too large | 1/n of what is split | activations, in every layer |
-# | PP | several machines with a slow interconnect | its own layers | activations, between stages |
-# | DP | almost never: DDP is better, even on one machine | all, and more on device 0 | everything, through device 0 |
+# A common rule says: DDP if the model fits on one device, otherwise FSDP, otherwise FSDP with TP within a node,
+# otherwise PP between nodes. It ignores the batch, the links and recomputation. `advise` tries every mesh instead, with
+# the formulas of this lab. Nothing is run: all of its figures are modelled.
 #
-# The four runs above show the actual traffic. (On CPU ranks, gloo implements a reduce-scatter as an all-reduce, so
-# FSDP2 sends more than the formula says: `jobs["fsdp2"].ledger()` shows both.)
+# Before you run the next cell: which strategy would you use to train 7B parameters on eight A100 with 80 GB? What does
+# DDP lack?
 
 # %%
-for strategy, rank in figures.items():
-    sent = rank["comm_bytes_per_step"]
-    ratio = sent / figures["ddp"]["comm_bytes_per_step"]
-    print(f"{strategy:6} sends {sent / MIB:6.2f} MiB per rank and step: {ratio:.2f} × DDP")
-
-# %%
-jobs["fsdp2"].ledger()
+advise("7B", devices=8, machine="a100x8")
 
 # %% [markdown]
-# TP sends the least here. Does that make it the best?
-#
-# <details class="answer"><summary>Answer</summary>
-#
-# No. Its two ranks process 128 samples per step, the others 256. The communication of TP is exposed: forward and
-# backward wait for it. It also grows with the batch, while the gradients of DDP do not. TP is for a fast interconnect
-# within a machine.
-# </details>
-
-# %% [markdown]
-# ## The same as a tree
-#
-# The advice is a single function: questions in a fixed order, each with a formula. If you remember the order, you need
-# no table: *does it fit? If not, what is too large? And which interconnect would carry the traffic?*
-
-# %%
-Case, tree, advise = pictures.fit.Case, pictures.fit.tree, pictures.fit.advise
-model = Case(parameters=5e9, memory=24e9, activations=9e9, least=2e9, block=0.4e9, devices=8)
-tree(model)
-
-# %% [markdown]
-# Before you run the next cell: what does the tree advise for the same model on each of these systems?
+# For which of these cases does the rule choose well? Decide before you run the cell.
 
 # %%
 cases = {
-    "two such machines": {"machines": 2},
-    "eight devices of 80 GB": {"memory": 80e9},
-    "one device": {"devices": 1},
-    "13B, two machines, slow interconnect": {"parameters": 13e9, "machines": 2},
-    "13B, two machines, fast interconnect": {"parameters": 13e9, "machines": 2, "fast": True},
+    "350M on two T4": {"params": "350M", "machine": "t4x2"},
+    "13B on eight H100": {"params": "13B", "devices": 8},
+    "70B on 64 H100": {"params": "70B", "devices": 64},
+    "70B on 4,096 H100": {"params": "70B", "devices": 4096},
+    "the same with 4M tokens per step": {"params": "70B", "devices": 4096, "batch": "4M tokens"},
 }
-for system, change in cases.items():
-    print(f"{system:38} {advise(replace(model, **change))}")
+for name, case in cases.items():
+    print(f"{name}:", *advise(**case).rule[1:], sep="\n    ")
 
 # %% [markdown]
-# Now test the tree against the runs. Imagine devices with slightly more and slightly less memory than DDP's peak, ask
-# the tree about the MLP, and check whether the run that it recommends would have fitted. Ask twice: first with only the
-# activations in addition to the states, then with everything that was measured in addition to the states.
+# <details class="answer"><summary>When does the rule mislead?</summary>
+#
+# When "it fits" has a price. If a layout fits only with recomputation, it costs a third more computation; splitting the
+# activations (CP, TP) may cost less. With FSDP over thousands of devices, each gather of a layer takes thousands of
+# messages in a row; smaller groups of shards (HSDP) wait less. And the batch may have fewer samples than there are
+# devices: then only TP, PP and CP can use them all.
+# </details>
+#
+# Formulas must be tested as well. The next cell trains the GPT of the lab with one sample per rank, and compares what
+# was measured with what `advise` says.
 
 # %%
-runs_of = {"DDP": "ddp", "ZeRO-1": "zero1", "FSDP2": "fsdp2"}
-ddp = figures["ddp"]
-activations, peak = ddp["memory_bytes"]["activations"], ddp["peak_memory_bytes"]
-for extra in (activations, peak - 16 * PSI):
-    for memory in (1.5 * peak, 0.92 * peak, 0.8 * peak):
-        advice = advise(Case(PSI, memory, extra, devices=2, recipe="fp32", block=4 * 784 * 512)).use
-        real = figures[runs_of[advice]]["peak_memory_bytes"] if advice in runs_of else 0
-        verdict = "not run here" if not real else "fits" if real <= memory else "does not fit"
-        device = f"{extra / MIB:5.1f} MiB in addition, device of {memory / MIB:5.1f} MiB"
-        print(f"{device}: {advice}, {verdict} ({real / MIB:.1f} MiB)")
+modelled = advise(workload="gpt", machine="t4x2", precision="fp32", batch=2).to_json()["fits"]
+formula = next(layout for layout in modelled if layout["strategy"] == "DDP")["memory_bytes"]
+job = run("ddp", workload="gpt", **HERE, batch_size=1, precision="fp32", steps=6).wait()
+for owner, measured in job.summary()["ranks"][0]["memory_bytes"].items():
+    print(f"{owner:13} modelled {formula.get(owner, 0) / MIB:5.2f} MiB, measured {measured / MIB:5.2f} MiB")
 
 # %% [markdown]
-# <details class="answer"><summary>Where is the tree wrong, and why?</summary>
+# ## More devices
 #
-# With only the activations, it ignores DDP's buckets, which are another 4Ψ, and the temporary memory of Adam's update.
-# A formula from a paper covers what the paper is about. Measure one step of a small run, and give the tree what you
-# measured.
+# What do you gain from more devices? In weak scaling every device keeps its samples, and the batch grows. In strong
+# scaling the batch is constant. For 7B parameters: where does each line end, and why? From where on does communication
+# take longer than computation?
+
+# %%
+advise("7B", devices=64).scaling().figure()
+
+# %% [markdown]
+# <details class="answer"><summary>Answer</summary>
+#
+# A line begins where the states fit, and ends where there are more data-parallel ranks than samples. In strong scaling,
+# each device computes less and less, but the communication of a layer shrinks more slowly. A real cluster scales worse:
+# the model knows no stragglers, no shared links, and the same efficiency for small matrices as for large ones.
 # </details>
 
 # %% [markdown]

@@ -19,6 +19,7 @@ from labkit import (
     Lab,
     Run,
     Spec,
+    advise,
     check,
     compare,
     diff_scripts,
@@ -58,6 +59,25 @@ def calls(fake: Run) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield from each("compare", ("", "typo", None, 5, [], [5], [[]], ["ddp", "typo"], {"typo": 1}, Rude()), compare)
     yield from each("compare all nproc=", (0, -1, math.nan, HUGE), lambda value: compare("all", nproc=value))
     yield from each("compare script=", ("train.py",), lambda value: compare("all", script=value))
+    yield from each(
+        "advise", ("", "typo", "7 B B", 0, -1, 10**20, HUGE, math.nan, True, None, b"7B", [], Rude()), advise
+    )
+    for name in ("config", "workload"):
+        yield from each(
+            f"advise {name}=", (*PATHS, "typo", "x" * 5000), lambda value, name=name: advise(**{name: value})
+        )
+    for name in ("devices", "sequence", "batch", "memory"):
+        yield from each(
+            f"advise {name}=",
+            (0, -1, 1.5, math.nan, 10**20, HUGE, "", "typo", True, [], Rude()),
+            lambda value, name=name: advise("7B", **{name: value}),
+        )
+    for name in ("machine", "precision", "attention"):
+        texts = (value for value in TEXTS if value is not None)
+        yield from each(f"advise {name}=", tuple(texts), lambda value, name=name: advise("7B", **{name: value}))
+    yield from each(
+        "advise options=", ({"size": "9B"}, {"typo": 1}), lambda value: advise(workload="gpt", options=value)
+    )
     yield from each("show", (None, 5, b"x", "", "typo", "\0", "x" * 5000, [], Rude()), show)
     yield from each("Run", (None, "last", 5), Run)
     yield from each("Run.attach", (None, 5, b"x", "", "typo", "\0", "x" * 5000, Rude()), Run.attach)

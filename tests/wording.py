@@ -67,7 +67,7 @@ RULES = {
     r"strangers?": "unknown process, foreign process",
     r"deaf(ness)?": "unresponsive",
     r"moods?": "state",
-    r"faces?": "front end",
+    r"(?<!Hugging )faces?": "front end",
     r"that is no more": "that no longer exists",
     # names of the generated scripts
     r"SPEAKER": "IS_LOGGING_RANK",

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 
+from labkit.cli.advise import advise
 from labkit.cli.glossary import glossary
 from labkit.cli.pages import diff, handout, notebook, predict, script
 from labkit.cli.parser import refuse
@@ -20,6 +21,7 @@ COMMANDS = {
     command.__name__: command
     for command in (
         *(
+            advise,
             bench,
             capture,
             claims,

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from labkit.common.arguments import ROUNDS, Number, check_address, check_choice
 from labkit.plan.fields import about
 from labkit.plan.spec import Spec
-from labkit.prediction.devices import DEVICES
+from labkit.prediction.devices import ACCELERATED, DEFAULT_MACHINE, DEVICES
 from labkit.setup.environment import OPTIONAL
 from labkit.training.strategies import STRATEGIES
 
@@ -100,6 +100,8 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
         help=f"add the time of a step on this machine (here), or of the collectives on one of {', '.join(DEVICES)}",
     )
     _add_fields(predict)
+
+    _add_advise(commands)
 
     script = commands.add("script", "print the script that a strategy runs")
     script.add_argument("what", metavar="STRATEGY", help=", ".join(STRATEGIES))
@@ -237,6 +239,29 @@ class _Commands:
         if json:
             command.add_argument("--json", action="store_true", help="print exactly one JSON object on stdout")
         return command
+
+
+def _add_advise(commands: _Commands) -> None:
+    advise = commands.add(
+        "advise", "say which strategies fit a transformer on some devices, and how fast they are, modelled", json=True
+    )
+    for name, metavar, help in (
+        ("params", "COUNT", "a model with about as many parameters, such as 7B"),
+        ("config", "FILE", "or the model of a Hugging Face style config.json"),
+        ("workload", "NAME", "or the model of a workload, with --option"),
+        ("machine", "NAME", f"one of {', '.join(ACCELERATED)} (default: {DEFAULT_MACHINE})"),
+        ("memory", "SIZE", "memory of a device, such as 24GB or 24GiB (default: that of the machine)"),
+        ("batch", "SAMPLES", "samples per step, globally, or such as '4M tokens' (default: as published for the size)"),
+        ("precision", "P", "precision of the computation (default: bf16, or fp16)"),
+        ("attention", "A", "fused or eager, which stores the matrices of attention (default: fused)"),
+    ):
+        advise.add_argument(f"--{name}", metavar=metavar, help=help)
+    advise.add_argument("--devices", metavar="N", help="number of devices (default: one node)")
+    advise.add_argument("--sequence", metavar="N", help="tokens of a sample (default: those of the model)")
+    advise.add_argument("--option", action="append", metavar="NAME=VALUE", help="set an option of the workload")
+    advise.add_argument(
+        "--scaling", action="store_true", help="show strong and weak scaling from 1 to 4,096 devices instead"
+    )
 
 
 def _add_fields(command: argparse.ArgumentParser) -> None:

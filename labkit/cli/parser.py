@@ -97,7 +97,12 @@ def fields_of(args: argparse.Namespace) -> dict[str, Any]:
         text, bounds = getattr(args, one.name), bounds_of(one.name)
         if text is not None:
             fields[one.name] = bounds.from_text(text) if bounds else text
-    return fields | {"options": _options(args.option or ())}
+    return fields | {"options": options_of(args)}
+
+
+def options_of(args: argparse.Namespace) -> dict[str, str]:
+    """The options that were given as --option NAME=VALUE."""
+    return _options(args.option or ())
 
 
 def _extras(args: argparse.Namespace) -> tuple[str, ...]:

@@ -118,18 +118,26 @@ def _line(drawn: Drawn, line, points: Points) -> dict[str, Any]:
     shape = {"color": line.colour, "width": 0.5, "shape": "hv"}
     area = {"stackgroup": "all", "line": shape, "fillcolor": line.colour} if line.stacked else {}
     what, where = drawn.chart.y.title, drawn.chart.x.title.split(" ")[0]
+    at = "%{x}" if drawn.chart.x.categories else "%{x:,.4~r}"
     return {
         "type": "scatter",
         "mode": "lines" if len(xs) > 1 else "lines+markers",
         "name": escape(line.name),
         "showlegend": line.in_legend,
         "legendgroup": line.key.split("-")[0],
-        "x": numbers(xs or [None]),  # plotly omits lines without values from the legend
+        "x": _positions(drawn.chart.x, xs or [None]),  # plotly omits lines without values from the legend
         "y": numbers(ys or [None]),
         "line": {"color": line.colour or colours.INK, "width": line.width, "dash": line.dash},
         "meta": {"ink": line.colour is None},
-        "hovertemplate": f"%{{y:.4~g}} {what}<br>{where} %{{x:,.4~r}}<extra>{escape(line.name)}</extra>",
-    } | (area | _in_words(drawn.chart.y, ys, f"%{{text}}<br>{where} %{{x:,.4~r}}<extra>{escape(line.name)}</extra>"))
+        "hovertemplate": f"%{{y:.4~g}} {what}<br>{where} {at}<extra>{escape(line.name)}</extra>",
+    } | (area | _in_words(drawn.chart.y, ys, f"%{{text}}<br>{where} {at}<extra>{escape(line.name)}</extra>"))
+
+
+def _positions(axis: Axis, values: Iterable[float | None]) -> list[Any]:
+    """The x values of a line; on an axis of categories, a value is the index of one."""
+    if not axis.categories:
+        return numbers(values)
+    return [None if value is None else escape(axis.categories[int(value)]) for value in values]
 
 
 def _in_words(axis: Axis, values: Iterable[float | None], hover: str) -> dict[str, Any]:
@@ -156,7 +164,8 @@ def axis(drawn: Drawn, which: str) -> dict[str, Any]:
         return plain | {"type": "category", "showgrid": False, "fixedrange": True} | order
     if of.categories:
         span = [-0.5, len(of.categories) - 0.5]
-        return plain | {"type": "category", "fixedrange": True, "range": span, "showgrid": False} | _labels(of)
+        order = {"categoryarray": list(map(escape, of.categories))} if drawn.chart.lines else {}
+        return plain | {"type": "category", "fixedrange": True, "range": span, "showgrid": False} | order | _labels(of)
     return plain | {
         "range": list(getattr(drawn, f"{which}_span")),
         "nticks": 6,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import groupby
 
 from labkit.common.text import escape
@@ -84,9 +85,13 @@ def _frame(canvas: _Canvas, drawn: Drawn) -> None:
         canvas.text(canvas.left - 5, canvas.y(value) + 4, _short(value), 'text-anchor="end"')
     middle = (canvas.height - _BOTTOM + _TOP) / 2
     canvas.text(0, 0, chart.y.title, f'text-anchor="middle" transform="translate(12 {middle:.0f}) rotate(-90)"')
-    if not chart.x.categories:
-        for value in ticks(*canvas.x_span, about=6):
-            canvas.text(canvas.x(value), bottom + 14, _short(value), 'text-anchor="middle"')
+    if not chart.bars:
+        names = chart.x.categories  # of lines: an x value is the index of one
+        values = [*map(float, range(len(names)))] if names else ticks(*canvas.x_span, about=6)
+        longest = max(map(len, names), default=0)
+        apart = max(1, math.ceil(7 * longest * len(names) / (right - canvas.left)))  # so that names do not overlap
+        for at, value in [*enumerate(values)][::apart]:
+            canvas.text(canvas.x(value), bottom + 14, names[at] if names else _short(value), 'text-anchor="middle"')
         canvas.text((canvas.left + right) / 2, bottom + 28, chart.x.title, 'text-anchor="middle"')
     canvas.line(canvas.left, bottom, right, bottom, 'stroke="currentColor" stroke-opacity="0.6"')
 

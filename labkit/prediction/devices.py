@@ -1,11 +1,12 @@
-"""Machines by name, and what their links carry. Rows are data.
+"""Machines by name: what their accelerators compute and store, and what their links carry. Rows are data.
 
 Every figure names its public source. `here` is the machine that the lab runs on, whose figures are measured.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from labkit.common.arguments import check_choice, shown
 
@@ -31,19 +32,81 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Accelerator:
+    """One GPU. `flops` is the peak per second by precision (dense, without sparsity), `memory` in bytes, `bandwidth` of
+    the memory in bytes per second. `efficiency` is the fraction of the peak that the computation of a training step
+    reaches, a stated assumption. `sources` names the source of each figure."""
+
+    name: str
+    flops: Mapping[str, float]
+    memory: int
+    bandwidth: float
+    efficiency: float
+    sources: Mapping[str, str] = field(repr=False)
+
+    def peak(self, precision: str) -> float:
+        """FLOP/s of a precision; `ValueError` if it has none for it."""
+        return self.flops[check_choice(f"precision on {self.name}", precision, self.flops)]
+
+
+@dataclass(frozen=True)
 class Device:
     """A named machine: nodes of `per_node` accelerators, with links `inside` a node and `between` nodes (None: there is
-    one node). If `inside` is None, the links are measured on this machine."""
+    one node). If `accelerator` and `inside` are None, all figures are measured on this machine."""
 
     name: str
     title: str
     per_node: int = 0
+    accelerator: Accelerator | None = None
     inside: Link | None = None
     between: Link | None = None
 
 
 _TUNING = "seconds per hop and the bandwidth of LL: NCCL, src/graph/tuning.cc, ncclTunerConstantsDefaults"
+_MEASURED = (
+    "median of the hardware FLOPs utilisation of one node with FSDP at a sequence of 2,048 tokens, MosaicML LLM"
+    " Foundry, scripts/train/benchmarking"
+)
 
+T4 = Accelerator(
+    "NVIDIA T4",
+    {"fp32": 8.1e12, "fp16": 65e12},
+    15 << 30,
+    320e9,
+    0.37,
+    {
+        "flops": "NVIDIA T4 data sheet",
+        "memory": "16 GB by the data sheet, of which nvidia-smi reports 15,360 MiB",
+        "bandwidth": "NVIDIA T4 product brief (GDDR6, 256 bit)",
+        "efficiency": "24 of 65 TFLOP/s in cuBLAS, limited by 70 W: forums.developer.nvidia.com/t/264462",
+    },
+)
+A100 = Accelerator(
+    "NVIDIA A100 SXM 80 GB",
+    {"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12, "fp16": 312e12},
+    80 << 30,
+    2039e9,
+    0.62,
+    {
+        "flops": "NVIDIA A100 data sheet",
+        "memory": "NVIDIA A100 data sheet; nvidia-smi reports 81,920 MiB",
+        "bandwidth": "NVIDIA A100 data sheet",
+        "efficiency": f"{_MEASURED}, 1B to 30B: 60 to 74 %",
+    },
+)
+H100 = Accelerator(
+    "NVIDIA H100 SXM 80 GB",
+    {"fp32": 67e12, "tf32": 494.7e12, "bf16": 989.4e12, "fp16": 989.4e12},
+    81_559 << 20,
+    3350e9,
+    0.44,
+    {
+        "flops": "NVIDIA H100 data sheet, without sparsity",
+        "memory": "80 GB by the data sheet, of which nvidia-smi reports 81,559 MiB",
+        "bandwidth": "NVIDIA H100 data sheet",
+        "efficiency": f"{_MEASURED}, 1B to 30B: 40 to 51 %",
+    },
+)
 _PCIE3 = Link(
     "PCIe 3.0 x16",
     Rate(5.7e-6, 12e9),
@@ -80,11 +143,13 @@ DEVICES: dict[str, Device] = {
     one.name: one
     for one in (
         Device(HERE, "this machine, as measured by labkit doctor --calibrate"),
-        Device("t4x2", "2 × T4 with PCIe", 2, _PCIE3),
-        Device("a100x8", "nodes of 8 × A100 with NVLink, InfiniBand HDR between nodes", 8, _NVLINK3, _HDR),
-        Device("h100x8", "nodes of 8 × H100 with NVLink, InfiniBand NDR between nodes", 8, _NVLINK4, _NDR),
+        Device("t4x2", "2 × T4 with PCIe", 2, T4, _PCIE3),
+        Device("a100x8", "nodes of 8 × A100 with NVLink, InfiniBand HDR between nodes", 8, A100, _NVLINK3, _HDR),
+        Device("h100x8", "nodes of 8 × H100 with NVLink, InfiniBand NDR between nodes", 8, H100, _NVLINK4, _NDR),
     )
 }
+ACCELERATED = tuple(name for name, one in DEVICES.items() if one.accelerator)  # with all figures in the table
+DEFAULT_MACHINE = "h100x8"
 
 
 def device(name: str) -> Device:

@@ -1,7 +1,7 @@
 """Expected (analytical) bytes of model states per rank: parameters, gradients and AdamW's moments.
 
-All are stored in fp32, because mixed precision uses autocast or gathered copies: 4P + 4P + 8P bytes for the P
-parameters that a rank stores (Rajbhandari et al. 2020, section 3.1, without its 16-bit copies). Activations, gathered
+All are stored in fp32 by the scripts of the lab, because mixed precision uses autocast or gathered copies: 4P + 4P + 8P
+bytes for the P parameters that a rank stores (`RECIPES`, without the 16-bit copies). Activations, gathered
 parameters, batch-norm buffers and communication buffers are not included. The formulas were verified against runs with
 torch 2.13.
 """
@@ -17,6 +17,13 @@ from labkit.analysis.theory.sharded import flats
 from labkit.plan.spec import Spec
 
 Shape = tuple[int, ...]
+
+# Bytes per parameter of each owner: in 32 bits, and in mixed precision, where the optimizer also has a 32-bit copy of
+# the parameters (Rajbhandari et al. 2020, section 3.1). Both add up to 16.
+RECIPES = {
+    "fp32": {"parameters": 4, "gradients": 4, "optimizer": 8},
+    "mixed": {"parameters": 2, "gradients": 2, "optimizer": 12},
+}
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,9 @@ def states(spec: Spec) -> tuple[States, ...] | None:
 
 def _of(numbers: float, stepped: float | None = None) -> States:
     """The states of `numbers` parameters, of which the rank updates `stepped` (default: all)."""
-    return States(4 * numbers, 4 * numbers, 8 * (numbers if stepped is None else stepped))
+    each = RECIPES["fp32"]
+    updated = numbers if stepped is None else stepped
+    return States(each["parameters"] * numbers, each["gradients"] * numbers, each["optimizer"] * updated)
 
 
 def _whole(case: Case) -> Iterator[States]:

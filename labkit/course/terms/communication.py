@@ -194,6 +194,12 @@ TERMS = (
         ("overlapped communication", "straggler"),
     ),
     Term(
+        "communication-bound",
+        "Said of a step whose communication takes longer than its computation: not even perfect overlap could hide "
+        "it. More devices with a constant global batch end here sooner or later.",
+        ("exposed communication", "overlapped communication", "strong scaling"),
+    ),
+    Term(
         "straggler",
         "A rank that reaches a collective later than the others. A synchronous step takes as long as its slowest "
         "rank, because the collective completes only when every rank has called it.",

@@ -11,7 +11,10 @@ from rich.text import Text
 
 from labkit.analysis.comparison import HEADS, Row, cells, recorded_elsewhere, sentences
 from labkit.common.text import visible_line
+from labkit.figures.advice import HEADS as ADVICE_HEADS
+from labkit.figures.advice import MISFIT_HEADS, Advised
 from labkit.figures.prediction import Prediction
+from labkit.figures.scaling import Scaled
 from labkit.frontends.terminal.parts import PhaseBar, formatted, phase_legend
 
 
@@ -49,6 +52,30 @@ def prediction_table(found: Prediction) -> RenderableType:
     for row in found.rows:
         table.add_row(*(Text(visible_line(cell)) for cell in row))
     return Group(Text(visible_line(found.title)), table)
+
+
+def advice_tables(found: Advised) -> RenderableType:
+    """What fits and what does not, and the sentences about them."""
+    tables = [(ADVICE_HEADS, found.rows), (MISFIT_HEADS, found.misfits)]
+    shown = [part for heads, rows in tables if rows for part in (_figures(heads, rows), Text(""))]
+    said = [Text(visible_line(sentence)) for sentence in found.sentences]
+    return Group(Text(visible_line(found.title)), Text(""), *shown, *said)
+
+
+def scaling_tables(found: Scaled) -> RenderableType:
+    """Weak and strong scaling."""
+    tables = [part for heads, rows in found.tables() for part in (Text(""), _figures(heads, rows))]
+    return Group(Text(visible_line(found.title)), *tables)
+
+
+def _figures(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table whose first column names something and whose other columns are figures."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for number, name in enumerate(heads):
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(visible_line(cell)) for cell in row))
+    return table
 
 
 def comparison(rows: Sequence[Row], left_out: Mapping[str, str], final: bool = True) -> RenderableType:

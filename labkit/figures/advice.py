@@ -1,0 +1,271 @@
+"""Advice as text, HTML table and figure: which strategies fit, how fast they are, and what the others lack."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from labkit.common.text import escape, visible
+from labkit.common.units import size
+from labkit.figures import colours
+from labkit.figures.as_svg import drawing
+from labkit.figures.model import Axis, Bars, Chart
+from labkit.figures.prediction import table_html
+from labkit.figures.scaling import Scaled, in_seconds, table_text
+from labkit.prediction.scale.advice import RULE, Advice, Misfit, Verdict, devices_needed, verdict
+from labkit.prediction.scale.asked import in_words
+from labkit.prediction.scale.scaling import scaling
+from labkit.prediction.scale.step import Estimate
+from labkit.prediction.scale.training import RESERVED, RESERVED_FOR
+
+if TYPE_CHECKING:
+    import plotly.graph_objects
+
+HEADS = (
+    "strategy",
+    "micro-batches × samples",
+    "recompute",
+    "memory",
+    "per step",
+    "tokens/s",
+    "TFLOP/s",
+    "MFU",
+    "exposed",
+    "bubble",
+)
+MISFIT_HEADS = ("does not fit", "needs at least", "missing", "fits with")
+ROWS = 10  # strategies in a table
+
+PARTS = {  # of a step: colour and words
+    "computation": (colours.PHASES["forward"], "the computation"),
+    "recomputation": (colours.PHASES["backward"], "recomputation"),
+    "data": (colours.OPERATIONS["all_reduce"], "data-parallel communication"),
+    "tensor": (colours.OPERATIONS["all_gather"], "tensor-parallel communication"),
+    "context": (colours.OPERATIONS["reduce_scatter"], "context-parallel communication"),
+    "pipeline": (colours.OPERATIONS["send"], "communication between stages"),
+    "bubble": (colours.PHASES["other"], "the bubble of the pipeline"),
+    "optimizer": (colours.PHASES["optimizer"], "the optimizer"),
+}
+
+
+class Advised:
+    """The advice for a model and devices; displays itself as tables in a notebook, as text elsewhere."""
+
+    def __init__(self, found: Advice):
+        self.advice = found
+        self.verdict = verdict(found)
+
+    @property
+    def title(self) -> str:
+        """What is trained, on what."""
+        return f"{in_words(self.advice.training)}: all figures are modelled"
+
+    @property
+    def rows(self) -> list[tuple[str, ...]]:
+        """The cells below `HEADS`: the fastest layout of each strategy that fits, the fastest first."""
+        return [cells(one) for one in self.advice.ranked[:ROWS]]
+
+    @property
+    def misfits(self) -> list[tuple[str, ...]]:
+        """The cells below `MISFIT_HEADS`, the simplest strategies first."""
+        in_order = sorted(self.advice.misfits, key=lambda one: (one.layout.kind.count("×"), one.missing))
+        return [_misfit(one) for one in in_order[:ROWS]]
+
+    @property
+    def rule(self) -> list[str]:
+        """What the common rule of thumb says about this case, and whether it misleads."""
+        return rule_in_words(self.advice, self.verdict)
+
+    @property
+    def sentences(self) -> list[str]:
+        """The common rule, what is not shown, and the assumptions."""
+        said = [*self.rule, *self._not_shown()]
+        one = self.advice.training.accelerator
+        efficiency = f"{one.efficiency:.0%} of the peak of {one.name} in computation ({one.sources['efficiency']})"
+        return [*said, f"Assumed: {efficiency}; {1 - RESERVED:.0%} of the memory can be used ({RESERVED_FOR})."]
+
+    def _not_shown(self) -> list[str]:
+        found, said = self.advice, []
+        if len(found.ranked) > ROWS:
+            said.append(f"{len(found.ranked) - ROWS} slower strategies also fit.")
+        if len(found.misfits) > ROWS:
+            said.append(f"{len(found.misfits) - ROWS} more strategies do not fit.")
+        simple = [kind for kind in found.too_small if "×" not in kind] or [*found.too_small]
+        for number in sorted({found.too_small[kind] for kind in simple}):
+            kinds = ", ".join(kind for kind in simple if found.too_small[kind] == number)
+            said.append(f"Not possible, because the batch must be a multiple of {number:,} samples: {kinds}.")
+        return said
+
+    def scaling(self) -> Scaled:
+        """Strong and weak scaling of each strategy, with the batch of this training."""
+        return Scaled(scaling(self.advice.training))
+
+    def figure(self) -> plotly.graph_objects.Figure:
+        """The time of a step by what it is spent on, for each strategy that fits."""
+        from labkit.figures.as_plotly import as_figure, parts
+
+        return as_figure(*parts(self.chart.drawn()))
+
+    def svg(self, width: int = 760, height: int = 260) -> str:
+        """The same as inline SVG."""
+        return drawing(self.chart.drawn(), width, height)
+
+    @property
+    def chart(self) -> Chart:
+        """The data of `figure`."""
+        shown = self.advice.ranked[:ROWS]
+        bars = tuple(
+            Bars(name, colour, tuple(one.parts[name] for one in shown))
+            for name, (colour, _) in PARTS.items()
+            if any(one.parts[name] for one in shown)
+        )
+        names = tuple(one.layout.title for one in shown)
+        labels = tuple(name.replace(" × ", "\n") for name in names)
+        x = Axis("", categories=names, labels=labels)
+        return Chart("advice", "Time of a step", x, Axis("s per step", least=1e-3), bars=bars, note="modelled")
+
+    def to_json(self) -> dict[str, Any]:
+        """The advice as a dict that can be written as JSON. Sizes are in bytes, times in seconds."""
+        asked, said = self.advice.training, self.verdict
+        return {
+            "source": "modelled",
+            "model": {**vars(asked.model), "parameters": asked.model.parameters},
+            "machine": asked.machine.name,
+            "accelerator": {"name": asked.accelerator.name, "efficiency": asked.accelerator.efficiency},
+            "devices": asked.devices,
+            "memory_bytes": asked.memory,
+            "usable_bytes": asked.usable,
+            "batch": asked.batch,
+            "sequence": asked.sequence,
+            "precision": asked.precision,
+            "attention": asked.attention,
+            "fits": [estimate_json(one) for one in self.advice.ranked],
+            "does_not_fit": [_misfit_json(one) for one in self.advice.misfits],
+            "needs_batch_multiple_of": self.advice.too_small,
+            "rule": None
+            if said is None
+            else {
+                "chosen": said.chosen and said.chosen.layout.title,
+                "fastest": said.fastest.layout.title,
+                "agrees": said.agrees,
+            },
+            "sentences": self.sentences,
+        }
+
+    def __repr__(self) -> str:
+        parts = [self.title]
+        parts += [table_text(HEADS, self.rows)] if self.rows else []
+        parts += [table_text(MISFIT_HEADS, self.misfits)] if self.misfits else []
+        return visible("\n\n".join([*parts, "\n".join(self.sentences)]))
+
+    def _repr_html_(self) -> str:
+        said = "".join(f"<p>{escape(sentence)}</p>" for sentence in self.sentences)
+        tables = table_html(HEADS, self.rows) if self.rows else ""
+        tables += table_html(MISFIT_HEADS, self.misfits) if self.misfits else ""
+        notes = f'<div class="labkit-notes"><p>{escape(self.title)}</p></div>'
+        return f'{notes}{tables}<div class="labkit-notes">{said}</div>'
+
+
+def cells(one: Estimate) -> tuple[str, ...]:
+    """The cells below `HEADS`."""
+    layout = one.layout
+    return (
+        layout.title,
+        f"{layout.micro_batches} × {layout.micro_batch}",
+        "all layers" if layout.recompute else "–",
+        size(one.memory.total),
+        in_seconds(one.seconds),
+        f"{one.tokens_per_second:,.0f}",
+        f"{one.flops_per_device / 1e12:,.0f}",
+        f"{one.mfu:.0%}",
+        f"{one.exposed / one.seconds:.0%}",
+        f"{one.parts['bubble'] / one.seconds:.0%}",
+    )
+
+
+def estimate_json(one: Estimate) -> dict[str, Any]:
+    """An estimate as plain values."""
+    layout = one.layout
+    return {
+        "strategy": layout.kind,
+        "title": layout.title,
+        **{name: getattr(layout, name) for name in _DEGREES},
+        "memory_bytes": one.memory.owners,
+        "peak_memory_bytes": one.memory.total,
+        "seconds_per_step": one.seconds,
+        "seconds": dict(one.parts),
+        "comm_bytes_per_step": dict(one.sent),
+        "communication_seconds": dict(one.busy),
+        "communication_bound": one.communication_bound,
+        "tokens_per_second": one.tokens_per_second,
+        "flops_per_second_per_device": one.flops_per_device,
+        "mfu": one.mfu,
+    }
+
+
+_DEGREES = ("data", "shards", "tensor", "pipeline", "context", "micro_batch", "micro_batches", "recompute")
+
+
+def _misfit(one: Misfit) -> tuple[str, ...]:
+    change = one.change
+    fits = one.words + (f" ({change.title})" if change and change.title != one.words else "")
+    return one.layout.title, size(one.memory.total), size(one.missing), fits or "–"
+
+
+def _misfit_json(one: Misfit) -> dict[str, Any]:
+    return {
+        "strategy": one.layout.kind,
+        "title": one.layout.title,
+        "memory_bytes": one.memory.owners,
+        "peak_memory_bytes": one.memory.total,
+        "missing_bytes": one.missing,
+        "change": one.words or None,
+        "fits_as": one.change and one.change.title,
+    }
+
+
+def rule_in_words(found: Advice, said: Verdict | None) -> list[str]:
+    """What the common rule of thumb says here, and whether it misleads, computed from the estimates."""
+    if not found.fitting:
+        return [_nothing_fits(found)]
+    if said is None:
+        return []
+    begin = [f"The common rule: {RULE}."]
+    begin += [_passed(found, kind) for kind in said.passed]
+    best = said.fastest
+    if said.chosen is None:
+        return [
+            *begin,
+            f"It finds nothing that fits, but {best.layout.title} does: {in_seconds(best.seconds)} per step.",
+        ]
+    chosen = f"{said.chosen.layout.title} with {in_seconds(said.chosen.seconds)} per step"
+    if said.agrees and best.layout.kind == said.chosen.layout.kind:
+        return [*begin, f"It agrees with the estimate here: {chosen} is the fastest."]
+    percent = said.chosen.seconds / best.seconds - 1
+    if said.agrees:
+        words = f"it chooses {chosen}, {percent:.1%} more than the fastest, {best.layout.title}"
+        return [*begin, f"It agrees with the estimate here: {words}."]
+    part, seconds = said.difference
+    other = f"{best.layout.title} needs {in_seconds(best.seconds)}"
+    reason = f"most of the difference is {PARTS[part][1]}, {in_seconds(seconds)} more"
+    return [*begin, f"It misleads here: it chooses {chosen}, {percent:.0%} more than necessary. {other}; {reason}."]
+
+
+def _passed(found: Advice, kind: str) -> str:
+    if kind in found.too_small:
+        return f"{kind} is not possible: the batch of {found.training.batch:,} is not a multiple of" + (
+            f" {found.too_small[kind]:,} samples."
+        )
+    missing = next((one.missing for one in found.misfits if one.layout.kind == kind), None)
+    return f"{kind} is not possible here." if missing is None else f"{kind} does not fit: {size(missing)} are missing."
+
+
+def _nothing_fits(found: Advice) -> str:
+    asked = found.training
+    least = min((one.missing for one in found.misfits), default=None)
+    if least is None:
+        return (
+            f"Nothing is possible: no mesh of {asked.devices:,} devices divides the batch of {asked.batch:,} samples."
+        )
+    more = devices_needed(asked)
+    fix = f"; it fits on {more:,} devices" if more else "; no number of these devices is enough, use more memory each"
+    return f"Nothing fits: at least {size(least)} per device are missing{fix}."
