@@ -50,6 +50,7 @@ class Traces:
         self.begun: list[Spec] = []
         self.threads: set[int | None] = set()
         self.outcome = plan_of
+        self.seconds = 0.0
         self.go = threading.Event()
 
     def predict(self, spec: Spec) -> Plan:
@@ -64,12 +65,19 @@ class Traces:
     def cached(self, spec: Spec) -> Plan | None:
         return self.plans.get(repr(spec))
 
+    def timed(self, spec: Spec, plan: Plan) -> None:
+        if not self.seconds:
+            raise LookupError("communication has not been measured")
+        time = {"seconds": self.seconds, "samples_per_second": 1000.0, "links": "some links"}
+        self.plans[repr(spec)] = {**plan, "time": time}
+
 
 @pytest.fixture
 def traces(monkeypatch) -> Traces:
     found = Traces()
     monkeypatch.setattr(module, "predict", found.predict)
     monkeypatch.setattr(module, "cached", found.cached)
+    monkeypatch.setattr(module, "timed", found.timed)
     return found
 
 
@@ -108,6 +116,16 @@ def test_predict_fills_the_strip_and_the_memory_tab_before_the_run(lab, traces):
     wait_until(lambda: bars(lab) == ("rank 0 predicted", "rank 1 predicted"))
     assert (button(lab).description, button(lab).disabled) == ("Predict", False)
     assert len(traces.begun) == 1 and threading.get_ident() not in traces.threads
+
+
+def test_predict_shows_the_time_of_a_step_or_why_there_is_none(lab, traces):
+    traces.go.set()
+    button(lab).click()
+    wait_until(lambda: "There is no time of a step: communication has not been measured." in strip(lab))
+    traces.seconds = 0.153
+    button(lab).click()
+    wait_until(lambda: "By simulation, a step takes 153 ms, 1,000 samples/s" in strip(lab))
+    assert "There is no time" not in strip(lab)
 
 
 def test_what_another_choice_was_predicted_is_not_shown(lab, traces):
