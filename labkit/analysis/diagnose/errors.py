@@ -51,9 +51,9 @@ def _raised_at(state: RunState, number: int) -> str:
 
 def out_of_memory(state: RunState) -> Iterator[Finding]:
     """Memory that ran out, what it was used for at that moment, and what would have fitted."""
-    failure = state.failure
-    if failure is not None and failure["type"] == "SIGKILL" and state.status.get("oom_kills"):
-        yield _killed_for_memory(state, failure)
+    failure, kills = state.failure, state.status.get("oom_kills")
+    if failure is not None and failure["type"] == "SIGKILL" and kills:
+        yield _killed_for_memory(state, failure, kills)
         return
     if failure is None or not _MEMORY.search(f"{failure['type']}: {failure['message']}"):
         return
@@ -80,14 +80,14 @@ def out_of_memory(state: RunState) -> Iterator[Finding]:
     )
 
 
-def _killed_for_memory(state: RunState, failure: Mapping[str, Any]) -> Finding:
-    """A rank that the kernel killed because the memory of the host, or of its cgroup, ran out."""
+def _killed_for_memory(state: RunState, failure: Mapping[str, Any], kills: int) -> Finding:
+    """A rank that the kernel killed because the memory of the host, or of its cgroup, ran out; `kills` processes of the
+    cgroup were killed for that reason."""
     rank, where = failure["rank"], place(failure["traceback"])
     samples = state.system.ranks.get(rank)
     resident = (
         f"; last resident memory of the rank: {size(samples['rss'][-1])}" if samples and len(samples["rss"]) else ""
     )
-    kills = state.status["oom_kills"]
     return Finding(
         name="out_of_memory",
         kind="wrong",
