@@ -52,9 +52,9 @@ MOST_LINES = {
     "deepspeed": 172,
     "dp": 180,
     "fsdp2_tp": 176,
-    "pp": 217,
-    "pp_ddp": 240,
-    "pp_fsdp2_tp": 247,
+    "pp": 220,
+    "pp_ddp": 243,
+    "pp_fsdp2_tp": 250,
     "cp": 223,
 }
 ADDED_LINES = {"fp32": 0, "tf32": 1, "bf16": 7, "fp16": 10}
@@ -233,6 +233,7 @@ def test_strategies_differ_only_in_their_own_functions():
             "own_stages",
             "pp_group",
             "stage_data",
+            "load_data",  # a pipeline keeps the function, so that what a rank does not need is freed
             "train",
             "main",
         }

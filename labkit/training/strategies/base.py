@@ -219,9 +219,10 @@ def fault_step(model: nn.Module, step: int) -> None:
 def train(device: torch.device) -> None:
     """Run all epochs; on return, the model is freed before the process group."""
     torch.manual_seed(SEED)  # the same initial weights on every rank
-    train_data, test_data = load_data()
-    if STAGE_DATA:
-        train_data, test_data = stage_data(train_data), stage_data(test_data)
+    if STAGE_DATA:  # what this rank does not need is freed
+        train_data, test_data = map(stage_data, load_data())
+    else:
+        train_data, test_data = load_data()
     if INJECT_DATA:
         train_data = fault_data(train_data)
     loader = load(train_data)
