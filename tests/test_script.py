@@ -53,8 +53,8 @@ MOST_LINES = {
     "dp": 180,
     "fsdp2_tp": 176,
     "pp": 220,
-    "pp_ddp": 243,
-    "pp_fsdp2_tp": 250,
+    "pp_ddp": 244,
+    "pp_fsdp2_tp": 251,
     "cp": 223,
 }
 ADDED_LINES = {"fp32": 0, "tf32": 1, "bf16": 7, "fp16": 10}
