@@ -44,7 +44,7 @@ def test_what_was_made_is_read_again_and_may_be_changed(folder, capfd):
     first, second = cached(make, 1000), cached(make, 1000)
     assert made == [1000] and is_made(first, 1000) and is_made(second, 1000)
     (path,) = folder.iterdir()
-    assert capfd.readouterr().out == f"writing {path}, which is missing or damaged\n", "once, by the first call"
+    assert capfd.readouterr().out == f"writing {path}\n", "once, by the first call"
     second[0][0] = -1.0  # in memory alone
     assert is_made(cached(make, 1000), 1000)
     assert len(list(folder.iterdir())) == 1
@@ -67,7 +67,7 @@ def test_a_damaged_file_is_named_once_and_replaced(damage, folder, capfd):
     capfd.readouterr()
     assert is_made(cached(make, 100_000), 100_000) and is_made(cached(make, 100_000), 100_000)
     assert made == [100_000, 100_000] and [*folder.iterdir()] == [path]
-    assert capfd.readouterr().out == f"writing {path}, which is missing or damaged\n"
+    assert capfd.readouterr().out == f"replacing damaged {path}\n"
 
 
 def test_a_file_without_tensors_is_named_and_not_used(folder, capfd):
@@ -107,7 +107,7 @@ def test_ranks_that_write_at_the_same_time_leave_one_whole_file(folder, monkeypa
     assert is_made(cached(meanwhile, 1000), 1000)
     (path,) = folder.iterdir()
     assert is_made(torch.load(path, weights_only=True), 1000)
-    assert capfd.readouterr().out.count(f"writing {path}, ") == 3
+    assert capfd.readouterr().out.count(f"writing {path}\n") == 3
 
 
 def test_digits_from_the_cache_are_those_that_were_made(monkeypatch):

@@ -52,7 +52,7 @@ MOST_LINES = {
     "deepspeed": 172,
     "dp": 180,
     "fsdp2_tp": 176,
-    "pp": 220,
+    "pp": 221,
     "pp_ddp": 244,
     "pp_fsdp2_tp": 251,
     "cp": 223,

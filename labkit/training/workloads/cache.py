@@ -18,7 +18,7 @@ def cached(make, *args) -> tuple[torch.Tensor, ...]:
     try:
         if not is_zipfile(path):  # the format of torch.save
             os.makedirs(f"{CACHE}/labkit", exist_ok=True)
-            print(f"writing {path}, which is missing or damaged", flush=True)
+            print("replacing damaged" if os.path.exists(path) else "writing", path)
             with TemporaryDirectory(dir=f"{CACHE}/labkit") as folder:
                 torch.save(make(*args), f"{folder}/new")
                 os.replace(f"{folder}/new", path)  # atomic: no rank reads half a file
