@@ -18,6 +18,7 @@ from labkit.analysis.metrics import (
     RECENT,
     counted_steps,
     median,
+    percentile_95,
     phase_seconds,
     phase_shares,
     rank_throughput,
@@ -65,6 +66,7 @@ def test_every_place_shows_the_same_figures(uneven):
     (rank,) = summary["ranks"]
     assert counted_steps(state.ranks[0]) == 399 > RECENT
     assert rank["step_seconds_median"] == 0.06 and rank["phase_seconds"]["data"] == 0.03
+    assert rank["step_seconds_p95"] == 0.08 and "<td>60.00</td><td>80.00</td>" in ranks_html("uneven", state)
     speed = 128 / 0.06
     assert summary["samples_per_second"] == pytest.approx(speed)
     assert row.samples_per_second == pytest.approx(speed) and row.phases == phase_shares(state)
@@ -118,7 +120,8 @@ def test_medians_of_a_long_run_are_estimated_until_it_is_over():
 
 def test_a_median_is_of_what_is_known():
     assert median([1.0, float("nan"), 2.0]) == 1.5 and median(iter([3])) == 3.0
-    assert str(median([])) == "nan"
+    assert percentile_95([float("nan"), *range(101)]) == 95.0
+    assert str(median([])) == str(percentile_95([])) == "nan"
     assert throughput_of_median_steps(64, (0.1, 0.2)) == 320.0
     assert throughput_of_median_steps(64, (0.1, None)) is None and throughput_of_median_steps(64, ()) is None
 

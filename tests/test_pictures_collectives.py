@@ -12,7 +12,6 @@ from answers.collectives import RIGHT
 
 from labkit import check
 from labkit.analysis.theory import collectives as plans
-from labkit.analysis.theory.collectives import Message
 from labkit.course import pictures
 from labkit.course.pictures import rounds
 from labkit.figures import rank_colour
@@ -103,10 +102,10 @@ def test_the_first_half_of_a_ring_is_a_reduce_scatter_and_the_second_an_all_gath
 @pytest.mark.parametrize(
     ("rounds", "words"),
     [
-        (((Message(0, 1, (0,)), Message(0, 2, (0,))),), "a rank is the source of two messages"),
-        (((Message(0, 2, (0,)), Message(1, 2, (0,))),), "a rank is the target of two messages"),
-        (((Message(1, 2, (0,)),),), "rank 1 sends chunk 0, which it does not have"),
-        (((Message(0, 1, (0,)),),), "rank 2 has None of chunk 0"),
+        (((plans.Message(0, 1, (0,)), plans.Message(0, 2, (0,))),), "a rank is the source of two messages"),
+        (((plans.Message(0, 2, (0,)), plans.Message(1, 2, (0,))),), "a rank is the target of two messages"),
+        (((plans.Message(1, 2, (0,)),),), "rank 1 sends chunk 0, which it does not have"),
+        (((plans.Message(0, 1, (0,)),),), "rank 2 has None of chunk 0"),
     ],
 )
 def test_an_impossible_plan_is_rejected(rounds, words):

@@ -21,6 +21,7 @@ from labkit.record.documents import DOCUMENTS, read_document
 from labkit.record.events import PHASES
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
+from labkit.record.plain import DEEPEST, parse
 from labkit.record.published import schemas
 from labkit.record.schema import Limits, Row, Sequence, Table, shape_of
 from labkit.record.shapes import Choice, Either, Flag, Null, Number, Text
@@ -213,3 +214,17 @@ def _paths(value: Any) -> list[tuple[Any, ...]]:
 def _has_columns(event: dict[str, Any]) -> bool:
     """Whether only the reader compares the lengths of the lists in an event, which JSON Schema cannot express."""
     return event.get("kind") == "memory_step"
+
+
+def test_json_is_bounded_and_can_be_encoded():
+    assert parse(b'"\\ud83c\\udfd6 \\ud800"') == "🏖 \N{REPLACEMENT CHARACTER}"
+    assert parse(b"[" * DEEPEST + b"]" * DEEPEST) is not None
+    for content in (
+        b"[" * (DEEPEST + 1) + b"]" * (DEEPEST + 1),
+        b'{"a":' * 5_000 + b"1" + b"}" * 5_000,
+        b"",
+        b"\xed\xa0\x80",
+        b"9" * 5_000,
+    ):
+        with pytest.raises(ValueError):
+            parse(content)

@@ -188,6 +188,11 @@ def test_a_rank_that_the_agent_ended_is_no_cause():
     assert state.failure["rank"] == 1 and state.failure["type"] == "exit code 3"
 
 
+def test_a_failure_without_a_time_comes_last():
+    failures = {"0": {"exit_code": 1, "t": None}, "1": {"exit_code": 3, "t": 2.0}, "2": {"exit_code": 4}}
+    assert fold(status("failed", failures=failures)).failure["rank"] == 1
+
+
 def test_a_complaint_alone_is_the_cause():
     assert fold(error(0, 1.0, "RuntimeError", "Broken pipe")).failure["rank"] == 0
     assert fold(start(0), step(0, 1)).failure is None

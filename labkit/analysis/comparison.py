@@ -138,7 +138,7 @@ def alike(folders: Sequence[RunFolder]) -> list[RunFolder]:
     wanted = None
     for folder in reversed(folders):
         try:
-            spec = Spec.from_json(RunFolder.read_json(folder.spec))
+            spec = Spec.from_json(folder.read_spec())
         except SpecError:
             continue
         if spec.strategy is None or spec.nproc is None:
@@ -152,7 +152,7 @@ def alike(folders: Sequence[RunFolder]) -> list[RunFolder]:
 def newest(folders: Sequence[RunFolder]) -> list[RunFolder]:
     """Of recorded runs (oldest first), the runs of the newest comparison (only those record tensors); empty for
     none."""
-    found = alike([folder for folder in folders if RunFolder.read_json(folder.spec).get("tensors")])
+    found = alike([folder for folder in folders if folder.read_spec().get("tensors")])
     return found if len(found) > 1 else []
 
 

@@ -144,7 +144,7 @@ def assembled(run: RunFolder, what: str) -> dict[str, numpy.ndarray]:
 
     Raises `NotRecorded` if a file, a shard or an element is missing.
     """
-    spec = Spec.from_json(RunFolder.read_json(run.spec))
+    spec = Spec.from_json(run.read_spec())
     wanted = [run.tensors / f"rank{rank}-{what}.npz" for rank in range(spec.processes)]
     files = [path for path in wanted if os.path.lexists(path)]
     if len(files) != spec.processes:

@@ -6,8 +6,8 @@ figures are those of the newest attempt, like the step of a run. Until its secon
 
 **Which of them.** A figure is of all these steps, or, with `now`, of the newest `RECENT` ones while the run is under
 way: the front ends show what happens now, and findings judge it. Once the run is over, both are the same. While it is
-under way, medians of more than 2,000 steps are estimated from about 1,000 evenly spaced ones, because charts are
-redrawn several times per second; afterwards they are exact, up to a million steps.
+under way, medians and percentiles of more than 2,000 steps are estimated from about 1,000 evenly spaced ones, because
+charts are redrawn several times per second; afterwards they are exact, up to a million steps.
 
 **Median or mean.** The time of a step and of its phases is a median, because a few steps take longer for another
 reason, such as a profile or a checkpoint. Throughput is samples / seconds over these steps, in which every second
@@ -17,7 +17,7 @@ counts. An evaluation belongs to no step: only `training_time` and `pace` contai
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy
@@ -40,9 +40,20 @@ _EXACT = 1 << 20  # most steps of a rank whose median is exact when the run is o
 
 def median(values: Iterable[float]) -> float:
     """The median of the known values; NaN if there are none."""
-    numbers = numpy.asarray(values if isinstance(values, numpy.ndarray) else list(values), float)
-    known = numbers[~numpy.isnan(numbers)]
+    known = _known(values)
     return float(numpy.median(known)) if len(known) else math.nan
+
+
+def percentile_95(values: Iterable[float]) -> float:
+    """The 95th percentile of the known values, interpolated linearly between two of them; NaN if there are none."""
+    known = _known(values)
+    return float(numpy.percentile(known, 95)) if len(known) else math.nan
+
+
+def _known(values: Iterable[float]) -> numpy.ndarray:
+    numbers = numpy.asarray(values if isinstance(values, numpy.ndarray) else list(values), float)
+    known: numpy.ndarray = numbers[~numpy.isnan(numbers)]
+    return known
 
 
 def counted_steps(rank: RankState) -> int:
@@ -57,7 +68,14 @@ def counted_steps(rank: RankState) -> int:
 def step_seconds(state: RunState, number: int, now: bool = False) -> float | None:
     """The median seconds of a step of rank `number`; None if unknown."""
     rank = _rank(state, number)
-    return _median(state, rank, rank.steps.seconds, now)
+    return _figure(median, state, rank, rank.steps.seconds, now)
+
+
+@per_revision
+def step_seconds_p95(state: RunState, number: int) -> float | None:
+    """The 95th percentile of the seconds of a step of rank `number`: one step in 20 takes longer; None if unknown."""
+    rank = _rank(state, number)
+    return _figure(percentile_95, state, rank, rank.steps.seconds)
 
 
 @per_revision
@@ -67,7 +85,7 @@ def phase_seconds(state: RunState, number: int, now: bool = False) -> Mapping[st
     Medians of the phases need not sum to the median of the step.
     """
     rank = _rank(state, number)
-    return {phase: _median(state, rank, rank.steps.phases[phase], now) for phase in PHASES}
+    return {phase: _figure(median, state, rank, rank.steps.phases[phase], now) for phase in PHASES}
 
 
 @per_revision
@@ -89,10 +107,13 @@ def _begin(state: RunState, rank: RankState, now: bool) -> int:
     return max(first, len(rank.steps) - RECENT) if now and not state.over else first
 
 
-def _median(state: RunState, rank: RankState, column: Column, now: bool) -> float | None:
+def _figure(
+    figure: Callable[[numpy.ndarray], float], state: RunState, rank: RankState, column: Column, now: bool = False
+) -> float | None:
+    """The median or the percentile of a column over the steps that count."""
     first = _begin(state, rank, now)
     is_exact = len(column) - first <= (_EXACT if now or state.over else 0)
-    found = median(column[first:] if is_exact else column.sample(first))
+    found = figure(column[first:] if is_exact else column.sample(first))
     return None if math.isnan(found) else found
 
 

@@ -9,7 +9,7 @@ from typing import cast
 
 from labkit.analysis.diagnose import findings
 from labkit.analysis.ledger import ledger
-from labkit.analysis.metrics import gil_wait, phase_seconds, replica_figures, step_seconds, throughput
+from labkit.analysis.metrics import gil_wait, phase_seconds, replica_figures, step_seconds, step_seconds_p95, throughput
 from labkit.analysis.prediction import outcomes
 from labkit.analysis.profiled import overlap
 from labkit.record.columns import RankState
@@ -71,6 +71,7 @@ def _rank(state: RunState, number: int) -> RankFigures:
         "peak_memory_bytes": rank.peak_memory,
         "memory_bytes": {owner: rank.owners[owner] for owner in OWNERS if owner in rank.owners},
         "step_seconds_median": _rounded(step_seconds(state, number), 6),
+        "step_seconds_p95": _rounded(step_seconds_p95(state, number), 6),
         "phase_seconds": {phase: _rounded(each, 6) for phase, each in phase_seconds(state, number).items()},
         "comm_bytes_per_step": rank.bytes_per_step,
         "communication": _communication(rank),

@@ -10,7 +10,7 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -58,7 +58,7 @@ def living(pid: Any) -> psutil.Process | None:
         return None
 
 
-def is_same(process: psutil.Process, who: dict[str, Any]) -> bool:
+def is_same(process: psutil.Process, who: Mapping[str, Any]) -> bool:
     """Whether a process matches an `identity` by pid and start time. This is not sufficient for signalling it."""
     try:
         apart: float = abs(process.create_time() - who["create_time"])

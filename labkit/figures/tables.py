@@ -80,6 +80,7 @@ def ranks_html(name: str, state: RunState) -> str:
         "rank",
         "exit code",
         "ms per step",
+        "95th percentile (ms)",
         "peak memory",
         *(f"{phase} (ms)" for phase in summary["ranks"][0]["phase_seconds"]),
     )
@@ -90,6 +91,7 @@ def ranks_html(name: str, state: RunState) -> str:
             rank["rank"],
             rank["exit_code"],
             _ms(rank["step_seconds_median"]),
+            _ms(rank.get("step_seconds_p95")),
             None if peak is None else size(peak),
         ]
         cells += [_ms(value) for value in rank["phase_seconds"].values()]

@@ -53,7 +53,7 @@ def conclude_unattended(folder: RunFolder, state: str, message: str) -> None:
     """Closes the record of a run without a supervisor; its processes must have ended."""
     follower = Follower(folder)
     follower.poll()
-    status = RunFolder.read_json(folder.status)
+    status = folder.read_status()
     reference = RunFolder.read_json(folder.plan).get("env", {}).get(clock.VARIABLE, "")
     conclude(folder, follower.state, status | {"state": state, "message": message, "ended": clock.now(reference)})
 

@@ -136,7 +136,7 @@ class Job:
 
     def _supervisor(self) -> psutil.Process | None:
         """The supervisor's process; None if there is none, for example because it was killed."""
-        status = RunFolder.read_json(self.folder.status)
+        status = self.folder.read_status()
         supervisor = supervisor_of(self.folder, status)
         if supervisor is not None:
             return supervisor
@@ -173,7 +173,7 @@ class Job:
 
     def _has(self, *states: str) -> bool:
         """Whether the state in the status file is one of these."""
-        return RunFolder.read_json(self.folder.status).get("state") in states
+        return self.folder.read_status().get("state") in states
 
     def _end_without(self, supervisor: psutil.Process | None) -> None:
         """Kills the supervisor first, so that it starts no more processes, and then the others."""
@@ -189,7 +189,7 @@ class Job:
         """After the end: waits for the supervisor to exit, or terminates the processes of a run that has lost its
         supervisor.
         """
-        supervisor = supervisor_of(self.folder, RunFolder.read_json(self.folder.status))
+        supervisor = supervisor_of(self.folder, self.folder.read_status())
         if supervisor is not None:
             psutil.wait_procs([supervisor], timeout=2.0)
         elif self.folder.is_gone:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from labkit.record.columns import RankState
 from labkit.record.stacks import error_in, place
+from labkit.record.types.documents import KnownStatus
 from labkit.record.types.summary import Failure
 
 # Messages of gloo, NCCL and torchrun on a rank whose peer is gone: a consequence, if any other error is known.
@@ -33,7 +34,7 @@ class _Report(TypedDict):
     last_seen: bool
 
 
-def failure_of(ranks: Mapping[int, RankState], status: Mapping[str, Any], over: bool) -> Failure | None:
+def failure_of(ranks: Mapping[int, RankState], status: KnownStatus, over: bool) -> Failure | None:
     """The first failure of a run; None if no rank failed.
 
     `rank`, `type`, `message`, `traceback` (a stack, innermost frame last) and `exit_code` are those of the first rank
@@ -66,7 +67,7 @@ def failure_of(ranks: Mapping[int, RankState], status: Mapping[str, Any], over: 
     }
 
 
-def exit_code(ranks: Mapping[int, RankState], status: Mapping[str, Any], number: int) -> int | None:
+def exit_code(ranks: Mapping[int, RankState], status: KnownStatus, number: int) -> int | None:
     """A rank's exit code, from its own last event or from torchrun's report; None if it was terminated with its
     group."""
     rank = ranks.get(number)
@@ -76,7 +77,7 @@ def exit_code(ranks: Mapping[int, RankState], status: Mapping[str, Any], number:
     return 1 if reported is None and rank is not None and rank.error else reported
 
 
-def _reported_by_ranks(ranks: Mapping[int, RankState], status: Mapping[str, Any]) -> Iterator[_Report]:
+def _reported_by_ranks(ranks: Mapping[int, RankState], status: KnownStatus) -> Iterator[_Report]:
     for rank in ranks.values():
         if rank.error:
             kind, message = rank.error["type"], rank.error["message"]
@@ -92,7 +93,7 @@ def _reported_by_ranks(ranks: Mapping[int, RankState], status: Mapping[str, Any]
             }
 
 
-def _reported_by_torchrun(ranks: Mapping[int, RankState], status: Mapping[str, Any]) -> Iterator[_Report]:
+def _reported_by_torchrun(ranks: Mapping[int, RankState], status: KnownStatus) -> Iterator[_Report]:
     for name, failure in (status.get("failures") or {}).items():
         rank = int(name)
         if not failure.get("exit_code") or (rank in ranks and ranks[rank].error):
@@ -100,9 +101,10 @@ def _reported_by_torchrun(ranks: Mapping[int, RankState], status: Mapping[str, A
         kind, message = failure.get("signal") or f"exit code {failure['exit_code']}", str(failure.get("message") or "")
         if not failure.get("signal"):
             kind, message = error_in(message) or (kind, message)  # the last line of a traceback in its log
+        t = failure.get("t")
         yield {
             "rank": rank,
-            "t": failure.get("t", math.inf),
+            "t": math.inf if t is None else t,
             "type": kind,
             "message": message,
             "traceback": failure.get("traceback", ""),

@@ -18,6 +18,7 @@ from labkit.record.events import OWNERS, STARTUP, StepBlock
 from labkit.record.stacks import MESSAGE_LIMIT, TEXT_LIMIT, clipped
 from labkit.record.steps import number
 from labkit.record.types import measured, observed, reported
+from labkit.record.types.documents import KnownStatus, SpecFields
 from labkit.record.types.prediction import Plan
 
 _TIMELINES = 20  # stored per rank
@@ -35,8 +36,8 @@ class Fold:
     """
 
     def __init__(self) -> None:
-        self.spec: dict[str, Any] = {}
-        self.status: dict[str, Any] = {}
+        self.spec: SpecFields = {}
+        self.status: KnownStatus = {}
         self.prediction: Plan | None = None
         self.ranks: dict[int, RankState] = {}
         self.metrics: deque[dict[str, Any]] = deque(maxlen=_METRICS)
@@ -73,7 +74,7 @@ class Fold:
         return self.ranks[number]
 
     def _on_spec(self, event: Mapping[str, Any]) -> None:
-        self.spec = dict(event["spec"])
+        self.spec = cast(SpecFields, dict(event["spec"]))
         try:
             spec = Spec.from_json(self.spec)
         except SpecError:

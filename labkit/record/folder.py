@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from labkit.common.arguments import shown
 from labkit.common.atomic import write_atomically
@@ -22,6 +22,7 @@ from labkit.record.files import NotPlain, is_plain, open_below, read_below
 from labkit.record.logs import KEEP, LogTail, search
 from labkit.record.paths import RunPaths
 from labkit.record.stepfile import steps_path
+from labkit.record.types.documents import KnownStatus, SpecFields
 
 STREAMS = ("stdout", "stderr")
 _TEXT = 4 << 20  # bytes of a script or a command
@@ -167,10 +168,18 @@ class RunFolder(RunPaths):
         `Unreadable`."""
         return read_document(path)
 
+    def read_spec(self) -> SpecFields:
+        """The fields of the Spec; empty if `spec.json` is missing. Raises `Unreadable`."""
+        return cast(SpecFields, self.read_json(self.spec))
+
+    def read_status(self) -> KnownStatus:
+        """The status as written by the supervisor; empty if there is none yet. Raises `Unreadable`."""
+        return cast(KnownStatus, self.read_json(self.status))
+
     def require_readable(self) -> None:
         """Raises `Unreadable` if the Spec or the status is invalid, or if events or logs are not plain files."""
-        self.read_json(self.spec)
-        self.read_json(self.status)
+        self.read_spec()
+        self.read_status()
         ranks = self.event_files().values()
         for path in (self.events, self.logs, self.system, *ranks, *map(steps_path, ranks)):
             if os.path.lexists(path) and not is_plain(path):

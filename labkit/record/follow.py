@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from labkit.record.events import Reader
@@ -52,7 +52,7 @@ class Follower:
         self.state = RunState()
         self.progress = progress
         self._readers: dict[str, Reader] = {"system": folder.reader(folder.system)}
-        self._known: dict[str, dict[str, Any]] = {}
+        self._known: dict[str, Mapping[str, Any]] = {}
         self._next_word = 0.0
         self.found = not folder.is_gone
 
@@ -67,7 +67,7 @@ class Follower:
         self._next_word = time.monotonic() + _PATIENCE
         changed = self._apply_object("status", current(self.folder))
         if "spec" not in self._known:
-            changed |= self._apply_object("spec", RunFolder.read_json(self.folder.spec))
+            changed |= self._apply_object("spec", self.folder.read_spec())
             changed |= self._apply_object("prediction", RunFolder.read_json(self.folder.prediction))
         for rank, path in self.folder.event_files().items():
             if f"rank{rank}" not in self._readers:
@@ -97,7 +97,7 @@ class Follower:
         size = sum(reader.size for reader in self._readers.values())
         return min(1.0, sum(reader.position for reader in self._readers.values()) / size) if size else 1.0
 
-    def _apply_object(self, kind: str, value: dict[str, Any]) -> bool:
+    def _apply_object(self, kind: str, value: Mapping[str, Any]) -> bool:
         if not value or self._known.get(kind) == value:
             return False
         self._known[kind] = value

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy
 
@@ -17,6 +16,7 @@ from labkit.record.state import OVER, RunState
 from labkit.record.status import current
 from labkit.record.stepfile import LIMITS, Block
 from labkit.record.steps import column
+from labkit.record.types.documents import KnownStatus
 from labkit.record.types.reported import Start
 
 _HEAD = 1 << 16  # bytes of a rank's events that are searched for its start
@@ -39,11 +39,11 @@ class Recording:
         self.progress: Callable[[float], None] = lambda share: None
         self._readers = [folder.reader(path) for path in (*folder.event_files().values(), folder.system)]
         status = current(folder)
-        self._last: dict[str, Any] | None = status  # the final status, until it was applied
+        self._last: KnownStatus | None = status  # the final status, until it was applied
         span = status.get("started") or 0.0, status.get("ended") or math.inf
         self._streams = [_Stream(reader, span) for reader in self._readers]
         begins = [stream.due for stream in self._streams if stream.due < math.inf]
-        begins += [status["started"]] if status.get("started") else []
+        begins += [span[0]] if span[0] else []
         self._at = min(begins, default=0.0)  # the current position, in the time of the recording
         self._looked: float | None = None
         self._begun = False
@@ -82,7 +82,7 @@ class Recording:
         self.state.broken += sum(
             reader.broken for reader in self._readers
         )  # in the lines that the streams have read already
-        self.state.apply({"kind": "spec", "spec": RunFolder.read_json(self.folder.spec)})
+        self.state.apply({"kind": "spec", "spec": self.folder.read_spec()})
         self.state.apply({"kind": "status", "status": self._last | {"state": "running", "ended": None, "failures": {}}})
 
 
@@ -143,7 +143,7 @@ def is_recorded(folder: RunFolder) -> bool:
 
 def recorded_words(folder: RunFolder) -> str:
     """When and where a run was recorded: `recorded on 20 November 2026, 23:42, on 2 CPU ranks of teacher-laptop`."""
-    spec, started = RunFolder.read_json(folder.spec), RunFolder.read_json(folder.status).get("started")
+    spec, started = folder.read_spec(), folder.read_status().get("started")
     begun = [event for path in folder.event_files().values() for event in _starts(folder, path)[:1]]
     when = time.strftime("%d %B %Y, %H:%M", time.localtime(started)).lstrip("0") if started else "an unknown day"
     names = [

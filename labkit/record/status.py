@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -13,6 +12,7 @@ from labkit.common.processes import here, is_same, is_supervisor, living, names,
 from labkit.record.folder import RunFolder
 from labkit.record.state import OVER
 from labkit.record.stepfile import steps_path
+from labkit.record.types.documents import KnownStatus, Who
 
 # Seconds without any activity after which a run on another host counts as lost; clocks of hosts may differ by less.
 QUIET = 120.0
@@ -20,7 +20,7 @@ _YOUNG = 60.0  # seconds during which a folder without a status may belong to a 
 _TAIL = 1 << 14  # bytes at the end of system.jsonl that are searched for its last sample
 
 
-def current(folder: RunFolder) -> dict[str, Any]:
+def current(folder: RunFolder) -> KnownStatus:
     """The contents of `status.json`; for a run with neither a final state nor a supervisor, `failed` or `lost`, and
     why.
 
@@ -29,11 +29,11 @@ def current(folder: RunFolder) -> dict[str, Any]:
     """
     if folder.is_gone:
         return {"state": "lost", "message": "its run folder no longer exists: it was deleted or moved"}
-    status = RunFolder.read_json(folder.status)
+    status = folder.read_status()
     why = _lost(folder, status)
     if not why:
         return status
-    status = RunFolder.read_json(folder.status)  # the final status may have been written in the meantime
+    status = folder.read_status()  # the final status may have been written in the meantime
     return status if status.get("state") in OVER else status | why
 
 
@@ -47,44 +47,40 @@ def is_over(folder: RunFolder) -> bool:
 
 def is_abandoned(folder: RunFolder) -> bool:
     """Whether a run of this host has no final status and no process is left to write one."""
-    return _lost(folder, RunFolder.read_json(folder.status)).get("state") == "failed"
+    return _lost(folder, folder.read_status()).get("state") == "failed"
 
 
-def is_here(status: dict[str, Any]) -> bool:
+def is_here(status: KnownStatus) -> bool:
     """Whether the pids in a status belong to this host, this boot and this container."""
-    who, host, boot = _supervisor(status), here()["host"], here()["boot"]
-    return (who.get("host"), who.get("boot", boot)) == (host, boot)
+    who, host, boot = status.get("supervisor"), here()["host"], here()["boot"]
+    return who is not None and (who.get("host"), who.get("boot", boot)) == (host, boot)
 
 
-def supervisor_of(folder: RunFolder, status: dict[str, Any]) -> psutil.Process | None:
+def supervisor_of(folder: RunFolder, status: KnownStatus) -> psutil.Process | None:
     """The living supervisor of exactly this run, identified by its tag and command; None if there is none on this
     host."""
-    process = living(_supervisor(status).get("pid")) if is_here(status) else None
+    who = status.get("supervisor")
+    process = living(who["pid"]) if who and is_here(status) else None
     return process if process is not None and names(tag_of(process), folder.path) and is_supervisor(process) else None
 
 
-def hidden_supervisor(status: dict[str, Any]) -> psutil.Process | None:
+def hidden_supervisor(status: KnownStatus) -> psutil.Process | None:
     """The living process with the pid and start time in a status, if this user may not read its tag. It must never be
     signalled.
     """
-    who = _supervisor(status)
-    process = living(who.get("pid")) if is_here(status) else None
-    return process if process is not None and tag_of(process) is None and is_same(process, who) else None
-
-
-def _supervisor(status: dict[str, Any]) -> dict[str, Any]:
     who = status.get("supervisor")
-    return who if isinstance(who, dict) else {}
+    process = living(who["pid"]) if who and is_here(status) else None
+    return process if who and process is not None and tag_of(process) is None and is_same(process, who) else None
 
 
-def _lost(folder: RunFolder, status: dict[str, Any]) -> dict[str, Any]:
+def _lost(folder: RunFolder, status: KnownStatus) -> KnownStatus:
     """`state` and `message` to replace a status that will never be completed; empty for a run that is over or under
     way.
     """
     if not status or status.get("state") in OVER:
         return {}
-    who = _supervisor(status)
-    if not is_here(status):
+    who = status.get("supervisor")
+    if who is None or not is_here(status):
         return _quiet(folder, who)
     if supervisor_of(folder, status) is not None or hidden_supervisor(status) is not None:
         return {}
@@ -95,25 +91,25 @@ def _lost(folder: RunFolder, status: dict[str, Any]) -> dict[str, Any]:
             if Path(place).is_dir()
             else {}
         )
-    return {"state": "failed", "message": f"its supervisor (pid {who.get('pid')}) was killed, which ended the run"}
+    return {"state": "failed", "message": f"its supervisor (pid {who['pid']}) was killed, which ended the run"}
 
 
-def _place_of(who: dict[str, Any]) -> str:
+def _place_of(who: Who) -> str:
     """The run folder of the living supervisor of a status; empty if it is gone."""
-    process = living(who.get("pid"))
+    process = living(who["pid"])
     return (tag_of(process) or "") if process is not None and is_same(process, who) and is_supervisor(process) else ""
 
 
 # ---- runs of other hosts
 
 
-def _quiet(folder: RunFolder, who: dict[str, Any]) -> dict[str, Any]:
+def _quiet(folder: RunFolder, who: Who | None) -> KnownStatus:
     """A running run on another host writes a sample five times per second; a copy of its folder is not written."""
     sample, times = _last_sample(folder), _written(folder)
     if any(abs(time.time() - sign) < QUIET for sign in (*sample, *times)):
         return {}
     when = _in_words(min(*sample, max(times)))
-    host = who.get("host") or "an unknown host"
+    host = (who and who.get("host")) or "an unknown host"
     return {
         "state": "lost",
         "message": f"it ran on {host} and has written nothing since {when}; how it ended is unknown",

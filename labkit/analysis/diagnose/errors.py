@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from labkit.analysis.diagnose.advice import one_of
 from labkit.analysis.diagnose.finding import Finding, shorter, texts
@@ -16,6 +16,7 @@ from labkit.record.stacks import place
 if TYPE_CHECKING:
     from labkit.record.columns import RankState
     from labkit.record.state import RunState
+    from labkit.record.types.summary import Failure
 
 _MEMORY = re.compile(r"out of memory|can(?:'t|not) allocate memory|MemoryError|ALLOC_FAILED", re.IGNORECASE)
 _ASKED = re.compile(r"tried to allocate (?P<number>[\d.]+) (?P<unit>bytes|KiB|MiB|GiB)", re.IGNORECASE)
@@ -51,9 +52,9 @@ def _raised_at(state: RunState, number: int) -> str:
 
 def out_of_memory(state: RunState) -> Iterator[Finding]:
     """Memory that ran out, what it was used for at that moment, and what would have fitted."""
-    failure = state.failure
-    if failure is not None and failure["type"] == "SIGKILL" and state.status.get("oom_kills"):
-        yield _killed_for_memory(state, failure)
+    failure, kills = state.failure, state.status.get("oom_kills")
+    if failure is not None and failure["type"] == "SIGKILL" and kills:
+        yield _killed_for_memory(state, failure, kills)
         return
     if failure is None or not _MEMORY.search(f"{failure['type']}: {failure['message']}"):
         return
@@ -80,14 +81,14 @@ def out_of_memory(state: RunState) -> Iterator[Finding]:
     )
 
 
-def _killed_for_memory(state: RunState, failure: Mapping[str, Any]) -> Finding:
-    """A rank that the kernel killed because the memory of the host, or of its cgroup, ran out."""
+def _killed_for_memory(state: RunState, failure: Failure, kills: int) -> Finding:
+    """A rank that the kernel killed because the memory of the host, or of its cgroup, ran out; `kills` processes of the
+    cgroup were killed for that reason."""
     rank, where = failure["rank"], place(failure["traceback"])
     samples = state.system.ranks.get(rank)
     resident = (
         f"; last resident memory of the rank: {size(samples['rss'][-1])}" if samples and len(samples["rss"]) else ""
     )
-    kills = state.status["oom_kills"]
     return Finding(
         name="out_of_memory",
         kind="wrong",
@@ -105,7 +106,7 @@ def _killed_for_memory(state: RunState, failure: Mapping[str, Any]) -> Finding:
     )
 
 
-def _involved(failure: Mapping[str, Any]) -> tuple[int, ...]:
+def _involved(failure: Failure) -> tuple[int, ...]:
     """The ranks that a failure concerns, first the rank that failed first."""
     first = failure["rank"]
     return (first, *(rank for rank in failure["alike"] if rank != first), *failure["collateral"])
@@ -183,7 +184,7 @@ def first_failure(state: RunState) -> Iterator[Finding]:
     )
 
 
-def _where(failure: Mapping[str, Any]) -> str:
+def _where(failure: Failure) -> str:
     """` (train.py:12 in step)`; for a killed process, the last line it was seen at; empty if the message contains the
     line.
     """
@@ -193,14 +194,14 @@ def _where(failure: Mapping[str, Any]) -> str:
     return f" (last seen at {line})" if failure["last_seen"] else f" ({line})"
 
 
-def _lost_a_peer(state: RunState, failure: Mapping[str, Any]) -> bool:
+def _lost_a_peer(state: RunState, failure: Failure) -> bool:
     """Whether the first failure known so far only reports that another rank is gone; torchrun reports that rank at the
     end.
     """
     return not state.over and bool(PEER_GONE.search(f"{failure['type']}: {failure['message']}"))
 
 
-def _cause(state: RunState, failure: Mapping[str, Any]) -> str:
+def _cause(state: RunState, failure: Failure) -> str:
     if failure["left"]:
         return "a rank that has exited closes its connections, so the next collective with it fails"
     if _lost_a_peer(state, failure):

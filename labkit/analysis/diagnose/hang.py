@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from labkit.analysis.diagnose.finding import Finding
 from labkit.analysis.diagnose.waits import (
     IDLE,
     STOPPED,
+    Call,
     blames_peers,
     crossing,
     group_in_words,
@@ -26,7 +27,7 @@ from labkit.record.stacks import place
 
 if TYPE_CHECKING:
     from labkit.record.state import RunState
-    from labkit.record.types.reported import Silent
+    from labkit.record.types.reported import Silent, Waiting
 
 
 def hang(state: RunState) -> Iterator[Finding]:
@@ -102,7 +103,7 @@ def _silent_in_words(state: RunState, number: int, event: Silent) -> str:
     return f"rank {number}: {doing} at {at}, {done} steps done (process {pid or 'unknown'}: {event['process']}{share})"
 
 
-def _others_wait(others: Mapping[int, Mapping[str, Any]]) -> str:
+def _others_wait(others: Mapping[int, Waiting]) -> str:
     """`; rank 0 waits in all_reduce #10 (train.py:88 in step)`."""
     if not others:
         return ""
@@ -184,7 +185,7 @@ def _waits(state: RunState) -> Finding | None:
     )
 
 
-def _awaited(pending: Mapping[int, Mapping[str, Any]]) -> tuple[Mapping[str, Any], tuple[int, ...]]:
+def _awaited(pending: Mapping[int, Call]) -> tuple[Call, tuple[int, ...]]:
     """The collective that blocks the others, and its ranks that are not in it; preferably one that waits for a rank in
     no collective.
     """
@@ -197,16 +198,16 @@ def _awaited(pending: Mapping[int, Mapping[str, Any]]) -> tuple[Mapping[str, Any
     return pending[best], absent[best]
 
 
-def _described(events: Mapping[int, Mapping[str, Any]]) -> list[str]:
+def _described(events: Mapping[int, Waiting]) -> list[str]:
     pending = pending_operations(events)
     return [f"rank {number}: {where(event, pending.get(number))}" for number, event in sorted(events.items())]
 
 
-def _common_place(events: Iterable[Mapping[str, Any]]) -> str:
+def _common_place(events: Iterable[Waiting]) -> str:
     """` at train.py:88 in step` if these ranks are all at one line; empty otherwise."""
     places = {place(event.get("stack")) for event in events}
     return f" at {places.pop()}" if len(places) == 1 and "" not in places else ""
 
 
-def _seconds(events: Iterable[Mapping[str, Any]]) -> float:
+def _seconds(events: Iterable[Waiting | Silent]) -> float:
     return max(float(event["t"] - event["since"]) for event in events)

@@ -11,6 +11,7 @@ from labkit.analysis.diagnose.advice import one_of
 from labkit.analysis.diagnose.finding import Finding, shorter, texts
 from labkit.analysis.diagnose.waits import (
     MISMATCH,
+    Call,
     blames_peers,
     failed_in,
     first_pending,
@@ -19,6 +20,7 @@ from labkit.analysis.diagnose.waits import (
     in_words,
     operations,
     pending_operations,
+    place_of,
     steps_done,
     waiting,
 )
@@ -76,8 +78,8 @@ def evaluation_on_one_rank(state: RunState) -> Iterator[Finding]:
     others = tuple(rank.rank for rank in state.ranks.values() if rank.activity == "training")
     if not alone or not others or len(alone) > len(others):
         return
-    event: Mapping[str, Any] = state.ranks[alone[0]].error or waits.get(alone[0]) or {}
-    where = place(event.get("traceback") or event.get("stack"))
+    event = state.ranks[alone[0]].error or waits.get(alone[0])
+    where = place_of(event) if event else ""
     exited = [rank for rank in others if state.ranks[rank].exit_code == 0]
     yield Finding(
         name="evaluation_on_one_rank",
@@ -100,14 +102,13 @@ def mismatch(state: RunState) -> Iterator[Finding]:
     if not failed and not waits:
         return
     reported = next(((rank, text) for rank, text in texts(state) if MISMATCH.search(text)), None)
-    events: dict[int, Mapping[str, Any]] = {
-        rank.rank: rank.error or waits.get(rank.rank) or {} for rank in state.ranks.values()
+    events = {
+        rank.rank: event for rank in state.ranks.values() if (event := rank.error or waits.get(rank.rank)) is not None
     }
     apart = _apart({number: operations(event) for number, event in events.items()}, different_ops=failed)
     if reported is None and apart is None:
         return
-    places = (place(event.get("traceback") or event.get("stack")) for event in events.values())
-    where = next(filter(None, places), "")
+    where = next(filter(None, map(place_of, events.values())), "")
     yield Finding(
         name="mismatch",
         kind="wrong",
@@ -134,9 +135,10 @@ def left_early(state: RunState) -> Iterator[Finding]:
     if not ended or not held_up or any(True for rule in (uneven_inputs, evaluation_on_one_rank) for _ in rule(state)):
         return
     first = state.ranks[held_up[0]]
-    event: Mapping[str, Any] = (first.error or {}) if failure is not None else waits[first.rank]
-    where = place(event.get("traceback") or event.get("stack"))
-    op = failed_in(event) if failure is not None else first_pending(event)
+    if failure is None:
+        where, op = place_of(waits[first.rank]), first_pending(waits[first.rank])
+    else:
+        where, op = (place_of(first.error), failed_in(first.error)) if first.error else ("", None)
     doing = (" in " + in_words({**op, "sizes": []}) if op else "") + (f" ({where})" if where else "")
     waited = f"{ranks_in_words(held_up)} {'waited' if failure is not None else 'wait' if len(held_up) > 1 else 'waits'}"
     code = " with code 0" if all(state.ranks[number].exit_code == 0 for number in ended) else ""
@@ -176,11 +178,11 @@ def _stuck(state: RunState) -> bool:
     return blames_peers(failure) if failure is not None else bool(waiting(state))
 
 
-def _apart(ops: Mapping[int, list[dict[str, Any]]], different_ops: bool) -> str | None:
+def _apart(ops: Mapping[int, list[Call]], different_ops: bool) -> str | None:
     """Two ranks whose collectives of one number in one group differ: in shape, or, with `different_ops`, also in the
     operation.
     """
-    known: dict[tuple[Any, ...], tuple[int, dict[str, Any]]] = {}
+    known: dict[tuple[Any, ...], tuple[int, Call]] = {}
     for rank, those in sorted(ops.items()):
         for op in those:
             before, first = known.setdefault((*group_of(op), op["seq"]), (rank, op))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from labkit.record.failures import PEER_GONE
 from labkit.record.stacks import place
@@ -14,7 +14,8 @@ from labkit.record.stacks import place
 if TYPE_CHECKING:
     from labkit.record.columns import RankState
     from labkit.record.state import RunState
-    from labkit.record.types.reported import Silent
+    from labkit.record.types.reported import Error, Silent, Waiting
+    from labkit.record.types.summary import Failure
 
 MISMATCH = re.compile(
     r"collective mismatch|data size doesn't match|preamble\.length|Detected mismatch between collectives", re.IGNORECASE
@@ -26,20 +27,20 @@ _GONE = 2.0  # seconds without a sample of a process before it counts as gone
 _UNNAMED = ("", "undefined")
 
 
-def blames_peers(failure: Mapping[str, Any]) -> bool:
+def blames_peers(failure: Failure) -> bool:
     """Whether an error only reports other ranks: gone, too late, or in a different collective."""
     message = f"{failure['type']}: {failure['message']}"
     return failure["type"] in ("SIGABRT", "SIGTERM") or bool(PEER_GONE.search(message) or MISMATCH.search(message))
 
 
-def waiting(state: RunState) -> dict[int, Mapping[str, Any]]:
+def waiting(state: RunState) -> dict[int, Waiting]:
     """By rank the `waiting` event of each rank that waits: not those that made progress since, exited with 0, or only
     compute for long.
     """
     return {number: event for number, event in held(state).items() if _waits(event)}
 
 
-def held(state: RunState) -> dict[int, Mapping[str, Any]]:
+def held(state: RunState) -> dict[int, Waiting]:
     """By rank the newest `waiting` event of each rank that has made no progress since, even if it computes."""
     if state.status.get("state") == "finished":
         return {}
@@ -84,7 +85,7 @@ def _went_on(rank: RankState) -> bool:
     return isinstance(since, int) and len(rank.steps) > rank.first_step and rank.steps.step[-1] > since
 
 
-def _waits(event: Mapping[str, Any]) -> bool:
+def _waits(event: Waiting) -> bool:
     computed = event.get("computed")
     return first_pending(event) is not None or (computed is not None and computed < IDLE)
 
@@ -92,23 +93,46 @@ def _waits(event: Mapping[str, Any]) -> bool:
 # ---- collectives
 
 
-def operations(event: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The collectives of an event, with defaults for missing fields; those without a group or number are left out."""
-    ops = [
-        op
+class Call(TypedDict):
+    """A collective that a rank has called: `Collective` with defaults for missing fields."""
+
+    op: str
+    over: bool
+    group: str
+    id: str | None
+    ranks: tuple[int, ...]
+    seq: int
+    sizes: list[list[int]]
+
+
+def operations(event: Waiting | Error) -> list[Call]:
+    """The collectives of an event; those without a group or number are left out."""
+    return [
+        {
+            "op": op.get("op", "collective"),
+            "over": op.get("over", True),
+            "group": group,
+            "id": op.get("id"),
+            "ranks": tuple(op.get("ranks") or ()),
+            "seq": seq,
+            "sizes": op.get("sizes") or [],
+        }
         for op in event.get("ops") or ()
-        if isinstance(op, Mapping) and isinstance(op.get("seq"), int) and op.get("group")
+        if (seq := op.get("seq")) is not None and (group := op.get("group"))
     ]
-    plain = {"op": "collective", "over": True, "id": None}
-    return [plain | dict(op) | {"ranks": tuple(op.get("ranks") or ()), "sizes": op.get("sizes") or []} for op in ops]
 
 
-def first_pending(event: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def place_of(event: Waiting | Error) -> str:
+    """The line at which a rank waits or failed; empty if unknown."""
+    return place(event.get("traceback") if event["kind"] == "error" else event.get("stack"))
+
+
+def first_pending(event: Waiting | Error) -> Call | None:
     """The oldest collective that has not completed on this rank."""
     return next((op for op in operations(event) if not op["over"]), None)
 
 
-def failed_in(event: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def failed_in(event: Error) -> Call | None:
     """The collective that raised an error: the newest one, because an error completes it too; None if a send or receive
     failed.
     """
@@ -118,23 +142,23 @@ def failed_in(event: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return first_pending(event) or ops[-1]
 
 
-def group_of(op: Mapping[str, Any]) -> tuple[Any, ...]:
+def group_of(op: Call) -> tuple[Any, ...]:
     """What identifies a group on all of its ranks; two groups may have the same description and the same ranks."""
     return op["group"], op["id"], op["ranks"]
 
 
-def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def same(one: Call, other: Call) -> bool:
     """Whether two ranks are in the same collective."""
     return group_of(one) == group_of(other) and (one["seq"], one["op"]) == (other["seq"], other["op"])
 
 
-def in_words(op: Mapping[str, Any]) -> str:
+def in_words(op: Call) -> str:
     """`all_reduce #10 (4×4)`, with the shapes of the rank's inputs."""
     shapes = " and ".join("×".join(map(str, shape)) or "scalar" for shape in op["sizes"])
     return f"{op['op']} #{op['seq']}" + (f" ({shapes})" if shapes else "")
 
 
-def group_in_words(op: Mapping[str, Any]) -> str:
+def group_in_words(op: Call) -> str:
     """`the default group`, `group "tp" of ranks 0, 1`; a group without a description has its number."""
     if op["group"] == "default_pg":
         return "the default group"
@@ -142,7 +166,7 @@ def group_in_words(op: Mapping[str, Any]) -> str:
     return f"group {name} of ranks {', '.join(map(str, op['ranks']))}"
 
 
-def where(event: Mapping[str, Any], op: Mapping[str, Any] | None) -> str:
+def where(event: Waiting, op: Call | None) -> str:
     """`in all_reduce #10 (4) at train.py:88 in step, 12 steps done`."""
     at = place(event.get("stack")) or event.get("phase") or "an unknown line"
     return (
@@ -167,12 +191,12 @@ def steps_done(rank: RankState) -> int:
     return int(rank.steps.step[-1]) if len(rank.steps) > rank.first_step else 0
 
 
-def pending_operations(events: Mapping[int, Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
+def pending_operations(events: Mapping[int, Waiting]) -> dict[int, Call]:
     """By rank the collective that it is in; ranks in no collective are left out."""
     return {number: op for number, event in events.items() if (op := first_pending(event)) is not None}
 
 
-def crossing(events: Mapping[int, Mapping[str, Any]]) -> list[int]:
+def crossing(events: Mapping[int, Waiting]) -> list[int]:
     """Ranks that wait for each other in a circle, each in a collective of a different group than the next; empty if
     there are none.
 
@@ -182,7 +206,7 @@ def crossing(events: Mapping[int, Mapping[str, Any]]) -> list[int]:
     pending = pending_operations(events)
     completed = {number: [op for op in operations(event) if op["over"]] for number, event in events.items()}
 
-    def has_completed(other: int, op: Mapping[str, Any]) -> bool:
+    def has_completed(other: int, op: Call) -> bool:
         return any(group_of(one) == group_of(op) and one["seq"] >= op["seq"] for one in completed[other])
 
     def waits_for(number: int) -> list[int]:

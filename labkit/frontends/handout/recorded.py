@@ -21,7 +21,7 @@ class RecordedRuns:
         self._root = root
         runs, self._unreadable = RunFolder.readable(RunFolder.all(root))
         self._runs = [folder for folder in reversed(runs) if current(folder).get("state") in OVER]
-        specs = {folder.name: _complete(RunFolder.read_json(folder.spec)) for folder in self._runs}
+        specs = {folder.name: _complete(folder.read_spec()) for folder in self._runs}
         self._asked = {folder.name: _asked(specs[folder.name], _text(folder)) for folder in self._runs}
 
     def take(self, spec: Spec, source: str | None = None) -> RunFolder:

@@ -46,7 +46,7 @@ def run_page(folder: RunFolder) -> Page:
 
 
 def _recorded(folder: RunFolder) -> RunState:
-    spec = RunFolder.read_json(folder.spec)
+    spec = folder.read_spec()
     if not any(isinstance(spec.get(name), str) for name in ("strategy", "script")):
         missing = f"its {folder.spec.name} names neither a strategy nor a script"
         raise RunError(f"{folder.path} was not recorded by labkit: {missing}")

@@ -115,14 +115,14 @@ def find(name: str | os.PathLike[str]) -> RunFolder:
 def spec_of(folder: RunFolder) -> Spec | None:
     """The Spec of a run; None if a newer version wrote fields that are unknown here."""
     try:
-        return Spec.from_json(RunFolder.read_json(folder.spec))
+        return Spec.from_json(folder.read_spec())
     except SpecError:
         return None
 
 
 def _what(folder: RunFolder) -> str:
     """Describes a run: `DDP: CNN on digits, 2 ranks`."""
-    asked = RunFolder.read_json(folder.spec)
+    asked = folder.read_spec()
     strategy, workload = STRATEGIES.get(asked.get("strategy")), WORKLOADS.get(asked.get("workload"))
     what = strategy.title if strategy else Path(str(asked.get("script") or folder.name)).name
     on = f": {workload.title.partition(':')[0]} on {asked.get('data') or workload.data[0]}" if workload else ""
@@ -133,7 +133,7 @@ def label(folder: RunFolder) -> str:
     """A line for a list of runs: `03 Mar 14:05 · DDP · 2 ranks · finished`."""
     if why := folder.trouble():
         return visible_line(f"{folder.name} · unreadable: {why}")
-    asked, status = RunFolder.read_json(folder.spec), current(folder)
+    asked, status = folder.read_spec(), current(folder)
     when = time.strftime("%d %b %H:%M", time.localtime(status["started"])) if status.get("started") else folder.name
     strategy = STRATEGIES.get(asked.get("strategy"))
     what = strategy.title if strategy else Path(str(asked.get("script") or folder.name)).name

@@ -60,10 +60,7 @@ class Failed(TypedDict):
     t: NotRequired[Time | None]
 
 
-class Status(TypedDict):
-    """What the supervisor writes about its run."""
-
-    state: State
+class _StatusFields(TypedDict):
     message: NotRequired[str]
     restarts: NotRequired[Count]
     start: NotRequired[StartMode]
@@ -79,6 +76,18 @@ class Status(TypedDict):
     ranks: NotRequired[Annotated[dict[str, Pid], Limits(most=RANKS, numbers=RANKS)] | None]
     failures: NotRequired[Annotated[dict[str, Failed], Limits(most=RANKS, numbers=RANKS)] | None]
     oom_kills: NotRequired[Count | None]
+
+
+class Status(_StatusFields):
+    """What the supervisor writes about its run."""
+
+    state: State
+
+
+class KnownStatus(_StatusFields):
+    """What is known about the status of a run: nothing before the supervisor has written one."""
+
+    state: NotRequired[State]
 
 
 class Launch(TypedDict):

@@ -37,8 +37,8 @@ class Communication(TypedDict):
 
 
 class RankFigures(TypedDict):
-    """The figures of one rank: memory in bytes at its peak and by owner, medians of seconds per step and phase without
-    the first step, bytes sent per step."""
+    """The figures of one rank: memory in bytes at its peak and by owner, medians of seconds per step and phase and the
+    95th percentile of the seconds per step, all without the first step, bytes sent per step."""
 
     rank: Rank
     memory_bytes: dict[str, Bytes]
@@ -46,6 +46,7 @@ class RankFigures(TypedDict):
     exit_code: Code | None
     peak_memory_bytes: Bytes | None
     step_seconds_median: Seconds | None
+    step_seconds_p95: NotRequired[Seconds | None]  # none in summaries of earlier versions
     comm_bytes_per_step: float | None
     communication: Communication | None
 

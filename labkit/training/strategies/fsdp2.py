@@ -28,7 +28,9 @@ def parallelize(blocks, device: torch.device) -> nn.Module:
         mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=names)
     else:
         mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
-    settings = {"mesh": mesh, "reshard_after_forward": RESHARD_AFTER_FORWARD}
+    settings = {"mesh": mesh}
+    if not RESHARD_AFTER_FORWARD:
+        settings["reshard_after_forward"] = False
     if MIXED_PRECISION:
         dtypes = {"param_dtype": DTYPE, "reduce_dtype": torch.float32}
         settings["mp_policy"] = MixedPrecisionPolicy(**dtypes, output_dtype=torch.float32)

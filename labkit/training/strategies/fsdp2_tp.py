@@ -42,7 +42,9 @@ def parallelize(blocks, device: torch.device) -> nn.Module:
     """Split the layers (TP), then shard the parameters of each rank (FSDP2)."""
     # TP returns the local parts of tensors as views, which nothing changes in place.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-    settings = {"mesh": mesh()["dp"], "reshard_after_forward": RESHARD_AFTER_FORWARD}
+    settings = {"mesh": mesh()["dp"]}
+    if not RESHARD_AFTER_FORWARD:
+        settings["reshard_after_forward"] = False
     if MIXED_PRECISION:
         dtypes = {"param_dtype": DTYPE, "reduce_dtype": torch.float32}
         settings["mp_policy"] = MixedPrecisionPolicy(**dtypes, output_dtype=torch.float32)

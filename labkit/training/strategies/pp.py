@@ -125,12 +125,11 @@ def parallelize(blocks, device: torch.device) -> nn.Module:
     if CHECKPOINT_ACTIVATIONS or COMPILE:
         blocks = map(transform, blocks)
     stages = own_stages(blocks)
-    for stage in stages.values():
-        stage.to(device)
-        if MIXED_PRECISION:
+    if MIXED_PRECISION:
+        for stage in stages.values():
             autocast = torch.autocast(device.type, dtype=DTYPE)
             stage.forward = autocast(stage.forward)
-    return Pipeline(stages, device)
+    return Pipeline(stages, device).to(device)
 
 
 def clip_gradients(model: nn.Module) -> None:

@@ -20,7 +20,7 @@ from labkit.training.strategies.pp import (
     total_norm,
     train_step,
 )
-from labkit.training.strategies.pp_ddp import PP_SIZE
+from labkit.training.strategies.pp_ddp import PP_SIZE, pp_group
 from labkit.training.strategies.sharded import resume, save
 from labkit.training.strategies.tp import clip_gradients
 from labkit.training.strategies.transforming import CHECKPOINT_ACTIVATIONS, COMPILE, transform
@@ -31,6 +31,7 @@ __all__ = [
     "clip_gradients",
     "data_shard",
     "evaluate",
+    "pp_group",
     "resume",
     "save",
     "stage_data",
@@ -45,11 +46,6 @@ def mesh() -> dist.DeviceMesh:
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     shape = (PP_SIZE, dist.get_world_size() // (PP_SIZE * TP_SIZE), TP_SIZE)
     return dist.init_device_mesh(kind, shape, mesh_dim_names=("pp", "dp", "tp"))
-
-
-def pp_group() -> dist.ProcessGroup:
-    """The ranks of a pipeline, in the order of their stages."""
-    return mesh()["pp"].get_group()
 
 
 def parallelize(blocks, device: torch.device) -> nn.Module:

@@ -3,8 +3,8 @@
 import hashlib
 import inspect
 import os
-from pathlib import Path
 from tempfile import TemporaryDirectory
+from zipfile import is_zipfile
 
 import torch
 
@@ -14,13 +14,14 @@ CACHE = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
 def cached(make, *args) -> tuple[torch.Tensor, ...]:
     """The tensors of make(*args), computed once and then memory-mapped by all ranks."""
     key = repr((inspect.getsource(make), args, torch.__version__))
-    path = Path(CACHE, "labkit", hashlib.sha256(key.encode()).hexdigest() + ".pt")
+    path = f"{CACHE}/labkit/{hashlib.sha256(key.encode()).hexdigest()}.pt"
     try:
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with TemporaryDirectory(dir=path.parent) as folder:
-                torch.save(make(*args), Path(folder, "new"))
-                Path(folder, "new").replace(path)  # atomic: no rank reads half a file
+        if not is_zipfile(path):  # the format of torch.save
+            os.makedirs(f"{CACHE}/labkit", exist_ok=True)
+            print("replacing damaged" if os.path.exists(path) else "writing", path)
+            with TemporaryDirectory(dir=f"{CACHE}/labkit") as folder:
+                torch.save(make(*args), f"{folder}/new")
+                os.replace(f"{folder}/new", path)  # atomic: no rank reads half a file
         return torch.load(path, mmap=True, weights_only=True)
     except Exception as error:
         print(f"cache file {path} cannot be used: {error}")
