@@ -21,6 +21,7 @@ from labkit.benchmarks.burst import burst
 from labkit.benchmarks.figure import Figure
 from labkit.benchmarks.fuzz import hostile
 from labkit.benchmarks.kills import kill_matrix
+from labkit.benchmarks.predictions import predictions
 from labkit.benchmarks.responsiveness import importing, latency, opening
 from labkit.benchmarks.runs import generated_scripts, one_server, overhead, profiled, scaling, traceml, warm_starts
 from labkit.benchmarks.scale import long_runs
@@ -44,6 +45,7 @@ BENCHES: tuple[Callable[[], list[Figure]], ...] = (
     traceml,
     generated_scripts,
     scaling,
+    predictions,
     kill_matrix,
     hostile,
 )

@@ -25,7 +25,7 @@ _RECEIVED = 0.01  # standard deviation of random numbers
 
 
 class Listener(Protocol):
-    """Is told what a rank does with its process groups."""
+    """Receives what a rank does with its process groups."""
 
     def started(self, op: str, size: int, ranks: list[int]) -> int:
         """An operation starts on `size` bytes, those of a `traffic` event: the whole tensor of an all-gather, a
