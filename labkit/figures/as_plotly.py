@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from labkit.common.text import escape
 from labkit.figures import colours
-from labkit.figures.model import Axis, Drawn, Points, Spans
+from labkit.figures.model import Axis, Drawn, Marks, Points, Spans
 
 if TYPE_CHECKING:
     import plotly.graph_objects
 
 FONT = "system-ui, sans-serif"
+_MARK = 0.01  # height of a mark, as a share of the axis
 _DIGITS = 6  # significant digits: finer than a pixel, and every character is sent to the browser
 
 
@@ -91,10 +92,29 @@ def traces(drawn: Drawn) -> list[dict[str, Any]]:
             }
             | _in_words(chart.y, bars.values, f"{escape(bars.name)} %{{text}}<extra>%{{x}}</extra>")
             for bars in chart.bars
-        ]
+        ] + [_marks(drawn, marks) for marks in chart.marks]
     if chart.spans:
         return [_spans(drawn, spans) for spans in chart.spans]
     return [_line(drawn, line, points) for line, points in zip(chart.lines, drawn.points)]
+
+
+def _marks(drawn: Drawn, marks: Marks) -> dict[str, Any]:
+    """A thin bar at each level; its base excludes it from the stack."""
+    chart = drawn.chart
+    known = [(name, value) for name, value in zip(chart.x.categories, marks.values) if value is not None]
+    values = [value for _, value in known]
+    unit, height = chart.y.title.split(" ")[0], _MARK * drawn.y_span[1]
+    return {
+        "type": "bar",
+        "name": escape(marks.name),
+        "x": [escape(name) for name, _ in known],
+        "base": numbers(value - height / 2 for value in values),
+        "y": numbers([height] * len(known)),
+        "text": words(chart.y, values) or [f"{value:.3g} {unit}" for value in values],
+        "textposition": "none",
+        "marker": {"color": marks.colour, "line": {"color": marks.colour, "width": 1}},
+        "hovertemplate": f"{escape(marks.name)} %{{text}}<extra>%{{x}}</extra>",
+    }
 
 
 def _spans(drawn: Drawn, spans: Spans) -> dict[str, Any]:

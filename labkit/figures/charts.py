@@ -13,7 +13,7 @@ from labkit.analysis.metrics import phase_seconds, rolling_throughput
 from labkit.analysis.profiled import exposed, usual
 from labkit.figures import colours
 from labkit.figures.model import Axis, Bars, Chart, Derived, Line
-from labkit.figures.profiled import memory_by_owner, memory_of_step, timeline
+from labkit.figures.profiled import OWN, guess_marks, memory_by_owner, memory_of_step, timeline
 from labkit.record.columns import Losses, RankState
 from labkit.record.events import PHASES
 from labkit.record.state import RunState
@@ -28,7 +28,7 @@ def loss(state: RunState) -> Chart:
     lines = [line for rank in ranks for line in _losses(rank)]
     if len(ranks) > 1:
         lines.append(_mean_loss(ranks))
-    lines += _losses_of_others(ranks)
+    lines += [*_losses_of_others(ranks), *_guess_line(state, "loss")]
     return Chart("loss", "Loss", _steps_axis(state), Axis("loss", least=0.1), tuple(lines))
 
 
@@ -129,7 +129,16 @@ def throughput(state: RunState) -> Chart:
 
     key = "all" + "".join(f"-{rank.attempt}" for rank in ranks)
     line = Line(key, "all ranks", Derived(length, steps), Derived(length, values), width=2.0, in_legend=False)
-    return Chart("throughput", "Throughput, all ranks", _steps_axis(state), Axis("samples/s", least=10.0), (line,))
+    lines = (line, *_guess_line(state, "samples_per_second"))
+    return Chart("throughput", "Throughput, all ranks", _steps_axis(state), Axis("samples/s", least=10.0), lines)
+
+
+def _guess_line(state: RunState, name: str) -> list[Line]:
+    """What the learner predicted of a figure of the whole run, as a level over all steps, if their number is known."""
+    level, end = state.guess.get(name), state.total_steps
+    if end is None or not isinstance(level, (int, float)):
+        return []
+    return [Line("guess", OWN, [0.0, float(end)], [level, level], colour=colours.GUESS, dash="dash")]
 
 
 def memory(state: RunState) -> Chart:
@@ -208,10 +217,9 @@ def phases(state: RunState) -> Chart:
         )
         bars.append(Bars("communication", colours.COMMUNICATION, exposed_ms))
     note = "median; communication: exposed" if profiled else "median"
-    title = "Where a step's time goes"
-    return Chart(
-        "phases", title, Axis("", categories=names), Axis("ms per step", least=1.0), bars=tuple(bars), note=note
-    )
+    title, axis = "Where a step's time goes", Axis("ms per step", least=1.0)
+    marks = guess_marks(state, "step_ms", [rank.rank for rank in ranks], 0.001)
+    return Chart("phases", title, Axis("", categories=names), axis, bars=tuple(bars), marks=marks, note=note)
 
 
 CHARTS = {

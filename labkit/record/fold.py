@@ -18,6 +18,7 @@ from labkit.record.events import OWNERS, STARTUP, StepBlock
 from labkit.record.stacks import MESSAGE_LIMIT, TEXT_LIMIT, clipped
 from labkit.record.steps import number
 from labkit.record.types import measured, observed, reported
+from labkit.record.types.guess import Guessed
 from labkit.record.types.prediction import Plan
 
 _TIMELINES = 20  # stored per rank
@@ -28,8 +29,8 @@ _REPLICA_STEPS = 50  # newest steps of which the figures of dp's replicas are st
 
 
 class Fold:
-    """Everything that the events of a run say: its Spec, status and prediction, its ranks, metrics, reports and system
-    samples.
+    """Everything that the events of a run say: its Spec, status and predictions, its ranks, metrics, reports and system
+    samples. `guess` has what the learner predicted, by figure.
 
     `broken` counts the lines and records that the readers of the events could not use.
     """
@@ -38,6 +39,7 @@ class Fold:
         self.spec: dict[str, Any] = {}
         self.status: dict[str, Any] = {}
         self.prediction: Plan | None = None
+        self.guess: dict[str, Guessed] = {}
         self.ranks: dict[int, RankState] = {}
         self.metrics: deque[dict[str, Any]] = deque(maxlen=_METRICS)
         self.reports: dict[int, dict[str, Any]] = {}
@@ -82,6 +84,9 @@ class Fold:
 
     def _on_prediction(self, event: Mapping[str, Any]) -> None:
         self.prediction = event["prediction"]
+
+    def _on_guess(self, event: Mapping[str, Any]) -> None:
+        self.guess = event["guess"]["figures"]
 
     def _on_status(self, event: Mapping[str, Any]) -> None:
         self.status = _with_short_texts(event["status"])
@@ -269,6 +274,7 @@ HANDLERS: dict[Any, Callable[[Fold, Any], None]] = {
     "spec": Fold._on_spec,
     "status": Fold._on_status,
     "prediction": Fold._on_prediction,
+    "guess": Fold._on_guess,
     "start": Fold._on_start,
     "startup": Fold._on_startup,
     "device": Fold._on_device,

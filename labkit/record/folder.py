@@ -168,9 +168,10 @@ class RunFolder(RunPaths):
         return read_document(path)
 
     def require_readable(self) -> None:
-        """Raises `Unreadable` if the Spec or the status is invalid, or if events or logs are not plain files."""
-        self.read_json(self.spec)
-        self.read_json(self.status)
+        """Raises `Unreadable` if the Spec, the status or the learner's prediction is invalid, or if events or logs are
+        not plain files."""
+        for document in (self.spec, self.status, self.guess):
+            self.read_json(document)
         ranks = self.event_files().values()
         for path in (self.events, self.logs, self.system, *ranks, *map(steps_path, ranks)):
             if os.path.lexists(path) and not is_plain(path):

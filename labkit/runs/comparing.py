@@ -14,7 +14,7 @@ from labkit.analysis.equivalence import Badge
 from labkit.common.arguments import check_seconds, shown
 from labkit.plan.fields import about
 from labkit.plan.spec import Spec, SpecError, check_fields
-from labkit.runs.handle import Run, run
+from labkit.runs.handle import Run, begin
 from labkit.runs.notebook import cell, in_notebook
 from labkit.runs.settling import settle
 from labkit.training.strategies import BASELINE, STRATEGIES
@@ -194,7 +194,7 @@ class Comparing:
             for spec in self.specs:
                 if self._stopping.is_set():
                     return
-                started = run(spec, cold=self._cold)
+                started = begin(spec, cold=self._cold, guessed=False)
                 self._runs.append(started)
                 if self._stopping.is_set():  # stop() was called before this run was listed
                     started.stop()
