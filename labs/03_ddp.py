@@ -23,7 +23,7 @@
 # the samples are distributed, and how the communication is overlapped.
 
 # %%
-from labkit import Spec, check, excerpt, pictures, place, run, show
+from labkit import Spec, check, excerpt, pictures, place, predict, run, show
 
 HERE = place(2)
 # %load_ext labkit
@@ -133,9 +133,11 @@ for ranks in (1, 2, 4):
     print(f"{ranks} rank(s):", Spec(strategy="ddp", nproc=ranks, scaling="strong").batch_sentence)
 
 # %% [markdown]
-# Now run it and look at the loss. **Predict:** are the losses of the two ranks equal?
+# Now run it and look at the loss. **Predict:** are the losses of the two ranks equal? And how many MiB does each rank
+# send per step, with 405,898 parameters of 4 bytes? Replace the number by yours; the run compares it.
 
 # %%
+guess = predict("sent_mb", 3.1)  # MiB per rank and step: all gradients out, and the average back
 ddp = run("ddp", **HERE, steps=15)
 show(ddp)
 
@@ -150,7 +152,11 @@ show(ddp)
 # The gradients are all-reduced once: 4 bytes for each of 405,898 parameters. Each rank sends 2(n−1)/n times that.
 
 # %%
-ddp.wait().ledger()
+ddp.wait()
+guess
+
+# %%
+ddp.ledger()
 
 # %% [markdown]
 # ## Which rank gets which samples
@@ -203,8 +209,12 @@ for fault in ("no_sampler", "no_set_epoch"):
 
 # %%
 SETTING = {**HERE, "workload": "gpt", "batch_size": 4, "steps": 10}
+guess = predict("overlapped_percent", 50)  # your prediction
 coarse = run("ddp", **SETTING, options={"bucket_mb": 25}).wait()
 coarse.figure("timeline")
+
+# %%
+guess
 
 # %% [markdown]
 # There is one bucket. It is full when the gradient of the *first* layer is ready, which is the end of backward. So it

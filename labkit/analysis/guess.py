@@ -109,26 +109,26 @@ def sentences(state: RunState) -> list[str]:
     return [*own_sentences(state), *about_the_plan(state)]
 
 
-def own_sentences(state: RunState) -> list[str]:
+def own_sentences(state: RunState, reasons: bool = True) -> list[str]:
     """What to say about the learner's predictions: until the run is over, what they are; then the outcome of each, with
-    the reason of a miss."""
+    the reason of a miss unless these are left out."""
     known = {name: figure for name, figure in FIGURES.items() if name in state.guess}
     if known and not state.over:
         said = "; ".join(statement(figure, state.guess[name]) for name, figure in known.items())
         return [f"You predict: {said}."]
-    return [sentence for name in known for sentence in sentences_about(state, name)]
+    return [sentence for name in known for sentence in sentences_about(state, name, reasons)]
 
 
-def sentences_about(state: RunState, name: str) -> list[str]:
+def sentences_about(state: RunState, name: str, reasons: bool = True) -> list[str]:
     """The outcome of the figure `name`: one sentence for all ranks with the same prediction."""
     groups: dict[float, list[Outcome]] = {}
     for one in outcomes(state):
         if one.figure == name:
             groups.setdefault(one.guessed, []).append(one)
-    return [_sentence(FIGURES[name], those, state.world_size) for those in groups.values()]
+    return [_sentence(FIGURES[name], those, state.world_size, reasons) for those in groups.values()]
 
 
-def _sentence(figure: Figure, those: list[Outcome], of: int) -> str:
+def _sentence(figure: Figure, those: list[Outcome], of: int, reasons: bool) -> str:
     """`Peak memory: you predicted 40 MiB per rank; it was 52.1 MiB (−23 %). At the peak of a step: activations …`"""
     ranks = [one.rank for one in those if one.rank is not None]
     said = f"{figure.label.capitalize()}: you predicted {figure.in_words(those[0].guessed)}"
@@ -146,4 +146,4 @@ def _sentence(figure: Figure, those: list[Outcome], of: int) -> str:
     notes += [f"on rank {worst.rank}"] if low != high else []
     said += f" ({' '.join(notes)})" if notes else ""
     said += "" if worst.predicted is None else f"; the lab predicted {figure.in_words(worst.predicted)}"
-    return f"{said}. {worst.reason[0].upper()}{worst.reason[1:]}." if worst.reason else f"{said}."
+    return f"{said}. {worst.reason[0].upper()}{worst.reason[1:]}." if reasons and worst.reason else f"{said}."

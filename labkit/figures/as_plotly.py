@@ -99,7 +99,7 @@ def traces(drawn: Drawn) -> list[dict[str, Any]]:
 
 
 def _marks(drawn: Drawn, marks: Marks) -> dict[str, Any]:
-    """A thin bar at each level; its base excludes it from the stack."""
+    """A thin bar at each level, the first with the name above it; its base excludes it from the stack."""
     chart = drawn.chart
     known = [(name, value) for name, value in zip(chart.x.categories, marks.values) if value is not None]
     values = [value for _, value in known]
@@ -111,7 +111,12 @@ def _marks(drawn: Drawn, marks: Marks) -> dict[str, Any]:
         "base": numbers(value - height / 2 for value in values),
         "y": numbers([height] * len(known)),
         "text": words(chart.y, values) or [f"{value:.3g} {unit}" for value in values],
-        "textposition": "none",
+        "texttemplate": [escape(marks.name), *[" "] * (len(known) - 1)],
+        "textposition": "outside",
+        "textfont": {"color": marks.colour, "size": 9},
+        "constraintext": "none",
+        "cliponaxis": False,
+        "showlegend": False,
         "marker": {"color": marks.colour, "line": {"color": marks.colour, "width": 1}},
         "hovertemplate": f"{escape(marks.name)} %{{text}}<extra>%{{x}}</extra>",
     }

@@ -118,11 +118,11 @@ def _bars(canvas: _Canvas, drawn: Drawn) -> None:
             canvas.rectangle(left, canvas.y(top), 0.65 * room, height, bars.colour, f"{name}: {bars.name} {value}")
             base = top
         for marks in drawn.chart.marks:
-            value = marks.values[index]
-            if value is not None:
-                words = drawn.chart.y.in_words(value) if drawn.chart.y.bytes_each else f"{value:.3g}"
+            level = marks.values[index]
+            if level is not None:
+                words = drawn.chart.y.in_words(level) if drawn.chart.y.bytes_each else f"{level:.3g}"
                 hint = f"{name}: {marks.name} {words}"
-                canvas.rectangle(left - 0.05 * room, canvas.y(value) - 1.25, 0.75 * room, 2.5, marks.colour, hint)
+                canvas.rectangle(left - 0.05 * room, canvas.y(level) - 1.25, 0.75 * room, 2.5, marks.colour, hint)
         lines = (drawn.chart.x.labels or names)[index].split("\n")
         for number, text in enumerate(lines):
             canvas.text(left + 0.325 * room, canvas.height - _BOTTOM + 14 + 12 * number, text, style)

@@ -17,6 +17,7 @@ import numpy
 
 from labkit.common.units import scale, size
 
+_HEADROOM = 1.15  # so that the name of a mark is below the title
 LIMIT = 1000  # points per line in a complete figure
 _ENDS = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
 _TICKS = (1.0, 2.0, 2.5, 5.0, 10.0)
@@ -160,8 +161,8 @@ class Chart:
 
     @property
     def bar_height(self) -> float:
-        """The height of the tallest stack, or of the highest mark."""
-        levels = [value for marks in self.marks for value in marks.values if value is not None]
+        """The height of the tallest stack, or of the highest mark with its name."""
+        levels = [_HEADROOM * value for marks in self.marks for value in marks.values if value is not None]
         return max([*levels, *(sum(layer) for layer in zip(*(bars.values for bars in self.bars)))], default=0.0)
 
     def drawn(self, limit: int = LIMIT) -> Drawn:

@@ -115,8 +115,9 @@ def outcome_html(state: RunState) -> str:
 
 
 def guess_html(state: RunState) -> str:
-    """The learner's predictions, with their outcome once the run is over; empty without predictions."""
-    return _notes(own_sentences(state))
+    """The learner's predictions, with their outcome once the run is over, without reasons; empty without
+    predictions."""
+    return _notes(own_sentences(state, reasons=False))
 
 
 def _notes(said: Iterable[str]) -> str:

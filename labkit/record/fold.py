@@ -29,10 +29,9 @@ _REPLICA_STEPS = 50  # newest steps of which the figures of dp's replicas are st
 
 
 class Fold:
-    """Everything that the events of a run say: its Spec, status and predictions, its ranks, metrics, reports and system
-    samples. `guess` has what the learner predicted, by figure.
-
-    `broken` counts the lines and records that the readers of the events could not use.
+    """Everything that the events of a run say: its Spec, status and prediction, its ranks, metrics, reports and system
+    samples. `guess` has what the learner predicted, by figure; `broken` counts the lines and records that the readers
+    of the events could not use.
     """
 
     def __init__(self) -> None:
@@ -114,8 +113,7 @@ class Fold:
         rank = self._rank(event)
         rank.steps.append(event)
         rank.waiting = None
-        loss = event.get("loss")
-        if rank.not_finite is None and loss is not None and not math.isfinite(loss):
+        if rank.not_finite is None and not math.isfinite(event.get("loss") or 0.0):
             rank.not_finite = int(event["step"])
 
     def _on_steps(self, event: StepBlock) -> None:
@@ -124,8 +122,7 @@ class Fold:
         self.broken += broken
         if len(rank.steps) > before:
             rank.waiting = None
-        if rank.not_finite is None:
-            rank.not_finite = diverged
+        rank.not_finite = diverged if rank.not_finite is None else rank.not_finite
 
     def _on_optimizer(self, event: measured.Optimizer) -> None:
         rank, which = self._rank(event), event["optimizer"]

@@ -105,5 +105,11 @@ def attach(guesses: Sequence[Guess], folder: RunFolder) -> None:
     """Notes that a run has stored these predictions: they no longer wait."""
     for one in guesses:
         one.belongs_to(folder)
+    withdraw(guesses)
+
+
+def withdraw(guesses: Sequence[Guess]) -> None:
+    """Removes these predictions from those that wait, unless a later one has replaced them."""
+    for one in guesses:
         if PENDING.get(one.figure.name) is one:
             del PENDING[one.figure.name]
