@@ -21,7 +21,9 @@ from labkit.analysis.summary import recorded_summary, summarise
 from labkit.common.units import significant
 from labkit.figures.profiled import OWN
 from labkit.figures.tables import guess_html, ranks_html
+from labkit.frontends.handout.recorded import stand_in
 from labkit.frontends.terminal import view
+from labkit.launch.job import Job
 from labkit.plan.spec import Spec, SpecError
 from labkit.prediction import predict as planning
 from labkit.record.documents import DOCUMENTS
@@ -285,6 +287,16 @@ def test_a_run_has_guess_prediction_and_measurement(runs, warm_server, monkeypat
     assert repr(own).startswith("✗ missed Peak memory: you predicted 1 MiB per rank; it was ")
     later = labkit.run(asked).wait()
     assert later.state.guess == {}
+
+
+def test_a_handout_with_recorded_runs_judges_the_predictions_of_its_lab(runs, tmp_path, monkeypatch):
+    recorded = finished_folder(tmp_path, "ddp", 2, 0.05)
+    monkeypatch.setattr(Job, "start", Job.start)
+    stand_in(str(tmp_path))
+    own = predict("step_ms", 100)
+    start(Spec.from_json(RunFolder.read_json(recorded.spec)))
+    assert repr(own).startswith("✗ missed Step time: you predicted 100 ms per rank; it was 50 ms (+100 %).")
+    assert not recorded.guess.exists()
 
 
 def test_a_statement_names_the_value_of_each_rank():

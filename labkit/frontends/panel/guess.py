@@ -16,7 +16,7 @@ class GuessFields:
 
     def __init__(self) -> None:
         self.fields = {name: _field(name) for name in _NAMES}
-        head = ipywidgets.HTML("<b>Your guess</b> (optional)")
+        head = ipywidgets.HTML("<b>Your guess</b>")
         self.widget = ipywidgets.HBox([head, *self.fields.values()], layout={"display": "none"})
         self.widget.add_class("labkit-guesses")
         self._entered: list[Guess] = []
@@ -41,7 +41,8 @@ class GuessFields:
 
 def _field(name: str) -> ipywidgets.Text:
     figure = FIGURES[name]
-    field = ipywidgets.Text(description=f"{figure.label} per rank", placeholder=figure.unit, tooltip=_HINT)
+    name = f"{figure.label} per rank ({figure.unit})"
+    field = ipywidgets.Text(description=name, placeholder="optional", tooltip=_HINT)
     field.add_class("labkit-guess-field")
     return field
 
