@@ -47,8 +47,9 @@ def predict(what: str | Spec, value: Any = None, *, links: str | None = None, **
     `a100x8`. Raises `SpecError`, `ValueError` for an unknown machine, `LookupError` for links that are not known.
 
     Your own prediction is one value, or one per rank: a list, or `{0: 40, 1: 38}`. The next run that this session
-    starts stores it; comparisons and claims do not. When displayed, it is a statement, and after the run the outcome.
-    The names of the figures are in the message of the `ValueError` for an unknown one.
+    starts stores it; comparisons and claims do not. `speedup` is for the next comparison: one value, or one per
+    strategy such as `{"ddp": 1.8}`. When displayed, it is a statement, and after the run the outcome. The names of the
+    figures are in the message of the `ValueError` for an unknown one.
     """
     if value is not None:
         if links is not None or fields:

@@ -25,7 +25,7 @@
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from labkit import Spec, check, compare, excerpt, pictures, place, run, show
+from labkit import Spec, check, compare, excerpt, pictures, place, predict, run, show
 
 HERE = place(2)
 print(HERE)
@@ -186,11 +186,11 @@ print(f"a thread that only requests the lock waits {dp.summary()['gil_wait'] or 
 #
 # DDP has one process, one interpreter and one model per device. **Predict**, for the same 256 samples per step and the
 # same initial weights: how many processes does each one have? Whose loss is lower after 12 steps? Which one processes
-# more samples per second?
-#
-# `compare` runs both, after a run on a single device.
+# more samples per second? `compare` runs both, after a run on a single device. Replace the two numbers by the speed-ups
+# that you expect over it.
 
 # %%
+guess = predict("speedup", {"dp": 2, "ddp": 2})
 both = compare(["dp", "ddp"], **HERE, batch_size=256, steps=10)
 show(both)
 
@@ -199,6 +199,7 @@ both.wait()
 for row, each in zip(both.rows, both.runs):
     speed = f"{row.samples_per_second or 0:,.0f} samples/s"
     print(f"{row.title:7} processes: {each.state.world_size}   loss {row.loss:.3f}   {speed}")
+guess
 
 # %% [markdown]
 # The loss is the same up to rounding, and the rounding differences grow with every step: DP and DDP are two

@@ -59,6 +59,7 @@ def calls(fake: Run) -> Iterator[tuple[str, Callable[[], Any]]]:
     wrong = (-1, math.nan, math.inf, HUGE, "40", [], {}, [1, None], {-1: 3}, {"0": 3}, {5000: 3}, True, Rude())
     yield from each("predict value", wrong, lambda value: predict("peak_mb", value))
     yield from each("predict one value", ([1, 2], {0: 1}), lambda value: predict("loss", value))
+    yield from each("predict strategies", ({"ddpp": 1}, {"ddp": -1}, {0: 1}), lambda value: predict("speedup", value))
     yield "predict a share above 100 %", lambda: predict("accuracy_percent", 101)
     yield "predict a figure without a value", lambda: predict("peak_mb")
     yield "predict a figure of a Spec", lambda: predict("peak_mb", 40, nproc=2)

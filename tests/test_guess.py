@@ -15,8 +15,10 @@ from folded import fold, spec, status, step
 
 import labkit
 from labkit import Run, figures, predict
-from labkit.analysis.guess import NEAR, outcomes, own_sentences, sentences, statement
-from labkit.analysis.guessable import FIGURES
+from labkit.analysis.comparison import guess_sentence
+from labkit.analysis.comparison import sentences as comparison_sentences
+from labkit.analysis.guess import outcomes, own_sentences, sentences, statement
+from labkit.analysis.guessable import FIGURES, NEAR
 from labkit.analysis.summary import recorded_summary, summarise
 from labkit.common.units import significant
 from labkit.figures.profiled import OWN
@@ -89,7 +91,7 @@ def test_every_figure_is_one_of_the_summary_of_the_same_run(runs):
     assert found["steps", None] == figures_of["steps"]
     assert found["loss", None] == pytest.approx(figures_of["loss"], abs=1e-6)
     assert found["accuracy_percent", None] / 100 == figures_of["accuracy"]
-    assert {figure for figure, _ in found} == set(FIGURES)
+    assert {figure for figure, _ in found} == {name for name, figure in FIGURES.items() if not figure.compared}
     recorded = json.loads(json.dumps(figures_of))
     assert DOCUMENTS["summary.json"].shape.check(recorded)
     assert {(one["figure"], one["rank"]): one["measured"] for one in recorded["guess"]} == found
@@ -173,7 +175,7 @@ def test_the_prediction_of_the_lab_is_next_to_the_own_one():
 @pytest.mark.parametrize("value", [0.0, 1e-300, 1e15])
 def test_extreme_predictions_are_valid_figures(value):
     state = over(**dict.fromkeys(FIGURES, value))
-    assert len(own_sentences(state)) == len(FIGURES)
+    assert len(own_sentences(state)) == len(FIGURES) - 1, "a speed-up needs a comparison"
     assert DOCUMENTS["summary.json"].shape.check(json.loads(json.dumps(summarise(state))))
 
 
@@ -266,14 +268,20 @@ def test_what_is_stored_follows_the_published_schema(runs):
 
 
 def test_a_run_has_guess_prediction_and_measurement(runs, warm_server, monkeypatch, tmp_path):
-    """A comparison leaves the prediction to the run that the learner starts."""
+    """A comparison takes a speed-up, and leaves other figures to the run that the learner starts."""
     monkeypatch.setattr(planning, "user_cache", lambda: tmp_path)
     warm_server()
     own = predict("peak_mb", 1)
     asked = Spec("ddp", workload="mlp", nproc=2, device="cpu", precision="fp32", batch_size=16, steps=10)
     plan = planning.predict(asked)
-    compared = Comparing([asked]).start().wait()
-    assert compared.runs[0].state.guess == {}
+    faster = predict("speedup", {"ddp": 50})
+    assert repr(faster) == "○ open You predict: speed-up 50 × for ddp. Compare it to see."
+    alone = Spec("single", workload="mlp", nproc=1, device="cpu", precision="fp32", batch_size=32, steps=10)
+    compared = Comparing([alone, asked]).start().wait()
+    assert [one.state.guess for one in compared.runs] == [{}, {"speedup": 50.0}]
+    assert repr(faster).startswith("✗ missed DDP: you predicted a speed-up of 50 ×; it was ")
+    assert guess_sentence(compared.rows[1]) in comparison_sentences(compared.rows, {})
+    assert guess_sentence(compared.rows[0]) == "" and own_sentences(compared.runs[1].state) == []
     state = warm_run(asked).state
     assert (state.guess, guesses.PENDING) == ({"peak_mb": 1.0}, {})
     found = outcomes(state)

@@ -15,7 +15,6 @@ from labkit.record.state import RunState, per_revision
 from labkit.record.types.guess import Guessed
 from labkit.record.types.summary import GuessOutcome
 
-NEAR = 0.1  # share of the measured value, or of 100 points; a larger error is a miss
 _NAMED = 3  # owners, phases or operations that explain a miss
 
 
@@ -35,8 +34,8 @@ class Outcome:
 
     @property
     def missed(self) -> bool:
-        """Whether the value is wrong by more than 10 %; of percentages, by more than 10 points."""
-        return self.measured is not None and self.size_of_error > NEAR
+        """Whether the value is wrong, see `Figure.misses`."""
+        return self.measured is not None and FIGURES[self.figure].misses(self.guessed, self.measured)
 
     @property
     def size_of_error(self) -> float:
@@ -60,10 +59,14 @@ def outcomes(state: RunState) -> tuple[Outcome, ...]:
     """The outcome of each figure that the learner predicted, by rank; empty for a run without such predictions."""
     return tuple(
         _outcome(state, figure, rank, value)
-        for name, figure in FIGURES.items()
-        if name in state.guess
+        for name, figure in _known(state).items()
         for rank, value in _by_rank(figure, state.guess[name], state.world_size)
     )
+
+
+def _known(state: RunState) -> dict[str, Figure]:
+    """The figures of this run that the learner predicted."""
+    return {name: figure for name, figure in FIGURES.items() if name in state.guess and not figure.compared}
 
 
 def _by_rank(figure: Figure, guessed: Guessed, ranks: int) -> Iterable[tuple[int | None, float]]:
@@ -96,10 +99,11 @@ def _largest(figure: Figure, parts: Parts) -> str:
 
 
 def statement(figure: Figure, guessed: Guessed) -> str:
-    """`peak memory 40 MiB per rank`, or with the value of each rank."""
+    """`peak memory 40 MiB per rank`, or with the value of each rank or strategy."""
     if isinstance(guessed, (int, float)):
         return f"{figure.label} {figure.in_words(guessed)}" + (" per rank" if figure.of_rank else "")
-    each = (f"{figure.in_words(value)} on rank {rank}" for rank, value in guessed.items())
+    where = "for" if figure.compared else "on rank"
+    each = (f"{figure.in_words(value)} {where} {key}" for key, value in guessed.items())
     return f"{figure.label} {', '.join(each)}"
 
 
@@ -112,7 +116,7 @@ def sentences(state: RunState) -> list[str]:
 def own_sentences(state: RunState, reasons: bool = True) -> list[str]:
     """What to say about the learner's predictions: until the run is over, what they are; then the outcome of each, with
     the reason of a miss unless these are left out."""
-    known = {name: figure for name, figure in FIGURES.items() if name in state.guess}
+    known = _known(state)
     if known and not state.over:
         said = "; ".join(statement(figure, state.guess[name]) for name, figure in known.items())
         return [f"You predict: {said}."]

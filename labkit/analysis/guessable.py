@@ -14,6 +14,7 @@ from labkit.common.units import significant
 from labkit.record.state import RunState, per_revision
 from labkit.record.types.prediction import PredictedRank
 
+NEAR = 0.1  # share of the measured value, or of 100 points; a larger error is a miss
 MIB = 1 << 20  # as in the charts, and in torch's own `bucket_cap_mb`
 
 Value = Callable[[RunState, int], float | None]  # of a rank; of a figure of the whole run, the rank has no effect
@@ -23,7 +24,7 @@ Parts = Mapping[str, float | None]
 @dataclass(frozen=True)
 class Figure:
     """A figure of each rank, or of the whole run: what is `measured`, and what the lab has `predicted`, in bytes,
-    seconds or shares, of which a `unit` has `each`.
+    seconds or shares, of which a `unit` has `each`. One that is `compared` needs several runs, see `comparison.py`.
 
     A miss is explained with `parts`: bytes or seconds by name, of which `where` says what they are.
     """
@@ -32,9 +33,10 @@ class Figure:
     label: str
     unit: str
     each: float
-    measured: Value
+    measured: Value = lambda state, rank: None
     predicted: Value = lambda state, rank: None
     of_rank: bool = True
+    compared: bool = False
     parts: Callable[[RunState, int], Parts] = lambda state, rank: {}
     where: str = ""
 
@@ -55,6 +57,11 @@ class Figure:
             return None if guessed else 0.0
         error = guessed / measured - 1
         return error if math.isfinite(error) else None
+
+    def misses(self, guessed: float, measured: float) -> bool:
+        """Whether a prediction is wrong by more than 10 %; of percentages, by more than 10 points."""
+        error = self.error(guessed, measured)
+        return error is None or abs(error) > NEAR
 
     def error_in_words(self, error: float) -> str:
         """`−23 %`, or `−23 points` of a percentage."""
@@ -147,4 +154,5 @@ _OF_RUN = (
     Figure("loss", "loss", "", 1, lambda state, _: state.loss_at(), of_rank=False),
     Figure("accuracy_percent", "accuracy", "%", 0.01, _accuracy, of_rank=False),
 )
-FIGURES: Mapping[str, Figure] = {figure.name: figure for figure in (*_OF_RANK, *_OF_RUN)}
+SPEEDUP = Figure("speedup", "speed-up", "×", 1, of_rank=False, compared=True)
+FIGURES: Mapping[str, Figure] = {figure.name: figure for figure in (*_OF_RANK, *_OF_RUN, SPEEDUP)}

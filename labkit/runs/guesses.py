@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from labkit.analysis.comparison import Row, guess_sentence
 from labkit.analysis.guess import outcomes, sentences_about, statement
 from labkit.analysis.guessable import FIGURES, Figure
 from labkit.common.arguments import Number, check_choice, shown
@@ -15,6 +16,7 @@ from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
 from labkit.record.types.guess import VERSION, Guessed, Guesses
 from labkit.record.types.values import RANKS
+from labkit.training.strategies import BASELINE, STRATEGIES
 
 _MOST = {"%": 100.0}  # by unit
 _RANK = Number(int, 0, RANKS - 1)
@@ -28,6 +30,17 @@ class Guess:
     def __init__(self, figure: Figure, guessed: Guessed):
         self.figure, self.guessed = figure, guessed
         self._follower: Follower | None = None
+        self._rows: Callable[[], Sequence[Row]] | None = None
+
+    def compared_in(self, rows: Callable[[], Sequence[Row]]) -> None:
+        """Sets where the rows of the comparison are that the prediction is about."""
+        self._rows = rows
+        withdraw([self])
+
+    def of(self, strategy: str) -> list[Guess]:
+        """The same for one strategy of a comparison; empty if there is no value for it, and for the baseline."""
+        each = self.guessed.get(strategy) if isinstance(self.guessed, dict) else self.guessed
+        return [] if each is None or strategy == BASELINE.name else [Guess(self.figure, each)]
 
     def belongs_to(self, folder: RunFolder) -> None:
         """Sets the run that the prediction is stored with."""
@@ -36,9 +49,11 @@ class Guess:
     def outcome(self) -> tuple[str, str]:
         """`empty`, `right` or `wrong`, and what to say about it now."""
         said = f"You predict: {statement(self.figure, self.guessed)}."
+        if self._rows is not None:
+            return self._of_rows(self._rows(), said)
         if self._follower is None:
             if PENDING.get(self.figure.name) is self:
-                return "empty", f"{said} Run it to see."
+                return "empty", f"{said} {'Compare' if self.figure.compared else 'Run'} it to see."
             return "empty", f"{said} A later prediction has replaced this one."
         self._follower.poll()
         state = self._follower.state
@@ -47,6 +62,14 @@ class Guess:
         found = [one for one in outcomes(state) if one.figure == self.figure.name and one.measured is not None]
         kind = ("wrong" if any(one.missed for one in found) else "right") if found else "empty"
         return kind, " ".join(sentences_about(state, self.figure.name))
+
+    def _of_rows(self, rows: Sequence[Row], said: str) -> tuple[str, str]:
+        if not all(row.over for row in rows):
+            return "empty", f"{said} Display it again when the comparison is over."
+        known = [row for row in rows if guess_sentence(row)]
+        missed = any(self.figure.misses(row.guessed_speedup or 0.0, row.speedup or 0.0) for row in known)
+        words = " ".join(map(guess_sentence, known)) or f"{said} It was not measured."
+        return ("wrong" if missed else "right") if known else "empty", words
 
     def __repr__(self) -> str:
         kind, words = self.outcome()
@@ -70,6 +93,9 @@ def _checked(figure: Figure, value: Any) -> Guessed:
     name = f"{figure.name} ({figure.unit})" if figure.unit else figure.name
     if isinstance(value, (str, bytes)) or not isinstance(value, (Mapping, Sequence)):
         return float(bounds.check(name, value))
+    if figure.compared and isinstance(value, Mapping):
+        named = ((check_choice(f"a strategy in {figure.name}", one, STRATEGIES), each) for one, each in value.items())
+        return {one: float(bounds.check(f"{name} of {one}", each)) for one, each in named}
     if not figure.of_rank:
         raise ValueError(f"{figure.name} is a figure of the whole run; give one value, got {shown(value)}")
     if not value:
@@ -84,7 +110,7 @@ def _checked(figure: Figure, value: Any) -> Guessed:
 def pending(ranks: int) -> list[Guess]:
     """What waits for a run of `ranks` ranks. Raises `SpecError` for a prediction of a rank that the run does not
     have."""
-    found = list(PENDING.values())
+    found = [one for one in PENDING.values() if not one.figure.compared]
     for one in found:
         last = -1 if isinstance(one.guessed, (int, float)) else max(map(int, one.guessed))
         if last >= ranks:

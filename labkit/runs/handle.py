@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ from labkit.record.folder import STREAMS, RunFolder
 from labkit.record.follow import Follower
 from labkit.record.logs import whole
 from labkit.record.state import OVER, RunState
-from labkit.runs.guesses import attach, document, pending
+from labkit.runs.guesses import Guess, attach, document, pending
 from labkit.setup.progress import Reading
 
 if TYPE_CHECKING:
@@ -72,10 +73,10 @@ def begin(spec: Spec, *, cold: bool = False, **options: Any) -> Run:
     return Run(job)
 
 
-def start(spec: Spec, *, guessed: bool = True, **options: Any) -> Job:
-    """Starts a resolved Spec as `Job.start` does, with its prediction if there is one in the cache, and if `guessed`,
-    with the learner's predictions that are pending."""
-    guesses = pending(spec.processes) if guessed else []
+def start(spec: Spec, *, guesses: Sequence[Guess] | None = None, **options: Any) -> Job:
+    """Starts a resolved Spec as `Job.start` does, with its prediction if there is one in the cache, and with the
+    learner's predictions (default: those that are pending)."""
+    guesses = pending(spec.processes) if guesses is None else guesses
     prediction = cached(spec) if spec.strategy else None
     job = Job.start(spec, prediction=prediction, guess=document(guesses), **options)
     attach(guesses, job.folder)

@@ -69,7 +69,7 @@ class Trials:
         spec = JOBS[name]
         try:
             device = spec.device if spec.device != "auto" else self.device
-            done = begin(settle(replace(spec, device=device)), guessed=False).wait()
+            done = begin(settle(replace(spec, device=device)), guesses=()).wait()
         except SpecError as error:
             self._failed[name] = str(error)
             return None
