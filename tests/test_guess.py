@@ -132,6 +132,15 @@ def test_ranks_with_different_predictions_have_a_sentence_each():
     assert [one.missed for one in outcomes(state)] == [True, False]
 
 
+def test_many_predictions_are_not_all_put_into_words():
+    guessed = {str(rank): 100.0 + rank for rank in range(1_024)}
+    assert statement(FIGURES["step_ms"], guessed).endswith("107 ms on rank 7, …")
+    events = [one for rank in range(20) for one in (step(rank, 1), step(rank, 2))]
+    told = {"kind": "guess", "guess": {"figures": {"step_ms": guessed}}}
+    said = own_sentences(fold(spec(nproc=20), told, *events, status("finished")))
+    assert len(said) == 9 and said[-1] == "Step time: 12 more predictions are in the summary."
+
+
 def test_different_measurements_are_a_range_with_the_worst_rank():
     measured = memory(0, 10 * MIB, activations=10 * MIB), memory(1, 20 * MIB, activations=15 * MIB, gradients=5 * MIB)
     state = fold(spec(), {"kind": "guess", "guess": {"figures": {"peak_mb": 10.0}}}, *measured)

@@ -15,6 +15,7 @@ from labkit.record.state import RunState, per_revision
 from labkit.record.types.guess import Guessed
 from labkit.record.types.summary import GuessOutcome
 
+_SHOWN = 8  # ranks with values of their own that are put into words
 _NAMED = 3  # owners, phases or operations that explain a miss
 
 
@@ -103,8 +104,8 @@ def statement(figure: Figure, guessed: Guessed) -> str:
     if isinstance(guessed, (int, float)):
         return f"{figure.label} {figure.in_words(guessed)}" + (" per rank" if figure.of_rank else "")
     where = "for" if figure.compared else "on rank"
-    each = (f"{figure.in_words(value)} {where} {key}" for key, value in guessed.items())
-    return f"{figure.label} {', '.join(each)}"
+    each = [f"{figure.in_words(value)} {where} {key}" for key, value in guessed.items()]
+    return f"{figure.label} {', '.join(each[:_SHOWN])}{', …' if len(each) > _SHOWN else ''}"
 
 
 def sentences(state: RunState) -> list[str]:
@@ -129,7 +130,11 @@ def sentences_about(state: RunState, name: str, reasons: bool = True) -> list[st
     for one in outcomes(state):
         if one.figure == name:
             groups.setdefault(one.guessed, []).append(one)
-    return [_sentence(FIGURES[name], those, state.world_size, reasons) for those in groups.values()]
+    found = [_sentence(FIGURES[name], those, state.world_size, reasons) for those in list(groups.values())[:_SHOWN]]
+    left = len(groups) - len(found)
+    return found + (
+        [f"{FIGURES[name].label.capitalize()}: {left:,} more predictions are in the summary."] if left else []
+    )
 
 
 def _sentence(figure: Figure, those: list[Outcome], of: int, reasons: bool) -> str:
