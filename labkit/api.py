@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
+from labkit.analysis.guessable import FIGURES
 from labkit.common.arguments import check_flag, check_type, shown
 from labkit.figures.advice import Advised
 from labkit.figures.prediction import Prediction
@@ -21,6 +22,7 @@ from labkit.prediction.scale.asked import training
 from labkit.prediction.timing import timed
 from labkit.record.follow import Follower
 from labkit.runs.comparing import Comparing, plan
+from labkit.runs.guesses import Guess, guess
 from labkit.runs.handle import Run
 from labkit.runs.notebook import cell, in_notebook
 from labkit.runs.settling import named, with_ranks
@@ -48,8 +50,13 @@ def compare(strategies: Sequence[str] | str, *, cold: bool = False, **fields: An
     return Comparing(*plan(strategies, **fields), cold=cold, show=show).start()
 
 
-def predict(what: str | Spec, *, machine: str | None = None, **fields: Any) -> Prediction:
-    """The memory and traffic of every rank, predicted without running anything, and without a GPU.
+@overload
+def predict(what: str | Spec, value: None = None, *, machine: str | None = None, **fields: Any) -> Prediction: ...
+@overload
+def predict(what: str, value: Any) -> Guess: ...
+def predict(what: str | Spec, value: Any = None, *, machine: str | None = None, **fields: Any) -> Prediction | Guess:
+    """The memory and traffic of every rank, predicted without running anything, and without a GPU. Or, with the name of
+    a figure and a value, your own prediction of the next run: `predict("peak_mb", 40)`.
 
     `what` is a strategy's name or a `Spec`, `fields` are the Spec's other fields, as for `run`; any number of ranks is
     possible. The generated script is traced in a separate process, which takes some seconds, or is found in the
@@ -58,7 +65,19 @@ def predict(what: str | Spec, *, machine: str | None = None, **fields: Any) -> P
     --calibrate` has measured; with a named machine, such as `a100x8`, the time of the collectives without overlap.
     Raises `SpecError`, `ValueError` for an unknown machine, `LookupError` for links that are not known, and
     `TraceFailed` if a step cannot be measured.
+
+    Your own prediction is one value, or one per rank: a list, or `{0: 40, 1: 38}`. The next run that this session
+    starts stores it; comparisons and claims do not. `speedup` is for the next comparison: one value, or one per
+    strategy such as `{"ddp": 1.8}`. When displayed, it is a statement, and after the run the outcome. The names of the
+    figures are in the message of the `ValueError` for an unknown one.
     """
+    if value is not None:
+        if machine is not None or fields:
+            names = ", ".join([*(["machine"] if machine is not None else []), *fields])
+            raise ValueError(f"your own prediction takes a figure and a value only; remove {names}")
+        return guess(what, value)
+    if isinstance(what, str) and what in FIGURES:
+        raise ValueError(f"{what} is a figure: give the value that you predict, such as predict({what!r}, 40)")
     spec = with_ranks(named(what, **fields))
     if spec.strategy is None:
         raise SpecError("script", f"only a strategy's script can be predicted, got {shown(spec.script)}")

@@ -25,7 +25,7 @@
 # Run a cell with **Shift + Enter**.
 
 # %%
-from labkit import Lab, Spec, check, diff_scripts, my_progress, run, show, write_script
+from labkit import Lab, Spec, check, diff_scripts, my_progress, predict, run, show, write_script
 
 # %% [markdown]
 # ## What torchrun does
@@ -82,27 +82,33 @@ show(one)
 #
 # 1. How many steps make an epoch with one rank? With two?
 # 2. How many samples does one step of two ranks process?
-# 3. Will two ranks process twice as many samples per second?
 
 # %%
 print("one rank: ", Spec(strategy="ddp", nproc=1).batch_sentence)
 print("two ranks:", Spec(strategy="ddp", nproc=2).batch_sentence)
 
 # %% [markdown]
+# Will two ranks also process twice as many samples per second? `predict` keeps your own number for the next run, which
+# draws it into its charts and tells you afterwards how close it was. Replace the `2` if you expect something else:
+
+# %%
+one.wait()  # so that the two runs do not share the machine
+speed = one.summary()["samples_per_second"] or 0
+guess = predict("samples_per_second", 2 * speed)
+guess
+
+# %% [markdown]
 # Now run it. Without `nproc`, labkit uses every GPU of this machine, or two CPU ranks if there is no GPU.
 # If you have a single GPU, write `run("ddp", steps=20, device="cpu", nproc=2)` to get two ranks.
 
 # %%
-one.wait()  # so that the two runs do not share the machine
 two = run("ddp", steps=20)
 show(two)
 
 # %%
 two.wait()
-for each in (one, two):
-    figures = each.summary()
-    speed = figures["samples_per_second"] or 0
-    print(f"{figures['strategy']:6}  {figures['world_size']} rank(s)  {speed:6,.0f} samples/s  {figures['state']}")
+print(f"one rank: {speed:,.0f} samples/s")
+guess
 
 # %% [markdown]
 # <details class="answer"><summary>Was it twice as fast?</summary>
@@ -143,7 +149,8 @@ print(diff_scripts(Spec(strategy="single"), Spec(strategy="ddp", nproc=2)))
 Lab(strategy="ddp", steps=20)
 
 # %% [markdown]
-# Try the following. Before each run, say what you expect:
+# Try the following. Before each run, say what you expect; the fields *Your guess* take the peak memory and the step
+# time.
 #
 # 1. Set *Batch is* to **global**: the ranks now split one batch. What happens to the step time?
 # 2. Use more CPU ranks than this machine has cores. Which phase of the step grows?

@@ -25,7 +25,7 @@
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from labkit import Spec, check, compare, excerpt, pictures, place, run, show
+from labkit import Spec, check, compare, excerpt, pictures, place, predict, run, show
 
 HERE = place(2)
 print(HERE)
@@ -86,19 +86,26 @@ print(excerpt(Spec(strategy="dp", nproc=2, device="cpu"), "Replicas"))
 # devices process 128 samples each. How many bytes does each transfer move?
 
 # %%
-inputs, model, outputs = 4 * 128 * 28 * 28, 4 * 405_898, 4 * 128 * 10
-predicted = {"scatter": inputs, "broadcast": model, "gather": outputs, "reduce": model}
-print(predicted)
+mine = {"scatter": 1.0, "broadcast": 1.0, "gather": 1.0, "reduce": 1.0}  # MB: replace them by your predictions
 
 # %%
 dp = run("dp", **HERE, steps=10)
 show(dp)
 
 # %%
-dp.wait().ledger()
+for entry in dp.wait().ledger():
+    print(f"{entry.op:10} you predicted {mine[entry.op]:.3g} MB, expected {entry.theory / 1e6:.3g} MB")
+dp.ledger()
 
 # %% [markdown]
-# The ledger shows your four numbers in its column *expected*. The transfers **to** device 0, outputs and gradients, can
+# <details class="answer"><summary>The four numbers</summary>
+#
+# scatter: 4 · 128 · 28 · 28 bytes = 0.401 MB, the images of the second device. broadcast and reduce: 4 · 405,898 bytes
+# = 1.62 MB, its copy of the model and its gradients. gather: 4 · 128 · 10 bytes = 0.00512 MB, its outputs.
+#
+# </details>
+#
+# The transfers **to** device 0, outputs and gradients, can
 # be measured. The transfers from device 0 happen inside the process and cannot be counted there; the ledger says so and
 # shows 0. ④, the gradients of the outputs, has as many bytes as ③.
 
@@ -179,11 +186,11 @@ print(f"a thread that only requests the lock waits {dp.summary()['gil_wait'] or 
 #
 # DDP has one process, one interpreter and one model per device. **Predict**, for the same 256 samples per step and the
 # same initial weights: how many processes does each one have? Whose loss is lower after 12 steps? Which one processes
-# more samples per second?
-#
-# `compare` runs both, after a run on a single device.
+# more samples per second? `compare` runs both, after a run on a single device. Replace the two numbers by the speed-ups
+# that you expect over it.
 
 # %%
+guess = predict("speedup", {"dp": 2, "ddp": 2})
 both = compare(["dp", "ddp"], **HERE, batch_size=256, steps=10)
 show(both)
 
@@ -192,6 +199,7 @@ both.wait()
 for row, each in zip(both.rows, both.runs):
     speed = f"{row.samples_per_second or 0:,.0f} samples/s"
     print(f"{row.title:7} processes: {each.state.world_size}   loss {row.loss:.3f}   {speed}")
+guess
 
 # %% [markdown]
 # The loss is the same up to rounding, and the rounding differences grow with every step: DP and DDP are two

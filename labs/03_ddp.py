@@ -23,7 +23,7 @@
 # the samples are distributed, and how the communication is overlapped.
 
 # %%
-from labkit import Spec, check, excerpt, pictures, place, run, show
+from labkit import Spec, check, excerpt, pictures, place, predict, run, show
 
 HERE = place(2)
 # %load_ext labkit
@@ -47,8 +47,7 @@ pictures.data_parallel.ddp_step(ranks=2)
 # <details class="answer"><summary>Answer</summary>
 #
 # 1: only ① and ④. 2: equal weights, updated with the same averaged gradient by the same rule, stay equal. 3: backward
-# runs from the last layer to the first, and the gradients of the last layer are complete long before those of the
-# first.
+# runs from the last layer to the first, and the gradients of the last layer are complete long before.
 #
 # </details>
 #
@@ -100,11 +99,9 @@ pictures.data_parallel.average(seen["local"])
 
 # %% [markdown]
 # (1 + 3) / 2 = 2 and (2 + 6) / 2 = 4 on both ranks, and the weights change by −0.2 and −0.4 on both. **One** device
-# would compute the same gradient for the mean loss of both samples. So two ranks with 128 samples each train like one
-# device with 256.
+# computes the same gradient for the mean loss of both samples. So two ranks with 128 samples train like one with 256.
 #
-# **Think:** in the last step of an epoch, rank 0 has 3 samples and rank 1 has one. Is the average still that of one
-# device with 4 samples?
+# **Think:** in the last step of an epoch, rank 0 has 3 samples and rank 1 has one. Is this the average over 4 samples?
 #
 # <details class="answer"><summary>Answer</summary>
 #
@@ -125,17 +122,18 @@ for ranks in (1, 2, 4):
 
 # %% [markdown]
 # `batch_size` in a script is **per rank**. With two ranks, each takes 128 samples, not 64. A step processes 256
-# samples, and 469 steps become 235. To keep the global batch size, divide the batch by the number of ranks (here:
-# `scaling="strong"`):
+# samples, and 469 steps become 235. To keep the global batch size, divide it by the ranks (`scaling="strong"`):
 
 # %%
 for ranks in (1, 2, 4):
     print(f"{ranks} rank(s):", Spec(strategy="ddp", nproc=ranks, scaling="strong").batch_sentence)
 
 # %% [markdown]
-# Now run it and look at the loss. **Predict:** are the losses of the two ranks equal?
+# Now run it and look at the loss. **Predict:** are the losses of the two ranks equal? And how many MiB does each rank
+# send per step, with 405,898 parameters of 4 bytes? Replace the number by yours; the run compares it.
 
 # %%
+guess = predict("sent_mb", 3.1)  # MiB per rank and step: all gradients out, and the average back
 ddp = run("ddp", **HERE, steps=15)
 show(ddp)
 
@@ -151,6 +149,9 @@ show(ddp)
 
 # %%
 ddp.wait().ledger()
+
+# %%
+guess
 
 # %% [markdown]
 # ## Which rank gets which samples
@@ -189,8 +190,7 @@ for fault in ("no_sampler", "no_set_epoch"):
 
 # %% [markdown]
 # Both runs *finished*. Without a sampler, two epochs took twice as many steps: 1,024 / 128 each instead of 1,024 / 256.
-# The lab found this by comparing the samplers and the batches of the ranks. In your own script, print the first labels
-# of each rank once.
+# The lab found this by comparing samplers and batches of the ranks. In your script, print each rank's first labels.
 
 # %% [markdown]
 # ## Buckets
@@ -203,8 +203,12 @@ for fault in ("no_sampler", "no_set_epoch"):
 
 # %%
 SETTING = {**HERE, "workload": "gpt", "batch_size": 4, "steps": 10}
+guess = predict("overlapped_percent", 50)  # your prediction
 coarse = run("ddp", **SETTING, options={"bucket_mb": 25}).wait()
 coarse.figure("timeline")
+
+# %%
+guess
 
 # %% [markdown]
 # There is one bucket. It is full when the gradient of the *first* layer is ready, which is the end of backward. So it
@@ -245,11 +249,11 @@ for name, job in (("25 MiB", coarse), ("default", default), ("1 MiB", fine)):
 # %% [markdown]
 # Does the timeline look like the picture: the same number of buckets, with only the last one after backward? The
 # durations may differ a lot if ranks share cores, because gloo's threads compute and send on the same cores. Also, a
-# rank that is ahead **waits inside its all-reduce** for the other rank, so its communication looks longer. Compare the
-# lanes of the two ranks.
+# rank that is ahead **waits inside its all-reduce** for the other rank, so its communication looks longer: compare
+# them.
 #
-# Is smaller always better? Each bucket costs latency: 2(n−1) messages in a ring. Predict the best size for your
-# machine, then measure it:
+# Is smaller always better? Each bucket costs latency: 2(n−1) messages in a ring. Predict the best size here, then
+# measure it:
 
 # %% tags=["long"]
 for size in (1, 2, 4):
@@ -260,8 +264,7 @@ for size in (1, 2, 4):
 
 # %% [markdown]
 # The CNN of the first run has 1.5 MiB of gradients: the first bucket contains all but 0.2 MiB of them. The default was
-# chosen for large models: a GPT with ten million parameters has three buckets, and one with a hundred million about
-# fifteen.
+# chosen for large models: a GPT with ten million parameters has three buckets, one with 100 million about fifteen.
 
 # %%
 pictures.data_parallel.buckets("gpt", bucket_mb=(25, 0, 4), size="10M", backward=0.3)

@@ -24,7 +24,7 @@
 # another.
 
 # %%
-from labkit import Spec, SpecError, check, excerpt, pictures, place, run, show
+from labkit import Spec, SpecError, check, excerpt, pictures, place, predict, run, show
 
 HERE = place(2)
 GPT = {**HERE, "workload": "gpt", "batch_size": 2, "precision": "fp32", "steps": 10, "samples": 100}
@@ -80,14 +80,20 @@ pictures.sharding.who_holds_what(ranks=4)
 # %% [markdown]
 # ## DDP: everything on every rank
 #
-# First, run the baseline for all comparisons.
+# First, run the baseline for all comparisons. **Predict** its peak memory per rank: are the 16P bytes all of it? The
+# run compares your number.
 
 # %%
+guess = predict("peak_mb", 16 * P / 2**20)  # MiB: the model states, or your own prediction
 ddp = run("ddp", **GPT)
 show(ddp)
 
 # %%
-ddp.wait().figure("memory_of_step")
+ddp.wait()
+guess
+
+# %%
+ddp.figure("memory_of_step")
 
 # %% [markdown]
 # The figure shows one step of one rank. Activations accumulate in forward and are freed in backward, while the
@@ -146,13 +152,15 @@ print(excerpt(Spec(strategy="zero1", workload="gpt", nproc=2), "build_optimizer"
 # **Predict.** After the update, each rank has new values only for its shard, but DDP needs all parameters on all ranks.
 #
 # 1. What has to be sent that DDP does not send?
-# 2. How many U does a step cost then?
+# 2. How many U does a step cost then? Replace the 2 by your prediction.
 
 # %%
+guess = predict("sent_mb", 2 * U / 2**20)
 zero1 = run("zero1", **GPT).wait()
 against_formula(zero1, stage=1)
 print()
 traffic(zero1)
+guess
 
 # %% [markdown]
 # <details class="answer"><summary>Answer</summary>
@@ -215,10 +223,12 @@ zero2.ledger()
 # **Predict.** How many U does a step cost, with two all-gathers and one reduce-scatter?
 
 # %%
+guess = predict("sent_mb", 2 * U / 2**20)  # as much as DDP, or your own prediction
 zero3 = run("fsdp2", **GPT).wait()
 against_formula(zero3, stage=3)
 print()
 traffic(zero3)
+guess
 
 # %% [markdown]
 # <details class="answer"><summary>Answer</summary>

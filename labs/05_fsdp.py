@@ -22,7 +22,7 @@
 # **How does a rank get the rest?** And why does it not end up with the whole model in memory? Write down your guess.
 
 # %%
-from labkit import Spec, check, diff_scripts, excerpt, pictures, place, run, show
+from labkit import Spec, check, diff_scripts, excerpt, pictures, place, predict, run, show
 
 HERE = place(2)
 GPT = {**HERE, "workload": "gpt", "batch_size": 2, "precision": "fp32", "steps": 10, "samples": 100}
@@ -72,6 +72,7 @@ print(excerpt(Spec(strategy="fsdp2", workload="gpt", nproc=2), "parallelize"))
 #
 # 1. How many all-gathers are there per step? How many reduce-scatters?
 # 2. What is the maximum of the parameters that a rank has in memory? The largest unit is a layer.
+# 3. How many MiB does a rank send per step? An all-gather or a reduce-scatter of all parameters sends half of them.
 
 # %%
 spec = Spec(strategy="fsdp2", workload="gpt", nproc=2)
@@ -82,6 +83,7 @@ print(
 )
 
 # %%
+guess = predict("sent_mb", 4 * P / 2 / 2**20)  # one half of the parameters: replace it by your prediction
 fsdp2 = run("fsdp2", **GPT)
 show(fsdp2)
 
@@ -112,11 +114,13 @@ def calls(job):
 
 
 print(f"parameters: at most {most(fsdp2, 'parameters'):.2f} MB; calls per step: {calls(fsdp2)}")
+guess
 
 # %% [markdown]
 # <details class="answer"><summary>Answer</summary>
 #
-# There are fourteen all-gathers, two per unit, and seven reductions of gradients. The maximum of the parameters is the
+# There are fourteen all-gathers, two per unit, and seven reductions of gradients: three times half of the parameters,
+# or four times on gloo (see below). The maximum of the parameters is the
 # rank's own shards plus one layer. Prefetched parameters do not count as parameters yet: until they are used, they are
 # in the buffer of the all-gather, which the figure shows as *communication*.
 #
@@ -137,15 +141,17 @@ fsdp2.ledger()
 # ## Without resharding
 #
 # `reshard_after_forward=False` keeps the gathered parameters until backward is done. **Predict** the number of
-# all-gathers and the maximum of the parameters.
+# all-gathers, the maximum of the parameters, and the traffic.
 
 # %%
 pictures.sharding.gather_compute_drop(units=7, ranks=2, reshard=False)
 
 # %%
+guess = predict("sent_mb", fsdp2.summary()["ranks"][0]["comm_bytes_per_step"] / 2**20)  # as much as before?
 kept = run("fsdp2", **GPT, options={"reshard_after_forward": False}).wait()
 for name, job in {"reshard": fsdp2, "keep": kept}.items():
     print(f"{name}: parameters at most {most(job, 'parameters'):.2f} MB, {calls(job)}")
+guess
 
 # %% [markdown]
 # <details class="answer"><summary>What is gained, and what does it cost?</summary>
@@ -249,7 +255,8 @@ print(diff_scripts(Spec(strategy="fsdp", workload="gpt", nproc=2), Spec(strategy
 # ## When FSDP helps, and when it only costs
 #
 # Compare with DDP for two models: our transformer with two samples per rank, and the CNN of lab 00 with 128.
-# **Predict** for both: by how much does the peak memory of a rank drop? Which step takes longer?
+# **Predict** for both: by how much does the peak memory of a rank drop? Which step takes longer? The cell below guesses
+# that FSDP2 halves the peak of the CNN.
 
 
 # %%
@@ -263,8 +270,13 @@ def line(name, job):
 # %%
 line("gpt  DDP", run("ddp", **GPT).wait())
 line("gpt  FSDP2", fsdp2)
-for name in ("DDP", "FSDP2"):
-    line(f"cnn  {name}", run(name.lower(), **HERE, workload="cnn", steps=6).wait())
+whole = run("ddp", **HERE, workload="cnn", steps=6).wait()
+line("cnn  DDP", whole)
+
+# %%
+guess = predict("peak_mb", 0.5 * whole.summary()["ranks"][0]["peak_memory_bytes"] / 2**20)  # your prediction
+line("cnn  FSDP2", run("fsdp2", **HERE, workload="cnn", steps=6).wait())
+guess
 
 # %% [markdown]
 # <details class="answer"><summary>Answer</summary>

@@ -26,7 +26,7 @@
 # %%
 import torch
 
-from labkit import Spec, check, excerpt, pictures, place, run, show
+from labkit import Spec, check, excerpt, pictures, place, predict, run, show
 
 HERE = place(2)  # two GPUs if this machine has them, otherwise two CPU ranks
 # %load_ext labkit
@@ -152,25 +152,26 @@ print(excerpt(spec, "tensor_plans"), excerpt(spec, "parallelize"), sep="\n\n")
 # 1. How many all-reduces does a step need, forward and backward? (In backward, the gradient of a column-parallel
 #    layer's input is a sum over both ranks.)
 # 2. How many bytes does one of them reduce?
-# 3. Which fraction of all parameters does each of the two ranks store: half, or more?
+# 3. On two ranks, a rank sends as many bytes as it reduces. How many MiB does it send per step?
+# 4. Which fraction of all parameters does each of the two ranks store: half, or more?
 
 # %%
-layers, width, positions, batch = 5, 128, 128, 8
-activation = 4 * batch * positions * width  # bytes
-calls = 4 * layers + 1  # two in each direction per layer, and one after the head
-ring = 2 * (2 - 1) / 2  # an all-reduce on n ranks sends 2(n−1)/n of its bytes
-total = 2 * ring * calls * activation
-print(f"{calls} all-reduces of {activation / 2**20:.0f} MiB: both ranks send {total / 2**20:.0f} MiB in total")
-
-# %%
+guess = predict("sent_mb", 5)  # MiB per rank and step: replace it by your prediction
 split = run(spec)
 show(split)
 
 # %%
-split.wait().ledger()
+split.wait()
+guess
+
+# %%
+split.ledger()
 
 # %% [markdown]
-# <details class="answer"><summary>Why were there more?</summary>
+# <details class="answer"><summary>How many were expected, and why were there more?</summary>
+#
+# Expected: two in each direction per layer and one after the head, which is 4 · 5 + 1 = 21, each of 8 · 128 · 128
+# numbers of 4 bytes or 0.5 MiB: 10.5 MiB per rank.
 #
 # See the reason in the ledger. Query, key and value are three matrices with the same input. Each one all-reduces its
 # own input gradient, although a single all-reduce of their sum would be enough: that is two more all-reduces per layer.
@@ -207,15 +208,17 @@ split.figure("timeline")
 pictures.tensor_parallel.layer(sequence_parallel=True)
 
 # %% [markdown]
-# **Predict:** does it send more or less? What becomes smaller?
+# **Predict:** does it send more or less? What becomes smaller? The cell guesses that the peak memory stays the same.
 
 # %%
+guess = predict("peak_mb", [rank["peak_memory_bytes"] / 2**20 for rank in split.summary()["ranks"]])
 sequence_split = run(spec, options={"sequence_parallel": True}).wait()
 for name, job in {"tensor parallel": split, "with sequence": sequence_split}.items():
     sent = sum(entry.theory for entry in job.ledger()) / 2**20
     owners = job.state.ranks[0].memory_step["at_peak"]
     activations = owners["activations"] / 2**20
     print(f"{name:15}  {sent:6.1f} MiB sent (expected)  {activations:6.1f} MiB of activations at the peak of a step")
+guess
 
 # %% [markdown]
 # <details class="answer"><summary>Answer</summary>

@@ -21,7 +21,7 @@
 # parameter. **But what does rank 1 do while rank 0 computes, and what does rank 0 do afterwards?**
 
 # %%
-from labkit import Spec, check, excerpt, pictures, place, run, show
+from labkit import Spec, check, excerpt, pictures, place, predict, run, show
 
 HERE = place(2)  # two GPUs if this machine has them, otherwise two CPU ranks
 pipe = pictures.pipeline
@@ -121,9 +121,18 @@ pipe.gantt(pipe.measured(gpipe))
 # %%
 pipe.gantt(pipe.planned(spec("1F1B", 4)))
 
+# %% [markdown]
+# **Predict** the activations that each of the two ranks stores at most. The cell guesses the same as with GPipe; count
+# micro-batches in the picture, and change the factors.
+
 # %%
+stored = [rank["memory_bytes"]["activations"] / 2**20 for rank in gpipe.summary()["ranks"]]
+guess = predict("activations_mb", [1.0 * stored[0], 1.0 * stored[1]])
 one_f_one_b = run(spec("1F1B", 4)).wait()
 pipe.gantt(pipe.measured(one_f_one_b))
+
+# %%
+guess
 
 # %% [markdown]
 # The timeline also shows the communication: small messages, and a long `recv` whenever a rank waits for the previous

@@ -22,7 +22,7 @@
 # interconnect?**
 
 # %%
-from labkit import Lab, Spec, check, excerpt, pictures, place, run
+from labkit import Lab, Spec, check, excerpt, pictures, place, predict, run
 
 HERE = place(4)  # four GPUs if this machine has them, otherwise four CPU ranks
 mesh = pictures.mesh
@@ -65,24 +65,12 @@ mesh.grid({"replicate": 2, "shard": 4}, per_node=4)
 
 # %% [markdown]
 # **Predict** for *r* replicas of *s* shards and *P* parameters of 4 bytes: how many bytes does one rank send per step
-# along each axis, with FSDP over all ranks and with HSDP?
+# along each axis, with FSDP over all ranks and with HSDP? On a mesh of 2 × 2, is it less than with FSDP on 4 ranks? The
+# cell has the traffic of the latter.
 
 # %%
 P = Spec(strategy="fsdp2", workload="gpt", nproc=4).workload_row.parameters({"size": "1M", "context": 128})
-
-
-def hsdp(r, s):
-    shard = 3 * (s - 1) / s * 4 * P  # all-gather, all-gather, reduce-scatter
-    replicate = 2 * (r - 1) / r * 4 * P / s  # all-reduce of a shard
-    return {"replicate": replicate, "shard": shard}
-
-
-def mib(sent):
-    return "  ".join(f"{axis} {bytes_ / 2**20:.2f} MiB" for axis, bytes_ in sent.items())
-
-
-print("FSDP, 1 × 4:", mib(hsdp(1, 4)))
-print("HSDP, 2 × 2:", mib(hsdp(2, 2)))
+guess = predict("sent_mb", 3 * 3 / 4 * 4 * P / 2**20)  # MiB of one rank: replace it by your prediction
 
 # %% [markdown]
 # Now run it on four ranks. `by_axis` sums what rank 0 sent in the profiled step, by group.
@@ -99,10 +87,29 @@ hybrid = Spec(
     options={"replicas": 2},
 )
 job = run(hybrid).wait()
-print(mib(mesh.by_axis(job, {"replicate": 2, "shard": 2})))
+guess
 
 # %% [markdown]
-# <details class="answer"><summary>Was the prediction right?</summary>
+# By formula and measured, by axis:
+
+
+# %%
+def hsdp(r, s):
+    shard = 3 * (s - 1) / s * 4 * P  # all-gather, all-gather, reduce-scatter
+    replicate = 2 * (r - 1) / r * 4 * P / s  # all-reduce of a shard
+    return {"replicate": replicate, "shard": shard}
+
+
+def mib(sent):
+    return "  ".join(f"{axis} {bytes_ / 2**20:.2f} MiB" for axis, bytes_ in sent.items())
+
+
+print("FSDP, 1 × 4:", mib(hsdp(1, 4)))
+print("HSDP, 2 × 2:", mib(hsdp(2, 2)))
+print("measured:   ", mib(mesh.by_axis(job, {"replicate": 2, "shard": 2})))
+
+# %% [markdown]
+# <details class="answer"><summary>Does the measurement agree with the formula?</summary>
 #
 # With NCCL, yes. gloo, the backend of CPU ranks, implements a reduce-scatter as an all-reduce: it sends twice as much
 # for one of the three collectives along `shard`, so the total is 4 units instead of 3. `job.ledger()` shows the same
@@ -124,8 +131,10 @@ dp = 3 * (2 - 1) / 2 * 4 * P / 2  # as FSDP, with half of the parameters
 print(mib({"dp": dp, "tp": tp}))
 
 # %%
+guess = predict("sent_mb", (dp + tp) / 2**20)  # the sum of the formulas, or your own prediction
 split = run(both).wait()
 print(mib(mesh.by_axis(split, {"dp": 2, "tp": 2})))
+guess
 
 # %% [markdown]
 # Was it more than predicted? The ledger gives a reason and a number for each difference. Its figures are sums over all

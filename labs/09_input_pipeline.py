@@ -23,7 +23,7 @@
 # %%
 from pathlib import Path
 
-from labkit import Spec, check, excerpt, pictures, place, run, show, write_script
+from labkit import Spec, check, excerpt, pictures, place, predict, run, show, write_script
 
 HERE = place(2)
 print(HERE)
@@ -112,18 +112,25 @@ pictures.input_pipeline.workers(load=load / 1000, compute=compute / 1000, counts
 # training process.
 
 # %%
-for workers in (1, 2):
+print(f"load {load} ms, compute {compute:.0f} ms")
+guesses = {}
+for workers, expected in ((1, 250), (2, 125)):  # ms per step: replace 250 and 125 by your predictions
+    guesses[workers] = predict("step_ms", expected)
     slow[workers] = run("ddp", **SLOW, options={"workers": workers}).wait()
 
 # %%
-print("workers   predicted   measured   waiting for data")
+for workers, guess in guesses.items():
+    print(f"{workers} worker(s): {guess}\n")
+
+# %%
+print("workers   model   measured   waiting for data")
 for workers, job in slow.items():
-    predicted = max(compute, load / workers) if workers else load + compute
+    model = max(compute, load / workers) if workers else load + compute
     took = milliseconds(job)
-    print(f"{workers:7}{predicted:9.0f} ms{took['step']:8.0f} ms{took['data']:16.0f} ms")
+    print(f"{workers:7}{model:5.0f} ms{took['step']:8.0f} ms{took['data']:16.0f} ms")
 
 # %% [markdown]
-# <details class="answer"><summary>Why prediction and measurement differ</summary>
+# <details class="answer"><summary>Why model and measurement differ</summary>
 #
 # Two workers cannot make a step shorter than compute. And compute is a median over a few steps, some of which may have
 # been slow: on shared cores it varies from run to run.

@@ -26,7 +26,7 @@ import shutil
 import signal
 import time
 
-from labkit import Spec, check, excerpt, place, run, show
+from labkit import Spec, check, excerpt, place, predict, run, show
 
 HERE = place(2)
 SAVING = {**HERE, "workload": "mlp", "batch_size": 128, "scaling": "strong", "samples": 12_800, "save_every": 50}
@@ -66,9 +66,7 @@ print(excerpt(Spec("ddp", **SAVING), "save"))
 # have?
 
 # %%
-parameters = 669_706
-predicted = parameters * 4 * (1 + 2)
-print(f"{predicted / 1e6:.2f} MB")
+mine = 2.7  # MB: replace it by your prediction
 
 # %% [markdown]
 # ## Run: kill a rank
@@ -115,8 +113,9 @@ print(f"steps computed twice: {last - first + 1}")
 
 # %%
 newest = max(job.folder.checkpoints.glob("step*"))
-written = sum(file.stat().st_size for file in newest.iterdir())
-print(f"{newest.name}: {written / 1e6:.2f} MB; predicted {predicted / 1e6:.2f} MB")
+written = sum(file.stat().st_size for file in newest.iterdir()) / 1e6
+print(f"{newest.name}: you predicted {mine:.2f} MB; it is {written:.2f} MB ({mine / written - 1:+.0%})")
+print(f"three numbers of 4 bytes per parameter are {669_706 * 4 * 3 / 1e6:.2f} MB")
 
 # %% [markdown]
 # ## Resume with a different number of ranks
@@ -190,12 +189,16 @@ show(whole)
 # ## What restarts do not fix
 #
 # The next run may also restart once, but **fault injection** kills its rank 1 at step 5, every time. Predict what
-# happens, and what its checkpoints, one every 50 steps, are good for.
+# happens, how many of the 200 steps it finishes in the end, and what its checkpoints, one every 50 steps, are good for.
 
 # %%
+guess = predict("steps", 200)  # your prediction
 again = run("ddp", **SAVING, steps=200, max_restarts=1, fault="killed_rank").wait()
 print(f"{again.words}; restarts: {again.summary()['restarts']}")
 again.findings()
+
+# %%
+guess
 
 # %% [markdown]
 # <details class="answer"><summary>Answer</summary>

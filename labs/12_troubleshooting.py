@@ -25,7 +25,7 @@ import os
 import time
 from pathlib import Path
 
-from labkit import Spec, check, diff_scripts, excerpt, place, run
+from labkit import Spec, check, diff_scripts, excerpt, place, predict, run
 
 HERE = place(2)
 SMALL = {**HERE, "workload": "mlp", "batch_size": 32, "samples": 2048, "hang_after": 3}
@@ -139,7 +139,7 @@ print(third.words)
 # ## Case 4: "It stops at the end of training"
 #
 # Training works up to the last step. Then there is no more output, or an error about a closed connection. Read the end
-# of `train`, and predict what each rank does.
+# of `train`, and predict what each rank does, and how many of the 20 steps the run finishes.
 
 # %%
 fourth = spec_of("0_knar_no_noitaulave", steps=20)
@@ -149,8 +149,12 @@ print("…\n" + "\n".join(excerpt(fourth, "train").splitlines()[-15:]))
 print(excerpt(fourth, "evaluate"))
 
 # %%
+guess = predict("steps", 10)  # your prediction
 fourth = run(fourth).wait(until="evaluation_on_one_rank").stop()
 print(fourth.words)
+guess
+
+# %%
 fourth.findings()
 
 # %% [markdown]

@@ -56,6 +56,12 @@ WRONG = {
     "not UTF-8": ("spec.json", b"\xff\xfe\x00", "spec.json is not JSON"),
     "large": ("spec.json", b" " * (1 << 20) + b"{}", "spec.json is larger than 1,048,576 bytes"),
     "options": ("spec.json", changed("spec.json", options={"bucket_mb": [1]}), "options.bucket_mb must be"),
+    "guess without figures": ("guess.json", {"v": 1}, "guess.json: figures must be an object"),
+    "guess of a text": ("guess.json", {"figures": {"peak_mb": "40"}}, "guess.json: figures.peak_mb must be"),
+    "guess of infinity": ("guess.json", '{"figures": {"loss": Infinity}}', "guess.json: figures.loss must be"),
+    "guess of a flag": ("guess.json", {"figures": {"loss": True}}, "guess.json: figures.loss must be"),
+    "guess of a rank": ("guess.json", {"figures": {"peak_mb": {"01": 3}}}, "guess.json: figures.peak_mb must be"),
+    "guess of many figures": ("guess.json", {"figures": dict.fromkeys(map(str, range(101)), 1)}, "at most 100 entries"),
     "script": ("spec.json", {"script": "a\0b", "nproc": 2}, "script must be a text without NUL, got 'a\\x00b'"),
     "started 1e18": (
         "status.json",
@@ -259,7 +265,7 @@ def test_every_field_that_is_recorded_has_a_row_in_a_table(run):
 def test_every_kind_that_is_folded_has_a_table():
     from labkit.record.fold import HANDLERS
 
-    elsewhere = {"spec", "status", "prediction", "steps"}  # documents, and records of step files
+    elsewhere = {"spec", "status", "prediction", "guess", "steps"}  # documents, and records of step files
     assert HANDLERS.keys() - elsewhere <= kinds.EVENTS.keys()
     assert kinds.event(b'{"t": 1, "rank": 0, "kind": "saw", "what": "of another time", "x": 1}')["x"] == 1
 
@@ -273,6 +279,7 @@ def test_every_field_of_a_spec_and_of_a_summary_has_a_row(runs):
     assert DOCUMENTS["spec.json"].shape.fields.keys() == {one.name for one in fields(Spec)}
     predicted = RunState()
     predicted.apply({"kind": "prediction", "prediction": {"method": "formula", "ranks": [], "classes": []}})
+    predicted.apply({"kind": "guess", "guess": {"figures": {"loss": 1.0}}})
     assert DOCUMENTS["summary.json"].shape.fields.keys() == summarise(predicted).keys()
     run = FakeRun(runs, steps=10)
     run.start()

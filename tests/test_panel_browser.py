@@ -96,10 +96,14 @@ def test_the_panel_is_never_blank(page, jupyter):
     choices_are_followed(page, panel, before)
     escape_closes_the_options(page, panel)
     the_next_run_is_predicted(page, panel, before)
+    the_learner_predicts_too(page, panel)
 
     panel.locator(".labkit-run").click()
     wait_for_words(panel, "finished")
-    sync_api.expect(before).to_be_hidden()
+    sync_api.expect(before).to_contain_text(re.compile(r"Peak memory: you predicted 2 MiB per rank; it was [\d.]+ MiB"))
+    sync_api.expect(before).to_contain_text("Step time: you predicted 500 ms per rank; it was")
+    sync_api.expect(panel.locator(".labkit-guesses")).to_be_hidden()
+    sync_api.expect(panel.get_by_role("img", name=re.compile("your guess rank 0 500 ms"))).to_be_visible()
     assert points(panel, "loss") > 2
     picture(page, "22-finished")
     nothing_is_cut_off(panel)
@@ -195,10 +199,23 @@ def the_next_run_is_predicted(page: sync_api.Page, panel: sync_api.Locator, befo
     panel.get_by_role("tab", name="Live").click()
 
 
+def the_learner_predicts_too(page: sync_api.Page, panel: sync_api.Locator) -> None:
+    for name, value in (("peak memory per rank", "2"), ("step time per rank", "500")):
+        panel.get_by_label(name).fill(value)
+    picture(page, "28-own-prediction")
+    nothing_is_cut_off(panel)
+    panel.locator(".labkit-present").click()
+    picture(page, "28-own-prediction-presentation")
+    nothing_is_cut_off(panel)
+    panel.locator(".labkit-present").click()
+
+
 def the_prediction_stands_beside_the_measurement(page: sync_api.Page, panel: sync_api.Locator) -> None:
     panel.get_by_role("tab", name="Memory").click()
     both = r"rank 0 predicted [\d.]+ MiB, rank 0 measured [\d.]+ MiB, rank 1 predicted"
+    both += r".*your guess rank 0 predicted 2.0 MiB"
     sync_api.expect(memory_by_owner(panel, both)).to_be_visible()
+    sync_api.expect(panel.locator(".labkit-outcome")).to_contain_text("you predicted 2 MiB per rank")
     sync_api.expect(panel.locator(".labkit-outcome")).to_contain_text("Peak memory was predicted by tracing the script")
     picture(page, "30-predicted-and-measured")
     nothing_is_cut_off(panel)

@@ -9,7 +9,7 @@ import pytest
 from conftest import wait_until
 from diagnosed import memory
 from fabricate import finished_folder
-from folded import fold
+from folded import fold, start, status, step
 
 from labkit import figures
 from labkit.analysis.prediction import sentences
@@ -18,8 +18,11 @@ from labkit.figures.tables import ranks_html
 from labkit.frontends.panel import Lab
 from labkit.frontends.panel import predict as module
 from labkit.frontends.panel.view import RunView
+from labkit.launch.job import Job
 from labkit.plan.spec import Spec
+from labkit.record.folder import RunFolder
 from labkit.record.types.prediction import Plan
+from labkit.runs.guesses import PENDING, attach, document, pending
 
 MIB = 1 << 20
 ASKED = {"workload": "mlp", "nproc": 2, "device": "cpu", "steps": 5}
@@ -210,3 +213,58 @@ def test_every_bar_has_a_label_below_it(ranks):
     assert (equal, len(below) - equal) == (2 if ranks == 2 else 1, ranks), "of many equal ranks, one is predicted"
     drawn = figures.svg("memory_by_owner", state)
     assert drawn.count(">predicted</text>") == equal and drawn.count(">measured</text>") == ranks
+
+
+# ---- the learner's own prediction
+
+
+def own(lab: Lab):
+    return lab._view.guess
+
+
+def test_what_is_entered_is_stored_with_the_run_and_the_fields_are_empty_again(lab, runs, monkeypatch):
+    started = []
+
+    def started_with(spec, **options):
+        started.append(document(pending(spec.processes)))
+        folder = finished_folder(runs, "ddp", 2, 0.05)
+        attach(pending(spec.processes), folder)
+        return Job(folder)
+
+    monkeypatch.setattr("labkit.frontends.panel.lab.start", started_with)
+    wait_until(lambda: own(lab).widget.layout.display == "")
+    own(lab).fields["peak_mb"].value = " 12.5 "
+    lab._run_button.click()
+    wait_until(lambda: lab.run is not None)
+    assert started == [{"v": 1, "figures": {"peak_mb": 12.5}}]
+    assert [field.value for field in own(lab).fields.values()] == ["", ""]
+    assert not PENDING
+    lab._view.wait(30)
+
+
+def test_an_impossible_entry_is_one_sentence_and_nothing_starts(lab, runs):
+    wait_until(lambda: own(lab).widget.layout.display == "")
+    for text in ("much", "-1", "nan", "12,5", "<b>"):
+        own(lab).fields["step_ms"].value = text
+        lab._run_button.click()
+        wait_until(lambda: not lab._run_button.disabled)
+        assert "step_ms (ms) must be a number from 0 to 1e+15, got" in lab._view.finding.value
+        assert "<b>" not in lab._view.finding.value
+    assert lab.run is None and not PENDING and not RunFolder.all(runs)
+    own(lab).fields["step_ms"].value = "30"
+    own(lab).enter()
+    own(lab).fields["step_ms"].value = ""
+    own(lab).enter()
+    assert not PENDING, "an entry that was deleted does not wait for a later run"
+
+
+def test_the_outcome_stands_above_the_charts_of_a_run_that_is_over():
+    steps = [one for rank in (0, 1) for one in (start(rank), step(rank, 1), step(rank, 2))]
+    state = fold({"kind": "spec", "spec": Spec("ddp", **ASKED).to_json()}, *steps)
+    state.apply({"kind": "guess", "guess": {"figures": {"step_ms": 400.0}}})
+    before = RunView()._before
+    before.draw(state)
+    assert "You predict: step time 400 ms per rank." in before.widget.value and before.widget.layout.display == ""
+    state.apply(status("finished", started=0.1))
+    before.draw(state)
+    assert "you predicted 400 ms per rank; it was 500 ms (−20 %)" in before.widget.value

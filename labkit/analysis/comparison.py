@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from labkit.analysis.equivalence import REFERENCE, Badge, badge, training
+from labkit.analysis.guessable import SPEEDUP
 from labkit.analysis.metrics import phase_shares, throughput, training_time
 from labkit.analysis.summary import summarise
 from labkit.common.units import size
@@ -30,7 +31,7 @@ class Row:
     which counts the time of training steps alone, and `speedup` its ratio to that of the baseline. `memory` is the
     largest peak of any device, and `sent` the traffic per step of the rank that sends the most, in bytes. `phases` are
     shares of a median step of the slowest rank and sum to 1. `words` is the state in words, `note` how the run differs
-    from its title.
+    from its title, `guessed_speedup` what the learner predicted.
     """
 
     strategy: str
@@ -54,6 +55,7 @@ class Row:
     phases: Mapping[str, float] = field(default_factory=dict)
     badge: Badge | None = None
     note: str = ""
+    guessed_speedup: float | None = None
 
     @property
     def bound(self) -> str:
@@ -182,6 +184,7 @@ def _same(state: RunState, other: RunState) -> bool:
 def _row(state: RunState, run: str) -> Row:
     """The figures of the run `run` on its own: without speed-up and badge, which need the baseline."""
     summary, spec = summarise(state, run), state.asked
+    guessed = state.guess.get(SPEEDUP.name)
     accuracy = summary["accuracy"]  # any value that the script logged under this name
     peaks = [rank["peak_memory_bytes"] for rank in summary["ranks"] if rank["peak_memory_bytes"] is not None]
     sent = [rank["comm_bytes_per_step"] for rank in summary["ranks"] if rank["comm_bytes_per_step"] is not None]
@@ -203,6 +206,7 @@ def _row(state: RunState, run: str) -> Row:
         sent=max(sent, default=None),
         phases=phase_shares(state),
         note=state.note,
+        guessed_speedup=guessed if isinstance(guessed, (int, float)) else None,
     )
     seconds, steps = training_time(state)
     if spec is None or not steps or seconds <= 0:
@@ -254,13 +258,26 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def sentences(found: Sequence[Row], left_out: Mapping[str, str]) -> list[str]:
-    """The sentences below the table: badges, notes, the longest phase, and strategies that were left out."""
+    """The sentences below the table: the learner's predictions, badges, notes, the longest phase, and strategies that
+    were left out."""
     lines = [f"{row.title}: {row.words}." for row in found if row.failed]
+    lines += [said for row in found if (said := guess_sentence(row))]
     lines += [f"{row.title}: {row.badge.sentence}" for row in found if row.badge and row.badge is not REFERENCE]
     lines += [f"{row.title}: {row.note}" for row in found if row.note]
     lines += [f"{row.title}: {row.bound} of each step, the longest phase." for row in found if row.bound and row.over]
     lines += [f"{STRATEGIES[name].title} is left out: {reason}." for name, reason in left_out.items()]
     return lines + [RECORDED_NOTE] * bool(recorded_elsewhere(found))
+
+
+def guess_sentence(row: Row) -> str:
+    """`DDP: you predicted a speed-up of 1.8 ×; it was 1.4 × (+29 %).` Empty for a row without a prediction, and until
+    the speed-up is known."""
+    if row.guessed_speedup is None or not row.over or row.speedup is None:
+        return ""
+    error = SPEEDUP.error(row.guessed_speedup, row.speedup)
+    said = f"{row.title}: you predicted a speed-up of {SPEEDUP.in_words(row.guessed_speedup)}"
+    off = "" if error is None else f" ({SPEEDUP.error_in_words(error)})"
+    return f"{said}; it was {SPEEDUP.in_words(row.speedup)}{off}."
 
 
 def _number(value: float | None, how: str, unit: str = "") -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import cast
 
 from labkit.analysis.diagnose import findings
+from labkit.analysis.guess import outcomes as guess_outcomes
 from labkit.analysis.ledger import ledger
 from labkit.analysis.metrics import gil_wait, phase_seconds, replica_figures, step_seconds, step_seconds_p95, throughput
 from labkit.analysis.prediction import outcomes
@@ -60,6 +61,8 @@ def summarise(state: RunState, run: str = "") -> Summary:
     }
     if state.prediction:
         figures["prediction"] = [outcome.to_json() for outcome in outcomes(state)]
+    if state.guess:
+        figures["guess"] = [outcome.to_json() for outcome in guess_outcomes(state)]
     return figures
 
 

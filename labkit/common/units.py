@@ -21,6 +21,16 @@ def ranks_in_words(numbers: Iterable[int], of: int | None = None) -> str:
     return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, numbers))
 
 
+def significant(value: float, digits: int = 3) -> str:
+    """A number with at least `digits` significant digits, without zeros at its end: `40`, `52.3`, `1,234`, `0.00713`.
+    A dash if it is not finite."""
+    if not math.isfinite(value):
+        return "–"
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value)))) if value else 0
+    text = f"{value:,.{min(decimals, 12)}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
 def size(count: float, digits: int = 1) -> str:
     """`3.1 MiB`, in the largest unit in which the value is at least 1; bytes have no decimals. A dash if the value is
     not finite."""

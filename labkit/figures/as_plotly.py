@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from labkit.common.text import escape
 from labkit.figures import colours
-from labkit.figures.model import Axis, Drawn, Points, Spans
+from labkit.figures.model import Axis, Chart, Drawn, Marks, Points, Spans
 
 if TYPE_CHECKING:
     import plotly.graph_objects
 
 FONT = "system-ui, sans-serif"
+_MARK = 0.01  # height of a mark, as a share of the axis
 _DIGITS = 6  # significant digits: finer than a pixel, and every character is sent to the browser
 
 
@@ -64,6 +65,8 @@ def parts(drawn: Drawn) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         layout["margin"]["l"] = 12 + 7 * max(map(len, chart.y.categories), default=0)
     if any(line.stacked for line in chart.lines):
         layout["legend"]["traceorder"] = "reversed"  # from top to bottom, in the order of the stack
+    if chart.marks:
+        layout["annotations"] = _names(chart)
     if chart.bands:
         layout["shapes"] = [_band(*band) for band in chart.bands]
     return traces(drawn), layout
@@ -91,10 +94,42 @@ def traces(drawn: Drawn) -> list[dict[str, Any]]:
             }
             | _in_words(chart.y, bars.values, f"{escape(bars.name)} %{{text}}<extra>%{{x}}</extra>")
             for bars in chart.bars
-        ]
+        ] + [_marks(drawn, marks) for marks in chart.marks]
     if chart.spans:
         return [_spans(drawn, spans) for spans in chart.spans]
     return [_line(drawn, line, points) for line, points in zip(chart.lines, drawn.points)]
+
+
+def _marks(drawn: Drawn, marks: Marks) -> dict[str, Any]:
+    """A thin bar at each level; its base excludes it from the stack."""
+    chart = drawn.chart
+    known = [(name, value) for name, value in zip(chart.x.categories, marks.values) if value is not None]
+    values = [value for _, value in known]
+    unit, height = chart.y.title.split(" ")[0], _MARK * drawn.y_span[1]
+    return {
+        "type": "bar",
+        "name": escape(marks.name),
+        "x": [escape(name) for name, _ in known],
+        "base": numbers(value - height / 2 for value in values),
+        "y": numbers([height] * len(known)),
+        "text": words(chart.y, values) or [f"{value:.3g} {unit}" for value in values],
+        "textposition": "none",
+        "showlegend": False,
+        "marker": {"color": marks.colour, "line": {"color": marks.colour, "width": 1}},
+        "hovertemplate": f"{escape(marks.name)} %{{text}}<extra>%{{x}}</extra>",
+    }
+
+
+def _names(chart: Chart, suffix: str = "") -> list[dict[str, Any]]:
+    """The name of each kind of marks, above its first one: a legend entry would be far away."""
+    names = []
+    for marks in chart.marks:
+        first = next(((name, y) for name, y in zip(chart.x.categories, marks.values) if y is not None), None)
+        if first is not None:
+            place = {"x": escape(first[0]), "y": first[1], "xref": f"x{suffix}", "yref": f"y{suffix}"}
+            look = {"font": {"size": 9, "color": "#FFFFFF"}, "bgcolor": marks.colour, "borderpad": 1}
+            names.append({"text": escape(marks.name), "showarrow": False, "yanchor": "bottom"} | place | look)
+    return names
 
 
 def _spans(drawn: Drawn, spans: Spans) -> dict[str, Any]:
@@ -199,6 +234,7 @@ def grid(several: list[Drawn]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         layout[f"xaxis{suffix}"] = its_layout["xaxis"] | {"domain": [left, left + 0.36], "anchor": f"y{suffix}"}
         layout[f"yaxis{suffix}"] = its_layout["yaxis"] | {"domain": [bottom, bottom + 0.38], "anchor": f"x{suffix}"}
         layout[f"legend{suffix}"] = its_layout["legend"] | {"x": left + 0.365, "y": bottom + 0.38}
+        layout["annotations"] += _names(drawn.chart, suffix)
         layout["annotations"].append(
             {
                 "text": _title(drawn),

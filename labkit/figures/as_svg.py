@@ -6,7 +6,7 @@ import math
 from itertools import groupby
 
 from labkit.common.text import escape
-from labkit.figures.model import Bars, Drawn, Line, Points, Spans, ticks
+from labkit.figures.model import Bars, Drawn, Line, Marks, Points, Spans, ticks
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 92, 26, 34
 _DASHES = {"dot": "1.5 3", "dash": "6 4", "dashdot": "6 3 1.5 3"}
@@ -123,6 +123,12 @@ def _bars(canvas: _Canvas, drawn: Drawn) -> None:
             )
             canvas.rectangle(left, canvas.y(top), 0.65 * room, height, bars.colour, f"{name}: {bars.name} {value}")
             base = top
+        for marks in drawn.chart.marks:
+            level = marks.values[index]
+            if level is not None:
+                words = drawn.chart.y.in_words(level) if drawn.chart.y.bytes_each else f"{level:.3g}"
+                hint = f"{name}: {marks.name} {words}"
+                canvas.rectangle(left - 0.05 * room, canvas.y(level) - 1.25, 0.75 * room, 2.5, marks.colour, hint)
         lines = (drawn.chart.x.labels or names)[index].split("\n")
         for number, text in enumerate(lines):
             canvas.text(left + 0.325 * room, canvas.height - _BOTTOM + 14 + 12 * number, text, style)
@@ -172,7 +178,7 @@ def _named(drawn: Drawn) -> list[tuple[str, str]]:
     """The entries of the legend with their colours; stacked areas and bars from top to bottom."""
     chart = drawn.chart
     stacked = [line for line in chart.lines if line.stacked]
-    parts: list[Bars | Spans] = [*reversed(chart.bars), *chart.spans]
+    parts: list[Bars | Spans | Marks] = [*reversed(chart.bars), *chart.spans, *chart.marks]
     shown = [(part.name, part.colour) for part in parts]
     lines = (*reversed(stacked), *(line for line in chart.lines if not line.stacked))
     return shown + [(line.name, line.colour or "currentColor") for line in lines if line.in_legend]

@@ -13,7 +13,7 @@ from labkit.analysis.metrics import phase_seconds, rolling_throughput
 from labkit.analysis.profiled import exposed, usual
 from labkit.figures import colours
 from labkit.figures.model import Axis, Bars, Chart, Derived, Line
-from labkit.figures.profiled import WIDE, memory_by_owner, memory_of_step, predicted_steps, timeline
+from labkit.figures.profiled import OWN, WIDE, guess_marks, memory_by_owner, memory_of_step, predicted_steps, timeline
 from labkit.record.columns import Losses, ProfiledStep, RankState
 from labkit.record.events import PHASES
 from labkit.record.state import RunState
@@ -28,7 +28,7 @@ def loss(state: RunState) -> Chart:
     lines = [line for rank in ranks for line in _losses(rank)]
     if len(ranks) > 1:
         lines.append(_mean_loss(ranks))
-    lines += _losses_of_others(ranks)
+    lines += [*_losses_of_others(ranks), *_guess_line(state, "loss")]
     return Chart("loss", "Loss", _steps_axis(state), Axis("loss", least=0.1), tuple(lines))
 
 
@@ -129,7 +129,16 @@ def throughput(state: RunState) -> Chart:
 
     key = "all" + "".join(f"-{rank.attempt}" for rank in ranks)
     line = Line(key, "all ranks", Derived(length, steps), Derived(length, values), width=2.0, in_legend=False)
-    return Chart("throughput", "Throughput, all ranks", _steps_axis(state), Axis("samples/s", least=10.0), (line,))
+    lines = (line, *_guess_line(state, "samples_per_second"))
+    return Chart("throughput", "Throughput, all ranks", _steps_axis(state), Axis("samples/s", least=10.0), lines)
+
+
+def _guess_line(state: RunState, name: str) -> list[Line]:
+    """What the learner predicted of a figure of the whole run, as a level over all steps, if their number is known."""
+    level, end = state.guess.get(name), state.total_steps
+    if end is None or not isinstance(level, (int, float)):
+        return []
+    return [Line("guess", OWN, [0.0, float(end)], [level, level], colour=colours.GUESS, dash="dash")]
 
 
 def memory(state: RunState) -> Chart:
@@ -193,15 +202,15 @@ def phases(state: RunState) -> Chart:
     measured = {number: _measured_phases(state, rank) for number, rank in ranks.items()}
     simulated = {number: _predicted_phases(step) for number, step in predicted.items()}
     stacks = [
-        (f"rank {number}{kind}", *times[number])
+        (f"rank {number}{kind}", number, *times[number])
         for number in sorted({**simulated, **measured})
         for kind, times in ((" predicted", simulated), (" measured" if simulated else "", measured))
         if number in times
     ]
     bars = [
-        Bars(phase, colours.PHASES[phase], tuple(busy.get(phase, 0.0) for _, busy, _ in stacks))
+        Bars(phase, colours.PHASES[phase], tuple(busy.get(phase, 0.0) for *_, busy, _ in stacks))
         for phase in PHASES
-        if phase != "copy" or any(busy.get(phase) for _, busy, _ in stacks)
+        if phase != "copy" or any(busy.get(phase) for *_, busy, _ in stacks)
     ]
     profiled = any(usual(rank) for rank in ranks.values())
     if profiled or predicted:
@@ -210,10 +219,9 @@ def phases(state: RunState) -> Chart:
     note += "; predicted: simulated" if predicted else ""
     names = tuple(name for name, *_ in stacks)
     labels = tuple("\n".join(name.rsplit(" ", 1)) for name in names) if simulated and len(names) <= WIDE else ()
-    categories = Axis("", categories=names, labels=labels)
-    return Chart(
-        "phases", "Where a step's time goes", categories, Axis("ms per step", least=1.0), bars=tuple(bars), note=note
-    )
+    x, y = Axis("", categories=names, labels=labels), Axis("ms per step", least=1.0)
+    marks = guess_marks(state, "step_ms", [number for _, number, *_ in stacks], 0.001)
+    return Chart("phases", "Where a step's time goes", x, y, bars=tuple(bars), marks=marks, note=note)
 
 
 def _measured_phases(state: RunState, rank: RankState) -> tuple[dict[str, float], float]:

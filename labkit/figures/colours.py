@@ -39,6 +39,9 @@ OWNERS = {
     "other": "#BBBBBB",
 }
 
+# What the learner predicted: a hue that nothing else has, readable on white and on black.
+GUESS = "#E6007A"
+
 # For figures that do not know the theme of the page: a grey that is readable on white and on black.
 INK = "#808080"
 GRID = "rgba(128, 128, 128, 0.25)"

@@ -17,6 +17,7 @@ import numpy
 
 from labkit.common.units import scale, size
 
+_HEADROOM = 1.15  # so that the name of a mark is below the title
 LIMIT = 1000  # points per line in a complete figure
 _ENDS = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
 _TICKS = (1.0, 2.0, 2.5, 5.0, 10.0)
@@ -83,6 +84,15 @@ class Bars:
 
 
 @dataclass(frozen=True)
+class Marks:
+    """A level across the bars of each of the chart's categories; None: the category has none."""
+
+    name: str
+    colour: str
+    values: tuple[float | None, ...]
+
+
+@dataclass(frozen=True)
 class Spans:
     """Stretches of time of one kind, each with its lane (an index into the categories of the y axis), start, end and
     hover text.
@@ -129,7 +139,7 @@ class Axis:
 class Chart:
     """A chart of a run. It has `lines`, `bars` over the categories of its x axis, or `spans` over those of its y axis.
 
-    `bands` mark stretches of the x axis behind the lines: name, start, end, colour.
+    `bands` mark stretches of the x axis behind the lines: name, start, end, colour. `marks` are levels across the bars.
     """
 
     name: str
@@ -140,18 +150,20 @@ class Chart:
     bars: tuple[Bars, ...] = ()
     spans: tuple[Spans, ...] = ()
     bands: tuple[tuple[str, float, float, str], ...] = ()
+    marks: tuple[Marks, ...] = ()
     note: str = ""
 
     @property
     def signature(self) -> tuple[Any, ...]:
         """What must be unchanged for a drawn chart to be continued with new points only."""
         lines = tuple((line.key, line.x_zero, line.y_unit) for line in self.lines)
-        return self.title, self.note, self.x, self.y, self.spans, self.bands, lines
+        return self.title, self.note, self.x, self.y, self.spans, self.bands, self.marks, lines
 
     @property
     def bar_height(self) -> float:
-        """The height of the tallest stack."""
-        return max((sum(layer) for layer in zip(*(bars.values for bars in self.bars))), default=0.0)
+        """The height of the tallest stack, or of the highest mark with its name."""
+        levels = [_HEADROOM * value for marks in self.marks for value in marks.values if value is not None]
+        return max([*levels, *(sum(layer) for layer in zip(*(bars.values for bars in self.bars)))], default=0.0)
 
     def drawn(self, limit: int = LIMIT) -> Drawn:
         """The chart with at most `limit` points read per line."""

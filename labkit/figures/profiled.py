@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from labkit.analysis.guess import by_rank
+from labkit.analysis.guessable import FIGURES
 from labkit.analysis.prediction import as_profiled, predicted_timelines
 from labkit.analysis.profiled import aligned, beyond, newest, overlap
 from labkit.common.units import size
 from labkit.figures import colours
-from labkit.figures.model import Axis, Bars, Chart, Line, Spans
+from labkit.figures.model import Axis, Bars, Chart, Line, Marks, Spans
 from labkit.record.columns import ProfiledStep, RankState
 from labkit.record.events import OWNERS, PHASES
 from labkit.record.state import RunState
@@ -19,6 +21,7 @@ _PIXELS = 1500  # the resolution of the time axis: narrower stretches are merged
 _FEW = 4  # ranks with a predicted bar each
 WIDE = 10  # bars with a label of two lines each
 _NONE = "no profiled step yet"
+OWN = "your guess"
 
 
 def timeline(state: RunState, step: int | None = None) -> Chart:
@@ -148,7 +151,8 @@ def _overlap_in_words(found: Mapping[int, ProfiledStep]) -> str:
 
 def memory_by_owner(state: RunState) -> Chart:
     """The peak of each rank's profiled step, by owner; on CUDA, stacked on top, what the allocator caches and what else
-    is in use. A run with a prediction has the predicted peak of each rank before the measured one.
+    is in use. A run with a prediction has the predicted peak of each rank before the measured one; what the learner
+    predicted is a mark across them.
     """
     ranks = {rank.rank: rank for rank in _ranks(state) if rank.memory_step}
     measured = {number: rank.memory_step["at_peak"] for number, rank in ranks.items() if rank.memory_step}
@@ -178,7 +182,19 @@ def memory_by_owner(state: RunState) -> Chart:
     between = "\n" if len(stacks) <= WIDE else " "
     labels = tuple(f"rank {number}{between}{kind.strip()}" for number, kind, _ in stacks) if predicted else ()
     title, note = "Peak memory of a step, by owner", "; ".join(notes) if stacks else _NONE
-    return Chart("memory_by_owner", title, Axis("", categories=names, labels=labels), axis, bars=tuple(bars), note=note)
+    marks = guess_marks(state, "peak_mb", [number for number, *_ in stacks], unit)
+    x = Axis("", categories=names, labels=labels)
+    return Chart("memory_by_owner", title, x, axis, bars=tuple(bars), marks=marks, note=note)
+
+
+def guess_marks(state: RunState, name: str, ranks: Sequence[int], unit: float) -> tuple[Marks, ...]:
+    """What the learner predicted of the figure `name`, for the rank of each bar, on an axis whose unit has `unit` bytes
+    or seconds; nothing without such a prediction."""
+    if name not in state.guess or not ranks:
+        return ()
+    known, each = by_rank(state.guess[name], state.world_size), FIGURES[name].each / unit
+    values = tuple(known[rank] * each if rank in known else None for rank in ranks)
+    return (Marks(OWN, colours.GUESS, values),)
 
 
 def predicted_steps(state: RunState) -> dict[int, ProfiledStep]:

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from labkit.analysis.diagnose import Finding
+from labkit.analysis.guess import own_sentences, sentences
 from labkit.analysis.ledger import Entry
-from labkit.analysis.prediction import sentences
 from labkit.analysis.summary import summarise
 from labkit.common.text import escape, visible
 from labkit.common.units import size
@@ -111,9 +111,30 @@ def ranks_html(name: str, state: RunState) -> str:
 
 
 def outcome_html(state: RunState) -> str:
-    """How a run was predicted, and each miss, one sentence in a line; empty for a run without a prediction."""
-    said = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences(state))
-    return f'<div class="labkit-notes">{said}</div>' if said else ""
+    """The learner's predictions with their outcome, how the lab predicted the run, and each miss, one sentence in a
+    line; empty for a run without predictions."""
+    return _notes(sentences(state))
+
+
+def guess_html(state: RunState) -> str:
+    """The learner's predictions, with their outcome once the run is over, without reasons; empty without
+    predictions."""
+    return _notes(own_sentences(state, reasons=False))
+
+
+def _notes(said: Iterable[str]) -> str:
+    lines = "".join(f"<p>{escape(sentence)}</p>" for sentence in said)
+    return f'<div class="labkit-notes">{lines}</div>' if lines else ""
+
+
+_COLOURS = {"right": "#009E73", "wrong": "#D55E00", "empty": "#8C8C8C"}
+
+
+def marked_html(what: str, state: str, title: str, words: str) -> str:
+    """Feedback on an answer or a prediction, `what`: `state` is right, wrong or empty and selects the colour."""
+    style = f"border-left:4px solid {_COLOURS[state]};padding:4px 10px"
+    text = f"<b>{escape(title)}</b> {escape(words)}"
+    return f'<div role="status" class="labkit-{what} labkit-{state}" style="{style}">{text}</div>'
 
 
 def _ms(seconds: float | None) -> str | None:

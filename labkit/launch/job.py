@@ -24,6 +24,7 @@ from labkit.record.folder import RunFolder, runs_root
 from labkit.record.logs import LogTail
 from labkit.record.state import OVER
 from labkit.record.status import current, hidden_supervisor, is_abandoned, is_here, is_over, supervisor_of
+from labkit.record.types.guess import Guesses
 from labkit.record.types.prediction import Plan
 
 _ANSWER = 2.0  # seconds in which a responsive supervisor reports that it is stopping the run
@@ -55,15 +56,16 @@ class Job:
         source: str | None = None,
         stdin: int | None = None,
         prediction: Plan | None = None,
+        guess: Guesses | None = None,
     ) -> Job:
         """Starts a resolved Spec (see `Spec.on`) in a new folder and returns as soon as torchrun is starting.
 
         `source` is the text of a script that is not a file yet; it is written to the folder, whatever name
         `spec.script` has. `stdin` is a file descriptor that all ranks inherit as standard input, as under torchrun
-        (default: empty). `prediction` is stored with the run. Unless `detached`, the run ends with this process,
-        however that ends. It starts warm if possible, unless `cold`; the plan and the status record which it was, and
-        why the start was cold. Raises `LaunchError` or `OSError` if it cannot start; no files or processes are left in
-        that case.
+        (default: empty). `prediction` and `guess` are stored with the run. Unless `detached`, the run ends with this
+        process, however that ends. It starts warm if possible, unless `cold`; the plan and the status record which it
+        was, and why the start was cold. Raises `LaunchError` or `OSError` if it cannot start; no files or processes are
+        left in that case.
         """
         asked = time.time()
         if spec.strategy is not None and spec.strategy_row.needs.compiles and (problem := abandoned_lock()):
@@ -78,6 +80,8 @@ class Job:
             RunFolder.write_json(folder.spec, spec.to_json())
             if prediction is not None:
                 RunFolder.write_json(folder.prediction, prediction)
+            if guess is not None:
+                RunFolder.write_json(folder.guess, guess)
             if spec.script is None:
                 RunFolder.write_text(folder.script, write_script(spec))
             RunFolder.write_text(folder.command, command(spec) + "\n")

@@ -11,6 +11,7 @@ from labkit.record.files import read_below
 from labkit.record.plain import parse
 from labkit.record.schema import Record, record_of
 from labkit.record.types.documents import Capture, Launch, SpecFields, Status
+from labkit.record.types.guess import Guesses
 from labkit.record.types.prediction import Plan
 from labkit.record.types.summary import Summary
 
@@ -28,6 +29,7 @@ DOCUMENTS = {
     "status.json": Document(record_of(Status), 64 << 20),
     "launch.json": Document(record_of(Launch), 4 << 20),
     "plan.json": Document(record_of(Plan), 64 << 20),
+    "guess.json": Document(record_of(Guesses), 1 << 20),
     "capture.json": Document(record_of(Capture), 1 << 16),
     "summary.json": Document(record_of(Summary), 64 << 20),
 }

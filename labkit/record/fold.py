@@ -19,6 +19,7 @@ from labkit.record.stacks import MESSAGE_LIMIT, TEXT_LIMIT, clipped
 from labkit.record.steps import number
 from labkit.record.types import measured, observed, reported
 from labkit.record.types.documents import KnownStatus, SpecFields
+from labkit.record.types.guess import Guessed
 from labkit.record.types.prediction import Plan
 
 _TIMELINES = 20  # stored per rank
@@ -30,15 +31,14 @@ _REPLICA_STEPS = 50  # newest steps of which the figures of dp's replicas are st
 
 class Fold:
     """Everything that the events of a run say: its Spec, status and prediction, its ranks, metrics, reports and system
-    samples.
-
-    `broken` counts the lines and records that the readers of the events could not use.
+    samples. `guess` has what the learner predicted, by figure; `broken` counts what readers of events could not use.
     """
 
     def __init__(self) -> None:
         self.spec: SpecFields = {}
         self.status: KnownStatus = {}
         self.prediction: Plan | None = None
+        self.guess: dict[str, Guessed] = {}
         self.ranks: dict[int, RankState] = {}
         self.metrics: deque[dict[str, Any]] = deque(maxlen=_METRICS)
         self.reports: dict[int, dict[str, Any]] = {}
@@ -84,6 +84,9 @@ class Fold:
     def _on_prediction(self, event: Mapping[str, Any]) -> None:
         self.prediction = event["prediction"]
 
+    def _on_guess(self, event: Mapping[str, Any]) -> None:
+        self.guess = event["guess"]["figures"]
+
     def _on_status(self, event: Mapping[str, Any]) -> None:
         self.status = _with_short_texts(event["status"])
 
@@ -110,8 +113,7 @@ class Fold:
         rank = self._rank(event)
         rank.steps.append(event)
         rank.waiting = None
-        loss = event.get("loss")
-        if rank.not_finite is None and loss is not None and not math.isfinite(loss):
+        if rank.not_finite is None and not math.isfinite(event.get("loss") or 0.0):
             rank.not_finite = int(event["step"])
 
     def _on_steps(self, event: StepBlock) -> None:
@@ -120,8 +122,7 @@ class Fold:
         self.broken += broken
         if len(rank.steps) > before:
             rank.waiting = None
-        if rank.not_finite is None:
-            rank.not_finite = diverged
+        rank.not_finite = diverged if rank.not_finite is None else rank.not_finite
 
     def _on_optimizer(self, event: measured.Optimizer) -> None:
         rank, which = self._rank(event), event["optimizer"]
@@ -270,6 +271,7 @@ HANDLERS: dict[Any, Callable[[Fold, Any], None]] = {
     "spec": Fold._on_spec,
     "status": Fold._on_status,
     "prediction": Fold._on_prediction,
+    "guess": Fold._on_guess,
     "start": Fold._on_start,
     "startup": Fold._on_startup,
     "device": Fold._on_device,

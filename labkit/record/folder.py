@@ -177,9 +177,11 @@ class RunFolder(RunPaths):
         return cast(KnownStatus, self.read_json(self.status))
 
     def require_readable(self) -> None:
-        """Raises `Unreadable` if the Spec or the status is invalid, or if events or logs are not plain files."""
+        """Raises `Unreadable` if the Spec, the status or the learner's prediction is invalid, or if events or logs are
+        not plain files."""
         self.read_spec()
         self.read_status()
+        self.read_json(self.guess)
         ranks = self.event_files().values()
         for path in (self.events, self.logs, self.system, *ranks, *map(steps_path, ranks)):
             if os.path.lexists(path) and not is_plain(path):

@@ -69,6 +69,7 @@ class Follower:
         if "spec" not in self._known:
             changed |= self._apply_object("spec", self.folder.read_spec())
             changed |= self._apply_object("prediction", RunFolder.read_json(self.folder.prediction))
+            changed |= self._apply_object("guess", RunFolder.read_json(self.folder.guess))
         for rank, path in self.folder.event_files().items():
             if f"rank{rank}" not in self._readers:
                 self._readers[f"rank{rank}"] = self.folder.reader(path)

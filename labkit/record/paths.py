@@ -52,6 +52,11 @@ class RunPaths:
         return self.path / "plan.json"
 
     @property
+    def guess(self) -> Path:
+        """What the learner predicted before the run."""
+        return self.path / "guess.json"
+
+    @property
     def status(self) -> Path:
         """State, pids, exit codes, restarts: written only by the supervisor."""
         return self.path / "status.json"

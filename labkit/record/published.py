@@ -1,4 +1,5 @@
-"""The published JSON Schemas of events and of the summary, from the types that the reader checks.
+"""The published JSON Schemas of events, of the summary and of the learner's predictions, from the types that the
+reader checks.
 
 What JSON Schema cannot express is in a `$comment`: NaN and infinities, columns of equal length.
 """
@@ -9,7 +10,7 @@ from typing import Any
 
 from labkit.record import events, kinds
 from labkit.record.documents import DOCUMENTS
-from labkit.record.types import summary
+from labkit.record.types import guess, summary
 
 _HEAD = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -18,15 +19,16 @@ _HEAD = {
 
 
 def schemas() -> dict[str, Any]:
-    """By name, `events` (one line of an event file) and `summary`: `version` and `schema`.
+    """By name, `events` (one line of an event file), `summary` and `guess`: `version` and `schema`.
 
     The version is that of the field `v`. It grows when a field is removed or changes its meaning; new kinds and fields
     do not change it.
     """
-    figures = DOCUMENTS["summary.json"].shape.json_schema()
+    figures, guessed = (DOCUMENTS[f"{name}.json"].shape.json_schema() for name in ("summary", "guess"))
     return {
         "events": {"version": events.VERSION, "schema": _HEAD | {"title": "an event of a run"} | _of_events()},
         "summary": {"version": summary.VERSION, "schema": _HEAD | {"title": "the summary of a run"} | figures},
+        "guess": {"version": guess.VERSION, "schema": _HEAD | {"title": "what a learner predicted of a run"} | guessed},
     }
 
 

@@ -75,7 +75,7 @@ class Recording:
         self._looked = None
 
     def _begin(self) -> None:
-        """Folds in the Spec and the initial status, once."""
+        """Folds in the Spec, the predictions and the initial status, once."""
         if self._begun or self._last is None:
             return
         self._begun = True
@@ -83,6 +83,9 @@ class Recording:
             reader.broken for reader in self._readers
         )  # in the lines that the streams have read already
         self.state.apply({"kind": "spec", "spec": self.folder.read_spec()})
+        for kind, path in (("prediction", self.folder.prediction), ("guess", self.folder.guess)):
+            if found := RunFolder.read_json(path):
+                self.state.apply({"kind": kind, kind: found})
         self.state.apply({"kind": "status", "status": self._last | {"state": "running", "ended": None, "failures": {}}})
 
 

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from labkit.analysis.comparison import Row, document, recorded_elsewhere, rows
 from labkit.analysis.equivalence import Badge
+from labkit.analysis.guessable import SPEEDUP
 from labkit.common.arguments import check_seconds, shown
 from labkit.plan.fields import about
 from labkit.plan.spec import Spec, SpecError, check_fields
-from labkit.runs.handle import Run, run
+from labkit.runs.guesses import PENDING, Guess
+from labkit.runs.handle import Run, begin
 from labkit.runs.notebook import cell, in_notebook
 from labkit.runs.settling import settle
 from labkit.training.strategies import BASELINE, STRATEGIES
@@ -108,13 +110,17 @@ class Comparing:
         self._runs: list[Run] = []
         self._error: BaseException | None = None
         self._stopping = threading.Event()
+        self._guess: Guess | None = None
         self._badges: dict[str, Badge] = {}
         self._judging = threading.Lock()  # of `_badges`: each badge is computed once, whichever thread asks first
         self.shown_in: int | None = None  # the cell that displayed it last
         self._thread = threading.Thread(target=self._work, daemon=True, name="labkit compare")
 
     def start(self) -> Comparing:
-        """Starts the runs and returns at once."""
+        """Starts the runs and returns at once; takes the speed-up that the learner has predicted."""
+        self._guess = PENDING.get(SPEEDUP.name)
+        if self._guess is not None:
+            self._guess.compared_in(lambda: self.rows)
         self._thread.start()
         return self
 
@@ -190,11 +196,12 @@ class Comparing:
         return figure(found, recorded_elsewhere(found))
 
     def _work(self) -> None:
+        guess = self._guess
         try:
             for spec in self.specs:
                 if self._stopping.is_set():
                     return
-                started = run(spec, cold=self._cold)
+                started = begin(spec, cold=self._cold, guesses=guess.of(spec.strategy) if guess else [])
                 self._runs.append(started)
                 if self._stopping.is_set():  # stop() was called before this run was listed
                     started.stop()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ from labkit.record.folder import STREAMS, RunFolder
 from labkit.record.follow import Follower
 from labkit.record.logs import whole
 from labkit.record.state import OVER, RunState
+from labkit.runs.guesses import Guess, attach, document, pending
 from labkit.setup.progress import Reading
 
 if TYPE_CHECKING:
@@ -55,19 +57,30 @@ def run(
     name of a module. The run ends with this process, unless it is `detached`. `stdin` is a file descriptor that all
     ranks inherit as their standard input, as under torchrun (default: empty input). The first run of a session starts
     cold; then a warm server is started, which forks the ranks of later runs. A `cold` run is always started by
-    torchrun. Raises `SpecError` before anything is created, and `LaunchError` if the run cannot be started.
+    torchrun. What was predicted with `predict("peak_mb", 40)` is stored with the run. Raises `SpecError` before
+    anything is created, and `LaunchError` if the run cannot be started.
     """
     check_flag("detached", detached)
     check_flag("cold", cold)
-    job = start(settle(what, **fields), detached=detached, cold=cold, stdin=descriptor(stdin))
+    return begin(settle(what, **fields), detached=detached, cold=cold, stdin=descriptor(stdin))
+
+
+def begin(spec: Spec, *, cold: bool = False, **options: Any) -> Run:
+    """Starts a resolved Spec as `start` does, and then a warm server, unless `cold`."""
+    job = start(spec, cold=cold, **options)
     if not cold:
         prepare_after(job)
     return Run(job)
 
 
-def start(spec: Spec, **options: Any) -> Job:
-    """Starts a resolved Spec as `Job.start` does, with its prediction if there is one in the cache."""
-    return Job.start(spec, prediction=cached(spec) if spec.strategy else None, **options)
+def start(spec: Spec, *, guesses: Sequence[Guess] | None = None, **options: Any) -> Job:
+    """Starts a resolved Spec as `Job.start` does, with its prediction if there is one in the cache, and with the
+    learner's predictions (default: those that are pending)."""
+    guesses = pending(spec.processes) if guesses is None else guesses
+    prediction = cached(spec) if spec.strategy else None
+    job = Job.start(spec, prediction=prediction, guess=document(guesses), **options)
+    attach(guesses, job.folder)
+    return job
 
 
 def prepare_after(job: Job) -> None:

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 from labkit.analysis.metrics import throughput_of_median_steps
 from labkit.plan.spec import Spec, SpecError
-from labkit.runs.handle import run
+from labkit.runs.handle import begin
+from labkit.runs.settling import settle
 from labkit.setup.machine import Machine
 
 _STEPS = 20  # including the first, which is not counted
@@ -67,7 +68,8 @@ class Trials:
     def _summary(self, name: str) -> dict[str, Any] | None:
         spec = JOBS[name]
         try:
-            done = run(replace(spec, device=spec.device if spec.device != "auto" else self.device)).wait()
+            device = spec.device if spec.device != "auto" else self.device
+            done = begin(settle(replace(spec, device=device)), guesses=()).wait()
         except SpecError as error:
             self._failed[name] = str(error)
             return None

@@ -15,6 +15,7 @@ from typing import Any
 from labkit.common.arguments import check_type, shown
 from labkit.common.text import escape
 from labkit.course.exercises.book import Book
+from labkit.figures.tables import marked_html
 
 LABS = {
     "start": "00_start_here",
@@ -72,15 +73,11 @@ class Verdict:
         return f"{_MARKS[self.state]} {self.title}: {self.words}"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict[str, str], dict[str, Any]]:
-        mark, colour = _MARKS[self.state], _COLOURS[self.state]
-        style = f"border-left:4px solid {colour};padding:4px 10px"
-        text = f"<b>{mark} {escape(self.title)}</b> {escape(self.words)}"
-        html = f'<div role="status" class="labkit-verdict labkit-{self.state}" style="{style}">{text}</div>'
+        html = marked_html("verdict", self.state, f"{_MARKS[self.state]} {self.title}", self.words)
         return {"text/html": html, "text/plain": repr(self)}, {"labkit": {"exercise": self.name, "state": self.state}}
 
 
 _MARKS = {"right": "✓ right", "wrong": "✗ not yet", "empty": "○ not answered"}
-_COLOURS = {"right": "#009E73", "wrong": "#D55E00", "empty": "#8C8C8C"}
 
 
 def exercise(name: str) -> Exercise:

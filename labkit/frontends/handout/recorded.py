@@ -10,6 +10,7 @@ from labkit.plan.spec import Spec, SpecError
 from labkit.record.folder import RunFolder, runs_root
 from labkit.record.state import OVER
 from labkit.record.status import current
+from labkit.record.types.guess import Guesses
 
 _OF_A_MACHINE = ("device", "precision", "data_dir")  # fields that `Spec.on` sets for a machine
 
@@ -44,12 +45,24 @@ class RecordedRuns:
 
 
 def stand_in(folder: str) -> None:
-    """Makes every run started in this process a copy of a recorded one from `folder`."""
+    """Makes every run started in this process a copy of a recorded one from `folder`, with the predictions of the
+    lab that starts it."""
     recorded = RecordedRuns(Path(folder))
 
-    def start(cls: type[Job], spec: Spec, *, root: Path | None = None, source: str | None = None, **_: object) -> Job:
+    def start(
+        cls: type[Job],
+        spec: Spec,
+        *,
+        root: Path | None = None,
+        source: str | None = None,
+        guess: Guesses | None = None,
+        **_: object,
+    ) -> Job:
         found = recorded.take(spec, source)
-        return cls(found.copy((root or runs_root()) / found.name))
+        copied = found.copy((root or runs_root()) / found.name)
+        if guess is not None:
+            RunFolder.write_json(copied.guess, guess)
+        return cls(copied)
 
     Job.start = classmethod(start)
 

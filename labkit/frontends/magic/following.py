@@ -12,11 +12,11 @@ from labkit.analysis.diagnose import findings
 from labkit.common.units import ranks_in_words
 from labkit.frontends.magic.cell import Cell
 from labkit.frontends.magic.output import RankOutput, Shown, columns, table_html, table_text
-from labkit.launch.job import Job, LaunchError
+from labkit.launch.job import LaunchError
 from labkit.record.folder import STREAMS
 from labkit.record.logs import LogTail
 from labkit.record.state import RunState
-from labkit.runs.handle import Run, prepare_after
+from labkit.runs.handle import Run, begin
 
 KEPT = 400  # newest lines of one stream that are shown
 _REDRAW = 0.25  # seconds between two redraws
@@ -89,9 +89,7 @@ class CellRun:
     def _start(self) -> None:
         spec = self.cell.spec
         self._show(Shown(f"starting {_ranks(spec.nproc)}", "waiting", self._outputs(RunState())))
-        job = Job.start(replace(spec, hang_after=_HANG), source=self.cell.script)
-        prepare_after(job)
-        self.run = run = Run(job)
+        self.run = run = begin(replace(spec, hang_after=_HANG), source=self.cell.script)
         for rank in range(spec.nproc):
             for stream in STREAMS:
                 self._tails[rank, stream] = run.folder.log_tail(rank, stream, keep=KEPT)

@@ -1,5 +1,5 @@
-"""Above the charts of the Live tab until the first steps: the expected or predicted memory and traffic, then the
-start-up of each rank.
+"""Above the charts of the Live tab: until the first steps, the expected or predicted memory and traffic, then the
+start-up of each rank; afterwards, what the learner predicted.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from labkit.common.text import escape
 from labkit.common.units import counted, size
 from labkit.figures import rank_colour
 from labkit.figures.prediction import Prediction, table_html
+from labkit.figures.tables import guess_html
+from labkit.frontends.panel.guess import GuessFields
 from labkit.frontends.panel.predict import Predict
 from labkit.plan.spec import Spec
 from labkit.record.startup import is_starting, table
@@ -26,8 +28,8 @@ _DEBOUNCE = 0.15  # seconds without another change after which the formulas are 
 
 
 class Before:
-    """A strip above the charts, hidden once every rank has finished a step, and the button that predicts what is
-    `chosen`.
+    """A strip above the charts, the fields for the learner's prediction, and the button that predicts what is `chosen`.
+    Once every rank has finished a step, the strip has what the learner predicted, or is hidden.
 
     `plan` may be called on every change: only the last configuration is looked up and computed, in a thread.
     `on_prediction` is called in that thread, when the prediction of a Spec is shown.
@@ -37,6 +39,7 @@ class Before:
         self.widget = ipywidgets.HTML(layout={"display": "none"})
         self.widget.add_class("labkit-before")
         self.predict = Predict(chosen, self.plan, self._predicted)
+        self.guess = GuessFields()
         self._on_prediction = on_prediction
         self._lock = threading.Lock()
         self._newest = 0  # of the calls
@@ -65,15 +68,17 @@ class Before:
             if call != self._newest:
                 return
             self._show(html)
+            self.guess.show(spec is not None)
         if spec and known and not isinstance(known, str):
             self._on_prediction(spec, known)
 
     def draw(self, state: RunState) -> None:
-        """Shows the start-up of each rank until the first steps."""
+        """Shows the start-up of each rank until the first steps, then what the learner predicted."""
         with self._lock:
             self._newest += 1
             self._planned = None
-            self._show(startup_html(state) if is_starting(state) else "")
+            self._show(startup_html(state) if is_starting(state) else guess_html(state))
+            self.guess.show(False)
 
     def _show(self, html: str) -> None:
         if self.widget.value != html:

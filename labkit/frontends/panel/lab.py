@@ -275,6 +275,7 @@ class Lab:
     def _launch(self, spec: Spec) -> None:
         """Runs in a thread, so that the kernel stays responsive."""
         try:
+            self._view.guess.enter()
             job = start(spec, cold=self._cold)
         except Exception as error:
             self._view.say("failed to start", "bad")

@@ -79,8 +79,8 @@ class RunView:
         self.findings.add_class("labkit-findings")
         self.charts = Charts(lock=self._lock)
         self._before = Before(chosen, self._predicted)
-        self.predict = self._before.predict
-        self.live = ipywidgets.VBox([self.findings, self._before.widget, self.charts.widget])
+        self.predict, self.guess = self._before.predict, self._before.guess
+        self.live = ipywidgets.VBox([self.findings, self.guess.widget, self._before.widget, self.charts.widget])
         self.live.add_class("labkit-live")
         self.logs = Logs()
         self.timeline, self.memory = (Tab(lambda: self._folder, self._lock) for Tab in (TimelineTab, MemoryTab))
@@ -140,7 +140,8 @@ class RunView:
                 self._draw()
 
     def follow(self, job: Job) -> None:
-        """Shows a run until it is over."""
+        """Shows a run until it is over; it has stored what the learner entered."""
+        self.guess.clear()
         self._watch_it(job, Follower(job.folder), recorded=False)
 
     def ready(self, recording: Recording) -> None:

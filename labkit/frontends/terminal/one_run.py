@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from labkit.analysis.diagnose import Finding, findings
+from labkit.analysis.guess import sentences as predicted
 from labkit.analysis.ledger import ledger
 from labkit.analysis.metrics import (
     gil_wait,
@@ -21,7 +22,6 @@ from labkit.analysis.metrics import (
     step_seconds,
     throughput,
 )
-from labkit.analysis.prediction import sentences as predicted
 from labkit.common.text import visible_line, visible_log
 from labkit.common.units import sizes
 from labkit.figures.colours import rank_colour

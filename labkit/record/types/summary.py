@@ -88,6 +88,20 @@ class PredictionOutcome(TypedDict):
     step_reason: NotRequired[str]
 
 
+class GuessOutcome(TypedDict):
+    """A figure that the learner predicted, of one rank or of the whole run (`rank` null), in its unit: `guessed`,
+    `predicted` by the lab, and measured, see analysis/guess.py."""
+
+    figure: Name
+    unit: Name
+    rank: Rank | None
+    guessed: Amount
+    predicted: float | None
+    measured: float | None
+    error: float | None
+    reason: str
+
+
 class LedgerEntry(TypedDict):
     """An operation of the communication ledger: bytes sent per step over all ranks, measured and by theory."""
 
@@ -137,6 +151,7 @@ class Summary(TypedDict):
     replicas: Annotated[list[ReplicaFigures], Limits(most=1_000)]
     gil_wait: float | None
     prediction: NotRequired[Annotated[list[PredictionOutcome], Limits(most=RANKS)]]
+    guess: NotRequired[Annotated[list[GuessOutcome], Limits(most=100 * RANKS)]]
     ledger: Annotated[list[LedgerEntry], Limits(most=1_000)]
     findings: Annotated[list[FindingFigures], Limits(most=1_000)]
 

@@ -1,0 +1,141 @@
+"""The learner's own predictions: each waits in this session until the next run, which stores them in its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from labkit.analysis.comparison import Row, guess_sentence
+from labkit.analysis.guess import outcomes, sentences_about, statement
+from labkit.analysis.guessable import FIGURES, Figure
+from labkit.common.arguments import Number, check_choice, shown
+from labkit.common.text import visible
+from labkit.figures.tables import marked_html
+from labkit.plan.spec import SpecError
+from labkit.record.folder import RunFolder
+from labkit.record.follow import Follower
+from labkit.record.types.guess import VERSION, Guessed, Guesses
+from labkit.record.types.values import RANKS
+from labkit.training.strategies import BASELINE, STRATEGIES
+
+_MOST = {"%": 100.0}  # by unit
+_RANK = Number(int, 0, RANKS - 1)
+_MARKS = {"right": "✓ close", "wrong": "✗ missed", "empty": "○ open"}
+PENDING: dict[str, Guess] = {}  # by figure, for the next run
+
+
+class Guess:
+    """A predicted figure. It displays itself as a statement until its run is over, and then as the outcome."""
+
+    def __init__(self, figure: Figure, guessed: Guessed):
+        self.figure, self.guessed = figure, guessed
+        self._follower: Follower | None = None
+        self._rows: Callable[[], Sequence[Row]] | None = None
+
+    def compared_in(self, rows: Callable[[], Sequence[Row]]) -> None:
+        """Sets where the rows of the comparison are that the prediction is about."""
+        self._rows = rows
+        withdraw([self])
+
+    def of(self, strategy: str) -> list[Guess]:
+        """The same for one strategy of a comparison; empty if there is no value for it, and for the baseline."""
+        each = self.guessed.get(strategy) if isinstance(self.guessed, dict) else self.guessed
+        return [] if each is None or strategy == BASELINE.name else [Guess(self.figure, each)]
+
+    def belongs_to(self, folder: RunFolder) -> None:
+        """Sets the run that the prediction is stored with."""
+        self._follower = Follower(folder)
+
+    def outcome(self) -> tuple[str, str]:
+        """`empty`, `right` or `wrong`, and what to say about it now."""
+        said = f"You predict: {statement(self.figure, self.guessed)}."
+        if self._rows is not None:
+            return self._of_rows(self._rows(), said)
+        if self._follower is None:
+            if PENDING.get(self.figure.name) is self:
+                return "empty", f"{said} {'Compare' if self.figure.compared else 'Run'} it to see."
+            return "empty", f"{said} A later prediction has replaced this one."
+        self._follower.poll()
+        state = self._follower.state
+        if not state.over:
+            return "empty", f"{said} Display it again when {self._follower.folder.name} is over."
+        found = [one for one in outcomes(state) if one.figure == self.figure.name and one.measured is not None]
+        kind = ("wrong" if any(one.missed for one in found) else "right") if found else "empty"
+        return kind, " ".join(sentences_about(state, self.figure.name))
+
+    def _of_rows(self, rows: Sequence[Row], said: str) -> tuple[str, str]:
+        if not all(row.over for row in rows):
+            return "empty", f"{said} Display it again when the comparison is over."
+        known = [row for row in rows if guess_sentence(row)]
+        missed = any(self.figure.misses(row.guessed_speedup or 0.0, row.speedup or 0.0) for row in known)
+        words = " ".join(map(guess_sentence, known)) or f"{said} It was not measured."
+        return ("wrong" if missed else "right") if known else "empty", words
+
+    def __repr__(self) -> str:
+        kind, words = self.outcome()
+        return visible(f"{_MARKS[kind]} {words}")
+
+    def _repr_html_(self) -> str:
+        kind, words = self.outcome()
+        return marked_html("guess", kind, _MARKS[kind], words)
+
+
+def guess(name: Any, value: Any) -> Guess:
+    """The prediction of the figure `name` for the next run of this session: one value, or one per rank as a list or as
+    `{rank: value}`. Raises `ValueError`."""
+    figure = FIGURES[check_choice("figure", name, FIGURES)]
+    made = PENDING[figure.name] = Guess(figure, _checked(figure, value))
+    return made
+
+
+def _checked(figure: Figure, value: Any) -> Guessed:
+    bounds = Number(float, 0.0, _MOST.get(figure.unit, 1e15))
+    name = f"{figure.name} ({figure.unit})" if figure.unit else figure.name
+    if isinstance(value, (str, bytes)) or not isinstance(value, (Mapping, Sequence)):
+        return float(bounds.check(name, value))
+    if figure.compared and isinstance(value, Mapping):
+        named = ((check_choice(f"a strategy in {figure.name}", one, STRATEGIES), each) for one, each in value.items())
+        return {one: float(bounds.check(f"{name} of {one}", each)) for one, each in named}
+    if not figure.of_rank:
+        raise ValueError(f"{figure.name} is a figure of the whole run; give one value, got {shown(value)}")
+    if not value:
+        raise ValueError(f"{figure.name} must be one value, or one per rank, got {shown(value)}")
+    pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+    return {
+        str(_RANK.check(f"a rank of {figure.name}", rank)): float(bounds.check(f"{name} of rank {rank}", one))
+        for rank, one in pairs
+    }
+
+
+def pending(ranks: int) -> list[Guess]:
+    """What waits for a run of `ranks` ranks. Raises `SpecError` for a prediction of a rank that the run does not
+    have."""
+    found = [one for one in PENDING.values() if not one.figure.compared]
+    for one in found:
+        last = -1 if isinstance(one.guessed, (int, float)) else max(map(int, one.guessed))
+        if last >= ranks:
+            raise SpecError(
+                "predict",
+                f"{one.figure.name} was predicted for rank {last}, but the last rank of this run is rank {ranks - 1};"
+                f" call predict({one.figure.name!r}, …) again with the values of {ranks} ranks, or with one value",
+            )
+    return found
+
+
+def document(guesses: Sequence[Guess]) -> Guesses | None:
+    """What a run folder stores; None without predictions."""
+    return {"v": VERSION, "figures": {one.figure.name: one.guessed for one in guesses}} if guesses else None
+
+
+def attach(guesses: Sequence[Guess], folder: RunFolder) -> None:
+    """Notes that a run has stored these predictions: they no longer wait."""
+    for one in guesses:
+        one.belongs_to(folder)
+    withdraw(guesses)
+
+
+def withdraw(guesses: Sequence[Guess]) -> None:
+    """Removes these predictions from those that wait, unless a later one has replaced them."""
+    for one in guesses:
+        if PENDING.get(one.figure.name) is one:
+            del PENDING[one.figure.name]

@@ -1,0 +1,323 @@
+"""The learner's own predictions: the table of figures, what waits for the next run, the outcome, and hostile files."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import jsonschema
+import pytest
+from commands import called
+from conftest import warm_run
+from diagnosed import memory
+from fabricate import FakeRun, finished_folder
+from folded import fold, spec, status, step
+
+import labkit
+from labkit import Run, figures, predict
+from labkit.analysis.comparison import guess_sentence
+from labkit.analysis.comparison import sentences as comparison_sentences
+from labkit.analysis.guess import outcomes, own_sentences, sentences, statement
+from labkit.analysis.guessable import FIGURES, NEAR
+from labkit.analysis.summary import recorded_summary, summarise
+from labkit.common.units import significant
+from labkit.figures.profiled import OWN
+from labkit.figures.tables import guess_html, ranks_html
+from labkit.frontends.handout.recorded import stand_in
+from labkit.frontends.terminal import view
+from labkit.launch.job import Job
+from labkit.plan.spec import Spec, SpecError
+from labkit.prediction import predict as planning
+from labkit.record.documents import DOCUMENTS
+from labkit.record.folder import RunFolder
+from labkit.record.follow import Follower
+from labkit.record.published import schemas
+from labkit.record.replay import Recording
+from labkit.record.types.guess import VERSION
+from labkit.runs import guesses
+from labkit.runs.comparing import Comparing
+from labkit.runs.handle import start
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def nothing_pending():
+    guesses.PENDING.clear()
+    yield
+    guesses.PENDING.clear()
+
+
+def over(**guessed):
+    """A run of two ranks that is over, with these predictions: 150 bytes and more at the peak, 500 ms per step."""
+    steps = [step(rank, number) for number in (1, 2, 3) for rank in (0, 1)]
+    return fold(spec(), {"kind": "guess", "guess": {"figures": guessed}}, *steps, status("finished"))
+
+
+# ---- the table
+
+
+def test_every_figure_is_one_of_the_summary_of_the_same_run(runs):
+    """In its unit, and of every figure that this run has."""
+    fake = FakeRun(runs, steps=12)
+    fake.start()
+    fake.step(12)
+    for rank, writer in enumerate(fake.writers):
+        writer.write("memory", t=fake.newest, step=3, owners={"parameters": 4 * MIB, "activations": MIB})
+        writer.write("traffic", t=fake.newest, step=3, ops={"all_reduce": {"calls": 1, "bytes": 2, "sent": 3.0 * MIB}})
+        comm = [["all_reduce", 0.01, 0.02], ["all_reduce", 0.03, 0.04]]
+        spans = {"phases": [], "comm": comm, "marks": [], "busy": [], "exposed": {"backward": 0.005 + rank / 1000}}
+        writer.write("timeline", t=fake.newest, step=8, t0=fake.newest, seconds=0.05, **spans)
+    fake.writers[0].write("metric", t=fake.newest, name="accuracy", value=0.75)
+    fake.end()
+    fake.close()
+    RunFolder.write_json(fake.folder.guess, {"v": 1, "figures": dict.fromkeys(FIGURES, 1.0)})
+    follower = Follower(fake.folder)
+    follower.poll()
+    state = follower.state
+    figures_of, ranks = summarise(state), summarise(state)["ranks"]
+    found = {(one.figure, one.rank): one.measured for one in outcomes(state)}
+    for rank, one in enumerate(ranks):
+        assert found["peak_mb", rank] * MIB == one["peak_memory_bytes"]
+        assert found["parameters_mb", rank] * MIB == one["memory_bytes"]["parameters"]
+        assert found["activations_mb", rank] * MIB == one["memory_bytes"]["activations"]
+        assert found["gradients_mb", rank] is None and "gradients" not in one["memory_bytes"]
+        assert found["sent_mb", rank] * MIB == one["comm_bytes_per_step"]
+        assert found["step_ms", rank] / 1000 == pytest.approx(one["step_seconds_median"], abs=1e-6)
+        assert found["data_ms", rank] / 1000 == pytest.approx(one["phase_seconds"]["data"], abs=1e-6)
+        assert found["exposed_ms", rank] / 1000 == pytest.approx(one["communication"]["open_seconds"], abs=1e-6)
+        assert found["overlapped_percent", rank] / 100 == pytest.approx(one["communication"]["hidden"], abs=1e-3)
+    assert found["samples_per_second", None] == pytest.approx(figures_of["samples_per_second"], abs=1e-3)
+    assert found["steps", None] == figures_of["steps"]
+    assert found["loss", None] == pytest.approx(figures_of["loss"], abs=1e-6)
+    assert found["accuracy_percent", None] / 100 == figures_of["accuracy"]
+    assert {figure for figure, _ in found} == {name for name, figure in FIGURES.items() if not figure.compared}
+    recorded = json.loads(json.dumps(figures_of))
+    assert DOCUMENTS["summary.json"].shape.check(recorded)
+    assert {(one["figure"], one["rank"]): one["measured"] for one in recorded["guess"]} == found
+
+
+def test_numbers_have_three_significant_digits_and_no_zeros_at_the_end():
+    cases = (
+        (40, "40"),
+        (52.345, "52.3"),
+        (1234.5, "1,234"),
+        (0.0071349, "0.00713"),
+        (0, "0"),
+        (4.10, "4.1"),
+        (100, "100"),
+    )
+    for value, text in cases:
+        assert significant(value) == text
+    assert significant(math.nan) == "–"
+
+
+# ---- the outcome
+
+
+def test_a_miss_is_one_sentence_with_its_size_and_reason():
+    state = over(step_ms=400.0)
+    (said,) = own_sentences(state)
+    assert said.startswith("Step time: you predicted 400 ms per rank; it was 500 ms (−20 %). Median of each phase: ")
+    assert said.endswith("backward 200 ms, forward 100 ms, data 100 ms.")
+    (said,) = own_sentences(over(step_ms=500.0 * (1 + NEAR - 0.01)))
+    assert said == "Step time: you predicted 545 ms per rank; it was 500 ms (+9 %)."
+
+
+def test_ranks_with_different_predictions_have_a_sentence_each():
+    state = over(step_ms={"0": 250.0, "1": 505.0})
+    first, second = own_sentences(state)
+    assert "250 ms on rank 0; it was 500 ms (−50 %)" in first
+    assert second == "Step time: you predicted 505 ms on rank 1; it was 500 ms (+1 %)."
+    assert [one.missed for one in outcomes(state)] == [True, False]
+
+
+def test_many_predictions_are_not_all_put_into_words():
+    guessed = {str(rank): 100.0 + rank for rank in range(1_024)}
+    assert statement(FIGURES["step_ms"], guessed).endswith("107 ms on rank 7, …")
+    events = [one for rank in range(20) for one in (step(rank, 1), step(rank, 2))]
+    told = {"kind": "guess", "guess": {"figures": {"step_ms": guessed}}}
+    said = own_sentences(fold(spec(nproc=20), told, *events, status("finished")))
+    assert len(said) == 9 and said[-1] == "Step time: 12 more predictions are in the summary."
+
+
+def test_different_measurements_are_a_range_with_the_worst_rank():
+    measured = memory(0, 10 * MIB, activations=10 * MIB), memory(1, 20 * MIB, activations=15 * MIB, gradients=5 * MIB)
+    state = fold(spec(), {"kind": "guess", "guess": {"figures": {"peak_mb": 10.0}}}, *measured)
+    for rank, peak in ((0, 10), (1, 20)):
+        held = {"allocated": 100, "reserved": None, "peak": peak * MIB}
+        state.apply(step(rank, 1, memory=held))
+    assert own_sentences(state) == ["You predict: peak memory 10 MiB per rank."]
+    state.apply(status("finished"))
+    (said,) = own_sentences(state)
+    assert said == (
+        "Peak memory: you predicted 10 MiB per rank; it was 10 to 20 MiB (−50 % on rank 1). At the peak of a step:"
+        " activations 15.0 MiB, gradients 5.0 MiB."
+    )
+
+
+def test_percentages_differ_in_points_and_what_was_not_measured_is_said():
+    state = over(accuracy_percent=90.0, overlapped_percent=50.0)
+    state.apply({"kind": "metric", "t": 4.0, "rank": 0, "name": "accuracy", "value": 0.5})
+    overlapped, accuracy = own_sentences(state)
+    assert accuracy == "Accuracy: you predicted 90 %; it was 50 % (+40 points)."
+    assert overlapped == "Overlapped communication: you predicted 50 % per rank; it was not measured."
+    assert [one.missed for one in outcomes(state)] == [False, False, True]
+
+
+def test_the_prediction_of_the_lab_is_next_to_the_own_one():
+    state = over(sent_mb=8.0)
+    rank = {"like": 0, "peak_memory_bytes": None, "at_peak": {}, "phase_at_peak": "", "memory_bytes": {}}
+    ranks = [rank | {"rank": number, "comm_bytes_per_step": 4 * MIB} for number in (0, 1)]
+    plan = {"spec": state.spec, "method": "simulated", "ranks": ranks, "classes": []}
+    state.apply({"kind": "prediction", "prediction": plan})
+    for number in (0, 1):
+        ops = {"all_reduce": {"calls": 1, "bytes": 4 * MIB, "sent": 4.0 * MIB}}
+        state.apply({"kind": "traffic", "t": 3.0, "rank": number, "step": 3, "ops": ops})
+    assert own_sentences(state) == [
+        "Traffic per step: you predicted 8 MiB per rank; it was 4 MiB (+100 %); the lab predicted 4 MiB. Sent per step:"
+        " all_reduce 4.0 MiB."
+    ]
+    assert sentences(state)[1:] == ["The prediction was made by tracing the script without data (simulated)."]
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-300, 1e15])
+def test_extreme_predictions_are_valid_figures(value):
+    state = over(**dict.fromkeys(FIGURES, value))
+    assert len(own_sentences(state)) == len(FIGURES) - 1, "a speed-up needs a comparison"
+    assert DOCUMENTS["summary.json"].shape.check(json.loads(json.dumps(summarise(state))))
+
+
+def test_figures_of_another_version_and_ranks_that_do_not_exist_are_ignored():
+    state = over(peak_gb=4.0, loss={"0": 1.0}, step_ms={"7": 3.0})
+    assert outcomes(state) == () and own_sentences(state) == []
+    assert figures.chart("phases", state).marks[0].values == (None, None)
+
+
+# ---- charts and front ends
+
+
+def test_charts_have_a_mark_at_the_predicted_value():
+    state = over(step_ms={"1": 400.0}, peak_mb=3.0, loss=0.5, samples_per_second=20.0)
+    (marks,) = figures.chart("phases", state).marks
+    assert (marks.name, marks.values) == (OWN, (None, 400.0))
+    drawn = figures.svg("phases", state)
+    assert drawn.count(f"{OWN} 400") == 1
+    mark = figures.figure("phases", state).data[-1]
+    assert (mark.name, mark.x, mark.text) == (OWN, ("rank 1",), ("400 ms",))
+    assert mark.base[0] + mark.y[0] / 2 == pytest.approx(400, rel=1e-3)
+    assert not figures.chart("memory_by_owner", state).marks, "nothing is profiled yet"
+    state.apply(memory(0, 2 * MIB, activations=2 * MIB))
+    chart = figures.chart("memory_by_owner", state)
+    assert chart.marks[0].values == (3.0,) and chart.bar_height > 3.0
+    for name, level in (("loss", 0.5), ("throughput", 20.0)):
+        line = figures.chart(name, state).lines[-1]
+        assert (line.name, [*line.x], [*line.y]) == (OWN, [0.0, 10.0], [level, level])
+    assert not any(chart(over()).marks for chart in figures.CHARTS.values())
+
+
+def test_every_front_end_has_the_outcome(runs, capsys):
+    folder = finished_folder(runs, "ddp", 2, 0.05)
+    RunFolder.write_json(folder.guess, {"v": VERSION, "figures": {"step_ms": 100.0}})
+    said = "Step time: you predicted 100 ms per rank; it was 50 ms (+100 %)"
+    run = Run.attach(folder.path)
+    assert said in ranks_html(run.name, run.state)
+    assert said in guess_html(run.state)
+    assert called("show", folder.name, "--json") == 0
+    found = json.loads(capsys.readouterr().out)["guess"]
+    assert [one["measured"] for one in found] == pytest.approx([50.0, 50.0])
+    assert recorded_summary(folder)["guess"][0]["guessed"] == 100.0
+    from labkit.frontends.console import Console
+
+    Console(width=300).print(view(run.state, folder))
+    assert said in capsys.readouterr().out
+    recording = Recording(folder, speed=1e9)
+    recording.poll()
+    assert recording.state.guess == {"step_ms": 100.0}
+
+
+# ---- what waits for the next run
+
+
+def test_the_statement_becomes_the_outcome_once_the_run_is_over(runs):
+    one = predict("step_ms", 100)
+    assert repr(one) == "○ open You predict: step time 100 ms per rank. Run it to see."
+    again = predict("step_ms", [100, 30])
+    assert "A later prediction has replaced this one." in repr(one)
+    assert repr(again) == "○ open You predict: step time 100 ms on rank 0, 30 ms on rank 1. Run it to see."
+    fake = FakeRun(runs, steps=10)
+    fake.start()
+    guesses.attach(guesses.pending(2), fake.folder)
+    assert guesses.PENDING == {}
+    RunFolder.write_json(fake.folder.guess, guesses.document([again]))
+    assert repr(again).endswith(f"Display it again when {fake.folder.name} is over.")
+    fake.step(10)
+    fake.end()
+    fake.close()
+    assert repr(again).startswith("✗ missed Step time: you predicted 100 ms on rank 0; it was 50 ms (+100 %).")
+    assert 'class="labkit-guess labkit-wrong"' in again._repr_html_()
+
+
+def test_a_prediction_of_a_rank_that_the_run_lacks_is_refused_before_the_start(runs):
+    predict("peak_mb", [1, 2, 3])
+    with pytest.raises(SpecError, match="peak_mb was predicted for rank 2, but the last rank of this run is rank 1"):
+        start(Spec("ddp", nproc=2, device="cpu", workload="mlp"))
+    assert not runs.exists() or not list(runs.iterdir())
+    assert list(guesses.PENDING) == ["peak_mb"]
+
+
+def test_what_is_stored_follows_the_published_schema(runs):
+    predict("peak_mb", {1: 3})
+    predict("loss", 2)
+    stored = guesses.document(guesses.pending(2))
+    assert stored == {"v": VERSION, "figures": {"peak_mb": {"1": 3.0}, "loss": 2.0}}
+    jsonschema.validate(stored, schemas()["guess"]["schema"])
+    assert DOCUMENTS["guess.json"].shape.check(stored)
+    assert guesses.document([]) is None
+
+
+def test_a_run_has_guess_prediction_and_measurement(runs, warm_server, monkeypatch, tmp_path):
+    """A comparison takes a speed-up, and leaves other figures to the run that the learner starts."""
+    monkeypatch.setattr(planning, "user_cache", lambda: tmp_path)
+    warm_server()
+    own = predict("peak_mb", 1)
+    asked = Spec("ddp", workload="mlp", nproc=2, device="cpu", precision="fp32", batch_size=16, steps=10)
+    plan = planning.predict(asked)
+    faster = predict("speedup", {"ddp": 50})
+    assert repr(faster) == "○ open You predict: speed-up 50 × for ddp. Compare it to see."
+    alone = Spec("single", workload="mlp", nproc=1, device="cpu", precision="fp32", batch_size=32, steps=10)
+    compared = Comparing([alone, asked]).start().wait()
+    assert [one.state.guess for one in compared.runs] == [{}, {"speedup": 50.0}]
+    assert repr(faster).startswith("✗ missed DDP: you predicted a speed-up of 50 ×; it was ")
+    assert guess_sentence(compared.rows[1]) in comparison_sentences(compared.rows, {})
+    assert guess_sentence(compared.rows[0]) == "" and own_sentences(compared.runs[1].state) == []
+    state = warm_run(asked).state
+    assert (state.guess, guesses.PENDING) == ({"peak_mb": 1.0}, {})
+    found = outcomes(state)
+    assert [one.rank for one in found] == [0, 1]
+    for one in found:
+        assert one.predicted * MIB == plan["ranks"][one.rank]["peak_memory_bytes"]
+        assert one.measured == pytest.approx(one.predicted, rel=0.02)
+        assert one.missed and one.reason.startswith("at the peak of a step: ")
+    chart = figures.chart("memory_by_owner", state)
+    assert len(chart.x.categories) == 4 and chart.marks[0].values == (1.0,) * 4
+    assert repr(own).startswith("✗ missed Peak memory: you predicted 1 MiB per rank; it was ")
+    later = labkit.run(asked).wait()
+    assert later.state.guess == {}
+
+
+def test_a_handout_with_recorded_runs_judges_the_predictions_of_its_lab(runs, tmp_path, monkeypatch):
+    recorded = finished_folder(tmp_path, "ddp", 2, 0.05)
+    monkeypatch.setattr(Job, "start", Job.start)
+    stand_in(str(tmp_path))
+    own = predict("step_ms", 100)
+    start(Spec.from_json(RunFolder.read_json(recorded.spec)))
+    assert repr(own).startswith("✗ missed Step time: you predicted 100 ms per rank; it was 50 ms (+100 %).")
+    assert not recorded.guess.exists()
+
+
+def test_a_statement_names_the_value_of_each_rank():
+    assert statement(FIGURES["loss"], 0.5) == "loss 0.5"
+    assert (
+        statement(FIGURES["sent_mb"], {"0": 3.0, "1": 4.25}) == "traffic per step 3 MiB on rank 0, 4.25 MiB on rank 1"
+    )
