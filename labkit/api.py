@@ -9,9 +9,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from labkit.common.arguments import check_flag, check_type, shown
+from labkit.common.arguments import check_flag, check_type
 from labkit.figures.prediction import Prediction
-from labkit.plan.spec import Spec, SpecError
+from labkit.plan.spec import Spec
 from labkit.prediction.links import communication
 from labkit.prediction.predict import predict as plan_of
 from labkit.record.follow import Follower
@@ -33,15 +33,14 @@ def compare(strategies: Sequence[str] | str, *, cold: bool = False, **fields: An
 def predict(what: str | Spec, *, links: str | None = None, **fields: Any) -> Prediction:
     """The memory and traffic of every rank, predicted without running anything, and without a GPU.
 
-    `what` is a strategy's name or a `Spec`, `fields` are the Spec's other fields, as for `run`; any number of ranks is
-    possible. The generated script is traced in a separate process, which takes some seconds, or is found in the
-    cache. A run that is started later with the same Spec has the prediction in its charts. `links` adds the time of the
-    collectives without overlap: `here` if `labkit doctor --calibrate` has measured them, or a named machine, such as
-    `a100x8`. Raises `SpecError`, `ValueError` for an unknown machine, `LookupError` for links that are not known.
+    `what` is a strategy's name, the path of a script (it ends in `.py`) or a `Spec`, `fields` are the Spec's other
+    fields, as for `run`; any number of ranks is possible. The script, generated or your own, is traced in a separate
+    process, which takes some seconds, or is found in the cache. A run that is started later with the same Spec has the
+    prediction in its charts. `links` adds the time of the collectives without overlap: `here` if `labkit doctor
+    --calibrate` has measured them, or a named machine, such as `a100x8`. Raises `SpecError`, `TraceFailed` for a script
+    of your own that cannot be traced, `ValueError` for an unknown machine, `LookupError` for links that are not known.
     """
     spec = with_ranks(named(what, **fields))
-    if spec.strategy is None:
-        raise SpecError("script", f"only a strategy's script can be predicted, got {shown(spec.script)}")
     model = None if links is None else communication(links, "nccl" if spec.device == "cuda" else "gloo")
     return Prediction(plan_of(spec), model)
 

@@ -184,7 +184,8 @@ def test_command_prints_a_table_and_one_json_object(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["train.py"], "only a strategy's script can be predicted"),
+        (["nothing.py"], "has no script 'nothing.py'; give the path of a Python file"),
+        ([], "nothing to predict was given; name a strategy, the path of a script, or -m MODULE"),
         (["ddp", "--nproc", "2", "--links", "a100"], "device must be one of here, t4x2, a100x8, h100x8, got 'a100'"),
         (["pp", "--workload", "mlp", "--nproc", "4"], "too few for the 4 stages"),
     ],
@@ -206,8 +207,8 @@ def test_python_returns_a_table_that_escapes_and_a_figure():
     assert found.rows[0][-1] == f"{1000 * time.seconds:.3g} ms"
     assert "<table>" in found._repr_html_()
     assert [one.name for one in found.figure().data]
-    with pytest.raises(SpecError, match="only a strategy"):
-        labkit.predict("train.py")
+    with pytest.raises(SpecError, match=r"has no script 'nothing\.py'"):
+        labkit.predict("nothing.py")
 
 
 def test_outcomes_name_the_owners_of_a_miss_and_the_chart_has_both():

@@ -98,7 +98,8 @@ def _differs(predicted: float | None, measured: float) -> bool:
 def how_made(plan: Plan) -> str:
     """`by tracing the script without data` or `by formulas, because …`."""
     if plan["method"] == "simulated":
-        return "by tracing the script without data (simulated)"
+        early = plan.get("reason")
+        return "by tracing the script without data (simulated)" + (f"; {early}" if early else "")
     return f"by formulas, because {plan.get('reason', 'there is no trace')}"
 
 

@@ -13,6 +13,7 @@ from labkit.cli.shared import WIDE, Refused, console, find, say
 from labkit.frontends.console import Console
 from labkit.frontends.terminal import prediction_table
 from labkit.plan.spec import SpecError
+from labkit.prediction.tracer import TraceFailed
 from labkit.record.folder import RunFolder
 from labkit.runs.settling import with_ranks
 from labkit.setup.environment import CLONE
@@ -37,7 +38,7 @@ def predict(args: argparse.Namespace) -> int:
             found = prediction_of(args.specs[0], links=args.links)
         except SpecError:
             raise
-        except (ValueError, LookupError) as error:
+        except (ValueError, LookupError, TraceFailed) as error:
             raise Refused(str(error)) from None
     if args.json:
         print(json.dumps(found.to_json()))

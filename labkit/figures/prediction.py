@@ -58,7 +58,8 @@ class Prediction:
     def title(self) -> str:
         """What was predicted, and how."""
         spec, ranks = self.plan["spec"], counted(len(self.plan["ranks"]), "rank")
-        return f"{spec.get('strategy')} · {spec.get('workload')} on {ranks}: predicted {how_made(self.plan)}{self._on}"
+        what = spec.get("script") or f"{spec.get('strategy')} · {spec.get('workload')}"
+        return f"{what} on {ranks}: predicted {how_made(self.plan)}{self._on}"
 
     @property
     def rows(self) -> list[tuple[str, ...]]:

@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 from labkit.common.text import visible_line
@@ -23,6 +24,7 @@ from labkit.plan.script import write_script
 from labkit.plan.spec import Spec
 
 PATIENCE = 300.0  # seconds for a request
+_LIMIT = 120  # seconds for the first steps of a script of the user's own
 _MESSAGE = 300  # characters of an error
 _BLOCK = 1 << 20  # bytes
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -34,18 +36,12 @@ class TraceFailed(RuntimeError):
 
 def traced(spec: Spec, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
     """The traces of some ranks of a Spec with a known number of ranks, by rank. Raises `TraceFailed`."""
-    request = {
-        "source": write_script(spec, in_place=False),
-        "path": "train.py",
-        "ranks": spec.processes,
-        "grouped": spec.strategy_row.process_group,
-        "traced": [*ranks],
-        "sample": spec.data_row.input_shape(spec.options),
-        "split": _split_outputs(spec),
-    }
+    request = {"ranks": spec.processes, "traced": [*ranks], **(_generated(spec) if spec.strategy else _own(spec))}
     found, failed = {}, ""
     for result in TRACER.answers(request):
-        if "error" in result:
+        if "reason" in result:
+            failed = failed or f"rank {result['rank']}: {_short(result['reason'])}"
+        elif "error" in result:
             where = f" ({result['where']})" if result["where"] else ""
             failed = failed or f"the trace of rank {result['rank']} ended with {_short(result['error'])}{where}"
         else:
@@ -53,6 +49,27 @@ def traced(spec: Spec, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
     if failed:
         raise TraceFailed(failed)
     return found
+
+
+def _generated(spec: Spec) -> dict[str, Any]:
+    return {
+        "source": write_script(spec, in_place=False),
+        "path": "train.py",
+        "grouped": spec.strategy_row.process_group,
+        "sample": spec.data_row.input_shape(spec.options),
+        "split": _split_outputs(spec),
+    }
+
+
+def _own(spec: Spec) -> dict[str, Any]:
+    """The user's script, as torchrun would start it here and now."""
+    return {
+        "arguments": [*(["-m"] if spec.as_module else []), spec.script, *spec.args],
+        "folder": str(Path.cwd()),
+        "environment": _environment(os.environ),
+        "gpus": spec.device == "cuda",
+        "limit": _LIMIT,
+    }
 
 
 def _split_outputs(spec: Spec) -> list[tuple[int, int] | None]:

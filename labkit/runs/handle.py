@@ -67,7 +67,7 @@ def run(
 
 def start(spec: Spec, **options: Any) -> Job:
     """Starts a resolved Spec as `Job.start` does, with its prediction if there is one in the cache."""
-    return Job.start(spec, prediction=cached(spec) if spec.strategy else None, **options)
+    return Job.start(spec, prediction=cached(spec), **options)
 
 
 def prepare_after(job: Job) -> None:

@@ -1,7 +1,8 @@
 """Reads requests, one JSON object per line, from standard input until it is closed, or has been silent for `_IDLE`
 seconds; traces the ranks of each, every one in a separate process, and prints the results.
 
-Each line of the output is an object, {"rank", "trace"} or {"rank", "error", "where"}, or null after the last of a
+Each line of the output is an object, {"rank", "trace"}, {"rank", "error", "where"} or, for a script of the user's own,
+{"rank", "reason"}, or null after the last of a
 request.
 """
 
@@ -23,7 +24,8 @@ import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.tensor.parallel
 
-from labkit.prediction.tracing.rank import trace
+from labkit.prediction.tracing import own_script
+from labkit.prediction.tracing import rank as generated
 from labkit.probe.lifetime import end_with_parent, identity
 
 _IDLE = 300.0
@@ -55,12 +57,21 @@ def results(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _work(request: dict[str, Any], rank: int, connection: Connection, parent: str) -> None:
     end_with_parent(parent)
     warnings.simplefilter("ignore")
+    trace = own_script.trace if "arguments" in request else generated.trace
     try:
         result = {"rank": rank, "trace": trace(request, rank)}
+    except own_script.Untraceable as error:
+        result = {"rank": rank, "reason": str(error)}
     except Exception as error:
-        result = {"rank": rank, "error": f"{type(error).__name__}: {error}", "where": _where(error, request["path"])}
+        result = {
+            "rank": rank,
+            "error": f"{type(error).__name__}: {error}",
+            "where": _where(error, request.get("path", "")),
+        }
         traceback.print_exc()
     connection.send(result)
+    sys.stderr.flush()
+    os._exit(0)  # whatever threads and exit handlers a script has
 
 
 def _where(error: BaseException, path: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,9 +89,10 @@ def temporaries(kernels: Iterable[Kernel]) -> dict[str, int]:
         if kernel.key not in scopes and kernel.bytes <= MOST:
             scope = scopes[kernel.key] = f"{_SCOPE}{len(scopes)}"
             args, kwargs = kernel.arguments()
-            with record_function(scope):
-                result = kernel.function(*args, **kwargs)  # released after the scope
-            del result
+            results = []  # released after the scope
+            with record_function(scope), suppress(RuntimeError):  # the CPU may lack a kernel for types of a GPU
+                results.append(kernel.function(*args, **kwargs))
+            results.clear()
     profiler.stop()
     level.restore()
     changes = dict(_changes(taken(profiler)))

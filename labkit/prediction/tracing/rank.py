@@ -74,12 +74,24 @@ def _traced(script: Any, device: torch.device, data: TensorDataset, tape: Tape) 
         spans = phases.spans()
         del inputs, targets
     tape.keeps_kernels = False
+    owned, owners = _owned(tape, phases)
+    return reported(tape, spans, before, owned, owners)
+
+
+def reported(
+    tape: Tape,
+    spans: list[tuple[str, int, int]],
+    before: dict[int, tuple[str, int]],
+    owned: dict[int, tuple[str, int]],
+    owners: dict[str, int],
+) -> dict[str, Any]:
+    """The trace of the step on the tape: `spans` are its phases, `before` has owner and bytes by address of what was
+    allocated at its beginning, `owned` the same of what outlives it, and `owners` the bytes of each owner."""
     with _disable_current_modes():
         sizes = temporaries(kernel for _, kernel in tape.kernels)
     for time, kernel in tape.kernels:
         if sizes.get(kernel.key):
             tape.needs(time, sizes[kernel.key])
-    owned, owners = _owned(tape, phases)
     after = {address: "other" for address in tape.allocated if address in before}  # what the script keeps
     after |= {address: owner for address, (owner, _) in owned.items()}
     fields = curve(tape.allocations, spans, before, after, {}, 0)
