@@ -24,7 +24,7 @@ import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.tensor.parallel
 
-from labkit.prediction.tracing import own_script
+from labkit.prediction.tracing import own_script, torch_private
 from labkit.prediction.tracing import rank as generated
 from labkit.probe.lifetime import end_with_parent, identity
 
@@ -59,6 +59,7 @@ def _work(request: dict[str, Any], rank: int, connection: Connection, parent: st
     warnings.simplefilter("ignore")
     trace = own_script.trace if "arguments" in request else generated.trace
     try:
+        torch_private.check()
         result = {"rank": rank, "trace": trace(request, rank)}
     except own_script.Untraceable as error:
         result = {"rank": rank, "reason": str(error)}

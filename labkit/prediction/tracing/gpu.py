@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.overrides import TorchFunctionMode
-from torch.utils._device import DeviceContext
+
+from labkit.prediction.tracing.torch_private import DEVICE_CONTEXT
 
 TRACED = torch.device("cpu")
 _SAME = (torch.Tensor.cuda, torch.Tensor.pin_memory)
@@ -53,7 +54,7 @@ def without_gpus(asked: bool, ranks: int) -> None:
         setattr(torch.cuda, name, lambda *_, **__: 0)
     torch.cuda.device = lambda *_: contextlib.nullcontext()
     torch.nn.Module.cuda = lambda module, device=None: module
-    _with(DeviceContext)
+    _with(DEVICE_CONTEXT.get())
     _with(torch.autocast)
     _with(torch.amp.GradScaler)
     if asked:

@@ -15,13 +15,15 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils._pytree import tree_iter, tree_map_only
 
+from labkit.prediction.tracing.torch_private import SCHEMA, TREE_ITER, TREE_MAP
 from labkit.probe.kineto import LogLevel, taken
 from labkit.probe.torch_private import EVENT_TYPE, KINETO_TREE
 
 MOST = 64 << 20
 _SCOPE = "labkit kernel "
+
+tree_iter, tree_map_only = TREE_ITER.get(), TREE_MAP.get()
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Kernel:
     @classmethod
     def of(cls, function: Any, args: Any, kwargs: Any) -> Kernel | None:
         """The kernel of a call; None for a view, a collective, or a plain allocation."""
-        schema = function._schema
+        schema = SCHEMA.of(function)
         if schema.name.startswith(("c10d::", "_c10d_functional::", "prim::", "aten::empty")):
             return None
         if any(argument.alias_info and not argument.alias_info.is_write for argument in schema.arguments):

@@ -17,12 +17,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
 
 from labkit.common.text import visible_line
 from labkit.prediction.tracing import world
@@ -32,6 +26,7 @@ from labkit.prediction.tracing.guard import Refusals, Refused
 from labkit.prediction.tracing.rank import reported
 from labkit.prediction.tracing.replicas import Replica
 from labkit.prediction.tracing.tape import Tape, TapeCensus, scoped
+from labkit.prediction.tracing.torch_private import FAKE_MODE, NO_KERNEL, NO_SHAPE, NO_VALUES
 from labkit.probe.clocks import CpuClock
 from labkit.probe.hooks import watch_steps
 from labkit.probe.journal import Guard, Journal
@@ -83,7 +78,7 @@ def trace(request: dict[str, Any], rank: int) -> dict[str, Any]:
     signal.signal(signal.SIGALRM, _is_late)
     signal.alarm(request["limit"])
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), OnTracedDevice(), tape:
+        with FAKE_MODE.get()(allow_non_fake_inputs=True), OnTracedDevice(), tape:
             _run(request["arguments"])
             watch.script_ends(0.0)
         ended, fix = "the script ended", "a trace needs one"
@@ -131,7 +126,7 @@ class Steps:
         self._tape, self._watch, self._on_gpu = tape, watch, on_gpu
         self._before: dict[int, tuple[str, int]] | None = {}
         self._newest: tuple[Any, ...] = ()
-        watch._use(TapeClock(tape))
+        watch.use(TapeClock(tape))
 
     def step_ends(self, step: int, phases: list[tuple[str, int, int]], clock: Any) -> bool:
         """A step has ended; the next one begins."""
@@ -213,12 +208,12 @@ def _why(error: Exception) -> tuple[str, str]:
     where = _line(error)
     if isinstance(error, Refused):
         return f"{where} {error}, which a trace refuses,", error.fix
-    if isinstance(error, UnsupportedOperatorException):
+    if isinstance(error, NO_KERNEL.get()):
         return (
             f"{where} uses {error.func}, of which torch knows no shapes,",
             "register them with torch.library.register_fake",
         )
-    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+    if isinstance(error, (NO_VALUES.get(), NO_SHAPE.get())):
         return (
             f"{where} needs the values of a tensor ({error.func}), which has none in a trace,",
             "compute this from shapes",

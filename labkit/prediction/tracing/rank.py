@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import TensorDataset
 
 from labkit.prediction.tracing import world
@@ -17,6 +15,7 @@ from labkit.prediction.tracing.kernels import temporaries
 from labkit.prediction.tracing.phases import Phases
 from labkit.prediction.tracing.replicas import Replica
 from labkit.prediction.tracing.tape import Tape, TapeCensus, scoped
+from labkit.prediction.tracing.torch_private import FAKE_MODE, WITHOUT_MODES
 from labkit.probe.memory import states_of
 from labkit.probe.timeline import curve
 
@@ -37,7 +36,7 @@ def trace(request: dict[str, Any], rank: int) -> dict[str, Any]:
     device = torch.device("cpu")
     if request["grouped"]:
         dist.init_process_group()
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FAKE_MODE.get()(allow_non_fake_inputs=True):
         data = _data(script, request["sample"], script.BATCH_PER_RANK * getattr(script, "RANKS", 1))
         if hasattr(script, "STAGES"):
             micro_batch = data.tensors[0][: script.BATCH_PER_RANK // script.MICRO_BATCHES]
@@ -87,7 +86,7 @@ def reported(
 ) -> dict[str, Any]:
     """The trace of the step on the tape: `spans` are its phases, `before` has owner and bytes by address of what was
     allocated at its beginning, `owned` the same of what outlives it, and `owners` the bytes of each owner."""
-    with _disable_current_modes():
+    with WITHOUT_MODES.get()():
         sizes = temporaries(kernel for _, kernel in tape.kernels)
     for time, kernel in tape.kernels:
         if sizes.get(kernel.key):
