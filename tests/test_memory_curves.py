@@ -106,6 +106,16 @@ def test_an_address_known_before_is_not_counted_twice_where_its_allocation_was_s
     assert [at_ms(made, moment) for moment in (19, 20)] == [{"gradients": 30}, {}]
 
 
+def test_an_unseen_release_is_early_only_of_what_a_collective_allocated():
+    comm = [["all_gather", 5 * MS, 6 * MS, 64, "", [0, 1], 1]]
+    moves = [taken(3, 1, 64, "aten::empty", "_c10d_functional::all_gather"), taken(4, 2, 32, "aten::layer_norm")]
+    moves += [taken(15, 1, 8), taken(16, 2, 8), taken(17, 1, -8), taken(17, 2, -8)]
+    made = curve(moves, PHASES, {}, {}, {}, 0, comm)
+    assert at_ms(made, 5.5) == {"communication": 64, "activations": 32}
+    assert at_ms(made, 6) == {"activations": 32}
+    assert at_ms(made, 16) == {"other": 16}
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_columns_are_whole_and_the_peak_is_their_highest_sum(seed):
     chance, moves, open_ = random.Random(seed), [], {}

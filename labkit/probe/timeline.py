@@ -200,9 +200,9 @@ def curve(
     its end, `constant` the bytes without a known address, by owner. `freed` is the time at which gradients of the
     previous step are freed, which the CPU allocator does not report. An address that is allocated again was freed
     before, even if no profiled thread did so. gloo's threads are not profiled: memory of the size of a collective in
-    `comm`, or of a rank's share of it, which has not been freed and is not `alive` at the end, was freed when the next
-    collective was complete. Memory allocated in a forward and freed in a later phase is activations; memory allocated
-    by a collective is its buffers.
+    `comm`, or of a rank's share of it, which has not been freed and is not `alive` at the end, was freed by then; if a
+    collective allocated it, when the next collective was complete. Memory allocated in a forward and freed in a later
+    phase is activations; memory allocated by a collective is its buffers.
     """
     begin, end = phases[0][1], phases[-1][2]
     starts = [start for _, start, _ in phases]
@@ -216,9 +216,9 @@ def curve(
     def give_back(address: int, time: int, seen: bool) -> None:
         """Memory is free at a time; if its release was not `seen`, it may have been free before."""
         taken = open_.pop(address)
-        if not seen and taken.size in sizes:
-            time = min(time, next((stop for _, start, stop, *_ in comm if start >= taken.time), time))
         owner = _owner_of(taken, phases, starts, time)
+        if not seen and owner == "communication" and taken.size in sizes:
+            time = min(time, next((stop for _, start, stop, *_ in comm if start >= taken.time), time))
         changes.extend(((taken.time, owner, taken.size), (time, owner, -taken.size)))
 
     for one in sorted((each for each in allocations if begin <= each.time <= end), key=lambda each: each.time):
