@@ -106,14 +106,16 @@ def test_an_address_known_before_is_not_counted_twice_where_its_allocation_was_s
     assert [at_ms(made, moment) for moment in (19, 20)] == [{"gradients": 30}, {}]
 
 
-def test_an_unseen_release_is_early_only_of_what_a_collective_allocated():
+def test_an_unseen_release_is_early_only_of_what_nothing_computed():
     comm = [["all_gather", 5 * MS, 6 * MS, 64, "", [0, 1], 1]]
     moves = [taken(3, 1, 64, "aten::empty", "_c10d_functional::all_gather"), taken(4, 2, 32, "aten::layer_norm")]
-    moves += [taken(15, 1, 8), taken(16, 2, 8), taken(17, 1, -8), taken(17, 2, -8)]
+    moves += [taken(4, 3, 32, "aten::empty_like", "aten::clone", "AllGather")]
+    for address in (1, 2, 3):
+        moves += [taken(15, address, 8), taken(17, address, -8)]
     made = curve(moves, PHASES, {}, {}, {}, 0, comm)
-    assert at_ms(made, 5.5) == {"communication": 64, "activations": 32}
+    assert at_ms(made, 5.5) == {"communication": 64, "activations": 32, "other": 32}
     assert at_ms(made, 6) == {"activations": 32}
-    assert at_ms(made, 16) == {"other": 16}
+    assert at_ms(made, 16) == {"other": 24}
 
 
 @pytest.mark.parametrize("seed", range(10))

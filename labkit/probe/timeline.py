@@ -25,6 +25,7 @@ _GATHERED = (
     *("FSDP::all_gather_copy_out", "FSDP::pre_unshard"),
     *("FullyShardedDataParallel._pre_forward", "FullyShardedDataParallel._pre_backward"),
 )
+_COPYING = ("aten::empty", "aten::clone", "aten::contiguous")
 _SENDING = (*_CALLS, "FSDP::", "FullyShardedDataParallel._post_backward")
 
 Span = tuple[int, int]  # from, to
@@ -200,15 +201,13 @@ def curve(
     its end, `constant` the bytes without a known address, by owner. `freed` is the time at which gradients of the
     previous step are freed, which the CPU allocator does not report. An address that is allocated again was freed
     before, even if no profiled thread did so. gloo's threads are not profiled: memory of the size of a collective in
-    `comm`, or of a rank's share of it, which has not been freed and is not `alive` at the end, was freed by then; if a
-    collective allocated it, when the next collective was complete. Memory allocated in a forward and freed in a later
-    phase is activations; memory allocated by a collective is its buffers.
+    `comm`, or of a rank's share of it, which has not been freed and is not `alive` at the end, was freed by then; when
+    the next collective was complete, unless an operation computed it. Memory allocated in a forward and freed in a
+    later phase is activations; memory allocated by a collective is its buffers.
     """
     begin, end = phases[0][1], phases[-1][2]
     starts = [start for _, start, _ in phases]
-    changes = [(begin, owner, size) for owner, size in constant.items()] + [
-        (begin, owner, size) for owner, size in before.values()
-    ]
+    changes = [(begin, owner, size) for owner, size in (*constant.items(), *before.values())]
     gone: dict[int, int] = {}
     open_: dict[int, Allocation] = {}
     sizes = {size // parts for _, _, _, size, _, ranks, _ in comm if size for parts in (1, len(ranks or (0,)))}
@@ -216,9 +215,10 @@ def curve(
     def give_back(address: int, time: int, seen: bool) -> None:
         """Memory is free at a time; if its release was not `seen`, it may have been free before."""
         taken = open_.pop(address)
-        owner = _owner_of(taken, phases, starts, time)
-        if not seen and owner == "communication" and taken.size in sizes:
+        computed = not _is_copied(taken) and _owner_of(taken, phases, starts, time) != "communication"
+        if not (seen or computed) and taken.size in sizes:
             time = min(time, next((stop for _, start, stop, *_ in comm if start >= taken.time), time))
+        owner = _owner_of(taken, phases, starts, time)
         changes.extend(((taken.time, owner, taken.size), (time, owner, -taken.size)))
 
     for one in sorted((each for each in allocations if begin <= each.time <= end), key=lambda each: each.time):
@@ -240,6 +240,11 @@ def curve(
         for address, taken in open_.items()
     ]
     return _columns(sorted(changes, key=lambda change: change[0]), phases)
+
+
+def _is_copied(taken: Allocation) -> bool:
+    """Whether no operation has computed what is in the memory."""
+    return all(name.startswith(_COPYING) for name in taken.inside if name.startswith("aten::"))
 
 
 def _owner_of(
