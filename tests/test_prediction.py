@@ -240,6 +240,17 @@ def test_what_threads_allocate_is_not_compared():
     extra = {"outputs": 0, "gradients": 0}
     state.apply({"kind": "replica", "rank": 0, "t": 2.0, "step": 3, "replicas": [replica], "extra": extra})
     assert outcomes(state)[0].peak_measured is None
+    assert "not compared: the threads of the replicas allocate memory" in sentences(state)[1]
+
+
+def test_what_gloos_threads_allocate_is_not_compared():
+    for method, compared in (("fp16", True), ("powersgd", False)):
+        plan = predict(spec_of("ddp")) | {"spec": spec_of("ddp", options={"compression": method}).to_json()}
+        state = Prediction(plan).state
+        curve = {"t0": 0.0, "seconds": 1.0, "phases": [], "times": [0.0], "owners": {}, "peak": 5, "at_peak": {}}
+        state.apply({"kind": "memory_step", "rank": 0, "t": 1.0, "step": 3, **curve})
+        assert (outcomes(state)[0].peak_measured == 5) == compared
+        assert ("not compared: PowerSGD's callbacks" in " ".join(sentences(state))) == (not compared)
 
 
 def test_ranges_are_short():

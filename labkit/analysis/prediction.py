@@ -37,15 +37,22 @@ class Outcome:
 
 @per_revision
 def outcomes(state: RunState) -> tuple[Outcome, ...]:
-    """The outcome of each rank; empty for a run without a prediction. A CPU rank with replicas in threads has no
-    measured peak, because torch's profiler does not record what they allocate."""
+    """The outcome of each rank; empty for a run without a prediction. Ranks whose peak is `unmeasured` have none."""
     ranks = state.prediction["ranks"] if state.prediction else ()
-    return tuple(_outcome(one, state.ranks.get(one["rank"]), bool(state.in_threads)) for one in ranks)
+    hidden = bool(unmeasured(state))
+    return tuple(_outcome(one, state.ranks.get(one["rank"]), hidden) for one in ranks)
 
 
-def _outcome(predicted: PredictedRank, rank: RankState | None, in_threads: bool) -> Outcome:
+def unmeasured(state: RunState) -> str:
+    """Why the measured peaks of a run are not complete, so that they are not compared; empty if they are."""
+    if state.in_threads and any(rank.device.startswith("cpu") for rank in state.ranks.values()):
+        return "the threads of the replicas allocate memory, which torch's profiler does not record"
+    return state.asked.strategy_row.unmeasured(state.asked.request) if state.asked else ""
+
+
+def _outcome(predicted: PredictedRank, rank: RankState | None, hidden: bool) -> Outcome:
     step, traffic = (rank.memory_step, rank.traffic) if rank else (None, None)
-    if rank and in_threads and rank.device.startswith("cpu"):
+    if hidden:
         step = None
     peak, measured = predicted["peak_memory_bytes"], step["peak"] if step else None
     error = peak / measured - 1 if peak is not None and measured else None
@@ -74,9 +81,12 @@ def sentences(state: RunState) -> list[str]:
         return []
     found = outcomes(state)
     errors = [abs(one.error) for one in found if one.error is not None]
+    why = unmeasured(state)
     said = [f"The prediction was made {how_made(state.prediction)}."]
     if errors:
         said = [f"Peak memory was predicted {how_made(state.prediction)}, with an error of at most {max(errors):.2%}."]
+    elif why:
+        said.append(f"Peak memory is not compared: {why}.")
     said += [
         f"Rank {one.rank}: predicted {size(one.peak_predicted)}, measured {size(one.peak_measured)}; {one.reason}."
         for one in found
