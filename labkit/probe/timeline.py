@@ -25,7 +25,6 @@ _GATHERED = (
     *("FSDP::all_gather_copy_out", "FSDP::pre_unshard"),
     *("FullyShardedDataParallel._pre_forward", "FullyShardedDataParallel._pre_backward"),
 )
-_COPYING = ("aten::empty", "aten::clone", "aten::contiguous")
 _SENDING = (*_CALLS, "FSDP::", "FullyShardedDataParallel._post_backward")
 
 Span = tuple[int, int]  # from, to
@@ -201,9 +200,10 @@ def curve(
     its end, `constant` the bytes without a known address, by owner. `freed` is the time at which gradients of the
     previous step are freed, which the CPU allocator does not report. An address that is allocated again was freed
     before, even if no profiled thread did so. gloo's threads are not profiled: memory of the size of a collective in
-    `comm`, or of a rank's share of it, which has not been freed and is not `alive` at the end, was freed by then; when
-    the next collective was complete, unless an operation computed it. Memory allocated in a forward and freed in a
-    later phase is activations; memory allocated by a collective is its buffers.
+    `comm`, or of a rank's share of it, which has not been freed and is not `alive` at the end, was freed by then. It
+    was free when the next collective was complete, unless such memory of the same operation was seen to be activations.
+    Memory allocated in a forward and freed in a later phase is activations; memory allocated by a collective is its
+    buffers.
     """
     begin, end = phases[0][1], phases[-1][2]
     starts = [start for _, start, _ in phases]
@@ -211,19 +211,10 @@ def curve(
     gone: dict[int, int] = {}
     open_: dict[int, Allocation] = {}
     sizes = {size // parts for _, _, _, size, _, ranks, _ in comm if size for parts in (1, len(ranks or (0,)))}
-
-    def give_back(address: int, time: int, seen: bool) -> None:
-        """Memory is free at a time; if its release was not `seen`, it may have been free before."""
-        taken = open_.pop(address)
-        computed = not _is_copied(taken) and _owner_of(taken, phases, starts, time) != "communication"
-        if not (seen or computed) and taken.size in sizes:
-            time = min(time, next((stop for _, start, stop, *_ in comm if start >= taken.time), time))
-        owner = _owner_of(taken, phases, starts, time)
-        changes.extend(((taken.time, owner, taken.size), (time, owner, -taken.size)))
-
+    closed: list[tuple[Allocation, int, bool]] = []  # with a time at which it is free, and whether its release was seen
     for one in sorted((each for each in allocations if begin <= each.time <= end), key=lambda each: each.time):
         if one.address in open_:
-            give_back(one.address, one.time, seen=one.size < 0)
+            closed.append((open_.pop(one.address), one.time, one.size < 0))
         elif one.address in before:
             gone.setdefault(one.address, one.time if one.size < 0 else min(one.time, max(freed, begin)))
         if one.size > 0:
@@ -234,17 +225,22 @@ def curve(
     changes += [(time, before[address][0], -before[address][1]) for address, time in gone.items()]
     for address, taken in [*open_.items()]:
         if taken.size in sizes and address not in after and address not in alive:
-            give_back(address, end, seen=False)
+            closed.append((open_.pop(address), end, False))
+    lasting = {
+        (taken.size, taken.inside)
+        for taken, time, seen in closed
+        if seen and _owner_of(taken, phases, starts, time) == "activations"
+    }
+    for taken, time, seen in closed:
+        if not seen and taken.size in sizes and (taken.size, taken.inside) not in lasting:
+            time = min(time, next((stop for _, start, stop, *_ in comm if start >= taken.time), time))
+        owner = _owner_of(taken, phases, starts, time)
+        changes += (taken.time, owner, taken.size), (time, owner, -taken.size)
     changes += [
         (taken.time, after.get(address) or _owner_of(taken, phases, starts, None), taken.size)
         for address, taken in open_.items()
     ]
     return _columns(sorted(changes, key=lambda change: change[0]), phases)
-
-
-def _is_copied(taken: Allocation) -> bool:
-    """Whether no operation has computed what is in the memory."""
-    return all(name.startswith(_COPYING) for name in taken.inside if name.startswith("aten::"))
 
 
 def _owner_of(
