@@ -172,6 +172,8 @@ def test_a_script_for_gpus_is_traced_without_one(written):
     owners = plan["ranks"][0]["memory_bytes"]
     assert owners["parameters"] == owners["communication"] == 4 * parameters
     assert plan["classes"][0]["ops"]["all_reduce"]["bytes"] == 4 * parameters
+    names = [one["name"] for one in plan["classes"][0]["estimates"]]
+    assert len(names) == 4 and "NCCL buffers" in names
     assert owners["other"] < 32 * 3 * 16 * 16 * 4 * 2, "the batch, without the data set"
 
 

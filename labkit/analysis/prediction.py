@@ -6,12 +6,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import cast
 
+from labkit.analysis.theory import states
 from labkit.common.units import size
+from labkit.plan.spec import Spec
 from labkit.record.columns import RankState
+from labkit.record.events import OWNERS
 from labkit.record.state import RunState, per_revision
-from labkit.record.types.prediction import Plan, PredictedRank
+from labkit.record.types.prediction import Plan, PredictedClass, PredictedRank
 from labkit.record.types.summary import PredictionOutcome
 
+# why an owner at the peak is smaller, and larger, than its formula
+_WHY = {
+    "parameters": ("freed or in another type", "gathered from other ranks"),
+    "gradients": ("not computed or already freed then", "not yet reduced to a shard, or in two copies"),
+    "optimizer": ("not created, or in CPU memory", "step counts, or other state"),
+}
 CLOSE = 0.02  # share of the measured peak; a smaller error needs no reason
 _SMALL = 0.1  # share of the error; smaller differences of an owner are not named
 
@@ -99,6 +108,45 @@ def sentences(state: RunState) -> list[str]:
         for one in wrong
     ]
     return said
+
+
+def notes(plan: Plan) -> list[str]:
+    """What to say about the ranks with the highest peak: the model states by formula, and why the trace differs from
+    them; on GPUs, what comes on top of the peak, as estimates with their sources. Empty without a trace."""
+    part = max(plan["classes"], key=lambda one: one["step"]["peak"], default=None)
+    return [note for note in (_against_formula(plan, part), _on_gpus(part)) if note] if part else []
+
+
+def _against_formula(plan: Plan, part: PredictedClass) -> str:
+    asked = plan["spec"]
+    held = states(Spec.from_json(asked)) if asked.get("strategy") else None
+    if held is None:
+        return ""
+    formula, peak = asdict(held[part["ranks"][0]]), part["step"]["at_peak"]
+    gaps = {owner: peak.get(owner, 0) - formula.get(owner, 0) for owner in OWNERS}
+    differ = [
+        f"{owner} {_signed(gap)}" + (f" ({_WHY[owner][gap > 0]})" if owner in _WHY else "")
+        for owner, gap in gaps.items()
+        if round(gap)
+    ]
+    return (
+        f"Rank {ranges(part['ranks'])}, model states by formula (16 bytes per parameter: 4 for itself, 4 for its"
+        f" gradient, 8 for AdamW's moments): {', '.join(f'{owner} {size(held)}' for owner, held in formula.items())}."
+        f" The traced peak differs: {', '.join(differ)}."
+    )
+
+
+def _on_gpus(part: PredictedClass) -> str:
+    found = part.get("estimates", [])
+    if not found:
+        return ""
+    parts = [f"{one['name']} {_range(one['low'], one['high'])} ({one['source']})" for one in found]
+    total = _range(sum(one["low"] for one in found), sum(one["high"] for one in found))
+    return f"Rank {ranges(part['ranks'])}, on top of the peak, estimated and not traced: {total}. {'; '.join(parts)}."
+
+
+def _range(low: float, high: float) -> str:
+    return size(low) if low == high else f"{size(low)} to {size(high)}"
 
 
 def _differs(predicted: float | None, measured: float) -> bool:

@@ -21,6 +21,7 @@ from labkit.common.atomic import write_atomically
 from labkit.common.cache import user_cache
 from labkit.plan.spec import Spec
 from labkit.prediction.classes import classes, joined
+from labkit.prediction.cuda import estimates
 from labkit.prediction.tracer import TraceFailed, traced
 from labkit.record.documents import Unreadable, read_document
 from labkit.record.ring import sent
@@ -77,6 +78,8 @@ def _of_traces(spec: Spec, groups: Sequence[list[int]], traces: dict[int, dict[s
         step, calls = trace["step"], _executed(trace["calls"], spec.device != "cuda")
         ops = _by_operation(calls)
         parts.append({"ranks": ranks, "step": step, "ops": ops, "calls": calls})
+        if spec.device == "cuda":
+            parts[-1]["estimates"] = estimates(calls, trace["allocator"])
         for rank in ranks:
             found[rank] = {
                 "rank": rank,

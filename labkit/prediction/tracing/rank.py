@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
 from labkit.prediction.tracing import world
+from labkit.prediction.tracing.allocator import overhead
 from labkit.prediction.tracing.kernels import temporaries
 from labkit.prediction.tracing.phases import Phases
 from labkit.prediction.tracing.replicas import Replica
@@ -94,11 +95,13 @@ def reported(
     after = {address: "other" for address in tape.allocated if address in before}  # what the script keeps
     after |= {address: owner for address, (owner, _) in owned.items()}
     fields = curve(tape.allocations, spans, before, after, {}, 0)
+    changes = ((one.address, one.size) for one in sorted(tape.allocations, key=lambda one: one.time))
     return {
         "step": {name: fields[name] for name in ("times", "seconds", "phases", "owners", "peak", "at_peak")},
         "phase_at_peak": _phase_at_peak(fields),
         "owners": owners,
         "calls": [[one.op, one.bytes, one.ranks, one.parts] for one in tape.calls],
+        "allocator": overhead({address: size for address, (_, size) in before.items()}, changes),
     }
 
 

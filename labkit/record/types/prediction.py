@@ -45,13 +45,24 @@ class PredictedStep(TypedDict):
     at_peak: Owners
 
 
+class Estimate(TypedDict):
+    """Memory of a GPU that is not a tensor of the step: from `low` to `high`, by a published `source`."""
+
+    name: Name
+    low: Bytes
+    high: Bytes
+    source: Line
+
+
 class PredictedClass(TypedDict):
-    """Ranks that do the same work, the step of one of them, its traffic by operation, and its collectives in order."""
+    """Ranks that do the same work, the step of one of them, its traffic by operation, and its collectives in order. On
+    GPUs `estimates` are what comes on top of its peak."""
 
     ranks: Ranks
     step: PredictedStep
     ops: dict[str, Operation]
     calls: Annotated[list[Called], Limits(most=1_000_000)]
+    estimates: NotRequired[list[Estimate]]
 
 
 class Plan(TypedDict):
