@@ -71,6 +71,20 @@ def test_prediction_is_what_the_run_then_measures(strategy):
         assert 0 <= one["memory_bytes"]["optimizer"] - held[rank].optimizer <= STEP_COUNTS * tensors
 
 
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [("deepspeed", {"stage": 3}), ("tp", {"sequence_parallel": True, "loss_parallel": True})],
+)
+def test_prediction_holds_with_options_that_compare_ranks_or_split_the_loss(strategy, options):
+    spec = spec_of(strategy, options=options)
+    plan = predict(spec)
+    assert plan["method"] == "simulated", plan.get("reason")
+    state = warm_run(spec).state
+    assert all(abs(one.error) <= MOST_BELOW_AND_ABOVE for one in outcomes(state))
+    for rank in range(2):
+        assert state.ranks[rank].traffic["ops"] == plan["classes"][0]["ops"]
+
+
 def test_every_collective_of_a_step_is_predicted_in_order():
     spec = spec_of("fsdp2")
     plan, state = predict(spec), warm_run(spec).state

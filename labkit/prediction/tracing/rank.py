@@ -34,6 +34,7 @@ def trace(request: dict[str, Any], rank: int) -> dict[str, Any]:
     for owner, name, function in scoped(tape):
         setattr(owner, name, function)
     script = _loaded(request["path"], request["source"])
+    world.ranks_agree(request["source"])
     device = torch.device("cpu")
     if request["grouped"]:
         dist.init_process_group()
