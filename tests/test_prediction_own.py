@@ -193,6 +193,10 @@ def test_a_script_for_gpus_is_traced_without_one(written):
         ("import torch\nx = torch.randn(4)\nx[x > 0]", r"train.py:3 needs the values of a tensor \(aten.nonzero"),
         ("import sys\nsys.exit(3)", r"train.py:2 ended the script with exit code 3 before the first optimizer step"),
         ("1 / 0", r"train.py:1 raised ZeroDivisionError: division by zero, before"),
+        (
+            "try:\n    open('x', 'w')\nexcept OSError:\n    1 / 0",
+            r"ZeroDivisionError: .* refused a call that writes to x",
+        ),
         ("x = 1", r"the script ended before the first optimizer step; a trace needs one"),
         ("import os\nos._exit(4)", r"exit code 4, without a result"),
         ("input()", r"train.py:1 raised EOFError"),

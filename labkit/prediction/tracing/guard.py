@@ -41,11 +41,13 @@ _LISTED = ("os.listdir", "os.scandir")
 
 class Refused(PermissionError):
     """The script wanted to do what a trace refuses; the message says what, as a clause without a subject, and `fix`
-    what would make the trace possible."""
+    what would make the trace possible. `newest` is the message of the last one, which a library may have caught."""
+
+    newest = ""
 
     def __init__(self, clause: str, fix: str = "do this after that step"):
         super().__init__(clause)
-        self.fix = fix
+        self.fix, Refused.newest = fix, clause
 
 
 class Refusals:

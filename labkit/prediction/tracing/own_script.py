@@ -219,7 +219,8 @@ def _why(error: Exception) -> tuple[str, str]:
             "compute this from shapes",
         )
     message = visible_line(f"{type(error).__name__}: {error}").rstrip(".")
-    return f"{where} raised {message},", "a trace has no data and no peers"
+    refused = f", and it has refused a call that {Refused.newest}" if Refused.newest else ""
+    return f"{where} raised {message},", f"a trace has no data and no peers{refused}"
 
 
 def _line(error: BaseException) -> str:
