@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import Any, overload
 
 from labkit.analysis.guessable import FIGURES
-from labkit.common.arguments import check_flag, check_type, shown
+from labkit.common.arguments import check_flag, check_type
 from labkit.figures.advice import Advised
 from labkit.figures.prediction import Prediction
-from labkit.plan.spec import Spec, SpecError
+from labkit.plan.spec import Spec
 from labkit.prediction.devices import HERE, device
 from labkit.prediction.links import communication
 from labkit.prediction.predict import predict as plan_of
@@ -58,13 +58,14 @@ def predict(what: str | Spec, value: Any = None, *, machine: str | None = None, 
     """The memory and traffic of every rank, predicted without running anything, and without a GPU. Or, with the name of
     a figure and a value, your own prediction of the next run: `predict("peak_mb", 40)`.
 
-    `what` is a strategy's name or a `Spec`, `fields` are the Spec's other fields, as for `run`; any number of ranks is
-    possible. The generated script is traced in a separate process, which takes some seconds, or is found in the
-    cache. A run that is started later with the same Spec has the prediction in its charts. `machine` adds times: with
-    `here`, a few steps are measured without communication, and the time of a step follows with what `labkit doctor
-    --calibrate` has measured; with a named machine, such as `a100x8`, the time of the collectives without overlap.
-    Raises `SpecError`, `ValueError` for an unknown machine, `LookupError` for links that are not known, and
-    `TraceFailed` if a step cannot be measured.
+    `what` is a strategy's name, the path of a script (it ends in `.py`) or a `Spec`, `fields` are the Spec's other
+    fields, as for `run`; any number of ranks is possible. The script, generated or your own, is traced in a separate
+    process, which takes some seconds, or is found in the cache. A run that is started later with the same Spec has the
+    prediction in its charts. `machine` adds times: with `here`, a few steps of a generated script are measured without
+    communication, and the time of a step follows with what `labkit doctor --calibrate` has measured; with a named
+    machine, such as `a100x8`, the time of the collectives without overlap. Raises `SpecError`, `TraceFailed` for a
+    script of your own that cannot be traced and for a step that cannot be measured, `ValueError` for an unknown
+    machine, `LookupError` for a time that is not known.
 
     Your own prediction is one value, or one per rank: a list, or `{0: 40, 1: 38}`. The next run that this session
     starts stores it; comparisons and claims do not. `speedup` is for the next comparison: one value, or one per
@@ -79,8 +80,6 @@ def predict(what: str | Spec, value: Any = None, *, machine: str | None = None, 
     if isinstance(what, str) and what in FIGURES:
         raise ValueError(f"{what} is a figure: give the value that you predict, such as predict({what!r}, 40)")
     spec = with_ranks(named(what, **fields))
-    if spec.strategy is None:
-        raise SpecError("script", f"only a strategy's script can be predicted, got {shown(spec.script)}")
     if machine is not None and device(machine).name != HERE:
         return Prediction(plan_of(spec), communication(machine))
     plan = plan_of(spec)

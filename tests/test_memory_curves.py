@@ -106,6 +106,23 @@ def test_an_address_known_before_is_not_counted_twice_where_its_allocation_was_s
     assert [at_ms(made, moment) for moment in (19, 20)] == [{"gradients": 30}, {}]
 
 
+def test_an_unseen_release_is_early_unless_the_same_operation_makes_activations():
+    comm = [["all_gather", 5 * MS, 6 * MS, 64, "", [0, 1], 1]]
+    norm = "aten::empty", "aten::layer_norm"
+    moves = [taken(3, 1, 64, "aten::empty", "_c10d_functional::all_gather"), taken(4, 2, 32, *norm)]
+    moves += [taken(4, 3, 32, "aten::mm")]
+    for address in (1, 2, 3):
+        moves += [taken(15, address, 8), taken(17, address, -8)]
+    early = curve(moves, PHASES, {}, {}, {}, 0, comm)
+    assert at_ms(early, 5.5) == {"communication": 64, "other": 64}
+    assert at_ms(early, 6) == {}
+    made = curve([*moves, taken(3, 4, 32, *norm), taken(12, 4, -32)], PHASES, {}, {}, {}, 0, comm)
+    assert at_ms(made, 5.5) == {"communication": 64, "activations": 64, "other": 32}
+    assert at_ms(made, 6) == {"activations": 64}
+    assert at_ms(made, 12) == {"activations": 32}
+    assert at_ms(made, 16) == at_ms(early, 16) == {"other": 24}
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_columns_are_whole_and_the_peak_is_their_highest_sum(seed):
     chance, moves, open_ = random.Random(seed), [], {}

@@ -71,6 +71,20 @@ def test_prediction_is_what_the_run_then_measures(strategy):
         assert 0 <= one["memory_bytes"]["optimizer"] - held[rank].optimizer <= STEP_COUNTS * tensors
 
 
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [("deepspeed", {"stage": 3}), ("tp", {"sequence_parallel": True, "loss_parallel": True})],
+)
+def test_prediction_holds_with_options_that_compare_ranks_or_split_the_loss(strategy, options):
+    spec = spec_of(strategy, options=options)
+    plan = predict(spec)
+    assert plan["method"] == "simulated", plan.get("reason")
+    state = warm_run(spec).state
+    assert all(abs(one.error) <= MOST_BELOW_AND_ABOVE for one in outcomes(state))
+    for rank in range(2):
+        assert state.ranks[rank].traffic["ops"] == plan["classes"][0]["ops"]
+
+
 def test_every_collective_of_a_step_is_predicted_in_order():
     spec = spec_of("fsdp2")
     plan, state = predict(spec), warm_run(spec).state
@@ -184,7 +198,8 @@ def test_command_prints_a_table_and_one_json_object(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["train.py"], "only a strategy's script can be predicted"),
+        (["nothing.py"], "has no script 'nothing.py'; give the path of a Python file"),
+        ([], "nothing to predict was given; name a strategy, the path of a script, or -m MODULE"),
         (["ddp", "--nproc", "2", "--machine", "a100"], "device must be one of here, t4x2, a100x8, h100x8, got 'a100'"),
         (["pp", "--workload", "mlp", "--nproc", "4"], "too few for the 4 stages"),
     ],
@@ -206,8 +221,8 @@ def test_python_returns_a_table_that_escapes_and_a_figure():
     assert found.rows[0][-1] == f"{1000 * time.seconds:.3g} ms"
     assert "<table>" in found._repr_html_()
     assert [one.name for one in found.figure().data]
-    with pytest.raises(SpecError, match="only a strategy"):
-        labkit.predict("train.py")
+    with pytest.raises(SpecError, match=r"has no script 'nothing\.py'"):
+        labkit.predict("nothing.py")
 
 
 def test_outcomes_name_the_owners_of_a_miss_and_the_chart_has_both():
@@ -239,6 +254,17 @@ def test_what_threads_allocate_is_not_compared():
     extra = {"outputs": 0, "gradients": 0}
     state.apply({"kind": "replica", "rank": 0, "t": 2.0, "step": 3, "replicas": [replica], "extra": extra})
     assert outcomes(state)[0].peak_measured is None
+    assert "not compared: the threads of the replicas allocate memory" in sentences(state)[1]
+
+
+def test_what_gloos_threads_allocate_is_not_compared():
+    for method, compared in (("fp16", True), ("powersgd", False)):
+        plan = predict(spec_of("ddp")) | {"spec": spec_of("ddp", options={"compression": method}).to_json()}
+        state = Prediction(plan).state
+        curve = {"t0": 0.0, "seconds": 1.0, "phases": [], "times": [0.0], "owners": {}, "peak": 5, "at_peak": {}}
+        state.apply({"kind": "memory_step", "rank": 0, "t": 1.0, "step": 3, **curve})
+        assert (outcomes(state)[0].peak_measured == 5) == compared
+        assert ("not compared: PowerSGD's callbacks" in " ".join(sentences(state))) == (not compared)
 
 
 def test_ranges_are_short():

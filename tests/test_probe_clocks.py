@@ -63,7 +63,7 @@ def on_cuda(tmp_path, request):
     patches = Patches(Journal(tmp_path, 0))
     request.addfinalizer(patches.remove)
     watch.optimizers.follow(patches)
-    watch._use(CudaClock(torch.device("cuda", 0), cuda))
+    watch.use(CudaClock(torch.device("cuda", 0), cuda))
     weight = torch.zeros(2, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.1)
 

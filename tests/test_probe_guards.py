@@ -112,7 +112,7 @@ def test_a_disk_that_is_full_or_broken_disturbs_the_journal_and_nothing_else(num
 
 def test_an_optimizer_that_raised_does_not_shift_the_phases(tmp_path):
     watch = StepWatch(Journal(tmp_path, 0))
-    watch._use(CpuClock())
+    watch.use(CpuClock())
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     for _ in range(2):
         watch.optimizer_begins(optimizer)  # raises, and the script retries

@@ -13,6 +13,7 @@ import torch
 from probed import SCRIPTS, Told, environment
 
 import labkit
+from labkit.prediction.tracing import torch_private as traces
 from labkit.probe import parts, torch_private
 from labkit.probe.journal import Journal
 from labkit.probe.kineto import LogLevel
@@ -181,8 +182,9 @@ def private_names(source: str) -> set[str]:
 
 def test_only_one_module_knows_private_names_of_torch():
     root = Path(labkit.__file__).parent
-    attributes = {row.attribute for row in ROWS.values() if row.attribute.startswith("_")} - {"__next__"}
-    for folder in ("probe", "launch"):
+    rows = [*ROWS.values(), *traces.REQUIRED, *traces.OPTIONAL, traces.SCHEMA]
+    attributes = {row.attribute for row in rows if row.attribute.startswith("_")} - {"__next__"}
+    for folder in ("probe", "launch", "prediction"):
         for path in sorted((root / folder).rglob("*.py")):
             if path.name == "torch_private.py":
                 continue
@@ -190,3 +192,25 @@ def test_only_one_module_knows_private_names_of_torch():
             assert private_names(source) == set(), path
             used = {name for name in attributes if re.search(rf"(?<!self)[.\"']{name}\b", source)}
             assert used == set(), path
+
+
+# ---- predictions
+
+
+@pytest.mark.parametrize("row", traces.REQUIRED, ids=lambda row: row.attribute)
+def test_this_torch_has_every_name_that_a_trace_needs(row):
+    assert row.exists()
+    assert row.part in parts.LOST
+
+
+def test_without_a_name_there_is_no_trace_and_it_is_said_why_and_some_are_not_needed():
+    names = {name for name, row in vars(traces).items() if row in traces.REQUIRED}
+    optional = {name for name, row in vars(traces).items() if row in traces.OPTIONAL}
+    argv = [sys.executable, SCRIPTS / "without_traced.py", *sorted(names | optional)]
+    done = subprocess.run(argv, env=environment(None), capture_output=True, text=True, timeout=600)
+    said = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+    assert set(said) == names | optional, done.stderr
+    for name in names:
+        missing = f"torch {torch.__version__} has no {getattr(traces, name).name}_renamed: {parts.LOST['traces']}"
+        assert said[name] == missing
+    assert {said[name] for name in optional} == {"traced"}

@@ -8,14 +8,22 @@ from functools import partial
 from typing import Any, cast
 
 from labkit.analysis.metrics import phase_seconds, step_seconds
+from labkit.analysis.theory import states
 from labkit.common.units import milliseconds, size
+from labkit.plan.spec import Spec
 from labkit.record.columns import ProfiledStep, RankState, whole_timeline
-from labkit.record.events import PHASES
+from labkit.record.events import OWNERS, PHASES
 from labkit.record.state import RunState, per_revision
 from labkit.record.types.measured import Timeline
-from labkit.record.types.prediction import Plan, PredictedRank, PredictedTime, PredictedTimeline
+from labkit.record.types.prediction import Plan, PredictedClass, PredictedRank, PredictedTime, PredictedTimeline
 from labkit.record.types.summary import PredictionOutcome
 
+# why an owner at the peak is smaller, and larger, than its formula
+_WHY = {
+    "parameters": ("freed or in another type", "gathered from other ranks"),
+    "gradients": ("not computed or already freed then", "not yet reduced to a shard, or in two copies"),
+    "optimizer": ("not created, or in CPU memory", "step counts, or other state"),
+}
 CLOSE = 0.02  # share of the measured peak; a smaller error needs no reason
 CLOSE_STEP = 0.08  # share of the measured step
 _SMALL = 0.1  # share of the error; smaller differences of an owner or a phase are not named
@@ -47,16 +55,22 @@ class Outcome:
 
 @per_revision
 def outcomes(state: RunState) -> tuple[Outcome, ...]:
-    """The outcome of each rank; empty for a run without a prediction. A CPU rank with replicas in threads has no
-    measured peak, because torch's profiler does not record what they allocate."""
+    """The outcome of each rank; empty for a run without a prediction. Ranks whose peak is `unmeasured` have none."""
     plan = state.prediction
     if plan is None:
         return ()
-    timelines = predicted_timelines(plan)
+    timelines, hidden = predicted_timelines(plan), bool(unmeasured(state))
     return tuple(
-        _outcome(one, state.ranks.get(one["rank"]), bool(state.in_threads), _step(state, one["rank"], timelines))
+        _outcome(one, state.ranks.get(one["rank"]), hidden, _step(state, one["rank"], timelines))
         for one in plan["ranks"]
     )
+
+
+def unmeasured(state: RunState) -> str:
+    """Why the measured peaks of a run are not complete, so that they are not compared; empty if they are."""
+    if state.in_threads and any(rank.device.startswith("cpu") for rank in state.ranks.values()):
+        return "the threads of the replicas allocate memory, which torch's profiler does not record"
+    return state.asked.strategy_row.unmeasured(state.asked.request) if state.asked else ""
 
 
 def predicted_timelines(plan: Plan) -> dict[int, PredictedTimeline]:
@@ -91,19 +105,27 @@ def _step(
 def _outcome(
     predicted: PredictedRank,
     rank: RankState | None,
-    in_threads: bool,
+    hidden: bool,
     times: tuple[float | None, float | None, float | None, str],
 ) -> Outcome:
     step, traffic = (rank.memory_step, rank.traffic) if rank else (None, None)
-    if rank and in_threads and rank.device.startswith("cpu"):
+    if hidden:
         step = None
     peak, measured = predicted["peak_memory_bytes"], step["peak"] if step else None
     error = peak / measured - 1 if peak is not None and measured else None
     reason = ""
     if step and error is not None and abs(error) > CLOSE:
-        reason = _differences("at the peak", step["at_peak"], predicted["at_peak"], partial(size, digits=2))
+        reason = _differences("at the peak", step["at_peak"], predicted["at_peak"], _size)
     sent = sum(one["sent"] for one in traffic["ops"].values()) if traffic else None
     return Outcome(predicted["rank"], peak, measured, error, predicted["comm_bytes_per_step"], sent, reason, *times)
+
+
+_size = partial(size, digits=2)
+
+
+def _signed(gap: float, words: Callable[[float], str]) -> str:
+    """`+3.1 MiB`"""
+    return f"{'+' if gap >= 0 else '−'}{words(abs(gap))}"
 
 
 def _differences(
@@ -112,7 +134,7 @@ def _differences(
     """`measured minus predicted, at the peak: activations +3.1 MiB, other −0.2 MiB`; without small differences."""
     gaps = {name: measured.get(name, 0) - predicted.get(name, 0) for name in {**predicted, **measured}}
     least = _SMALL * max(map(abs, gaps.values()), default=0)
-    named = [f"{name} {'+' if gap >= 0 else '−'}{words(abs(gap))}" for name, gap in gaps.items() if abs(gap) > least]
+    named = [f"{name} {_signed(gap, words)}" for name, gap in gaps.items() if abs(gap) > least]
     return f"measured minus predicted, {when}: {', '.join(named)}"
 
 
@@ -122,9 +144,12 @@ def sentences(state: RunState) -> list[str]:
         return []
     found = outcomes(state)
     errors = [abs(one.error) for one in found if one.error is not None]
+    why = unmeasured(state)
     said = [f"The prediction was made {how_made(state.prediction)}."]
     if errors:
         said = [f"Peak memory was predicted {how_made(state.prediction)}, with an error of at most {max(errors):.2%}."]
+    elif why:
+        said.append(f"Peak memory is not compared: {why}.")
     said += [
         f"Rank {one.rank}: predicted {size(one.peak_predicted)}, measured {size(one.peak_measured)}; {one.reason}."
         for one in found
@@ -148,6 +173,45 @@ def sentences(state: RunState) -> list[str]:
     return said
 
 
+def notes(plan: Plan) -> list[str]:
+    """What to say about the ranks with the highest peak: the model states by formula, and why the trace differs from
+    them; on GPUs, what comes on top of the peak, as estimates with their sources. Empty without a trace."""
+    part = max(plan["classes"], key=lambda one: one["step"]["peak"], default=None)
+    return [note for note in (_against_formula(plan, part), _on_gpus(part)) if note] if part else []
+
+
+def _against_formula(plan: Plan, part: PredictedClass) -> str:
+    asked = plan["spec"]
+    held = states(Spec.from_json(asked)) if asked.get("strategy") else None
+    if held is None:
+        return ""
+    formula, peak = asdict(held[part["ranks"][0]]), part["step"]["at_peak"]
+    gaps = {owner: peak.get(owner, 0) - formula.get(owner, 0) for owner in OWNERS}
+    differ = [
+        f"{owner} {_signed(gap, _size)}" + (f" ({_WHY[owner][gap > 0]})" if owner in _WHY else "")
+        for owner, gap in gaps.items()
+        if round(gap)
+    ]
+    return (
+        f"Rank {ranges(part['ranks'])}, model states by formula (16 bytes per parameter: 4 for itself, 4 for its"
+        f" gradient, 8 for AdamW's moments): {', '.join(f'{owner} {size(held)}' for owner, held in formula.items())}."
+        f" The traced peak differs: {', '.join(differ)}."
+    )
+
+
+def _on_gpus(part: PredictedClass) -> str:
+    found = part.get("estimates", [])
+    if not found:
+        return ""
+    parts = [f"{one['name']} {_range(one['low'], one['high'])} ({one['source']})" for one in found]
+    total = _range(sum(one["low"] for one in found), sum(one["high"] for one in found))
+    return f"Rank {ranges(part['ranks'])}, on top of the peak, estimated and not traced: {total}. {'; '.join(parts)}."
+
+
+def _range(low: float, high: float) -> str:
+    return size(low) if low == high else f"{size(low)} to {size(high)}"
+
+
 def _differs(predicted: float | None, measured: float) -> bool:
     return predicted is not None and round(predicted) != round(measured)
 
@@ -155,7 +219,8 @@ def _differs(predicted: float | None, measured: float) -> bool:
 def how_made(plan: Plan) -> str:
     """`by tracing the script without data` or `by formulas, because …`."""
     if plan["method"] == "simulated":
-        return "by tracing the script without data (simulated)"
+        early = plan.get("reason")
+        return "by tracing the script without data (simulated)" + (f"; {early}" if early else "")
     return f"by formulas, because {plan.get('reason', 'there is no trace')}"
 
 

@@ -93,7 +93,10 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     predict = commands.add(
         "predict", "predict the memory and traffic of each rank, without running anything and without a GPU", json=True
     )
-    predict.add_argument("what", metavar="STRATEGY", help=", ".join(STRATEGIES))
+    predict.add_argument(
+        "what", metavar="STRATEGY|PATH.py", nargs="?", help=f"your own script, or one of {', '.join(STRATEGIES)}"
+    )
+    predict.add_argument("-m", dest="module", metavar="MODULE", help="predict your own module, like python -m")
     predict.add_argument(
         "--machine",
         metavar="NAME",

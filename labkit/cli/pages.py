@@ -13,6 +13,7 @@ from labkit.cli.shared import WIDE, Refused, console, find, say
 from labkit.frontends.console import Console
 from labkit.frontends.terminal import prediction_table
 from labkit.plan.spec import SpecError
+from labkit.prediction.tracer import TraceFailed
 from labkit.record.folder import RunFolder
 from labkit.runs.settling import with_ranks
 from labkit.setup.environment import CLONE
@@ -30,7 +31,6 @@ def script(args: argparse.Namespace) -> int:
 def predict(args: argparse.Namespace) -> int:
     """Prints the predicted memory and traffic of each rank, and the time of a step if it is asked for."""
     from labkit.api import predict as prediction_of
-    from labkit.prediction.tracer import TraceFailed
 
     with Progress() as progress:
         progress.step("tracing the script")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from labkit.analysis.prediction import how_made, ranges, step_in_words
+from labkit.analysis.prediction import how_made, notes, ranges, step_in_words
 from labkit.common.text import escape, visible
 from labkit.common.units import counted, milliseconds, size
 from labkit.figures import figure
@@ -69,7 +69,8 @@ class Prediction:
     def title(self) -> str:
         """What was predicted, and how."""
         spec, ranks = self.plan["spec"], counted(len(self.plan["ranks"]), "rank")
-        return f"{spec.get('strategy')} · {spec.get('workload')} on {ranks}: predicted {how_made(self.plan)}{self._on}"
+        what = spec.get("script") or f"{spec.get('strategy')} · {spec.get('workload')}"
+        return f"{what} on {ranks}: predicted {how_made(self.plan)}{self._on}"
 
     @property
     def rows(self) -> list[tuple[str, ...]]:
@@ -79,14 +80,20 @@ class Prediction:
             groups.setdefault(rank["like"], []).append(rank)
         return [(*_cells(ranks), *self._times.get(like, ())) for like, ranks in groups.items()]
 
+    @property
+    def notes(self) -> list[str]:
+        """Sentences below the table: the formula next to the trace, and estimates of what a GPU needs in addition."""
+        return notes(self.plan)
+
     def __repr__(self) -> str:
         rows = [self.heads, *self.rows]
         widths = [max(map(len, column)) for column in zip(*rows)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
-        return visible("\n".join([self.title, *lines]))
+        return visible("\n".join([self.title, *lines, *self.notes]))
 
     def _repr_html_(self) -> str:
-        return f'<div class="labkit-notes"><p>{escape(self.title)}</p></div>{table_html(self.heads, self.rows)}'
+        title = f'<div class="labkit-notes"><p>{escape(self.title)}</p></div>'
+        return f"{title}{table_html(self.heads, self.rows)}{notes_html(self.notes)}"
 
 
 def _cells(ranks: Sequence[PredictedRank]) -> tuple[str, ...]:
@@ -100,6 +107,11 @@ def _cells(ranks: Sequence[PredictedRank]) -> tuple[str, ...]:
         *(size(held[owner]) if owner in held else "–" for owner in OWNERS),
         "–" if sent is None else size(sent),
     )
+
+
+def notes_html(notes: Sequence[str]) -> str:
+    """Sentences below a table; each is escaped."""
+    return "".join(f'<p class="labkit-notes">{escape(note)}</p>' for note in notes)
 
 
 def table_html(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -1,14 +1,16 @@
 """Spec → plan: the memory and traffic of every rank, from a trace of the generated script, or else from formulas.
 
-A plan is cached by what it depends on: the fields of the Spec that change a step, torch, and the code of this project.
+A plan is cached by what it depends on: the fields of the Spec that change a step, torch, and the code of this project;
+for a script of the user's own also the environment, the working folder and every file that the trace read.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
@@ -19,7 +21,8 @@ from labkit.analysis.theory import states, theory
 from labkit.common.atomic import write_atomically
 from labkit.common.cache import user_cache
 from labkit.plan.spec import Spec
-from labkit.prediction.classes import classes
+from labkit.prediction.classes import classes, joined
+from labkit.prediction.cuda import estimates
 from labkit.prediction.tracer import TraceFailed, traced
 from labkit.record.documents import Unreadable, read_document
 from labkit.record.ring import sent
@@ -33,11 +36,15 @@ _WITHOUT_EFFECT = frozenset(
     ("steps", "epochs", "seed", "save_every", "resume", "tensors", "hang_after", "sample_every", "max_restarts")
 )
 
+_READ = "read.json"  # next to the plan of a script: what it read
+_OF_THE_SHELL = ("_", "OLDPWD", "SHLVL")
+
 
 def predict(spec: Spec) -> Plan:
-    """The plan of a Spec with a known number of ranks and a strategy. It takes seconds, unless it is cached.
+    """The plan of a Spec with a known number of ranks. It takes seconds, unless it is cached.
 
-    If the trace fails, the plan has what the formulas say, and the reason.
+    If the trace of a strategy fails, the plan has what the formulas say, and the reason. Raises `TraceFailed` for a
+    script of the user's own that cannot be traced.
     """
     known = cached(spec)
     if known is not None:
@@ -46,16 +53,21 @@ def predict(spec: Spec) -> Plan:
     try:
         traces = traced(spec, [ranks[0] for ranks in groups])
     except TraceFailed as failure:
+        if spec.strategy is None:
+            raise
         return _by_formula(spec, str(failure))
-    plan = _of_traces(spec, groups, traces)
-    keep(spec, plan)
+    read = {path for trace in traces.values() for path in trace.pop("read", ())}
+    plan = _of_traces(spec, groups if spec.strategy else joined(groups, traces), traces)
+    keep(spec, plan, read)
     return plan
 
 
 def cached(spec: Spec) -> Plan | None:
     """The plan of a Spec that was predicted before, on this machine; None if there is none."""
-    with suppress(OSError, Unreadable):
-        return cast(Plan, read_document(cache_folder(spec) / "plan.json") or None)
+    folder = cache_folder(spec)
+    with suppress(OSError, ValueError, Unreadable):
+        if spec.strategy or _is_unchanged(json.loads((folder / _READ).read_text())):
+            return cast(Plan, read_document(folder / "plan.json") or None)
     return None
 
 
@@ -67,6 +79,8 @@ def _of_traces(spec: Spec, groups: Sequence[list[int]], traces: dict[int, dict[s
         step, calls = trace["step"], _executed(trace["calls"], spec.device != "cuda")
         ops = _by_operation(calls)
         parts.append({"ranks": ranks, "step": step, "ops": ops, "calls": calls})
+        if spec.device == "cuda":
+            parts[-1]["estimates"] = estimates(calls, trace["allocator"])
         for rank in ranks:
             found[rank] = {
                 "rank": rank,
@@ -77,8 +91,9 @@ def _of_traces(spec: Spec, groups: Sequence[list[int]], traces: dict[int, dict[s
                 "memory_bytes": trace["owners"],
                 "comm_bytes_per_step": round(sum(one["sent"] for one in ops.values())),
             }
-    in_order = [found[rank] for rank in sorted(found)]
-    return _plan(spec, "simulated", in_order, parts)
+    plan = _plan(spec, "simulated", [found[rank] for rank in sorted(found)], parts)
+    early = next((trace["ended"] for trace in traces.values() if trace.get("ended")), "")
+    return {**plan, "reason": early} if early else plan
 
 
 def _by_formula(spec: Spec, reason: str) -> Plan:
@@ -137,20 +152,40 @@ def _by_operation(calls: Sequence[Called]) -> dict[str, Operation]:
 # ---- the cache
 
 
-def keep(spec: Spec, plan: Plan) -> None:
-    """Stores a plan in the cache, if possible."""
+def keep(spec: Spec, plan: Plan, read: Iterable[str] = ()) -> None:
+    """Stores a plan in the cache, if possible; `read` are the paths that a script of the user's own has read."""
     folder = cache_folder(spec)
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if spec.strategy is None:
+            states = {path: _state(path) for path in read}
+            write_atomically(folder / _READ, json.dumps(states), private=True)
         write_atomically(folder / "plan.json", json.dumps(plan), private=True)
         for old in sorted(folder.parent.iterdir(), key=lambda path: path.stat().st_mtime)[:-_KEPT]:
             shutil.rmtree(old, ignore_errors=True)
+
+
+def _is_unchanged(read: dict[str, list[int]]) -> bool:
+    """Whether each path is as it was."""
+    return all(_state(path) == state for path, state in read.items())
+
+
+def _state(path: str) -> list[int]:
+    """Size and time of the last change of a file or folder; empty if it does not exist."""
+    try:
+        found = os.stat(path)  # noqa: PTH116
+    except OSError:
+        return []
+    return [found.st_size, found.st_mtime_ns]
 
 
 def cache_folder(spec: Spec) -> Path:
     """The folder for what is known about a Spec before it runs."""
     asked = {name: value for name, value in spec.to_json().items() if name not in _WITHOUT_EFFECT}
     key = [sorted(asked.items(), key=lambda item: item[0]), metadata.version("torch"), _code()]
+    if spec.strategy is None:  # which may read its environment
+        variables = sorted(item for item in os.environ.items() if item[0] not in _OF_THE_SHELL)
+        key += [str(Path.cwd()), variables]
     return user_cache() / "labkit" / "predictions" / hashlib.sha256(repr(key).encode()).hexdigest()
 
 

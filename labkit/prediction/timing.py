@@ -39,6 +39,8 @@ def timed(spec: Spec, plan: Plan) -> Plan:
     Raises `LookupError` for GPUs, or if collectives have not been measured here, and `TraceFailed` if a rank cannot be
     measured.
     """
+    if spec.strategy is None:
+        raise LookupError("the time of a step can be predicted for a strategy's script only")
     if spec.device == "cuda":
         raise LookupError("the time of a step can be predicted for CPU ranks only; use device='cpu'")
     links = communication(HERE) if spec.processes > 1 else None

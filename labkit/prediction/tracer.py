@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 from labkit.common.text import visible_line
@@ -24,8 +25,8 @@ from labkit.plan.spec import Spec
 
 PATIENCE = 300.0  # seconds for a request
 MEASURED = 2.0  # seconds for which the computation of a step is measured
+_LIMIT = 120  # seconds for the first steps of a script of the user's own
 _MESSAGE = 300  # characters of an error
-_NAMES = {"trace": "trace", "compute": "measurement"}
 _BLOCK = 1 << 20  # bytes
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -36,38 +37,53 @@ class TraceFailed(RuntimeError):
 
 def traced(spec: Spec, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
     """The traces of some ranks of a Spec with a known number of ranks, by rank. Raises `TraceFailed`."""
-    return _results(spec, "trace", ranks, write_script(spec, in_place=False))
+    if spec.strategy is None:
+        return _results("script's trace", ranks, spec, _own(spec))
+    return _results("trace", ranks, spec, _generated(spec))
 
 
 def computed(spec: Spec, ranks: Iterable[int]) -> dict[int, list[list[Any]]]:
-    """The programs of some ranks, as `tracing.compute` measures them. Ranks may be repeated: it measures as many at a
-    time as there are cores. Raises `TraceFailed`."""
-    return _results(spec, "compute", ranks, write_script(spec))
+    """The programs of some ranks of a strategy's script, as `tracing.compute` measures them. Ranks may be repeated: it
+    measures as many at a time as there are cores. Raises `TraceFailed`."""
+    return _results("measurement", ranks, spec, {**_generated(spec), "source": write_script(spec), "seconds": MEASURED})
 
 
-def _results(spec: Spec, work: str, ranks: Iterable[int], source: str) -> dict[int, Any]:
-    request = {
-        "work": work,
-        "seconds": MEASURED,
-        "source": source,
-        "path": "train.py",
-        "ranks": spec.processes,
-        "grouped": spec.strategy_row.process_group,
-        "of": [*ranks],
-        "sample": spec.data_row.input_shape(spec.options),
-        "split": _split_outputs(spec),
-    }
+def _results(work: str, ranks: Iterable[int], spec: Spec, script: Mapping[str, Any]) -> dict[int, Any]:
+    request = {"work": work, "of": [*ranks], "ranks": spec.processes, **script}
     found, failed = {}, ""
     for result in TRACER.answers(request):
-        if "error" in result:
+        if "reason" in result:
+            failed = failed or f"rank {result['rank']}: {_short(result['reason'])}"
+        elif "error" in result:
             where = f" ({result['where']})" if result["where"] else ""
             ended = f"of rank {result['rank']} ended with {_short(result['error'])}{where}"
-            failed = failed or f"the {_NAMES[work]} {ended}"
+            failed = failed or f"the {work} {ended}"
         else:
             found[result["rank"]] = result["result"]
     if failed:
         raise TraceFailed(failed)
     return found
+
+
+def _generated(spec: Spec) -> dict[str, Any]:
+    return {
+        "source": write_script(spec, in_place=False),
+        "path": "train.py",
+        "grouped": spec.strategy_row.process_group,
+        "sample": spec.data_row.input_shape(spec.options),
+        "split": _split_outputs(spec),
+    }
+
+
+def _own(spec: Spec) -> dict[str, Any]:
+    """The user's script, as torchrun would start it here and now."""
+    return {
+        "arguments": [*(["-m"] if spec.as_module else []), spec.script, *spec.args],
+        "folder": str(Path.cwd()),
+        "environment": _environment(os.environ),
+        "gpus": spec.device == "cuda",
+        "limit": _LIMIT,
+    }
 
 
 def _split_outputs(spec: Spec) -> list[tuple[int, int] | None]:

@@ -89,13 +89,14 @@ class Activity:
         if self._names and self._names[-1] == phase:
             return
         if self._clock is None:
-            self._use(clock_for(likely_device()))
+            self.use(clock_for(likely_device()))
         mark = self._clock.mark()
         if mark is not None:
             self._marks.append(mark)
             self._names.append(phase)
 
-    def _use(self, clock: CpuClock | CudaClock) -> None:
+    def use(self, clock: CpuClock | CudaClock) -> None:
+        """Uses another clock from now on."""
         self._clock = clock
         self._marks, self._names = [], []  # marks of the previous clock cannot be compared
         self._journal.write("device", device=str(clock.device), device_name=clock.device_name)

@@ -39,8 +39,9 @@ class FinishedSteps(Activity):
         """Whether every allocation of the current step is recorded."""
         return self.sampler is not None and self.sampler.profiles_memory
 
-    def _use(self, clock: CpuClock | CudaClock) -> None:
-        super()._use(clock)
+    def use(self, clock: CpuClock | CudaClock) -> None:
+        """Uses another clock from now on."""
+        super().use(clock)
         self._losses.forget()
 
     def _restart(self, mark: Any = None) -> None:

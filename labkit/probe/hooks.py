@@ -45,18 +45,10 @@ def install(journal: Journal, patches: Patches, run: str, sample_every: int) -> 
     removed at exit.
     """
     atexit.register(patches.remove)
-    watch, guard = StepWatch(journal), Guard(journal, "steps")
-    scalers = ScalerWatch(patches)
-    replicas, apart = ReplicaWatch(journal, watch), Guard(journal, "replicas")
-    forwards: Forwards = {}
-    _watch_forwards(patches, watch, guard, replicas, apart, forwards, scalers)
-    watch_backward(patches, watch, guard, scalers, _taking_over(watch, guard, replicas, journal, forwards))
-    watch.optimizers.follow(patches)
-    Guard(journal, TENSOR_VERSION.part)(TENSOR_VERSION.get)
+    guard = Guard(journal, "steps")
+    watch = watch_steps(journal, patches, guard)
     watch_processes(journal, patches)
-    _watch_loaders(patches, watch, guard)
     _watch_copies(patches, watch, guard)
-    _watch_optimizers(patches, watch, guard, replicas, apart)
     _watch_metrics(patches, watch, journal)
     _watch_builds(patches, watch, guard)
     watch.groups = GroupWatch(patches)
@@ -68,6 +60,21 @@ def install(journal: Journal, patches: Patches, run: str, sample_every: int) -> 
     watch.startup = Guard(journal, "startup")(Startup, journal, patches)
     watch.observations = Guard(journal, "observations")(Observations, *seen)
     Guard(journal, "compiled code")(skip_frames)
+    return watch
+
+
+def watch_steps(journal: Journal, patches: Patches, guard: Guard) -> StepWatch:
+    """Installs the hooks that define steps and their phases, and nothing else."""
+    watch = StepWatch(journal)
+    scalers = ScalerWatch(patches)
+    replicas, apart = ReplicaWatch(journal, watch), Guard(journal, "replicas")
+    forwards: Forwards = {}
+    _watch_forwards(patches, watch, guard, replicas, apart, forwards, scalers)
+    watch_backward(patches, watch, guard, scalers, _taking_over(watch, guard, replicas, journal, forwards))
+    watch.optimizers.follow(patches)
+    Guard(journal, TENSOR_VERSION.part)(TENSOR_VERSION.get)
+    _watch_loaders(patches, watch, guard)
+    _watch_optimizers(patches, watch, guard, replicas, apart)
     return watch
 
 

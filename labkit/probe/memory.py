@@ -129,14 +129,14 @@ class MemoryWatch:
     def owners(self) -> dict[str, int]:
         """Current bytes by owner, also in the middle of a step; without owners that are known only in profiled
         steps."""
-        owners = self._count(Census(self.device))
+        owners = self.count(Census(self.device))
         if self.device.type == "cuda":
             owners["activations"] = max(0, torch.cuda.memory_allocated(self.device) - sum(owners.values()))
         return owners
 
     def look(self, step: int) -> None:
         """Counts now, and writes an event if the owners have changed."""
-        self._owners = self._count(Census(self.device))
+        self._owners = self.count(Census(self.device))
         self._peak = max(self._peak, sum(self._owners.values()))
         owners = self._owners | ({"activations": self._activations} if self._activations else {})
         if owners != self._reported:
@@ -154,7 +154,7 @@ class MemoryWatch:
     def held(self) -> tuple[dict[int, tuple[str, int]], dict[str, int]]:
         """Owner and bytes of every counted address, and by owner the bytes without a known address."""
         census = Census(self.device)
-        owners = self._count(census)
+        owners = self.count(census)
         apart = {"communication": owners["communication"]}
         if self.device.type == "cuda":
             apart["other"] = max(0, torch.cuda.memory_allocated(self.device) - sum(owners.values()))
@@ -166,7 +166,8 @@ class MemoryWatch:
         census.add(self._held.tensors(), "other")
         return set(census.counted)
 
-    def _count(self, census: Census) -> dict[str, int]:
+    def count(self, census: Census) -> dict[str, int]:
+        """Counts everything that outlives a step with a census; returns the bytes by owner."""
         owned = states_of([*self._models], [*self._optimizers], self._held.parameters())
         found = {owner: census.add(tensors, owner) for owner, tensors in owned.items()} | {
             "communication": sum(self._guard(_buckets, model) or 0 for model in self._models),

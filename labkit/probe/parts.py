@@ -38,6 +38,7 @@ LOST = {
     "steps": "steps, phases and losses are incomplete or missing",
     "tensors": "gradients and parameters are not stored, so the equivalence of runs is not judged",
     "timelines": "steps are not profiled, so there are no timelines, exposed communication or memory curves",
+    "traces": "memory and traffic are predicted by formulas only, and those of your own scripts are not",
     "tensor versions": "changes of tensors are not counted, so some updates without hooks are not found",
     "warm starts": "runs start cold",
 }

@@ -290,5 +290,5 @@ class StepWatch(FinishedSteps):
             return
         device = parameter.device
         if self._clock is None or self._clock.device.type != ("cuda" if device.type == "cuda" else "cpu"):
-            self._use(clock_for(device))
+            self.use(clock_for(device))
         self._look(self.memory.add_model, model, device)

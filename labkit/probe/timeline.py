@@ -200,30 +200,21 @@ def curve(
     its end, `constant` the bytes without a known address, by owner. `freed` is the time at which gradients of the
     previous step are freed, which the CPU allocator does not report. An address that is allocated again was freed
     before, even if no profiled thread did so. gloo's threads are not profiled: memory of the size of a collective in
-    `comm`, or of a rank's share of it, which has not been freed and is not `alive` at the end, was freed when the next
-    collective was complete. Memory allocated in a forward and freed in a later phase is activations; memory allocated
-    by a collective is its buffers.
+    `comm`, or of a rank's share of it, which has not been freed and is not `alive` at the end, was freed by then. It
+    was free when the next collective was complete, unless such memory of the same operation was seen to be activations.
+    Memory allocated in a forward and freed in a later phase is activations; memory allocated by a collective is its
+    buffers.
     """
     begin, end = phases[0][1], phases[-1][2]
     starts = [start for _, start, _ in phases]
-    changes = [(begin, owner, size) for owner, size in constant.items()] + [
-        (begin, owner, size) for owner, size in before.values()
-    ]
+    changes = [(begin, owner, size) for owner, size in (*constant.items(), *before.values())]
     gone: dict[int, int] = {}
     open_: dict[int, Allocation] = {}
     sizes = {size // parts for _, _, _, size, _, ranks, _ in comm if size for parts in (1, len(ranks or (0,)))}
-
-    def give_back(address: int, time: int, seen: bool) -> None:
-        """Memory is free at a time; if its release was not `seen`, it may have been free before."""
-        taken = open_.pop(address)
-        if not seen and taken.size in sizes:
-            time = min(time, next((stop for _, start, stop, *_ in comm if start >= taken.time), time))
-        owner = _owner_of(taken, phases, starts, time)
-        changes.extend(((taken.time, owner, taken.size), (time, owner, -taken.size)))
-
+    closed: list[tuple[Allocation, int, bool]] = []  # with a time at which it is free, and whether its release was seen
     for one in sorted((each for each in allocations if begin <= each.time <= end), key=lambda each: each.time):
         if one.address in open_:
-            give_back(one.address, one.time, seen=one.size < 0)
+            closed.append((open_.pop(one.address), one.time, one.size < 0))
         elif one.address in before:
             gone.setdefault(one.address, one.time if one.size < 0 else min(one.time, max(freed, begin)))
         if one.size > 0:
@@ -234,7 +225,17 @@ def curve(
     changes += [(time, before[address][0], -before[address][1]) for address, time in gone.items()]
     for address, taken in [*open_.items()]:
         if taken.size in sizes and address not in after and address not in alive:
-            give_back(address, end, seen=False)
+            closed.append((open_.pop(address), end, False))
+    lasting = {
+        (taken.size, taken.inside)
+        for taken, time, seen in closed
+        if seen and _owner_of(taken, phases, starts, time) == "activations"
+    }
+    for taken, time, seen in closed:
+        if not seen and taken.size in sizes and (taken.size, taken.inside) not in lasting:
+            time = min(time, next((stop for _, start, stop, *_ in comm if start >= taken.time), time))
+        owner = _owner_of(taken, phases, starts, time)
+        changes += (taken.time, owner, taken.size), (time, owner, -taken.size)
     changes += [
         (taken.time, after.get(address) or _owner_of(taken, phases, starts, None), taken.size)
         for address, taken in open_.items()

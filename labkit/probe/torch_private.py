@@ -56,6 +56,10 @@ class Private:
             return False
         return True
 
+    def replace(self, replacement: Any) -> None:
+        """Puts another object in its place. Raises `MissingName`."""
+        setattr(_find(self.owner, self.part), self.attribute, replacement)
+
     def of(self, owner: Any) -> Any:
         """The attribute of an instance. Raises `MissingName`."""
         try:

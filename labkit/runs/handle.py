@@ -77,8 +77,7 @@ def start(spec: Spec, *, guesses: Sequence[Guess] | None = None, **options: Any)
     """Starts a resolved Spec as `Job.start` does, with its prediction if there is one in the cache, and with the
     learner's predictions (default: those that are pending)."""
     guesses = pending(spec.processes) if guesses is None else guesses
-    prediction = cached(spec) if spec.strategy else None
-    job = Job.start(spec, prediction=prediction, guess=document(guesses), **options)
+    job = Job.start(spec, prediction=cached(spec), guess=document(guesses), **options)
     attach(guesses, job.folder)
     return job
 

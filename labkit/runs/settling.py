@@ -21,10 +21,7 @@ def settle(what: str | os.PathLike[str] | Spec, *, look: bool = True, **fields: 
     """The Spec that `run` would start with the same arguments, resolved for this machine; `SpecError` if it cannot
     run. Without `look`, it takes milliseconds: data and checkpoints are not looked for."""
     spec = named(what, **fields)
-    if spec.as_module:
-        _check_module(spec.script)
-    elif spec.script is not None and not os.path.isfile(spec.script):  # noqa: PTH113 as above
-        raise SpecError("script", f"{Path.cwd()} has no script {shown(spec.script)}; give the path of a Python file")
+    _check_script(spec)
     return spec.on(Machine.here()) if look else spec.settled(Machine.here())
 
 
@@ -37,11 +34,12 @@ def named(what: str | os.PathLike[str] | Spec, **fields: Any) -> Spec:
 def with_ranks(spec: Spec) -> Spec:
     """A Spec that may be for another machine: only a missing number of ranks, device or precision and the checkpoint to
     resume from are taken from this one."""
-    if spec.script is not None:
-        return spec
     machine = Machine.here()
     device = spec.device if spec.device != "auto" else "cuda" if machine.gpus else "cpu"
     spec = replace(spec, nproc=spec.nproc or machine.default_nproc(device) or 2, device=device)
+    if spec.script is not None:
+        _check_script(spec)
+        return spec
     precision = spec.precision or default_precision(spec, machine.gpus[: spec.nproc])
     return located(replace(spec, precision=precision)).with_checkpoint()
 
@@ -56,6 +54,14 @@ def _named(what: Any, fields: Mapping[str, Any]) -> dict[str, str]:
         name = min(duplicates)
         raise SpecError(name, f"{shown(what)} and {name}={shown(fields[name])} exclude each other; give one of them")
     return {field: os.fspath(what)}
+
+
+def _check_script(spec: Spec) -> None:
+    """`SpecError` if a Spec names a script or module that does not exist."""
+    if spec.as_module:
+        _check_module(spec.script)
+    elif spec.script is not None and not os.path.isfile(spec.script):  # noqa: PTH113 as above
+        raise SpecError("script", f"{Path.cwd()} has no script {shown(spec.script)}; give the path of a Python file")
 
 
 def _check_module(name: str) -> None:

@@ -33,6 +33,7 @@ class Strategy:
     - `constants`: settings of the script that follow from the Request, by name.
     - `note`: how a run on a device ("cpu", "cuda") differs from what the title says, such as an emulation; otherwise
       empty.
+    - `unmeasured`: why the measured peak memory of a step is not complete, otherwise empty.
     - `further`: listed under "more" if only a few strategies can be displayed.
     - `compared`: selected when the tab that compares strategies is opened.
     - `one_loss`: the number of adjacent ranks that must have the same loss, because they split layers and not samples:
@@ -61,6 +62,7 @@ class Strategy:
     lacks: Mapping[str, str] = field(default_factory=dict)
     constants: Callable[[Request], dict[str, Any]] = lambda spec: {}
     note: Callable[[str | None], str] = lambda device: ""
+    unmeasured: Callable[[Request], str] = lambda spec: ""
     further: bool = False
     compared: bool = False
     one_loss: Callable[[Request], int] = lambda spec: 1

@@ -45,13 +45,15 @@ def runs_table(rows: Sequence[dict]) -> RenderableType:
 
 
 def prediction_table(found: Prediction) -> RenderableType:
-    """The predicted figures, a row for each group of equal ranks, under a title that says how they were made."""
+    """The predicted figures, a row for each group of equal ranks, between a title that says how they were made and
+    notes."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in found.heads:
         table.add_column(name, justify="left" if name in ("rank", "in the phase") else "right", no_wrap=True)
     for row in found.rows:
         table.add_row(*(Text(visible_line(cell)) for cell in row))
-    return Group(Text(visible_line(found.title)), table)
+    notes = (Text(visible_line(note), style="dim") for note in found.notes)
+    return Group(Text(visible_line(found.title)), table, *notes)
 
 
 def advice_tables(found: Advised) -> RenderableType:

@@ -2,7 +2,8 @@
 seconds; traces the ranks of each, or measures what they compute, every one in a separate process, and prints the
 results.
 
-Each line of the output is an object, {"rank", "result"} or {"rank", "error", "where"}, or null after the last of a
+Each line of the output is an object, {"rank", "result"}, {"rank", "error", "where"} or, for a script of the user's own,
+{"rank", "reason"}, or null after the last of a
 request.
 """
 
@@ -24,12 +25,17 @@ import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.tensor.parallel
 
+from labkit.prediction.tracing import own_script, torch_private
+from labkit.prediction.tracing import rank as generated
 from labkit.prediction.tracing.compute import compute
-from labkit.prediction.tracing.rank import trace
 from labkit.probe.lifetime import end_with_parent, identity
 
 _IDLE = 300.0
-_WORK: dict[str, Callable[[dict[str, Any], int], Any]] = {"trace": trace, "compute": compute}
+_WORK: dict[str, Callable[[dict[str, Any], int], Any]] = {
+    "trace": generated.trace,
+    "script's trace": own_script.trace,
+    "measurement": compute,
+}
 
 
 def results(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -59,11 +65,20 @@ def _work(request: dict[str, Any], rank: int, connection: Connection, parent: st
     end_with_parent(parent)
     warnings.simplefilter("ignore")
     try:
+        torch_private.check()
         result = {"rank": rank, "result": _WORK[request["work"]](request, rank)}
+    except own_script.Untraceable as error:
+        result = {"rank": rank, "reason": str(error)}
     except Exception as error:
-        result = {"rank": rank, "error": f"{type(error).__name__}: {error}", "where": _where(error, request["path"])}
+        result = {
+            "rank": rank,
+            "error": f"{type(error).__name__}: {error}",
+            "where": _where(error, request.get("path", "")),
+        }
         traceback.print_exc()
     connection.send(result)
+    sys.stderr.flush()
+    os._exit(0)  # whatever threads and exit handlers a script has
 
 
 def _where(error: BaseException, path: str) -> str:

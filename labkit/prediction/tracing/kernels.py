@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils._pytree import tree_iter, tree_map_only
 
+from labkit.prediction.tracing.torch_private import SCHEMA, TREE_ITER, TREE_MAP
 from labkit.probe.kineto import LogLevel, taken
 from labkit.probe.torch_private import EVENT_TYPE, KINETO_TREE
 
 MOST = 64 << 20
 _SCOPE = "labkit kernel "
+
+tree_iter, tree_map_only = TREE_ITER.get(), TREE_MAP.get()
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class Kernel:
     @classmethod
     def of(cls, function: Any, args: Any, kwargs: Any) -> Kernel | None:
         """The kernel of a call; None for a view, a collective, or a plain allocation."""
-        schema = function._schema
+        schema = SCHEMA.of(function)
         if schema.name.startswith(("c10d::", "_c10d_functional::", "prim::", "aten::empty")):
             return None
         if any(argument.alias_info and not argument.alias_info.is_write for argument in schema.arguments):
@@ -88,9 +91,10 @@ def temporaries(kernels: Iterable[Kernel]) -> dict[str, int]:
         if kernel.key not in scopes and kernel.bytes <= MOST:
             scope = scopes[kernel.key] = f"{_SCOPE}{len(scopes)}"
             args, kwargs = kernel.arguments()
-            with record_function(scope):
-                result = kernel.function(*args, **kwargs)  # released after the scope
-            del result
+            results = []  # released after the scope
+            with record_function(scope), suppress(RuntimeError):  # the CPU may lack a kernel for types of a GPU
+                results.append(kernel.function(*args, **kwargs))
+            results.clear()
     profiler.stop()
     level.restore()
     changes = dict(_changes(taken(profiler)))

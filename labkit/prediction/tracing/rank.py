@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import TensorDataset
 
 from labkit.prediction.tracing import world
+from labkit.prediction.tracing.allocator import overhead
 from labkit.prediction.tracing.kernels import temporaries
 from labkit.prediction.tracing.phases import Phases
 from labkit.prediction.tracing.replicas import Replica
 from labkit.prediction.tracing.script import batch, load
 from labkit.prediction.tracing.tape import Tape, TapeCensus, scoped
+from labkit.prediction.tracing.torch_private import FAKE_MODE, WITHOUT_MODES
 from labkit.probe.memory import states_of
 from labkit.probe.timeline import curve
 
@@ -33,10 +33,11 @@ def trace(request: dict[str, Any], rank: int) -> dict[str, Any]:
     for owner, name, function in scoped(tape):
         setattr(owner, name, function)
     script = load(request["path"], request["source"])
+    world.ranks_agree(request["source"])
     device = torch.device("cpu")
     if request["grouped"]:
         dist.init_process_group()
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FAKE_MODE.get()(allow_non_fake_inputs=True):
         data = batch(script, request["sample"], script.BATCH_PER_RANK * getattr(script, "RANKS", 1))
         if hasattr(script, "STAGES"):
             world.stages_know_shapes(script, request["sample"], request["split"])
@@ -63,20 +64,34 @@ def _traced(script: Any, device: torch.device, data: TensorDataset, tape: Tape) 
         spans = phases.spans()
         del inputs, targets
     tape.keeps_kernels = False
-    with _disable_current_modes():
+    owned, owners = _owned(tape, phases)
+    return reported(tape, spans, before, owned, owners)
+
+
+def reported(
+    tape: Tape,
+    spans: list[tuple[str, int, int]],
+    before: dict[int, tuple[str, int]],
+    owned: dict[int, tuple[str, int]],
+    owners: dict[str, int],
+) -> dict[str, Any]:
+    """The trace of the step on the tape: `spans` are its phases, `before` has owner and bytes by address of what was
+    allocated at its beginning, `owned` the same of what outlives it, and `owners` the bytes of each owner."""
+    with WITHOUT_MODES.get()():
         sizes = temporaries(kernel for _, kernel in tape.kernels)
     for time, kernel in tape.kernels:
         if sizes.get(kernel.key):
             tape.needs(time, sizes[kernel.key])
-    owned, owners = _owned(tape, phases)
     after = {address: "other" for address in tape.allocated if address in before}  # what the script keeps
     after |= {address: owner for address, (owner, _) in owned.items()}
     fields = curve(tape.allocations, spans, before, after, {}, 0)
+    changes = ((one.address, one.size) for one in sorted(tape.allocations, key=lambda one: one.time))
     return {
         "step": {name: fields[name] for name in ("times", "seconds", "phases", "owners", "peak", "at_peak")},
         "phase_at_peak": _phase_at_peak(fields),
         "owners": owners,
         "calls": [[one.op, one.bytes, one.ranks, one.parts] for one in tape.calls],
+        "allocator": overhead({address: size for address, (_, size) in before.items()}, changes),
     }
 
 

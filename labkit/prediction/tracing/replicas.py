@@ -1,7 +1,7 @@
 """A stand-in for `DistributedDataParallel`, whose C++ reducer reads the memory of tensors, which fake tensors lack.
 
 It has the reducer's buckets: one in the first step, and from the second step on those of
-`dist._compute_bucket_assignment_by_size` over the parameters in the order in which their gradients were ready (Li et
+torch's own function over the parameters in the order in which their gradients were ready (Li et
 al. 2020, sections 3.2 and 4.2). With `find_unused_parameters` they are those of the parameters in their order, from the
 end, for good, and a map of the used parameters is reduced, too. A bucket is reduced when all of its gradients are
 ready; after the last one, gradients are copied from the buckets. Buffers are broadcast before each forward in training.
@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import _disable_current_modes
+
+from labkit.prediction.tracing.torch_private import BUCKETS, ENGINE, FIRST_BUCKET, WITHOUT_MODES
 
 _MIB = 1 << 20
 _DEFAULT = 25  # MiB
@@ -67,7 +68,7 @@ class Replica(torch.nn.Module):
         self.group = process_group or (device_mesh.get_group() if device_mesh else dist.group.WORLD)
         self.require_backward_grad_sync = True
         self._broadcasts = broadcast_buffers
-        first = dist._DEFAULT_FIRST_BUCKET_BYTES if bucket_cap_mb is None else bucket_cap_mb * _MIB
+        first = FIRST_BUCKET.get() if bucket_cap_mb is None else bucket_cap_mb * _MIB
         self._limits = [int(first), int((bucket_cap_mb or _DEFAULT) * _MIB)]
         self._rebuilt = self._finds_unused = find_unused_parameters
         self._hook: Any = None
@@ -110,9 +111,9 @@ class Replica(torch.nn.Module):
 
     def _build(self, order: list[torch.nn.Parameter], limits: list[int], from_end: bool = True) -> None:
         self.buckets: list[torch.Tensor] = []  # freed first
-        with _disable_current_modes():  # C++ code reads only shapes and types
+        with WITHOUT_MODES.get()():  # C++ code reads only shapes and types
             shapes = [torch.empty(one.shape, dtype=one.dtype, device="meta") for one in order]
-            parts, _ = dist._compute_bucket_assignment_by_size(shapes, limits, [False] * len(order))
+            parts, _ = BUCKETS.get()(shapes, limits, [False] * len(order))
         self._buckets = [[order[index] for index in part] for part in (reversed(parts) if from_end else parts)]
         self._place = {one: number for number, bucket in enumerate(self._buckets) for one in bucket}
         self.buckets = [
@@ -132,7 +133,7 @@ class Replica(torch.nn.Module):
         if not any(self._left):
             if self._finds_unused:
                 dist.all_reduce(self._used, group=self.group, async_op=True)
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+            ENGINE.get().queue_callback(self._finish)
 
     def _reduce(self, number: int) -> None:
         bucket, buffer = self._buckets[number], self.buckets[number]

@@ -3,7 +3,7 @@
 Time on the tape is the number of operations so far, in units of `OPERATION`, so that a memory curve, whose times are
 nanoseconds, shows an operation as a second. The tape is a dispatch mode above torch's fake tensor mode, so it
 sees each operation on local tensors after autograd and after DTensor, as the memory tracker of torch
-(`torch.distributed._tools.mem_tracker`) does. A storage counts with its size in bytes from the operation that creates
+(`MemTracker`) does. A storage counts with its size in bytes from the operation that creates
 it until Python or C++ releases its last reference, or until it is resized (FSDP frees gathered parameters like this).
 """
 
@@ -11,20 +11,32 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from labkit.prediction.tracing.kernels import Kernel
+from labkit.prediction.tracing.torch_private import (
+    DISPATCH_MODE,
+    GROUP_OF,
+    READ_NUMBER,
+    SCHEMA,
+    TREE_ITER,
+    WAIT,
+    WITHOUT_MODES,
+)
 from labkit.probe.collectives import operation
 from labkit.probe.memory import Census
 from labkit.probe.timeline import Allocation
 
-_READS = torch.ops.aten._local_scalar_dense.default
+tree_iter = TREE_ITER.get()
+_READS, _WAIT = READ_NUMBER.get(), WAIT.get()
+_EQUAL = torch.ops.aten.equal.default
+_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+_INDICES = ("aten::randint", "aten::randperm", "aten::arange")
 
 OPERATION = 1_000_000_000
 
@@ -42,13 +54,13 @@ class Call:
 
 def called(func: Any, args: Any) -> Call | None:
     """The collective that an operation of torch's distributed package starts; None if it starts none."""
-    name = func._schema.name.split("::")[1].rstrip("_")
+    name = SCHEMA.of(func).name.split("::")[1].rstrip("_")
     op = operation(name)
     if "wait" in op or "monitored" in op:
         return None
     group = next((one for one in args if isinstance(one, (torch.ScriptObject, dist.ProcessGroup))), None)
     functional = group is None  # its arguments are a tensor, numbers and the name of the group
-    group = dist.distributed_c10d._resolve_process_group(args[-1]) if functional else dist.ProcessGroup.unbox(group)
+    group = GROUP_OF.get()(args[-1]) if functional else dist.ProcessGroup.unbox(group)
     ranks = group.size()
     size = sum(each.numel() * each.element_size() for each in tree_iter(args) if isinstance(each, torch.Tensor))
     if functional:
@@ -60,14 +72,15 @@ def called(func: Any, args: Any) -> Call | None:
     return Call(op, size, ranks, ranks if name == "reduce_scatter" else 1)
 
 
-class Tape(TorchDispatchMode):
+class Tape(DISPATCH_MODE.get()):
     """Records while it is active; `restart` forgets what it has recorded, except what is still allocated. Kernels are
-    recorded if `keeps_kernels` is set."""
+    recorded if `keeps_kernels` is set. Integers are computed if `computes_numbers` is set, because scripts read
+    positions in their data from them; all other tensors have no data."""
 
     def __init__(self) -> None:
         super().__init__()
         self.time = 0
-        self.keeps_kernels = False
+        self.keeps_kernels = self.computes_numbers = False
         self.allocations: list[Allocation] = []
         self.calls: list[Call] = []
         self.kernels: list[tuple[int, Kernel]] = []  # by time
@@ -79,11 +92,15 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, torch.distributed.tensor.DTensor) for kind in types):
             return NotImplemented  # DTensor comes first, and calls the operation on its local tensors
-        if func is _READS:
-            return _value(args[0].dtype)
-        if func is torch.ops._c10d_functional.wait_tensor.default:
+        computes = self.computes_numbers and _has_numbers(func, args, kwargs or {})
+        if func is _READS and not computes:
+            return _value(args[0])
+        if func is _EQUAL and not computes:
+            return True
+        if func is _WAIT:
             return args[0]  # the fake kernel would return a copy
-        result = func(*args, **(kwargs or {}))
+        with WITHOUT_MODES.get()() if computes else nullcontext():
+            result = func(*args, **(kwargs or {}))
         self.time += OPERATION
         if self.keeps_kernels and (kernel := Kernel.of(func, args, kwargs)):
             self.kernels.append((self.time, kernel))
@@ -146,9 +163,24 @@ class Tape(TorchDispatchMode):
             self.allocations.append(Allocation(self.time, address, size, inside))
 
 
-def _value(kind: torch.dtype) -> float | int | bool:
-    """What a script reads from a tensor without data: no flag is set (overflow, not finite), numbers are 1, which can
-    be a divisor."""
+def _has_numbers(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operation is on integers with data only, or makes them."""
+    given = [each for each in tree_iter((args, kwargs)) if isinstance(each, torch.Tensor)]
+    if given:
+        return all(
+            type(each) is torch.Tensor and each.dtype in _NUMBERS and each.device.type == "cpu" for each in given
+        )
+    return SCHEMA.of(func).name.startswith(_INDICES) or kwargs.get("dtype") in _NUMBERS
+
+
+def _value(tensor: torch.Tensor) -> Any:
+    """What a script reads from a tensor without data: a constant of the script has its value, no flag is set (overflow,
+    not finite), and other numbers are 1, which can be a divisor."""
+    constant = getattr(tensor, "constant", None)
+    if constant is not None:
+        with WITHOUT_MODES.get()():
+            return constant.item()
+    kind = tensor.dtype
     if kind in (torch.bool, torch.uint8):
         return False
     return 1.0 if kind.is_floating_point else 1

@@ -10,6 +10,7 @@ moves to the traced device do nothing, and threads run their calls at once. `Dis
 from __future__ import annotations
 
 import concurrent.futures
+import importlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,13 +20,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh
-from torch.distributed.fsdp._fully_shard import _fsdp_common
-from torch.distributed.tensor import placement_types
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import _disable_current_modes
 
 from labkit.prediction.tracing.replicas import Replica
 from labkit.prediction.tracing.script import batch
+from labkit.prediction.tracing.torch_private import (
+    CHUNKS,
+    FAKE_STORE,
+    GLOBAL_SHAPES,
+    MODULE_APPLY,
+    SCALER_STEP,
+    STRIDED_SIZES,
+    WITHOUT_MODES,
+)
 
 _MESH_METHODS = ("__init__", "__getitem__", "_flatten", "get_local_rank", "get_coordinate", "size")
 _ASYNCHRONOUS = (
@@ -88,23 +94,23 @@ def join(rank: int, ranks: int) -> None:
     create = dist.init_process_group
 
     def init_process_group(*args: Any, **kwargs: Any) -> None:
-        create("fake", rank=rank, world_size=ranks, store=FakeStore())
+        create("fake", rank=rank, world_size=ranks, store=FAKE_STORE.get()())
 
     replaced(create, init_process_group)
     replaced(device_mesh.init_device_mesh, _without_fakes(device_mesh.init_device_mesh))
     for name in _MESH_METHODS:
         setattr(device_mesh.DeviceMesh, name, _without_fakes(getattr(device_mesh.DeviceMesh, name)))
-    strided = placement_types._StridedShard
-    if sizes := getattr(strided, "local_shard_size_and_offset", None):  # newer versions compute it with tensors
-        strided.local_shard_size_and_offset = _without_fakes(sizes)
-    if chunks := getattr(_fsdp_common, "_chunk_with_empty", None):
-        replaced(chunks, Chunks)
+    for name in (GLOBAL_SHAPES, STRIDED_SIZES):  # the shapes of global tensors, which no rank has; sizes of shards
+        if name.exists():
+            name.replace(_without_fakes(name.get()))
+    if CHUNKS.exists():
+        replaced(CHUNKS.get(), Chunks)
     for name in _ASYNCHRONOUS:
         replaced(getattr(dist, name), _holding(getattr(dist, name)))
     replaced(torch.nn.parallel.DistributedDataParallel, Replica)
     torch.nn.Module.to = _stay
     torch.nn.Module.compile = lambda module, *args, **kwargs: None
-    torch.amp.GradScaler._maybe_opt_step = _always_step
+    SCALER_STEP.replace(_always_step)
     concurrent.futures.ThreadPoolExecutor.submit = _at_once
 
 
@@ -119,7 +125,7 @@ def replaced(original: Any, replacement: Any) -> None:
 def _without_fakes(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
+        with WITHOUT_MODES.get()():
             return function(*args, **kwargs)
 
     return call
@@ -141,7 +147,7 @@ def _holding(function: Callable[..., Any]) -> Callable[..., Any]:
 def _stay(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
     """`Module.to`: every tensor is on the traced device already; a new type is applied."""
     kinds = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.dtype)]
-    return module._apply(lambda tensor: tensor.to(kinds[0])) if kinds else module
+    return MODULE_APPLY.of(module)(lambda tensor: tensor.to(kinds[0])) if kinds else module
 
 
 def _always_step(scaler: Any, optimizer: torch.optim.Optimizer, state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -154,6 +160,20 @@ def _at_once(pool: Any, function: Callable[..., Any], *args: Any, **kwargs: Any)
     future: concurrent.futures.Future[Any] = concurrent.futures.Future()
     future.set_result(function(*args, **kwargs))
     return future
+
+
+def ranks_agree(source: str) -> None:
+    """DeepSpeed's third stage compares numbers between ranks: they are still sent, and count as equal. It is imported
+    now if the script imports it later."""
+    if "import deepspeed" not in source:
+        return
+    utils = importlib.import_module("deepspeed.runtime.zero.utils")
+
+    def compare(numbers: Sequence[int]) -> None:
+        for sent in (len(numbers), [*numbers]):
+            dist.broadcast(torch.tensor(sent), 0)
+
+    replaced(utils.assert_ints_same_as_other_ranks, compare)
 
 
 def stages_know_shapes(script: Any, sample: Any, split: Sequence[tuple[int, int] | None]) -> None:

@@ -55,15 +55,25 @@ class PredictedTimeline(TypedDict):
     exposed: dict[str, Seconds]
 
 
+class Estimate(TypedDict):
+    """Memory of a GPU that is not a tensor of the step: from `low` to `high`, by a published `source`."""
+
+    name: Name
+    low: Bytes
+    high: Bytes
+    source: Line
+
+
 class PredictedClass(TypedDict):
     """Ranks that do the same work, the step of one of them, its traffic by operation, its collectives in order, and
-    the timeline of its step."""
+    the timeline of its step. On GPUs `estimates` are what comes on top of its peak."""
 
     ranks: Ranks
     timeline: NotRequired[PredictedTimeline]
     step: PredictedStep
     ops: dict[str, Operation]
     calls: Annotated[list[Called], Limits(most=1_000_000)]
+    estimates: NotRequired[list[Estimate]]
 
 
 class PredictedTime(TypedDict):

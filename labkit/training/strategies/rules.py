@@ -92,6 +92,12 @@ def _needs_one_bucket(spec: Request) -> bool:
     return spec.options["compression"] == "powersgd" and spec.device == "cpu"
 
 
+def in_gloos_threads(spec: Request) -> str:
+    """Why the peak memory of a step with PowerSGD is not measured on CPU ranks; empty for any other."""
+    reason = "PowerSGD's callbacks allocate memory in gloo's threads, which torch's profiler does not record"
+    return reason if _needs_one_bucket(spec) else ""
+
+
 def ddp_constants(spec: Request) -> dict[str, Any]:
     """The bucket size in MiB, if it is not the one of the options."""
     return {"BUCKET_MB": MOST} if _needs_one_bucket(spec) else {}

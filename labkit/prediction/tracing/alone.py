@@ -1,0 +1,63 @@
+"""What a script does with other processes, in a trace that has none: data loaders without workers, exchanges of Python
+objects, in which every rank has the same one, and groups of torch's fake backend."""
+
+from __future__ import annotations
+
+import inspect
+from functools import wraps
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from labkit.prediction.tracing.guard import Refused
+from labkit.prediction.tracing.world import replaced
+
+_OF_WORKERS = (
+    *("num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout", "worker_init_fn"),
+    *("pin_memory", "pin_memory_device", "in_order"),
+)
+
+
+def works_alone() -> None:
+    """Replaces these functions, for the rest of the process."""
+    create, group = DataLoader.__init__, dist.new_group
+
+    @wraps(create)
+    def init(loader: Any, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(create).bind(loader, *args, **kwargs).arguments
+        create(**{name: value for name, value in given.items() if name not in _OF_WORKERS})
+
+    DataLoader.__init__ = init
+    torch.compile = lambda model=None, **_: (lambda function: function) if model is None else model
+    replaced(group, wraps(group)(lambda ranks=None, *_, **kwargs: group(ranks, **kwargs | {"backend": None})))
+    for function, result in (
+        (dist.all_gather_object, _gathered),
+        (dist.gather_object, _gathered_by_one),
+        (dist.broadcast_object_list, lambda objects, *_, **__: None),
+        (dist.scatter_object_list, _scattered),
+        (dist.send_object_list, _exchanged),
+        (dist.recv_object_list, _exchanged),
+    ):
+        replaced(function, result)
+
+
+def _gathered(objects: list[Any], one: Any, group: Any = None) -> None:
+    objects[:] = [one] * len(objects)
+
+
+def _gathered_by_one(one: Any, objects: list[Any] | None = None, *_: Any, **__: Any) -> None:
+    if objects is not None:
+        _gathered(objects, one)
+
+
+def _scattered(output: list[Any], inputs: list[Any] | None = None, *_: Any, **__: Any) -> None:
+    output[0] = inputs[dist.get_rank()] if inputs else None
+
+
+def _exchanged(*_: Any, **__: Any) -> NoReturn:
+    raise Refused(
+        "exchanges Python objects with another rank",
+        "a trace has no other ranks, and a PipelineStage does without them if it is given input_args and output_args",
+    )
