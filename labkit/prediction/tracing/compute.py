@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from labkit.analysis.metrics import median
 from labkit.prediction.tracing import silent, world
 from labkit.prediction.tracing.phases import Phases
 from labkit.prediction.tracing.script import load
+from labkit.probe.torch_private import NEXT_BATCH
 
 _FIRST = 4  # steps before the first measured one: optimizer state exists, buckets are final, caches are warm
 _LEAST, _MOST = 9, 60  # measured steps
@@ -47,13 +47,13 @@ class _Steps:
         self._phases.follow()
         self._phases.restart()
         register_optimizer_step_post_hook(self._stepped)
-        fetch = _BaseDataLoaderIter.__next__
+        fetch = NEXT_BATCH.get()
 
         def fetched(loader: Any) -> Any:
             with self._phases.phase("data"):
                 return fetch(loader)
 
-        _BaseDataLoaderIter.__next__ = fetched
+        NEXT_BATCH.replace(fetched)
 
     def started(self, op: str, size: int, ranks: list[int]) -> int:
         self._number += 1

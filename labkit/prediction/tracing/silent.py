@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Work
 
+from labkit.prediction.tracing.torch_private import WORLD
+
 Tensors = Sequence[torch.Tensor]
 Copies = Iterable[tuple[torch.Tensor, torch.Tensor]]
 
@@ -71,11 +73,9 @@ class Silent(dist.ProcessGroup):
         return "silent"
 
     @property
-    def pg_name(self) -> str:
+    def group_name(self) -> str:
         """torch's name of the group."""
-        return dist.distributed_c10d._world.pg_names[self]
-
-    group_name = pg_name
+        return WORLD.get().pg_names[self]
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
         return self._starts("all_reduce", tensors, tensors)

@@ -31,6 +31,7 @@ DEVICE_CONTEXT = Private("torch.utils._device.DeviceContext", _PART)
 
 # ---- process groups and buckets
 FAKE_STORE = Private("torch.testing._internal.distributed.fake_pg.FakeStore", _PART)
+WORLD = Private(f"{_GROUPS}._world", _PART)
 GROUP_OF = Private(f"{_GROUPS}._resolve_process_group", _PART)
 WAIT = Private(f"{_OPS}._c10d_functional.wait_tensor.default", _PART)
 BUCKETS = Private("torch.distributed._compute_bucket_assignment_by_size", _PART)
