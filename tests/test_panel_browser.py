@@ -103,7 +103,7 @@ def test_the_panel_is_never_blank(page, jupyter):
     sync_api.expect(before).to_contain_text(re.compile(r"Peak memory: you predicted 2 MiB per rank; it was [\d.]+ MiB"))
     sync_api.expect(before).to_contain_text("Step time: you predicted 500 ms per rank; it was")
     sync_api.expect(panel.locator(".labkit-guesses")).to_be_hidden()
-    sync_api.expect(panel.get_by_role("img", name=re.compile("your guess rank 0 500 ms"))).to_be_visible()
+    sync_api.expect(panel.get_by_role("img", name=re.compile("your guess rank 0( simulated)? 500 ms"))).to_be_visible()
     assert points(panel, "loss") > 2
     picture(page, "22-finished")
     nothing_is_cut_off(panel)
@@ -175,8 +175,10 @@ def choices_are_followed(page: sync_api.Page, panel: sync_api.Locator, before: s
 
 def predictions_are_kept_in(page: sync_api.Page, folder: Path) -> None:
     """So that none is found that another test, or another day, has made."""
-    code = "from pathlib import Path; from labkit.prediction import predict; of = predict._folder; "
-    in_the_kernel(page, f"{code}predict._folder = lambda spec: Path({str(folder)!r}) / 'predictions' / of(spec).name")
+    code = "from pathlib import Path; from labkit.prediction import predict; of = predict.cache_folder; "
+    in_the_kernel(
+        page, f"{code}predict.cache_folder = lambda spec: Path({str(folder)!r}) / 'predictions' / of(spec).name"
+    )
 
 
 def the_next_run_is_predicted(page: sync_api.Page, panel: sync_api.Locator, before: sync_api.Locator) -> None:

@@ -225,10 +225,8 @@ def how_made(plan: Plan) -> str:
 
 
 def step_in_words(time: PredictedTime) -> str:
-    """`a step takes 153 ms, 1,670 samples/s (simulated, …)`"""
-    took = f"a step takes {milliseconds(time['seconds'])}, {time['samples_per_second']:,.0f} samples/s"
-    measured = f"computation and collectives measured on {time['links']}" if time["links"] else "computation measured"
-    return f"{took} (simulated, with {measured})"
+    """`a step takes 153 ms, 1,670 samples/s`"""
+    return f"a step takes {milliseconds(time['seconds'])}, {time['samples_per_second']:,.0f} samples/s"
 
 
 def ranges(ranks: Iterable[int]) -> str:

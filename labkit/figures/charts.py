@@ -196,15 +196,17 @@ def _memory_axis(state: RunState) -> Axis:
 
 def phases(state: RunState) -> Chart:
     """The time of a step by phase, per rank: the medians of the summary in milliseconds, stacked. A run whose step was
-    predicted has the predicted times of each rank before the measured ones."""
+    predicted has the simulated times of each rank before the measured ones."""
     ranks = {rank.rank: rank for rank in _ranks(state)}
     predicted = predicted_steps(state)
-    measured = {number: _measured_phases(state, rank) for number, rank in ranks.items()}
+    measured = {
+        number: _measured_phases(state, rank) for number, rank in ranks.items() if len(rank.steps) or not predicted
+    }
     simulated = {number: _predicted_phases(step) for number, step in predicted.items()}
     stacks = [
         (f"rank {number}{kind}", number, *times[number])
         for number in sorted({**simulated, **measured})
-        for kind, times in ((" predicted", simulated), (" measured" if simulated else "", measured))
+        for kind, times in ((" simulated", simulated), ("", measured))
         if number in times
     ]
     bars = [
@@ -216,9 +218,8 @@ def phases(state: RunState) -> Chart:
     if profiled or predicted:
         bars.append(Bars("communication", colours.COMMUNICATION, tuple(waits for *_, waits in stacks)))
     note = "median; communication: exposed" if profiled else "median"
-    note += "; predicted: simulated" if predicted else ""
     names = tuple(name for name, *_ in stacks)
-    labels = tuple("\n".join(name.rsplit(" ", 1)) for name in names) if simulated and len(names) <= WIDE else ()
+    labels = tuple(name.replace(" simulated", "\nsim.") for name in names) if len(names) <= WIDE else ()
     x, y = Axis("", categories=names, labels=labels), Axis("ms per step", least=1.0)
     marks = guess_marks(state, "step_ms", [number for _, number, *_ in stacks], 0.001)
     return Chart("phases", "Where a step's time goes", x, y, bars=tuple(bars), marks=marks, note=note)

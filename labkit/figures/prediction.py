@@ -39,7 +39,8 @@ class Prediction:
             elif "timeline" in part:
                 self._set_time("step", part["ranks"], part["timeline"]["seconds"])
         if "time" in plan and not links:
-            self._on = f"; {step_in_words(plan['time'])}"
+            how = f"and links measured on {plan['time']['links']}" if plan["time"]["links"] else "measured here"
+            self._on = f"; {step_in_words(plan['time'])} (simulated, with computation {how})"
 
     def _set_time(self, head: str, ranks: Sequence[int], seconds: float) -> None:
         self.heads = (*HEADS, head)

@@ -3,14 +3,15 @@
 A program is what a rank does in a step, in order: it computes, it starts a collective or a message, it waits for one.
 A collective begins when all its ranks have started it and the one before it in its group is over, and takes the time
 that a model of communication gives. Ranks repeat their programs, so that a rank that is late in one step is waited for
-in the next; the last step counts.
+in the next. Every repetition has the times of another measured step, and of another one on each rank: whoever is late
+by chance is waited for, too. The first repetition does not count; of the others, the one with the median time does.
 
 On CPU ranks, communication is computation, too: bytes are copied by the cores that also compute. Whatever runs at one
 time shares them; with more of it than cores, all of it slows down in proportion. On GPUs, communication and computation
 do not slow each other down.
 
-One rank of each class is simulated in the place of all: the ranks of a collective are replaced by those that represent
-them.
+Of many ranks, one of each class is simulated in the place of all: the ranks of a collective are replaced by those that
+represent them.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ from labkit.prediction.collectives import CommunicationModel
 from labkit.prediction.links import time_of
 from labkit.record.types.prediction import PredictedTimeline
 
-STEPS = 4  # of which the last one counts
+STEPS = 16
+_APART = 4  # measured steps between two ranks
 
 
 class Compute(NamedTuple):
-    """Seconds of computation in a phase."""
+    """Computation in a phase: its seconds in each of several measured steps."""
 
     phase: str
-    seconds: float
+    seconds: tuple[float, ...]
 
 
 class Start(NamedTuple):
@@ -121,15 +123,22 @@ class _Simulation:
         self._time = 0.0
         self._open: dict[Any, list[_Operation]] = defaultdict(list)  # by group, those that not all ranks have started
         self._queues: dict[Any, deque[_Operation]] = defaultdict(deque)  # by group, the first one runs
-        self._last: dict[int, PredictedTimeline] = {}
+        self._steps: dict[int, list[PredictedTimeline]] = defaultdict(list)
 
     def result(self) -> dict[int, PredictedTimeline]:
         while True:
             for number, rank in self._ranks.items():
                 self._advance(number, rank)
             if all(rank.over for rank in self._ranks.values()):
-                return self._last
+                return self._typical()
             self._pass_time()
+
+    def _typical(self) -> dict[int, PredictedTimeline]:
+        """The repetition in which the first rank takes its median time."""
+        first = next(iter(self._steps.values()))[1:]
+        order = sorted(range(len(first)), key=lambda index: first[index]["seconds"])
+        chosen = 1 + order[len(order) // 2]
+        return {number: steps[chosen] for number, steps in self._steps.items()}
 
     # ---- one rank
 
@@ -144,7 +153,8 @@ class _Simulation:
             item = rank.program[rank.index]
             rank.index += 1
             if isinstance(item, Compute):
-                rank.left, rank.phase = item.seconds, item.phase
+                rank.left = item.seconds[(rank.step + _APART * number) % len(item.seconds)]
+                rank.phase = item.phase
             elif isinstance(item, Start):
                 self._start(number, rank, item)
             else:
@@ -181,7 +191,7 @@ class _Simulation:
 
     def _finish(self, number: int, rank: _Rank) -> None:
         """A step is over."""
-        self._last[number] = _timeline(rank, number, self._time)
+        self._steps[number].append(_timeline(rank, number, self._time))
         rank.step += 1
         rank.index, rank.began, rank.own, rank.pieces = 0, self._time, {}, []
 

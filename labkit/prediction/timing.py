@@ -24,12 +24,13 @@ from labkit.prediction.simulation import program_of, simulate
 from labkit.prediction.tracer import computed
 from labkit.record.files import read_below
 from labkit.record.plain import parse
-from labkit.record.types.prediction import Plan
+from labkit.record.types.prediction import Plan, PredictedTimeline
 from labkit.setup.machine import Machine
 
 Items = Sequence[Sequence[Any]]
 
 _STEPS = 100  # of the script that is measured; it is ended before
+_MOST = 8  # ranks that are all simulated
 _FILE, _LIMIT = "programs.json", 16 << 20  # bytes
 
 
@@ -48,11 +49,15 @@ def timed(spec: Spec, plan: Plan) -> Plan:
     like = {rank: ranks[0] for ranks in groups for rank in ranks}
     firsts = [ranks[0] for ranks in groups]
     programs = {rank: program_of(items) for rank, items in _programs(spec, firsts, machine).items()}
+    if spec.processes <= _MOST:
+        programs = {rank: programs[first] for rank, first in like.items()}
+        like = {rank: rank for rank in like}
     found = simulate(programs, like, links, machine.cores)
-    slowest = max(one["seconds"] for one in found.values())
+    steps = {ranks[0]: max((found[rank] for rank in ranks if rank in found), key=_seconds) for ranks in groups}
+    slowest = max(map(_seconds, steps.values()))
     timed_plan: Plan = {
         **plan,
-        "classes": [{**part, "timeline": found[part["ranks"][0]]} for part in plan["classes"]],
+        "classes": [{**part, "timeline": steps[part["ranks"][0]]} for part in plan["classes"]],
         "time": {
             "seconds": slowest,
             "samples_per_second": throughput_of_median_steps(spec.global_batch, [slowest]) or 0.0,
@@ -61,6 +66,10 @@ def timed(spec: Spec, plan: Plan) -> Plan:
     }
     keep(spec, timed_plan)
     return timed_plan
+
+
+def _seconds(timeline: PredictedTimeline) -> float:
+    return timeline["seconds"]
 
 
 def _programs(spec: Spec, ranks: Sequence[int], machine: Machine) -> Mapping[int, Items]:

@@ -6,8 +6,10 @@ else the machine does for a moment affects some repetitions only. In each round,
 operation and size: {round, operation, size, seconds} with the seconds of each repetition, or {round, operation, reason}
 if the backend does not support the operation.
 
-One repetition is a barrier, and then as many calls in a row as take some milliseconds, because the ranks do not leave a
-barrier at the same moment. Its time is that of the slowest rank, divided by the number of calls.
+One repetition is a barrier, and then as many calls as take some milliseconds, because the ranks do not leave a barrier
+at the same moment. Its time is that of the slowest rank, divided by the number of calls. On CPUs each rank computes for
+a millisecond before each call, which does not count: the threads of the backend sleep meanwhile, as in a training step,
+and waking them can take as long as the call itself.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from labkit.probe.lifetime import PARENT, end_with_parent
 
 _TIMEOUT = timedelta(seconds=60)
 _LEAST = 0.005  # seconds of calls after one barrier
+_BUSY = 0.001  # seconds of computation before a call on CPUs
 _MOST_CALLS = 50
 _ROUNDS = 5  # at most
 _REPETITIONS = (2, 10)  # of one operation and size per round, at least and at most
@@ -74,14 +77,22 @@ class Clock:
         self._device = device
 
     def __call__(self, call: Callable[[], Any], calls: int) -> float:
-        """Seconds of one call on this rank, of several in a row that begin on all ranks at about the same time."""
+        """Seconds of one call on this rank, of several that begin on all ranks at about the same time."""
         dist.barrier()
         self._finish()
-        began = time.perf_counter()
+        began, busy = time.perf_counter(), 0.0
         for _ in range(calls):
+            busy += self._compute()
             call()
         self._finish()
-        return (time.perf_counter() - began) / calls
+        return (time.perf_counter() - began - busy) / calls
+
+    def _compute(self) -> float:
+        """Computes on a CPU, and returns the seconds."""
+        began = now = time.perf_counter()
+        while self._device.type == "cpu" and now - began < _BUSY:
+            now = time.perf_counter()
+        return now - began
 
     def slowest(self, seconds: list[float]) -> list[float]:
         """The largest of all ranks, for each value."""

@@ -14,7 +14,7 @@ from labkit.analysis.theory import Flow, states, theory
 from labkit.common.text import escape
 from labkit.common.units import counted, size
 from labkit.figures import rank_colour
-from labkit.figures.prediction import Prediction, notes_html, table_html
+from labkit.figures.prediction import Prediction, table_html
 from labkit.figures.tables import guess_html
 from labkit.frontends.panel.guess import GuessFields
 from labkit.frontends.panel.predict import Predict
@@ -92,9 +92,9 @@ def plan_html(spec: Spec, known: Plan | str | None = None, untimed: str = "") ->
     what = f"{spec.strategy_row.title} · {spec.workload} on {spec.data} · {counted(spec.processes, 'rank')}"
     if known and not isinstance(known, str):
         time = f"By simulation, {step_in_words(known['time'])}." if "time" in known else untimed
-        how = f"{what}. Predicted {how_made(known)}. The bytes by owner are those at the peak. {time}"
+        how = f"{what}. Predicted {how_made(known)}, bytes by owner at the peak. {time}"
         title, found = f"<p><b>Next run (predicted)</b> {escape(how)}</p>", Prediction(known)
-        return f'<div class="labkit-notes">{title}</div>{table_html(found.heads, found.rows)}{notes_html(found.notes)}'
+        return f'<div class="labkit-notes">{title}</div>{table_html(found.heads, found.rows)}'
     said = f'<p role="status">{escape(known)}</p>' if known else ""
     note, table = _by_formula(spec)
     title = f"<p><b>Next run (expected)</b> {escape(what)}. {escape(note)}</p>"

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from labkit.analysis.metrics import median
 from labkit.prediction.tracing import silent, world
 from labkit.prediction.tracing.phases import Phases
 from labkit.prediction.tracing.script import load
@@ -22,6 +21,7 @@ from labkit.probe.torch_private import NEXT_BATCH
 
 _FIRST = 4  # steps before the first measured one: optimizer state exists, buckets are final, caches are warm
 _LEAST, _MOST = 9, 60  # measured steps
+_SAMPLES = 15  # of them, that are returned
 _MESSAGES = ("send", "recv")
 
 Item = list[Any]  # of a program
@@ -90,8 +90,8 @@ class _Steps:
 
 
 def compute(request: dict[str, Any], rank: int) -> list[Item]:
-    """The program of a typical step of one rank, in order: ["compute", phase, seconds], ["start", number, operation,
-    bytes, ranks], ["wait", number].
+    """The program of one rank, what it does in a step, in order: ["compute", phase, [seconds of several steps]],
+    ["start", number, operation, bytes, ranks], ["wait", number].
 
     `request` is that of `rank.trace`, with the `seconds` for which steps are measured. Raises `RuntimeError` if the
     script ends before enough steps.
@@ -108,7 +108,7 @@ def compute(request: dict[str, Any], rank: int) -> list[Item]:
         script.main()
     if len(steps.programs) < _LEAST:
         raise RuntimeError(f"the script has {len(steps.programs) + _FIRST} steps, of {_LEAST + _FIRST} that are needed")
-    return _typical(steps.programs)
+    return _samples(steps.programs)
 
 
 def _program(spans: list[tuple[str, int, int]], events: list[tuple[int, Item]]) -> list[Item]:
@@ -137,22 +137,14 @@ def _program(spans: list[tuple[str, int, int]], events: list[tuple[int, Item]]) 
     ]
 
 
-def _typical(programs: list[list[Item]]) -> list[Item]:
-    """The median of each computation over the steps that have the form of the last one, scaled to the median of their
-    sums."""
+def _samples(programs: list[list[Item]]) -> list[Item]:
+    """The form of the last step, with the seconds of each computation in several steps of that form."""
     alike = [one for one in programs if _form(one) == _form(programs[-1])]
-    total = median(_seconds(one) for one in alike)
-    found = [
-        [*items[0][:2], median(item[2] for item in items)] if items[0][0] == "compute" else items[0]
-        for items in zip(*alike)
+    chosen = alike[:: -(-len(alike) // _SAMPLES)]
+    return [
+        [*items[0][:2], [item[2] for item in items]] if items[0][0] == "compute" else items[0] for items in zip(*chosen)
     ]
-    scale = total / (_seconds(found) or 1.0)
-    return [[*item[:2], item[2] * scale] if item[0] == "compute" else item for item in found]
 
 
 def _form(program: list[Item]) -> list[Item]:
     return [item[:2] if item[0] == "compute" else item for item in program]
-
-
-def _seconds(program: list[Item]) -> float:
-    return sum(item[2] for item in program if item[0] == "compute")

@@ -66,7 +66,7 @@ class Estimate(TypedDict):
 
 class PredictedClass(TypedDict):
     """Ranks that do the same work, the step of one of them, its traffic by operation, its collectives in order, and
-    the timeline of its step. On GPUs `estimates` are what comes on top of its peak."""
+    the timeline of the slowest of them. On GPUs `estimates` are what comes on top of its peak."""
 
     ranks: Ranks
     timeline: NotRequired[PredictedTimeline]
