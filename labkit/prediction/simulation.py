@@ -3,8 +3,9 @@
 A program is what a rank does in a step, in order: it computes, it starts a collective or a message, it waits for one.
 A collective begins when all its ranks have started it and the one before it in its group is over, and takes the time
 that a model of communication gives. Ranks repeat their programs, so that a rank that is late in one step is waited for
-in the next. Every repetition has the times of another measured step, and of another one on each rank: whoever is late
-by chance is waited for, too. The first repetition does not count; of the others, the one with the median time does.
+in the next. Every repetition has the times of another measured step, and of another one on each rank: a rank that is
+late by chance is waited for, too. The first repetition does not count; of the others, the one with the median time
+does.
 
 On CPU ranks, communication is computation, too: bytes are copied by the cores that also compute. Whatever runs at one
 time shares them; with more of it than cores, all of it slows down in proportion. On GPUs, communication and computation
