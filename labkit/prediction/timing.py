@@ -29,7 +29,12 @@ from labkit.setup.machine import Machine
 
 Items = Sequence[Sequence[Any]]
 
-_STEPS = 100  # of the script that is measured; it is ended before
+# The script that is measured trains only, for more steps than are needed.
+_MEASURED: dict[str, Any] = {
+    **dict.fromkeys(("epochs", "save_every", "resume", "fault")),
+    "steps": 100,
+    "max_restarts": 0,
+}
 _MOST = 8  # ranks that are all simulated
 _FILE, _LIMIT = "programs.json", 16 << 20  # bytes
 
@@ -82,7 +87,7 @@ def _programs(spec: Spec, ranks: Sequence[int], machine: Machine) -> Mapping[int
             return {int(rank): items for rank, items in known["programs"].items()}
     together = max(min(spec.processes, machine.cores), len(ranks))
     repeated = [ranks[index % len(ranks)] for index in range(together)]
-    found = computed(replace(spec, steps=_STEPS, epochs=None), repeated)
+    found = computed(replace(spec, **_MEASURED), repeated)
     with suppress(OSError):
         place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_atomically(place, json.dumps({"state": state, "programs": found}), private=True)
