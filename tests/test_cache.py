@@ -43,8 +43,8 @@ def is_made(tensors: tuple[torch.Tensor, ...], count: int) -> bool:
 def test_what_was_made_is_read_again_and_may_be_changed(folder, capfd):
     first, second = cached(make, 1000), cached(make, 1000)
     assert made == [1000] and is_made(first, 1000) and is_made(second, 1000)
-    (path,) = folder.iterdir()
-    assert capfd.readouterr().out == f"writing {path}\n", "once, by the first call"
+    assert len(list(folder.iterdir())) == 1
+    assert capfd.readouterr().out == ""
     second[0][0] = -1.0  # in memory alone
     assert is_made(cached(make, 1000), 1000)
     assert len(list(folder.iterdir())) == 1
@@ -60,14 +60,14 @@ def test_other_arguments_and_another_source_have_files_of_their_own(folder, monk
 
 
 @pytest.mark.parametrize("damage", [b"", b"no tensors", None])
-def test_a_damaged_file_is_named_once_and_replaced(damage, folder, capfd):
+def test_a_damaged_file_is_replaced(damage, folder, capfd):
     cached(make, 100_000)
     (path,) = folder.iterdir()
     path.write_bytes(path.read_bytes()[:1000] if damage is None else damage)
     capfd.readouterr()
     assert is_made(cached(make, 100_000), 100_000) and is_made(cached(make, 100_000), 100_000)
     assert made == [100_000, 100_000] and [*folder.iterdir()] == [path]
-    assert capfd.readouterr().out == f"replacing damaged {path}\n"
+    assert capfd.readouterr().out == ""
 
 
 def test_a_file_without_tensors_is_named_and_not_used(folder, capfd):
@@ -107,7 +107,7 @@ def test_ranks_that_write_at_the_same_time_leave_one_whole_file(folder, monkeypa
     assert is_made(cached(meanwhile, 1000), 1000)
     (path,) = folder.iterdir()
     assert is_made(torch.load(path, weights_only=True), 1000)
-    assert capfd.readouterr().out.count(f"writing {path}\n") == 3
+    assert capfd.readouterr().out == ""
 
 
 def test_digits_from_the_cache_are_those_that_were_made(monkeypatch):
@@ -128,8 +128,8 @@ def test_a_script_keeps_its_data_where_the_user_keeps_caches_and_works_without(t
         done = subprocess.run(
             [sys.executable, str(path)], capture_output=True, text=True, check=True, env=settings, timeout=120
         )
-        told = [line for line in done.stdout.splitlines() if "cannot be used: " in line or "writing " in line]
-        assert len(told) == (1 if place == "/proc/nowhere" else not printed)
+        told = [line for line in done.stdout.splitlines() if "cannot be used: " in line]
+        assert len(told) == (place == "/proc/nowhere")
         printed.append([line for line in done.stdout.splitlines() if line not in told])
     assert printed == [printed[0]] * 3 and printed[0]
     assert len(list((tmp_path / "caches" / "labkit").iterdir())) == 1

@@ -55,7 +55,7 @@ class Done:
 
 def test_jobs_alternate_and_those_that_do_not_fit_are_skipped(monkeypatch):
     started, progress = [], Recorded()
-    monkeypatch.setattr(labkit.course.claims.trials, "run", lambda spec: started.append(spec) or Done(spec))
+    monkeypatch.setattr(labkit.course.claims.trials, "begin", lambda spec, guesses: started.append(spec) or Done(spec))
     trials = Trials(machine())
     trials.run(["single", "ddp", "single", "ddp on 4", "pinned"], 2, progress)
     assert [spec.name for spec in started] == ["single-x1", "ddp-x2", "ddp-x2", "single-x1"]
@@ -67,7 +67,8 @@ def test_jobs_alternate_and_those_that_do_not_fit_are_skipped(monkeypatch):
 
 def test_all_runs_of_a_comparison_use_gpus_if_there_are_enough(monkeypatch):
     started = []
-    monkeypatch.setattr(labkit.course.claims.trials, "run", lambda spec: started.append(spec) or Done(spec))
+    monkeypatch.setattr(labkit.course.claims.trials, "settle", lambda spec: spec)  # there may be no GPU here
+    monkeypatch.setattr(labkit.course.claims.trials, "begin", lambda spec, guesses: started.append(spec) or Done(spec))
     Trials(machine(gpus=2)).run(["single", "ddp", "pinned"], 1, Recorded())
     assert [spec.device for spec in started] == ["cuda"] * 3
     started.clear()
@@ -76,12 +77,12 @@ def test_all_runs_of_a_comparison_use_gpus_if_there_are_enough(monkeypatch):
 
 
 def test_a_run_that_fails_or_cannot_start_is_reported(monkeypatch):
-    def start(spec):
+    def start(spec, guesses):
         if spec.strategy == "dp":
             raise SpecError("data", "the digits are not here")
         return Done(spec, "failed" if spec.strategy == "single" else "finished")
 
-    monkeypatch.setattr(labkit.course.claims.trials, "run", start)
+    monkeypatch.setattr(labkit.course.claims.trials, "begin", start)
     trials = Trials(machine())
     trials.run(["single", "dp", "ddp"], 1, Recorded())
     assert CLAIMS["ddp-dp"].judge(trials).evidence == "Not measured: the digits are not here."
@@ -113,7 +114,7 @@ def test_every_claim_has_a_sentence_and_needs_existing_jobs():
 
 
 def test_quick_runs_nothing(monkeypatch):
-    monkeypatch.setattr(labkit.course.claims.trials, "run", None)
+    monkeypatch.setattr(labkit.course.claims.trials, "begin", None)
     for module in (labkit.course.claims.computed, labkit.course.claims.machine):
         monkeypatch.setattr(module, "ask", lambda code: (None, "not asked"))
     verdicts = on_trial(quick=True)

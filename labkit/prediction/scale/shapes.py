@@ -13,6 +13,7 @@ from typing import Any
 
 from labkit.common.arguments import Number, check_choice, check_path, shown
 from labkit.common.text import visible_line
+from labkit.common.units import size
 from labkit.plan.spec import Spec
 from labkit.prediction.scale.model import Model
 from labkit.training.workloads import WORKLOADS
@@ -175,7 +176,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError):
         said = None
     if not isinstance(said, dict):
-        raise ValueError(f"config {shown(os.fspath(path))} must be a JSON object of at most {_LIMIT >> 20} MiB")
+        raise ValueError(f"config {shown(os.fspath(path))} must be a JSON object of at most {size(_LIMIT, 0)}")
     return said
 
 

@@ -16,9 +16,8 @@ def cached(make, *args) -> tuple[torch.Tensor, ...]:
     key = repr((inspect.getsource(make), args, torch.__version__))
     path = f"{CACHE}/labkit/{hashlib.sha256(key.encode()).hexdigest()}.pt"
     try:
-        if not is_zipfile(path):  # the format of torch.save
+        if not is_zipfile(path):  # absent or damaged
             os.makedirs(f"{CACHE}/labkit", exist_ok=True)
-            print("replacing damaged" if os.path.exists(path) else "writing", path)
             with TemporaryDirectory(dir=f"{CACHE}/labkit") as folder:
                 torch.save(make(*args), f"{folder}/new")
                 os.replace(f"{folder}/new", path)  # atomic: no rank reads half a file
