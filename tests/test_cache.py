@@ -59,32 +59,28 @@ def test_other_arguments_and_another_source_have_files_of_their_own(folder, monk
     assert made == [1000, 10, 10] and len(list(folder.iterdir())) == 3
 
 
-@pytest.mark.parametrize("damage", [b"", b"no tensors", None])
-def test_a_damaged_file_is_replaced(damage, folder, capfd):
+@pytest.mark.parametrize("damage", [b"", b"no tensors", None, "archive"])
+def test_a_damaged_file_is_named_and_not_used(damage, folder, capfd):
     cached(make, 100_000)
     (path,) = folder.iterdir()
-    path.write_bytes(path.read_bytes()[:1000] if damage is None else damage)
+    if damage == "archive":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("note.txt", "not written by torch.save")
+    else:
+        path.write_bytes(path.read_bytes()[:1000] if damage is None else damage)
     capfd.readouterr()
+    assert is_made(cached(make, 100_000), 100_000) and made == [100_000, 100_000]
+    assert capfd.readouterr().out.startswith(f"cache file {path} cannot be used (delete it if damaged): ")
+    path.unlink()
     assert is_made(cached(make, 100_000), 100_000) and is_made(cached(make, 100_000), 100_000)
-    assert made == [100_000, 100_000] and [*folder.iterdir()] == [path]
-    assert capfd.readouterr().out == ""
-
-
-def test_a_file_without_tensors_is_named_and_not_used(folder, capfd):
-    cached(make, 10)
-    (path,) = folder.iterdir()
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("note.txt", "not written by torch.save")
-    capfd.readouterr()
-    assert is_made(cached(make, 10), 10)
-    assert capfd.readouterr().out.startswith(f"cache file {path} cannot be used: ")
+    assert len(made) == 3 and capfd.readouterr().out == ""
 
 
 def test_a_cache_that_cannot_be_written_is_named_and_not_used(folder, capfd):
     folder.parent.write_text("a file stands in the way")
     assert is_made(cached(make, 10), 10) and is_made(cached(make, 10), 10)
     assert made == [10, 10], "it is known before the data are made"
-    assert capfd.readouterr().out.count("cannot be used: ") == 2, "once for each run"
+    assert capfd.readouterr().out.count("cannot be used") == 2, "once for each run"
 
 
 def test_a_full_disk_leaves_no_half_file(folder, monkeypatch, capfd):
@@ -128,7 +124,7 @@ def test_a_script_keeps_its_data_where_the_user_keeps_caches_and_works_without(t
         done = subprocess.run(
             [sys.executable, str(path)], capture_output=True, text=True, check=True, env=settings, timeout=120
         )
-        told = [line for line in done.stdout.splitlines() if "cannot be used: " in line]
+        told = [line for line in done.stdout.splitlines() if "cannot be used" in line]
         assert len(told) == (place == "/proc/nowhere")
         printed.append([line for line in done.stdout.splitlines() if line not in told])
     assert printed == [printed[0]] * 3 and printed[0]

@@ -4,7 +4,6 @@ import hashlib
 import inspect
 import os
 from tempfile import TemporaryDirectory
-from zipfile import is_zipfile
 
 import torch
 
@@ -16,12 +15,12 @@ def cached(make, *args) -> tuple[torch.Tensor, ...]:
     key = repr((inspect.getsource(make), args, torch.__version__))
     path = f"{CACHE}/labkit/{hashlib.sha256(key.encode()).hexdigest()}.pt"
     try:
-        if not is_zipfile(path):  # absent or damaged
+        if not os.path.exists(path):
             os.makedirs(f"{CACHE}/labkit", exist_ok=True)
             with TemporaryDirectory(dir=f"{CACHE}/labkit") as folder:
                 torch.save(make(*args), f"{folder}/new")
                 os.replace(f"{folder}/new", path)  # atomic: no rank reads half a file
         return torch.load(path, mmap=True, weights_only=True)
     except Exception as error:
-        print(f"cache file {path} cannot be used: {error}")
+        print(f"cache file {path} cannot be used (delete it if damaged): {error}")
         return make(*args)
