@@ -218,6 +218,16 @@ pictures.collectives.costs(8)
 # for 100 MB. Libraries choose the algorithm by message size.
 #
 # </details>
+#
+# Libraries know more algorithms than these. None of the following was run here:
+#
+# - **Chunked chain.** A broadcast of a long message M along a chain is slow only if each rank waits for the whole
+#   message. Split into many chunks, the message flows through the chain, and all links are in use: about M · β in
+#   total, against ⌈log₂ n⌉ · M · β for the tree.
+# - **Double tree.** NCCL reduces each half of the message along a different tree. A rank that is a leaf in one tree is
+#   an inner node of the other, so no rank is idle: about as few rounds as a tree, about as many bytes as a ring.
+# - **In the switch.** NVLink SHARP and InfiniBand SHARP add in the switch: each rank sends its message once and
+#   receives the sum once, M bytes instead of 2 (n − 1) / n · M.
 
 # %% [markdown]
 # ## The cost on this machine
@@ -253,6 +263,14 @@ rounds, fraction = 2 * (n - 1), 2 * (n - 1) / n
 alpha = took[0] / rounds
 beta = (took[-1] - took[0]) / (fraction * (sizes[-1] - sizes[0]))
 print(f"α = {1e6 * alpha:,.0f} µs per message    1/β = {1 / beta / 1e6:,.0f} MB/s")
+
+algorithm = sizes[-1] / took[-1]  # bytes per second of the longest message
+print(f"algorithm bandwidth {algorithm / 1e6:,.0f} MB/s    bus bandwidth {fraction * algorithm / 1e6:,.0f} MB/s")
+
+# %% [markdown]
+# Benchmarks such as nccl-tests report two bandwidths. The **algorithm bandwidth** is message size / time; it falls as n
+# grows, because each rank sends more. The **bus bandwidth** multiplies it by 2 (n − 1) / n, the fraction of the message
+# that a rank sends: it can be compared with the speed of the link, for any number of ranks.
 
 # %% [markdown]
 # **Predict:** according to the model, from which size on does a message take twice as long as the shortest one? Will
@@ -349,7 +367,7 @@ check("collectives.ring", ring)
 #
 # | collective | rounds (ring or tree) | sent by a rank | used by |
 # | --- | --- | --- | --- |
-# | broadcast | ⌈log₂ n⌉ | up to ⌈log₂ n⌉ M | DDP, once at the start |
+# | broadcast (tree) | ⌈log₂ n⌉ | up to ⌈log₂ n⌉ M | DDP, once at the start |
 # | all-reduce | 2 (n − 1) | 2 (n − 1) / n · M | DDP and tensor parallelism, in every step |
 # | all-gather | n − 1 | (n − 1) / n · M | FSDP, before each layer |
 # | reduce-scatter | n − 1 | (n − 1) / n · M | FSDP and ZeRO, for gradients |

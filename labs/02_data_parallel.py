@@ -133,9 +133,12 @@ print("in addition, replica 0 has, in bytes:", replicas[0]["extra"])
 pictures.data_parallel.wires(8)
 
 # %% [markdown]
-# The link of device 0 carries the sum of all transfers, so it is the bottleneck: with n devices, its traffic is n − 1
-# times that of two devices. Under DDP each rank sends at most twice the size of its gradients and receives as much,
-# however many ranks there are (the ring of lab 01).
+# If device 0 serves the other devices one after another, as in the emulation, its traffic with n devices is n − 1 times
+# that of two devices. Between GPUs with NCCL, `nn.DataParallel` broadcasts the parameters and reduces the gradients
+# with NCCL (`torch/csrc/cuda/comm.cpp`, `nccl.reduce`), which pass them from device to device. Then parameters leave
+# device 0 about once and gradients arrive about once, and only inputs and outputs grow with n. This follows from
+# PyTorch's source; it was not measured here. Under DDP each rank sends at most twice the size of its gradients and
+# receives as much, however many ranks there are (the ring of lab 01), and no rank has the batch of the others.
 
 # %% [markdown]
 # ## What do the threads wait for?
@@ -240,7 +243,7 @@ check("data_parallel.exchanges", exchanges)
 # - **a** The model is copied to the other devices in every step.
 # - **b** A single Python interpreter drives all devices.
 # - **c** At the end of backward, every device has the gradients of the whole batch.
-# - **d** The traffic of the busiest device grows in proportion to the number of other devices.
+# - **d** One device receives the outputs of all others, so some of its traffic grows with the number of devices.
 # - **e** The devices may be in several machines.
 # - **f** Within a step, different devices compute on different samples.
 # - **g** Only one device updates its weights.

@@ -170,7 +170,8 @@ pictures.data_parallel.shares(samples=22, ranks=4, batch=3, epochs=1)
 
 # %% [markdown]
 # Two samples are used twice, so that all ranks do the same number of steps. If a rank did one step less, the others
-# would wait in an all-reduce forever. What happens if you forget the sampler? Or the call of `set_epoch`?
+# would wait in an all-reduce until its timeout (10 minutes with NCCL, 30 with gloo) ends the job. What happens if you
+# forget the sampler? Or the call of `set_epoch`?
 
 # %%
 pictures.data_parallel.shares(sampler=False)
@@ -179,9 +180,11 @@ pictures.data_parallel.shares(sampler=False)
 pictures.data_parallel.shares(set_epoch=False)
 
 # %% [markdown]
-# Without a sampler, both ranks do the same work: the average of two equal gradients is the same gradient, and an epoch
-# takes as long as on one device. Without `set_epoch`, every epoch has the same order, so the batches contain the same
-# samples in every epoch. **Neither raises an error**, and the loss still decreases. Would you notice?
+# Without a sampler, every rank iterates over all samples, so an epoch takes as long as on one device. In our scripts
+# all ranks have the same seed, so they also shuffle equally: both compute the same gradient, and averaging it changes
+# nothing. With different seeds they draw different batches, and each sample is used once per rank. Without `set_epoch`,
+# every epoch has the same order, so the batches contain the same samples in every epoch. **Neither raises an error**,
+# and the loss still decreases. Would you notice?
 
 # %%
 for fault in ("no_sampler", "no_set_epoch"):

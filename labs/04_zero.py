@@ -233,8 +233,8 @@ guess
 # %% [markdown]
 # <details class="answer"><summary>Answer</summary>
 #
-# 3 U are expected, 1.5 times as much as DDP (4 U on gloo, which sends 2 U for the reduce-scatter). The parameters
-# exceed P/n by the one layer that is gathered at the moment.
+# 3 U are expected, 1.5 times as much as DDP in the same dtype (4 U on gloo, which sends 2 U for the reduce-scatter).
+# The parameters exceed P/n by the one layer that is gathered at the moment.
 #
 # </details>
 #
@@ -249,6 +249,10 @@ guess
 #
 # The first two stages cause no additional traffic if they are implemented as in the paper. The third causes 1.5 times
 # the traffic, and is the only one with which the model size can grow with the number of ranks.
+#
+# The factor 1.5 compares equal dtypes. Under `torch.autocast`, DDP keeps parameters and gradients in 32 bits and
+# all-reduces 32-bit gradients: 2 · 4 bytes per parameter. FSDP2 with bf16 parameters gathers 2 · 2 bytes and
+# reduce-scatters 4: as much as DDP. If it also reduces in bf16 (`reduce_dtype`), it sends 6 bytes, less than DDP.
 
 # %% [markdown]
 # ## Bytes versus ranks

@@ -285,12 +285,16 @@ guess
 # considerably. The CNN's memory is mostly activations, which belong to the samples: FSDP saves almost nothing and still
 # pays for all collectives.
 #
-# FSDP itself never makes a step faster. The transformer's step takes longer: a few large all-reduces became many small
-# collectives, with little computation between them. The CNN computes a lot for every byte it sends, so there the
-# difference may be smaller than the noise of the machine. On GPUs with a fast interconnect and large layers, the
-# all-gathers overlap with computation and cost little.
+# The transformer's step takes longer: a few large all-reduces became many small collectives, with little computation
+# between them. The CNN computes a lot for every byte it sends, so there the difference may be smaller than the noise of
+# the machine. On GPUs with a fast interconnect and large layers, the all-gathers overlap with computation and cost
+# little.
 #
-# So if the model fits with DDP, use DDP. FSDP is for models that do not fit.
+# FSDP can also make a step faster: each rank updates only its shard, so the optimizer step is n times as short. And
+# with bf16 parameters and gradients it sends fewer bytes than DDP under autocast, which sends 32-bit gradients (lab
+# 04).
+#
+# So if the model fits with DDP, start with DDP, and measure before you change it. FSDP is for models that do not fit.
 #
 # </details>
 #

@@ -111,9 +111,9 @@ print("measured:   ", mib(mesh.by_axis(job, {"replicate": 2, "shard": 2})))
 # %% [markdown]
 # <details class="answer"><summary>Does the measurement agree with the formula?</summary>
 #
-# With NCCL, yes. gloo, the backend of CPU ranks, implements a reduce-scatter as an all-reduce: it sends twice as much
-# for one of the three collectives along `shard`, so the total is 4 units instead of 3. `job.ledger()` shows the same
-# for all ranks, with the reasons.
+# NCCL has a native reduce-scatter, so on GPUs it should (no run on GPUs is recorded here). gloo, the backend of CPU
+# ranks, implements a reduce-scatter as an all-reduce: it sends twice as much for one of the three collectives along
+# `shard`, so the total is 4 units instead of 3. `job.ledger()` shows the same for all ranks, with the reasons.
 #
 # </details>
 #
@@ -189,7 +189,7 @@ parameters, layers, width, positions, batch = 7e9, 32, 4096, 4096, 8
 activation = 2 * batch * positions * width
 sent = {
     "tp": 2 * 3 / 4 * activation * 4 * layers / axes["pp"],  # a stage has half of the layers
-    "dp": 3 * 1 / 2 * 2 * parameters / (axes["tp"] * axes["pp"]),
+    "dp": 2 * 1 / 2 * 2 * parameters / (axes["tp"] * axes["pp"]),  # one all-gather, kept; one reduce-scatter
     "pp": activation,  # one boundary: forward in one direction, backward in the other
 }
 print({axis: f"{bytes_ / 1e9:.2f} GB" for axis, bytes_ in sent.items()})
@@ -205,7 +205,9 @@ mesh.wires(axes, sent, per_node=8, inside=inside, between=between)
 # <details class="answer"><summary>The resulting rule</summary>
 #
 # `tp` innermost, on the fastest interconnect: it sends the most, and nothing overlaps with it. `pp` outermost: it sends
-# the least. `dp` in between. Set `between = 300e9`: with one bandwidth everywhere, the order does not matter. Set
+# the least. `dp` in between. That is one convention. Llama 3 puts FSDP outermost instead (Dubey et al. 2024, section
+# 3.3.2): its all-gathers can be prefetched and overlap with computation, whereas a stage of a pipeline waits for every
+# message. Set `between = 300e9`: with one bandwidth everywhere, the order does not matter. Set
 # `batch` to 1: which axis is the most expensive then?
 #
 # The model divides bytes by bandwidth. It ignores latency, overlap and bubbles: it ranks the orders and does not

@@ -224,6 +224,33 @@ pictures.input_pipeline.copies(fetch=0.003, launch=0.003, copy=0.001, compute=0.
 #
 # </details>
 #
+# **Not blocking is not the same as overlapping.** The picture shows one stream: the copy of a batch and the kernels of
+# the step before it run one after another on the GPU, and only the *program* no longer waits. For a copy that runs
+# *while* the GPU computes, enqueue it on a second stream:
+#
+# ```python
+# copies = torch.cuda.Stream()
+#
+#
+# def prefetched(loader):
+#     """The batches of a loader that uses pin_memory=True, copied to the GPU one batch ahead."""
+#     ready = None
+#     for batch in loader:
+#         with torch.cuda.stream(copies):
+#             following = [tensor.to("cuda", non_blocking=True) for tensor in batch]
+#         if ready is not None:
+#             yield ready
+#         torch.cuda.current_stream().wait_stream(copies)  # the next kernels wait for the copy
+#         for tensor in following:
+#             tensor.record_stream(torch.cuda.current_stream())  # the allocator must not reuse it earlier
+#         ready = following
+#     if ready is not None:
+#         yield ready
+# ```
+#
+# The copy of the next batch is enqueued before the step with the current batch is, so both run at the same time. It
+# gains at most the time of the copy. This code needs a GPU and was not run for this page.
+#
 # ## Exercise: how many workers?
 #
 # Loading takes `load` seconds per batch, and training takes `compute` seconds. Write a function that returns the
@@ -259,5 +286,6 @@ check("input_pipeline.mend", fixed)
 # - Check the wait for **data** before you tune anything else. If it is close to zero, no setting of the loader helps.
 # - Workers overlap loading with training; the step then takes the maximum of compute and load / workers. Their number
 #   multiplies with the number of ranks, and they need cores.
-# - Use `pin_memory` and `non_blocking` together. They need a GPU and save at most the time of the copy.
+# - Use `pin_memory` and `non_blocking` together. They need a GPU and save at most the time of the copy. A copy overlaps
+#   with kernels only if it is on another stream.
 # - A gain below the noise between two identical runs is not a gain.

@@ -54,9 +54,11 @@ print(excerpt(Spec("ddp", **SAVING), "save"))
 # 2. DDP wraps the model, and its names start with `module.`. Saved without the wrapper, the checkpoint is that of a
 #    single device, and any number of ranks can load it.
 # 3. A rank that dies while it writes leaves an incomplete file. `replace` is atomic: under the final name there is a
-#    complete checkpoint or none.
+#    complete checkpoint or none. `fsync` comes first: without it, a power failure after the rename can leave a file
+#    whose name is on the disk and whose contents are not.
 # 4. AdamW stores two moments per weight; without them, the next steps are different. The step says how much of the data
-#    has been used, and the random state determines what dropout draws next.
+#    has been used, and the random state determines what dropout draws next. Larger programs save more: the state of
+#    the learning-rate scheduler, of the `GradScaler` (fp16), of the data loader, and the random state of *every* rank.
 #
 # </details>
 #
@@ -264,8 +266,8 @@ check("failover.comeback", comeback)
 # %% [markdown]
 # ## Summary
 #
-# - A checkpoint contains weights, optimizer state, step and random state. It is written under a temporary name and then
-#   renamed.
+# - A checkpoint contains weights, optimizer state, step and random state; with fp16 also the state of the scaler, with
+#   a schedule that of the scheduler. It is written under a temporary name, flushed to the disk, and then renamed.
 # - If all ranks have the same state (DDP), one rank saves it. If each rank has a shard (FSDP), every rank must call the
 #   save function.
 # - torchrun restarts *all* ranks. Resuming is the job of the script.

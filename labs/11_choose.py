@@ -113,7 +113,8 @@ for strategy, formula in predicted.items():
 # </details>
 #
 # The states are not the peak. This is the peak memory of a rank within a step, and what the rank sends per step. By
-# formula, DDP sends 2 · 4Ψ (n−1)/n bytes, ZeRO-1 (in PyTorch) and FSDP2 1.5 times as much.
+# formula, DDP sends 2 · 4Ψ (n−1)/n bytes, ZeRO-1 (in PyTorch) and FSDP2 1.5 times as much, all in 32 bits. (FSDP2 with
+# bf16 parameters sends no more than DDP under autocast: lab 04.)
 
 # %%
 print("MiB on rank 0   states   peak   in addition   sent per step")
@@ -128,7 +129,8 @@ jobs["ddp"].figure("memory_by_owner")
 # %% [markdown]
 # <details class="answer"><summary>What comes in addition to the states?</summary>
 #
-# *communication*: DDP stores its gradients a second time, in the buckets that it sends: 4Ψ more. FSDP2 gathers a whole
+# *communication*: DDP stores its gradients a second time, in the buckets that it sends: 4Ψ more, unless
+# `gradient_as_bucket_view=True` makes the gradients views of the buckets. FSDP2 gathers a whole
 # block while it computes with it. *other*: Adam needs temporary memory during its update. *activations*: little,
 # because the MLP and its samples are small. So 16Ψ is a lower bound: leave a margin. On GPUs, the caching allocator and
 # the CUDA context need additional memory.

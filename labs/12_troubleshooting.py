@@ -103,9 +103,10 @@ second.findings()
 #
 # ## Case 3: "It makes no progress"
 #
-# The state is *training*, the GPUs show 100 % utilisation, and nothing has been printed for minutes. A run that hangs
-# never ends by itself. So this cell waits until the lab detects the hang (here after 3 seconds without progress,
-# `hang_after=3`; the default is 30) and leaves the run hanging.
+# The state is *training*, the GPUs show 100 % utilisation, and nothing has been printed for minutes. A collective that
+# hangs ends only at its timeout: NCCL's watchdog aborts the process after 10 minutes, gloo raises an error after 30. So
+# this cell waits until the lab detects the hang (here after 3 seconds without progress, `hang_after=3`; the default is
+# 30) and leaves the run hanging.
 
 # %%
 third = run(spec_of("evitcelloc_deppiks", steps=30)).wait(until="hang")
@@ -134,7 +135,10 @@ print(third.words)
 
 # %% [markdown]
 # Without the lab: `py-spy dump --pid …` on **each** rank shows the same two lines, and with
-# `TORCH_DISTRIBUTED_DEBUG=DETAIL` torch checks that all ranks call the same collectives.
+# `TORCH_DISTRIBUTED_DEBUG=DETAIL` torch checks that all ranks call the same collectives. If you wait for NCCL's
+# timeout, the log says `Watchdog caught collective operation timeout: WorkNCCL(SeqNum=…, OpType=ALLREDUCE, …) ran for
+# 600000 milliseconds before timing out`. `SeqNum` and `OpType` name the collective. The rank that prints it is usually
+# the one that *waited*: look for the rank that is at another line. `init_process_group(timeout=…)` changes the timeout.
 #
 # ## Case 4: "It stops at the end of training"
 #
@@ -242,6 +246,7 @@ sixth.findings()
 # | Kaggle or Colab, ranks started from the notebook | `Cannot re-initialize CUDA in forked subprocess` |
 # | a container | `Error while creating shared memory segment /dev/shm/nccl-… : No space left on device` |
 # | any system, a second job | `EADDRINUSE: Address already in use` |
+# | GPUs, ten minutes after a rank took another branch | `Watchdog caught collective operation timeout` |
 
 # %% [markdown]
 # The lab recognises these messages in a run. The following script only raises them, to replace the system that you do
@@ -257,6 +262,8 @@ MESSAGES = {
     "To use CUDA with multiprocessing, use the 'spawn' start method",
     "container": "Error while creating shared memory segment /dev/shm/nccl-x9Yb2C: No space left on device",
     "second job": "EADDRINUSE: Address already in use",
+    "GPUs": "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=118, OpType=ALLREDUCE, "
+    "NumelIn=405898, NumelOut=405898, Timeout(ms)=600000) ran for 600012 milliseconds before timing out.",
 }
 Path("elsewhere.py").write_text(f"import sys\nraise RuntimeError({MESSAGES!r}[sys.argv[1]])\n")
 run("elsewhere.py", nproc=1, device="cpu", args=("Windows",)).wait().findings()

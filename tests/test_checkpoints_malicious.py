@@ -263,3 +263,19 @@ def test_a_damaged_or_different_checkpoint_ends_the_script(form, monkeypatch, ca
 def test_a_new_run_starts_at_step_0(monkeypatch, tmp_path):
     monkeypatch.setattr(whole, "CHECKPOINTS", tmp_path / "checkpoints")
     assert whole.resume(*model_of(1)) == 0
+
+
+def test_the_files_of_a_checkpoint_are_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(whole, "CHECKPOINTS", tmp_path)
+    unfinished, flushed = tmp_path / "unfinished", set()
+    unfinished.mkdir()
+    (unfinished / "state.pt").write_bytes(b"weights")
+
+    def fsync(descriptor: int) -> None:
+        assert unfinished.exists()
+        flushed.add(os.fstat(descriptor).st_ino)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    whole.publish(unfinished, 3)
+    files = {path.name: path.stat().st_ino for path in (tmp_path / "step00000003").iterdir()}
+    assert set(files) == {"state.pt", "manifest.json"} and flushed == set(files.values())

@@ -75,6 +75,13 @@ from labkit.training.faults import FAULTS
             "CUDA error: invalid device ordinal\nGPU device may be out of range, …",
             "ordinal",
         ),
+        (
+            "collective_timeout",
+            "DistBackendError",
+            "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4, OpType=ALLREDUCE, NumelIn=1, "
+            "NumelOut=1, Timeout(ms)=600000) ran for 600010 milliseconds before timing out.",
+            "OpType=ALLREDUCE",
+        ),
         ("nccl", "DistBackendError", NCCL_CUDA, "peer access is not supported"),
     ],
 )

@@ -96,6 +96,16 @@ KNOWN_ERRORS = (
         "start at most one rank per GPU (--nproc), and call torch.cuda.set_device(LOCAL_RANK) in each rank",
     ),
     KnownError(
+        "collective_timeout",
+        r"Watchdog caught collective operation timeout",
+        "a collective reached NCCL's timeout",
+        "some rank never called this collective, or called it later than the timeout (default: 10 minutes); the rank "
+        "that reports the timeout is one that waited",
+        "find the rank that is at a different line: run again with TORCH_NCCL_TRACE_BUFFER_SIZE=2000 and read the "
+        "flight recorder's dump, or `py-spy dump` on each rank; raise timeout= of init_process_group only if the ranks "
+        "really differ by that much",
+    ),
+    KnownError(
         "nccl",
         r"NCCL (?:error|Error)|ncclUnhandledCudaError|ncclSystemError|unhandled (?:system|cuda)"
         r" error|ncclInternalError",

@@ -23,7 +23,7 @@ _HINTS = {
     "a": "which of them keeps its replicas from step to step?",
     "b": "count the processes",
     "c": "which devices have the sum after the fifth transfer of DP?",
-    "d": "look at the chart of the traffic per link",
+    "d": "look at the third transfer of DP, and at what a rank of DDP sends",
     "e": "can a thread run on another machine?",
     "f": "what is scattered, and what does a sampler divide?",
     "g": "which devices call optimizer.step(), and with which gradients?",
@@ -49,8 +49,8 @@ def _exchanges(answer: Any) -> str:
             raise Wrong(f"{mark}: device 0 does not send its own data to itself")
         raise Wrong(f"{mark}: {given:,} bytes is wrong; multiply other devices × numbers per device × bytes per number")
     return (
-        "inputs and outputs grow with the batch; the model and its gradients do not, they grow with the number of"
-        " devices"
+        "inputs and outputs grow with the batch; the model and its gradients do not, but every device needs a copy of"
+        " the model"
     )
 
 

@@ -81,23 +81,23 @@ def ddp_step(ranks: int = 2, workload: str = "cnn", buckets: int = 3) -> go.Figu
 
 @checked
 def wires(most: int = 8, workload: str = "cnn") -> go.Figure:
-    """MiB per step over a device's link, in both directions, versus the number of devices: DP's devices, and a rank of
-    DDP."""
+    """MiB per step over a device's link, in both directions, versus the number of devices: device 0 of DP, and a rank
+    of DDP. With NCCL, parameters leave device 0 once and gradients arrive once."""
     counts = list(range(2, most + 1))
-    through_0, ddp = [], []
+    copied, nccl, ddp = [], [], []
     for count in counts:
         flows = {flow.op: flow.theory for flow in theory(Spec(strategy="dp", workload=workload, nproc=count))}
-        through_0.append(
-            sum(flows.values()) + flows["gather"]
-        )  # the output gradients have as many bytes as the outputs
+        samples = flows["scatter"] + 2 * flows["gather"]  # the gradients of the outputs are as large as the outputs
+        model = flows["broadcast"] + flows["reduce"]
+        copied.append(samples + model)
+        nccl.append(samples + model / (count - 1))
         ddp.append(
             2 * sum(flow.theory for flow in theory(Spec(strategy="ddp", workload=workload, nproc=count))) / count
         )
-    others = [whole / (count - 1) for whole, count in zip(through_0, counts)]
     lines = [
-        _line("DP, device 0", counts, through_0, colours.RANKS[5], "solid", "circle"),
+        _line("DP, device 0, one copy per device", counts, copied, colours.RANKS[5], "solid", "circle"),
+        _line("DP, device 0, with NCCL", counts, nccl, colours.RANKS[0], "dash", "square"),
         _line("DDP, every rank", counts, ddp, colours.RANKS[2], "solid", "diamond"),
-        _line("DP, every other device", counts, others, colours.RANKS[0], "dash", "square"),
     ]
     looks = layout(
         "Traffic per device and step", f"{model_words(Spec(workload=workload))}; by formula, not measured", 330

@@ -53,13 +53,16 @@ def checksum(path: Path) -> str:
 
 
 def publish(unfinished: Path, step: int) -> None:
-    """Add a manifest to a complete checkpoint, then rename the folder."""
+    """Add a manifest to a complete checkpoint, flush it, then rename the folder."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     sums = {path.name: checksum(path) for path in unfinished.iterdir()}
     manifest = {**MANIFEST, "step": step, "world_size": world_size, "sha256": sums}
     (unfinished / "manifest.json").write_text(json.dumps(manifest, indent=2))
     final = CHECKPOINTS / f"step{step:08}"
     shutil.rmtree(final, ignore_errors=True)  # a damaged one of that name
+    for path in unfinished.iterdir():
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())  # on the disk before the name is
     unfinished.replace(final)
 
 
