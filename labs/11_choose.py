@@ -273,9 +273,17 @@ for number in (0, 1):
 # 6. DDP is 20 to 50 % faster than DP on one machine; but DP is better for small models.
 # 7. `pin_memory` with `non_blocking` gains 15 to 20 %.
 #
-# The first cell tests the claims that need no run: 1 to 4. The second cell runs each strategy it needs once, which
-# takes a minute or two. `labkit claims` in a terminal runs each three times, in alternation. If this machine cannot
-# decide a claim, the verdict says so: CPU ranks cannot decide claims about GPUs.
+# 8. 65B parameters can be trained on 8 GPUs with 80 GB.
+# 9. FSDP stores 7B parameters in 28 GB, and in 14 GB on each of two GPUs.
+# 10. n GPUs are n / (1 + overhead) times as fast, with one overhead for all n.
+# 11. Summing gradients instead of averaging them scales the update with the number of GPUs.
+# 12. The optimizer must be created after the model is wrapped.
+# 13. Evaluate with `model.module`, not with the DDP wrapper.
+# 14. The training accuracy that rank 0 prints is that of the job.
+#
+# The first cell tests the claims that need no run: these and a dozen more. The second cell runs each strategy it needs
+# once, which takes a minute or two. `labkit claims` in a terminal runs each three times, in alternation. If this
+# machine cannot decide a claim, the verdict says so: CPU ranks cannot decide claims about GPUs.
 
 # %%
 on_trial(quick=True)

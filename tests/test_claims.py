@@ -25,6 +25,8 @@ SPEED = {
     "ddp of an mlp": 1.0,
     "ddp on 4": 3.5,
     "ddp on 8": 6.0,
+    "fsdp2 on 4": 3.7,
+    "fsdp2 on 8": 7.5,
 }
 
 
@@ -126,6 +128,12 @@ def test_code_in_another_process_returns_its_result_or_its_error():
         ("dp-small", {"dp_of_an_mlp": [0.5, 0.6, 0.7]}, FAILS),
         ("fsdp-small", {}, HOLDS),
         ("fsdp-small", {"fsdp2": [1.85, 1.9, 1.9]}, FAILS),
+        ("fsdp-scaling", {"fsdp2": [1.8] * 3}, HOLDS),
+        ("fsdp-scaling", {}, PARTLY),
+        ("ddp-overhead", {}, HOLDS),
+        ("ddp-overhead", {"ddp": [1.5] * 3}, FAILS),
+        ("speedup-129", {"ddp": [1.3] * 3}, HOLDS),
+        ("speedup-129", {}, FAILS),
         ("scaling", {}, HOLDS),
         ("scaling", {"ddp_on_8": [4.0, 4.0, 4.0]}, PARTLY),
         ("scaling", {"ddp": [1.2] * 3, "ddp_on_4": [2.0] * 3, "ddp_on_8": [3.0] * 3}, FAILS),
@@ -137,7 +145,9 @@ def test_gpus_decide(name, speeds, verdict):
     assert ruling.evidence.startswith("GPUs: ")
 
 
-@pytest.mark.parametrize("name", ["two-gpus", "ddp-dp", "dp-small", "fsdp-small", "scaling"])
+@pytest.mark.parametrize(
+    "name", ["two-gpus", "speedup-129", "ddp-overhead", "ddp-dp", "dp-small", "fsdp-small", "scaling", "fsdp-scaling"]
+)
 def test_cpu_ranks_show_their_figures_and_do_not_decide(name):
     ruling = ruling_on(name, machine())
     assert ruling.verdict == OPEN

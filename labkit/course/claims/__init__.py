@@ -9,7 +9,7 @@ import difflib
 from typing import TYPE_CHECKING
 
 from labkit.common.arguments import ROUNDS, check_flag, check_type, shown
-from labkit.course.claims import computed, machine, measured
+from labkit.course.claims.table import CLAIMS
 from labkit.course.claims.trials import Trials
 from labkit.course.claims.verdict import Claim, Verdict, Verdicts
 from labkit.runs.notebook import in_notebook
@@ -20,52 +20,6 @@ if TYPE_CHECKING:
     from IPython.display import DisplayHandle
 
 __all__ = ["CLAIMS", "on_trial"]
-
-CLAIMS: dict[str, Claim] = {
-    claim.name: claim
-    for claim in (
-        Claim(
-            "cnn-parameters",
-            "The MNIST CNN with three convolutions has 120K parameters",
-            "computed",
-            computed.cnn_parameters,
-        ),
-        Claim(
-            "batch", "With a batch size of 128 on 2 GPUs, each GPU takes 64 samples", "computed", computed.batch_of_two
-        ),
-        Claim("fsdp-all-reduce", "FSDP synchronises gradients with an all-reduce", "computed", computed.fsdp_gradients),
-        Claim("nccl-macos", "NCCL works on macOS", "asked", machine.nccl_on_macos),
-        Claim("fsdp-memory", "FSDP halves memory on 2 GPUs", "measured", measured.fsdp_memory, ("ddp", "fsdp2")),
-        Claim("two-gpus", "2 GPUs are 1.8 to 1.9 times as fast", "measured", measured.two_devices, ("single", "ddp")),
-        Claim(
-            "ddp-dp", "DDP is 20 to 50 % faster than DP on one machine", "measured", measured.ddp_over_dp, ("dp", "ddp")
-        ),
-        Claim(
-            "dp-small",
-            "DP is better for small models",
-            "measured",
-            measured.dp_for_small,
-            ("dp of an mlp", "ddp of an mlp"),
-        ),
-        Claim(
-            "fsdp-small", "FSDP costs 10 to 20 % on small models", "measured", measured.fsdp_for_small, ("ddp", "fsdp2")
-        ),
-        Claim(
-            "pin-memory",
-            "pin_memory with non_blocking gains 15 to 20 %",
-            "measured",
-            measured.pinned_memory,
-            ("pinned", "pageable"),
-        ),
-        Claim(
-            "scaling",
-            "DDP scales by 1.9, 3.5 and 6 on 2, 4 and 8 GPUs",
-            "measured",
-            measured.ddp_scaling,
-            ("single", "ddp", "ddp on 4", "ddp on 8"),
-        ),
-    )
-}
 
 
 def on_trial(*names: str, quick: bool = False, rounds: int = 3) -> Verdicts:

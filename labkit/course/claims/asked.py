@@ -33,3 +33,6 @@ def ask(code: str) -> tuple[Any, str]:
     if done.returncode:
         return None, lines[-1] if lines else f"exit code {done.returncode}"
     return json.loads(lines[-1]), ""
+
+
+BEHAVIOUR = "import json; from labkit.course.claims.in_torch.behaviour import behaviour; print(json.dumps(behaviour()))"

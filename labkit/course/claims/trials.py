@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from labkit.analysis.metrics import throughput_of_median_steps
+from labkit.course.claims.asked import BEHAVIOUR, ask
 from labkit.plan.spec import Spec, SpecError
 from labkit.runs.handle import begin
 from labkit.runs.settling import settle
@@ -24,6 +25,8 @@ JOBS: Mapping[str, Spec] = {
     "ddp of an mlp": Spec("ddp", "mlp", nproc=2, steps=_STEPS),
     "ddp on 4": Spec("ddp", nproc=4, steps=_STEPS),
     "ddp on 8": Spec("ddp", nproc=8, steps=_STEPS),
+    "fsdp2 on 4": Spec("fsdp2", nproc=4, steps=_STEPS),
+    "fsdp2 on 8": Spec("fsdp2", nproc=8, steps=_STEPS),
     "pinned": Spec("single", steps=_STEPS, device="cuda"),
     "pageable": Spec("single", steps=_STEPS, device="cuda", options=_COPY),
 }
@@ -45,6 +48,7 @@ class Trials:
             name: list(each) for name, each in (measured or {}).items()
         }
         self._failed: dict[str, str] = {}
+        self._behaviour: tuple[dict[str, Any] | None, str] | None = None
 
     def lacks(self, jobs: Iterable[str]) -> str:
         """Why some of the jobs cannot be measured here, in a few words; empty if all can."""
@@ -85,6 +89,12 @@ class Trials:
         return next(filter(None, reasons), "there was no run")
 
     # ---- what the claims query
+
+    def behaviour(self) -> tuple[Any, str]:
+        """The results of `in_torch.behaviour`, which runs once, and its error; one of them is empty."""
+        if self._behaviour is None:
+            self._behaviour = ask(BEHAVIOUR)
+        return self._behaviour
 
     def summary(self, job: str) -> dict[str, Any] | None:
         """The figures of a finished run; None if there is none."""

@@ -31,7 +31,7 @@ class Ruling:
 
 @dataclass(frozen=True)
 class Claim:
-    """A common claim. `how` it is tested: computed, measured, or asked of torch and the system.
+    """A common claim. `how` it is tested: computed, modelled, measured, asked of torch and the system, or documented.
 
     `judge` gets the measurements, and `needs` names the jobs in `trials.JOBS` that it requires.
     """
