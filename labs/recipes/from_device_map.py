@@ -1,0 +1,73 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     notebook_metadata_filter: -jupytext.text_representation.jupytext_version
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # From `device_map="auto"` to DDP or FSDP
+#
+# `device_map="auto"` (Accelerate, Transformers) puts some layers on each GPU of **one process**. It lets you *load* a
+# model that is too large for one GPU, and it is fine for inference. In training, only one GPU computes at a time: a
+# pipeline without micro-batches. Adding `torchrun` does not help; every process would place the whole model on all
+# GPUs.
+#
+# | the model with its training states | use |
+# | --- | --- |
+# | fits on one GPU | DDP: one process per GPU, no device map |
+# | does not fit, but a layer does | FSDP2: `fully_shard` on each layer, then on the model |
+# | is frozen, with a small adapter (LoRA) | DDP if the frozen weights fit on each GPU, otherwise FSDP2 |
+#
+# What changes in the script:
+#
+# ```diff
+# -model = AutoModelForCausalLM.from_pretrained(name, device_map="auto")
+# +model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)  # on the CPU
+# +for layer in model.model.layers:
+# +    fully_shard(layer)
+# +fully_shard(model)
+#  optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)  # after sharding
+# ```
+#
+# and the start: `torchrun --nproc-per-node=8 train.py` instead of `python train.py`. Remove `model.to(...)` and every
+# `.cuda()`; use `DistributedSampler`; let one rank print.
+#
+# The following cell shows the difference in memory: all layers in one process, and a shard per rank.
+
+# %%
+# %load_ext labkit
+
+# %%
+# %%torchrun 2
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+
+def layers():
+    return nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+
+
+def mib(model):
+    local = (getattr(each, "to_local", lambda each=each: each)() for each in model.parameters())
+    return round(sum(each.numel() * each.element_size() for each in local) / 2**20, 2)
+
+
+whole = layers()
+model = layers().to(device)
+mesh = dist.init_device_mesh(device.type, (world_size,))
+for layer in model:
+    fully_shard(layer, mesh=mesh)
+fully_shard(model, mesh=mesh)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+model(torch.ones(4, 256, device=device)).sum().backward()
+optimizer.step()
+report(whole=f"{mib(whole)} MiB", on_this_rank=f"{mib(model)} MiB")
