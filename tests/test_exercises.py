@@ -148,3 +148,16 @@ def test_the_progress_command(runs):
 
 def test_wrong_is_not_a_public_name():
     assert "Wrong" not in labkit.__all__ and issubclass(Wrong, Exception)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (16, "must be the name of a layout"),
+        ("DDP 16", "not among the layouts that fit"),
+        ("FSDP 2 × TP 8", "longer than the fastest"),
+        ("FSDP 8 × TP 2", "more than the fastest (modelled)"),
+    ],
+)
+def test_a_layout_of_the_capstone_is_judged_by_fit_axes_and_time(answer, words):
+    assert words in check("capstone.layout", answer).words

@@ -31,6 +31,7 @@ LABS = {
     "failover": "10_failover",
     "choose": "11_choose",
     "troubleshooting": "12_troubleshooting",
+    "capstone": "17_capstone",
 }
 
 
