@@ -295,8 +295,7 @@ for name, job in {"DDP": ddp, "ZeRO-1": zero1, "ZeRO-2": zero2, "ZeRO-3": zero3}
 #
 # ZeRO was introduced by DeepSpeed. Its engine takes the model and the optimizer, and a configuration dictionary selects
 # the stage. DeepSpeed is an optional dependency of this lab: if it is missing, the second cell below prints one line
-# that says how to install it, and the rest of the lab works without it. DeepSpeed compiles a part of itself on first
-# use, which can take a few minutes on a small machine.
+# that says how to install it, and the rest of the lab works without it.
 
 # %%
 print(excerpt(Spec(strategy="deepspeed", workload="gpt", nproc=2, options={"stage": 2}), "STAGE", "parallelize"))

@@ -42,7 +42,7 @@ def test_every_script_of_the_folder_is_run():
 def test_loss_and_samples_of_a_step_are_the_frameworks_own(case, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     run = handle.run(FRAMEWORKS / case.script, nproc=2, device="cpu")
-    run.wait(900)  # DeepSpeed compiles an operator at first use
+    run.wait(900)
     assert run.state.exit_code(0) == 0, run.logs(0, "stderr") + run.logs(1, "stderr")
     shown, printed = [], []
     for rank in (0, 1):

@@ -73,8 +73,6 @@ def test_deepspeed_says_what_is_missing(monkeypatch):
     said = refusal("deepspeed")
     assert said.endswith("add it with: python3 -m labkit setup --with deepspeed, or use the strategy zero1")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: True)
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert "no-such-compiler is not on the PATH" in refusal("deepspeed")
     assert "counts micro-batches itself" in refusal("deepspeed", options={"accumulate": 2})
 
 

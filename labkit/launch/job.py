@@ -16,7 +16,6 @@ from labkit.common.processes import end, is_stopped, is_supervisor, living, of_f
 from labkit.common.text import visible_line
 from labkit.launch import local
 from labkit.launch.ending import conclude_unattended, reserve
-from labkit.launch.extensions import abandoned_lock
 from labkit.launch.starting import LaunchError, start_supervisor, warm_or_cold
 from labkit.plan.script import command, write_script
 from labkit.plan.spec import Spec
@@ -68,8 +67,6 @@ class Job:
         left in that case.
         """
         asked = time.time()
-        if spec.strategy is not None and spec.strategy_row.needs.compiles and (problem := abandoned_lock()):
-            raise LaunchError(problem)
         folder = RunFolder.create(spec.name, root)
         try:
             reserve(folder)

@@ -27,7 +27,6 @@ class Needs:
 
     - `extra`: the optional extra of the project that adds its package; `module` and `package` name a package of the
       lab's own requirements instead, as it is imported and as it is installed.
-    - `compiles`: what the package compiles when it is first used, with a C++ compiler.
     - `files`: the files that are read, downloaded if possible.
     - `instead`: the nearest choice that needs none of this, as a user writes it.
     """
@@ -35,7 +34,6 @@ class Needs:
     extra: str | None = None
     module: str = ""
     package: str = ""
-    compiles: str = ""
     files: Files | None = None
     instead: str = ""
 

@@ -65,14 +65,14 @@ dist.destroy_process_group()
 
 
 def installed(name: str, needs: Needs) -> str | None:
-    """One sentence if a package or the compiler that `name` needs is missing, otherwise None. Nothing is imported."""
+    """One sentence if a package that `name` needs is missing, otherwise None. Nothing is imported."""
     package, module, command = needs.package, needs.module, "add it with: python3 -m labkit setup"
     if needs.extra is not None:
         package = module = environment.OPTIONAL[needs.extra]
         command = environment.how_to_add(needs.extra)
     if module and importlib.util.find_spec(module) is None:
         return f"{name} needs the package {package}, which is not installed; {command}{_or_use(needs)}"
-    return compiler_missing(f"{name} compiles {needs.compiles}", needs.instead) if needs.compiles else None
+    return None
 
 
 def compiler_missing(what: str, instead: str) -> str | None:

@@ -85,7 +85,7 @@ STRATEGIES: dict[str, Strategy] = {
             splits="The batch and optimizer state; from stage 2 on gradients, in stage 3 parameters.",
             sends="Gradients: reduce. Parameters: all-gather, block by block in stage 3.",
             wrapper="DeepSpeed",
-            needs=Needs("deepspeed", compiles="a C++ operator", instead="the strategy zero1"),
+            needs=Needs("deepspeed", instead="the strategy zero1"),
             traffic=("engine",),
             data_ranks=lambda spec: spec.nproc,
             options=(

@@ -11,7 +11,6 @@ from labkit.training.strategies.base import (
     BATCH_PER_RANK,
     CLIP_NORM,
     DTYPE,
-    IS_LOGGING_RANK,
     LEARNING_RATE,
     MIXED_PRECISION,
 )
@@ -33,10 +32,10 @@ def parallelize(blocks, device: torch.device) -> nn.Module:
     if MIXED_PRECISION:
         config["torch_autocast"] = {"enabled": True, "dtype": str(DTYPE)}
     os.environ.setdefault("DS_ACCELERATOR", device.type)
-    if IS_LOGGING_RANK:
-        print("loading DeepSpeed: its first run may compile an operator for minutes")
     import deepspeed  # selects its accelerator on import
 
+    # Inference on CPUs would use this operator; compiling it takes minutes.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     model = nn.Sequential(*blocks).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
