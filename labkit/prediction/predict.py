@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from labkit.analysis.theory import states, theory
+from labkit.analysis.theory.flops import six_nd
 from labkit.common.atomic import write_atomically
 from labkit.common.cache import user_cache
 from labkit.plan.spec import Spec
@@ -90,10 +91,24 @@ def _of_traces(spec: Spec, groups: Sequence[list[int]], traces: dict[int, dict[s
                 "phase_at_peak": trace["phase_at_peak"],
                 "memory_bytes": trace["owners"],
                 "comm_bytes_per_step": round(sum(one["sent"] for one in ops.values())),
+                "flops": trace["flops"],
+                "recomputed_flops": trace["recomputed_flops"],
             }
     plan = _plan(spec, "simulated", [found[rank] for rank in sorted(found)], parts)
+    plan["model_flops"] = _model_flops(spec, plan["ranks"], traces)
+    estimate = six_nd(spec)
+    if estimate is not None:
+        plan["six_nd"] = estimate
     early = next((trace["ended"] for trace in traces.values() if trace.get("ended")), "")
     return {**plan, "reason": early} if early else plan
+
+
+def _model_flops(spec: Spec, ranks: Sequence[PredictedRank], traces: Mapping[int, Mapping[str, Any]]) -> float:
+    """Those of the model on one device: ranks of tensor parallelism may all compute the same parts of it."""
+    each = next((trace["flops_of_a_sample"] for trace in traces.values() if "flops_of_a_sample" in trace), None)
+    if each is not None:
+        return float(each * spec.global_batch)
+    return sum(rank["flops"] - rank["recomputed_flops"] for rank in ranks)
 
 
 def _by_formula(spec: Spec, reason: str) -> Plan:

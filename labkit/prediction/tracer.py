@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from labkit.common.text import visible_line
 from labkit.plan.script import write_script
 from labkit.plan.spec import Spec
+from labkit.training.strategies import BASELINE
 
 PATIENCE = 300.0  # seconds for a request
 MEASURED = 2.0  # seconds for which the computation of a step is measured
@@ -39,7 +40,7 @@ def traced(spec: Spec, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
     """The traces of some ranks of a Spec with a known number of ranks, by rank. Raises `TraceFailed`."""
     if spec.strategy is None:
         return _results("script's trace", ranks, spec, _own(spec))
-    return _results("trace", ranks, spec, _generated(spec))
+    return _results("trace", ranks, spec, {**_generated(spec), "model": _on_one_device(spec)})
 
 
 def computed(spec: Spec, ranks: Iterable[int]) -> dict[int, list[list[Any]]]:
@@ -73,6 +74,12 @@ def _generated(spec: Spec) -> dict[str, Any]:
         "sample": spec.data_row.input_shape(spec.options),
         "split": _split_outputs(spec),
     }
+
+
+def _on_one_device(spec: Spec) -> str:
+    """The source of a script that trains the same model on one device, without further options."""
+    options = {one.name: spec.options[one.name] for one in spec.workload_row.options}
+    return write_script(Spec(BASELINE.name, spec.workload, nproc=1, device="cpu", data=spec.data, options=options))
 
 
 def _own(spec: Spec) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from labkit.record.schema import Limits
 from labkit.record.types.documents import SpecFields
 from labkit.record.types.envelope import Owners, Ranks
 from labkit.record.types.measured import Call, Operation, Span
-from labkit.record.types.values import RANKS, Amount, Bytes, Count, Line, Name, Rank, Seconds
+from labkit.record.types.values import RANKS, Amount, Bytes, Count, Flops, Line, Name, Rank, Seconds
 
 VERSION = 1
 
@@ -23,7 +23,9 @@ Called: TypeAlias = tuple[Name, Bytes, Count]  # a collective: operation, bytes 
 
 class PredictedRank(TypedDict):
     """One rank: bytes at the peak of a step and by owner, the same for what outlives a step (gradients included), and
-    the bytes that it sends per step. `like` is the rank that was traced in its place. Unknown values are None."""
+    the bytes that it sends per step. `like` is the rank that was traced in its place. Unknown values are None. Of a
+    traced rank, `flops` are the floating-point operations that it executes per step, of which `recomputed_flops` repeat
+    earlier ones (none in plans of earlier versions)."""
 
     rank: Rank
     like: Rank
@@ -32,6 +34,8 @@ class PredictedRank(TypedDict):
     phase_at_peak: Name
     memory_bytes: Owners
     comm_bytes_per_step: Bytes | None
+    flops: NotRequired[Flops]
+    recomputed_flops: NotRequired[Flops]
 
 
 class PredictedStep(TypedDict):
@@ -85,9 +89,23 @@ class PredictedTime(TypedDict):
     links: Line
 
 
+class Peak(TypedDict):
+    """The most FLOP/s of one device in the precision of the run, and their `source`; if `flops` is None, `source` says
+    why they are not known."""
+
+    flops: Flops | None
+    source: Line
+
+
 class Plan(TypedDict):
     """The prediction of a run. `reason` says why there is no trace, if the method is a formula; `time` is known if it
-    was asked for."""
+    was asked for.
+
+    `model_flops` are the floating-point operations that forward and backward of a step need on one device, for all
+    samples, without recomputation; of a script of the user's own, those of all ranks without recomputation. They are
+    known if there is a trace. `six_nd` is the estimate of `analysis/theory/flops.py`, of transformers. `peak` is that
+    of the machine that the plan is for.
+    """
 
     v: NotRequired[Count | None]
     spec: SpecFields
@@ -96,4 +114,7 @@ class Plan(TypedDict):
     reason: NotRequired[Line]
     ranks: Annotated[list[PredictedRank], Limits(most=RANKS)]
     classes: list[PredictedClass]
+    model_flops: NotRequired[Flops]
+    six_nd: NotRequired[Flops]
+    peak: NotRequired[Peak]
     time: NotRequired[PredictedTime]
