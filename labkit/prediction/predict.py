@@ -24,6 +24,9 @@ from labkit.common.cache import user_cache
 from labkit.plan.spec import Spec
 from labkit.prediction.classes import classes, joined
 from labkit.prediction.cuda import estimates
+from labkit.prediction.devices import DEVICES, HERE, Device
+from labkit.prediction.fitting import with_fit
+from labkit.prediction.peaks import peak_of
 from labkit.prediction.tracer import TraceFailed, traced
 from labkit.record.documents import Unreadable, read_document
 from labkit.record.ring import sent
@@ -50,6 +53,19 @@ def predict(spec: Spec) -> Plan:
     known = cached(spec)
     if known is not None:
         return known
+    return _on_this_machine(_new(spec), spec)
+
+
+def on(plan: Plan, spec: Spec, machine: Device) -> Plan:
+    """A plan with what is known about the devices of a machine of the table."""
+    return with_fit({**plan, "peak": peak_of(spec, machine)}, spec, machine)
+
+
+def _on_this_machine(plan: Plan, spec: Spec) -> Plan:
+    return on(plan, spec, DEVICES[HERE])
+
+
+def _new(spec: Spec) -> Plan:
     groups = classes(spec)
     try:
         traces = traced(spec, [ranks[0] for ranks in groups])
@@ -64,11 +80,13 @@ def predict(spec: Spec) -> Plan:
 
 
 def cached(spec: Spec) -> Plan | None:
-    """The plan of a Spec that was predicted before, on this machine; None if there is none."""
+    """The plan of a Spec that was predicted before, on this machine, with what is known now about its devices; None if
+    there is none."""
     folder = cache_folder(spec)
     with suppress(OSError, ValueError, Unreadable):
         if spec.strategy or _is_unchanged(json.loads((folder / _READ).read_text())):
-            return cast(Plan, read_document(folder / "plan.json") or None)
+            known = cast(Plan, read_document(folder / "plan.json"))
+            return _on_this_machine(known, spec) if known else None
     return None
 
 

@@ -59,13 +59,15 @@ def timed(spec: Spec, plan: Plan) -> Plan:
         like = {rank: rank for rank in like}
     found = simulate(programs, like, links, machine.cores)
     steps = {ranks[0]: max((found[rank] for rank in ranks if rank in found), key=_seconds) for ranks in groups}
-    slowest = max(map(_seconds, steps.values()))
+    slowest = max(steps.values(), key=_seconds)
     timed_plan: Plan = {
         **plan,
         "classes": [{**part, "timeline": steps[part["ranks"][0]]} for part in plan["classes"]],
         "time": {
-            "seconds": slowest,
-            "samples_per_second": throughput_of_median_steps(spec.global_batch, [slowest]) or 0.0,
+            "seconds": slowest["seconds"],
+            "low": slowest["low"],
+            "high": slowest["high"],
+            "samples_per_second": throughput_of_median_steps(spec.global_batch, [slowest["seconds"]]) or 0.0,
             "links": links.title if links else "",
         },
     }

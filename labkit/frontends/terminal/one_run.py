@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from labkit.analysis.diagnose import Finding, findings
+from labkit.analysis.efficiency import efficiency
 from labkit.analysis.guess import sentences as predicted
 from labkit.analysis.ledger import ledger
 from labkit.analysis.metrics import (
@@ -20,7 +21,6 @@ from labkit.analysis.metrics import (
     replica_figures,
     seconds_left,
     step_seconds,
-    throughput,
 )
 from labkit.common.text import visible_line, visible_log
 from labkit.common.units import sizes
@@ -110,7 +110,6 @@ def _progress(state: RunState) -> RenderableType:
 
 def _figures(state: RunState) -> list[str]:
     total, left, loss, accuracy = state.total_steps, seconds_left(state), state.loss_at(), state.metric("accuracy")
-    speed = throughput(state, now=True)
     figures = []
     if total or state.step:
         figures.append(f"step {state.step}/{total}" if total else f"step {state.step}")
@@ -118,8 +117,7 @@ def _figures(state: RunState) -> list[str]:
         figures.append(f"{int(left) // 60}:{int(left) % 60:02d} left")
     if state.over and state.seconds is not None:
         figures.append(f"{state.seconds:.1f} s in total")
-    if speed:
-        figures.append(f"{speed:,.0f} samples/s")
+    figures += efficiency(state, now=True).words
     if loss is not None:
         figures.append(f"loss {loss:.4f}")
     if isinstance(accuracy, (int, float)):

@@ -50,9 +50,12 @@ class PredictedStep(TypedDict):
 
 
 class PredictedTimeline(TypedDict):
-    """The simulated timeline of a step, in the form of a profiled one."""
+    """The simulated timeline of a step, in the form of a profiled one. `low` and `high` are the quartiles of the
+    seconds of all simulated steps (none in plans of earlier versions)."""
 
     seconds: Seconds
+    low: NotRequired[Seconds]
+    high: NotRequired[Seconds]
     phases: list[Span]
     comm: list[Call]
     busy: list[tuple[Seconds, Seconds]]
@@ -82,9 +85,12 @@ class PredictedClass(TypedDict):
 
 class PredictedTime(TypedDict):
     """The seconds of a step on the machine of the run, of its slowest rank, from computation and collectives that were
-    measured there; `links` says which, and is empty if there is nothing to communicate."""
+    measured there; `links` says which, and is empty if there is nothing to communicate. `low` and `high` are those of
+    the timeline of that rank."""
 
     seconds: Seconds
+    low: NotRequired[Seconds]
+    high: NotRequired[Seconds]
     samples_per_second: Amount
     links: Line
 
@@ -97,14 +103,26 @@ class Peak(TypedDict):
     source: Line
 
 
+class MemoryLimit(TypedDict):
+    """The bytes of a device's memory and their `source`, or why they are not known. From `low_bytes` to `high_bytes` is
+    what must fit: on a GPU the highest peak of a rank with all estimates, on CPUs, which ranks share, the sum of all
+    peaks."""
+
+    limit_bytes: Bytes | None
+    low_bytes: Bytes
+    high_bytes: Bytes
+    source: Line
+
+
 class Plan(TypedDict):
     """The prediction of a run. `reason` says why there is no trace, if the method is a formula; `time` is known if it
     was asked for.
 
     `model_flops` are the floating-point operations that forward and backward of a step need on one device, for all
     samples, without recomputation; of a script of the user's own, those of all ranks without recomputation. They are
-    known if there is a trace. `six_nd` is the estimate of `analysis/theory/flops.py`, of transformers. `peak` is that
-    of the machine that the plan is for.
+    known if there is a trace. `six_nd` is the estimate of `analysis/theory/flops.py`, of transformers. `peak` and
+    `memory` are those of the machine that the plan is for; `fits` says whether the ranks fit into this memory, None if
+    that is not known or depends on the estimates.
     """
 
     v: NotRequired[Count | None]
@@ -117,4 +135,6 @@ class Plan(TypedDict):
     model_flops: NotRequired[Flops]
     six_nd: NotRequired[Flops]
     peak: NotRequired[Peak]
+    fits: NotRequired[bool | None]
+    memory: NotRequired[MemoryLimit]
     time: NotRequired[PredictedTime]
