@@ -4,6 +4,7 @@ run."""
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 from conftest import wait_until
@@ -20,6 +21,7 @@ from labkit.frontends.panel import predict as module
 from labkit.frontends.panel.view import RunView
 from labkit.launch.job import Job
 from labkit.plan.spec import Spec
+from labkit.prediction.tracer import Cancelled
 from labkit.record.folder import RunFolder
 from labkit.record.types.prediction import Plan
 from labkit.runs.guesses import PENDING, attach, document, pending
@@ -46,20 +48,25 @@ def plan_of(spec: Spec, **more) -> Plan:
 
 
 class Traces:
-    """Stands for `predict` and its cache: a trace ends when `go` is set, and then does what `outcome` does."""
+    """Stands for `predict` and its cache: a trace ends when `go` is set, and then does what `outcome` does, or when it is
+    cancelled."""
 
     def __init__(self) -> None:
         self.plans: dict[str, Plan] = {}
         self.begun: list[Spec] = []
+        self.cancelled: list[Spec] = []
         self.threads: set[int | None] = set()
         self.outcome = plan_of
         self.seconds = 0.0
         self.go = threading.Event()
 
-    def predict(self, spec: Spec) -> Plan:
+    def predict(self, spec: Spec, cancelled: Callable[[], bool]) -> Plan:
         self.begun.append(spec)
         self.threads.add(threading.get_ident())
-        assert self.go.wait(30)
+        wait_until(lambda: self.go.is_set() or cancelled())
+        if cancelled():
+            self.cancelled.append(spec)
+            raise Cancelled
         plan = self.outcome(spec)
         if plan["method"] == "simulated":
             self.plans[repr(spec)] = plan
@@ -68,7 +75,7 @@ class Traces:
     def cached(self, spec: Spec) -> Plan | None:
         return self.plans.get(repr(spec))
 
-    def timed(self, spec: Spec, plan: Plan) -> None:
+    def timed(self, spec: Spec, plan: Plan, cancelled: Callable[[], bool]) -> None:
         if not self.seconds:
             raise LookupError("communication has not been measured")
         time = {"seconds": self.seconds, "samples_per_second": 1000.0, "links": "some links"}
@@ -132,19 +139,31 @@ def test_predict_shows_the_time_of_a_step_or_why_there_is_none(lab, traces):
 
 
 def test_what_another_choice_was_predicted_is_not_shown(lab, traces):
-    button(lab).click()
-    wait_until(lambda: "Predicting" in strip(lab))
-    lab._choices.strategy.value = "zero1"
-    wait_until(lambda: "Next run (expected) ZeRO-1" in strip(lab))
     traces.go.set()
-    wait_until(lambda: not button(lab).disabled)
-    assert "Next run (expected) ZeRO-1" in strip(lab) and bars(lab) == ()
-    lab._choices.strategy.value = "ddp"
+    button(lab).click()
     wait_until(lambda: "Next run (predicted) DDP" in strip(lab) and bars(lab))
-    assert len(traces.begun) == 1, "it was in the cache"
     lab._choices.strategy.value = "zero1"
     wait_until(lambda: "Next run (expected) ZeRO-1" in strip(lab))
     assert bars(lab) == ()
+    lab._choices.strategy.value = "ddp"
+    wait_until(lambda: "Next run (predicted) DDP" in strip(lab) and bars(lab))
+    assert len(traces.begun) == 1, "it was in the cache"
+
+
+def test_another_choice_cancels_the_prediction_and_can_be_predicted_at_once(lab, traces):
+    button(lab).click()
+    wait_until(lambda: "Predicting" in strip(lab))
+    lab._choices.strategy.value = "zero1"
+    assert (button(lab).description, button(lab).disabled) == ("Predict", False)
+    wait_until(lambda: [spec.strategy for spec in traces.cancelled] == ["ddp"])
+    wait_until(lambda: "Next run (expected) ZeRO-1" in strip(lab))
+    button(lab).click()
+    traces.go.set()
+    wait_until(lambda: "Next run (predicted) ZeRO-1" in strip(lab) and bars(lab))
+    assert [spec.strategy for spec in traces.begun] == ["ddp", "zero1"] and not button(lab).disabled
+    lab._choices.strategy.value = "ddp"
+    wait_until(lambda: "Next run (expected) DDP" in strip(lab))
+    assert "failed" not in strip(lab), "a cancelled prediction can be made again"
 
 
 def test_what_cannot_run_cannot_be_predicted(lab, traces):

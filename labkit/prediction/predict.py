@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
@@ -27,7 +27,7 @@ from labkit.prediction.cuda import estimates
 from labkit.prediction.devices import DEVICES, HERE, Device
 from labkit.prediction.fitting import with_fit
 from labkit.prediction.peaks import peak_of
-from labkit.prediction.tracer import TraceFailed, traced
+from labkit.prediction.tracer import TraceFailed, never, traced
 from labkit.record.documents import Unreadable, read_document
 from labkit.record.ring import sent
 from labkit.record.types.documents import SpecFields
@@ -44,16 +44,16 @@ _READ = "read.json"  # next to the plan of a script: what it read
 _OF_THE_SHELL = ("_", "OLDPWD", "SHLVL")
 
 
-def predict(spec: Spec) -> Plan:
+def predict(spec: Spec, cancelled: Callable[[], bool] = never) -> Plan:
     """The plan of a Spec with a known number of ranks. It takes seconds, unless it is cached.
 
     If the trace of a strategy fails, the plan has what the formulas say, and the reason. Raises `TraceFailed` for a
-    script of the user's own that cannot be traced.
+    script of the user's own that cannot be traced, and `Cancelled` soon after `cancelled` returns true.
     """
     known = cached(spec)
     if known is not None:
         return known
-    return _on_this_machine(_new(spec), spec)
+    return _on_this_machine(_new(spec, cancelled), spec)
 
 
 def on(plan: Plan, spec: Spec, machine: Device) -> Plan:
@@ -65,10 +65,10 @@ def _on_this_machine(plan: Plan, spec: Spec) -> Plan:
     return on(plan, spec, DEVICES[HERE])
 
 
-def _new(spec: Spec) -> Plan:
+def _new(spec: Spec, cancelled: Callable[[], bool]) -> Plan:
     groups = classes(spec)
     try:
-        traces = traced(spec, [ranks[0] for ranks in groups])
+        traces = traced(spec, [ranks[0] for ranks in groups], cancelled)
     except TraceFailed as failure:
         if spec.strategy is None:
             raise

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,6 +29,8 @@ MEASURED = 2.0  # seconds for which the computation of a step is measured
 _LIMIT = 120  # seconds for the first steps of a script of the user's own
 _MESSAGE = 300  # characters of an error
 _BLOCK = 1 << 20  # bytes
+_POLL = 0.05  # seconds between two looks at whether a request is cancelled
+_CANCEL = b"null\n"
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -36,23 +38,36 @@ class TraceFailed(RuntimeError):
     """A trace ended without a result: one sentence that names the error and the line of the script."""
 
 
-def traced(spec: Spec, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
-    """The traces of some ranks of a Spec with a known number of ranks, by rank. Raises `TraceFailed`."""
+class Cancelled(Exception):
+    """A request was cancelled."""
+
+
+def never() -> bool:
+    """Of a request that is not cancelled."""
+    return False
+
+
+def traced(spec: Spec, ranks: Iterable[int], cancelled: Callable[[], bool] = never) -> dict[int, dict[str, Any]]:
+    """The traces of some ranks of a Spec with a known number of ranks, by rank. Raises `TraceFailed`, and `Cancelled`
+    soon after `cancelled` returns true."""
     if spec.strategy is None:
-        return _results("script's trace", ranks, spec, _own(spec))
-    return _results("trace", ranks, spec, {**_generated(spec), "model": _on_one_device(spec)})
+        return _results("script's trace", ranks, spec, _own(spec), cancelled)
+    return _results("trace", ranks, spec, {**_generated(spec), "model": _on_one_device(spec)}, cancelled)
 
 
-def computed(spec: Spec, ranks: Iterable[int]) -> dict[int, list[list[Any]]]:
+def computed(spec: Spec, ranks: Iterable[int], cancelled: Callable[[], bool] = never) -> dict[int, list[list[Any]]]:
     """The programs of some ranks of a strategy's script, as `tracing.compute` measures them. Ranks may be repeated: it
-    measures as many at a time as there are cores. Raises `TraceFailed`."""
-    return _results("measurement", ranks, spec, {**_generated(spec), "source": write_script(spec), "seconds": MEASURED})
+    measures as many at a time as there are cores. Raises as `traced` does."""
+    script = {**_generated(spec), "source": write_script(spec), "seconds": MEASURED}
+    return _results("measurement", ranks, spec, script, cancelled)
 
 
-def _results(work: str, ranks: Iterable[int], spec: Spec, script: Mapping[str, Any]) -> dict[int, Any]:
+def _results(
+    work: str, ranks: Iterable[int], spec: Spec, script: Mapping[str, Any], cancelled: Callable[[], bool]
+) -> dict[int, Any]:
     request = {"work": work, "of": [*ranks], "ranks": spec.processes, **script}
     found, failed = {}, ""
-    for result in TRACER.answers(request):
+    for result in TRACER.answers(request, cancelled):
         if "reason" in result:
             failed = failed or f"rank {result['rank']}: {_short(result['reason'])}"
         elif "error" in result:
@@ -109,17 +124,22 @@ class Tracer:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def answers(self, request: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The results of a request, one per rank. Raises `TraceFailed`."""
+    def answers(self, request: Mapping[str, Any], cancelled: Callable[[], bool] = never) -> list[dict[str, Any]]:
+        """The results of a request, one per rank. Raises as `traced` does; the process is then ready for another
+        request."""
         with self._lock:
+            if cancelled():
+                raise Cancelled
             process = self._running()
             assert process.stdin
             try:
                 process.stdin.write(json.dumps(request).encode() + b"\n")
                 process.stdin.flush()
-                return [*self._results(process)]
+                return [*self._results(process, cancelled)]
             except BrokenPipeError:
                 self._failed(process)
+            except Cancelled:
+                raise
             except BaseException:
                 self.end()  # a half-read answer must not be taken for the next one's
                 raise
@@ -144,19 +164,27 @@ class Tracer:
             )
         return self._process
 
-    def _results(self, process: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
-        assert process.stdout
-        last, rest = time.monotonic() + PATIENCE, b""
+    def _results(self, process: subprocess.Popen[bytes], cancelled: Callable[[], bool]) -> Iterator[dict[str, Any]]:
+        assert process.stdin and process.stdout
+        last, rest, is_ending = time.monotonic() + PATIENCE, b"", False
         while True:
-            ready, _, _ = select.select([process.stdout], [], [], max(0.0, last - time.monotonic()))
+            if not is_ending and cancelled():
+                is_ending = True
+                process.stdin.write(_CANCEL)
+                process.stdin.flush()
+            ready, _, _ = select.select([process.stdout], [], [], _POLL)
             if not ready:
-                raise TraceFailed(f"the trace took longer than {PATIENCE:.0f} seconds; use a smaller model")
+                if time.monotonic() > last:
+                    raise TraceFailed(f"the trace took longer than {PATIENCE:.0f} seconds; use a smaller model")
+                continue
             block = os.read(process.stdout.fileno(), _BLOCK)
             if not block:
                 self._failed(process)
             *lines, rest = (rest + block).split(b"\n")
             for line in lines:
                 result = json.loads(line)
+                if result is None and is_ending:
+                    raise Cancelled
                 if result is None:
                     return
                 yield result

@@ -48,6 +48,7 @@ class Before:
     def plan(self, spec: Spec | None) -> None:
         """Shows after a short delay what is predicted for a Spec, or else what the formulas say; None: the
         configuration cannot run."""
+        self.predict.choose(spec)
         with self._lock:
             self._newest += 1
             self._planned = spec
