@@ -48,8 +48,8 @@ def plan_of(spec: Spec, **more) -> Plan:
 
 
 class Traces:
-    """Stands for `predict` and its cache: a trace ends when `go` is set, and then does what `outcome` does, or when it is
-    cancelled."""
+    """Stands for `predict` and its cache: a trace ends when it is cancelled, or when `go` is set and then does what
+    `outcome` does."""
 
     def __init__(self) -> None:
         self.plans: dict[str, Plan] = {}
