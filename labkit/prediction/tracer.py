@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from labkit.common.text import visible_line
 from labkit.plan.script import write_script
@@ -32,6 +32,7 @@ _BLOCK = 1 << 20  # bytes
 _POLL = 0.05  # seconds between two looks at whether a request is cancelled
 _CANCEL = b"null\n"
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_ALONE = {**dict.fromkeys(_THREADS, "1"), "CUDA_VISIBLE_DEVICES": ""}
 
 
 class TraceFailed(RuntimeError):
@@ -117,12 +118,30 @@ def _split_outputs(spec: Spec) -> list[tuple[int, int] | None]:
     return [(dimension, ranks) if is_part and ranks > 1 else None for _, is_part in outputs]
 
 
+class Process(Protocol):
+    """What a tracer needs of the process that traces, as `subprocess.Popen` has it. `wait` returns the exit code, None
+    if it is unknown."""
+
+    pid: int
+    stdin: Any
+    stdout: Any
+
+    def poll(self) -> int | None: ...
+    def wait(self) -> int | None: ...
+    def kill(self) -> None: ...
+
+
 class Tracer:
-    """Starts the process when it is needed, and asks it one request at a time."""
+    """Starts the process when it is needed, and asks it one request at a time.
+
+    `forked` may give it a process that has imported torch already, with more variables of its environment and a
+    descriptor for its standard error.
+    """
 
     def __init__(self) -> None:
+        self.forked: Callable[[Mapping[str, str], int], Process | None] = lambda environment, errors: None
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Process | None = None
 
     def answers(self, request: Mapping[str, Any], cancelled: Callable[[], bool] = never) -> list[dict[str, Any]]:
         """The results of a request, one per rank. Raises as `traced` does; the process is then ready for another
@@ -151,10 +170,10 @@ class Tracer:
             self._process.wait()
             self._process = None
 
-    def _running(self) -> subprocess.Popen[bytes]:
+    def _running(self) -> Process:
         if self._process is None or self._process.poll() is not None:
             self._errors = tempfile.TemporaryFile()  # noqa: SIM115 as long as the process
-            self._process = subprocess.Popen(
+            self._process = self.forked(_ALONE, self._errors.fileno()) or subprocess.Popen(
                 [sys.executable, "-m", f"{__package__}.tracing"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -164,7 +183,7 @@ class Tracer:
             )
         return self._process
 
-    def _results(self, process: subprocess.Popen[bytes], cancelled: Callable[[], bool]) -> Iterator[dict[str, Any]]:
+    def _results(self, process: Process, cancelled: Callable[[], bool]) -> Iterator[dict[str, Any]]:
         assert process.stdin and process.stdout
         last, rest, is_ending = time.monotonic() + PATIENCE, b"", False
         while True:
@@ -189,11 +208,13 @@ class Tracer:
                     return
                 yield result
 
-    def _failed(self, process: subprocess.Popen[bytes]) -> NoReturn:
+    def _failed(self, process: Process) -> NoReturn:
         code = process.wait()
         self._errors.seek(0)
         said = [line for line in self._errors.read().decode(errors="replace").splitlines() if line.strip()]
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        how = "ended" if code is None else f"ended with exit code {code}"
+        if code and code < 0:
+            how = f"was ended by {signal.Signals(-code).name}"
         raise TraceFailed(f"the process that traces {how}" + (f": {_short(said[-1])}" if said else ""))
 
 
@@ -206,4 +227,4 @@ def _short(text: str) -> str:
 
 def _environment(standing: Mapping[str, str]) -> dict[str, str]:
     """One thread per rank, as torchrun sets it; no GPU, which the trace must not touch."""
-    return {**standing, **dict.fromkeys(_THREADS, "1"), "CUDA_VISIBLE_DEVICES": ""}
+    return {**standing, **_ALONE}

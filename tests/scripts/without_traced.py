@@ -24,11 +24,8 @@ def attempt(row: str) -> str:
         from labkit.prediction.tracing.rank import trace
 
         torch_private.check()
-        return (
-            "traced"
-            if trace(_generated(spec) | {"ranks": 2, "of": [0], "model": _on_one_device(spec)}, 0)["step"]["peak"]
-            else ""
-        )
+        request = _generated(spec) | {"ranks": 2, "of": [0], "model": _on_one_device(spec)}
+        return "traced" if trace(request, 0)["step"]["peak"] else ""
     except MissingName as error:
         return str(error)
 

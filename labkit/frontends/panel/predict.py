@@ -8,10 +8,11 @@ from collections.abc import Callable
 import ipywidgets
 
 from labkit.analysis.prediction import how_made
+from labkit.launch.warm.client import tracing
 from labkit.plan.spec import Spec
 from labkit.prediction.predict import cached, predict
 from labkit.prediction.timing import timed
-from labkit.prediction.tracer import Cancelled, TraceFailed
+from labkit.prediction.tracer import TRACER, Cancelled, TraceFailed
 from labkit.record.types.prediction import Plan
 
 _TITLE, _BUSY = "Predict", "Predicting…"
@@ -28,6 +29,7 @@ class Predict:
     """
 
     def __init__(self, chosen: Callable[[], Spec | None], began: Callable[[Spec], None], ended: Callable[[Spec], None]):
+        TRACER.forked = tracing  # the panel has prepared a warm server
         self._chosen, self._began, self._ended = chosen, began, ended
         self._allowed = False
         self._under_way: Spec | None = None
