@@ -110,6 +110,7 @@ def _progress(state: RunState) -> RenderableType:
 
 def _figures(state: RunState) -> list[str]:
     total, left, loss, accuracy = state.total_steps, seconds_left(state), state.loss_at(), state.metric("accuracy")
+    speed, *further = efficiency(state, now=True).words or [""]
     figures = []
     if total or state.step:
         figures.append(f"step {state.step}/{total}" if total else f"step {state.step}")
@@ -117,12 +118,13 @@ def _figures(state: RunState) -> list[str]:
         figures.append(f"{int(left) // 60}:{int(left) % 60:02d} left")
     if state.over and state.seconds is not None:
         figures.append(f"{state.seconds:.1f} s in total")
-    figures += efficiency(state, now=True).words
+    if speed:
+        figures.append(speed)
     if loss is not None:
         figures.append(f"loss {loss:.4f}")
     if isinstance(accuracy, (int, float)):
         figures.append(f"accuracy {accuracy:.1%}")
-    return figures
+    return figures + further
 
 
 def _replicas(state: RunState) -> list[str]:
