@@ -58,7 +58,8 @@ class Traces:
         self.threads: set[int | None] = set()
         self.outcome = plan_of
         self.seconds = 0.0
-        self.go = threading.Event()
+        self.go, self.measured = threading.Event(), threading.Event()
+        self.measured.set()
 
     def predict(self, spec: Spec, cancelled: Callable[[], bool]) -> Plan:
         self.begun.append(spec)
@@ -76,6 +77,9 @@ class Traces:
         return self.plans.get(repr(spec))
 
     def timed(self, spec: Spec, plan: Plan, cancelled: Callable[[], bool]) -> None:
+        wait_until(lambda: self.measured.is_set() or cancelled())
+        if cancelled():
+            raise Cancelled
         if not self.seconds:
             raise LookupError("communication has not been measured")
         time = {"seconds": self.seconds, "samples_per_second": 1000.0, "links": "some links"}
@@ -136,6 +140,24 @@ def test_predict_shows_the_time_of_a_step_or_why_there_is_none(lab, traces):
     button(lab).click()
     wait_until(lambda: "By simulation, a step takes 153 ms, 1,000 samples/s" in strip(lab))
     assert "There is no time" not in strip(lab)
+
+
+def test_memory_is_shown_while_the_time_of_a_step_is_measured(lab, traces):
+    traces.go.set()
+    traces.measured.clear()
+    traces.seconds = 0.153
+    button(lab).click()
+    wait_until(lambda: "The time of a step is being predicted" in strip(lab) and bars(lab))
+    assert f"<td>{size(10 * MIB)}</td>" in strip(lab) and button(lab).description == "Predicting…"
+    lab._choices.strategy.value = "zero1"
+    wait_until(lambda: "Next run (expected) ZeRO-1" in strip(lab))
+    lab._choices.strategy.value = "ddp"
+    wait_until(lambda: "Next run (predicted) DDP" in strip(lab))
+    assert "being predicted" not in strip(lab), "it was cancelled"
+    button(lab).click()
+    traces.measured.set()
+    wait_until(lambda: "By simulation, a step takes 153 ms" in strip(lab))
+    wait_until(lambda: button(lab).description == "Predict")
 
 
 def test_what_another_choice_was_predicted_is_not_shown(lab, traces):

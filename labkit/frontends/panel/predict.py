@@ -18,6 +18,7 @@ from labkit.record.types.prediction import Plan
 _TITLE, _BUSY = "Predict", "Predicting…"
 _HINT = "Predict the memory, traffic and time of a step of every rank, without running the script"
 _UNDER_WAY = "Predicting: the script is traced without data, and its computation measured, in separate processes."
+_TIMING = "The time of a step is being predicted: its computation is measured, in separate processes."
 
 
 class Predict:
@@ -25,7 +26,7 @@ class Predict:
     when something else is chosen.
 
     `chosen` returns the Spec to predict, or None. `began` and `ended` are called with that Spec when its prediction
-    begins, and when `known` has its result.
+    begins, and when `known` has its result: first without the time of a step, then with it.
     """
 
     def __init__(self, chosen: Callable[[], Spec | None], began: Callable[[Spec], None], ended: Callable[[Spec], None]):
@@ -54,17 +55,19 @@ class Predict:
 
     def known(self, spec: Spec) -> Plan | str | None:
         """The prediction of a Spec, if it is cached; a sentence, if it is under way or failed; otherwise None."""
-        if spec == self._under_way:
-            return _UNDER_WAY
         failed, why = self._failed
-        return cached(spec) or (why if spec == failed else None)
+        said = _UNDER_WAY if spec == self._under_way else why if spec == failed else None
+        return cached(spec) or said
 
     def untimed(self, spec: Spec) -> str:
         """Why the prediction of a Spec has no time of a step; empty if it has one, or there is no prediction."""
+        if spec == self._under_way:
+            return _TIMING
         of, why = self._untimed
         return why if spec == of else ""
 
     def _time(self, spec: Spec, plan: Plan, cancel: threading.Event) -> None:
+        self._ended(spec)  # the memory is known
         try:
             timed(spec, plan, cancel.is_set)
         except (LookupError, TraceFailed) as error:
