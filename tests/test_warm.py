@@ -18,8 +18,6 @@ from labkit.frontends.doctor.machine import warm_start
 from labkit.launch import local
 from labkit.launch.warm import client, wire
 from labkit.launch.warm.client import Cold
-from labkit.plan.spec import Spec
-from labkit.prediction import tracer
 from labkit.runs import handle
 from labkit.runs.handle import run
 
@@ -274,30 +272,6 @@ def least_held(process: psutil.Process) -> tuple[int, int]:
         seen.append((process.num_fds(), process.num_threads()))
         time.sleep(0.05)
     return min(fds for fds, _ in seen), min(threads for _, threads in seen)
-
-
-def test_a_process_that_traces_is_forked_and_ends_with_its_input(server, monkeypatch, patient):
-    fresh = tracer.Tracer()
-    fresh.forked = client.tracing
-    monkeypatch.setattr(tracer, "TRACER", fresh)
-    spec = Spec("single", workload="mlp", nproc=1, batch_size=4, device="cpu", precision="fp32")
-    assert tracer.traced(spec, [0])[0]["step"]["peak"] > 0
-    process = psutil.Process(fresh._process.pid)
-    assert process.ppid() == server["pid"] and "labkit.prediction.tracing" in process.cmdline()
-    assert process.environ()["CUDA_VISIBLE_DEVICES"] == ""
-    fresh._process.stdin.close()
-    process.wait(60)
-    assert tracer.traced(spec, [0]) and fresh._process.pid != process.pid, "another one was forked"
-    fresh._process.kill()
-    with pytest.raises(tracer.TraceFailed, match="the process that traces ended"):
-        fresh._failed(fresh._process)
-    assert client.about()["runs"] == server["runs"]
-
-
-def test_without_a_server_that_can_nothing_is_forked_for_a_trace(place, monkeypatch):
-    assert client.tracing({}, 2) is None
-    monkeypatch.setenv(client.FORCE_COLD, "1")
-    assert client.tracing({}, 2) is None
 
 
 def test_runs_leave_nothing_in_the_server(server, ends):
