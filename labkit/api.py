@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, overload
 
 from labkit.analysis.guessable import FIGURES
@@ -16,6 +17,7 @@ from labkit.figures.prediction import Prediction
 from labkit.plan.spec import Spec
 from labkit.prediction.devices import HERE, device
 from labkit.prediction.links import communication
+from labkit.prediction.predict import on
 from labkit.prediction.predict import predict as plan_of
 from labkit.prediction.scale.advice import advice
 from labkit.prediction.scale.asked import training
@@ -79,9 +81,11 @@ def predict(what: str | Spec, value: Any = None, *, machine: str | None = None, 
         return guess(what, value)
     if isinstance(what, str) and what in FIGURES:
         raise ValueError(f"{what} is a figure: give the value that you predict, such as predict({what!r}, 40)")
-    spec = with_ranks(named(what, **fields))
+    asked = named(what, **fields)
     if machine is not None and device(machine).name != HERE:
-        return Prediction(plan_of(spec), communication(machine))
+        spec = with_ranks(replace(asked, device="cuda") if asked.device == "auto" else asked)
+        return Prediction(on(plan_of(spec), spec, device(machine)), communication(machine))
+    spec = with_ranks(asked)
     plan = plan_of(spec)
     return Prediction(plan if machine is None else timed(spec, plan))
 

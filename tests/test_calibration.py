@@ -20,7 +20,7 @@ from labkit.cli.commands import act
 from labkit.frontends import doctor
 from labkit.frontends.doctor import machine
 from labkit.prediction.collectives import OPERATIONS
-from labkit.prediction.link_table import store, stored
+from labkit.prediction.link_table import LinkTable, store, stored
 from labkit.probe import link_times
 from labkit.runs import calibration
 from labkit.runs.calibration import CalibrationError, calibrate, plan
@@ -150,6 +150,7 @@ def test_an_operation_that_the_backend_lacks_is_left_out_with_its_reason(monkeyp
         {"round": 1, "operation": "send", "size": 8, "seconds": [4.0, 1.0, 2.0]},
         {"round": 1, "operation": "all_to_all", "reason": "no support"},
         {"round": 2, "operation": "send", "size": 8, "seconds": [3.0, 5.0]},
+        {"round": 2, "precision": "fp32", "flops": [5e10, 6e10]},
     ]
     code = f"import json, os\nif os.environ['RANK'] == '0':\n for line in {lines!r}: print(json.dumps(line))"
     monkeypatch.setattr(calibration, "_RANKS", ("-c", code))
@@ -158,7 +159,9 @@ def test_an_operation_that_the_backend_lacks_is_left_out_with_its_reason(monkeyp
     assert found.missing == {"all_to_all": "no support"} and list(found.points) == ["send"]
     (point,) = found.points["send"]
     assert (point.size, point.low, point.seconds, point.high, point.repetitions) == (8, 2.0, 3.0, 4.0, 5)
-    assert reports == ["round 1: send, 8 B", "round 2: send, 8 B"]
+    assert found.peaks == {"fp32": 6e10}, "of the fastest product"
+    assert LinkTable.from_json(found.to_json()) == found
+    assert reports == ["round 1: send, 8 B", "round 2: send, 8 B", "round 2: matrix products, fp32"]
 
 
 @LINUX

@@ -4,22 +4,21 @@ run."""
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 from conftest import wait_until
-from diagnosed import memory
 from fabricate import finished_folder
 from folded import fold, start, status, step
 
 from labkit import figures
-from labkit.analysis.prediction import sentences
 from labkit.common.units import size
-from labkit.figures.tables import ranks_html
 from labkit.frontends.panel import Lab
 from labkit.frontends.panel import predict as module
 from labkit.frontends.panel.view import RunView
 from labkit.launch.job import Job
 from labkit.plan.spec import Spec
+from labkit.prediction.tracer import Cancelled
 from labkit.record.folder import RunFolder
 from labkit.record.types.prediction import Plan
 from labkit.runs.guesses import PENDING, attach, document, pending
@@ -46,20 +45,26 @@ def plan_of(spec: Spec, **more) -> Plan:
 
 
 class Traces:
-    """Stands for `predict` and its cache: a trace ends when `go` is set, and then does what `outcome` does."""
+    """Stands for `predict` and its cache: a trace ends when it is cancelled, or when `go` is set and then does what
+    `outcome` does."""
 
     def __init__(self) -> None:
         self.plans: dict[str, Plan] = {}
         self.begun: list[Spec] = []
+        self.cancelled: list[Spec] = []
         self.threads: set[int | None] = set()
         self.outcome = plan_of
         self.seconds = 0.0
-        self.go = threading.Event()
+        self.go, self.measured = threading.Event(), threading.Event()
+        self.measured.set()
 
-    def predict(self, spec: Spec) -> Plan:
+    def predict(self, spec: Spec, cancelled: Callable[[], bool]) -> Plan:
         self.begun.append(spec)
         self.threads.add(threading.get_ident())
-        assert self.go.wait(30)
+        wait_until(lambda: self.go.is_set() or cancelled())
+        if cancelled():
+            self.cancelled.append(spec)
+            raise Cancelled
         plan = self.outcome(spec)
         if plan["method"] == "simulated":
             self.plans[repr(spec)] = plan
@@ -68,7 +73,10 @@ class Traces:
     def cached(self, spec: Spec) -> Plan | None:
         return self.plans.get(repr(spec))
 
-    def timed(self, spec: Spec, plan: Plan) -> None:
+    def timed(self, spec: Spec, plan: Plan, cancelled: Callable[[], bool]) -> None:
+        wait_until(lambda: self.measured.is_set() or cancelled())
+        if cancelled():
+            raise Cancelled
         if not self.seconds:
             raise LookupError("communication has not been measured")
         time = {"seconds": self.seconds, "samples_per_second": 1000.0, "links": "some links"}
@@ -131,20 +139,50 @@ def test_predict_shows_the_time_of_a_step_or_why_there_is_none(lab, traces):
     assert "There is no time" not in strip(lab)
 
 
-def test_what_another_choice_was_predicted_is_not_shown(lab, traces):
+def test_memory_is_shown_while_the_time_of_a_step_is_measured(lab, traces):
+    traces.go.set()
+    traces.measured.clear()
+    traces.seconds = 0.153
     button(lab).click()
-    wait_until(lambda: "Predicting" in strip(lab))
+    wait_until(lambda: "The time of a step is being predicted" in strip(lab) and bars(lab))
+    assert f"<td>{size(10 * MIB)}</td>" in strip(lab) and button(lab).description == "Predicting…"
     lab._choices.strategy.value = "zero1"
     wait_until(lambda: "Next run (expected) ZeRO-1" in strip(lab))
-    traces.go.set()
-    wait_until(lambda: not button(lab).disabled)
-    assert "Next run (expected) ZeRO-1" in strip(lab) and bars(lab) == ()
     lab._choices.strategy.value = "ddp"
+    wait_until(lambda: "Next run (predicted) DDP" in strip(lab))
+    assert "being predicted" not in strip(lab), "it was cancelled"
+    button(lab).click()
+    traces.measured.set()
+    wait_until(lambda: "By simulation, a step takes 153 ms" in strip(lab))
+    wait_until(lambda: button(lab).description == "Predict")
+
+
+def test_what_another_choice_was_predicted_is_not_shown(lab, traces):
+    traces.go.set()
+    button(lab).click()
     wait_until(lambda: "Next run (predicted) DDP" in strip(lab) and bars(lab))
-    assert len(traces.begun) == 1, "it was in the cache"
     lab._choices.strategy.value = "zero1"
     wait_until(lambda: "Next run (expected) ZeRO-1" in strip(lab))
     assert bars(lab) == ()
+    lab._choices.strategy.value = "ddp"
+    wait_until(lambda: "Next run (predicted) DDP" in strip(lab) and bars(lab))
+    assert len(traces.begun) == 1, "it was in the cache"
+
+
+def test_another_choice_cancels_the_prediction_and_can_be_predicted_at_once(lab, traces):
+    button(lab).click()
+    wait_until(lambda: "Predicting" in strip(lab))
+    lab._choices.strategy.value = "zero1"
+    assert (button(lab).description, button(lab).disabled) == ("Predict", False)
+    wait_until(lambda: [spec.strategy for spec in traces.cancelled] == ["ddp"])
+    wait_until(lambda: "Next run (expected) ZeRO-1" in strip(lab))
+    button(lab).click()
+    traces.go.set()
+    wait_until(lambda: "Next run (predicted) ZeRO-1" in strip(lab) and bars(lab))
+    assert [spec.strategy for spec in traces.begun] == ["ddp", "zero1"] and not button(lab).disabled
+    lab._choices.strategy.value = "ddp"
+    wait_until(lambda: "Next run (expected) DDP" in strip(lab))
+    assert "failed" not in strip(lab), "a cancelled prediction can be made again"
 
 
 def test_what_cannot_run_cannot_be_predicted(lab, traces):
@@ -184,35 +222,6 @@ def test_a_recorded_run_is_not_predicted(lab, runs):
     assert button(lab).disabled
     lab._choose("")
     assert not button(lab).disabled
-
-
-def test_how_close_it_was_stands_below_the_measured_bars_and_the_table_of_ranks():
-    spec = Spec("ddp", **ASKED)
-    peaks = memory(0, 10 * MIB, **AT_PEAK), memory(1, 12 * MIB, parameters=7 * MIB, gradients=5 * MIB)
-    state = fold({"kind": "spec", "spec": spec.to_json()}, *peaks)
-    view = RunView()
-    view.memory.draw(state)
-    assert (view.memory._outcome.value, view.memory._outcome.layout.display) == ("", "none")
-    assert "predicted" not in ranks_html("a-run", state)
-    state.apply({"kind": "prediction", "prediction": plan_of(spec)})
-    view.memory.draw(state)
-    assert len(sentences(state)) == 2, "the error, and the miss of rank 1"
-    for html in (view.memory._outcome.value, ranks_html("a-run", state)):
-        assert "with an error of at most 16.67%" in html and "gradients +2.00 MiB" in html
-    assert view.memory._outcome.layout.display == ""
-
-
-@pytest.mark.parametrize("ranks", [2, 8])
-def test_every_bar_has_a_label_below_it(ranks):
-    spec = Spec("ddp", **{**ASKED, "nproc": ranks})
-    told = [memory(rank, 10 * MIB, **AT_PEAK) for rank in range(ranks)]
-    state = fold({"kind": "spec", "spec": spec.to_json()}, *told, {"kind": "prediction", "prediction": plan_of(spec)})
-    below = figures.figure("memory_by_owner", state).layout.xaxis.ticktext
-    assert below[:2] == ("rank 0<br>predicted", "rank 0<br>measured")
-    equal = sum("predicted" in label for label in below)
-    assert (equal, len(below) - equal) == (2 if ranks == 2 else 1, ranks), "of many equal ranks, one is predicted"
-    drawn = figures.svg("memory_by_owner", state)
-    assert drawn.count(">predicted</text>") == equal and drawn.count(">measured</text>") == ranks
 
 
 # ---- the learner's own prediction

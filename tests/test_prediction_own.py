@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import psutil
 import pytest
 from commands import called
 from conftest import warm_run
@@ -16,7 +17,7 @@ from labkit.plan.spec import Spec
 from labkit.prediction import predict as planning
 from labkit.prediction.classes import MOST, classes, joined
 from labkit.prediction.predict import cached, predict
-from labkit.prediction.tracer import TRACER, TraceFailed
+from labkit.prediction.tracer import TRACER, Cancelled, TraceFailed
 
 BY_HAND = Path(labkit.__file__).parent / "benchmarks" / "by_hand"
 EXACT = 0.001  # of a measured peak
@@ -113,6 +114,7 @@ def apart(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         place = tmp_path_factory.mktemp("cache")
         patch.setattr(planning, "user_cache", lambda: place)
+        patch.setattr(TRACER, "forked", lambda environment, errors: None)  # whatever a panel has set
         yield
     TRACER.end()
 
@@ -127,6 +129,19 @@ def written(tmp_path, monkeypatch):
         return Spec(script="train.py", nproc=nproc, **({"device": "cpu"} | fields))
 
     return write
+
+
+def test_a_trace_is_cancelled_and_the_process_answers_the_next_one(written):
+    def has_begun() -> bool:
+        return TRACER._process is not None and bool(psutil.Process(TRACER._process.pid).children())
+
+    with pytest.raises(Cancelled):
+        predict(written("while True:\n    pass\n"), cancelled=has_begun)
+    process = TRACER._process
+    assert process and not psutil.Process(process.pid).children()
+    process.stdin.write(b"null\n")  # a cancellation that comes too late
+    plan = predict(written(TRAINING + "for _ in range(3):\n    step()\n"))
+    assert plan["method"] == "simulated" and TRACER._process is process
 
 
 def check(spec: Spec) -> None:

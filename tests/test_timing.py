@@ -73,6 +73,8 @@ def test_a_rank_that_is_late_by_chance_is_waited_for():
     """A third of the steps of a rank take longer, on each rank others."""
     late = [Compute("forward", (1.0, 1.0, 1.0, 1.0, 2.0, 2.0)), Start(0, "barrier", 0, (0, 1, 2)), Wait(0)]
     assert seconds({0: late}, like=dict.fromkeys(range(3), 0))[0] == 1.0
+    alone = simulate({0: late[:1]}, {0: 0}, None, None)[0]
+    assert (alone["low"], alone["seconds"], alone["high"]) == pytest.approx((1.0, 1.0, 2.0))
     assert seconds(dict.fromkeys(range(3), late)) == dict.fromkeys(range(3), 2.0)
 
 

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from labkit.analysis.efficiency import efficiency
 from labkit.analysis.equivalence import REFERENCE, Badge, badge, training
 from labkit.analysis.guessable import SPEEDUP
-from labkit.analysis.metrics import phase_shares, throughput, training_time
+from labkit.analysis.metrics import phase_shares, training_time
 from labkit.analysis.summary import summarise
 from labkit.common.units import size
 from labkit.plan.spec import Spec, SpecError
@@ -28,10 +29,11 @@ class Row:
 
     `seconds` is the time from the end of the first step (warm-up) to the last step or evaluation, and `epoch_seconds`
     the time per epoch at the same speed, evaluations included. `samples_per_second` is the throughput of the summary,
-    which counts the time of training steps alone, and `speedup` its ratio to that of the baseline. `memory` is the
-    largest peak of any device, and `sent` the traffic per step of the rank that sends the most, in bytes. `phases` are
-    shares of a median step of the slowest rank and sum to 1. `words` is the state in words, `note` how the run differs
-    from its title, `guessed_speedup` what the learner predicted.
+    which counts the time of training steps alone, and `speedup` its ratio to that of the baseline; tokens, FLOP/s and
+    MFU are those of the summary, too. `memory` is the largest peak of any device, and `sent` the traffic per step of
+    the rank that sends the most, in bytes. `phases` are shares of a median step of the slowest rank and sum to 1.
+    `words` is the state in words, `note` how the run differs from its title, `guessed_speedup` what the learner
+    predicted.
     """
 
     strategy: str
@@ -47,6 +49,10 @@ class Row:
     seconds: float | None = None
     epoch_seconds: float | None = None
     samples_per_second: float | None = None
+    tokens_per_second: float | None = None
+    flops_per_device: float | None = None
+    mfu: float | None = None
+    mfu_missing: str = ""
     accuracy: float | None = None
     loss: float | None = None
     speedup: float | None = None
@@ -73,40 +79,23 @@ class Row:
 
 # A result for comparison, measured on another machine and not by labkit: a CNN with the same three convolutions, on
 # MNIST, 5 epochs, batch 128 per GPU, on two GPUs, loaded sample by sample.
-RECORDED = (
+RECORDED = tuple(
     Row(
-        "single",
-        "Single",
+        name,
+        title,
         "cnn",
-        devices=1,
+        devices=devices,
         device="cuda",
-        seconds=44.69,
-        epoch_seconds=44.69 / 5,
-        accuracy=0.9924,
-        speedup=1.0,
-    ),
-    Row(
-        "ddp",
-        "DDP",
-        "cnn",
-        devices=2,
-        device="cuda",
-        seconds=34.69,
-        epoch_seconds=34.69 / 5,
-        accuracy=0.9905,
-        speedup=44.69 / 34.69,
-    ),
-    Row(
-        "fsdp",
-        "FSDP1",
-        "cnn",
-        devices=2,
-        device="cuda",
-        seconds=34.63,
-        epoch_seconds=34.63 / 5,
-        accuracy=0.9920,
-        speedup=44.69 / 34.63,
-    ),
+        seconds=seconds,
+        epoch_seconds=seconds / 5,
+        accuracy=accuracy,
+        speedup=44.69 / seconds,
+    )
+    for name, title, devices, seconds, accuracy in (
+        ("single", "Single", 1, 44.69, 0.9924),
+        ("ddp", "DDP", 2, 34.69, 0.9905),
+        ("fsdp", "FSDP1", 2, 34.63, 0.9920),
+    )
 )
 RECORDED_NOTE = (
     "Recorded elsewhere, not measured here: this CNN on MNIST, 5 epochs, batch 128 per GPU, two GPUs. Its input "
@@ -199,7 +188,6 @@ def _row(state: RunState, run: str) -> Row:
         over=state.over,
         failed=state.status.get("state") == "failed",
         steps=state.step,
-        samples_per_second=throughput(state),
         accuracy=accuracy if isinstance(accuracy, (int, float)) else None,
         loss=summary["loss"],
         memory=max(peaks, default=None),
@@ -207,6 +195,7 @@ def _row(state: RunState, run: str) -> Row:
         phases=phase_shares(state),
         note=state.note,
         guessed_speedup=guessed if isinstance(guessed, (int, float)) else None,
+        **asdict(efficiency(state)),
     )
     seconds, steps = training_time(state)
     if spec is None or not steps or seconds <= 0:
@@ -236,6 +225,8 @@ HEADS = (
     "epoch (s)",
     "accuracy",
     "speed-up",
+    "samples/s (tokens/s)",
+    "TFLOP/s per device (MFU)",
     "peak memory",
     "sent per step",
     "same training",
@@ -251,6 +242,8 @@ def cells(row: Row) -> tuple[str, ...]:
         _number(row.epoch_seconds, ".2f"),
         _number(row.accuracy, ".2%"),
         _number(row.speedup, ".2f", "×"),
+        _number(row.samples_per_second, ",.0f") + _further(row.tokens_per_second, ",.0f"),
+        _number(row.flops_per_device and row.flops_per_device / 1e12, ".3g") + _further(row.mfu, ".1%"),
         _bytes(row.memory),
         _bytes(row.sent),
         row.badge.verdict if row.badge else ("–" if row.over else row.words),
@@ -258,13 +251,14 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def sentences(found: Sequence[Row], left_out: Mapping[str, str]) -> list[str]:
-    """The sentences below the table: the learner's predictions, badges, notes, the longest phase, and strategies that
-    were left out."""
+    """The sentences below the table: the learner's predictions, badges, notes, the longest phase, why FLOP/s or MFU are
+    not known, and strategies that were left out."""
     lines = [f"{row.title}: {row.words}." for row in found if row.failed]
     lines += [said for row in found if (said := guess_sentence(row))]
     lines += [f"{row.title}: {row.badge.sentence}" for row in found if row.badge and row.badge is not REFERENCE]
     lines += [f"{row.title}: {row.note}" for row in found if row.note]
     lines += [f"{row.title}: {row.bound} of each step, the longest phase." for row in found if row.bound and row.over]
+    lines += dict.fromkeys(f"{row.mfu_missing}." for row in found if row.over and row.mfu_missing)
     lines += [f"{STRATEGIES[name].title} is left out: {reason}." for name, reason in left_out.items()]
     return lines + [RECORDED_NOTE] * bool(recorded_elsewhere(found))
 
@@ -282,6 +276,10 @@ def guess_sentence(row: Row) -> str:
 
 def _number(value: float | None, how: str, unit: str = "") -> str:
     return "–" if value is None else f"{value:{how}}{unit}"
+
+
+def _further(value: float | None, how: str) -> str:
+    return "" if value is None else f" ({value:{how}})"
 
 
 def _bytes(value: float | None) -> str:

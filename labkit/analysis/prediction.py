@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, cast
 
+from labkit.analysis.efficiency import against_prediction, flops_in_words, predicted_efficiency
 from labkit.analysis.metrics import phase_seconds, step_seconds
 from labkit.analysis.theory import states
 from labkit.common.units import milliseconds, size
@@ -15,7 +16,7 @@ from labkit.record.columns import ProfiledStep, RankState, whole_timeline
 from labkit.record.events import OWNERS, PHASES
 from labkit.record.state import RunState, per_revision
 from labkit.record.types.measured import Timeline
-from labkit.record.types.prediction import Plan, PredictedClass, PredictedRank, PredictedTime, PredictedTimeline
+from labkit.record.types.prediction import Plan, PredictedClass, PredictedRank, PredictedTimeline
 from labkit.record.types.summary import PredictionOutcome
 
 # why an owner at the peak is smaller, and larger, than its formula
@@ -164,6 +165,7 @@ def sentences(state: RunState) -> list[str]:
             f"A step was predicted to take {milliseconds(predicted)}, and took {milliseconds(measured)}"
             f" ({worst.step_error:+.1%}){why}."
         )
+    said += against_prediction(state, state.prediction)
     wrong = [one for one in found if one.sent_measured is not None and _differs(one.sent_predicted, one.sent_measured)]
     said += [
         f"Rank {one.rank} was predicted to send {size(one.sent_predicted or 0)} per step, and sent"
@@ -175,9 +177,12 @@ def sentences(state: RunState) -> list[str]:
 
 def notes(plan: Plan) -> list[str]:
     """What to say about the ranks with the highest peak: the model states by formula, and why the trace differs from
-    them; on GPUs, what comes on top of the peak, as estimates with their sources. Empty without a trace."""
+    them; on GPUs, what comes on top of the peak, as estimates with their sources; the model FLOPs of a step;
+    whether the ranks fit. Empty without a trace."""
     part = max(plan["classes"], key=lambda one: one["step"]["peak"], default=None)
-    return [note for note in (_against_formula(plan, part), _on_gpus(part)) if note] if part else []
+    if part is None:
+        return []
+    return [note for note in (_against_formula(plan, part), _on_gpus(part), _fit(plan), flops_in_words(plan)) if note]
 
 
 def _against_formula(plan: Plan, part: PredictedClass) -> str:
@@ -208,6 +213,18 @@ def _on_gpus(part: PredictedClass) -> str:
     return f"Rank {ranges(part['ranks'])}, on top of the peak, estimated and not traced: {total}. {'; '.join(parts)}."
 
 
+def _fit(plan: Plan) -> str:
+    """Whether the ranks fit into the memory of their devices."""
+    memory = plan.get("memory")
+    if memory is None:
+        return ""
+    needed, limit = _range(memory["low_bytes"], memory["high_bytes"]), memory["limit_bytes"]
+    if limit is None:
+        return f"Whether the ranks fit is not known: {memory['source']}."
+    verdict = {True: "The ranks fit", False: "The ranks do not fit", None: "The ranks may fit"}[plan.get("fits")]
+    return f"{verdict}: they need {needed} of {size(limit)} ({memory['source']})."
+
+
 def _range(low: float, high: float) -> str:
     return size(low) if low == high else f"{size(low)} to {size(high)}"
 
@@ -224,9 +241,12 @@ def how_made(plan: Plan) -> str:
     return f"by formulas, because {plan.get('reason', 'there is no trace')}"
 
 
-def step_in_words(time: PredictedTime) -> str:
-    """`a step takes 153 ms, 1,670 samples/s`"""
-    return f"a step takes {milliseconds(time['seconds'])}, {time['samples_per_second']:,.0f} samples/s"
+def step_in_words(plan: Plan) -> str:
+    """`a step takes 153 ms, 1,670 samples/s, 0.0512 TFLOP/s, MFU 31.0 % per device`; empty if it is not known."""
+    if "time" not in plan:
+        return ""
+    found = predicted_efficiency(plan, Spec.from_json(plan["spec"]))
+    return ", ".join([f"a step takes {milliseconds(plan['time']['seconds'])}", *found.words])
 
 
 def ranges(ranks: Iterable[int]) -> str:

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import cast
 
 from labkit.analysis.diagnose import findings
+from labkit.analysis.efficiency import efficiency
 from labkit.analysis.guess import outcomes as guess_outcomes
 from labkit.analysis.ledger import ledger
-from labkit.analysis.metrics import gil_wait, phase_seconds, replica_figures, step_seconds, step_seconds_p95, throughput
+from labkit.analysis.metrics import gil_wait, phase_seconds, replica_figures, step_seconds, step_seconds_p95
 from labkit.analysis.prediction import outcomes
 from labkit.analysis.profiled import overlap
 from labkit.record.columns import RankState
@@ -30,6 +31,7 @@ def summarise(state: RunState, run: str = "") -> Summary:
     """
     started = state.status.get("started")
     first = [rank.steps.t[0] for rank in state.ranks.values() if len(rank.steps)]
+    speed = efficiency(state)
     devices = sorted({rank.device.split(":")[0] for rank in state.ranks.values()})
     figures: Summary = {
         "v": VERSION,
@@ -45,7 +47,11 @@ def summarise(state: RunState, run: str = "") -> Summary:
             "total": _rounded(state.seconds),
             "to_first_step": _rounded(elapsed(started, max(first, default=None))),
         },
-        "samples_per_second": _rounded(throughput(state)),
+        "samples_per_second": _rounded(speed.samples_per_second),
+        "tokens_per_second": _rounded(speed.tokens_per_second),
+        "flops_per_device": _rounded(speed.flops_per_device),
+        "mfu": _rounded(speed.mfu, 6),
+        "mfu_missing": speed.mfu_missing,
         "loss": _rounded(state.loss_at(), 6),
         "accuracy": state.metric("accuracy"),
         "start": state.status.get("start", "cold"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from labkit.analysis.prediction import how_made, notes, ranges, step_in_words
 from labkit.common.text import escape, visible
@@ -40,7 +40,7 @@ class Prediction:
                 self._set_time("step", part["ranks"], part["timeline"]["seconds"])
         if "time" in plan and not links:
             how = f"and links measured on {plan['time']['links']}" if plan["time"]["links"] else "measured here"
-            self._on = f"; {step_in_words(plan['time'])} (simulated, with computation {how})"
+            self._on = f"; {step_in_words(plan)} (simulated, with computation {how})"
 
     def _set_time(self, head: str, ranks: Sequence[int], seconds: float) -> None:
         self.heads = (*HEADS, head)
@@ -62,9 +62,12 @@ class Prediction:
         """The timeline of a step; without bars if its time was not predicted."""
         return figure("timeline", self.state)
 
-    def to_json(self) -> Plan:
-        """The prediction as a dict that can be written as JSON."""
-        return self.plan
+    def to_json(self) -> dict[str, Any]:
+        """The plan as a dict that can be written as JSON, with `seconds_per_step`: its `seconds`, and the quartiles
+        `low` and `high` of simulated steps; None without the time of a step."""
+        time = self.plan.get("time")
+        step = {name: time.get(name) for name in ("seconds", "low", "high")} if time else None
+        return {**self.plan, "seconds_per_step": step}
 
     @property
     def title(self) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from labkit.analysis.diagnose import Finding
+from labkit.analysis.efficiency import efficiency
 from labkit.analysis.guess import own_sentences, sentences
 from labkit.analysis.ledger import Entry
 from labkit.analysis.summary import summarise
@@ -96,9 +97,8 @@ def ranks_html(name: str, state: RunState) -> str:
         ]
         cells += [_ms(value) for value in rank["phase_seconds"].values()]
         rows.append("".join(f"<td>{'–' if cell is None else escape(str(cell))}</td>" for cell in cells))
-    speed = summary["samples_per_second"]
     figures = [state.words, f"{summary['steps']:,} steps"]
-    figures += [f"{speed:,.0f} samples/s"] if speed else []
+    figures += efficiency(state).words
     figures += [f"loss {summary['loss']:.4f}"] if summary["loss"] is not None else []
     figures += [f"accuracy {summary['accuracy']:.1%}"] if isinstance(summary["accuracy"], (int, float)) else []
     heads = "".join(f"<th>{escape(name)}</th>" for name in head)
@@ -120,6 +120,12 @@ def guess_html(state: RunState) -> str:
     """The learner's predictions, with their outcome once the run is over, without reasons; empty without
     predictions."""
     return _notes(own_sentences(state, reasons=False))
+
+
+def speed_html(state: RunState) -> str:
+    """The speed of a run that is over, down to MFU; empty if its FLOP/s are not known."""
+    found = efficiency(state)
+    return _notes([" · ".join(found.words)] if state.over and found.computed else [])
 
 
 def _notes(said: Iterable[str]) -> str:

@@ -35,7 +35,8 @@ class Link:
 class Accelerator:
     """One GPU. `flops` is the peak per second by precision (dense, without sparsity), `memory` in bytes, `bandwidth` of
     the memory in bytes per second. `efficiency` is the fraction of the peak that the computation of a training step
-    reaches, a stated assumption. `sources` names the source of each figure."""
+    reaches, a stated assumption. `sources` names the source of each figure; `driver` is how the names begin that the
+    driver has for it and for its variants with the same peak."""
 
     name: str
     flops: Mapping[str, float]
@@ -43,6 +44,7 @@ class Accelerator:
     bandwidth: float
     efficiency: float
     sources: Mapping[str, str] = field(repr=False)
+    driver: str
 
     def peak(self, precision: str) -> float:
         """FLOP/s of a precision; `ValueError` if it has none for it."""
@@ -80,6 +82,7 @@ T4 = Accelerator(
         "bandwidth": "NVIDIA T4 product brief (GDDR6, 256 bit)",
         "efficiency": "24 of 65 TFLOP/s in cuBLAS, limited by 70 W: forums.developer.nvidia.com/t/264462",
     },
+    "Tesla T4",
 )
 A100 = Accelerator(
     "NVIDIA A100 SXM 80 GB",
@@ -93,6 +96,7 @@ A100 = Accelerator(
         "bandwidth": "NVIDIA A100 data sheet",
         "efficiency": f"{_MEASURED}, 1B to 30B: 60 to 74 %",
     },
+    "NVIDIA A100",
 )
 H100 = Accelerator(
     "NVIDIA H100 SXM 80 GB",
@@ -106,6 +110,7 @@ H100 = Accelerator(
         "bandwidth": "NVIDIA H100 data sheet",
         "efficiency": f"{_MEASURED}, 1B to 30B: 40 to 51 %",
     },
+    "NVIDIA H100 80GB HBM3",
 )
 _PCIE3 = Link(
     "PCIe 3.0 x16",
@@ -155,6 +160,12 @@ DEFAULT_MACHINE = "h100x8"
 def device(name: str) -> Device:
     """The machine of this name; `ValueError` with all names if there is none."""
     return DEVICES[check_choice("device", name, DEVICES)]
+
+
+def accelerator_of(name: str) -> Accelerator | None:
+    """The accelerator that the driver calls `name`; None if the table has none."""
+    known = (one.accelerator for one in DEVICES.values() if one.accelerator)
+    return next((one for one in known if name.startswith(one.driver)), None)
 
 
 def check_fits(machine: Device, ranks: int, nodes: int) -> None:

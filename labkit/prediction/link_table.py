@@ -1,5 +1,5 @@
-"""How long collectives take on this machine: tables that `labkit doctor --calibrate` measures, one file for each
-backend and number of ranks, in the user's cache folder.
+"""How long collectives take on this machine, and the FLOP/s of its cores: tables that `labkit doctor --calibrate`
+measures, one file for each backend and number of ranks, in the user's cache folder.
 
 A file that is damaged, or that was written on another machine or with another torch, is not used, and one sentence says
 why.
@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
-from typing_extensions import TypedDict
+from typing_extensions import NotRequired, TypedDict
 
 from labkit.analysis.metrics import median
 from labkit.common.atomic import write_atomically
@@ -58,6 +58,7 @@ class _Table(TypedDict):
     date: _Name
     operations: dict[str, Annotated[list[_Point], Limits(most=1000, least=1)]]
     missing: dict[str, _Name]
+    peaks: NotRequired[dict[str, Annotated[float, Number(1.0, 1e18)]]]  # none in tables of earlier versions
 
 
 _SHAPE = record_of(_Table)
@@ -79,7 +80,8 @@ class Point:
 @dataclass(frozen=True)
 class LinkTable:
     """Seconds by operation and size for one number of ranks. `date` is in ISO 8601, in UTC; `points` are in order of
-    their size; `missing` gives the reason for each operation that could not be measured."""
+    their size; `missing` gives the reason for each operation that could not be measured. `peaks` are the FLOP/s of
+    matrix products on each of these ranks, on CPUs, by precision."""
 
     machine: str
     torch: str
@@ -88,6 +90,7 @@ class LinkTable:
     date: str
     points: Mapping[str, tuple[Point, ...]]
     missing: Mapping[str, str]
+    peaks: Mapping[str, float] = field(default_factory=dict)
 
     def seconds(self, operation: str, size: int) -> float:
         """Seconds for `size` bytes: interpolated between measured sizes, both on a logarithmic scale; the latency below
@@ -144,7 +147,13 @@ class LinkTable:
         """A dict of plain values, as stored."""
         fields = {name: getattr(self, name) for name in _FIELDS}
         operations = {operation: [asdict(point) for point in points] for operation, points in self.points.items()}
-        return {"v": VERSION, **fields, "operations": operations, "missing": dict(self.missing)}
+        return {
+            "v": VERSION,
+            **fields,
+            "operations": operations,
+            "missing": dict(self.missing),
+            "peaks": dict(self.peaks),
+        }
 
     @classmethod
     def from_json(cls, value: Any) -> LinkTable:
@@ -158,7 +167,7 @@ class LinkTable:
             if any(one.size >= other.size for one, other in pairwise(known)):
                 raise ValueError(f"operations.{operation} must be in order of size, each size once")
             points[operation] = tuple(known)
-        return cls(points=points, **fields)
+        return cls(points=points, peaks=value.get("peaks", {}), **fields)
 
 
 class Measured(CommunicationModel):

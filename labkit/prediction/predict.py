@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
@@ -18,12 +18,16 @@ from pathlib import Path
 from typing import Any, cast
 
 from labkit.analysis.theory import states, theory
+from labkit.analysis.theory.flops import six_nd
 from labkit.common.atomic import write_atomically
 from labkit.common.cache import user_cache
 from labkit.plan.spec import Spec
 from labkit.prediction.classes import classes, joined
 from labkit.prediction.cuda import estimates
-from labkit.prediction.tracer import TraceFailed, traced
+from labkit.prediction.devices import DEVICES, HERE, Device
+from labkit.prediction.fitting import with_fit
+from labkit.prediction.peaks import peak_of
+from labkit.prediction.tracer import TraceFailed, never, traced
 from labkit.record.documents import Unreadable, read_document
 from labkit.record.ring import sent
 from labkit.record.types.documents import SpecFields
@@ -40,18 +44,31 @@ _READ = "read.json"  # next to the plan of a script: what it read
 _OF_THE_SHELL = ("_", "OLDPWD", "SHLVL")
 
 
-def predict(spec: Spec) -> Plan:
+def predict(spec: Spec, cancelled: Callable[[], bool] = never) -> Plan:
     """The plan of a Spec with a known number of ranks. It takes seconds, unless it is cached.
 
     If the trace of a strategy fails, the plan has what the formulas say, and the reason. Raises `TraceFailed` for a
-    script of the user's own that cannot be traced.
+    script of the user's own that cannot be traced, and `Cancelled` soon after `cancelled` returns true.
     """
     known = cached(spec)
     if known is not None:
         return known
+    return _on_this_machine(_new(spec, cancelled), spec)
+
+
+def on(plan: Plan, spec: Spec, machine: Device) -> Plan:
+    """A plan with what is known about the devices of a machine of the table."""
+    return with_fit({**plan, "peak": peak_of(spec, machine)}, spec, machine)
+
+
+def _on_this_machine(plan: Plan, spec: Spec) -> Plan:
+    return on(plan, spec, DEVICES[HERE])
+
+
+def _new(spec: Spec, cancelled: Callable[[], bool]) -> Plan:
     groups = classes(spec)
     try:
-        traces = traced(spec, [ranks[0] for ranks in groups])
+        traces = traced(spec, [ranks[0] for ranks in groups], cancelled)
     except TraceFailed as failure:
         if spec.strategy is None:
             raise
@@ -63,11 +80,13 @@ def predict(spec: Spec) -> Plan:
 
 
 def cached(spec: Spec) -> Plan | None:
-    """The plan of a Spec that was predicted before, on this machine; None if there is none."""
+    """The plan of a Spec that was predicted before, on this machine, with what is known now about its devices; None if
+    there is none."""
     folder = cache_folder(spec)
     with suppress(OSError, ValueError, Unreadable):
         if spec.strategy or _is_unchanged(json.loads((folder / _READ).read_text())):
-            return cast(Plan, read_document(folder / "plan.json") or None)
+            known = cast(Plan, read_document(folder / "plan.json"))
+            return _on_this_machine(known, spec) if known else None
     return None
 
 
@@ -90,10 +109,24 @@ def _of_traces(spec: Spec, groups: Sequence[list[int]], traces: dict[int, dict[s
                 "phase_at_peak": trace["phase_at_peak"],
                 "memory_bytes": trace["owners"],
                 "comm_bytes_per_step": round(sum(one["sent"] for one in ops.values())),
+                "flops": trace["flops"],
+                "recomputed_flops": trace["recomputed_flops"],
             }
     plan = _plan(spec, "simulated", [found[rank] for rank in sorted(found)], parts)
+    plan["model_flops"] = _model_flops(spec, plan["ranks"], traces)
+    estimate = six_nd(spec)
+    if estimate is not None:
+        plan["six_nd"] = estimate
     early = next((trace["ended"] for trace in traces.values() if trace.get("ended")), "")
     return {**plan, "reason": early} if early else plan
+
+
+def _model_flops(spec: Spec, ranks: Sequence[PredictedRank], traces: Mapping[int, Mapping[str, Any]]) -> float:
+    """Those of the model on one device: ranks of tensor parallelism may all compute the same parts of it."""
+    each = next((trace["flops_of_a_sample"] for trace in traces.values() if "flops_of_a_sample" in trace), None)
+    if each is not None:
+        return float(each * spec.global_batch)
+    return sum(rank["flops"] - rank["recomputed_flops"] for rank in ranks)
 
 
 def _by_formula(spec: Spec, reason: str) -> Plan:

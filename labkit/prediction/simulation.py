@@ -135,11 +135,11 @@ class _Simulation:
             self._pass_time()
 
     def _typical(self) -> dict[int, PredictedTimeline]:
-        """The repetition in which the first rank takes its median time."""
+        """The repetition in which the first rank takes its median time, with the quartiles of all."""
         first = next(iter(self._steps.values()))[1:]
         order = sorted(range(len(first)), key=lambda index: first[index]["seconds"])
         chosen = 1 + order[len(order) // 2]
-        return {number: steps[chosen] for number, steps in self._steps.items()}
+        return {number: _with_quartiles(steps[1:], steps[chosen]) for number, steps in self._steps.items()}
 
     # ---- one rank
 
@@ -231,6 +231,11 @@ class _Simulation:
         )
         self._open[key].remove(first)
         self._queues[key].append(first)
+
+
+def _with_quartiles(steps: Sequence[PredictedTimeline], chosen: PredictedTimeline) -> PredictedTimeline:
+    ordered = sorted(one["seconds"] for one in steps)
+    return {**chosen, "low": ordered[len(ordered) // 4], "high": ordered[-1 - len(ordered) // 4]}
 
 
 def _timeline(rank: _Rank, number: int, end: float) -> PredictedTimeline:

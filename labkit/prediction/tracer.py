@@ -15,43 +15,60 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from labkit.common.text import visible_line
 from labkit.plan.script import write_script
 from labkit.plan.spec import Spec
+from labkit.training.strategies import BASELINE
 
 PATIENCE = 300.0  # seconds for a request
 MEASURED = 2.0  # seconds for which the computation of a step is measured
 _LIMIT = 120  # seconds for the first steps of a script of the user's own
 _MESSAGE = 300  # characters of an error
 _BLOCK = 1 << 20  # bytes
+_POLL = 0.05  # seconds between two looks at whether a request is cancelled
+_CANCEL = b"null\n"
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_ALONE = {**dict.fromkeys(_THREADS, "1"), "CUDA_VISIBLE_DEVICES": ""}
 
 
 class TraceFailed(RuntimeError):
     """A trace ended without a result: one sentence that names the error and the line of the script."""
 
 
-def traced(spec: Spec, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
-    """The traces of some ranks of a Spec with a known number of ranks, by rank. Raises `TraceFailed`."""
+class Cancelled(Exception):
+    """A request was cancelled."""
+
+
+def never() -> bool:
+    """Of a request that is not cancelled."""
+    return False
+
+
+def traced(spec: Spec, ranks: Iterable[int], cancelled: Callable[[], bool] = never) -> dict[int, dict[str, Any]]:
+    """The traces of some ranks of a Spec with a known number of ranks, by rank. Raises `TraceFailed`, and `Cancelled`
+    soon after `cancelled` returns true."""
     if spec.strategy is None:
-        return _results("script's trace", ranks, spec, _own(spec))
-    return _results("trace", ranks, spec, _generated(spec))
+        return _results("script's trace", ranks, spec, _own(spec), cancelled)
+    return _results("trace", ranks, spec, {**_generated(spec), "model": _on_one_device(spec)}, cancelled)
 
 
-def computed(spec: Spec, ranks: Iterable[int]) -> dict[int, list[list[Any]]]:
+def computed(spec: Spec, ranks: Iterable[int], cancelled: Callable[[], bool] = never) -> dict[int, list[list[Any]]]:
     """The programs of some ranks of a strategy's script, as `tracing.compute` measures them. Ranks may be repeated: it
-    measures as many at a time as there are cores. Raises `TraceFailed`."""
-    return _results("measurement", ranks, spec, {**_generated(spec), "source": write_script(spec), "seconds": MEASURED})
+    measures as many at a time as there are cores. Raises as `traced` does."""
+    script = {**_generated(spec), "source": write_script(spec), "seconds": MEASURED}
+    return _results("measurement", ranks, spec, script, cancelled)
 
 
-def _results(work: str, ranks: Iterable[int], spec: Spec, script: Mapping[str, Any]) -> dict[int, Any]:
+def _results(
+    work: str, ranks: Iterable[int], spec: Spec, script: Mapping[str, Any], cancelled: Callable[[], bool]
+) -> dict[int, Any]:
     request = {"work": work, "of": [*ranks], "ranks": spec.processes, **script}
     found, failed = {}, ""
-    for result in TRACER.answers(request):
+    for result in TRACER.answers(request, cancelled):
         if "reason" in result:
             failed = failed or f"rank {result['rank']}: {_short(result['reason'])}"
         elif "error" in result:
@@ -75,6 +92,12 @@ def _generated(spec: Spec) -> dict[str, Any]:
     }
 
 
+def _on_one_device(spec: Spec) -> str:
+    """The source of a script that trains the same model on one device, without further options."""
+    options = {one.name: spec.options[one.name] for one in spec.workload_row.options}
+    return write_script(Spec(BASELINE.name, spec.workload, nproc=1, device="cpu", data=spec.data, options=options))
+
+
 def _own(spec: Spec) -> dict[str, Any]:
     """The user's script, as torchrun would start it here and now."""
     return {
@@ -95,24 +118,47 @@ def _split_outputs(spec: Spec) -> list[tuple[int, int] | None]:
     return [(dimension, ranks) if is_part and ranks > 1 else None for _, is_part in outputs]
 
 
+class Process(Protocol):
+    """What a tracer needs of the process that traces, as `subprocess.Popen` has it. `wait` returns the exit code, None
+    if it is unknown."""
+
+    pid: int
+    stdin: Any
+    stdout: Any
+
+    def poll(self) -> int | None: ...
+    def wait(self) -> int | None: ...
+    def kill(self) -> None: ...
+
+
 class Tracer:
-    """Starts the process when it is needed, and asks it one request at a time."""
+    """Starts the process when it is needed, and asks it one request at a time.
+
+    `forked` may give it a process that has imported torch already, with more variables of its environment and a
+    descriptor for its standard error.
+    """
 
     def __init__(self) -> None:
+        self.forked: Callable[[Mapping[str, str], int], Process | None] = lambda environment, errors: None
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Process | None = None
 
-    def answers(self, request: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The results of a request, one per rank. Raises `TraceFailed`."""
+    def answers(self, request: Mapping[str, Any], cancelled: Callable[[], bool] = never) -> list[dict[str, Any]]:
+        """The results of a request, one per rank. Raises as `traced` does; the process is then ready for another
+        request."""
         with self._lock:
+            if cancelled():
+                raise Cancelled
             process = self._running()
             assert process.stdin
             try:
                 process.stdin.write(json.dumps(request).encode() + b"\n")
                 process.stdin.flush()
-                return [*self._results(process)]
+                return [*self._results(process, cancelled)]
             except BrokenPipeError:
                 self._failed(process)
+            except Cancelled:
+                raise
             except BaseException:
                 self.end()  # a half-read answer must not be taken for the next one's
                 raise
@@ -124,10 +170,10 @@ class Tracer:
             self._process.wait()
             self._process = None
 
-    def _running(self) -> subprocess.Popen[bytes]:
+    def _running(self) -> Process:
         if self._process is None or self._process.poll() is not None:
             self._errors = tempfile.TemporaryFile()  # noqa: SIM115 as long as the process
-            self._process = subprocess.Popen(
+            self._process = self.forked(_ALONE, self._errors.fileno()) or subprocess.Popen(
                 [sys.executable, "-m", f"{__package__}.tracing"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -137,28 +183,38 @@ class Tracer:
             )
         return self._process
 
-    def _results(self, process: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
-        assert process.stdout
-        last, rest = time.monotonic() + PATIENCE, b""
+    def _results(self, process: Process, cancelled: Callable[[], bool]) -> Iterator[dict[str, Any]]:
+        assert process.stdin and process.stdout
+        last, rest, is_ending = time.monotonic() + PATIENCE, b"", False
         while True:
-            ready, _, _ = select.select([process.stdout], [], [], max(0.0, last - time.monotonic()))
+            if not is_ending and cancelled():
+                is_ending = True
+                process.stdin.write(_CANCEL)
+                process.stdin.flush()
+            ready, _, _ = select.select([process.stdout], [], [], _POLL)
             if not ready:
-                raise TraceFailed(f"the trace took longer than {PATIENCE:.0f} seconds; use a smaller model")
+                if time.monotonic() > last:
+                    raise TraceFailed(f"the trace took longer than {PATIENCE:.0f} seconds; use a smaller model")
+                continue
             block = os.read(process.stdout.fileno(), _BLOCK)
             if not block:
                 self._failed(process)
             *lines, rest = (rest + block).split(b"\n")
             for line in lines:
                 result = json.loads(line)
+                if result is None and is_ending:
+                    raise Cancelled
                 if result is None:
                     return
                 yield result
 
-    def _failed(self, process: subprocess.Popen[bytes]) -> NoReturn:
+    def _failed(self, process: Process) -> NoReturn:
         code = process.wait()
         self._errors.seek(0)
         said = [line for line in self._errors.read().decode(errors="replace").splitlines() if line.strip()]
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        how = "ended" if code is None else f"ended with exit code {code}"
+        if code and code < 0:
+            how = f"was ended by {signal.Signals(-code).name}"
         raise TraceFailed(f"the process that traces {how}" + (f": {_short(said[-1])}" if said else ""))
 
 
@@ -171,4 +227,4 @@ def _short(text: str) -> str:
 
 def _environment(standing: Mapping[str, str]) -> dict[str, str]:
     """One thread per rank, as torchrun sets it; no GPU, which the trace must not touch."""
-    return {**standing, **dict.fromkeys(_THREADS, "1"), "CUDA_VISIBLE_DEVICES": ""}
+    return {**standing, **_ALONE}

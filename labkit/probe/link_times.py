@@ -1,10 +1,12 @@
-"""Times collectives between ranks: `python -m labkit.probe.link_times STORE BACKEND SECONDS SIZE…`, once for each rank.
+"""Times collectives between ranks, and on CPUs what they compute, once for each rank:
+`python -m labkit.probe.link_times STORE BACKEND SECONDS SIZE…`.
 
 As under torchrun, RANK, LOCAL_RANK and WORLD_SIZE say which rank it is. The ranks find each other through the file
 STORE. Each operation is repeated on tensors of each SIZE (bytes), in as many rounds as fit into SECONDS, so that what
 else the machine does for a moment affects some repetitions only. In each round, rank 0 prints one line of JSON for each
 operation and size: {round, operation, size, seconds} with the seconds of each repetition, or {round, operation, reason}
-if the backend does not support the operation.
+if the backend does not support the operation. On CPUs it also prints {round, precision, flops} for each precision:
+the FLOP/s of the slowest rank, for each of several matrix products that all ranks compute at the same time.
 
 One repetition is a barrier, and then as many calls as take some milliseconds, because the ranks do not leave a barrier
 at the same moment. Its time is that of the slowest rank, divided by the number of calls. On CPUs each rank computes for
@@ -34,6 +36,8 @@ _MOST_CALLS = 50
 _ROUNDS = 5  # at most
 _REPETITIONS = (2, 10)  # of one operation and size per round, at least and at most
 _REPEAT = 0.05  # seconds for which they are repeated
+_PRODUCTS = {"fp32": torch.float32, "bf16": torch.bfloat16}  # on CPUs
+_SIDE = 1024  # rows and columns of their matrices
 
 # torch 2.13 renamed both
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -94,6 +98,13 @@ class Clock:
             now = time.perf_counter()
         return now - began
 
+    def multiply(self, matrix: torch.Tensor) -> float:
+        """Seconds of a product of a matrix with itself, which begins on all ranks at about the same time."""
+        dist.barrier()
+        began = time.perf_counter()
+        matrix @ matrix
+        return time.perf_counter() - began
+
     def slowest(self, seconds: list[float]) -> list[float]:
         """The largest of all ranks, for each value."""
         most = torch.tensor(seconds, device=self._device)
@@ -134,6 +145,13 @@ def measured(operation: str, sizes: list[int], device: torch.device) -> Iterator
         yield {"reason": str(error).partition("\n")[0]}
 
 
+def products(precision: torch.dtype) -> list[float]:
+    """FLOP/s of the slowest rank in each of some products of two square matrices."""
+    clock, one = Clock(torch.device("cpu")), torch.ones(_SIDE, _SIDE, dtype=precision)
+    clock.multiply(one)  # the first one is slower
+    return [2 * _SIDE**3 / seconds for seconds in clock.slowest([clock.multiply(one) for _ in range(_REPETITIONS[0])])]
+
+
 def main(store: str, backend: str, seconds: float, sizes: list[int]) -> None:
     """Measures all operations as one rank of the process group."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -149,6 +167,10 @@ def main(store: str, backend: str, seconds: float, sizes: list[int]) -> None:
             for line in measured(operation, sizes, device):
                 if rank == 0:
                     print(json.dumps({"round": number, "operation": operation, **line}), flush=True)
+        for name, precision in _PRODUCTS.items() if device.type == "cpu" else ():
+            flops = products(precision)
+            if rank == 0:
+                print(json.dumps({"round": number, "precision": name, "flops": flops}), flush=True)
         (elapsed,) = Clock(device).slowest([time.perf_counter() - began])
         if elapsed * (number + 1) / number > seconds:  # another round would take too long
             break

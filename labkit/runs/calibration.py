@@ -1,4 +1,5 @@
-"""Measures how long collectives take between ranks of this machine, for `labkit doctor --calibrate`.
+"""Measures how long collectives take between ranks of this machine, and the FLOP/s of its cores, for `labkit doctor
+--calibrate`.
 
 The ranks run `probe/link_times.py`, as the launcher would start them: on loopback only, one thread each, and killed
 when this process dies.
@@ -72,16 +73,21 @@ def calibrate(
     sizes: Sequence[int] = SIZES,
     seconds: float = SECONDS,
 ) -> LinkTable:
-    """Starts the ranks of a plan and measures every operation on each of `sizes` (bytes), in as many rounds as fit into
-    `seconds`, at least one.
+    """Starts the ranks of a plan and measures every operation on each of `sizes` (bytes), and on CPUs the fastest of
+    several matrix products, in as many rounds as fit into `seconds`, at least one.
 
     `report` is called with what was measured last. No process is left when it returns or raises. Raises
     `CalibrationError` if the ranks fail.
     """
     found: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     missing: dict[str, str] = {}
+    flops: dict[str, list[float]] = defaultdict(list)
     with closing(_lines(planned, [f"{seconds:g}", *map(str, sizes)])) as lines:
         for line in lines:
+            if "precision" in line:
+                flops[line["precision"]] += line["flops"]
+                report(f"round {line['round']}: matrix products, {line['precision']}")
+                continue
             operation = line["operation"]
             if "reason" in line:
                 missing[operation] = line["reason"][:200]
@@ -93,7 +99,7 @@ def calibrate(
         for operation, by_size in found.items()
         if operation not in missing
     }
-    return replace(planned, points=points, missing=missing)
+    return replace(planned, points=points, missing=missing, peaks={one: max(each) for one, each in flops.items()})
 
 
 def _point(count: int, seconds: list[float]) -> Point:

@@ -13,7 +13,7 @@ PRELOADED = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tenso
 
 def attempt(row: str) -> str:
     from labkit.plan.spec import Spec
-    from labkit.prediction.tracer import _generated
+    from labkit.prediction.tracer import _generated, _on_one_device
     from labkit.prediction.tracing import torch_private
     from labkit.probe.parts import MissingName
 
@@ -24,7 +24,8 @@ def attempt(row: str) -> str:
         from labkit.prediction.tracing.rank import trace
 
         torch_private.check()
-        return "traced" if trace(_generated(spec) | {"ranks": 2}, 0)["step"]["peak"] else ""
+        request = _generated(spec) | {"ranks": 2, "of": [0], "model": _on_one_device(spec)}
+        return "traced" if trace(request, 0)["step"]["peak"] else ""
     except MissingName as error:
         return str(error)
 

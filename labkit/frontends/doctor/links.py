@@ -1,4 +1,4 @@
-"""The measured times of collectives: latency of small messages, bandwidth of large ones."""
+"""The measured times of collectives: latency of small messages, bandwidth of large ones; and FLOP/s."""
 
 from __future__ import annotations
 
@@ -30,4 +30,6 @@ def as_table(table: LinkTable) -> Group:
         drawn.add_row(operation, latency, f"{table.bus_bandwidth(operation) / 1e9:,.2f} GB/s ({size(points[-1].size)})")
     for operation, reason in table.missing.items():
         drawn.add_row(operation, reason)
+    for precision, flops in table.peaks.items():
+        drawn.add_row(f"matrix products, {precision}", "", f"{flops / 1e9:,.1f} GFLOP/s per rank")
     return Group(Text(f"\nCommunication of {table.title}", style="bold"), drawn)

@@ -15,7 +15,7 @@ from labkit.common.text import escape
 from labkit.common.units import counted, size
 from labkit.figures import rank_colour
 from labkit.figures.prediction import Prediction, table_html
-from labkit.figures.tables import guess_html
+from labkit.figures.tables import guess_html, speed_html
 from labkit.frontends.panel.guess import GuessFields
 from labkit.frontends.panel.predict import Predict
 from labkit.plan.spec import Spec
@@ -48,6 +48,7 @@ class Before:
     def plan(self, spec: Spec | None) -> None:
         """Shows after a short delay what is predicted for a Spec, or else what the formulas say; None: the
         configuration cannot run."""
+        self.predict.choose(spec)
         with self._lock:
             self._newest += 1
             self._planned = spec
@@ -77,7 +78,7 @@ class Before:
         with self._lock:
             self._newest += 1
             self._planned = None
-            self._show(startup_html(state) if is_starting(state) else guess_html(state))
+            self._show(startup_html(state) if is_starting(state) else guess_html(state) + speed_html(state))
             self.guess.show(False)
 
     def _show(self, html: str) -> None:
@@ -91,7 +92,7 @@ def plan_html(spec: Spec, known: Plan | str | None = None, untimed: str = "") ->
     below the sentence that is known about its prediction; `untimed` says why it has no time of a step."""
     what = f"{spec.strategy_row.title} · {spec.workload} on {spec.data} · {counted(spec.processes, 'rank')}"
     if known and not isinstance(known, str):
-        time = f"By simulation, {step_in_words(known['time'])}." if "time" in known else untimed
+        time = f"By simulation, {step}." if (step := step_in_words(known)) else untimed
         how = f"{what}. Predicted {how_made(known)}, bytes by owner at the peak. {time}"
         title, found = f"<p><b>Next run (predicted)</b> {escape(how)}</p>", Prediction(known)
         return f'<div class="labkit-notes">{title}</div>{table_html(found.heads, found.rows)}'

@@ -8,28 +8,33 @@ from collections.abc import Callable
 import ipywidgets
 
 from labkit.analysis.prediction import how_made
+from labkit.launch.warm.client import tracing
 from labkit.plan.spec import Spec
 from labkit.prediction.predict import cached, predict
 from labkit.prediction.timing import timed
-from labkit.prediction.tracer import TraceFailed
+from labkit.prediction.tracer import TRACER, Cancelled, TraceFailed
 from labkit.record.types.prediction import Plan
 
 _TITLE, _BUSY = "Predict", "Predicting…"
 _HINT = "Predict the memory, traffic and time of a step of every rank, without running the script"
 _UNDER_WAY = "Predicting: the script is traced without data, and its computation measured, in separate processes."
+_TIMING = "The time of a step is being predicted: its computation is measured, in separate processes."
 
 
 class Predict:
-    """Predicts one Spec at a time, in a thread; the script is traced in a separate process.
+    """Predicts one Spec at a time, in a thread; the script is traced in a separate process. The prediction is cancelled
+    when something else is chosen.
 
     `chosen` returns the Spec to predict, or None. `began` and `ended` are called with that Spec when its prediction
-    begins, and when `known` has its result.
+    begins, and when `known` has its result: first without the time of a step, then with it.
     """
 
     def __init__(self, chosen: Callable[[], Spec | None], began: Callable[[Spec], None], ended: Callable[[Spec], None]):
+        TRACER.forked = tracing  # the panel has prepared a warm server
         self._chosen, self._began, self._ended = chosen, began, ended
         self._allowed = False
         self._under_way: Spec | None = None
+        self._cancel = threading.Event()  # of what is under way
         self._failed: tuple[Spec | None, str] = (None, "")
         self._untimed: tuple[Spec | None, str] = (None, "")
         self.button = ipywidgets.Button(description=_TITLE, tooltip=_HINT, disabled=True)
@@ -41,21 +46,30 @@ class Predict:
         self._allowed = allowed
         self._draw()
 
+    def choose(self, spec: Spec | None) -> None:
+        """What is chosen now; None: it cannot run. The prediction of another Spec is cancelled."""
+        if self._under_way not in (None, spec):
+            self._cancel.set()
+            self._under_way = None
+            self._draw()
+
     def known(self, spec: Spec) -> Plan | str | None:
         """The prediction of a Spec, if it is cached; a sentence, if it is under way or failed; otherwise None."""
-        if spec == self._under_way:
-            return _UNDER_WAY
         failed, why = self._failed
-        return cached(spec) or (why if spec == failed else None)
+        said = _UNDER_WAY if spec == self._under_way else why if spec == failed else None
+        return cached(spec) or said
 
     def untimed(self, spec: Spec) -> str:
         """Why the prediction of a Spec has no time of a step; empty if it has one, or there is no prediction."""
+        if spec == self._under_way:
+            return _TIMING
         of, why = self._untimed
         return why if spec == of else ""
 
-    def _time(self, spec: Spec, plan: Plan) -> None:
+    def _time(self, spec: Spec, plan: Plan, cancel: threading.Event) -> None:
+        self._ended(spec)  # the memory is known
         try:
-            timed(spec, plan)
+            timed(spec, plan, cancel.is_set)
         except (LookupError, TraceFailed) as error:
             self._untimed = spec, f"There is no time of a step: {error}."
 
@@ -68,21 +82,25 @@ class Predict:
         spec = self._chosen()
         if spec is None or self._under_way is not None:
             return
-        self._under_way = spec
+        self._under_way, self._cancel = spec, threading.Event()
         self._draw()
         self._began(spec)
-        threading.Thread(target=self._predict, args=(spec,), daemon=True, name="labkit prediction").start()
+        arguments = spec, self._cancel
+        threading.Thread(target=self._predict, args=arguments, daemon=True, name="labkit prediction").start()
 
-    def _predict(self, spec: Spec) -> None:
+    def _predict(self, spec: Spec, cancel: threading.Event) -> None:
         try:
-            plan = predict(spec)
+            plan = predict(spec, cancel.is_set)
             if plan["method"] == "formula":
                 self._failed = spec, f"Predicted {how_made(plan)}."
             else:
-                self._time(spec, plan)
+                self._time(spec, plan, cancel)
+        except Cancelled:
+            pass
         except Exception as error:  # show it: an exception in a thread would go unnoticed
             self._failed = spec, f"The prediction failed: {type(error).__name__}: {error}"
         finally:
-            self._under_way = None
-            self._draw()
-            self._ended(spec)
+            if not cancel.is_set():
+                self._under_way = None
+                self._draw()
+                self._ended(spec)

@@ -86,7 +86,8 @@ def comparison(rows: Sequence[Row], left_out: Mapping[str, str], final: bool = T
     """
     table = Table(box=None, padding=(0, 2, 0, 0))
     for number, head in enumerate((*HEADS, "phases of a step")):
-        table.add_column(head, justify="right" if 0 < number < 8 else "left", no_wrap=number != 8)
+        is_figure = 0 < number < len(HEADS) - 1
+        table.add_column(head, justify="right" if is_figure else "left", no_wrap=number != len(HEADS) - 1)
     for row in rows:
         style = "red" if row.failed else "dim" if not row.run else None
         table.add_row(*(Text(visible_line(cell)) for cell in cells(row)), PhaseBar(row.phases), style=style)

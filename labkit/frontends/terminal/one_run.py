@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from labkit.analysis.diagnose import Finding, findings
+from labkit.analysis.efficiency import efficiency
 from labkit.analysis.guess import sentences as predicted
 from labkit.analysis.ledger import ledger
 from labkit.analysis.metrics import (
@@ -20,7 +21,6 @@ from labkit.analysis.metrics import (
     replica_figures,
     seconds_left,
     step_seconds,
-    throughput,
 )
 from labkit.common.text import visible_line, visible_log
 from labkit.common.units import sizes
@@ -110,7 +110,7 @@ def _progress(state: RunState) -> RenderableType:
 
 def _figures(state: RunState) -> list[str]:
     total, left, loss, accuracy = state.total_steps, seconds_left(state), state.loss_at(), state.metric("accuracy")
-    speed = throughput(state, now=True)
+    speed, *further = efficiency(state, now=True).words or [""]
     figures = []
     if total or state.step:
         figures.append(f"step {state.step}/{total}" if total else f"step {state.step}")
@@ -119,12 +119,12 @@ def _figures(state: RunState) -> list[str]:
     if state.over and state.seconds is not None:
         figures.append(f"{state.seconds:.1f} s in total")
     if speed:
-        figures.append(f"{speed:,.0f} samples/s")
+        figures.append(speed)
     if loss is not None:
         figures.append(f"loss {loss:.4f}")
     if isinstance(accuracy, (int, float)):
         figures.append(f"accuracy {accuracy:.1%}")
-    return figures
+    return figures + further
 
 
 def _replicas(state: RunState) -> list[str]:

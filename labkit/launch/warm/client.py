@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -55,6 +56,37 @@ class Started:
         self.returncode = 0
 
 
+class Tracing:
+    """A forked process that traces, with the part of `subprocess.Popen` that a tracer needs; only the server knows its
+    exit code."""
+
+    def __init__(self, pid: int, handle: int, requests: int, results: int):
+        self.pid = pid
+        self.stdin, self.stdout = open(requests, "wb"), open(results, "rb")  # noqa: SIM115 as long as the process
+        self._handle = handle
+
+    def poll(self) -> int | None:
+        """0 if it has ended, None while it runs."""
+        return self._ended(0)
+
+    def wait(self) -> None:
+        """Returns when it has ended."""
+        self._ended(None)
+
+    def kill(self) -> None:
+        """Sends SIGKILL."""
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+
+    def _ended(self, milliseconds: int | None) -> int | None:
+        ended = select.poll()
+        ended.register(self._handle, select.POLLIN)
+        return 0 if ended.poll(milliseconds) else None
+
+    def __del__(self) -> None:
+        os.close(self._handle)
+
+
 class Consent:
     """A server's agreement to start one run soon."""
 
@@ -67,17 +99,35 @@ class Consent:
         """Requests the fork of the supervisor. `files` are its standard input, its log, and the run's standard input,
         if any.
         """
-        how = wire.as_file({"run_dir": str(run_dir), "started": repr(asked), "environment": dict(environment)})
+        how = {"run_dir": str(run_dir), "started": repr(asked), "environment": dict(environment)}
+        forked = self._fork("start", how, files)
+        return forked if isinstance(forked, Cold) else Started(*forked)
+
+    def trace(self, environment: Mapping[str, str], errors: int) -> Tracing | Cold:
+        """Requests the fork of a process that traces; `errors` is its standard error."""
+        (stdin, requests), (results, stdout) = os.pipe(), os.pipe()
+        forked = self._fork("trace", {"environment": dict(environment)}, (stdin, stdout, errors))
+        os.close(stdin)
+        os.close(stdout)
+        if isinstance(forked, Cold):
+            os.close(requests)
+            os.close(results)
+            return forked
+        return Tracing(*forked, requests, results)
+
+    def _fork(self, what: str, arguments: Mapping[str, Any], files: Sequence[int]) -> tuple[int, int] | Cold:
+        """The pid of a forked process, and a handle of it."""
+        how = wire.as_file(arguments)
         with self._connection:
             try:
                 self._connection.settimeout(_START)
-                wire.send(self._connection, {"ask": "start"}, [how, *files])
+                wire.send(self._connection, {"ask": what}, [how, *files])
                 answer, handles = wire.receive(self._connection)
             except (EOFError, OSError) as error:
                 return Cold(f"the warm server did not start the run: {_in_words(error)}")
             finally:
                 os.close(how)
-        return Started(answer["pid"], handles[0])
+        return answer["pid"], handles[0]
 
 
 def consent(environment: Mapping[str, str], folders: Sequence[str]) -> Consent | Cold:
@@ -94,6 +144,15 @@ def consent(environment: Mapping[str, str], folders: Sequence[str]) -> Consent |
         connection.close()
         return answer if isinstance(answer, Cold) else Cold(answer["cold"])
     return Consent(connection)
+
+
+def tracing(environment: Mapping[str, str], errors: int) -> Tracing | None:
+    """A process that traces, forked by the server; None if there is no server that can. `environment` is added to the
+    standing one, and `errors` is the standard error."""
+    standing = local.standing_environment()
+    agreed = consent(standing, ())
+    found = agreed if isinstance(agreed, Cold) else agreed.trace(standing | environment, errors)
+    return None if isinstance(found, Cold) else found
 
 
 def about() -> dict[str, Any] | Cold:

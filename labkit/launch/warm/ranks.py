@@ -1,4 +1,5 @@
-"""The processes of a warm run, each forked from its parent: supervisor, torchrun's own agent, ranks."""
+"""The processes of a warm run, each forked from its parent: supervisor, torchrun's own agent, ranks; and the process
+that traces for predictions."""
 
 from __future__ import annotations
 
@@ -40,6 +41,18 @@ def fork_supervisor(
         supervisor.main(*sys.argv[1:], popen=partial(_fork_agent, origin))
 
     return fork(program, origin, command, environment, (lifeline, log, log), cwd=run_dir, keep=passed, new_session=True)
+
+
+def fork_tracer(origin: Origin, environment: Mapping[str, str], stdin: int, stdout: int, stderr: int) -> Child:
+    """Forks a process that traces scripts for predictions until its standard input is closed."""
+    command = (sys.executable, "-m", "labkit.prediction.tracing")
+
+    def program() -> None:
+        from labkit.prediction.tracing.__main__ import main
+
+        main()
+
+    return fork(program, origin, command, environment, (stdin, stdout, stderr), new_session=True)
 
 
 def _fork_agent(

@@ -93,8 +93,9 @@ class Server:
         try:
             pid = wire.peer(connection)
             message, files = wire.receive(connection)
-            if message["ask"] == "start":
-                child = self._start(connection, files)
+            forks = {"start": self._start, "trace": self._trace}
+            if message["ask"] in forks:
+                child = forks[message["ask"]](connection, files)
                 files.append(os.pidfd_open(child.pid))
                 wire.send(connection, {"pid": child.pid}, files[-1:])
             else:
@@ -139,13 +140,23 @@ class Server:
         """
         from labkit.launch.warm.ranks import fork_supervisor
 
+        how = self._agreed(connection, files)
+        self._runs += 1
+        return fork_supervisor(self._origin, how["run_dir"], how["started"], how["environment"], *files[1:])
+
+    def _trace(self, connection: socket.socket, files: list[int]) -> Child:
+        """Forks a process that traces scripts. The files are its arguments and its standard streams."""
+        from labkit.launch.warm.ranks import fork_tracer
+
+        return fork_tracer(self._origin, self._agreed(connection, files)["environment"], *files[1:])
+
+    def _agreed(self, connection: socket.socket, files: list[int]) -> dict[str, Any]:
+        """The arguments of a process to which this server has consented."""
         self._granted.remove(connection)
         if wire.is_closed(connection):
-            raise EOFError  # this process was suspended, and the run has started cold
-        self._runs += 1
+            raise EOFError  # this process was suspended, and the other one has started cold
         self._used = time.monotonic()
-        how = wire.from_file(os.dup(files[0]))
-        return fork_supervisor(self._origin, how["run_dir"], how["started"], how["environment"], *files[1:])
+        return wire.from_file(os.dup(files[0]))
 
 
 def _wake_on_child() -> int:

@@ -3,8 +3,8 @@ seconds; traces the ranks of each, or measures what they compute, every one in a
 results.
 
 Each line of the output is an object, {"rank", "result"}, {"rank", "error", "where"} or, for a script of the user's own,
-{"rank", "reason"}, or null after the last of a
-request.
+{"rank", "reason"}, or null after the last of a request. A line `null` of the input cancels the request under way: its
+processes are killed, and null follows at once.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from io import FileIO
 from itertools import chain
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -38,8 +39,8 @@ _WORK: dict[str, Callable[[dict[str, Any], int], Any]] = {
 }
 
 
-def results(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The results, or the errors that ended them, as many at a time as there are cores."""
+def results(request: dict[str, Any], lines: FileIO) -> Iterator[dict[str, Any]]:
+    """The results, or the errors that ended them, as many at a time as there are cores; the next line ends them."""
     context = multiprocessing.get_context("fork")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     waiting, running = [*request["of"]], {}
@@ -51,7 +52,13 @@ def results(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
             process.start()
             theirs.close()
             running[ours] = rank, process
-        for ours in wait(running):
+        for ours in wait([*running, lines]):
+            if ours is lines:
+                lines.readline()
+                for _, process in running.values():
+                    process.kill()
+                    process.join()
+                return
             rank, process = running.pop(ours)
             try:
                 yield ours.recv()
@@ -92,9 +99,11 @@ def main() -> None:
     output = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     torch.set_num_threads(1)
-    while select.select([sys.stdin], [], [], _IDLE)[0] and (line := sys.stdin.readline()):
-        for result in chain(results(json.loads(line)), [None]):
-            print(json.dumps(result), file=output, flush=True)
+    lines = FileIO(sys.stdin.fileno(), closefd=False)  # which buffers nothing that `wait` would then not see
+    while select.select([lines], [], [], _IDLE)[0] and (line := lines.readline()):
+        if request := json.loads(line):  # else a cancellation came too late
+            for result in chain(results(request, lines), [None]):
+                print(json.dumps(result), file=output, flush=True)
 
 
 if __name__ == "__main__":

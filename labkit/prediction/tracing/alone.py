@@ -31,16 +31,15 @@ def works_alone() -> None:
 
     DataLoader.__init__ = init
     torch.compile = lambda model=None, **_: (lambda function: function) if model is None else model
-    replaced(group, wraps(group)(lambda ranks=None, *_, **kwargs: group(ranks, **kwargs | {"backend": None})))
-    for function, result in (
+    replaced(
+        (group, wraps(group)(lambda ranks=None, *_, **kwargs: group(ranks, **kwargs | {"backend": None}))),
         (dist.all_gather_object, _gathered),
         (dist.gather_object, _gathered_by_one),
         (dist.broadcast_object_list, lambda objects, *_, **__: None),
         (dist.scatter_object_list, _scattered),
         (dist.send_object_list, _exchanged),
         (dist.recv_object_list, _exchanged),
-    ):
-        replaced(function, result)
+    )
 
 
 def _gathered(objects: list[Any], one: Any, group: Any = None) -> None:

@@ -133,7 +133,7 @@ class Steps:
         owned, owners = self._owned()
         if self._before is not None:
             tape = self._tape
-            self._newest = (tape.allocations, tape.kernels, tape.calls), phases, self._before, owned, owners
+            self._newest = (tape.allocations, tape.kernels, tape.calls, tape.flops), phases, self._before, owned, owners
             self.done += 1
         if self.done >= STEPS:
             raise Ended
@@ -147,8 +147,9 @@ class Steps:
 
     def newest(self) -> dict[str, Any]:
         """The trace of the newest step."""
-        (self._tape.allocations, self._tape.kernels, self._tape.calls), *rest = self._newest
-        return reported(self._tape, *rest)
+        tape = self._tape
+        (tape.allocations, tape.kernels, tape.calls, tape.flops), *rest = self._newest
+        return reported(tape, *rest)
 
     def _owned(self) -> tuple[dict[int, tuple[str, int]], dict[str, int]]:
         """Owner and bytes by address of everything that outlives a step, and the bytes of each owner, as the probe

@@ -10,6 +10,7 @@ from torch.utils.data import TensorDataset
 
 from labkit.prediction.tracing import world
 from labkit.prediction.tracing.allocator import overhead
+from labkit.prediction.tracing.flops import of_a_sample
 from labkit.prediction.tracing.kernels import temporaries
 from labkit.prediction.tracing.phases import Phases
 from labkit.prediction.tracing.replicas import Replica
@@ -26,7 +27,9 @@ def trace(request: dict[str, Any], rank: int) -> dict[str, Any]:
     """The memory curve and the collectives of a step of one rank.
 
     `request` has `source` and `path` of the script, `ranks`, their number, `grouped`, whether they form a process
-    group, `sample`, the shape of one input, and `split`, how tensor-parallel ranks split the output of each block.
+    group, `sample`, the shape of one input, `split`, how tensor-parallel ranks split the output of each block, and
+    `model`, the source of the script that trains the same model on one device. Of the ranks in `of`, the first one
+    also counts the FLOPs of a sample of it.
     """
     tape = Tape()
     world.join(rank, request["ranks"])
@@ -43,7 +46,10 @@ def trace(request: dict[str, Any], rank: int) -> dict[str, Any]:
             world.stages_know_shapes(script, request["sample"], request["split"])
             data = script.stage_data(data)
         with tape:
-            return _traced(script, device, data, tape)
+            found = _traced(script, device, data, tape)
+        if rank == request["of"][0]:
+            found["flops_of_a_sample"] = of_a_sample(request["path"], request["model"], request["sample"])
+    return found
 
 
 def _traced(script: Any, device: torch.device, data: TensorDataset, tape: Tape) -> dict[str, Any]:
@@ -90,6 +96,8 @@ def reported(
         "step": {name: fields[name] for name in ("times", "seconds", "phases", "owners", "peak", "at_peak")},
         "phase_at_peak": _phase_at_peak(fields),
         "owners": owners,
+        "flops": tape.flops.executed,
+        "recomputed_flops": tape.flops.recomputed,
         "calls": [[one.op, one.bytes, one.ranks, one.parts] for one in tape.calls],
         "allocator": overhead({address: size for address, (_, size) in before.items()}, changes),
     }

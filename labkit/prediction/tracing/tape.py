@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from labkit.prediction.tracing.flops import Flops
 from labkit.prediction.tracing.kernels import Kernel
 from labkit.prediction.tracing.torch_private import (
     DISPATCH_MODE,
@@ -83,6 +84,7 @@ class Tape(DISPATCH_MODE.get()):
         self.keeps_kernels = self.computes_numbers = False
         self.allocations: list[Allocation] = []
         self.calls: list[Call] = []
+        self.flops = Flops()
         self.kernels: list[tuple[int, Kernel]] = []  # by time
         self.scopes: list[str] = []  # names of open `record_function` contexts
         self._addresses: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
@@ -102,6 +104,7 @@ class Tape(DISPATCH_MODE.get()):
         with WITHOUT_MODES.get()() if computes else nullcontext():
             result = func(*args, **(kwargs or {}))
         self.time += OPERATION
+        self.flops.add(func, args, kwargs or {}, result)
         if self.keeps_kernels and (kernel := Kernel.of(func, args, kwargs)):
             self.kernels.append((self.time, kernel))
         name = str(func).replace(".", "::", 1)
@@ -115,7 +118,7 @@ class Tape(DISPATCH_MODE.get()):
 
     def restart(self) -> None:
         """Begins a new record."""
-        self.allocations, self.calls, self.kernels = [], [], []
+        self.allocations, self.calls, self.kernels, self.flops = [], [], [], Flops()
 
     def needs(self, time: int, size: int) -> None:
         """The operation at a time on the tape allocates and releases `size` more bytes."""

@@ -96,30 +96,32 @@ def join(rank: int, ranks: int) -> None:
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         create("fake", rank=rank, world_size=ranks, store=FAKE_STORE.get()())
 
-    replaced(create, init_process_group)
-    replaced(device_mesh.init_device_mesh, _without_fakes(device_mesh.init_device_mesh))
     for name in _MESH_METHODS:
         setattr(device_mesh.DeviceMesh, name, _without_fakes(getattr(device_mesh.DeviceMesh, name)))
     for name in (GLOBAL_SHAPES, STRIDED_SIZES):  # the shapes of global tensors, which no rank has; sizes of shards
         if name.exists():
             name.replace(_without_fakes(name.get()))
-    if CHUNKS.exists():
-        replaced(CHUNKS.get(), Chunks)
-    for name in _ASYNCHRONOUS:
-        replaced(getattr(dist, name), _holding(getattr(dist, name)))
-    replaced(torch.nn.parallel.DistributedDataParallel, Replica)
+    asynchronous = [getattr(dist, name) for name in _ASYNCHRONOUS]
+    replaced(
+        (create, init_process_group),
+        (device_mesh.init_device_mesh, _without_fakes(device_mesh.init_device_mesh)),
+        (torch.nn.parallel.DistributedDataParallel, Replica),
+        *((function, _holding(function)) for function in asynchronous),
+        *([(CHUNKS.get(), Chunks)] if CHUNKS.exists() else []),
+    )
     torch.nn.Module.to = _stay
     torch.nn.Module.compile = lambda module, *args, **kwargs: None
     SCALER_STEP.replace(_always_step)
     concurrent.futures.ThreadPoolExecutor.submit = _at_once
 
 
-def replaced(original: Any, replacement: Any) -> None:
-    """Replaces a function or class of torch by its identity, in every module that has imported it."""
+def replaced(*pairs: tuple[Any, Any]) -> None:
+    """Replaces functions or classes of torch by their identity, in every module that has imported them."""
+    known = {id(original): replacement for original, replacement in pairs}
     for module in [*sys.modules.values()]:
         for name, value in [*getattr(module, "__dict__", {}).items()]:
-            if value is original:
-                setattr(module, name, replacement)
+            if id(value) in known:
+                setattr(module, name, known[id(value)])
 
 
 def _without_fakes(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -173,7 +175,7 @@ def ranks_agree(source: str) -> None:
         for sent in (len(numbers), [*numbers]):
             dist.broadcast(torch.tensor(sent), 0)
 
-    replaced(utils.assert_ints_same_as_other_ranks, compare)
+    replaced((utils.assert_ints_same_as_other_ranks, compare))
 
 
 def stages_know_shapes(script: Any, sample: Any, split: Sequence[tuple[int, int] | None]) -> None:

@@ -11,7 +11,7 @@ from labkit.record.schema import Limits
 from labkit.record.types.documents import SpecFields
 from labkit.record.types.envelope import Owners, Ranks
 from labkit.record.types.measured import Call, Operation, Span
-from labkit.record.types.values import RANKS, Amount, Bytes, Count, Line, Name, Rank, Seconds
+from labkit.record.types.values import RANKS, Amount, Bytes, Count, Flops, Line, Name, Rank, Seconds
 
 VERSION = 1
 
@@ -23,7 +23,9 @@ Called: TypeAlias = tuple[Name, Bytes, Count]  # a collective: operation, bytes 
 
 class PredictedRank(TypedDict):
     """One rank: bytes at the peak of a step and by owner, the same for what outlives a step (gradients included), and
-    the bytes that it sends per step. `like` is the rank that was traced in its place. Unknown values are None."""
+    the bytes that it sends per step. `like` is the rank that was traced in its place. Unknown values are None. Of a
+    traced rank, `flops` are the floating-point operations that it executes per step, of which `recomputed_flops` repeat
+    earlier ones (none in plans of earlier versions)."""
 
     rank: Rank
     like: Rank
@@ -32,6 +34,8 @@ class PredictedRank(TypedDict):
     phase_at_peak: Name
     memory_bytes: Owners
     comm_bytes_per_step: Bytes | None
+    flops: NotRequired[Flops]
+    recomputed_flops: NotRequired[Flops]
 
 
 class PredictedStep(TypedDict):
@@ -46,9 +50,12 @@ class PredictedStep(TypedDict):
 
 
 class PredictedTimeline(TypedDict):
-    """The simulated timeline of a step, in the form of a profiled one."""
+    """The simulated timeline of a step, in the form of a profiled one. `low` and `high` are the quartiles of the
+    seconds of all simulated steps (none in plans of earlier versions)."""
 
     seconds: Seconds
+    low: NotRequired[Seconds]
+    high: NotRequired[Seconds]
     phases: list[Span]
     comm: list[Call]
     busy: list[tuple[Seconds, Seconds]]
@@ -78,16 +85,45 @@ class PredictedClass(TypedDict):
 
 class PredictedTime(TypedDict):
     """The seconds of a step on the machine of the run, of its slowest rank, from computation and collectives that were
-    measured there; `links` says which, and is empty if there is nothing to communicate."""
+    measured there; `links` says which, and is empty if there is nothing to communicate. `low` and `high` are those of
+    the timeline of that rank."""
 
     seconds: Seconds
+    low: NotRequired[Seconds]
+    high: NotRequired[Seconds]
     samples_per_second: Amount
     links: Line
 
 
+class Peak(TypedDict):
+    """The most FLOP/s of one device in the precision of the run, and their `source`; if `flops` is None, `source` says
+    why they are not known."""
+
+    flops: Flops | None
+    source: Line
+
+
+class MemoryLimit(TypedDict):
+    """The bytes of a device's memory and their `source`, or why they are not known. From `low_bytes` to `high_bytes` is
+    what must fit: on a GPU the highest peak of a rank with all estimates, on CPUs, which ranks share, the sum of all
+    peaks."""
+
+    limit_bytes: Bytes | None
+    low_bytes: Bytes
+    high_bytes: Bytes
+    source: Line
+
+
 class Plan(TypedDict):
     """The prediction of a run. `reason` says why there is no trace, if the method is a formula; `time` is known if it
-    was asked for."""
+    was asked for.
+
+    `model_flops` are the floating-point operations that forward and backward of a step need on one device, for all
+    samples, without recomputation; of a script of the user's own, those of all ranks without recomputation. They are
+    known if there is a trace. `six_nd` is the estimate of `analysis/theory/flops.py`, of transformers. `peak` and
+    `memory` are those of the machine that the plan is for; `fits` says whether the ranks fit into this memory, None if
+    that is not known or depends on the estimates.
+    """
 
     v: NotRequired[Count | None]
     spec: SpecFields
@@ -96,4 +132,9 @@ class Plan(TypedDict):
     reason: NotRequired[Line]
     ranks: Annotated[list[PredictedRank], Limits(most=RANKS)]
     classes: list[PredictedClass]
+    model_flops: NotRequired[Flops]
+    six_nd: NotRequired[Flops]
+    peak: NotRequired[Peak]
+    fits: NotRequired[bool | None]
+    memory: NotRequired[MemoryLimit]
     time: NotRequired[PredictedTime]

@@ -10,7 +10,7 @@ from typing_extensions import NotRequired, TypedDict
 from labkit.record.schema import Limits
 from labkit.record.types.envelope import Ranks
 from labkit.record.types.measured import ReplicaExtra, ReplicaMeasured
-from labkit.record.types.values import RANKS, Amount, Bytes, Code, Count, Line, Name, Rank, Seconds, Value, World
+from labkit.record.types.values import RANKS, Amount, Bytes, Code, Count, Flops, Line, Name, Rank, Seconds, Value, World
 
 VERSION = 1
 
@@ -127,7 +127,8 @@ class FindingFigures(TypedDict):
 
 class Summary(TypedDict):
     """The figures of a run: bytes, seconds, samples per second; null if unknown. `v` is the version of this schema
-    (none before version 1)."""
+    (none before version 1). `flops_per_device` are model FLOP/s, see analysis/efficiency.py, and `mfu_missing` says why
+    they or `mfu` are unknown."""
 
     v: NotRequired[Count]
     run: Name
@@ -140,6 +141,10 @@ class Summary(TypedDict):
     steps: Count
     seconds: Durations
     samples_per_second: float | None
+    tokens_per_second: NotRequired[Amount | None]  # of sequences; none of these four in summaries of earlier versions
+    flops_per_device: NotRequired[Flops | None]
+    mfu: NotRequired[float | None]
+    mfu_missing: NotRequired[Line]
     loss: float | None
     accuracy: Value
     start: NotRequired[StartMode]

@@ -30,6 +30,7 @@ Seconds = Annotated[float, Number(-1e9, 1e9)]
 Count = Annotated[int, Number(0, 2**53, whole=True)]  # the largest that a column of floats holds exactly
 Amount = Annotated[float, Number(0, 1e15)]
 Bytes = Annotated[float, Number(0, 2**62)]  # a mean over steps is not an integer
+Flops = Annotated[float, Number(0, 1e30)]  # floating-point operations, and those per second
 Loss = Annotated[float, Number(any_float=True)]  # not finite if the training diverged
 Attempt = Annotated[int, Number(0, 1_000_000, whole=True)]  # 0, and one more after each restart
 Series = Annotated[int, Number(0, 63, whole=True)]  # optimizers with separate losses; a chart has a line for each
