@@ -6,6 +6,7 @@ an empty line. As a module, its fixture replaces the launcher of these exercises
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -62,6 +63,7 @@ class Forks:
 def _serve() -> None:
     from labkit.course.build.ranks.entry import graded
 
+    gc.freeze()  # a collection in a rank does not copy the pages of what is imported
     for line in sys.stdin:
         job = json.loads(line)
         graded.__defaults__ = (job["patience"],)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 
 import pytest
 from answers import build_data_parallel
 from conftest import processes_of
 
 from labkit import Run, check
+from labkit.course.build import criteria
+from labkit.course.build.record import Record
 from labkit.course.build.source import source_of
 from labkit.course.exercises import Wrong
 
@@ -18,6 +21,42 @@ MORE = [
     for topic in TOPICS
     for name, answer, words in importlib.import_module(f"answers.{topic}").MORE
 ]
+
+
+def a_record(rank, **fields):
+    return Record(rank, losses=[1.0, 0.5], expected=[1.0, 0.5], **fields)
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ([a_record(0), None], "rank 1 ended without a result"),
+        ([None, None], "rank 0 ended without a result"),
+        ([a_record(0, error="late", at=2.0), a_record(1, error="first", at=1.0)], "rank 1 raised first"),
+        ([a_record(0, stuck="waits in recv from rank 1"), None], "hangs: rank 0 waits in recv from rank 1"),
+        ([a_record(0, stuck="is"), a_record(1, error="ValueError")], "rank 1 raised ValueError"),
+        ([a_record(0, error="late", finished_api="DDP"), None], "rank 0 calls DDP"),
+    ],
+)
+def test_the_first_cause_is_named(found, words):
+    with pytest.raises(Wrong, match=words):
+        criteria.ended(found)
+
+
+@pytest.mark.parametrize(
+    ("got", "words"),
+    [
+        ([1.0], "rank 1 has 1 losses, expected 2"),
+        ([1.0, 0.50002], "in step 1, rank 1 has 0.500020, expected 0.500000"),
+        ([float("nan"), 0.5], "in step 0, rank 1 has nan"),
+    ],
+)
+def test_a_loss_is_compared_on_every_rank_and_in_every_step(got, words):
+    criteria.losses([a_record(0), a_record(1)])
+    with pytest.raises(Wrong, match=words):
+        criteria.losses([a_record(0), replace(a_record(1), losses=got)])
+
+
 FACTOR, LOST = 2.0, object()
 
 

@@ -53,6 +53,11 @@ def gathers_keys(q, k, v):
     return scores.masked_fill(later, -math.inf).softmax(-1) @ values
 
 
+def gathers_with_operators(q, k, v):
+    found = torch.ops._c10d_functional.all_gather_into_tensor(torch.stack([k, v]), dist.get_world_size(), "0")
+    return q + torch.ops._c10d_functional.wait_tensor(found).mean()
+
+
 ONCE = ("return summed(gradient)", "return gradient")
 TWICE = ("        return gradient\n", "        return summed(gradient)\n")
 UNSTABLE = ("most = logits.max(dim=1).values", "most = torch.zeros(len(logits))")
@@ -105,8 +110,10 @@ WRONG = {
 MORE = [
     ("column_row", WholeMLP, "bytes sent: in step 0, rank 0 sends 0 B"),
     ("column_row", Differentiates, "no finished API: rank 0 calls torch.distributed.nn.functional.all_reduce"),
+    ("column_row", mutant(tensor, "ParallelMLP", (".clone())", ")")), "memory: after the construction, rank 0 has"),
     ("column_row", mutant(tensor, "ParallelMLP", TWICE), "losses: in step 1, rank 0 has"),
     ("cross_entropy", gathers_logits, "bytes sent: in step 0, rank 0 sends"),
+    ("ring_attention", gathers_with_operators, "no finished API: rank 0 calls torch.ops._c10d_functional.all_gather"),
     ("ring_attention", BACKWARDS, "neighbours: in forward of step 0, rank 0 calls send with rank 3, expected rank 1"),
     ("ring_attention", KEEPS_ALL, "memory: after forward, rank 0 has"),
 ]

@@ -39,7 +39,7 @@ def ended(found: Sequence[Record | None]) -> list[Record]:
         raise Wrong(f"the answer hangs: {'; '.join(waits + others)}")
     missing = [rank for rank, record in enumerate(found) if record is None]
     if missing:
-        raise Wrong(f"the answer must run: rank {missing[0]} ended without a result; see the logs of Run.attach()")
+        raise Wrong(f"the answer must run: rank {missing[0]} ended without a result; see Run.attach('last').logs")
     return known
 
 

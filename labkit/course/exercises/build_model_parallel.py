@@ -35,9 +35,9 @@ def _mlp(answer: Any, trial: str, why: str, bias: float) -> list[Record]:
     )
     criteria.memory(
         records,
-        "in parameters()",
+        "after the construction",
         lambda record: (record.figures["parameters"] - record.figures["bias"]) / _RANKS + record.figures["bias"],
-        "1/n of each matrix and of b1, and b2",
+        "1/n of each matrix and of b1, and b2; a view keeps the whole tensor alive, a clone does not",
     )
     criteria.computed(
         records,

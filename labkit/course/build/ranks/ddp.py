@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from labkit.course.build.ranks.recorder import Recorder
 
-WIDTH, LAYERS, SAMPLES, STEPS, RATE = 128, 6, 8, 4, 1.0
+WIDTH, LAYERS, SAMPLES, RATE = 128, 6, 8, 1.0
+STEPS = 4  # of the reference, then of the answer: the probe profiles the 8th step, the last one of the answer
 BUCKET = 2 * 4 * WIDTH * (WIDTH + 1)  # bytes: the parameters of two layers
 _ACCUMULATED_FROM = 2  # the first step that has two micro-batches, in the trial of buckets
 

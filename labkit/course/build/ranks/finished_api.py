@@ -39,14 +39,14 @@ class FinishedApi:
         self._known: dict[CodeType, bool] = {}
 
     def __enter__(self) -> FinishedApi:
-        self._before = sys.getprofile()
+        self._before = sys.getprofile(), threading.getprofile()
         threading.setprofile(self._profile)
         sys.setprofile(self._profile)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        sys.setprofile(self._before)
-        threading.setprofile(None)
+        sys.setprofile(self._before[0])
+        threading.setprofile(self._before[1])
 
     def _profile(self, frame: FrameType, event: str, arg: Any) -> None:
         if event != "call" or self._record.finished_api:

@@ -44,6 +44,7 @@ _KNOWN = {  # operation of the dispatcher: its name here, and the argument that 
     "recv_any_source_": ("recv", 0),
     "barrier": ("barrier", 0),
 }
+_FINISHED = ("_c10d_functional", "_c10d_functional_autograd", "symm_mem")  # collectives that are written in C++
 _METHODS = (*(operation.removesuffix("_") for operation in _KNOWN), "recv_anysource")
 
 
@@ -116,6 +117,8 @@ class Recorder(TorchDispatchMode):
         name = func._schema.name.partition("::")
         if name[0] == "c10d" and name[2] in _KNOWN:
             self._communicates(*_KNOWN[name[2]], args)
+        elif name[0] in _FINISHED:
+            self.record.finished_api = self.record.finished_api or f"torch.ops.{name[0]}.{name[2]}"
         out = func(*args, **(kwargs or {}))
         if name[2] in _PRODUCTS:
             *_, left, right = (each for each in args if isinstance(each, torch.Tensor))

@@ -75,14 +75,16 @@ def _train(answer: Any, recorder: Recorder, part: Callable[[Tensor], Tensor], co
     alone = _Model(Whole(*_parameters()))
     errors = [alone.train(recorder, step, lambda tokens: tokens, lambda gradient: None) for step in range(STEPS)]
     record.expected = [part(each).mean().item() for each in errors]
-    before = 2 * 2 * TOKENS * WIDTH * WIDTH  # of the replicated layer, forward and backward
-    whole = sum(event.flops for event in record.events) / STEPS - before
-    figures["flops"] = before + whole / dist.get_world_size()
+    replicated = 2 * 2 * TOKENS * WIDTH * WIDTH  # operations of the layer before the MLP, in forward and backward
+    whole = sum(event.flops for event in record.events) / STEPS
+    figures["flops"] = replicated + (whole - replicated) / dist.get_world_size()
     record.events.clear()  # those of the reference
     figures["message"], figures["bias"] = TOKENS * WIDTH * 4, WIDTH * 4
     figures["parameters"] = sum(each.nbytes for each in alone.mlp.parameters())
-    model = _Model(answer(*_parameters()))
-    record.memory["in parameters()"] = sum(each.nbytes for each in model.mlp.parameters())
+    before = recorder.live()
+    mlp = answer(*_parameters())
+    record.memory["after the construction"] = recorder.live() - before
+    model = _Model(mlp)
     record.losses = [model.train(recorder, step, part, combine).mean().item() for step in range(STEPS)]
 
 
