@@ -222,7 +222,8 @@ check("build_data_parallel.zero2", ZeRO2)
 # `layer.to("meta")` drops its own.
 #
 # `Unit(layer)` replaces each linear layer of the network. The optimizer gets `parameters()` of your units: only the
-# shards. **Predict** the bytes per step in U, and the largest number of gathered units that exist at once.
+# shards. **Predict** the bytes per step in U, and the largest number of gathered units that exist at once. The check
+# allows 3 U, and no gathered parameters after forward and between two steps.
 
 
 # %% tags=["exercise"]

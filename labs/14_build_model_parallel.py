@@ -148,7 +148,8 @@ pictures.pipeline.gantt(pictures.pipeline.simulate("1F1B", ranks=4, micro_batche
 # `one_f_one_b(stage, count, shape, inputs, loss_of)` is one step on one rank: `stage` is a module; there are `count`
 # micro-batches; `shape` is the shape of every activation. On rank 0, `inputs` is a list of micro-batches, elsewhere
 # `None`. On the last rank, `loss_of(output, number)` is the loss of a micro-batch, elsewhere `None`. The gradients of
-# the stage's parameters must add up as in the whole model; the update is not yours.
+# the stage's parameters must add up as in the whole model; the update is not yours. Each activation and each gradient
+# is sent once.
 #
 # Send with `dist.isend` and receive with `dist.recv`, to and from the next and the previous rank. What you receive
 # needs `requires_grad_()`, what you send `detach()`. `y.backward(gradient)` continues backward from a gradient that
@@ -187,7 +188,8 @@ check("build_model_parallel.four_stages", one_f_one_b)
 # sum(∂out · out)).
 #
 # `q`, `k` and `v` have the shape (heads, positions / n, dimension); the scores are divided by √dimension. Send to the
-# next rank only and receive from the previous one. Keep no keys and values of other ranks for backward.
+# next rank only and receive from the previous one: at most n times `k` and `v` in forward, n times these and their
+# gradients in backward. Keep no keys and values of other ranks for backward.
 
 
 # %% tags=["exercise"]

@@ -130,7 +130,7 @@ WRONG = {
         ),
         "bytes sent: in step 0, rank 0 sends",
     ),
-    "zero2": (zero.ZeRO1, "memory: after backward, rank 0 has"),
+    "zero2": (zero.ZeRO1, "memory: after backward of step 0, rank 0 has"),
     "fsdp": (
         mutant(fsdp, "Unit", ("        return flat\n", "        self.kept = flat\n        return flat\n")),
         "memory: between two steps, rank 0 has",
@@ -148,7 +148,7 @@ MORE = [
     ("buckets", SYNCS, "bytes sent: in step 2, rank 0 sends"),
     ("zero1", AdamEverywhere, "memory: between two steps, rank 0 has"),
     ("zero1", Redundant, "no finished API: rank 0 calls torch.distributed.optim.zero_redundancy_optimizer"),
-    ("zero2", mutant(zero, "ZeRO2", ("parameter.grad = None", "pass")), "memory: after backward, rank 0 has"),
+    ("zero2", mutant(zero, "ZeRO2", ("parameter.grad = None", "pass")), "memory: after backward of step 0, rank 0 has"),
     ("zero2", mutant(zero, "ZeRO2", ("shard.grad /= dist.get_world_size()", "pass")), "losses: in step 1, rank 0 has"),
     ("fsdp", SUM, "losses: in step 1, rank 0 has"),
     ("fsdp", ALL_REDUCES, "bytes sent: in step 0, rank 0 sends"),

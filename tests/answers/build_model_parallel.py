@@ -115,5 +115,5 @@ MORE = [
     ("cross_entropy", gathers_logits, "bytes sent: in step 0, rank 0 sends"),
     ("ring_attention", gathers_with_operators, "no finished API: rank 0 calls torch.ops._c10d_functional.all_gather"),
     ("ring_attention", BACKWARDS, "neighbours: in forward of step 0, rank 0 calls send with rank 3, expected rank 1"),
-    ("ring_attention", KEEPS_ALL, "memory: after forward, rank 0 has"),
+    ("ring_attention", KEEPS_ALL, "memory: after forward of step 0, rank 0 has"),
 ]

@@ -33,14 +33,22 @@ if __name__ == "__main__":
 """
 
 
-def check_answer(answer: Any, kind: type | None, what: str, parameters: Sequence[str]) -> None:
-    """Raises `Wrong` unless the answer is a class (`kind` is `type`) or a function that takes these parameters.
+def check_class(answer: Any, what: str, parameters: Sequence[str]) -> None:
+    """Raises `Wrong` unless the answer is a class whose objects are created with these parameters; `what` completes
+    "the answer must be a class …"."""
+    if not isinstance(answer, type):
+        raise Wrong(f"the answer must be a class {what}, got {shown(answer)}")
+    _check_parameters(answer, parameters)
 
-    `what` completes "the answer must be …".
-    """
-    fits = isinstance(answer, type) if kind is type else inspect.isfunction(answer)
-    if not fits:
-        raise Wrong(f"the answer must be {what}, got {shown(answer)}")
+
+def check_function(answer: Any, parameters: Sequence[str]) -> None:
+    """Raises `Wrong` unless the answer is a function that takes these parameters."""
+    if not inspect.isfunction(answer):
+        raise Wrong(f"the answer must be a function of ({', '.join(parameters)}), got {shown(answer)}")
+    _check_parameters(answer, parameters)
+
+
+def _check_parameters(answer: Any, parameters: Sequence[str]) -> None:
     try:
         inspect.signature(answer).bind(*parameters)
     except (TypeError, ValueError):

@@ -31,8 +31,9 @@ class Event:
 
 @dataclass
 class Record:
-    """One rank. `losses` and `expected` are by step; `memory` holds bytes by moment, `figures` what else a trial
-    measures. `error` and `stuck` say where it stopped, `finished_api` which function that is not allowed was called.
+    """One rank. `losses` and `expected` are by step; `memory` holds bytes by moment, once per step that has this
+    moment, and `figures` what else a trial measures. `error` and `stuck` say where it stopped, `finished_api` which
+    function that is not allowed was called.
     """
 
     rank: int
@@ -40,7 +41,7 @@ class Record:
     losses: list[float] = field(default_factory=list)
     expected: list[float] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    memory: dict[str, float] = field(default_factory=dict)
+    memory: dict[str, list[float]] = field(default_factory=dict)
     figures: dict[str, Any] = field(default_factory=dict)
     error: str = ""
     stuck: str = ""

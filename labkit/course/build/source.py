@@ -97,7 +97,21 @@ def _global_names(code: CodeType) -> set[str]:
 
 
 def solution(module: str, *names: str) -> str:
-    """The reference solution for teachers (markdown): these definitions of `solutions/<module>.py`."""
+    """The reference solution for teachers (markdown): these definitions of `solutions/<module>.py`, after the imports
+    and constants that they use."""
     text = (Path(__file__).parent / "solutions" / f"{module}.py").read_text(encoding="utf-8")
-    nodes = [node for node in ast.parse(text).body if getattr(node, "name", None) in names]
-    return "```python\n" + "\n\n\n".join(ast.get_source_segment(text, node) or "" for node in nodes) + "\n```"
+    nodes = ast.parse(text).body
+    chosen = [node for node in nodes if getattr(node, "name", None) in names]
+    used = {each.id for node in chosen for each in ast.walk(node) if isinstance(each, ast.Name)}
+    before = [node for node in nodes if _bound(node) & used]
+    pieces = ["\n".join(ast.unparse(node) for node in before)]
+    pieces += [ast.get_source_segment(text, node) or "" for node in chosen]
+    return "```python\n" + "\n\n\n".join(filter(None, pieces)) + "\n```"
+
+
+def _bound(node: ast.AST) -> set[str]:
+    """The names that an import or an assignment defines."""
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+    targets = node.targets if isinstance(node, ast.Assign) else ()
+    return {target.id for target in targets if isinstance(target, ast.Name)}

@@ -11,7 +11,7 @@ from typing import Any
 
 from labkit.common.units import size
 from labkit.course.build import criteria
-from labkit.course.build.launching import check_answer, records_of
+from labkit.course.build.launching import check_class, check_function, records_of
 from labkit.course.build.record import Record
 from labkit.course.build.source import solution
 from labkit.course.exercises import Exercise, Wrong
@@ -28,7 +28,7 @@ _ALL_REDUCED = "2 (n − 1) / n of the gradients, once per step"
 
 
 def _naive(answer: Any) -> str:
-    check_answer(answer, None, "a function of the model, called after backward", ["model"])
+    check_function(answer, ["model"])
     records = criteria.ended(records_of("ddp", "naive", answer, _RANKS))
     criteria.losses(records)
     criteria.sent_per_step(records, _all_reduced, _ALL_REDUCED)
@@ -36,7 +36,7 @@ def _naive(answer: Any) -> str:
 
 
 def _hooks(answer: Any) -> str:
-    check_answer(answer, type, "a class whose objects have finish()", ["model"])
+    check_class(answer, "whose objects have finish()", ["model"])
     records = criteria.ended(records_of("ddp", "hooks", answer, _RANKS))
     criteria.losses(records)
     criteria.sent_per_step(records, _all_reduced, _ALL_REDUCED)
@@ -45,7 +45,7 @@ def _hooks(answer: Any) -> str:
 
 
 def _buckets(answer: Any) -> str:
-    check_answer(answer, type, "a class whose objects have finish() and no_sync()", ["model", "bucket_bytes"])
+    check_class(answer, "whose objects have finish() and no_sync()", ["model", "bucket_bytes"])
     records = criteria.ended(records_of("ddp", "buckets", answer, _RANKS))
     criteria.losses(records)
     criteria.sent_per_step(records, _all_reduced, f"{_ALL_REDUCED}, also with two micro-batches")
@@ -78,7 +78,7 @@ def _shard(record: Record) -> float:
 
 def _zero(answer: Any) -> list[Record]:
     """The records of an answer to either stage, which shards the optimizer state and sends as much as DDP."""
-    check_answer(answer, type, "a class whose objects have step()", ["model", "make_optimizer"])
+    check_class(answer, "whose objects have step()", ["model", "make_optimizer"])
     records = criteria.ended(records_of("zero", "zero", answer, _RANKS))
     criteria.losses(records)
     criteria.sent_per_step(
@@ -95,7 +95,7 @@ def _zero(answer: Any) -> list[Record]:
 
 def _zero1(answer: Any) -> str:
     records = _zero(answer)
-    return f"between two steps every rank has {size(records[0].memory['between two steps'])}; {_AS_DDP}"
+    return f"between two steps every rank has {size(records[0].memory['between two steps'][-1])}; {_AS_DDP}"
 
 
 def _zero2(answer: Any) -> str:
@@ -112,14 +112,14 @@ def _zero2(answer: Any) -> str:
         lambda record: _shard(record) + 2 * record.figures["largest"],
         "more than before it: a shard of the gradients, and two whole gradients",
     )
-    return f"after backward a rank has {size(records[0].memory['after backward'])} of gradients; {_AS_DDP}"
+    return f"backward leaves {size(records[0].memory['after backward'][-1])} more than before it; {_AS_DDP}"
 
 
 _AS_DDP = "it sends no more than DDP does"
 
 
 def _fsdp(answer: Any) -> str:
-    check_answer(answer, type, "a class of modules", ["layer"])
+    check_class(answer, "of modules", ["layer"])
     records = criteria.ended(records_of("zero", "fsdp", answer, _RANKS))
     criteria.losses(records)
     criteria.sent_per_step(records, lambda record: 3 * _unit(record), "two all-gathers and a reduce-scatter")
@@ -139,7 +139,7 @@ def _fsdp(answer: Any) -> str:
             ),
             f"more than before the step: the activations, {units} units{' and the gradients of a shard' * gradients}",
         )
-    return f"between two steps every rank has {size(records[0].memory['between two steps'])}; a step costs 3 U"
+    return f"between two steps every rank has {size(records[0].memory['between two steps'][-1])}; a step costs 3 U"
 
 
 EXERCISES = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from labkit.course.build import criteria
-from labkit.course.build.launching import check_answer, records_of
+from labkit.course.build.launching import check_class, check_function, records_of
 from labkit.course.build.record import Record
 from labkit.course.build.source import solution
 from labkit.course.exercises import Exercise
@@ -25,7 +25,7 @@ def _messages(record: Record) -> float:
 
 def _mlp(answer: Any, trial: str, why: str, bias: float) -> list[Record]:
     """The records of an MLP; `bias` is the number of all-reduces of the replicated bias per step."""
-    check_answer(answer, type, "a class of modules", _MLP)
+    check_class(answer, "of modules", _MLP)
     records = criteria.ended(records_of("tensor", trial, answer, _RANKS))
     criteria.losses(records)
     criteria.sent_per_step(
@@ -59,7 +59,7 @@ def _sequence(answer: Any) -> str:
 
 
 def _cross_entropy(answer: Any) -> str:
-    check_answer(answer, None, "a function of logits and targets", ["logits", "targets"])
+    check_function(answer, ["logits", "targets"])
     records = criteria.ended(records_of("tensor", "cross_entropy", answer, _RANKS))
     criteria.losses(records)
     criteria.gradients(records)
@@ -72,7 +72,7 @@ def _cross_entropy(answer: Any) -> str:
 
 
 def _pipeline(answer: Any, ranks: int) -> str:
-    check_answer(answer, None, "a function", ["stage", "count", "shape", "inputs", "loss_of"])
+    check_function(answer, ["stage", "count", "shape", "inputs", "loss_of"])
     records = criteria.ended(records_of("pipeline", "schedule", answer, ranks))
     criteria.losses(records)
     criteria.neighbours(records, ring=False)
@@ -96,7 +96,7 @@ def _four_stages(answer: Any) -> str:
 
 
 def _attention(answer: Any, trial: str) -> list[Record]:
-    check_answer(answer, None, "a function of q, k and v", ["q", "k", "v"])
+    check_function(answer, ["q", "k", "v"])
     records = criteria.ended(records_of("ring", trial, answer, _RANKS))
     criteria.losses(records)
     criteria.gradients(records)

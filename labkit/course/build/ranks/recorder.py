@@ -103,6 +103,10 @@ class Recorder(TorchDispatchMode):
         self._storages = {key: self._storages[key] for key in found}
         return sum(storage.nbytes() for storage in found.values())
 
+    def remember(self, moment: str, count: float) -> None:
+        """Adds the bytes of a moment to the record, once per step or once."""
+        self.record.memory.setdefault(moment, []).append(count)
+
     def peak_since(self, function: Callable[[], Any]) -> tuple[int, Any]:
         """The largest `live()` during `function()`, and what it returns."""
         self._peak = self.live()

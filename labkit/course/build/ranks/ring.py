@@ -48,7 +48,7 @@ def _try(answer: Any, recorder: Recorder, mine: list[int], chunks: int) -> None:
         before = recorder.live()
         with recorder.during("forward", step):
             out = answer(*parts)
-        record.memory["after forward"] = recorder.live() - before
+        recorder.remember("after forward", recorder.live() - before)
         errors = (out - own(target)) ** 2
         record.losses.append(errors.mean().item())
         with recorder.during("backward", step):

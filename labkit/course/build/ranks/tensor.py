@@ -83,7 +83,7 @@ def _train(answer: Any, recorder: Recorder, part: Callable[[Tensor], Tensor], co
     figures["parameters"] = sum(each.nbytes for each in alone.mlp.parameters())
     before = recorder.live()
     mlp = answer(*_parameters())
-    record.memory["after the construction"] = recorder.live() - before
+    recorder.remember("after the construction", recorder.live() - before)
     model = _Model(mlp)
     record.losses = [model.train(recorder, step, part, combine).mean().item() for step in range(STEPS)]
 

@@ -32,7 +32,7 @@ def begin(recorder: Recorder) -> nn.Sequential:
 
 def zero(answer: Any, recorder: Recorder) -> None:
     """`answer(model, make_optimizer)` is created before the first step; `step()` is called after each backward."""
-    model, memory = begin(recorder), recorder.record.memory
+    model = begin(recorder)
     optimizer = answer(model, adam)
     for step in range(STEPS):
         model.zero_grad()
@@ -41,19 +41,19 @@ def zero(answer: Any, recorder: Recorder) -> None:
         before = recorder.live()
         with recorder.during("backward", step):
             peak, _ = recorder.peak_since(loss.backward)
-        memory["at the peak of backward"] = peak - before
-        memory["after backward"] = recorder.live() - before
+        recorder.remember("at the peak of backward", peak - before)
+        recorder.remember("after backward", recorder.live() - before)
         with recorder.during("update", step):
             optimizer.step()
         recorder.record.losses.append(loss.item())
         del loss
     model.zero_grad()
-    memory["between two steps"] = recorder.live()
+    recorder.remember("between two steps", recorder.live())
 
 
 def fsdp(answer: Any, recorder: Recorder) -> None:
     """`answer(layer)` replaces each layer that has parameters; the optimizer updates the parameters of the new ones."""
-    model, memory = begin(recorder), recorder.record.memory
+    model = begin(recorder)
     for index, layer in enumerate(model):
         if isinstance(layer, nn.Linear):
             recorder.record.figures["unit"] = sum(each.nbytes for each in layer.parameters())
@@ -61,19 +61,19 @@ def fsdp(answer: Any, recorder: Recorder) -> None:
     del layer
     recorder.record.figures["activations"] = 3 * LAYERS * SAMPLES * WIDTH * 4  # input, product and output of each layer
     optimizer = adam(model.parameters())
-    memory["after the construction"] = recorder.live()
+    recorder.remember("after the construction", recorder.live())
     for step in range(STEPS):
         optimizer.zero_grad()
         before = recorder.live()
         with recorder.during("forward", step):
             peak, loss = recorder.peak_since(partial(loss_of, model, step, dist.get_rank()))
-        memory["at the peak of forward"] = peak - before
-        memory["after forward"] = recorder.live() - before
+        recorder.remember("at the peak of forward", peak - before)
+        recorder.remember("after forward", recorder.live() - before)
         with recorder.during("backward", step):
-            memory["at the peak of backward"] = recorder.peak_since(loss.backward)[0] - before
+            recorder.remember("at the peak of backward", recorder.peak_since(loss.backward)[0] - before)
         with recorder.during("update", step):
             optimizer.step()
         recorder.record.losses.append(loss.item())
         del loss
     optimizer.zero_grad()
-    memory["between two steps"] = recorder.live()
+    recorder.remember("between two steps", recorder.live())
