@@ -17,6 +17,8 @@ import pytest
 # fixtures that several modules use
 from bootstrapping import calls as calls
 from bootstrapping import place as place
+from building import forked_ranks as forked_ranks
+from building import forks as forks
 from packages import torchvision as torchvision
 
 from labkit.launch.warm import client

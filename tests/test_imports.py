@@ -67,6 +67,8 @@ NEVER = {
     "runs/*.py": ("torch", "ipywidgets", "IPython", "anywidget"),
     "course/pictures/*.py": ("torch", "ipywidgets", "IPython", "labkit.launch"),
     "course/exercises/*.py": ("plotly", "ipywidgets", "IPython"),
+    "course/build/*.py": ("torch", "plotly", "ipywidgets", "IPython"),
+    "course/build/ranks/*.py": ("plotly", "ipywidgets", "IPython", "labkit.launch", "labkit.runs"),
     "course/claims/*.py": ("torch", "plotly", "ipywidgets", "anywidget"),
     "frontends/*.py": HEAVY,
     "frontends/terminal/*.py": HEAVY,

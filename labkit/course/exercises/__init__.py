@@ -31,6 +31,8 @@ LABS = {
     "failover": "10_failover",
     "choose": "11_choose",
     "troubleshooting": "12_troubleshooting",
+    "build_data_parallel": "13_build_ddp_and_zero",
+    "build_model_parallel": "14_build_model_parallel",
     "capstone": "17_capstone",
 }
 
@@ -118,9 +120,13 @@ def check(name: str, answer: Any) -> Verdict:
 
 
 def is_empty(answer: Any) -> bool:
-    """Whether there is no answer yet: `...`, None, an empty string or collection, or a function without a body."""
+    """Whether there is no answer yet: `...`, None, an empty string or collection, a function without a body, or a class
+    of such functions."""
     if answer is None or answer is ... or (isinstance(answer, (str, bytes, list, tuple, dict, set)) and not answer):
         return True
+    if isinstance(answer, type):
+        functions = [each for each in vars(answer).values() if inspect.isfunction(each)]
+        return bool(functions) and all(is_empty(inspect.unwrap(each)) for each in functions)
     return inspect.isfunction(answer) and answer.__code__.co_code == _empty_like(answer)
 
 

@@ -84,9 +84,14 @@ class Network:
     def send(self, me: int, to: Any, value: Any) -> None:
         """Blocks until rank `to` has received the value."""
         self._known("sends to", me, to)
+        if to not in ((me + 1) % self.n, (me - 1) % self.n):
+            raise Wrong(f"rank {me} sends to rank {to} of {self.n}; in a ring a rank sends to its neighbours only")
+        if type(value) is not int or value > 10 * sum(_value(rank, self.n, self.n) for rank in range(self.n)):
+            what = f"{value:,}" if type(value) is int else f"a {type(value).__name__}"
+            raise Wrong(f"rank {me} sends {what}; a message is one number, the (partial) sum of one chunk")
         with self._changed:
             self._offers[me, to] = value
-            self.sent[me] += len(value) if isinstance(value, (list, tuple)) else 1
+            self.sent[me] += 1
             self._wait(me, ("send", to), lambda: (me, to) not in self._offers)
 
     def receive(self, me: int, source: Any) -> Any:

@@ -1,0 +1,103 @@
+"""Trials of data parallelism: a network of `LAYERS` linear layers, trained with SGD, each rank with its own samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from labkit.course.build.ranks.recorder import Recorder
+
+WIDTH, LAYERS, SAMPLES, RATE = 128, 6, 8, 1.0
+STEPS = 4  # of the reference, then of the answer: the probe profiles the 8th step, the last one of the answer
+BUCKET = 2 * 4 * WIDTH * (WIDTH + 1)  # bytes: the parameters of two layers
+_ACCUMULATED_FROM = 2  # the first step that has two micro-batches, in the trial of buckets
+
+
+def network(seed: int) -> nn.Sequential:
+    """The network before the first step."""
+    torch.manual_seed(seed)
+    return nn.Sequential(*(layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+
+
+def samples(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    """The inputs and targets of a rank in a step."""
+    generator = torch.Generator().manual_seed(1_000 * step + rank)
+    inputs, targets = torch.randn(2, SAMPLES, WIDTH, generator=generator)
+    return inputs, targets
+
+
+def loss_of(model: Callable[[Tensor], Tensor], step: int, rank: int, part: slice = slice(None)) -> Tensor:
+    """The mean squared error of a rank's samples, or of a part of them."""
+    inputs, targets = samples(step, rank)
+    return nn.functional.mse_loss(model(inputs[part]), targets[part])
+
+
+def reference(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: int, steps: int = STEPS) -> Iterator[float]:
+    """Trains on the samples of all ranks on this device, and gives the loss of this rank's samples in each step."""
+    for step in range(steps):
+        optimizer.zero_grad()
+        parts = [loss_of(model, step, rank) for rank in range(ranks)]
+        (sum(parts) / ranks).backward()
+        optimizer.step()
+        yield parts[dist.get_rank()].item()
+
+
+def naive(answer: Any, recorder: Recorder) -> None:
+    """`answer(model)` is called after each backward."""
+    model = _begin(recorder, seed=0)
+    _train(model, recorder, finish=lambda: answer(model))
+
+
+def hooks(answer: Any, recorder: Recorder) -> None:
+    """`answer(model)` is created before the first step, with other parameters on every rank; `finish()` is called
+    after each backward."""
+    model = _begin(recorder, seed=dist.get_rank())
+    _train(model, recorder, finish=answer(model).finish)
+
+
+def buckets(answer: Any, recorder: Recorder) -> None:
+    """As `hooks`, with `BUCKET` bytes; later steps have two micro-batches, the first of them inside of `no_sync()`."""
+    model = _begin(recorder, seed=dist.get_rank())
+    recorder.record.figures["bucket"] = BUCKET
+    wrapped = answer(model, BUCKET)
+    _train(model, recorder, finish=wrapped.finish, no_sync=wrapped.no_sync)
+
+
+def _begin(recorder: Recorder, seed: int) -> nn.Sequential:
+    alone = network(seed=0)
+    rate = torch.optim.SGD(alone.parameters(), RATE)
+    recorder.record.expected = list(reference(alone, rate, dist.get_world_size()))
+    model = network(seed)
+    recorder.record.figures["gradients"] = sum(each.nbytes for each in model.parameters())
+    recorder.record.events.clear()  # those of the reference
+    return model
+
+
+def _train(
+    model: nn.Module,
+    recorder: Recorder,
+    finish: Callable[[], Any],
+    no_sync: Callable[[], AbstractContextManager[Any]] | None = None,
+) -> None:
+    optimizer, rank = torch.optim.SGD(model.parameters(), RATE), dist.get_rank()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        first, last = torch.zeros(()), slice(None)
+        if no_sync and step >= _ACCUMULATED_FROM:
+            with recorder.during("accumulation", step), no_sync():
+                first, last = loss_of(model, step, rank, slice(SAMPLES // 2)) / 2, slice(SAMPLES // 2, None)
+                first.backward()
+        with recorder.during("forward", step):
+            loss = loss_of(model, step, rank, last) * (1 if last == slice(None) else 0.5)
+        with recorder.during("backward", step):
+            loss.backward()
+        with recorder.during("finish", step):
+            finish()
+        with recorder.during("update", step):
+            optimizer.step()
+        recorder.record.losses.append((first + loss).item())

@@ -1,0 +1,152 @@
+"""Exercises of lab 13: data parallelism written by the learner, from the all-reduce after backward to FSDP.
+
+Every answer runs on four CPU ranks. The solutions for teachers are the source of `course/build/solutions/`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from labkit.common.units import size
+from labkit.course.build import criteria
+from labkit.course.build.launching import check_class, check_function, records_of
+from labkit.course.build.record import Record
+from labkit.course.build.source import solution
+from labkit.course.exercises import Exercise, Wrong
+
+_RANKS = 4
+
+
+def _all_reduced(record: Record) -> float:
+    """Bytes that a rank sends in an all-reduce of all gradients: 2 (n − 1) / n of them."""
+    return 2 * (_RANKS - 1) / _RANKS * record.figures["gradients"]
+
+
+_ALL_REDUCED = "2 (n − 1) / n of the gradients, once per step"
+
+
+def _naive(answer: Any) -> str:
+    check_function(answer, ["model"])
+    records = criteria.ended(records_of("ddp", "naive", answer, _RANKS))
+    criteria.losses(records)
+    criteria.sent_per_step(records, _all_reduced, _ALL_REDUCED)
+    return f"the losses are those of one device; a rank sends {criteria.calls_in_words(records[0], 0)} per step"
+
+
+def _hooks(answer: Any) -> str:
+    check_class(answer, "whose objects have finish()", ["model"])
+    records = criteria.ended(records_of("ddp", "hooks", answer, _RANKS))
+    criteria.losses(records)
+    criteria.sent_per_step(records, _all_reduced, _ALL_REDUCED)
+    criteria.overlap(records, 0.5)
+    return "the gradients of the last layers are sent while backward computes those of the first layers"
+
+
+def _buckets(answer: Any) -> str:
+    check_class(answer, "whose objects have finish() and no_sync()", ["model", "bucket_bytes"])
+    records = criteria.ended(records_of("ddp", "buckets", answer, _RANKS))
+    criteria.losses(records)
+    criteria.sent_per_step(records, _all_reduced, f"{_ALL_REDUCED}, also with two micro-batches")
+    _calls(records)
+    criteria.overlap(records, 0.5)
+    return f"{criteria.calls_in_words(records[0], 0)} per step, and none for the first of two micro-batches"
+
+
+def _calls(records: Sequence[Record]) -> None:
+    """Raises `Wrong` for more calls than buckets of half the size would need."""
+    for record in records:
+        most = 2 * math.ceil(record.figures["gradients"] / record.figures["bucket"])
+        for step in record.steps():
+            made = sum(1 for event in record.of_step(step) if event.sent)
+            if made > most:
+                raise Wrong(
+                    f"calls: in step {step}, rank {record.rank} makes {made} calls, expected at most {most}: fill"
+                    f" buckets of bucket_bytes = {record.figures['bucket']:,}"
+                )
+
+
+def _unit(record: Record) -> float:
+    """U: bytes that a rank sends in one reduce-scatter of all gradients, or in one all-gather of all parameters."""
+    return (_RANKS - 1) / _RANKS * record.figures["parameters"]
+
+
+def _shard(record: Record) -> float:
+    return record.figures["parameters"] / _RANKS
+
+
+def _zero(answer: Any) -> list[Record]:
+    """The records of an answer to either stage, which shards the optimizer state and sends as much as DDP."""
+    check_class(answer, "whose objects have step()", ["model", "make_optimizer"])
+    records = criteria.ended(records_of("zero", "zero", answer, _RANKS))
+    criteria.losses(records)
+    criteria.sent_per_step(
+        records, lambda record: 2 * _unit(record), "a reduce-scatter of the gradients, an all-gather of the parameters"
+    )
+    criteria.memory(
+        records,
+        "between two steps",
+        lambda record: record.figures["parameters"] + 3 * _shard(record),
+        "the parameters, and of a shard of them a copy and the two moments of Adam",
+    )
+    return records
+
+
+def _zero1(answer: Any) -> str:
+    records = _zero(answer)
+    return f"between two steps every rank has {size(records[0].memory['between two steps'][-1])}; {_AS_DDP}"
+
+
+def _zero2(answer: Any) -> str:
+    records = _zero(answer)
+    criteria.memory(
+        records,
+        "after backward",
+        lambda record: _shard(record) + record.figures["largest"],
+        "more than before it: a shard of the gradients, and one whole gradient",
+    )
+    criteria.memory(
+        records,
+        "at the peak of backward",
+        lambda record: _shard(record) + 2 * record.figures["largest"],
+        "more than before it: a shard of the gradients, and two whole gradients",
+    )
+    return f"backward leaves {size(records[0].memory['after backward'][-1])} more than before it; {_AS_DDP}"
+
+
+_AS_DDP = "it sends no more than DDP does"
+
+
+def _fsdp(answer: Any) -> str:
+    check_class(answer, "of modules", ["layer"])
+    records = criteria.ended(records_of("zero", "fsdp", answer, _RANKS))
+    criteria.losses(records)
+    criteria.sent_per_step(records, lambda record: 3 * _unit(record), "two all-gathers and a reduce-scatter")
+    shards = "a shard of the parameters and the two moments of Adam"
+    criteria.memory(records, "after the construction", _shard, "a shard of the parameters")
+    criteria.memory(records, "between two steps", lambda record: 3 * _shard(record), shards)
+    for moment, units, gradients in (
+        ("at the peak of forward", 2, 0),
+        ("after forward", 0, 0),
+        ("at the peak of backward", 3, 1),
+    ):
+        criteria.memory(
+            records,
+            moment,
+            lambda record, units=units, gradients=gradients: (
+                record.figures["activations"] + units * record.figures["unit"] + gradients * _shard(record)
+            ),
+            f"more than before the step: the activations, {units} units{' and the gradients of a shard' * gradients}",
+        )
+    return f"between two steps every rank has {size(records[0].memory['between two steps'][-1])}; a step costs 3 U"
+
+
+EXERCISES = {
+    "naive": Exercise("All-reduce after backward", _naive, solution("ddp", "average_gradients")),
+    "hooks": Exercise("All-reduce during backward", _hooks, solution("ddp", "Overlapped")),
+    "buckets": Exercise("Buckets and no_sync", _buckets, solution("ddp", "Bucketed")),
+    "zero1": Exercise("ZeRO-1", _zero1, solution("zero", "ZeRO1")),
+    "zero2": Exercise("ZeRO-2", _zero2, solution("zero", "ZeRO2")),
+    "fsdp": Exercise("One unit of FSDP", _fsdp, solution("fsdp", "Unit", "GatherAndCompute")),
+}

@@ -1,0 +1,156 @@
+"""Exercises of lab 14: tensor parallelism, a pipeline and ring attention written by the learner.
+
+Every answer runs on four CPU ranks, the first pipeline on two. The solutions for teachers are the source of
+`course/build/solutions/`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from labkit.course.build import criteria
+from labkit.course.build.launching import check_class, check_function, records_of
+from labkit.course.build.record import Record
+from labkit.course.build.source import solution
+from labkit.course.exercises import Exercise
+
+_RANKS = 4
+_MLP = ["w1", "b1", "w2", "b2"]
+
+
+def _messages(record: Record) -> float:
+    """Bytes of two all-reduces of the activations, which is also two all-gathers and two reduce-scatters of them."""
+    return 2 * 2 * (_RANKS - 1) / _RANKS * record.figures["message"]
+
+
+def _mlp(answer: Any, trial: str, why: str, bias: float) -> list[Record]:
+    """The records of an MLP; `bias` is the number of all-reduces of the replicated bias per step."""
+    check_class(answer, "of modules", _MLP)
+    records = criteria.ended(records_of("tensor", trial, answer, _RANKS))
+    criteria.losses(records)
+    criteria.sent_per_step(
+        records,
+        lambda record: _messages(record) + bias * 2 * (_RANKS - 1) / _RANKS * record.figures["bias"],
+        why,
+    )
+    criteria.memory(
+        records,
+        "after the construction",
+        lambda record: (record.figures["parameters"] - record.figures["bias"]) / _RANKS + record.figures["bias"],
+        "1/n of each matrix and of b1, and b2; a view keeps the whole tensor alive, a clone does not",
+    )
+    criteria.computed(
+        records,
+        ("forward", "backward"),
+        lambda record: record.figures["flops"],
+        "the layer before the MLP, and 1/n of the MLP",
+    )
+    return records
+
+
+def _column_row(answer: Any) -> str:
+    _mlp(answer, "column_row", "an all-reduce of the activations in forward, and one in backward", 0)
+    return "one all-reduce in forward (g), one in backward (f), and every rank computes a quarter"
+
+
+def _sequence(answer: Any) -> str:
+    _mlp(answer, "sequence", "an all-gather and a reduce-scatter in forward and in backward, and b2", 1)
+    return "as many bytes as without it, and outside of the MLP every rank has a quarter of the tokens"
+
+
+def _cross_entropy(answer: Any) -> str:
+    check_function(answer, ["logits", "targets"])
+    records = criteria.ended(records_of("tensor", "cross_entropy", answer, _RANKS))
+    criteria.losses(records)
+    criteria.gradients(records)
+    criteria.sent_at_most(
+        records,
+        lambda record: 3 * 2 * (_RANKS - 1) / _RANKS * record.figures["token"],
+        "three all-reduces of one number per token",
+    )
+    return f"{criteria.calls_in_words(records[0], 0)} of one or two numbers per token, instead of all logits"
+
+
+def _pipeline(answer: Any, ranks: int) -> str:
+    check_function(answer, ["stage", "count", "shape", "inputs", "loss_of"])
+    records = criteria.ended(records_of("pipeline", "schedule", answer, ranks))
+    criteria.losses(records)
+    criteria.neighbours(records, ring=False)
+    criteria.one_f_one_b(records)
+    criteria.sent_per_step(
+        records,
+        lambda record: (
+            ((record.rank > 0) + (record.rank < ranks - 1)) * record.figures["count"] * record.figures["activation"]
+        ),
+        "the output of each micro-batch to the next stage, and the gradient of its input to the previous one",
+    )
+    return f"rank 0 computes {' '.join(criteria.schedule(records[0], 0))}: at most {ranks} live activations"
+
+
+def _two_stages(answer: Any) -> str:
+    return _pipeline(answer, 2)
+
+
+def _four_stages(answer: Any) -> str:
+    return _pipeline(answer, 4)
+
+
+def _attention(answer: Any, trial: str) -> list[Record]:
+    check_function(answer, ["q", "k", "v"])
+    records = criteria.ended(records_of("ring", trial, answer, _RANKS))
+    criteria.losses(records)
+    criteria.gradients(records)
+    criteria.neighbours(records, ring=True)
+    criteria.sent_at_most(
+        records,
+        lambda record: 3 * _RANKS * record.figures["block"],
+        "n times k and v in forward, n times k, v and their gradients in backward",
+    )
+    criteria.memory(
+        records,
+        "after forward",
+        lambda record: 2 * record.figures["out"] + record.figures["block"],
+        "more than before it: the output and what backward needs, without the keys and values of other ranks",
+    )
+    return records
+
+
+def _ring_attention(answer: Any) -> str:
+    records = _attention(answer, "contiguous")
+    flops = [criteria.flops(record, 0, "forward") for record in records]
+    return f"rank {_RANKS - 1} computes {flops[-1] / max(flops[0], 1):.3g} times as much as rank 0 in forward"
+
+
+def _balanced(answer: Any) -> str:
+    records = _attention(answer, "balanced")
+    blocks = 2 * _RANKS + 1
+    criteria.computed(
+        records,
+        ("forward",),
+        lambda record: blocks * record.figures["flops"],
+        f"the {blocks} visible pairs of a chunk of queries and a chunk of keys",
+    )
+    return f"every rank computes {blocks} of the {(2 * _RANKS) ** 2} pairs of chunks"
+
+
+EXERCISES = {
+    "column_row": Exercise(
+        "An MLP by columns and rows", _column_row, solution("tensor", "summed", "F", "G", "ParallelMLP")
+    ),
+    "sequence": Exercise(
+        "Sequence parallelism",
+        _sequence,
+        solution("tensor", "gathered", "scattered", "Gather", "Scatter", "SequenceParallelMLP"),
+    ),
+    "cross_entropy": Exercise(
+        "A parallel cross-entropy", _cross_entropy, solution("tensor", "CrossEntropy", "cross_entropy")
+    ),
+    "two_stages": Exercise("1F1B with two stages", _two_stages, solution("pipeline", "one_f_one_b")),
+    "four_stages": Exercise("1F1B with four stages", _four_stages, solution("pipeline", "one_f_one_b")),
+    "ring_attention": Exercise(
+        "Ring attention",
+        _ring_attention,
+        solution("ring", "passed_on", "pairs", "scores_of", "RingAttention", "ring_attention"),
+    ),
+    "balanced": Exercise("Ring attention with balanced ranks", _balanced, solution("ring", "balanced_ring_attention")),
+}
