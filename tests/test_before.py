@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from conftest import wait_until
+from generated import ONLY
 from test_state import fold, spec, start, status, step
 
 from labkit.analysis.theory import STATES, states
@@ -75,7 +76,7 @@ def test_shards_in_cpu_memory_are_not_on_the_device():
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_has_a_plan_with_a_row_for_each_rank_or_says_why_not(strategy):
-    spec = asked(strategy, "gpt", STRATEGIES[strategy].default_nproc or 2)
+    spec = asked(strategy, ONLY.get(strategy, "gpt"), STRATEGIES[strategy].default_nproc or 2)
     html = plan_html(spec)
     assert "Next run (expected)" in html and "Sent per step" in html
     held = states(spec)

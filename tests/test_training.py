@@ -109,6 +109,16 @@ EQUAL = (
         options={"schedule": "Interleaved1F1B", "sequence_parallel": True},
         fields=SHORT,
     ),
+    Case("fsdp2", workload="moe", options={"accumulate": 2}, fields=SHORT),
+    Case("ep", workload="moe", fields=SHORT),
+    Case(
+        "ep",
+        4,
+        workload="moe",
+        options={"accumulate": 2, "clip_norm": 0.5, "checkpoint_activations": True},
+        fields=SHORT,
+    ),
+    Case("ep", workload="moe", options={"dense": "sharded", "clip_norm": 0.5, "accumulate": 2}, fields=SHORT),
     Case("cp", workload="gpt", fields=SHORT),
     Case(
         "cp",
@@ -118,9 +128,9 @@ EQUAL = (
         fields=SHORT,
     ),
 )
-# Workload: how it is run as a person would. cnn is compared; resnet18, which needs torchvision, is run by
+# Workload: how it is run as a person would. cnn and moe are compared; resnet18, which needs torchvision, is run by
 # test_workloads.py.
-PLAIN = {"gpt": ("ddp", "fp32"), "mlp": ("ddp", "bf16"), "cnn": None, "resnet18": None}
+PLAIN = {"gpt": ("ddp", "fp32"), "mlp": ("ddp", "bf16"), "cnn": None, "moe": None, "resnet18": None}
 
 
 def asked(case: Case) -> Spec:

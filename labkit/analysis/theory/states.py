@@ -97,6 +97,18 @@ def _rows(case: Case) -> Iterator[States]:
             yield _of(_in_rows(shapes, shards, 0), _in_rows(shapes, shards, place))
 
 
+def _experts(case: Case) -> Iterator[States]:
+    """Expert parallelism: an equal part of the experts, and all other parameters, or their rows if FSDP2 shards
+    them."""
+    dense = case.without_experts()
+    own = (case.size - dense.size) // 4 // case.n
+    for rank in range(case.n):
+        if case.options["dense"] == "sharded":
+            yield _of(own + _in_rows(dense.shapes, case.n, 0), own + _in_rows(dense.shapes, case.n, rank))
+        else:
+            yield _of(own + dense.size / 4)
+
+
 def _in_rows(shapes: Iterable[Shape], shards: int, place: int) -> int:
     """The number of elements in the rows of shard `place`."""
     numbers = 0
@@ -111,4 +123,5 @@ STATES: dict[str, Callable[[Case], Iterator[States]]] = {
     "by_tensor": _by_tensor,
     "units": _units,
     "rows": _rows,
+    "experts": _experts,
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 from labkit.setup.needs import Needs
 from labkit.training.options import Option
 from labkit.training.rows import Strategy
-from labkit.training.strategies import pipelines, rules, shared
+from labkit.training.strategies import combinations, pipelines, rules, shared
 
 STRATEGIES: dict[str, Strategy] = {
     row.name: row
@@ -34,7 +34,7 @@ STRATEGIES: dict[str, Strategy] = {
             traffic=("threads",),
             states="whole",
             data_ranks=lambda spec: spec.nproc,
-            limit=rules.several_devices,
+            limit=rules.first_of(rules.added_losses, rules.several_devices),
             processes=lambda spec: 1,
             process_group=False,
             lacks={"checkpoint_activations": shared.REPLICATED, "compile": shared.REPLICATED},
@@ -88,6 +88,7 @@ STRATEGIES: dict[str, Strategy] = {
             needs=Needs("deepspeed", compiles="a C++ operator", instead="the strategy zero1"),
             traffic=("engine",),
             data_ranks=lambda spec: spec.nproc,
+            limit=rules.added_losses,
             options=(
                 Option(
                     "stage",
@@ -187,78 +188,37 @@ STRATEGIES: dict[str, Strategy] = {
             traffic=("stages", "agreements"),
             states="whole",
             data_ranks=lambda spec: 1,
-            limit=rules.first_of(pipelines.limit, pipelines.micro_batch_limit),
+            limit=rules.first_of(rules.added_losses, pipelines.limit, pipelines.micro_batch_limit),
             unmet=rules.without_evaluation,
             options=(shared.SCHEDULE, shared.MICRO_BATCHES),
             lacks={"accumulate": shared.PIPELINED},
             constants=pipelines.constants,
         ),
+        *combinations.ROWS,
         Strategy(
-            name="fsdp2_tp",
-            title="FSDP2 × TP",
+            name="ep",
+            title="EP",
             further=True,
-            splits="The layers along one axis of the mesh (TP); the batch and the state along the other (FSDP2).",
-            sends="Activations: all-reduce (TP axis). Parameters: all-gather, gradients: reduce-scatter (FSDP2 axis).",
-            one_loss=lambda spec: spec.options["tp_size"],
-            wrapper="FSDP",
-            layout="shards",
-            autocast=False,
-            traffic=("layers", "rows", "norms", "norms_of_layers"),
-            states="rows",
-            data_ranks=lambda spec: spec.nproc // spec.options["tp_size"],
-            limit=rules.first_of(rules.mesh_limit, rules.tensor_limit),
-            unmet=rules.fully_shard_on_cpu,
-            default_nproc=4,
-            options=(shared.TP_SIZE, shared.SEQUENCE_PARALLEL, shared.RESHARD),
-            lacks={"fp16": shared.SCALED},
-        ),
-        Strategy(
-            name="pp_ddp",
-            title="PP × DDP",
-            further=True,
-            splits="The blocks over one axis of the mesh (PP), the batch over the other (DDP).",
-            sends=(
-                "Activations and their gradients along a pipeline; parameter gradients: all-reduce between pipelines."
-            ),
+            splits="The batch and the experts: each rank holds some experts of every layer, and all other parameters.",
+            sends="Vectors: all-to-all to the ranks of their experts and back. Other gradients: all-reduce.",
             wrapper="DDP",
-            layout="stages",
-            layout_details=pipelines.layout,
-            traffic=("stages", "gradients_of_stages", "agreements"),
-            states="whole",
-            data_ranks=lambda spec: spec.nproc // spec.options["pp_size"],
-            limit=rules.first_of(rules.mesh_limit, pipelines.limit, pipelines.micro_batch_limit),
-            unmet=rules.without_evaluation,
-            default_nproc=4,
-            options=(shared.PP_SIZE, shared.SCHEDULE_OF_WRAPPED, shared.MICRO_BATCHES, shared.BUCKET_MB),
-            lacks={"accumulate": shared.PIPELINED},
-            constants=pipelines.constants,
-        ),
-        Strategy(
-            name="pp_fsdp2_tp",
-            title="PP × FSDP2 × TP",
-            further=True,
-            splits="The blocks (PP), the batch and the state of each rank (FSDP2), and the layers (TP).",
-            sends="The traffic of PP, FSDP2 and TP, each along its own axis of the mesh.",
-            wrapper="FSDP",
-            one_loss=lambda spec: spec.options["tp_size"],
-            layout="stages",
-            layout_details=pipelines.layout,
-            autocast=False,
-            traffic=("stages", "layers", "rows", "norms", "norms_of_layers", "agreements"),
-            states="rows",
-            data_ranks=lambda spec: spec.nproc // (spec.options["pp_size"] * spec.options["tp_size"]),
-            limit=rules.first_of(rules.mesh_limit, pipelines.limit, pipelines.micro_batch_limit, rules.tensor_limit),
-            unmet=rules.without_evaluation,
-            default_nproc=8,
-            options=(
-                shared.PP_SIZE,
-                shared.TP_SIZE,
-                shared.SCHEDULE_OF_WRAPPED,
-                shared.MICRO_BATCHES,
-                shared.SEQUENCE_PARALLEL,
+            layout="shards",
+            traffic=("vectors", "gradients_of_dense", "norms_of_experts"),
+            states="experts",
+            data_ranks=lambda spec: spec.nproc,
+            limit=rules.expert_limit,
+            unmet=lambda spec, machine: (
+                rules.fully_shard_on_cpu(spec, machine) if spec.options["dense"] == "sharded" else None
             ),
-            lacks={"accumulate": shared.PIPELINED, "fp16": shared.SCALED},
-            constants=pipelines.constants,
+            options=(
+                Option(
+                    "dense",
+                    "whole",
+                    "parameters outside of the experts: whole on each rank (DDP), or sharded over the ranks (FSDP2)",
+                    choices=("whole", "sharded"),
+                ),
+            ),
+            lacks={"fp16": "only the rank of an expert would see that its gradient overflowed; use --precision bf16"},
         ),
         Strategy(
             name="cp",
@@ -270,7 +230,7 @@ STRATEGIES: dict[str, Strategy] = {
             traffic=("keys_and_values", "gradients"),
             states="whole",
             data_ranks=lambda spec: 1,
-            limit=rules.context_limit,
+            limit=rules.first_of(rules.added_losses, rules.context_limit),
             options=(shared.BUCKET_MB,),
             note=lambda device: (
                 "Keys and values are all-gathered, as in the training of Llama 3; torch's own context_parallel "

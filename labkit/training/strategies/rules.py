@@ -169,6 +169,28 @@ def tensor_limit(spec: Request) -> str | None:
     return None
 
 
+def added_losses(spec: Request) -> str | None:
+    """Refuses a model whose layers add a loss, for a strategy that does not collect it, or splits windows."""
+    if spec.workload_row.mixture:
+        return (
+            f"the layers of {spec.workload} add a loss for each whole window, which {spec.strategy} does not collect; "
+            "use the strategy ep, or --workload gpt"
+        )
+    return None
+
+
+def expert_limit(spec: Request) -> str | None:
+    """Refuses a model without experts, and experts that cannot be split evenly over the ranks."""
+    row = spec.workload_row
+    if row.mixture is None:
+        return f"ep splits the experts of a model, and {spec.workload} has none; use --workload moe, or ddp"
+    experts, ranks = row.mixture(spec.options).experts, spec.nproc
+    if ranks is not None and experts % ranks:
+        near = max(fits for fits in range(1, ranks) if experts % fits == 0)
+        return f"{experts} experts are not divisible by {ranks} ranks; use --nproc {near}"
+    return None
+
+
 def context_limit(spec: Request) -> str | None:
     options, ranks = spec.options, spec.nproc
     if "context" not in options:
