@@ -209,8 +209,12 @@ LIMITS = {
     "fsdp2_tp": ({"nproc": 3}, "3 ranks are not divisible by tp_size=2; use --nproc 2 or 4"),
     "pp_ddp": ({"nproc": 3}, "3 ranks are not divisible by pp_size=2; use --nproc 2 or 4"),
     "pp_fsdp2_tp": ({"nproc": 6}, "6 ranks are not divisible by pp_size=2 × tp_size=2; use --nproc 4 or 8"),
+    "diloco": ({"save_every": 5}, "a checkpoint would hold one of the replicas; use ddp"),
     "ep": ({"workload": "moe", "nproc": 3}, "8 experts are not divisible by 3 ranks; use --nproc 2"),
-    "cp": ({"workload": "gpt", "nproc": 3}, "a context of 128 positions is not divisible by 3 ranks; use --nproc 2"),
+    "cp": (
+        {"workload": "gpt", "nproc": 3},
+        "a context of 128 positions is not divisible into two chunks for each of 3 ranks; use --nproc 2",
+    ),
 }
 
 

@@ -120,6 +120,8 @@ EQUAL = (
     ),
     Case("ep", workload="moe", options={"dense": "sharded", "clip_norm": 0.5, "accumulate": 2}, fields=SHORT),
     Case("cp", workload="gpt", fields=SHORT),
+    Case("cp", 4, workload="gpt", options={"method": "ring", "checkpoint_activations": True}, fields=SHORT),
+    Case("cp", workload="gpt", options={"method": "ulysses", "accumulate": 2}, fields=SHORT),
     Case(
         "cp",
         4,
@@ -156,7 +158,7 @@ def alone(tmp_path_factory) -> Callable[[Case], dict]:
 
 
 def test_every_strategy_and_workload_is_run_for_real():
-    assert {case.strategy for case in EQUAL} == {*STRATEGIES}
+    assert {case.strategy for case in EQUAL} == {*STRATEGIES} - {"diloco"}  # which differs
     assert set(PLAIN) == set(WORKLOADS)
 
 

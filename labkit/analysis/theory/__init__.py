@@ -27,7 +27,13 @@ __all__ = ["STATES", "TRAFFIC", "Flow", "States", "bucket_numbers", "states", "t
 TRAFFIC: dict[str, Callable[[Case], Iterator[Flow]]] = {
     formula.__name__: formula
     for formula in (
-        *(replicas.threads, replicas.gradients, replicas.updated_parameters, replicas.engine),
+        *(
+            replicas.threads,
+            replicas.gradients,
+            replicas.updated_parameters,
+            replicas.engine,
+            replicas.pseudo_gradients,
+        ),
         *(sharded.units, sharded.rows, sharded.norms),
         *(split.layers, split.norms_of_layers, split.stages, split.gradients_of_stages),
         *(split.agreements, split.keys_and_values),

@@ -87,6 +87,18 @@ def _low_rank(shape: tuple[int, ...]) -> int:
     return rows + columns if 2 * (rows + columns) < rows * columns else rows * columns
 
 
+def pseudo_gradients(case: Case) -> Iterator[Flow]:
+    """DiLoCo (Douillard et al. 2023, algorithm 1): an all-reduce of all parameters in every k-th step; the formula is
+    the mean over k steps."""
+    every = case.options["sync_every"]
+    mean = flow_of("all_reduce", case.size / every, case.n, "4P/k")
+    sent = 0 if case.step % every else every * mean.theory
+    if sent != mean.theory:
+        why = f"all of it is sent in every step that is a multiple of {every}, and nothing in the others"
+        mean = replace(mean, extra=((sent - mean.theory, why),))
+    yield mean
+
+
 def updated_parameters(case: Case) -> Iterator[Flow]:
     """ZeroRedundancyOptimizer broadcasts each tensor from the rank that updated it."""
     yield flow_of("broadcast", case.size, case.n, "4P")

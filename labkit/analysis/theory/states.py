@@ -69,6 +69,13 @@ def _shapes(case: Case, rank: int) -> list[Shape]:
     return [shape for block in blocks for shape in block.parameters]
 
 
+def _outer(case: Case) -> Iterator[States]:
+    """DiLoCo: a replica, and as large as it the point that all replicas have in common, its pseudo-gradient, and the
+    momentum of the outer optimizer; all three exist from the first synchronization on."""
+    for one in _whole(case):
+        yield States(2 * one.parameters, 2 * one.gradients, one.optimizer + one.parameters)
+
+
 def _by_tensor(case: Case) -> Iterator[States]:
     """ZeroRedundancyOptimizer assigns each tensor, the largest first, to the rank with the fewest numbers so far."""
     stepped = [0] * case.n
@@ -124,4 +131,5 @@ STATES: dict[str, Callable[[Case], Iterator[States]]] = {
     "units": _units,
     "rows": _rows,
     "experts": _experts,
+    "outer": _outer,
 }

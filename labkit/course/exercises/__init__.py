@@ -31,6 +31,8 @@ LABS = {
     "failover": "10_failover",
     "choose": "11_choose",
     "troubleshooting": "12_troubleshooting",
+    "mixture_of_experts": "15_mixture_of_experts",
+    "long_context": "16_long_context",
 }
 
 

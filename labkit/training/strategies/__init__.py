@@ -7,7 +7,7 @@ package contains the training code, which `labkit.plan.script` reads as text and
 from __future__ import annotations
 
 from labkit.setup.needs import Needs
-from labkit.training.options import Option
+from labkit.training.options import MOST, Option
 from labkit.training.rows import Strategy
 from labkit.training.strategies import combinations, pipelines, rules, shared
 
@@ -196,6 +196,28 @@ STRATEGIES: dict[str, Strategy] = {
         ),
         *combinations.ROWS,
         Strategy(
+            name="diloco",
+            title="DiLoCo",
+            further=True,
+            splits="The batch: every rank trains its own replica on its own samples.",
+            sends="Pseudo-gradients: one all-reduce of all parameters every few steps.",
+            traffic=("pseudo_gradients",),
+            states="outer",
+            data_ranks=lambda spec: spec.nproc,
+            differs=rules.local_steps,
+            options=(
+                Option("sync_every", 10, "steps between two steps of the outer optimizer", minimum=1, maximum=MOST),
+                Option("outer_learning_rate", 0.7, "learning rate of the outer optimizer", minimum=0.0, maximum=10.0),
+            ),
+            lacks={
+                "fp16": "a rank that skips a step after an overflow would miss a synchronization; use --precision bf16",
+                **dict.fromkeys(("save_every", "resume"), "a checkpoint would hold one of the replicas; use ddp"),
+            },
+            note=lambda device: (
+                "The replicas differ between two synchronizations: the losses are not those of one process."
+            ),
+        ),
+        Strategy(
             name="ep",
             title="EP",
             further=True,
@@ -224,17 +246,25 @@ STRATEGIES: dict[str, Strategy] = {
             name="cp",
             title="CP",
             further=True,
-            splits="The sequence: each rank holds a part of every window, and the whole model.",
-            sends="Keys and values: all-gather in every layer. Gradients: all-reduce, as in DDP.",
+            splits="The sequence: each rank holds two chunks of every window, and the whole model.",
+            sends=("Keys and values: all-gather, ring or all-to-all in every layer. Gradients: all-reduce, as in DDP."),
             wrapper="DDP",
             traffic=("keys_and_values", "gradients"),
             states="whole",
             data_ranks=lambda spec: 1,
             limit=rules.first_of(rules.added_losses, rules.context_limit),
-            options=(shared.BUCKET_MB,),
+            options=(
+                Option(
+                    "method",
+                    "all_gather",
+                    "how attention gets the keys and values of other ranks: all-gather, ring, or ulysses, which trades"
+                    " positions for heads",
+                    choices=("all_gather", "ring", "ulysses"),
+                ),
+                shared.BUCKET_MB,
+            ),
             note=lambda device: (
-                "Keys and values are all-gathered, as in the training of Llama 3; torch's own context_parallel "
-                "passes them around a ring, with kernels for GPUs only."
+                "Attention is written in PyTorch; torch's own context_parallel has kernels for GPUs only."
             ),
         ),
     )

@@ -69,6 +69,14 @@ def ddp_differs(spec: Request) -> str | None:
     return compressed(spec)
 
 
+def local_steps(spec: Request) -> str:
+    """Why replicas that are not synchronized in each step train something different."""
+    return (
+        f"sync_every={spec.options['sync_every']}: each replica trains on its own samples, and an outer optimizer moves"
+        " all replicas to a common point only then"
+    )
+
+
 def ddp_limit(spec: Request) -> str | None:
     for other, default in (("static_graph", False), ("accumulate", 1)):
         if spec.options.get("join") and spec.options[other] != default:
@@ -197,9 +205,18 @@ def context_limit(spec: Request) -> str | None:
         return (
             f"cp splits the sequence dimension, and {spec.workload} has none; use --workload gpt, or the strategy ddp"
         )
-    if ranks is not None and options["context"] % ranks:
-        near = max(fits for fits in range(1, ranks) if options["context"] % fits == 0)
-        return f"a context of {options['context']} positions is not divisible by {ranks} ranks; use --nproc {near}"
+    if ranks is not None and options["context"] % (2 * ranks):
+        near = max(fits for fits in range(1, ranks) if options["context"] % (2 * fits) == 0)
+        return (
+            f"a context of {options['context']} positions is not divisible into two chunks for each of {ranks} ranks;"
+            f" use --nproc {near}"
+        )
+    heads = spec.workload_row.transformer(options).heads
+    if options["method"] == "ulysses" and ranks is not None and heads % ranks:
+        return (
+            f"{spec.workload} has {heads} heads, which ulysses cannot split over {ranks} ranks; use method=ring, or"
+            f" --nproc {math.gcd(heads, ranks)}"
+        )
     return None
 
 
