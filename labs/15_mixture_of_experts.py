@@ -37,7 +37,7 @@ SMALL = {"workload": "moe", "samples": 64, "batch_size": 4, "precision": "fp32"}
 # best, and their outputs are added, weighted by the probabilities (Shazeer et al. 2017).
 
 # %%
-alone = Spec(strategy="single", nproc=1, device=HERE["device"], steps=24, epochs=8, **SMALL)
+alone = Spec(strategy="single", nproc=1, device=HERE["device"], steps=24, **SMALL)
 print(excerpt(alone, "Mixture"))
 
 # %% [markdown]
@@ -61,8 +61,8 @@ print(excerpt(alone, "Mixture"))
 # ## Load balance
 #
 # An expert that is chosen more often is trained more, becomes better, and is chosen even more often. A second loss
-# works against this: *E* · Σ (share of the choices) · (mean probability) of each expert, which is 1 if the load is even. The
-# script adds it for every layer, with the weight `BALANCE`.
+# works against this: *E* · Σ (share of the choices) · (mean probability) of each expert, which is 1 if the load is
+# even. The script adds it for every layer, with the weight `BALANCE`.
 
 # %%
 print(excerpt(alone, "loss_of", "report"))
