@@ -109,8 +109,8 @@ EQUAL = (
         options={"schedule": "Interleaved1F1B", "sequence_parallel": True},
         fields=SHORT,
     ),
-    Case("fsdp2", workload="moe", options={"accumulate": 2}, fields=SHORT),
-    Case("ep", workload="moe", fields=SHORT),
+    Case("fsdp2", workload="moe", options={"accumulate": 2}, fields=SHORT, slow=True),
+    Case("ep", workload="moe", fields=SHORT, slow=True),
     Case(
         "ep",
         4,
