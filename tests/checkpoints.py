@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from generated import ONLY
 
 from labkit import SpecError
 from labkit.plan import checkpoints
@@ -16,7 +17,7 @@ from labkit.training.strategies import STRATEGIES
 
 
 def spec(strategy: str, workload: str | None = None, **more) -> Spec:
-    workload = workload or ("gpt" if strategy == "cp" else "mlp")
+    workload = workload or ONLY.get(strategy, "mlp")
     ranks = STRATEGIES[strategy].default_nproc or 2
     return Spec(strategy, workload, **{"nproc": min(ranks, 4), "device": "cpu", "steps": 100, "samples": 1280} | more)
 

@@ -7,7 +7,8 @@ import ast
 from labkit.plan.spec import Spec
 from labkit.training.strategies import STRATEGIES
 
-FIRST = {strategy: "gpt" if strategy == "cp" else "cnn" for strategy in STRATEGIES}
+ONLY = {"cp": "gpt", "ep": "moe"}  # what strategies can train that cannot train images
+FIRST = dict.fromkeys(STRATEGIES, "cnn") | ONLY
 
 
 def spec(strategy: str, **asked) -> Spec:

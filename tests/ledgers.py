@@ -8,7 +8,7 @@ from labkit.analysis.ledger import Entry, ledger
 from labkit.plan.spec import Spec
 from labkit.record.state import RunState
 
-BATCH = {"cnn": 16, "mlp": 32, "gpt": 8, "resnet18": 8}
+BATCH = {"cnn": 16, "mlp": 32, "gpt": 8, "moe": 8, "resnet18": 8}
 
 
 def spec(strategy: str, workload: str = "gpt", nproc: int | None = 2, **asked: Any) -> Spec:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from recorded_split import SPLIT
+
 # Bytes that all ranks sent in step 3 (or the one named) of runs on CPU ranks over gloo: strategy, workload, ranks, what
 # else was asked for.
 RECORDED: list[tuple[str, str, int, dict[str, Any], dict[str, float]]] = [
@@ -263,17 +265,5 @@ RECORDED: list[tuple[str, str, int, dict[str, Any], dict[str, float]]] = [
         {"sequence_parallel": True, "precision": "bf16"},
         {"all_gather": 17_982_208, "all_reduce": 31_079_424, "send": 1_048_576},
     ),
-    ("cp", "gpt", 2, {}, {"all_gather": 5_242_880, "all_reduce": 19_074_048}),
-    ("cp", "gpt", 2, {"accumulate": 2}, {"all_gather": 5_242_880, "all_reduce": 19_074_048}),
-    ("cp", "gpt", 2, {"clip_norm": 1.0}, {"all_gather": 5_242_880, "all_reduce": 19_074_048}),
-    ("cp", "gpt", 2, {"checkpoint_activations": True}, {"all_gather": 10_485_760, "all_reduce": 19_074_048}),
-    ("cp", "gpt", 2, {"precision": "bf16"}, {"all_gather": 2_621_440, "all_reduce": 13_831_168}),
-    (
-        "cp",
-        "gpt",
-        2,
-        {"checkpoint_activations": True, "precision": "bf16"},
-        {"all_gather": 5_242_880, "all_reduce": 13_831_168},
-    ),
-    ("cp", "gpt", 4, {}, {"all_gather": 15_728_640, "all_reduce": 57_222_144}),
+    *SPLIT,
 ]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from conftest import wait_until
+from generated import ONLY
 from test_state import fold, spec, start, status, step
 
 from labkit.analysis.theory import STATES, states
@@ -34,6 +35,8 @@ MEASURED: list[tuple[str, str, int, dict[str, Any], list[tuple[int, int]]]] = [
     ("tp", "gpt", 2, {}, [(2_253_568, 4_507_476), (2_253_568, 4_507_476)]),
     ("pp", "cnn", 3, {}, [(3_328, 6_664), (205_056, 410_120), (1_415_208, 2_830_440)]),
     ("pp", "gpt", 2, {"schedule": "Interleaved1F1B"}, [(2_575_872, 5_151_944), (1_718_272, 3_436_684)]),
+    ("ep", "moe", 2, {}, [(12_217_504, 24_435_628)] * 2),
+    ("diloco", "mlp", 2, {}, [(5_357_648, 8_036_496)] * 2),
     ("cp", "gpt", 2, {}, [(4_294_144, 8_588_628), (4_294_144, 8_588_628)]),
     ("dp", "mlp", 2, {}, [(2_678_824, 5_357_672)]),
     ("fsdp2_tp", "mlp", 4, {}, [(675_348, 1_350_720)] * 4),
@@ -75,7 +78,7 @@ def test_shards_in_cpu_memory_are_not_on_the_device():
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_has_a_plan_with_a_row_for_each_rank_or_says_why_not(strategy):
-    spec = asked(strategy, "gpt", STRATEGIES[strategy].default_nproc or 2)
+    spec = asked(strategy, ONLY.get(strategy, "gpt"), STRATEGIES[strategy].default_nproc or 2)
     html = plan_html(spec)
     assert "Next run (expected)" in html and "Sent per step" in html
     held = states(spec)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import started_warm, wait_until, warm_run
+from generated import ONLY
 
 from labkit.plan.script import write_script
 from labkit.plan.spec import Spec
@@ -35,7 +36,8 @@ CASES = {name: min(row.default_nproc or 2, 4) for name, row in STRATEGIES.items(
 
 def asked(strategy: str, **more) -> dict:
     """The arguments of `run`; `nproc` is the strategy's in CASES unless it is given."""
-    sized = {"workload": "gpt", "batch_size": 8, "samples": 26} if strategy == "cp" else {"workload": "mlp"}
+    sized = {"batch_size": 8, "samples": 26} if strategy in ONLY else {}
+    sized["workload"] = ONLY.get(strategy, "mlp")
     return {"nproc": CASES[strategy], **ASKED, **sized, **more}
 
 

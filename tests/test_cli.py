@@ -16,6 +16,7 @@ import pytest
 from commands import called, recorded_run
 from conftest import processes_of, wait_until
 from fabricate import FakeRun
+from generated import ONLY
 
 from labkit.analysis.summary import summarise
 from labkit.cli import parser as cli
@@ -60,7 +61,7 @@ def test_lab_keeps_its_token_and_stays_on_this_machine(monkeypatch):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_script_is_printed_as_it_is_written(capsys, strategy):
-    assert called("script", strategy, "--workload", "gpt" if strategy == "cp" else "mlp") == 0
+    assert called("script", strategy, "--workload", ONLY.get(strategy, "mlp")) == 0
     compile(capsys.readouterr().out, "train.py", "exec")
 
 

@@ -22,6 +22,7 @@ from diagnosed import (
     timeline,
     traffic,
 )
+from generated import ONLY
 
 from labkit import run
 from labkit.analysis.diagnose.advice import _ADVICE, advice
@@ -128,7 +129,7 @@ def test_advice_is_in_the_terms_of_the_script(asked, words, foreign):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_no_finding_advises_an_option_that_the_strategy_does_not_have(strategy):
-    asked = spec(strategy, nproc=STRATEGIES[strategy].default_nproc or 2, workload="gpt" if strategy == "cp" else "mlp")
+    asked = spec(strategy, nproc=STRATEGIES[strategy].default_nproc or 2, workload=ONLY.get(strategy, "mlp"))
     state = fold(asked)
     for name in _ADVICE:
         for option in re.findall(r"--option (\w+)", " ".join(advice(state, name))):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from conftest import wait_until
+from generated import ONLY
 
 from labkit import SpecError, run
 from labkit.analysis.diagnose import findings
@@ -50,7 +51,7 @@ def test_a_hang_is_told_while_it_lasts_and_ends_with_stop():
 def test_a_healthy_run_has_no_wrong_finding(strategy):
     row = STRATEGIES[strategy]
     nproc = row.default_nproc or 2
-    workload = "gpt" if strategy == "cp" else "mlp"
+    workload = ONLY.get(strategy, "mlp")
     size = {"nproc": nproc, "batch_size": 4 * nproc, "scaling": "strong", "steps": 9, "samples": 512}
     job = run(strategy, workload=workload, device="cpu", **size).wait(400)
     state = job.state

@@ -49,6 +49,7 @@ NEVER = {
     "setup/*.py": HEAVY,
     "training/*.py": HEAVY,
     "training/strategies/__init__.py": HEAVY,
+    "training/strategies/combinations.py": HEAVY,
     "training/strategies/pipelines.py": HEAVY,
     "training/strategies/rules.py": HEAVY,
     "training/strategies/shared.py": HEAVY,

@@ -21,7 +21,7 @@ from labkit.training.shapes import Module
 from labkit.training.workloads import WORKLOADS
 from labkit.training.workloads.models import GPT_SIZES
 
-P = {name: 4 * WORKLOADS[name].parameters({"size": "1M", "context": 128}) for name in BATCH}  # bytes
+P = {name: 4 * WORKLOADS[name].parameters(spec("ddp", name).options) for name in BATCH}  # bytes
 
 
 def test_textbook_figures_of_one_rank():
@@ -162,7 +162,8 @@ def test_tables_are_the_models(workload):
     assert [table.parameters for table in blocks] == [
         tuple(tuple(p.shape) for p in block.parameters()) for block in model
     ]
-    values = {"gpt": torch.zeros(3, 128, dtype=torch.long), "resnet18": torch.zeros(3, 3, 32, 32)}.get(
+    tokens = torch.zeros(3, 128, dtype=torch.long)
+    values = {"gpt": tokens, "moe": tokens, "resnet18": torch.zeros(3, 3, 32, 32)}.get(
         workload, torch.zeros(3, 1, 28, 28)
     )
     for (size, _), block in zip(WORKLOADS[workload].outputs(asked.options), model, strict=True):

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from commands import called
 from conftest import warm_run
+from generated import ONLY
 
 import labkit
 from labkit.analysis.prediction import outcomes, ranges, sentences
@@ -25,7 +26,8 @@ from labkit.prediction.tracer import TRACER, TraceFailed, traced
 from labkit.record.state import RunState
 from labkit.training.strategies import STRATEGIES
 
-WORKLOADS = {"cp": "gpt", "tp": "gpt", "pp": "cnn"}  # of the others: mlp
+WORKLOADS = ONLY | {"tp": "gpt", "pp": "cnn"}  # of the others: mlp
+OPTIONS = {"diloco": {"sync_every": 3}}  # the step that is predicted and measured
 RANKS = {"single": 1, "fsdp2_tp": 4, "pp_ddp": 4, "pp_fsdp2_tp": 8}  # of the others: 2
 MOST_BELOW_AND_ABOVE = 0.02  # of a measured peak
 OF_A_PIPELINE = 0.03
@@ -45,6 +47,8 @@ def apart(tmp_path_factory):
 
 def spec_of(strategy: str, **fields) -> Spec:
     asked = {"workload": WORKLOADS.get(strategy, "mlp"), "nproc": RANKS.get(strategy, 2), "batch_size": 16, "steps": 4}
+    asked |= {"options": OPTIONS[strategy]} if strategy in OPTIONS else {}
+    asked |= {"samples": 64} if strategy in ONLY else {}  # a shorter evaluation
     return Spec(strategy, device="cpu", precision="fp32", **(asked | fields))
 
 

@@ -19,7 +19,7 @@ def test_unknown_names_list_the_valid_ones():
     sentence = refused("strategy", strategy="dpp")
     assert "'dpp'" in sentence
     assert all(name in sentence for name in STRATEGIES)
-    assert "cnn, mlp, gpt, resnet18" in refused("workload", workload="resnet")
+    assert "cnn, mlp, gpt, moe, resnet18" in refused("workload", workload="resnet")
     assert "digits" in refused("data", data="cifar")
     assert "fp32, tf32, bf16, fp16" in refused("precision", precision="fp8")
     assert "auto, cpu, cuda" in refused("device", device="tpu")
@@ -209,7 +209,12 @@ LIMITS = {
     "fsdp2_tp": ({"nproc": 3}, "3 ranks are not divisible by tp_size=2; use --nproc 2 or 4"),
     "pp_ddp": ({"nproc": 3}, "3 ranks are not divisible by pp_size=2; use --nproc 2 or 4"),
     "pp_fsdp2_tp": ({"nproc": 6}, "6 ranks are not divisible by pp_size=2 × tp_size=2; use --nproc 4 or 8"),
-    "cp": ({"workload": "gpt", "nproc": 3}, "a context of 128 positions is not divisible by 3 ranks; use --nproc 2"),
+    "diloco": ({"save_every": 5}, "a checkpoint would hold one of the replicas; use ddp"),
+    "ep": ({"workload": "moe", "nproc": 3}, "8 experts are not divisible by 3 ranks; use --nproc 2"),
+    "cp": (
+        {"workload": "gpt", "nproc": 3},
+        "a context of 128 positions is not divisible into two chunks for each of 3 ranks; use --nproc 2",
+    ),
 }
 
 

@@ -47,7 +47,10 @@ def test_ranks_that_form_no_mesh_are_refused():
     assert (
         refusal("fsdp2_tp", nproc=2, options={"tp_size": 4}) == "2 ranks are not divisible by tp_size=4; use --nproc 4"
     )
-    assert refusal("cp", nproc=3) == "a context of 128 positions is not divisible by 3 ranks; use --nproc 2"
+    assert (
+        refusal("cp", nproc=3)
+        == "a context of 128 positions is not divisible into two chunks for each of 3 ranks; use --nproc 2"
+    )
 
 
 @pytest.mark.parametrize("strategy", ["tp", "fsdp2_tp"])
@@ -80,12 +83,15 @@ def test_attention_of_a_chunk_equals_attention_of_the_whole_window(monkeypatch, 
     torch.manual_seed(0)
     query, key, value = torch.randn(3, 2, 4, 16, 8)  # batch, heads, positions, head width
     whole = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-    gathered = iter([key, value])
+    monkeypatch.setattr(cp, "CONTEXT", 16)
     monkeypatch.setattr(cp.dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(cp.dist, "get_world_size", lambda: 4)
+    order, own = cp.whole_window(torch.device("cpu")), cp.positions_of(rank)
+    gathered = iter([key[:, :, order], value[:, :, order]])
     monkeypatch.setattr(cp.AllGather, "apply", lambda chunk: next(gathered))
-    chunk = slice(4 * rank, 4 * rank + 4)
-    attended = cp.attend(query[:, :, chunk], key[:, :, chunk], value[:, :, chunk])
-    torch.testing.assert_close(attended, whole[:, :, chunk])
+    attended = cp.attend(query[:, :, own], key[:, :, own], value[:, :, own])
+    torch.testing.assert_close(attended, whole[:, :, own])
+    assert own.sum() == 4 * 15 / 2, "every rank has the same number of earlier positions"
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -99,9 +105,10 @@ def test_the_chunks_of_a_window_are_the_window(monkeypatch, ranks):
     for rank in range(ranks):
         monkeypatch.setattr(cp.dist, "get_rank", lambda rank=rank: rank)
         parts.append(cp.windows(data, 7).tensors)
-        assert cp.positions(parts[-1][0])[0] == rank * (128 // ranks)
-    assert torch.equal(torch.cat([part[0] for part in parts], 1), inputs)
-    assert torch.equal(torch.cat([part[1] for part in parts], 1), targets)
+        assert torch.equal(inputs[:, cp.positions(parts[-1][0])], parts[-1][0])
+    order = cp.whole_window(inputs.device).argsort()
+    assert torch.equal(torch.cat([part[0] for part in parts], 1)[:, order], inputs)
+    assert torch.equal(torch.cat([part[1] for part in parts], 1)[:, order], targets)
 
 
 @pytest.mark.parametrize("strategy", ["tp", "fsdp2_tp"])

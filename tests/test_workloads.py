@@ -49,7 +49,11 @@ def test_table_counts_what_the_model_has(name, torchvision):
     assert isinstance(model, torch.nn.Sequential), "a model is a sequence of blocks: FSDP2 and pipelines count on it"
 
 
-INPUTS = {"gpt": lambda: torch.randint(256, (1, gpt.CONTEXT)), "resnet18": lambda: torch.randn(1, 3, 32, 32)}
+INPUTS = {
+    "gpt": lambda: torch.randint(256, (1, gpt.CONTEXT)),
+    "moe": lambda: torch.randint(256, (1, gpt.CONTEXT)),
+    "resnet18": lambda: torch.randn(1, 3, 32, 32),
+}
 
 
 @pytest.mark.parametrize("name", WORKLOADS)

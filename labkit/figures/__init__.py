@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from labkit.analysis.experts import expert_loads
 from labkit.common.arguments import shown
 from labkit.figures.as_svg import drawing
 from labkit.figures.charts import CHARTS
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from labkit.record.state import RunState
 
-__all__ = ["CHARTS", "LIVE", "NAMES", "chart", "figure", "overview", "rank_colour", "svg"]
+__all__ = ["CHARTS", "LIVE", "NAMES", "chart", "figure", "of_run", "overview", "rank_colour", "svg"]
 
 NAMES = {
     "loss": "loss per rank and their mean, over steps",
@@ -29,8 +30,16 @@ NAMES = {
     "timeline": "one profiled step of all ranks: computation and communication, over milliseconds",
     "memory_by_owner": "memory at the peak of a profiled step by owner, per rank, in MiB or GiB",
     "memory_of_step": "memory by owner over one profiled step of the rank with the highest peak",
+    "experts": "how often each expert of a mixture was chosen, per rank, in the newest step that was logged",
 }
 LIVE = ("loss", "throughput", "memory", "phases")  # charts that grow with every step
+
+
+def of_run(state: RunState) -> tuple[str, ...]:
+    """The names of the charts that a run has data for: those of profiled steps and of experts only if there are any."""
+    sampled, mixed = any(rank.timelines for rank in state.ranks.values()), bool(expert_loads(state)[1])
+    profiled = [name for name in NAMES if name not in (*LIVE, "experts")] if sampled else []
+    return (*LIVE, *profiled, *(["experts"] if mixed else []))
 
 
 def chart(name: str, state: RunState) -> Chart:

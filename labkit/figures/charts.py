@@ -9,10 +9,11 @@ from functools import partial
 
 import numpy
 
+from labkit.analysis.experts import expert_loads, summed
 from labkit.analysis.metrics import phase_seconds, rolling_throughput
 from labkit.analysis.profiled import exposed, usual
 from labkit.figures import colours
-from labkit.figures.model import Axis, Bars, Chart, Derived, Line
+from labkit.figures.model import Axis, Bars, Chart, Derived, Line, Marks
 from labkit.figures.profiled import OWN, WIDE, guess_marks, memory_by_owner, memory_of_step, predicted_steps, timeline
 from labkit.record.columns import Losses, ProfiledStep, RankState
 from labkit.record.events import PHASES
@@ -242,8 +243,24 @@ def _predicted_phases(step: ProfiledStep) -> tuple[dict[str, float], float]:
     return busy, 1000 * sum(step["exposed"].values())
 
 
+def experts(state: RunState) -> Chart:
+    """How often each expert was chosen in the newest step that the ranks logged, stacked by rank."""
+    step, loads = expert_loads(state)
+    total = summed(loads)
+    bars = tuple(
+        Bars(f"rank {rank}", colours.rank_colour(rank), tuple(own.get(number, 0.0) for number in total))
+        for rank, own in sorted(loads.items())
+    )
+    even = sum(total.values()) / max(len(total), 1)
+    marks = (Marks("even load", colours.INK, (even,) * len(total)),) if total else ()
+    x = Axis("expert", categories=tuple(map(str, total)) or ("",))
+    note = f"all layers, step {step}" if total else "no mixture of experts"
+    return Chart("experts", "Choices per expert", x, Axis("choices"), bars=bars, marks=marks, note=note)
+
+
 CHARTS = {
-    chart.__name__: chart for chart in (loss, throughput, memory, phases, timeline, memory_by_owner, memory_of_step)
+    chart.__name__: chart
+    for chart in (loss, throughput, memory, phases, timeline, memory_by_owner, memory_of_step, experts)
 }
 
 

@@ -120,6 +120,7 @@ def settings(spec: Spec) -> dict[str, Any]:
         "FAULT": spec.fault,
         "FAULT_RANK": spec.processes - 1,
         **{setting: name in _fault_definitions(spec) for setting, name in _INJECTIONS.items()},
+        "REPORTS": read_module(spec.workload_row.module).has("report"),
         "STAGE_DATA": read_module(spec.strategy_row.module).has("stage_data"),
         "DISTRIBUTED": spec.strategy_row.process_group,
         "TF32": spec.precision == "tf32",

@@ -132,6 +132,18 @@ class Transformer:
 
 
 @dataclass(frozen=True)
+class Mixture:
+    """The dimensions of a mixture of experts: layers, experts per layer, experts per vector, and slots of an expert for
+    one sample, each a vector of `width` numbers."""
+
+    layers: int
+    experts: int
+    chosen: int
+    slots: int
+    width: int
+
+
+@dataclass(frozen=True)
 class Workload:
     """A model and the data sets that it can train on, the default first. Functions take the options of the workload.
 
@@ -146,6 +158,7 @@ class Workload:
     - `partial_sums`: elements per sample of each tensor that tensor-parallel ranks add up in a step; `recomputed_sums`
       of them again if activations are recomputed. A transformer has its own formula.
     - `transformer`: the dimensions of a transformer, None for any other model.
+    - `mixture`: the dimensions of a mixture of experts, whose layers add a loss; None for any other model.
     - `wide_outputs`: whether autocast leaves the outputs of the blocks in fp32.
     - `ends_in_layer`: whether the last operation of a block is a layer with parameters.
     - `visited`: modules that a forward and a backward pass visit; backward does not visit modules before the first
@@ -168,6 +181,7 @@ class Workload:
     partial_sums: tuple[int, ...] = ()
     recomputed_sums: int = 0
     transformer: Callable[[Mapping[str, Any]], Transformer] | None = None
+    mixture: Callable[[Mapping[str, Any]], Mixture] | None = None
     wide_outputs: bool = False
     ends_in_layer: bool = False
     batch_norm: bool = False

@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 @dataclass(frozen=True)
 class Module:
     """The shapes of a module's own parameters, and its submodules. `cut` is the dimension that tensor parallelism
-    splits.
+    splits. `experts`: whether the submodules are experts, of which expert parallelism gives each rank some.
     """
 
     shapes: tuple[tuple[int, ...], ...] = ()
     inside: tuple[Module, ...] = ()
     cut: int | None = None
+    experts: bool = False
 
     @property
     def parameters(self) -> tuple[tuple[int, ...], ...]:
@@ -39,6 +40,11 @@ class Module:
     def leaves(self) -> tuple[Module, ...]:
         """The module itself and all submodules."""
         return self, *(leaf for module in self.inside for leaf in module.leaves)
+
+    @property
+    def dense(self) -> Module:
+        """The module without experts."""
+        return replace(self, inside=tuple(module.dense for module in self.inside if not module.experts))
 
     def part(self, ranks: int) -> Module:
         """The part of one of `ranks` tensor-parallel ranks: a bias is split if its matrix is split by rows, and whole

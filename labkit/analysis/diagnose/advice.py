@@ -73,6 +73,16 @@ _ADVICE = {
         "clip the gradients with --option clip_norm=1",
         "clip the gradients with torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
     ),
+    "balance experts": _Advice(
+        "balance",
+        "set a larger --option balance, the weight of the loss that balances the experts",
+        "add a loss that balances the experts, or increase its weight",
+    ),
+    "more slots": _Advice(
+        "capacity_factor",
+        "set a larger --option capacity_factor, so that fewer vectors are dropped",
+        "give each expert more slots (a larger capacity factor), so that fewer vectors are dropped",
+    ),
     "join": _Advice("join", "set --option join=true", "train inside `with model.join():` (DDP)"),
     "shard": _Advice(
         None,

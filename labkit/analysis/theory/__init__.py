@@ -4,7 +4,7 @@ The formulas are the textbook formulas of ring algorithms, as `sent` in probe/tr
 2(n−1)/n of its payload (Patarasuk and Yuan 2009), an all-gather, reduce-scatter or broadcast (n−1)/n, a send all of it.
 Symbols: n ranks of a group, P parameters (P′ per rank under tensor parallelism), p ranks of a pipeline, s shards, B
 samples per rank, T positions, d width, V entries of the vocabulary, L layers, M parameters of linear layers and
-convolutions; 4 and 2 are bytes per number.
+convolutions, E experts with C slots each per sample, D parameters outside of them; 4 and 2 are bytes per number.
 
 Known additions, such as padding, the bookkeeping of an engine, or the all-reduce with which gloo implements a
 reduce-scatter, are listed next to the formula with their own bytes: only the rest is unexplained. The formulas were
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from labkit.analysis.theory import replicas, sharded, split
+from labkit.analysis.theory import experts, replicas, sharded, split
 from labkit.analysis.theory.pieces import Case, Flow
 from labkit.analysis.theory.replicas import bucket_numbers
 from labkit.analysis.theory.states import STATES, States, states
@@ -27,10 +27,17 @@ __all__ = ["STATES", "TRAFFIC", "Flow", "States", "bucket_numbers", "states", "t
 TRAFFIC: dict[str, Callable[[Case], Iterator[Flow]]] = {
     formula.__name__: formula
     for formula in (
-        *(replicas.threads, replicas.gradients, replicas.updated_parameters, replicas.engine),
+        *(
+            replicas.threads,
+            replicas.gradients,
+            replicas.updated_parameters,
+            replicas.engine,
+            replicas.pseudo_gradients,
+        ),
         *(sharded.units, sharded.rows, sharded.norms),
         *(split.layers, split.norms_of_layers, split.stages, split.gradients_of_stages),
         *(split.agreements, split.keys_and_values),
+        *(experts.vectors, experts.gradients_of_dense, experts.norms_of_experts),
     )
 }
 

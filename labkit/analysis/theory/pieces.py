@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 
 from labkit.training.request import Request
@@ -39,8 +40,6 @@ class Case:
         self.pipes = self.options.get("pp_size", self.n if self.stages else 1)  # ranks of one pipeline
         self.blocks = tuple(block.part(self.rows) for block in spec.workload_row.blocks(self.options))
         self.outputs = spec.workload_row.outputs(self.options)
-        self.shapes = tuple(shape for block in self.blocks for shape in block.parameters)
-        self.size = 4 * sum(map(math.prod, self.shapes))
         leaves = [module for block in self.blocks for module in block.leaves if module.shapes]
         self.cut = sum(len(module.shapes) for module in leaves if module.cut is not None)  # tensors of split layers
         self.norms = (
@@ -50,6 +49,23 @@ class Case:
         )
         letters = "P′" if self.rows > 1 else "P"
         self.letter = f"{letters}/p" if self.pipes > 1 else letters
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of all parameters of the blocks."""
+        return tuple(shape for block in self.blocks for shape in block.parameters)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all parameters of the blocks, in fp32."""
+        return 4 * sum(map(math.prod, self.shapes))
+
+    def without_experts(self) -> Case:
+        """The case of the parameters outside of the experts, which are gathered and reduced in fp32."""
+        dense = copy(self)
+        dense.blocks, dense.letter, dense.half = tuple(block.dense for block in self.blocks), "D", False
+        dense.options = {**self.options, "reshard_after_forward": True}
+        return dense
 
     @property
     def shards(self) -> int:

@@ -38,7 +38,7 @@ def gradients(case: Case) -> Iterator[Flow]:
     elif compression == "fp16":
         yield flow_of("all_reduce", case.size / 2, case.n, "2P")
     else:
-        yield flow_of("all_reduce", case.size, case.n, "4P")
+        yield flow_of("all_reduce", case.size, case.n, f"4{case.letter}")
     if case.options.get("join"):
         yield scalars("join() counts the ranks that still have batches", 8, case.n)
     if case.norms:  # two numbers per channel, and a count of batches
@@ -60,7 +60,7 @@ def gradients(case: Case) -> Iterator[Flow]:
 def _buckets(case: Case) -> int:
     """The number of gradient buckets."""
     gradients = [4 * math.prod(shape) for shape in reversed(case.shapes)]
-    bucket_mb = case.spec.strategy_row.constants(case.spec).get("BUCKET_MB", case.options["bucket_mb"])
+    bucket_mb = case.spec.strategy_row.constants(case.spec).get("BUCKET_MB", case.options.get("bucket_mb", 0))
     return 1 + max(bucket_numbers(gradients, bucket_mb))
 
 
@@ -85,6 +85,18 @@ def _low_rank(shape: tuple[int, ...]) -> int:
     """
     rows, columns = shape[0], math.prod(shape[1:])
     return rows + columns if 2 * (rows + columns) < rows * columns else rows * columns
+
+
+def pseudo_gradients(case: Case) -> Iterator[Flow]:
+    """DiLoCo (Douillard et al. 2023, algorithm 1): an all-reduce of all parameters in every k-th step; the formula is
+    the mean over k steps."""
+    every = case.options["sync_every"]
+    mean = flow_of("all_reduce", case.size / every, case.n, "4P/k")
+    sent = 0 if case.step % every else every * mean.theory
+    if sent != mean.theory:
+        why = f"all of it is sent in every step that is a multiple of {every}, and nothing in the others"
+        mean = replace(mean, extra=((sent - mean.theory, why),))
+    yield mean
 
 
 def updated_parameters(case: Case) -> Iterator[Flow]:

@@ -79,7 +79,7 @@ def units_of(case: Case) -> list[Unit]:
     """The units of FSDP1's size-based policy, the root unit last.
 
     Recomputation of a block stops as soon as no activation is missing: a unit at the end of the block, as in gpt, is
-    still gathered then.
+    still gathered then. The outputs of experts are combined after the last of them.
     """
     least, units = case.options["min_parameters"], []
 
@@ -89,7 +89,7 @@ def units_of(case: Case) -> list[Unit]:
             return module.parameters
         left = module.shapes
         for inner in module.inside:
-            left += wrap(inner, True, ends and inner is module.inside[-1])
+            left += wrap(inner, True, ends and inner is module.inside[-1] and not inner.experts)
         if sum(map(math.prod, left)) < least:
             return left
         units.append(Unit(left, inside and not ends))

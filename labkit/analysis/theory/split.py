@@ -102,12 +102,23 @@ def agreements(case: Case) -> Iterator[Flow]:
 
 
 def keys_and_values(case: Case) -> Iterator[Flow]:
-    """Context parallelism as Llama 3 was trained (2024, section 3.3.2): all-gather of keys and values, reduce-scatter
-    of their gradients.
+    """Context parallelism. As Llama 3 was trained (2024, section 3.3.2): all-gather of keys and values, reduce-scatter
+    of their gradients. Around a ring (Liu et al. 2023): every rank sends each of them n − 1 times, and so the
+    gradients. Ulysses (Jacobs et al. 2023, section 3.2): an all-to-all of query, key, value and output, and of their
+    gradients.
     """
     model, wide = case.spec.workload_row.transformer(case.options), 2 if case.half else 4
     both = 2 * wide * model.layers * case.batch * model.positions * model.width
     what = f"2·{wide}·L·B·T·d"
+    if case.options["method"] == "ring":
+        sent, why = (case.n - 1) * both, "recomputing a layer's activations sends its keys and values again"
+        yield Flow("send", 2 * sent, f"2(n−1)/n · {what} per rank", ((sent if case.again else 0, why),))
+        return
+    if case.options["method"] == "ulysses":
+        part, why = both / 2 / case.n, "recomputing a layer's activations repeats its exchanges"
+        more = {why: 4 * part if case.again else 0}
+        yield flow_of("all_to_all", 8 * part, case.n, f"8·{wide}·L·B·T·d/n", more=more)
+        return
     again = {"recomputing a layer's activations repeats its all-gather": both if case.again else 0}
     yield flow_of("all_gather", both, case.n, what, more=again)
     yield scattered(case, flow_of("reduce_scatter", both, case.n, what))

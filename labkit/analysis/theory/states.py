@@ -69,6 +69,13 @@ def _shapes(case: Case, rank: int) -> list[Shape]:
     return [shape for block in blocks for shape in block.parameters]
 
 
+def _outer(case: Case) -> Iterator[States]:
+    """DiLoCo: a replica, and as large as it the point that all replicas have in common, its pseudo-gradient, and the
+    momentum of the outer optimizer; all three exist from the first synchronization on."""
+    for one in _whole(case):
+        yield States(2 * one.parameters, 2 * one.gradients, one.optimizer + one.parameters)
+
+
 def _by_tensor(case: Case) -> Iterator[States]:
     """ZeroRedundancyOptimizer assigns each tensor, the largest first, to the rank with the fewest numbers so far."""
     stepped = [0] * case.n
@@ -97,6 +104,18 @@ def _rows(case: Case) -> Iterator[States]:
             yield _of(_in_rows(shapes, shards, 0), _in_rows(shapes, shards, place))
 
 
+def _experts(case: Case) -> Iterator[States]:
+    """Expert parallelism: an equal part of the experts, and all other parameters, or their rows if FSDP2 shards
+    them."""
+    dense = case.without_experts()
+    own = (case.size - dense.size) // 4 // case.n
+    for rank in range(case.n):
+        if case.options["dense"] == "sharded":
+            yield _of(own + _in_rows(dense.shapes, case.n, 0), own + _in_rows(dense.shapes, case.n, rank))
+        else:
+            yield _of(own + dense.size / 4)
+
+
 def _in_rows(shapes: Iterable[Shape], shards: int, place: int) -> int:
     """The number of elements in the rows of shard `place`."""
     numbers = 0
@@ -111,4 +130,6 @@ STATES: dict[str, Callable[[Case], Iterator[States]]] = {
     "by_tensor": _by_tensor,
     "units": _units,
     "rows": _rows,
+    "experts": _experts,
+    "outer": _outer,
 }

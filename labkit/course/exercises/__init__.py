@@ -33,6 +33,8 @@ LABS = {
     "troubleshooting": "12_troubleshooting",
     "build_data_parallel": "13_build_ddp_and_zero",
     "build_model_parallel": "14_build_model_parallel",
+    "mixture_of_experts": "15_mixture_of_experts",
+    "long_context": "16_long_context",
     "capstone": "17_capstone",
 }
 

@@ -50,9 +50,8 @@ class Plots:
 
     def charts(self, state: RunState) -> str:
         """The placeholders of all charts of a run, including those of profiled steps if there are any."""
-        sampled = any(rank.timelines for rank in state.ranks.values())
         places = []
-        for name in figures.NAMES if sampled else figures.LIVE:
+        for name in figures.of_run(state):
             figure = json.loads(figures.figure(name, state).to_json())
             lanes = len(figure["layout"]["yaxis"].get("categoryarray", ()))
             figure["layout"]["height"] = 110 + _LANE * lanes if lanes else _CHART

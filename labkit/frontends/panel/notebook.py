@@ -41,8 +41,7 @@ def display_static(name: str, state: RunState) -> None:
 
 def figures_bundle(name: str, state: RunState) -> dict[str, Any]:
     """All charts of a run, both as plotly and as inline SVG; the notebook client shows the format it supports."""
-    sampled = any(rank.timelines for rank in state.ranks.values())
-    shown = figures.NAMES if sampled else figures.LIVE
+    shown = figures.of_run(state)
     pictures = "".join(figures.svg(name, state) for name in shown)
     plotly = json.loads(figures.overview(state).to_json())
     text = f"{', '.join(shown)} of {name}: {state.words}"

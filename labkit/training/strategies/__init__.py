@@ -7,9 +7,9 @@ package contains the training code, which `labkit.plan.script` reads as text and
 from __future__ import annotations
 
 from labkit.setup.needs import Needs
-from labkit.training.options import Option
+from labkit.training.options import MOST, Option
 from labkit.training.rows import Strategy
-from labkit.training.strategies import pipelines, rules, shared
+from labkit.training.strategies import combinations, pipelines, rules, shared
 
 STRATEGIES: dict[str, Strategy] = {
     row.name: row
@@ -34,7 +34,7 @@ STRATEGIES: dict[str, Strategy] = {
             traffic=("threads",),
             states="whole",
             data_ranks=lambda spec: spec.nproc,
-            limit=rules.several_devices,
+            limit=rules.first_of(rules.added_losses, rules.several_devices),
             processes=lambda spec: 1,
             process_group=False,
             lacks={"checkpoint_activations": shared.REPLICATED, "compile": shared.REPLICATED},
@@ -88,6 +88,7 @@ STRATEGIES: dict[str, Strategy] = {
             needs=Needs("deepspeed", instead="the strategy zero1"),
             traffic=("engine",),
             data_ranks=lambda spec: spec.nproc,
+            limit=rules.added_losses,
             options=(
                 Option(
                     "stage",
@@ -187,94 +188,83 @@ STRATEGIES: dict[str, Strategy] = {
             traffic=("stages", "agreements"),
             states="whole",
             data_ranks=lambda spec: 1,
-            limit=rules.first_of(pipelines.limit, pipelines.micro_batch_limit),
+            limit=rules.first_of(rules.added_losses, pipelines.limit, pipelines.micro_batch_limit),
             unmet=rules.without_evaluation,
             options=(shared.SCHEDULE, shared.MICRO_BATCHES),
             lacks={"accumulate": shared.PIPELINED},
             constants=pipelines.constants,
         ),
+        *combinations.ROWS,
         Strategy(
-            name="fsdp2_tp",
-            title="FSDP2 × TP",
+            name="diloco",
+            title="DiLoCo",
             further=True,
-            splits="The layers along one axis of the mesh (TP); the batch and the state along the other (FSDP2).",
-            sends="Activations: all-reduce (TP axis). Parameters: all-gather, gradients: reduce-scatter (FSDP2 axis).",
-            one_loss=lambda spec: spec.options["tp_size"],
-            wrapper="FSDP",
-            layout="shards",
-            autocast=False,
-            traffic=("layers", "rows", "norms", "norms_of_layers"),
-            states="rows",
-            data_ranks=lambda spec: spec.nproc // spec.options["tp_size"],
-            limit=rules.first_of(rules.mesh_limit, rules.tensor_limit),
-            unmet=rules.fully_shard_on_cpu,
-            default_nproc=4,
-            options=(shared.TP_SIZE, shared.SEQUENCE_PARALLEL, shared.RESHARD),
-            lacks={"fp16": shared.SCALED},
-        ),
-        Strategy(
-            name="pp_ddp",
-            title="PP × DDP",
-            further=True,
-            splits="The blocks over one axis of the mesh (PP), the batch over the other (DDP).",
-            sends=(
-                "Activations and their gradients along a pipeline; parameter gradients: all-reduce between pipelines."
-            ),
-            wrapper="DDP",
-            layout="stages",
-            layout_details=pipelines.layout,
-            traffic=("stages", "gradients_of_stages", "agreements"),
-            states="whole",
-            data_ranks=lambda spec: spec.nproc // spec.options["pp_size"],
-            limit=rules.first_of(rules.mesh_limit, pipelines.limit, pipelines.micro_batch_limit),
-            unmet=rules.without_evaluation,
-            default_nproc=4,
-            options=(shared.PP_SIZE, shared.SCHEDULE_OF_WRAPPED, shared.MICRO_BATCHES, shared.BUCKET_MB),
-            lacks={"accumulate": shared.PIPELINED},
-            constants=pipelines.constants,
-        ),
-        Strategy(
-            name="pp_fsdp2_tp",
-            title="PP × FSDP2 × TP",
-            further=True,
-            splits="The blocks (PP), the batch and the state of each rank (FSDP2), and the layers (TP).",
-            sends="The traffic of PP, FSDP2 and TP, each along its own axis of the mesh.",
-            wrapper="FSDP",
-            one_loss=lambda spec: spec.options["tp_size"],
-            layout="stages",
-            layout_details=pipelines.layout,
-            autocast=False,
-            traffic=("stages", "layers", "rows", "norms", "norms_of_layers", "agreements"),
-            states="rows",
-            data_ranks=lambda spec: spec.nproc // (spec.options["pp_size"] * spec.options["tp_size"]),
-            limit=rules.first_of(rules.mesh_limit, pipelines.limit, pipelines.micro_batch_limit, rules.tensor_limit),
-            unmet=rules.without_evaluation,
-            default_nproc=8,
+            splits="The batch: every rank trains its own replica on its own samples.",
+            sends="Pseudo-gradients: one all-reduce of all parameters every few steps.",
+            traffic=("pseudo_gradients",),
+            states="outer",
+            data_ranks=lambda spec: spec.nproc,
+            differs=rules.local_steps,
             options=(
-                shared.PP_SIZE,
-                shared.TP_SIZE,
-                shared.SCHEDULE_OF_WRAPPED,
-                shared.MICRO_BATCHES,
-                shared.SEQUENCE_PARALLEL,
+                Option("sync_every", 10, "steps between two steps of the outer optimizer", minimum=1, maximum=MOST),
+                Option("outer_learning_rate", 0.7, "learning rate of the outer optimizer", minimum=0.0, maximum=10.0),
             ),
-            lacks={"accumulate": shared.PIPELINED, "fp16": shared.SCALED},
-            constants=pipelines.constants,
+            lacks={
+                "fp16": "a rank that skips a step after an overflow would miss a synchronization; use --precision bf16",
+                **dict.fromkeys(("save_every", "resume"), "a checkpoint would hold one of the replicas; use ddp"),
+            },
+            note=lambda device: (
+                "The replicas differ between two synchronizations: the losses are not those of one process."
+            ),
+        ),
+        Strategy(
+            name="ep",
+            title="EP",
+            further=True,
+            splits="The batch and the experts: each rank holds some experts of every layer, and all other parameters.",
+            sends="Vectors: all-to-all to the ranks of their experts and back. Other gradients: all-reduce.",
+            wrapper="DDP",
+            layout="shards",
+            traffic=("vectors", "gradients_of_dense", "norms_of_experts"),
+            states="experts",
+            data_ranks=lambda spec: spec.nproc,
+            limit=rules.expert_limit,
+            unmet=lambda spec, machine: (
+                rules.fully_shard_on_cpu(spec, machine) if spec.options["dense"] == "sharded" else None
+            ),
+            options=(
+                Option(
+                    "dense",
+                    "whole",
+                    "parameters outside of the experts: whole on each rank (DDP), or sharded over the ranks (FSDP2)",
+                    choices=("whole", "sharded"),
+                ),
+            ),
+            lacks={"fp16": "only the rank of an expert would see that its gradient overflowed; use --precision bf16"},
         ),
         Strategy(
             name="cp",
             title="CP",
             further=True,
-            splits="The sequence: each rank holds a part of every window, and the whole model.",
-            sends="Keys and values: all-gather in every layer. Gradients: all-reduce, as in DDP.",
+            splits="The sequence: each rank holds two chunks of every window, and the whole model.",
+            sends=("Keys and values: all-gather, ring or all-to-all in every layer. Gradients: all-reduce, as in DDP."),
             wrapper="DDP",
             traffic=("keys_and_values", "gradients"),
             states="whole",
             data_ranks=lambda spec: 1,
-            limit=rules.context_limit,
-            options=(shared.BUCKET_MB,),
+            limit=rules.first_of(rules.added_losses, rules.context_limit),
+            options=(
+                Option(
+                    "method",
+                    "all_gather",
+                    "how attention gets the keys and values of other ranks: all-gather, ring, or ulysses, which trades"
+                    " positions for heads",
+                    choices=("all_gather", "ring", "ulysses"),
+                ),
+                shared.BUCKET_MB,
+            ),
             note=lambda device: (
-                "Keys and values are all-gathered, as in the training of Llama 3; torch's own context_parallel "
-                "passes them around a ring, with kernels for GPUs only."
+                "Attention is written in PyTorch; torch's own context_parallel has kernels for GPUs only."
             ),
         ),
     )

@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 from labkit.training.strategies.checkpoints import IS_LOGGING_RANK, LOSS_SCALING, RESUME, SCALER, resume, save
+from labkit.training.strategies.extending import fault_data, fault_model, fault_step, report
 from labkit.training.strategies.transforming import CHECKPOINT_ACTIVATIONS, COMPILE, transform
 from labkit.training.workloads.cnn import build_blocks
 from labkit.training.workloads.digits import load_data
@@ -42,6 +43,7 @@ CLIP_NORM = 0.0  # maximum norm of all gradients; 0: no clipping
 JOIN = False  # allow unequal numbers of batches per rank
 LOSS_PARALLEL = False  # keep the logits split over the ranks
 PRINT_EVERY = 20  # steps between printed losses
+REPORTS = False  # the workload logs more than the loss
 SAVE_EVERY = 0  # steps between checkpoints; 0: write none
 FAULT = None  # the injected fault, which may change the data, the model or the steps
 INJECT_DATA = INJECT_MODEL = INJECT_STEP = False
@@ -202,20 +204,6 @@ def evaluate(model, dataset: TensorDataset, device: torch.device) -> list[float]
     return (sums / dataset.tensors[1].numel()).tolist()
 
 
-def fault_data(dataset: TensorDataset) -> TensorDataset:
-    """Inject a fault into the training set: none by default."""
-    return dataset
-
-
-def fault_model(blocks: Iterable[nn.Module]) -> Iterable[nn.Module]:
-    """Inject a fault into the model: none by default."""
-    return blocks
-
-
-def fault_step(model: nn.Module, step: int) -> None:
-    """Inject a fault before a step: none by default."""
-
-
 def train(device: torch.device) -> None:
     """Run all epochs; on return, the model is freed before the process group."""
     torch.manual_seed(SEED)  # the same initial weights on every rank
@@ -256,6 +244,9 @@ def train(device: torch.device) -> None:
             loss = train_step(model, optimizer, inputs, targets)
             if (step == 1 or step % PRINT_EVERY == 0) and IS_LOGGING_RANK:
                 print(f"step {step}: loss {loss.item():.4f}", flush=True)
+            if REPORTS:
+                if step == 1 or step % PRINT_EVERY == 0:
+                    report(model)
             if SAVE_EVERY:
                 if step % SAVE_EVERY == 0:
                     save(model, optimizer, step)

@@ -69,6 +69,14 @@ def ddp_differs(spec: Request) -> str | None:
     return compressed(spec)
 
 
+def local_steps(spec: Request) -> str:
+    """Why replicas that are not synchronized in each step train something different."""
+    return (
+        f"sync_every={spec.options['sync_every']}: each replica trains on its own samples, and an outer optimizer moves"
+        " all replicas to a common point only then"
+    )
+
+
 def ddp_limit(spec: Request) -> str | None:
     for other, default in (("static_graph", False), ("accumulate", 1)):
         if spec.options.get("join") and spec.options[other] != default:
@@ -169,15 +177,46 @@ def tensor_limit(spec: Request) -> str | None:
     return None
 
 
+def added_losses(spec: Request) -> str | None:
+    """Refuses a model whose layers add a loss, for a strategy that does not collect it, or splits windows."""
+    if spec.workload_row.mixture:
+        return (
+            f"the layers of {spec.workload} add a loss for each whole window, which {spec.strategy} does not collect; "
+            "use the strategy ep, or --workload gpt"
+        )
+    return None
+
+
+def expert_limit(spec: Request) -> str | None:
+    """Refuses a model without experts, and experts that cannot be split evenly over the ranks."""
+    row = spec.workload_row
+    if row.mixture is None:
+        return f"ep splits the experts of a model, and {spec.workload} has none; use --workload moe, or ddp"
+    experts, ranks = row.mixture(spec.options).experts, spec.nproc
+    if ranks is not None and experts % ranks:
+        near = max(fits for fits in range(1, ranks) if experts % fits == 0)
+        return f"{experts} experts are not divisible by {ranks} ranks; use --nproc {near}"
+    return None
+
+
 def context_limit(spec: Request) -> str | None:
     options, ranks = spec.options, spec.nproc
     if "context" not in options:
         return (
             f"cp splits the sequence dimension, and {spec.workload} has none; use --workload gpt, or the strategy ddp"
         )
-    if ranks is not None and options["context"] % ranks:
-        near = max(fits for fits in range(1, ranks) if options["context"] % fits == 0)
-        return f"a context of {options['context']} positions is not divisible by {ranks} ranks; use --nproc {near}"
+    if ranks is not None and options["context"] % (2 * ranks):
+        near = max(fits for fits in range(1, ranks) if options["context"] % (2 * fits) == 0)
+        return (
+            f"a context of {options['context']} positions is not divisible into two chunks for each of {ranks} ranks;"
+            f" use --nproc {near}"
+        )
+    heads = spec.workload_row.transformer(options).heads
+    if options["method"] == "ulysses" and ranks is not None and heads % ranks:
+        return (
+            f"{spec.workload} has {heads} heads, which ulysses cannot split over {ranks} ranks; use method=ring, or"
+            f" --nproc {math.gcd(heads, ranks)}"
+        )
     return None
 
 

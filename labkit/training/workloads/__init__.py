@@ -7,6 +7,7 @@ in this package contains the code; `models.py` has the models in numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from labkit.setup.needs import Files, Needs
@@ -43,6 +44,10 @@ def _window(options: Mapping[str, Any]) -> tuple[int, ...]:
     return (options["context"],)
 
 
+_GPT_OPTIONS = (
+    Option("size", "1M", "model size: number of parameters", choices=tuple(models.GPT_SIZES)),
+    Option("context", 128, "context length in bytes", choices=(128, 256, 512, 1024, 2048, 4096)),
+)
 DATA: dict[str, Data] = {
     row.name: row
     for row in (
@@ -127,13 +132,39 @@ WORKLOADS: dict[str, Workload] = {
             models.gpt_costs,
             visited=lambda options: 2 * (10 * models.transformer(options).layers + 7),
             batch_size=16,
-            options=(
-                Option("size", "1M", "model size: number of parameters", choices=tuple(models.GPT_SIZES)),
-                Option("context", 128, "context length in bytes", choices=(128, 256, 512, 1024, 2048, 4096)),
-            ),
+            options=_GPT_OPTIONS,
             constants=models.gpt_constants,
             tensor_parts=lambda options: (models.transformer(options).heads, "heads"),
             transformer=models.transformer,
+            wide_outputs=True,
+            ends_in_layer=True,
+        ),
+        Workload(
+            "moe",
+            "MoE: the GPT with a mixture of experts in place of each MLP",
+            ("text",),
+            models.moe,
+            models.gpt_outputs,
+            models.moe_costs,
+            visited=lambda options: 2 * ((10 + 3 * options["experts"]) * models.transformer(options).layers + 7),
+            batch_size=16,
+            options=(
+                replace(_GPT_OPTIONS[0], help="number of parameters of the GPT whose MLPs become experts"),
+                *_GPT_OPTIONS[1:],
+                Option("experts", 8, "number of experts in each layer", choices=(4, 8, 16, 32, 64)),
+                Option("top_k", 2, "number of experts that each vector is sent to", choices=(1, 2, 4)),
+                Option(
+                    "capacity_factor",
+                    1.25,
+                    "slots of each expert per window, relative to an even load; further vectors are dropped",
+                    minimum=0.25,
+                    maximum=64.0,
+                ),
+                Option("balance", 0.01, "weight of the loss that balances the experts", minimum=0.0, maximum=10.0),
+            ),
+            constants=models.gpt_constants,
+            transformer=models.transformer,
+            mixture=models.mixture,
             wide_outputs=True,
             ends_in_layer=True,
         ),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from labkit.training.rows import Transformer
+from labkit.training.rows import Mixture, Transformer
 from labkit.training.shapes import Module, convolution, linear, norm
 
 GPT_VOCABULARY = 256
@@ -100,6 +101,38 @@ def gpt_costs(options: Mapping[str, Any]) -> tuple[float, ...]:
 
 def gpt_constants(options: Mapping[str, Any]) -> dict[str, Any]:
     return dict(zip(("LAYERS", "WIDTH", "HEADS"), GPT_SIZES[options["size"]]))
+
+
+# ---- moe
+
+
+def mixture(options: Mapping[str, Any]) -> Mixture:
+    layers, width, _ = GPT_SIZES[options["size"]]
+    experts, chosen = options["experts"], options["top_k"]
+    slots = math.ceil(options["capacity_factor"] * chosen * options["context"] / experts)
+    return Mixture(layers, experts, chosen, slots, width)
+
+
+def moe(options: Mapping[str, Any]) -> tuple[Module, ...]:
+    """The GPT with a router and experts in place of each MLP."""
+    embedding, *_, head = gpt(options)
+    model = mixture(options)
+    width = model.width
+    attention = Module(inside=(linear(width, width),) * 4)
+    expert = Module(inside=(linear(width, 4 * width), linear(4 * width, width)))
+    experts = Module(inside=(expert,) * model.experts, experts=True)
+    layer = (norm(width), attention, norm(width), Module(inside=(linear(width, model.experts), experts)))
+    return embedding, *[Module(inside=layer)] * model.layers, head
+
+
+def moe_costs(options: Mapping[str, Any]) -> tuple[float, ...]:
+    """FLOPs of one sample, block by block, as `gpt_costs`: a layer with E experts of C slots each needs 2·4·d²·T in the
+    matrices of attention, 2·2·T²·d in attention, 2·d·E·T in its router and 2·8·d²·E·C in its experts."""
+    embedding, *_, head = gpt_costs(options)
+    model, positions = mixture(options), options["context"]
+    attention = 8 * model.width**2 * positions + 4 * positions**2 * model.width
+    experts = 2 * model.width * model.experts * positions + 16 * model.width**2 * model.experts * model.slots
+    return (embedding, *[attention + experts] * model.layers, head)
 
 
 # ---- resnet18

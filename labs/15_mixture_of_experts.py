@@ -1,0 +1,167 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     notebook_metadata_filter: -jupytext.text_representation.jupytext_version
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Mixture of experts: more parameters, the same work per token
+#
+# The MLP of a transformer layer multiplies every vector by all of its parameters. A **mixture of experts** has several
+# MLPs per layer, the *experts*, and a small *router* that sends each vector to a few of them. The model has many times
+# the parameters, and a token costs about as much as before: Mixtral has 8 experts and uses 2, DeepSeek-V3 has 256 and
+# uses 8 (and a shared one). **But where do the experts live, how do the vectors get there, and what if all of them want
+# the same expert?**
+#
+# This lab takes about 25 minutes, of which two cores compute about two.
+
+# %%
+from labkit import Lab, Spec, check, excerpt, place, predict, run
+
+HERE = place(2)  # two GPUs if this machine has them, otherwise two CPU ranks
+SMALL = {"workload": "moe", "samples": 64, "batch_size": 4, "precision": "fp32"}
+
+# %% [markdown]
+# ## The router
+#
+# The router is a linear layer: its softmax gives each vector a probability per expert. The vector goes to the `TOP_K`
+# best, and their outputs are added, weighted by the probabilities (Shazeer et al. 2017).
+
+# %%
+alone = Spec(strategy="single", nproc=1, device=HERE["device"], steps=24, **SMALL)
+print(excerpt(alone, "Mixture"))
+
+# %% [markdown]
+# Tensors have fixed shapes, but nobody knows in advance how many vectors an expert gets. So each expert has a fixed
+# number of **slots** for each window of *T* positions, the *capacity* (Lepikhin et al. 2020):
+#
+# $$C = \lceil f \cdot k \cdot T / E \rceil$$
+#
+# for *E* experts, *k* of them per vector, and a capacity factor *f*. A vector that finds no free slot is **dropped**:
+# it keeps the residual connection only. Slots that stay empty are computed, too.
+#
+# **Predict:** *T* = 128, *E* = 8, *k* = 2, *f* = 1.25. How many slots has an expert? If one expert is everybody's first
+# choice, how many of the 128 first choices are dropped?
+#
+# <details class="answer"><summary>Answer</summary>
+#
+# C = 1.25 · 2 · 128 / 8 = 40 slots: 88 of the 128 first choices are dropped.
+#
+# </details>
+#
+# ## Load balance
+#
+# An expert that is chosen more often is trained more, becomes better, and is chosen even more often. A second loss
+# works against this: *E* · Σ (share of the choices) · (mean probability) of each expert, which is 1 if the load is
+# even. The script adds it for every layer, with the weight `BALANCE`.
+
+# %%
+print(excerpt(alone, "loss_of", "report"))
+
+# %% [markdown]
+# **Predict:** after 24 steps *without* this loss, how many times as often as the mean is the busiest expert chosen?
+
+# %%
+unbalanced = run(Spec(**alone.to_json() | {"options": {"balance": 0.0}})).wait()
+unbalanced.figure("experts")
+
+# %% [markdown]
+# And with a weight of 0.05:
+
+# %%
+balanced = run(Spec(**alone.to_json() | {"options": {"balance": 0.05}})).wait()
+balanced.figure("experts")
+
+# %% [markdown]
+# From 20 steps on, the lab reports an expert that is chosen at least twice as often as the mean:
+
+# %%
+unbalanced.findings()
+
+# %% [markdown]
+# ## Expert parallelism
+#
+# Each rank holds *E / n* experts of every layer, and everything else as in DDP. Each rank has its own samples, so every
+# layer sends vectors twice: to the ranks of their experts (*dispatch*), and the outputs back (*combine*). Both are an
+# **all-to-all**: rank *i* sends a different chunk to every rank *j*.
+
+# %%
+split = Spec(strategy="ep", **HERE, steps=8, **SMALL)
+print(excerpt(split, "AllToAll", "apply_experts", "keep_own_experts"))
+
+# %% [markdown]
+# **Predict** how many MiB one rank sends per step. There are 5 layers, a batch of 4 windows per rank, 8 · 40 slots per
+# window, and 128 numbers of 4 bytes in each; backward sends the gradients of both. Half of the slots belong to the rank
+# itself. The 3.4 MB of other gradients are all-reduced.
+
+# %%
+guess = predict("sent_mb", 1)  # MiB per rank and step: replace it by your prediction
+job = run(split).wait()
+guess
+
+# %%
+job.ledger()
+
+# %% [markdown]
+# <details class="answer"><summary>What does a larger batch change, and what do more experts change?</summary>
+#
+# The vectors grow with the batch, unlike the gradients of DDP. With more experts, each has fewer slots: *E · C* stays
+# the same, and so do the bytes. They grow with *k* and with the capacity factor.
+#
+# </details>
+#
+# The gradient of an expert comes from the vectors of *all* ranks, so nothing is all-reduced; it is divided by *n*
+# because the loss is a mean over the ranks. Capacity and balance loss are those of one window, wherever it is computed:
+# therefore the losses are those of one process.
+
+# %% [markdown]
+# ## The rest, sharded
+#
+# Experts are most of the parameters. What remains is whole on every rank, or sharded by FSDP2 (`dense=sharded`).
+# **Predict:** by how much does this reduce the model states of a rank, if 15 % of all parameters are not experts?
+
+# %%
+sharded = run(Spec(**split.to_json() | {"options": {"dense": "sharded"}})).wait()
+for one in (job, sharded):
+    owned = one.summary()["ranks"][0]["memory_bytes"]
+    print(f"{one.name}: {sum(owned[name] for name in ('parameters', 'gradients', 'optimizer')) / 2**20:.1f} MiB")
+
+# %% [markdown]
+# ## Exercise: the capacity
+#
+# Write `slots(positions, experts, top_k, factor)`: the number of slots that each expert has for one window.
+
+
+# %% tags=["exercise"]
+def slots(positions, experts, top_k, factor): ...
+
+
+check("mixture_of_experts.slots", slots)
+
+# %% [markdown]
+# ## Exercise: half of the bytes
+#
+# Train `moe` for 4 steps with expert parallelism on two ranks, in fp32 and with a batch of 4 per rank, so that the
+# vectors need at most half of the bytes of the run above, with the same capacity factor.
+
+# %% tags=["exercise"]
+lighter = ...  # run("ep", **HERE, steps=4, **SMALL, options={…}).wait()
+check("mixture_of_experts.bytes", lighter)
+
+# %% [markdown]
+# ## The panel
+#
+# Experiment: set `capacity_factor` to 0.5 and compare the loss; choose a number of ranks that does not divide the
+# number of experts, and read the error message.
+
+# %%
+Lab(strategy="ep", **HERE, steps=8, **SMALL)
