@@ -8,6 +8,7 @@ import sys
 
 from labkit.cli.advise import advise
 from labkit.cli.glossary import glossary
+from labkit.cli.jobs import pack, unpack
 from labkit.cli.pages import diff, handout, notebook, predict, script
 from labkit.cli.parser import refuse
 from labkit.cli.project import bench, claims, doctor, progress, schema
@@ -34,12 +35,13 @@ COMMANDS = {
             lab,
             logs,
             notebook,
+            pack,
             predict,
             progress,
             replay,
             run,
         ),
-        *(runs, schema, script, setup, show, stop, test, trace),
+        *(runs, schema, script, setup, show, stop, test, trace, unpack),
     )
 }
 

@@ -9,6 +9,7 @@ from dataclasses import fields
 from functools import partial
 from typing import Any, NoReturn
 
+from labkit.cli.job_flags import add_jobs
 from labkit.common.arguments import ROUNDS, Number, check_address, check_choice
 from labkit.plan.fields import about
 from labkit.plan.spec import Spec
@@ -105,6 +106,7 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     _add_fields(predict)
 
     _add_advise(commands)
+    add_jobs(commands.add, _add_fields, _number)
 
     script = commands.add("script", "print the script that a strategy runs")
     script.add_argument("what", metavar="STRATEGY", help=", ".join(STRATEGIES))

@@ -22,7 +22,7 @@ from labkit.setup.environment import OPTIONAL
 from labkit.training.strategies import STRATEGIES
 
 _EXTRAS = {"setup": ("lab",), "lab": ("lab",), "handout": ("handout",), "test": ("lab", "test", "deepspeed")}
-_AFTER_DASHES = ("run", "predict", "lab", "test")  # arguments after `--` go to the script, JupyterLab or pytest
+_AFTER_DASHES = ("run", "predict", "pack", "lab", "test")  # arguments after `--` go to the script, JupyterLab or pytest
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -133,6 +133,8 @@ def _whats(args: argparse.Namespace) -> list[str]:
         raise UsageError(f"{both}; name a strategy, the path of a script, or -m MODULE ({help})")
     if takes_module and args.module is not None:
         return [args.module]
+    if args.command == "pack":  # otherwise the name of a run
+        return [args.name] if args.name in STRATEGIES or args.name.endswith(".py") else []
     return [value for value in (getattr(args, "what", None), getattr(args, "other", None)) if value is not None]
 
 
