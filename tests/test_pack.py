@@ -153,7 +153,7 @@ def test_a_job_does_not_depend_on_a_checkpoint_of_this_machine(tmp_path):
     ("fields", "nodes", "said"),
     [
         ({"what": "ddp", "nproc": 3}, 2, "3 ranks cannot be divided equally among 2 nodes"),
-        ({"what": "dp", "nproc": 2}, 2, "or another strategy"),
+        ({"what": "dp", "nproc": 2}, 2, "a strategy with one process per device"),
     ],
 )
 def test_ranks_that_cannot_be_divided_are_refused(fields, nodes, said):

@@ -9,6 +9,7 @@ from typing import Any
 from labkit.common.arguments import Number
 
 _NODES = Number(int, 1, 65_536)
+_NODE_RANK = Number(int, 0, 65_535)
 
 
 def add_jobs(
@@ -23,12 +24,38 @@ def add_jobs(
     _placed(pack, number)
     add_fields(pack)
 
+    submit = add("submit", "submit a run to Slurm, or write the job file of Kubeflow or SkyPilot", json=True)
+    submit.add_argument("what", metavar="STRATEGY|PATH.py", nargs="?", help="a strategy or your own script")
+    submit.add_argument("-m", dest="module", metavar="MODULE", help="submit your own module, like python -m")
+    submit.add_argument(
+        "--engine",
+        metavar="E",
+        default="slurm",
+        help="slurm, kubeflow or skypilot; the last two only write a file (default: slurm)",
+    )
+    submit.add_argument("-o", "--output", metavar="FILE.yaml", help="output file (default: NAME-ENGINE.yaml)")
+    _placed(submit, number)
+    add_fields(submit)
+
     unpack = add("unpack", "unpack a job into a new folder, after checking that nothing in it can do harm there")
     unpack.add_argument("name", metavar="FILE.zip")
     unpack.add_argument("-o", "--output", metavar="DIR", help="new folder (default: the name of the file)")
 
+    gather = add("gather", "put the run folders of the nodes of one run together in a new one")
+    gather.add_argument("names", metavar="RUN", nargs="+", help="the folder of each node, a name or a path")
+    gather.add_argument("-o", "--output", metavar="DIR", required=True, help="new run folder")
 
-def _placed(command: argparse.ArgumentParser, number: Callable[[str, Number], Callable[[str], Any]]) -> None:
+
+def add_nodes(run: argparse.ArgumentParser, number: Callable[[str, Number], Callable[[str], Any]]) -> None:
+    """Adds the flags of a run on several machines."""
+    _nodes(run, number)
+    run.add_argument(
+        "--node-rank", type=number("--node-rank", _NODE_RANK), metavar="K", help="this node, from 0 to N - 1"
+    )
+    run.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="an address and a free port of node 0")
+
+
+def _nodes(command: argparse.ArgumentParser, number: Callable[[str, Number], Callable[[str], Any]]) -> None:
     command.add_argument(
         "--nodes",
         type=number("--nodes", _NODES),
@@ -36,6 +63,10 @@ def _placed(command: argparse.ArgumentParser, number: Callable[[str, Number], Ca
         metavar="N",
         help="nodes among which the ranks of --nproc are divided (default: 1)",
     )
+
+
+def _placed(command: argparse.ArgumentParser, number: Callable[[str, Number], Callable[[str], Any]]) -> None:
+    _nodes(command, number)
     command.add_argument(
         "--profile", metavar="NAME", default="default", help="settings of a site, from labkit.conf (default: default)"
     )

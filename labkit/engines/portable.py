@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from labkit.common.units import counted
 from labkit.engines.packages import local_modules, requirements
+from labkit.plan.nodes import divided
 from labkit.plan.script import write_script
 from labkit.plan.spec import Spec, SpecError
 from labkit.record.folder import RunFolder
@@ -87,14 +87,7 @@ def per_node_of(spec: Spec, nodes: int) -> int:
     """Ranks on each of `nodes` nodes; `SpecError` if the ranks cannot be divided among them."""
     if spec.nproc is None:
         raise SpecError("nproc", "the job depends on the number of ranks, which is not set; add --nproc")
-    if spec.processes % nodes:
-        other = "" if spec.script is not None or spec.strategy_row.process_group else ", or another strategy"
-        raise SpecError(
-            "nproc",
-            f"{counted(spec.processes, 'rank')} cannot be divided equally among {nodes} nodes; --nproc is the number of"
-            f" ranks of all nodes: use a multiple of {nodes}{other}",
-        )
-    return spec.processes // nodes
+    return divided(spec.processes, nodes)
 
 
 def _job(

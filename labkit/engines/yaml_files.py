@@ -14,6 +14,7 @@ from labkit.engines.torchrun import PORT
 from labkit.plan.spec import SpecError
 
 _LARGEST = 1_000_000  # bytes: Kubernetes stores objects of at most 1.5 MiB
+_FOLDER = "job"  # of the files, on each node
 _ACCELERATOR = "A100"  # of SkyPilot, if the profile has no GPU
 
 
@@ -31,9 +32,7 @@ def trainjob(job: Portable, profile: Profile) -> str:
     """A TrainJob of Kubeflow Trainer (trainer.kubeflow.org/v1alpha1) for the runtime `torch-distributed`, which tells
     torchrun nodes and ranks by its environment. The files of the job are part of its command. Raises `SpecError` if
     they are too large."""
-    commands = ["set -e", "mkdir -p job", "cd job", *_written(job), f"pip install -r {REQUIREMENTS}"]
-    if profile.setup:
-        commands.insert(1, profile.setup)
+    commands = ["set -e", *_prepared(job, profile)]
     commands.append(shlex.join(["torchrun", f"--max-restarts={job.max_restarts}", *job.target]))
     text = re.sub(r"\$(?=[$(])", "$$", "\n".join(commands) + "\n")  # Kubernetes replaces $(NAME), and $$ by $
     if len(text.encode()) > _LARGEST:
@@ -54,13 +53,15 @@ def trainjob(job: Portable, profile: Profile) -> str:
 
 
 def skypilot(job: Portable, profile: Profile) -> str:
-    """A task of SkyPilot, to be launched from the folder that holds the files of the job."""
+    """A task of SkyPilot, whose setup writes the files of the job on every node."""
     resources: dict[str, Any] = {"cpus": f"{job.per_node * int(profile.cpus or 1)}+"}
     if job.device == "cuda":
         resources["accelerators"] = f"{profile.gpu or _ACCELERATOR}:{job.per_node}"
     if profile.container:
         resources["image_id"] = f"docker:{profile.container}"
     run = [
+        *([profile.setup] if profile.setup else []),
+        f"cd {_FOLDER}",
         "torchrun --nnodes=$SKYPILOT_NUM_NODES --node-rank=$SKYPILOT_NODE_RANK \\",
         f'  --master-addr=$(echo "$SKYPILOT_NODE_IPS" | head -n1) --master-port={PORT} \\',
         f"  --nproc-per-node={job.per_node} --max-restarts={job.max_restarts} {shlex.join(job.target)}",
@@ -70,8 +71,7 @@ def skypilot(job: Portable, profile: Profile) -> str:
             "name": _label(job.name),
             "num_nodes": job.nodes,
             "resources": resources,
-            "workdir": ".",
-            "setup": "".join(f"{line}\n" for line in (profile.setup, f"pip install -r {REQUIREMENTS}") if line),
+            "setup": "\n".join(_prepared(job, profile)) + "\n",
             "run": "\n".join(run) + "\n",
         }
     )
@@ -81,15 +81,15 @@ def _dumped(document: dict[str, Any]) -> str:
     return yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=1 << 20, allow_unicode=True)
 
 
-def _written(job: Portable) -> list[str]:
-    """Commands that write the files of a job."""
-    lines = []
+def _prepared(job: Portable, profile: Profile) -> list[str]:
+    """Commands that write the files of a job to a folder, enter it, and install its packages."""
+    lines = [*([profile.setup] if profile.setup else []), f"mkdir -p {_FOLDER}", f"cd {_FOLDER}"]
     for path, text in job.all_files.items():
         end = next(name for n in range(len(text) + 1) if (name := f"END_OF_FILE_{n}") not in text)
         folder, _, _ = path.rpartition("/")
         lines += [f"mkdir -p {shlex.quote(folder)}"] if folder else []
         lines += [f"cat > {shlex.quote(path)} <<'{end}'", text.rstrip("\n"), end]
-    return lines
+    return [*lines, f"pip install -r {REQUIREMENTS}"]
 
 
 def _label(name: str) -> str:

@@ -141,6 +141,17 @@ class Error(OfRank):
     owners: NotRequired[Owners]
 
 
+class Queue(Envelope):
+    """A scheduler's view of the run: the number of its `job`, its `state` and the `reason` for it in the words of the
+    scheduler, and its `nodes`."""
+
+    kind: Literal["queue"]
+    job: Count
+    state: Name
+    reason: NotRequired[Name]
+    nodes: NotRequired[Name]
+
+
 class ProbeError(OfRank):
     """A part of the probe that failed; the script continues without it."""
 
@@ -174,6 +185,7 @@ Reported: TypeAlias = (
     | Metric
     | Report
     | Error
+    | Queue
     | ProbeError
     | End
 )
