@@ -62,7 +62,7 @@ class Job:
         prediction: Plan | None = None,
         guess: Guesses | None = None,
         name: str | None = None,
-        planned: Callable[[Spec, RunFolder], dict[str, Any]] = local.plan,
+        planned: Callable[[Spec, RunFolder], dict[str, Any]] | None = None,
     ) -> Job:
         """Starts a resolved Spec (see `Spec.on`) in a new folder and returns as soon as torchrun is starting.
 
@@ -92,7 +92,7 @@ class Job:
             if spec.script is None:
                 RunFolder.write_text(folder.script, write_script(spec))
             RunFolder.write_text(folder.command, command(spec) + "\n")
-            plan = planned(spec, folder) | {"detached": detached}
+            plan = (planned or local.plan)(spec, folder) | {"detached": detached}
             start_supervisor(folder, plan, asked, stdin, warm_or_cold(spec, plan, cold), cls(folder)._clean_up)
         except BaseException:
             end(lambda: of_folder(folder.path), grace=0.0)

@@ -10,7 +10,7 @@ import os
 import platform
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -25,7 +25,7 @@ class Gpu:
     name: str
     memory: int
     capability: tuple[int, int]
-    uuid: str = ""
+    uuid: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)

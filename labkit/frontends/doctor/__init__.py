@@ -80,7 +80,6 @@ CHECKS: tuple[Callable[[], Check], ...] = (
         machine.shared_memory,
         machine.runs_folder,
         machine.limits,
-        machine.limits,
         machine.digits,
         machine.warm_start,
         machine.communication,
