@@ -94,7 +94,7 @@ def _as_nobody(place: Path, said: Connection) -> None:
     """What the process of another user does: it asks, waits for a word, and asks again."""
     os.setresgid(65_534, 65_534, 65_534)
     os.setresuid(65_534, 65_534, 65_534)
-    leases.getpass.getuser = lambda: "nobody"  # in this process alone
+    leases.user_name = lambda: "nobody"  # in this process alone
     lease = Lease("2", "cpu", 2, POOL, place)
     said.send((lease.take(), len(tickets(place))))
     said.recv()

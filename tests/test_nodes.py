@@ -40,6 +40,8 @@ def test_two_nodes_train_as_one_machine_and_are_gathered(shared_run, tmp_path, c
     assert [node.wait(300).state.words for node in nodes] == ["finished", "finished"]
     assert [len(node.state.ranks) for node in nodes] == [2, 2]
     assert [node.state.step for node in nodes] == [4, 4]
+    hosts = dict.fromkeys("0123", socket.gethostname())
+    assert [rank.hosts for node in nodes for rank in node.state.ranks.values() if rank.hosts] == [hosts, hosts]
     assert not [finding for node in nodes for finding in node.findings() if finding.name == "not_there"]
     whole = tmp_path / "whole"
     assert called("gather", *(node.name for node in nodes), "-o", str(whole)) == 0
@@ -75,6 +77,37 @@ def test_the_command_of_a_node():
     assert plan["lease"]["wanted"] == plan["ranks_here"] == 2
     assert "is_host=false" in " ".join(plan["argv"])
     assert "LABKIT_LOOPBACK" not in plan["env"]
+
+
+def node_of_two(runs: Path) -> FakeRun:
+    """The folder of node 0 of two, with rank 0 of two; rank 1 is on another host."""
+    run = FakeRun(runs, nproc=2)
+    run.start()
+    run.status("running", ranks_here=1)
+    run.writers[0].write("hosts", hosts={"0": "here", "1": "there"})
+    run.step(3)
+    for path in run.folder.events.glob("rank1.*"):
+        path.unlink()
+    return run
+
+
+def test_a_node_that_is_cut_off_is_named(runs):
+    run = node_of_two(runs)
+    call = {"op": "all_reduce", "over": False, "group": "default", "ranks": [0, 1], "seq": 7, "sizes": [[4]]}
+    run.writers[0].write("waiting", since=run.newest - 31.0, stack="", ops=[call], phase="backward", step=4)
+    found = Run.attach(run.folder.path)
+    assert found.state.words == "training"
+    hang = next(finding for finding in found.findings() if finding.name == "hang")
+    assert "rank 1 on there never reached it" in hang.title
+    assert "rank 1: its events are in the run folder of its node" in hang.evidence
+
+
+def test_a_node_that_dies_is_named(runs):
+    run = node_of_two(runs)
+    run.writers[0].write("error", type="RuntimeError", message="Connection closed by peer [10.0.0.2]:41", traceback="")
+    run.status("failed", ranks_here=1, ended=run.newest)
+    first = next(one for one in Run.attach(run.folder.path).findings() if one.name == "first_failure")
+    assert first.cause == "a rank of another node is gone, rank 1 on there; read its run folder"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ program that does not ask for one is not stopped.
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
 import time
@@ -16,10 +15,12 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import gettempdir
 
 from filelock import FileLock, Timeout
 
 from labkit.common.units import counted
+from labkit.setup.limits import user_name
 
 _SHARED = 0o666  # the locks; the folder has the sticky bit
 _PATIENCE = 30.0  # seconds to wait for the lock of the queue, which is held for milliseconds
@@ -47,8 +48,9 @@ class Ticket:
 
 
 def folder() -> Path:
-    """Where the tickets of this machine are: LABKIT_LEASES, or else /tmp/labkit-leases."""
-    return Path(os.environ.get("LABKIT_LEASES") or "/tmp/labkit-leases")
+    """Where the tickets of this machine are: LABKIT_LEASES, or else /tmp/labkit-leases (TMPDIR may be a user's)."""
+    common = "/tmp" if os.name == "posix" else gettempdir()
+    return Path(os.environ.get("LABKIT_LEASES") or Path(common, "labkit-leases"))
 
 
 class Lease:
@@ -58,7 +60,7 @@ class Lease:
         self._place = place or folder()
         self._lock: FileLock | None = None
         self._ahead: list[Ticket] = []
-        self.ticket = Ticket(0, getpass.getuser(), run, kind, wanted, tuple(pool), time.time())
+        self.ticket = Ticket(0, user_name(), run, kind, wanted, tuple(pool), time.time())
         _prepare(self._place)
 
     def take(self) -> bool:
@@ -103,9 +105,12 @@ class Lease:
     def _describe(self) -> None:
         path = _description_of(self._place, self.ticket.number)
         half = path.with_suffix(".half")
-        half.write_text(json.dumps(asdict(self.ticket)), encoding="utf-8")
-        half.chmod(0o644)
-        half.replace(path)
+        try:
+            half.write_text(json.dumps(asdict(self.ticket)), encoding="utf-8")
+            half.chmod(0o644)
+            half.replace(path)
+        except OSError as error:
+            raise LeaseError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def tickets(place: Path | None = None) -> list[Ticket]:
@@ -137,7 +142,7 @@ def duration(ticket: Ticket) -> str:
 def _prepare(place: Path) -> None:
     try:
         place.mkdir(parents=True, exist_ok=True)
-        if place.stat().st_uid == os.geteuid():
+        if os.name == "posix" and place.stat().st_uid == os.geteuid():
             place.chmod(0o1777)  # all users may add files, and only their owners remove them
     except OSError as error:
         raise LeaseError(

@@ -30,9 +30,8 @@ _REPLICA_STEPS = 50  # newest steps of which the figures of dp's replicas are st
 
 
 class Fold:
-    """Everything that the events of a run say: its Spec, status and prediction, its ranks, metrics, reports and system
-    samples. `guess` has what the learner predicted, by figure; `queue` the newest state of the scheduler's job;
-    `broken` counts what readers of events could not use.
+    """What the events of a run say: its Spec, status and prediction, ranks, metrics, reports and samples. `guess` has
+    what the learner predicted, by figure; `queue` the state of the scheduler's job; `broken` counts unusable lines.
     """
 
     def __init__(self) -> None:
@@ -294,6 +293,7 @@ HANDLERS: dict[Any, Callable[[Fold, Any], None]] = {
     "error": Fold._on_error,
     "probe_error": Fold._on_probe_error,
     "dropped": Fold._on_dropped,
+    "hosts": lambda fold, event: setattr(fold._rank(event), "hosts", event["hosts"]),
     "queue": lambda fold, event: setattr(fold, "queue", event),
     "end": Fold._on_end,
     "system": Fold._on_system,

@@ -44,7 +44,7 @@ def in_force() -> Limits:
     found: dict[str, float] = {}
     sources: dict[str, str] = {}
     for path, titles in (
-        (config.SYSTEM, (_SECTION, f"{_SECTION} {getpass.getuser()}")),
+        (config.SYSTEM, (_SECTION, f"{_SECTION} {user_name()}")),
         (config.user_file(), (_SECTION,)),
     ):
         there = config.sections(path)
@@ -55,6 +55,14 @@ def in_force() -> Limits:
             if name not in found or path == config.SYSTEM or value < found[name]:
                 found[name], sources[name] = value, f"{path} [{title}]"
     return Limits(**found, sources=sources)  # type: ignore[arg-type]
+
+
+def user_name() -> str:
+    """The name of this user; the number for one without a name, as in some containers."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
 
 
 def _read(path: Path, title: str, name: str, text: str) -> float:
