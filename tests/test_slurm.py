@@ -79,6 +79,7 @@ def test_stop_cancels_a_job_that_waits_and_one_that_runs(at_cluster, tmp_path):
 
 
 @real
+@pytest.mark.slow
 def test_a_job_that_fails_says_why(at_cluster, tmp_path, capsys):
     (tmp_path / "train.py").write_text("import os\nassert os.environ['RANK'] != '1', 'no luck'\n")
     run = submit("train.py", nproc=2, nodes=2).wait(240)
