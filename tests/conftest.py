@@ -58,6 +58,7 @@ def warm_server():
     place = tempfile.mkdtemp(prefix="labkit-")  # a socket's path must be short
     before = os.environ.get("XDG_RUNTIME_DIR")
     os.environ["XDG_RUNTIME_DIR"] = place
+    os.environ["LABKIT_LEASES"] = f"{place}/leases"  # other users of this machine do not delay the tests
 
     client.prepare()
     yield server_for_this_process

@@ -19,6 +19,7 @@ STANDARD = (
     "setup/progress.py",
     "cli/parser.py",
     "cli/flags.py",
+    "cli/job_flags.py",
     "common/atomic.py",
     "common/text.py",
 )
@@ -35,6 +36,7 @@ ROOMS = (
         "analysis",
         "prediction",
         "figures",
+        "engines",
         "launch",
         "runs",
         "course",
@@ -64,6 +66,7 @@ NEVER = {
     "prediction/scale/*.py": (*HEAVY, "labkit.launch", "labkit.frontends"),
     "prediction/tracing/*.py": ("plotly", "ipywidgets", "IPython", "anywidget", "labkit.launch", "labkit.frontends"),
     "figures/*.py": ("torch", "ipywidgets", "IPython", "anywidget"),
+    "engines/*.py": (*HEAVY, "labkit.launch"),
     "launch/*.py": HEAVY,
     "runs/*.py": ("torch", "ipywidgets", "IPython", "anywidget"),
     "course/pictures/*.py": ("torch", "ipywidgets", "IPython", "labkit.launch"),

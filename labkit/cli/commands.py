@@ -8,10 +8,12 @@ import sys
 
 from labkit.cli.advise import advise
 from labkit.cli.glossary import glossary
+from labkit.cli.jobs import gather, pack, submit, unpack
+from labkit.cli.listing import runs
 from labkit.cli.pages import diff, handout, notebook, predict, script
 from labkit.cli.parser import refuse
 from labkit.cli.project import bench, claims, doctor, progress, schema
-from labkit.cli.recorded import capture, clean, compare, logs, replay, run, runs, show, stop, trace
+from labkit.cli.recorded import capture, clean, compare, logs, replay, run, show, stop, trace
 from labkit.cli.setting_up import lab, setup, test
 from labkit.cli.shared import Refused
 from labkit.plan.spec import SpecError
@@ -29,17 +31,19 @@ COMMANDS = {
             compare,
             diff,
             doctor,
+            gather,
             glossary,
             handout,
             lab,
             logs,
             notebook,
+            pack,
             predict,
             progress,
             replay,
             run,
         ),
-        *(runs, schema, script, setup, show, stop, test, trace),
+        *(runs, schema, script, setup, show, stop, submit, test, trace, unpack),
     )
 }
 

@@ -9,6 +9,7 @@ from dataclasses import fields
 from functools import partial
 from typing import Any, NoReturn
 
+from labkit.cli.job_flags import add_jobs, add_nodes
 from labkit.common.arguments import ROUNDS, Number, check_address, check_choice
 from labkit.plan.fields import about
 from labkit.plan.spec import Spec
@@ -89,6 +90,7 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
         "--detach", action="store_true", help="return at once; the run continues after this terminal is closed"
     )
     run.add_argument("--cold", action="store_true", help=_COLD)
+    add_nodes(run, _number)
 
     predict = commands.add(
         "predict", "predict the memory and traffic of each rank, without running anything and without a GPU", json=True
@@ -105,6 +107,7 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     _add_fields(predict)
 
     _add_advise(commands)
+    add_jobs(commands.add, _add_fields, _number)
 
     script = commands.add("script", "print the script that a strategy runs")
     script.add_argument("what", metavar="STRATEGY", help=", ".join(STRATEGIES))
@@ -132,7 +135,8 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     compare.add_argument("--cold", action="store_true", help=_COLD)
     _add_fields(compare)
 
-    commands.add("runs", "list the recorded runs", json=True)
+    runs = commands.add("runs", "list the recorded runs", json=True)
+    runs.add_argument("--all-users", action="store_true", help="list who holds the GPUs and CPU slots of this machine")
     show = commands.add("show", "show the figures of a run", json=True)
     show.add_argument("--follow", action="store_true", help="update until the run is over; Ctrl-C leaves it running")
     stop = commands.add("stop", "stop a run and all of its processes")

@@ -22,7 +22,14 @@ from labkit.setup.environment import OPTIONAL
 from labkit.training.strategies import STRATEGIES
 
 _EXTRAS = {"setup": ("lab",), "lab": ("lab",), "handout": ("handout",), "test": ("lab", "test", "deepspeed")}
-_AFTER_DASHES = ("run", "predict", "lab", "test")  # arguments after `--` go to the script, JupyterLab or pytest
+_AFTER_DASHES = (
+    "run",
+    "predict",
+    "pack",
+    "submit",
+    "lab",
+    "test",
+)  # arguments after `--` go to the script, JupyterLab or pytest
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -126,13 +133,15 @@ def _options(given: Iterable[str]) -> dict[str, str]:
 
 
 def _whats(args: argparse.Namespace) -> list[str]:
-    takes_module = args.command in ("run", "predict")
+    takes_module = hasattr(args, "module")
     if takes_module and (args.what is None) == (args.module is None):
         both = "a script and -m exclude each other" if args.what else f"nothing to {args.command} was given"
         help = f"see labkit {args.command} --help"
         raise UsageError(f"{both}; name a strategy, the path of a script, or -m MODULE ({help})")
     if takes_module and args.module is not None:
         return [args.module]
+    if args.command == "pack":  # otherwise the name of a run
+        return [args.name] if args.name in STRATEGIES or args.name.endswith(".py") else []
     return [value for value in (getattr(args, "what", None), getattr(args, "other", None)) if value is not None]
 
 

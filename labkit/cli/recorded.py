@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
-from labkit.analysis.summary import recorded_summary, summarise, summary_or_reason
+from labkit.analysis.summary import recorded_summary, summarise
+from labkit.cli.jobs import node_of
 from labkit.cli.parser import fields_of
 from labkit.cli.shared import WIDE, Refused, console, find, interrupts, say
 from labkit.common.text import visible_log
@@ -33,14 +34,16 @@ _CODES = {"finished": 0, "failed": 1, "lost": 1, "stopped": 130}
 def run(args: argparse.Namespace) -> int:
     """Starts a run and displays it until it is over; Ctrl-C stops the run."""
     from labkit.launch.job import LaunchError
-    from labkit.runs.handle import Run, start
+    from labkit.runs.handle import Run, start, start_node
     from labkit.runs.settling import settle
 
-    spec = settle(args.specs[0])
+    node = node_of(args)
+    spec = settle(args.specs[0], nodes=node.nodes if node else 1)
+    starting = partial(start_node, spec, node) if node else partial(start, spec)
 
     with interrupts() as interrupted:
         try:
-            job = Run(start(spec, detached=args.detach, cold=args.cold, stdin=None if args.detach else _stdin()))
+            job = Run(starting(detached=args.detach, cold=args.cold, stdin=None if args.detach else _stdin()))
         except (LaunchError, OSError) as error:
             raise Refused(str(error), code=1) from None
         if args.detach:
@@ -106,18 +109,6 @@ def _for_a_terminal(blocks: Iterable[bytes]) -> Iterator[bytes]:
             yield b""
     if rest:
         yield visible_log(rest).encode()
-
-
-def runs(args: argparse.Namespace) -> int:
-    """Lists the recorded runs, oldest first."""
-    rows = [summary_or_reason(folder, Reading(folder.name)) for folder in RunFolder.all()]
-    if args.json:
-        print(json.dumps({"runs": rows}))
-    elif rows:
-        console(args, WIDE).print(terminal.runs_table(rows))
-    else:
-        say("there are no recorded runs; start one with: labkit run ddp")
-    return 0
 
 
 def show(args: argparse.Namespace) -> int:

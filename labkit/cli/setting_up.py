@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from labkit.cli.shared import Refused, say
@@ -107,33 +108,27 @@ def lab_environment() -> dict[str, str]:
 def test(args: argparse.Namespace) -> int:
     """Replaces this process with pytest in the root of the clone: two tests at a time, because tests mostly wait for
     processes."""
-    _ensure_browser()
+    _ensure("the browser tests", _BROWSERS, "chromium", "fonts-dejavu-core")
+    _ensure("the tests of Slurm", ("slurmctld",), "slurm-wlm", "munge")
     become([sys.executable, "-m", "pytest", "-n", "2", "--dist", "worksteal", *args.rest], folder=CLONE)
     return 0
 
 
-def _ensure_browser() -> None:
-    if any(shutil.which(name) for name in _BROWSERS):
+def _ensure(what: str, programs: Sequence[str], *packages: str) -> None:
+    """Installs packages that some tests need, if none of `programs` is there and this user may install packages;
+    otherwise says that these tests are skipped."""
+    if any(shutil.which(name) for name in programs):
         return
-    may_install = hasattr(os, "geteuid") and os.geteuid() == 0 and shutil.which("apt-get")
-    if may_install:
-        quiet = {
-            "stdout": subprocess.DEVNULL,
-            "stderr": subprocess.DEVNULL,
-            "stdin": subprocess.DEVNULL,
-            "check": False,
-        }
+    if hasattr(os, "geteuid") and os.geteuid() == 0 and shutil.which("apt-get"):
+        quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         settings = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+        install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *packages]
         with Progress() as progress:
-            progress.step("installing Chromium for the browser tests (apt-get install chromium fonts-dejavu-core)")
-            subprocess.run(["apt-get", "update", "-qq"], env=settings, **quiet)
-            subprocess.run(
-                ["apt-get", "install", "-y", "-qq", "--no-install-recommends", "chromium", "fonts-dejavu-core"],
-                env=settings,
-                **quiet,
-            )
-    if not shutil.which("chromium"):
+            progress.step(f"installing what {what} need (apt-get install {' '.join(packages)})")
+            for command in (["apt-get", "update", "-qq"], install):
+                subprocess.run(command, env=settings, check=False, **quiet)
+    if not any(shutil.which(name) for name in programs):
         print(
-            "labkit: there is no Chromium on the PATH; the browser tests are skipped until it is installed",
+            f"labkit: {programs[0]} is not on the PATH; {what} are skipped until {packages[0]} is installed",
             file=sys.stderr,
         )

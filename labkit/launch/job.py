@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,8 @@ from labkit.common.processes import end, is_stopped, is_supervisor, living, of_f
 from labkit.common.text import visible_line
 from labkit.launch import local
 from labkit.launch.ending import conclude_unattended, reserve
+from labkit.launch.quota import keep_quota
+from labkit.launch.slurm_client import cancel
 from labkit.launch.starting import LaunchError, start_supervisor, warm_or_cold
 from labkit.plan.script import command, write_script
 from labkit.plan.spec import Spec
@@ -25,6 +28,7 @@ from labkit.record.state import OVER
 from labkit.record.status import current, hidden_supervisor, is_abandoned, is_here, is_over, supervisor_of
 from labkit.record.types.guess import Guesses
 from labkit.record.types.prediction import Plan
+from labkit.setup.limits import in_force
 
 _ANSWER = 2.0  # seconds in which a responsive supervisor reports that it is stopping the run
 _GRACE = 2.0  # seconds between SIGTERM and SIGKILL for the processes of a run without a supervisor
@@ -56,24 +60,27 @@ class Job:
         stdin: int | None = None,
         prediction: Plan | None = None,
         guess: Guesses | None = None,
+        name: str | None = None,
+        planned: Callable[[Spec, RunFolder], dict[str, Any]] | None = None,
     ) -> Job:
         """Starts a resolved Spec (see `Spec.on`) in a new folder and returns as soon as torchrun is starting.
 
         `source` is the text of a script that is not a file yet; it is written to the folder, whatever name
         `spec.script` has. `stdin` is a file descriptor that all ranks inherit as standard input, as under torchrun
         (default: empty). `prediction` and `guess` are stored with the run. Unless `detached`, the run ends with this
-        process, however that ends. It starts warm if possible, unless `cold`; the plan and the status record which it
-        was, and why the start was cold. Raises `LaunchError` or `OSError` if it cannot start; no files or processes are
-        left in that case.
+        process, however that ends. `name` is the end of the folder's name (default: that of the Spec); `planned` makes
+        the launch plan, of torchrun on this machine by default, when all other files are written. The run starts warm
+        if possible, unless `cold`; the plan and the status record which it was, and why the start was cold. Raises
+        `LaunchError` or `OSError` if it cannot start; no files or processes are left in that case.
         """
         asked = time.time()
-        folder = RunFolder.create(spec.name, root)
+        keep_quota(in_force(), root, spec.resume)
+        folder = RunFolder.create(name or spec.name, root)
         try:
             reserve(folder)
             if source is not None:
                 RunFolder.write_text(folder.script, source)
                 spec = replace(spec, script=str(folder.script))
-            plan = local.plan(spec, folder) | {"detached": detached}
             RunFolder.write_json(folder.spec, spec.to_json())
             if prediction is not None:
                 RunFolder.write_json(folder.prediction, prediction)
@@ -82,6 +89,7 @@ class Job:
             if spec.script is None:
                 RunFolder.write_text(folder.script, write_script(spec))
             RunFolder.write_text(folder.command, command(spec) + "\n")
+            plan = (planned or local.plan)(spec, folder) | {"detached": detached}
             start_supervisor(folder, plan, asked, stdin, warm_or_cold(spec, plan, cold), cls(folder)._clean_up)
         except BaseException:
             end(lambda: of_folder(folder.path), grace=0.0)
@@ -202,6 +210,8 @@ class Job:
                 self._close("failed", self.status()["message"])
 
     def _end_all(self) -> None:
+        if number := RunFolder.read_json(self.folder.plan).get("batch_job"):
+            cancel(number, self.folder.batch)
         end(lambda: of_folder(self.folder.path), grace=0.0)
 
     def _close(self, state: str, message: str) -> None:

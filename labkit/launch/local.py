@@ -11,48 +11,89 @@ from pathlib import Path
 from typing import Any
 
 from labkit.common.processes import TAG
+from labkit.plan.nodes import Node
 from labkit.plan.spec import Spec
 from labkit.record import clock
 from labkit.record.folder import RunFolder
+from labkit.setup.limits import Limits, in_force
+from labkit.setup.machine import Machine
 from labkit.setup.preflight import LOOPBACK
 
+ENGINE = "local"
+_JOIN = 300  # seconds in which all nodes must have started
 _COMMON = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # added to the environment of every run
 
 
-def plan(spec: Spec, folder: RunFolder) -> dict[str, Any]:
+def plan(spec: Spec, folder: RunFolder, node: Node | None = None) -> dict[str, Any]:
     """The launch plan as stored in `launch.json`: `argv`, the additional environment `env`, the working folder `cwd`.
 
-    `spec` must be resolved by `Spec.on`: its device and number of processes are known.
+    `spec` must be resolved by `Spec.on`: its device and number of processes are known. With a `node`, torchrun starts
+    the ranks of that node alone.
     """
+    limits = in_force()
     return {
         "v": 1,
-        "engine": "local",
-        "argv": _argv(spec, folder),
-        "env": _environment(spec, folder),
+        "engine": ENGINE,
+        "argv": _argv(spec, folder, node),
+        "env": _environment(spec, folder, node),
         "cwd": str(Path.cwd()),
+        "limit": None if limits.hours is None else limits.hours * 3600,
+        "lease": _lease(spec, limits, node),
+        "endpoint": node and node.endpoint,
+        "ranks_here": node and node.share(spec.processes),
     }
 
 
-def _argv(spec: Spec, folder: RunFolder) -> list[str]:
+def _lease(spec: Spec, limits: Limits, node: Node | None) -> dict[str, Any] | None:
+    """The devices that the run takes on this machine; None if its GPUs cannot be identified."""
+    if spec.device != "cuda":
+        wanted = node.share(spec.processes) if node else spec.processes
+        return {"kind": "cpu", "wanted": wanted, "pool": [str(slot) for slot in range(limits.slots)]}
+    pool = [gpu.uuid for gpu in Machine.here().gpus if gpu.uuid]
+    wanted = node.share(spec.nproc) if node else spec.nproc
+    return {"kind": "gpu", "wanted": wanted, "pool": pool} if pool else None
+
+
+def _argv(spec: Spec, folder: RunFolder, node: Node | None) -> list[str]:
     # The script path is passed as the user wrote it, so that sys.argv[0] is the same as under plain torchrun.
     script = [str(folder.script)] if spec.script is None else ["-m", spec.script] if spec.as_module else [spec.script]
     # like torchrun itself: do not import a random.py from the working folder
     safe = ["-P"] if sys.version_info >= (3, 11) else []
     return [
         *(sys.executable, *safe, "-m", "torch.distributed.run"),
+        *(_alone(spec, folder) if node is None else _with_others(spec, node)),
+        f"--max-restarts={spec.max_restarts}",
+        *("-m", "labkit.probe"),
+        *script,
+        *spec.args,
+    ]
+
+
+def _alone(spec: Spec, folder: RunFolder) -> list[str]:
+    """Instead of --standalone, which opens the store on every network interface."""
+    return [
         "--nnodes=1",
         f"--nproc-per-node={spec.processes}",
-        # Instead of --standalone, which opens the store on every network interface.
         "--rdzv-backend=c10d",
         "--rdzv-conf=store_type=file",
         f"--rdzv-endpoint={folder.rendezvous}",
         "--local-addr=127.0.0.1",
         f"--log-dir={folder.logs}",
         "--redirects=3",
-        f"--max-restarts={spec.max_restarts}",
-        *("-m", "labkit.probe"),
-        *script,
-        *spec.args,
+    ]
+
+
+def _with_others(spec: Spec, node: Node) -> list[str]:
+    """The store of node 0 listens on all of its interfaces. The ranks write their own logs, because torchrun knows only
+    their numbers on this node."""
+    is_host = "true" if node.rank == 0 else "false"
+    return [
+        f"--nnodes={node.nodes}",
+        f"--nproc-per-node={node.share(spec.processes)}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-conf=is_host={is_host},join_timeout={_JOIN}",
+        f"--rdzv-endpoint={node.endpoint}",
+        f"--rdzv-id={spec.name}",
     ]
 
 
@@ -61,14 +102,15 @@ def standing_environment() -> dict[str, str]:
     return os.environ | _COMMON | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} | _import_path()
 
 
-def _environment(spec: Spec, folder: RunFolder) -> dict[str, str]:
-    added = {
-        TAG: str(folder.path),
-        clock.VARIABLE: clock.reference(),
-        "LABKIT_LOOPBACK": "1",
-        **_COMMON,
-        **LOOPBACK,
-    }
+def _environment(spec: Spec, folder: RunFolder, node: Node | None) -> dict[str, str]:
+    if node is not None:
+        return probe_environment(spec, folder) | {"LABKIT_LOGS": str(folder.logs)}
+    return probe_environment(spec, folder) | {"LABKIT_LOOPBACK": "1", **_COMMON, **LOOPBACK}
+
+
+def probe_environment(spec: Spec, folder: RunFolder) -> dict[str, str]:
+    """The variables that the probe and the devices of a run need, on whatever engine."""
+    added = {TAG: str(folder.path), clock.VARIABLE: clock.reference()}
     added |= {"LABKIT_SAMPLE_EVERY": str(spec.sample_every), "LABKIT_HANG_AFTER": str(spec.hang_after)}
     if spec.tensors:
         added["LABKIT_TENSORS"] = "1"

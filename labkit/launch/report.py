@@ -40,6 +40,19 @@ def failures(folder: RunFolder) -> dict[str, dict[str, Any]]:
     return found
 
 
+def unanswered(folder: RunFolder, endpoint: str | None) -> str:
+    """Why the nodes of a run did not meet at `endpoint`; empty if they did, or if there is one node."""
+    said = folder.end_of(folder.launcher_log) if endpoint else ""
+    if "RendezvousConnectionError" in said:
+        return (
+            f"nobody answers at {endpoint}; start node 0 first, and check that this host reaches it and that no"
+            " firewall closes the port"
+        )
+    if "RendezvousTimeoutError" in said:
+        return f"not all nodes have met at {endpoint} in time; start the same command on every node, each with its rank"
+    return ""
+
+
 def _stack(folder: RunFolder, rank: int) -> dict[str, Any]:
     crash = crash_stack(folder, rank) or _printed_crash(folder, rank)
     stack = crash or last_position(folder, rank)

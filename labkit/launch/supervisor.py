@@ -3,8 +3,8 @@ processes.
 
 `python -m labkit.launch.supervisor RUN_DIR STARTED [STDIN]`. STDIN is a file descriptor that becomes the standard input
 of torchrun and of the ranks (default: empty). The supervisor's own standard input is the lifeline, a pipe whose other
-end the launching process keeps open while it lives. Torchrun is started before any heavy import, because it takes
-longest to start.
+end the launching process keeps open while it lives. When the run has its devices, torchrun is started before any heavy
+import, because it takes longest to start.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from labkit.launch.leases import Lease, LeaseError
 from labkit.probe import lifetime
 from labkit.record.folder import RunFolder
 
@@ -30,6 +31,17 @@ def main(run_dir: str, started: str, stdin: str | None = None, popen: Callable[.
     lifetime.adopt_orphans()
     folder = RunFolder(run_dir)
     plan = RunFolder.read_json(folder.plan)
+    try:
+        lease = _lease(plan, folder)
+        if lease is not None and not lease.take():
+            from labkit.launch.queueing import wait_for_turn
+
+            if not wait_for_turn(folder, plan, lease, float(started), signals):
+                os._exit(0)
+    except LeaseError as error:
+        sys.exit(str(error))
+    if lease is not None and lease.ticket.kind == "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(lease.ticket.granted)
     agent = _start(popen, plan, folder, subprocess.DEVNULL if stdin is None else int(stdin))
     if stdin is not None:
         os.close(int(stdin))  # a writer must get an error when the ranks have ended
@@ -50,6 +62,12 @@ def _wake_on_signals() -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, lambda number, frame: None)  # a handler, not SIG_IGN, which torchrun would inherit
     return read
+
+
+def _lease(plan: dict[str, Any], folder: RunFolder) -> Lease | None:
+    """The lease of the devices that the plan names; the kernel ends it with this process."""
+    wanted = plan.get("lease")
+    return Lease(folder.name, wanted["kind"], wanted["wanted"], wanted["pool"]) if wanted else None
 
 
 def _start(popen: Callable[..., Any], plan: dict[str, Any], folder: RunFolder, stdin: int) -> Any:

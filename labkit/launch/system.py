@@ -65,7 +65,8 @@ class Sampler(threading.Thread):
     def stop(self) -> None:
         """Stops sampling; returns when the last sample is written, or after one second if a driver does not respond."""
         self._over.set()
-        self.join(1.0)
+        if self.is_alive():
+            self.join(1.0)
 
 
 class Ranks:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from labkit.common.processes import TAG, end, here, identity, is_stopped, members, reap, send
-from labkit.launch import report
+from labkit.launch import local, report
 from labkit.launch.anchor import Anchor
 from labkit.launch.cgroup import out_of_memory_kills
 from labkit.launch.ending import DISK_FULL, conclude, make_room
@@ -44,12 +44,15 @@ class Watch:
     def __init__(self, folder: RunFolder, plan: dict[str, Any], agent: subprocess.Popen, started: float, signals: int):
         self._folder = folder
         self._anchor = Anchor(folder)
+        self._began = clock.now()
         self._tag = os.environ[TAG]
         self._agent = agent
         self._signals = signals
+        self._limit = plan.get("limit")
         self._detached = bool(plan.get("detached"))
         self._follower = Follower(folder)
         self._pids: dict[int, int] = {}
+        self._engine, self._endpoint = plan["engine"], plan.get("endpoint")
         self._sampler = Sampler(folder, self._pids)
         self._killed_before = out_of_memory_kills()
         self._status = {
@@ -68,12 +71,14 @@ class Watch:
             "start": plan["start"],
             "cold_because": plan["cold_because"],
             "message": "",
+            "ranks_here": plan.get("ranks_here"),
         }
 
     def run(self) -> None:
         """Returns when all processes of the run have ended and summary and final status are written."""
         self._write()
-        self._sampler.start()
+        if self._engine == local.ENGINE:  # otherwise the ranks run on other machines
+            self._sampler.start()
         reason = None
         try:
             reason = self._watch()
@@ -96,6 +101,9 @@ class Watch:
                 return _Reason(
                     "failed", f"the run folder was {lost} while the run was under way, so the run was stopped"
                 )
+            if self._limit is not None and clock.now() - self._began > self._limit:
+                hours = f"{self._limit / 3600:g}"
+                return _Reason("stopped", f"it reached the limit of {hours} hours for a run (see labkit doctor)")
             self._follow()
             if self._sampler.disk_full:
                 self._note_disk_full()
@@ -115,7 +123,8 @@ class Watch:
         restarts = max((rank.attempt for rank in state.ranks.values()), default=0)
         if pids != self._pids or restarts != self._status["restarts"]:
             self._pids.update(pids)
-            everyone = len(pids) >= state.world_size and all(rank.attempt == restarts for rank in state.ranks.values())
+            expected = self._status["ranks_here"] or state.world_size
+            everyone = len(pids) >= expected and all(rank.attempt == restarts for rank in state.ranks.values())
             named = {str(number): pid for number, pid in pids.items()}
             self._write(ranks=named, state="running" if everyone else "starting", restarts=restarts)
 
@@ -177,7 +186,10 @@ class Watch:
         signal_name = report.signal_name(exit_code or 0)
         if signal_name:
             return f"torchrun was terminated by {signal_name}"
-        return f"torchrun exited with code {exit_code}: {report.last_line(self._folder, self._folder.launcher_log)}"
+        said = report.last_line(self._folder, self._folder.launcher_log)
+        if self._engine != local.ENGINE:
+            return said
+        return report.unanswered(self._folder, self._endpoint) or f"torchrun exited with code {exit_code}: {said}"
 
     def _note_disk_full(self) -> None:
         """Adds the message to the status of the active run, once."""

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from labkit.common.units import size
 from labkit.plan.fields import SpecError
 from labkit.setup import environment, preflight
+from labkit.setup.config import ConfigError
+from labkit.setup.limits import in_force
 from labkit.setup.needs import Needs
 from labkit.training.request import Request
 
@@ -41,6 +43,7 @@ def settled(spec: Any, machine: Machine) -> Any:
             f"--nproc {nproc} exceeds the maximum of {machine.max_cpu_ranks} CPU ranks for "
             f"{_count(machine.cores, 'core')}; use --nproc {machine.max_cpu_ranks}",
         )
+    _check_limits(nproc, device)
     spec = replace(spec, device=device, nproc=nproc)
     if spec.script is not None:
         return spec
@@ -51,6 +54,24 @@ def settled(spec: Any, machine: Machine) -> Any:
         raise SpecError("precision", refusal)
     _check_machine(spec, machine)
     return spec
+
+
+def _check_limits(nproc: int, device: str) -> None:
+    """Raises `SpecError` if this machine or user allows fewer ranks, or if their configuration is invalid."""
+    try:
+        limits = in_force()
+    except ConfigError as error:
+        raise SpecError("nproc", str(error)) from None
+    if device == "cpu" and nproc > limits.slots:
+        raise SpecError(
+            "nproc", f"--nproc {nproc} exceeds the {limits.slots} CPU slots of this machine; use --nproc {limits.slots}"
+        )
+    if limits.ranks is not None and nproc > limits.ranks:
+        raise SpecError(
+            "nproc",
+            f"--nproc {nproc} exceeds the limit of {limits.ranks} ranks ({limits.sources['ranks']}); use --nproc"
+            f" {limits.ranks}",
+        )
 
 
 def unsupported(precision: str, device: str, gpus: Sequence[Gpu]) -> str | None:

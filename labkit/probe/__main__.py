@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 from labkit.probe.lifetime import PARENT, end_with_parent, identity
 
@@ -18,12 +19,25 @@ def give_stdin_to_rank_0() -> None:
         os.close(empty)
 
 
+def write_to_own_logs(folder: str) -> None:
+    """Redirects the output of this rank to its own files, in torchrun's layout; torchrun itself knows only the number
+    of a rank on its node."""
+    place = Path(folder, "ranks", f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", os.environ["RANK"])
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        file = os.open(place / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(file, number)
+        os.close(file)
+
+
 def start() -> None:
     """Binds the process to its parent if it is a rank of a run, and runs the script."""
     if os.environ.get("LABKIT_RUN_DIR"):
         # removed, because the script's children have another parent
         end_with_parent(os.environ.pop(PARENT, "") or identity(os.getppid()))
         give_stdin_to_rank_0()
+        if folder := os.environ.get("LABKIT_LOGS"):
+            write_to_own_logs(folder)
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps messages of torch's profiler out of the script's output
     from labkit.probe.runner import main
 

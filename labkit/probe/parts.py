@@ -34,6 +34,7 @@ LOST = {
     "scaled losses": "losses that pass through a gradient scaler are recorded as scaled",
     "sends": "point-to-point sends are not counted in the traffic",
     "snapshots": "requested snapshots of the CUDA allocator are not written",
+    "hosts": "the hosts of other nodes are not known",
     "startup": "milestones before the first step are not recorded",
     "steps": "steps, phases and losses are incomplete or missing",
     "tensors": "gradients and parameters are not stored, so the equivalence of runs is not judged",

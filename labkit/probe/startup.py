@@ -19,6 +19,7 @@ from typing import Any
 
 import torch.distributed
 
+from labkit.probe.hosts import exchange
 from labkit.probe.journal import Guard, Journal
 from labkit.probe.patches import Patches
 from labkit.record.events import STARTUP
@@ -29,6 +30,7 @@ class Startup:
 
     def __init__(self, journal: Journal, patches: Patches):
         self._journal, self._guard = journal, Guard(journal, "startup")
+        self._hosts = Guard(journal, "hosts")
         self._awaited = set(STARTUP)
         if torch.distributed.is_available():
             patches.wrap("startup", "torch.distributed.init_process_group", self._forming)
@@ -43,7 +45,10 @@ class Startup:
     def _forming(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def init_process_group(*args: Any, **kwargs: Any) -> Any:
             given = original(*args, **kwargs)
+            first = "group" in self._awaited
             self._guard(self.reached, "group")
+            if first:
+                self._hosts(exchange, self._journal)
             return given
 
         return init_process_group

@@ -30,8 +30,8 @@ _REPLICA_STEPS = 50  # newest steps of which the figures of dp's replicas are st
 
 
 class Fold:
-    """Everything that the events of a run say: its Spec, status and prediction, its ranks, metrics, reports and system
-    samples. `guess` has what the learner predicted, by figure; `broken` counts what readers of events could not use.
+    """What the events of a run say: its Spec, status and prediction, ranks, metrics, reports and samples. `guess` has
+    what the learner predicted, by figure; `queue` the state of the scheduler's job; `broken` counts unusable lines.
     """
 
     def __init__(self) -> None:
@@ -43,6 +43,7 @@ class Fold:
         self.metrics: deque[dict[str, Any]] = deque(maxlen=_METRICS)
         self.reports: dict[int, dict[str, Any]] = {}
         self.system = System()
+        self.queue: reported.Queue | None = None
         self.broken = 0
         self.unwatched: list[dict[str, Any]] = []
         self.dropped: dict[int, int] = {}
@@ -145,10 +146,7 @@ class Fold:
             | {name: float(one[name]) for name in ("forward", "cpu", "samples", "memory")}
             for one in event["replicas"]
         ]
-        wait = event.get("gil_wait")
-        self.in_threads.append(
-            {"replicas": replicas, "extra": event["extra"], "gil_wait": None if wait is None else float(wait)}
-        )
+        self.in_threads.append({"replicas": replicas, "extra": event["extra"], "gil_wait": event.get("gil_wait")})
 
     def _on_traffic(self, event: measured.Traffic) -> None:
         self._rank(event).traffic = {"step": event["step"], "ops": dict(event["ops"])}
@@ -295,6 +293,8 @@ HANDLERS: dict[Any, Callable[[Fold, Any], None]] = {
     "error": Fold._on_error,
     "probe_error": Fold._on_probe_error,
     "dropped": Fold._on_dropped,
+    "hosts": lambda fold, event: setattr(fold._rank(event), "hosts", event["hosts"]),
+    "queue": lambda fold, event: setattr(fold, "queue", event),
     "end": Fold._on_end,
     "system": Fold._on_system,
 }

@@ -47,6 +47,11 @@ class RunPaths:
         return self.path / "launch.json"
 
     @property
+    def batch(self) -> Path:
+        """The batch file, if a scheduler runs the job."""
+        return self.path / "job.sbatch"
+
+    @property
     def prediction(self) -> Path:
         """The memory and traffic that were predicted before the run."""
         return self.path / "plan.json"

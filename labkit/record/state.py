@@ -73,15 +73,20 @@ class RunState(Fold):
         return self._asked.processes if self._asked else self.spec.get("nproc") or max(len(self.ranks), 1)
 
     @property
+    def expected(self) -> int:
+        """The number of ranks whose events are in this folder: all, or those of one node."""
+        return self.status.get("ranks_here") or self.world_size
+
+    @property
     def total_steps(self) -> int | None:
         """The number of steps of the whole run; None if only the script knows it."""
         return self._asked.total_steps if self._asked else None
 
     @property
     def step(self) -> int:
-        """The number of steps that all ranks have finished in the newest attempt."""
+        """The number of steps that all ranks of this folder have finished in the newest attempt."""
         done = [int(rank.steps.step[-1]) if len(rank.steps) > rank.first_step else 0 for rank in self.ranks.values()]
-        return min(done) if len(done) == self.world_size else 0
+        return min(done) if len(done) == self.expected else 0
 
     @property
     def note(self) -> str:
@@ -106,10 +111,15 @@ class RunState(Fold):
             return f"failed ({self._failure_words})"
         if state == "lost":
             return f"lost ({self.status.get('message')})"
+        if self.queue is not None and self.queue["state"] not in ("RUNNING", "COMPLETING") and not self.over:
+            reason = f": {self.queue['reason']}" if self.queue.get("reason") else ""
+            return f"job {self.queue['job']} of Slurm is {self.queue['state'].lower()}{reason}"
+        if state == "starting" and (waiting := self.status.get("waiting")):
+            return waiting
         if state != "running":
             return {"starting": "starting ranks"}.get(state, state)
         activities = {rank.activity for rank in self.ranks.values()}
-        if len(self.ranks) < self.world_size or activities <= {None}:
+        if len(self.ranks) < self.expected or activities <= {None}:
             return "starting ranks"
         preparing = sorted(one for one in activities if one is not None and one not in _TRAINS)
         if preparing:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +22,12 @@ from labkit.analysis.trace import write_trace
 from labkit.common.arguments import check_choice, check_flag, check_path, check_seconds, check_type, shown
 from labkit.common.text import visible_line
 from labkit.figures.tables import Findings, Ledger
+from labkit.launch import local
 from labkit.launch.capture import ask
 from labkit.launch.job import Job
 from labkit.launch.local import standing_environment
 from labkit.launch.warm.client import prepare
+from labkit.plan.nodes import Node
 from labkit.plan.spec import Spec
 from labkit.prediction.predict import cached
 from labkit.record.folder import STREAMS, RunFolder
@@ -71,6 +74,13 @@ def begin(spec: Spec, *, cold: bool = False, **options: Any) -> Run:
     if not cold:
         prepare_after(job)
     return Run(job)
+
+
+def start_node(spec: Spec, node: Node, **options: Any) -> Job:
+    """Starts the ranks of one node as `start` does, each node in a separate folder."""
+    node.share(spec.processes)
+    name = f"{spec.name}-node{node.rank}"
+    return start(spec, **options | {"cold": True}, name=name, planned=partial(local.plan, node=node))
 
 
 def start(spec: Spec, *, guesses: Sequence[Guess] | None = None, **options: Any) -> Job:

@@ -17,12 +17,13 @@ from labkit.record.folder import RunFolder
 from labkit.setup.machine import Machine
 
 
-def settle(what: str | os.PathLike[str] | Spec, *, look: bool = True, **fields: Any) -> Spec:
-    """The Spec that `run` would start with the same arguments, resolved for this machine; `SpecError` if it cannot
-    run. Without `look`, it takes milliseconds: data and checkpoints are not looked for."""
+def settle(what: str | os.PathLike[str] | Spec, *, look: bool = True, nodes: int = 1, **fields: Any) -> Spec:
+    """The Spec that `run` would start with the same arguments, resolved for this machine, or for several `nodes` like
+    it; `SpecError` if it cannot run. Without `look`, it takes milliseconds: data and checkpoints are not looked for."""
     spec = named(what, **fields)
     _check_script(spec)
-    return spec.on(Machine.here()) if look else spec.settled(Machine.here())
+    machine = Machine.here().times(nodes)
+    return spec.on(machine) if look else spec.settled(machine)
 
 
 def named(what: str | os.PathLike[str] | Spec, **fields: Any) -> Spec:

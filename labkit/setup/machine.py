@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import platform
 from collections import Counter
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -18,12 +19,13 @@ import psutil
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU: its name, memory in bytes and compute capability."""
+    """One GPU, or one MIG device: its name, memory in bytes, compute capability and UUID."""
 
     index: int
     name: str
     memory: int
     capability: tuple[int, int]
+    uuid: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,10 @@ class Machine:
     def default_nproc(self, device: str) -> int:
         """The default number of ranks: all GPUs, or two CPU ranks, the minimum for communication."""
         return len(self.gpus) if device == "cuda" else 2
+
+    def times(self, nodes: int) -> Machine:
+        """Several machines like this one, as the devices of one run."""
+        return replace(self, gpus=self.gpus * nodes, cores=self.cores * nodes, memory=self.memory * nodes)
 
     @classmethod
     def here(cls) -> Machine:
@@ -106,6 +112,8 @@ def _visible_gpus() -> tuple[tuple[Gpu, ...], str]:
         return (), "this machine has no GPU"
     try:
         every = [_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
+        if "MIG-" in os.environ.get("CUDA_VISIBLE_DEVICES", ""):
+            every += [device for _, gpu in every for device in _mig_devices(pynvml, gpu.index, gpu)]
     finally:
         pynvml.nvmlShutdown()
     return _visible(every)
@@ -117,7 +125,21 @@ def _gpu(pynvml, index: int) -> tuple[str, Gpu]:
     capability = tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle))
     memory = pynvml.nvmlDeviceGetMemoryInfo(handle).total
     text = [value.decode() if isinstance(value, bytes) else value for value in (name, uuid)]
-    return text[1], Gpu(index, text[0], memory, capability)
+    return text[1], Gpu(index, text[0], memory, capability, text[1])
+
+
+def _mig_devices(pynvml, index: int, gpu: Gpu) -> list[tuple[str, Gpu]]:
+    """The MIG devices of a GPU, by UUID; CUDA finds them only if CUDA_VISIBLE_DEVICES names one."""
+    found = []
+    with suppress(pynvml.NVMLError):
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        for number in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+            with suppress(pynvml.NVMLError):  # no device has this number
+                device = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
+                uuid, memory = pynvml.nvmlDeviceGetUUID(device), pynvml.nvmlDeviceGetMemoryInfo(device).total
+                uuid = uuid.decode() if isinstance(uuid, bytes) else uuid
+                found.append((uuid, replace(gpu, index=-1, memory=memory, uuid=uuid)))
+    return found
 
 
 def _visible(every: list[tuple[str, Gpu]]) -> tuple[tuple[Gpu, ...], str]:

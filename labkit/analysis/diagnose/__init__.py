@@ -119,7 +119,7 @@ def not_readable(state: RunState) -> Iterator[Finding]:
 def not_there(state: RunState) -> Iterator[Finding]:
     """Ranks without any event in a run that is over."""
     missing = tuple(rank for rank in range(state.world_size) if rank not in state.ranks)
-    if state.over and missing and (state.ranks or state.status["state"] == "finished"):
+    if state.over and len(state.ranks) < state.expected and (state.ranks or state.status["state"] == "finished"):
         yield Finding(
             name="not_there",
             kind="unseen",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from labkit.analysis.diagnose.advice import one_of
 from labkit.analysis.diagnose.finding import Finding, shorter, texts
 from labkit.analysis.diagnose.known_errors import KNOWN_ERRORS
+from labkit.analysis.diagnose.waits import on_hosts
 from labkit.common.units import counted, ranks_in_words, size
 from labkit.record.failures import PEER_GONE
 from labkit.record.stacks import place
@@ -204,6 +205,9 @@ def _lost_a_peer(state: RunState, failure: Failure) -> bool:
 def _cause(state: RunState, failure: Failure) -> str:
     if failure["left"]:
         return "a rank that has exited closes its connections, so the next collective with it fails"
+    others = [number for number in range(state.world_size) if number not in state.ranks]
+    if others and state.expected < state.world_size and PEER_GONE.search(f"{failure['type']}: {failure['message']}"):
+        return f"a rank of another node is gone, {ranks_in_words(others)}{on_hosts(state, others)}; read its run folder"
     if _lost_a_peer(state, failure):
         return "another rank is gone; torchrun reports which one, and why, when the run ends"
     if failure["type"] == "SIGKILL" and state.status.get("oom_kills"):

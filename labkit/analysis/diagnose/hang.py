@@ -15,6 +15,7 @@ from labkit.analysis.diagnose.waits import (
     group_in_words,
     in_words,
     last_seen,
+    on_hosts,
     pending_operations,
     same,
     silent,
@@ -156,7 +157,8 @@ def _waits(state: RunState) -> Finding | None:
         title = f"{ranks_in_words(inside)} waited for {lasts:.0f} s in {in_words(first)}"
         title += _common_place(held_up[number] for number in inside)
         everyone = "; all ranks of its group have reached it" if first["ranks"] else ""
-        title += f"; {ranks_in_words(absent)} never reached it" if absent else everyone
+        missing = f"; {ranks_in_words(absent)}{on_hosts(state, absent)} never reached it"
+        title += missing if absent else everyone
     described = [
         *_described(held_up),
         *(f"rank {number}: {last_seen(state, number)}" for number in absent if number not in held_up),

@@ -5,7 +5,7 @@ line.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from labkit.record.failures import PEER_GONE
@@ -174,11 +174,21 @@ def where(event: Waiting, op: Call | None) -> str:
     ) + f", {event.get('step', 0)} steps done"
 
 
+def on_hosts(state: RunState, numbers: Iterable[int]) -> str:
+    """` on node1, node2`: the hosts of ranks; empty if the run has one host, or if they are not known."""
+    known = {number: rank.host for number, rank in state.ranks.items() if rank.host}
+    for rank in state.ranks.values():
+        known |= {int(number): host for number, host in rank.hosts.items()}
+    found = dict.fromkeys(known[number] for number in numbers if number in known)
+    several = len(set(known.values())) > 1 or state.expected < state.world_size
+    return f" on {', '.join(found)}" if found and several else ""
+
+
 def last_seen(state: RunState, number: int) -> str:
     """What is known about a rank that does not wait."""
     rank = state.ranks.get(number)
     if rank is None:
-        return "has not started"
+        return "its events are in the run folder of its node" if on_hosts(state, [number]) else "has not started"
     if rank.exit_code is not None:
         return f"exited with code {rank.exit_code}"
     if number in gone(state):

@@ -79,6 +79,7 @@ CHECKS: tuple[Callable[[], Check], ...] = (
         machine.other_users,
         machine.shared_memory,
         machine.runs_folder,
+        machine.limits,
         machine.digits,
         machine.warm_start,
         machine.communication,

@@ -16,6 +16,8 @@ from labkit.frontends.doctor.check import Check, version_of
 from labkit.launch.warm.client import Cold, about
 from labkit.prediction.link_table import CALIBRATE, stored, summary
 from labkit.record.folder import runs_root
+from labkit.setup.config import ConfigError
+from labkit.setup.limits import in_force
 from labkit.setup.machine import Machine
 
 _GIB = 1 << 30
@@ -108,6 +110,20 @@ def runs_folder() -> Check:
     if free < _GIB // 4:
         return Check("runs", "broken", says, f"delete finished runs with labkit clean, or {fix}")
     return Check("runs", "degraded" if free < _GIB else "fine", says, fix if free < _GIB else "")
+
+
+def limits() -> Check:
+    """The limits of runs, with the file that each comes from, and the CPU slots of this machine."""
+    try:
+        found = in_force()
+    except ConfigError as error:
+        return Check("limits", "broken", str(error), "correct the file; no run starts until then")
+    shown = {"hours": f"{found.hours} hours per run", "ranks": f"{found.ranks} ranks per run"}
+    shown |= {"disk": f"{size(found.disk or 0)} for all runs", "cpu_slots": f"{found.slots} CPU slots"}
+    says = [f"{shown[name]} ({source})" for name, source in found.sources.items()]
+    if "cpu_slots" not in found.sources:
+        says.append(f"{found.slots} CPU slots for the ranks of all users (default)")
+    return Check("limits", "fine", ", ".join(says))
 
 
 def digits() -> Check:

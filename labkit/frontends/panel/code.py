@@ -23,15 +23,18 @@ class Command(anywidget.AnyWidget):
     text = traitlets.Unicode().tag(sync=True)
 
 
-def sources(script: ipywidgets.Widget, diff: ipywidgets.Widget) -> ipywidgets.Box:
-    """The script or its diff to the single-device script, one at a time, as wide as the panel."""
+def sources(script: ipywidgets.Widget, diff: ipywidgets.Widget, pack: ipywidgets.Widget) -> ipywidgets.Box:
+    """The script or its diff to the single-device script, one at a time, as wide as the panel, with `pack` next to the
+    choice."""
     which = ipywidgets.ToggleButtons(options=[("train.py", script), ("Diff to one device", diff)])
     which.add_class("labkit-which")
-    box = ipywidgets.VBox([which, script])
+    bar = ipywidgets.HBox([which, pack])
+    bar.add_class("labkit-bar")
+    box = ipywidgets.VBox([bar, script])
     box.add_class("labkit-sources")
     for widget in (script, diff):
         widget.add_class("labkit-code")
-    which.observe(lambda change: setattr(box, "children", (which, change["new"])), "value")
+    which.observe(lambda change: setattr(box, "children", (bar, change["new"])), "value")
     return box
 
 

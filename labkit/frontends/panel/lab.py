@@ -16,6 +16,7 @@ from labkit.frontends.panel.compare import CompareTab
 from labkit.frontends.panel.install import Install
 from labkit.frontends.panel.live import wait_and_display
 from labkit.frontends.panel.notebook import StaticFigures, display_static
+from labkit.frontends.panel.pack import Pack
 from labkit.frontends.panel.presentation import Presentation
 from labkit.frontends.panel.recorded import Recorded, find, spec_of, text_of
 from labkit.frontends.panel.view import RunView, style
@@ -95,7 +96,7 @@ class Lab:
         self._compare = CompareTab(self._comparable, lambda: self._starting or view.busy, self._cold)
         shown = (
             view.live,
-            code.sources(self._script, self._diff),
+            code.sources(self._script, self._diff, Pack(lambda: self._recording or self._ready()).widget),
             view.logs.widget,
             view.timeline.widget,
             view.memory.widget,
@@ -263,8 +264,7 @@ class Lab:
         if self._compare.busy:
             self._view.complain("a comparison is running; stop it or wait until it finishes")
             return
-        spec = self._ready()
-        if spec is None:
+        if (spec := self._ready()) is None:
             return
         self._starting = True
         self._free(False)

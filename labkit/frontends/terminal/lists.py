@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from labkit.figures.advice import MISFIT_HEADS, Advised
 from labkit.figures.prediction import Prediction
 from labkit.figures.scaling import Scaled
 from labkit.frontends.terminal.parts import PhaseBar, formatted, phase_legend
+from labkit.launch.leases import Ticket, devices, duration
 
 
 def runs_table(rows: Sequence[dict]) -> RenderableType:
@@ -42,6 +44,22 @@ def runs_table(rows: Sequence[dict]) -> RenderableType:
         table.add_row(*(Text(visible_line(cell)) for cell in cells), style=None if row["state"] != "failed" else "red")
     reasons = [f"{row['run']} cannot be read: {row['reason']}" for row in rows if row["state"] == "unreadable"]
     return Group(table, *(Text(visible_line(reason), style="yellow") for reason in reasons))
+
+
+def leases_table(found: Sequence[Ticket]) -> RenderableType:
+    """The devices that runs of all users hold, and those that wait, with their position in the queue."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("user", "run", "devices", "state", "for"):
+        table.add_column(name, no_wrap=True, overflow="fold" if name == "run" else "ellipsis")
+    waiting: Counter[str] = Counter()
+    for ticket in found:
+        state = "running"
+        if not ticket.granted:
+            waiting[ticket.kind] += 1
+            state = f"waits, position {waiting[ticket.kind]}"
+        cells = (ticket.user, ticket.run, devices(ticket), state, duration(ticket))
+        table.add_row(*(Text(visible_line(cell)) for cell in cells), style=None if ticket.granted else "yellow")
+    return table
 
 
 def prediction_table(found: Prediction) -> RenderableType:

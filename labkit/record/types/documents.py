@@ -7,7 +7,7 @@ from typing_extensions import NotRequired, TypedDict
 from labkit.record.schema import Limits
 from labkit.record.shapes import Number
 from labkit.record.types.summary import StartMode, State
-from labkit.record.types.values import RANKS, Code, Count, Line, Name, Pid, Time, World
+from labkit.record.types.values import RANKS, Code, Count, Line, Name, Pid, Seconds, Time, World
 
 
 class SpecFields(TypedDict):
@@ -62,6 +62,8 @@ class Failed(TypedDict):
 
 class _StatusFields(TypedDict):
     message: NotRequired[str]
+    waiting: NotRequired[str]
+    ranks_here: NotRequired[World | None]
     restarts: NotRequired[Count]
     start: NotRequired[StartMode]
     cold_because: NotRequired[str]
@@ -90,6 +92,14 @@ class KnownStatus(_StatusFields):
     state: NotRequired[State]
 
 
+class Devices(TypedDict):
+    """The devices that a run takes on its machine: `wanted` of those in `pool`, of one `kind` (gpu or cpu)."""
+
+    kind: Name
+    wanted: Count
+    pool: Annotated[list[Name], Limits(most=RANKS)]
+
+
 class Launch(TypedDict):
     """The launch plan: the command, the variables that it adds to the environment, the working directory."""
 
@@ -100,6 +110,11 @@ class Launch(TypedDict):
     cold_because: NotRequired[str]
     v: NotRequired[Count | None]
     engine: NotRequired[Name | None]
+    batch_job: NotRequired[Count | None]
+    limit: NotRequired[Seconds | None]
+    endpoint: NotRequired[Name | None]
+    ranks_here: NotRequired[World | None]
+    lease: NotRequired[Devices | None]
     detached: NotRequired[bool | None]
 
 

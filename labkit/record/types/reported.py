@@ -7,7 +7,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from labkit.record.schema import Limits
 from labkit.record.types.envelope import Envelope, OfRank, Owners, Ranks
-from labkit.record.types.values import Attempt, Code, Count, Name, Pid, Rank, Seconds, Time, Value, World
+from labkit.record.types.values import RANKS, Attempt, Code, Count, Name, Pid, Rank, Seconds, Time, Value, World
 
 
 class Collective(TypedDict):
@@ -141,6 +141,24 @@ class Error(OfRank):
     owners: NotRequired[Owners]
 
 
+class Hosts(OfRank):
+    """The host of each rank of a run on several nodes, as the ranks told each other."""
+
+    kind: Literal["hosts"]
+    hosts: Annotated[dict[str, Name], Limits(most=RANKS, numbers=RANKS)]
+
+
+class Queue(Envelope):
+    """A scheduler's view of the run: the number of its `job`, its `state` and the `reason` for it in the words of the
+    scheduler, and its `nodes`."""
+
+    kind: Literal["queue"]
+    job: Count
+    state: Name
+    reason: NotRequired[Name]
+    nodes: NotRequired[Name]
+
+
 class ProbeError(OfRank):
     """A part of the probe that failed; the script continues without it."""
 
@@ -174,6 +192,8 @@ Reported: TypeAlias = (
     | Metric
     | Report
     | Error
+    | Hosts
+    | Queue
     | ProbeError
     | End
 )

@@ -1,0 +1,137 @@
+"""A job as one zip: what it contains, and how an untrusted one is unpacked."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import tempfile
+import zipfile
+from pathlib import Path, PurePosixPath
+from zlib import error as ZlibError
+
+from labkit.common.arguments import shown
+from labkit.common.units import counted, size
+from labkit.engines.portable import REQUIREMENTS, Portable
+from labkit.engines.profiles import Profile
+from labkit.engines.slurm import sbatch
+from labkit.engines.torchrun import commands
+from labkit.engines.yaml_files import skypilot, trainjob
+
+_DATE = (1980, 1, 1, 0, 0, 0)  # of all files: the same job is the same zip
+_MOST_FILES = 1_000
+_MOST_BYTES = 64 << 20  # of the zip, and of all its files
+_BLOCK = 1 << 16
+
+
+class BadArchive(ValueError):
+    """A zip cannot be unpacked; the message is one sentence that names the file and the reason."""
+
+
+def contents(job: Portable, profile: Profile) -> dict[str, str]:
+    """The files of a job by path, with those that start it on torchrun, Slurm, Kubeflow and SkyPilot."""
+    return {
+        "README.md": _readme(job),
+        **job.all_files,
+        "torchrun.txt": "".join(f"{one}\n" for one in commands(job)),
+        "job.sbatch": sbatch(job, profile),
+        "trainjob.yaml": trainjob(job, profile),
+        "skypilot.yaml": skypilot(job, profile),
+    }
+
+
+def pack(job: Portable, profile: Profile, path: Path) -> Path:
+    """Writes a job as a zip; an existing file is replaced at the end. Raises `OSError` if it cannot be written."""
+    handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, text in contents(job, profile).items():
+                entry = zipfile.ZipInfo(name, _DATE)
+                entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, (stat.S_IFREG | 0o644) << 16
+                archive.writestr(entry, text)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def unpack(path: Path, folder: Path) -> list[str]:
+    """Unpacks a zip from an untrusted source to a new `folder`, and returns the paths of its files.
+
+    Everything is checked before the folder appears: paths stay below it, entries are plain files, and sizes are counted
+    while they are read. Raises `BadArchive`, or `OSError` if a file cannot be read or written.
+    """
+    if os.path.lexists(folder):
+        raise BadArchive(f"{folder} exists; name a new folder with -o")
+    if path.stat().st_size > _MOST_BYTES:
+        raise BadArchive(f"{path} is larger than {size(_MOST_BYTES)}, which no packed job is")
+    waiting = Path(tempfile.mkdtemp(dir=folder.absolute().parent, prefix=f".{folder.name}."))
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = _extract(archive, path, waiting)
+        waiting.chmod(0o755)
+        waiting.rename(folder)
+    except (zipfile.BadZipFile, ZlibError, EOFError, NotImplementedError, RuntimeError) as error:
+        raise BadArchive(f"{path} cannot be unpacked: it is damaged, encrypted or no zip ({error})") from None
+    finally:
+        shutil.rmtree(waiting, ignore_errors=True)
+    return names
+
+
+def _extract(archive: zipfile.ZipFile, path: Path, folder: Path) -> list[str]:
+    entries = archive.infolist()
+    if len(entries) > _MOST_FILES:
+        raise BadArchive(f"{path} has {len(entries)} entries, more than the maximum of {_MOST_FILES}")
+    seen: set[str] = set()
+    for entry in entries:
+        if why := _refusal(entry, seen):
+            raise BadArchive(f"{path} is refused: {shown(entry.filename)} {why}")
+        seen.add(entry.filename.casefold())
+    left = _MOST_BYTES
+    for entry in entries:
+        target = folder.joinpath(*PurePosixPath(entry.filename).parts)
+        if entry.is_dir():
+            target.mkdir(parents=True, exist_ok=True)
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with archive.open(entry) as source, open(target, "xb") as made:
+            while block := source.read(_BLOCK):
+                left -= len(block)
+                if left < 0:
+                    raise BadArchive(
+                        f"{path} is refused: its {counted(len(entries), 'file')} exceed {size(_MOST_BYTES)}"
+                    )
+                made.write(block)
+    return [entry.filename for entry in entries if not entry.is_dir()]
+
+
+def _refusal(entry: zipfile.ZipInfo, seen: set[str]) -> str:
+    """Why an entry must not be unpacked; empty if it may."""
+    name, mode = entry.filename, entry.external_attr >> 16
+    parts = name.rstrip("/").split("/")
+    if "\\" in entry.orig_filename or ":" in name or any(part in ("", ".", "..") for part in parts):
+        return "leaves the folder, or would on another system"
+    if any(ord(character) < 32 or ord(character) == 127 for character in entry.orig_filename):
+        return "has control characters in its name"
+    if stat.S_IFMT(mode) not in (0, stat.S_IFREG, stat.S_IFDIR):
+        return "is a link or a special file"
+    if name.casefold() in seen:
+        return "occurs twice"
+    return ""
+
+
+def _readme(job: Portable) -> str:
+    nodes = "one machine" if job.nodes == 1 else f"{job.nodes} nodes"
+    elsewhere = "" if job.nodes == 1 else " Replace HOST by the address of the first node, which the others must reach."
+    return f"""# {job.name}
+
+A PyTorch training job: {counted(job.ranks, "rank")} on {nodes}, started by torchrun.
+
+1. Install torch for your GPUs (pytorch.org), then `pip install -r {REQUIREMENTS}`: the versions that it ran with.
+2. Run the commands of `torchrun.txt`, one per node, in this folder.{elsewhere}
+3. Slurm: `sbatch job.sbatch`, after filling in partition and account of your site.
+4. Kubeflow Trainer: `kubectl create -f trainjob.yaml`. SkyPilot: `sky launch skypilot.yaml`.
+
+It runs on GPUs if there are any; with `CUDA_VISIBLE_DEVICES=` in front of torchrun it runs on CPU cores.
+"""

@@ -1,0 +1,101 @@
+"""One run folder from the folders that the nodes of a run have written."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from labkit.launch.ending import conclude
+from labkit.record.folder import RunFolder
+from labkit.record.follow import Follower
+from labkit.record.status import is_over
+from labkit.record.stepfile import steps_path
+
+_WORST = ("failed", "lost", "stopped", "finished")  # the state of the whole run is the first one that a node has
+
+
+class GatherError(ValueError):
+    """Folders cannot be gathered; the message is one sentence with the folder and the fix."""
+
+
+def gather(folders: Sequence[RunFolder], target: Path) -> RunFolder:
+    """A new run folder at `target` with the ranks of all `folders`, which stay as they are.
+
+    Times are those of each node's own clock. Raises `GatherError` if the folders are not those of one run, or if one is
+    still in progress; `Unreadable`, and `OSError` if the folder cannot be written.
+    """
+    _check(folders, target)
+    whole = folders[0].copy(target)
+    try:
+        for folder in folders[1:]:
+            for rank in folder.event_files():
+                _copied(folder, whole, rank)
+        whole.summary.unlink(missing_ok=True)
+        whole.system.unlink(missing_ok=True)  # samples of one machine are not those of all
+        status = _status(folders)
+        RunFolder.write_json(whole.status, status)
+        follower = Follower(whole)
+        follower.poll()
+        conclude(whole, follower.state, status)
+    except BaseException:
+        shutil.rmtree(target, ignore_errors=True)
+        raise
+    return whole
+
+
+def _check(folders: Sequence[RunFolder], target: Path) -> None:
+    """Raises `GatherError` unless these are the folders of one run that is over."""
+    if len(folders) < 2:
+        raise GatherError("gather needs the folders of at least two nodes; name one per node")
+    if target.exists():
+        raise GatherError(f"{target} exists; name a new folder with -o")
+    first, owners = folders[0], {}
+    for folder in folders:
+        folder.require_readable()
+        if not is_over(folder):
+            raise GatherError(f"{folder.name} is still in progress; gather when all nodes have ended")
+        differs = [name for name, value in folder.read_spec().items() if first.read_spec().get(name) != value]
+        if differs:
+            raise GatherError(
+                f"{folder.name} and {first.name} are not of one run: their {', '.join(differs)} differ; start all nodes"
+                " with the same command"
+            )
+        if folder.script.is_file() and folder.text(folder.script) != first.text(first.script):
+            raise GatherError(
+                f"{folder.name} and {first.name} ran different scripts; start all nodes with the same one"
+            )
+        for rank in folder.event_files():
+            if rank in owners:
+                raise GatherError(f"{folder.name} and {owners[rank]} both have rank {rank}; they are not of one run")
+            owners[rank] = folder.name
+
+
+def _copied(source: RunFolder, target: RunFolder, rank: int) -> None:
+    """Copies the events and the output of a rank, plain files only."""
+    pairs = [(source.events_of(rank), target.events_of(rank))]
+    pairs += [(steps_path(one), steps_path(other)) for one, other in pairs]
+    pairs += [(source.crash_of(rank), target.crash_of(rank)), (source.position_of(rank), target.position_of(rank))]
+    for stream in ("stdout", "stderr"):
+        for (_, of), path in source.log_files(stream).items():
+            if of == rank:
+                pairs.append((path, target.path / path.relative_to(source.path)))
+    for one, other in pairs:
+        if one.exists():
+            other.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with source.open(one) as file, open(other, "xb") as made:
+                shutil.copyfileobj(file, made)
+
+
+def _status(folders: Sequence[RunFolder]) -> dict[str, Any]:
+    """The status of the whole run: the earliest start, the latest end, and the worst state."""
+    every = [dict(folder.read_status()) for folder in folders]
+    state = min((one.get("state", "lost") for one in every), key=_WORST.index)
+    failures = {rank: failure for one in every for rank, failure in (one.get("failures") or {}).items()}
+    says = [f"{folder.name}: {one['message']}" for folder, one in zip(folders, every) if one.get("message")]
+    whole = every[0] | {"state": state, "failures": failures, "message": "; ".join(says), "ranks_here": None}
+    for name, of in (("started", min), ("ended", max)):
+        times = [one[name] for one in every if one.get(name) is not None]
+        whole[name] = of(times) if times else None
+    return whole
