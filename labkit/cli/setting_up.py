@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from labkit.cli.shared import Refused, say
+from labkit.common.text import visible_line
 from labkit.setup import environment
 from labkit.setup.bootstrap import become
 from labkit.setup.environment import CLONE
@@ -128,7 +129,5 @@ def _ensure(what: str, programs: Sequence[str], *packages: str) -> None:
             for command in (["apt-get", "update", "-qq"], install):
                 subprocess.run(command, env=settings, check=False, **quiet)
     if not any(shutil.which(name) for name in programs):
-        print(
-            f"labkit: {programs[0]} is not on the PATH; {what} are skipped until {packages[0]} is installed",
-            file=sys.stderr,
-        )
+        missing = f"{programs[0]} is not on the PATH; {what} are skipped until {packages[0]} is installed"
+        print(f"labkit: {visible_line(missing)}", file=sys.stderr)

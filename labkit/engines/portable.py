@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from labkit.common.units import size
 from labkit.engines.packages import local_modules, requirements
 from labkit.plan.nodes import divided
 from labkit.plan.script import write_script
@@ -109,9 +110,7 @@ def _job(
 def _read(root: Path, paths: list[Path]) -> dict[str, str]:
     """Python files below `root` as text, by relative path."""
     if sum(path.stat().st_size for path in paths) > _LARGEST:
-        raise SpecError(
-            "script", f"the script and its modules are larger than {_LARGEST >> 20} MiB; pack fewer modules"
-        )
+        raise SpecError("script", f"the script and its modules are larger than {size(_LARGEST, 0)}; pack fewer modules")
     found = {}
     for path in paths:
         try:

@@ -150,10 +150,10 @@ def rank_0_downloads(trials: Trials) -> Ruling:
     """Rank 0 downloads, and the other ranks wait in a barrier."""
     return Ruling(
         PARTLY,
-        "By argument: on one machine, or with a shared file system, it works. On several machines with disks of their"
-        " own, only the machine of rank 0 has the files: let local rank 0 of every machine download. The others wait in"
-        " a collective, so a download that takes longer than its timeout (10 minutes with NCCL, 30 with gloo) ends the"
-        " job.",
+        "By argument: on one machine, or with a shared file system, it works. On several machines with local"
+        " disks, only the machine of rank 0 has the files: let local rank 0 of every machine download. The others wait"
+        " in a collective, so a download that takes longer than its timeout (10 minutes with NCCL, 30 with gloo) ends"
+        " the job.",
     )
 
 

@@ -1,1 +1,1 @@
-"""What torch does, tried in a process of its own: modules here import torch, those of `course/claims/` do not."""
+"""What torch does, tried in a separate process: modules here import torch, those of `course/claims/` do not."""
