@@ -87,8 +87,8 @@ def test_a_revision_has_one_summary_one_tuple_of_findings_and_one_row(under_way,
     assert failed.failure is failed.failure is not None
     assert summarise(state, "a") is summarise(state, "a") is not summarise(state, "b")
     counts: Counter[str] = Counter()
-    compute = comparison.throughput
-    monkeypatch.setattr(comparison, "throughput", lambda state: counts.update(["rows"]) or compute(state))
+    compute = comparison.efficiency
+    monkeypatch.setattr(comparison, "efficiency", lambda state: counts.update(["rows"]) or compute(state))
     first = [rows([(folder, state)], {}) for _ in range(3)]
     assert counts["rows"] == 1 and first[0] == first[2] and first[0][0].steps == 20
     under_way.step()

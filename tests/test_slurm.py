@@ -72,7 +72,8 @@ def test_stop_cancels_a_job_that_waits_and_one_that_runs(at_cluster, tmp_path):
     wait_until(lambda: "begun 7" in first.logs(7))
     second = submit("train.py", nproc=2, nodes=2)
     wait_until(lambda: queued(second) == "PENDING")
-    assert second.state.words == f"job {second.state.queue['job']} of Slurm is pending: Resources"
+    words = f"job {second.state.queue['job']} of Slurm is pending: Resources"
+    wait_until(lambda: second.state.words == words)  # the reason comes after the state
     for run in (second, first):
         assert run.stop().state.words == "stopped"
         wait_until(lambda run=run: job_of(run.state.queue["job"])["state"] == "CANCELLED")

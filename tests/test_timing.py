@@ -192,7 +192,9 @@ def test_a_step_that_differs_names_the_phases(measured):
 def test_what_is_measured_saves_nothing_and_does_not_fail_on_purpose(measured, monkeypatch):
     asked = []
     program = [["compute", "forward", [0.1]]]
-    monkeypatch.setattr("labkit.prediction.timing.computed", lambda spec, ranks: asked.append(spec) or {0: program})
+    monkeypatch.setattr(
+        "labkit.prediction.timing.computed", lambda spec, ranks, cancelled: asked.append(spec) or {0: program}
+    )
     spec = spec_of("ddp", fault="killed_rank", save_every=2, max_restarts=1)
     assert timed(spec, predict(spec))["time"]["seconds"] == pytest.approx(0.1)
     assert (asked[0].fault, asked[0].save_every, asked[0].resume) == (None, None, None)

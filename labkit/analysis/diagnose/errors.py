@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from labkit.analysis.diagnose.advice import one_of
 from labkit.analysis.diagnose.finding import Finding, shorter, texts
+from labkit.analysis.diagnose.hang import hang
 from labkit.analysis.diagnose.known_errors import KNOWN_ERRORS
 from labkit.analysis.diagnose.waits import on_hosts
 from labkit.common.units import counted, ranks_in_words, size
@@ -31,6 +32,8 @@ def known_error(state: RunState) -> Iterator[Finding]:
         match = next(((rank, text) for rank, text in texts(state) if re.search(known.pattern, text)), None)
         if match is None or (known.name == "nccl" and (_MEMORY.search(match[1]) or PEER_GONE.search(match[1]))):
             continue  # NCCL also reports that memory ran out, and that a peer is gone
+        if known.name == "collective_timeout" and next(hang(state), None):
+            continue  # the hang has the line of each rank
         rank, text = match
         first, *more = text.strip().splitlines()
         last = "\n".join(more).rpartition("Last error:")[2] if "Last error:" in "\n".join(more) else ""

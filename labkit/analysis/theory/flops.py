@@ -9,9 +9,9 @@ SIX_ND = "6·N·D for N parameters in the layers, without embeddings and head, a
 
 def six_nd(spec: Spec) -> int | None:
     """FLOPs of forward and backward of a step as `SIX_ND` says, which omits attention's scores and the head; None for
-    a model that is not a transformer."""
+    a model that is not a dense transformer."""
     tokens = tokens_of_a_sample(spec)
-    if tokens is None:
+    if tokens is None or spec.workload_row.mixture:
         return None
     _, *layers, _ = spec.workload_row.blocks(spec.options)
     return 6 * sum(layer.size for layer in layers) * tokens * spec.global_batch

@@ -90,8 +90,8 @@ def _titled(model: Model, title: str) -> Model:
 
 
 def of_workload(name: Any, options: Mapping[str, Any]) -> Model:
-    """The transformer of a workload with some of its options. Raises `ValueError`, `SpecError`."""
-    transformers = [one.name for one in WORKLOADS.values() if one.transformer]
+    """The dense transformer of a workload with some of its options. Raises `ValueError`, `SpecError`."""
+    transformers = [one.name for one in WORKLOADS.values() if one.transformer and not one.mixture]
     row = WORKLOADS[check_choice("workload", name, transformers)]
     settled = Spec("single", row.name, options={**options}).options
     assert row.transformer

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from labkit.course.build.record import COMPUTE, OUTSIDE, START, WAIT, Event, Record
 from labkit.record.ring import sent
 
+_COUNTS, _BETWEEN_COUNTS = 10, 0.005  # of live memory at rest; seconds
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 _PEERS = ("send", "recv", "broadcast", "reduce", "gather", "scatter")  # with a rank after the group
 _KNOWN = {  # operation of the dispatcher: its name here, and the argument that holds the payload of the ring
@@ -102,6 +104,15 @@ class Recorder(TorchDispatchMode):
         found = {key: storage for key, each in self._storages.items() if (storage := each()) is not None}
         self._storages = {key: self._storages[key] for key in found}
         return sum(storage.nbytes() for storage in found.values())
+
+    def live_at_rest(self) -> int:
+        """`live()` after the threads of gloo have released the buffers of finished collectives, which they do shortly
+        after a rank continues: the smallest of several counts."""
+        least = self.live()
+        for _ in range(_COUNTS):
+            time.sleep(_BETWEEN_COUNTS)
+            least = min(least, self.live())
+        return least
 
     def remember(self, moment: str, count: float) -> None:
         """Adds the bytes of a moment to the record, once per step or once."""

@@ -45,10 +45,10 @@ def _try(answer: Any, recorder: Recorder, mine: list[int], chunks: int) -> None:
         expected = torch.autograd.grad(nn.functional.mse_loss(_attention(*whole), target), whole)
         parts = [own(each.detach()).requires_grad_() for each in whole]
         del loss
-        before = recorder.live()
+        before = recorder.live_at_rest()
         with recorder.during("forward", step):
             out = answer(*parts)
-        recorder.remember("after forward", recorder.live() - before)
+        recorder.remember("after forward", recorder.live_at_rest() - before)
         errors = (out - own(target)) ** 2
         record.losses.append(errors.mean().item())
         with recorder.during("backward", step):

@@ -38,17 +38,17 @@ def zero(answer: Any, recorder: Recorder) -> None:
         model.zero_grad()
         with recorder.during("forward", step):
             loss = loss_of(model, step, dist.get_rank())
-        before = recorder.live()
+        before = recorder.live_at_rest()
         with recorder.during("backward", step):
             peak, _ = recorder.peak_since(loss.backward)
         recorder.remember("at the peak of backward", peak - before)
-        recorder.remember("after backward", recorder.live() - before)
+        recorder.remember("after backward", recorder.live_at_rest() - before)
         with recorder.during("update", step):
             optimizer.step()
         recorder.record.losses.append(loss.item())
         del loss
     model.zero_grad()
-    recorder.remember("between two steps", recorder.live())
+    recorder.remember("between two steps", recorder.live_at_rest())
 
 
 def fsdp(answer: Any, recorder: Recorder) -> None:
@@ -61,14 +61,14 @@ def fsdp(answer: Any, recorder: Recorder) -> None:
     del layer
     recorder.record.figures["activations"] = 3 * LAYERS * SAMPLES * WIDTH * 4  # input, product and output of each layer
     optimizer = adam(model.parameters())
-    recorder.remember("after the construction", recorder.live())
+    recorder.remember("after the construction", recorder.live_at_rest())
     for step in range(STEPS):
         optimizer.zero_grad()
-        before = recorder.live()
+        before = recorder.live_at_rest()
         with recorder.during("forward", step):
             peak, loss = recorder.peak_since(partial(loss_of, model, step, dist.get_rank()))
         recorder.remember("at the peak of forward", peak - before)
-        recorder.remember("after forward", recorder.live() - before)
+        recorder.remember("after forward", recorder.live_at_rest() - before)
         with recorder.during("backward", step):
             recorder.remember("at the peak of backward", recorder.peak_since(loss.backward)[0] - before)
         with recorder.during("update", step):
@@ -76,4 +76,4 @@ def fsdp(answer: Any, recorder: Recorder) -> None:
         recorder.record.losses.append(loss.item())
         del loss
     optimizer.zero_grad()
-    recorder.remember("between two steps", recorder.live())
+    recorder.remember("between two steps", recorder.live_at_rest())
