@@ -234,6 +234,7 @@ def test_strategies_are_chosen_and_compared(page, jupyter):
         )
     sync_api.expect(tab.locator(".labkit-compare-run")).to_be_enabled(timeout=RUN_TIMEOUT)
     picture(page, "8-compared")
+    assert tab.locator(".labkit-comparison").evaluate("element => element.scrollWidth <= element.clientWidth")
     set_theme(page, "Dark")
     see(panel)
     picture(page, "9-compared-dark")

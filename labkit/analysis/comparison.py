@@ -225,8 +225,8 @@ HEADS = (
     "epoch (s)",
     "accuracy",
     "speed-up",
-    "samples/s (tokens/s)",
-    "TFLOP/s per device (MFU)",
+    "samples/s",
+    "TFLOP/s (MFU)",
     "peak memory",
     "sent per step",
     "same training",
@@ -242,7 +242,7 @@ def cells(row: Row) -> tuple[str, ...]:
         _number(row.epoch_seconds, ".2f"),
         _number(row.accuracy, ".2%"),
         _number(row.speedup, ".2f", "×"),
-        _number(row.samples_per_second, ",.0f") + _further(row.tokens_per_second, ",.0f"),
+        _number(row.samples_per_second, ",.0f") + _further(row.tokens_per_second, ",.0f", " tokens/s"),
         _number(row.flops_per_device and row.flops_per_device / 1e12, ".3g") + _further(row.mfu, ".1%"),
         _bytes(row.memory),
         _bytes(row.sent),
@@ -278,8 +278,8 @@ def _number(value: float | None, how: str, unit: str = "") -> str:
     return "–" if value is None else f"{value:{how}}{unit}"
 
 
-def _further(value: float | None, how: str) -> str:
-    return "" if value is None else f" ({value:{how}})"
+def _further(value: float | None, how: str, unit: str = "") -> str:
+    return "" if value is None else f" ({value:{how}}{unit})"
 
 
 def _bytes(value: float | None) -> str:
