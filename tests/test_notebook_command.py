@@ -127,3 +127,17 @@ def test_where_the_project_is_there_the_first_cell_does_nothing(first_cell, tmp_
 def test_what_is_no_lab_is_refused(tmp_path):
     with pytest.raises(LabError, match="must end in"):
         to_import(tmp_path / "x.txt", tmp_path / "x.ipynb")
+
+
+def test_kaggle_gets_the_machine_and_the_user(tmp_path, capsys):
+    target, metadata = tmp_path / "DDP run.ipynb", tmp_path / "kernel-metadata.json"
+    assert ask("notebook", str(LAB), "-o", str(target), "--source", "x", "--kaggle", "Ann-3") == 0
+    assert capsys.readouterr().out.split("\n")[:2] == [str(target), str(metadata)]
+    said = json.loads(metadata.read_text(encoding="utf-8"))
+    assert (said["id"], said["title"], said["code_file"]) == ("ann-3/labkit-ddp-run", "labkit ddp run", target.name)
+    assert said["machine_shape"] == "NvidiaTeslaT4" and said["enable_gpu"] and said["is_private"]
+    other = tmp_path / "other.ipynb"
+    assert ask("notebook", str(LAB), "-o", str(other), "--source", "x", "--kaggle", "Ann-3") == 2
+    assert "kernel-metadata.json already exists" in capsys.readouterr().err and not other.exists()
+    assert ask("notebook", str(LAB), "-o", str(tmp_path / "a" / "b.ipynb"), "--kaggle", "../ann") == 2
+    assert "letters, digits and hyphens, got '../ann'" in capsys.readouterr().err and not (tmp_path / "a").exists()

@@ -215,6 +215,11 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     notebook.add_argument(
         "--source", metavar="URL", help="repository that the first cell clones (default: origin of this clone)"
     )
+    notebook.add_argument(
+        "--kaggle",
+        metavar="USER",
+        help="also write kernel-metadata.json, so that `kaggle kernels push` uploads it for this user, on two T4",
+    )
     doctor = commands.add("doctor", "check what this machine supports, and how to fix what is missing", json=True)
     doctor.add_argument(
         "--calibrate",

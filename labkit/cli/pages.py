@@ -112,12 +112,17 @@ def _pages(args: argparse.Namespace) -> tuple[list[Path], list[str]]:
 
 
 def notebook(args: argparse.Namespace) -> int:
-    """Writes a lab as an .ipynb file."""
-    from labkit.frontends.handout import LabError, to_import
+    """Writes a lab as an .ipynb file, and what Kaggle needs to know about it."""
+    from labkit.common.atomic import write_atomically
+    from labkit.frontends.handout import LabError, for_kaggle, to_import
 
     path = _output(args.output, str(Path(args.name).with_suffix(".ipynb")))
     try:
+        metadata = None if args.kaggle is None else for_kaggle(path, args.kaggle)
         say(str(to_import(Path(args.name), path, source=args.source)))
+        if metadata:
+            write_atomically(*metadata)
+            say(str(metadata[0]))
     except LabError as error:
         raise Refused(str(error)) from None
     except OSError as error:

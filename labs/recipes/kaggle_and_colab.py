@@ -26,7 +26,9 @@
 # !python3 -m labkit doctor
 # ```
 #
-# `python3 -m labkit notebook --kaggle ddp` writes a notebook with the script, the start and the charts in plain cells.
+# Or upload a lab from your machine: `python3 -m labkit notebook labs/03_ddp.py -o kaggle/ddp.ipynb --kaggle USER`
+# writes the notebook and a `kernel-metadata.json` that asks for two T4; `kaggle kernels push -p kaggle` sends both.
+#
 # Ranks cannot be started with `notebook_launcher` or `mp.spawn` once the kernel has used a GPU (`Cannot re-initialize
 # CUDA in forked subprocess`). The lab starts them with torchrun, as processes of their own, and its kernel never
 # touches a GPU.

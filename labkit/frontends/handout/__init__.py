@@ -13,6 +13,7 @@ _HOMES = {
     "RunError": "labkit.frontends.handout.run",
     "course": "labkit.frontends.handout.index",
     "executed": "labkit.frontends.handout.execute",
+    "for_kaggle": "labkit.frontends.handout.notebook",
     "lab_page": "labkit.frontends.handout.lab",
     "run_page": "labkit.frontends.handout.run",
     "to_import": "labkit.frontends.handout.notebook",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import nbformat
 from nbformat.v4 import new_code_cell
 
+from labkit.common.arguments import shown
 from labkit.frontends.handout.files import LabError, read_lab, write
 from labkit.setup.environment import CLONE
 
@@ -53,6 +55,39 @@ def to_import(lab: Path, output: Path, source: str | None = None) -> Path:
     notebook.metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
     notebook.nbformat, notebook.nbformat_minor = 4, 4
     return write(output, nbformat.writes(notebook) + "\n")
+
+
+def for_kaggle(notebook: Path, user: str) -> tuple[Path, str]:
+    """The path and the text of the `kernel-metadata.json` with which `kaggle kernels push` uploads a notebook as a
+    private one of `user`, on a machine with two T4. Raises `LabError` if the name is none, or if the file exists.
+
+    The keys are those of the Kaggle API's documentation of kernel metadata.
+    """
+    if not _KAGGLE_NAME.fullmatch(user):
+        raise LabError(f"the Kaggle user name has letters, digits and hyphens, got {shown(user)}")
+    path = notebook.with_name("kernel-metadata.json")
+    if path.exists():
+        raise LabError(f"{path} already exists and may describe another notebook; move it, or write to another folder")
+    slug = f"labkit-{re.sub(r'[^a-z0-9]+', '-', notebook.stem.lower()).strip('-')}"
+    metadata = {
+        "id": f"{user.lower()}/{slug}",
+        "title": slug.replace("-", " "),
+        "code_file": notebook.name,
+        "language": "python",
+        "kernel_type": "notebook",
+        "is_private": True,
+        "enable_gpu": True,
+        "enable_internet": True,
+        "machine_shape": "NvidiaTeslaT4",
+        "dataset_sources": [],
+        "competition_sources": [],
+        "kernel_sources": [],
+        "model_sources": [],
+    }
+    return path, json.dumps(metadata, indent=2) + "\n"
+
+
+_KAGGLE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,49}")
 
 
 def _origin() -> str:
