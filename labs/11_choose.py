@@ -281,8 +281,8 @@ for number in (0, 1):
 # 13. Evaluate with `model.module`, not with the DDP wrapper.
 # 14. The training accuracy that rank 0 prints is that of the job.
 #
-# The first cell tests the claims that need no run: these and a dozen more. The second cell runs each strategy it needs
-# once, which takes a minute or two. `labkit claims` in a terminal runs each three times, in alternation. If this
+# The first cell tests the claims that need no run: 1 to 4, 8 to 14, and ten more. The second cell runs each strategy it
+# needs once, which takes a minute or two. `labkit claims` in a terminal runs each three times, in alternation. If this
 # machine cannot decide a claim, the verdict says so: CPU ranks cannot decide claims about GPUs.
 
 # %%

@@ -80,8 +80,8 @@ proposals.scaling().figure()
 # %% [markdown]
 # ## The proposal
 #
-# **Exercise 1.** Choose a layout that fits without recomputation, that keeps TP within a node, and that is at most 5 %
-# slower than the fastest. Answer with its name as in the table, such as `"FSDP 16"`.
+# **Exercise 1.** Choose a layout that fits without recomputation and that is at most 5 % slower than the fastest.
+# Answer with its name as in the table, such as `"FSDP 16"`.
 
 # %% tags=["exercise"]
 proposal = ...
@@ -90,7 +90,7 @@ check("capstone.layout", proposal)
 # %% [markdown]
 # ## The twin
 #
-# Nobody gives you 16 A100 for a trial. But the *structure* of a layout, which collectives run along which axis and what
+# You will not get 16 A100 for a trial. But the *structure* of a layout, which collectives run along which axis and what
 # each rank stores, can be tried with a small model: a GPT with ten million parameters on four ranks, 2 × 2 instead of
 # 8 × 2. Its peak memory and traffic are predicted by tracing the script, before it runs.
 

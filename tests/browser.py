@@ -203,6 +203,7 @@ def set_theme(page: sync_api.Page, name: str) -> None:
     """`name` is Light or Dark."""
     command(page, "apputils:change-theme", theme=f"JupyterLab {name}")
     page.wait_for_function("light => document.body.dataset.jpThemeLight === light", arg=str(name == "Light").lower())
+    page.wait_for_selector("#jupyterlab-splash", state="detached")  # it fades over the page
 
 
 def see(panel: sync_api.Locator) -> None:

@@ -187,3 +187,16 @@ def test_mig_devices_are_chosen_by_uuid(monkeypatch):
     assert [gpu.uuid for gpu in _visible(every)[0]] == ["MIG-2"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert [gpu.uuid for gpu in _visible(every)[0]] == ["GPU-1"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="links need privileges on Windows")
+def test_a_link_that_another_user_has_put_there_is_not_followed(place, tmp_path):
+    place.mkdir()
+    mine = tmp_path / "mine"
+    mine.write_text("keep")
+    (place / "1.json").symlink_to(mine)
+    (place / "1.half").symlink_to(mine)
+    lease = Lease("run", "cpu", 1, POOL)
+    assert lease.take() and mine.read_text() == "keep" and not (place / "1.json").is_symlink()
+    assert [one.run for one in tickets()] == ["run"]
+    lease.release()

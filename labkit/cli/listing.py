@@ -14,7 +14,7 @@ from labkit.setup.progress import Reading
 
 
 def runs(args: argparse.Namespace) -> int:
-    """Lists the recorded runs, oldest first; or the devices that runs of all users hold, and who waits for some."""
+    """Lists the recorded runs, oldest first; or the devices that runs of all users hold, and the queue."""
     if args.all_users:
         return _leases(args)
     rows = [summary_or_reason(folder, Reading(folder.name)) for folder in RunFolder.all()]

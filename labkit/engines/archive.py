@@ -128,7 +128,7 @@ def _readme(job: Portable) -> str:
 
 A PyTorch training job: {counted(job.ranks, "rank")} on {nodes}, started by torchrun.
 
-1. Install torch for your GPUs (pytorch.org), then `pip install -r {REQUIREMENTS}`: the versions that it ran with.
+1. Install torch for your GPUs (pytorch.org), then `pip install -r {REQUIREMENTS}`: the versions it was packed with.
 2. Run the commands of `torchrun.txt`, one per node, in this folder.{elsewhere}
 3. Slurm: `sbatch job.sbatch`, after filling in partition and account of your site.
 4. Kubeflow Trainer: `kubectl create -f trainjob.yaml`. SkyPilot: `sky launch skypilot.yaml`.

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from tempfile import gettempdir
 
 from filelock import FileLock, Timeout
 
@@ -49,7 +49,7 @@ class Ticket:
 
 def folder() -> Path:
     """Where the tickets of this machine are: LABKIT_LEASES, or else /tmp/labkit-leases (TMPDIR may be a user's)."""
-    common = "/tmp" if os.name == "posix" else gettempdir()
+    common = "/tmp" if os.name == "posix" else tempfile.gettempdir()
     return Path(os.environ.get("LABKIT_LEASES") or Path(common, "labkit-leases"))
 
 
@@ -104,11 +104,13 @@ class Lease:
 
     def _describe(self) -> None:
         path = _description_of(self._place, self.ticket.number)
-        half = path.with_suffix(".half")
         try:
-            half.write_text(json.dumps(asdict(self.ticket)), encoding="utf-8")
-            half.chmod(0o644)
-            half.replace(path)
+            handle, half = tempfile.mkstemp(dir=self._place)  # follows no link that another user has put there
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(self.ticket)))
+                if hasattr(os, "fchmod"):
+                    os.fchmod(handle, 0o644)
+            Path(half).replace(path)
         except OSError as error:
             raise LeaseError(f"{path} cannot be written: {error.strerror}") from None
 

@@ -3,6 +3,7 @@ verdict names its source and says that it was not run."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from labkit.course.claims.trials import Trials
@@ -107,7 +108,7 @@ def evaluation_without_wrapper(trials: Trials) -> Ruling:
     return _tried(trials, judge)
 
 
-def _tried(trials: Trials, judge: Any) -> Ruling:
+def _tried(trials: Trials, judge: Callable[[dict[str, Any]], Ruling]) -> Ruling:
     seen, error = trials.behaviour()
     return Ruling(OPEN, f"torch could not be queried: {error}.") if error else judge(seen)
 

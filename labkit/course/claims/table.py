@@ -117,7 +117,7 @@ CLAIMS: dict[str, Claim] = {
         Claim(
             "rank-0-download",
             "Rank 0 downloads the data, the others wait in a barrier, and then all can read them",
-            "documented",
+            "argued",
             guides.rank_0_downloads,
         ),
         Claim(

@@ -29,8 +29,6 @@ def _layout(answer: Any) -> str:
         raise Wrong(f"{answer} is not among the layouts that fit; check its name and its memory")
     if chosen.layout.recompute:
         raise Wrong(f"{answer} fits only with recomputation; split the activations instead")
-    if chosen.layout.tensor > found.training.machine.per_node:
-        raise Wrong(f"{answer} has TP across nodes")
     fastest = found.fitting[0]
     if chosen.seconds > _SLOWER * fastest.seconds:
         raise Wrong(
