@@ -152,7 +152,7 @@ jobs["ddp"].figure("memory_by_owner")
 # of 128 images per rank. Which of the four owners of memory is halved, and by how much does the total shrink? The next
 # cell runs DDP and FSDP2 and gives verdicts.
 
-# %%
+# %% tags=["long"]
 on_trial("fsdp-memory", "fsdp-small", rounds=1)
 
 # %% [markdown]

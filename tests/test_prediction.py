@@ -27,6 +27,7 @@ from labkit.record.state import RunState
 from labkit.training.strategies import STRATEGIES
 
 WORKLOADS = ONLY | {"tp": "gpt", "pp": "cnn"}  # of the others: mlp
+LONG_EVALUATIONS = {"gpt", "moe"}
 OPTIONS = {"diloco": {"sync_every": 3}}  # the step that is predicted and measured
 RANKS = {"single": 1, "fsdp2_tp": 4, "pp_ddp": 4, "pp_fsdp2_tp": 8}  # of the others: 2
 MOST_BELOW_AND_ABOVE = 0.02  # of a measured peak
@@ -48,7 +49,7 @@ def apart(tmp_path_factory):
 def spec_of(strategy: str, **fields) -> Spec:
     asked = {"workload": WORKLOADS.get(strategy, "mlp"), "nproc": RANKS.get(strategy, 2), "batch_size": 16, "steps": 4}
     asked |= {"options": OPTIONS[strategy]} if strategy in OPTIONS else {}
-    asked |= {"samples": 64} if strategy in ONLY else {}  # a shorter evaluation
+    asked |= {"samples": 64} if asked["workload"] in LONG_EVALUATIONS else {}
     return Spec(strategy, device="cpu", precision="fp32", **(asked | fields))
 
 

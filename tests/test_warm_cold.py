@@ -40,6 +40,16 @@ def test_a_variable_that_is_read_early_makes_it_cold(name, server, monkeypatch):
     assert isinstance(found, Cold) and f"the environment variable {name}" in found.reason
 
 
+def test_a_process_that_has_compiled_starts_warm(server, monkeypatch, tmp_path):
+    """torch has then set where its compiler keeps its files; it reads that when it compiles."""
+    for common, value in client.local.standing_environment().items():
+        monkeypatch.setenv(common, value)
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    found = client.consent(os.environ, [])
+    assert not isinstance(found, Cold), found
+
+
 @pytest.mark.parametrize("name", ["LABKIT_RUNS", "RANK", "HOME_OF_MY_DATA", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG"])
 def test_any_other_variable_leaves_it_warm(name, server):
     found = client.consent(client.local.standing_environment() | {name: "x"}, [])

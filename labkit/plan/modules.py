@@ -8,7 +8,7 @@ import ast
 import importlib.util
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from itertools import dropwhile
 from pathlib import Path
 from typing import Any
@@ -126,7 +126,7 @@ def _definitions(node: ast.stmt, module: str, lines: list[str]) -> Iterator[Defi
     while first > 1 and lines[first - 2].startswith("#"):
         first -= 1
     text = "\n".join(lines[first - 1 : node.end_lineno])
-    yield Definition(name, module, node.lineno, text, _names(node), _position_of_value(node, lines, text))
+    yield Definition(name, module, node.lineno, text, _names(text), _position_of_value(node, lines, text))
 
 
 def resolved(one: Definition, values: Mapping[str, Any]) -> Definition:
@@ -134,14 +134,22 @@ def resolved(one: Definition, values: Mapping[str, Any]) -> Definition:
     removed."""
     text = one.text
     while True:
-        tree = ast.parse(text)
-        conditional = next(
-            (node for node in ast.walk(tree) if isinstance(node, ast.If) and _is_constant(node.test, values)), None
-        )
+        conditional = next((node for node in _conditionals(text) if _is_constant(node.test, values)), None)
         if conditional is None:
-            return one if text == one.text else replace(one, text=text, uses=_names(tree.body[0]))
+            return one if text == one.text else replace(one, text=text, uses=_names(text))
         taken = eval(compile(ast.Expression(conditional.test), one.home, "eval"), {"__builtins__": {}}, dict(values))
         text = _with_branch(text.splitlines(), conditional, bool(taken))
+
+
+@lru_cache(maxsize=4096)  # scripts have most of their definitions in common
+def _parsed(text: str) -> ast.stmt:
+    """The syntax tree of one definition; it is shared, and nothing changes it."""
+    return ast.parse(text).body[0]
+
+
+@lru_cache(maxsize=4096)
+def _conditionals(text: str) -> tuple[ast.If, ...]:
+    return tuple(node for node in ast.walk(_parsed(text)) if isinstance(node, ast.If))
 
 
 def _is_constant(test: ast.expr, values: Mapping[str, Any]) -> bool:
@@ -179,17 +187,19 @@ def in_place(one: Definition, caller: Definition) -> Definition | None:
     """The function `caller` with the body of `one` in place of its only call. None unless `one` is a function of at
     most two assignments and a `return`, and what is passed has the names of the parameters. Assignments can only
     precede a call whose result is assigned or iterated."""
-    (function,), (calling,) = ast.parse(one.text).body, ast.parse(caller.text).body
+    function, calling = _parsed(one.text), _parsed(caller.text)
     if not isinstance(function, ast.FunctionDef) or not isinstance(calling, ast.FunctionDef):
         return None
     docstring, *assignments, last = function.body
     short = len(assignments) <= _SHORT and all(isinstance(node, ast.Assign) for node in assignments)
     if not short or not isinstance(last, ast.Return) or isinstance(last.value, ast.Name | None):
         return None
-    names, bound = _all_names(calling), {name for node in assignments for name in _all_names(node, ast.Store)}
     lines, call = caller.text.splitlines(), f"{one.name}({', '.join(each.arg for each in function.args.args)})"
     at = next((number for number, line in enumerate(lines) if call in line), None)
-    if at is None or names.count(one.name) > 1 or bound & {*names}:
+    if at is None:
+        return None
+    names, bound = _all_names(calling), {name for node in assignments for name in _all_names(node, ast.Store)}
+    if names.count(one.name) > 1 or bound & {*names}:
         return None
     if not lines[at].endswith((f" = {call}", f" in {call}:")) and (assignments or not isinstance(last.value, ast.Call)):
         return None
@@ -197,7 +207,7 @@ def in_place(one: Definition, caller: Definition) -> Definition | None:
     body = [indent + line for line in one.text.splitlines()[docstring.end_lineno : last.lineno - 1]]
     lines[at : at + 1] = [*body, lines[at].replace(call, ast.get_source_segment(one.text, last.value) or "")]
     text = "\n".join(lines)
-    return replace(caller, text=text, uses=_names(ast.parse(text).body[0]))
+    return replace(caller, text=text, uses=_names(text))
 
 
 def _all_names(node: ast.AST, context: type[ast.expr_context] = ast.expr_context) -> list[str]:
@@ -210,8 +220,10 @@ def _dedented(lines: list[str], columns: int) -> list[str]:
     return [line[columns:] if line[:columns].isspace() else line for line in lines]
 
 
-def _names(node: ast.stmt) -> tuple[str, ...]:
+@lru_cache(maxsize=4096)
+def _names(text: str) -> tuple[str, ...]:
     """The names that a definition reads and does not bind itself, in order."""
+    node = _parsed(text)
     names = [inner for inner in ast.walk(node) if isinstance(inner, ast.Name)]
     bound = {name.id for name in names if isinstance(name.ctx, ast.Store)}
     bound |= {inner.arg for inner in ast.walk(node) if isinstance(inner, ast.arg)}

@@ -10,11 +10,11 @@ SAMPLES = 20_000  # training windows
 
 
 def load_data() -> tuple[TensorDataset, TensorDataset]:
-    """Train on windows of the first 90% of the text, test on up to 1,000 of the rest."""
+    """Train on windows of the first 90% of the text, test on up to 256 of the rest."""
     text = "\n".join(topics[name] for name in sorted(topics))
     data = torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8).long()
     cut = len(data) * 9 // 10
-    return windows(data[:cut], SAMPLES), windows(data[cut:], min(SAMPLES, 1000))
+    return windows(data[:cut], SAMPLES), windows(data[cut:], min(SAMPLES, 256))
 
 
 def windows(data: torch.Tensor, count: int) -> TensorDataset:
