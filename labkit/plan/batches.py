@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, cast
 
+from labkit.common.units import counted
 from labkit.training.rows import Data, Strategy, Workload
 from labkit.training.strategies import STRATEGIES
 from labkit.training.workloads import DATA, WORKLOADS
@@ -102,5 +103,5 @@ class Batches:
         """The batch in words: `128 per rank × 2 = 256 global · 235 steps per epoch`."""
         return (
             f"{self.batch_per_rank} per rank × {self.data_ranks} = {self.global_batch} global ·"
-            f" {self.steps_per_epoch:,} steps per epoch"
+            f" {counted(self.steps_per_epoch, 'step')} per epoch"
         )

@@ -21,6 +21,7 @@ from typing import Any
 from ruff.__main__ import find_ruff_bin
 
 from labkit.common.arguments import check_type, shown
+from labkit.common.units import counted
 from labkit.plan import checkpoints
 from labkit.plan.assembly import Assembly
 from labkit.plan.modules import Code, read_module
@@ -150,7 +151,7 @@ def _fault_definitions(spec: Spec) -> set[str]:
 
 def _notes(spec: Spec) -> dict[str, str]:
     """Comments that explain a constant by the Spec's arithmetic."""
-    steps = f"{spec.train_samples:,} samples: {spec.steps_per_epoch:,} steps per epoch"
+    steps = f"{counted(spec.train_samples, 'sample')}: {counted(spec.steps_per_epoch, 'step')} per epoch"
     return {"BATCH_PER_RANK": f"× {spec.data_ranks} = {spec.global_batch} global; {steps}"}
 
 
