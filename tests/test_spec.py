@@ -83,7 +83,7 @@ def test_batches_and_steps(asked, per_rank, all_ranks, steps):
     assert (spec.batch_per_rank, spec.global_batch, spec.steps_per_epoch) == (per_rank, all_ranks, steps)
     assert spec.total_steps == steps
     assert f"{per_rank} per rank" in spec.batch_sentence
-    assert f"{steps:,} steps per epoch" in spec.batch_sentence
+    assert spec.batch_sentence.endswith(f" {steps:,} step per epoch" if steps == 1 else f" {steps:,} steps per epoch")
 
 
 def test_total_steps_are_epochs_or_the_steps_asked_for():
