@@ -1,7 +1,8 @@
-"""The time of a step: what each rank computes, measured on this machine, and collectives as measured between its ranks,
-put together by `simulation`.
+"""The time of a step: what each rank computes, and its collectives, put together by `simulation`.
 
-What was measured is cached until collectives are measured again (`labkit doctor --calibrate`).
+On this machine both are measured; what was measured is cached until collectives are measured again (`labkit doctor
+--calibrate`). On a machine of the table both are modelled: the traced kernels by their roofline, collectives by the
+links.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from labkit.analysis.metrics import throughput_of_median_steps
 from labkit.common.atomic import write_atomically
 from labkit.plan.spec import Spec
 from labkit.prediction.classes import classes
-from labkit.prediction.devices import HERE
+from labkit.prediction.collectives import CommunicationModel
+from labkit.prediction.devices import HERE, Accelerator, Device
 from labkit.prediction.link_table import folder as link_tables
 from labkit.prediction.links import communication
-from labkit.prediction.predict import cache_folder, keep
-from labkit.prediction.simulation import program_of, simulate
+from labkit.prediction.predict import Programs, cache_folder, keep, made, on, programs
+from labkit.prediction.roofline import of_accelerator, with_seconds
+from labkit.prediction.simulation import STEPS, program_of, simulate
 from labkit.prediction.tracer import computed, never
 from labkit.record.files import read_below
 from labkit.record.plain import parse
 from labkit.record.types.prediction import Plan, PredictedTimeline
 from labkit.setup.machine import Machine
-
-Items = Sequence[Sequence[Any]]
 
 # The script that is measured trains only, for more steps than are needed.
 _MEASURED: dict[str, Any] = {
@@ -36,6 +37,7 @@ _MEASURED: dict[str, Any] = {
     "max_restarts": 0,
 }
 _MOST = 8  # ranks that are all simulated
+_ALIKE = 3  # steps to simulate if all of them compute equally long
 _FILE, _LIMIT = "programs.json", 16 << 20  # bytes
 
 
@@ -51,35 +53,97 @@ def timed(spec: Spec, plan: Plan, cancelled: Callable[[], bool] = never) -> Plan
         raise LookupError("the time of a step can be predicted for CPU ranks only; use device='cpu'")
     links = communication(HERE) if spec.processes > 1 else None
     groups, machine = classes(spec), Machine.here()
-    like = {rank: ranks[0] for ranks in groups for rank in ranks}
     firsts = [ranks[0] for ranks in groups]
-    programs = {rank: program_of(items) for rank, items in _programs(spec, firsts, machine, cancelled).items()}
-    if spec.processes <= _MOST:
-        programs = {rank: programs[first] for rank, first in like.items()}
-        like = {rank: rank for rank in like}
-    found = simulate(programs, like, links, machine.cores)
-    steps = {ranks[0]: max((found[rank] for rank in ranks if rank in found), key=_seconds) for ranks in groups}
+    steps = _simulated(groups, _programs(spec, firsts, machine, cancelled), links, machine.cores)
     slowest = max(steps.values(), key=_seconds)
-    timed_plan: Plan = {
+    found = _with_time(spec, plan, steps, (slowest["low"], slowest["high"]), links.title if links else "")
+    keep(spec, found)
+    return found
+
+
+def modelled(spec: Spec, plan: Plan, machine: Device, cancelled: Callable[[], bool] = never) -> Plan:
+    """The plan of a Spec on a machine of the table, with the time of a step, without the loading of samples: in the
+    middle of what its kernels reach, with the least and the most as the range. If a step cannot be modelled, `untimed`
+    of the plan says why.
+
+    Raises `ValueError` for a precision that the machine lacks, and as `predict` does.
+    """
+    accelerator = machine.accelerator
+    assert accelerator
+    if spec.precision:
+        accelerator.peak(spec.precision)
+    plan = on(plan, spec, machine)
+    try:
+        return _modelled(spec, plan, machine, accelerator, cancelled)
+    except LookupError as error:
+        return {**plan, "untimed": f"there is no time of a step: {error}"}
+
+
+def _modelled(spec: Spec, plan: Plan, machine: Device, accelerator: Accelerator, cancelled: Callable[[], bool]) -> Plan:
+    if plan["method"] != "simulated":
+        raise LookupError(f"it needs a trace, and {plan.get('reason', 'there is none')}")
+    if spec.processes < (spec.nproc or 1):
+        raise LookupError("it is not modelled for several devices in one process")
+    if spec.options.get("cpu_offload"):
+        raise LookupError("it is not modelled with cpu_offload, which computes on CPUs, too")
+    links = communication(machine.name) if spec.processes > 1 else None
+    groups, work = [part["ranks"] for part in plan["classes"]], programs(spec, cancelled)
+    middle, fast, slow = (
+        _simulated(groups, _modelled_programs(work, accelerator, spec.precision, share), links, None, _ALIKE)
+        for share in (0.5, 1.0, 0.0)
+    )
+    bounds = tuple(max(map(_seconds, steps.values())) for steps in (fast, slow))
+    for first, timeline in middle.items():
+        timeline["low"], timeline["high"] = fast[first]["seconds"], slow[first]["seconds"]
+    found = _with_time(spec, plan, middle, bounds, machine.title)
+    found["time"]["modelled"] = True
+    return found
+
+
+def _modelled_programs(work: Programs, accelerator: Accelerator, precision: str | None, share: float) -> Programs:
+    roofline = of_accelerator(accelerator, precision or "", share)
+    return {rank: with_seconds(items, roofline) for rank, items in work.items()}
+
+
+def _simulated(
+    groups: Sequence[Sequence[int]],
+    programs: Programs,
+    links: CommunicationModel | None,
+    cores: int | None,
+    steps: int = STEPS,
+) -> dict[int, PredictedTimeline]:
+    """The timeline of the slowest rank of each class, by the first rank, which has a program."""
+    known = {rank: program_of(items) for rank, items in programs.items()}
+    like = {rank: ranks[0] for ranks in groups for rank in ranks}
+    if len(like) <= _MOST:
+        known = {rank: known[first] for rank, first in like.items()}
+        like = {rank: rank for rank in like}
+    found = simulate(known, like, links, cores, steps)
+    return {ranks[0]: max((found[rank] for rank in ranks if rank in found), key=_seconds) for ranks in groups}
+
+
+def _with_time(
+    spec: Spec, plan: Plan, steps: Mapping[int, PredictedTimeline], bounds: tuple[float, ...], links: str
+) -> Plan:
+    seconds = max(map(_seconds, steps.values()))
+    return {
         **plan,
         "classes": [{**part, "timeline": steps[part["ranks"][0]]} for part in plan["classes"]],
         "time": {
-            "seconds": slowest["seconds"],
-            "low": slowest["low"],
-            "high": slowest["high"],
-            "samples_per_second": throughput_of_median_steps(spec.global_batch, [slowest["seconds"]]) or 0.0,
-            "links": links.title if links else "",
+            "seconds": seconds,
+            "low": bounds[0],
+            "high": bounds[1],
+            "samples_per_second": throughput_of_median_steps(spec.global_batch, [seconds]) or 0.0,
+            "links": links,
         },
     }
-    keep(spec, timed_plan)
-    return timed_plan
 
 
 def _seconds(timeline: PredictedTimeline) -> float:
     return timeline["seconds"]
 
 
-def _programs(spec: Spec, ranks: Sequence[int], machine: Machine, cancelled: Callable[[], bool]) -> Mapping[int, Items]:
+def _programs(spec: Spec, ranks: Sequence[int], machine: Machine, cancelled: Callable[[], bool]) -> Programs:
     """The programs of some ranks, measured now or before."""
     state = [machine.hardware, *sorted(path.stat().st_mtime_ns for path in link_tables().glob("*.json"))]
     place = cache_folder(spec) / _FILE
@@ -91,6 +155,6 @@ def _programs(spec: Spec, ranks: Sequence[int], machine: Machine, cancelled: Cal
     repeated = [ranks[index % len(ranks)] for index in range(together)]
     found = computed(replace(spec, **_MEASURED), repeated, cancelled)
     with suppress(OSError):
-        place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        made(spec)
         write_atomically(place, json.dumps({"state": state, "programs": found}), private=True)
     return found

@@ -89,6 +89,7 @@ def _generated(spec: Spec) -> dict[str, Any]:
         "grouped": spec.strategy_row.process_group,
         "sample": spec.data_row.input_shape(spec.options),
         "split": _split_outputs(spec),
+        "gpus": spec.device == "cuda",
     }
 
 

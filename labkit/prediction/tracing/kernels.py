@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,6 +25,15 @@ MOST = 64 << 20
 _SCOPE = "labkit kernel "
 
 tree_iter, tree_map_only = TREE_ITER.get(), TREE_MAP.get()
+
+
+@cache
+def is_kernel(function: Any) -> bool:
+    """Whether an operation computes: it is no view, no collective and no plain allocation."""
+    schema = SCHEMA.of(function)
+    if schema.name.startswith(("c10d::", "_c10d_functional::", "prim::", "aten::empty")):
+        return False
+    return not any(argument.alias_info and not argument.alias_info.is_write for argument in schema.arguments)
 
 
 @dataclass(frozen=True)
@@ -60,11 +70,8 @@ class Kernel:
 
     @classmethod
     def of(cls, function: Any, args: Any, kwargs: Any) -> Kernel | None:
-        """The kernel of a call; None for a view, a collective, or a plain allocation."""
-        schema = SCHEMA.of(function)
-        if schema.name.startswith(("c10d::", "_c10d_functional::", "prim::", "aten::empty")):
-            return None
-        if any(argument.alias_info and not argument.alias_info.is_write for argument in schema.arguments):
+        """The kernel of a call; None if it computes nothing."""
+        if not is_kernel(function):
             return None
         args, kwargs = tree_map_only(torch.Tensor, Meta.of, (args, kwargs or {}))
         return cls(function, args, kwargs, repr((str(function), args, kwargs)))

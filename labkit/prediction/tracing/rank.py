@@ -27,11 +27,11 @@ def trace(request: dict[str, Any], rank: int) -> dict[str, Any]:
     """The memory curve and the collectives of a step of one rank.
 
     `request` has `source` and `path` of the script, `ranks`, their number, `grouped`, whether they form a process
-    group, `sample`, the shape of one input, `split`, how tensor-parallel ranks split the output of each block, and
-    `model`, the source of the script that trains the same model on one device. Of the ranks in `of`, the first one
-    also counts the FLOPs of a sample of it.
+    group, `sample`, the shape of one input, `split`, how tensor-parallel ranks split the output of each block, `gpus`,
+    whether the script runs on GPUs, and `model`, the source of the script that trains the same model on one device. Of
+    the ranks in `of`, the first one also counts the FLOPs of a sample of it.
     """
-    tape = Tape()
+    tape = Tape(request["gpus"])
     world.join(rank, request["ranks"])
     for owner, name, function in scoped(tape):
         setattr(owner, name, function)
@@ -99,6 +99,7 @@ def reported(
         "flops": tape.flops.executed,
         "recomputed_flops": tape.flops.recomputed,
         "calls": [[one.op, one.bytes, one.ranks, one.parts] for one in tape.calls],
+        "program": tape.work.program(spans),
         "allocator": overhead({address: size for address, (_, size) in before.items()}, changes),
     }
 
