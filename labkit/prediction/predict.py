@@ -27,7 +27,7 @@ from labkit.prediction.cuda import estimates
 from labkit.prediction.devices import DEVICES, HERE, Device
 from labkit.prediction.fitting import with_fit
 from labkit.prediction.peaks import peak_of
-from labkit.prediction.tracer import TraceFailed, never, traced
+from labkit.prediction.tracer import TRACER, TraceFailed, never, traced
 from labkit.record.documents import Unreadable, read_document
 from labkit.record.files import read_below
 from labkit.record.plain import parse
@@ -80,6 +80,7 @@ def _on_this_machine(plan: Plan, spec: Spec) -> Plan:
 
 
 def _new(spec: Spec, cancelled: Callable[[], bool]) -> tuple[Plan, Programs]:
+    TRACER.prepare()
     groups = classes(spec)
     try:
         traces = traced(spec, [ranks[0] for ranks in groups], cancelled)

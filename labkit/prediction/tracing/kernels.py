@@ -23,6 +23,7 @@ from labkit.probe.torch_private import EVENT_TYPE, KINETO_TREE
 
 MOST = 64 << 20
 _SCOPE = "labkit kernel "
+KNOWN: dict[str, int] = {}  # the bytes of kernels that other ranks have executed
 
 tree_iter, tree_map_only = TREE_ITER.get(), TREE_MAP.get()
 
@@ -88,7 +89,15 @@ class Kernel:
 
 @torch.no_grad()
 def temporaries(kernels: Iterable[Kernel]) -> dict[str, int]:
-    """The bytes of temporary memory of kernels, by key; without those that were not executed."""
+    """The bytes of temporary memory of kernels, by key; without those that were not executed, and of those that are
+    `KNOWN` without executing them again."""
+    kernels = [*kernels]
+    new = [kernel for kernel in kernels if kernel.key not in KNOWN]
+    known = {kernel.key: KNOWN[kernel.key] for kernel in kernels if kernel.key in KNOWN}
+    return known | (_executed(new) if new else {})
+
+
+def _executed(kernels: Iterable[Kernel]) -> dict[str, int]:
     scopes: dict[str, str] = {}
     level = LogLevel()
     level.errors_only()

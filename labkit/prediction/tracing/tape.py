@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from labkit.prediction.tracing.flops import Flops
 from labkit.prediction.tracing.kernels import Kernel
 from labkit.prediction.tracing.torch_private import (
     DISPATCH_MODE,
+    FAKE_TENSOR,
     GROUP_OF,
     READ_NUMBER,
     SCHEMA,
@@ -36,6 +38,8 @@ from labkit.probe.timeline import Allocation
 
 tree_iter = TREE_ITER.get()
 _READS, _WAIT = READ_NUMBER.get(), WAIT.get()
+_DEVICE, _FAKE = torch.ops.prim.device.default, FAKE_TENSOR.get()
+_COLLECTIVES = "c10d::", "_c10d_functional::"
 _EQUAL = torch.ops.aten.equal.default
 _NUMBERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 _INDICES = ("aten::randint", "aten::randperm", "aten::arange")
@@ -99,6 +103,9 @@ class Tape(DISPATCH_MODE.get()):
         self._sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and type(args[0]) is _FAKE:  # most calls by far
+            self.time += OPERATION + 1
+            return args[0].fake_device
         if any(issubclass(kind, torch.distributed.tensor.DTensor) for kind in types):
             return NotImplemented  # DTensor comes first, and calls the operation on its local tensors
         computes = self.computes_numbers and _has_numbers(func, args, kwargs or {})
@@ -115,16 +122,16 @@ class Tape(DISPATCH_MODE.get()):
         flops = self.flops.add(func, args, kwargs or {}, result)
         if self.keeps_kernels and (kernel := Kernel.of(func, args, kwargs)):
             self.kernels.append((self.time, kernel))
-        name = str(func).replace(".", "::", 1)
-        call = called(func, args) if name.startswith(("c10d::", "_c10d_functional::")) else None
+        name = _name(func)
+        call = called(func, args) if name.startswith(_COLLECTIVES) else None
         if call:
             self.calls.append(call)
-        for tensor in tree_iter(result):
+        for tensor in (result,) if isinstance(result, torch.Tensor) else tree_iter(result):
             if isinstance(tensor, torch.Tensor):
                 self.address(tensor, name)
         if self.keeps_kernels:
             read, written = self._known(args, kwargs), self._known(result)
-            if not written or name.startswith("c10d::"):  # outputs are arguments
+            if not written or name.startswith(_COLLECTIVES[0]):  # outputs are arguments
                 written = self._known((kwargs or {}).get("out", args[:1]))
             if call:
                 self.work.start(func, args, (call.op, call.bytes, call.peers), read, written)
@@ -187,6 +194,11 @@ class Tape(DISPATCH_MODE.get()):
             self.allocations.append(Allocation(self.time, address, -before, inside))
         if size:
             self.allocations.append(Allocation(self.time, address, size, inside))
+
+
+@cache
+def _name(func: Any) -> str:
+    return str(func).replace(".", "::", 1)
 
 
 def _has_numbers(func: Any, args: Any, kwargs: Any) -> bool:
