@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from labkit.prediction.devices import Accelerator
+from labkit.prediction.link_table import LinkTable
 
 WITH_TENSOR_CORES = {"tf32": {"fp32": "tf32"}}  # by precision, types whose matrix products have the peak of another
 
@@ -48,6 +49,14 @@ def of_accelerator(accelerator: Accelerator, precision: str, share: float) -> Ro
         accelerator.bandwidth * reached("copies"),
         reached("launch"),
     )
+
+
+def of_cores(table: LinkTable, share: float) -> Roofline:
+    """That of a rank of this machine, whose kernels reach between half and all of what was measured; half is an
+    assumption."""
+    reached = (1 + share) / 2
+    peaks = {kind: reached * peak for kind, peak in table.peaks.items()}
+    return Roofline(peaks, reached * table.kernels["copies"], table.kernels["launch"] / reached)
 
 
 def with_seconds(program: Iterable[Iterable[Any]], roofline: Roofline) -> list[list[Any]]:

@@ -8,6 +8,7 @@ links.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -18,16 +19,17 @@ from labkit.common.atomic import write_atomically
 from labkit.plan.spec import Spec
 from labkit.prediction.classes import classes
 from labkit.prediction.collectives import CommunicationModel
-from labkit.prediction.devices import HERE, Accelerator, Device
+from labkit.prediction.devices import HERE, Device
 from labkit.prediction.link_table import folder as link_tables
 from labkit.prediction.links import communication
+from labkit.prediction.peaks import kernels_of
 from labkit.prediction.predict import Programs, cache_folder, keep, made, on, programs
-from labkit.prediction.roofline import of_accelerator, with_seconds
+from labkit.prediction.roofline import Roofline, of_accelerator, of_cores, with_seconds
 from labkit.prediction.simulation import STEPS, program_of, simulate
 from labkit.prediction.tracer import computed, never
 from labkit.record.files import read_below
 from labkit.record.plain import parse
-from labkit.record.types.prediction import Plan, PredictedTimeline
+from labkit.record.types.prediction import Plan, PredictedClass, PredictedTime, PredictedTimeline
 from labkit.setup.machine import Machine
 
 # The script that is measured trains only, for more steps than are needed.
@@ -37,28 +39,46 @@ _MEASURED: dict[str, Any] = {
     "max_restarts": 0,
 }
 _MOST = 8  # ranks that are all simulated
+ERROR = 0.076  # of the predicted step, the median of `labkit bench` (MEASUREMENTS.md, Accuracy)
+_SHARES = (0.5, 1.0, 0.0)  # of what kernels reach: the middle, the most, the least
 _ALIKE = 3  # steps to simulate if all of them compute equally long
 _FILE, _LIMIT = "programs.json", 16 << 20  # bytes
 
 
 def timed(spec: Spec, plan: Plan, cancelled: Callable[[], bool] = never) -> Plan:
-    """The plan of a Spec of CPU ranks with the time of a step on this machine. It takes seconds, unless it is cached.
+    """The plan of a Spec of CPU ranks with the time of a step on this machine: measured for a strategy, modelled for a
+    script of the user's own. It takes seconds, unless it is cached.
 
-    Raises `LookupError` for GPUs, or if collectives have not been measured here, `TraceFailed` if a rank cannot be
-    measured, and `Cancelled` soon after `cancelled` returns true.
+    `low` and `high` of the time of a strategy are the seconds minus and plus √(a² + b² + c²): a is the distance to the
+    lower or the upper quartile of the simulated steps, b what the exposed communication varies by, c the error that
+    predictions of a step were measured to have (`ERROR`).
+
+    Raises `LookupError` for GPUs, or if this machine has not been measured, `TraceFailed` if a rank cannot be measured,
+    and `Cancelled` soon after `cancelled` returns true.
     """
-    if spec.strategy is None:
-        raise LookupError("the time of a step can be predicted for a strategy's script only")
     if spec.device == "cuda":
         raise LookupError("the time of a step can be predicted for CPU ranks only; use device='cpu'")
     links = communication(HERE) if spec.processes > 1 else None
-    groups, machine = classes(spec), Machine.here()
-    firsts = [ranks[0] for ranks in groups]
-    steps = _simulated(groups, _programs(spec, firsts, machine, cancelled), links, machine.cores)
-    slowest = max(steps.values(), key=_seconds)
-    found = _with_time(spec, plan, steps, (slowest["low"], slowest["high"]), links.title if links else "")
+    machine = Machine.here()
+    if spec.strategy is None:
+        table = kernels_of(machine, spec.processes)
+        rooflines = [of_cores(table, share) for share in _SHARES]
+        found = _modelled(spec, plan, rooflines, links, machine.cores, f"this machine, {table.title}", cancelled)
+    else:
+        groups = classes(spec)
+        measured = _programs(spec, [ranks[0] for ranks in groups], machine, cancelled)
+        steps = _simulated(groups, measured, links, machine.cores)
+        bounds = _bounds(max(steps.values(), key=_seconds), links.error if links else 0.0)
+        found = _with_time(spec, plan, steps, bounds, links.title if links else "")
     keep(spec, found)
     return found
+
+
+def _bounds(step: PredictedTimeline, error: float) -> tuple[float, float]:
+    seconds = step["seconds"]
+    own = math.hypot(error * sum(step["exposed"].values()), ERROR * seconds)
+    low, high = (math.hypot(own, step[side] - seconds) for side in ("low", "high"))
+    return max(0.0, seconds - low), seconds + high
 
 
 def modelled(spec: Spec, plan: Plan, machine: Device, cancelled: Callable[[], bool] = never) -> Plan:
@@ -73,36 +93,41 @@ def modelled(spec: Spec, plan: Plan, machine: Device, cancelled: Callable[[], bo
     if spec.precision:
         accelerator.peak(spec.precision)
     plan = on(plan, spec, machine)
+    rooflines = [of_accelerator(accelerator, spec.precision or "", share) for share in _SHARES]
+    links = communication(machine.name) if spec.processes > 1 else None
     try:
-        return _modelled(spec, plan, machine, accelerator, cancelled)
+        return _modelled(spec, plan, rooflines, links, None, machine.title, cancelled)
     except LookupError as error:
         return {**plan, "untimed": f"there is no time of a step: {error}"}
 
 
-def _modelled(spec: Spec, plan: Plan, machine: Device, accelerator: Accelerator, cancelled: Callable[[], bool]) -> Plan:
+def _modelled(
+    spec: Spec,
+    plan: Plan,
+    rooflines: Sequence[Roofline],
+    links: CommunicationModel | None,
+    cores: int | None,
+    title: str,
+    cancelled: Callable[[], bool],
+) -> Plan:
+    """`rooflines` are in the order of `_SHARES`."""
+    if spec.options.get("cpu_offload"):
+        raise LookupError("it is not modelled with cpu_offload, which computes on CPUs, too")
     if plan["method"] != "simulated":
         raise LookupError(f"it needs a trace, and {plan.get('reason', 'there is none')}")
     if spec.processes < (spec.nproc or 1):
         raise LookupError("it is not modelled for several devices in one process")
-    if spec.options.get("cpu_offload"):
-        raise LookupError("it is not modelled with cpu_offload, which computes on CPUs, too")
-    links = communication(machine.name) if spec.processes > 1 else None
     groups, work = [part["ranks"] for part in plan["classes"]], programs(spec, cancelled)
     middle, fast, slow = (
-        _simulated(groups, _modelled_programs(work, accelerator, spec.precision, share), links, None, _ALIKE)
-        for share in (0.5, 1.0, 0.0)
+        _simulated(groups, {rank: with_seconds(items, one) for rank, items in work.items()}, links, cores, _ALIKE)
+        for one in rooflines
     )
-    bounds = tuple(max(map(_seconds, steps.values())) for steps in (fast, slow))
     for first, timeline in middle.items():
         timeline["low"], timeline["high"] = fast[first]["seconds"], slow[first]["seconds"]
-    found = _with_time(spec, plan, middle, bounds, machine.title)
+    low, high = (max(map(_seconds, steps.values())) for steps in (fast, slow))
+    found = _with_time(spec, plan, middle, (low, high), title)
     found["time"]["modelled"] = True
     return found
-
-
-def _modelled_programs(work: Programs, accelerator: Accelerator, precision: str | None, share: float) -> Programs:
-    roofline = of_accelerator(accelerator, precision or "", share)
-    return {rank: with_seconds(items, roofline) for rank, items in work.items()}
 
 
 def _simulated(
@@ -123,20 +148,14 @@ def _simulated(
 
 
 def _with_time(
-    spec: Spec, plan: Plan, steps: Mapping[int, PredictedTimeline], bounds: tuple[float, ...], links: str
+    spec: Spec, plan: Plan, steps: Mapping[int, PredictedTimeline], bounds: tuple[float, float], links: str
 ) -> Plan:
     seconds = max(map(_seconds, steps.values()))
-    return {
-        **plan,
-        "classes": [{**part, "timeline": steps[part["ranks"][0]]} for part in plan["classes"]],
-        "time": {
-            "seconds": seconds,
-            "low": bounds[0],
-            "high": bounds[1],
-            "samples_per_second": throughput_of_median_steps(spec.global_batch, [seconds]) or 0.0,
-            "links": links,
-        },
-    }
+    time: PredictedTime = {"seconds": seconds, "low": bounds[0], "high": bounds[1], "links": links}
+    if spec.strategy:
+        time["samples_per_second"] = throughput_of_median_steps(spec.global_batch, [seconds]) or 0.0
+    parts: list[PredictedClass] = [{**part, "timeline": steps[part["ranks"][0]]} for part in plan["classes"]]
+    return {**plan, "classes": parts, "time": time}
 
 
 def _seconds(timeline: PredictedTimeline) -> float:

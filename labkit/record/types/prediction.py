@@ -86,12 +86,13 @@ class PredictedClass(TypedDict):
 class PredictedTime(TypedDict):
     """The seconds of a step of the slowest rank, from `low` to `high`: on the machine of the run, from computation and
     collectives that were measured there, or `modelled` for a machine of the table. `links` says which collectives or
-    which machine, and is empty if there is nothing to communicate."""
+    which machine, and is empty if there is nothing to communicate. The samples of a script of the user's own are not
+    known."""
 
     seconds: Seconds
     low: NotRequired[Seconds]
     high: NotRequired[Seconds]
-    samples_per_second: Amount
+    samples_per_second: NotRequired[Amount]
     links: Line
     modelled: NotRequired[bool]
 
