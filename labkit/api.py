@@ -16,12 +16,10 @@ from labkit.figures.advice import Advised
 from labkit.figures.prediction import Prediction
 from labkit.plan.spec import Spec
 from labkit.prediction.devices import HERE, device
-from labkit.prediction.links import communication
-from labkit.prediction.predict import on
 from labkit.prediction.predict import predict as plan_of
 from labkit.prediction.scale.advice import advice
 from labkit.prediction.scale.asked import training
-from labkit.prediction.timing import timed
+from labkit.prediction.timing import modelled, timed
 from labkit.record.follow import Follower
 from labkit.runs.comparing import Comparing, plan
 from labkit.runs.guesses import Guess, guess
@@ -65,9 +63,9 @@ def predict(what: str | Spec, value: Any = None, *, machine: str | None = None, 
     process, which takes some seconds, or is found in the cache. A run that is started later with the same Spec has the
     prediction in its charts. `machine` adds times: with `here`, a few steps of a generated script are measured without
     communication, and the time of a step follows with what `labkit doctor --calibrate` has measured; with a named
-    machine, such as `a100x8`, the time of the collectives without overlap. Raises `SpecError`, `TraceFailed` for a
-    script of your own that cannot be traced and for a step that cannot be measured, `ValueError` for an unknown
-    machine, `LookupError` for a time that is not known.
+    machine, such as `a100x8`, it is modelled from the traced kernels and the machine's published figures.
+    Raises `SpecError`, `TraceFailed` for a script of your own that cannot be traced and for a step that cannot be
+    measured, `ValueError` for an unknown machine, `LookupError` for a time that is not known on this machine.
 
     Your own prediction is one value, or one per rank: a list, or `{0: 40, 1: 38}`. The next run that this session
     starts stores it; comparisons and claims do not. `speedup` is for the next comparison: one value, or one per
@@ -84,7 +82,7 @@ def predict(what: str | Spec, value: Any = None, *, machine: str | None = None, 
     asked = named(what, **fields)
     if machine is not None and device(machine).name != HERE:
         spec = with_ranks(replace(asked, device="cuda") if asked.device == "auto" else asked)
-        return Prediction(on(plan_of(spec), spec, device(machine)), communication(machine))
+        return Prediction(modelled(spec, plan_of(spec), device(machine)))
     spec = with_ranks(asked)
     plan = plan_of(spec)
     return Prediction(plan if machine is None else timed(spec, plan))

@@ -8,7 +8,7 @@ from test_prediction import spec_of
 
 from labkit.analysis.theory.flops import six_nd
 from labkit.plan.spec import Spec
-from labkit.prediction.predict import predict
+from labkit.prediction.predict import predict, programs
 from labkit.prediction.scale.shapes import of_workload
 
 CNN_INPUTS = 2 * 25 * 32 * 28**2  # of the first convolution, whose input needs no gradient
@@ -41,6 +41,8 @@ def test_cnn_executes_three_times_its_forward_pass_without_the_gradient_of_its_i
     assert [one["recomputed_flops"] for one in plan["ranks"]] == [0, 0]
     assert plan["model_flops"] == 2 * BATCH * each
     assert "six_nd" not in plan
+    kernels = [one for item in programs(spec)[0] if item[0] == "compute" for one in item[2]]
+    assert sum(flops * count for _, flops, _, count in kernels) == BATCH * each
 
 
 def test_gpt_executes_three_times_its_forward_pass_and_the_scores_again():

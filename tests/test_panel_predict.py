@@ -139,6 +139,27 @@ def test_predict_shows_the_time_of_a_step_or_why_there_is_none(lab, traces):
     assert "There is no time" not in strip(lab)
 
 
+def test_a_step_on_another_machine_is_modelled_for_its_gpus(lab, traces, monkeypatch):
+    asked = []
+
+    def modelled(spec: Spec, plan: Plan, machine, cancelled) -> Plan:
+        asked.append((spec.device, machine.name))
+        time = {"seconds": 0.002, "low": 0.001, "high": 0.003, "samples_per_second": 9.0, "links": "8 × A100"}
+        return {**plan, "time": {**time, "modelled": True}}
+
+    monkeypatch.setattr(module, "modelled", modelled)
+    traces.go.set()
+    lab._view.predict.machine.value = "a100x8"
+    button(lab).click()
+    wait_until(lambda: "a step takes 2 ms (1 ms to 3 ms), 9 samples/s" in strip(lab))
+    assert "modelled for 8 × A100" in strip(lab) and asked == [("cuda", "a100x8")]
+    lab._view.predict.machine.value = "here"
+    wait_until(lambda: "Next run (expected) DDP" in strip(lab))
+    lab._view.predict.machine.value = "a100x8"
+    wait_until(lambda: "a step takes 2 ms" in strip(lab))
+    assert len(asked) == 1, "it was kept"
+
+
 def test_memory_is_shown_while_the_time_of_a_step_is_measured(lab, traces):
     traces.go.set()
     traces.measured.clear()

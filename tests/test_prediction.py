@@ -20,7 +20,6 @@ from labkit.figures.prediction import HEADS, Prediction
 from labkit.plan.spec import Spec, SpecError
 from labkit.prediction import predict as planning
 from labkit.prediction.classes import classes
-from labkit.prediction.links import communication, sequential
 from labkit.prediction.predict import cached, predict
 from labkit.prediction.tracer import TRACER, TraceFailed, traced
 from labkit.record.state import RunState
@@ -219,12 +218,14 @@ def test_python_returns_a_table_that_escapes_and_a_figure():
     plan = predict(spec_of("ddp"))
     found = labkit.predict("ddp", workload="mlp", nproc=2, batch_size=16, device="cpu", machine="a100x8")
     assert found.plan["ranks"] == plan["ranks"]
-    assert found.heads == (*HEADS, "collectives")
+    assert found.heads == (*HEADS, "step", "exposed")
     assert found.rows[0][0] == "0–1"
-    assert "modelled" in found.title
-    time = sequential(communication("a100x8"), plan["classes"][0]["calls"])
-    assert time.source == "modelled"
-    assert found.rows[0][-1] == f"{1000 * time.seconds:.3g} ms"
+    assert "modelled for nodes of 8 × A100" in found.title and "MFU" in found.title
+    time = found.to_json()["seconds_per_step"]
+    assert 0 < time["low"] < time["seconds"] < time["high"]
+    assert found.rows[0][-2] == f"{1000 * time['seconds']:.3g} ms"
+    assert found.plan["time"]["modelled"] and "time" not in cached(spec_of("ddp"))
+    assert chart("timeline", found.state).y.categories[:2] == ("rank 0 predicted", "comm 0 predicted")
     assert "<table>" in found._repr_html_()
     assert [one.name for one in found.figure().data]
     with pytest.raises(SpecError, match=r"has no script 'nothing\.py'"):

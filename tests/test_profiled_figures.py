@@ -147,6 +147,25 @@ def test_areas_lie_on_each_other_up_to_the_peak():
     assert "rank 0" in memory_of_step(state, 0).note
 
 
+def test_the_predicted_sum_is_a_line_whose_phases_last_as_long_as_the_measured_ones():
+    owners = {"parameters": [4 * MIB] * 3, "activations": [0, 6 * MIB, 2 * MIB]}
+    state = state_of(memory_event(0, owners))
+    step = {"times": [0.0, 2.0, 6.0], "seconds": 8.0, "phases": [("forward", 0.0, 4.0), ("backward", 4.0, 8.0)]}
+    step |= {
+        "owners": {"parameters": [MIB] * 3, "activations": [0, 3 * MIB, 11 * MIB]},
+        "peak": 12 * MIB,
+        "at_peak": {},
+    }
+    plan = {"spec": {}, "method": "simulated", "ranks": [], "classes": [{"ranks": [0, 1], "step": step}]}
+    state.apply({"kind": "prediction", "prediction": plan})
+    chart = figures.chart("memory_of_step", state)
+    assert [line.name for line in chart.lines] == ["parameters", "activations", "predicted"]
+    xs, ys = chart.drawn().points[-1]
+    assert xs == pytest.approx([0, 5, 5, 25, 25, 40]) and ys == pytest.approx([1, 1, 4, 4, 12, 12])
+    assert not chart.lines[-1].stacked and "predicted" in figures.svg("memory_of_step", state)
+    assert chart.stack_height(chart.drawn().points) == pytest.approx(10), "it is no part of the stack"
+
+
 def test_the_polygons_touch_and_end_at_the_peak():
     owners = {"parameters": [4 * MIB] * 3, "activations": [0, 6 * MIB, 2 * MIB]}
     picture = ElementTree.fromstring(figures.svg("memory_of_step", state_of(memory_event(0, owners), nproc=1)))

@@ -60,7 +60,7 @@ def efficiency(state: RunState, now: bool = False) -> Efficiency:
 def predicted_efficiency(plan: Plan, spec: Spec | None) -> Efficiency:
     """Of the prediction of a Spec; nothing is known without the time of a step."""
     time = plan.get("time")
-    speed, seconds = (time["samples_per_second"], time["seconds"]) if time else (None, None)
+    speed, seconds = (time.get("samples_per_second"), time["seconds"]) if time else (None, None)
     return _efficiency(spec, plan, speed, seconds)
 
 

@@ -103,7 +103,7 @@ def _planned_step(state: RunState, rank: int) -> float | None:
 
 def _planned_throughput(state: RunState, rank: int) -> float | None:
     time = state.prediction.get("time") if state.prediction else None
-    return time["samples_per_second"] if time else None
+    return time.get("samples_per_second") if time else None
 
 
 def _at_peak(state: RunState, rank: int) -> Parts:

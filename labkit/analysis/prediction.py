@@ -242,11 +242,25 @@ def how_made(plan: Plan) -> str:
 
 
 def step_in_words(plan: Plan) -> str:
-    """`a step takes 153 ms, 1,670 samples/s, 0.0512 TFLOP/s, MFU 31.0 % per device`; empty if it is not known."""
+    """`a step takes 153 ms (148 ms to 160 ms), 1,670 samples/s, 0.0512 TFLOP/s, MFU 31.0 % per device`; empty if it is
+    not known."""
     if "time" not in plan:
         return ""
-    found = predicted_efficiency(plan, Spec.from_json(plan["spec"]))
-    return ", ".join([f"a step takes {milliseconds(plan['time']['seconds'])}", *found.words])
+    time, found = plan["time"], predicted_efficiency(plan, Spec.from_json(plan["spec"]))
+    seconds = milliseconds(time["seconds"])
+    if "low" in time and "high" in time:
+        seconds += f" ({milliseconds(time['low'])} to {milliseconds(time['high'])})"
+    return ", ".join([f"a step takes {seconds}", *found.words])
+
+
+def time_made(plan: Plan) -> str:
+    """How the time of a step was computed: `simulated, with …` or `modelled for …`; empty if it is not known."""
+    if "time" not in plan:
+        return ""
+    on = plan["time"]["links"]
+    if plan["time"].get("modelled"):
+        return f"modelled for {on}: the roofline of each traced kernel and the links, without loading samples"
+    return f"simulated, with computation {f'and links measured on {on}' if on else 'measured here'}"
 
 
 def ranges(ranks: Iterable[int]) -> str:

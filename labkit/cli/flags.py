@@ -13,7 +13,7 @@ from labkit.cli.job_flags import add_jobs, add_nodes
 from labkit.common.arguments import ROUNDS, Number, check_address, check_choice
 from labkit.plan.fields import about
 from labkit.plan.spec import Spec
-from labkit.prediction.devices import ACCELERATED, DEFAULT_MACHINE, DEVICES
+from labkit.prediction.devices import ACCELERATED, DEFAULT_MACHINE
 from labkit.setup.environment import OPTIONAL
 from labkit.training.strategies import STRATEGIES
 
@@ -102,7 +102,7 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     predict.add_argument(
         "--machine",
         metavar="NAME",
-        help=f"add the time of a step on this machine (here), or of the collectives on one of {', '.join(DEVICES)}",
+        help=f"add the time of a step: measured on this machine (here), or modelled for {', '.join(ACCELERATED)}",
     )
     _add_fields(predict)
 

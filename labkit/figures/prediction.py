@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from labkit.analysis.prediction import how_made, notes, ranges, step_in_words
+from labkit.analysis.prediction import how_made, notes, ranges, step_in_words, time_made
 from labkit.common.text import escape, visible
 from labkit.common.units import counted, milliseconds, size
 from labkit.figures import figure
-from labkit.prediction.collectives import CommunicationModel
-from labkit.prediction.links import sequential
 from labkit.record.events import OWNERS
 from labkit.record.state import RunState
 from labkit.record.types.prediction import Plan, PredictedRank
@@ -22,29 +20,21 @@ HEADS = ("rank", "peak memory", "in the phase", *OWNERS, "sent per step")
 
 
 class Prediction:
-    """The predicted memory and traffic of every rank; displays itself as a table in a notebook, as text elsewhere."""
+    """The predicted memory and traffic of every rank, and the time of a step and of its exposed communication; displays
+    itself as a table in a notebook, as text elsewhere."""
 
-    def __init__(self, plan: Plan, links: CommunicationModel | None = None):
-        """`links` gives the time of the collectives, in place of the plan's time of a step; raises as
-        `CommunicationModel.time` does."""
+    def __init__(self, plan: Plan):
         self.plan = plan
         self.heads: tuple[str, ...] = HEADS
         self._times: dict[int, tuple[str, ...]] = {}  # by rank
-        self._on = ""
+        self._on = f"; {plan['untimed']}" if "untimed" in plan else ""
+        if "time" in plan:
+            self._on = f"; {step_in_words(plan)} ({time_made(plan)})"
         for part in plan["classes"]:
-            if links:
-                time = sequential(links, part["calls"])
-                self._set_time("collectives", part["ranks"], time.seconds)
-                self._on = f"; collectives one after another on {links.title} ({time.source})"
-            elif "timeline" in part:
-                self._set_time("step", part["ranks"], part["timeline"]["seconds"])
-        if "time" in plan and not links:
-            how = f"and links measured on {plan['time']['links']}" if plan["time"]["links"] else "measured here"
-            self._on = f"; {step_in_words(plan)} (simulated, with computation {how})"
-
-    def _set_time(self, head: str, ranks: Sequence[int], seconds: float) -> None:
-        self.heads = (*HEADS, head)
-        self._times |= dict.fromkeys(ranks, (milliseconds(seconds),))
+            if "timeline" in part:
+                times = part["timeline"]["seconds"], sum(part["timeline"]["exposed"].values())
+                self.heads = (*HEADS, "step", "exposed")
+                self._times |= dict.fromkeys(part["ranks"], tuple(map(milliseconds, times)))
 
     @property
     def state(self) -> RunState:
@@ -63,8 +53,8 @@ class Prediction:
         return figure("timeline", self.state)
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as a dict that can be written as JSON, with `seconds_per_step`: its `seconds`, and the quartiles
-        `low` and `high` of simulated steps; None without the time of a step."""
+        """The plan as a dict that can be written as JSON, with `seconds_per_step`: its `seconds`, and the range from
+        `low` to `high`; None without the time of a step."""
         time = self.plan.get("time")
         step = {name: time.get(name) for name in ("seconds", "low", "high")} if time else None
         return {**self.plan, "seconds_per_step": step}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
+
+import numpy
 
 from labkit.analysis.guess import by_rank
 from labkit.analysis.guessable import FIGURES
@@ -12,10 +15,12 @@ from labkit.analysis.profiled import aligned, beyond, newest, overlap
 from labkit.common.units import size
 from labkit.figures import colours
 from labkit.figures.model import Axis, Bars, Chart, Line, Marks, Spans
-from labkit.record.columns import ProfiledStep, RankState
+from labkit.record.columns import MemoryCurve, ProfiledStep, RankState
 from labkit.record.events import OWNERS, PHASES
 from labkit.record.state import RunState
 from labkit.record.types.envelope import Owners
+from labkit.record.types.measured import Span
+from labkit.record.types.prediction import PredictedStep
 
 _PIXELS = 1500  # the resolution of the time axis: narrower stretches are merged
 _FEW = 4  # ranks with a predicted bar each
@@ -216,14 +221,15 @@ def _predicted(state: RunState) -> dict[int, Owners]:
 
 def memory_of_step(state: RunState, rank: int | None = None) -> Chart:
     """Bytes by owner over one profiled step of a rank (default: the rank with the highest peak), with its phases along
-    the bottom.
+    the bottom, and the predicted sum as a dashed line.
     """
     profiled = [(one, one.memory_step) for one in _ranks(state) if one.memory_step and rank in (None, one.rank)]
     title = "Memory over one step"
     if not profiled:
         return Chart("memory_of_step", title, Axis("ms", end=1.0), Axis("MiB"), note=_NONE)
     one, held = max(profiled, key=lambda pair: pair[1]["peak"])
-    axis = Axis.of_bytes(held["peak"])
+    step = _predicted_step(state, one.rank)
+    axis = Axis.of_bytes(max(held["peak"], step["peak"] if step else 0))
     times = [_ms(time) for time in held["times"]] + [_ms(held["seconds"])]
     lines = tuple(
         Line(
@@ -242,9 +248,42 @@ def memory_of_step(state: RunState, rank: int | None = None) -> Chart:
         (name, _ms(start), _ms(end), colours.PHASES.get(name, colours.INK)) for name, start, end in held["phases"]
     )
     note = f"rank {one.rank}, step {held['step']}; bottom: phases"
+    if step:
+        lines += (_predicted_curve(step, held, axis.bytes_each),)
+        note += "; predicted: each phase as long as measured"
     return Chart(
         "memory_of_step", title, Axis("ms", end=_ms(held["seconds"])), axis, lines=lines, bands=bands, note=note
     )
+
+
+def _predicted_step(state: RunState, rank: int) -> PredictedStep | None:
+    """The traced step in the place of a rank; None without a trace."""
+    parts = state.prediction["classes"] if state.prediction else []
+    return next((part["step"] for part in parts if rank in part["ranks"] and part["step"]["times"]), None)
+
+
+def _predicted_curve(step: PredictedStep, held: MemoryCurve, unit: float) -> Line:
+    """The predicted sum of all owners. A trace counts operations, so each of its phases is stretched to the time of the
+    measured one."""
+    spans, measured = ({name: span for name, *span in _whole(one["phases"])} for one in (step, held))
+    names = [name for name in spans if name in measured]
+    anchors = sorted((spans[name][end], measured[name][end]) for name in names for end in (0, 1))
+    before, after = zip((0.0, 0.0), *anchors, (step["seconds"], held["seconds"]))
+    bounds = numpy.interp([*step["times"], step["seconds"]], before, numpy.maximum.accumulate(after))
+    sums = [sum(sizes) for sizes in zip(*step["owners"].values())]
+    times = [_ms(float(time)) for pair in pairwise(bounds) for time in pair]
+    heights = [height for height in sums for _ in range(2)]
+    return Line(f"predicted-{held['step']}", "predicted", times, heights, dash="dash", y_unit=unit)
+
+
+def _whole(phases: Iterable[Span]) -> Iterator[Span]:
+    """Each phase from its first beginning to its last end."""
+    spans: dict[str, list[tuple[float, float]]] = {}
+    for name, start, end in phases:
+        spans.setdefault(name, []).append((start, end))
+    for name, each in spans.items():
+        if name != "other":
+            yield name, each[0][0], each[-1][1]
 
 
 def _ranks(state: RunState) -> list[RankState]:

@@ -35,9 +35,12 @@ class Duration:
 
 
 class CommunicationModel(ABC):
-    """How long an operation takes among some ranks. `title` names the machine for people."""
+    """How long an operation takes among some ranks. `title` names the machine for people; `per_node` are the ranks of
+    a node, 0 if all are on one; `error` is the share by which times that were measured vary."""
 
     title: str
+    per_node = 0
+    error = 0.0
 
     def time(self, operation: str, size: int, ranks: int, nodes: int = 1) -> Duration:
         """The time of one operation on `size` bytes among `ranks` ranks, spread evenly over `nodes` nodes.

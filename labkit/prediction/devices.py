@@ -35,14 +35,17 @@ class Link:
 class Accelerator:
     """One GPU. `flops` is the peak per second by precision (dense, without sparsity), `memory` in bytes, `bandwidth` of
     the memory in bytes per second. `efficiency` is the fraction of the peak that the computation of a training step
-    reaches, a stated assumption. `sources` names the source of each figure; `driver` is how the names begin that the
-    driver has for it and for its variants with the same peak."""
+    reaches, a stated assumption. `reached` has the least and the most that single kernels reach: `products`, the
+    fraction of the peak in matrix products, `copies`, the fraction of the bandwidth in kernels that only move bytes,
+    and `launch`, the seconds of the shortest kernel. `sources` names the source of each figure; `driver` is how the
+    names begin that the driver has for it and for its variants with the same peak."""
 
     name: str
     flops: Mapping[str, float]
     memory: int
     bandwidth: float
     efficiency: float
+    reached: Mapping[str, tuple[float, float]]
     sources: Mapping[str, str] = field(repr=False)
     driver: str
 
@@ -69,6 +72,14 @@ _MEASURED = (
     "median of the hardware FLOPs utilisation of one node with FSDP at a sequence of 2,048 tokens, MosaicML LLM"
     " Foundry, scripts/train/benchmarking"
 )
+_LARGEST = "the fastest product of two matrices in bf16, S. Bekman, Machine Learning Engineering, compute/accelerator"
+_KERNELS = {"copies": (0.6, 0.87), "launch": (9.6e-6, 3.8e-6)}
+_OF_KERNELS = {
+    "copies": "at most what a copy reaches on an H100, 2,903 of 3,350 GB/s (github.com/aigatech/vpbenchmarking); the"
+    " least is an assumption",
+    "launch": "short kernels with and without a synchronisation after each, on a V100: A. Gray, Getting Started with"
+    " CUDA Graphs, NVIDIA 2019",
+}
 
 T4 = Accelerator(
     "NVIDIA T4",
@@ -76,11 +87,14 @@ T4 = Accelerator(
     15 << 30,
     320e9,
     0.37,
+    {"products": (0.3, 0.45), **_KERNELS},
     {
         "flops": "NVIDIA T4 data sheet",
         "memory": "16 GB by the data sheet, of which nvidia-smi reports 15,360 MiB",
         "bandwidth": "NVIDIA T4 product brief (GDDR6, 256 bit)",
         "efficiency": "24 of 65 TFLOP/s in cuBLAS, limited by 70 W: forums.developer.nvidia.com/t/264462",
+        "products": "an assumption around the efficiency",
+        **_OF_KERNELS,
     },
     "Tesla T4",
 )
@@ -90,11 +104,14 @@ A100 = Accelerator(
     80 << 30,
     2039e9,
     0.62,
+    {"products": (0.62, 0.869), **_KERNELS},
     {
         "flops": "NVIDIA A100 data sheet",
         "memory": "NVIDIA A100 data sheet; nvidia-smi reports 81,920 MiB",
         "bandwidth": "NVIDIA A100 data sheet",
         "efficiency": f"{_MEASURED}, 1B to 30B: 60 to 74 %",
+        "products": f"the efficiency, and {_LARGEST}: 271.2 of 312 TFLOP/s",
+        **_OF_KERNELS,
     },
     "NVIDIA A100",
 )
@@ -104,11 +121,14 @@ H100 = Accelerator(
     81_559 << 20,
     3350e9,
     0.44,
+    {"products": (0.44, 0.803), **_KERNELS},
     {
         "flops": "NVIDIA H100 data sheet, without sparsity",
         "memory": "80 GB by the data sheet, of which nvidia-smi reports 81,559 MiB",
         "bandwidth": "NVIDIA H100 data sheet",
         "efficiency": f"{_MEASURED}, 1B to 30B: 40 to 51 %",
+        "products": f"the efficiency, and {_LARGEST}: 794.5 of 989 TFLOP/s",
+        **_OF_KERNELS,
     },
     "NVIDIA H100 80GB HBM3",
 )

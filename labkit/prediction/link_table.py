@@ -59,6 +59,7 @@ class _Table(TypedDict):
     operations: dict[str, Annotated[list[_Point], Limits(most=1000, least=1)]]
     missing: dict[str, _Name]
     peaks: NotRequired[dict[str, Annotated[float, Number(1.0, 1e18)]]]  # none in tables of earlier versions
+    kernels: NotRequired[dict[str, Annotated[float, Number(1e-12, 1e18)]]]  # none in tables of earlier versions
 
 
 _SHAPE = record_of(_Table)
@@ -81,7 +82,8 @@ class Point:
 class LinkTable:
     """Seconds by operation and size for one number of ranks. `date` is in ISO 8601, in UTC; `points` are in order of
     their size; `missing` gives the reason for each operation that could not be measured. `peaks` are the FLOP/s of
-    matrix products on each of these ranks, on CPUs, by precision."""
+    matrix products on each of these ranks, on CPUs, by precision; `kernels` are `copies`, the bytes per second that a
+    copy reads and writes, and `launch`, the seconds of the shortest operation."""
 
     machine: str
     torch: str
@@ -91,6 +93,7 @@ class LinkTable:
     points: Mapping[str, tuple[Point, ...]]
     missing: Mapping[str, str]
     peaks: Mapping[str, float] = field(default_factory=dict)
+    kernels: Mapping[str, float] = field(default_factory=dict)
 
     def seconds(self, operation: str, size: int) -> float:
         """Seconds for `size` bytes: interpolated between measured sizes, both on a logarithmic scale; the latency below
@@ -139,6 +142,12 @@ class LinkTable:
         return median(point.high / point.low for points in self.points.values() for point in points)
 
     @property
+    def error(self) -> float:
+        """How far a repetition is from its median: half the distance of the quartiles as a share of the median, of the
+        median operation and size."""
+        return median((each.high - each.low) / 2 / each.seconds for points in self.points.values() for each in points)
+
+    @property
     def title(self) -> str:
         """`2 gloo ranks, measured on 2026-11-22`"""
         return f"{self.ranks} {self.backend} ranks, measured on {self.date[:10]}"
@@ -153,6 +162,7 @@ class LinkTable:
             "operations": operations,
             "missing": dict(self.missing),
             "peaks": dict(self.peaks),
+            "kernels": dict(self.kernels),
         }
 
     @classmethod
@@ -167,7 +177,7 @@ class LinkTable:
             if any(one.size >= other.size for one, other in pairwise(known)):
                 raise ValueError(f"operations.{operation} must be in order of size, each size once")
             points[operation] = tuple(known)
-        return cls(points=points, peaks=value.get("peaks", {}), **fields)
+        return cls(points=points, peaks=value.get("peaks", {}), kernels=value.get("kernels", {}), **fields)
 
 
 class Measured(CommunicationModel):
@@ -177,6 +187,7 @@ class Measured(CommunicationModel):
     def __init__(self, tables: Mapping[int, LinkTable]):
         """`tables` by number of ranks, at least one."""
         self.tables = dict(tables)
+        self.error = max(table.error for table in self.tables.values())
         self.title = f"this machine ({'; '.join(table.title for table in self.tables.values())})"
 
     def _time(self, operation: str, size: int, ranks: int, nodes: int) -> Duration:

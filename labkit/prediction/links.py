@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
 from labkit.prediction.collectives import ALGORITHMS, OPERATIONS, CommunicationModel, Duration, Load
 from labkit.prediction.devices import HERE, Device, Link, Rate, check_fits, device
 from labkit.prediction.link_table import measured
-from labkit.record.types.prediction import Called
 from labkit.setup.machine import Machine
 
 # Seconds of a call before the first message, by protocol: NCCL, src/graph/tuning.cc, ncclTunerConstantsDefaults (ring).
@@ -26,7 +25,7 @@ class Modelled(CommunicationModel):
         """`ValueError` for a machine whose links are not in the table."""
         if machine.inside is None:
             raise ValueError(f"the links of {machine.title} are measured; use communication({machine.name!r})")
-        self.title = machine.title
+        self.title, self.per_node = machine.title, machine.per_node
         self._machine, self._inside = machine, machine.inside
         self._between = machine.between or machine.inside  # of one node, nothing passes between nodes
 
@@ -52,22 +51,16 @@ def _rate(link: Link, protocol: str) -> Rate:
     return link.simple if protocol == "simple" else link.low_latency
 
 
-def sequential(model: CommunicationModel, calls: Iterable[Called]) -> Duration:
-    """The collectives of a step one after another on one node: their time without any overlap. It is measured if all of
-    them are.
-
-    Raises as `CommunicationModel.time` does. A receive does not count: the send on the other end does.
+def time_among(model: CommunicationModel, operation: str, size: float, ranks: Sequence[int]) -> Duration:
+    """The time of one collective or message among some ranks of the world, by the nodes that they are on; a barrier
+    counts as an all-reduce of its bytes, a gather as an all-gather. If nodes have unequal numbers of the ranks, the
+    time is that of the next larger number of nodes that divides them evenly. Raises as `CommunicationModel.time` does.
     """
-    times = [time_of(model, *call) for call in calls if call[0] != "recv"]
-    is_measured = all(one.source == "measured" for one in times)
-    return Duration(sum(one.seconds for one in times), "measured" if is_measured else "modelled")
-
-
-def time_of(model: CommunicationModel, operation: str, size: float, ranks: int) -> Duration:
-    """The time of one collective or message on one node; a barrier counts as an all-reduce of its bytes, a gather as an
-    all-gather. Raises as `CommunicationModel.time` does."""
     known = {"gather": "all_gather", "scatter": "broadcast"}.get(operation, operation)
-    return model.time(known if known in (*OPERATIONS, "recv", "reduce") else "all_reduce", round(size), ranks)
+    nodes = len({rank // model.per_node for rank in ranks}) if model.per_node else 1
+    nodes = next(count for count in range(nodes, len(ranks) + 1) if len(ranks) % count == 0)
+    known = known if known in (*OPERATIONS, "recv", "reduce") else "all_reduce"
+    return model.time(known, round(size), len(ranks), nodes)
 
 
 def communication(name: str, backend: str = "gloo") -> CommunicationModel:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from labkit.plan.spec import Spec
 from labkit.prediction.devices import Accelerator, Device, accelerator_of
-from labkit.prediction.link_table import CALIBRATE, stored
+from labkit.prediction.link_table import CALIBRATE, LinkTable, stored
 from labkit.record.types.prediction import Peak
 from labkit.setup.machine import Machine
 
@@ -39,13 +40,25 @@ def _published(spec: Spec, accelerator: Accelerator) -> Peak:
 def _measured(spec: Spec, machine: Machine) -> Peak:
     """Of the ranks that were measured together, each had a share of the cores; so do the ranks of the Spec."""
     precision, ranks = spec.precision or "fp32", spec.nproc or 1
-    tables = [one for one in stored(machine).tables if precision in one.peaks]
-    if not tables:
+    table = _nearest([one for one in stored(machine).tables if precision in one.peaks], ranks)
+    if table is None:
         return {
             "flops": None,
             "source": f"no peak of this CPU has been measured for {precision}; measure it with {CALIBRATE}",
         }
-    table = min(tables, key=lambda one: abs(math.log(one.ranks / ranks)))
     share = min(1.0, machine.cores / ranks) / min(1.0, machine.cores / table.ranks)
     how = f"matrix products in {precision} on one core per rank, {table.title}"
     return {"flops": table.peaks[precision] * share, "source": how}
+
+
+def kernels_of(machine: Machine, ranks: int) -> LinkTable:
+    """The measured table with what kernels reach on this machine, of the nearest number of ranks; `LookupError` if
+    there is none."""
+    table = _nearest([one for one in stored(machine).tables if one.kernels and one.peaks], ranks)
+    if table is None:
+        raise LookupError(f"what kernels reach on this machine has not been measured; measure it with {CALIBRATE}")
+    return table
+
+
+def _nearest(tables: Sequence[LinkTable], ranks: int) -> LinkTable | None:
+    return min(tables, key=lambda one: abs(math.log(one.ranks / ranks)), default=None)

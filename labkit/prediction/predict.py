@@ -27,13 +27,16 @@ from labkit.prediction.cuda import estimates
 from labkit.prediction.devices import DEVICES, HERE, Device
 from labkit.prediction.fitting import with_fit
 from labkit.prediction.peaks import peak_of
-from labkit.prediction.tracer import TraceFailed, never, traced
+from labkit.prediction.tracer import TRACER, TraceFailed, never, traced
 from labkit.record.documents import Unreadable, read_document
+from labkit.record.files import read_below
+from labkit.record.plain import parse
 from labkit.record.ring import sent
 from labkit.record.types.documents import SpecFields
 from labkit.record.types.measured import Operation
 from labkit.record.types.prediction import VERSION, Called, Method, Plan, PredictedClass, PredictedRank
 
+Programs = Mapping[int, Sequence[Sequence[Any]]]  # by rank
 _KEPT = 200  # cached plans
 _PACKAGES = ("plan", "prediction", "probe", "training")  # whose code a prediction depends on
 _WITHOUT_EFFECT = frozenset(
@@ -41,6 +44,7 @@ _WITHOUT_EFFECT = frozenset(
 )
 
 _READ = "read.json"  # next to the plan of a script: what it read
+_WORK, _LIMIT = "work.json", 64 << 20  # next to the plan: what its ranks compute, in at most so many bytes
 _OF_THE_SHELL = ("_", "OLDPWD", "SHLVL")
 
 
@@ -53,7 +57,17 @@ def predict(spec: Spec, cancelled: Callable[[], bool] = never) -> Plan:
     known = cached(spec)
     if known is not None:
         return known
-    return _on_this_machine(_new(spec, cancelled), spec)
+    return _on_this_machine(_new(spec, cancelled)[0], spec)
+
+
+def programs(spec: Spec, cancelled: Callable[[], bool] = never) -> Programs:
+    """What the traced rank of each class computes and sends in a step, as `tracing.work` has it, by rank; empty without
+    a trace. Raises as `predict` does."""
+    place = cache_folder(spec) / _WORK
+    if cached(spec):
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            return {int(rank): items for rank, items in parse(read_below(place.parent, place, _LIMIT)).items()}
+    return _new(spec, cancelled)[1]
 
 
 def on(plan: Plan, spec: Spec, machine: Device) -> Plan:
@@ -65,18 +79,22 @@ def _on_this_machine(plan: Plan, spec: Spec) -> Plan:
     return on(plan, spec, DEVICES[HERE])
 
 
-def _new(spec: Spec, cancelled: Callable[[], bool]) -> Plan:
+def _new(spec: Spec, cancelled: Callable[[], bool]) -> tuple[Plan, Programs]:
+    TRACER.prepare()
     groups = classes(spec)
     try:
         traces = traced(spec, [ranks[0] for ranks in groups], cancelled)
     except TraceFailed as failure:
         if spec.strategy is None:
             raise
-        return _by_formula(spec, str(failure))
+        return _by_formula(spec, str(failure)), {}
     read = {path for trace in traces.values() for path in trace.pop("read", ())}
+    work = {rank: trace.pop("program") for rank, trace in traces.items()}
     plan = _of_traces(spec, groups if spec.strategy else joined(groups, traces), traces)
+    with suppress(OSError):
+        write_atomically(made(spec) / _WORK, json.dumps(work), private=True)
     keep(spec, plan, read)
-    return plan
+    return plan, {part["ranks"][0]: work[part["ranks"][0]] for part in plan["classes"]}
 
 
 def cached(spec: Spec) -> Plan | None:
@@ -187,15 +205,21 @@ def _by_operation(calls: Sequence[Called]) -> dict[str, Operation]:
 
 def keep(spec: Spec, plan: Plan, read: Iterable[str] = ()) -> None:
     """Stores a plan in the cache, if possible; `read` are the paths that a script of the user's own has read."""
-    folder = cache_folder(spec)
     with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder = made(spec)
         if spec.strategy is None:
             states = {path: _state(path) for path in read}
             write_atomically(folder / _READ, json.dumps(states), private=True)
         write_atomically(folder / "plan.json", json.dumps(plan), private=True)
         for old in sorted(folder.parent.iterdir(), key=lambda path: path.stat().st_mtime)[:-_KEPT]:
             shutil.rmtree(old, ignore_errors=True)
+
+
+def made(spec: Spec) -> Path:
+    """The folder for what is known about a Spec before it runs, which exists; `OSError` if it cannot be created."""
+    folder = cache_folder(spec)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return folder
 
 
 def _is_unchanged(read: dict[str, list[int]]) -> bool:

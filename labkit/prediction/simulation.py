@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from labkit.prediction.collectives import CommunicationModel
-from labkit.prediction.links import time_of
+from labkit.prediction.links import time_among
 from labkit.record.types.prediction import PredictedTimeline
 
 STEPS = 16
@@ -92,20 +92,21 @@ class _Rank:
     since: float = 0.0
     phase: str = ""
 
-    @property
-    def over(self) -> bool:
-        return self.step == STEPS
-
 
 def simulate(
-    programs: Mapping[int, Program], like: Mapping[int, int], links: CommunicationModel | None, cores: int | None
+    programs: Mapping[int, Program],
+    like: Mapping[int, int],
+    links: CommunicationModel | None,
+    cores: int | None,
+    steps: int = STEPS,
 ) -> dict[int, PredictedTimeline]:
     """The timeline of a step of each rank that has a program.
 
     `like` is the rank with a program in the place of each rank; without `links`, communication takes no time; `cores`
-    are those that CPU ranks share, None for accelerators. Raises as `CommunicationModel.time` does.
+    are those that CPU ranks share, None for accelerators. `steps`, at least two, are simulated. Raises as
+    `CommunicationModel.time` does.
     """
-    return _Simulation(programs, like, links, cores).result()
+    return _Simulation(programs, like, links, cores, steps).result()
 
 
 class _Simulation:
@@ -115,12 +116,13 @@ class _Simulation:
         like: Mapping[int, int],
         links: CommunicationModel | None,
         cores: int | None,
+        steps: int,
     ):
         counts: dict[int, int] = defaultdict(int)
         for rank in like.values():
             counts[rank] += 1
         self._ranks = {number: _Rank(program, counts[number]) for number, program in programs.items()}
-        self._like, self._links, self._cores = like, links, cores
+        self._like, self._links, self._cores, self._count = like, links, cores, steps
         self._time = 0.0
         self._open: dict[Any, list[_Operation]] = defaultdict(list)  # by group, those that not all ranks have started
         self._queues: dict[Any, deque[_Operation]] = defaultdict(deque)  # by group, the first one runs
@@ -130,7 +132,7 @@ class _Simulation:
         while True:
             for number, rank in self._ranks.items():
                 self._advance(number, rank)
-            if all(rank.over for rank in self._ranks.values()):
+            if all(rank.step == self._count for rank in self._ranks.values()):
                 return self._typical()
             self._pass_time()
 
@@ -145,7 +147,7 @@ class _Simulation:
 
     def _advance(self, number: int, rank: _Rank) -> None:
         """Executes the program up to something that takes time."""
-        while not rank.over and rank.left <= 0 and (rank.waits is None or rank.waits.end <= self._time):
+        while rank.step < self._count and rank.left <= 0 and (rank.waits is None or rank.waits.end <= self._time):
             self._piece(rank)
             rank.waits = None
             if rank.index == len(rank.program):
@@ -173,15 +175,15 @@ class _Simulation:
             peer = self._like[item.ranks[0]]
             ends = (number, peer) if item.op == "send" else (peer, number)
             key: Any = ("message", *ends)
-            parties, ranks = len({*ends}), 2
+            parties, members = len({*ends}), sorted((number, *item.ranks))
         else:
-            parties, ranks = len({self._like[one] for one in item.ranks}), len(item.ranks)
-            key = (ranks, *sorted({self._like[one] for one in item.ranks}))
+            parties, members = len({self._like[one] for one in item.ranks}), item.ranks
+            key = (len(members), *sorted({self._like[one] for one in item.ranks}))
         mine = next((one for one in self._open[key] if number not in one.started), None)
         if mine is None:
-            seconds = time_of(self._links, item.op, item.bytes, ranks).seconds if self._links else 0.0
+            seconds = time_among(self._links, item.op, item.bytes, members).seconds if self._links else 0.0
             if self._cores is not None:
-                seconds *= min(1.0, self._cores / ranks)  # measured while all of its ranks shared the cores
+                seconds *= min(1.0, self._cores / len(members))  # measured while all of its ranks shared the cores
             mine = _Operation(item.op, item.bytes, parties, seconds)
             self._open[key].append(mine)
         mine.started[number] = self._time

@@ -1,12 +1,14 @@
-"""The time of a step: what each rank computes, measured on this machine, and collectives as measured between its ranks,
-put together by `simulation`.
+"""The time of a step: what each rank computes, and its collectives, put together by `simulation`.
 
-What was measured is cached until collectives are measured again (`labkit doctor --calibrate`).
+On this machine both are measured; what was measured is cached until collectives are measured again (`labkit doctor
+--calibrate`). On a machine of the table both are modelled: the traced kernels by their roofline, collectives by the
+links.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -16,18 +18,19 @@ from labkit.analysis.metrics import throughput_of_median_steps
 from labkit.common.atomic import write_atomically
 from labkit.plan.spec import Spec
 from labkit.prediction.classes import classes
-from labkit.prediction.devices import HERE
+from labkit.prediction.collectives import CommunicationModel
+from labkit.prediction.devices import HERE, Device
 from labkit.prediction.link_table import folder as link_tables
 from labkit.prediction.links import communication
-from labkit.prediction.predict import cache_folder, keep
-from labkit.prediction.simulation import program_of, simulate
+from labkit.prediction.peaks import kernels_of
+from labkit.prediction.predict import Programs, cache_folder, keep, made, on, programs
+from labkit.prediction.roofline import Roofline, of_accelerator, of_cores, with_seconds
+from labkit.prediction.simulation import STEPS, program_of, simulate
 from labkit.prediction.tracer import computed, never
 from labkit.record.files import read_below
 from labkit.record.plain import parse
-from labkit.record.types.prediction import Plan, PredictedTimeline
+from labkit.record.types.prediction import Plan, PredictedClass, PredictedTime, PredictedTimeline
 from labkit.setup.machine import Machine
-
-Items = Sequence[Sequence[Any]]
 
 # The script that is measured trains only, for more steps than are needed.
 _MEASURED: dict[str, Any] = {
@@ -36,50 +39,130 @@ _MEASURED: dict[str, Any] = {
     "max_restarts": 0,
 }
 _MOST = 8  # ranks that are all simulated
+ERROR = 0.076  # of the predicted step, the median of `labkit bench` (MEASUREMENTS.md, Accuracy)
+_SHARES = (0.5, 1.0, 0.0)  # of what kernels reach: the middle, the most, the least
+_ALIKE = 3  # steps to simulate if all of them compute equally long
 _FILE, _LIMIT = "programs.json", 16 << 20  # bytes
 
 
 def timed(spec: Spec, plan: Plan, cancelled: Callable[[], bool] = never) -> Plan:
-    """The plan of a Spec of CPU ranks with the time of a step on this machine. It takes seconds, unless it is cached.
+    """The plan of a Spec of CPU ranks with the time of a step on this machine: measured for a strategy, modelled for a
+    script of the user's own. It takes seconds, unless it is cached.
 
-    Raises `LookupError` for GPUs, or if collectives have not been measured here, `TraceFailed` if a rank cannot be
-    measured, and `Cancelled` soon after `cancelled` returns true.
+    `low` and `high` of the time of a strategy are the seconds minus and plus √(a² + b² + c²): a is the distance to the
+    lower or the upper quartile of the simulated steps, b what the exposed communication varies by, c the error that
+    predictions of a step were measured to have (`ERROR`).
+
+    Raises `LookupError` for GPUs, or if this machine has not been measured, `TraceFailed` if a rank cannot be measured,
+    and `Cancelled` soon after `cancelled` returns true.
     """
-    if spec.strategy is None:
-        raise LookupError("the time of a step can be predicted for a strategy's script only")
     if spec.device == "cuda":
         raise LookupError("the time of a step can be predicted for CPU ranks only; use device='cpu'")
     links = communication(HERE) if spec.processes > 1 else None
-    groups, machine = classes(spec), Machine.here()
+    machine = Machine.here()
+    if spec.strategy is None:
+        table = kernels_of(machine, spec.processes)
+        rooflines = [of_cores(table, share) for share in _SHARES]
+        found = _modelled(spec, plan, rooflines, links, machine.cores, f"this machine, {table.title}", cancelled)
+    else:
+        groups = classes(spec)
+        measured = _programs(spec, [ranks[0] for ranks in groups], machine, cancelled)
+        steps = _simulated(groups, measured, links, machine.cores)
+        bounds = _bounds(max(steps.values(), key=_seconds), links.error if links else 0.0)
+        found = _with_time(spec, plan, steps, bounds, links.title if links else "")
+    keep(spec, found)
+    return found
+
+
+def _bounds(step: PredictedTimeline, error: float) -> tuple[float, float]:
+    seconds = step["seconds"]
+    own = math.hypot(error * sum(step["exposed"].values()), ERROR * seconds)
+    low, high = (math.hypot(own, step[side] - seconds) for side in ("low", "high"))
+    return max(0.0, seconds - low), seconds + high
+
+
+def modelled(spec: Spec, plan: Plan, machine: Device, cancelled: Callable[[], bool] = never) -> Plan:
+    """The plan of a Spec on a machine of the table, with the time of a step, without the loading of samples: in the
+    middle of what its kernels reach, with the least and the most as the range. If a step cannot be modelled, `untimed`
+    of the plan says why.
+
+    Raises `ValueError` for a precision that the machine lacks, and as `predict` does.
+    """
+    accelerator = machine.accelerator
+    assert accelerator
+    if spec.precision:
+        accelerator.peak(spec.precision)
+    plan = on(plan, spec, machine)
+    rooflines = [of_accelerator(accelerator, spec.precision or "", share) for share in _SHARES]
+    links = communication(machine.name) if spec.processes > 1 else None
+    try:
+        return _modelled(spec, plan, rooflines, links, None, machine.title, cancelled)
+    except LookupError as error:
+        return {**plan, "untimed": f"there is no time of a step: {error}"}
+
+
+def _modelled(
+    spec: Spec,
+    plan: Plan,
+    rooflines: Sequence[Roofline],
+    links: CommunicationModel | None,
+    cores: int | None,
+    title: str,
+    cancelled: Callable[[], bool],
+) -> Plan:
+    """`rooflines` are in the order of `_SHARES`."""
+    if spec.options.get("cpu_offload"):
+        raise LookupError("it is not modelled with cpu_offload, which computes on CPUs, too")
+    if plan["method"] != "simulated":
+        raise LookupError(f"it needs a trace, and {plan.get('reason', 'there is none')}")
+    if spec.processes < (spec.nproc or 1):
+        raise LookupError("it is not modelled for several devices in one process")
+    groups, work = [part["ranks"] for part in plan["classes"]], programs(spec, cancelled)
+    middle, fast, slow = (
+        _simulated(groups, {rank: with_seconds(items, one) for rank, items in work.items()}, links, cores, _ALIKE)
+        for one in rooflines
+    )
+    for first, timeline in middle.items():
+        timeline["low"], timeline["high"] = fast[first]["seconds"], slow[first]["seconds"]
+    low, high = (max(map(_seconds, steps.values())) for steps in (fast, slow))
+    found = _with_time(spec, plan, middle, (low, high), title)
+    found["time"]["modelled"] = True
+    return found
+
+
+def _simulated(
+    groups: Sequence[Sequence[int]],
+    programs: Programs,
+    links: CommunicationModel | None,
+    cores: int | None,
+    steps: int = STEPS,
+) -> dict[int, PredictedTimeline]:
+    """The timeline of the slowest rank of each class, by the first rank, which has a program."""
+    known = {rank: program_of(items) for rank, items in programs.items()}
     like = {rank: ranks[0] for ranks in groups for rank in ranks}
-    firsts = [ranks[0] for ranks in groups]
-    programs = {rank: program_of(items) for rank, items in _programs(spec, firsts, machine, cancelled).items()}
-    if spec.processes <= _MOST:
-        programs = {rank: programs[first] for rank, first in like.items()}
+    if len(like) <= _MOST:
+        known = {rank: known[first] for rank, first in like.items()}
         like = {rank: rank for rank in like}
-    found = simulate(programs, like, links, machine.cores)
-    steps = {ranks[0]: max((found[rank] for rank in ranks if rank in found), key=_seconds) for ranks in groups}
-    slowest = max(steps.values(), key=_seconds)
-    timed_plan: Plan = {
-        **plan,
-        "classes": [{**part, "timeline": steps[part["ranks"][0]]} for part in plan["classes"]],
-        "time": {
-            "seconds": slowest["seconds"],
-            "low": slowest["low"],
-            "high": slowest["high"],
-            "samples_per_second": throughput_of_median_steps(spec.global_batch, [slowest["seconds"]]) or 0.0,
-            "links": links.title if links else "",
-        },
-    }
-    keep(spec, timed_plan)
-    return timed_plan
+    found = simulate(known, like, links, cores, steps)
+    return {ranks[0]: max((found[rank] for rank in ranks if rank in found), key=_seconds) for ranks in groups}
+
+
+def _with_time(
+    spec: Spec, plan: Plan, steps: Mapping[int, PredictedTimeline], bounds: tuple[float, float], links: str
+) -> Plan:
+    seconds = max(map(_seconds, steps.values()))
+    time: PredictedTime = {"seconds": seconds, "low": bounds[0], "high": bounds[1], "links": links}
+    if spec.strategy:
+        time["samples_per_second"] = throughput_of_median_steps(spec.global_batch, [seconds]) or 0.0
+    parts: list[PredictedClass] = [{**part, "timeline": steps[part["ranks"][0]]} for part in plan["classes"]]
+    return {**plan, "classes": parts, "time": time}
 
 
 def _seconds(timeline: PredictedTimeline) -> float:
     return timeline["seconds"]
 
 
-def _programs(spec: Spec, ranks: Sequence[int], machine: Machine, cancelled: Callable[[], bool]) -> Mapping[int, Items]:
+def _programs(spec: Spec, ranks: Sequence[int], machine: Machine, cancelled: Callable[[], bool]) -> Programs:
     """The programs of some ranks, measured now or before."""
     state = [machine.hardware, *sorted(path.stat().st_mtime_ns for path in link_tables().glob("*.json"))]
     place = cache_folder(spec) / _FILE
@@ -91,6 +174,6 @@ def _programs(spec: Spec, ranks: Sequence[int], machine: Machine, cancelled: Cal
     repeated = [ranks[index % len(ranks)] for index in range(together)]
     found = computed(replace(spec, **_MEASURED), repeated, cancelled)
     with suppress(OSError):
-        place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        made(spec)
         write_atomically(place, json.dumps({"state": state, "programs": found}), private=True)
     return found

@@ -27,6 +27,9 @@ from labkit.training.strategies import BASELINE
 PATIENCE = 300.0  # seconds for a request
 MEASURED = 2.0  # seconds for which the computation of a step is measured
 _LIMIT = 120  # seconds for the first steps of a script of the user's own
+# The first typical step by wrapper: optimizer state exists from the second one on; in the third, DDP has its final
+# buckets and PowerSGD compresses.
+_FIRST_TYPICAL, _THIRD = {"FSDP": 2}, 3
 _MESSAGE = 300  # characters of an error
 _BLOCK = 1 << 20  # bytes
 _POLL = 0.05  # seconds between two looks at whether a request is cancelled
@@ -89,6 +92,8 @@ def _generated(spec: Spec) -> dict[str, Any]:
         "grouped": spec.strategy_row.process_group,
         "sample": spec.data_row.input_shape(spec.options),
         "split": _split_outputs(spec),
+        "gpus": spec.device == "cuda",
+        "steps": _FIRST_TYPICAL.get(spec.strategy_row.wrapper, _THIRD),
     }
 
 
@@ -162,6 +167,11 @@ class Tracer:
             except BaseException:
                 self.end()  # a half-read answer must not be taken for the next one's
                 raise
+
+    def prepare(self) -> None:
+        """Starts the process, which takes seconds, without waiting for it."""
+        with self._lock:
+            self._running()
 
     def end(self) -> None:
         """Kills the process, and with it its children."""

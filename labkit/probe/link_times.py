@@ -6,7 +6,8 @@ STORE. Each operation is repeated on tensors of each SIZE (bytes), in as many ro
 else the machine does for a moment affects some repetitions only. In each round, rank 0 prints one line of JSON for each
 operation and size: {round, operation, size, seconds} with the seconds of each repetition, or {round, operation, reason}
 if the backend does not support the operation. On CPUs it also prints {round, precision, flops} for each precision:
-the FLOP/s of the slowest rank, for each of several matrix products that all ranks compute at the same time.
+the FLOP/s of the slowest rank, for each of several matrix products that all ranks compute at the same time, and
+{round, kernels}: what `kernels` returns.
 
 One repetition is a barrier, and then as many calls as take some milliseconds, because the ranks do not leave a barrier
 at the same moment. Its time is that of the slowest rank, divided by the number of calls. On CPUs each rank computes for
@@ -38,6 +39,7 @@ _REPETITIONS = (2, 10)  # of one operation and size per round, at least and at m
 _REPEAT = 0.05  # seconds for which they are repeated
 _PRODUCTS = {"fp32": torch.float32, "bf16": torch.bfloat16}  # on CPUs
 _SIDE = 1024  # rows and columns of their matrices
+_COPIED, _LAUNCHES = 1 << 26, 1000  # bytes of a copy; operations in a row
 
 # torch 2.13 renamed both
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -98,11 +100,11 @@ class Clock:
             now = time.perf_counter()
         return now - began
 
-    def multiply(self, matrix: torch.Tensor) -> float:
-        """Seconds of a product of a matrix with itself, which begins on all ranks at about the same time."""
+    def once(self, call: Callable[[], Any]) -> float:
+        """Seconds of a computation that begins on all ranks at about the same time."""
         dist.barrier()
         began = time.perf_counter()
-        matrix @ matrix
+        call()
         return time.perf_counter() - began
 
     def slowest(self, seconds: list[float]) -> list[float]:
@@ -148,8 +150,27 @@ def measured(operation: str, sizes: list[int], device: torch.device) -> Iterator
 def products(precision: torch.dtype) -> list[float]:
     """FLOP/s of the slowest rank in each of some products of two square matrices."""
     clock, one = Clock(torch.device("cpu")), torch.ones(_SIDE, _SIDE, dtype=precision)
-    clock.multiply(one)  # the first one is slower
-    return [2 * _SIDE**3 / seconds for seconds in clock.slowest([clock.multiply(one) for _ in range(_REPETITIONS[0])])]
+    clock.once(lambda: one @ one)  # the first one is slower
+    found = clock.slowest([clock.once(lambda: one @ one) for _ in range(_REPETITIONS[0])])
+    return [2 * _SIDE**3 / seconds for seconds in found]
+
+
+def kernels() -> dict[str, list[float]]:
+    """Of the slowest rank, several times: `copies`, bytes per second that a copy of a large tensor reads and writes,
+    and `launch`, the seconds of an operation on one number."""
+    clock, one, large = Clock(torch.device("cpu")), torch.ones(1), torch.ones(_COPIED // 4)
+    target = torch.empty_like(large)
+
+    def launches() -> None:
+        for _ in range(_LAUNCHES):
+            one.add_(1)
+
+    found = {}
+    for name, call in (("copies", lambda: target.copy_(large)), ("launch", launches)):
+        clock.once(call)
+        found[name] = clock.slowest([clock.once(call) for _ in range(_REPETITIONS[0])])
+    copies = [2 * _COPIED / seconds for seconds in found["copies"]]
+    return {"copies": copies, "launch": [seconds / _LAUNCHES for seconds in found["launch"]]}
 
 
 def main(store: str, backend: str, seconds: float, sizes: list[int]) -> None:
@@ -171,6 +192,9 @@ def main(store: str, backend: str, seconds: float, sizes: list[int]) -> None:
             flops = products(precision)
             if rank == 0:
                 print(json.dumps({"round": number, "precision": name, "flops": flops}), flush=True)
+        reached = kernels() if device.type == "cpu" else {}
+        if rank == 0 and reached:
+            print(json.dumps({"round": number, "kernels": reached}), flush=True)
         (elapsed,) = Clock(device).slowest([time.perf_counter() - began])
         if elapsed * (number + 1) / number > seconds:  # another round would take too long
             break

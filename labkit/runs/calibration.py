@@ -82,11 +82,16 @@ def calibrate(
     found: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     missing: dict[str, str] = {}
     flops: dict[str, list[float]] = defaultdict(list)
+    kernels: dict[str, list[float]] = defaultdict(list)
     with closing(_lines(planned, [f"{seconds:g}", *map(str, sizes)])) as lines:
         for line in lines:
             if "precision" in line:
                 flops[line["precision"]] += line["flops"]
                 report(f"round {line['round']}: matrix products, {line['precision']}")
+                continue
+            if "kernels" in line:
+                for name, values in line["kernels"].items():
+                    kernels[name] += values
                 continue
             operation = line["operation"]
             if "reason" in line:
@@ -99,7 +104,9 @@ def calibrate(
         for operation, by_size in found.items()
         if operation not in missing
     }
-    return replace(planned, points=points, missing=missing, peaks={one: max(each) for one, each in flops.items()})
+    peaks = {one: max(each) for one, each in flops.items()}
+    best = {name: (min if name == "launch" else max)(values) for name, values in kernels.items()}
+    return replace(planned, points=points, missing=missing, peaks=peaks, kernels=best)
 
 
 def _point(count: int, seconds: list[float]) -> Point:

@@ -9,8 +9,10 @@ torch 2.13.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from labkit.analysis.theory.pieces import Case
 from labkit.analysis.theory.sharded import flats
@@ -95,33 +97,36 @@ def _units(case: Case) -> Iterator[States]:
 def _rows(case: Case) -> Iterator[States]:
     """FSDP2: rows of each parameter as `torch.chunk` splits them; every storage has the size of the largest chunk."""
     lanes, shards = case.n // case.pipes, case.shards
-    for rank in range(case.n):
-        place = rank % lanes // case.rows % shards
-        shapes = _shapes(case, rank)
+    stages = [Counter(_shapes(case, first)) for first in range(0, case.n, lanes)]
+
+    @cache
+    def stored(stage: int, place: int) -> States:
         if case.options.get("cpu_offload"):
-            yield _of(0)  # the shards, their gradients and the moments are in CPU memory
-        else:
-            yield _of(_in_rows(shapes, shards, 0), _in_rows(shapes, shards, place))
+            return _of(0)  # the shards, their gradients and the moments are in CPU memory
+        return _of(_in_rows(stages[stage], shards, 0), _in_rows(stages[stage], shards, place))
+
+    for rank in range(case.n):
+        yield stored(rank // lanes, rank % lanes // case.rows % shards)
 
 
 def _experts(case: Case) -> Iterator[States]:
     """Expert parallelism: an equal part of the experts, and all other parameters, or their rows if FSDP2 shards
     them."""
     dense = case.without_experts()
-    own = (case.size - dense.size) // 4 // case.n
+    own, shapes = (case.size - dense.size) // 4 // case.n, Counter(dense.shapes)
     for rank in range(case.n):
         if case.options["dense"] == "sharded":
-            yield _of(own + _in_rows(dense.shapes, case.n, 0), own + _in_rows(dense.shapes, case.n, rank))
+            yield _of(own + _in_rows(shapes, case.n, 0), own + _in_rows(shapes, case.n, rank))
         else:
             yield _of(own + dense.size / 4)
 
 
-def _in_rows(shapes: Iterable[Shape], shards: int, place: int) -> int:
-    """The number of elements in the rows of shard `place`."""
+def _in_rows(shapes: Mapping[Shape, int], shards: int, place: int) -> int:
+    """The number of elements in the rows of shard `place`, of as many parameters of each shape."""
     numbers = 0
-    for rows, *others in shapes:
+    for (rows, *others), count in shapes.items():
         each = -(-rows // shards)
-        numbers += max(0, min(each, rows - place * each)) * math.prod(others)
+        numbers += count * max(0, min(each, rows - place * each)) * math.prod(others)
     return numbers
 
 

@@ -32,4 +32,7 @@ def as_table(table: LinkTable) -> Group:
         drawn.add_row(operation, reason)
     for precision, flops in table.peaks.items():
         drawn.add_row(f"matrix products, {precision}", "", f"{flops / 1e9:,.1f} GFLOP/s per rank")
+    if table.kernels:
+        launch, copies = table.kernels["launch"], table.kernels["copies"]
+        drawn.add_row("copies in memory", f"{launch * 1e6:,.1f} µs per operation", f"{copies / 1e9:,.1f} GB/s per rank")
     return Group(Text(f"\nCommunication of {table.title}", style="bold"), drawn)

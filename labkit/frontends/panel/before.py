@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import ipywidgets
 
-from labkit.analysis.prediction import how_made, step_in_words
+from labkit.analysis.prediction import how_made, step_in_words, time_made
 from labkit.analysis.theory import Flow, states, theory
 from labkit.common.text import escape
 from labkit.common.units import counted, size
@@ -92,7 +92,8 @@ def plan_html(spec: Spec, known: Plan | str | None = None, untimed: str = "") ->
     below the sentence that is known about its prediction; `untimed` says why it has no time of a step."""
     what = f"{spec.strategy_row.title} · {spec.workload} on {spec.data} · {counted(spec.processes, 'rank')}"
     if known and not isinstance(known, str):
-        time = f"By simulation, {step}." if (step := step_in_words(known)) else untimed
+        time = f"By simulation, {step} ({time_made(known)})." if (step := step_in_words(known)) else untimed
+        time = f"{known['untimed']}." if "untimed" in known else time
         how = f"{what}. Predicted {how_made(known)}, bytes by owner at the peak. {time}"
         title, found = f"<p><b>Next run (predicted)</b> {escape(how)}</p>", Prediction(known)
         return f'<div class="labkit-notes">{title}</div>{table_html(found.heads, found.rows)}'

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import ipywidgets
 
 from labkit.analysis.prediction import how_made
 from labkit.launch.warm.client import tracing
 from labkit.plan.spec import Spec
+from labkit.prediction.devices import ACCELERATED, DEVICES, HERE
 from labkit.prediction.predict import cached, predict
-from labkit.prediction.timing import timed
+from labkit.prediction.timing import modelled, timed
 from labkit.prediction.tracer import TRACER, Cancelled, TraceFailed
 from labkit.record.types.prediction import Plan
 
 _TITLE, _BUSY = "Predict", "Predicting…"
 _HINT = "Predict the memory, traffic and time of a step of every rank, without running the script"
+_FOR = "The machine for which Predict gives the time of a step: measured on this one, modelled for GPUs"
 _UNDER_WAY = "Predicting: the script is traced without data, and its computation measured, in separate processes."
 _TIMING = "The time of a step is being predicted: its computation is measured, in separate processes."
 
@@ -26,7 +29,8 @@ class Predict:
     when something else is chosen.
 
     `chosen` returns the Spec to predict, or None. `began` and `ended` are called with that Spec when its prediction
-    begins, and when `known` has its result: first without the time of a step, then with it.
+    begins, and when `known` has its result: first without the time of a step, then with it. `machine` chooses where a
+    step is timed: measured on this machine, or modelled for one of the table, whose GPUs the script then uses.
     """
 
     def __init__(self, chosen: Callable[[], Spec | None], began: Callable[[Spec], None], ended: Callable[[Spec], None]):
@@ -37,9 +41,14 @@ class Predict:
         self._cancel = threading.Event()  # of what is under way
         self._failed: tuple[Spec | None, str] = (None, "")
         self._untimed: tuple[Spec | None, str] = (None, "")
+        self._elsewhere: tuple[Spec | None, str, Plan | None] = (None, "", None)  # the newest plan for another machine
         self.button = ipywidgets.Button(description=_TITLE, tooltip=_HINT, disabled=True)
         self.button.on_click(lambda _: self._start())
         self.button.add_class("labkit-predict")
+        names = [("on this machine", HERE), *((f"on {name}", name) for name in ACCELERATED)]
+        self.machine = ipywidgets.Dropdown(options=names, value=HERE, description="machine", tooltip=_FOR)
+        self.machine.add_class("labkit-predict-for")
+        self.machine.observe(lambda _: self._move(), names="value")
 
     def allow(self, allowed: bool) -> None:
         """Sets whether what is chosen can be predicted."""
@@ -49,14 +58,27 @@ class Predict:
     def choose(self, spec: Spec | None) -> None:
         """What is chosen now; None: it cannot run. The prediction of another Spec is cancelled."""
         if self._under_way not in (None, spec):
-            self._cancel.set()
-            self._under_way = None
-            self._draw()
+            self._end()
+
+    def _move(self) -> None:
+        """Another machine is chosen."""
+        self._end()
+        spec = self._chosen()
+        if spec and self._allowed:
+            self._began(spec)
+
+    def _end(self) -> None:
+        self._cancel.set()
+        self._under_way = None
+        self._draw()
 
     def known(self, spec: Spec) -> Plan | str | None:
         """The prediction of a Spec, if it is cached; a sentence, if it is under way or failed; otherwise None."""
         failed, why = self._failed
         said = _UNDER_WAY if spec == self._under_way else why if spec == failed else None
+        if self.machine.value != HERE:
+            *of, plan = self._elsewhere
+            return plan if of == [spec, self.machine.value] else said
         return cached(spec) or said
 
     def untimed(self, spec: Spec) -> str:
@@ -77,6 +99,7 @@ class Predict:
         busy = self._under_way is not None
         self.button.description = _BUSY if busy else _TITLE
         self.button.disabled = busy or not self._allowed
+        self.machine.disabled = not self._allowed
 
     def _start(self) -> None:
         spec = self._chosen()
@@ -85,13 +108,16 @@ class Predict:
         self._under_way, self._cancel = spec, threading.Event()
         self._draw()
         self._began(spec)
-        arguments = spec, self._cancel
+        arguments = spec, self.machine.value, self._cancel
         threading.Thread(target=self._predict, args=arguments, daemon=True, name="labkit prediction").start()
 
-    def _predict(self, spec: Spec, cancel: threading.Event) -> None:
+    def _predict(self, spec: Spec, machine: str, cancel: threading.Event) -> None:
         try:
-            plan = predict(spec, cancel.is_set)
-            if plan["method"] == "formula":
+            asked = spec if machine == HERE else replace(spec, device="cuda")
+            plan = predict(asked, cancel.is_set)
+            if machine != HERE:
+                self._elsewhere = spec, machine, modelled(asked, plan, DEVICES[machine], cancel.is_set)
+            elif plan["method"] == "formula":
                 self._failed = spec, f"Predicted {how_made(plan)}."
             else:
                 self._time(spec, plan, cancel)

@@ -9,6 +9,7 @@ processes are killed, and null follows at once.
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -29,6 +30,7 @@ import torch.distributed.tensor.parallel
 from labkit.prediction.tracing import own_script, torch_private
 from labkit.prediction.tracing import rank as generated
 from labkit.prediction.tracing.compute import compute
+from labkit.prediction.tracing.kernels import KNOWN
 from labkit.probe.lifetime import end_with_parent, identity
 
 _IDLE = 300.0
@@ -37,6 +39,9 @@ _WORK: dict[str, Callable[[dict[str, Any], int], Any]] = {
     "script's trace": own_script.trace,
     "measurement": compute,
 }
+
+
+_TRACES = ("trace", "script's trace")
 
 
 def results(request: dict[str, Any], lines: FileIO) -> Iterator[dict[str, Any]]:
@@ -61,7 +66,9 @@ def results(request: dict[str, Any], lines: FileIO) -> Iterator[dict[str, Any]]:
                 return
             rank, process = running.pop(ours)
             try:
-                yield ours.recv()
+                found = ours.recv()
+                KNOWN.update(found.get("result", {}).pop("temporaries", {}) if request["work"] in _TRACES else {})
+                yield found
             except EOFError:
                 process.join()
                 yield {"rank": rank, "error": f"exit code {process.exitcode}, without a result", "where": ""}
@@ -99,6 +106,7 @@ def main() -> None:
     output = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported needs no collection in the processes that trace
     lines = FileIO(sys.stdin.fileno(), closefd=False)  # which buffers nothing that `wait` would then not see
     while select.select([lines], [], [], _IDLE)[0] and (line := lines.readline()):
         if request := json.loads(line):  # else a cancellation came too late

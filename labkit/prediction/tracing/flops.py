@@ -46,17 +46,18 @@ class Flops:
     def __init__(self) -> None:
         self.executed = self.recomputed = 0
 
-    def add(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Counts an operation on local tensors."""
+    def add(self, function: Any, args: Any, kwargs: Any, result: Any) -> int:
+        """Counts an operation on local tensors, and returns its FLOPs."""
         formula = FORMULAS.get(function.overloadpacket)
         if formula is None:
-            return
+            return 0
         count = int(formula(*args, **kwargs, out_val=result))
         self.executed += count
         if torch.is_grad_enabled() and GRAPH_TASK.get()() != _NONE:
             self.recomputed += count
         elif function.overloadpacket is _BACKWARD:
             self.recomputed += _scores(args[1], args[2])
+        return count
 
 
 def _scores(query: torch.Tensor, key: torch.Tensor) -> int:

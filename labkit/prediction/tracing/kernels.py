@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,8 +23,18 @@ from labkit.probe.torch_private import EVENT_TYPE, KINETO_TREE
 
 MOST = 64 << 20
 _SCOPE = "labkit kernel "
+KNOWN: dict[str, int] = {}  # the bytes of kernels that other ranks have executed
 
 tree_iter, tree_map_only = TREE_ITER.get(), TREE_MAP.get()
+
+
+@cache
+def is_kernel(function: Any) -> bool:
+    """Whether an operation computes: it is no view, no collective and no plain allocation."""
+    schema = SCHEMA.of(function)
+    if schema.name.startswith(("c10d::", "_c10d_functional::", "prim::", "aten::empty")):
+        return False
+    return not any(argument.alias_info and not argument.alias_info.is_write for argument in schema.arguments)
 
 
 @dataclass(frozen=True)
@@ -60,11 +71,8 @@ class Kernel:
 
     @classmethod
     def of(cls, function: Any, args: Any, kwargs: Any) -> Kernel | None:
-        """The kernel of a call; None for a view, a collective, or a plain allocation."""
-        schema = SCHEMA.of(function)
-        if schema.name.startswith(("c10d::", "_c10d_functional::", "prim::", "aten::empty")):
-            return None
-        if any(argument.alias_info and not argument.alias_info.is_write for argument in schema.arguments):
+        """The kernel of a call; None if it computes nothing."""
+        if not is_kernel(function):
             return None
         args, kwargs = tree_map_only(torch.Tensor, Meta.of, (args, kwargs or {}))
         return cls(function, args, kwargs, repr((str(function), args, kwargs)))
@@ -81,7 +89,15 @@ class Kernel:
 
 @torch.no_grad()
 def temporaries(kernels: Iterable[Kernel]) -> dict[str, int]:
-    """The bytes of temporary memory of kernels, by key; without those that were not executed."""
+    """The bytes of temporary memory of kernels, by key; without those that were not executed, and of those that are
+    `KNOWN` without executing them again."""
+    kernels = [*kernels]
+    new = [kernel for kernel in kernels if kernel.key not in KNOWN]
+    known = {kernel.key: KNOWN[kernel.key] for kernel in kernels if kernel.key in KNOWN}
+    return known | (_executed(new) if new else {})
+
+
+def _executed(kernels: Iterable[Kernel]) -> dict[str, int]:
     scopes: dict[str, str] = {}
     level = LogLevel()
     level.errors_only()

@@ -64,7 +64,7 @@ def trace(request: dict[str, Any], rank: int) -> dict[str, Any]:
     sys.path[0] = request["folder"]
     sys.dont_write_bytecode = True
     _without_streams()
-    tape = Tape()
+    tape = Tape(request["gpus"])
     tape.keeps_kernels = tape.computes_numbers = True
     world.join(rank, request["ranks"])
     works_alone()
@@ -133,7 +133,8 @@ class Steps:
         owned, owners = self._owned()
         if self._before is not None:
             tape = self._tape
-            self._newest = (tape.allocations, tape.kernels, tape.calls, tape.flops), phases, self._before, owned, owners
+            record = tape.allocations, tape.kernels, tape.calls, tape.flops, tape.work
+            self._newest = record, phases, self._before, owned, owners
             self.done += 1
         if self.done >= STEPS:
             raise Ended
@@ -148,7 +149,7 @@ class Steps:
     def newest(self) -> dict[str, Any]:
         """The trace of the newest step."""
         tape = self._tape
-        (tape.allocations, tape.kernels, tape.calls, tape.flops), *rest = self._newest
+        (tape.allocations, tape.kernels, tape.calls, tape.flops, tape.work), *rest = self._newest
         return reported(tape, *rest)
 
     def _owned(self) -> tuple[dict[int, tuple[str, int]], dict[str, int]]:

@@ -1,4 +1,4 @@
-"""Traces one rank: builds the script's model and optimizer, runs three steps, and reports the third."""
+"""Traces one rank: builds the script's model and optimizer, runs some steps, and reports the last one."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ from labkit.prediction.tracing.torch_private import FAKE_MODE, WITHOUT_MODES
 from labkit.probe.memory import states_of
 from labkit.probe.timeline import curve
 
-_STEPS = 3  # the first typical one: optimizer state exists, DDP has its final buckets, PowerSGD compresses
-
 
 def trace(request: dict[str, Any], rank: int) -> dict[str, Any]:
     """The memory curve and the collectives of a step of one rank.
 
     `request` has `source` and `path` of the script, `ranks`, their number, `grouped`, whether they form a process
-    group, `sample`, the shape of one input, `split`, how tensor-parallel ranks split the output of each block, and
-    `model`, the source of the script that trains the same model on one device. Of the ranks in `of`, the first one
-    also counts the FLOPs of a sample of it.
+    group, `sample`, the shape of one input, `split`, how tensor-parallel ranks split the output of each block, `gpus`,
+    whether the script runs on GPUs, `steps`, the number of the first typical step, and `model`, the source of the
+    script that trains the same model on one device. Of the ranks in `of`, the first one also counts the FLOPs of a
+    sample of it.
     """
-    tape = Tape()
+    tape = Tape(request["gpus"])
     world.join(rank, request["ranks"])
     for owner, name, function in scoped(tape):
         setattr(owner, name, function)
@@ -46,23 +45,25 @@ def trace(request: dict[str, Any], rank: int) -> dict[str, Any]:
             world.stages_know_shapes(script, request["sample"], request["split"])
             data = script.stage_data(data)
         with tape:
-            found = _traced(script, device, data, tape)
+            found = _traced(script, device, data, tape, request["steps"])
         if rank == request["of"][0]:
             found["flops_of_a_sample"] = of_a_sample(request["path"], request["model"], request["sample"])
     return found
 
 
-def _traced(script: Any, device: torch.device, data: TensorDataset, tape: Tape) -> dict[str, Any]:
+def _traced(script: Any, device: torch.device, data: TensorDataset, tape: Tape, steps: int) -> dict[str, Any]:
     phases = Phases(tape.mark)
     phases.follow()
     model = script.parallelize(script.build_blocks(), device)
     optimizer = script.build_optimizer(model)
     model.train()
-    for step in range(1, _STEPS + 1):
-        owned, _ = _owned(tape, phases)
-        before = {address: ("other", size) for address, size in tape.allocated.items()} | owned
+    before: dict[int, tuple[str, int]] = {}
+    for step in range(1, steps + 1):
+        tape.keeps_kernels = step == steps
+        if tape.keeps_kernels:
+            owned, _ = _owned(tape, phases)
+            before = {address: ("other", size) for address, size in tape.allocated.items()} | owned
         tape.restart()
-        tape.keeps_kernels = step == _STEPS
         phases.restart()
         with phases.phase("data"):
             inputs, targets = (tensor.contiguous().clone() for tensor in data.tensors)
@@ -99,6 +100,8 @@ def reported(
         "flops": tape.flops.executed,
         "recomputed_flops": tape.flops.recomputed,
         "calls": [[one.op, one.bytes, one.ranks, one.parts] for one in tape.calls],
+        "program": tape.work.program(spans),
+        "temporaries": sizes,
         "allocator": overhead({address: size for address, (_, size) in before.items()}, changes),
     }
 

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from labkit.prediction.tracing.flops import Flops
 from labkit.prediction.tracing.kernels import Kernel
 from labkit.prediction.tracing.torch_private import (
     DISPATCH_MODE,
+    FAKE_TENSOR,
     GROUP_OF,
     READ_NUMBER,
     SCHEMA,
@@ -29,12 +31,15 @@ from labkit.prediction.tracing.torch_private import (
     WAIT,
     WITHOUT_MODES,
 )
+from labkit.prediction.tracing.work import Work
 from labkit.probe.collectives import operation
 from labkit.probe.memory import Census
 from labkit.probe.timeline import Allocation
 
 tree_iter = TREE_ITER.get()
 _READS, _WAIT = READ_NUMBER.get(), WAIT.get()
+_DEVICE, _FAKE = torch.ops.prim.device.default, FAKE_TENSOR.get()
+_COLLECTIVES = "c10d::", "_c10d_functional::"
 _EQUAL = torch.ops.aten.equal.default
 _NUMBERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 _INDICES = ("aten::randint", "aten::randperm", "aten::arange")
@@ -45,12 +50,13 @@ OPERATION = 1_000_000_000
 @dataclass(frozen=True)
 class Call:
     """A collective: the operation, the bytes of its payload as in a `traffic` event, the number of ranks of its
-    group, and of tensors that it is split into."""
+    group, and of tensors that it is split into; `peers` are the ranks of the group, or the other end of a message."""
 
     op: str
     bytes: int
     ranks: int
     parts: int
+    peers: list[int]
 
 
 def called(func: Any, args: Any) -> Call | None:
@@ -70,17 +76,22 @@ def called(func: Any, args: Any) -> Call | None:
         size = size * ranks // (ranks + 1)
     elif op == "all_to_all":
         size //= 2
-    return Call(op, size, ranks, ranks if name == "reduce_scatter" else 1)
+    peers = dist.get_process_group_ranks(group)
+    if name in ("send", "recv"):
+        peers = [peers[args[2]]]
+    return Call(op, size, ranks, ranks if name == "reduce_scatter" else 1, peers)
 
 
 class Tape(DISPATCH_MODE.get()):
-    """Records while it is active; `restart` forgets what it has recorded, except what is still allocated. Kernels are
-    recorded if `keeps_kernels` is set. Integers are computed if `computes_numbers` is set, because scripts read
-    positions in their data from them; all other tensors have no data."""
+    """Records while it is active; `restart` forgets what it has recorded, except what is still allocated. Kernels and
+    `work` are recorded if `keeps_kernels` is set; `on_gpu` is as for `Work`. Integers are computed if
+    `computes_numbers` is set, because scripts read positions in their data from them; all other tensors have no data.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, on_gpu: bool = False) -> None:
         super().__init__()
         self.time = 0
+        self.work = Work(on_gpu)
         self.keeps_kernels = self.computes_numbers = False
         self.allocations: list[Allocation] = []
         self.calls: list[Call] = []
@@ -92,6 +103,9 @@ class Tape(DISPATCH_MODE.get()):
         self._sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and type(args[0]) is _FAKE:  # most calls by far
+            self.time += OPERATION + 1
+            return args[0].fake_device
         if any(issubclass(kind, torch.distributed.tensor.DTensor) for kind in types):
             return NotImplemented  # DTensor comes first, and calls the operation on its local tensors
         computes = self.computes_numbers and _has_numbers(func, args, kwargs or {})
@@ -100,25 +114,36 @@ class Tape(DISPATCH_MODE.get()):
         if func is _EQUAL and not computes:
             return True
         if func is _WAIT:
+            self.work.wait(self._known(args[0]))
             return args[0]  # the fake kernel would return a copy
         with WITHOUT_MODES.get()() if computes else nullcontext():
             result = func(*args, **(kwargs or {}))
         self.time += OPERATION
-        self.flops.add(func, args, kwargs or {}, result)
+        flops = self.flops.add(func, args, kwargs or {}, result)
         if self.keeps_kernels and (kernel := Kernel.of(func, args, kwargs)):
             self.kernels.append((self.time, kernel))
-        name = str(func).replace(".", "::", 1)
-        if name.startswith(("c10d::", "_c10d_functional::")) and (call := called(func, args)):
+        name = _name(func)
+        call = called(func, args) if name.startswith(_COLLECTIVES) else None
+        if call:
             self.calls.append(call)
-        for tensor in tree_iter(result):
+        for tensor in (result,) if isinstance(result, torch.Tensor) else tree_iter(result):
             if isinstance(tensor, torch.Tensor):
                 self.address(tensor, name)
+        if self.keeps_kernels:
+            read, written = self._known(args, kwargs), self._known(result)
+            if not written or name.startswith(_COLLECTIVES[0]):  # outputs are arguments
+                written = self._known((kwargs or {}).get("out", args[:1]))
+            if call:
+                self.work.start(func, args, (call.op, call.bytes, call.peers), read, written)
+            else:
+                self.work.operation(self.time, func, flops, read, written)
         self.time += 1  # what is released from now on was allocated together with the result
         return result
 
     def restart(self) -> None:
         """Begins a new record."""
         self.allocations, self.calls, self.kernels, self.flops = [], [], [], Flops()
+        self.work = Work(self.work.on_gpu)
 
     def needs(self, time: int, size: int) -> None:
         """The operation at a time on the tape allocates and releases `size` more bytes."""
@@ -147,6 +172,11 @@ class Tape(DISPATCH_MODE.get()):
             self._resized(known, storage.nbytes(), name)
         return known
 
+    def _known(self, *values: Any) -> list[tuple[int, torch.Tensor]]:
+        """The tensors among some values, with the addresses of their storages, 0 if it has none."""
+        found = (getattr(one, "elem", one) for one in tree_iter(values) if isinstance(one, torch.Tensor))
+        return [(self._addresses.get(one.untyped_storage(), 0), one) for one in found]
+
     def resized(self, storage: torch.UntypedStorage) -> None:
         """A storage has another size now; 0 if it was freed."""
         known = self._addresses.get(storage)
@@ -164,6 +194,11 @@ class Tape(DISPATCH_MODE.get()):
             self.allocations.append(Allocation(self.time, address, -before, inside))
         if size:
             self.allocations.append(Allocation(self.time, address, size, inside))
+
+
+@cache
+def _name(func: Any) -> str:
+    return str(func).replace(".", "::", 1)
 
 
 def _has_numbers(func: Any, args: Any, kwargs: Any) -> bool:

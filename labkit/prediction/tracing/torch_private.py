@@ -16,6 +16,7 @@ _OPS, _GROUPS = "torch.ops", "torch.distributed.distributed_c10d"
 
 # ---- tensors without data, and the operations on them
 FAKE_MODE = Private(f"{_FAKE}.FakeTensorMode", _PART)
+FAKE_TENSOR = Private(f"{_FAKE}.FakeTensor", _PART)
 NO_VALUES = Private(f"{_FAKE}.DataDependentOutputException", _PART)
 NO_SHAPE = Private(f"{_FAKE}.DynamicOutputShapeException", _PART)
 NO_KERNEL = Private(f"{_FAKE}.UnsupportedOperatorException", _PART)

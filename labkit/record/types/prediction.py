@@ -84,15 +84,17 @@ class PredictedClass(TypedDict):
 
 
 class PredictedTime(TypedDict):
-    """The seconds of a step on the machine of the run, of its slowest rank, from computation and collectives that were
-    measured there; `links` says which, and is empty if there is nothing to communicate. `low` and `high` are those of
-    the timeline of that rank."""
+    """The seconds of a step of the slowest rank, from `low` to `high`: on the machine of the run, from computation and
+    collectives that were measured there, or `modelled` for a machine of the table. `links` says which collectives or
+    which machine, and is empty if there is nothing to communicate. The samples of a script of the user's own are not
+    known."""
 
     seconds: Seconds
     low: NotRequired[Seconds]
     high: NotRequired[Seconds]
-    samples_per_second: Amount
+    samples_per_second: NotRequired[Amount]
     links: Line
+    modelled: NotRequired[bool]
 
 
 class Peak(TypedDict):
@@ -116,7 +118,7 @@ class MemoryLimit(TypedDict):
 
 class Plan(TypedDict):
     """The prediction of a run. `reason` says why there is no trace, if the method is a formula; `time` is known if it
-    was asked for.
+    was asked for; `untimed` is the reason if it cannot be known.
 
     `model_flops` are the floating-point operations that forward and backward of a step need on one device, for all
     samples, without recomputation; of a script of the user's own, those of all ranks without recomputation. They are
@@ -138,3 +140,4 @@ class Plan(TypedDict):
     fits: NotRequired[bool | None]
     memory: NotRequired[MemoryLimit]
     time: NotRequired[PredictedTime]
+    untimed: NotRequired[Line]
