@@ -57,8 +57,9 @@ print(excerpt(Spec("ddp", **SAVING), "save"))
 #    complete checkpoint or none. `fsync` comes first: without it, a power failure after the rename can leave a file
 #    whose name is on the disk and whose contents are not.
 # 4. AdamW stores two moments per weight; without them, the next steps are different. The step says how much of the data
-#    has been used, and the random state determines what dropout draws next. Larger programs save more: the state of
-#    the learning-rate scheduler, of the `GradScaler` (fp16), of the data loader, and the random state of *every* rank.
+#    has been used, and the random state of *every* rank determines what dropout draws next: `progress` collects both.
+#    Larger programs save more: the state of the learning-rate scheduler, of the `GradScaler` (fp16), and of a data
+#    loader whose order does not follow from the step.
 #
 # </details>
 #

@@ -108,12 +108,30 @@ def test_strategies_with_the_same_layout_resume_from_each_other(unbroken, writer
 # ---- the script by hand
 
 
-def by_hand(folder: Path, strategy: str, **more) -> Run:
-    """Runs a script in `folder` as one's own: the launcher knows nothing of its checkpoints."""
+def by_hand(folder: Path, strategy: str, edits: dict[str, str] | None = None, **more) -> Run:
+    """Runs a script in `folder` as one's own, with `edits`: the launcher knows nothing of its checkpoints."""
     spec = Spec(strategy, **asked(strategy, **more))
-    script = folder / "train.py"
-    script.write_text(write_script(spec), encoding="utf-8")
+    script, source = folder / "train.py", write_script(spec)
+    for old, new in (edits or {}).items():
+        assert old in source
+        source = source.replace(old, new)
+    script.write_text(source, encoding="utf-8")
     return warm_run(script, nproc=spec.processes, device=spec.device)
+
+
+DROPOUT = {
+    "nn.ReLU()": "nn.ReLU(), nn.Dropout(0.5)",
+    "    done = resume(": '    torch.rand(int(os.environ["RANK"]) + 1)  # differs by rank\n    done = resume(',
+}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "pp"])
+def test_random_numbers_of_every_rank_continue_within_an_epoch(strategy, tmp_path):
+    whole = by_hand(tmp_path, strategy, DROPOUT, save_every=5)
+    assert whole.words == "finished", whole.logs(0, "stderr")
+    resumed = by_hand(tmp_path, strategy, DROPOUT, save_every=5)
+    assert column(resumed.state, "loss") == column(whole.state, "loss", after=5), "bit for bit"
+    assert len(set(map(str, column(resumed.state, "loss").values()))) == 2, "each rank draws its own"
 
 
 def flip_a_bit(path: Path) -> None:

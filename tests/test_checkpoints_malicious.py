@@ -104,7 +104,7 @@ def test_an_invalid_manifest_is_refused(manifest, tmp_path):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"format": 1}, "has format 1, and this version reads format 2"),
+        ({"format": 1}, "has format 1, and this version reads format 3"),
         ({"format": True}, "has format True"),
         ({"layout": "other"}, "has the layout 'other', which no strategy can load"),
         ({"layout": ["whole"]}, "has the layout ['whole'], which no strategy can load"),

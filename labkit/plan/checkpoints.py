@@ -25,7 +25,7 @@ from labkit.training.workloads import WORKLOADS
 if TYPE_CHECKING:
     from labkit.training.request import Request
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 LAYOUTS = {
     "whole": "the whole state in one file",

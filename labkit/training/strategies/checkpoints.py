@@ -13,11 +13,13 @@ from pathlib import Path
 import torch
 from torch.monitor import Event, log_event
 
+from labkit.training.strategies.randomness import random_states, set_random_state
+
 LOSS_SCALING = False  # prevent underflow of fp16 gradients
 RESUME = None  # the checkpoint of another run to resume from
 CHECKPOINTS = Path(__file__).with_name("checkpoints")  # a restart resumes from them
 # The identity that a checkpoint must have to be loaded by this script.
-MANIFEST = {"format": 2, "layout": "whole", "workload": "cnn"}
+MANIFEST = {"format": 3, "layout": "whole", "workload": "cnn"}
 SCALER = torch.amp.GradScaler()  # scales the loss, and skips steps that overflow
 IS_LOGGING_RANK = os.environ.get("RANK", "0") == "0"  # only this rank prints and logs
 
@@ -28,10 +30,9 @@ def optimizer_state(optimizer) -> dict:
 
 
 def progress(step: int) -> dict:
-    """The state that a checkpoint contains besides model and optimizer."""
-    state = {"step": step, "random": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda_random"] = torch.cuda.get_rng_state()
+    """The state that a checkpoint contains besides model and optimizer; every rank must
+    call this. The step is also the position in the data: batches are in a fixed order."""
+    state = {"step": step, "random": random_states()}
     if LOSS_SCALING:
         state["scaler"] = SCALER.state_dict()
     return state
@@ -39,9 +40,8 @@ def progress(step: int) -> dict:
 
 def restore(state: dict) -> None:
     """Restore the state that `progress` saved, as far as it is in the checkpoint."""
-    torch.set_rng_state(state["random"])
-    if torch.cuda.is_available() and "cuda_random" in state:
-        torch.cuda.set_rng_state(state["cuda_random"])
+    states = state["random"]  # of more or fewer ranks, if another run has saved them
+    set_random_state(states[int(os.environ.get("RANK", "0")) % len(states)])
     if LOSS_SCALING:
         if state.get("scaler"):
             SCALER.load_state_dict(state["scaler"])
@@ -97,15 +97,15 @@ def intact() -> Path | None:
 
 def save(model, optimizer, step: int) -> None:
     """Write a checkpoint atomically, from one rank."""
-    optimizer_state_dict = optimizer_state(optimizer)
+    state = {"optimizer": optimizer_state(optimizer), **progress(step)}
     if not IS_LOGGING_RANK:
         return
     unwrapped = getattr(model, "module", model)  # the model without DDP
-    state = {"model": unwrapped.state_dict(), "optimizer": optimizer_state_dict}
+    state["model"] = unwrapped.state_dict()
     unfinished = CHECKPOINTS / "unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed process
     unfinished.mkdir(parents=True)
-    torch.save(state | progress(step), unfinished / "state.pt")
+    torch.save(state, unfinished / "state.pt")
     publish(unfinished, step)
     log_event(Event("checkpoint", datetime.now(), {"checkpoint": step}))
 

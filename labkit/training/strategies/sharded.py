@@ -54,11 +54,11 @@ def save(model, optimizer, step: int) -> None:
     if dist.get_rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)  # left by killed processes
     state = tensors_of(*get_state_dict(model, optimizer, options=BY_NAME))
-    index = dcp.save(state, checkpoint_id=unfinished)
+    index, rest = dcp.save(state, checkpoint_id=unfinished), progress(step)
     if dist.get_rank() == 0:
         index.storage_meta = None  # it contains the folder's name, which changes
         torch.save(index, unfinished / "index.pt")
-        torch.save(progress(step), unfinished / "progress.pt")
+        torch.save(rest, unfinished / "progress.pt")
         publish(unfinished, step)
     dist.barrier()
     if IS_LOGGING_RANK:
