@@ -30,7 +30,7 @@ MANIFEST = "manifest.json"
 LAYOUTS = {
     "whole": "the whole state in one file",
     "shards": "shards of the whole model's parameters",
-    "stages": "the parameters of pipeline stages",
+    "engine": "the state of DeepSpeed's engine",
 }
 _OWN = {
     "step",
@@ -174,6 +174,8 @@ def _other_identity(checkpoint: Checkpoint, spec: Request) -> str | None:
     """One sentence about the first property in which the checkpoint differs from what the Spec trains."""
     for name, expected in identity(spec).items():
         found = checkpoint.identity.get(name)
+        if name == "layout" and found in spec.strategy_row.reads:
+            continue
         if found != expected or type(found) is not type(expected):
             return _DIFFERENT.get(name, _other_option)(checkpoint, spec, name)
     return None
@@ -187,13 +189,14 @@ def _other_format(checkpoint: Checkpoint, spec: Request, name: str) -> str:
 
 
 def _other_layout(checkpoint: Checkpoint, spec: Request, name: str) -> str:
-    found, expected = checkpoint.identity.get(name), LAYOUTS[spec.strategy_row.layout]
-    writers = [row.name for row in STRATEGIES.values() if row.layout == found and "resume" not in row.lacks]
-    if not writers:
+    found, expected = checkpoint.identity.get(name), " or ".join(LAYOUTS[one] for one in spec.strategy_row.reads)
+    readers = [row.name for row in STRATEGIES.values() if found in row.reads and "resume" not in row.lacks]
+    if not readers:
         return f"{checkpoint.path} has the layout {found!r}, which no strategy can load; {_WITHOUT}"
+    which = readers[0] if len(readers) == 1 else f"one of the strategies {', '.join(readers)}"
     return (
         f"{checkpoint.path} contains {LAYOUTS[str(found)]}, and {spec.strategy} loads {expected}; "
-        f"resume with one of the strategies {', '.join(writers)}, or {_WITHOUT}"
+        f"resume with {which}, or {_WITHOUT}"
     )
 
 
@@ -203,11 +206,17 @@ def _other_workload(checkpoint: Checkpoint, spec: Request, name: str) -> str:
     return f"{checkpoint.path} belongs to the workload {found!r}, and this run trains {spec.workload}; {fix}{_WITHOUT}"
 
 
-def _other_stages(checkpoint: Checkpoint, spec: Request, name: str) -> str:
+def _other_engine(checkpoint: Checkpoint, spec: Request, name: str) -> str:
+    found, expected = checkpoint.identity.get(name), identity(spec)[name]
+    was = _words(found) if isinstance(found, dict) and found.keys() == expected.keys() else repr(found)
     return (
-        f"{checkpoint.path} was written by {checkpoint.world_size} ranks with different pipeline stages than the "
-        f"{spec.nproc} ranks of this run; use the same schedule and the same number of ranks, or {_WITHOUT}"
+        f"{checkpoint.path} was written with {was}, and this run has {_words(expected)}; each rank of the engine loads "
+        f"what the same rank wrote, so use the same settings, or {_WITHOUT}"
     )
+
+
+def _words(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in settings.items())
 
 
 def _other_option(checkpoint: Checkpoint, spec: Request, name: str) -> str:
@@ -221,7 +230,7 @@ _DIFFERENT = {
     "format": _other_format,
     "layout": _other_layout,
     "workload": _other_workload,
-    "second_stages_from": _other_stages,
+    "engine": _other_engine,
 }
 
 

@@ -116,6 +116,7 @@ def settings(spec: Spec) -> dict[str, Any]:
         "SAMPLES": spec.train_samples,
         "SAVE_EVERY": spec.save_every or 0,
         "RESUME": spec.resume,
+        "READS": spec.strategy_row.reads,
         "MANIFEST": checkpoints.identity(request),
         "FAULT": spec.fault,
         "FAULT_RANK": spec.processes - 1,

@@ -14,9 +14,11 @@ import torch
 from torch.monitor import Event, log_event
 
 from labkit.training.strategies.randomness import random_states, set_random_state
+from labkit.training.strategies.resharding import whole_from_shards
 
 LOSS_SCALING = False  # prevent underflow of fp16 gradients
 RESUME = None  # the checkpoint of another run to resume from
+READS = ("whole", "shards")  # the layouts of checkpoints that RESUME can have
 CHECKPOINTS = Path(__file__).with_name("checkpoints")  # a restart resumes from them
 # The identity that a checkpoint must have to be loaded by this script.
 MANIFEST = {"format": 3, "layout": "whole", "workload": "cnn"}
@@ -70,6 +72,9 @@ def verify(path: Path) -> None:
     """Raise ValueError if the identity of a checkpoint differs or a file has changed."""
     manifest = json.loads((path / "manifest.json").read_text())
     for key, expected in MANIFEST.items():
+        if RESUME:
+            if key == "layout" and manifest.get(key) in READS:
+                continue  # of another strategy
         if manifest.get(key) != expected:
             raise ValueError(f"{key} must be {expected!r}, got {manifest.get(key)!r}")
     for name, expected in manifest["sha256"].items():
@@ -102,6 +107,7 @@ def save(model, optimizer, step: int) -> None:
         return
     unwrapped = getattr(model, "module", model)  # the model without DDP
     state["model"] = unwrapped.state_dict()
+    state["names"] = [name for name, _ in unwrapped.named_parameters()]
     unfinished = CHECKPOINTS / "unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed process
     unfinished.mkdir(parents=True)
@@ -110,14 +116,24 @@ def save(model, optimizer, step: int) -> None:
     log_event(Event("checkpoint", datetime.now(), {"checkpoint": step}))
 
 
+def load_either(path: Path, model, optimizer) -> dict:
+    """The state in a checkpoint of a whole model, or in one of shards."""
+    if (path / "index.pt").exists():
+        return whole_from_shards(path, model, optimizer)
+    return torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+
+
 def resume(model, optimizer) -> int:
     """Load the newest intact checkpoint and return its step; 0 for a new run."""
-    path = intact()
+    path, unwrapped = intact(), getattr(model, "module", model)
     if path is None:
         return 0
-    # weights_only loads tensors and plain values, and rejects code in a pickle.
-    state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
-    getattr(model, "module", model).load_state_dict(state["model"])
+    if RESUME:
+        state = load_either(path, unwrapped, optimizer)
+    else:
+        # weights_only loads tensors and plain values, and rejects code in a pickle.
+        state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+    unwrapped.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     restore(state)
     if IS_LOGGING_RANK:

@@ -6,7 +6,6 @@ from datetime import datetime
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -14,32 +13,19 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.monitor import Event, log_event
 
-from labkit.training.strategies.checkpoints import CHECKPOINTS, IS_LOGGING_RANK, intact, progress, publish, restore
+from labkit.training.strategies.checkpoints import (
+    CHECKPOINTS,
+    IS_LOGGING_RANK,
+    RESUME,
+    intact,
+    progress,
+    publish,
+    restore,
+)
+from labkit.training.strategies.resharding import ShardReader, WholeReader
 
 # Store optimizer state by parameter name, so that it can be loaded by any rank.
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
-# The classes in the index of the shards; torch.load rejects every other class.
-INDEX = [
-    filesystem._StorageInfo,
-    metadata._MEM_FORMAT_ENCODING,
-    metadata.ChunkStorageMetadata,
-    metadata.Metadata,
-    metadata.MetadataIndex,
-    metadata.TensorProperties,
-    metadata.TensorStorageMetadata,
-]
-
-
-class ShardReader(dcp.FileSystemReader):
-    """Reads shards without unpickling code; torch's own reader unpickles `.metadata`."""
-
-    def read_metadata(self, **kwargs) -> metadata.Metadata:
-        with torch.serialization.safe_globals(INDEX):
-            index = torch.load(self.path / "index.pt", weights_only=True)
-        files = {shard.relative_path for shard in index.storage_data.values()}
-        if outside := files - {path.name for path in self.path.iterdir()}:
-            raise ValueError(f"the index names {outside}, which is not in {self.path}")
-        return index
 
 
 def tensors_of(weights: dict, optimizer_state: dict) -> dict:
@@ -72,15 +58,14 @@ def resume(model, optimizer) -> int:
         return 0
     weights, optimizer_state = get_state_dict(model, optimizer, options=BY_NAME)
     state = tensors_of(weights, optimizer_state)
-    dcp.load(state, storage_reader=ShardReader(path))
-    set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=optimizer_state | state["optimizer"],
-        options=BY_NAME,
-    )
-    state = torch.load(path / "progress.pt", weights_only=True)
+    reader, rest = ShardReader(path), "progress.pt"
+    if RESUME:
+        if (path / "state.pt").exists():  # of a strategy that does not shard the model
+            reader, rest = WholeReader(path), "state.pt"
+    dcp.load(state, storage_reader=reader)
+    loaded = {"model_state_dict": weights, "optim_state_dict": optimizer_state}  # in place
+    set_state_dict(model, optimizer, **loaded, options=BY_NAME)
+    state = torch.load(path / rest, weights_only=True)
     restore(state)
     if IS_LOGGING_RANK:
         print(f"resuming from {path}", flush=True)
