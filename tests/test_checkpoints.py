@@ -144,11 +144,15 @@ DROPOUT = {
 }
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "pp"])
-def test_random_numbers_of_every_rank_continue_within_an_epoch(strategy, tmp_path):
-    whole = by_hand(tmp_path, strategy, DROPOUT, save_every=3)
+@pytest.mark.parametrize(("strategy", "in_thread"), [("ddp", False), ("fsdp2", True), ("pp", False)])
+def test_random_numbers_of_every_rank_continue_within_an_epoch(strategy, in_thread, tmp_path):
+    how = {"save_every": 3, "checkpoint_async": in_thread}
+    (tmp_path / "save").touch()
+    whole = by_hand(tmp_path, strategy, DROPOUT, **how)
     assert whole.words == "finished", whole.logs(0, "stderr")
-    resumed = by_hand(tmp_path, strategy, DROPOUT, save_every=3)
+    assert {1, 3, 6} <= {int(path.name[4:]) for path in (tmp_path / "checkpoints").glob("step*")}, "1: as asked"
+    assert not (tmp_path / "save").exists(), "the request was served"
+    resumed = by_hand(tmp_path, strategy, DROPOUT, **how)
     continues(resumed, whole, SAVED)
     assert len(set(map(str, column(resumed.state, "loss").values()))) == 2, "each rank draws its own"
 
@@ -193,9 +197,10 @@ def test_a_script_by_hand_never_starts_from_scratch_when_it_was_to_resume(unbrok
 # ---- restarts
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_a_killed_rank_brings_the_group_back_from_the_newest_checkpoint(strategy):
+@pytest.mark.parametrize(("strategy", "in_thread"), [("ddp", False), ("fsdp2", True)])
+def test_a_killed_rank_brings_the_group_back_from_the_newest_checkpoint(strategy, in_thread):
     how = {"workload": "mlp", "nproc": 2, "device": "cpu", "batch_size": 16, "samples": 6400}
+    how["checkpoint_async"] = in_thread
     started = started_warm(strategy, steps=100, save_every=10, max_restarts=1, sample_every=0, **how)
     wait_until(lambda: (started.folder.checkpoints / "step00000010").exists(), 120)
     os.kill(started.state.ranks[1].pid, signal.SIGKILL)

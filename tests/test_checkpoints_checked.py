@@ -100,6 +100,31 @@ def test_a_run_with_nothing_left_to_train_is_refused(fields, says, tmp_path):
     assert said.endswith(f"nothing is left to train; {says}")
 
 
+@pytest.mark.parametrize(
+    ("strategy", "more", "says"),
+    [
+        (
+            "ddp",
+            {"save_every": 5},
+            "ddp cannot write checkpoints while training continues: it saves the whole",
+        ),
+        (
+            "deepspeed",
+            {"save_every": 5},
+            "it saves the state of DeepSpeed.s engine in one call; leave",
+        ),
+        ("fsdp2", {}, "checkpoint-async has no effect without checkpoints; add --save-every N"),
+    ],
+)
+def test_checkpoints_in_a_thread_are_refused_where_one_call_writes_them(strategy, more, says):
+    with pytest.raises(SpecError, match=says):
+        spec(strategy, checkpoint_async=True, **more)
+    with pytest.raises(SpecError, match="applies only to a strategy"):
+        Spec(script="train.py", checkpoint_async=True)
+    asked = cli.parse(("script", "fsdp2", "--save-every", "5", "--checkpoint-async"))
+    assert cli.fields_of(asked) == {"save_every": 5, "checkpoint_async": True, "options": {}}
+
+
 # ---- locating checkpoints
 
 

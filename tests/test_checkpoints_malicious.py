@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoints import described, refused, spec, written
+from checkpoints import described, model_of, refused, spec, written
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from labkit.plan import checkpoints
 from labkit.training.strategies import checkpoints as whole
-from labkit.training.strategies import sharded
+from labkit.training.strategies import resharding, sharded
 
 # ---- damaged and malicious checkpoints
 
@@ -130,16 +130,6 @@ class Evil:
         return os.makedirs, (str(self.mark), 0o700, True)
 
 
-def model_of(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return model, optimizer
-
-
 @pytest.fixture
 def group():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -205,7 +195,7 @@ def test_no_shard_can_run_code_regardless_of_the_index(group, tmp_path, monkeypa
     path, mark = tmp_path / "checkpoints" / "step00000007", tmp_path / "code ran"
     torch.save(Evil(mark), path / "__0_0.distcp")
     manifest = json.loads((path / "manifest.json").read_text())
-    with torch.serialization.safe_globals(sharded.INDEX):
+    with torch.serialization.safe_globals(resharding.INDEX):
         index = torch.load(path / "index.pt", weights_only=True)
     for where in index.storage_data.values():
         where.offset, where.length = 0, (path / "__0_0.distcp").stat().st_size
@@ -230,7 +220,7 @@ def test_an_index_cannot_refer_to_files_outside_its_folder(group, tmp_path, monk
     sharded.save(*model_of(1), 7)
     path = tmp_path / "checkpoints" / "step00000007"
     shutil.copy(path / "__0_0.distcp", tmp_path / "outside")
-    with torch.serialization.safe_globals(sharded.INDEX):
+    with torch.serialization.safe_globals(resharding.INDEX):
         index = torch.load(path / "index.pt", weights_only=True)
     for where in index.storage_data.values():
         where.relative_path = "../../outside"

@@ -17,7 +17,8 @@ from labkit.prediction.devices import ACCELERATED, DEFAULT_MACHINE, DEVICES
 from labkit.setup.environment import OPTIONAL
 from labkit.training.strategies import STRATEGIES
 
-FLAGS = tuple(one for one in fields(Spec) if about(one).flag)  # the fields that have a flag
+# the fields that have a flag
+FLAGS = tuple(one for one in fields(Spec) if about(one).flag or about(one).switch)
 _WITH_HELP = f"also install an extra: {', '.join(OPTIONAL)}"
 STREAMS = ("stdout", "stderr")
 _COLD = (
@@ -278,7 +279,11 @@ def _add_advise(commands: _Commands) -> None:
 
 def _add_fields(command: argparse.ArgumentParser) -> None:
     for one in FLAGS:
-        command.add_argument("--" + one.name.replace("_", "-"), metavar=about(one).flag, help=about(one).help)
+        name, help = "--" + one.name.replace("_", "-"), about(one).help
+        if about(one).switch:
+            command.add_argument(name, action="store_const", const=True, help=help)
+        else:
+            command.add_argument(name, metavar=about(one).flag, help=help)
     command.add_argument(
         "--option", action="append", metavar="NAME=VALUE", help="set an option of the strategy or workload"
     )

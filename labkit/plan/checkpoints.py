@@ -32,6 +32,7 @@ LAYOUTS = {
     "shards": "shards of the whole model's parameters",
     "engine": "the state of DeepSpeed's engine",
 }
+ASYNCHRONOUS = {"shards"}  # the layouts that torch.distributed.checkpoint can write in a thread
 _OWN = {
     "step",
     "world_size",
@@ -64,6 +65,22 @@ def identity(spec: Request) -> dict[str, Any]:
     row = spec.strategy_row
     model = {option.name: spec.options[option.name] for option in spec.workload_row.options}
     return {"format": FORMAT, "layout": row.layout, "workload": spec.workload, **model, **row.layout_details(spec)}
+
+
+def asynchronous_limit(spec: Request) -> str | None:
+    """One sentence if checkpoints were to be written while training continues, and cannot be."""
+    if not spec.checkpoint_async:
+        return None
+    if spec.save_every is None:
+        return "checkpoint-async has no effect without checkpoints; add --save-every N, or leave it out"
+    layout = spec.strategy_row.layout
+    if layout not in ASYNCHRONOUS:
+        able = [row.name for row in STRATEGIES.values() if row.layout in ASYNCHRONOUS]
+        return (
+            f"{spec.strategy} cannot write checkpoints while training continues: it saves {LAYOUTS[layout]} in one"
+            f" call; leave checkpoint-async out, or use one of the strategies {', '.join(able)}"
+        )
+    return None
 
 
 def resumable(spec: Request) -> Path:

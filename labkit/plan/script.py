@@ -115,6 +115,7 @@ def settings(spec: Spec) -> dict[str, Any]:
         "BATCH_PER_RANK": spec.batch_per_rank,
         "SAMPLES": spec.train_samples,
         "SAVE_EVERY": spec.save_every or 0,
+        "CHECKPOINT_ASYNC": spec.checkpoint_async,
         "RESUME": spec.resume,
         "READS": spec.strategy_row.reads,
         "MANIFEST": checkpoints.identity(request),

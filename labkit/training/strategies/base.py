@@ -19,9 +19,11 @@ from torch.monitor import Event, log_event
 from torch.nn.functional import cross_entropy
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
+from labkit.training.strategies.asking import asked_to_save
 from labkit.training.strategies.checkpoints import IS_LOGGING_RANK, LOSS_SCALING, RESUME, SCALER, resume, save
 from labkit.training.strategies.extending import fault_data, fault_model, fault_step, report
 from labkit.training.strategies.randomness import DISTRIBUTED, JOIN, random_state, set_random_state
+from labkit.training.strategies.sharded import CHECKPOINT_ASYNC, finish_writing
 from labkit.training.strategies.transforming import CHECKPOINT_ACTIVATIONS, COMPILE, transform
 from labkit.training.workloads.cnn import build_blocks
 from labkit.training.workloads.digits import load_data
@@ -249,7 +251,7 @@ def train(device: torch.device) -> None:
                 if step == 1 or step % PRINT_EVERY == 0:
                     report(model)
             if SAVE_EVERY:
-                if step % SAVE_EVERY == 0:
+                if step % SAVE_EVERY == 0 or (step % PRINT_EVERY == 0 and asked_to_save()):
                     save(model, optimizer, step)
         if SAVE_EVERY or RESUME:
             if step < done:
@@ -262,6 +264,8 @@ def train(device: torch.device) -> None:
             print(f"epoch {epoch}: accuracy {accuracy:.2%}, test loss {test_loss:.4f}")
             result = {"epoch": epoch, "accuracy": accuracy, "test_loss": test_loss}
             log_event(Event("evaluation", datetime.now(), result))
+    if CHECKPOINT_ASYNC:
+        finish_writing()
     if SAVE_EVERY or RESUME:
         if step < done:
             raise SystemExit(f"Nothing to train: step {done} is saved, the last is {step}")

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch.monitor import Event, log_event
 
+from labkit.training.strategies.asking import SAVE_NOW
 from labkit.training.strategies.randomness import random_states, set_random_state
 from labkit.training.strategies.resharding import whole_from_shards
 
@@ -66,6 +67,7 @@ def publish(unfinished: Path, step: int) -> None:
         with path.open("rb+") as file:
             os.fsync(file.fileno())  # on the disk before the name is
     unfinished.replace(final)
+    SAVE_NOW.unlink(missing_ok=True)  # who asked for a checkpoint has one
 
 
 def verify(path: Path) -> None:

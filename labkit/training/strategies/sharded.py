@@ -1,7 +1,9 @@
 """Sharded checkpoints: every rank writes its shards, and any number of ranks can load them."""
 
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -26,6 +28,9 @@ from labkit.training.strategies.resharding import ShardReader, WholeReader
 
 # Store optimizer state by parameter name, so that it can be loaded by any rank.
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
+CHECKPOINT_ASYNC = False  # write checkpoints in a thread, while training continues
+WRITER = ThreadPoolExecutor(1)  # the thread that writes checkpoints
+WRITING = []  # the checkpoint that it writes
 
 
 def tensors_of(weights: dict, optimizer_state: dict) -> dict:
@@ -34,21 +39,48 @@ def tensors_of(weights: dict, optimizer_state: dict) -> dict:
     return {"model": weights, "optimizer": tensors}
 
 
+@cache
+def writers() -> dist.ProcessGroup:
+    """All ranks, for messages of their WRITER, which training does not wait for."""
+    return dist.new_group(backend="gloo")
+
+
 def save(model, optimizer, step: int) -> None:
     """Write a checkpoint: each rank its shards; rename the folder when all are done."""
+    if CHECKPOINT_ASYNC:
+        finish_writing()  # the checkpoint before this one
     unfinished = CHECKPOINTS / "unfinished"
     if dist.get_rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)  # left by killed processes
     state = tensors_of(*get_state_dict(model, optimizer, options=BY_NAME))
-    index, rest = dcp.save(state, checkpoint_id=unfinished), progress(step)
+    rest = progress(step)
+    if CHECKPOINT_ASYNC:  # copies the state before it returns
+        saving = dcp.async_save(state, checkpoint_id=unfinished, process_group=writers())
+        WRITING.append(WRITER.submit(lambda: commit(saving.result(), rest, step)))
+    else:
+        commit(dcp.save(state, checkpoint_id=unfinished), rest, step)
+
+
+def commit(index, rest: dict, step: int) -> None:
+    """Publish a checkpoint whose shards every rank has written."""
+    unfinished = CHECKPOINTS / "unfinished"
     if dist.get_rank() == 0:
         index.storage_meta = None  # it contains the folder's name, which changes
         torch.save(index, unfinished / "index.pt")
         torch.save(rest, unfinished / "progress.pt")
         publish(unfinished, step)
-    dist.barrier()
+    if CHECKPOINT_ASYNC:
+        dist.barrier(writers())
+    else:
+        dist.barrier()
     if IS_LOGGING_RANK:
         log_event(Event("checkpoint", datetime.now(), {"checkpoint": step}))
+
+
+def finish_writing() -> None:
+    """Wait until the checkpoint that is being written is complete."""
+    while WRITING:
+        WRITING.pop().result()
 
 
 def resume(model, optimizer) -> int:
