@@ -233,7 +233,14 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
         metavar="RANKS",
         help="ranks for --calibrate (default: all GPUs, or 2 CPU ranks)",
     )
-    commands.add("bench", "measure the performance of the lab itself", json=True)
+    bench = commands.add("bench", "measure the performance of the lab itself", json=True)
+    bench.add_argument("--only", metavar="NAME", help="only one benchmark, such as training_kills (default: all)")
+    bench.add_argument(
+        "--rounds",
+        type=_number("--rounds", ROUNDS),
+        metavar="N",
+        help="rounds of the kill matrices at each moment (default: a few)",
+    )
     return parser, commands.names
 
 
