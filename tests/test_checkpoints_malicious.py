@@ -187,6 +187,30 @@ def test_no_file_of_a_checkpoint_can_run_code(form, tmp_path):
     assert mark.exists(), "it would have run"
 
 
+def test_the_other_layout_is_read_and_runs_no_code(form, tmp_path, monkeypatch):
+    writer, path = form
+    reader, layout, names = (
+        (sharded, "shards", ["state.pt"]) if writer is whole else (whole, "whole", ["index.pt", "progress.pt"])
+    )
+    for one in (whole, sharded):
+        monkeypatch.setattr(one, "RESUME", "another run")
+    monkeypatch.setattr(whole, "MANIFEST", whole.MANIFEST | {"layout": layout})
+    (saved, old), (other, new) = model_of(1), model_of(2)
+    assert reader.resume(other, new) == 7
+    for one, same in zip(saved.parameters(), other.parameters()):
+        assert torch.equal(one, same) and torch.equal(old.state[one]["exp_avg"], new.state[same]["exp_avg"])
+    mark, manifest = tmp_path / "code ran", json.loads((path / "manifest.json").read_text())
+    del manifest["sha256"]
+    for name in names:
+        good = (path / name).read_bytes()
+        torch.save(Evil(mark), path / name)
+        described(path, **manifest)
+        with pytest.raises((pickle.UnpicklingError, dcp.CheckpointException)):
+            reader.resume(*model_of(2))
+        (path / name).write_bytes(good)
+    assert not mark.exists()
+
+
 def test_no_shard_can_run_code_regardless_of_the_index(group, tmp_path, monkeypatch):
     """torch's reader unpickles entries that the index declares as bytes; here the index may not contain them."""
     for one in (whole, sharded):

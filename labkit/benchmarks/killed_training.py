@@ -74,7 +74,7 @@ class Outcome(NamedTuple):
     processes: int
     ports: int
     shared: int
-    files: int
+    files: tuple[str, ...]  # the first words of their names
     wrong: str
     lost: int
     checked: int
@@ -90,26 +90,35 @@ def training_kills(rounds: int = ROUNDS) -> list[Figure]:
             random.Random(moment).shuffle(ways)
             attacks = [Attack(*way) for way in islice(cycle(ways), rounds)]
             found += [(one, attack(one)) for one in attacks]
+    return [*_left_behind(found, rounds), *_states(found)]
+
+
+def _left_behind(found: list[tuple[Attack, Outcome]], rounds: int) -> list[Figure]:
     note = f"{rounds} rounds at each moment: {', '.join(MOMENTS)}; killed: {', '.join(WHO)}, singly and in pairs"
-    figures = []
-    for name, what in (
-        ("processes", "processes"),
-        ("ports", "listening ports"),
-        ("shared", "segments of shared memory"),
-        ("files", "temporary files"),
-        ("lost", "checkpoints lost"),
-    ):
-        each = tuple(float(getattr(outcome, name)) for _, outcome in found)
-        figures.append(Figure(f"{what} after SIGKILL in training", sum(each), "in total", "0", each, note))
-    wrong = [f"{' and '.join(one.victims)} at {one.moment}: {got.wrong}" for one, got in found if got.wrong]
-    each = tuple(float(bool(outcome.wrong)) for _, outcome in found)
-    words = "; ".join(wrong) or note
-    figures.append(Figure("runs in a wrong state after SIGKILL in training", sum(each), "in total", "0", each, words))
+    names = sorted({name for _, outcome in found for name in outcome.files})
+    counts = {
+        "processes": ([outcome.processes for _, outcome in found], note),
+        "listening ports": ([outcome.ports for _, outcome in found], ""),
+        "segments of shared memory": ([outcome.shared for _, outcome in found], ""),
+        "temporary files": ([len(outcome.files) for _, outcome in found], ", ".join(names)),
+    }
+    return [
+        Figure(f"{what} left by SIGKILL in training", sum(each), "in total", "0", tuple(map(float, each)), words)
+        for what, (each, words) in counts.items()
+    ]
+
+
+def _states(found: list[tuple[Attack, Outcome]]) -> list[Figure]:
+    lost = tuple(float(outcome.lost) for _, outcome in found)
+    wrong = tuple(float(bool(outcome.wrong)) for _, outcome in found)
+    which = [f"{' and '.join(one.victims)} at {one.moment}: {outcome.wrong}" for one, outcome in found if outcome.wrong]
     cold = tuple(float(not outcome.warm) for one, outcome in found if one.warm)
-    words = f"of {len(cold)} rounds that were to start warm; the others were to start cold"
-    figures.append(Figure("rounds that started cold in spite of the server", sum(cold), "rounds", "0", cold, words))
-    checked = sum(outcome.checked for _, outcome in found)
-    return [*figures, Figure("checkpoints that were verified after it", checked, "in total", "", (), note)]
+    verified = f"of {sum(outcome.checked for _, outcome in found)} that the runs had reported as written"
+    return [
+        Figure("checkpoints lost by SIGKILL in training", sum(lost), "in total", "0", lost, verified),
+        Figure("runs in a wrong state after it", sum(wrong), "in total", "0", wrong, "; ".join(which)),
+        Figure("of its rounds with a warm server, those that started cold", sum(cold), "in total", "0", cold),
+    ]
 
 
 def attack(one: Attack) -> Outcome:
@@ -144,7 +153,7 @@ def attack(one: Attack) -> Outcome:
                 processes=processes,
                 ports=len(_ports() - ports),
                 shared=len(_segments() - shared),
-                files=len([*(place / "tmp").iterdir()]),
+                files=tuple(path.name.partition("-")[0] for path in (place / "tmp").iterdir()),
                 wrong=_wrong(one, folder),
                 lost=lost,
                 checked=checked,

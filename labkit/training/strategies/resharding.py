@@ -39,7 +39,8 @@ class WholeReader(dcp.FileSystemReader):
     """Reads the shards of this rank from the checkpoint of a whole model."""
 
     def read_metadata(self, **kwargs) -> metadata.Metadata:
-        state = torch.load(self.path / "state.pt", mmap=True, weights_only=True)
+        settings = {"map_location": "cpu", "mmap": True}  # read only what is used
+        state = torch.load(self.path / "state.pt", **settings, weights_only=True)
         self.tensors = {f"model.{name}": tensor for name, tensor in state["model"].items()}
         for number, values in state["optimizer"]["state"].items():
             prefix = f"{OPTIMIZER}{state['names'][number]}."

@@ -97,7 +97,7 @@ def resume(model, optimizer) -> int:
     dcp.load(state, storage_reader=reader)
     loaded = {"model_state_dict": weights, "optim_state_dict": optimizer_state}  # in place
     set_state_dict(model, optimizer, **loaded, options=BY_NAME)
-    state = torch.load(path / rest, weights_only=True)
+    state = torch.load(path / rest, map_location="cpu", mmap=True, weights_only=True)
     restore(state)
     if IS_LOGGING_RANK:
         print(f"resuming from {path}", flush=True)
