@@ -47,7 +47,9 @@ MOMENTS: dict[str, Callable[[RunFolder], bool]] = {
     "start": lambda folder: True,  # as soon as the victims exist
     "first step": _printed("step 1: loss"),
     "training": _printed("step 16: loss"),
-    "checkpoint": lambda folder: (folder.checkpoints / "unfinished").exists(),
+    "checkpoint": lambda folder: (  # not the first one
+        (folder.checkpoints / "unfinished").exists() and any(folder.checkpoints.glob("step*"))
+    ),
     "evaluation": _printed(f"step {STEPS}: loss"),
     "end": _printed("epoch 1: accuracy"),
 }
