@@ -41,8 +41,8 @@ print(HERE)
 print(excerpt(Spec("ddp", **SAVING), "save"))
 
 # %% [markdown]
-# 1. Every rank calls `save`, and all ranks except rank 0 return at once (`IS_LOGGING_RANK` is true only on rank 0). Why
-#    is one rank enough, and what would happen if all of them wrote?
+# 1. Every rank calls `save`, and all ranks except rank 0 return before the file is written (`IS_LOGGING_RANK` is true
+#    only on rank 0). Why is one rank enough, and what would happen if all of them wrote?
 # 2. Why `getattr(model, "module", model)`?
 # 3. Why is the file written under a temporary name first and then renamed?
 # 4. Why are the model's weights not enough?
@@ -57,8 +57,9 @@ print(excerpt(Spec("ddp", **SAVING), "save"))
 #    complete checkpoint or none. `fsync` comes first: without it, a power failure after the rename can leave a file
 #    whose name is on the disk and whose contents are not.
 # 4. AdamW stores two moments per weight; without them, the next steps are different. The step says how much of the data
-#    has been used, and the random state determines what dropout draws next. Larger programs save more: the state of
-#    the learning-rate scheduler, of the `GradScaler` (fp16), of the data loader, and the random state of *every* rank.
+#    has been used, and the random state of *every* rank determines what dropout draws next: `progress` collects both.
+#    Larger programs save more: the state of the learning-rate scheduler, of the `GradScaler` (fp16), and of a data
+#    loader whose order does not follow from the step.
 #
 # </details>
 #
@@ -165,7 +166,7 @@ for step in (101, 102, 105, 110, 120, 150, 200):
 # rank writes its shards, and a small index says which file contains what:
 
 # %%
-print(excerpt(Spec("fsdp2", **SAVING), "tensors_of", "save", "publish"))
+print(excerpt(Spec("fsdp2", **SAVING), "tensors_of", "save", "commit", "publish"))
 
 # %% [markdown]
 # Which lines run on every rank, and which only on rank 0? What is the barrier for?

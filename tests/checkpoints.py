@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from generated import ONLY
 
 from labkit import SpecError
@@ -46,3 +47,13 @@ def refused(strategy: str, resume: object, **more) -> str:
     assert error.value.field == "resume"
     assert "\n" not in str(error.value)
     return str(error.value)
+
+
+def model_of(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer

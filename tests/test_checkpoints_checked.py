@@ -32,20 +32,21 @@ def trains(strategy: str, workload: str) -> bool:
 
 
 @pytest.mark.parametrize("writer", SAVING)
-def test_a_checkpoint_is_resumed_by_its_layout_and_refused_by_every_other(writer, tmp_path):
+def test_a_checkpoint_is_resumed_by_those_that_read_its_layout_and_refused_by_every_other(writer, tmp_path):
     workload = ONLY.get(writer, "gpt")
     path = written(spec(writer, workload), tmp_path)
     for reader in (name for name in SAVING if trains(name, workload)):
-        if STRATEGIES[reader].layout == STRATEGIES[writer].layout:
+        if STRATEGIES[writer].layout in STRATEGIES[reader].reads:
             assert settle(spec(reader, workload, resume=str(path))).resume == str(path)
         else:
             said = refused(reader, path, workload=workload)
             assert f"{path} contains {checkpoints.LAYOUTS[STRATEGIES[writer].layout]}, and {reader} loads " in said
-            assert writer in said.split("resume with one of the strategies ")[1]
+            assert writer in said.split("resume with ")[1]
 
 
 def test_every_layout_has_a_description_and_every_script_the_identity_that_the_launcher_expects():
     assert {row.layout for row in STRATEGIES.values()} == set(checkpoints.LAYOUTS)
+    assert all(row.layout in row.reads for row in STRATEGIES.values()), "a restart reads what the run has written"
     for strategy in SAVING:
         one = spec(strategy, save_every=5)
         assert settings(one)["MANIFEST"] == checkpoints.identity(one)
@@ -69,14 +70,22 @@ def test_another_size_of_the_model_is_refused_with_the_option_to_use(tmp_path):
     assert r"has context='\x1b]0;', and this run has context=128; run without" in refused("ddp", path, workload="gpt")
 
 
-def test_other_ranks_resume_unless_their_stages_hold_other_blocks(tmp_path):
+def test_other_ranks_and_stages_resume(tmp_path):
     for strategy in ("ddp", "fsdp2", "tp", "pp"):
         path = written(spec(strategy, nproc=2), tmp_path / strategy)
         assert settle(spec(strategy, nproc=3 if strategy == "pp" else 4, resume=str(path))).resume == str(path)
-    interleaved = {"schedule": "Interleaved1F1B"}
-    path = written(spec("pp", "gpt", nproc=2, options=interleaved), tmp_path / "two stages")
-    assert settle(spec("pp", "gpt", nproc=2, options=interleaved, resume=str(path))).resume == str(path)
-    assert "with different pipeline stages than the 2 ranks" in refused("pp", path, workload="gpt", nproc=2)
+    path = written(spec("pp", "gpt", nproc=2, options={"schedule": "Interleaved1F1B"}), tmp_path / "two stages")
+    assert settle(spec("pp", "gpt", nproc=2, resume=str(path))).resume == str(path)
+
+
+def test_deepspeed_resumes_only_what_the_same_engine_has_written(tmp_path):
+    path = written(spec("deepspeed", options={"stage": 2}), tmp_path)
+    assert settle(spec("deepspeed", options={"stage": 2}, resume=str(path))).resume == str(path)
+    for more in ({"options": {"stage": 3}}, {"nproc": 4}, {}):
+        said = refused("deepspeed", path, **more)
+        assert "was written with stage=2, ranks=2, precision='fp32', and this run has stage=" in said
+    described(path, **checkpoints.identity(spec("deepspeed")) | {"step": 30, "world_size": 2, "engine": "\x1b]0;"})
+    assert r"was written with '\x1b]0;', and this run has" in refused("deepspeed", path)
 
 
 @pytest.mark.parametrize(
@@ -89,6 +98,31 @@ def test_a_run_with_nothing_left_to_train_is_refused(fields, says, tmp_path):
     said = refused("ddp", path, **fields)
     assert "was written at step 30, and the run ends at step " in said
     assert said.endswith(f"nothing is left to train; {says}")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "more", "says"),
+    [
+        (
+            "ddp",
+            {"save_every": 5},
+            "ddp cannot write checkpoints while training continues: it saves the whole",
+        ),
+        (
+            "deepspeed",
+            {"save_every": 5},
+            "it saves the state of DeepSpeed.s engine in one call; leave",
+        ),
+        ("fsdp2", {}, "checkpoint-async has no effect without checkpoints; add --save-every N"),
+    ],
+)
+def test_checkpoints_in_a_thread_are_refused_where_one_call_writes_them(strategy, more, says):
+    with pytest.raises(SpecError, match=says):
+        spec(strategy, checkpoint_async=True, **more)
+    with pytest.raises(SpecError, match="applies only to a strategy"):
+        Spec(script="train.py", checkpoint_async=True)
+    asked = cli.parse(("script", "fsdp2", "--save-every", "5", "--checkpoint-async"))
+    assert cli.fields_of(asked) == {"save_every": 5, "checkpoint_async": True, "options": {}}
 
 
 # ---- locating checkpoints
@@ -113,8 +147,8 @@ def test_a_script_that_is_only_printed_names_the_checkpoint_too(runs, capsys):
     asked = ("--workload", "mlp", "--nproc", "2", "--steps", "40", "--resume", folder.name)
     assert act(cli.parse(("script", "zero1", *asked))) == 0
     assert f'\nRESUME = "{path}"' in capsys.readouterr().out
-    assert act(cli.parse(("script", "fsdp2", *asked))) == 2
-    assert f"labkit: {path} contains the whole state in one file, and fsdp2 loads" in capsys.readouterr().err
+    assert act(cli.parse(("script", "zero1", *asked, "--workload", "cnn"))) == 2
+    assert f"labkit: {path} belongs to the workload 'mlp'" in capsys.readouterr().err
 
 
 def test_folders_without_checkpoints_are_refused(runs, tmp_path):

@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoints import described, refused, spec, written
+from checkpoints import described, model_of, refused, spec, written
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from labkit.plan import checkpoints
 from labkit.training.strategies import checkpoints as whole
-from labkit.training.strategies import sharded
+from labkit.training.strategies import resharding, sharded
 
 # ---- damaged and malicious checkpoints
 
@@ -104,7 +104,7 @@ def test_an_invalid_manifest_is_refused(manifest, tmp_path):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"format": 1}, "has format 1, and this version reads format 2"),
+        ({"format": 1}, "has format 1, and this version reads format 3"),
         ({"format": True}, "has format True"),
         ({"layout": "other"}, "has the layout 'other', which no strategy can load"),
         ({"layout": ["whole"]}, "has the layout ['whole'], which no strategy can load"),
@@ -128,16 +128,6 @@ class Evil:
 
     def __reduce__(self):
         return os.makedirs, (str(self.mark), 0o700, True)
-
-
-def model_of(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return model, optimizer
 
 
 @pytest.fixture
@@ -197,6 +187,30 @@ def test_no_file_of_a_checkpoint_can_run_code(form, tmp_path):
     assert mark.exists(), "it would have run"
 
 
+def test_the_other_layout_is_read_and_runs_no_code(form, tmp_path, monkeypatch):
+    writer, path = form
+    reader, layout, names = (
+        (sharded, "shards", ["state.pt"]) if writer is whole else (whole, "whole", ["index.pt", "progress.pt"])
+    )
+    for one in (whole, sharded):
+        monkeypatch.setattr(one, "RESUME", "another run")
+    monkeypatch.setattr(whole, "MANIFEST", whole.MANIFEST | {"layout": layout})
+    (saved, old), (other, new) = model_of(1), model_of(2)
+    assert reader.resume(other, new) == 7
+    for one, same in zip(saved.parameters(), other.parameters()):
+        assert torch.equal(one, same) and torch.equal(old.state[one]["exp_avg"], new.state[same]["exp_avg"])
+    mark, manifest = tmp_path / "code ran", json.loads((path / "manifest.json").read_text())
+    del manifest["sha256"]
+    for name in names:
+        good = (path / name).read_bytes()
+        torch.save(Evil(mark), path / name)
+        described(path, **manifest)
+        with pytest.raises((pickle.UnpicklingError, dcp.CheckpointException)):
+            reader.resume(*model_of(2))
+        (path / name).write_bytes(good)
+    assert not mark.exists()
+
+
 def test_no_shard_can_run_code_regardless_of_the_index(group, tmp_path, monkeypatch):
     """torch's reader unpickles entries that the index declares as bytes; here the index may not contain them."""
     for one in (whole, sharded):
@@ -205,7 +219,7 @@ def test_no_shard_can_run_code_regardless_of_the_index(group, tmp_path, monkeypa
     path, mark = tmp_path / "checkpoints" / "step00000007", tmp_path / "code ran"
     torch.save(Evil(mark), path / "__0_0.distcp")
     manifest = json.loads((path / "manifest.json").read_text())
-    with torch.serialization.safe_globals(sharded.INDEX):
+    with torch.serialization.safe_globals(resharding.INDEX):
         index = torch.load(path / "index.pt", weights_only=True)
     for where in index.storage_data.values():
         where.offset, where.length = 0, (path / "__0_0.distcp").stat().st_size
@@ -230,7 +244,7 @@ def test_an_index_cannot_refer_to_files_outside_its_folder(group, tmp_path, monk
     sharded.save(*model_of(1), 7)
     path = tmp_path / "checkpoints" / "step00000007"
     shutil.copy(path / "__0_0.distcp", tmp_path / "outside")
-    with torch.serialization.safe_globals(sharded.INDEX):
+    with torch.serialization.safe_globals(resharding.INDEX):
         index = torch.load(path / "index.pt", weights_only=True)
     for where in index.storage_data.values():
         where.relative_path = "../../outside"

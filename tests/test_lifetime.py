@@ -14,6 +14,7 @@ from conftest import processes_of, wait_until
 from fabricate import FakeRun
 from lifetimes import LINUX, ROOT, WAITS, command, started, supervisor_in
 
+from labkit.benchmarks import killed_training
 from labkit.benchmarks.kills import Attack, Moment, attack
 from labkit.common.processes import TAG, identity, members, names, of_folder, tag_of
 from labkit.launch.job import Job
@@ -79,6 +80,12 @@ def test_a_rank_whose_launcher_has_died_never_runs_its_script(tmp_path):
 def test_nothing_outlives_kills_at_early_moments(one, warm_server):
     warm_server()
     assert attack(one) == 0
+
+
+@LINUX
+def test_a_rank_and_the_agent_that_are_killed_at_a_checkpoint_leave_what_was_saved(warm_server):
+    found = killed_training.attack(killed_training.Attack("fsdp2", ("rank 1", "agent"), "checkpoint", True, False))
+    assert (found.processes, found.ports, found.shared, found.wrong, found.lost) == (0, 0, 0, "", 0)
 
 
 # ---- who belongs to a run

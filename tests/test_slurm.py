@@ -92,9 +92,9 @@ def test_a_job_that_fails_says_why(at_cluster, tmp_path, capsys):
 @pytest.mark.slow  # Slurm holds a requeued job for two minutes
 def test_a_checkpointed_job_resumes_when_slurm_requeues_it(at_cluster):
     """What the trap does before the time limit, at once: the signal of Slurm is sent to the batch shell."""
-    run = submit("ddp", nproc=1, nodes=1, steps=400, save_every=5, **SMALL | {"samples": 2048})
+    run = submit("ddp", nproc=1, nodes=1, steps=20_000, save_every=10_000, **SMALL | {"samples": 2048})
     job = wait_until(lambda: run.state.queue and run.state.queue["job"])
-    wait_until(lambda: list(run.folder.checkpoints.glob("step*")) or run.state.over)
+    wait_until(lambda: "step 20: loss" in run.logs(0) or run.state.over)
     subprocess.run(["scancel", "--batch", "--signal=USR1", str(job)], check=True)
     wait_until(lambda: "resuming from" in run.logs(0) or run.state.over, 180)
     assert "resuming from" in run.logs(0), run.folder.end_of(run.folder.launcher_log)
@@ -153,6 +153,7 @@ def test_a_batch_file_has_the_settings_of_the_profile(tmp_path):
     assert 'apptainer exec --nv --bind "$PWD" images/torch.sif' in text
     assert "SLURM_LAUNCH_NODE_IPADDR" not in [word for word in text.split() if word.startswith("$")]
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    assert "save=./save " in text and text.index('touch "$save"') < text.index("scontrol requeue") < text.index("srun")
     single = sbatch(of_spec(with_ranks(Spec("ddp", nproc=2, device="cpu"))), Profile(container="torch:2"))
     assert "--no-requeue" in single and "scontrol requeue" not in single
     assert "--container-image=torch:2" in single

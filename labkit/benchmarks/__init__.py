@@ -20,11 +20,13 @@ from rich.table import Column, Table
 from labkit.benchmarks.burst import burst
 from labkit.benchmarks.figure import Figure
 from labkit.benchmarks.fuzz import hostile
+from labkit.benchmarks.killed_training import training_kills
 from labkit.benchmarks.kills import kill_matrix
 from labkit.benchmarks.predictions import predictions
 from labkit.benchmarks.responsiveness import importing, latency, opening
 from labkit.benchmarks.runs import generated_scripts, one_server, overhead, profiled, scaling, traceml, warm_starts
 from labkit.benchmarks.scale import long_runs
+from labkit.common.arguments import check_choice
 from labkit.common.units import size
 from labkit.frontends.console import Console
 from labkit.setup.machine import Machine
@@ -32,7 +34,7 @@ from labkit.setup.progress import Progress
 
 __all__ = ["BENCHES", "main"]
 
-BENCHES: tuple[Callable[[], list[Figure]], ...] = (
+BENCHES: tuple[Callable[..., list[Figure]], ...] = (
     importing,
     latency,
     opening,
@@ -47,18 +49,23 @@ BENCHES: tuple[Callable[[], list[Figure]], ...] = (
     scaling,
     predictions,
     kill_matrix,
+    training_kills,
     hostile,
 )
+IN_ROUNDS = (kill_matrix, training_kills)
 
 
-def main(as_json: bool = False) -> int:
-    """Runs every benchmark and prints its figures as a table or as one JSON object."""
+def main(as_json: bool = False, rounds: int | None = None, only: str | None = None) -> int:
+    """Runs every benchmark, or `only` the one of this name, and prints its figures as a table or as one JSON object.
+    The kill matrices have `rounds` at each moment (default: their own). Raises `ValueError` for an unknown name."""
+    names = {bench.__name__: bench for bench in BENCHES}
+    chosen = BENCHES if only is None else (names[check_choice("only", only, tuple(names))],)
     began, figures = time.time(), []
     with tempfile.TemporaryDirectory() as runs, Progress() as progress:
         os.environ["LABKIT_RUNS"] = runs
-        for bench in BENCHES:
+        for bench in chosen:
             progress.step(" ".join(bench.__doc__.split()))
-            figures += bench()
+            figures += bench(rounds) if rounds and bench in IN_ROUNDS else bench()
     machine = Machine.here()
     on = (
         f"{machine.cores} cores, {size(machine.memory, 0)}, {len(machine.gpus)} GPUs; load {os.getloadavg()[0]:.1f} at"

@@ -1,16 +1,19 @@
-"""The kill matrix: sends SIGKILL to one or two processes early in a run, and counts the processes that remain."""
+"""The kill matrix of early moments: sends SIGKILL to one or two processes of a run that starts, and counts those that
+remain. `killed_training.py` has the matrix of a run that trains."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import cycle, islice, product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -24,9 +27,9 @@ LIMIT = 5.0  # seconds after which no process of the run may remain
 _APPEARS = 60.0  # seconds within which a process must have appeared
 _POLL = 0.002
 _STARTER = """
-import sys, time
+import json, sys, time
 from labkit.runs.handle import run
-run(sys.argv[1], nproc=2, device="cpu", detached=sys.argv[2] == "detached")
+run(sys.argv[1], **json.loads(sys.argv[2]))
 time.sleep(100)
 """
 _SCRIPT = """
@@ -87,25 +90,32 @@ def kill_matrix(rounds: int = ROUNDS, moments: tuple[Moment, ...] = MOMENTS) -> 
 def attack(one: Attack) -> int:
     """One round: starts a run, kills, and returns the number of processes that remain after `LIMIT` seconds. Cleans
     up."""
-    with tempfile.TemporaryDirectory() as place, _starter(Path(place), one) as starter:
-        root = str(Path(place, "runs"))
-        _appeared(one.moment.who, starter, root)
-        time.sleep(one.moment.after)
-        victims = [_find(who, starter, root) for who in one.victims]
-        for victim in victims:
-            if victim is not None:
-                with suppress(psutil.NoSuchProcess):
-                    victim.kill()
-        return _left(root)
+    with tempfile.TemporaryDirectory() as name:
+        place, fields = Path(name), {"nproc": 2, "device": "cpu", "detached": one.start == "detached"}
+        (place / "train.py").write_text(_SCRIPT)
+        with starter_of(place, str(place / "train.py"), fields, one.warm) as starter:
+            return _struck(one, starter, str(place / "runs"))
+
+
+def _struck(one: Attack, starter: psutil.Process, root: str) -> int:
+    appeared(one.moment.who, starter, root)
+    time.sleep(one.moment.after)
+    victims = [find(who, starter, root) for who in one.victims]
+    for victim in victims:
+        if victim is not None:
+            with suppress(psutil.NoSuchProcess):
+                victim.kill()
+    return left(root)
 
 
 @contextmanager
-def _starter(place: Path, one: Attack) -> Iterator[psutil.Process]:
-    """A process that starts a run and keeps running; on exit it and all processes of the run are killed."""
-    (place / "train.py").write_text(_SCRIPT)
-    asked = {"LABKIT_RUNS": str(place / "runs"), client.FORCE_COLD: "" if one.warm else "1"}
+def starter_of(place: Path, what: str, fields: dict[str, Any], warm: bool) -> Iterator[psutil.Process]:
+    """A process that starts a run in `place` and keeps running, with a folder for temporary files; on exit it and all
+    processes of the run are killed. `what` and `fields` are arguments of `run`."""
+    (place / "tmp").mkdir()
+    asked = {"LABKIT_RUNS": str(place / "runs"), "TMPDIR": str(place / "tmp"), client.FORCE_COLD: "" if warm else "1"}
     environment = local.standing_environment() | asked
-    command = [sys.executable, "-c", _STARTER, str(place / "train.py"), one.start]
+    command = [sys.executable, "-c", _STARTER, what, json.dumps(fields)]
     child = subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -117,15 +127,16 @@ def _starter(place: Path, one: Attack) -> Iterator[psutil.Process]:
         _clear(str(place / "runs"))
 
 
-def _of(root: str) -> list[psutil.Process]:
+def of_root(root: str) -> list[psutil.Process]:
+    """The processes of the runs below a folder."""
     return tagged(lambda tag: tag.startswith(root))
 
 
-def _find(who: str, starter: psutil.Process, root: str) -> psutil.Process | None:
+def find(who: str, starter: psutil.Process, root: str) -> psutil.Process | None:
     """A process of the run; None if it does not exist yet or any more."""
     if who == "starter":
         return living(starter.pid)
-    return next(filter(_IS[who], _of(root)), None)
+    return next(filter(_IS[who], of_root(root)), None)  # a rank precedes the processes that it starts
 
 
 def _is_agent(process: psutil.Process) -> bool:
@@ -134,37 +145,43 @@ def _is_agent(process: psutil.Process) -> bool:
     return False
 
 
-def _is_rank(process: psutil.Process) -> bool:
+def _is_rank(process: psutil.Process, number: str = "") -> bool:
     with suppress(psutil.Error):
-        return {TAG, "RANK"} <= set(process.environ())
+        environment = process.environ()
+        return TAG in environment and "RANK" in environment and number in ("", environment["RANK"])
     return False
 
 
-_IS: dict[str, Callable[[psutil.Process], bool]] = {"supervisor": is_supervisor, "agent": _is_agent, "rank": _is_rank}
+_IS: dict[str, Callable[[psutil.Process], bool]] = {
+    **{"supervisor": is_supervisor, "agent": _is_agent, "rank": _is_rank},
+    **{"rank 0": partial(_is_rank, number="0"), "rank 1": partial(_is_rank, number="1")},
+}
 
 
-def _appeared(who: str, starter: psutil.Process, root: str) -> None:
+def appeared(who: str, starter: psutil.Process, root: str) -> None:
+    """Returns as soon as a process of the run exists."""
     last = time.monotonic() + _APPEARS
-    while _find(who, starter, root) is None:
+    while find(who, starter, root) is None:
         if time.monotonic() > last:
             raise RuntimeError(f"no {who} appeared within {_APPEARS:g} s")
         time.sleep(_POLL)
 
 
-def _left(root: str) -> int:
+def left(root: str) -> int:
+    """The processes that remain after `LIMIT` seconds."""
     last = time.monotonic() + LIMIT
     while time.monotonic() < last:
-        if not _of(root):
+        if not of_root(root):
             time.sleep(0.1)  # a process that was just starting is found by the second check
-            if not _of(root):
+            if not of_root(root):
                 return 0
         time.sleep(0.05)
-    return len(_of(root))
+    return len(of_root(root))
 
 
 def _clear(root: str) -> None:
-    while left := _of(root):
-        for process in left:
+    while alive := of_root(root):
+        for process in alive:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(left, timeout=1.0)
+        psutil.wait_procs(alive, timeout=1.0)

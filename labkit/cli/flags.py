@@ -17,7 +17,8 @@ from labkit.prediction.devices import ACCELERATED, DEFAULT_MACHINE
 from labkit.setup.environment import OPTIONAL
 from labkit.training.strategies import STRATEGIES
 
-FLAGS = tuple(one for one in fields(Spec) if about(one).flag)  # the fields that have a flag
+# the fields that have a flag
+FLAGS = tuple(one for one in fields(Spec) if about(one).flag or about(one).switch)
 _WITH_HELP = f"also install an extra: {', '.join(OPTIONAL)}"
 STREAMS = ("stdout", "stderr")
 _COLD = (
@@ -232,7 +233,14 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
         metavar="RANKS",
         help="ranks for --calibrate (default: all GPUs, or 2 CPU ranks)",
     )
-    commands.add("bench", "measure the performance of the lab itself", json=True)
+    bench = commands.add("bench", "measure the performance of the lab itself", json=True)
+    bench.add_argument("--only", metavar="NAME", help="only one benchmark, such as training_kills (default: all)")
+    bench.add_argument(
+        "--rounds",
+        type=_number("--rounds", ROUNDS),
+        metavar="N",
+        help="rounds of the kill matrices at each moment (default: a few)",
+    )
     return parser, commands.names
 
 
@@ -278,7 +286,11 @@ def _add_advise(commands: _Commands) -> None:
 
 def _add_fields(command: argparse.ArgumentParser) -> None:
     for one in FLAGS:
-        command.add_argument("--" + one.name.replace("_", "-"), metavar=about(one).flag, help=about(one).help)
+        name, help = "--" + one.name.replace("_", "-"), about(one).help
+        if about(one).switch:
+            command.add_argument(name, action="store_const", const=True, help=help)
+        else:
+            command.add_argument(name, metavar=about(one).flag, help=help)
     command.add_argument(
         "--option", action="append", metavar="NAME=VALUE", help="set an option of the strategy or workload"
     )

@@ -81,4 +81,7 @@ def bench(args: argparse.Namespace) -> int:
     """Measures the performance of the lab itself."""
     from labkit.benchmarks import main
 
-    return main(as_json=args.json)
+    try:
+        return main(args.json, args.rounds, args.only)
+    except ValueError as error:
+        raise Refused(str(error), code=2) from None

@@ -69,6 +69,7 @@ def _planned(spec: Spec, folder: RunFolder, nodes: int, profile: Profile, submit
         torchrun=("python" if profile.container else sys.executable, "-m", "torch.distributed.run"),
         variables=environment | {"LABKIT_LOGS": str(folder.logs)},
         output=str(folder.launcher_log),
+        folder=str(folder.path),
     )
     RunFolder.write_text(folder.batch, sbatch(job, profile, launch))
     submitted.append(_submitted(["sbatch", "--parsable", f"--chdir={os.getcwd()}", str(folder.batch)]))  # noqa: PTH109

@@ -25,13 +25,14 @@ from labkit.training.workloads import WORKLOADS
 if TYPE_CHECKING:
     from labkit.training.request import Request
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 LAYOUTS = {
     "whole": "the whole state in one file",
     "shards": "shards of the whole model's parameters",
-    "stages": "the parameters of pipeline stages",
+    "engine": "the state of DeepSpeed's engine",
 }
+ASYNCHRONOUS = {"shards"}  # the layouts that torch.distributed.checkpoint can write in a thread
 _OWN = {
     "step",
     "world_size",
@@ -64,6 +65,22 @@ def identity(spec: Request) -> dict[str, Any]:
     row = spec.strategy_row
     model = {option.name: spec.options[option.name] for option in spec.workload_row.options}
     return {"format": FORMAT, "layout": row.layout, "workload": spec.workload, **model, **row.layout_details(spec)}
+
+
+def asynchronous_limit(spec: Request) -> str | None:
+    """One sentence if checkpoints were to be written while training continues, and cannot be."""
+    if not spec.checkpoint_async:
+        return None
+    if spec.save_every is None:
+        return "checkpoint-async has no effect without checkpoints; add --save-every N, or leave it out"
+    layout = spec.strategy_row.layout
+    if layout not in ASYNCHRONOUS:
+        able = [row.name for row in STRATEGIES.values() if row.layout in ASYNCHRONOUS]
+        return (
+            f"{spec.strategy} cannot write checkpoints while training continues: it saves {LAYOUTS[layout]} in one"
+            f" call; leave checkpoint-async out, or use one of the strategies {', '.join(able)}"
+        )
+    return None
 
 
 def resumable(spec: Request) -> Path:
@@ -174,6 +191,8 @@ def _other_identity(checkpoint: Checkpoint, spec: Request) -> str | None:
     """One sentence about the first property in which the checkpoint differs from what the Spec trains."""
     for name, expected in identity(spec).items():
         found = checkpoint.identity.get(name)
+        if name == "layout" and found in spec.strategy_row.reads:
+            continue
         if found != expected or type(found) is not type(expected):
             return _DIFFERENT.get(name, _other_option)(checkpoint, spec, name)
     return None
@@ -187,13 +206,14 @@ def _other_format(checkpoint: Checkpoint, spec: Request, name: str) -> str:
 
 
 def _other_layout(checkpoint: Checkpoint, spec: Request, name: str) -> str:
-    found, expected = checkpoint.identity.get(name), LAYOUTS[spec.strategy_row.layout]
-    writers = [row.name for row in STRATEGIES.values() if row.layout == found and "resume" not in row.lacks]
-    if not writers:
+    found, expected = checkpoint.identity.get(name), " or ".join(LAYOUTS[one] for one in spec.strategy_row.reads)
+    readers = [row.name for row in STRATEGIES.values() if found in row.reads and "resume" not in row.lacks]
+    if not readers:
         return f"{checkpoint.path} has the layout {found!r}, which no strategy can load; {_WITHOUT}"
+    which = readers[0] if len(readers) == 1 else f"one of the strategies {', '.join(readers)}"
     return (
         f"{checkpoint.path} contains {LAYOUTS[str(found)]}, and {spec.strategy} loads {expected}; "
-        f"resume with one of the strategies {', '.join(writers)}, or {_WITHOUT}"
+        f"resume with {which}, or {_WITHOUT}"
     )
 
 
@@ -203,11 +223,17 @@ def _other_workload(checkpoint: Checkpoint, spec: Request, name: str) -> str:
     return f"{checkpoint.path} belongs to the workload {found!r}, and this run trains {spec.workload}; {fix}{_WITHOUT}"
 
 
-def _other_stages(checkpoint: Checkpoint, spec: Request, name: str) -> str:
+def _other_engine(checkpoint: Checkpoint, spec: Request, name: str) -> str:
+    found, expected = checkpoint.identity.get(name), identity(spec)[name]
+    was = _words(found) if isinstance(found, dict) and found.keys() == expected.keys() else repr(found)
     return (
-        f"{checkpoint.path} was written by {checkpoint.world_size} ranks with different pipeline stages than the "
-        f"{spec.nproc} ranks of this run; use the same schedule and the same number of ranks, or {_WITHOUT}"
+        f"{checkpoint.path} was written with {was}, and this run has {_words(expected)}; each rank of the engine loads "
+        f"what the same rank wrote, so use the same settings, or {_WITHOUT}"
     )
+
+
+def _words(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in settings.items())
 
 
 def _other_option(checkpoint: Checkpoint, spec: Request, name: str) -> str:
@@ -221,7 +247,7 @@ _DIFFERENT = {
     "format": _other_format,
     "layout": _other_layout,
     "workload": _other_workload,
-    "second_stages_from": _other_stages,
+    "engine": _other_engine,
 }
 
 

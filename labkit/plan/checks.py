@@ -7,7 +7,7 @@ from dataclasses import Field
 from typing import Any
 
 from labkit.common.arguments import shown
-from labkit.plan import fields
+from labkit.plan import checkpoints, fields
 from labkit.plan.fields import SpecError
 from labkit.training import strategies, workloads
 from labkit.training.faults import FAULTS
@@ -71,6 +71,9 @@ def check_training(spec: Request) -> None:
     refusal = FAULTS[spec.fault].limit(spec) if spec.fault is not None else None
     if refusal:
         raise SpecError("fault", refusal)
+    refusal = checkpoints.asynchronous_limit(spec)
+    if refusal:
+        raise SpecError("checkpoint_async", refusal)
     if spec.nproc is not None:
         _check_batch(spec)
 

@@ -34,6 +34,7 @@ class About:
     - `help`: what the field is, in a few words; on the command line, its default is part of it.
     - `applies_to`: the kinds of runs on which the field has an effect; on others a value is refused.
     - `flag`: what stands for the value on the command line, the unit if it is a number; empty if there is no such flag.
+    - `switch`: whether a flag without a value sets it to True.
     - `panel`: WIDGET, DEFAULT, or empty if the panel does not take the field.
     - `compared`: whether a comparison takes the field, with the same value for all of its runs.
     - `bounds`: the bounds of a number. `choices`: the allowed names. `check`: any other check of a single value, which
@@ -43,6 +44,7 @@ class About:
     help: str
     applies_to: tuple[str, ...] = (STRATEGY, SCRIPT)
     flag: str = ""
+    switch: bool = False
     panel: str = ""
     compared: bool = True
     bounds: Number | None = None

@@ -147,6 +147,14 @@ class Spec(Batches):
         bounds=Number(int, 1, MANY),
         **_KEPT,
     )
+    checkpoint_async: bool = declared(
+        False,
+        "write checkpoints in a thread of each rank, while training continues",
+        applies_to=(STRATEGY,),
+        panel=DEFAULT,
+        switch=True,
+        check=check_flag,
+    )
     resume: str | None = declared(
         None,
         "resume from the newest checkpoint of a run (name or path), or from one checkpoint",

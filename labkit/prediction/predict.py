@@ -40,7 +40,10 @@ Programs = Mapping[int, Sequence[Sequence[Any]]]  # by rank
 _KEPT = 200  # cached plans
 _PACKAGES = ("plan", "prediction", "probe", "training")  # whose code a prediction depends on
 _WITHOUT_EFFECT = frozenset(
-    ("steps", "epochs", "seed", "save_every", "resume", "tensors", "hang_after", "sample_every", "max_restarts")
+    (
+        *("steps", "epochs", "seed", "save_every", "checkpoint_async", "resume"),
+        *("tensors", "hang_after", "sample_every", "max_restarts"),
+    )
 )
 
 _READ = "read.json"  # next to the plan of a script: what it read

@@ -42,9 +42,9 @@ class Strategy:
     - `autocast`: whether 16-bit precision is torch's autocast; otherwise the wrapper casts parameters and inputs.
     - `traffic`: the formulas of what it sends per step, added up, by their names in `labkit.analysis.theory`; None
       without a formula. `states`: the same for the model states of each rank, one name.
-    - `layout`: the content of its checkpoints, one of `labkit.plan.checkpoints.LAYOUTS`. Strategies with the same
-      layout can resume from each other's checkpoints, with any number of ranks. `layout_details`: further properties
-      that must agree, by name.
+    - `layout`: the content of the checkpoints that it writes, one of `labkit.plan.checkpoints.LAYOUTS`; `reads`: the
+      layouts that it can resume from, written by any number of ranks. `layout_details`: further properties of a
+      checkpoint that must agree, by name.
     """
 
     name: str
@@ -71,6 +71,7 @@ class Strategy:
     traffic: tuple[str, ...] | None = None
     states: str | None = None
     layout: str = "whole"
+    reads: tuple[str, ...] = ("whole", "shards")
     layout_details: Callable[[Request], dict[str, Any]] = lambda spec: {}
     needs: Needs = NOTHING
 

@@ -20,6 +20,7 @@ class SpecFields(TypedDict):
     hang_after: NotRequired[Count]
     seed: NotRequired[Annotated[int, Number(-(2**64), 2**64, whole=True)]]
     tensors: NotRequired[bool]
+    checkpoint_async: NotRequired[bool]
     as_module: NotRequired[bool]
     args: NotRequired[Annotated[list[Line], Limits(most=10_000)]]
     options: NotRequired[dict[str, Name | float | bool | None]]

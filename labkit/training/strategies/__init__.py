@@ -97,10 +97,11 @@ STRATEGIES: dict[str, Strategy] = {
                     choices=(1, 2, 3),
                 ),
             ),
-            lacks={
-                "accumulate": "its engine counts micro-batches itself; use zero1 or fsdp2",
-                **dict.fromkeys(("save_every", "resume"), "its engine uses its own format; use zero1 or fsdp2"),
-            },
+            layout="engine",
+            reads=("engine",),
+            layout_details=rules.engine,
+            constants=lambda spec: {"LOSS_SCALING": False},  # in fp16, its engine scales the loss
+            lacks={"accumulate": "its engine counts micro-batches itself; use zero1 or fsdp2"},
         ),
         Strategy(
             name="fsdp",
@@ -183,8 +184,7 @@ STRATEGIES: dict[str, Strategy] = {
             title="PP",
             splits="The blocks: each rank holds some, and batches pass through them in micro-batches.",
             sends="Activations to the rank with the next stage, and their gradients back.",
-            layout="stages",
-            layout_details=pipelines.layout,
+            layout="shards",
             traffic=("stages", "agreements"),
             states="whole",
             data_ranks=lambda spec: 1,

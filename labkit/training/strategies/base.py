@@ -19,8 +19,11 @@ from torch.monitor import Event, log_event
 from torch.nn.functional import cross_entropy
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
+from labkit.training.strategies.asking import asked_to_save
 from labkit.training.strategies.checkpoints import IS_LOGGING_RANK, LOSS_SCALING, RESUME, SCALER, resume, save
 from labkit.training.strategies.extending import fault_data, fault_model, fault_step, report
+from labkit.training.strategies.randomness import DISTRIBUTED, JOIN, random_state, set_random_state
+from labkit.training.strategies.sharded import CHECKPOINT_ASYNC, finish_writing
 from labkit.training.strategies.transforming import CHECKPOINT_ACTIVATIONS, COMPILE, transform
 from labkit.training.workloads.cnn import build_blocks
 from labkit.training.workloads.digits import load_data
@@ -40,7 +43,6 @@ AUTOCAST = True  # by torch.autocast; False: the wrapper of the model casts
 DTYPE = torch.bfloat16  # 16-bit type of the matrix products
 ACCUMULATE = 1  # micro-batches per step
 CLIP_NORM = 0.0  # maximum norm of all gradients; 0: no clipping
-JOIN = False  # allow unequal numbers of batches per rank
 LOSS_PARALLEL = False  # keep the logits split over the ranks
 PRINT_EVERY = 20  # steps between printed losses
 REPORTS = False  # the workload logs more than the loss
@@ -50,7 +52,6 @@ INJECT_DATA = INJECT_MODEL = INJECT_STEP = False
 DATA_RANKS = 1  # ranks with different samples
 STAGE_DATA = False  # a rank loads only what its pipeline stages need
 RANKS = 1  # ranks of the run
-DISTRIBUTED = False  # the ranks form a process group
 
 
 def data_shard() -> tuple[int, int]:
@@ -221,6 +222,7 @@ def train(device: torch.device) -> None:
     optimizer = build_optimizer(model)
     if SAVE_EVERY or RESUME:
         done = resume(model, optimizer)
+        random = random_state()
     steps = islice(count(1), MAX_STEPS)  # 1 to MAX_STEPS, over all epochs
     for epoch in range(1, EPOCHS + 1):
         if FAULT not in ("no_sampler", "no_set_epoch"):
@@ -232,6 +234,7 @@ def train(device: torch.device) -> None:
         for batch, step in numbered(model, loader, steps):
             if SAVE_EVERY or RESUME:
                 if step == done:  # training resumes with the next batch
+                    set_random_state(random)  # loaders draw from it, too
                     log_event(Event("resume", datetime.now(), {"step": step}))
                 if step <= done:
                     continue  # already trained on
@@ -248,7 +251,7 @@ def train(device: torch.device) -> None:
                 if step == 1 or step % PRINT_EVERY == 0:
                     report(model)
             if SAVE_EVERY:
-                if step % SAVE_EVERY == 0:
+                if step % SAVE_EVERY == 0 or (step % PRINT_EVERY == 0 and asked_to_save()):
                     save(model, optimizer, step)
         if SAVE_EVERY or RESUME:
             if step < done:
@@ -261,6 +264,8 @@ def train(device: torch.device) -> None:
             print(f"epoch {epoch}: accuracy {accuracy:.2%}, test loss {test_loss:.4f}")
             result = {"epoch": epoch, "accuracy": accuracy, "test_loss": test_loss}
             log_event(Event("evaluation", datetime.now(), result))
+    if CHECKPOINT_ASYNC:
+        finish_writing()
     if SAVE_EVERY or RESUME:
         if step < done:
             raise SystemExit(f"Nothing to train: step {done} is saved, the last is {step}")

@@ -13,11 +13,16 @@ from pathlib import Path
 import torch
 from torch.monitor import Event, log_event
 
+from labkit.training.strategies.asking import SAVE_NOW
+from labkit.training.strategies.randomness import random_states, set_random_state
+from labkit.training.strategies.resharding import whole_from_shards
+
 LOSS_SCALING = False  # prevent underflow of fp16 gradients
 RESUME = None  # the checkpoint of another run to resume from
+READS = ("whole", "shards")  # the layouts of checkpoints that RESUME can have
 CHECKPOINTS = Path(__file__).with_name("checkpoints")  # a restart resumes from them
 # The identity that a checkpoint must have to be loaded by this script.
-MANIFEST = {"format": 2, "layout": "whole", "workload": "cnn"}
+MANIFEST = {"format": 3, "layout": "whole", "workload": "cnn"}
 SCALER = torch.amp.GradScaler()  # scales the loss, and skips steps that overflow
 IS_LOGGING_RANK = os.environ.get("RANK", "0") == "0"  # only this rank prints and logs
 
@@ -28,10 +33,9 @@ def optimizer_state(optimizer) -> dict:
 
 
 def progress(step: int) -> dict:
-    """The state that a checkpoint contains besides model and optimizer."""
-    state = {"step": step, "random": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda_random"] = torch.cuda.get_rng_state()
+    """The state that a checkpoint contains besides model and optimizer; every rank must
+    call this. The step is also the position in the data: batches are in a fixed order."""
+    state = {"step": step, "random": random_states()}
     if LOSS_SCALING:
         state["scaler"] = SCALER.state_dict()
     return state
@@ -39,9 +43,8 @@ def progress(step: int) -> dict:
 
 def restore(state: dict) -> None:
     """Restore the state that `progress` saved, as far as it is in the checkpoint."""
-    torch.set_rng_state(state["random"])
-    if torch.cuda.is_available() and "cuda_random" in state:
-        torch.cuda.set_rng_state(state["cuda_random"])
+    states = state["random"]  # of more or fewer ranks, if another run has saved them
+    set_random_state(states[int(os.environ.get("RANK", "0")) % len(states)])
     if LOSS_SCALING:
         if state.get("scaler"):
             SCALER.load_state_dict(state["scaler"])
@@ -64,12 +67,16 @@ def publish(unfinished: Path, step: int) -> None:
         with path.open("rb+") as file:
             os.fsync(file.fileno())  # on the disk before the name is
     unfinished.replace(final)
+    SAVE_NOW.unlink(missing_ok=True)  # who asked for a checkpoint has one
 
 
 def verify(path: Path) -> None:
     """Raise ValueError if the identity of a checkpoint differs or a file has changed."""
     manifest = json.loads((path / "manifest.json").read_text())
     for key, expected in MANIFEST.items():
+        if RESUME:
+            if key == "layout" and manifest.get(key) in READS:
+                continue  # of another strategy
         if manifest.get(key) != expected:
             raise ValueError(f"{key} must be {expected!r}, got {manifest.get(key)!r}")
     for name, expected in manifest["sha256"].items():
@@ -97,27 +104,38 @@ def intact() -> Path | None:
 
 def save(model, optimizer, step: int) -> None:
     """Write a checkpoint atomically, from one rank."""
-    optimizer_state_dict = optimizer_state(optimizer)
+    state = {"optimizer": optimizer_state(optimizer), **progress(step)}
     if not IS_LOGGING_RANK:
         return
     unwrapped = getattr(model, "module", model)  # the model without DDP
-    state = {"model": unwrapped.state_dict(), "optimizer": optimizer_state_dict}
+    state["model"] = unwrapped.state_dict()
+    state["names"] = [name for name, _ in unwrapped.named_parameters()]
     unfinished = CHECKPOINTS / "unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed process
     unfinished.mkdir(parents=True)
-    torch.save(state | progress(step), unfinished / "state.pt")
+    torch.save(state, unfinished / "state.pt")
     publish(unfinished, step)
     log_event(Event("checkpoint", datetime.now(), {"checkpoint": step}))
 
 
+def load_either(path: Path, model, optimizer) -> dict:
+    """The state in a checkpoint of a whole model, or in one of shards."""
+    if (path / "index.pt").exists():
+        return whole_from_shards(path, model, optimizer)
+    return torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+
+
 def resume(model, optimizer) -> int:
     """Load the newest intact checkpoint and return its step; 0 for a new run."""
-    path = intact()
+    path, unwrapped = intact(), getattr(model, "module", model)
     if path is None:
         return 0
-    # weights_only loads tensors and plain values, and rejects code in a pickle.
-    state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
-    getattr(model, "module", model).load_state_dict(state["model"])
+    if RESUME:
+        state = load_either(path, unwrapped, optimizer)
+    else:
+        # weights_only loads tensors and plain values, and rejects code in a pickle.
+        state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+    unwrapped.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     restore(state)
     if IS_LOGGING_RANK:

@@ -2,9 +2,13 @@
 stage."""
 
 import os
+import shutil
+from datetime import datetime
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.monitor import Event, log_event
 from torch.nn.functional import cross_entropy
 
 from labkit.training.strategies.base import (
@@ -14,6 +18,7 @@ from labkit.training.strategies.base import (
     LEARNING_RATE,
     MIXED_PRECISION,
 )
+from labkit.training.strategies.checkpoints import CHECKPOINTS, IS_LOGGING_RANK, intact, progress, publish, restore
 from labkit.training.strategies.transforming import CHECKPOINT_ACTIVATIONS, COMPILE, transform
 
 STAGE = 1  # ZeRO stage: 1 shards optimizer state, 2 also gradients, 3 also parameters
@@ -59,3 +64,41 @@ def train_step(model, optimizer, inputs, targets) -> torch.Tensor:
     model.backward(loss)
     model.step()
     return loss.detach()
+
+
+def save(model, optimizer, step: int) -> None:
+    """Write a checkpoint: each rank its part of the engine's state; then rename it."""
+    unfinished = CHECKPOINTS / "unfinished"
+    if dist.get_rank() == 0:
+        shutil.rmtree(unfinished, ignore_errors=True)  # left by killed processes
+    settings = {"client_state": progress(step), "save_latest": False}
+    model.save_checkpoint(unfinished.parent, unfinished.name, **settings)
+    if dist.get_rank() == 0:  # the engine has waited for all ranks
+        publish(unfinished, step)
+    dist.barrier()
+    if IS_LOGGING_RANK:
+        log_event(Event("checkpoint", datetime.now(), {"checkpoint": step}))
+
+
+def load_file(path: str, map_location=None) -> dict:
+    """Load a file of the engine without running code, unlike its own loader."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    classes = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+    with torch.serialization.safe_globals(classes):
+        return torch.load(path, map_location=map_location, weights_only=True)
+
+
+def resume(model, optimizer) -> int:
+    """Load the newest intact checkpoint and return its step; 0 for a new run."""
+    path = intact()
+    if path is None:
+        return 0
+    model.checkpoint_engine.load = load_file
+    _, state = model.load_checkpoint(path.parent, path.name)
+    restore(state)
+    if IS_LOGGING_RANK:
+        print(f"resuming from {path}", flush=True)
+    return state["step"]

@@ -44,13 +44,6 @@ def constants(spec: Request) -> dict[str, Any]:
     return {"STAGES": cut(spec.workload_row.costs(spec.options), stages), "LOSS_RANK": last}
 
 
-def layout(spec: Request) -> dict[str, Any]:
-    """The first block of the ranks' second stages, 0 if each rank has one stage: checkpoints name parameters by stage
-    and block."""
-    stages = constants(spec)["STAGES"]
-    return {"second_stages_from": stages[_ranks(spec)] if spec.options["schedule"] in TWO_STAGES else 0}
-
-
 def limit(spec: Request) -> str | None:
     ranks, schedule, micro_batches = _ranks(spec), spec.options["schedule"], spec.options["micro_batches"]
     if ranks is None:

@@ -2,6 +2,7 @@
 micro-batches."""
 
 import os
+import re
 from bisect import bisect
 
 import torch
@@ -38,6 +39,7 @@ __all__ = [
     "resume",
     "save",
     "stage_data",
+    "tensors_of",
     "train_step",
 ]
 
@@ -118,6 +120,16 @@ def own_stages(blocks) -> dict[int, nn.Sequential]:
         if stage % ranks == rank:
             stages.setdefault(stage, nn.Sequential()).add_module(str(number), block)
     return stages
+
+
+def tensors_of(weights: dict, optimizer_state: dict) -> dict:
+    """The tensors to save, by their names in the whole model, which has no stages."""
+
+    def renamed(state: dict) -> dict:
+        tensors = {k: value for k, value in state.items() if torch.is_tensor(value)}
+        return {re.sub(r"stages\.\d+\.", "", k): value for k, value in tensors.items()}
+
+    return {"model": renamed(weights), "optimizer": renamed(optimizer_state)}
 
 
 def parallelize(blocks, device: torch.device) -> nn.Module:

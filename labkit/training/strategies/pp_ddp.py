@@ -19,6 +19,7 @@ from labkit.training.strategies.pp import (
     evaluate,
     own_stages,
     stage_data,
+    tensors_of,
     train_step,
 )
 from labkit.training.strategies.sharded import resume, save
@@ -33,6 +34,7 @@ __all__ = [
     "resume",
     "save",
     "stage_data",
+    "tensors_of",
     "train_step",
 ]
 

@@ -17,6 +17,7 @@ from labkit.training.strategies.pp import (
     evaluate,
     own_stages,
     stage_data,
+    tensors_of,
     total_norm,
     train_step,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "resume",
     "save",
     "stage_data",
+    "tensors_of",
     "total_norm",
     "train_step",
 ]

@@ -54,6 +54,11 @@ def departures(spec: Request) -> tuple[str, ...]:
     return tuple(filter(None, reasons))
 
 
+def engine(spec: Request) -> dict[str, Any]:
+    """What must agree for DeepSpeed's engine to load its checkpoint: each rank loads the file that it wrote."""
+    return {"engine": {"stage": spec.options["stage"], "ranks": spec.nproc, "precision": spec.precision or "fp32"}}
+
+
 def compressed(spec: Request) -> str | None:
     method = spec.options["compression"]
     loss = {"fp16": "rounded to 16 bits", "powersgd": "approximated by rank-1 matrices from the third step on"}
