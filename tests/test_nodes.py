@@ -6,6 +6,7 @@ import shutil
 import socket
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from commands import called
@@ -26,12 +27,6 @@ def endpoint() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{free.getsockname()[1]}"
-
-
-@pytest.fixture(autouse=True)
-def on_loopback(monkeypatch):
-    """This host's name may have no address that its other interfaces reach."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
 
 
 def test_two_nodes_train_as_one_machine_and_are_gathered(shared_run, tmp_path, capsys):
@@ -71,12 +66,29 @@ def test_a_node_without_an_answer_says_what_to_do():
 def test_the_command_of_a_node():
     spec = settle("ddp", nproc=4, nodes=2, **SMALL)
     folder = RunFolder.create("x")
-    plan = local.plan(spec, folder, Node(2, 1, "node0:29500"))
-    for word in ("--nnodes=2", "--nproc-per-node=2", "--rdzv-endpoint=node0:29500", "--rdzv-id=ddp-x4"):
+    plan = local.plan(spec, folder, Node(2, 1, "127.0.0.1:29500"))
+    for word in ("--nnodes=2", "--nproc-per-node=2", "--rdzv-endpoint=127.0.0.1:29500", "--rdzv-id=ddp-x4"):
         assert word in plan["argv"]
+    assert "--local-addr=127.0.0.1" in plan["argv"]
+    assert plan["env"]["GLOO_SOCKET_IFNAME"] == ("lo" if sys.platform == "linux" else "lo0")
     assert plan["lease"]["wanted"] == plan["ranks_here"] == 2
     assert "is_host=false" in " ".join(plan["argv"])
     assert "LABKIT_LOOPBACK" not in plan["env"]
+
+
+def test_an_endpoint_without_an_address_is_refused(monkeypatch, runs):
+    """A name that nobody knows; and the name of this machine, if only the machine itself can use its address."""
+    monkeypatch.setattr(socket, "getaddrinfo", addresses := Mock(side_effect=socket.gaierror(-2, "Name unknown")))
+    spec = settle("ddp", nproc=2, nodes=2, **SMALL)
+    with pytest.raises(
+        SpecError, match=r"node0:29500: node0 cannot be reached from this machine \(Name unknown\); give"
+    ):
+        start_node(spec, Node(2, 0, "node0:29500"))
+    addresses.side_effect = None
+    addresses.return_value = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 9))]
+    with pytest.raises(SpecError, match=r"node0 is 127\.0\.\d\.1 on this machine, which no other machine reaches"):
+        start_node(spec, Node(2, 0, "node0:29500"))
+    assert not list(runs.iterdir())
 
 
 def node_of_two(runs: Path) -> FakeRun:

@@ -37,6 +37,11 @@ class Node:
                 f" {shown(self.endpoint)}",
             )
 
+    @property
+    def host(self) -> str:
+        """The host of the endpoint."""
+        return self.endpoint.rpartition(":")[0]
+
     def share(self, count: int) -> int:
         """The part of `count` ranks that this node has; `SpecError` as `divided`."""
         return divided(count, self.nodes)
