@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import socket
 import sys
@@ -15,6 +16,9 @@ from fabricate import FakeRun
 from labkit import SpecError
 from labkit.launch import local, report
 from labkit.plan.nodes import Node
+from labkit.probe import hosts
+from labkit.probe.beats import Beats
+from labkit.probe.journal import Journal
 from labkit.record.folder import RunFolder
 from labkit.runs.gathering import GatherError, gather
 from labkit.runs.handle import Run, start_node
@@ -36,7 +40,7 @@ def test_two_nodes_train_as_one_machine_and_are_gathered(shared_run, tmp_path, c
     assert [len(node.state.ranks) for node in nodes] == [2, 2]
     assert [node.state.step for node in nodes] == [4, 4]
     hosts = dict.fromkeys("0123", socket.gethostname())
-    assert [rank.hosts for node in nodes for rank in node.state.ranks.values() if rank.hosts] == [hosts, hosts]
+    assert [event["hosts"] for node in nodes for event in node.state.nodes] == [hosts, hosts]
     assert not [finding for node in nodes for finding in node.findings() if finding.name == "not_there"]
     whole = tmp_path / "whole"
     assert called("gather", *(node.name for node in nodes), "-o", str(whole)) == 0
@@ -89,6 +93,73 @@ def test_an_endpoint_without_an_address_is_refused(monkeypatch, runs):
     with pytest.raises(SpecError, match=r"node0 is 127\.0\.\d\.1 on this machine, which no other machine reaches"):
         start_node(spec, Node(2, 0, "node0:29500"))
     assert not list(runs.iterdir())
+
+
+class Store(dict):
+    """What the ranks' store does for two nodes."""
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self[key]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"torch": "1.0"}, r"torch is \S+ on \S+ and 1.0 on there; install the same version on all nodes"),
+        ({"script": "0"}, r"SHA-256 of the script is \w{12} on \S+ and 0 on there; copy one script to all nodes"),
+        (
+            {"arguments": "--x"},
+            r"arguments of the script are .+ on \S+ and --x on there; start all nodes with the same",
+        ),
+        ({}, ""),
+    ],
+)
+def test_nodes_with_different_software_do_not_train(changed, said, monkeypatch, tmp_path):
+    store = Store()
+    for name, value in {
+        "LABKIT_LOGS": "x",
+        "MASTER_ADDR": "x",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(hosts, "connected", lambda timeout: store)
+    monkeypatch.setattr(hosts.Beats, "start", lambda beats: None)
+    store.set("labkit/rank/1", json.dumps(hosts._facts() | {"host": "there", "node": "1"} | changed))
+    journal = Journal(tmp_path, 0)
+    if changed:
+        with pytest.raises(hosts.NodesDiffer, match=said):
+            hosts.exchange(journal)
+    else:
+        hosts.exchange(journal)
+    found = next(event for event in RunFolder(tmp_path).reader(tmp_path / "events" / "rank0.jsonl").poll())
+    assert found["hosts"] == {"0": socket.gethostname(), "1": "there"}
+
+
+@pytest.mark.parametrize("ends", ["silent", "over", "gone"])
+def test_only_a_node_that_is_silent_is_reported(ends, monkeypatch, tmp_path):
+    """Not one that has ended, and none if the store is gone with rank 0."""
+    monkeypatch.setenv("GROUP_RANK", "0")
+    store, codes = Store(), []
+    store.set("labkit/beat/1", "1" if ends == "silent" else "over")
+    if ends == "gone":
+        monkeypatch.setattr(store, "get", Mock(side_effect=RuntimeError))
+    beats = Beats(
+        Journal(tmp_path, 0), lambda timeout: store, {0: "0", 1: "1"}, {"0": "a", "1": "b"}, 0.05, codes.append
+    )
+    monkeypatch.setattr(beats._over, "wait", Mock(side_effect=[False] * 20 + [True] * 9))
+    monkeypatch.setattr("atexit.register", lambda function: None)
+    if ends != "silent":
+        beats._talk()
+        beats._over.wait.side_effect = [beats._over.is_set() or one for one in [False] * 20 + [True]]
+    beats._watch()
+    assert codes == ([1] if ends == "silent" else [])
+    written = [event["kind"] for event in RunFolder(tmp_path).reader(tmp_path / "events" / "rank0.jsonl").poll()]
+    assert written == (["cut_off", "error"] if ends == "silent" else [])
 
 
 def node_of_two(runs: Path) -> FakeRun:
@@ -172,6 +243,14 @@ def test_only_the_folders_of_one_run_are_gathered(runs, tmp_path):
     with pytest.raises(GatherError, match="different scripts"):
         gather([one, two], target)
     two.script.write_text("1")
+    started = two.events / "rank2.jsonl"
+    text = started.read_text()
+    started.write_text(text.replace('"kind":"start"', '"kind":"start","torch":"1.0"', 1))
+    one_started = one.events / "rank0.jsonl"
+    one_started.write_text(one_started.read_text().replace('"kind":"start"', '"kind":"start","torch":"2.0"', 1))
+    with pytest.raises(GatherError, match=r"ran with torch 1.0 and .* with torch 2.0; install the same version"):
+        gather([one, two], target)
+    started.write_text(text)
     RunFolder.write_json(two.status, {"state": "failed", "started": 1.0, "ended": 2.0, "message": "node lost"})
     whole = gather([one, two], target)
     assert sorted(whole.event_files()) == [0, 1, 2, 3]

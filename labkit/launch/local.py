@@ -116,7 +116,7 @@ def standing_environment() -> dict[str, str]:
 
 def _environment(spec: Spec, folder: RunFolder, node: Node | None) -> dict[str, str]:
     if node is not None:
-        added = probe_environment(spec, folder) | {"LABKIT_LOGS": str(folder.logs)}
+        added = probe_environment(spec, folder) | {"LABKIT_LOGS": str(folder.logs), **_COMMON}
         # by default gloo looks up the name of its host, which on many machines is an address that only they reach
         interface = os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(_address(node))
         return added | ({"GLOO_SOCKET_IFNAME": interface} if interface else {})
