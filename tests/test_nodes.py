@@ -22,7 +22,7 @@ from labkit.probe.journal import Journal
 from labkit.record.folder import RunFolder
 from labkit.runs.gathering import GatherError, gather
 from labkit.runs.handle import Run, start_node
-from labkit.runs.settling import settle
+from labkit.runs.settling import check_sizes, settle
 
 SMALL = {"workload": "mlp", "samples": 512, "batch_size": 32, "steps": 4, "device": "cpu"}
 
@@ -201,6 +201,8 @@ def test_a_node_that_dies_is_named(runs):
         (("--nodes", "2", "--node-rank", "2", "--rdzv-endpoint", "a:1"), "--node-rank must be an integer from 0 to 1"),
         (("--nodes", "2", "--node-rank", "1", "--rdzv-endpoint", "a"), "--rdzv-endpoint must be the address and"),
         (("--nodes", "2", "--node-rank", "1", "--rdzv-endpoint", "a:0"), "such as node0:29500, got 'a:0'"),
+        (("--nodes", "1:2"), "--nodes 1:2 needs --node-rank (0 to 1)"),
+        (("--nodes", "x:2"), "--nodes must be an integer from 1 to 65536, got 'x'"),
         (("--nodes", "3", "--node-rank", "1", "--rdzv-endpoint", "a:1"), "2 ranks cannot be divided equally among 3"),
     ],
 )
@@ -208,6 +210,34 @@ def test_what_cannot_run_on_nodes_is_refused(arguments, said, capsys, runs):
     assert called("run", "ddp", "--nproc", "2", "--device", "cpu", *arguments) == 2
     assert said in capsys.readouterr().err
     assert not runs.exists()
+
+
+@pytest.mark.parametrize(
+    ("what", "fields", "least", "said"),
+    [
+        ("ddp", {"nproc": 4}, 1, "--nodes 1:2 needs --max-restarts of at least 1: when a node leaves"),
+        ("ddp", {"nproc": 4, "scaling": "strong", "max_restarts": 1}, 1, "script has BATCH_PER_RANK = 16 instead of 8"),
+        ("ddp", {"nproc": 4, "max_restarts": 1}, 3, "MIN of --nodes MIN:MAX must be an integer from 1 to 2, got 3"),
+        (
+            "fsdp2_tp",
+            {"nproc": 4, "max_restarts": 1, "options": {"tp_size": 4}},
+            1,
+            "admits 1 node with 2 ranks, on which",
+        ),
+    ],
+)
+def test_an_elastic_run_that_does_not_work_with_each_size_is_refused(what, fields, least, said, runs):
+    with pytest.raises(SpecError, match=said):
+        start_node(settle(what, nodes=2, **SMALL | fields), Node(2, 0, "127.0.0.1:29500", least))
+    assert not runs.exists()
+
+
+def test_the_command_of_an_elastic_node():
+    spec = settle("ddp", nproc=4, nodes=2, max_restarts=1, **SMALL | {"steps": None})
+    node = Node(2, 1, "127.0.0.1:29500", 1)
+    check_sizes(spec, node)
+    plan = local.plan(spec, RunFolder.create("x"), node)
+    assert "--nnodes=1:2" in plan["argv"] and "--nproc-per-node=2" in plan["argv"]
 
 
 def test_a_strategy_in_one_process_has_no_nodes():

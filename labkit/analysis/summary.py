@@ -12,6 +12,7 @@ from labkit.analysis.efficiency import efficiency
 from labkit.analysis.guess import outcomes as guess_outcomes
 from labkit.analysis.ledger import ledger
 from labkit.analysis.metrics import gil_wait, phase_seconds, replica_figures, step_seconds, step_seconds_p95
+from labkit.analysis.nodes import node_changes
 from labkit.analysis.prediction import outcomes
 from labkit.analysis.profiled import overlap
 from labkit.record.columns import RankState
@@ -20,7 +21,7 @@ from labkit.record.events import OWNERS
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
 from labkit.record.state import RunState, elapsed, per_revision
-from labkit.record.types.summary import VERSION, Communication, NodesFigures, RankFigures, Summary, UnreadableRun
+from labkit.record.types.summary import VERSION, Communication, RankFigures, Summary, UnreadableRun
 
 
 @per_revision
@@ -65,7 +66,7 @@ def summarise(state: RunState, run: str = "") -> Summary:
         "ledger": [entry.to_json() for entry in ledger(state)],
         "findings": [finding.to_json() for finding in findings(state)],
     }
-    if nodes := _nodes(state):
+    if nodes := node_changes(state):
         figures["nodes"] = nodes
     if state.prediction:
         figures["prediction"] = [outcome.to_json() for outcome in outcomes(state)]
@@ -87,21 +88,6 @@ def _rank(state: RunState, number: int) -> RankFigures:
         "comm_bytes_per_step": rank.bytes_per_step,
         "communication": _communication(rank),
     }
-
-
-def _nodes(state: RunState) -> list[NodesFigures]:
-    """What happened to the nodes, in order; each thing once, although every node reports it in its own folder."""
-    found: list[NodesFigures] = []
-    for event in sorted(state.nodes, key=lambda event: event["t"]):
-        one: NodesFigures = {
-            "seconds": _rounded(elapsed(state.status.get("started"), event["t"])),
-            "what": "met" if event["kind"] == "hosts" else "cut off",
-            "hosts": list(dict.fromkeys(event["hosts"].values())),
-            "ranks": len(event["hosts"]),
-        }
-        if not found or {**one, "seconds": None} != {**found[-1], "seconds": None}:
-            found.append(one)
-    return found
 
 
 def _communication(rank: RankState) -> Communication | None:

@@ -23,7 +23,8 @@ from labkit.setup.preflight import LOOPBACK
 
 ENGINE = "local"
 _JOIN = 300  # seconds in which all nodes must have started
-_COMMON = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # added to the environment of every run
+# added to the environment of every run: each attempt has a store of its own, without keys of the one before it
+_COMMON = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def plan(spec: Spec, folder: RunFolder, node: Node | None = None) -> dict[str, Any]:
@@ -91,10 +92,10 @@ def _with_others(spec: Spec, node: Node) -> list[str]:
     this node."""
     is_host = "true" if node.rank == 0 else "false"
     return [
-        f"--nnodes={node.nodes}",
+        f"--nnodes={node.words}",
         f"--nproc-per-node={node.share(spec.processes)}",
         "--rdzv-backend=c10d",
-        f"--rdzv-conf=is_host={is_host},join_timeout={_JOIN}",
+        f"--rdzv-conf=is_host={is_host},join_timeout={_JOIN},last_call_timeout={spec.hang_after}",
         f"--rdzv-endpoint={node.endpoint}",
         f"--rdzv-id={spec.name}",
         f"--local-addr={_address(node)}",
@@ -116,16 +117,16 @@ def standing_environment() -> dict[str, str]:
 
 def _environment(spec: Spec, folder: RunFolder, node: Node | None) -> dict[str, str]:
     if node is not None:
-        added = probe_environment(spec, folder) | {"LABKIT_LOGS": str(folder.logs), **_COMMON}
+        added = probe_environment(spec, folder) | {"LABKIT_LOGS": str(folder.logs)}
         # by default gloo looks up the name of its host, which on many machines is an address that only they reach
         interface = os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(_address(node))
         return added | ({"GLOO_SOCKET_IFNAME": interface} if interface else {})
-    return probe_environment(spec, folder) | {"LABKIT_LOOPBACK": "1", **_COMMON, **LOOPBACK}
+    return probe_environment(spec, folder) | {"LABKIT_LOOPBACK": "1", **LOOPBACK}
 
 
 def probe_environment(spec: Spec, folder: RunFolder) -> dict[str, str]:
     """The variables that the probe and the devices of a run need, on whatever engine."""
-    added = {TAG: str(folder.path), clock.VARIABLE: clock.reference()}
+    added = _COMMON | {TAG: str(folder.path), clock.VARIABLE: clock.reference()}
     added |= {"LABKIT_SAMPLE_EVERY": str(spec.sample_every), "LABKIT_HANG_AFTER": str(spec.hang_after)}
     if spec.tensors:
         added["LABKIT_TENSORS"] = "1"

@@ -41,7 +41,8 @@ class Beats:
     ):
         self._journal, self._patience, self._end = journal, patience, end
         self._own, self._nodes, self._hosts = os.environ.get("GROUP_RANK", "0"), dict(nodes), hosts
-        self._store = connect(timedelta(seconds=patience))
+        # longer than until the report, so that an error before it means that the store is gone
+        self._store = connect(timedelta(seconds=4 * patience))
         self._looks = {node: 0 for node in self._nodes.values() if node != self._own}  # since its number grew
         self._ended: set[str] = set()
         self._over = threading.Event()

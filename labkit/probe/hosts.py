@@ -35,6 +35,7 @@ def exchange(journal: Journal) -> None:
     if not os.environ.get("LABKIT_LOGS") or "MASTER_ADDR" not in os.environ:
         return
     store = connected(_PATIENCE)
+    store.set(f"labkit/beat/{os.environ.get('GROUP_RANK', '0')}", "0")
     store.set(f"labkit/rank/{os.environ['RANK']}", json.dumps(_facts()))
     if os.environ.get("LOCAL_RANK") != "0":
         return

@@ -13,7 +13,7 @@ class NoAddress(ValueError):
 
 
 def own_address(host: str) -> str:
-    """The address of this machine towards `host`, which may be one of its own; nothing is sent. Raises `NoAddress`."""
+    """The address of this machine towards `host`, which may be this machine; nothing is sent. Raises `NoAddress`."""
     host = host.strip("[]")
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
