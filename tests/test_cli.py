@@ -21,9 +21,11 @@ from generated import ONLY
 from labkit.analysis.summary import summarise
 from labkit.cli import parser as cli
 from labkit.cli import setting_up
+from labkit.plan.commands import arguments
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
 from labkit.record.replay import Recording
+from labkit.runs.settling import settle
 from labkit.setup.environment import CLONE
 from labkit.training.strategies import STRATEGIES
 
@@ -237,3 +239,16 @@ def test_closed_pipe_is_not_an_error():
         process.stdout.close()  # as `head` does
         assert process.stderr.read() == ""
     assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("what", "fields"),
+    [
+        ("ddp", {"nproc": 2, "steps": 3, "options": {"bucket_mb": 5, "accumulate": 2}, "max_restarts": 1}),
+        ("tp", {"nproc": 2, "workload": "gpt", "options": {"loss_parallel": True}}),
+        (Path(__file__), {"nproc": 2, "args": ["--nodes", "a b"]}),
+    ],
+)
+def test_the_arguments_of_a_spec_are_read_back(what, fields):
+    spec = settle(what, device="cpu", look=False, **fields)
+    assert settle(cli.parse(["run", *arguments(spec)]).specs[0], look=False) == spec

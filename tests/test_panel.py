@@ -103,6 +103,25 @@ def test_a_choice_shows_batch_command_script_and_diff_before_run():
     assert "labkit-empty" in lab._diff.value
 
 
+def test_the_command_of_each_of_several_nodes_is_shown():
+    lab = Lab(strategy="ddp", nproc=2, steps=20, device="cpu")
+    each = "python3 -m labkit run ddp --workload cnn --nproc 4 --steps 20 --precision fp32 --device cpu --data digits"
+    assert [text.replace(" --batch-size 128", "") for text in lab._nodes.texts] == [
+        f"{each} --nodes 2 --node-rank {rank} --rdzv-endpoint node0:29500" for rank in range(2)
+    ]
+    shown = lab._nodes._commands.children
+    lab._nodes.endpoint.value, lab._nodes.nodes.value = "my$host:1", 3
+    assert [text.partition(" --nodes ")[2] for text in lab._nodes.texts] == [
+        f"3 --node-rank {rank} --rdzv-endpoint 'my$host:1'" for rank in range(3)
+    ]
+    assert lab._nodes._commands.children[:2] == shown
+    lab._nodes.endpoint.value = "<b>"
+    assert lab._nodes.texts == [] and "&lt;b&gt;" in lab._nodes.said.value
+    lab._nodes.endpoint.value = "a:1"
+    lab._choices.strategy.value = "single"
+    assert lab._nodes.texts == [] and "single trains on one device" in lab._nodes.said.value
+
+
 def test_what_cannot_run_is_one_sentence_and_no_run():
     lab = Lab(strategy="ddp", nproc=2, steps=20)
     lab._choices.scaling.value = "strong"

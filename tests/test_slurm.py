@@ -8,9 +8,11 @@ import subprocess
 from pathlib import Path
 
 import clusters
+import psutil
 import pytest
 from commands import called
 from conftest import wait_until
+from strategies_at_once import check_losses, script_of_all
 
 from labkit.analysis.summary import summarise
 from labkit.engines.portable import of_spec
@@ -50,13 +52,13 @@ def queued(run: Run) -> str:
 
 
 @real
-def test_two_nodes_train_as_one_machine(at_cluster, shared_run):
-    run = submit("ddp", nproc=2, nodes=2, steps=4, **SMALL)
+def test_two_nodes_train_as_one_machine(at_cluster, shared_run, tmp_path):
+    run = submit(script_of_all(tmp_path), nproc=2, nodes=2, device="cpu")
     assert isinstance(run, Run)
     run.wait(240)
     assert run.state.words == "finished", run.folder.end_of(run.folder.launcher_log)
-    found, alone = run.summary(), shared_run("ddp", nproc=2, steps=4, **SMALL).summary()
-    assert found["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+    check_losses(list(run.state.ranks.values()), shared_run)
+    found = run.summary()
     assert (found["world_size"], [rank["exit_code"] for rank in found["ranks"]]) == (2, [0, 0])
     assert "step 4: loss" in run.logs(0)
     assert run.logs(1) == ""
@@ -74,6 +76,12 @@ def test_stop_cancels_a_job_that_waits_and_one_that_runs(at_cluster, tmp_path):
     wait_until(lambda: queued(second) == "PENDING")
     words = f"job {second.state.queue['job']} of Slurm is pending: Resources"
     wait_until(lambda: second.state.words == words)  # the reason comes after the state
+    supervisor = psutil.Process(first.state.status["supervisor"]["pid"])
+    supervisor.kill()
+    supervisor.wait(10)
+    first = Run.attach(first.name)  # as another kernel does: the job is found, and followed by a new supervisor
+    assert first.state.words != "lost" and first.state.status["supervisor"]["pid"] != supervisor.pid
+    assert job_of(first.state.queue["job"])["state"] == "RUNNING"
     for run in (second, first):
         assert run.stop().state.words == "stopped"
         wait_until(lambda run=run: job_of(run.state.queue["job"])["state"] == "CANCELLED")

@@ -1,31 +1,24 @@
 """Figures of profiled steps: typical steps, exposed communication, ranks on a common time axis, and memory outside of
 tensors.
 
-Ranks are aligned by their clocks. If the clocks disagree (the steps would not overlap, or an all-reduce would end on
-one rank before it starts on another), each rank is shifted so that its collectives end at the same time as those of
-rank 0.
+Ranks are aligned by their clocks, those of several hosts by their offsets (see clocks.py). If the clocks disagree (the
+steps would not overlap, or an all-reduce would end on one rank before it starts on another), each rank is shifted so
+that its collectives end at the same time as those of rank 0.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
+from labkit.analysis.clocks import moments
 from labkit.analysis.metrics import USUAL, median
 from labkit.record.events import PHASES
 
 if TYPE_CHECKING:
     from labkit.record.columns import ProfiledStep, RankState
     from labkit.record.state import RunState
-
-_MUTUAL = (
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "barrier",
-)  # none of these ends before every rank has started it
 
 
 def usual(rank: RankState) -> list[ProfiledStep]:
@@ -71,10 +64,14 @@ def newest(state: RunState) -> int | None:
     return max(common or set().union(*those), default=None)
 
 
-def aligned(found: Mapping[int, ProfiledStep]) -> tuple[dict[int, float], bool]:
-    """Seconds by which each rank's step starts after the earliest, and whether clocks had to be corrected."""
+def aligned(
+    found: Mapping[int, ProfiledStep], ahead: Mapping[int, float] | None = None
+) -> tuple[dict[int, float], bool]:
+    """Seconds by which each rank's step starts after the earliest, and whether clocks had to be corrected further than
+    by the seconds that the clocks of some ranks are `ahead`."""
+    found = {rank: {**one, "t0": one["t0"] - (ahead or {}).get(rank, 0.0)} for rank, one in found.items()}
     first = next(iter(found))
-    ends, starts = ({rank: _moments(one, which) for rank, one in found.items()} for which in (2, 1))
+    ends, starts = ({rank: moments(one, which) for rank, one in found.items()} for which in (2, 1))
     begins, moved = {}, False
     for rank, one in found.items():
         common = ends[first].keys() & ends[rank].keys()
@@ -87,15 +84,6 @@ def aligned(found: Mapping[int, ProfiledStep]) -> tuple[dict[int, float], bool]:
         moved |= wrong
     earliest = min(begins.values())
     return {rank: begin - earliest for rank, begin in begins.items()}, moved
-
-
-def _moments(one: ProfiledStep, which: Literal[1, 2]) -> dict[tuple[Any, ...], float]:
-    """When each numbered collective of a group (its name and ranks) started (1) or ended (2), in unix seconds."""
-    return {
-        (span[4], *(span[5] or ()), span[6]): one["t0"] + span[which]
-        for span in one["comm"]
-        if span[6] and span[0] in _MUTUAL
-    }
 
 
 def resident(state: RunState) -> dict[int, float]:

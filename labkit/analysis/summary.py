@@ -12,6 +12,7 @@ from labkit.analysis.efficiency import efficiency
 from labkit.analysis.guess import outcomes as guess_outcomes
 from labkit.analysis.ledger import ledger
 from labkit.analysis.metrics import gil_wait, phase_seconds, replica_figures, step_seconds, step_seconds_p95
+from labkit.analysis.nodes import node_changes
 from labkit.analysis.prediction import outcomes
 from labkit.analysis.profiled import overlap
 from labkit.record.columns import RankState
@@ -65,6 +66,8 @@ def summarise(state: RunState, run: str = "") -> Summary:
         "ledger": [entry.to_json() for entry in ledger(state)],
         "findings": [finding.to_json() for finding in findings(state)],
     }
+    if nodes := node_changes(state):
+        figures["nodes"] = nodes
     if state.prediction:
         figures["prediction"] = [outcome.to_json() for outcome in outcomes(state)]
     if state.guess:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from labkit.analysis.clocks import ahead
 from labkit.analysis.profiled import aligned, profiled_steps
 from labkit.record.columns import ProfiledStep
 from labkit.record.folder import RunFolder
@@ -19,11 +20,17 @@ _ROWS = ("phases", "compute", "torch annotations", "communication")
 def trace(state: RunState) -> dict[str, Any]:
     """All profiled steps of a run in Chrome's trace event format; times in microseconds since the first of them."""
     events = list(_names(state))
-    zero = min((one["t0"] for rank in state.ranks.values() for one in rank.timelines.values()), default=0.0)
+    late = ahead(state)
+    begun = {
+        (number, step): one["t0"] - late.get(number, 0.0)
+        for number, rank in sorted(state.ranks.items())
+        for step, one in rank.timelines.items()
+    }
+    zero = min(begun.values(), default=0.0)
     for step in profiled_steps(state):
         found = {number: rank.timelines[step] for number, rank in sorted(state.ranks.items()) if step in rank.timelines}
-        shifts, _ = aligned(found)
-        begin = min(one["t0"] for one in found.values()) - zero
+        shifts, _ = aligned(found, late)
+        begin = min(begun[number, step] for number in found) - zero
         for rank, one in found.items():
             events += _events(rank, step, one, begin + shifts[rank])
     return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -47,8 +47,21 @@ def add_jobs(
 
 
 def add_nodes(run: argparse.ArgumentParser, number: Callable[[str, Number], Callable[[str], Any]]) -> None:
-    """Adds the flags of a run on several machines."""
-    _nodes(run, number)
+    """Adds the flags of a run on several machines; `nodes` is (least, most), with `least` None for a fixed number."""
+    count = number("--nodes", _NODES)
+
+    def counts(text: str) -> tuple[int | None, int]:
+        least, colon, most = text.rpartition(":")
+        return (count(least) if colon else None), count(most)
+
+    run.add_argument(
+        "--nodes",
+        type=counts,
+        default=(None, 1),
+        metavar="N|MIN:MAX",
+        help="nodes among which the ranks of --nproc are divided; with MIN:MAX, the run continues when nodes leave and"
+        " join (default: 1)",
+    )
     run.add_argument(
         "--node-rank", type=number("--node-rank", _NODE_RANK), metavar="K", help="this node, from 0 to N - 1"
     )

@@ -96,16 +96,18 @@ def gather(args: argparse.Namespace) -> int:
 
 def node_of(args: argparse.Namespace) -> Node | None:
     """The place of this machine among several; None for a run on one machine."""
-    if args.nodes == 1:
+    least, nodes = args.nodes
+    if nodes == 1 and least is None:
         if args.node_rank is not None or args.rdzv_endpoint is not None:
             raise Refused("--node-rank and --rdzv-endpoint need --nodes N, the number of nodes")
         return None
     if args.node_rank is None or args.rdzv_endpoint is None:
+        given = nodes if least is None else f"{least}:{nodes}"
         raise Refused(
-            f"--nodes {args.nodes} needs --node-rank (0 to {args.nodes - 1}) and --rdzv-endpoint HOST:PORT, an address"
+            f"--nodes {given} needs --node-rank (0 to {nodes - 1}) and --rdzv-endpoint HOST:PORT, an address"
             " and a free port of node 0"
         )
-    return Node(args.nodes, args.node_rank, args.rdzv_endpoint)
+    return Node(nodes, args.node_rank, args.rdzv_endpoint, least)
 
 
 def portable_of(args: argparse.Namespace) -> portable.Portable:

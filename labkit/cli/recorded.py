@@ -15,7 +15,7 @@ from typing import Any
 from labkit.analysis.summary import recorded_summary, summarise
 from labkit.cli.jobs import node_of
 from labkit.cli.parser import fields_of
-from labkit.cli.shared import WIDE, Refused, console, find, interrupts, say
+from labkit.cli.shared import WIDE, Refused, console, find, find_followed, interrupts, say
 from labkit.common.text import visible_log
 from labkit.common.units import counted
 from labkit.frontends import terminal
@@ -113,7 +113,7 @@ def _for_a_terminal(blocks: Iterable[bytes]) -> Iterator[bytes]:
 
 def show(args: argparse.Namespace) -> int:
     """Displays the current state of a run; with --follow, until it is over."""
-    folder = find(args.name)
+    folder = find_followed(args.name)
     if args.json:
         print(json.dumps(recorded_summary(folder, Reading(folder.name))))
         return 0
@@ -128,7 +128,7 @@ def stop(args: argparse.Namespace) -> int:
     from labkit.launch.job import Job, LaunchError
 
     try:
-        folder = find(args.name)
+        folder = find_followed(args.name)
     except Refused:
         if _stop_deleted(args.name):
             return 0

@@ -47,6 +47,19 @@ def find(name: str) -> RunFolder:
     return folder
 
 
+def find_followed(name: str) -> RunFolder:
+    """The run called `name` as `find`; a job of Slurm that has lost its supervisor is followed again."""
+    from labkit.launch.slurm import follow_again
+    from labkit.launch.starting import LaunchError
+
+    folder = find(name)
+    try:
+        follow_again(folder)
+    except (LaunchError, OSError) as error:
+        raise Refused(str(error), code=1) from None
+    return folder
+
+
 @contextmanager
 def interrupts() -> Iterator[threading.Event]:
     """Within this context, Ctrl-C sets the event instead of raising `KeyboardInterrupt`."""

@@ -11,6 +11,7 @@ import numpy
 
 from labkit.analysis.experts import expert_loads, summed
 from labkit.analysis.metrics import phase_seconds, rolling_throughput
+from labkit.analysis.nodes import nodes_in_words
 from labkit.analysis.profiled import exposed, usual
 from labkit.figures import colours
 from labkit.figures.model import Axis, Bars, Chart, Derived, Line, Marks
@@ -30,7 +31,7 @@ def loss(state: RunState) -> Chart:
     if len(ranks) > 1:
         lines.append(_mean_loss(ranks))
     lines += [*_losses_of_others(ranks), *_guess_line(state, "loss")]
-    return Chart("loss", "Loss", _steps_axis(state), Axis("loss", least=0.1), tuple(lines))
+    return Chart("loss", "Loss", _steps_axis(state), Axis("loss", least=0.1), tuple(lines), note=nodes_in_words(state))
 
 
 def _losses(rank: RankState) -> list[Line]:

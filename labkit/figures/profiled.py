@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy
 
+from labkit.analysis.clocks import ahead, clocks
 from labkit.analysis.guess import by_rank
 from labkit.analysis.guessable import FIGURES
 from labkit.analysis.prediction import as_profiled, predicted_timelines
@@ -38,7 +39,7 @@ def timeline(state: RunState, step: int | None = None) -> Chart:
     predicted = predicted_steps(state)
     if not found and not predicted:
         return Chart("timeline", "Timeline of a step", Axis("ms", end=1.0), Axis("", categories=("",)), note=_NONE)
-    shifts, moved = aligned(found) if found else ({}, False)
+    shifts, moved = aligned(found, ahead(state)) if found else ({}, False)
     drawn = [
         (rank, kind, one, shifts.get(rank, 0.0) if steps is found else 0.0)
         for rank in sorted({**predicted, **found})
@@ -69,6 +70,10 @@ def timeline(state: RunState, step: int | None = None) -> Chart:
     notes = [_overlap_in_words(found)] if found else []
     notes += ["predicted: simulated"] if predicted else []
     notes += [*(["clocks disagree: aligned by common collectives"] if moved else [])]
+    notes += [
+        f"clock of {host} corrected by {_ms(-one.seconds):+.2f} ± {_ms(one.uncertainty):.2f} ms"
+        for host, one in clocks(state).items()
+    ]
     notes += [f"no timeline of {missing} rank{'s' if missing > 1 else ''}"] if missing else []
     left_out = max((one["left_out"] for one in found.values()), default=0)
     notes += [f"the last {left_out:,} collectives are omitted"] if left_out else []

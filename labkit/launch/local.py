@@ -11,17 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from labkit.common.processes import TAG
+from labkit.plan.fields import SpecError
 from labkit.plan.nodes import Node
 from labkit.plan.spec import Spec
 from labkit.record import clock
 from labkit.record.folder import RunFolder
+from labkit.setup.address import NoAddress, interface_of, own_address
 from labkit.setup.limits import Limits, in_force
 from labkit.setup.machine import Machine
 from labkit.setup.preflight import LOOPBACK
 
 ENGINE = "local"
 _JOIN = 300  # seconds in which all nodes must have started
-_COMMON = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # added to the environment of every run
+# added to the environment of every run: each attempt has a store of its own, without keys of the one before it
+_COMMON = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def plan(spec: Spec, folder: RunFolder, node: Node | None = None) -> dict[str, Any]:
@@ -84,17 +87,27 @@ def _alone(spec: Spec, folder: RunFolder) -> list[str]:
 
 
 def _with_others(spec: Spec, node: Node) -> list[str]:
-    """The store of node 0 listens on all of its interfaces. The ranks write their own logs, because torchrun knows only
-    their numbers on this node."""
+    """The store of node 0 listens on all of its interfaces, and nodes know each other by address, because a host's own
+    name may mean nothing to the others. The ranks write their own logs, because torchrun knows only their numbers on
+    this node."""
     is_host = "true" if node.rank == 0 else "false"
     return [
-        f"--nnodes={node.nodes}",
+        f"--nnodes={node.words}",
         f"--nproc-per-node={node.share(spec.processes)}",
         "--rdzv-backend=c10d",
-        f"--rdzv-conf=is_host={is_host},join_timeout={_JOIN}",
+        f"--rdzv-conf=is_host={is_host},join_timeout={_JOIN},last_call_timeout={spec.hang_after}",
         f"--rdzv-endpoint={node.endpoint}",
         f"--rdzv-id={spec.name}",
+        f"--local-addr={_address(node)}",
     ]
+
+
+def _address(node: Node) -> str:
+    """The address of this node on the network of the endpoint; `SpecError` if there is none."""
+    try:
+        return own_address(node.host)
+    except NoAddress as error:
+        raise SpecError("nodes", f"--rdzv-endpoint {node.endpoint}: {error}") from None
 
 
 def standing_environment() -> dict[str, str]:
@@ -104,13 +117,16 @@ def standing_environment() -> dict[str, str]:
 
 def _environment(spec: Spec, folder: RunFolder, node: Node | None) -> dict[str, str]:
     if node is not None:
-        return probe_environment(spec, folder) | {"LABKIT_LOGS": str(folder.logs)}
-    return probe_environment(spec, folder) | {"LABKIT_LOOPBACK": "1", **_COMMON, **LOOPBACK}
+        added = probe_environment(spec, folder) | {"LABKIT_LOGS": str(folder.logs)}
+        # by default gloo looks up the name of its host, which on many machines is an address that only they reach
+        interface = os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(_address(node))
+        return added | ({"GLOO_SOCKET_IFNAME": interface} if interface else {})
+    return probe_environment(spec, folder) | {"LABKIT_LOOPBACK": "1", **LOOPBACK}
 
 
 def probe_environment(spec: Spec, folder: RunFolder) -> dict[str, str]:
     """The variables that the probe and the devices of a run need, on whatever engine."""
-    added = {TAG: str(folder.path), clock.VARIABLE: clock.reference()}
+    added = _COMMON | {TAG: str(folder.path), clock.VARIABLE: clock.reference()}
     added |= {"LABKIT_SAMPLE_EVERY": str(spec.sample_every), "LABKIT_HANG_AFTER": str(spec.hang_after)}
     if spec.tensors:
         added["LABKIT_TENSORS"] = "1"

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -19,13 +20,17 @@ from labkit.engines.profiles import Profile
 from labkit.engines.slurm import Launch, sbatch
 from labkit.launch.job import Job
 from labkit.launch.local import probe_environment
-from labkit.launch.slurm_client import asked, cancel
-from labkit.launch.starting import LaunchError
+from labkit.launch.slurm_client import asked, cancel, is_batch_file, job_of
+from labkit.launch.starting import LaunchError, start_supervisor
+from labkit.launch.warm.client import Cold
 from labkit.plan.spec import Spec
 from labkit.record.folder import RunFolder
+from labkit.record.state import OVER
+from labkit.record.status import hidden_supervisor, is_here, supervisor_of
 
 ENGINE = "slurm"
 _AGENT = "labkit.launch.slurm_agent"
+_LOOK = 0.02  # seconds between two looks at the status of a new supervisor
 
 
 def start(spec: Spec, nodes: int, profile: Profile, **options: Any) -> Job:
@@ -73,13 +78,39 @@ def _planned(spec: Spec, folder: RunFolder, nodes: int, profile: Profile, submit
     )
     RunFolder.write_text(folder.batch, sbatch(job, profile, launch))
     submitted.append(_submitted(["sbatch", "--parsable", f"--chdir={os.getcwd()}", str(folder.batch)]))  # noqa: PTH109
+    return _plan(folder, submitted[0], environment)
+
+
+def follow_again(folder: RunFolder) -> None:
+    """Starts a new supervisor for a submitted run that has lost its own, if Slurm knows its job and the batch file of
+    that job is this folder's; otherwise does nothing. Raises `LaunchError` if the supervisor cannot start."""
+    number, status = RunFolder.read_json(folder.plan).get("batch_job"), folder.read_status()
+    if number is None or status.get("state") in OVER or not is_here(status):
+        return
+    with folder.closing():  # so that only one process does it
+        status = folder.read_status()
+        if (
+            supervisor_of(folder, status)
+            or hidden_supervisor(status)
+            or not is_batch_file(job_of(number), folder.batch)
+        ):
+            return
+        plan = _plan(folder, number, probe_environment(Spec.from_json(folder.read_spec()), folder)) | {"detached": True}
+        started = folder.status.stat().st_mtime_ns
+        start_supervisor(folder, plan, status.get("started") or time.time(), None, Cold(), lambda: None)
+        while folder.status.stat().st_mtime_ns == started:  # its first status replaces that of the former one
+            time.sleep(_LOOK)
+
+
+def _plan(folder: RunFolder, number: int, environment: dict[str, str]) -> dict[str, Any]:
+    """The launch plan of the supervisor, whose command follows the job."""
     return {
         "v": 1,
         "engine": ENGINE,
-        "argv": [sys.executable, "-m", _AGENT, str(folder.path), str(submitted[0])],
+        "argv": [sys.executable, "-m", _AGENT, str(folder.path), str(number)],
         "env": environment,
         "cwd": str(folder.path),
-        "batch_job": submitted[0],
+        "batch_job": number,
     }
 
 

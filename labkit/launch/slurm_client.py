@@ -46,11 +46,12 @@ def job_of(number: int) -> dict[str, Any] | None:
 def cancel(number: int, batch: Path | None = None) -> None:
     """Cancels a job; with `batch`, only if that is its batch file, because the content of a run folder proves
     nothing."""
-    if batch is None or _is_batch_file(job_of(number), batch):
+    if batch is None or is_batch_file(job_of(number), batch):
         asked(["scancel", str(number)])
 
 
-def _is_batch_file(job: dict[str, Any] | None, batch: Path) -> bool:
+def is_batch_file(job: dict[str, Any] | None, batch: Path) -> bool:
+    """Whether a job was submitted with this batch file."""
     try:
         return job is not None and batch.samefile(job.get("command", ""))
     except OSError:  # one of them does not exist

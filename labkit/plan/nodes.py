@@ -16,16 +16,20 @@ _PORT = Number(int, 1, 65_535)
 class Node:
     """One of several nodes of a run: its `rank` from 0, and the `endpoint` (HOST:PORT) of node 0, where all meet.
 
-    Raises `SpecError` for an invalid value.
+    An elastic run continues with any number of nodes from `least` (default: all of them) to `nodes`. Raises `SpecError`
+    for an invalid value.
     """
 
     nodes: int
     rank: int
     endpoint: str
+    least: int | None = None
 
     def __post_init__(self) -> None:
         try:
             _NODES.check("--nodes", self.nodes)
+            if self.least is not None:
+                Number(int, 1, self.nodes).check("MIN of --nodes MIN:MAX", self.least)
             Number(int, 0, self.nodes - 1).check("--node-rank", self.rank)
         except ValueError as error:
             raise SpecError("nodes", str(error)) from None
@@ -36,6 +40,21 @@ class Node:
                 f"--rdzv-endpoint must be the address and a free port of node 0, such as node0:29500, got"
                 f" {shown(self.endpoint)}",
             )
+
+    @property
+    def fewer(self) -> range:
+        """The smaller numbers of nodes with which an elastic run continues."""
+        return range(self.least or self.nodes, self.nodes)
+
+    @property
+    def words(self) -> str:
+        """The value of --nodes: `2`, or `1:2`."""
+        return f"{self.least}:{self.nodes}" if self.fewer else str(self.nodes)
+
+    @property
+    def host(self) -> str:
+        """The host of the endpoint."""
+        return self.endpoint.rpartition(":")[0]
 
     def share(self, count: int) -> int:
         """The part of `count` ranks that this node has; `SpecError` as `divided`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from itertools import count
 from pathlib import Path
 
 from labkit.probe.lifetime import PARENT, end_with_parent, identity
@@ -21,9 +22,13 @@ def give_stdin_to_rank_0() -> None:
 
 def write_to_own_logs(folder: str) -> None:
     """Redirects the output of this rank to its own files, in torchrun's layout; torchrun itself knows only the number
-    of a rank on its node."""
-    place = Path(folder, "ranks", f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", os.environ["RANK"])
-    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    of a rank on its node. It does not count a restart because of another node, so LABKIT_ATTEMPT has the attempt."""
+    for attempt in count():
+        place = Path(folder, "ranks", f"attempt_{attempt}", os.environ["RANK"])
+        if not place.exists():
+            break
+    os.environ["LABKIT_ATTEMPT"] = str(attempt)
+    place.mkdir(mode=0o700, parents=True)
     for number, name in ((1, "stdout"), (2, "stderr")):
         file = os.open(place / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(file, number)

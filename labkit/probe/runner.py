@@ -64,7 +64,7 @@ class Watched:
             device="cpu",
             device_name="",
             torch=torch.__version__,
-            attempt=_number("TORCHELASTIC_RESTART_COUNT"),
+            attempt=_number("LABKIT_ATTEMPT", _number("TORCHELASTIC_RESTART_COUNT")),
             began=lifetime.began(os.getpid()),
         )
         self._guard = Guard(self.journal, "end")

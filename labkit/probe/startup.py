@@ -48,7 +48,7 @@ class Startup:
             first = "group" in self._awaited
             self._guard(self.reached, "group")
             if first:
-                self._hosts(exchange, self._journal)
+                self._hosts(exchange, self._journal)  # its NodesDiffer, a SystemExit, ends the script
             return given
 
         return init_process_group

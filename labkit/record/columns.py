@@ -68,8 +68,6 @@ class RankState:
     `began` is when the process started, `started` when torch was imported, and `startup` when each milestone of
     `startup` events was reached.
 
-    `hosts` are those of all ranks of a run on several nodes, by the number of the rank.
-
     `silent` is what the supervisor reported about a process that could not report itself; it is valid until the rank
     writes again. `left_at` is the stack of the call that ended the script without an error, such as `sys.exit()`; empty
     otherwise.
@@ -81,7 +79,6 @@ class RankState:
     rank: int
     pid: int | None = None
     host: str | None = None
-    hosts: dict[str, str] = field(default_factory=dict)
     device: str = "cpu"
     device_name: str = ""
     attempt: int = 0

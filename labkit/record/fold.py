@@ -31,7 +31,8 @@ _REPLICA_STEPS = 50  # newest steps of which the figures of dp's replicas are st
 
 class Fold:
     """What the events of a run say: its Spec, status and prediction, ranks, metrics, reports and samples. `guess` has
-    what the learner predicted, by figure; `queue` the state of the scheduler's job; `broken` counts unusable lines.
+    what the learner predicted, by figure; `queue` the state of the scheduler's job; `nodes` when nodes met and were cut
+    off; `broken` counts unusable lines.
     """
 
     def __init__(self) -> None:
@@ -44,6 +45,7 @@ class Fold:
         self.reports: dict[int, dict[str, Any]] = {}
         self.system = System()
         self.queue: reported.Queue | None = None
+        self.nodes: deque[reported.Hosts | reported.CutOff] = deque(maxlen=_SEEN)
         self.broken = 0
         self.unwatched: list[dict[str, Any]] = []
         self.dropped: dict[int, int] = {}
@@ -81,9 +83,6 @@ class Fold:
         except SpecError:
             spec = None  # of a newer version: the run is still shown, but its totals are unknown
         self._asked = spec if spec and spec.strategy and spec.nproc else None
-
-    def _on_prediction(self, event: Mapping[str, Any]) -> None:
-        self.prediction = event["prediction"]
 
     def _on_guess(self, event: Mapping[str, Any]) -> None:
         self.guess = event["guess"]["figures"]
@@ -268,7 +267,7 @@ def _with_short_texts(fields: _Fields) -> _Fields:
 HANDLERS: dict[Any, Callable[[Fold, Any], None]] = {
     "spec": Fold._on_spec,
     "status": Fold._on_status,
-    "prediction": Fold._on_prediction,
+    "prediction": lambda fold, event: setattr(fold, "prediction", event["prediction"]),
     "guess": Fold._on_guess,
     "start": Fold._on_start,
     "startup": Fold._on_startup,
@@ -293,7 +292,7 @@ HANDLERS: dict[Any, Callable[[Fold, Any], None]] = {
     "error": Fold._on_error,
     "probe_error": Fold._on_probe_error,
     "dropped": Fold._on_dropped,
-    "hosts": lambda fold, event: setattr(fold._rank(event), "hosts", event["hosts"]),
+    **dict.fromkeys(("hosts", "cut_off"), lambda fold, event: fold.nodes.append(event)),
     "queue": lambda fold, event: setattr(fold, "queue", event),
     "end": Fold._on_end,
     "system": Fold._on_system,

@@ -18,6 +18,7 @@ from labkit.plan.spec import Spec
 from labkit.record.failures import exit_code, failure_of
 from labkit.record.fold import Fold
 from labkit.record.sources import inferred, inferred_note
+from labkit.record.types.reported import Hosts
 from labkit.record.types.summary import Failure
 
 OVER = ("finished", "failed", "stopped", "lost")
@@ -69,8 +70,15 @@ class RunState(Fold):
 
     @property
     def world_size(self) -> int:
-        """The number of ranks (processes), as requested or as observed."""
+        """The number of ranks (processes), as requested or as observed; it changes when nodes join or leave."""
+        if met := self.met:
+            return len(met[-1]["hosts"])
         return self._asked.processes if self._asked else self.spec.get("nproc") or max(len(self.ranks), 1)
+
+    @property
+    def met(self) -> list[Hosts]:
+        """When the ranks of several nodes met, in order, each time with the host of every rank."""
+        return sorted((event for event in self.nodes if event["kind"] == "hosts"), key=lambda event: event["t"])
 
     @property
     def expected(self) -> int:
@@ -85,7 +93,9 @@ class RunState(Fold):
     @property
     def step(self) -> int:
         """The number of steps that all ranks of this folder have finished in the newest attempt."""
-        done = [int(rank.steps.step[-1]) if len(rank.steps) > rank.first_step else 0 for rank in self.ranks.values()]
+        world = self.world_size
+        ranks = [rank for number, rank in self.ranks.items() if number < world]  # others have left
+        done = [int(rank.steps.step[-1]) if len(rank.steps) > rank.first_step else 0 for rank in ranks]
         return min(done) if len(done) == self.expected else 0
 
     @property

@@ -91,6 +91,8 @@ def _lost(folder: RunFolder, status: KnownStatus) -> KnownStatus:
             if Path(place).is_dir()
             else {}
         )
+    if RunFolder.read_json(folder.plan).get("batch_job"):
+        return _quiet(folder, who)  # the job of a scheduler continues without it
     return {"state": "failed", "message": f"its supervisor (pid {who['pid']}) was killed, which ended the run"}
 
 
@@ -108,7 +110,7 @@ def _quiet(folder: RunFolder, who: Who | None) -> KnownStatus:
     sample, times = _last_sample(folder), _written(folder)
     if any(abs(time.time() - sign) < QUIET for sign in (*sample, *times)):
         return {}
-    when = _in_words(min(*sample, max(times)))
+    when = _in_words(min([*sample, max(times)]))
     host = (who and who.get("host")) or "an unknown host"
     return {
         "state": "lost",

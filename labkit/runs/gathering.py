@@ -23,8 +23,9 @@ class GatherError(ValueError):
 def gather(folders: Sequence[RunFolder], target: Path) -> RunFolder:
     """A new run folder at `target` with the ranks of all `folders`, which stay as they are.
 
-    Times are those of each node's own clock. Raises `GatherError` if the folders are not those of one run, or if one is
-    still in progress; `Unreadable`, and `OSError` if the folder cannot be written.
+    Times are those of each node's own clock; timelines are set by common collectives. Raises `GatherError` if the
+    folders are not those of one run, or if one is still in progress; `Unreadable`, and `OSError` if the folder cannot
+    be written.
     """
     _check(folders, target)
     whole = folders[0].copy(target)
@@ -66,10 +67,22 @@ def _check(folders: Sequence[RunFolder], target: Path) -> None:
             raise GatherError(
                 f"{folder.name} and {first.name} ran different scripts; start all nodes with the same one"
             )
+        version, other = _torch(folder), _torch(first)
+        if version and other and version != other:
+            raise GatherError(
+                f"{folder.name} ran with torch {version} and {first.name} with torch {other}; install the same version"
+                " on all nodes, and run again"
+            )
         for rank in folder.event_files():
             if rank in owners:
                 raise GatherError(f"{folder.name} and {owners[rank]} both have rank {rank}; they are not of one run")
             owners[rank] = folder.name
+
+
+def _torch(folder: RunFolder) -> str:
+    """The version of torch of a node's ranks; empty if none of them has started."""
+    begun = (event for rank in folder.event_files().values() for event in folder.reader(rank).poll())
+    return str(next(begun, {}).get("torch") or "")
 
 
 def _copied(source: RunFolder, target: RunFolder, rank: int) -> None:

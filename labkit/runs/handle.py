@@ -26,6 +26,7 @@ from labkit.launch import local
 from labkit.launch.capture import ask
 from labkit.launch.job import Job
 from labkit.launch.local import standing_environment
+from labkit.launch.slurm import follow_again
 from labkit.launch.warm.client import prepare
 from labkit.plan.nodes import Node
 from labkit.plan.spec import Spec
@@ -40,7 +41,7 @@ from labkit.setup.progress import Reading
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-from labkit.runs.settling import descriptor, settle
+from labkit.runs.settling import check_sizes, descriptor, settle
 
 _POLL_INTERVAL = 0.5  # seconds between two checks of a run's state
 
@@ -79,6 +80,7 @@ def begin(spec: Spec, *, cold: bool = False, **options: Any) -> Run:
 def start_node(spec: Spec, node: Node, **options: Any) -> Job:
     """Starts the ranks of one node as `start` does, each node in a separate folder."""
     node.share(spec.processes)
+    check_sizes(spec, node)
     name = f"{spec.name}-node{node.rank}"
     return start(spec, **options | {"cold": True}, name=name, planned=partial(local.plan, node=node))
 
@@ -124,9 +126,12 @@ class Run:
     def attach(cls, name: str | os.PathLike[str] = "last") -> Run:
         """An existing run, in progress or over: by its name, the start or end of its name, its path, or `last`.
 
-        Raises `LookupError` if there is no such run.
+        A run that was submitted to Slurm is followed again if its supervisor was killed. Raises `LookupError` if there
+        is no such run.
         """
-        return cls(Job.attach(RunFolder.find(check_path("the name of a run", name))))
+        job = Job.attach(RunFolder.find(check_path("the name of a run", name)))
+        follow_again(job.folder)
+        return cls(job)
 
     @property
     def folder(self) -> RunFolder:

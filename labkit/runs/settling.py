@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import sys
 from collections.abc import Mapping
@@ -11,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from labkit.common.arguments import shown
+from labkit.common.units import counted
+from labkit.plan.nodes import Node
+from labkit.plan.script import write_script
 from labkit.plan.settling import default_precision
 from labkit.plan.spec import Spec, SpecError, bounds_of, check_fields
 from labkit.record.folder import RunFolder
@@ -83,6 +87,40 @@ def _check_module(name: str) -> None:
             "script",
             f"no module {name} that can run as a script was found in {Path.cwd()} or on the path of {sys.executable}",
         )
+
+
+def check_sizes(spec: Spec, node: Node) -> None:
+    """`SpecError` unless an elastic run works with each number of nodes that it admits."""
+    if not node.fewer:
+        return
+    if not spec.max_restarts:
+        raise SpecError(
+            "max_restarts",
+            f"--nodes {node.words} needs --max-restarts of at least 1: when a node leaves, the ranks of the others end"
+            " with an error, and torchrun starts them again",
+        )
+    each, whole = node.share(spec.processes), _constants(spec)
+    for nodes in node.fewer:
+        few = f"--nodes {node.words} admits {counted(nodes, 'node')} with {counted(nodes * each, 'rank')}"
+        try:
+            other = _constants(settle(replace(spec, nproc=nodes * each), look=False, nodes=nodes))
+        except SpecError as error:
+            raise SpecError("nodes", f"{few}, on which this cannot run: {error}") from None
+        for name in whole:
+            if other.get(name) != whole[name]:
+                raise SpecError(
+                    "nodes",
+                    f"{few}, for which the script has {name} = {other.get(name)} instead of {whole[name]}; use --nodes"
+                    f" {node.nodes}, or settings in which {name} does not depend on the number of ranks",
+                )
+
+
+def _constants(spec: Spec) -> dict[str, str]:
+    """The constants of a generated script, by name, as source; empty for a user's script, which is the same for all."""
+    if spec.script is not None:
+        return {}
+    tree = ast.parse(write_script(spec)).body
+    return {ast.unparse(one.targets[0]): ast.unparse(one.value) for one in tree if isinstance(one, ast.Assign)}
 
 
 def descriptor(stdin: int | None) -> int | None:

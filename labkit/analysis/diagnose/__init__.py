@@ -165,6 +165,7 @@ RULES: tuple[Callable[[RunState], Iterator[Finding]], ...] = (
     mismatch.evaluation_on_one_rank,
     mismatch.mismatch,
     mismatch.left_early,
+    hang.cut_off,
     hang.hang,
     errors.first_failure,
     training.same_samples,

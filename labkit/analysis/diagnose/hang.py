@@ -41,6 +41,25 @@ def hang(state: RunState) -> Iterator[Finding]:
         yield found
 
 
+def cut_off(state: RunState) -> Iterator[Finding]:
+    """Nodes that the others could not reach any more, also if the run has continued since."""
+    events = [event for event in state.nodes if event["kind"] == "cut_off"]
+    ranks = {int(number): host for event in events for number, host in event["hosts"].items()}
+    if ranks:
+        last = events[-1]
+        yield Finding(
+            name="cut_off",
+            kind="wrong",
+            title=f"{ranks_in_words(ranks)} on {', '.join(dict.fromkeys(ranks.values()))} did not answer",
+            evidence=f"the node of rank {last['rank']} had no answer for {last['seconds']:g} s"
+            + (f", {len(events)} times" if len(events) > 1 else ""),
+            cause="the node was cut off from the network or switched off, or its first rank was stopped",
+            fix="check that the hosts reach each other, then start the run again; with --max-restarts N the ranks start"
+            " again by themselves when the nodes meet; if the node was only busy, raise --hang-after",
+            ranks=tuple(sorted(ranks)),
+        )
+
+
 def _silent(state: RunState) -> Finding | None:
     """Ranks that are stopped, or inside a C call that holds the GIL, and the ranks that wait for them."""
     found = silent(state)

@@ -18,6 +18,13 @@ class KnownError:
 
 KNOWN_ERRORS = (
     KnownError(
+        "nodes_differ",
+        r"^NodesDiffer: ",
+        "the nodes of the run have different software",
+        "the ranks of a run must agree on every collective, which different versions and scripts do not guarantee",
+        "start the same command with the same script and environment on every node",
+    ),
+    KnownError(
         "unused_parameters",
         r"Expected to have finished reduction in the prior iteration",
         "DDP received no gradient for some parameters",

@@ -177,8 +177,8 @@ def where(event: Waiting, op: Call | None) -> str:
 def on_hosts(state: RunState, numbers: Iterable[int]) -> str:
     """` on node1, node2`: the hosts of ranks; empty if the run has one host, or if they are not known."""
     known = {number: rank.host for number, rank in state.ranks.items() if rank.host}
-    for rank in state.ranks.values():
-        known |= {int(number): host for number, host in rank.hosts.items()}
+    for event in state.nodes:
+        known |= {int(number): host for number, host in event["hosts"].items()}
     found = dict.fromkeys(known[number] for number in numbers if number in known)
     several = len(set(known.values())) > 1 or state.expected < state.world_size
     return f" on {', '.join(found)}" if found and several else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from labkit.analysis.clocks import ahead
 from labkit.analysis.metrics import USUAL
 from labkit.analysis.profiled import aligned, profiled_steps
 from labkit.course.pictures.canvas import SCALED, layout
@@ -164,7 +165,7 @@ def measured(run: Run) -> Plan:
     plans = []
     for step in usual:
         found = {number: rank.timelines[step] for number, rank in sorted(state.ranks.items())}
-        shifts, _ = aligned(found)
+        shifts, _ = aligned(found, ahead(state))
         slots = tuple(
             slot
             for rank, one in found.items()

@@ -76,7 +76,8 @@ def other_users() -> Check:
         return Check("users", "fine", says)
     names = ", ".join(sorted(others)[:3]) + (" and others" if len(others) > 3 else "")
     says = f"{names} also use this machine: torch's store and gloo accept connections of every local user on 127.0.0.1"
-    return Check("users", "degraded", says, "if you do not trust them, train in your own container (README, Security)")
+    fix = "if you do not trust them, train in your own network namespace or container (REFERENCE.md, Security)"
+    return Check("users", "degraded", says, fix)
 
 
 _FIRST_PERSON, _NOBODY = 1000, 65_534  # the first user id of people, and the id of the user "nobody"

@@ -91,12 +91,12 @@ class Lab:
         self._run_button.on_click(lambda _: self._start())
         self._run_button.add_class("labkit-run")
         self._batch, self._script, self._diff = ipywidgets.HTML(), ipywidgets.HTML(), ipywidgets.HTML()
-        self._command = code.Command()
-        view, choices = self._view, self._choices
+        self._command, self._nodes = code.Command(), code.NodeCommands()
+        view, choices, pack = self._view, self._choices, Pack(lambda: self._recording or self._ready())
         self._compare = CompareTab(self._comparable, lambda: self._starting or view.busy, self._cold)
         shown = (
             view.live,
-            code.sources(self._script, self._diff, Pack(lambda: self._recording or self._ready()).widget),
+            code.sources(self._script, self._diff, self._nodes.widget, pack.widget),
             view.logs.widget,
             view.timeline.widget,
             view.memory.widget,
@@ -190,8 +190,8 @@ class Lab:
 
     def _describe(self, spec: Spec) -> None:
         self._batch.value = f'<div class="labkit-batch">{spec.batch_sentence}</div>'
-        self._command.text = command(spec)
-        self._diff.value = code.diff_html(spec)
+        self._command.text, self._diff.value = command(spec), code.diff_html(spec)
+        self._nodes.of(spec)
 
     def _free(self, free: bool) -> None:
         """Sets whether another run can be started or opened."""

@@ -148,6 +148,14 @@ class Hosts(OfRank):
     hosts: Annotated[dict[str, Name], Limits(most=RANKS, numbers=RANKS)]
 
 
+class CutOff(OfRank):
+    """Nodes that have not answered this rank's node for `seconds`: the ranks there, each with its host."""
+
+    kind: Literal["cut_off"]
+    hosts: Annotated[dict[str, Name], Limits(most=RANKS, numbers=RANKS)]
+    seconds: Seconds
+
+
 class Queue(Envelope):
     """A scheduler's view of the run: the number of its `job`, its `state` and the `reason` for it in the words of the
     scheduler, and its `nodes`."""
@@ -193,6 +201,7 @@ Reported: TypeAlias = (
     | Report
     | Error
     | Hosts
+    | CutOff
     | Queue
     | ProbeError
     | End

@@ -125,6 +125,16 @@ class FindingFigures(TypedDict):
     ranks: Ranks
 
 
+class NodesFigures(TypedDict):
+    """What happened to the nodes of a run on several, `seconds` after it was requested: `hosts` met, with so many
+    `ranks`, or did not answer any more (cut off)."""
+
+    seconds: Seconds | None
+    what: Literal["met", "cut off"]
+    hosts: Annotated[list[Name], Limits(most=RANKS)]
+    ranks: World
+
+
 class Summary(TypedDict):
     """The figures of a run: bytes, seconds, samples per second; null if unknown. `v` is the version of this schema
     (none before version 1). `flops_per_device` are model FLOP/s, see analysis/efficiency.py, and `mfu_missing` says why
@@ -149,6 +159,7 @@ class Summary(TypedDict):
     accuracy: Value
     start: NotRequired[StartMode]
     restarts: Count
+    nodes: NotRequired[Annotated[list[NodesFigures], Limits(most=1_000)]]  # of a run on several hosts
     failure: Failure | None
     broken_lines: Count
     ranks: Annotated[list[RankFigures], Limits(most=RANKS)]
