@@ -89,12 +89,14 @@ print("two ranks:", Spec(strategy="ddp", nproc=2).batch_sentence)
 
 # %% [markdown]
 # Will two ranks also process twice as many samples per second? `predict` keeps your own number for the next run, which
-# draws it into its charts and tells you afterwards how close it was. Replace the `2` if you expect something else:
+# draws it into its charts and tells you afterwards how close it was. Replace the three dots with the speed that you
+# expect:
 
 # %%
 one.wait()  # so that the two runs do not share the machine
 speed = one.summary()["samples_per_second"] or 0
-guess = predict("samples_per_second", 2 * speed)
+print(f"one rank: {speed:,.0f} samples/s")
+guess = predict("samples_per_second", ...)
 guess
 
 # %% [markdown]
@@ -107,7 +109,6 @@ show(two)
 
 # %%
 two.wait()
-print(f"one rank: {speed:,.0f} samples/s")
 guess
 
 # %% [markdown]

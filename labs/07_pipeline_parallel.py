@@ -122,12 +122,14 @@ pipe.gantt(pipe.measured(gpipe))
 pipe.gantt(pipe.planned(spec("1F1B", 4)))
 
 # %% [markdown]
-# **Predict** the activations that each of the two ranks stores at most. The cell guesses the same as with GPipe; count
-# micro-batches in the picture, and change the factors.
+# **Predict** the activations that each of the two ranks stores at most, as a list of two values in MiB: count
+# micro-batches in the picture. With GPipe they were:
 
 # %%
-stored = [rank["memory_bytes"]["activations"] / 2**20 for rank in gpipe.summary()["ranks"]]
-guess = predict("activations_mb", [1.0 * stored[0], 1.0 * stored[1]])
+print([round(rank["memory_bytes"]["activations"] / 2**20, 1) for rank in gpipe.summary()["ranks"]])
+
+# %%
+guess = predict("activations_mb", ...)
 one_f_one_b = run(spec("1F1B", 4)).wait()
 pipe.gantt(pipe.measured(one_f_one_b))
 

@@ -194,7 +194,7 @@ show(whole)
 # happens, how many of the 200 steps it finishes in the end, and what its checkpoints, one every 50 steps, are good for.
 
 # %%
-guess = predict("steps", 200)  # your prediction
+guess = predict("steps", ...)
 again = run("ddp", **SAVING, steps=200, max_restarts=1, fault="killed_rank").wait()
 print(f"{again.words}; restarts: {again.summary()['restarts']}")
 again.findings()

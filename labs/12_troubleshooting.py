@@ -153,7 +153,7 @@ print("…\n" + "\n".join(excerpt(fourth, "train").splitlines()[-15:]))
 print(excerpt(fourth, "evaluate"))
 
 # %%
-guess = predict("steps", 10)  # your prediction
+guess = predict("steps", ...)
 fourth = run(fourth).wait(until="evaluation_on_one_rank").stop()
 print(fourth.words)
 guess

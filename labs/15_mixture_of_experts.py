@@ -104,7 +104,7 @@ print(excerpt(split, "AllToAll", "apply_experts", "keep_own_experts"))
 # itself. The 3.4 MB of other gradients are all-reduced.
 
 # %%
-guess = predict("sent_mb", 1)  # MiB per rank and step: replace it by your prediction
+guess = predict("sent_mb", ...)  # MiB per rank and step
 job = run(split).wait()
 guess
 

@@ -71,7 +71,7 @@ print(excerpt(split, "attend"))
 # values of 128 numbers of 4 bytes. The gradients of the 4.3 MB of parameters are all-reduced as in DDP.
 
 # %%
-guess = predict("sent_mb", 1)  # MiB per rank and step: replace it by your prediction
+guess = predict("sent_mb", ...)  # MiB per rank and step
 gathered = run(split).wait()
 guess
 
