@@ -181,6 +181,7 @@ same_batch = ...
 check("start.two", same_batch)
 
 # %% [markdown]
+# Next: [lab 01](01_collectives.py), and before lab 02 [lab 18](18_one_device.py), about what a single device can do.
 # Your progress in all labs:
 
 # %%

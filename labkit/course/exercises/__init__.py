@@ -36,6 +36,7 @@ LABS = {
     "mixture_of_experts": "15_mixture_of_experts",
     "long_context": "16_long_context",
     "capstone": "17_capstone",
+    "one_device": "18_one_device",
 }
 
 
