@@ -37,6 +37,7 @@ LABS = {
     "long_context": "16_long_context",
     "capstone": "17_capstone",
     "one_device": "18_one_device",
+    "clusters": "19_clusters",
 }
 
 

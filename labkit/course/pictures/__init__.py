@@ -9,7 +9,7 @@ import importlib
 from types import ModuleType
 
 TOPICS = (
-    *("collectives", "data_parallel", "fit", "input_pipeline", "mesh", "pipeline", "roofline", "sharding"),
+    *("collectives", "data_parallel", "fit", "input_pipeline", "links", "mesh", "pipeline", "roofline", "sharding"),
     "tensor_parallel",
 )
 
