@@ -16,6 +16,7 @@ from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
 from labkit.record.types.guess import VERSION, Guessed, Guesses
 from labkit.record.types.values import RANKS
+from labkit.runs.notebook import notebook
 from labkit.training.strategies import BASELINE, STRATEGIES
 
 _MOST = {"%": 100.0}  # by unit
@@ -133,7 +134,10 @@ def pending(ranks: int) -> list[Guess]:
 def document(guesses: Sequence[Guess]) -> Guesses | None:
     """What a run folder stores; None without predictions."""
     figures = {one.figure.name: one.guessed for one in guesses if one.guessed is not None}
-    return {"v": VERSION, "figures": figures} if figures else None
+    if not figures:
+        return None
+    found: Guesses = {"v": VERSION, "figures": figures}
+    return {**found, "notebook": notebook()} if notebook() else found
 
 
 def attach(guesses: Sequence[Guess], folder: RunFolder) -> None:
