@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 LABS = sorted((ROOT / "labs").glob("[0-9]*.py"))
 PLOTLY = "application/vnd.plotly.v1+json"
 WIDGET = "application/vnd.jupyter.widget-view+json"
+MOST_MINUTES = 6  # of computing that a lab may take
 
 
 def test_every_topic_of_exercises_has_a_lab():
@@ -36,6 +37,13 @@ def test_a_lab_uses_public_names_only(path):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("labkit"):
             assert node.module == "labkit"
             assert {alias.name for alias in node.names} <= set(labkit.__all__)
+
+
+@pytest.mark.parametrize("path", LABS, ids=lambda path: path.stem)
+def test_a_lab_says_near_its_top_how_long_it_computes(path):
+    text = " ".join(jupytext.read(path).cells[0].source.split())
+    minutes = re.search(r"About (\d+) minutes? of computing on two cores", text)
+    assert minutes and 1 <= int(minutes[1]) <= MOST_MINUTES
 
 
 @pytest.mark.parametrize("path", LABS, ids=lambda path: path.stem)
