@@ -69,8 +69,8 @@ def predict(what: str | Spec, value: Any = None, *, machine: str | None = None, 
 
     Your own prediction is one value, or one per rank: a list, or `{0: 40, 1: 38}`. The next run that this session
     starts stores it; comparisons and claims do not. `speedup` is for the next comparison: one value, or one per
-    strategy such as `{"ddp": 1.8}`. When displayed, it is a statement, and after the run the outcome. The names of the
-    figures are in the message of the `ValueError` for an unknown one.
+    strategy such as `{"ddp": 1.8}`. When displayed, it is a statement, and after the run the outcome; with three dots
+    (`...`) as its value, it asks for one. The message of the `ValueError` for an unknown figure has the names of all.
     """
     if value is not None:
         if machine is not None or fields:

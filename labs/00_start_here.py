@@ -22,7 +22,7 @@
 # the difference. Everything runs for real, in separate processes. If this machine has GPUs, the runs use them. If it
 # has none, they use *CPU ranks*: processes that train on the CPU. The concepts are the same.
 #
-# Run a cell with **Shift + Enter**.
+# Run a cell with **Shift + Enter**. About 2 minutes of computing on two cores.
 
 # %%
 from labkit import Lab, Spec, check, diff_scripts, my_progress, predict, run, show, write_script
@@ -89,12 +89,14 @@ print("two ranks:", Spec(strategy="ddp", nproc=2).batch_sentence)
 
 # %% [markdown]
 # Will two ranks also process twice as many samples per second? `predict` keeps your own number for the next run, which
-# draws it into its charts and tells you afterwards how close it was. Replace the `2` if you expect something else:
+# draws it into its charts and tells you afterwards how close it was. Replace the three dots with the speed that you
+# expect:
 
 # %%
 one.wait()  # so that the two runs do not share the machine
 speed = one.summary()["samples_per_second"] or 0
-guess = predict("samples_per_second", 2 * speed)
+print(f"one rank: {speed:,.0f} samples/s")
+guess = predict("samples_per_second", ...)
 guess
 
 # %% [markdown]
@@ -107,7 +109,6 @@ show(two)
 
 # %%
 two.wait()
-print(f"one rank: {speed:,.0f} samples/s")
 guess
 
 # %% [markdown]
@@ -180,6 +181,7 @@ same_batch = ...
 check("start.two", same_batch)
 
 # %% [markdown]
+# Next: [lab 01](01_collectives.py), and before lab 02 [lab 18](18_one_device.py), about what a single device can do.
 # Your progress in all labs:
 
 # %%

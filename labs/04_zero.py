@@ -21,7 +21,7 @@
 # *out of memory*.
 #
 # **What fills the other 208 GB?** Answer before you go on. This lab removes the redundancy, one component after
-# another.
+# another. About 2 minutes of computing on two cores.
 
 # %%
 from labkit import Spec, SpecError, check, excerpt, pictures, place, predict, run, show
@@ -84,7 +84,7 @@ pictures.sharding.who_holds_what(ranks=4)
 # run compares your number.
 
 # %%
-guess = predict("peak_mb", 16 * P / 2**20)  # MiB: the model states, or your own prediction
+guess = predict("peak_mb", ...)  # MiB per rank
 ddp = run("ddp", **GPT)
 show(ddp)
 
@@ -152,10 +152,10 @@ print(excerpt(Spec(strategy="zero1", workload="gpt", nproc=2), "build_optimizer"
 # **Predict.** After the update, each rank has new values only for its shard, but DDP needs all parameters on all ranks.
 #
 # 1. What has to be sent that DDP does not send?
-# 2. How many U does a step cost then? Replace the 2 by your prediction.
+# 2. How many U does a step cost then? One U is `U / 2**20` MiB.
 
 # %%
-guess = predict("sent_mb", 2 * U / 2**20)
+guess = predict("sent_mb", ...)  # MiB per rank and step: U / 2**20 times your number
 zero1 = run("zero1", **GPT).wait()
 against_formula(zero1, stage=1)
 print()
@@ -223,7 +223,7 @@ zero2.ledger()
 # **Predict.** How many U does a step cost, with two all-gathers and one reduce-scatter?
 
 # %%
-guess = predict("sent_mb", 2 * U / 2**20)  # as much as DDP, or your own prediction
+guess = predict("sent_mb", ...)  # MiB per rank and step
 zero3 = run("fsdp2", **GPT).wait()
 against_formula(zero3, stage=3)
 print()

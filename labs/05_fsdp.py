@@ -20,6 +20,7 @@
 # shard of its matrix, and every rank computes *all* layers, on its own samples.
 #
 # **How does a rank get the rest?** And why does it not end up with the whole model in memory? Write down your guess.
+# About 3 minutes of computing on two cores.
 
 # %%
 from labkit import Spec, check, diff_scripts, excerpt, pictures, place, predict, run, show
@@ -83,7 +84,7 @@ print(
 )
 
 # %%
-guess = predict("sent_mb", 4 * P / 2 / 2**20)  # one half of the parameters: replace it by your prediction
+guess = predict("sent_mb", ...)  # MiB per rank and step
 fsdp2 = run("fsdp2", **GPT)
 show(fsdp2)
 
@@ -147,7 +148,7 @@ fsdp2.ledger()
 pictures.sharding.gather_compute_drop(units=7, ranks=2, reshard=False)
 
 # %%
-guess = predict("sent_mb", fsdp2.summary()["ranks"][0]["comm_bytes_per_step"] / 2**20)  # as much as before?
+guess = predict("sent_mb", ...)  # MiB per rank and step
 kept = run("fsdp2", **GPT, options={"reshard_after_forward": False}).wait()
 for name, job in {"reshard": fsdp2, "keep": kept}.items():
     print(f"{name}: parameters at most {most(job, 'parameters'):.2f} MB, {calls(job)}")
@@ -274,7 +275,7 @@ whole = run("ddp", **HERE, workload="cnn", steps=6).wait()
 line("cnn  DDP", whole)
 
 # %%
-guess = predict("peak_mb", 0.5 * whole.summary()["ranks"][0]["peak_memory_bytes"] / 2**20)  # your prediction
+guess = predict("peak_mb", ...)  # MiB per rank
 line("cnn  FSDP2", run("fsdp2", **HERE, workload="cnn", steps=6).wait())
 guess
 

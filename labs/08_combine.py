@@ -19,7 +19,7 @@
 # Data parallelism, sharding, tensor parallelism, pipeline parallelism: large models are trained with several of them at
 # once. The ranks form a **mesh**, and each kind of parallelism has its own **axis**. **You have two machines with eight
 # GPUs each, a fast interconnect within each machine and a slow one between them. Which axis should use which
-# interconnect?**
+# interconnect?** About 2 minutes of computing on two cores.
 
 # %%
 from labkit import Lab, Spec, check, excerpt, pictures, place, predict, run
@@ -70,7 +70,8 @@ mesh.grid({"replicate": 2, "shard": 4}, per_node=4)
 
 # %%
 P = Spec(strategy="fsdp2", workload="gpt", nproc=4).workload_row.parameters({"size": "1M", "context": 128})
-guess = predict("sent_mb", 3 * 3 / 4 * 4 * P / 2**20)  # MiB of one rank: replace it by your prediction
+print(f"FSDP on 4 ranks: {3 * 3 / 4 * 4 * P / 2**20:.2f} MiB per rank and step")
+guess = predict("sent_mb", ...)  # HSDP on 2 × 2 ranks: MiB per rank and step
 
 # %% [markdown]
 # Now run it on four ranks. `by_axis` sums what rank 0 sent in the profiled step, by group.
@@ -131,7 +132,7 @@ dp = 3 * (2 - 1) / 2 * 4 * P / 2  # as FSDP, with half of the parameters
 print(mib({"dp": dp, "tp": tp}))
 
 # %%
-guess = predict("sent_mb", (dp + tp) / 2**20)  # the sum of the formulas, or your own prediction
+guess = predict("sent_mb", ...)  # MiB per rank and step: the sum of the formulas, or your own prediction
 split = run(both).wait()
 print(mib(mesh.by_axis(split, {"dp": 2, "tp": 2})))
 guess

@@ -18,7 +18,7 @@
 #
 # One run hangs. Another fails on all ranks at once. A third trains for days and learns from half of its data. For each
 # case you see the **symptoms** first and make a guess. Then the lab shows its finding, with evidence, cause and fix.
-# **Every run of this lab is broken deliberately, by fault injection.**
+# **Every run of this lab is broken deliberately, by fault injection.** About 2 minutes of computing on two cores.
 
 # %%
 import os
@@ -153,7 +153,7 @@ print("…\n" + "\n".join(excerpt(fourth, "train").splitlines()[-15:]))
 print(excerpt(fourth, "evaluate"))
 
 # %%
-guess = predict("steps", 10)  # your prediction
+guess = predict("steps", ...)
 fourth = run(fourth).wait(until="evaluation_on_one_rank").stop()
 print(fourth.words)
 guess

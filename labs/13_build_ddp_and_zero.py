@@ -30,8 +30,8 @@
 # If a criterion is not met, the answer names it, the rank, the step, what was expected and what was measured. If your
 # code hangs, it says which rank waits in which call.
 #
-# A check takes 5 to 15 seconds on two cores, and everything else in this lab about one minute. Writing takes longer:
-# plan an afternoon, or one exercise per day.
+# About 2 minutes of computing on two cores, and 5 to 15 seconds for each check. Writing takes longer: plan an
+# afternoon, or one exercise per day.
 
 # %%
 from contextlib import contextmanager

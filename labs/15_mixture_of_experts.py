@@ -22,7 +22,7 @@
 # uses 8 (and a shared one). **But where do the experts live, how do the vectors get there, and what if all of them want
 # the same expert?**
 #
-# This lab takes about 25 minutes, of which two cores compute about two.
+# This lab takes about 25 minutes. About 2 minutes of computing on two cores.
 
 # %%
 from labkit import Lab, Spec, check, excerpt, place, predict, run
@@ -104,7 +104,7 @@ print(excerpt(split, "AllToAll", "apply_experts", "keep_own_experts"))
 # itself. The 3.4 MB of other gradients are all-reduced.
 
 # %%
-guess = predict("sent_mb", 1)  # MiB per rank and step: replace it by your prediction
+guess = predict("sent_mb", ...)  # MiB per rank and step
 job = run(split).wait()
 guess
 

@@ -22,7 +22,7 @@
 # changes for them. **But attention needs the keys and values of all earlier positions: how does a rank get them, and is
 # the work the same for everybody?**
 #
-# This lab takes about 25 minutes, of which two cores compute about one.
+# This lab takes about 25 minutes. About 2 minutes of computing on two cores.
 
 # %%
 from labkit import Lab, Spec, check, excerpt, place, predict, run
@@ -71,7 +71,7 @@ print(excerpt(split, "attend"))
 # values of 128 numbers of 4 bytes. The gradients of the 4.3 MB of parameters are all-reduced as in DDP.
 
 # %%
-guess = predict("sent_mb", 1)  # MiB per rank and step: replace it by your prediction
+guess = predict("sent_mb", ...)  # MiB per rank and step
 gathered = run(split).wait()
 guess
 

@@ -212,6 +212,9 @@ GOOD = {  # for parameters without a default
     "schedule": "1F1B",
     "rank": 0,
     "costs": (),
+    "points": {"a": [1.0, 2.0]},
+    "peak": 1e9,
+    "bandwidth": 1e9,
 }
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import math
 import os
 import re
 import subprocess
@@ -14,11 +15,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from commands import called
+from fabricate import FakeRun
 
 import labkit
-from labkit import check, my_progress
+from labkit import Run, check, my_progress
+from labkit.analysis.guessable import FIGURES
 from labkit.course.exercises import LABS, Exercise, Wrong, exercise, exercises, is_empty
 from labkit.course.exercises.book import Book
+from labkit.course.scores import Score
+from labkit.record.folder import RunFolder
+from labkit.runs.guesses import Guess, document
+from labkit.runs.notebook import NAME
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -137,6 +145,43 @@ def test_progress_counts_attempts_and_keeps_what_is_done(runs):
     assert "✓ right" in repr(page) and "✓ right" in page._repr_html_()
     assert len(page.to_json()["exercises"]) == len(NAMES)
     assert (runs / "exercises.json").stat().st_mode & 0o077 == 0
+
+
+def test_progress_has_the_error_of_predictions_by_lab(runs, monkeypatch, capsys):
+    """50 ms per step were measured on both ranks; of several ranks the worst counts, and of a lab the median."""
+    for notebook, figures, ended in (
+        ("labs/06_tensor_parallel.py", {"step_ms": 60.0}, True),
+        ("labs/06_tensor_parallel.py", {"step_ms": {"0": 50.0, "1": 45.0}, "exposed_ms": 1.0}, True),
+        ("labs/06_tensor_parallel.py", {"step_ms": 1.0}, False),
+        ("Untitled.ipynb", {"step_ms": 75.0, "speedup": 2.0}, True),
+        ("", {"speedup": 2.0}, True),
+    ):
+        monkeypatch.setenv(NAME, notebook)
+        fake = FakeRun(runs, steps=10)
+        fake.start()
+        fake.step(10)
+        made = [Guess(FIGURES[name], value) for name, value in figures.items()]
+        RunFolder.write_json(fake.folder.guess, document(made))
+        if ended:
+            fake.end()
+            RunFolder.write_json(fake.folder.summary, Run.attach(fake.folder.path).summary())
+        fake.close()
+    page = my_progress()
+    assert page.to_json()["predictions"] == [
+        {"lab": "06_tensor_parallel", "made": 4, "measured": 2, "median_error": pytest.approx(0.15)},
+        {"lab": "elsewhere", "made": 1, "measured": 1, "median_error": pytest.approx(0.5)},
+    ]
+    assert "06_tensor_parallel: 4 predictions, median error 15 % (2 measured)" in repr(page)
+    assert "Your predictions, elsewhere: 1 prediction, median error 50 %</p>" in page._repr_html_()
+    (runs / fake.folder.name / "guess.json").write_text("{")
+    assert my_progress().predictions == page.predictions
+    assert called("progress") == 0 and "  elsewhere: 1 prediction, median error 50 %" in capsys.readouterr().out
+
+
+def test_predictions_without_a_measurement_or_without_a_limit_have_no_error():
+    assert Score(2, ()).words == "2 predictions, not measured"
+    assert Score(1, (math.inf,)).words == "1 prediction, median error without limit"
+    assert Score(1, (math.inf,)).to_json() == {"made": 1, "measured": 1, "median_error": None}
 
 
 def test_an_unreadable_record_is_renamed(runs):

@@ -61,6 +61,14 @@ def test_the_statement_becomes_the_outcome_once_the_run_is_over(runs):
     assert 'class="labkit-guess labkit-wrong"' in again._repr_html_()
 
 
+def test_three_dots_ask_for_a_value_and_withdraw_an_earlier_one():
+    predict("step_ms", 100)
+    asked = predict("step_ms", ...)
+    assert repr(asked) == "○ open Replace the three dots with your prediction: step time (in ms)."
+    assert guesses.PENDING == {} and guesses.document([asked]) is None
+    assert guesses.Guess(guesses.FIGURES["speedup"], None).of("ddp") == []
+
+
 def test_a_prediction_of_a_rank_that_the_run_lacks_is_refused_before_the_start(runs):
     predict("peak_mb", [1, 2, 3])
     with pytest.raises(SpecError, match="peak_mb was predicted for rank 2, but the last rank of this run is rank 1"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import jupytext
@@ -10,6 +11,7 @@ import pytest
 
 import labkit
 from labkit import Run
+from labkit.analysis.guessable import FIGURES
 from labkit.course.exercises import LABS as LABS_WITH_EXERCISES
 from labkit.frontends.handout import executed
 from labkit.frontends.handout.lab import STUDENT, page_of
@@ -19,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 LABS = sorted((ROOT / "labs").glob("[0-9]*.py"))
 PLOTLY = "application/vnd.plotly.v1+json"
 WIDGET = "application/vnd.jupyter.widget-view+json"
+MOST_MINUTES = 6  # of computing that a lab may take
 
 
 def test_every_topic_of_exercises_has_a_lab():
@@ -34,6 +37,20 @@ def test_a_lab_uses_public_names_only(path):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("labkit"):
             assert node.module == "labkit"
             assert {alias.name for alias in node.names} <= set(labkit.__all__)
+
+
+@pytest.mark.parametrize("path", LABS, ids=lambda path: path.stem)
+def test_a_lab_says_near_its_top_how_long_it_computes(path):
+    text = " ".join(jupytext.read(path).cells[0].source.split())
+    minutes = re.search(r"About (\d+) minutes? of computing on two cores", text)
+    assert minutes and 1 <= int(minutes[1]) <= MOST_MINUTES
+
+
+@pytest.mark.parametrize("path", LABS, ids=lambda path: path.stem)
+def test_a_lab_leaves_predictions_to_the_learner(path):
+    """The value of each figure is three dots."""
+    calls = re.findall(r'predict\("(\w+)", (.*)', path.read_text(encoding="utf-8"))
+    assert not [value for name, value in calls if name in FIGURES and not value.startswith("...)")]
 
 
 @pytest.mark.parametrize("path", LABS, ids=lambda path: path.stem)

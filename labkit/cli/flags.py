@@ -177,7 +177,7 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
         "--keep", type=_number("--keep", _KEEP), default=0, metavar="N", help="keep the newest N (default: 0)"
     )
     clean.add_argument("--yes", action="store_true", help="do not ask for confirmation")
-    commands.add("progress", "show the exercises of the labs: open, tried or done", json=True)
+    commands.add("progress", "show your exercises (open, tried or done) and the error of your predictions", json=True)
     glossary = commands.add("glossary", "define a term of distributed training, or list all terms", json=True)
     glossary.add_argument(
         "term", metavar="TERM", nargs="*", help="for example: reduce-scatter (default: list all terms)"

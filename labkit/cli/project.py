@@ -11,7 +11,7 @@ from labkit.setup.progress import Progress
 
 
 def progress(args: argparse.Namespace) -> int:
-    """Prints the progress of the exercises."""
+    """Prints the progress of the exercises, and how near the predictions were."""
     page = my_progress()
     if args.json:
         print(json.dumps(page.to_json()))

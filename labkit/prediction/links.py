@@ -30,15 +30,18 @@ class Modelled(CommunicationModel):
         self._between = machine.between or machine.inside  # of one node, nothing passes between nodes
 
     def _time(self, operation: str, size: int, ranks: int, nodes: int) -> Duration:
+        times = self.by_algorithm(operation, size, ranks, nodes)
+        fastest = min(times, key=lambda name: times[name])
+        return Duration(times[fastest], "modelled", fastest)
+
+    def by_algorithm(self, operation: str, size: int, ranks: int, nodes: int = 1) -> dict[str, float]:
+        """The seconds of each algorithm of an operation of `OPERATIONS`, with its faster protocol; `LookupError` if
+        this machine has no such links."""
         check_fits(self._machine, ranks, nodes)
-        return min(
-            (
-                Duration(seconds, "modelled", name)
-                for name, algorithm in ALGORITHMS[operation].items()
-                for seconds in self._by_protocol(algorithm(ranks, nodes), size)
-            ),
-            key=lambda one: one.seconds,
-        )
+        return {
+            name: min(self._by_protocol(algorithm(ranks, nodes), size))
+            for name, algorithm in ALGORITHMS[operation].items()
+        }
 
     def _by_protocol(self, load: Load, size: int) -> Iterator[float]:
         for protocol, call in _CALL.items():

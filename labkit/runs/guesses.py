@@ -16,6 +16,7 @@ from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
 from labkit.record.types.guess import VERSION, Guessed, Guesses
 from labkit.record.types.values import RANKS
+from labkit.runs.notebook import notebook
 from labkit.training.strategies import BASELINE, STRATEGIES
 
 _MOST = {"%": 100.0}  # by unit
@@ -25,9 +26,10 @@ PENDING: dict[str, Guess] = {}  # by figure, for the next run
 
 
 class Guess:
-    """A predicted figure. It displays itself as a statement until its run is over, and then as the outcome."""
+    """A predicted figure. It displays itself as a statement until its run is over, and then as the outcome; without a
+    value (`guessed` None), as a request for one."""
 
-    def __init__(self, figure: Figure, guessed: Guessed):
+    def __init__(self, figure: Figure, guessed: Guessed | None):
         self.figure, self.guessed = figure, guessed
         self._follower: Follower | None = None
         self._rows: Callable[[], Sequence[Row]] | None = None
@@ -48,6 +50,9 @@ class Guess:
 
     def outcome(self) -> tuple[str, str]:
         """`empty`, `right` or `wrong`, and what to say about it now."""
+        if self.guessed is None:
+            unit = f" (in {self.figure.unit})" if self.figure.unit else ""
+            return "empty", f"Replace the three dots with your prediction: {self.figure.label}{unit}."
         said = f"You predict: {statement(self.figure, self.guessed)}."
         if self._rows is not None:
             return self._of_rows(self._rows(), said)
@@ -82,8 +87,12 @@ class Guess:
 
 def guess(name: Any, value: Any) -> Guess:
     """The prediction of the figure `name` for the next run of this session: one value, or one per rank as a list or as
-    `{rank: value}`. Raises `ValueError`."""
+    `{rank: value}`. Three dots (`...`) stand for a value that is still missing: nothing waits for the run then. Raises
+    `ValueError`."""
     figure = FIGURES[check_choice("figure", name, FIGURES)]
+    if value is ...:
+        PENDING.pop(figure.name, None)
+        return Guess(figure, None)
     made = PENDING[figure.name] = Guess(figure, _checked(figure, value))
     return made
 
@@ -112,7 +121,7 @@ def pending(ranks: int) -> list[Guess]:
     have."""
     found = [one for one in PENDING.values() if not one.figure.compared]
     for one in found:
-        last = -1 if isinstance(one.guessed, (int, float)) else max(map(int, one.guessed))
+        last = max(map(int, one.guessed)) if isinstance(one.guessed, Mapping) else -1
         if last >= ranks:
             raise SpecError(
                 "predict",
@@ -124,7 +133,11 @@ def pending(ranks: int) -> list[Guess]:
 
 def document(guesses: Sequence[Guess]) -> Guesses | None:
     """What a run folder stores; None without predictions."""
-    return {"v": VERSION, "figures": {one.figure.name: one.guessed for one in guesses}} if guesses else None
+    figures = {one.figure.name: one.guessed for one in guesses if one.guessed is not None}
+    if not figures:
+        return None
+    found: Guesses = {"v": VERSION, "figures": figures}
+    return {**found, "notebook": notebook()} if notebook() else found
 
 
 def attach(guesses: Sequence[Guess], folder: RunFolder) -> None:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
+
+NAME = "JPY_SESSION_NAME"  # the variable in which Jupyter gives the path of a kernel's notebook
 
 
 def in_notebook() -> bool:
     """Whether this process is the kernel of a notebook, which has imported IPython already."""
     ipython = sys.modules.get("IPython")
     return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
+
+
+def notebook() -> str:
+    """The name of this kernel's notebook without its suffix; empty if it is not known, as outside Jupyter."""
+    return Path(os.environ.get(NAME, "")).stem
 
 
 def cell() -> int:

@@ -1,4 +1,5 @@
-"""Self-grading exercises: `check("ddp.steps", answer)` says what is right or wrong; `my_progress()` lists the results.
+"""Self-grading exercises: `check("ddp.steps", answer)` says what is right or wrong; `my_progress()` lists the results,
+and how near the learner's predictions were.
 
 Each topic is a module of this package with `EXERCISES`, a table of exercises by name. The lessons contain no answers.
 The solution for teachers (`key`) goes into the handout that is made with `--teacher`.
@@ -15,6 +16,7 @@ from typing import Any
 from labkit.common.arguments import check_type, shown
 from labkit.common.text import escape
 from labkit.course.exercises.book import Book
+from labkit.course.scores import ELSEWHERE, Score, scores
 from labkit.figures.tables import marked_html
 
 LABS = {
@@ -36,6 +38,8 @@ LABS = {
     "mixture_of_experts": "15_mixture_of_experts",
     "long_context": "16_long_context",
     "capstone": "17_capstone",
+    "one_device": "18_one_device",
+    "clusters": "19_clusters",
 }
 
 
@@ -144,15 +148,17 @@ def _empty_like(function: Callable) -> bytes:
 
 
 def my_progress() -> Progress:
-    """Every exercise, by lab: not answered, attempted or done."""
+    """Every exercise, by lab: not answered, attempted or done; and the error of the predictions, by lab."""
     return Progress.here()
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress page: for each lab its exercises, as (name, title, attempts, done)."""
+    """The progress page: for each lab its exercises, as (name, title, attempts, done); and by lab, or `ELSEWHERE`, the
+    predictions."""
 
     labs: tuple[tuple[str, tuple[tuple[str, str, int, bool], ...]], ...]
+    predictions: tuple[tuple[str, Score], ...] = ()
 
     @classmethod
     def here(cls) -> Progress:
@@ -165,7 +171,8 @@ class Progress:
                 noted = book.get(name, {})
                 rows.append((name, each.title, noted.get("tries", 0), noted.get("done", False)))
             labs.append((lab, tuple(rows)))
-        return cls(tuple(labs))
+        found = scores(LABS.values())
+        return cls(tuple(labs), tuple((lab, found[lab]) for lab in (*LABS.values(), ELSEWHERE) if lab in found))
 
     @property
     def done(self) -> int:
@@ -184,7 +191,8 @@ class Progress:
             for lab, each in self.labs
             for name, title, tries, done in each
         ]
-        return {"done": self.done, "exercises": rows}
+        predictions = [{"lab": lab, **score.to_json()} for lab, score in self.predictions]
+        return {"done": self.done, "exercises": rows, "predictions": predictions}
 
     def __repr__(self) -> str:
         lines = [self.words]
@@ -193,6 +201,8 @@ class Progress:
                 lab,
                 *(f"  {_MARKS[_state(tries, done)]:14}  {title} ({name})" for name, title, tries, done in rows),
             ]
+        lines += ["your predictions"] if self.predictions else []
+        lines += [f"  {lab}: {score.words}" for lab, score in self.predictions]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -202,7 +212,11 @@ class Progress:
                 cells = (lab, title, name, _MARKS[_state(tries, done)], str(tries or "–"))
                 rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
         heads = "".join(f"<th>{head}</th>" for head in ("lab", "exercise", "name", "state", "attempts"))
-        return f"<p><b>{self.words}</b></p><table><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+        predicted = "".join(
+            f"<p>{escape(f'Your predictions, {lab}: {score.words}')}</p>" for lab, score in self.predictions
+        )
+        table = f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+        return f"<p><b>{self.words}</b></p>{table}{predicted}"
 
 
 def _state(tries: int, done: bool) -> str:

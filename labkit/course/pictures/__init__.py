@@ -8,7 +8,10 @@ measured.
 import importlib
 from types import ModuleType
 
-TOPICS = ("collectives", "data_parallel", "fit", "input_pipeline", "mesh", "pipeline", "sharding", "tensor_parallel")
+TOPICS = (
+    *("collectives", "data_parallel", "fit", "input_pipeline", "links", "mesh", "pipeline", "roofline", "sharding"),
+    "tensor_parallel",
+)
 
 
 def __getattr__(name: str) -> ModuleType:

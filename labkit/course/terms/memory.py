@@ -24,6 +24,18 @@ TERMS = (
         ("activation", "optimizer state", "FSDP unit"),
     ),
     Term(
+        "arithmetic intensity",
+        "The floating-point operations of an operation per byte that it moves between memory and processor. Below the "
+        "device's ratio of peak to bandwidth, the bandwidth limits the operation, above it the peak.",
+        ("roofline", "MFU"),
+    ),
+    Term(
+        "roofline",
+        "The FLOP/s that a device can reach at most, by arithmetic intensity: the bandwidth of its memory times the "
+        "intensity, up to its peak.",
+        ("arithmetic intensity", "MFU"),
+    ),
+    Term(
         "mixed precision",
         "Forward and backward compute in 16 bits (bf16 or fp16), and the update is made in fp32. With Adam: 2 bytes "
         "per parameter for parameters, 2 for gradients and 12 for the optimizer state, 16 in total.",

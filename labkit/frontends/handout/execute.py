@@ -19,6 +19,7 @@ from labkit.frontends.handout.files import LabError, first_line, read_lab
 from labkit.launch.job import Job
 from labkit.record.folder import RunFolder
 from labkit.record.state import OVER
+from labkit.runs.notebook import NAME
 from labkit.setup.environment import CLONE
 
 _PATIENCE = 1800  # timeout of one cell, in seconds
@@ -89,6 +90,7 @@ class _Execution:
         data."""
         path = os.pathsep.join(filter(None, (str(CLONE), os.environ.get("PYTHONPATH"))))
         own = {"PYTHONPATH": path, "LABKIT_RUNS": str(self._root), "IPYTHONDIR": str(work.parent / "ipython")}
+        own[NAME] = self._name
         return os.environ | own | {"PLOTLY_RENDERER": "plotly_mimetype", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
 
     def _prepare(self, client: NotebookClient, code: str) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, TypeAlias
 from typing_extensions import NotRequired, TypedDict
 
 from labkit.record.schema import Limits
-from labkit.record.types.values import RANKS, Amount, Count
+from labkit.record.types.values import RANKS, Amount, Count, Name
 
 VERSION = 1
 
@@ -17,7 +17,9 @@ Guessed: TypeAlias = Amount | Annotated[dict[str, Amount], Limits(most=RANKS, nu
 
 
 class Guesses(TypedDict):
-    """Predicted values by the name of a figure, in its unit, see `analysis/guess.py`; unknown names are ignored."""
+    """Predicted values by the name of a figure, in its unit, see `analysis/guess.py`; unknown names are ignored.
+    `notebook` is the name of the notebook without its suffix, if it is known: of a lab, that of the lab."""
 
     v: NotRequired[Count | None]
+    notebook: NotRequired[Name | None]
     figures: Annotated[dict[str, Guessed], Limits(most=100)]

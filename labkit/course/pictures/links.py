@@ -1,0 +1,98 @@
+"""Links between accelerators, from the table of machines (`prediction/devices.py`): what they carry, and the bus
+bandwidth of collectives on them. All figures are modelled."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from labkit.common.arguments import check_choice
+from labkit.common.units import counted, size
+from labkit.course.pictures.checked import checked
+from labkit.course.pictures.lanes import layout
+from labkit.figures import rank_colour
+from labkit.figures.as_plotly import as_figure
+from labkit.figures.colours import GRID, INK
+from labkit.prediction.collectives import ALGORITHMS, bus_factor
+from labkit.prediction.collectives import known as operation_known
+from labkit.prediction.devices import ACCELERATED, DEFAULT_MACHINE, DEVICES
+from labkit.prediction.links import Modelled
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+SIZES = tuple(4**power for power in range(5, 17))  # bytes: 1 KiB to 4 GiB
+_GB = 1e9
+
+
+@checked
+def bandwidths() -> go.Figure:
+    """GB/s that one accelerator sends over each link of the table, in one direction, as NCCL reckons."""
+    links = {link.name: link for name in ACCELERATED for link in (DEVICES[name].inside, DEVICES[name].between) if link}
+    shown = sorted(links.values(), key=lambda link: link.simple.bandwidth)
+    rates = [link.simple.bandwidth / _GB for link in shown]
+    bars = {
+        "type": "bar",
+        "orientation": "h",
+        "x": rates,
+        "y": [link.name for link in shown],
+        "marker": {"color": INK, "opacity": 0.6},
+        "text": [f"{rate:.3g}" for rate in rates],
+        "textposition": "outside",
+        "cliponaxis": False,
+        "customdata": [link.source for link in shown],
+        "hovertemplate": "%{x:.3g} GB/s: %{customdata}<extra>%{y}</extra>",
+    }
+    note = "modelled: GB/s per accelerator and direction, as NCCL reckons"
+    return as_figure(
+        [bars],
+        layout("Links", note, 100 + 36 * len(shown))
+        | {
+            "xaxis": {"type": "log", "title": {"text": "GB/s"}, "gridcolor": GRID, "range": [0.5, 3]},
+            "yaxis": {"automargin": True},
+            "margin": {"l": 110, "r": 40, "t": 56, "b": 44},
+        },
+    )
+
+
+@checked
+def bus(operation: str = "all_reduce", machine: str = DEFAULT_MACHINE, devices: int = 8) -> go.Figure:
+    """The bus bandwidth of each algorithm of an operation by size, in GB/s, on whole nodes of a named machine or on
+    fewer devices than one has. Raises `LookupError` if the machine has no such nodes."""
+    operation = operation_known(operation)
+    row = DEVICES[check_choice("machine", machine, ACCELERATED)]
+    if devices < 2:
+        raise ValueError(f"devices must be at least 2, got {devices}")
+    nodes = -(-devices // row.per_node)
+    if nodes > 1 and devices % row.per_node:
+        raise ValueError(f"devices must be whole nodes of {row.per_node}, or fewer than one has, got {devices}")
+    model = Modelled(row)
+    times = [model.by_algorithm(operation, count, devices, nodes) for count in SIZES]
+    lines = [
+        {
+            "type": "scatter",
+            "mode": "lines+markers",
+            "name": name,
+            "x": [*SIZES],
+            "y": [bus_factor(operation, devices) * count / each[name] / _GB for count, each in zip(SIZES, times)],
+            "text": [size(count, 0) for count in SIZES],
+            "line": {"color": rank_colour(number)},
+            "hovertemplate": f"%{{text}}: %{{y:.3~g}} GB/s<extra>{name}</extra>",
+        }
+        for number, name in enumerate(ALGORITHMS[operation])
+    ]
+    note = f"modelled: {counted(devices, 'device')} on {counted(nodes, 'node')}; {row.title}"
+    return as_figure(
+        lines,
+        layout(f"Bus bandwidth of {operation}", note, 340)
+        | {
+            "xaxis": {
+                "type": "log",
+                "title": {"text": "message of one rank"},
+                "tickvals": [*SIZES[::2]],
+                "ticktext": [size(count, 0) for count in SIZES[::2]],
+                "gridcolor": GRID,
+            },
+            "yaxis": {"title": {"text": "GB/s"}, "rangemode": "tozero", "gridcolor": GRID},
+            "margin": {"l": 60, "r": 20, "t": 56, "b": 44},
+        },
+    )
