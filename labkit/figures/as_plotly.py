@@ -48,7 +48,7 @@ def parts(drawn: Drawn) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         "margin": {"l": 58, "r": 88 if _has_legend(drawn) else 16, "t": 26, "b": 32},
         "legend": {
             "x": 1.01,
-            "y": 1.15 if chart.bars else 1,
+            "y": 1.25 if chart.bars else 1,
             "maxheight": 160,  # px: fits next to a live chart without scrolling
             "yanchor": "top",
             "font": {"size": 10},

@@ -34,7 +34,7 @@ from labkit.probe.patches import Patches
 from labkit.probe.script import code_of
 from labkit.probe.steps import StepWatch
 
-STEPS = 3  # as of a generated script
+STEPS = 3  # the first typical one, whatever wraps the model
 _HERE = Path(__file__).parents[2]
 _LIBRARIES = (
     *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
