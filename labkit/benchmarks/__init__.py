@@ -18,6 +18,7 @@ from dataclasses import asdict
 from rich.table import Column, Table
 
 from labkit.benchmarks.burst import burst
+from labkit.benchmarks.clients import clients
 from labkit.benchmarks.figure import Figure
 from labkit.benchmarks.fuzz import hostile
 from labkit.benchmarks.kills import kill_matrix
@@ -47,6 +48,7 @@ BENCHES: tuple[Callable[[], list[Figure]], ...] = (
     scaling,
     predictions,
     kill_matrix,
+    clients,
     hostile,
 )
 
