@@ -44,12 +44,18 @@ VALUES: dict[str, tuple[Any, set[str]]] = {
     "args": (("--lr", "0.1"), {"command", "arguments"}),
     "tensors": (True, {"environment"}),
     "save_every": (5, {"script"}),
+    "checkpoint_async": (True, {"script"}),
     "resume": ("/x/step5", {"script"}),
     "max_restarts": (2, {"arguments"}),
     "fault": ("slow_rank", {"script"}),
     "sample_every": (7, {"environment"}),
     "hang_after": (9, {"environment"}),
     "as_module": (True, {"command", "arguments"}),
+}
+# What a field has an effect with only.
+WITH: dict[str, dict[str, Any]] = {
+    "data_dir": {"data": "mnist"},
+    "checkpoint_async": {"strategy": "fsdp2", "save_every": 5},
 }
 CPU = Machine(gpus=(), cores=4, memory=2**34)
 
@@ -79,7 +85,7 @@ def test_a_value_has_an_effect_or_is_refused(name, kind, tmp_path):
         assert refused.value.field.replace("_", "-") in sentence.replace("_", "-")
         assert (value if name == "script" else shown(value)) in sentence
         return
-    base = base | ({"data": "mnist"} if name == "data_dir" else {})
+    base = base | WITH.get(name, {})
     before, after = places(Spec(**base), RunFolder(tmp_path)), places(Spec(**base | {name: value}), RunFolder(tmp_path))
     changed = {place for place in before if before[place] != after[place]}
     assert changed == (where if kind == STRATEGY else where - {"script"})
@@ -112,7 +118,7 @@ def test_every_flag_is_the_field(name):
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_the_panel_takes_a_field_or_refuses_it(name, monkeypatch):
-    value, more = VALUES[name][0], {"data": "mnist"} if name == "data_dir" else {}
+    value, more = VALUES[name][0], WITH.get(name, {})
     if name == "device":
         value = "cpu"
     if not about(FIELDS[name]).panel:

@@ -6,6 +6,7 @@ import subprocess
 
 import hosts
 import pytest
+from commands import called
 from conftest import wait_until
 from hosts import two_hosts
 from strategies_at_once import check_losses, script_of_all
@@ -68,3 +69,7 @@ def test_two_hosts_train_as_one_machine_lose_each_other_and_meet_again(runs, sha
     note = figures.chart("loss", first.state).note
     assert note.startswith("2 nodes met (") and f", {names[1]} cut off (" in note
     assert (", 1 node met (" in note) == bool(alone)
+    assert called("gather", first.name, second.name, "-o", str(tmp_path / "whole")) == 0
+    whole = Run.attach(tmp_path / "whole").summary()
+    assert (whole["state"], [rank["exit_code"] for rank in whole["ranks"]]) == ("finished", [0, 0])
+    assert {host for one in whole["nodes"] if one["what"] == "cut off" for host in one["hosts"]} == set(names)

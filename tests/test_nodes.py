@@ -33,6 +33,7 @@ def endpoint() -> str:
         return f"127.0.0.1:{free.getsockname()[1]}"
 
 
+@pytest.mark.slow  # test_hosts.py has a run of one rank per node
 def test_two_nodes_train_as_one_machine_and_are_gathered(shared_run, tmp_path, capsys):
     spec, meeting = settle("fsdp2", nproc=4, nodes=2, **SMALL), endpoint()
     nodes = [Run(start_node(spec, Node(2, rank, meeting))) for rank in range(2)]

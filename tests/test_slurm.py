@@ -60,8 +60,7 @@ def test_two_nodes_train_as_one_machine(at_cluster, shared_run, tmp_path):
     check_losses(list(run.state.ranks.values()), shared_run)
     found = run.summary()
     assert (found["world_size"], [rank["exit_code"] for rank in found["ranks"]]) == (2, [0, 0])
-    assert "step 4: loss" in run.logs(0)
-    assert run.logs(1) == ""
+    assert [run.logs(rank).count("step 4: loss") for rank in range(2)] == [2, 1]  # the last stage of PP reports
     state = run.state
     assert (state.queue["state"], state.queue["nodes"]) == ("COMPLETED", "labkit[1-2]")
     assert summarise(state, run.name)["state"] == "finished"

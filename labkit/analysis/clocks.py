@@ -7,9 +7,9 @@ between the recorded ends on two hosts is therefore the difference of their cloc
 from __future__ import annotations
 
 from dataclasses import dataclass
-from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any, Literal
 
+from labkit.analysis.metrics import median, quartiles
 from labkit.record.state import per_revision
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def _linked(
     for host, by in differences.items():
         via = next(one for one in known if one in by)
         values, shortest = [value for value, _ in by[via]], min(seconds for _, seconds in by[via])
-        first, _, third = quantiles(values, n=4) if len(values) > 1 else (0.0, 0.0, 0.0)
-        spread = max((third - first) / 2, shortest / 2)
+        low, high = quartiles(values)
+        spread = max(high - low, shortest) / 2
         found[host] = Offset(median(values) + known[via].seconds, spread + known[via].uncertainty, len(values))
     return found

@@ -50,6 +50,13 @@ def percentile_95(values: Iterable[float]) -> float:
     return float(numpy.percentile(known, 95)) if len(known) else math.nan
 
 
+def quartiles(values: Iterable[float]) -> tuple[float, float]:
+    """The lower and the upper quartile of the known values, interpolated linearly between two of them; NaN if there are
+    none."""
+    known = _known(values)
+    return (float(numpy.percentile(known, 25)), float(numpy.percentile(known, 75))) if len(known) else (math.nan,) * 2
+
+
 def _known(values: Iterable[float]) -> numpy.ndarray:
     numbers = numpy.asarray(values if isinstance(values, numpy.ndarray) else list(values), float)
     known: numpy.ndarray = numbers[~numpy.isnan(numbers)]

@@ -18,6 +18,7 @@ from dataclasses import asdict
 from rich.table import Column, Table
 
 from labkit.benchmarks.burst import burst
+from labkit.benchmarks.clients import clients
 from labkit.benchmarks.figure import Figure
 from labkit.benchmarks.fuzz import hostile
 from labkit.benchmarks.killed_training import training_kills
@@ -50,6 +51,7 @@ BENCHES: tuple[Callable[..., list[Figure]], ...] = (
     predictions,
     kill_matrix,
     training_kills,
+    clients,
     hostile,
 )
 IN_ROUNDS = (kill_matrix, training_kills)
