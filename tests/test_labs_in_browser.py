@@ -16,7 +16,10 @@ from labkit.course.exercises import LABS
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 TOPICS = {lab: topic for topic, lab in LABS.items()}
-LESSONS = ("00_start_here", "01_collectives", "03_ddp", "05_fsdp", "07_pipeline_parallel")
+LESSONS = (
+    *("00_start_here", "01_collectives", "03_ddp", "05_fsdp", "07_pipeline_parallel"),
+    *("15_mixture_of_experts", "16_long_context", "17_capstone", "18_one_device", "19_clusters"),
+)
 # Of every cell: its source, its tags, and whether it is one that runs.
 SHOWN = (
     f"{CELLS}.map(one => [one.model.sharedModel.getSource(), one.model.getMetadata('tags') ?? [], one.model.type ==="
