@@ -107,11 +107,11 @@ def lab_environment() -> dict[str, str]:
 
 
 def test(args: argparse.Namespace) -> int:
-    """Replaces this process with pytest in the root of the clone: two tests at a time, because tests mostly wait for
+    """Replaces this process with pytest in the root of the clone: three tests at a time, because tests often wait for
     processes."""
     _ensure("the browser tests", _BROWSERS, "chromium", "fonts-dejavu-core")
     _ensure("the tests of Slurm", ("slurmctld",), "slurm-wlm", "munge")
-    become([sys.executable, "-m", "pytest", "-n", "2", "--dist", "worksteal", *args.rest], folder=CLONE)
+    become([sys.executable, "-m", "pytest", "-n", "3", "--dist", "worksteal", *args.rest], folder=CLONE)
     return 0
 
 
