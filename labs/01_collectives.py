@@ -21,7 +21,7 @@
 #
 # A rank can only *send* to one other rank and *receive* from one other rank. All collectives are built from these two
 # operations. In this lab you look at them as pictures, predict their cost, run them on real processes, and write one
-# yourself. About 1 minute of computing on two cores.
+# yourself. The cells of this lab compute for about 1 minute on two cores.
 
 # %%
 from labkit import check, pictures

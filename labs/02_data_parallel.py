@@ -19,7 +19,7 @@
 # **One line, `nn.DataParallel(model)`, and all GPUs are used. Why does its own documentation advise against it?**
 #
 # This lab takes half an hour. You find out what DP sends in every step, what device 0 has to do, what the threads wait
-# for, and how DDP avoids all of this. About 1 minute of computing on two cores.
+# for, and how DDP avoids all of this. The cells of this lab compute for about 1 minute on two cores.
 
 # %%
 import time

@@ -18,8 +18,8 @@
 #
 # A training run reaches half the speed that its GPU allows. Is it the model, the gradient communication, or the disk?
 # Every step starts with a batch, and a device without a batch waits. In this lab you see that wait, hide it, and
-# measure what each of the usual settings gains **on this machine**: workers, pinned memory, asynchronous copies. About
-# 2 minutes of computing on two cores.
+# measure what each of the usual settings gains **on this machine**: workers, pinned memory, asynchronous copies. The
+# cells of this lab compute for about 2 minutes on two cores.
 
 # %%
 from pathlib import Path

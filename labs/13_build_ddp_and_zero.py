@@ -30,8 +30,8 @@
 # If a criterion is not met, the answer names it, the rank, the step, what was expected and what was measured. If your
 # code hangs, it says which rank waits in which call.
 #
-# About 2 minutes of computing on two cores, and 5 to 15 seconds for each check. Writing takes longer: plan an
-# afternoon, or one exercise per day.
+# The cells of this lab compute for about 2 minutes on two cores, and each check for 5 to 15 seconds. Writing takes
+# longer: plan an afternoon, or one exercise per day.
 
 # %%
 from contextlib import contextmanager

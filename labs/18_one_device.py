@@ -20,8 +20,8 @@
 # billion floating-point operations. How many can your processor compute per second, how much of that does training use,
 # and what limits the rest: computing, or moving bytes?**
 #
-# Take this lab after 00 and before 02. It takes 40 minutes. About 2 minutes of computing on two cores. All figures
-# are measured on your machine unless the text says *by formula*.
+# Take this lab after 00 and before 02. It takes 40 minutes. Its cells compute for about 2 minutes on two cores. All
+# figures are measured on your machine unless the text says *by formula*.
 
 # %%
 from labkit import Spec, check, excerpt, pictures, place, predict, run

@@ -148,7 +148,7 @@ def a_run(schedule: str, parts: int, steps: dict[int, dict[int, dict]], strategy
     state.spec = {"strategy": strategy, "options": {"schedule": schedule, "micro_batches": parts}}
     for rank in (0, 1):
         own = {step: by_rank[rank] for step, by_rank in steps.items() if rank in by_rank}
-        state.ranks[rank] = SimpleNamespace(timelines=own)
+        state.ranks[rank] = SimpleNamespace(timelines=own, host="")
     return SimpleNamespace(name="a-run", state=state)
 
 

@@ -33,7 +33,10 @@ def node_commands(spec: Spec, nodes: int, endpoint: str) -> list[str]:
     """
     whole = replace(spec, nproc=(spec.nproc or 1) * nodes).settled(Machine.here().times(nodes))
     Node(nodes, 0, endpoint).share(whole.processes)
-    what, *rest = shlex.join(arguments(whole)).split(" -- ", 1)
-    script = f" -- {rest[0]}" if rest else ""
-    meeting = f"--rdzv-endpoint {shlex.quote(endpoint)}{script}"
-    return [f"python3 -m labkit run {what} --nodes {nodes} --node-rank {rank} {meeting}" for rank in range(nodes)]
+    words = arguments(whole)
+    end = words.index("--") if "--" in words else len(words)
+    start = ["python3", "-m", "labkit", "run", *words[:end], "--nodes", str(nodes)]
+    return [
+        shlex.join([*start, "--node-rank", str(rank), "--rdzv-endpoint", endpoint, *words[end:]])
+        for rank in range(nodes)
+    ]
