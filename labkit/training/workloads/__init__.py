@@ -90,7 +90,7 @@ DATA: dict[str, Data] = {
             "text",
             "the Python language reference (pydoc_data.topics), as bytes",
             20_000,
-            1_000,
+            256,
             _window,
             number_bytes=8,
         ),
