@@ -280,6 +280,7 @@ def test_every_field_of_a_spec_and_of_a_summary_has_a_row(runs):
     assert DOCUMENTS["spec.json"].shape.fields.keys() == {one.name for one in fields(Spec)}
     predicted = RunState()
     predicted.apply({"kind": "prediction", "prediction": {"method": "formula", "ranks": [], "classes": []}})
+    predicted.apply({"kind": "hosts", "t": 1.0, "rank": 0, "hosts": {"0": "a", "1": "b"}})
     predicted.apply({"kind": "guess", "guess": {"figures": {"loss": 1.0}}})
     assert DOCUMENTS["summary.json"].shape.fields.keys() == summarise(predicted).keys()
     run = FakeRun(runs, steps=10)

@@ -152,7 +152,7 @@ def test_a_step_on_another_machine_is_modelled_for_its_gpus(lab, traces, monkeyp
     lab._view.predict.machine.value = "a100x8"
     button(lab).click()
     wait_until(lambda: "a step takes 2 ms (1 ms to 3 ms), 9 samples/s" in strip(lab))
-    assert "modelled for 8 × A100" in strip(lab) and asked == [("cuda", "a100x8")]
+    assert "Modelled for 8 × A100" in strip(lab) and asked == [("cuda", "a100x8")]
     lab._view.predict.machine.value = "here"
     wait_until(lambda: "Next run (expected) DDP" in strip(lab))
     lab._view.predict.machine.value = "a100x8"

@@ -255,7 +255,6 @@ def memory_of_step(state: RunState, rank: int | None = None) -> Chart:
     note = f"rank {one.rank}, step {held['step']}; bottom: phases"
     if step:
         lines += (_predicted_curve(step, held, axis.bytes_each),)
-        note += "; predicted: each phase as long as measured"
     return Chart(
         "memory_of_step", title, Axis("ms", end=_ms(held["seconds"])), axis, lines=lines, bands=bands, note=note
     )

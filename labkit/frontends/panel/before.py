@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import ipywidgets
 
-from labkit.analysis.prediction import how_made, step_in_words, time_made
+from labkit.analysis.prediction import how_made, step_in_words
 from labkit.analysis.theory import Flow, states, theory
 from labkit.common.text import escape
 from labkit.common.units import counted, size
@@ -39,7 +39,7 @@ class Before:
         self.widget = ipywidgets.HTML(layout={"display": "none"})
         self.widget.add_class("labkit-before")
         self.predict = Predict(chosen, self.plan, self._predicted)
-        self.guess = GuessFields()
+        self.guess = GuessFields(self.predict.machine)
         self._on_prediction = on_prediction
         self._lock = threading.Lock()
         self._newest = 0  # of the calls
@@ -92,15 +92,20 @@ def plan_html(spec: Spec, known: Plan | str | None = None, untimed: str = "") ->
     below the sentence that is known about its prediction; `untimed` says why it has no time of a step."""
     what = f"{spec.strategy_row.title} · {spec.workload} on {spec.data} · {counted(spec.processes, 'rank')}"
     if known and not isinstance(known, str):
-        time = f"By simulation, {step} ({time_made(known)})." if (step := step_in_words(known)) else untimed
+        time = f"{_source(known)}, {step}." if (step := step_in_words(known)) else untimed
         time = f"{known['untimed']}." if "untimed" in known else time
-        how = f"{what}. Predicted {how_made(known)}, bytes by owner at the peak. {time}"
+        how = f"{what}. Predicted {how_made(known)}, bytes at the peak. {time}"
         title, found = f"<p><b>Next run (predicted)</b> {escape(how)}</p>", Prediction(known)
         return f'<div class="labkit-notes">{title}</div>{table_html(found.heads, found.rows)}'
     said = f'<p role="status">{escape(known)}</p>' if known else ""
     note, table = _by_formula(spec)
     title = f"<p><b>Next run (expected)</b> {escape(what)}. {escape(note)}</p>"
     return f'<div class="labkit-notes">{said}{title}</div>{table}'
+
+
+def _source(plan: Plan) -> str:
+    """Where the time of a step comes from, in the few words for which there is room."""
+    return f"Modelled for {plan['time']['links']}" if plan["time"].get("modelled") else "By simulation"
 
 
 def _by_formula(spec: Spec) -> tuple[str, str]:

@@ -12,12 +12,13 @@ _HINT = "What do you expect? The run stores your guess and compares it with the 
 
 
 class GuessFields:
-    """A row with one field per figure. `enter` makes what is written there the prediction of the next run."""
+    """A row with one field per figure, and behind them other widgets about the next run. `enter` makes what is written
+    in the fields the prediction of that run."""
 
-    def __init__(self) -> None:
+    def __init__(self, *others: ipywidgets.Widget) -> None:
         self.fields = {name: _field(name) for name in _NAMES}
         head = ipywidgets.HTML("<b>Your guess</b>")
-        self.widget = ipywidgets.HBox([head, *self.fields.values()], layout={"display": "none"})
+        self.widget = ipywidgets.HBox([head, *self.fields.values(), *others], layout={"display": "none"})
         self.widget.add_class("labkit-guesses")
         self._entered: list[Guess] = []
 

@@ -108,7 +108,7 @@ class Lab:
         tabs.add_class("labkit-tabs")
         tabs.observe(self._turned, "selected_index")
         mode = Presentation(on=presentation)
-        buttons = (self._run_button, view.stop_button, view.predict.button, view.predict.machine)
+        buttons = (self._run_button, view.stop_button, view.predict.button)
         actions = ipywidgets.HBox([*buttons, view.words, view.progress, mode])
         actions.add_class("labkit-actions")
         self._install = Install(self._changed)

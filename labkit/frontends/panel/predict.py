@@ -45,9 +45,9 @@ class Predict:
         self.button = ipywidgets.Button(description=_TITLE, tooltip=_HINT, disabled=True)
         self.button.on_click(lambda _: self._start())
         self.button.add_class("labkit-predict")
-        names = [("on this machine", HERE), *((f"on {name}", name) for name in ACCELERATED)]
-        self.machine = ipywidgets.Dropdown(options=names, value=HERE, description="machine", tooltip=_FOR)
-        self.machine.add_class("labkit-predict-for")
+        names = [("this machine", HERE), *((name, name) for name in ACCELERATED)]
+        self.machine = ipywidgets.Dropdown(options=names, value=HERE, description="Predict for", tooltip=_FOR)
+        self.machine.add_class("labkit-guess-field")
         self.machine.observe(lambda _: self._move(), names="value")
 
     def allow(self, allowed: bool) -> None:
