@@ -172,6 +172,12 @@ def script_and_diff(page: sync_api.Page, panel: sync_api.Locator) -> None:
     panel.get_by_text("Diff to one device").click()
     sync_api.expect(panel.locator(".labkit-gi").first).to_be_visible()
     picture(page, "4-diff")
+    panel.get_by_text("Several nodes").click()
+    sync_api.expect(panel.locator(".labkit-nodes code")).to_contain_text(
+        [f"--node-rank {rank} --rdzv-endpoint node0:29500" for rank in (0, 1)]
+    )
+    picture(page, "4-nodes")
+    fits_the_projector(panel)
     panel.get_by_role("tab", name="Live").click()
 
 
