@@ -26,7 +26,7 @@ _GB = 1e9
 
 @checked
 def bandwidths() -> go.Figure:
-    """GB/s that one accelerator sends over each link of the table, in one direction, as NCCL reckons."""
+    """GB/s that one accelerator sends over each link of the table, in one direction, as in NCCL's own model."""
     links = {link.name: link for name in ACCELERATED for link in (DEVICES[name].inside, DEVICES[name].between) if link}
     shown = sorted(links.values(), key=lambda link: link.simple.bandwidth)
     rates = [link.simple.bandwidth / _GB for link in shown]
@@ -42,7 +42,7 @@ def bandwidths() -> go.Figure:
         "customdata": [link.source for link in shown],
         "hovertemplate": "%{x:.3g} GB/s: %{customdata}<extra>%{y}</extra>",
     }
-    note = "modelled: GB/s per accelerator and direction, as NCCL reckons"
+    note = "modelled: GB/s per accelerator and direction; the figures of NCCL's own model"
     return as_figure(
         [bars],
         layout("Links", note, 100 + 36 * len(shown))
