@@ -204,7 +204,7 @@ check("build_model_parallel.ring_attention", ring_attention)
 # ## 6. A balanced ring
 #
 # **Predict:** rank 0 has the first positions. How many of the n blocks does it compute, and how many does the last
-# rank? Who waits for whom?
+# rank? Which rank waits for which?
 #
 # A better assignment gives each rank one early and one late chunk: of 2n chunks, rank r has chunk r and chunk 2n − 1 −
 # r, in this order. Every rank then has the same number of visible pairs of a chunk of queries and a chunk of keys:

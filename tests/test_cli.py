@@ -246,6 +246,7 @@ def test_closed_pipe_is_not_an_error():
     [
         ("ddp", {"nproc": 2, "steps": 3, "options": {"bucket_mb": 5, "accumulate": 2}, "max_restarts": 1}),
         ("tp", {"nproc": 2, "workload": "gpt", "options": {"loss_parallel": True}}),
+        ("fsdp2", {"nproc": 2, "save_every": 5, "checkpoint_async": True}),
         (Path(__file__), {"nproc": 2, "args": ["--nodes", "a b"]}),
     ],
 )

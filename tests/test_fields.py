@@ -107,11 +107,17 @@ def test_a_recorded_value_without_an_effect_is_left_out():
     assert Spec.from_json(recorded) == Spec(script="train.py", nproc=2)
 
 
-@pytest.mark.parametrize("name", [name for name, one in FIELDS.items() if about(one).flag])
+@pytest.mark.parametrize("name", [name for name, one in FIELDS.items() if about(one).on_command_line])
 def test_every_flag_is_the_field(name):
-    value = VALUES[name][0]
-    more = ["--data", "mnist"] if name == "data_dir" else []
-    args = parse(["script", "ddp", f"--{name.replace('_', '-')}", str(value), *more])
+    value, more = VALUES[name][0], WITH.get(name, {})
+    words = [
+        word
+        for field, each in more.items()
+        if field != "strategy"
+        for word in (f"--{field.replace('_', '-')}", str(each))
+    ]
+    given = [] if about(FIELDS[name]).switch else [str(value)]
+    args = parse(["script", more.get("strategy", "ddp"), f"--{name.replace('_', '-')}", *given, *words])
     assert fields_of(args)[name] == value
     assert getattr(args.specs[0], name) == value
 

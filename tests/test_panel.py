@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
-from labkit import SpecError
+from labkit import Spec, SpecError
 from labkit.frontends.panel import Lab
+from labkit.frontends.panel import predict as prediction
 from labkit.frontends.panel.choices import Choices
 from labkit.setup.machine import Gpu, Machine
 from labkit.training.options import COMMON
@@ -120,6 +123,17 @@ def test_the_command_of_each_of_several_nodes_is_shown():
     lab._nodes.endpoint.value = "a:1"
     lab._choices.strategy.value = "single"
     assert lab._nodes.texts == [] and "single trains on one device" in lab._nodes.said.value
+
+
+def test_a_machine_that_lacks_the_precision_says_so_until_another_is_chosen(monkeypatch):
+    monkeypatch.setattr(prediction, "predict", lambda spec, cancelled: {"method": "simulated"})
+    spec = Spec("ddp", nproc=2, device="cpu", precision="bf16")
+    one = prediction.Predict(lambda: spec, lambda spec: None, lambda spec: None)
+    one.machine.value = "t4x2"
+    one._predict(spec, "t4x2", threading.Event())
+    assert one.known(spec).startswith("precision on NVIDIA T4 must be one of ")
+    one.machine.value = "a100x8"
+    assert one.known(spec) is None
 
 
 def test_what_cannot_run_is_one_sentence_and_no_run():

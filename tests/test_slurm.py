@@ -160,7 +160,7 @@ def test_a_batch_file_has_the_settings_of_the_profile(tmp_path):
     assert 'apptainer exec --nv --bind "$PWD" images/torch.sif' in text
     assert "SLURM_LAUNCH_NODE_IPADDR" not in [word for word in text.split() if word.startswith("$")]
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
-    assert "save=./save " in text and text.index('touch "$save"') < text.index("scontrol requeue") < text.index("srun")
+    assert "save=save " in text and text.index('touch "$save"') < text.index("scontrol requeue") < text.index("srun")
     single = sbatch(of_spec(with_ranks(Spec("ddp", nproc=2, device="cpu"))), Profile(container="torch:2"))
     assert "--no-requeue" in single and "scontrol requeue" not in single
     assert "--container-image=torch:2" in single

@@ -17,8 +17,7 @@ from labkit.prediction.devices import ACCELERATED, DEFAULT_MACHINE
 from labkit.setup.environment import OPTIONAL
 from labkit.training.strategies import STRATEGIES
 
-# the fields that have a flag
-FLAGS = tuple(one for one in fields(Spec) if about(one).flag or about(one).switch)
+FLAGS = tuple(one for one in fields(Spec) if about(one).on_command_line)
 _WITH_HELP = f"also install an extra: {', '.join(OPTIONAL)}"
 STREAMS = ("stdout", "stderr")
 _COLD = (

@@ -18,14 +18,14 @@ _PORTS = 20_000, 20_000  # the first port, and how many: a job's own follows fro
 @dataclass(frozen=True)
 class Launch:
     """How the tasks of a job are started: the words before torchrun's own arguments and after them, variables, and the
-    file for the output of all of them (`%x` is the name of the job, `%j` its number). `folder` contains the script: a
-    file `save` there asks it for a checkpoint."""
+    file for the output of all of them (`%x` is the name of the job, `%j` its number). `save` is the file that asks the
+    script for a checkpoint."""
 
     torchrun: tuple[str, ...] = ("torchrun",)
     options: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
     output: str = "%x-%j.log"
-    folder: str = "."
+    save: str = "save"
 
 
 BARE = Launch()
@@ -58,7 +58,7 @@ def sbatch(job: Portable, profile: Profile, launch: Launch = BARE) -> str:
         *([f"module load {profile.modules}"] if profile.modules else []),
         *([profile.setup] if profile.setup else []),
         *(f"export {name}={shlex.quote(value)}" for name, value in launch.variables.items()),
-        *(["", *_requeue(launch.folder)] if job.resumes else []),
+        *(["", *_requeue(launch.save)] if job.resumes else []),
         "",
         "# The ranks meet on the first node of the job; SLURM_LAUNCH_NODE_IPADDR may be the login node.",
         'mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
@@ -77,13 +77,13 @@ def sbatch(job: Portable, profile: Profile, launch: Launch = BARE) -> str:
     return "\n".join(lines)
 
 
-def _requeue(folder: str) -> tuple[str, ...]:
+def _requeue(save: str) -> tuple[str, ...]:
     """The lines that save and requeue a job at Slurm's signal."""
     return (
         "# Before the time limit the ranks write a checkpoint, from which the job resumes after waiting in the queue.",
-        f"save={shlex.quote(f'{folder}/save')}  # the script removes this file when the checkpoint is complete",
+        f"save={shlex.quote(save)}  # the script removes this file when the checkpoint is complete",
         "requeue() {",
-        '  echo "the time limit is near: saved and requeued"',
+        '  echo "the time limit is near: the job saves a checkpoint and goes back to the queue"',
         '  touch "$save"',
         f'  for _ in {{1..{_PATIENCE}}}; do if [ -e "$save" ]; then sleep 1; fi; done',
         '  scontrol requeue "$SLURM_JOB_ID"',

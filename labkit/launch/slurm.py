@@ -30,7 +30,6 @@ from labkit.record.status import hidden_supervisor, is_here, supervisor_of
 
 ENGINE = "slurm"
 _AGENT = "labkit.launch.slurm_agent"
-_LOOK = 0.02  # seconds between two looks at the status of a new supervisor
 
 
 def start(spec: Spec, nodes: int, profile: Profile, **options: Any) -> Job:
@@ -74,7 +73,7 @@ def _planned(spec: Spec, folder: RunFolder, nodes: int, profile: Profile, submit
         torchrun=("python" if profile.container else sys.executable, "-m", "torch.distributed.run"),
         variables=environment | {"LABKIT_LOGS": str(folder.logs)},
         output=str(folder.launcher_log),
-        folder=str(folder.path),
+        save=str(folder.save_request),
     )
     RunFolder.write_text(folder.batch, sbatch(job, profile, launch))
     submitted.append(_submitted(["sbatch", "--parsable", f"--chdir={os.getcwd()}", str(folder.batch)]))  # noqa: PTH109
@@ -96,10 +95,7 @@ def follow_again(folder: RunFolder) -> None:
         ):
             return
         plan = _plan(folder, number, probe_environment(Spec.from_json(folder.read_spec()), folder)) | {"detached": True}
-        started = folder.status.stat().st_mtime_ns
         start_supervisor(folder, plan, status.get("started") or time.time(), None, Cold(), lambda: None)
-        while folder.status.stat().st_mtime_ns == started:  # its first status replaces that of the former one
-            time.sleep(_LOOK)
 
 
 def _plan(folder: RunFolder, number: int, environment: dict[str, str]) -> dict[str, Any]:

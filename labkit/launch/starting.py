@@ -45,9 +45,11 @@ def start_supervisor(
     start: Consent | Cold,
     clean_up: Callable[[], None],
 ) -> None:
-    """Starts the supervisor in its own session and waits for its first status; the lifeline stays open while this
-    process lives. `clean_up` is called when it has ended. Raises `LaunchError` if it does not start.
+    """Starts the supervisor in its own session and waits for its first status, which replaces that of a former one; the
+    lifeline stays open while this process lives. `clean_up` is called when it has ended. Raises `LaunchError` if it
+    does not start.
     """
+    before = _written(folder)
     lifeline = None if plan["detached"] else os.pipe()
     if lifeline:
         _lifelines.add(lifeline[1])
@@ -67,7 +69,7 @@ def start_supervisor(
         target=_reap, args=(process, lifeline, clean_up), daemon=True, name=f"labkit {folder.name}"
     ).start()
     last = time.monotonic() + _START_LIMIT
-    while not folder.status.exists():
+    while _written(folder) == before:
         if process.returncode is not None or time.monotonic() > last:
             why = (
                 report.last_line(folder, folder.supervisor_log)
@@ -75,6 +77,11 @@ def start_supervisor(
             )
             raise LaunchError(f"the run could not be started: {why}")
         time.sleep(0.005)
+
+
+def _written(folder: RunFolder) -> int | None:
+    """When the status was written, in nanoseconds; None if there is none."""
+    return folder.status.stat().st_mtime_ns if folder.status.exists() else None
 
 
 def _launch(

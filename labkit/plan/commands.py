@@ -16,8 +16,8 @@ def arguments(spec: Spec) -> list[str]:
     words = [spec.strategy] if spec.script is None else [*(["-m"] if spec.as_module else []), spec.script]
     for one in fields(Spec):
         value = getattr(spec, one.name)
-        if about(one).flag and value != default_of(one):
-            words += [f"--{one.name.replace('_', '-')}", str(value)]
+        if about(one).on_command_line and value != default_of(one):
+            words += [f"--{one.name.replace('_', '-')}", *([] if about(one).switch else [str(value)])]
     rows = () if spec.script else (*spec.strategy_row.all_options, *spec.workload_row.options)
     known = {option.name: option.default for option in rows}
     for name, value in spec.options.items():

@@ -33,7 +33,7 @@ class About:
 
     - `help`: what the field is, in a few words; on the command line, its default is part of it.
     - `applies_to`: the kinds of runs on which the field has an effect; on others a value is refused.
-    - `flag`: what stands for the value on the command line, the unit if it is a number; empty if there is no such flag.
+    - `flag`: what stands for the value on the command line, the unit if it is a number; empty if no flag has a value.
     - `switch`: whether a flag without a value sets it to True.
     - `panel`: WIDGET, DEFAULT, or empty if the panel does not take the field.
     - `compared`: whether a comparison takes the field, with the same value for all of its runs.
@@ -50,6 +50,11 @@ class About:
     bounds: Number | None = None
     choices: Collection[str] = ()
     check: Callable[[str, Any], Any] | None = None
+
+    @property
+    def on_command_line(self) -> bool:
+        """Whether the field has a flag, with or without a value."""
+        return self.switch or bool(self.flag)
 
 
 def about(of: Field[Any]) -> About:

@@ -102,6 +102,11 @@ class RunPaths:
         return self.path / "checkpoints"
 
     @property
+    def save_request(self) -> Path:
+        """The file next to the script that asks it for a checkpoint; the script removes it."""
+        return self.path / "save"
+
+    @property
     def logs(self) -> Path:
         """The folder of the ranks' output."""
         return self.path / "logs"

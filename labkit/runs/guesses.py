@@ -137,7 +137,9 @@ def document(guesses: Sequence[Guess]) -> Guesses | None:
     if not figures:
         return None
     found: Guesses = {"v": VERSION, "figures": figures}
-    return {**found, "notebook": notebook()} if notebook() else found
+    if name := notebook():
+        found["notebook"] = name
+    return found
 
 
 def attach(guesses: Sequence[Guess], folder: RunFolder) -> None:

@@ -59,6 +59,14 @@ def require_number(answer: Any, what: str) -> None:
         raise Wrong(f"the answer must be a number {what}, got {answer!r}")
 
 
+def result_of(call: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a learner's function returns for some arguments; `Wrong` if it raises. `call` says it in words."""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        raise Wrong(f"{call} raised {type(error).__name__}: {error}") from None
+
+
 @dataclass(frozen=True)
 class Exercise:
     """An exercise. `check(answer)` returns why the answer is right, or raises `Wrong`; `key` is the solution

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from labkit.course.exercises import Exercise, Wrong, require_function, require_number
+from labkit.course.exercises import Exercise, Wrong, require_function, require_number, result_of
 from labkit.prediction.collectives import bus_factor
 
 _CASES = ((1e9, 0.01, 8), (25e6, 0.004, 2), (1e6, 1e-4, 64))  # bytes, seconds, ranks
@@ -15,10 +15,7 @@ def _bus(answer: Any) -> str:
     require_function(answer, "bus_bandwidth(size, seconds, ranks)")
     for size, seconds, ranks in _CASES:
         call = f"bus_bandwidth({size:g}, {seconds:g}, {ranks})"
-        try:
-            given = answer(size, seconds, ranks)
-        except Exception as error:
-            raise Wrong(f"{call} raised {type(error).__name__}: {error}") from None
+        given = result_of(call, answer, size, seconds, ranks)
         require_number(given, f"of bytes per second, from {call}")
         algorithm = size / seconds
         if math.isclose(given, algorithm, rel_tol=1e-9) and ranks != 2:

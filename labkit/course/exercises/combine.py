@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
-from labkit.course.exercises import Exercise, Wrong, require_function
+from labkit.course.exercises import Exercise, Wrong, require_function, result_of
 from labkit.course.exercises.own import finished
 
 _MESHES = ((2, 2, 2), (2, 1, 4), (1, 3, 2), (4, 2, 8))
@@ -16,10 +16,7 @@ def _place(answer: Any) -> str:
     for sizes in _MESHES:
         for rank, wanted in enumerate(product(*map(range, sizes))):
             call = f"place_of({', '.join(map(str, (rank, *sizes)))})"
-            try:
-                given = answer(rank, *sizes)
-            except Exception as error:
-                raise Wrong(f"{call} raised {type(error).__name__}: {error}") from None
+            given = result_of(call, answer, rank, *sizes)
             if not isinstance(given, (tuple, list)) or len(given) != 3:
                 raise Wrong(f"{call} must return three numbers, (pp, dp, tp), got {given!r:.80}")
             if tuple(given) != wanted:

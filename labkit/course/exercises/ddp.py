@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from labkit.course.exercises import Exercise, Wrong, require_function
+from labkit.course.exercises import Exercise, Wrong, require_function, result_of
 from labkit.course.exercises.own import finished
 from labkit.plan.spec import Spec
 
@@ -56,10 +56,7 @@ def _sampler(answer: Any) -> str:
 def _shard(function: Any, order: list[int], rank: int, ranks: int) -> list[Any]:
     """The samples that a learner's function returns for one rank, as a list."""
     given = list(order)
-    try:
-        shard = function(given, rank, ranks)
-    except Exception as error:
-        raise Wrong(f"mine({order}, {rank}, {ranks}) raised {type(error).__name__}: {error}") from None
+    shard = result_of(f"mine({order}, {rank}, {ranks})", function, given, rank, ranks)
     if not isinstance(shard, Sequence) or isinstance(shard, (str, bytes)):
         raise Wrong(f"mine({order}, {rank}, {ranks}) must return a list of samples, got {shard!r}")
     return list(shard)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from labkit.course.exercises import Exercise, Wrong, require_function
+from labkit.course.exercises import Exercise, Wrong, require_function, result_of
 from labkit.course.exercises.own import finished
 
 _CASES = (  # parameters per unit in order, ranks, prefetched units, and the maximum number of parameters on a rank
@@ -23,10 +23,7 @@ def _held(answer: Any) -> str:
     require_function(answer, "of units, ranks and ahead")
     for units, ranks, ahead, expected in _CASES:
         call = f"most_held({list(units)}, ranks={ranks}, ahead={ahead})"
-        try:
-            given = answer(list(units), ranks, ahead)
-        except Exception as error:
-            raise Wrong(f"{call} raised {type(error).__name__}: {error}") from None
+        given = result_of(call, answer, list(units), ranks, ahead)
         if isinstance(given, bool) or not isinstance(given, (int, float)):
             raise Wrong(f"{call} must return a number of parameters, got {given!r}")
         if abs(given - expected) > 1e-6 * expected:

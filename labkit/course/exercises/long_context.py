@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from labkit.course.exercises import Exercise, Wrong, require_function
+from labkit.course.exercises import Exercise, Wrong, require_function, result_of
 from labkit.course.exercises.own import finished
 from labkit.training.strategies import STRATEGIES
 
@@ -16,10 +16,7 @@ def _chunks(answer: Any) -> str:
     for ranks in _SIZES:
         for rank in range(ranks):
             call = f"chunks_of({rank}, {ranks})"
-            try:
-                given = answer(rank, ranks)
-            except Exception as error:
-                raise Wrong(f"{call} raised {type(error).__name__}: {error}") from None
+            given = result_of(call, answer, rank, ranks)
             if not isinstance(given, (tuple, list)) or len(given) != 2:
                 raise Wrong(f"{call} must return two numbers, got {given!r:.80}")
             if sorted(map(repr, given)) != sorted(map(repr, (rank, 2 * ranks - 1 - rank))):

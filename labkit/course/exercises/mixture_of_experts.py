@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from labkit.course.exercises import Exercise, Wrong, require_function
+from labkit.course.exercises import Exercise, Wrong, require_function, result_of
 from labkit.course.exercises.own import finished
 from labkit.training.strategies import STRATEGIES
 from labkit.training.workloads import WORKLOADS
@@ -18,10 +18,7 @@ def _slots(answer: Any) -> str:
     for case in _CASES:
         positions, experts, chosen, factor = case
         wanted, call = math.ceil(factor * chosen * positions / experts), f"slots({', '.join(map(str, case))})"
-        try:
-            given = answer(*case)
-        except Exception as error:
-            raise Wrong(f"{call} raised {type(error).__name__}: {error}") from None
+        given = result_of(call, answer, *case)
         if isinstance(given, bool) or not isinstance(given, (int, float)):
             raise Wrong(f"{call} must return a number, got {given!r:.80}")
         if given == wanted / chosen and chosen > 1:

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from labkit.analysis.theory.states import RECIPES
-from labkit.course.exercises import Exercise, Wrong, require_function, require_number
+from labkit.course.exercises import Exercise, Wrong, require_function, require_number, result_of
 
 _SHAPES = ((1024, 5, 128, 128, 256), (4096, 32, 4096, 2048, 32_000))  # tokens, layers, width, sequence, vocabulary
 
@@ -93,10 +93,7 @@ def _bytes(answer: Any) -> str:
 
 
 def _called(answer: Callable[..., Any], arguments: tuple[Any, ...], call: str) -> float:
-    try:
-        given = answer(*arguments)
-    except Exception as error:
-        raise Wrong(f"{call} raised {type(error).__name__}: {error}") from None
+    given = result_of(call, answer, *arguments)
     if isinstance(given, bool) or not isinstance(given, (int, float)):
         raise Wrong(f"{call} must return a number, got {given!r:.80}")
     return float(given)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from labkit.course.exercises import Exercise, Wrong, require_function
+from labkit.course.exercises import Exercise, Wrong, require_function, result_of
 from labkit.course.exercises.own import finished
 from labkit.course.pictures.schedules import SCHEDULES
 from labkit.course.pictures.schedules import order as by_rule
@@ -17,10 +17,7 @@ def _order(answer: Any) -> str:
     require_function(answer, "order(stage, stages, micro_batches)")
     for stage, stages, micro_batches in _CASES:
         call = f"order({stage}, {stages}, {micro_batches})"
-        try:
-            given = answer(stage, stages, micro_batches)
-        except Exception as error:
-            raise Wrong(f"{call} raised {type(error).__name__}: {error}") from None
+        given = result_of(call, answer, stage, stages, micro_batches)
         if not isinstance(given, (list, tuple)) or not all(isinstance(each, str) for each in given):
             raise Wrong(f"{call} must return a list of strings such as 'F0' and 'B0', got {given!r:.80}")
         wanted = [f"{kind}{number}" for kind, _, number in by_rule("1F1B", stage, stages, micro_batches)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from labkit.common.units import size
-from labkit.course.exercises import Exercise, Wrong, require_function
+from labkit.course.exercises import Exercise, Wrong, require_function, result_of
 from labkit.course.exercises.own import finished
 
 _CASES = ((2, 3, 4, 5), (2, 4, 6, 3), (3, 5, 9, 4), (4, 2, 8, 6))  # ranks, width of x, inner width, width of y
@@ -34,10 +34,7 @@ def _parts(answer: Any) -> str:
 
 
 def _called(answer: Any, given: tuple, case: str) -> tuple:
-    try:
-        shards = answer(*given)
-    except Exception as error:
-        raise Wrong(f"for {case}, parts(a, b, rank, ranks) raised {type(error).__name__}: {error}") from None
+    shards = result_of(f"for {case}, parts(a, b, rank, ranks)", answer, *given)
     if (
         not isinstance(shards, (tuple, list))
         or len(shards) != 2

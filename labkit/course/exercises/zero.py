@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from labkit.course.exercises import Exercise, Wrong, require_function
+from labkit.course.exercises import Exercise, Wrong, require_function, result_of
 from labkit.course.exercises.own import finished
 from labkit.plan.spec import Spec
 
@@ -26,10 +26,7 @@ def _stage(answer: Any) -> str:
     require_function(answer, "of parameters, ranks and memory")
     for parameters, ranks, memory, expected in _CASES:
         call = f"lowest_stage({parameters:,}, ranks={ranks}, memory={memory:,})"
-        try:
-            given = answer(parameters, ranks, memory)
-        except Exception as error:
-            raise Wrong(f"{call} raised {type(error).__name__}: {error}") from None
+        given = result_of(call, answer, parameters, ranks, memory)
         if type(given) is type(expected) and given == expected:
             continue
         if expected is None:

@@ -93,7 +93,8 @@ def plan_html(spec: Spec, known: Plan | str | None = None, untimed: str = "") ->
     what = f"{spec.strategy_row.title} · {spec.workload} on {spec.data} · {counted(spec.processes, 'rank')}"
     if known and not isinstance(known, str):
         time = f"{_source(known)}, {step}." if (step := step_in_words(known)) else untimed
-        time = f"{known['untimed']}." if "untimed" in known else time
+        if why := known.get("untimed"):
+            time = f"{why[0].upper()}{why[1:]}."
         how = f"{what}. Predicted {how_made(known)}, bytes at the peak. {time}"
         title, found = f"<p><b>Next run (predicted)</b> {escape(how)}</p>", Prediction(known)
         return f'<div class="labkit-notes">{title}</div>{table_html(found.heads, found.rows)}'

@@ -63,6 +63,7 @@ class Predict:
     def _move(self) -> None:
         """Another machine is chosen."""
         self._end()
+        self._failed = None, ""
         spec = self._chosen()
         if spec and self._allowed:
             self._began(spec)
@@ -123,6 +124,8 @@ class Predict:
                 self._time(spec, plan, cancel)
         except Cancelled:
             pass
+        except ValueError as error:  # the machine lacks something that is chosen
+            self._failed = spec, f"{error}."
         except Exception as error:  # show it: an exception in a thread would go unnoticed
             self._failed = spec, f"The prediction failed: {type(error).__name__}: {error}"
         finally:
