@@ -65,7 +65,8 @@ def test_a_warm_start_initialises_cuda_in_the_rank(warm_server, tmp_path, monkey
     warm_server()
     path = tmp_path / "first.py"
     path.write_text(
-        "import torch\nassert not torch.cuda.is_initialized() and not torch.cuda._is_in_bad_fork()\n"
+        "import sys, torch\nassert not torch.cuda.is_initialized() and not torch.cuda._is_in_bad_fork()\n"
+        "assert 'torch.distributed.run' in sys.modules  # it was forked from torchrun's process\n"
         "torch.cuda.set_device(0)\nprint(torch.ones(1, device='cuda').item(), torch.cuda.is_initialized())\n"
     )
     handle = run(path, nproc=1, device="cuda").wait(240)

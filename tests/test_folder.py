@@ -116,6 +116,12 @@ def test_the_plan_keeps_what_the_user_set(folder, monkeypatch):
     assert "CUDA_VISIBLE_DEVICES" not in local.plan(replace(spec, device="cuda"), folder)["env"]
 
 
+@pytest.mark.parametrize(("what", "threads"), [({"strategy": "single"}, "1"), ({"script": "mine.py"}, None)])
+def test_one_gpu_has_one_thread_like_several_unless_the_script_is_ones_own(what, threads, folder, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert local.plan(Spec(**what, nproc=1, device="cuda"), folder)["env"].get("OMP_NUM_THREADS") == threads
+
+
 def test_the_plan_of_a_script_of_ones_own(folder):
     plan = local.plan(Spec(script="of mine.py", args=("--lr", "0.1", "a b"), nproc=2, device="cpu"), folder)
     assert plan["argv"][-6:] == [

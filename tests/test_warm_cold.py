@@ -140,3 +140,26 @@ def test_a_process_that_has_a_gpu_open_is_known(tmp_path, monkeypatch):
     assert not fork.has_gpu_open()
     monkeypatch.setattr(Path, "readlink", lambda path: Path("/dev/nvidiactl"))
     assert fork.has_gpu_open()
+
+
+def test_the_agent_of_a_warm_run_does_not_look_for_gpus_and_its_ranks_do(tmp_path):
+    program = tmp_path / "agent.py"
+    program.write_text(
+        "import sys, torch\n"
+        "from labkit.launch.warm import ranks\n"
+        "asked = []\n"
+        "torch.cuda.is_available = lambda: asked.append(1) or False\n"
+        "handler = type('Handler', (), {name: None for name in ranks._STREAMS})()\n"
+        "def agent():\n"
+        "    torch.distributed.launcher.api.LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=1)\n"
+        "    ranks.SubprocessHandler._popen(handler, [sys.executable, *ranks._PROBE], {})\n"
+        "def fork(program, *more, **options):\n"
+        "    assert not asked\n"
+        "    program()\n"
+        "ranks.fork, ranks.torch.distributed.run.main = fork, agent\n"
+        "ranks.probe.start = lambda: print(torch.cuda.is_available(), len(asked))\n"
+        "ranks._run_agent(None)\n",
+        encoding="utf-8",
+    )
+    done = subprocess.run([sys.executable, program], env=os.environ | {"PYTHONPATH": str(CLONE)}, capture_output=True)
+    assert done.stdout == b"False 1\n", done.stderr.decode()

@@ -130,8 +130,9 @@ def probe_environment(spec: Spec, folder: RunFolder) -> dict[str, str]:
     added |= {"LABKIT_SAMPLE_EVERY": str(spec.sample_every), "LABKIT_HANG_AFTER": str(spec.hang_after)}
     if spec.tensors:
         added["LABKIT_TENSORS"] = "1"
-    if "OMP_NUM_THREADS" not in os.environ and (spec.device == "cpu" or spec.processes > 1):
-        # one CPU rank emulates one device; for several ranks torchrun sets the same, with a warning
+    if "OMP_NUM_THREADS" not in os.environ and (spec.script is None or spec.device == "cpu" or spec.processes > 1):
+        # one CPU rank emulates one device; for several ranks torchrun sets the same, with a warning; and one GPU is
+        # compared with several
         added["OMP_NUM_THREADS"] = "1"
     if spec.device == "cpu":
         added["CUDA_VISIBLE_DEVICES"] = ""

@@ -80,14 +80,28 @@ def _fork_agent(
 
 
 def _run_agent(origin: Origin) -> None:
+    """Runs torchrun, whose ranks are forked. They can use CUDA only if this process has not initialised it. torchrun
+    would, because it asks whether there are GPUs, for a default of its NUMA settings that is none in any case;
+    therefore it is told that there are none.
+    """
+    asks = torch.cuda.is_available
+
+    def run_rank() -> None:
+        torch.cuda.is_available = asks
+        probe.start()
+
     def popen(
         handler: SubprocessHandler, args: Sequence[str], environment: Mapping[str, str]
     ) -> Child | subprocess.Popen:
-        if tuple(args[1:4]) != _PROBE or has_gpu_open() or not all(hasattr(handler, name) for name in _STREAMS):
+        if tuple(args[1:4]) != _PROBE or not all(hasattr(handler, name) for name in _STREAMS):
+            return _start_process(handler, args, environment)
+        if has_gpu_open():
+            print("labkit: this rank starts cold: torchrun's process has opened a GPU", file=sys.stderr)
             return _start_process(handler, args, environment)
         streams = (getattr(handler, name) for name in _STREAMS)
         files = (0, *(stream.fileno() if stream else number for number, stream in enumerate(streams, 1)))
-        return fork(probe.start, origin, args, environment, files, new_session=True)
+        return fork(run_rank, origin, args, environment, files, new_session=True)
 
+    torch.cuda.is_available = lambda: False
     setattr(SubprocessHandler, START_PROCESS.attribute, popen)
     torch.distributed.run.main()
