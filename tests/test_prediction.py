@@ -78,9 +78,13 @@ def test_prediction_is_what_the_run_then_measures(strategy):
 
 @pytest.mark.parametrize(
     ("strategy", "options"),
-    [("deepspeed", {"stage": 3}), ("tp", {"sequence_parallel": True, "loss_parallel": True})],
+    [
+        ("deepspeed", {"stage": 3}),
+        ("tp", {"sequence_parallel": True, "loss_parallel": True}),
+        ("fsdp", {"sharding": "SHARD_GRAD_OP"}),
+    ],
 )
-def test_prediction_holds_with_options_that_compare_ranks_or_split_the_loss(strategy, options):
+def test_prediction_holds_with_options_that_compare_ranks_split_the_loss_or_keep_parameters_gathered(strategy, options):
     spec = spec_of(strategy, options=options)
     plan = predict(spec)
     assert plan["method"] == "simulated", plan.get("reason")

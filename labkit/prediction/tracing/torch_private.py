@@ -50,7 +50,10 @@ GLOBAL_SHAPES = Private(
 STRIDED_SIZES = Private("torch.distributed.tensor.placement_types._StridedShard.local_shard_size_and_offset", _PART)
 CHUNKS = Private("torch.distributed.fsdp._fully_shard._fsdp_common._chunk_with_empty", _PART)
 
-OPTIONAL = GLOBAL_SHAPES, STRIDED_SIZES, CHUNKS
+# ---- whether a tensor has memory, by its address
+IS_ALLOCATED = Private("torch.distributed.utils._data_ptr_allocated", _PART)
+
+OPTIONAL = GLOBAL_SHAPES, STRIDED_SIZES, CHUNKS, IS_ALLOCATED
 
 
 def check() -> None:

@@ -3,8 +3,8 @@ leaves its tensors as they are.
 
 What a rank does only with its peers, or what fake tensors cannot do, is replaced here: reading and slicing device
 meshes happens without fake tensors, pipeline stages know the shapes of their inputs without asking their neighbours,
-moves to the traced device do nothing, and threads run their calls at once. `DistributedDataParallel` is replaced by
-`replicas.Replica`.
+moves to the traced device do nothing, threads run their calls at once, and FSDP1 asks for the bytes of a tensor, not
+for its address. `DistributedDataParallel` is replaced by `replicas.Replica`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from labkit.prediction.tracing.torch_private import (
     CHUNKS,
     FAKE_STORE,
     GLOBAL_SHAPES,
+    IS_ALLOCATED,
     MODULE_APPLY,
     SCALER_STEP,
     STRIDED_SIZES,
@@ -107,7 +108,7 @@ def join(rank: int, ranks: int) -> None:
         (device_mesh.init_device_mesh, _without_fakes(device_mesh.init_device_mesh)),
         (torch.nn.parallel.DistributedDataParallel, Replica),
         *((function, _holding(function)) for function in asynchronous),
-        *([(CHUNKS.get(), Chunks)] if CHUNKS.exists() else []),
+        *((row.get(), other) for row, other in ((CHUNKS, Chunks), (IS_ALLOCATED, _has_bytes)) if row.exists()),
     )
     torch.nn.Module.to = _stay
     torch.nn.Module.compile = lambda module, *args, **kwargs: None
@@ -131,6 +132,11 @@ def _without_fakes(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return call
+
+
+def _has_bytes(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is allocated; a fake one has bytes then, but no address."""
+    return tensor.untyped_storage().nbytes() > 0
 
 
 def _holding(function: Callable[..., Any]) -> Callable[..., Any]:
