@@ -89,7 +89,7 @@ def caller(depth: int = 2) -> str:
 def _run_agent(origin: Origin) -> None:
     """Runs torchrun, whose ranks are forked. They can use CUDA only if this process has not initialised it. torchrun
     would, because it asks whether there are GPUs, for a default of its NUMA settings that is none in any case;
-    therefore it is told that there are none.
+    therefore the answer is that there are none.
     """
     asks = torch.cuda.is_available
 
