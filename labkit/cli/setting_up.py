@@ -112,6 +112,7 @@ def test(args: argparse.Namespace) -> int:
     processes."""
     _ensure("the browser tests", _BROWSERS, "chromium", "fonts-dejavu-core")
     _ensure("the tests of Slurm", ("slurmctld",), "slurm-wlm", "munge")
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else every process of a test compiles the lab again
     become([sys.executable, "-m", "pytest", "-n", "3", "--dist", "worksteal", *args.rest], folder=CLONE)
     return 0
 
