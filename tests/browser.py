@@ -28,6 +28,7 @@ import pytest
 from conftest import PICTURES, end_processes_of, wait_until
 
 from labkit.record.folder import RunFolder
+from labkit.setup.environment import RENDERER, RENDERER_VARIABLE
 
 sync_api = pytest.importorskip("playwright.sync_api")
 sync_api.expect.set_options(timeout=60_000)  # ms, for a busy machine
@@ -135,6 +136,7 @@ def jupyterlab() -> Iterator[Server]:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("JUPYTER", "IPYTHON"))}
         environment |= {name: str(home / folder) for name, folder in own.items()}
         environment["JUPYTER_CONFIG_PATH"] = str(ROOT / "labkit" / "setup" / "jupyter")
+        environment[RENDERER_VARIABLE] = RENDERER
         argv = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", f"--port={port}"]
         argv += ["--ServerApp.port_retries=0"]
         argv += [f"--IdentityProvider.token={TOKEN}", f"--ServerApp.root_dir={root}", "--expose-app-in-browser"]

@@ -56,6 +56,9 @@ def test_lab_keeps_its_token_and_stays_on_this_machine(monkeypatch):
         [str(CLONE / "labkit" / "setup" / "jupyter"), "/etc/mine"]
     )
     assert settings["LABKIT_RUNS"] == str(CLONE / "runs")
+    assert settings["PLOTLY_RENDERER"] == "plotly_mimetype"
+    monkeypatch.setenv("PLOTLY_RENDERER", "svg")
+    assert setting_up.lab_environment()["PLOTLY_RENDERER"] == "svg"
 
 
 # ---- scripts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 from xml.etree import ElementTree
@@ -145,6 +146,44 @@ def test_the_overview_has_every_chart(fake):
     assert len(figure.layout.annotations) == len(figures.LIVE)
     assert len(figure.data) == sum(len(figures.figure(name, state_of(fake)).data) for name in figures.LIVE)
     assert len(figure.to_json()) < 200_000
+
+
+DISPLAYED = """
+import sys
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
+from labkit import pictures
+shell = InteractiveShell.instance()
+figure = pictures.data_parallel.ddp_step(ranks=2)
+with capture_output() as shown:
+    shell.display_formatter.format(figure)
+assert ("plotly.io._renderers" in sys.modules) == (sys.argv[1] != "plotly_mimetype")
+import plotly.graph_objects as go
+import plotly.io
+if len(sys.argv) > 2:
+    plotly.io.renderers.default = sys.argv[2]
+    with capture_output() as shown:
+        shell.display_formatter.format(figure)
+with capture_output() as by_plotly:
+    shell.display_formatter.format(go.Figure(figure))
+print(*sorted({kind for output in shown.outputs for kind in output.data}))
+assert [output.data for output in shown.outputs] == [output.data for output in by_plotly.outputs]
+"""
+
+
+@pytest.mark.parametrize(
+    ("renderers", "kind"),
+    [
+        (["plotly_mimetype"], "application/vnd.plotly.v1+json"),
+        (["json"], "application/json"),
+        (["plotly_mimetype", "json"], "application/json"),  # chosen later, by the script
+    ],
+)
+def test_a_figure_is_displayed_as_by_plotly_with_fewer_imports(renderers, kind):
+    environment = os.environ | {"PLOTLY_RENDERER": renderers[0]}
+    argv = [sys.executable, "-c", DISPLAYED, *renderers]
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == [kind], done.stderr
 
 
 def test_an_unknown_figure_names_those_there_are():

@@ -43,7 +43,7 @@ def lost_already(version: str) -> set[str]:
 
 def used(version: str) -> list[str]:
     """Rows that `every_part.py` needs on a CPU."""
-    without = {"snapshots", "warm starts"} | lost_already(version)
+    without = {"short rendezvous", "snapshots", "warm starts"} | lost_already(version)
     return sorted(name for name, row in ROWS.items() if is_here(row, version) and row.part not in without)
 
 

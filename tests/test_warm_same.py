@@ -11,7 +11,8 @@ from conftest import PATIENCE, processes_of, wait_until
 from warm import how, started
 
 from labkit.common.processes import is_supervisor
-from labkit.launch.warm import client
+from labkit.launch.warm import client, ranks
+from labkit.probe.torch_private import CALLER
 from labkit.runs.handle import run
 
 SEES = Path(__file__).parent / "scripts" / "sees.py"
@@ -97,6 +98,24 @@ def test_every_aspect_is_compared(seen):
 def test_ranks_draw_different_random_numbers_and_keys(seen):
     chance = [value for one in seen["warm"] for value in (*one["own"]["chance"], one["own"]["key"])]
     assert len(set(chance)) == 8
+
+
+def test_events_of_a_rendezvous_are_named_as_by_torch_without_a_look_at_every_source(tmp_path, server):
+    """What the agent has replaced is seen in its ranks, which are forked from it."""
+    path = tmp_path / "train.py"
+    path.write_text(
+        "from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torchrun\n"
+        "print(torchrun.get_method_name.__module__)\n"
+    )
+    assert started(path).logs(0).split() == [ranks.__name__]
+
+    def named(function):
+        return function()
+
+    def asks(function):
+        return named(function)
+
+    assert asks(ranks.caller) == asks(CALLER.get()) == "asks"
 
 
 @pytest.mark.parametrize("fields", [{"strategy": "ddp", "workload": "cnn"}, {"strategy": "fsdp2", "workload": "gpt"}])

@@ -16,7 +16,7 @@ from labkit.cli.shared import Refused, say
 from labkit.common.text import visible_line
 from labkit.setup import environment
 from labkit.setup.bootstrap import become
-from labkit.setup.environment import CLONE
+from labkit.setup.environment import CLONE, RENDERER, RENDERER_VARIABLE
 from labkit.setup.progress import Progress
 
 _FIRST_LAB = "labs/00_start_here.py"
@@ -93,8 +93,8 @@ def _is_made_private(folder: Path) -> bool:
 
 
 def lab_environment() -> dict[str, str]:
-    """Environment variables of JupyterLab and its kernels: Jupyter's settings, the folder of the runs, and the path of
-    labkit."""
+    """Environment variables of JupyterLab and its kernels: Jupyter's settings, the folder of the runs, the path of
+    labkit, and how plotly shows figures."""
 
     def prepended(variable: str, path: Path) -> str:
         return os.pathsep.join(part for part in (str(path), os.environ.get(variable)) if part)
@@ -103,6 +103,7 @@ def lab_environment() -> dict[str, str]:
         "JUPYTER_CONFIG_PATH": prepended("JUPYTER_CONFIG_PATH", CLONE / "labkit" / "setup" / "jupyter"),
         "LABKIT_RUNS": os.environ.get("LABKIT_RUNS") or str(CLONE / "runs"),
         "PYTHONPATH": prepended("PYTHONPATH", CLONE),
+        RENDERER_VARIABLE: os.environ.get(RENDERER_VARIABLE) or RENDERER,
     } | ({"JUPYTER_RUNTIME_DIR": str(private_runtime_folder())} if kernel_transport() else {})
 
 
@@ -111,6 +112,7 @@ def test(args: argparse.Namespace) -> int:
     processes."""
     _ensure("the browser tests", _BROWSERS, "chromium", "fonts-dejavu-core")
     _ensure("the tests of Slurm", ("slurmctld",), "slurm-wlm", "munge")
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else every process of a test compiles the lab again
     become([sys.executable, "-m", "pytest", "-n", "3", "--dist", "worksteal", *args.rest], folder=CLONE)
     return 0
 

@@ -252,9 +252,9 @@ def grid(several: list[Drawn]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
 def as_figure(data: list[dict[str, Any]], layout: dict[str, Any]) -> plotly.graph_objects.Figure:
     """A Figure that looks like the live chart: without plotly's own template, which paints a background."""
-    import plotly.graph_objects as go
+    from labkit.figures.displayed import Figure
 
-    return go.Figure({"data": data, "layout": layout | {"template": "none"}})
+    return Figure({"data": data, "layout": layout | {"template": "none"}})
 
 
 def numbers(values: Iterable[float | None]) -> list[float | None]:

@@ -33,6 +33,7 @@ LOST = {
     "saved files": "paths that are passed to `torch.save` are not recorded",
     "scaled losses": "losses that pass through a gradient scaler are recorded as scaled",
     "sends": "point-to-point sends are not counted in the traffic",
+    "short rendezvous": "warm starts take a few tenths of a second longer",
     "snapshots": "requested snapshots of the CUDA allocator are not written",
     "hosts": "the hosts of other nodes are not known",
     "startup": "milestones before the first step are not recorded",

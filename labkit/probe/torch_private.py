@@ -123,6 +123,7 @@ SHARD_OFFSET = Private("torch.distributed.tensor._utils.compute_local_shape_and_
 START_PROCESS = Private(f"{_HANDLER}._popen", "warm starts")
 STDOUT = Private(f"{_HANDLER}._stdout", "warm starts")  # of an instance
 STDERR = Private(f"{_HANDLER}._stderr", "warm starts")
+CALLER = Private("torch.distributed.elastic.rendezvous.dynamic_rendezvous.get_method_name", "short rendezvous")
 
 ALL = tuple(value for value in list(globals().values()) if isinstance(value, Private))
 

@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 CLONE = Path(__file__).resolve().parents[2]
+RENDERER_VARIABLE, RENDERER = "PLOTLY_RENDERER", "plotly_mimetype"  # how plotly shows figures in a notebook: as data
 PROJECT = CLONE / "pyproject.toml"
 CONSTRAINTS = Path(__file__).with_name("constraints.txt")
 VENV = CLONE / ".venv"

@@ -20,7 +20,7 @@ from labkit.launch.job import Job
 from labkit.record.folder import RunFolder
 from labkit.record.state import OVER
 from labkit.runs.notebook import NAME
-from labkit.setup.environment import CLONE
+from labkit.setup.environment import CLONE, RENDERER, RENDERER_VARIABLE
 
 _PATIENCE = 1800  # timeout of one cell, in seconds
 _STAND_IN = "from labkit.frontends.handout.recorded import stand_in; stand_in({folder!r})"
@@ -91,7 +91,7 @@ class _Execution:
         path = os.pathsep.join(filter(None, (str(CLONE), os.environ.get("PYTHONPATH"))))
         own = {"PYTHONPATH": path, "LABKIT_RUNS": str(self._root), "IPYTHONDIR": str(work.parent / "ipython")}
         own[NAME] = self._name
-        return os.environ | own | {"PLOTLY_RENDERER": "plotly_mimetype", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+        return os.environ | own | {RENDERER_VARIABLE: RENDERER, "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
 
     def _prepare(self, client: NotebookClient, code: str) -> None:
         """Runs code that is not part of the lab, as a temporary cell."""
