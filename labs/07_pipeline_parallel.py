@@ -208,8 +208,7 @@ pipe.activations(4, 8)
 #
 # </details>
 #
-# Run both. For a zero bubble schedule, the lab sees that half of a backward is computed, but not which half: both
-# halves have the same colour here.
+# Run both. The first stage has no gradient of its inputs to compute, so it does a whole backward in the second half.
 
 # %% tags=["long"]
 interleaved = run(spec("Interleaved1F1B", 4)).wait()

@@ -213,6 +213,8 @@ RECORDED: list[tuple[str, str, int, dict[str, Any], dict[str, float]]] = [
     ("pp", "gpt", 2, {}, {"send": 1_048_576}),
     ("pp", "gpt", 2, {"schedule": "Interleaved1F1B"}, {"send": 3_145_728}),
     ("pp", "gpt", 2, {"schedule": "InterleavedZeroBubble"}, {"send": 3_145_728}),
+    ("pp", "gpt", 2, {"schedule": "ZBVZeroBubble"}, {"send": 2_097_152}),
+    ("pp", "gpt", 2, {"schedule": "DualPipeV"}, {"send": 2_097_152}),
     ("pp", "gpt", 2, {"clip_norm": 1.0}, {"all_reduce": 8, "send": 1_048_576}),
     ("pp", "gpt", 2, {"precision": "bf16"}, {"send": 1_048_576}),
     ("pp", "gpt", 2, {"checkpoint_activations": True}, {"send": 1_048_576}),

@@ -10,25 +10,28 @@ import pytest
 from torch.distributed.pipelining import schedules as of_torch
 
 from labkit.course.pictures import pipeline
-from labkit.course.pictures.schedules import SCHEDULES, Plan, Slot, needs, order, planned, simulate
+from labkit.course.pictures.schedules import SCHEDULES, Plan, Slot, least, needs, order, planned, simulate
 from labkit.plan.spec import Spec
 from labkit.record.state import RunState
+from labkit.training.strategies.pipelines import V_SHAPED, holder
 
 SIZES = [(2, 2), (2, 4), (2, 8), (3, 6), (4, 4), (4, 8), (4, 16), (8, 8)]
-CASES = [(schedule, ranks, parts) for schedule in SCHEDULES for ranks, parts in SIZES]
+CASES = [(one, ranks, parts) for one in SCHEDULES for ranks, parts in SIZES if parts >= least(one, ranks)]
+FEW = [(one, 4, 2) for one in SCHEDULES if least(one, 4) <= 2]
 
 
-@pytest.mark.parametrize(("schedule", "ranks", "parts"), [*CASES, *((schedule, 4, 2) for schedule in SCHEDULES)])
+@pytest.mark.parametrize(("schedule", "ranks", "parts"), [*CASES, *FEW])
 def test_a_simulated_step_does_everything_once_in_a_possible_order(schedule, ranks, parts):
     plan, rule = simulate(schedule, ranks, parts), SCHEDULES[schedule]
     stages = ranks * rule.stages
-    ends = {(slot.kind, slot.stage, slot.number): slot.end for slot in plan.slots}
+    halves = [(half, slot) for slot in plan.slots for half in slot.kind]
+    ends = {(half, slot.stage, slot.number): slot.end for half, slot in halves}
     kinds = "FBW" if rule.halved else "FB"
     assert set(ends) == {(kind, stage, number) for kind in kinds for stage in range(stages) for number in range(parts)}
-    assert len(ends) == len(plan.slots)
+    assert len(ends) == len(halves)
     for slot in plan.slots:
-        assert slot.stage % ranks == slot.rank
-        assert all(ends[need] <= slot.start + 1e-9 for need in needs(slot.kind, slot.stage, slot.number, stages))
+        assert holder(slot.stage, ranks, schedule) == slot.rank
+        assert all(ends[need] <= slot.start + 1e-9 for need in needs(slot.kind[0], slot.stage, slot.number, stages))
         if slot.kind != "F":
             assert ends["F", slot.stage, slot.number] <= slot.start + 1e-9
     for rank in plan.ranks:
@@ -55,6 +58,8 @@ def test_activations_are_those_of_the_papers():
     assert simulate("1F1B", 4, 8).kept == {0: 4, 1: 3, 2: 2, 3: 1}
     assert simulate("ZB-H1", 4, 8).kept == {0: 4, 1: 4, 2: 4, 3: 4}
     assert max(simulate("Interleaved1F1B", 4, 8).kept.values()) == 5.5
+    assert simulate("ZBVZeroBubble", 4, 8).kept == {0: 4, 1: 4, 2: 4, 3: 4}, "those of 1F1B on its first rank"
+    assert simulate("DualPipeV", 4, 8).kept == {0: 4.5, 1: 4.5, 2: 4.5, 3: 4.5}, "of p + 1/2 micro-batches"
 
 
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "InterleavedZeroBubble"])
@@ -72,6 +77,24 @@ def test_the_orders_are_those_of_torch(schedule, ranks, parts):
         passes = [each for each in theirs._calculate_single_rank_operations(rank) if each is not None]
         assert order(schedule, rank, ranks, parts) == [
             (letters[str(kind.value)], stage, number) for stage, kind, number, *_ in passes
+        ]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "parts"),
+    [each for each in CASES if each[0] in V_SHAPED]
+    + [(one, ranks, parts) for one in V_SHAPED for ranks, parts in ((2, 5), (3, 7), (4, 9))]
+    + [("ZBVZeroBubble", 2, 1), ("ZBVZeroBubble", 4, 3)],
+)
+def test_the_orders_of_v_shaped_schedules_are_those_of_torch(schedule, ranks, parts):
+    theirs = object.__new__(getattr(of_torch, f"Schedule{schedule}"))
+    theirs.__dict__.update(n_local_stages=2, pp_group_size=ranks, _n_microbatches=parts, num_stages=2 * ranks)
+    letters = {"F": "F", "B": "BW", "I": "B", "W": "W"}
+    for rank in range(ranks):
+        actions = [each for each in theirs._calculate_single_rank_operations(rank) if each is not None]
+        passes = [part for each in actions for part in each.sub_actions or (each,)]
+        assert order(schedule, rank, ranks, parts) == [
+            (letters[str(each.computation_type.value)], each.stage_index, each.microbatch_index) for each in passes
         ]
 
 
@@ -100,6 +123,7 @@ def test_a_spec_is_planned_with_its_stages():
         (("Interleaved1F1B", 4, 10), ""),
         (("Interleaved1F1B", 4, 13), "use 12"),
         (("GPipe", 2, 4, (1, 2, 3)), "each of the 2 stages"),
+        (("DualPipeV", 4, 7), "at least 8 micro-batches on 4 ranks, got 7"),
     ],
 )
 def test_an_impossible_schedule_is_rejected(arguments, words):
@@ -188,14 +212,31 @@ def test_the_fastest_usual_step_is_used():
     assert "step 12" in pipeline.measured(run).title
 
 
-def test_halves_of_a_backward_are_measured_as_computation():
-    phases = [("forward", 0.0, 0.1), ("forward", 0.4, 0.5), ("optimizer", 0.9, 1.0)]
-    busy = [(0.0, 0.1), (0.2, 0.25), (0.251, 0.3), (0.4, 0.5), (0.6, 0.8), (0.9, 1.0)]
-    run = a_run("InterleavedZeroBubble", 2, {8: {rank: a_timeline(phases, busy) for rank in (0, 1)}})
-    mine = sorted(
-        (slot.kind, round(slot.start), round(slot.end)) for slot in pipeline.measured(run).slots if slot.rank == 0
-    )
-    assert mine == [("BW", 200, 300), ("BW", 600, 800), ("F", 0, 100), ("F", 400, 500)]
+def in_halves(ranks: int, measured: bool) -> dict[int, dict]:
+    """A timeline of InterleavedZeroBubble with two micro-batches, in which every pass takes 50 ms."""
+    found = {}
+    for rank in range(ranks):
+        kinds = [kind for kind, stage, _ in order("InterleavedZeroBubble", rank, ranks, 2) if (kind, stage) != ("B", 0)]
+        names = ["forward" if kind == "F" else "backward" if measured else "other" for kind in kinds]
+        found[rank] = a_timeline([(name, number / 20, (number + 1) / 20) for number, name in enumerate(names)])
+    return found
+
+
+def test_halves_of_a_backward_are_named_by_the_rule():
+    run = a_run("InterleavedZeroBubble", 2, {8: in_halves(2, measured=True)})
+    mine = [(slot.kind, slot.stage, slot.number) for slot in pipeline.measured(run).slots if slot.rank == 0]
+    assert [each for each in mine if each[0] != "F"] == [
+        *[("B", 2, 0), ("W", 2, 0), ("B", 2, 1), ("W", 2, 1)],
+        *[("W", 0, 0), ("W", 0, 1)],  # the first stage has no gradient of its inputs
+    ]
+    other = [slot.kind for slot in pipeline.measured(run).slots if slot.rank == 1]
+    assert (other.count("F"), other.count("B"), other.count("W")) == (4, 4, 4)
+
+
+def test_a_run_that_does_not_tell_the_halves_apart_is_refused():
+    run = a_run("InterleavedZeroBubble", 2, {8: in_halves(2, measured=False)})
+    with pytest.raises(ValueError, match="run a-run does not tell the halves of a backward apart; run it again"):
+        pipeline.measured(run)
 
 
 def test_a_run_without_a_pipeline_or_a_profiled_step_is_rejected():

@@ -14,6 +14,7 @@ import pytest
 import torch
 import weaving
 from torch import nn
+from torch.distributed.pipelining import schedules as of_torch
 from torch.utils.data import TensorDataset
 from weaving import record
 
@@ -21,7 +22,8 @@ from labkit.plan.script import write_script
 from labkit.plan.spec import Spec, SpecError
 from labkit.setup.machine import Machine
 from labkit.training.strategies import STRATEGIES, pp
-from labkit.training.strategies.pipelines import cut
+from labkit.training.strategies.pipelines import cut, holder
+from labkit.training.strategies.shared import SCHEDULE
 from labkit.training.workloads import WORKLOADS, gpt
 
 
@@ -61,17 +63,22 @@ def test_equal_layers_are_divided_evenly():
     assert begins[-1] == len(WORKLOADS["gpt"].costs({"size": "7B", "context": 128}))
 
 
-@pytest.mark.parametrize(
-    ("schedule", "each"), [("GPipe", 1), ("1F1B", 1), ("Interleaved1F1B", 2), ("InterleavedZeroBubble", 2)]
-)
-def test_every_schedule_has_its_stages_and_its_ranks_get_them_all(schedule, each, monkeypatch):
-    source = write_script(Spec("pp", "gpt", nproc=2, options={"schedule": schedule}))
+ONE, ROUND, DOWN_AND_UP = [[0], [1], [2]], [[0, 3], [1, 4], [2, 5]], [[0, 5], [1, 4], [2, 3]]  # stages of three ranks
+ON_RANKS = {
+    **{"GPipe": ONE, "1F1B": ONE, "Interleaved1F1B": ROUND, "InterleavedZeroBubble": ROUND},
+    **{"ZBVZeroBubble": DOWN_AND_UP, "DualPipeV": DOWN_AND_UP},
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULE.choices)
+def test_every_schedule_has_its_stages_and_its_ranks_get_them_all(schedule, monkeypatch):
+    source, wanted = write_script(Spec("pp", "gpt", nproc=2, options={"schedule": schedule})), ON_RANKS[schedule]
     assert f"Schedule{schedule}(" in source
     assert set(re.findall(r"Schedule\w+", source)) == {f"Schedule{schedule}"}, "no other schedule is left in the script"
     begins = STRATEGIES["pp"].constants(
-        Spec("pp", "gpt", nproc=3, batch_size=12, options={"schedule": schedule, "micro_batches": 3})
+        Spec("pp", "gpt", nproc=3, batch_size=12, options={"schedule": schedule, "micro_batches": 6})
     )["STAGES"]
-    assert len(begins) - 1 == 3 * each
+    assert len(begins) - 1 == sum(map(len, wanted))
     held = []
     monkeypatch.setattr(pp, "STAGES", begins)
     monkeypatch.setattr(pp, "SCHEDULE", schedule)
@@ -81,7 +88,9 @@ def test_every_schedule_has_its_stages_and_its_ranks_get_them_all(schedule, each
     for rank in range(3):
         monkeypatch.setattr(pp.dist, "get_rank", lambda group, rank=rank: rank)
         pp.parallelize(model, torch.device("cpu"))
-    assert [sorted(stages) for stages in held] == [[rank + 3 * turn for turn in range(each)] for rank in range(3)]
+    assert [sorted(stages) for stages in held] == wanted
+    stages = range(len(begins) - 1)
+    assert [[stage for stage in stages if holder(stage, 3, schedule) == rank] for rank in range(3)] == wanted
     blocks = [
         block
         for _, stage in sorted((number, stage) for stages in held for number, stage in stages.items())
@@ -125,6 +134,23 @@ def test_only_the_first_stage_loads_inputs_and_only_the_last_targets(rank, loade
     assert tuple(tensor.numel() > 0 for tensor in dataset.tensors) == loaded
 
 
+@pytest.mark.parametrize(("rank", "loaded"), [(0, (True, True)), (1, (False, False)), (2, (False, False))])
+def test_the_first_rank_of_a_v_loads_both(rank, loaded, monkeypatch):
+    monkeypatch.setattr(pp, "SCHEDULE", "ZBVZeroBubble")
+    monkeypatch.setattr(pp, "pp_group", lambda: SimpleNamespace(size=lambda: 3))
+    monkeypatch.setattr(pp.dist, "get_rank", lambda group: rank)
+    dataset = pp.stage_data(TensorDataset(torch.ones(7, 4), torch.ones(7)))
+    assert tuple(tensor.numel() > 0 for tensor in dataset.tensors) == loaded
+
+
+def test_an_evaluation_has_only_forwards_and_their_messages():
+    action = of_torch._Action.from_str
+    both = action("(1F2;2B0)OVERLAP_F_B")
+    own = [action("1RECV_F2"), both, action("1SEND_F2"), action("1RECV_B0"), action("1I0"), action("1W0")]
+    kept = pp.forward_only({1: own})
+    assert list(map(str, kept[1])) == ["1RECV_F2", "1F2", "1SEND_F2"]
+
+
 # ---- limits
 
 
@@ -160,6 +186,9 @@ def test_micro_batches_that_do_not_fit_are_refused():
         == "Interleaved1F1B runs the micro-batches in 2 equal rounds, and micro_batches=5 is not divisible by 2; use"
         " micro_batches=4 or 6"
     )
+    told = refusal("pp", "gpt", nproc=2, batch_size=12, options={"schedule": "DualPipeV", "micro_batches": 3})
+    assert told.endswith("got micro_batches=3 for 4 stages; use micro_batches=4, or schedule=ZBVZeroBubble")
+    assert Spec("pp", nproc=2, batch_size=50, options={"schedule": "ZBVZeroBubble", "micro_batches": 5}).nproc == 2
     assert "a pipeline already splits the batch into micro-batches; set micro_batches" in refusal(
         "pp", nproc=2, options={"accumulate": 2}
     )
@@ -176,8 +205,9 @@ def test_ranks_that_form_no_mesh_are_refused():
 
 def test_zero_bubble_schedules_do_not_work_with_wrapped_stages():
     for strategy in ("pp_ddp", "pp_fsdp2_tp"):
-        told = refusal(strategy, options={"schedule": "InterleavedZeroBubble"})
-        assert told == "option schedule must be one of GPipe, 1F1B, Interleaved1F1B, got 'InterleavedZeroBubble'"
+        for schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
+            told = refusal(strategy, options={"schedule": schedule})
+            assert told == f"option schedule must be one of GPipe, 1F1B, Interleaved1F1B, got '{schedule}'"
 
 
 @pytest.mark.parametrize("strategy", ["pp", "pp_ddp", "pp_fsdp2_tp"])
@@ -223,6 +253,7 @@ def test_the_rank_with_the_last_stage_has_the_loss(tmp_path):
     )
     assert ranks[0]["losses"] == [None, None]
     assert ranks[1]["losses"] == pytest.approx([2.3, 2.3], abs=0.3)
+    assert "LOSS_RANK = 0 " in write_script(Spec("pp", "gpt", nproc=2, options={"schedule": "ZBVZeroBubble"}))
     assert "LOSS_RANK = 2 " in write_script(Spec("pp_ddp", "mlp", nproc=4))
     assert "LOSS_RANK = 4 " in write_script(Spec("pp_fsdp2_tp", "gpt", nproc=8))
 

@@ -91,15 +91,16 @@ EQUAL = (
     Case("pp", workload="gpt", options={"checkpoint_activations": True}, fields=SHORT),
     Case("pp", workload="cnn", options={"schedule": "Interleaved1F1B", "micro_batches": 8}),
     Case(
-        "pp",
-        workload="gpt",
-        options={"schedule": "InterleavedZeroBubble", "clip_norm": 0.5, "checkpoint_activations": True},
-        fields=SHORT,
+        "pp", 2, "gpt", {"schedule": "InterleavedZeroBubble", "clip_norm": 0.5, "checkpoint_activations": True}, SHORT
+    ),
+    Case("pp", workload="cnn", options={"schedule": "ZBVZeroBubble", "clip_norm": 0.5}),
+    Case("pp", workload="gpt", options={"schedule": "DualPipeV", "checkpoint_activations": True}, fields=SHORT),
+    *(
+        Case("pp", 4, "gpt", {"schedule": each, "size": "10M", "micro_batches": 8}, SHORT, slow=True)
+        for each in ("ZBVZeroBubble", "DualPipeV")
     ),
     Case("pp", 4, workload="cnn", options={"micro_batches": 4, "compile": True}),
-    Case(
-        "pp_ddp", 4, workload="cnn", options={"clip_norm": 0.5, "checkpoint_activations": True}, fields={"samples": 108}
-    ),
+    Case("pp_ddp", 4, "cnn", {"clip_norm": 0.5, "checkpoint_activations": True}, {"samples": 108}),
     Case("pp_ddp", 4, workload="gpt", options={"schedule": "Interleaved1F1B", "micro_batches": 2}, fields=SHORT),
     Case("pp_fsdp2_tp", 8, workload="gpt", options={"micro_batches": 2, "clip_norm": 0.5}, fields=SHORT),
     Case(

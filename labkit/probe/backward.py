@@ -1,4 +1,8 @@
-"""Hooks calls of backward and finds the losses they start from."""
+"""Hooks calls of backward and finds the losses they start from.
+
+Zero-bubble schedules of pipelines compute the gradients of a stage's inputs and those of its weights separately, with
+`torch.autograd.grad`: both are a backward, and the first one starts from the loss in the last stage.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +20,18 @@ from labkit.probe.steps import StepWatch
 from labkit.probe.untraced import compiling
 
 _DEEPSPEED = "deepspeed.runtime.fp16.loss_scaler"
+_PIPELINING = "torch.distributed.pipelining"
 
 
 def watch_backward(
-    patches: Patches, watch: StepWatch, guard: Guard, scalers: ScalerWatch, follows: Callable[[bool], bool]
-) -> None:
+    patches: Patches, watch: StepWatch, guard: Guard, follows: Callable[[bool], bool]
+) -> Callable[[], None]:
     """Reports every backward in the followed thread; `follows` (in hooks.py) returns whether the caller is in that
     thread.
+
+    The returned function also hooks what the script has imported since: pipeline stages, and DeepSpeed's scalers.
     """
+    scalers, pipelines = ScalerWatch(patches), False
 
     def begin(tensors: Any) -> int:
         root = _scalar(tensors)
@@ -69,8 +77,29 @@ def watch_backward(
 
         return grad
 
+    def half(original: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(stage: Any, kind: str, given: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            loss = given["stage_output"] if stage.is_last and kind == "input" else None
+            if kind == "full" or compiling() or not follows(loss is None):
+                return original(stage, kind, given, *args, **kwargs)
+            depth = guard(begin, loss)
+            try:
+                return original(stage, kind, given, *args, **kwargs)
+            finally:
+                guard(watch.backward_ends, depth)
+
+        return backward
+
+    def look() -> None:
+        nonlocal pipelines
+        scalers.look()
+        if not pipelines and _PIPELINING in sys.modules:
+            pipelines = True
+            patches.wrap("halves of backward", f"{_PIPELINING}.PipelineStage.backward_maybe_with_nosync", half)
+
     patches.wrap("steps", "torch.autograd.backward", whole)
     patches.wrap("steps", "torch.autograd.grad", partial)
+    return look
 
 
 def _are_leaves(inputs: Any) -> bool:

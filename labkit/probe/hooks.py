@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from labkit.probe.backward import ScalerWatch, watch_backward
+from labkit.probe.backward import watch_backward
 from labkit.probe.elsewhere import watch_processes
 from labkit.probe.groups import GroupWatch
 from labkit.probe.journal import Guard, Journal
@@ -66,11 +66,10 @@ def install(journal: Journal, patches: Patches, run: str, sample_every: int) -> 
 def watch_steps(journal: Journal, patches: Patches, guard: Guard) -> StepWatch:
     """Installs the hooks that define steps and their phases, and nothing else."""
     watch = StepWatch(journal)
-    scalers = ScalerWatch(patches)
     replicas, apart = ReplicaWatch(journal, watch), Guard(journal, "replicas")
     forwards: Forwards = {}
-    _watch_forwards(patches, watch, guard, replicas, apart, forwards, scalers)
-    watch_backward(patches, watch, guard, scalers, _taking_over(watch, guard, replicas, journal, forwards))
+    look = watch_backward(patches, watch, guard, _taking_over(watch, guard, replicas, journal, forwards))
+    _watch_forwards(patches, watch, guard, replicas, apart, forwards, look)
     watch.optimizers.follow(patches)
     Guard(journal, TENSOR_VERSION.part)(TENSOR_VERSION.get)
     _watch_loaders(patches, watch, guard)
@@ -102,7 +101,7 @@ def _watch_forwards(
     replicas: ReplicaWatch,
     apart: Guard,
     others: Forwards,
-    scalers: ScalerWatch,
+    look: Callable[[], None],
 ) -> None:
     thread = watch.thread
     depth, token = 0, None
@@ -116,7 +115,7 @@ def _watch_forwards(
             return
         depth += 1
         if depth == 1:
-            scalers.look()
+            look()
             token = guard(watch.forward_begins, module)
 
     def after(module: torch.nn.Module, args: Any, *rest: Any) -> None:

@@ -22,6 +22,7 @@ LOST = {
     "copies to the GPU": "the time of copying batches to the GPU counts as `other`",
     "data loaders": "the sizes and samplers of data loaders are not compared across ranks",
     "data loading": "the data phase is not measured, and samples are counted from the inputs of the models",
+    "halves of backward": "the losses and most backward passes of zero-bubble pipelines are not measured",
     "loss shares": "the loss of a step with several backwards is their mean, even if the script scales them itself",
     "loopback": "the store of the ranks listens on every interface",
     "memory curves": "profiled steps have no memory curve",

@@ -30,6 +30,7 @@ TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
         "torch.autograd.backward": (),
         "torch.autograd.grad": (),
     },
+    "halves of backward": {f"{_DISTRIBUTED}.pipelining.PipelineStage.backward_maybe_with_nosync": ()},
     "data loading": {"torch.utils.data.DataLoader.__iter__": (), torch_private.NEXT_BATCH.name: ()},
     "copies to the GPU": {"torch.Tensor.to": (), "torch.Tensor.cuda": ()},
     "optimizers": {"torch.optim.Optimizer.__init__": ()},

@@ -8,6 +8,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 
 from labkit.training.request import Request
+from labkit.training.strategies.pipelines import holder
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,10 @@ class Case:
         )
         letters = "P′" if self.rows > 1 else "P"
         self.letter = f"{letters}/p" if self.pipes > 1 else letters
+
+    def holder(self, stage: int) -> int:
+        """The rank of a pipeline that holds a stage."""
+        return holder(stage, self.pipes, self.options["schedule"])
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:

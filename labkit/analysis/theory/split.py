@@ -78,8 +78,10 @@ def norms_of_layers(case: Case) -> Iterator[Flow]:
 
 
 def stages(case: Case) -> Iterator[Flow]:
-    """A pipeline (Huang et al. 2019): the output of a stage is sent to the next, and its gradient is sent back."""
-    behind = [case.outputs[first - 1] for first in case.stages[1:-1]]
+    """A pipeline (Huang et al. 2019): the output of a stage is sent to the next, if another rank holds it, and its
+    gradient is sent back."""
+    inner = [stage for stage in range(1, len(case.stages) - 1) if case.holder(stage) != case.holder(stage - 1)]
+    behind = [case.outputs[case.stages[stage] - 1] for stage in inner]
     wide = 2 if case.half and not (case.cast and case.spec.workload_row.wide_outputs) else 4
     lanes = case.n // case.pipes
     numbers = sum(size / case.rows if split else size for size, split in behind)

@@ -66,8 +66,8 @@ def _shapes(case: Case, rank: int) -> list[Shape]:
     if not case.stages:
         return list(case.shapes)
     place = rank // (case.n // case.pipes)
-    mine = range(place, len(case.stages) - 1, case.pipes)
-    blocks = [block for stage in mine for block in case.blocks[case.stages[stage] : case.stages[stage + 1]]]
+    own = (stage for stage in range(len(case.stages) - 1) if case.holder(stage) == place)
+    blocks = [block for stage in own for block in case.blocks[case.stages[stage] : case.stages[stage + 1]]]
     return [shape for block in blocks for shape in block.parameters]
 
 

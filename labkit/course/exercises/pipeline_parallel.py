@@ -6,7 +6,7 @@ from typing import Any
 
 from labkit.course.exercises import Exercise, Wrong, require_function, result_of
 from labkit.course.exercises.own import finished
-from labkit.course.pictures.schedules import SCHEDULES
+from labkit.course.pictures.schedules import SCHEDULES, least
 from labkit.course.pictures.schedules import order as by_rule
 
 _CASES = ((1, 2, 3), (0, 2, 4), (0, 4, 8), (1, 4, 8), (2, 4, 8), (3, 4, 8), (0, 4, 2))  # stage, stages, micro-batches
@@ -70,7 +70,7 @@ def _bubble(answer: Any) -> str:
     if bubble > _MAX_BUBBLE:
         raise Wrong(f"{described}, and the limit is {_MAX_BUBBLE:.0%}; what in the formula can you change?")
     size = spec["batch_size"] // micro_batches
-    divisors = [m for m in range(ranks, micro_batches) if micro_batches % m == 0]
+    divisors = [m for m in range(max(ranks, least(schedule, ranks)), micro_batches) if micro_batches % m == 0]
     if any(formula(ranks, fewer) <= _MAX_BUBBLE for fewer in divisors):
         raise Wrong(f"{described}, but its micro-batches of {size} are smaller than necessary: use fewer of them")
     return f"{described}, with micro-batches of {size} samples"
@@ -88,6 +88,7 @@ EXERCISES = {
         "A bubble of at most 12 %",
         _bubble,
         "1/(m+1) ≤ 0.12 gives m ≥ 8 for GPipe and 1F1B: 8 micro-batches of 2 samples. Interleaved1F1B has 1/(2m+1), so"
-        " 4 are enough; InterleavedZeroBubble has 1/(6m+1), so 2 are enough.",
+        " 4 are enough; InterleavedZeroBubble has 1/(6m+1), so 2 are enough. ZBVZeroBubble and DualPipeV"
+        " have it with at least 4.",
     ),
 }

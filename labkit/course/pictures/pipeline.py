@@ -10,7 +10,7 @@ from labkit.analysis.metrics import USUAL
 from labkit.analysis.profiled import aligned, profiled_steps
 from labkit.course.pictures.canvas import SCALED, layout
 from labkit.course.pictures.checked import checked
-from labkit.course.pictures.schedules import SCHEDULES, Plan, Slot, order, planned, simulate
+from labkit.course.pictures.schedules import SCHEDULES, Plan, Slot, least, order, planned, simulate
 from labkit.figures import colours
 from labkit.figures.as_plotly import as_figure
 
@@ -25,7 +25,7 @@ _KINDS = {  # name in the legend, colour, colour of the number on it
     "F": ("forward", colours.PHASES["forward"], "#000000"),
     "B": ("backward", colours.PHASES["backward"], "#FFFFFF"),
     "W": ("backward of the weights", colours.PHASES["optimizer"], "#FFFFFF"),
-    "BW": ("half of a backward", "#7B50B0", "#FFFFFF"),
+    "BW": ("whole backward", "#7B50B0", "#FFFFFF"),
 }
 _HATCHED = {
     "shape": "/",
@@ -39,9 +39,10 @@ _MARKS = {
     "Interleaved1F1B": "square",
     "ZB-H1": "diamond",
     "InterleavedZeroBubble": "triangle-up",
+    "ZBVZeroBubble": "triangle-down",
+    "DualPipeV": "star",
 }
-_PATTERNS = {"GPipe": "", "1F1B": "/", "Interleaved1F1B": "x", "ZB-H1": ".", "InterleavedZeroBubble": "-"}
-_MIN_PAUSE = 0.01  # of a step; a shorter pause is the gap between two operations and does not count as waiting
+_PATTERNS = dict(zip(SCHEDULES, ("", "/", "x", ".", "-", "\\", "+")))
 
 
 @checked
@@ -97,6 +98,7 @@ def bubbles(ranks: int, schedules: Sequence[str] = tuple(SCHEDULES), most: int =
     traces = []
     for index, schedule in enumerate(schedules):
         counts = [ranks * rounds for rounds in range(1, max(4, most // ranks) + 1)]
+        counts = [count for count in counts if count >= least(schedule, ranks)]
         traces.append(
             {
                 "type": "scatter",
@@ -151,8 +153,8 @@ def measured(run: Run) -> Plan:
     """The measured timeline of a step of a pp run, in milliseconds: the fastest profiled step, because it has the least
     noise.
 
-    For a split backward, the measurement shows only that half of it is computed, not which half. Raises `ValueError` if
-    the run has no profiled step.
+    Raises `ValueError` if the run has no profiled step, or is of a version that did not measure the halves of a
+    backward.
     """
     state = run.state
     if state.spec.get("strategy") != "pp":
@@ -166,11 +168,10 @@ def measured(run: Run) -> Plan:
     for step in usual:
         found = {number: rank.timelines[step] for number, rank in sorted(state.ranks.items())}
         shifts, _ = aligned(found, ahead(state))
-        slots = tuple(
-            slot
-            for rank, one in found.items()
-            for slot in _seen(rank, one, shifts[rank], order(schedule, rank, len(found), micro_batches))
-        )
+        rules = {rank: _computed(order(schedule, rank, len(found), micro_batches)) for rank in found}
+        if any(_misses_halves(one, rules[rank]) for rank, one in found.items()):
+            raise ValueError(f"run {run.name} does not tell the halves of a backward apart; run it again")
+        slots = tuple(slot for rank, one in found.items() for slot in _seen(rank, one, shifts[rank], rules[rank]))
         words = (
             f"{schedule}, {len(found)} ranks, {micro_batches} micro-batch{'es' if micro_batches > 1 else ''}, step"
             f" {step}"
@@ -179,40 +180,29 @@ def measured(run: Run) -> Plan:
     return min(plans, key=lambda plan: plan.span[1] - plan.span[0])
 
 
-def _seen(rank: int, one: Mapping[str, Any], shift: float, rule: list[tuple[str, int, int]]) -> Iterator[Slot]:
-    """The forwards and backwards of one rank's timeline, named in the order of the schedule, and the computation
-    between them."""
-    turns = {kind: iter([(stage, number) for each, stage, number in rule if each == kind]) for kind in "FB"}
-    passes = [(name, start, end) for name, start, end in one["phases"] if name in ("forward", "backward")]
-    stop = min([start for name, start, _ in one["phases"] if name == "optimizer"], default=one["seconds"])
+def _computed(rule: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+    """The passes that take time: the first stage has no gradient of its inputs, and computes a split backward as a
+    whole in its second half."""
     halved = any(kind == "W" for kind, _, _ in rule)
-    for name, start, end in passes:
-        kind = "BW" if halved and name == "backward" else name[0].upper()
-        stage, number = next(turns[kind], (None, None)) if kind in turns else (None, None)
-        yield Slot(rank, kind, stage, number, 1000 * (start + shift), 1000 * (end + shift))
-    # Autograd's hooks see no half of a backward: it is all other computation from the first forward to the optimizer.
-    if halved:
-        for start, end in _between(one["busy"], passes, stop, _MIN_PAUSE * one["seconds"]):
-            yield Slot(rank, "BW", None, None, 1000 * (start + shift), 1000 * (end + shift))
+    return [each for each in rule if not (halved and each[:2] == ("B", 0))]
 
 
-def _between(
-    busy: Sequence[Sequence[float]], passes: list[tuple[str, float, float]], stop: float, least: float
-) -> list[list[float]]:
-    """Intervals of computation outside the passes, from the first pass to `stop`; pauses shorter than `least` are
-    merged."""
-    intervals: list[list[float]] = []
-    edges = [end for _, _, end in passes], [start for _, start, _ in passes[1:]] + [stop]
-    for free_from, free_to in zip(*edges):
-        inside = [(max(start, free_from), min(end, free_to)) for start, end in busy]
-        fresh = True
-        for start, end in sorted(pair for pair in inside if pair[0] < pair[1]):
-            if not fresh and start - intervals[-1][1] < least:
-                intervals[-1][1] = end
-            else:
-                intervals.append([start, end])
-            fresh = False
-    return [each for each in intervals if each[1] - each[0] >= least]
+def _misses_halves(one: Mapping[str, Any], rule: list[tuple[str, int, int]]) -> bool:
+    """Whether the schedule splits backwards, and the timeline has fewer of them."""
+    measured = sum(name == "backward" for name, *_ in one["phases"])
+    return any(kind == "W" for kind, _, _ in rule) and measured < sum(kind != "F" for kind, _, _ in rule)
+
+
+def _seen(rank: int, one: Mapping[str, Any], shift: float, rule: list[tuple[str, int, int]]) -> Iterator[Slot]:
+    """The forwards and backwards of one rank's timeline, named in the order of the schedule."""
+    turns = {
+        "forward": (each for each in rule if each[0] == "F"),
+        "backward": (each for each in rule if each[0] != "F"),
+    }
+    for name, start, end in one["phases"]:
+        if name in turns:
+            kind, stage, number = next(turns[name], (name[0].upper(), None, None))
+            yield Slot(rank, kind, stage, number, 1000 * (start + shift), 1000 * (end + shift))
 
 
 def _second(slot: Slot, plan: Plan) -> bool:

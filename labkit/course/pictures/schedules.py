@@ -4,7 +4,7 @@ A rank does some forwards to warm up, then alternates one forward and one backwa
 The schedules differ in the length of the warm-up, in the number of stages per rank, and in whether a backward is split
 in two halves. Sources: GPipe (Huang et al. 2018, section 2.3), 1F1B with a flush (Narayanan et al. 2021, section
 2.2.1), interleaved (ibid., section 2.2.2), zero bubble (Qi et al. 2023, section 3, as ZB-H1; with two stages per rank
-as in torch).
+as in torch). Those whose stages go down the ranks and up again are in `v_shaped.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from labkit.course.pictures import v_shaped
 from labkit.course.pictures.checked import checked
+from labkit.training.strategies.pipelines import ONE_PER_STAGE, V_SHAPED, holder
 
 if TYPE_CHECKING:
     from labkit.plan.spec import Spec
@@ -25,8 +27,8 @@ if TYPE_CHECKING:
 class Slot:
     """A pass of a rank from `start` to `end`: micro-batch `number` in `stage`; both are None if they are unknown.
 
-    `kind` is F (forward), B (backward; only of the inputs if it is split), W (backward of the weights), or BW (one of
-    the halves, unknown which).
+    `kind` is F (forward), B (backward; only of the inputs if the schedule splits it), W (backward of the weights), or
+    BW (a whole backward of a schedule that splits others).
     """
 
     rank: int
@@ -75,7 +77,7 @@ class Plan:
         for rank in self.ranks:
             mine = [slot for slot in self.slots if slot.rank == rank]
             moments = [(slot.start, 1) for slot in mine if slot.kind == "F"]
-            moments += [(slot.end, -1) for slot in mine if slot.kind == ("W" if halved else "B")]
+            moments += [(slot.end, -1) for slot in mine if slot.kind in ("W" if halved else "B", "BW")]
             held = 0
             for _, change in sorted(moments):
                 held += change
@@ -85,28 +87,52 @@ class Plan:
 
 @dataclass(frozen=True)
 class Rule:
-    """A schedule: stages per rank, whether backward is split in halves, and the warm-up forwards of rank r of p with m
-    micro-batches.
+    """A schedule: stages per rank, whether backward is split in halves, and the passes of rank r of p with m
+    micro-batches, as kinds with the index of the rank's stage.
 
     `formula` gives the bubble for m ≥ p if stages are equal and a backward takes twice as long as a forward.
     """
 
     stages: int
     halved: bool
-    warm_up: Callable[[int, int, int], int]
+    passes: Callable[[int, int, int], list[tuple[str, int]]]
     formula: Callable[[int, int], float]
 
 
+def _by_warm_up(
+    stages: int, halved: bool, warm_up: Callable[[int, int, int], int], formula: Callable[[int, int], float]
+) -> Rule:
+    """A schedule of `warm_up` forwards, then one forward and one backward alternately, then the other backwards."""
+
+    def passes(rank: int, ranks: int, micro_batches: int) -> list[tuple[str, int]]:
+        turn, every = _turn(ranks, micro_batches), stages * micro_batches
+        warm = min(every, warm_up(rank, ranks, micro_batches))
+        local = [(k // turn) % stages for k in range(every)]
+        backwards = [stages - 1 - which for which in local]
+        done = [("F", which) for which in local[:warm]]
+        for k, which in enumerate(backwards):
+            done += [*(("F", each) for each in local[warm + k : warm + k + 1]), ("B", which)]
+            if halved and k >= rank:  # `rank` of them are delayed and fill the bubble at the end
+                done.append(("W", backwards[k - rank]))
+        if halved:
+            done += [("W", which) for which in backwards[max(0, every - rank) :]]
+        return done
+
+    return Rule(stages, halved, passes, formula)
+
+
 SCHEDULES: dict[str, Rule] = {
-    "GPipe": Rule(1, False, lambda r, p, m: m, lambda p, m: (p - 1) / (m + p - 1)),
-    "1F1B": Rule(1, False, lambda r, p, m: p - 1 - r, lambda p, m: (p - 1) / (m + p - 1)),
-    "Interleaved1F1B": Rule(
+    "GPipe": _by_warm_up(1, False, lambda r, p, m: m, lambda p, m: (p - 1) / (m + p - 1)),
+    "1F1B": _by_warm_up(1, False, lambda r, p, m: p - 1 - r, lambda p, m: (p - 1) / (m + p - 1)),
+    "Interleaved1F1B": _by_warm_up(
         2, False, lambda r, p, m: _turn(p, m) + 2 * (p - 1 - r), lambda p, m: (p - 1) / (2 * m + p - 1)
     ),
-    "ZB-H1": Rule(1, True, lambda r, p, m: p - 1 - r, lambda p, m: (p - 1) / (3 * m + p - 1)),
-    "InterleavedZeroBubble": Rule(
+    "ZB-H1": _by_warm_up(1, True, lambda r, p, m: p - 1 - r, lambda p, m: (p - 1) / (3 * m + p - 1)),
+    "InterleavedZeroBubble": _by_warm_up(
         2, True, lambda r, p, m: _turn(p, m) + p - 1 - r, lambda p, m: (p - 1) / (6 * m + p - 1)
     ),
+    "ZBVZeroBubble": Rule(2, True, v_shaped.zero_bubble, v_shaped.bubble),
+    "DualPipeV": Rule(2, True, v_shaped.dual_pipe, v_shaped.bubble),
 }
 
 
@@ -119,25 +145,15 @@ def order(schedule: str, rank: int, ranks: int, micro_batches: int) -> list[tupl
     [('F', 1, 0), ('B', 1, 0), ('F', 1, 1), ('B', 1, 1)]
     """
     _check(schedule, ranks, micro_batches)
-    rule, turn = SCHEDULES[schedule], _turn(ranks, micro_batches)
-    every = rule.stages * micro_batches
-    warm = min(every, rule.warm_up(rank, ranks, micro_batches))
-    local = [(k // turn) % rule.stages for k in range(every)]  # index of the rank's stage
-    forwards = [("F", which * ranks + rank) for which in local]
-    backwards = [("B", (rule.stages - 1 - which) * ranks + rank) for which in local]
-    done = forwards[:warm]
-    for k, backward in enumerate(backwards):
-        done += [*forwards[warm + k : warm + k + 1], backward]
-        if rule.halved and k >= rank:  # `rank` of them are delayed and fill the bubble at the end
-            done.append(("W", backwards[k - rank][1]))
-    if rule.halved:
-        done += [("W", stage) for _, stage in backwards[max(0, every - rank) :]]
+    rule = SCHEDULES[schedule]
+    own = [stage for stage in range(ranks * rule.stages) if holder(stage, ranks, schedule) == rank]
     numbers: Counter[tuple[str, int]] = Counter()
     numbered = []
-    for kind, stage in done:
-        numbered.append((kind, stage, numbers[kind, stage]))
-        numbers[kind, stage] += 1
-    return numbered
+    for kind, which in rule.passes(rank, ranks, micro_batches):
+        stage, halves = own[which], ("B", "W") if kind == "BW" else (kind,)
+        numbered.append((kind, stage, numbers[halves[0], stage]))
+        numbers.update((half, stage) for half in halves)
+    return [each for each in numbered if each[2] < micro_batches]
 
 
 @checked
@@ -157,7 +173,7 @@ def simulate(schedule: str, ranks: int, micro_batches: int, costs: Sequence[floa
             f" {costs}"
         )
     times = [cost * ranks / sum(costs) for cost in costs]
-    relative = {"F": 1.0, "B": backward / 2 if rule.halved else backward, "W": backward / 2}
+    relative = {"F": 1.0, "B": backward / 2 if rule.halved else backward, "W": backward / 2, "BW": backward}
     waiting = {rank: order(schedule, rank, ranks, micro_batches)[::-1] for rank in range(ranks)}
     slots: list[Slot] = []
     ended: dict[tuple[str, int, int], float] = {}
@@ -167,7 +183,7 @@ def simulate(schedule: str, ranks: int, micro_batches: int, costs: Sequence[floa
             while left and all(need in ended for need in needs(*left[-1], stages)):
                 kind, stage, number = left.pop()
                 start = max([free[rank], *(ended[need] for need in needs(kind, stage, number, stages))])
-                free[rank] = ended[kind, stage, number] = start + relative[kind] * times[stage]
+                free[rank] = ended[kind[0], stage, number] = start + relative[kind] * times[stage]
                 slots.append(Slot(rank, kind, stage, number, start, free[rank]))
     title = f"{schedule}, {ranks} ranks, {micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
     return Plan(title, tuple(slots), "forwards", modelled=True)
@@ -191,6 +207,11 @@ def planned(spec: Spec) -> Plan:
     return simulate(spec.options["schedule"], spec.nproc, spec.options["micro_batches"], costs)
 
 
+def least(schedule: str, ranks: int) -> int:
+    """The minimum number of micro-batches: that of the stages if DualPipeV is to fill both halves of the V."""
+    return 2 * ranks if schedule in V_SHAPED and schedule in ONE_PER_STAGE else 1
+
+
 def _turn(ranks: int, micro_batches: int) -> int:
     """Number of micro-batches that a rank processes in one stage before it switches to its next stage."""
     return micro_batches // max(1, micro_batches // ranks)
@@ -201,7 +222,11 @@ def _check(schedule: str, ranks: int, micro_batches: int) -> None:
         raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
     if ranks < 2 or micro_batches < 1:
         raise ValueError(f"a pipeline needs at least 2 ranks and 1 micro-batch, got {ranks} and {micro_batches}")
-    if SCHEDULES[schedule].stages > 1 and micro_batches % _turn(ranks, micro_batches):
+    if micro_batches < least(schedule, ranks):
+        raise ValueError(
+            f"{schedule} needs at least {least(schedule, ranks)} micro-batches on {ranks} ranks, got {micro_batches}"
+        )
+    if schedule not in V_SHAPED and SCHEDULES[schedule].stages > 1 and micro_batches % _turn(ranks, micro_batches):
         near = micro_batches // ranks * ranks
         raise ValueError(
             f"micro_batches must split into equal rounds for {schedule} on {ranks} ranks, got {micro_batches}; use"

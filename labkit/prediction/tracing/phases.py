@@ -32,13 +32,15 @@ class Phases:
         register_module_forward_hook(self._forward_ends, always_call=True)
         register_optimizer_step_pre_hook(self._optimizer_begins)
         register_optimizer_step_post_hook(lambda *_: self._leave())
-        original = torch.autograd.backward
+        for name in ("backward", "grad"):  # pipelines compute a backward in halves with `grad`
+            setattr(torch.autograd, name, self._as_backward(getattr(torch.autograd, name)))
 
-        def backward(*args: Any, **kwargs: Any) -> None:
+    def _as_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(*args: Any, **kwargs: Any) -> Any:
             with self.phase("backward"):
-                original(*args, **kwargs)
+                return original(*args, **kwargs)
 
-        torch.autograd.backward = backward
+        return backward
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from labkit.training.request import Request
 
-TWO_STAGES = ("Interleaved1F1B", "InterleavedZeroBubble")  # schedules with two stages per rank
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # schedules whose stages go down the ranks and up again
+TWO_STAGES = ("Interleaved1F1B", "InterleavedZeroBubble", *V_SHAPED)  # schedules with two stages per rank
+# schedules that need at least one micro-batch per stage, each with one that does not
+ONE_PER_STAGE = {"1F1B": "GPipe", "DualPipeV": "ZBVZeroBubble"}
+
+
+def holder(stage: int, ranks: int, schedule: str) -> int:
+    """The rank, of the `ranks` of a pipeline, that holds a stage."""
+    return min(stage, 2 * ranks - 1 - stage) if schedule in V_SHAPED else stage % ranks
 
 
 def cut(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
@@ -40,7 +48,7 @@ def constants(spec: Request) -> dict[str, Any]:
     mesh."""
     ranks, schedule = _ranks(spec), spec.options["schedule"]
     stages = ranks * (2 if schedule in TWO_STAGES else 1)
-    last = (ranks - 1) * (spec.nproc // ranks)
+    last = holder(stages - 1, ranks, schedule) * (spec.nproc // ranks)
     return {"STAGES": cut(spec.workload_row.costs(spec.options), stages), "LOSS_RANK": last}
 
 
@@ -58,13 +66,13 @@ def limit(spec: Request) -> str | None:
             f"{spec.workload} has {blocks} blocks, too few for the {ranks * each} stages of {schedule} on {ranks}"
             f" ranks; use {near}"
         )
-    if schedule == "1F1B" and micro_batches < ranks:
+    if schedule in ONE_PER_STAGE and micro_batches < ranks * each:
         return (
-            f"1F1B needs at least one micro-batch per stage, got micro_batches={micro_batches} for {ranks} stages; "
-            f"use micro_batches={ranks}, or schedule=GPipe"
+            f"{schedule} needs at least one micro-batch per stage, got micro_batches={micro_batches} for"
+            f" {ranks * each} stages; use micro_batches={ranks * each}, or schedule={ONE_PER_STAGE[schedule]}"
         )
     rounds = max(1, micro_batches // ranks)
-    if each == 2 and micro_batches % rounds:
+    if each == 2 and schedule not in V_SHAPED and micro_batches % rounds:
         near = micro_batches // ranks * ranks
         return (
             f"{schedule} runs the micro-batches in {rounds} equal rounds, and micro_batches={micro_batches} is not"

@@ -12,9 +12,11 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
+    ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
 )
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
@@ -58,7 +60,10 @@ def pp_group() -> dist.ProcessGroup:
 
 def stage_data(dataset: TensorDataset) -> TensorDataset:
     """Inputs for the first stage, targets for the last; other tensors are empty."""
-    rank, last = dist.get_rank(pp_group()), pp_group().size() - 1
+    if SCHEDULE in ("ZBVZeroBubble", "DualPipeV"):
+        rank, last = dist.get_rank(pp_group()), 0  # the last stage is on the first rank
+    else:
+        rank, last = dist.get_rank(pp_group()), pp_group().size() - 1
     inputs, targets = dataset.tensors
     empty = torch.empty(len(dataset), 0)
     needed = (inputs if rank == 0 else empty, targets if rank == last else empty)
@@ -80,8 +85,15 @@ class Pipeline(nn.Module):
             self.schedule = Schedule1F1B(own[0], MICRO_BATCHES, **options)
         elif SCHEDULE == "Interleaved1F1B":
             self.schedule = ScheduleInterleaved1F1B(own, MICRO_BATCHES, **options)
-        else:
+        elif SCHEDULE == "InterleavedZeroBubble":
             self.schedule = ScheduleInterleavedZeroBubble(own, MICRO_BATCHES, **options)
+        elif SCHEDULE == "ZBVZeroBubble":
+            self.schedule = ScheduleZBVZeroBubble(own, MICRO_BATCHES, **options)
+        else:
+            self.schedule = ScheduleDualPipeV(own, MICRO_BATCHES, **options)
+        if SCHEDULE in ("ZBVZeroBubble", "DualPipeV"):
+            actions = self.schedule.pipeline_order_with_comms
+            self.actions = {True: actions, False: forward_only(actions)}
 
     def run(self, inputs, targets, losses=None) -> torch.Tensor | None:
         """Pass a batch through all stages, in training also back; returns the logits."""
@@ -90,9 +102,21 @@ class Pipeline(nn.Module):
         padding = inputs.new_zeros(missing, *inputs.shape[1:])
         ignored = targets.new_full((missing, *targets.shape[1:]), -100)
         inputs, targets = torch.cat([inputs, padding]), torch.cat([targets, ignored])
+        if SCHEDULE in ("ZBVZeroBubble", "DualPipeV"):
+            self.schedule.pipeline_order_with_comms = self.actions[self.training]
         schedule = self.schedule.step if self.training else self.schedule.eval
         args = (inputs,) if dist.get_rank(pp_group()) == 0 else ()
         return schedule(*args, target=targets, losses=losses)
+
+
+def forward_only(actions: dict[int, list]) -> dict[int, list]:
+    """The forward passes of each rank and their messages; `eval` would run all actions."""
+    kinds, kept = ("F", "SEND_F", "RECV_F"), {}
+    for rank, own in actions.items():
+        # A forward that overlaps a backward is one action with two parts.
+        parts = [part for action in own for part in action.sub_actions or (action,)]
+        kept[rank] = [part for part in parts if part.computation_type.value in kinds]
+    return kept
 
 
 def micro_batch_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -117,7 +141,11 @@ def own_stages(blocks) -> dict[int, nn.Sequential]:
         raise SystemExit(f"STAGES is for a pipeline of {expected} ranks, got {ranks}")
     for number, block in enumerate(blocks):
         stage = bisect(STAGES, number) - 1
-        if stage % ranks == rank:
+        if SCHEDULE in ("ZBVZeroBubble", "DualPipeV"):  # noqa: SIM108
+            holder = min(stage, 2 * ranks - 1 - stage)  # down the ranks, and up again
+        else:
+            holder = stage % ranks
+        if holder == rank:
             stages.setdefault(stage, nn.Sequential()).add_module(str(number), block)
     return stages
 
