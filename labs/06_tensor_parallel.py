@@ -142,7 +142,7 @@ pictures.tensor_parallel.layer()
 # In the script this is a table that maps modules to styles, and one call of `parallelize_module` per block:
 
 # %%
-spec = Spec(strategy="tp", workload="gpt", **HERE, batch_size=8, steps=10, samples=200)
+spec = Spec(strategy="tp", workload="gpt", **HERE, batch_size=8, steps=10, samples=80)
 print(excerpt(spec, "tensor_plans"), excerpt(spec, "parallelize"), sep="\n\n")
 
 # %% [markdown]
@@ -259,5 +259,5 @@ check("tensor_parallel.parts", parts)
 # the options.
 
 # %% tags=["exercise"]
-not_gathered = ...  # run("tp", workload="gpt", **HERE, steps=5, samples=200, …).wait()
+not_gathered = ...  # run("tp", workload="gpt", **HERE, steps=5, samples=80, …).wait()
 check("tensor_parallel.logits", not_gathered)

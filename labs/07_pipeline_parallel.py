@@ -19,7 +19,7 @@
 # There is another way to split a model that is too large: every rank takes some of its *blocks*. Rank 0 computes the
 # first blocks and sends the result to rank 1. The messages are small: one activation instead of a gradient for every
 # parameter. **But what does rank 1 do while rank 0 computes, and what does rank 0 do afterwards?** The cells of this
-# lab compute for about 1 minute on two cores.
+# lab compute for about 2 minutes on two cores.
 
 # %%
 from labkit import Spec, check, excerpt, pictures, place, predict, run, show
@@ -190,6 +190,56 @@ pipe.gantt(pipe.simulate("Interleaved1F1B", ranks=4, micro_batches=8))
 pipe.gantt(pipe.simulate("ZB-H1", ranks=4, micro_batches=8))
 
 # %% [markdown]
+# ## Stages in a V
+#
+# Interleaved stages go round: with 4 ranks, rank 0 holds the stages 0 and 4. In a **V** the stages go down the ranks
+# and up again: of *p* ranks, rank *r* holds the stages *r* and 2*p* − 1 − *r*. In the script this is one line of
+# `own_stages`:
+
+# %%
+print(excerpt(spec("ZBVZeroBubble", 4), "STAGES", "LOSS_RANK", "own_stages"))
+
+# %% [markdown]
+# This placement has three consequences.
+#
+# - **The tip of the V sends nothing.** The last rank holds the two stages in the middle, so one boundary between stages
+#   needs no message.
+# - **The first rank has the loss**, because it also holds the last stage. Right after the last forward of a micro-batch
+#   it starts the backward of the same micro-batch.
+# - **Every rank stores about the same amount.** The activations of an early stage are stored for a long time, those of
+#   a late stage only briefly, and each rank holds one of each.
+#
+# **ZB-V** (Qi et al. 2023, section 6) combines the V with split backwards:
+
+# %%
+pipe.gantt(pipe.simulate("ZBVZeroBubble", ranks=4, micro_batches=8))
+
+# %% [markdown]
+# **Predict:** what is left of the bubble, and what would have to happen in the *next* step for it to disappear?
+#
+# <details class="answer"><summary>Answer</summary>
+#
+# No rank waits between its first and its last pass. Rank 0 starts first and is done first; rank 3 starts last and is
+# done last. If rank 0 starts the next step at once, the two steps fit together, and the bubble is zero. For that, no
+# rank may wait for the others in its optimizer step. Clipping the norm of *all* gradients makes them wait, and so does
+# the check for overflow in fp16.
+#
+# </details>
+#
+# **DualPipeV** is DualPipe, the schedule of DeepSeek-V3 (2024, section 3.2.1), cut in half. In the middle of the step
+# each rank alternates the forward of one micro-batch and the backward of *another*. Neither needs the result of the
+# other, so a rank can compute both at the same time: while the messages of one are sent (the all-to-all of its experts,
+# for instance), the other computes.
+
+# %%
+pipe.gantt(pipe.simulate("DualPipeV", ranks=4, micro_batches=8))
+
+# %% [markdown]
+# Torch computes each such pair one after the other unless you register a function of your own for it
+# (`register_custom_function`), and so does the picture: it shows the order, but not the gain.
+#
+# ## Which schedule?
+#
 # **Predict:** you have 4 ranks and memory for 8 micro-batches. Which schedule would you use? And with 32 micro-batches?
 
 # %%
@@ -201,14 +251,39 @@ pipe.activations(4, 8)
 # %% [markdown]
 # <details class="answer"><summary>Discussion</summary>
 #
-# With 32 micro-batches, all schedules have small bubbles, and the simplest is good enough. With few, zero bubble is
-# best, but it stores activations longer, because the weight gradients still need them. `InterleavedZeroBubble` is the
-# schedule that torch offers: it combines both ideas. Neither is free: with two stages per rank, the ranks send more
-# than twice as much, and it is harder to split the blocks into *four* equal stages than into two.
+# With 32 micro-batches, all schedules have small bubbles, and the simplest is good enough. With 8, the three
+# zero-bubble schedules with two stages per rank idle least. They store the activations of about 4 micro-batches on
+# *every* rank (1F1B only on the first), because the weight gradients still need them. Of the three, `ZBVZeroBubble` and
+# `DualPipeV` send less than `InterleavedZeroBubble`. With 4 micro-batches there are too few to fill the V.
+#
+# None of this is free: with two stages per rank, the ranks send at least twice as much as with one, and it is harder to
+# split the blocks into *eight* equal stages than into four.
 #
 # </details>
 #
-# Run both. The first stage has no gradient of its inputs to compute, so it does a whole backward in the second half.
+# Run them, with two ranks. First the V. With 1F1B there is one boundary between stages, and each rank sent this much:
+
+# %%
+print(one_f_one_b.summary()["ranks"][0]["comm_bytes_per_step"] / 2**20, "MiB per step")
+
+# %% [markdown]
+# **Predict** the same for `ZBVZeroBubble`. How many boundaries do its four stages have, and how many of them lie
+# between two ranks?
+
+# %%
+guess = predict("sent_mb", ...)  # MiB per rank and step
+zbv = run(spec("ZBVZeroBubble", 4)).wait()
+pipe.gantt(pipe.measured(zbv))
+
+# %%
+guess
+
+# %%
+zbv.ledger()
+
+# %% [markdown]
+# The first stage has no gradient of its inputs to compute, so all of its backward is in the second half. Compare the
+# other schedules with two stages per rank:
 
 # %% tags=["long"]
 interleaved = run(spec("Interleaved1F1B", 4)).wait()
@@ -218,11 +293,15 @@ pipe.gantt(pipe.measured(interleaved))
 zero_bubble = run(spec("InterleavedZeroBubble", 4)).wait()
 pipe.gantt(pipe.measured(zero_bubble))
 
+# %% tags=["long"]
+dual = run(spec("DualPipeV", 4)).wait()
+pipe.gantt(pipe.measured(dual))
+
 # %% [markdown]
-# Compare with the simulation, for equal stages and for the four unequal stages of this model:
+# Here is the simulation of all of them, for equal stages and for the four unequal stages of this model:
 
 # %%
-for schedule in ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble"):
+for schedule in ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
     equal, real = pipe.simulate(schedule, 2, 4).bubble, pipe.planned(spec(schedule, 4)).bubble
     print(f"{schedule:22} {equal:5.0%} with equal stages  {real:5.0%} with these stages")
 

@@ -41,7 +41,7 @@ mesh.grid({"dp": 2, "tp": 2})
 # In the script this is one call. Neighbouring ranks differ in the *last* axis: ranks 0 and 1 differ in `tp`.
 
 # %%
-both = Spec(strategy="fsdp2_tp", workload="gpt", **HERE, steps=10, samples=200, batch_size=4)
+both = Spec(strategy="fsdp2_tp", workload="gpt", **HERE, steps=10, samples=80, batch_size=4)
 print(excerpt(both, "mesh", "parallelize"))
 
 # %% [markdown]
@@ -82,7 +82,7 @@ hybrid = Spec(
     workload="gpt",
     **HERE,
     steps=10,
-    samples=200,
+    samples=160,
     batch_size=4,
     precision="fp32",
     options={"replicas": 2},
@@ -165,7 +165,7 @@ mesh.grid({"pp": 2, "dp": 2, "tp": 2})
 
 # %% tags=["long"]
 axes = {"pp": 2, "dp": 2, "tp": 2}
-three = run("pp_fsdp2_tp", workload="gpt", **place(8), steps=4, samples=64, batch_size=4).wait()
+three = run("pp_fsdp2_tp", workload="gpt", **place(8), steps=4, samples=32, batch_size=4).wait()
 print(mib(mesh.by_axis(three, axes)))
 
 # %% [markdown]
@@ -240,7 +240,7 @@ check("combine.place", place_of)
 # within a machine, and the two ranks of a machine have different samples.
 
 # %% tags=["exercise"]
-two_machines = ...  # run("…", **HERE, steps=5, samples=200).wait()
+two_machines = ...  # run("…", **HERE, steps=5, samples=80).wait()
 check("combine.machines", two_machines)
 
 # %% [markdown]

@@ -58,9 +58,9 @@ print(excerpt(Spec("ddp", **SAVING), "save"))
 #    complete checkpoint or none. `fsync` comes first: without it, a power failure after the rename can leave a file
 #    whose name is on the disk and whose contents are not.
 # 4. AdamW stores two moments per weight; without them, the next steps are different. The step says how much of the data
-#    has been used, and the random state of *every* rank determines what dropout draws next: `progress` collects both.
-#    Larger programs save more: the state of the learning-rate scheduler, of the `GradScaler` (fp16), and of a data
-#    loader whose order does not follow from the step.
+#    has been used and which learning rate comes next, and the random state of *every* rank determines what dropout
+#    draws next: `progress` collects both, and in fp16 the state of the `GradScaler`. Larger programs save more: the
+#    state of a learning-rate scheduler, or of a data loader, that does not follow from the step.
 #
 # </details>
 #

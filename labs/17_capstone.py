@@ -96,7 +96,7 @@ check("capstone.layout", proposal)
 # 8 × 2. Its peak memory and traffic are predicted by tracing the script, before it runs.
 
 # %%
-SMALL = {"workload": "gpt", **HERE, "batch_size": 1, "steps": 5, "samples": 40, "options": {"size": "10M"}}
+SMALL = {"workload": "gpt", **HERE, "batch_size": 1, "steps": 5, "samples": 20, "options": {"size": "10M"}}
 twin = Spec("fsdp2_tp", **SMALL)
 predict(twin)
 

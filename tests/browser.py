@@ -55,6 +55,29 @@ Lab(strategy="ddp", workload="mlp", nproc=2, device="cpu", samples=1280, batch_s
 """
 )
 
+# Text that its box hides. The line of a finding may be longer than the panel is wide: "Why?" shows all of it.
+CLIPPED = """(element) => [...element.querySelectorAll("*")].filter((one) => {
+  const style = getComputedStyle(one);
+  if (!(one instanceof HTMLElement) || !one.checkVisibility() || style.clipPath !== "none") return false;
+  if (["INPUT", "SELECT", "CODE"].includes(one.tagName) || one.matches(".labkit-finding")) return false;
+  if (!["hidden", "clip"].includes(style.overflowX) || !one.textContent.trim()) return false;
+  const end = one.getBoundingClientRect().right - parseFloat(style.paddingRight);
+  const ends = [...one.childNodes].filter((node) => node.nodeType === Node.TEXT_NODE).map((node) => {
+    const text = document.createRange();
+    text.selectNode(node);
+    return text.getBoundingClientRect().right;
+  });
+  return one.scrollWidth > one.clientWidth + 1 || Math.max(...ends) > end + 1;
+}).map((one) => `${one.className}: ${one.textContent.trim()}`)"""
+TITLES = """(element) => [...element.querySelectorAll(".labkit-chart")]
+  .filter((one) => one.checkVisibility()).map((chart) => {
+  const box = (one) => one?.getBoundingClientRect();
+  const [title, legend, axis] = [".gtitle", ".legendtext", ".ytitle"].map((name) => box(chart.querySelector(name)));
+  const besides = legend && legend.left < title.right && legend.top < title.bottom - 2;
+  const meets = besides || (axis && axis.top < title.bottom);
+  return title.right > box(chart).right || meets ? chart.querySelector(".gtitle").textContent : "";
+}).filter(Boolean)"""
+
 
 # ---- the server and the browser
 
@@ -233,3 +256,11 @@ def points(panel: sync_api.Locator, chart: str) -> int:
 
 def wait_for_words(panel: sync_api.Locator, words: str) -> None:
     sync_api.expect(panel.locator(".labkit-state")).to_have_text(re.compile(words), timeout=RUN_TIMEOUT)
+
+
+def nothing_is_cut_off(panel: sync_api.Locator) -> None:
+    """Neither text in a box that hides what is too wide for it, nor the title of a chart."""
+    for script in (CLIPPED, TITLES):
+        cut = panel.evaluate(script)
+        assert not cut, cut
+    assert panel.evaluate("element => element.scrollWidth <= element.clientWidth + 1"), "the panel is too wide"

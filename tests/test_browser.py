@@ -39,7 +39,7 @@ LAB_00 = ROOT / "labs" / "00_start_here.py"
 CHATTER = """
 import os, time, torch.distributed as dist
 dist.init_process_group("gloo")
-print("<b>hello</b> from rank", dist.get_rank(), flush=True)
+print("step\\n" * 3000 + "<b>hello</b> from rank", dist.get_rank(), flush=True)
 dist.barrier()
 dist.destroy_process_group()
 """
@@ -210,6 +210,12 @@ def test_logs_of_two_ranks_of_a_script_of_ones_own(page, jupyter):
     for rank in (0, 1):
         sync_api.expect(lines.filter(has_text=f"<b>hello</b> from rank {rank}")).to_have_count(1, timeout=30_000)
     assert panel.locator(".labkit-log-lines b").count() == 0, "the ranks' output is text, never markup"
+    which = [panel.get_by_label(name, exact=True) for name in ("Rank", "Stream")]
+    for choice, value in zip(which, ("0", "stdout")):
+        choice.select_option(value)
+    sync_api.expect(lines).to_have_count(1000, timeout=30_000)  # of 3,001: the page has the newest
+    for choice in which:
+        choice.select_option("")
     panel.get_by_label("Search the whole log").fill("FROM RANK 1")
     sync_api.expect(panel.locator("mark")).to_have_text(["from rank 1"], timeout=30_000)
     picture(page, "7-logs")

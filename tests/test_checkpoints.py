@@ -38,17 +38,18 @@ def asked(strategy: str, **more) -> dict:
     """The arguments of `run`; `nproc` is the strategy's in CASES unless it is given."""
     sized = {"batch_size": 8, "samples": 34} if strategy in ONLY else {}
     sized["workload"] = ONLY.get(strategy, "mlp")
-    if strategy == "deepspeed":
-        sized["options"] = {"stage": 3}
+    changing = {"warmup_steps": 3, "lr_decay": "cosine"}  # the learning rate of every step is another
+    stage = {"stage": 3} if strategy == "deepspeed" else {}
+    sized["options"] = changing | stage | more.pop("options", {})
     return {"nproc": CASES[strategy], **ASKED, **sized, **more}
 
 
 @pytest.fixture
-def unbroken(shared_run) -> Callable[[str], Run]:
+def unbroken(shared_run) -> Callable[..., Run]:
     """A run of a strategy that was not interrupted, with checkpoints of steps 3 and 6."""
 
-    def of(strategy: str) -> Run:
-        handle = shared_run(strategy, **asked(strategy))
+    def of(strategy: str, **more) -> Run:
+        handle = shared_run(strategy, **asked(strategy, **more))
         assert handle.words == "finished", handle.logs(0, "stderr")
         return handle
 
@@ -120,6 +121,28 @@ PAIRS = [
 def test_a_strategy_resumes_from_the_checkpoint_of_another_with_other_ranks(unbroken, writer, reader, nproc):
     whole = unbroken(writer)
     resumed = warm_run(reader, **asked(reader, nproc=nproc, resume=str(checkpoint(whole))))
+    assert resumed.words == "finished", resumed.logs(0, "stderr")
+    assert mean_losses(resumed.state, 0) == pytest.approx(mean_losses(whole.state, SAVED), rel=1e-5)
+
+
+# Stages in a V: rank 0 has the first and the last one. Its tensors have the names of the whole model, as any others.
+V, TWO_V = ({"options": {"schedule": schedule}} for schedule in ("ZBVZeroBubble", "DualPipeV"))
+V_PAIRS = [
+    *((("pp", V), ("pp", {"nproc": 3})), (("pp", V), ("ddp", {}))),
+    *((("single", {}), ("pp", TWO_V)), (("fsdp2", {}), ("pp", V))),
+]
+
+
+def test_a_pipeline_in_a_v_resumes_as_if_it_had_not_been_interrupted(unbroken):
+    whole = unbroken("pp", workload="cnn", **V)
+    resumed = warm_run("pp", **asked("pp", workload="cnn", **V, resume=str(checkpoint(whole))))
+    continues(resumed, whole, SAVED)
+
+
+@pytest.mark.parametrize(("writer", "reader"), V_PAIRS)
+def test_stages_in_a_v_are_read_and_written_for_other_strategies_and_ranks(unbroken, writer, reader):
+    whole = unbroken(writer[0], workload="cnn", **writer[1])
+    resumed = warm_run(reader[0], **asked(reader[0], workload="cnn", **reader[1], resume=str(checkpoint(whole))))
     assert resumed.words == "finished", resumed.logs(0, "stderr")
     assert mean_losses(resumed.state, 0) == pytest.approx(mean_losses(whole.state, SAVED), rel=1e-5)
 

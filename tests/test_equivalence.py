@@ -193,6 +193,7 @@ def test_what_an_engine_keeps_to_itself_is_left_out_and_said(runs, single):
         ({"batch_size": 32}, "global batch is 32, but 64"),
         ({"samples": 1280}, "train samples is 1280, but 640"),
         ({"options": {"clip_norm": 1.0}}, "clip norm is 1.0, but 0.0"),
+        ({"options": {"lr_decay": "cosine"}}, "lr decay is cosine, but none"),
     ],
 )
 def test_another_training_is_not_compared(runs, single, fields, told):

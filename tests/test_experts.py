@@ -9,7 +9,9 @@ from folded import fold, spec, start
 from labkit import figures
 from labkit.analysis.diagnose import findings
 from labkit.analysis.experts import expert_loads, summed
-from labkit.figures import chart, of_run
+from labkit.figures import chart, live, of_run
+from labkit.frontends.panel.charts import LIVE
+from labkit.frontends.panel.feed import Feed
 from labkit.training.workloads import WORKLOADS, gpt, moe
 
 
@@ -38,13 +40,30 @@ def test_the_newest_step_that_all_ranks_logged_counts():
     drawn = chart("experts", folded)
     assert drawn.x.categories == ("0", "1") and [bars.values for bars in drawn.bars] == [(4, 6), (2, 8)]
     assert drawn.marks[0].values == (10, 10) and "step 20" in drawn.note
-    assert of_run(folded) == (*figures.LIVE, "experts")
+    assert live(folded) == of_run(folded) == (*figures.LIVE, "experts")
+    overview = figures.overview(folded)
+    assert [note.text.count("Choices per expert") for note in overview.layout.annotations].count(1) == 1
+    assert overview.layout.height == 840, "a third row"
 
 
 def test_a_run_without_experts_has_an_empty_chart_that_is_not_shown():
     folded = state({"kind": "metric", "rank": 0, "t": 1.0, "name": "accuracy", "value": 0.5, "step": 20})
     assert expert_loads(folded) == (0, {})
     assert not chart("experts", folded).bars and "experts" not in of_run(folded)
+    assert Feed(LIVE).message(folded)["names"] == [*live(folded)] == [*figures.LIVE]
+
+
+def test_the_panel_shows_the_load_as_soon_as_it_is_logged():
+    folded, feed = state(), Feed(LIVE)
+    assert "experts" not in feed.message(folded)["names"]
+    for event in (*logged(0, 1, 3, 7), *logged(1, 1, 5, 5)):
+        folded.apply(event)
+    message = feed.message(folded)
+    assert message["names"] == [*figures.LIVE, "experts"]
+    (update,) = [one for one in message["charts"] if one["name"] == "experts"]
+    assert [trace["y"] for trace in update["whole"]["data"][:2]] == [[3, 7], [5, 5]]
+    feed.restart()
+    assert "experts" not in feed.message(state())["names"], "another run, which has none"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 from browser import CELLS, NOTEBOOK, RUN_TIMEOUT, open_notebook, set_theme, sync_api
 from conftest import PICTURES
 
+from labkit.course.build.source import source_of
 from labkit.course.exercises import LABS
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
@@ -18,6 +19,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 TOPICS = {lab: topic for topic, lab in LABS.items()}
 LESSONS = (
     *("00_start_here", "01_collectives", "03_ddp", "05_fsdp", "07_pipeline_parallel"),
+    *("13_build_ddp_and_zero", "14_build_model_parallel"),
     *("15_mixture_of_experts", "16_long_context", "17_capstone", "18_one_device", "19_clusters"),
 )
 # Of every cell: its source, its tags, and whether it is one that runs.
@@ -96,7 +98,7 @@ def typed(source: str, answer: object) -> str:
     if not callable(answer):
         return source.replace("...", repr(answer), 1)
     asked = re.search(r'check\("[\w.]+", ', source)[0]
-    return f"{inspect.getsource(answer)}\n\n{asked}{answer.__name__})"
+    return f"{source_of(answer)}\n\n{asked}{answer.__name__})"
 
 
 def pictures_of(page: sync_api.Page, name: str) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
@@ -130,6 +131,7 @@ def test_twenty_clients_are_all_served_and_no_device_twice(place):
         while not lease.take():
             held = [device for one in tickets() for device in one.granted]
             assert len(held) == len(set(held))
+            time.sleep(0.01)
         granted = lease.ticket.granted
         lease.release()
         return granted

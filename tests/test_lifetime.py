@@ -85,7 +85,7 @@ def test_nothing_outlives_kills_at_early_moments(one, warm_server):
 @LINUX
 def test_a_rank_and_the_agent_that_are_killed_at_a_checkpoint_leave_what_was_saved(warm_server):
     found = killed_training.attack(killed_training.Attack("fsdp2", ("rank 1", "agent"), "checkpoint", True, False))
-    assert (found.processes, found.ports, found.shared, found.wrong, found.lost) == (0, 0, 0, "", 0)
+    assert (found.processes, found.ports, found.shared, found.wrong, found.lost) == ((), 0, 0, "", 0)
 
 
 # ---- who belongs to a run

@@ -13,6 +13,7 @@ from browser import (
     Jupyter,
     command,
     in_the_kernel,
+    nothing_is_cut_off,
     open_notebook,
     picture,
     points,
@@ -47,35 +48,6 @@ from labkit import run, show
 show(run("held.py", nproc=2, device="cpu"))
 """
 LESSON = LAB.replace("epochs=1", "steps=60") + WATCH + COMPARE
-# Text that its box hides. The line of a finding may be longer than the panel is wide: "Why?" shows all of it.
-CLIPPED = """(element) => [...element.querySelectorAll("*")].filter((one) => {
-  const style = getComputedStyle(one);
-  if (!(one instanceof HTMLElement) || !one.checkVisibility() || style.clipPath !== "none") return false;
-  if (["INPUT", "SELECT", "CODE"].includes(one.tagName) || one.matches(".labkit-finding")) return false;
-  if (!["hidden", "clip"].includes(style.overflowX) || !one.textContent.trim()) return false;
-  const end = one.getBoundingClientRect().right - parseFloat(style.paddingRight);
-  const ends = [...one.childNodes].filter((node) => node.nodeType === Node.TEXT_NODE).map((node) => {
-    const text = document.createRange();
-    text.selectNode(node);
-    return text.getBoundingClientRect().right;
-  });
-  return one.scrollWidth > one.clientWidth + 1 || Math.max(...ends) > end + 1;
-}).map((one) => `${one.className}: ${one.textContent.trim()}`)"""
-TITLES = """(element) => [...element.querySelectorAll(".labkit-chart")]
-  .filter((one) => one.checkVisibility()).map((chart) => {
-  const box = (one) => one?.getBoundingClientRect();
-  const [title, legend, axis] = [".gtitle", ".legendtext", ".ytitle"].map((name) => box(chart.querySelector(name)));
-  const besides = legend && legend.left < title.right && legend.top < title.bottom - 2;
-  const meets = besides || (axis && axis.top < title.bottom);
-  return title.right > box(chart).right || meets ? chart.querySelector(".gtitle").textContent : "";
-}).filter(Boolean)"""
-
-
-def nothing_is_cut_off(panel: sync_api.Locator) -> None:
-    """Neither text in a box that hides what is too wide for it, nor the title of a chart."""
-    assert panel.evaluate(CLIPPED) == []
-    assert panel.evaluate(TITLES) == []
-    assert panel.evaluate("element => element.scrollWidth <= element.clientWidth + 1")
 
 
 def test_the_panel_is_never_blank(page, jupyter):

@@ -70,6 +70,23 @@ def test_a_recorded_run_plays_in_the_panel_at_its_own_speed(recorded, monkeypatc
     lab._view.wait(30)
 
 
+def test_a_paused_recording_says_so_also_if_it_stops_at_once(recorded, monkeypatch):
+    lab = played(Lab(recorded="last"), monkeypatch, [100.0])
+    view, say = lab._view, lab._view.say
+    lab._run_button.click()
+    wait_until(lambda: "recorded: " in view.words.value and not view.stop_button.disabled)
+
+    def say_late(words: str, tone: str = "waiting") -> None:
+        if words == "stopping" and view._stopping:
+            view.wait(30)
+        say(words, tone)
+
+    monkeypatch.setattr(view, "say", say_late)
+    view.stop_button.click()
+    view.wait(30)
+    assert " · paused" in view.words.value
+
+
 def test_logs_of_a_recording_say_that_they_are_whole(recorded, monkeypatch):
     lab = played(Lab(recorded=recorded.path), monkeypatch, [1.0])
     messages = sent_by(lab._view.logs.widget, monkeypatch)

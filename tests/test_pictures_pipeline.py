@@ -144,6 +144,7 @@ def test_the_gantt_has_every_pass_in_its_lane(schedule):
     drawn = [
         (lane, base, wide, text)
         for bar in figure.data
+        if bar.base is not None
         for lane, base, wide, text in zip(bar.y, bar.base, bar.x, bar.text)
     ]
     for slot in plan.slots:
@@ -151,7 +152,9 @@ def test_the_gantt_has_every_pass_in_its_lane(schedule):
         assert drawn.count((f"rank {slot.rank}", pytest.approx(slot.start, abs=1e-3), wide, str(slot.number))) == 1
     assert len(drawn) == len(plan.slots)
     assert f"idle {plan.bubble:.0%}" in figure.layout.title.text and "modelled" in figure.layout.title.text
-    assert len({bar.name for bar in figure.data}) == len(figure.data), "each colour or hatching has a name"
+    named = [bar.name for bar in figure.data if bar.showlegend is not False]
+    assert {*named} == {bar.name for bar in figure.data} and len({*named}) == len(named), "each colour is named once"
+    assert ("second stage of a rank" in named) == any(slot.stage >= 3 for slot in plan.slots), "and so is the hatching"
 
 
 def test_the_charts_are_those_of_the_simulation():

@@ -24,8 +24,9 @@ BY_HAND = Path(labkit.__file__).parent / "benchmarks" / "by_hand"
 EXACT = 0.001  # of a measured peak
 
 # Positions in the data come from random integers, an evaluation precedes the third step, gradients are accumulated, and
-# a copy of the weights outlives the steps.
+# a copy of another model, whose batch normalization counts batches, outlives the steps.
 WINDOWS = """
+from copy import deepcopy
 import torch, torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
@@ -42,7 +43,7 @@ def model():
     return torch.nn.Sequential(*layers)
 
 net = model()
-copy = {name: value.detach().clone() for name, value in model().state_dict().items()}
+copy = deepcopy(torch.nn.Sequential(model(), torch.nn.BatchNorm1d(32)))
 fully_shard(net)
 optimizer = torch.optim.AdamW(net.parameters())
 for step in range(8):
@@ -56,6 +57,7 @@ for step in range(8):
         inputs, targets = batch()
         net.set_requires_gradient_sync(part == 1)
         (cross_entropy(net(inputs).flatten(0, 1), targets.flatten()) / 2).backward()
+    copy[1](torch.ones(8, 32))
     optimizer.step()
     optimizer.zero_grad()
 dist.destroy_process_group()

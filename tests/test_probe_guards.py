@@ -20,6 +20,7 @@ from labkit.probe.clocks import CpuClock
 from labkit.probe.journal import Guard, Journal
 from labkit.probe.patches import Patches
 from labkit.probe.position import Position
+from labkit.probe.runner import write_error_file
 from labkit.probe.steps import StepWatch
 from labkit.probe.threads import ScriptThread
 from labkit.probe.waiting import WaitWatch
@@ -171,3 +172,21 @@ def test_a_rank_without_a_frame_is_alive_where_it_was_last(tmp_path, monkeypatch
         position.end()
     assert "test_a_rank_without_a_frame" in first["stack"] == second["stack"]
     assert second["t"] > first["t"]
+
+
+def test_torchrun_never_reads_half_an_error_file(tmp_path, monkeypatch):
+    """It terminates ranks that are still writing theirs when another one has failed."""
+    file, seen = tmp_path / "error.json", []
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    dump = json.dump
+
+    def written_in_part(data, opened):
+        dump(data, opened)
+        opened.flush()
+        seen.append(file.exists())
+
+    monkeypatch.setattr(json, "dump", written_in_part)
+    write_error_file(str(file), ValueError("sample 11 has no label"))
+    assert seen == [False] and list(tmp_path.iterdir()) == [file]
+    assert json.loads(file.read_text())["message"]["message"] == "ValueError: sample 11 has no label"
+    assert os.environ["TORCHELASTIC_ERROR_FILE"] == str(file)

@@ -6,8 +6,10 @@ import io
 import json
 import math
 import random
+import tracemalloc
 from pathlib import Path
 
+import numpy
 import pytest
 from long_runs import measured, opened, written
 from rich.console import Console
@@ -17,7 +19,7 @@ from labkit.figures import CHARTS
 from labkit.figures.as_svg import drawing
 from labkit.frontends.panel.view import RunView
 from labkit.frontends.terminal import watch
-from labkit.record import stepfile, steps
+from labkit.record import stepfile
 from labkit.record.events import Reader, Writer
 from labkit.record.follow import Follower
 from labkit.record.replay import Recording
@@ -91,6 +93,28 @@ def test_following_reads_new_records_only_and_joins_them(tmp_path):
     assert rank.steps.has_loss and math.isnan(rank.steps.loss[0])
 
 
+def test_memory_does_not_grow_with_the_steps_that_are_followed(tmp_path):
+    path, records = tmp_path / "rank0.jsonl", numpy.zeros(200_000, list(stepfile.COLUMNS))
+    records["t"] = records["step"] = numpy.arange(1, len(records) + 1)
+    stepfile.steps_path(path).write_bytes(stepfile.header(0))
+    reader, state, held = Reader(path), RunState(), []
+    tracemalloc.start()
+    try:
+        with open(stepfile.steps_path(path), "ab") as file:
+            for first in range(0, len(records), 400):
+                file.write(records[first : first + 400].tobytes())
+                file.flush()
+                for event in reader.poll(blocks=True):
+                    state.apply(event)
+                known = state.ranks[0].steps
+                assert known.step[len(known) // 2] == len(known) // 2 + 1, "of older steps, only what was read last"
+                held.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert len(known) == 200_000 and max(held) < 1e6, "bytes, of which a sample of all steps takes a quarter"
+    assert max(held[250:]) - max(held[25:250]) < 100_000, "of 100,000 more steps, less than one byte each"
+
+
 def test_a_loss_that_is_not_known_is_told_from_one_that_is_not_a_number(tmp_path):
     path = tmp_path / "rank0.jsonl"
     writer = Writer(path, 0)
@@ -136,10 +160,10 @@ def test_a_replay_reads_steps_as_they_are_due(tmp_path, monkeypatch):
 
 
 def test_reading_says_how_far_it_is_once_it_has_taken_a_second(tmp_path, monkeypatch):
-    folder = written(tmp_path, 2 * steps.HELD)
+    folder = written(tmp_path, 60_000)
     said: list[float] = []
-    follower = Follower(folder, progress=said.append)
-    follower.poll()
+    monkeypatch.setattr("labkit.record.follow.time.monotonic", lambda: 0.0)
+    Follower(folder, progress=said.append).poll()
     assert said == [], "a run that opens at once"
     clock = iter(range(0, 1000))
     monkeypatch.setattr("labkit.record.follow.time.monotonic", lambda: next(clock))

@@ -84,7 +84,8 @@ def test_unknown_options_and_invalid_values():
     sentence = refused("options", strategy="ddp", options={"buckets": 1})
     assert sentence.startswith("ddp with cnn has no option 'buckets'; options: bucket_mb")
     assert refused("options", strategy="single", options={"bucket_mb": 1}).endswith(
-        "; options: accumulate, clip_norm, checkpoint_activations, compile, fetch, workers, pin_memory, non_blocking"
+        "; options: accumulate, clip_norm, warmup_steps, lr_decay, checkpoint_activations, compile, fetch, workers,"
+        " pin_memory, non_blocking"
     )
     assert (
         refused("options", strategy="ddp", options={"bucket_mb": -1})

@@ -120,7 +120,7 @@ def test_join_trains_on_every_sample_once_though_one_rank_has_a_batch_more(tmp_p
     assert "join" not in write_script(Spec("ddp", "mlp", nproc=2))
 
 
-@pytest.mark.parametrize(("other", "value"), [("static_graph", True), ("accumulate", 2)])
+@pytest.mark.parametrize(("other", "value"), [("static_graph", True), ("accumulate", 2), ("lr_decay", "cosine")])
 def test_join_names_the_options_that_it_excludes(other, value):
     assert f"join does not work with {other}={value}; use only one of the two" in refusal(
         "ddp", options={"join": True, other: value}

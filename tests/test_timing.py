@@ -12,6 +12,7 @@ import labkit
 from labkit import figures
 from labkit.analysis.metrics import step_seconds
 from labkit.analysis.prediction import outcomes, sentences
+from labkit.plan.script import write_script
 from labkit.prediction.collectives import CommunicationModel, Duration
 from labkit.prediction.link_table import store
 from labkit.prediction.predict import predict
@@ -189,16 +190,28 @@ def test_a_step_that_differs_names_the_phases(measured):
     assert "backward +" in outcomes(state)[0].step_reason
 
 
+@pytest.mark.parametrize(("workers", "waits"), [(0, False), (1, True)])
+def test_waiting_counts_only_for_a_rank_that_other_processes_work_for(workers, waits, measured, monkeypatch):
+    """A rank that computes alone never waits, except for a core."""
+    spec = replace(spec_of("single", nproc=1, options={"workers": workers}), steps=40)
+    source = write_script(spec).replace("optimizer.zero_grad()", "__import__('time').sleep(0.1)")
+    monkeypatch.setattr("labkit.prediction.tracer.write_script", lambda *_, **__: source)
+    program = computed(spec, [0])[0]
+    steps = [sum(each) for each in zip(*(item[2] for item in program if item[0] == "compute"))]
+    assert all((step >= 0.1) == waits for step in steps)
+
+
 def test_what_is_measured_saves_nothing_and_does_not_fail_on_purpose(measured, monkeypatch):
     asked = []
     program = [["compute", "forward", [0.1]]]
     monkeypatch.setattr(
         "labkit.prediction.timing.computed", lambda spec, ranks, cancelled: asked.append(spec) or {0: program}
     )
-    spec = spec_of("ddp", fault="killed_rank", save_every=2, max_restarts=1)
+    rising = {"warmup_steps": 400}  # longer than what is measured
+    spec = spec_of("ddp", fault="killed_rank", save_every=2, max_restarts=1, steps=500, options=rising)
     assert timed(spec, predict(spec))["time"]["seconds"] == pytest.approx(0.1)
     assert (asked[0].fault, asked[0].save_every, asked[0].resume) == (None, None, None)
-    assert (spec.fault, spec.save_every) == ("killed_rank", 2)
+    assert (spec.fault, spec.save_every, spec.options["warmup_steps"]) == ("killed_rank", 2, 400)
 
 
 def test_what_is_not_known_is_said(cache, capsys):  # noqa: F811

@@ -48,19 +48,20 @@ class Case:
 
 
 SHORT = {"batch_size": 8, "samples": 20}  # of gpt: the third step has half a batch
+UPDATE = {"clip_norm": 0.5, "warmup_steps": 2, "lr_decay": "linear"}
 # Every strategy of the table, alone and with the options that could change what is computed.
 EQUAL = (
     Case("single", 1, options={"accumulate": 3}),
     Case("single", 1, options={"checkpoint_activations": True, "compile": True}),
     Case("single", 1, options={"fetch": "batches", "workers": 1, "pin_memory": False, "non_blocking": False}),
     Case("ddp", workload="cnn"),
-    Case("ddp", options={"accumulate": 2, "clip_norm": 0.5, "checkpoint_activations": True}),
+    Case("ddp", options={"accumulate": 2, "checkpoint_activations": True} | UPDATE),
     Case("ddp", options={"static_graph": True, "checkpoint_activations": True, "bucket_mb": 1}),
     Case("zero1", workload="cnn"),
-    Case("zero1", options={"accumulate": 2, "clip_norm": 0.5}),
+    Case("zero1", options={"accumulate": 2} | UPDATE),
     Case("deepspeed", workload="cnn"),
     Case("deepspeed", options={"stage": 2, "clip_norm": 0.5}, slow=True),
-    Case("deepspeed", options={"stage": 3, "clip_norm": 0.5, "checkpoint_activations": True}),
+    Case("deepspeed", options={"stage": 3, "checkpoint_activations": True} | UPDATE),
     *(
         Case("deepspeed", workload="gpt", options={"stage": stage}, fields=SHORT, slow=stage != 2)
         for stage in (1, 2, 3)
@@ -74,7 +75,7 @@ EQUAL = (
     Case("dp"),
     Case("dp", 4, options={"accumulate": 2, "clip_norm": 0.5}, fields={"samples": 107}),
     Case("fsdp2", workload="cnn"),
-    Case("fsdp2", options={"accumulate": 2, "clip_norm": 0.5, "checkpoint_activations": True, "compile": True}),
+    Case("fsdp2", options={"accumulate": 2, "checkpoint_activations": True, "compile": True} | UPDATE),
     Case("fsdp2", options={"prefetch": 2, "reshard_after_forward": False}),
     Case("fsdp2", 4, options={"replicas": 2, "prefetch": 1, "clip_norm": 0.5}, fields={"samples": 108}),
     Case("tp", workload="cnn", options={"clip_norm": 0.5}),
@@ -112,24 +113,12 @@ EQUAL = (
     ),
     Case("fsdp2", workload="moe", options={"accumulate": 2}, fields=SHORT, slow=True),
     Case("ep", workload="moe", fields=SHORT, slow=True),
-    Case(
-        "ep",
-        4,
-        workload="moe",
-        options={"accumulate": 2, "clip_norm": 0.5, "checkpoint_activations": True},
-        fields=SHORT,
-    ),
+    Case("ep", 4, "moe", {"accumulate": 2, "clip_norm": 0.5, "checkpoint_activations": True}, SHORT),
     Case("ep", workload="moe", options={"dense": "sharded", "clip_norm": 0.5, "accumulate": 2}, fields=SHORT),
     Case("cp", workload="gpt", fields=SHORT),
     Case("cp", 4, workload="gpt", options={"method": "ring", "checkpoint_activations": True}, fields=SHORT),
     Case("cp", workload="gpt", options={"method": "ulysses", "accumulate": 2}, fields=SHORT),
-    Case(
-        "cp",
-        4,
-        workload="gpt",
-        options={"accumulate": 2, "clip_norm": 0.5, "checkpoint_activations": True},
-        fields=SHORT,
-    ),
+    Case("cp", 4, "gpt", {"accumulate": 2, "clip_norm": 0.5, "checkpoint_activations": True}, SHORT),
 )
 # Workload: how it is run as a person would. cnn and moe are compared; resnet18, which needs torchvision, is run by
 # test_workloads.py.
@@ -144,11 +133,11 @@ def asked(case: Case) -> Spec:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> Callable[[Case], dict]:
-    """What one process gives for a case with the same workload and the same norm to clip to; each is run once."""
+    """What one process gives for a case with the same workload and the same update; each is run once."""
     known: dict[str, dict] = {}
 
     def run(case: Case) -> dict:
-        changing = {name: value for name, value in case.options.items() if name in ("clip_norm", "size")}
+        changing = {name: value for name, value in case.options.items() if name in (*UPDATE, "size")}
         plain = Case("single", 1, case.workload, changing, case.fields)
         name = f"{plain}-{dict(case.fields)}"
         if name not in known:

@@ -10,7 +10,7 @@ import pytest
 from conftest import PATIENCE, processes_of, wait_until
 from warm import how, started
 
-from labkit.common.processes import is_supervisor
+from labkit.common.processes import is_supervisor, is_watchdog
 from labkit.launch.warm import client, ranks
 from labkit.probe.torch_private import CALLER
 from labkit.runs.handle import run
@@ -21,6 +21,7 @@ OF_ONE_RUN = {
     "LABKIT_CLOCK",
     "LABKIT_COLD",
     "LABKIT_RUN_DIR",
+    "LABKIT_TEMPORARY",
     "MASTER_PORT",
     "TORCHELASTIC_ERROR_FILE",
     "TORCHELASTIC_RUN_ID",
@@ -172,7 +173,8 @@ def test_the_processes_of_a_run_have_its_tag_and_their_own_commands(server, tmp_
     assert how(handle) == ("warm", "")
     processes = processes_of(str(handle.folder.path))
     commands = [" ".join(process.cmdline()) for process in processes]
-    assert len(processes) == 4 and len(list(filter(is_supervisor, processes))) == 1
+    assert len(processes) == 5
+    assert [len(list(filter(matches, processes))) for matches in (is_supervisor, is_watchdog)] == [1, 1]
     assert sum(" -m torch.distributed.run " in command for command in commands) == 1
     assert sum(" -u -m labkit.probe " in command for command in commands) == 2
     assert psutil.Process(server["pid"]).cmdline()[1:] == ["-m", "labkit.launch.warm.server"]

@@ -28,6 +28,7 @@ from labkit.record.plain import parse
 from labkit.record.schema import shape_of
 from labkit.record.state import RunState
 from labkit.record.types.tensors import Piece
+from labkit.training.options import UPDATE
 from labkit.training.strategies.rules import departures
 
 # How far two sums of the same numbers in different orders may differ: about 300 roundings of fp32 (2⁻²⁴ each), after a
@@ -218,7 +219,8 @@ def training(spec: Spec) -> dict[str, Any]:
         name: getattr(spec, name)
         for name in ("workload", "data", "seed", "train_samples", "global_batch", "total_steps")
     }
-    return plain | own | {"clip_norm": spec.options.get("clip_norm", 0.0)}
+    update = {option.name: spec.options.get(option.name, option.default) for option in UPDATE}
+    return plain | own | update
 
 
 def _refuse_unlike(spec: Spec, reference: Spec) -> None:

@@ -260,7 +260,8 @@ def time_made(plan: Plan) -> str:
     on = plan["time"]["links"]
     if plan["time"].get("modelled"):
         return f"modelled for {on}: the roofline of each traced kernel and the links, without loading samples"
-    return f"simulated, with computation {f'and links measured on {on}' if on else 'measured here'}"
+    measured = f"and links measured on {on}" if on else "measured here"
+    return f"simulated for a machine that runs nothing else, with computation {measured}"
 
 
 def ranges(ranks: Iterable[int]) -> str:

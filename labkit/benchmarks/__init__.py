@@ -8,21 +8,25 @@ except the command.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any
 
 from rich.table import Column, Table
 
+from labkit.benchmarks import results
 from labkit.benchmarks.burst import burst
 from labkit.benchmarks.clients import clients
 from labkit.benchmarks.figure import Figure
 from labkit.benchmarks.fuzz import hostile
 from labkit.benchmarks.killed_training import training_kills
 from labkit.benchmarks.kills import kill_matrix
+from labkit.benchmarks.long_run import memory_growth, memory_growth_control
 from labkit.benchmarks.predictions import predictions
 from labkit.benchmarks.responsiveness import importing, latency, opening
 from labkit.benchmarks.runs import generated_scripts, one_server, overhead, profiled, scaling, traceml, warm_starts
@@ -53,21 +57,32 @@ BENCHES: tuple[Callable[..., list[Figure]], ...] = (
     training_kills,
     clients,
     hostile,
+    memory_growth,
+    memory_growth_control,
 )
-IN_ROUNDS = (kill_matrix, training_kills)
 
 
-def main(as_json: bool = False, rounds: int | None = None, only: str | None = None) -> int:
+def main(as_json: bool = False, only: str | None = None, **given: Any) -> int:
     """Runs every benchmark, or `only` the one of this name, and prints its figures as a table or as one JSON object.
-    The kill matrices have `rounds` at each moment (default: their own). Raises `ValueError` for an unknown name."""
+    `given` are arguments of benchmarks: each takes those that it has (None: its default). Raises `ValueError` for an
+    unknown name, and for an argument that none takes."""
     names = {bench.__name__: bench for bench in BENCHES}
     chosen = BENCHES if only is None else (names[check_choice("only", only, tuple(names))],)
+    takes = {bench: inspect.signature(bench).parameters for bench in chosen}
+    given = {name: value for name, value in given.items() if value is not None}
+    for name in given:
+        if not any(name in known for known in takes.values()):
+            raise ValueError(f"--{name} does not apply to the benchmark {only}: leave it out")
+    if "results" in given:
+        if only is None:
+            raise ValueError("--results is for one benchmark: add --only training_kills or --only memory_growth")
+        results.check(given["results"])
     began, figures = time.time(), []
     with tempfile.TemporaryDirectory() as runs, Progress() as progress:
         os.environ["LABKIT_RUNS"] = runs
         for bench in chosen:
             progress.step(" ".join(bench.__doc__.split()))
-            figures += bench(rounds) if rounds and bench in IN_ROUNDS else bench()
+            figures += bench(**{name: value for name, value in given.items() if name in takes[bench]})
     machine = Machine.here()
     on = (
         f"{machine.cores} cores, {size(machine.memory, 0)}, {len(machine.gpus)} GPUs; load {os.getloadavg()[0]:.1f} at"

@@ -4,20 +4,21 @@ is left, whether the run says how it ended, and whether a checkpoint is lost."""
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import combinations, cycle, islice, product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 
 from labkit.benchmarks.figure import Figure
-from labkit.benchmarks.kills import LIMIT, appeared, find, left, of_root, starter_of
+from labkit.benchmarks.kill_rounds import MOMENTS, Attack, Outcome, Round, Rounds, figures, matrix, next_attack
+from labkit.benchmarks.kills import LIMIT, NotReached, appeared, find, left, of_root, role, starter_of
+from labkit.common.runtime import runtime_folder
+from labkit.frontends.console import Console
 from labkit.launch.warm import client
 from labkit.plan import checkpoints
 from labkit.record.folder import RunFolder
@@ -25,11 +26,8 @@ from labkit.record.state import OVER
 from labkit.record.status import current
 from labkit.runs.handle import Run
 
-STRATEGIES = ("ddp", "fsdp2")
 STEPS = 40
-ROUNDS = 4  # per moment; strategies, victims and kinds of start in random order
-WHO = ("starter", "supervisor", "agent", "server", "rank 0", "rank 1")
-VICTIMS = (*((one,) for one in WHO), *combinations(WHO, 2))
+ROUNDS = 4  # per moment, if neither rounds nor minutes are given
 _ASKED: dict[str, Any] = {
     **{"workload": "mlp", "nproc": 2, "device": "cpu", "batch_size": 32, "samples": 64 * STEPS, "save_every": 3},
     "options": {"workers": 1},  # which send batches through shared memory
@@ -43,7 +41,7 @@ def _printed(text: str) -> Callable[[RunFolder], bool]:
     return lambda folder: text in Run.attach(folder.path).logs(0)
 
 
-MOMENTS: dict[str, Callable[[RunFolder], bool]] = {
+_REACHED: dict[str, Callable[[RunFolder], bool]] = {
     "start": lambda folder: True,  # as soon as the victims exist
     "first step": _printed("step 1: loss"),
     "training": _printed("step 16: loss"),
@@ -55,76 +53,30 @@ MOMENTS: dict[str, Callable[[RunFolder], bool]] = {
 }
 
 
-class Attack(NamedTuple):
-    """A run to start, the processes of it to kill, in this order, and the moment."""
+def training_kills(rounds: int | None = None, minutes: float | None = None, results: str | None = None) -> list[Figure]:
+    """SIGKILL to the processes of a training run, singly and in pairs, from its start to its end: what it leaves.
 
-    strategy: str
-    victims: tuple[str, ...]
-    moment: str
-    detached: bool
-    warm: bool
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether the run must finish: it needs neither the warm server, nor its starter if it is detached."""
-        return set(self.victims) <= {"server", *(["starter"] if self.detached else [])}
-
-
-class Outcome(NamedTuple):
-    """What was found `LIMIT` seconds after the kill, or after the end of a run that goes on."""
-
-    processes: int
-    ports: int
-    shared: int
-    files: tuple[str, ...]  # the first words of their names
-    wrong: str
-    lost: int
-    checked: int
-    warm: bool
-
-
-def training_kills(rounds: int = ROUNDS) -> list[Figure]:
-    """SIGKILL to the processes of a training run, singly and in pairs, from its start to its end: what it leaves."""
-    found: list[tuple[Attack, Outcome]] = []
+    Continues the rounds in the file `results` until there are `rounds` per moment, or for `minutes`.
+    """
+    found = Rounds(results)
+    most = None if rounds is None and minutes is not None else (rounds or ROUNDS) * len(MOMENTS)
+    last = None if minutes is None else time.monotonic() + 60 * minutes
     with _own_server():
-        for moment in MOMENTS:
-            ways = [*product(STRATEGIES, VICTIMS, [moment], (False, True), (False, True))]
-            random.Random(moment).shuffle(ways)
-            attacks = [Attack(*way) for way in islice(cycle(ways), rounds)]
-            found += [(one, attack(one)) for one in attacks]
-    return [*_left_behind(found, rounds), *_states(found)]
+        while (most is None or len(found.all) < most) and (last is None or time.monotonic() < last):
+            found.add(_round(next_attack(found.all)))
+    Console(stderr=True).print(matrix(found.all))
+    return figures(found.all)
 
 
-def _left_behind(found: list[tuple[Attack, Outcome]], rounds: int) -> list[Figure]:
-    note = f"{rounds} rounds at each moment: {', '.join(MOMENTS)}; killed: {', '.join(WHO)}, singly and in pairs"
-    names = sorted({name for _, outcome in found for name in outcome.files})
-    counts = {
-        "processes": ([outcome.processes for _, outcome in found], note),
-        "listening ports": ([outcome.ports for _, outcome in found], ""),
-        "segments of shared memory": ([outcome.shared for _, outcome in found], ""),
-        "temporary files": ([len(outcome.files) for _, outcome in found], ", ".join(names)),
-    }
-    return [
-        Figure(f"{what} left by SIGKILL in training", sum(each), "in total", "0", tuple(map(float, each)), words)
-        for what, (each, words) in counts.items()
-    ]
-
-
-def _states(found: list[tuple[Attack, Outcome]]) -> list[Figure]:
-    lost = tuple(float(outcome.lost) for _, outcome in found)
-    wrong = tuple(float(bool(outcome.wrong)) for _, outcome in found)
-    which = [f"{' and '.join(one.victims)} at {one.moment}: {outcome.wrong}" for one, outcome in found if outcome.wrong]
-    cold = tuple(float(not outcome.warm) for one, outcome in found if one.warm)
-    verified = f"of {sum(outcome.checked for _, outcome in found)} that the runs had reported as written"
-    return [
-        Figure("checkpoints lost by SIGKILL in training", sum(lost), "in total", "0", lost, verified),
-        Figure("runs in a wrong state after it", sum(wrong), "in total", "0", wrong, "; ".join(which)),
-        Figure("of its rounds with a warm server, those that started cold", sum(cold), "in total", "0", cold),
-    ]
+def _round(one: Attack) -> Round:
+    try:
+        return Round(one, attack(one))
+    except NotReached as error:
+        return Round(one, None, str(error))
 
 
 def attack(one: Attack) -> Outcome:
-    """One round; cleans up."""
+    """One round; cleans up. Raises `NotReached` if the attack did not take place."""
     server = _server() if one.warm or "server" in one.victims else None
     shared, ports = _segments(), _ports()
     with tempfile.TemporaryDirectory() as name:
@@ -137,30 +89,38 @@ def attack(one: Attack) -> Outcome:
                     appeared(who, starter, root)
             folder = RunFolder(next((place / "runs").iterdir()))
             last = time.monotonic() + _MOST
-            while not MOMENTS[one.moment](folder) and find("supervisor", starter, root):
+            while not _REACHED[one.moment](folder) and find("supervisor", starter, root):
                 if time.monotonic() > last:
-                    raise RuntimeError(f"{one.moment} was not reached within {_MOST:g} s")
+                    raise NotReached(f"{one.moment} was not reached within {_MOST:g} s")
                 time.sleep(_POLL)
-            for who in one.victims:
-                victim = server if who == "server" else find(who, starter, root)
-                if victim is not None:
-                    with suppress(psutil.NoSuchProcess):
-                        victim.kill()
+            _kill(one, starter, root, server)
             if one.goes_on:
                 _wait(lambda: not of_root(root))
-            processes = left(root)
-            _wait(lambda: not _segments() - shared and not _ports() - ports, LIMIT)
+            processes = tuple(map(role, left(root)))
+            _wait(lambda: not (_segments() - shared or _ports() - ports or _temporary(place)), LIMIT)
             lost, checked = _checkpoints(folder)
             return Outcome(
                 processes=processes,
                 ports=len(_ports() - ports),
                 shared=len(_segments() - shared),
-                files=tuple(path.name.partition("-")[0] for path in (place / "tmp").iterdir()),
+                files=_temporary(place),
                 wrong=_wrong(one, folder),
                 lost=lost,
                 checked=checked,
                 warm=RunFolder.read_json(folder.plan).get("start") == "warm",
             )
+
+
+def _kill(one: Attack, starter: psutil.Process, root: str, server: psutil.Process | None) -> None:
+    """Kills the victims. Raises `NotReached` if one of them has already ended."""
+    victims = {who: server if who == "server" else find(who, starter, root) for who in one.victims}
+    for who, victim in victims.items():
+        try:
+            if victim is None:
+                raise NotReached(f"{who} had ended at {one.moment}")
+            victim.kill()
+        except psutil.NoSuchProcess:
+            raise NotReached(f"{who} had ended at {one.moment}") from None
 
 
 def _wrong(one: Attack, folder: RunFolder) -> str:
@@ -203,6 +163,13 @@ def _segments() -> set[str]:
     return found
 
 
+def _temporary(place: Path) -> tuple[str, ...]:
+    """Temporary files of the run, each by the first word of its name, and folders for sockets. Those of the warm server
+    stay while it lives."""
+    found = [path.name.partition("-")[0] for path in (place / "tmp").iterdir()]
+    return (*found, *("sockets" for path in runtime_folder().glob("*") if path.is_dir()))
+
+
 def _ports() -> set[int]:
     """Listening ports without a living process."""
     return {each.laddr.port for each in psutil.net_connections("inet") if each.status == "LISTEN" and not each.pid}
@@ -240,5 +207,5 @@ def _server() -> psutil.Process:
     _wait(lambda: isinstance(client.about(), dict))
     found = client.about()
     if not isinstance(found, dict):
-        raise RuntimeError(f"the warm server was not ready within {_MOST:g} s")
+        raise NotReached(f"the warm server was not ready within {_MOST:g} s")
     return psutil.Process(found["pid"])

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from labkit.benchmarks.figure import Figure
-from labkit.common.processes import TAG, is_supervisor, living, tagged
+from labkit.common.processes import TAG, is_supervisor, is_watchdog, living, tagged
 from labkit.launch import local
 from labkit.launch.warm import client
 
@@ -36,6 +36,10 @@ _SCRIPT = """
 import time
 time.sleep(100)
 """
+
+
+class NotReached(RuntimeError):
+    """An attack did not take place; the message is one clause with the reason."""
 
 
 class Moment(NamedTuple):
@@ -94,10 +98,10 @@ def attack(one: Attack) -> int:
         place, fields = Path(name), {"nproc": 2, "device": "cpu", "detached": one.start == "detached"}
         (place / "train.py").write_text(_SCRIPT)
         with starter_of(place, str(place / "train.py"), fields, one.warm) as starter:
-            return _struck(one, starter, str(place / "runs"))
+            return len(_struck(one, starter, str(place / "runs")))
 
 
-def _struck(one: Attack, starter: psutil.Process, root: str) -> int:
+def _struck(one: Attack, starter: psutil.Process, root: str) -> list[psutil.Process]:
     appeared(one.moment.who, starter, root)
     time.sleep(one.moment.after)
     victims = [find(who, starter, root) for who in one.victims]
@@ -114,6 +118,7 @@ def starter_of(place: Path, what: str, fields: dict[str, Any], warm: bool) -> It
     processes of the run are killed. `what` and `fields` are arguments of `run`."""
     (place / "tmp").mkdir()
     asked = {"LABKIT_RUNS": str(place / "runs"), "TMPDIR": str(place / "tmp"), client.FORCE_COLD: "" if warm else "1"}
+    asked["TORCHINDUCTOR_CACHE_DIR"] = str(place / "cache")  # a cache, which is there to stay
     environment = local.standing_environment() | asked
     command = [sys.executable, "-c", _STARTER, what, json.dumps(fields)]
     child = subprocess.Popen(
@@ -141,7 +146,7 @@ def find(who: str, starter: psutil.Process, root: str) -> psutil.Process | None:
 
 def _is_agent(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
-        return not is_supervisor(process) and "RANK" not in process.environ()
+        return not (is_supervisor(process) or is_watchdog(process) or "RANK" in process.environ())
     return False
 
 
@@ -153,7 +158,7 @@ def _is_rank(process: psutil.Process, number: str = "") -> bool:
 
 
 _IS: dict[str, Callable[[psutil.Process], bool]] = {
-    **{"supervisor": is_supervisor, "agent": _is_agent, "rank": _is_rank},
+    **{"supervisor": is_supervisor, "watchdog": is_watchdog, "agent": _is_agent, "rank": _is_rank},
     **{"rank 0": partial(_is_rank, number="0"), "rank 1": partial(_is_rank, number="1")},
 }
 
@@ -163,20 +168,25 @@ def appeared(who: str, starter: psutil.Process, root: str) -> None:
     last = time.monotonic() + _APPEARS
     while find(who, starter, root) is None:
         if time.monotonic() > last:
-            raise RuntimeError(f"no {who} appeared within {_APPEARS:g} s")
+            raise NotReached(f"no {who} appeared within {_APPEARS:g} s")
         time.sleep(_POLL)
 
 
-def left(root: str) -> int:
+def role(process: psutil.Process) -> str:
+    """What a process is in its run."""
+    return next((who for who, matches in reversed(_IS.items()) if matches(process)), "process")
+
+
+def left(root: str) -> list[psutil.Process]:
     """The processes that remain after `LIMIT` seconds."""
     last = time.monotonic() + LIMIT
     while time.monotonic() < last:
         if not of_root(root):
             time.sleep(0.1)  # a process that was just starting is found by the second check
             if not of_root(root):
-                return 0
+                return []
         time.sleep(0.05)
-    return len(of_root(root))
+    return of_root(root)
 
 
 def _clear(root: str) -> None:

@@ -7,6 +7,7 @@ import statistics
 import tempfile
 from collections import defaultdict
 from itertools import combinations
+from typing import Any
 
 from labkit.analysis.prediction import Outcome, outcomes
 from labkit.benchmarks.figure import Figure
@@ -17,6 +18,7 @@ from labkit.prediction.timing import timed
 from labkit.runs.calibration import calibrate, plan
 from labkit.runs.handle import run
 from labkit.runs.settling import with_ranks
+from labkit.training.strategies.pipelines import V_SHAPED
 
 _STEPS = 40
 _RANKS = (2, 4)
@@ -28,6 +30,7 @@ _CASES = (
     *((strategy, "mlp", 2) for strategy in ("ddp", "zero1", "fsdp", "fsdp2", "tp", "pp")),
     *((strategy, "gpt", 2) for strategy in ("ddp", "fsdp2", "tp", "pp", "cp")),
     *((strategy, "cnn", 4) for strategy in ("ddp", "fsdp2", "fsdp2_tp", "pp_ddp")),
+    *(("pp", workload, 2, schedule) for workload in ("cnn", "gpt") for schedule in V_SHAPED),
 )
 
 
@@ -47,19 +50,20 @@ def predictions() -> list[Figure]:
     return _figures(found)
 
 
-def _outcomes(strategy: str, workload: str, ranks: int) -> tuple[Outcome, ...]:
-    spec = with_ranks(Spec(strategy, workload, nproc=ranks, steps=_STEPS, device="cpu"))
+def _outcomes(strategy: str, workload: str, ranks: int, schedule: str = "") -> tuple[Outcome, ...]:
+    options = {"schedule": schedule} if schedule else {}
+    spec = with_ranks(Spec(strategy, workload, nproc=ranks, steps=_STEPS, device="cpu", options=options))
     timed(spec, predict(spec))
     return outcomes(run(spec).wait().state)
 
 
-def _figures(found: dict[tuple[str, str, int], tuple[Outcome, ...]]) -> list[Figure]:
+def _figures(found: dict[tuple[Any, ...], tuple[Outcome, ...]]) -> list[Figure]:
     figures = []
-    for (strategy, workload, ranks), those in found.items():
+    for (strategy, workload, ranks, *schedule), those in found.items():
         errors = [100 * one.step_error for one in those if one.step_error is not None]
         predicted, measured = ([1000 * (value or 0.0) for value in values] for values in zip(*map(_steps, those)))
         note = f"predicted {max(predicted):.1f} ms, measured {max(measured):.1f} ms per step"
-        name = f"{strategy}, {workload} × {ranks}: error of the predicted step"
+        name = f"{' '.join([strategy, *schedule])}, {workload} × {ranks}: error of the predicted step"
         figures.append(Figure(name, statistics.median(errors), "%", "", tuple(errors), note))
     every = [one for those in found.values() for one in those]
     steps = tuple(statistics.median(abs(100 * (one.step_error or 0.0)) for one in those) for those in found.values())
@@ -79,11 +83,11 @@ def _steps(one: Outcome) -> tuple[float | None, float | None]:
     return one.step_predicted, one.step_measured
 
 
-def _in_order(found: dict[tuple[str, str, int], tuple[Outcome, ...]]) -> list[float]:
+def _in_order(found: dict[tuple[Any, ...], tuple[Outcome, ...]]) -> list[float]:
     """For each pair of strategies on the same workload and ranks whose measured steps differ: 1 if the predicted ones
     are in the same order, otherwise 0."""
     groups: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
-    for (_, workload, ranks), those in found.items():
+    for (_, workload, ranks, *_), those in found.items():
         predicted, measured = ([value or 0.0 for value in values] for values in zip(*map(_steps, those)))
         groups[workload, ranks].append((max(predicted), max(measured)))
     pairs = [pair for steps in groups.values() for pair in combinations(steps, 2)]

@@ -29,6 +29,7 @@ _KEEP = Number(int, 0, 1_000_000)
 _PORT = Number(int, 1, 65_535)
 _RANK = Number(int, 0, 65_535)
 _CALIBRATED = Number(int, 2, 65_536)
+_MINUTES = Number(int, 1, 1440)
 
 
 class UsageError(Exception):
@@ -234,12 +235,13 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     )
     bench = commands.add("bench", "measure the performance of the lab itself", json=True)
     bench.add_argument("--only", metavar="NAME", help="only one benchmark, such as training_kills (default: all)")
-    bench.add_argument(
-        "--rounds",
-        type=_number("--rounds", ROUNDS),
-        metavar="N",
-        help="rounds of the kill matrices at each moment (default: a few)",
-    )
+    for name, bounds, help in (
+        ("--rounds", ROUNDS, "rounds of the kill matrices at each moment (default: a few)"),
+        ("--minutes", _MINUTES, "minutes of memory_growth (default: 15); limit for training_kills"),
+        ("--ranks", _CALIBRATED, "CPU ranks of memory_growth (default: 8)"),
+    ):
+        bench.add_argument(name, type=_number(name, bounds), metavar="N", help=help)
+    bench.add_argument("--results", metavar="FILE", help="JSON lines to append to; training_kills continues them")
     return parser, commands.names
 
 

@@ -82,6 +82,8 @@ def bench(args: argparse.Namespace) -> int:
     from labkit.benchmarks import main
 
     try:
-        return main(args.json, args.rounds, args.only)
+        return main(
+            args.json, args.only, rounds=args.rounds, minutes=args.minutes, ranks=args.ranks, results=args.results
+        )
     except ValueError as error:
         raise Refused(str(error), code=2) from None

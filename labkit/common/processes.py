@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 
 TAG = "LABKIT_RUN_DIR"
+_WATCHDOG = "/watchdog"
 _SUPERVISOR = "labkit.launch.supervisor"
 _CLOCK_TOLERANCE = (
     2.0  # seconds between two readings of the start time of one process: the boot time has a resolution of 1 s
@@ -99,6 +100,17 @@ def names(tag: str | None, folder: Path) -> bool:
         return Path(tag).samefile(folder)
     except (OSError, ValueError):
         return False
+
+
+def watchdog_tag(folder: Path) -> str:
+    """The tag of the watchdog of a run. It names no folder, so the watchdog is a process of no run, not even of one
+    that contains this one, and nothing that ends a run ends the watchdog."""
+    return f"{folder}{_WATCHDOG}"
+
+
+def is_watchdog(process: psutil.Process) -> bool:
+    """Whether a process is the watchdog of a run."""
+    return (tag_of(process) or "").endswith(_WATCHDOG)
 
 
 def is_supervisor(process: psutil.Process) -> bool:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from labkit.record.state import RunState
 
-__all__ = ["CHARTS", "LIVE", "NAMES", "chart", "figure", "of_run", "overview", "rank_colour", "svg"]
+__all__ = ["CHARTS", "LIVE", "NAMES", "chart", "figure", "live", "of_run", "overview", "rank_colour", "svg"]
 
 NAMES = {
     "loss": "loss per rank and their mean, over steps",
@@ -35,11 +35,15 @@ NAMES = {
 LIVE = ("loss", "throughput", "memory", "phases")  # charts that grow with every step
 
 
+def live(state: RunState) -> tuple[str, ...]:
+    """The names of the charts that are shown while a run trains: the load of experts only if it has any."""
+    return (*LIVE, "experts") if expert_loads(state)[1] else LIVE
+
+
 def of_run(state: RunState) -> tuple[str, ...]:
-    """The names of the charts that a run has data for: those of profiled steps and of experts only if there are any."""
-    sampled, mixed = any(rank.timelines for rank in state.ranks.values()), bool(expert_loads(state)[1])
-    profiled = [name for name in NAMES if name not in (*LIVE, "experts")] if sampled else []
-    return (*LIVE, *profiled, *(["experts"] if mixed else []))
+    """The names of the charts that a run has data for: those of profiled steps only if there are any."""
+    sampled = any(rank.timelines for rank in state.ranks.values())
+    return (*live(state), *(name for name in NAMES if sampled and name not in (*LIVE, "experts")))
 
 
 def chart(name: str, state: RunState) -> Chart:
@@ -57,10 +61,10 @@ def figure(name: str, state: RunState) -> plotly.graph_objects.Figure:
 
 
 def overview(state: RunState) -> plotly.graph_objects.Figure:
-    """The live charts of a run as one plotly figure, two by two."""
+    """The live charts of a run as one plotly figure, two in a row."""
     from labkit.figures.as_plotly import as_figure, grid
 
-    return as_figure(*grid([chart(name, state).drawn(LIMIT // 2) for name in LIVE]))
+    return as_figure(*grid([chart(name, state).drawn(LIMIT // 2) for name in live(state)]))
 
 
 def svg(name: str, state: RunState, width: int = 560, height: int = 220, points: int = 400) -> str:

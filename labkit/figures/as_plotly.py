@@ -218,13 +218,16 @@ def _labels(of: Axis) -> dict[str, Any]:
 
 
 def grid(several: list[Drawn]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Up to four charts as the traces and the layout of one figure, two by two."""
+    """Several charts as the traces and the layout of one figure, two in a row."""
     data: list[dict[str, Any]] = []
-    layout: dict[str, Any] = {"annotations": [], "height": 560}
+    rows = -(-len(several) // 2)
+    height, vertical = 280 * rows, {"t": 30, "b": 40}
+    unit = 490 / (height - sum(vertical.values()))  # the sizes below are fractions of the area of two rows
+    layout: dict[str, Any] = {"annotations": [], "height": height}
     for number, drawn in enumerate(several):
         row, column = divmod(number, 2)
         suffix = "" if number == 0 else str(number + 1)
-        left, bottom = 0.56 * column, 0.58 * (1 - row)
+        left, bottom, tall = 0.56 * column, 0.58 * unit * (rows - 1 - row), 0.38 * unit
         alone, its_layout = parts(drawn)
         data += [trace | {"xaxis": f"x{suffix}", "yaxis": f"y{suffix}", "legend": f"legend{suffix}"} for trace in alone]
         layout |= {
@@ -232,14 +235,14 @@ def grid(several: list[Drawn]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
             for name in ("font", "barmode", "bargap", "hovermode", "paper_bgcolor", "plot_bgcolor")
         }
         layout[f"xaxis{suffix}"] = its_layout["xaxis"] | {"domain": [left, left + 0.36], "anchor": f"y{suffix}"}
-        layout[f"yaxis{suffix}"] = its_layout["yaxis"] | {"domain": [bottom, bottom + 0.38], "anchor": f"x{suffix}"}
-        layout[f"legend{suffix}"] = its_layout["legend"] | {"x": left + 0.365, "y": bottom + 0.38}
+        layout[f"yaxis{suffix}"] = its_layout["yaxis"] | {"domain": [bottom, bottom + tall], "anchor": f"x{suffix}"}
+        layout[f"legend{suffix}"] = its_layout["legend"] | {"x": left + 0.365, "y": bottom + tall}
         layout["annotations"] += _names(drawn.chart, suffix)
         layout["annotations"].append(
             {
                 "text": _title(drawn),
                 "x": left,
-                "y": bottom + 0.39,
+                "y": bottom + tall + 0.01 * unit,
                 "xref": "paper",
                 "yref": "paper",
                 "xanchor": "left",
@@ -247,7 +250,7 @@ def grid(several: list[Drawn]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
             }
             | {"showarrow": False, "font": {"size": 12}}
         )
-    return data, layout | {"margin": {"l": 60, "r": 10, "t": 30, "b": 40}}
+    return data, layout | {"margin": {"l": 60, "r": 10, **vertical}}
 
 
 def as_figure(data: list[dict[str, Any]], layout: dict[str, Any]) -> plotly.graph_objects.Figure:

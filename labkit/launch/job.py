@@ -13,10 +13,11 @@ from typing import Any
 
 import psutil
 
-from labkit.common.processes import end, is_stopped, is_supervisor, living, of_folder, tag_of, tagged
+from labkit.common.processes import end, is_stopped, is_supervisor, living, of_folder, tag_of, tagged, watchdog_tag
 from labkit.common.text import visible_line
 from labkit.launch import local
-from labkit.launch.ending import conclude_unattended, reserve
+from labkit.launch.abandoned import close, end_processes
+from labkit.launch.ending import reserve
 from labkit.launch.quota import keep_quota
 from labkit.launch.slurm_client import cancel
 from labkit.launch.starting import LaunchError, start_supervisor, warm_or_cold
@@ -90,9 +91,9 @@ class Job:
                 RunFolder.write_text(folder.script, write_script(spec))
             RunFolder.write_text(folder.command, command(spec) + "\n")
             plan = (planned or local.plan)(spec, folder) | {"detached": detached}
-            start_supervisor(folder, plan, asked, stdin, warm_or_cold(spec, plan, cold), cls(folder)._clean_up)
+            start_supervisor(folder, plan, asked, stdin, warm_or_cold(spec, plan, cold))
         except BaseException:
-            end(lambda: of_folder(folder.path), grace=0.0)
+            end_processes(folder)
             shutil.rmtree(folder.path, ignore_errors=True)
             raise
         return cls(folder)
@@ -192,33 +193,30 @@ class Job:
                 with suppress(psutil.NoSuchProcess):
                     supervisor.kill()
             self._end_all()
-            self._close("stopped", f"stop requested{why}")
+            close(self.folder, "stopped", f"stop requested{why}")
 
     def _clean_up(self) -> None:
-        """After the end: waits for the supervisor to exit, or terminates the processes of a run that has lost its
-        supervisor.
+        """After the end: waits for the supervisor to exit, or for the watchdog of a run that has lost its supervisor,
+        and terminates the processes that remain.
         """
+        path = self.folder.path
         supervisor = supervisor_of(self.folder, self.folder.read_status())
         if supervisor is not None:
             psutil.wait_procs([supervisor], timeout=2.0)
-        elif self.folder.is_gone:
-            psutil.wait_procs(of_folder(self.folder.path), timeout=_LEAVE)
+            return
+        if self.folder.is_gone:
+            psutil.wait_procs(of_folder(path), timeout=_LEAVE)
             self._end_all()
         elif is_abandoned(self.folder):
             with self.folder.closing():
                 self._end_all()
-                self._close("failed", self.status()["message"])
+                close(self.folder, "failed", self.status()["message"])
+        psutil.wait_procs(tagged(lambda tag: tag == watchdog_tag(path)), timeout=_LEAVE)
 
     def _end_all(self) -> None:
         if number := RunFolder.read_json(self.folder.plan).get("batch_job"):
             cancel(number, self.folder.batch)
-        end(lambda: of_folder(self.folder.path), grace=0.0)
-
-    def _close(self, state: str, message: str) -> None:
-        """Writes the final status of a run without a supervisor; does nothing if the folder cannot be written to."""
-        if not (self.folder.is_gone or self._has(*OVER)):
-            with suppress(OSError):
-                conclude_unattended(self.folder, state, message)
+        end_processes(self.folder)
 
 
 def end_deleted(name: str, root: Path | None = None) -> str:

@@ -95,7 +95,7 @@ def follow_again(folder: RunFolder) -> None:
         ):
             return
         plan = _plan(folder, number, probe_environment(Spec.from_json(folder.read_spec()), folder)) | {"detached": True}
-        start_supervisor(folder, plan, status.get("started") or time.time(), None, Cold(), lambda: None)
+        start_supervisor(folder, plan, status.get("started") or time.time(), None, Cold())
 
 
 def _plan(folder: RunFolder, number: int, environment: dict[str, str]) -> dict[str, Any]:

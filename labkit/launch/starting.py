@@ -7,18 +7,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from labkit.common.processes import end, of_folder
-from labkit.launch import report
+from labkit.launch import report, watchdog
 from labkit.launch.warm.client import Cold, Consent, Started, consent
 from labkit.plan.spec import Spec
 from labkit.record.folder import RunFolder
 
 _START_LIMIT = 30.0  # seconds until the supervisor must have written its first status; usually it takes 0.1 s
-_lifelines: set[int] = set()
+_held: set[int] = set()  # the ends of lifelines and of the pipes of watchdogs that this process holds
 
 
 class LaunchError(RuntimeError):
@@ -38,36 +37,41 @@ def warm_or_cold(spec: Spec, plan: dict[str, Any], cold: bool) -> Consent | Cold
 
 
 def start_supervisor(
-    folder: RunFolder,
-    plan: dict[str, Any],
-    asked: float,
-    stdin: int | None,
-    start: Consent | Cold,
-    clean_up: Callable[[], None],
+    folder: RunFolder, plan: dict[str, Any], asked: float, stdin: int | None, start: Consent | Cold
 ) -> None:
     """Starts the supervisor in its own session and waits for its first status, which replaces that of a former one; the
-    lifeline stays open while this process lives. `clean_up` is called when it has ended. Raises `LaunchError` if it
-    does not start.
+    lifeline stays open while this process lives. Raises `LaunchError` if it does not start.
+
+    The watchdog is started first. Until the first status it ends the run if both this process and the supervisor are
+    killed, and from then on if the supervisor is.
     """
     before = _written(folder)
-    lifeline = None if plan["detached"] else os.pipe()
-    if lifeline:
-        _lifelines.add(lifeline[1])
+    shell, pipe = watchdog.start(folder, os.environ | plan["env"])
+    lifeline = (os.open(os.devnull, os.O_RDONLY), None) if plan["detached"] else os.pipe()
+    _held.update(file for file in (pipe, lifeline[1]) if file is not None)
     try:
-        with open(os.devnull, "rb") as nothing, open(folder.supervisor_log, "ab") as log:
-            files = [lifeline[0] if lifeline else nothing.fileno(), log.fileno(), *([] if stdin is None else [stdin])]
-            process = _launch(folder, plan, asked, files, start)
+        try:
+            with open(folder.supervisor_log, "ab") as log:
+                files = [lifeline[0], log.fileno(), pipe, *([] if stdin is None else [stdin])]
+                process = _launch(folder, plan, asked, files, start)
+        except BaseException:
+            _close(lifeline[1])
+            raise
+        finally:
+            os.close(lifeline[0])
+        reap = threading.Thread(target=_reap, args=(process, shell, lifeline[1]), daemon=True)
+        reap.name = f"labkit {folder.name}"
+        reap.start()
+        _await_status(folder, before, process)
     except BaseException:
-        if lifeline:
-            _lifelines.discard(lifeline[1])
-            os.close(lifeline[1])
+        watchdog.release(pipe)
+        shell.wait()
         raise
     finally:
-        if lifeline:
-            os.close(lifeline[0])
-    threading.Thread(
-        target=_reap, args=(process, lifeline, clean_up), daemon=True, name=f"labkit {folder.name}"
-    ).start()
+        _close(pipe)
+
+
+def _await_status(folder: RunFolder, before: int | None, process: Started | subprocess.Popen) -> None:
     last = time.monotonic() + _START_LIMIT
     while _written(folder) == before:
         if process.returncode is not None or time.monotonic() > last:
@@ -87,8 +91,8 @@ def _written(folder: RunFolder) -> int | None:
 def _launch(
     folder: RunFolder, plan: dict[str, Any], asked: float, files: list[int], start: Consent | Cold
 ) -> Started | subprocess.Popen:
-    """Writes the plan and starts the supervisor; `files` are its standard input, its log, and the run's standard input,
-    if any.
+    """Writes the plan and starts the supervisor; `files` are its standard input, its log, the pipe of its watchdog, and
+    the run's standard input, if any.
     """
     environment = os.environ | plan["env"]
     if isinstance(start, Consent):
@@ -117,21 +121,25 @@ def _launch(
             os.close(file)
 
 
-def _reap(process: Started | subprocess.Popen, lifeline: tuple[int, int] | None, clean_up: Callable[[], None]) -> None:
-    """Reaps the supervisor when it has ended, terminates remaining processes if it was killed, and closes the
-    lifeline."""
+def _reap(process: Started | subprocess.Popen, shell: subprocess.Popen, lifeline: int | None) -> None:
+    """Reaps the supervisor and its watchdog when they have ended, and closes the lifeline."""
     process.wait()
-    clean_up()
-    if lifeline:
-        _lifelines.discard(lifeline[1])
-        os.close(lifeline[1])
+    shell.wait()
+    _close(lifeline)
 
 
-def _drop_lifelines() -> None:
-    """In a forked child: a copy of a lifeline there would keep a run alive after the process that started it."""
-    while _lifelines:
-        os.close(_lifelines.pop())
+def _close(file: int | None) -> None:
+    if file is not None:
+        _held.discard(file)
+        os.close(file)
+
+
+def _drop_held() -> None:
+    """In a forked child: a copy of a lifeline there would keep a run alive after the process that started it, and a
+    copy of the pipe of a watchdog would hide the end of a supervisor."""
+    while _held:
+        os.close(_held.pop())
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_drop_lifelines)
+    os.register_at_fork(after_in_child=_drop_held)

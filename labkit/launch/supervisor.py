@@ -1,10 +1,10 @@
 """The supervisor: a small process in its own session that starts torchrun, monitors it, and terminates all its
 processes.
 
-`python -m labkit.launch.supervisor RUN_DIR STARTED [STDIN]`. STDIN is a file descriptor that becomes the standard input
-of torchrun and of the ranks (default: empty). The supervisor's own standard input is the lifeline, a pipe whose other
-end the launching process keeps open while it lives. When the run has its devices, torchrun is started before any heavy
-import, because it takes longest to start.
+`python -m labkit.launch.supervisor RUN_DIR STARTED WATCHDOG [STDIN]`. WATCHDOG is the pipe of the watchdog, and STDIN a
+file descriptor that becomes the standard input of torchrun and of the ranks (default: empty). The supervisor's own
+standard input is the lifeline, a pipe whose other end the launching process keeps open while it lives. When the run has
+its devices, torchrun is started before any heavy import, because it takes longest to start.
 """
 
 from __future__ import annotations
@@ -15,14 +15,18 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 from labkit.launch.leases import Lease, LeaseError
+from labkit.launch.remains import create_temporary
+from labkit.launch.watchdog import release
 from labkit.probe import lifetime
 from labkit.record.folder import RunFolder
 
 
-def main(run_dir: str, started: str, stdin: str | None = None, popen: Callable[..., Any] = subprocess.Popen) -> None:
+def main(
+    run_dir: str, started: str, watchdog: str, stdin: str | None = None, popen: Callable[..., Any] = subprocess.Popen
+) -> None:
     """Runs the plan in the run folder to its end. `started` is the Unix time at which the run was requested.
 
     `popen` starts torchrun's agent; a warm start passes a function that forks it.
@@ -37,11 +41,12 @@ def main(run_dir: str, started: str, stdin: str | None = None, popen: Callable[.
             from labkit.launch.queueing import wait_for_turn
 
             if not wait_for_turn(folder, plan, lease, float(started), signals):
-                os._exit(0)
+                _leave(int(watchdog))
     except LeaseError as error:
         sys.exit(str(error))
     if lease is not None and lease.ticket.kind == "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(lease.ticket.granted)
+    create_temporary(folder.path)
     agent = _start(popen, plan, folder, subprocess.DEVNULL if stdin is None else int(stdin))
     if stdin is not None:
         os.close(int(stdin))  # a writer must get an error when the ranks have ended
@@ -49,6 +54,12 @@ def main(run_dir: str, started: str, stdin: str | None = None, popen: Callable[.
     from labkit.launch.watch import Watch  # now, while torchrun imports torch
 
     Watch(folder, plan, agent, float(started), signals).run()
+    _leave(int(watchdog))
+
+
+def _leave(watchdog: int) -> NoReturn:
+    """Exits when the run has ended."""
+    release(watchdog)
     with suppress(OSError):  # a full disk
         sys.stderr.flush()
     os._exit(0)  # everything is written: no thread, NVML or destructor may delay the exit

@@ -9,15 +9,17 @@ import shutil
 import signal
 import subprocess
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 
-from labkit.common.processes import TAG, end, here, identity, is_stopped, members, reap, send
+from labkit.common.processes import TAG, here, identity, is_stopped, members, reap, send
 from labkit.launch import local, report
 from labkit.launch.anchor import Anchor
 from labkit.launch.cgroup import out_of_memory_kills
 from labkit.launch.ending import DISK_FULL, conclude, make_room
+from labkit.launch.remains import end_all
 from labkit.launch.system import Sampler
 from labkit.probe import lifetime
 from labkit.record import clock
@@ -52,6 +54,7 @@ class Watch:
         self._detached = bool(plan.get("detached"))
         self._follower = Follower(folder)
         self._pids: dict[int, int] = {}
+        self._known: set[int] = set()  # pids of the processes that were terminated
         self._engine, self._endpoint = plan["engine"], plan.get("endpoint")
         self._sampler = Sampler(folder, self._pids)
         self._killed_before = out_of_memory_kills()
@@ -85,13 +88,16 @@ class Watch:
             if reason is not None:
                 self._stop(reason)
         finally:  # whatever failed: no process outlives this one
-            left = end(self._members, grace=END_GRACE if reason is None else 0.0)
+            grace = END_GRACE if reason is None else 0.0
+            left = end_all(Path(self._tag), self._members, grace, known={*self._known, *self._pids.values()})
         self._sampler.stop()
         self._finish(reason, left)
 
     def _members(self) -> list[psutil.Process]:
         reap(self._agent)
-        return members(self._tag)
+        found = members(self._tag)
+        self._known.update(process.pid for process in found)
+        return found
 
     def _watch(self) -> _Reason | None:
         """Waits until torchrun has ended and returns None, or until the run must be stopped and returns the reason."""

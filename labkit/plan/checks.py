@@ -76,6 +76,7 @@ def check_training(spec: Request) -> None:
         raise SpecError("checkpoint_async", refusal)
     if spec.nproc is not None:
         _check_batch(spec)
+        _check_warmup(spec)
 
 
 def _options(spec: Request, strategy: Strategy, workload: Workload) -> dict[str, Any]:
@@ -134,4 +135,14 @@ def _check_batch(spec: Request) -> None:
             "options",
             f"accumulate={micro_batches} splits a batch of {spec.batch_per_rank} samples into more micro-batches"
             f" than samples; use accumulate={spec.batch_per_rank} or less",
+        )
+
+
+def _check_warmup(spec: Request) -> None:
+    warmup_steps = spec.options.get("warmup_steps", 0)
+    if warmup_steps >= spec.total_steps:
+        raise SpecError(
+            "options",
+            f"warmup_steps={warmup_steps} leaves no step after the warm-up, because the training has"
+            f" {spec.total_steps}; use warmup_steps={spec.total_steps - 1} or less, or more steps",
         )

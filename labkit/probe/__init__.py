@@ -33,6 +33,7 @@ labkit, the probe imports only the event writer (`record`).
 `memory`, `held`    bytes of live tensors by owner
 `sampler`           profiles a few steps
 `kineto`            torch's profiler for one step
+`heap`              returns the memory that a profile has freed to the system
 `snapshots`         torch's record of the CUDA allocator in a profiled step
 `timeline`          turns a profile into a timeline and a memory curve
 `startup`           milestones of a rank before its first step

@@ -35,6 +35,15 @@ def write_to_own_logs(folder: str) -> None:
         os.close(file)
 
 
+def use_temporary_folder(folder: str) -> None:
+    """Makes multiprocessing put the sockets of this rank and of its children into a folder that is removed with the
+    run, also if they are killed."""
+    import multiprocessing.process
+
+    if Path(folder).is_dir():
+        multiprocessing.process.current_process()._config["tempdir"] = folder  # as multiprocessing.util.get_temp_dir
+
+
 def start() -> None:
     """Binds the process to its parent if it is a rank of a run, and runs the script."""
     if os.environ.get("LABKIT_RUN_DIR"):
@@ -43,6 +52,8 @@ def start() -> None:
         give_stdin_to_rank_0()
         if folder := os.environ.get("LABKIT_LOGS"):
             write_to_own_logs(folder)
+        if folder := os.environ.get("LABKIT_TEMPORARY"):
+            use_temporary_folder(folder)
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps messages of torch's profiler out of the script's output
     from labkit.probe.runner import main
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from labkit.probe.steps import StepWatch
 
 _LAST_STEPS = 5.0  # seconds to wait for steps that are still on the GPU after the script has ended
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # the variable in which torchrun names the file
 _USAGE = "usage: python -m labkit.probe (SCRIPT | -m MODULE) [ARGS…]"
 
 
@@ -121,11 +122,9 @@ class Watched:
             ops=(self._watch and self._guard(self._watch.recorder.newest)) or [],
             owners=(self._watch and self._guard(self._watch.memory.owners)) or {},
         )
-        file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        file = os.environ.get(_ERROR_FILE)
         if file and isinstance(error, Exception) and not Path(file).exists():
-            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-            self._guard(get_error_handler().record_exception, error)
+            self._guard(write_error_file, file, error)
 
     def end(self, code: int) -> None:
         """Writes the remaining steps and the `end` event."""
@@ -149,6 +148,19 @@ class Watched:
         seconds = round(clock.now() - self.journal.started, 6)
         stack = {"stack": self._left_at} if self._left_at else {}
         self.journal.write("end", exit_code=code, steps=steps, seconds=seconds, **stack)
+
+
+def write_error_file(file: str, error: Exception) -> None:
+    """Writes torchrun's error file as torch does, but atomically: torchrun may terminate this rank at this moment,
+    because another one has failed, and would fail itself if it read half a file."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    os.environ[_ERROR_FILE] = unfinished = f"{file}.unfinished"
+    try:
+        get_error_handler().record_exception(error)
+        Path(unfinished).replace(file)
+    finally:
+        os.environ[_ERROR_FILE] = file
 
 
 def _install(journal: Journal, patches: Patches, run: str) -> StepWatch:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from labkit.probe.clocks import CpuClock, CudaClock
+from labkit.probe.heap import give_back_memory
 from labkit.probe.journal import Guard, Journal
 from labkit.probe.kineto import LogLevel, allocations_of, moment, rows_of, taken, wait_for_other_threads
 from labkit.probe.memory import MemoryWatch
@@ -83,6 +84,7 @@ class StepSampler:
         spent = self._profiler is not None
         if spent:
             self._finish(step, phases, clock)
+            give_back_memory()
         if self._is_due(step + 1):
             self._start(clock)
             spent = True

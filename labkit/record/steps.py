@@ -1,7 +1,7 @@
 """The steps of a rank as numpy columns, in bounded memory for runs of any length.
 
-The newest records are cached in memory. Older records of a long run are read from the step file again when they are
-needed, so a state of ten million steps takes some tens of megabytes.
+The newest records are cached in memory, 0.4 MB per rank however long the run is. Older ones are read from the step
+file again when they are needed, so a state of ten million steps takes some tens of megabytes.
 """
 
 from __future__ import annotations
@@ -9,14 +9,16 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, overload
 
 import numpy
 
 from labkit.record.stepfile import COLUMNS, LIMITS, MEMORY, PHASES, Block, StepFile
 
-HELD = 1 << 15  # records of a rank that stay in memory
-_CHUNK = 1 << 13  # records up to which small additions are joined to one chunk
+HELD = 1 << 11  # newest records of a rank that stay in memory
+_CHUNK = 1 << 10  # records of a chunk: they leave memory together, and are read again together
+_PIECE = 1 << 15  # values of a column that are iterated at once
 _NAMES = tuple(name for name, _ in COLUMNS)
 _ROW = numpy.dtype([(name, "f8") for name in _NAMES])
 _SHORT = {name for name, type_ in COLUMNS if type_ == "<f4"}
@@ -89,6 +91,7 @@ class Steps:
         self._sample = numpy.empty(0, _ROW)
         self._every = 1  # the sample has every so many-th step
         self._first_held = 0  # chunks before this one are not in memory
+        self._again: tuple[_Chunk, bytes] | None = None  # the chunk that was read again last, and its records
 
     def __len__(self) -> int:
         return self._length + len(self._new)
@@ -127,8 +130,9 @@ class Steps:
         finite."""
         self._flush()
         rows, wrong = checked(block)
-        if len(rows):
-            self._take(rows, block)
+        size = len(block) if wrong else _CHUNK  # invalid records are left out of the rows, but not of the file
+        for first in range(0, len(rows), size):
+            self._take(rows[first : first + size].copy(), block.part(first, first + size))
         diverged = rows["step"][(rows["losses"] > 0) & ~numpy.isfinite(rows["loss"])]
         return wrong, int(diverged[0]) if len(diverged) else None
 
@@ -140,7 +144,7 @@ class Steps:
             number = bisect_right(self._starts, index) - 1
             begin, chunk = self._starts[number], self._chunks[number]
             end = min(last, begin + len(chunk))
-            parts.append(chunk.values(name, index - begin, end - begin)[::stride])
+            parts.append(self._values(chunk, name, index - begin, end - begin)[::stride])
             index += -(-(end - index) // stride) * stride
         return numpy.concatenate(parts) if parts else numpy.empty(0)
 
@@ -153,8 +157,17 @@ class Steps:
 
     def pieces(self, name: str, first: int = 0) -> Iterator[numpy.ndarray]:
         """A column from index `first` on, a bounded number of values at a time."""
-        for index in range(first, len(self), HELD):
-            yield self.values(name, index, min(len(self), index + HELD))
+        for index in range(first, len(self), _PIECE):
+            yield self.values(name, index, min(len(self), index + _PIECE))
+
+    def _values(self, chunk: _Chunk, name: str, first: int, last: int) -> numpy.ndarray:
+        """A column of a chunk from index `first` to `last`, counted within the chunk."""
+        if chunk.rows is not None:
+            return chunk.rows[name][first:last].copy()
+        again = self._again
+        if again is None or again[0] is not chunk:
+            again = self._again = chunk, chunk.records()
+        return chunk.values(again[1], name, first, last)
 
     def _flush(self) -> None:
         if self._new:
@@ -183,14 +196,14 @@ class Steps:
 
 
 class _Chunk:
-    """Consecutive steps: rows in memory, or a range of a step file from which they are read again."""
+    """Consecutive steps: `rows` in memory, or None and a range of a step file from which they are read again."""
 
     def __init__(self, rows: numpy.ndarray, block: Block | None):
-        self._rows: numpy.ndarray | None = rows
+        self.rows: numpy.ndarray | None = rows
         self._length = len(rows)
         self._file: StepFile | None = block.file if block else None
         self._first = block.first if block else 0
-        self._records = len(block) if block else 0
+        self._count = len(block) if block else 0  # of records; more than rows if some are invalid
 
     def __len__(self) -> int:
         return self._length
@@ -200,39 +213,36 @@ class _Chunk:
         whether it did.
         """
         length = self._length + len(rows)
-        follows = (
-            (block.file, block.first) == (self._file, self._first + self._records) if block else self._file is None
-        )
-        if self._rows is None or not follows or length > _CHUNK:
+        follows = (block.file, block.first) == (self._file, self._first + self._count) if block else self._file is None
+        if self.rows is None or not follows or length > _CHUNK:
             return False
-        if length > len(self._rows):
+        if length > len(self.rows):
             grown = numpy.empty(min(_CHUNK, 2 * length), _ROW)
-            grown[: self._length] = self._rows[: self._length]
-            self._rows = grown
-        self._rows[self._length : length] = rows
+            grown[: self._length] = self.rows[: self._length]
+            self.rows = grown
+        self.rows[self._length : length] = rows
         self._length = length
-        self._records += len(block) if block else 0
+        self._count += len(block) if block else 0
         return True
 
     def let_go(self) -> None:
         """Drops the rows from memory."""
         if self._file is not None and self._file.hold():
-            self._rows = None
+            self.rows = None
 
-    def values(self, name: str, first: int, last: int) -> numpy.ndarray:
-        """A column from the row of index `first` to that of index `last`, counted within the chunk."""
-        if self._rows is not None:
-            return self._rows[name][first:last].copy()
+    def records(self) -> bytes:
+        """The chunk's records, read again; fewer if the file was truncated since."""
         assert self._file is not None, "only rows that are in a file are dropped"
-        whole = self._length == self._records  # otherwise there are invalid records in between
-        begin, count = (first, last - first) if whole else (0, self._records)
-        block = Block(self._file, self._first + begin, self._file.read(self._first + begin, count))
-        found = column(block, name) if whole else checked(block)[0][name][first:last]
-        if len(found) == last - first:
-            return found
-        return numpy.concatenate(
-            [found, numpy.full(last - first - len(found), math.nan)]
-        )  # the file was truncated since
+        return self._file.read(self._first, self._count)
+
+    def values(self, records: bytes, name: str, first: int, last: int) -> numpy.ndarray:
+        """A column of the records from the row of index `first` to that of index `last`; NaN where they are missing."""
+        assert self._file is not None, "only rows that are in a file are dropped"
+        block = Block(self._file, self._first, records)
+        has_all = self._length == self._count
+        found = column(block, name, first, last) if has_all else checked(block)[0][name][first:last]
+        missing = last - first - len(found)
+        return numpy.concatenate([found, numpy.full(missing, math.nan)]) if missing else found
 
 
 def checked(block: Block) -> tuple[numpy.ndarray, int]:
@@ -250,14 +260,19 @@ def checked(block: Block) -> tuple[numpy.ndarray, int]:
     return (rows, 0) if good.all() else (rows[good], int(len(rows) - good.sum()))
 
 
-def column(block: Block, name: str) -> numpy.ndarray:
-    """One column of a block in float64; NaN if its file has no such column."""
-    names = [name for name, _ in block.layout.columns]
-    if name not in names:
-        missing = column(block, "loss") if name == "losses" else None
-        return numpy.full(len(block), math.nan) if missing is None else (~numpy.isnan(missing)).astype(float)
-    values = numpy.frombuffer(block.data, numpy.dtype(list(block.layout.columns)))[name].astype(float)
-    return values.round(_DIGITS) if name in _SHORT else values
+def column(block: Block, name: str, first: int = 0, last: int | None = None) -> numpy.ndarray:
+    """One column of a block in float64, from record `first` to `last`; NaN if its file has no such column."""
+    records = numpy.frombuffer(block.data, _type(block.layout.columns))[first:last]
+    if name in (records.dtype.names or ()):
+        values = records[name].astype(float)
+        return values.round(_DIGITS) if name in _SHORT else values
+    missing = column(block, "loss", first, last) if name == "losses" else None
+    return numpy.full(len(records), math.nan) if missing is None else (~numpy.isnan(missing)).astype(float)
+
+
+@lru_cache(maxsize=8)
+def _type(columns: tuple[tuple[str, str], ...]) -> numpy.dtype:
+    return numpy.dtype(list(columns))
 
 
 def number(value: Any, missing: float = math.nan) -> float:

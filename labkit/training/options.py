@@ -86,9 +86,20 @@ INPUT_PIPELINE: tuple[Option, ...] = (
     Option("pin_memory", True, "load batches into page-locked memory, which a GPU can copy asynchronously"),
     Option("non_blocking", True, "continue while a batch is copied to the GPU"),
 )
+# What changes the update of a step, and therefore the training.
+UPDATE: tuple[Option, ...] = (
+    Option("clip_norm", 0.0, "maximum norm of all gradients; 0: no clipping", minimum=0.0, maximum=1e12),
+    Option("warmup_steps", 0, "steps over which the learning rate rises linearly", minimum=0, maximum=10**9),
+    Option(
+        "lr_decay",
+        "none",
+        "how the learning rate falls from then on, to 0 after the last step",
+        choices=("none", "linear", "cosine"),
+    ),
+)
 COMMON: tuple[Option, ...] = (
     Option("accumulate", 1, "micro-batches per step, to use less memory for the same update", minimum=1, maximum=MOST),
-    Option("clip_norm", 0.0, "maximum norm of all gradients; 0: no clipping", minimum=0.0, maximum=1e12),
+    *UPDATE,
     Option("checkpoint_activations", False, "discard the activations inside each block and recompute them in backward"),
     Option("compile", False, "compile each block with torch.compile"),
     *INPUT_PIPELINE,

@@ -56,5 +56,7 @@ for _ in range(steps):
 report(steps=steps, first=f"{rates[0]:.1e}", highest=f"{max(rates):.1e}", last=f"{rates[-1]:.1e}")
 
 # %% [markdown]
-# A checkpoint needs `scheduler.state_dict()`, too. If you resume with another number of ranks, the number of steps
-# changes: build the scheduler for the new number, and set its position by the fraction of *samples* that are done.
+# A checkpoint needs `scheduler.state_dict()`, too, unless the rate is a function of the step, as in the scripts of this
+# lab (`--option warmup_steps=100 --option lr_decay=cosine`). If you resume with another number of ranks, the number of
+# steps changes: build the scheduler for the new number, and set its position by the fraction of *samples* that are
+# done.

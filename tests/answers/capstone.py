@@ -2,7 +2,7 @@
 
 from labkit import run
 
-TWIN = {"workload": "gpt", "nproc": 4, "device": "cpu", "batch_size": 1, "steps": 5, "samples": 40}
+TWIN = {"workload": "gpt", "nproc": 4, "device": "cpu", "batch_size": 1, "steps": 5, "samples": 20}
 
 RIGHT = {
     "layout": "FSDP 8 × CP 2",

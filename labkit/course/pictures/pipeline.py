@@ -62,7 +62,9 @@ def gantt(plan: Plan) -> go.Figure:
             {
                 "type": "bar",
                 "orientation": "h",
-                "name": name + (", second stage" if second else ""),
+                "name": name,
+                "legendgroup": kind,
+                "showlegend": not second,
                 "y": [f"rank {slot.rank}" for slot in slots],
                 "base": [round(slot.start - first, 4) for slot in slots],
                 "x": [round(slot.end - slot.start, 4) for slot in slots],
@@ -81,6 +83,9 @@ def gantt(plan: Plan) -> go.Figure:
             }
         )
     lanes = [f"rank {rank}" for rank in plan.ranks]
+    if any(_second(slot, plan) for slot in plan.slots):  # an entry of the legend without a bar
+        hatched = {"color": colours.PHASES["forward"], "line": {"width": 1, "color": colours.INK}, "pattern": _HATCHED}
+        traces.append({"type": "bar", "name": "second stage of a rank", "x": [None], "y": lanes[:1], "marker": hatched})
     how = "modelled" if plan.modelled else "measured"
     unit = "mean forward of a rank = 1" if plan.modelled else plan.unit
     return _figure(

@@ -108,7 +108,15 @@ TERMS = (
         "Pipeline schedules that split backward into the gradients of the inputs, which the previous stage waits "
         "for, and the gradients of the weights, which nothing waits for until the update and which fill the bubble "
         "(Qi et al., 2023).",
-        ("bubble", "1F1B", "interleaved 1F1B"),
+        ("bubble", "1F1B", "interleaved 1F1B", "V-shaped schedule"),
         also=("zero-bubble schedule",),
+    ),
+    Term(
+        "V-shaped schedule",
+        "A pipeline schedule whose stages go down the ranks and up again: of p ranks, rank r holds the stages r and "
+        "2p − 1 − r. The two stages at the tip of the V are on one rank, and every rank stores about the same amount "
+        "of activations. ZB-V (Qi et al., 2023) and DualPipeV (DeepSeek, 2025) are of this shape.",
+        ("zero bubble", "interleaved 1F1B", "pipeline stage"),
+        also=("ZB-V", "ZBVZeroBubble", "DualPipeV"),
     ),
 )

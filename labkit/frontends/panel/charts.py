@@ -23,9 +23,15 @@ from labkit.record.state import RunState
 
 STATIC = Path(__file__).parent / "static"
 _PATIENCE = 8.0  # seconds to wait for a page's "here" message before plain SVG is shown
-LIVE = {name: figures.CHARTS[name] for name in figures.LIVE}
 _SVG_SECONDS = 1.0
 _SVG_POINTS = 100  # per line: an SVG is sent whole at every update
+
+
+def _live(name: str) -> Callable[[RunState], Chart | None]:
+    return lambda state: figures.chart(name, state) if name in figures.live(state) else None
+
+
+LIVE = {name: _live(name) for name in (*figures.LIVE, "experts")}
 
 
 @lru_cache(maxsize=1)
@@ -45,7 +51,8 @@ class _Page(anywidget.AnyWidget):
 
 
 class Charts:
-    """Live charts of one run: a mapping from a name to the function that builds the chart from the state.
+    """Live charts of one run: a mapping from a name to the function that builds the chart from the state, or returns
+    None if the run has none.
 
     Display `widget`; `draw` updates it to a state, from any thread.
 
@@ -54,7 +61,7 @@ class Charts:
 
     def __init__(
         self,
-        charts: Mapping[str, Callable[[RunState], Chart]] = LIVE,
+        charts: Mapping[str, Callable[[RunState], Chart | None]] = LIVE,
         lock: AbstractContextManager[Any] | None = None,
     ) -> None:
         import plotly
@@ -101,8 +108,8 @@ class Charts:
             elif self.is_plain and (final or time.monotonic() >= self._next_svg):
                 self._next_svg = time.monotonic() + _SVG_SECONDS
                 self.plain.layout.display = ""
-                drawn = (chart(state).drawn(_SVG_POINTS) for chart in self._charts.values())
-                pictures = "".join(f"<div>{drawing(one, 560, 220)}</div>" for one in drawn)
+                charts = filter(None, (make(state) for make in self._charts.values()))
+                pictures = "".join(f"<div>{drawing(one.drawn(_SVG_POINTS), 560, 220)}</div>" for one in charts)
                 self.plain.value = f'<div class="labkit-plain">{pictures}</div>'
 
     @property

@@ -133,7 +133,7 @@ class Choices:
             self.nproc: 66,
             self.batch: 68,
             self.scaling: 92,
-            self.length: 66,
+            self.length: 76,
             self.unit: 80,
         }
         for widget, width in (sized | {self.precision: 70}).items():

@@ -35,7 +35,7 @@ class _Page:
 class Feed:
     """Builds messages for the page from successive states of one run; call `restart` before another run."""
 
-    def __init__(self, charts: Mapping[str, Callable[[RunState], Chart]]) -> None:
+    def __init__(self, charts: Mapping[str, Callable[[RunState], Chart | None]]) -> None:
         self._charts = charts
         self._pages: dict[str, _Page] = {}
 
@@ -44,9 +44,11 @@ class Feed:
         self._pages.clear()
 
     def message(self, state: RunState) -> dict[str, Any] | None:
-        """What has changed since the last message; None if nothing has."""
-        updates = [update for name, make in self._charts.items() if (update := self._update(name, make(state)))]
-        return {"kind": "charts", "charts": updates} if updates else None
+        """The names of the charts that the run has, and what has changed since the last message; None if nothing
+        has."""
+        charts = {name: chart for name, make in self._charts.items() if (chart := make(state)) is not None}
+        updates = [update for name, chart in charts.items() if (update := self._update(name, chart))]
+        return {"kind": "charts", "names": [*charts], "charts": updates} if updates else None
 
     def _update(self, name: str, chart: Chart) -> dict[str, Any] | None:
         page = self._pages.get(name)

@@ -173,9 +173,9 @@ class RunView:
         """Stops the run, or pauses the replay; returns immediately."""
         if self._job is None or self._stopping:
             return
-        self._stopping = True
         self.stop_button.disabled = True
-        self.say("stopping")
+        self.say("stopping")  # first: with the flag set, the other thread may say how it ended
+        self._stopping = True
         threading.Thread(target=self._end, args=(self._job,), daemon=True, name="labkit stop").start()
 
     def _end(self, job: Job) -> None:

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.common.processes import TAG
+from labkit.common.runtime import check_folder, create
 from labkit.launch import local
 from labkit.launch.warm import wire
 from labkit.launch.warm.facts import facts
@@ -29,6 +31,8 @@ FORCE_COLD = "LABKIT_COLD"  # environment variable; if set, every run starts col
 IDLE = 900.0  # seconds without a run after which a server exits
 ANSWER = 0.3  # timeout of a server's answer, in seconds
 _START = 20.0  # seconds to fork a supervisor on a very busy machine
+_READY = 60.0  # seconds until a server that another process starts must be ready
+_LOOK = 0.2  # seconds between two looks at it
 _AVAILABLE = sys.platform == "linux" and hasattr(os, "pidfd_open")
 
 
@@ -96,8 +100,8 @@ class Consent:
     def start(
         self, run_dir: Path, asked: float, environment: Mapping[str, str], files: Sequence[int]
     ) -> Started | Cold:
-        """Requests the fork of the supervisor. `files` are its standard input, its log, and the run's standard input,
-        if any.
+        """Requests the fork of the supervisor. `files` are its standard input, its log, the pipe of its watchdog, and
+        the run's standard input, if any.
         """
         how = {"run_dir": str(run_dir), "started": repr(asked), "environment": dict(environment)}
         forked = self._fork("start", how, files)
@@ -177,32 +181,47 @@ def prepare(environment: Mapping[str, str] | None = None) -> None:
 
 
 def _prepare(environment: Mapping[str, str]) -> None:
+    """A server that is found may end before it answers, and one that another process starts is not ready for seconds:
+    both are looked at again."""
     if not _AVAILABLE or environment.get(FORCE_COLD):
         return
+    last = time.monotonic() + _READY
+    while not _is_served(environment) and time.monotonic() < last:
+        if not wire.is_locked() and _start_server(environment) != wire.BUSY:
+            return
+        time.sleep(_LOOK)
+
+
+def _is_served(environment: Mapping[str, str]) -> bool:
+    """Registers this process with the server. False if there is no server, or one that ends, so that another can be
+    started."""
     connection = _connect()
-    if not isinstance(connection, Cold):
-        with connection:
-            answer = _ask(connection, {"ask": "want", "facts": facts(environment)})
-            if isinstance(answer, Cold) or not answer["differs"]:
-                return
-            answer = _ask(connection, {"ask": "replace"})
-            if isinstance(answer, Cold) or not answer["leaves"]:
-                return
-            with suppress(EOFError, OSError):
-                wire.receive(connection)  # wait until it has exited
-    _start_server(environment)
+    if isinstance(connection, Cold):
+        return False
+    with connection, suppress(EOFError, OSError):  # if it was killed in the meantime
+        try:
+            wire.send(connection, {"ask": "want", "facts": facts(environment)})
+            if not wire.receive(connection)[0]["differs"]:
+                return True
+            wire.send(connection, {"ask": "replace"})
+            if not wire.receive(connection)[0]["leaves"]:
+                return True  # others need it
+        except TimeoutError:
+            return True  # it hangs, and does not give up its lock
+        wire.receive(connection)  # wait until it has exited
+    return False
 
 
-def _start_server(environment: Mapping[str, str]) -> None:
-    """Starts a server and waits for it, so that it does not become a zombie."""
+def _start_server(environment: Mapping[str, str]) -> int | None:
+    """Starts a server and waits for it, so that it does not become a zombie. Returns its exit code; None if it cannot
+    be started."""
     address = wire.address()
     try:
-        address.parent.mkdir(mode=0o700, exist_ok=True)
-        wire.check_folder(address.parent)
+        create(address.parent)
         flags = os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         log = os.open(wire.log(), flags, 0o600)
     except OSError:
-        return  # runs start cold and report why
+        return None  # runs start cold and report why
     try:
         process = subprocess.Popen(
             [sys.executable, "-u", "-m", "labkit.launch.warm.server", repr(IDLE), str(os.getpid()), "." * wire.ROOM],
@@ -216,7 +235,7 @@ def _start_server(environment: Mapping[str, str]) -> None:
         )
     finally:
         os.close(log)
-    process.wait()
+    return process.wait()
 
 
 def _connect() -> socket.socket | Cold:
@@ -226,7 +245,7 @@ def _connect() -> socket.socket | Cold:
     connection = wire.endpoint()
     connection.settimeout(ANSWER)
     try:
-        wire.check_folder(address.parent)
+        check_folder(address.parent)
         connection.connect(str(address))
         wire.peer(connection)
         return connection

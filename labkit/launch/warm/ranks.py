@@ -31,10 +31,9 @@ def fork_supervisor(
     environment: Mapping[str, str],
     lifeline: int,
     log: int,
-    stdin: int | None = None,
+    *passed: int,
 ) -> Child:
-    """Forks the supervisor of a run. `stdin` becomes the standard input of the ranks (default: empty)."""
-    passed = () if stdin is None else (stdin,)
+    """Forks the supervisor of a run. `passed` are the last arguments of `supervisor.main`."""
     command = (sys.executable, "-m", supervisor.__name__, run_dir, started, *map(str, passed))
 
     def program() -> None:

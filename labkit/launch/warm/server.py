@@ -9,7 +9,6 @@ has been started cold in the meantime.
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import importlib
 import os
@@ -22,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from labkit.common.runtime import create
 from labkit.launch.warm import facts, wire
 from labkit.launch.warm.fork import Child, has_gpu_open
 from labkit.launch.warm.fresh import Origin
@@ -135,8 +135,8 @@ class Server:
         return {"cold": ""}
 
     def _start(self, connection: socket.socket, files: list[int]) -> Child:
-        """Forks a supervisor. The files are its arguments, its standard input, its log, and the run's standard input,
-        if any.
+        """Forks a supervisor. The files are its arguments, its standard input, its log, the pipe of its watchdog, and
+        the run's standard input, if any.
         """
         from labkit.launch.warm.ranks import fork_supervisor
 
@@ -182,13 +182,11 @@ def _refuse(reason: str) -> None:
 def main(idle: str, wanted_by: str) -> None:
     """Serves unless this user already has a server. `wanted_by` is the pid of the process that requested it."""
     address = wire.address()
-    address.parent.mkdir(mode=0o700, exist_ok=True)
-    wire.check_folder(address.parent)
-    lock = os.open(address.with_suffix(".lock"), os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    create(address.parent)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock = wire.lock()
     except BlockingIOError:
-        return
+        sys.exit(wire.BUSY)
     # a notebook kernel ignores SIGINT, and forked processes would inherit that
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):

@@ -6,32 +6,28 @@ import hashlib
 import json
 import os
 import socket
-import stat
 import struct
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from labkit.common.runtime import NotOurs, runtime_folder
 from labkit.setup.environment import CLONE
 
 RESERVED = "LABKIT_RESERVED"  # placeholder variable whose memory holds the environment of forked processes, for `ps`
 ROOM = 1 << 15  # its size in bytes, and that of the placeholder argument for the command line
 _MESSAGE = 1 << 16  # maximum bytes of a message; longer data, such as an environment, is passed as an open file
 _MOST_FILES = 8
+BUSY = 75  # EX_TEMPFAIL: exit code of a server that found another one
 REFUSAL = "the warm server refused to serve"  # how the last line of a server's log begins that did not start
 _PEER = struct.Struct("3i")  # pid, uid and gid of SO_PEERCRED
 
 
-class NotOurs(OSError):
-    """The socket, its folder, or the peer process belongs to another user."""
-
-
 def address() -> Path:
     """The socket of this user's server for this interpreter and this copy of labkit. Its folder may not exist yet."""
-    place = os.environ.get("XDG_RUNTIME_DIR") or "/tmp"
     key = "\0".join((sys.executable, sys.prefix, str(CLONE))).encode(errors="surrogateescape")
-    return Path(place, f"labkit-{os.getuid()}", f"{hashlib.sha256(key).hexdigest()[:16]}.socket")
+    return runtime_folder() / f"{hashlib.sha256(key).hexdigest()[:16]}.socket"
 
 
 def log() -> Path:
@@ -39,13 +35,29 @@ def log() -> Path:
     return address().with_suffix(".log")
 
 
-def check_folder(folder: Path) -> None:
-    """Raises `NotOurs` unless only this user owns and can enter the folder, and `FileNotFoundError` if it does not
-    exist.
-    """
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise NotOurs(f"{folder} must be a folder of this user with mode 0700")
+def lock() -> int:
+    """Takes the lock of this user's server until the descriptor is closed. Raises `OSError`, which is `BlockingIOError`
+    if another process has it."""
+    import fcntl  # not on Windows
+
+    file = os.open(address().with_suffix(".lock"), os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
+def is_locked() -> bool:
+    """Whether there is a server: one that starts, serves or ends."""
+    try:
+        os.close(lock())
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass  # no server was ever started
+    return False
 
 
 def endpoint() -> socket.socket:

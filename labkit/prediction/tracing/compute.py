@@ -1,13 +1,17 @@
 """Measures what one rank computes in a step: the script runs for some steps as it is, with real tensors and real data,
 in a process group without communication (`silent`).
 
+What is measured is the CPU time of the thread that computes, which does not pass while other processes use the machine.
+A script that other threads or processes work for (emulated data parallel, workers of a data loader) waits for them, and
+is measured in real time instead.
+
 As many ranks as there are cores are measured at the same time, so that they share caches and memory as in a run.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -32,10 +36,11 @@ class _Enough(BaseException):
 
 
 class _Steps:
-    """The listener of a rank: what happened in each step, with the time of each event in nanoseconds. Steps are
-    measured for some seconds, if that gives neither too few nor too many."""
+    """The listener of a rank: what happened in each step, with the time of each event in nanoseconds by `clock`. Steps
+    are measured for some seconds, if that gives neither too few nor too many."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, clock: Callable[[], int]) -> None:
+        self._clock = clock
         self.programs: list[list[Item]] = []
         self._phases = Phases(self._now)
         self._events: list[tuple[int, Item]] = []
@@ -65,14 +70,14 @@ class _Steps:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        began = time.perf_counter_ns()
+        began = self._clock()
         try:
             yield
         finally:
-            self._paused += time.perf_counter_ns() - began
+            self._paused += self._clock() - began
 
     def _now(self) -> int:
-        return time.perf_counter_ns() - self._paused
+        return self._clock() - self._paused
 
     def _stepped(self, *_: Any) -> None:
         """An optimizer has stepped; the outermost one ends the step."""
@@ -93,11 +98,11 @@ def compute(request: dict[str, Any], rank: int) -> list[Item]:
     """The program of one rank, what it does in a step, in order: ["compute", phase, [seconds of several steps]],
     ["start", number, operation, bytes, ranks], ["wait", number].
 
-    `request` is that of `rank.trace`, with the `seconds` for which steps are measured. Raises `RuntimeError` if the
-    script ends before enough steps.
+    `request` is that of `rank.trace`, with the `seconds` for which steps are measured, and `one_thread`, whether the
+    thread of the script does all the work. Raises `RuntimeError` if the script ends before enough steps.
     """
     world.take_place(rank, request["ranks"])
-    steps = _Steps(request["seconds"])
+    steps = _Steps(request["seconds"], time.thread_time_ns if request["one_thread"] else time.perf_counter_ns)
     silent.join(rank, request["ranks"], steps)
     script = load(request["path"], request["source"])
     if hasattr(script, "STAGES"):

@@ -42,7 +42,8 @@ class Listener(Protocol):
 
 
 class _Over(Work):
-    """An operation that is over."""
+    """An operation that is over. It refers to its result until that is asked for or waited for: with memory that is
+    never freed, every step would allocate new pages, which takes time."""
 
     def __init__(self, number: int, listener: Listener, result: Any):
         super().__init__()
@@ -50,6 +51,7 @@ class _Over(Work):
 
     def wait(self, timeout: Any = None) -> bool:
         self._listener.waited(self._number)
+        self.forget()
         return True
 
     def is_completed(self) -> bool:
@@ -58,7 +60,19 @@ class _Over(Work):
     def get_future(self) -> torch.futures.Future[Any]:
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self._result)
+        self.forget()
         return future
+
+    def forget(self) -> None:
+        """The result is not needed any more."""
+        self._result = None
+
+
+def _last(works: Sequence[_Over]) -> Work:
+    """The last of some operations of a group: when it is over, so are the others."""
+    for work in works[:-1]:
+        work.forget()
+    return works[-1]
 
 
 class Silent(dist.ProcessGroup):
@@ -67,7 +81,7 @@ class Silent(dist.ProcessGroup):
     def __init__(self, rank: int, size: int, listener: Listener):
         super().__init__(rank, size)
         self._listener = listener
-        self._works: list[Work] = []  # torch refers to some of them from C++ only
+        self._works: list[_Over] = []  # torch refers to some of them from C++ only
 
     def getBackendName(self) -> str:
         return "silent"
@@ -94,28 +108,31 @@ class Silent(dist.ProcessGroup):
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         return self._starts("all_gather", outputs[0], outputs, zip(outputs[0], repeat(inputs[0])))
 
-    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> _Over:
         parts = output.view(-1).chunk(self.size())
         return self._starts("all_gather", [output], [output], zip(parts, repeat(tensor)))
 
     _allgather_base = all_gather_single
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
-        return [self.all_gather_single(*pair) for pair in zip(outputs, inputs)][-1]
+        return _last([self.all_gather_single(*pair) for pair in zip(outputs, inputs)])
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Work:
-        return self._starts("reduce_scatter", inputs[0], outputs, [(outputs[0], inputs[0][self.rank()])])
+        """As gloo does it: a copy of each part is all-reduced, one after the other."""
+        parts = [part.clone() for part in inputs[0]]
+        own = [(outputs[0], parts[self.rank()])]
+        return _last([self._starts("all_reduce", [part], outputs, own) for part in parts])
 
-    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> _Over:
         own = tensor.reshape(-1).chunk(self.size())[self.rank()]
         return self._starts("reduce_scatter", [tensor], [output], [(output, own)])
 
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
-        return [self.reduce_scatter_single(*pair) for pair in zip(outputs, inputs)][-1]
+        return _last([self.reduce_scatter_single(*pair) for pair in zip(outputs, inputs)])
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -153,7 +170,7 @@ class Silent(dist.ProcessGroup):
                 else:
                     tensor.fill_(1)  # pipeline stages vote with it, and agree
 
-    def _starts(self, op: str, tensors: Tensors, result: Any, copies: Copies = (), peer: int | None = None) -> Work:
+    def _starts(self, op: str, tensors: Tensors, result: Any, copies: Copies = (), peer: int | None = None) -> _Over:
         """An operation on `tensors`; `copies` are the outputs to fill, each with what it is filled with."""
         with self._listener.paused():
             for output, tensor in copies:

@@ -3,8 +3,8 @@ leaves its tensors as they are.
 
 What a rank does only with its peers, or what fake tensors cannot do, is replaced here: reading and slicing device
 meshes happens without fake tensors, pipeline stages know the shapes of their inputs without asking their neighbours,
-moves to the traced device do nothing, threads run their calls at once, and FSDP1 asks for the bytes of a tensor, not
-for its address. `DistributedDataParallel` is replaced by `replicas.Replica`.
+moves to the traced device do nothing, threads run their calls at once, FSDP1 asks for the bytes of a tensor, not for
+its address, and a deep copy of a tensor is a clone. `DistributedDataParallel` is replaced by `replicas.Replica`.
 """
 
 from __future__ import annotations
@@ -110,6 +110,7 @@ def join(rank: int, ranks: int) -> None:
         *((function, _holding(function)) for function in asynchronous),
         *((row.get(), other) for row, other in ((CHUNKS, Chunks), (IS_ALLOCATED, _has_bytes)) if row.exists()),
     )
+    torch.Tensor.__deepcopy__ = _copied
     torch.nn.Module.to = _stay
     torch.nn.Module.compile = lambda module, *args, **kwargs: None
     SCALER_STEP.replace(_always_step)
@@ -137,6 +138,16 @@ def _without_fakes(function: Callable[..., Any]) -> Callable[..., Any]:
 def _has_bytes(tensor: torch.Tensor) -> bool:
     """Whether a tensor is allocated; a fake one has bytes then, but no address."""
     return tensor.untyped_storage().nbytes() > 0
+
+
+def _copied(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    """A deep copy of a tensor. torch's own needs a storage with data, and also copies what belongs to a fake tensor:
+    its mode, and the value of a constant (the number of batches of a batch normalization)."""
+    if id(tensor) not in memo:
+        copy, is_trained = tensor.detach().clone(), tensor.requires_grad
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        memo[id(tensor)] = torch.nn.Parameter(copy, is_trained) if is_parameter else copy.requires_grad_(is_trained)
+    return memo[id(tensor)]
 
 
 def _holding(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from labkit.training.strategies.randomness import DISTRIBUTED, JOIN
 
-SAVE_NOW = Path(__file__).with_name("save")  # a checkpoint is written if this file exists
+SAVE_NOW = Path(__file__).with_name("save")  # a file that requests a checkpoint
 
 
 def asked_to_save() -> bool:

@@ -1,8 +1,7 @@
 """The complete training program for one device, which every strategy modifies.
 
-Run directly, it trains the CNN on the digits. `labkit.plan.script` generates other scripts from it: a function or
-constant of the same name in the module of a workload, data set or strategy replaces the one here, and every `if` that
-depends only on settings is resolved. README.md in this folder lists these functions with arguments and return values.
+Run directly, it trains the CNN on the digits. `labkit.plan.script` generates other scripts: a definition in the module
+of a workload, data set or strategy replaces the one here (README.md), and every `if` on settings alone is resolved.
 """
 
 import os
@@ -22,6 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Tenso
 from labkit.training.strategies.asking import asked_to_save
 from labkit.training.strategies.checkpoints import IS_LOGGING_RANK, LOSS_SCALING, RESUME, SCALER, resume, save
 from labkit.training.strategies.extending import fault_data, fault_model, fault_step, report
+from labkit.training.strategies.learning_rate import LR_DECAY, WARMUP_STEPS, lr_factor
 from labkit.training.strategies.randomness import DISTRIBUTED, JOIN, random_state, set_random_state
 from labkit.training.strategies.sharded import CHECKPOINT_ASYNC, finish_writing
 from labkit.training.strategies.transforming import CHECKPOINT_ACTIVATIONS, COMPILE, transform
@@ -244,6 +244,10 @@ def train(device: torch.device) -> None:
                 inputs, targets = (t.to(device) for t in batch)
             if INJECT_STEP:
                 fault_step(model, step)
+            if WARMUP_STEPS or LR_DECAY != "none":
+                rate = LEARNING_RATE * lr_factor(step, MAX_STEPS or EPOCHS * len(loader))
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
             loss = train_step(model, optimizer, inputs, targets)
             if (step == 1 or step % PRINT_EVERY == 0) and IS_LOGGING_RANK:
                 print(f"step {step}: loss {loss.item():.4f}", flush=True)

@@ -83,7 +83,7 @@ def local_steps(spec: Request) -> str:
 
 
 def ddp_limit(spec: Request) -> str | None:
-    for other, default in (("static_graph", False), ("accumulate", 1)):
+    for other, default in (("static_graph", False), ("accumulate", 1), ("lr_decay", "none")):
         if spec.options.get("join") and spec.options[other] != default:
             return f"join does not work with {other}={spec.options[other]}; use only one of the two"
     if spec.options["static_graph"] and spec.options["accumulate"] > 1:

@@ -14,7 +14,7 @@ def load_data() -> tuple[TensorDataset, TensorDataset]:
     text = "\n".join(topics[name] for name in sorted(topics))
     data = torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8).long()
     cut = len(data) * 9 // 10
-    return windows(data[:cut], SAMPLES), windows(data[cut:], min(SAMPLES, 256))
+    return windows(data[:cut], SAMPLES), windows(data[cut:], min(1 + SAMPLES // 8, 256))
 
 
 def windows(data: torch.Tensor, count: int) -> TensorDataset:

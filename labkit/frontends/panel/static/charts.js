@@ -46,6 +46,7 @@ function theme(element) {
 const BASE_HEIGHT = 140; // px of height that a chart needs for letters of normal size
 const LETTER = 0.6; // width of a letter of an axis title, relative to its size
 const SMALLEST = 7; // px of an axis title
+const BELOW_HEADING = 0.25; // of the top margin
 
 function themed(chart, { ink, grid, scale: wanted }) {
   const scale = Math.min(wanted, Math.max(1, chart.box.clientHeight / BASE_HEIGHT));
@@ -56,6 +57,7 @@ function themed(chart, { ink, grid, scale: wanted }) {
   resize(chart, scale / (chart.scale ?? 1));
   chart.scale = scale;
   fitTitle(chart);
+  fitLegend(chart);
 }
 
 // The rotated title of the y axis is no longer than the axis: in a low chart it would reach the heading.
@@ -64,6 +66,13 @@ function fitTitle({ box, layout }) {
   const room = box.clientHeight - layout.margin.t - layout.margin.b;
   const size = Math.min(1.2 * layout.font.size, room / (LETTER * title.text.length));
   title.font = { size: Math.max(SMALLEST, size) };
+}
+
+// The legend begins below the heading, and scrolls if it is longer than the chart.
+function fitLegend({ box, layout: { legend, margin } }) {
+  const room = box.clientHeight - margin.t;
+  if (legend.y > 1) legend.y = 1 + BELOW_HEADING * margin.t / (room - margin.b);
+  legend.maxheight = room;
 }
 
 function resize({ layout, data }, by) {
@@ -126,7 +135,8 @@ class Board {
     if (panel) this.theming.observe(panel, { attributes: true, attributeFilter: ["class"] }); // presentation mode
   }
 
-  take(updates) {
+  take(names, updates) {
+    for (const name of [...this.charts.keys()]) if (!names.includes(name)) this.remove(name);
     for (const update of updates) {
       if (update.whole) Object.assign(this.chart(update.name), update.whole, { dirty: true, scale: 1 });
       else {
@@ -147,6 +157,13 @@ class Board {
       this.charts.set(name, { box, data: [], layout: {} });
     }
     return this.charts.get(name);
+  }
+
+  remove(name) {
+    const { box } = this.charts.get(name);
+    this.Plotly.purge(box);
+    box.remove();
+    this.charts.delete(name);
   }
 
   changed() {
@@ -188,7 +205,7 @@ function render({ model, el }) {
   let board = null;
   let closed = false;
   const heard = (message) => {
-    if (message.kind === "charts") board.take(message.charts);
+    if (message.kind === "charts") board.take(message.names, message.charts);
   };
   model.send({ kind: "here" });
   plotly(model).then(

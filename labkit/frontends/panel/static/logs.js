@@ -1,6 +1,6 @@
 // The log view: only new lines arrive, a bounded number stays in the page, and text is only set as text, never as HTML.
 
-const KEPT = 2000;
+const KEPT = 1000; // lines, as many as a new page receives
 const TYPED = 300; // ms without a key press before a search starts
 const COLOUR_CODES = /\x1b\[[0-?]*[ -\/]*[@-~]/g;
 

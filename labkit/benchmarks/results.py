@@ -1,0 +1,49 @@
+"""The results of long benchmarks as JSON lines: each is appended when it is known, so that a benchmark that is
+interrupted loses none."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from labkit.record.appender import Appender
+
+
+def check(path: str | os.PathLike[str]) -> None:
+    """Raises `ValueError`, one sentence, if no file can be written there, or if it has something else."""
+    read(path)
+    try:
+        Appender(path).close()
+    except OSError as error:
+        raise ValueError(f"--results must name a file that can be written, got {path}: {error.strerror}") from None
+
+
+def append(path: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
+    """Adds one record to the file, which is created if it does not exist."""
+    file = Appender(path)
+    try:
+        file.append(json.dumps(record).encode() + b"\n")
+    finally:
+        file.close()
+
+
+def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The records of the file, in order; none if it does not exist. A line that was written only in part is left out.
+    Raises `ValueError` for a file of something else."""
+    try:
+        lines = Path(path).read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ValueError(f"--results must name a file that can be read, got {path}: {error.strerror}") from None
+    records = []
+    for number, line in enumerate(lines, 1):
+        if not line.startswith(b"{"):
+            raise ValueError(f"--results {path}: line {number} is not from a benchmark; name another file")
+        with suppress(ValueError):
+            records.append(json.loads(line))
+    return records

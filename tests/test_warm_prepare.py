@@ -1,0 +1,119 @@
+"""A process that wants a warm server gets one, whatever becomes of the server that it finds."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from lifetimes import LINUX, ROOT
+
+from labkit.launch import local
+from labkit.launch.warm import client, wire
+
+pytestmark = LINUX
+
+
+@pytest.fixture
+def place(monkeypatch) -> Iterator[str]:
+    """A folder without a server."""
+    with tempfile.TemporaryDirectory(prefix="labkit-", dir="/tmp") as folder:  # a socket's path must be short
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        yield folder
+
+
+@pytest.fixture
+def servers(monkeypatch) -> list[int]:
+    """The exit codes of the servers that are started; the last one serves until it is not needed any more."""
+    codes = [0]
+    monkeypatch.setattr(client, "_start_server", lambda environment: codes.pop(0))
+    monkeypatch.setattr(client, "_LOOK", 0.01)
+    return codes
+
+
+def prepare() -> None:
+    client._prepare(local.standing_environment())
+
+
+def serving(*answers: Callable[[socket.socket], None]) -> threading.Thread:
+    """A server that answers one message of each connection, and then closes the connection."""
+    wire.address().parent.mkdir(mode=0o700)
+    listener = wire.endpoint()
+    listener.bind(str(wire.address()))
+    listener.listen()
+
+    def serve() -> None:
+        with listener:
+            for answer in answers:
+                connection, _ = listener.accept()
+                with connection:
+                    wire.receive(connection)
+                    answer(connection)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    return thread
+
+
+def test_a_server_that_is_killed_while_it_is_asked_is_replaced(place, servers):
+    thread = serving(lambda connection: None)
+    prepare()
+    thread.join()
+    assert servers == []
+
+
+def test_a_server_that_fits_is_not_replaced_and_one_that_others_need_neither(place, servers):
+    thread = serving(lambda connection: wire.send(connection, {"differs": ""}))
+    prepare()
+    thread.join()
+    assert servers == [0]
+
+
+def test_a_server_that_hangs_keeps_its_place(place, servers, monkeypatch):
+    monkeypatch.setattr(client, "ANSWER", 0.05)
+    asked = threading.Event()
+    thread = serving(lambda connection: asked.wait(60))
+    prepare()
+    asked.set()
+    thread.join()
+    assert servers == [0]
+
+
+def test_a_server_that_another_process_starts_is_waited_for(place, servers):
+    """It may be one that nobody needs any more when it is ready."""
+    wire.address().parent.mkdir(mode=0o700)
+    held = wire.lock()
+    waits = threading.Thread(target=prepare)
+    waits.start()
+    time.sleep(0.2)
+    assert wire.is_locked() and waits.is_alive() and servers == [0]
+    os.close(held)
+    waits.join()
+    assert servers == [] and not wire.is_locked()
+
+
+def test_a_server_that_finds_another_says_so_and_its_starter_looks_again(place, servers):
+    wire.address().parent.mkdir(mode=0o700)
+    held = wire.lock()
+    command = [sys.executable, "-m", "labkit.launch.warm.server", "1.0", str(os.getpid())]
+    ended = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False)
+    assert ended.returncode == wire.BUSY
+    os.close(held)
+    servers.insert(0, wire.BUSY)
+    prepare()
+    assert servers == []
+
+
+def test_a_process_that_cannot_get_a_server_gives_up(place, servers, monkeypatch):
+    monkeypatch.setattr(client, "_READY", 0.1)
+    wire.address().parent.mkdir(mode=0o700)
+    held = wire.lock()
+    prepare()
+    os.close(held)
+    assert servers == [0], "runs start cold"
