@@ -6,6 +6,7 @@ import errno
 import faulthandler
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -86,6 +87,35 @@ def test_a_thread_with_the_ident_of_one_that_ended_is_not_the_one_that_is_follow
         if first == second == third:
             return
     pytest.skip("this system did not give the ident out again")
+
+
+GARBAGE_WITH_A_LOCAL = """
+import gc, threading
+from labkit.record.stacks import frame_of
+
+class Cycle:
+    def __init__(self):
+        self.cycle, self.local = self, threading.local()
+        self.local.value = 1
+
+def look():
+    assert frame_of(threading.main_thread()).f_code.co_name == "frame_of"
+
+for _ in range(100):
+    gc.disable()
+    gc.set_threshold(1)
+    Cycle()
+    spare = [{} for _ in range(90)]
+    del spare  # the next dictionaries need no memory, so that the first collection is that for the frame
+    gc.enable()
+    look()
+    assert gc.isenabled()
+"""
+
+
+def test_the_frame_of_a_thread_is_read_without_collecting_garbage():
+    """Python 3.11 would block for ever with the GIL held: python/cpython#106883."""
+    subprocess.run([sys.executable, "-c", GARBAGE_WITH_A_LOCAL], check=True, timeout=60)
 
 
 def test_a_forked_child_is_silent(tmp_path):

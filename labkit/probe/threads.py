@@ -7,11 +7,12 @@ to `on_other`, once each.
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 import types
 from collections.abc import Callable
+
+from labkit.record.stacks import frame_of
 
 
 class ScriptThread:
@@ -61,7 +62,7 @@ class ScriptThread:
     def frame(self) -> types.FrameType | None:
         """The current frame of the thread; if it has ended, that of the main thread."""
         thread = self._thread if self._thread.is_alive() else threading.main_thread()
-        return sys._current_frames().get(thread.ident or 0)
+        return frame_of(thread)
 
 
 def is_foreign() -> bool:

@@ -4,8 +4,10 @@ length.
 
 from __future__ import annotations
 
+import gc
 import re
 import sys
+import threading
 import traceback
 from pathlib import Path
 from types import FrameType
@@ -40,6 +42,21 @@ def place(stack: str | None) -> str:
         return ""
     file = frames[-1]["file"].replace("\\", "/").rpartition("/")[2]
     return f"{file}:{frames[-1]['line']}" + (f" in {frames[-1]['function']}" if frames[-1]["function"] else "")
+
+
+def frame_of(thread: threading.Thread) -> FrameType | None:
+    """The current frame of a thread; None if it has ended.
+
+    Before Python 3.12, a garbage collection inside `sys._current_frames` can block the process for ever with the GIL
+    held, for example when it frees a `threading.local` (python/cpython#106883), so there is none meanwhile.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(thread.ident or 0)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def of_script(frame: FrameType | None = None) -> list[traceback.FrameSummary]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import linecache
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from types import FrameType
 
 from labkit.course.build.ranks.recorder import Recorder
 from labkit.course.build.record import END, START, Event
+from labkit.record.stacks import frame_of
 
 _GRACE = 1.0  # seconds in which the other ranks can say where they wait, before the first one ends
 STUCK = 3  # exit code of a rank that made no progress
@@ -47,8 +47,7 @@ class Watchdog(threading.Thread):
             return "has returned"
         waits_for, events = self._recorder.waits_for, self._recorder.record.events
         call = "is" if waits_for is None else f"waits in {call_in_words(events[waits_for])}"
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        return f"{call}{where(self._recorder)}{line_of(frame, self._source)}"
+        return f"{call}{where(self._recorder)}{line_of(frame_of(threading.main_thread()), self._source)}"
 
 
 def call_in_words(event: Event) -> str:
