@@ -19,7 +19,6 @@ WITHIN = 0.02
 
 def peaks(strategy: str, folder: Path) -> list[dict[str, int]]:
     """What scripts/peaks.py measured in a new run, in bytes, by rank."""
-    folder.mkdir()
     spec = Spec(strategy, workload="gpt", nproc=2, batch_size=16, steps=3, samples=96, device="cpu").on(Machine.here())
     (folder / "train.py").write_text(write_script(spec), encoding="utf-8")
     handle = warm_run(PEAKS, nproc=2, device="cpu", args=[str(folder / "train.py"), str(folder)], sample_every=0)
@@ -27,21 +26,10 @@ def peaks(strategy: str, folder: Path) -> list[dict[str, int]]:
     return [json.loads((folder / f"peak{rank}.json").read_text()) for rank in (0, 1)]
 
 
-def is_within(rank: dict[str, int]) -> bool:
-    """Whether the curve of the forward is right."""
-    return abs(rank["curve_grown"] - rank["grown"]) < WITHIN * rank["peak"]
-
-
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallinfo2 is glibc's")
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "fsdp2", "tp"])
 def test_the_curve_is_right_to_two_percent(strategy, tmp_path):
-    """torch's profiler does not see a block that one of gloo's threads frees, which is rare: then the next run
-    decides."""
-    for attempt in range(3):
-        ranks = peaks(strategy, tmp_path / f"run{attempt}")
-        for rank in ranks:
-            assert rank["curve_begins"] == pytest.approx(rank["walked"] + rank["buckets"], rel=WITHIN)
-            assert rank["peak"] >= rank["curve_begins"] + rank["curve_grown"]
-        if all(map(is_within, ranks)):
-            return
-    assert all(map(is_within, ranks)), ranks
+    for rank in peaks(strategy, tmp_path):
+        assert rank["curve_begins"] == pytest.approx(rank["walked"] + rank["buckets"], rel=WITHIN)
+        assert rank["curve_grown"] == pytest.approx(rank["grown"], abs=WITHIN * rank["peak"])
+        assert rank["peak"] >= rank["curve_begins"] + rank["curve_grown"]
