@@ -142,7 +142,7 @@ def test_arguments_become_the_spec():
     assert (spec.script, spec.args) == ("my/train.py", ("--lr", "0.1", "--", "x"))
 
 
-def test_all_arguments_of_test_go_to_pytest():
+def test_all_arguments_of_test_go_to_pytest_and_bench_uses_its_packages_too():
     args = cli.parse(["test", "-k", "cli and not slow", "tests/test_cli.py", "-x", "--", "--lf"])
     assert args.rest == ["-k", "cli and not slow", "tests/test_cli.py", "-x", "--lf"]
-    assert args.extras == ("lab", "test", "deepspeed")
+    assert args.extras == cli.parse(["bench"]).extras == ("lab", "test", "deepspeed")

@@ -21,7 +21,14 @@ from labkit.plan.spec import Spec, SpecError, bounds_of
 from labkit.setup.environment import OPTIONAL
 from labkit.training.strategies import STRATEGIES
 
-_EXTRAS = {"setup": ("lab",), "lab": ("lab",), "handout": ("handout",), "test": ("lab", "test", "deepspeed")}
+_DEVELOPMENT = ("lab", "test", "deepspeed")
+_EXTRAS = {
+    "setup": ("lab",),
+    "lab": ("lab",),
+    "handout": ("handout",),
+    "test": _DEVELOPMENT,
+    "bench": _DEVELOPMENT,
+}
 _AFTER_DASHES = (
     "run",
     "predict",
