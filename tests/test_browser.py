@@ -74,6 +74,7 @@ def test_the_panel_of_lab_00(page, jupyter):
     picture(page, "1-live-light")
     set_theme(page, "Dark")
     see(panel)
+    sync_api.expect(panel.locator(".labkit-command code")).to_have_css("font-size", "11px")  # not the theme's
     picture(page, "2-live-dark")
     set_theme(page, "Light")
     see(panel)
