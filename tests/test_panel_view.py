@@ -6,6 +6,7 @@ import json
 import shutil
 import threading
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 from conftest import wait_until
@@ -17,7 +18,7 @@ from labkit.frontends.panel.charts import LIVE, Charts
 from labkit.frontends.panel.feed import CAP, WHOLE, Feed
 from labkit.frontends.panel.logs import Logs
 from labkit.frontends.panel.view import RunView
-from labkit.frontends.panel.words import finding_html, state_html
+from labkit.frontends.panel.words import finding_html, progress_html, state_html
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
 
@@ -25,6 +26,12 @@ from labkit.record.follow import Follower
 @pytest.fixture
 def fake(runs):
     yield from started_run(runs)
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(6.2, "0:06"), (725, "12:05"), (29914, "8:18:34")])
+def test_a_time_has_hours_if_it_is_longer_than_one(seconds, words):
+    state = SimpleNamespace(step=5, total_steps=5, over=True, seconds=seconds)
+    assert f"<span>{words} in total</span>" in progress_html(state)
 
 
 # ---- following a run
