@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
@@ -172,6 +171,8 @@ def test_digits_are_the_same_each_time_and_as_many_as_asked(drawn, monkeypatch):
 
 def test_digits_begin_with_the_real_ones_and_the_test_ones_stay_out(drawn):
     (images, labels), (_, test_labels) = (dataset.tensors for dataset in drawn)
+    from sklearn.datasets import load_digits  # slow to import, and only needed here
+
     pixels, classes = load_digits(return_X_y=True)
     assert labels[:1437].tolist() == classes[:1437].tolist()
     assert test_labels.tolist() == classes[1437:].tolist()
