@@ -65,7 +65,7 @@ CANNOT_RUN = tuple(("-m", name) for name in ("nowhere", "pkg.nowhere", "pkg.mod.
 def ends(project: Path, *arguments: str | Path, **settings) -> tuple[int, str, str]:
     env = {**os.environ, "PYTHONPATH": str(CLONE)}
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=project, env=env, capture_output=True, text=True, timeout=60, **settings
+        [sys.executable, *arguments], cwd=project, env=env, capture_output=True, text=True, timeout=240, **settings
     )
     return done.returncode, done.stdout, without_runpy(done.stderr)
 
