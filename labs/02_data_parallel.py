@@ -187,14 +187,14 @@ print(f"a thread that only requests the lock waits {dp.summary()['gil_wait'] or 
 # %% [markdown]
 # ## DP versus DDP
 #
-# DDP has one process, one interpreter and one model per device. **Predict**, for the same 256 samples per step and the
-# same initial weights: how many processes does each one have? Whose loss is lower after 12 steps? Which one processes
+# DDP has one process, one interpreter and one model per device. **Predict**, for the same 128 samples per step and the
+# same initial weights: how many processes does each one have? Whose loss is lower after 10 steps? Which one processes
 # more samples per second? `compare` runs both, after a run on a single device. Replace the three dots with the
 # speed-ups over it that you expect, such as `{"dp": 1.1, "ddp": 1.2}`.
 
 # %%
 guess = predict("speedup", ...)
-both = compare(["dp", "ddp"], **HERE, batch_size=256, steps=10)
+both = compare(["dp", "ddp"], **HERE, batch_size=128, steps=10)
 show(both)
 
 # %%

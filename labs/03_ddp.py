@@ -135,7 +135,7 @@ for ranks in (1, 2, 4):
 
 # %%
 guess = predict("sent_mb", ...)  # MiB per rank and step: all gradients out, and the average back
-ddp = run("ddp", **HERE, steps=15)
+ddp = run("ddp", **HERE, steps=10)
 show(ddp)
 
 # %% [markdown]

@@ -271,12 +271,12 @@ def line(name, job):
 # %%
 line("gpt  DDP", run("ddp", **GPT).wait())
 line("gpt  FSDP2", fsdp2)
-whole = run("ddp", **HERE, workload="cnn", steps=6).wait()
+whole = run("ddp", **HERE, workload="cnn", steps=4).wait()
 line("cnn  DDP", whole)
 
 # %%
 guess = predict("peak_mb", ...)  # MiB per rank
-line("cnn  FSDP2", run("fsdp2", **HERE, workload="cnn", steps=6).wait())
+line("cnn  FSDP2", run("fsdp2", **HERE, workload="cnn", steps=4).wait())
 guess
 
 # %% [markdown]

@@ -95,7 +95,7 @@ unbalanced.findings()
 # **all-to-all**: rank *i* sends a different chunk to every rank *j*.
 
 # %%
-split = Spec(strategy="ep", **HERE, steps=8, **SMALL)
+split = Spec(strategy="ep", **HERE, steps=4, **SMALL)
 print(excerpt(split, "AllToAll", "apply_experts", "keep_own_experts"))
 
 # %% [markdown]
@@ -164,4 +164,4 @@ check("mixture_of_experts.bytes", lighter)
 # number of experts, and read the error message.
 
 # %%
-Lab(strategy="ep", **HERE, steps=8, **SMALL)
+Lab(strategy="ep", **HERE, steps=4, **SMALL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
@@ -25,6 +26,11 @@ from labkit.launch.warm import client
 from labkit.runs.handle import Run
 from labkit.runs.handle import start as start_run
 from labkit.runs.settling import settle
+
+# jsonschema imports it if it is there: it compiles 38 grammars, for formats of addresses that nothing here checks
+sys.modules.setdefault("rfc3987_syntax", None)
+# modules and tests live as long as the process; looking through them again and again took a tenth of its time
+gc.set_threshold(10_000, 10, 10)
 
 PATIENCE = 60.0  # seconds that a test waits for a server on a busy machine
 PICTURES = Path(__file__).parent / "screenshots"

@@ -25,6 +25,7 @@ print(sys.argv, sys.path[0], __name__, __file__, __package__)
 print(__spec__ and (__spec__.name, __spec__.parent, __spec__.origin))
 print(sys.modules["__main__"].__dict__ is globals(), [name for name in ("__loader__", "__doc__") if name in globals()])
 """
+PROBES = Path(__file__).parent / "scripts" / "probes.py"
 ENDS = {
     "exits": "raise SystemExit(7)",
     "raises": "def f():\n    raise ValueError('here')\nf()",
@@ -34,48 +35,78 @@ ENDS = {
 
 @pytest.fixture
 def project(tmp_path) -> Path:
+    return project_in(tmp_path)
+
+
+def project_in(folder: Path) -> Path:
     """A folder with a script, and a package of modules that end in every way."""
-    (tmp_path / "pkg" / "inner").mkdir(parents=True)
-    (tmp_path / "broken").mkdir()
+    (folder / "pkg" / "inner").mkdir(parents=True)
+    (folder / "broken").mkdir()
     for path in ("pkg/__init__.py", "pkg/inner/__init__.py"):
-        (tmp_path / path).touch()
-    (tmp_path / "broken" / "__init__.py").write_text("import package_that_is_nowhere\n")
-    (tmp_path / "broken" / "mod.py").touch()
+        (folder / path).touch()
+    (folder / "broken" / "__init__.py").write_text("import package_that_is_nowhere\n")
+    (folder / "broken" / "mod.py").touch()
     for path in ("script.py", "pkg/mod.py", "pkg/__main__.py", "pkg/inner/mod.py"):
-        (tmp_path / path).write_text(FACTS)
+        (folder / path).write_text(FACTS)
     for name, code in ENDS.items():
-        (tmp_path / "pkg" / f"{name}.py").write_text(code)
-    return tmp_path
+        (folder / "pkg" / f"{name}.py").write_text(code)
+    return folder
 
 
-def ends(project: Path, *arguments: str) -> tuple[int, str, str]:
-    settings = {**os.environ, "PYTHONPATH": str(CLONE)}
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=project, env=settings, capture_output=True, text=True, check=False, timeout=60
-    )
-    frames = [line for line in done.stderr.splitlines() if "runpy" not in line]
-    return done.returncode, done.stdout, "\n".join(frames)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["script.py", "a", "--b"],
-        ["./script.py"],
-        ["pkg/../script.py", "-m"],
-        *(["-m", f"pkg{name}", "a", "-m"] for name in ("", ".mod", ".inner.mod", *(f".{end}" for end in ENDS))),
-    ],
+RUN = (
+    ("script.py", "a", "--b"),
+    ("./script.py",),
+    ("pkg/../script.py", "-m"),
+    *(("-m", f"pkg{name}", "a", "-m") for name in ("", ".mod", ".inner.mod", *(f".{end}" for end in ENDS))),
 )
-def test_probe_runs_scripts_and_modules_as_python_does(project, arguments):
+CANNOT_RUN = tuple(("-m", name) for name in ("nowhere", "pkg.nowhere", "pkg.mod.nowhere", "pkg.inner", "broken.mod"))
+
+
+def ends(project: Path, *arguments: str | Path, **settings) -> tuple[int, str, str]:
+    env = {**os.environ, "PYTHONPATH": str(CLONE)}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=project, env=env, capture_output=True, text=True, timeout=240, **settings
+    )
+    return done.returncode, done.stdout, without_runpy(done.stderr)
+
+
+def without_runpy(error: str) -> str:
+    return "\n".join(line for line in error.splitlines() if "runpy" not in line)
+
+
+@pytest.fixture(scope="module")
+def probed(tmp_path_factory) -> tuple[Path, dict[tuple[str, ...], tuple[int, str, str]]]:
+    """A project, and how the probe ended with each of RUN and CANNOT_RUN; it is forked from one process."""
+    project, told, every = (
+        project_in(tmp_path_factory.mktemp("project")),
+        tmp_path_factory.mktemp("told"),
+        RUN + CANNOT_RUN,
+    )
+    code, out, error = ends(project, PROBES, told, input=json.dumps(every))
+    assert code == 0, error
+    output = [[(told / f"{number}.{kind}").read_text() for kind in ("out", "err")] for number in range(len(every))]
+    return project, {
+        each: (code, out, without_runpy(error)) for each, code, (out, error) in zip(every, json.loads(out), output)
+    }
+
+
+@pytest.mark.parametrize("arguments", [RUN[0], RUN[-1]])
+def test_probe_is_a_module_that_runs_scripts_as_python_does(project, arguments):
     assert ends(project, "-m", "labkit.probe", *arguments) == ends(project, *arguments)
 
 
-@pytest.mark.parametrize("module", ["nowhere", "pkg.nowhere", "pkg.mod.nowhere", "pkg.inner", "broken.mod"])
-def test_a_module_that_cannot_run_ends_as_under_python(project, module):
-    code, out, error = ends(project, "-m", "labkit.probe", "-m", module)
-    expected = ends(project, "-m", module)
-    assert (code, out) == expected[:2] and code == 1
-    assert ("package_that_is_nowhere" if module == "broken.mod" else "No module named") in error
+@pytest.mark.parametrize("arguments", RUN)
+def test_probe_runs_scripts_and_modules_as_python_does(probed, arguments):
+    project, told = probed
+    assert told[arguments] == ends(project, *arguments)
+
+
+@pytest.mark.parametrize("arguments", CANNOT_RUN, ids=lambda arguments: arguments[1])
+def test_a_module_that_cannot_run_ends_as_under_python(probed, arguments):
+    project, told = probed
+    code, out, error = told[arguments]
+    assert (code, out) == ends(project, *arguments)[:2] and code == 1
+    assert ("package_that_is_nowhere" if arguments[1] == "broken.mod" else "No module named") in error
     assert "labkit/probe" not in error
 
 

@@ -4,6 +4,7 @@ without.py FOLDER [ROW:STYLE …]: ROW is a row of `probe/torch_private.py` (emp
 FOLDER/ROW-STYLE, the output FOLDER/ROW-STYLE.txt. torch is imported once, and each run is a forked process.
 """
 
+import gc
 import importlib
 import os
 import sys
@@ -33,6 +34,7 @@ def run(folder: Path, row: str, style: str) -> None:
 if __name__ == "__main__":
     for module in PRELOADED:
         importlib.import_module(module)
+    gc.freeze()  # a run does not collect what is imported
     for each in sys.argv[2:]:
         row, style = each.split(":")
         if os.fork() == 0:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nbconvert import HTMLExporter
+from nbconvert.filters import Highlight2HTML
 from nbformat import NotebookNode
 
 from labkit.common.text import escape
@@ -84,7 +85,12 @@ class _Cells:
         return " · ".join(filter(None, (f"{ran} {where}".strip(), READERS.get(self._audience, ""))))
 
     def html(self, notebook: NotebookNode) -> str:
-        filters = {"prose": self.text, "show": self.show, "under": self.under}
+        filters = {
+            "prose": self.text,
+            "show": self.show,
+            "under": self.under,
+            "highlight_code": Highlight2HTML(pygments_lexer="ipython3"),
+        }
         exporter = HTMLExporter(
             template_name="handout",
             extra_template_basedirs=[str(TEMPLATES)],
@@ -93,8 +99,8 @@ class _Cells:
             exclude_input_prompt=True,
             exclude_output_prompt=True,
         )
-        notebook.metadata.setdefault("language_info", {"name": "python", "pygments_lexer": "ipython3"})
-        html, _ = exporter.from_notebook_node(notebook)
+        # HTMLExporter's own method would read the sanitised page with another parser, and write it again
+        html, _ = super(HTMLExporter, exporter).from_notebook_node(notebook)
         return html
 
     def text(self, html: str) -> str:
