@@ -168,14 +168,14 @@ class Tape(DISPATCH_MODE.get()):
 
     def address(self, tensor: torch.Tensor, name: str = "") -> int:
         """A number that identifies the tensor's storage; a storage that is seen for the first time is recorded as
-        allocated by the operation `name`."""
+        allocated by the operation `name`; on the meta device it has no memory."""
         storage = tensor.untyped_storage()
         known = self._addresses.get(storage)
         if known is None:
             self._last += 1
             known = self._addresses[storage] = self._last
             weakref.finalize(storage, self._resized, known, 0)
-            self._resized(known, storage.nbytes(), name)
+            self._resized(known, 0 if tensor.device.type == "meta" else storage.nbytes(), name)
         return known
 
     def _known(self, *values: Any) -> list[tuple[int, torch.Tensor]]:
