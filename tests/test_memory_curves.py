@@ -72,9 +72,10 @@ def test_what_was_given_back_and_seen_ends_there():
 
 
 def test_what_the_last_step_left_counts_until_it_is_released():
-    left = {1: ("other", 40), 2: ("other", 7), 3: ("other", 5)}
-    released = {1: 8.0 * MS, 2: math.inf, 3: 9.0 * MS}
+    left = {1: ("other", 40), 2: ("other", 7), 3: ("other", 5), 4: ("other", 3)}
+    released = {1: 8.0 * MS, 2: math.inf, 3: 9.0 * MS, 4: -1.0 * MS}
     made = drawn([taken(4, 3, 1)], before=left, after={3: "gradients"}, released=released)
+    assert made["times"][0] == 0.0, "what is released between profile and step is not there"
     assert [at_ms(made, moment) for moment in (0, 4, 8, 40)] == [
         {"other": 52},
         {"gradients": 1, "other": 47},  # its address is in use again: it was freed before

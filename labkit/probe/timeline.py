@@ -201,14 +201,14 @@ def curve(
     `before` has owner and bytes of the addresses allocated when the step began, `after` the owner of those allocated at
     its end, `constant` the bytes without a known address, by owner. The CPU profiler does not report when memory from
     before the step is freed: `released` has that time by address, as far as it is known (infinite: not yet), and
-    `freed` is the time for gradients of the previous step. An address that is allocated again was freed
-    before, even if no profiled thread did so. gloo's threads are not profiled: memory of the size of a collective in
-    `comm`, or of a rank's share of it, which has not been freed and is not `alive` at the end, was freed by then. It
-    was free when the next collective was complete, unless such memory of the same operation was seen to be activations.
-    Memory allocated in a forward and freed in a later phase is activations; memory allocated by a collective is its
-    buffers.
+    `freed` is the time for gradients of the previous step. An address that is allocated again was freed before, even if
+    no profiled thread did so. gloo's threads are not profiled: memory of the size of a collective in `comm`, or of a
+    rank's share of it, which has not been freed and is not `alive` at the end, was freed by then. It was free when the
+    next collective was complete, unless such memory of the same operation was seen to be activations. Memory allocated
+    in a forward and freed in a later phase is activations; memory allocated by a collective is its buffers.
     """
     begin, end = phases[0][1], phases[-1][2]
+    zeroed = max(freed, begin)
     starts = [start for _, start, _ in phases]
     changes = [(begin, owner, size) for owner, size in (*constant.items(), *before.values())]
     gone: dict[int, float] = {}
@@ -219,15 +219,13 @@ def curve(
         if one.address in open_:
             closed.append((open_.pop(one.address), one.time, one.size < 0))
         elif one.address in before:
-            unseen = min(one.time, released.get(one.address, max(freed, begin)))
-            gone.setdefault(one.address, one.time if one.size < 0 else unseen)
+            gone.setdefault(one.address, one.time if one.size < 0 else min(one.time, released.get(one.address, zeroed)))
         if one.size > 0:
             open_[one.address] = one
     for address, (owner, _) in before.items():
         if address not in after or address in open_:
-            unseen = max(freed, begin) if owner == "gradients" else begin
-            gone.setdefault(address, released.get(address, unseen))
-    changes += [(round(time), before[address][0], -before[address][1]) for address, time in gone.items() if time <= end]
+            gone.setdefault(address, released.get(address, zeroed if owner == "gradients" else begin))
+    changes += [(max(begin, round(at)), before[one][0], -before[one][1]) for one, at in gone.items() if at <= end]
     for address, taken in [*open_.items()]:
         if taken.size in sizes and address not in after and address not in alive:
             closed.append((open_.pop(address), end, False))
