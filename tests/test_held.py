@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+import math
+import time
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from labkit.probe.held import Held
-from labkit.probe.memory import Census
+from labkit.probe.journal import Journal
+from labkit.probe.memory import Census, MemoryWatch
 
 CPU = torch.device("cpu")
 
@@ -101,3 +104,16 @@ def test_a_walk_takes_a_thousandth_of_the_time_at_most(monkeypatch):
     assert not held.is_due
     now[0] += 2
     assert held.is_due
+
+
+def test_what_a_step_leaves_behind_counts_until_it_is_freed(tmp_path):
+    watch, left = MemoryWatch(Journal(tmp_path, 0)), torch.zeros(10)
+    address, view = left.data_ptr(), left[2:]
+    assert address not in watch.held()[0], "it lives only within a step"
+    released: dict[int, float] = {}
+    assert watch.held(released)[0][address] == ("other", 40)
+    del left
+    assert released[address] == math.inf, "a view of it is alive"
+    before = time.time_ns()
+    del view
+    assert before <= released[address] <= time.time_ns()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -16,8 +17,8 @@ from labkit.probe.timeline import (
 from labkit.record.events import OWNERS
 
 
-def drawn(allocations=(), before=None, after=None, constant=None, freed=0, phases=PHASES):
-    return curve(list(allocations), phases, before or {}, after or {}, constant or {}, freed)
+def drawn(allocations=(), before=None, after=None, constant=None, freed=0, phases=PHASES, **options):
+    return curve(list(allocations), phases, before or {}, after or {}, constant or {}, freed, **options)
 
 
 def at_ms(made, moment):
@@ -68,6 +69,20 @@ def test_an_address_that_is_used_again_was_given_back_before():
 def test_what_was_given_back_and_seen_ends_there():
     made = drawn([taken(8, 1, -40)], before={1: ("gradients", 40)}, freed=3 * MS)
     assert [at_ms(made, moment) for moment in (7, 8)] == [{"gradients": 40}, {}]
+
+
+def test_what_the_last_step_left_counts_until_it_is_released():
+    left = {1: ("other", 40), 2: ("other", 7), 3: ("other", 5), 4: ("other", 3)}
+    released = {1: 8.0 * MS, 2: math.inf, 3: 9.0 * MS, 4: -1.0 * MS}
+    made = drawn([taken(4, 3, 1)], before=left, after={3: "gradients"}, released=released)
+    assert made["times"][0] == 0.0, "what is released between profile and step is not there"
+    assert [at_ms(made, moment) for moment in (0, 4, 8, 40)] == [
+        {"other": 52},
+        {"gradients": 1, "other": 47},  # its address is in use again: it was freed before
+        {"gradients": 1, "other": 7},
+        {"gradients": 1, "other": 7},
+    ]
+    assert drawn(before=left)["times"] == [0.0], "of what is not watched nothing is known"
 
 
 def test_what_fsdp_gathers_are_parameters_and_its_buffers_communication():

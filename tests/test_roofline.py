@@ -82,7 +82,7 @@ def test_products_of_fp32_have_the_peak_of_tf32_if_that_is_the_precision():
 
 def started(work: Work, op: str, address: int, func=GATHER, synchronous: bool = False) -> None:
     tensors = [(address, torch.empty(4))]
-    work.start(func, (None, None, None, not synchronous), (op, 16, [0, 1]), tensors, tensors)
+    work.start(func, (None, None, None, not synchronous), (op, 16, (0, 1)), tensors, tensors)
 
 
 def computed(work: Work, time: int, *addresses: int) -> None:

@@ -13,6 +13,8 @@ figures of the caching allocator.
 
 from __future__ import annotations
 
+import math
+import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -151,10 +153,18 @@ class MemoryWatch:
         self._write("memory_step", step=step, **fields)
         self.look(step)
 
-    def held(self) -> tuple[dict[int, tuple[str, int]], dict[str, int]]:
-        """Owner and bytes of every counted address, and by owner the bytes without a known address."""
+    def held(self, released: dict[int, float] | None = None) -> tuple[dict[int, tuple[str, int]], dict[str, int]]:
+        """Owner and bytes of every counted address, and by owner the bytes without a known address.
+
+        Given `released`, what the last step left behind in CPU memory counts, too, as "other": `released` receives the
+        times (ns) at which it is freed, by address, infinite until then. A profile that starts now does not have them.
+        """
         census = Census(self.device)
         owners = self.count(census)
+        if released is not None and self.device.type == "cpu":
+            for tensor in self._held.tensors():
+                if census.add([tensor], "other"):
+                    _watch(local(tensor).untyped_storage(), released)
         apart = {"communication": owners["communication"]}
         if self.device.type == "cuda":
             apart["other"] = max(0, torch.cuda.memory_allocated(self.device) - sum(owners.values()))
@@ -180,6 +190,12 @@ class MemoryWatch:
                 + census.add(self._held.rest(), "other")
             ),
         }
+
+
+def _watch(storage: torch.UntypedStorage, released: dict[int, float]) -> None:
+    address = storage.data_ptr()
+    released[address] = math.inf
+    weakref.finalize(storage, lambda: released.update({address: time.time_ns()})).atexit = False
 
 
 def states_of(

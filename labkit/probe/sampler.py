@@ -61,6 +61,7 @@ class StepSampler:
         self._seen, self._next_look, self._asked = 0, 0.0, 0
         self._begun: tuple[run_clock.SystemMoment, Any] = run_clock.SystemMoment.now(), None  # and its mark
         self._held: tuple[dict[int, tuple[str, int]], dict[str, int]] = {}, {}
+        self._released: dict[int, float] = {}
         self._log_level: LogLevel | None = Guard(journal, "allocator warnings")(LogLevel) if _ON_LINUX else None
         self._ended = 0  # number of finished profiles
         self._unended: list[Any] = []
@@ -168,7 +169,8 @@ class StepSampler:
                 self._snapshots.begin()
                 self._with_snapshot = False
         if self._with_memory:
-            self._held = self._memory.held()
+            self._released = {}
+            self._held = self._memory.held(self._released)
             if self._log_level:
                 self._log_level.errors_only()
         self._starting = True
@@ -208,7 +210,7 @@ class StepSampler:
             freed = max((row.end for row in rows if row.name.startswith(_ZERO_GRAD)), default=0)
             before, apart = self._held
             after = {address: owner for address, (owner, _) in self._memory.held()[0].items()}
-            seen = () if on_gpu else (collectives(rows, recorded), self._memory.alive())
+            seen = () if on_gpu else (collectives(rows, recorded), self._memory.alive(), self._released)
             self._memory.sampled(step, curve(allocations, spans, before, after, apart, freed, *seen) | t0)
         self._held = {}, {}
 

@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 from labkit.record.events import OWNERS
@@ -193,22 +194,24 @@ def curve(
     freed: int,
     comm: Sequence[Sequence[Any]] = (),
     alive: Collection[int] = (),
+    released: Mapping[int, float] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """The fields of a `memory_step` event except its step.
 
     `before` has owner and bytes of the addresses allocated when the step began, `after` the owner of those allocated at
-    its end, `constant` the bytes without a known address, by owner. `freed` is the time at which gradients of the
-    previous step are freed, which the CPU allocator does not report. An address that is allocated again was freed
-    before, even if no profiled thread did so. gloo's threads are not profiled: memory of the size of a collective in
-    `comm`, or of a rank's share of it, which has not been freed and is not `alive` at the end, was freed by then. It
-    was free when the next collective was complete, unless such memory of the same operation was seen to be activations.
-    Memory allocated in a forward and freed in a later phase is activations; memory allocated by a collective is its
-    buffers.
+    its end, `constant` the bytes without a known address, by owner. The CPU profiler does not report when memory from
+    before the step is freed: `released` has that time by address, as far as it is known (infinite: not yet), and
+    `freed` is the time for gradients of the previous step. An address that is allocated again was freed before, even if
+    no profiled thread did so. gloo's threads are not profiled: memory of the size of a collective in `comm`, or of a
+    rank's share of it, which has not been freed and is not `alive` at the end, was freed by then. It was free when the
+    next collective was complete, unless such memory of the same operation was seen to be activations. Memory allocated
+    in a forward and freed in a later phase is activations; memory allocated by a collective is its buffers.
     """
     begin, end = phases[0][1], phases[-1][2]
+    zeroed = max(freed, begin)
     starts = [start for _, start, _ in phases]
     changes = [(begin, owner, size) for owner, size in (*constant.items(), *before.values())]
-    gone: dict[int, int] = {}
+    gone: dict[int, float] = {}
     open_: dict[int, Allocation] = {}
     sizes = {size // parts for _, _, _, size, _, ranks, _ in comm if size for parts in (1, len(ranks or (0,)))}
     closed: list[tuple[Allocation, int, bool]] = []  # with a time at which it is free, and whether its release was seen
@@ -216,13 +219,13 @@ def curve(
         if one.address in open_:
             closed.append((open_.pop(one.address), one.time, one.size < 0))
         elif one.address in before:
-            gone.setdefault(one.address, one.time if one.size < 0 else min(one.time, max(freed, begin)))
+            gone.setdefault(one.address, one.time if one.size < 0 else min(one.time, released.get(one.address, zeroed)))
         if one.size > 0:
             open_[one.address] = one
     for address, (owner, _) in before.items():
         if address not in after or address in open_:
-            gone.setdefault(address, max(freed, begin) if owner == "gradients" else begin)
-    changes += [(time, before[address][0], -before[address][1]) for address, time in gone.items()]
+            gone.setdefault(address, released.get(address, zeroed if owner == "gradients" else begin))
+    changes += [(max(begin, round(at)), before[one][0], -before[one][1]) for one, at in gone.items() if at <= end]
     for address, taken in [*open_.items()]:
         if taken.size in sizes and address not in after and address not in alive:
             closed.append((open_.pop(address), end, False))

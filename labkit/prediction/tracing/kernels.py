@@ -2,7 +2,8 @@
 
 It is measured on this machine: every distinct operation of a step (name, shapes, strides and types of its tensors) is
 executed once with tensors of zeros. The temporary memory is the largest sum of what the kernel allocates, minus its
-results, as torch's profiler reports it. An operation on more than `MOST` bytes is not executed.
+results, as torch's profiler reports it. An operation on more than `MOST` bytes, results included, is not executed: the
+gradient of a weight is far larger than what a small batch computes it from.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from labkit.prediction.tracing.torch_private import SCHEMA, TREE_ITER, TREE_MAP
 from labkit.probe.kineto import LogLevel, taken
 from labkit.probe.torch_private import EVENT_TYPE, KINETO_TREE
 
-MOST = 64 << 20
+MOST = 128 << 20
 _SCOPE = "labkit kernel "
 KNOWN: dict[str, int] = {}  # the bytes of kernels that other ranks have executed
 
@@ -68,19 +69,16 @@ class Kernel:
     args: Any
     kwargs: Any
     key: str
+    bytes: int  # of its arguments and results
 
     @classmethod
-    def of(cls, function: Any, args: Any, kwargs: Any) -> Kernel | None:
+    def of(cls, function: Any, args: Any, kwargs: Any, result: Any) -> Kernel | None:
         """The kernel of a call; None if it computes nothing."""
         if not is_kernel(function):
             return None
-        args, kwargs = tree_map_only(torch.Tensor, Meta.of, (args, kwargs or {}))
-        return cls(function, args, kwargs, repr((str(function), args, kwargs)))
-
-    @property
-    def bytes(self) -> int:
-        """The bytes of its arguments."""
-        return sum(one.bytes for one in tree_iter((self.args, self.kwargs)) if isinstance(one, Meta))
+        args, kwargs, result = tree_map_only(torch.Tensor, Meta.of, (args, kwargs or {}, result))
+        size = sum(one.bytes for one in tree_iter((args, kwargs, result)) if isinstance(one, Meta))
+        return cls(function, args, kwargs, repr((str(function), args, kwargs)), size)
 
     def arguments(self) -> tuple[Any, Any]:
         """Its arguments, with real tensors."""

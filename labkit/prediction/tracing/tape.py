@@ -56,7 +56,7 @@ class Call:
     bytes: int
     ranks: int
     parts: int
-    peers: list[int]
+    peers: tuple[int, ...]
 
 
 def called(func: Any, args: Any) -> Call | None:
@@ -76,10 +76,16 @@ def called(func: Any, args: Any) -> Call | None:
         size = size * ranks // (ranks + 1)
     elif op == "all_to_all":
         size //= 2
-    peers = dist.get_process_group_ranks(group)
+    peers = _members(group)
     if name in ("send", "recv"):
-        peers = [peers[args[2]]]
+        peers = (peers[args[2]],)
     return Call(op, size, ranks, ranks if name == "reduce_scatter" else 1, peers)
+
+
+@cache
+def _members(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """The ranks of a group, which all of its collectives share: there may be thousands."""
+    return tuple(dist.get_process_group_ranks(group))
 
 
 class Tape(DISPATCH_MODE.get()):
@@ -120,7 +126,7 @@ class Tape(DISPATCH_MODE.get()):
             result = func(*args, **(kwargs or {}))
         self.time += OPERATION
         flops = self.flops.add(func, args, kwargs or {}, result)
-        if self.keeps_kernels and (kernel := Kernel.of(func, args, kwargs)):
+        if self.keeps_kernels and (kernel := Kernel.of(func, args, kwargs, result)):
             self.kernels.append((self.time, kernel))
         name = _name(func)
         call = called(func, args) if name.startswith(_COLLECTIVES) else None
@@ -162,14 +168,14 @@ class Tape(DISPATCH_MODE.get()):
 
     def address(self, tensor: torch.Tensor, name: str = "") -> int:
         """A number that identifies the tensor's storage; a storage that is seen for the first time is recorded as
-        allocated by the operation `name`."""
+        allocated by the operation `name`; on the meta device it has no memory."""
         storage = tensor.untyped_storage()
         known = self._addresses.get(storage)
         if known is None:
             self._last += 1
             known = self._addresses[storage] = self._last
             weakref.finalize(storage, self._resized, known, 0)
-            self._resized(known, storage.nbytes(), name)
+            self._resized(known, 0 if tensor.device.type == "meta" else storage.nbytes(), name)
         return known
 
     def _known(self, *values: Any) -> list[tuple[int, torch.Tensor]]:

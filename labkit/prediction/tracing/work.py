@@ -30,7 +30,7 @@ _LOOKUPS = ("aten::embedding", "aten::index", "aten::index_select", "aten::gathe
 _MESSAGES = ("send", "recv")
 
 Addressed = list[tuple[int, torch.Tensor]]  # tensors with the addresses of their storages
-Started = tuple[str, int, list[int]]  # operation, bytes, and the ranks of the group or the other end
+Started = tuple[str, int, tuple[int, ...]]  # operation, bytes, and the ranks of the group or the other end
 
 
 class _Kernel(NamedTuple):
@@ -75,7 +75,7 @@ class Work:
     def start(self, func: Any, args: Any, call: Started, read: Addressed, written: Addressed) -> None:
         """A collective or message starts."""
         op, _, ranks = call
-        number, key = len(self._calls), (op, *ranks)
+        number, key = len(self._calls), (op, ranks)
         self._calls.append(key)
         place = None
         if self.on_gpu and self._is_aside:

@@ -5,6 +5,12 @@ What a rank does only with its peers, or what fake tensors cannot do, is replace
 meshes happens without fake tensors, pipeline stages know the shapes of their inputs without asking their neighbours,
 moves to the traced device do nothing, threads run their calls at once, FSDP1 asks for the bytes of a tensor, not for
 its address, and a deep copy of a tensor is a clone. `DistributedDataParallel` is replaced by `replicas.Replica`.
+
+All tensors of a trace are on one fake device. FSDP2 with `cpu_offload` is therefore not traced, and formulas take its
+place: the trace ends at `pin_memory`, for which fake tensors have no kernel. Replacing it would not be enough. Moving a
+tensor to the device where it is returns the same tensor, so shards, gradients and optimizer state in host memory would
+count as the device's, and the copies that FSDP2 makes before an all-gather and after a reduce-scatter would be missing.
+With fake tensors on a GPU, FSDP2 creates streams of `torch.cuda`, which torch refuses on a machine without CUDA.
 """
 
 from __future__ import annotations
