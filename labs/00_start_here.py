@@ -22,7 +22,7 @@
 # the difference. Everything runs for real, in separate processes. If this machine has GPUs, the runs use them. If it
 # has none, they use *CPU ranks*: processes that train on the CPU. The concepts are the same.
 #
-# Run a cell with **Shift + Enter**. The cells of this lab compute for about 2 minutes on two cores.
+# Run a cell with **Shift + Enter**. The cells of this lab compute for about 1 minute on two cores.
 
 # %%
 from labkit import Lab, Spec, check, diff_scripts, my_progress, predict, run, show, write_script

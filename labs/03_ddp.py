@@ -20,8 +20,8 @@
 # identical?**
 #
 # This lab takes forty minutes. You follow the four phases of a step, check the gradient average with numbers, see how
-# the samples are distributed, and how the communication is overlapped. The cells of this lab compute for about 2
-# minutes on two cores.
+# the samples are distributed, and how the communication is overlapped. The cells of this lab compute for about 1
+# minute on two cores.
 
 # %%
 from labkit import Spec, check, excerpt, pictures, place, predict, run, show

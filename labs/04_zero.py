@@ -21,7 +21,7 @@
 # *out of memory*.
 #
 # **What fills the other 208 GB?** Answer before you go on. This lab removes the redundancy, one component after
-# another. The cells of this lab compute for about 2 minutes on two cores.
+# another. The cells of this lab compute for about 1 minute on two cores.
 
 # %%
 from labkit import Spec, SpecError, check, excerpt, pictures, place, predict, run, show

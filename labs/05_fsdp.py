@@ -20,7 +20,7 @@
 # shard of its matrix, and every rank computes *all* layers, on its own samples.
 #
 # **How does a rank get the rest?** And why does it not end up with the whole model in memory? Write down your guess.
-# The cells of this lab compute for about 3 minutes on two cores.
+# The cells of this lab compute for about 1 minute on two cores.
 
 # %%
 from labkit import Spec, check, diff_scripts, excerpt, pictures, place, predict, run, show

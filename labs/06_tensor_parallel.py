@@ -21,7 +21,7 @@
 # have to communicate?**
 #
 # In this lab you split a small network by hand, with numbers that you can check. Then you look at a transformer that is
-# split this way. The cells of this lab compute for about 2 minutes on two cores.
+# split this way. The cells of this lab compute for about 1 minute on two cores.
 
 # %%
 import torch

@@ -19,7 +19,7 @@
 # There is another way to split a model that is too large: every rank takes some of its *blocks*. Rank 0 computes the
 # first blocks and sends the result to rank 1. The messages are small: one activation instead of a gradient for every
 # parameter. **But what does rank 1 do while rank 0 computes, and what does rank 0 do afterwards?** The cells of this
-# lab compute for about 2 minutes on two cores.
+# lab compute for about 1 minute on two cores.
 
 # %%
 from labkit import Spec, check, excerpt, pictures, place, predict, run, show

@@ -19,7 +19,7 @@
 # Data parallelism, sharding, tensor parallelism, pipeline parallelism: large models are trained with several of them at
 # once. The ranks form a **mesh**, and each kind of parallelism has its own **axis**. **You have two machines with eight
 # GPUs each, a fast interconnect within each machine and a slow one between them. Which axis should use which
-# interconnect?** The cells of this lab compute for about 2 minutes on two cores.
+# interconnect?** The cells of this lab compute for about 1 minute on two cores.
 
 # %%
 from labkit import Lab, Spec, check, excerpt, pictures, place, predict, run

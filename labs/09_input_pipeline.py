@@ -19,7 +19,7 @@
 # A training run reaches half the speed that its GPU allows. Is it the model, the gradient communication, or the disk?
 # Every step starts with a batch, and a device without a batch waits. In this lab you see that wait, hide it, and
 # measure what each of the usual settings gains **on this machine**: workers, pinned memory, asynchronous copies. The
-# cells of this lab compute for about 2 minutes on two cores.
+# cells of this lab compute for about 1 minute on two cores.
 
 # %%
 from pathlib import Path
@@ -195,7 +195,7 @@ for name, job in one.items():
 # </details>
 #
 # A single run is a single measurement. This cell alternates the settings over three rounds, so that a slow phase of the
-# machine affects all settings equally. It takes a few minutes.
+# machine affects all settings equally. It takes about 20 seconds.
 
 # %% tags=["long"]
 rounds = [{name: run("single", **ONE, options=options).wait() for name, options in SETTINGS.items()} for _ in range(3)]

@@ -18,8 +18,8 @@
 #
 # A two-day job on 64 GPUs dies in its 47th hour, because one of 64 processes was killed. How much of the training is
 # lost? Everything since the last checkpoint. In this lab you read what a checkpoint must contain, kill a rank, watch
-# torchrun restart the group, and resume with a different number of ranks. The cells of this lab compute for about 2
-# minutes on two cores.
+# torchrun restart the group, and resume with a different number of ranks. The cells of this lab compute for about 1
+# minute on two cores.
 
 # %%
 import os

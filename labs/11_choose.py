@@ -19,7 +19,7 @@
 # You have a model, some GPUs, and a page of advice from the internet. Can you train the model on these GPUs at all?
 # With which strategy? And how much of the advice is true? This lab answers the first two questions with arithmetic that
 # you can do on paper, compares the arithmetic with real runs, and tests the advice. The cells of this lab compute for
-# about 4 minutes on two cores.
+# about 1 minute on two cores.
 
 # %%
 from labkit import Spec, advise, check, on_trial, pictures, place, run

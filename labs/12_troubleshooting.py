@@ -18,8 +18,8 @@
 #
 # One run hangs. Another fails on all ranks at once. A third trains for days and learns from half of its data. For each
 # case you see the **symptoms** first and make a guess. Then the lab shows its finding, with evidence, cause and fix.
-# **Every run of this lab is broken deliberately, by fault injection.** The cells of this lab compute for about 2
-# minutes on two cores.
+# **Every run of this lab is broken deliberately, by fault injection.** The cells of this lab compute for about 1
+# minute on two cores.
 
 # %%
 import os

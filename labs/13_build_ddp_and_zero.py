@@ -30,7 +30,7 @@
 # If a criterion is not met, the answer names it, the rank, the step, what was expected and what was measured. If your
 # code hangs, it says which rank waits in which call.
 #
-# The cells of this lab compute for about 2 minutes on two cores, and each check for 5 to 15 seconds. Writing takes
+# The cells of this lab compute for about 1 minute on two cores, and each check for 5 to 15 seconds. Writing takes
 # longer: plan an afternoon, or one exercise per day.
 
 # %%

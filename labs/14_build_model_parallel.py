@@ -23,7 +23,7 @@
 # on a single device within 1e-5, bytes sent, matrix products per rank, neighbours, the order of a schedule, memory, and
 # no call of a finished implementation. Whatever fails is named with its rank and step.
 #
-# The cells of this lab compute for about 2 minutes on two cores, and each check for 5 to 15 seconds.
+# The cells of this lab compute for about 1 minute on two cores, and each check for 5 to 15 seconds.
 
 # %%
 import torch

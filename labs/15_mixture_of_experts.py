@@ -22,7 +22,7 @@
 # uses 8 (and a shared one). **But where do the experts live, how do the vectors get there, and what if all of them want
 # the same expert?**
 #
-# This lab takes about 25 minutes. Its cells compute for about 2 minutes on two cores.
+# This lab takes about 25 minutes. Its cells compute for about 1 minute on two cores.
 
 # %%
 from labkit import Lab, Spec, check, excerpt, place, predict, run

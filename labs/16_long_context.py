@@ -22,7 +22,7 @@
 # changes for them. **But attention needs the keys and values of all earlier positions: how does a rank get them, and is
 # the work the same for everybody?**
 #
-# This lab takes about 25 minutes. Its cells compute for about 2 minutes on two cores.
+# This lab takes about 25 minutes. Its cells compute for about 1 minute on two cores.
 
 # %%
 from labkit import Lab, Spec, check, excerpt, place, predict, run

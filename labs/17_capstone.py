@@ -20,7 +20,7 @@
 # propose, and what do you answer when somebody asks "why not simply FSDP?"**
 #
 # You choose by paper and by model, defend the choice with figures, and then try the twin of your layout, a model with
-# ten million parameters, on four real ranks. The lab takes half an hour. Its cells compute for about 2 minutes on two
+# ten million parameters, on four real ranks. The lab takes half an hour. Its cells compute for about 1 minute on two
 # cores.
 
 # %%

@@ -20,7 +20,7 @@
 # billion floating-point operations. How many can your processor compute per second, how much of that does training use,
 # and what limits the rest: computing, or moving bytes?**
 #
-# Take this lab after 00 and before 02. It takes 40 minutes. Its cells compute for about 2 minutes on two cores. All
+# Take this lab after 00 and before 02. It takes 40 minutes. Its cells compute for about 1 minute on two cores. All
 # figures are measured on your machine unless the text says *by formula*.
 
 # %%

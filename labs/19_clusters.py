@@ -20,7 +20,7 @@
 # most of the time. Which link does each byte cross, how fast is it, and how do processes on different machines find
 # each other?**
 #
-# This lab takes about 40 minutes. Its cells compute for about 2 minutes on two cores. This machine has no such links,
+# This lab takes about 40 minutes. Its cells compute for about 1 minute on two cores. This machine has no such links,
 # so figures of GPUs are *modelled*, from the tables that the lab's predictions use. What is measured says so.
 
 # %%
