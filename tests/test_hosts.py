@@ -43,7 +43,7 @@ def test_two_hosts_train_as_one_machine_lose_each_other_and_meet_again(runs, sha
             host.labkit("run", str(script), *own, *meeting, "--node-rank", str(rank), **quiet)
             for rank, host in enumerate(two)
         ]
-        paths = wait_until(lambda: len(found := sorted(runs.glob("*/events"))) == 2 and found)
+        paths = wait_until(lambda: len(found := sorted(runs.glob("*/spec.json"))) == 2 and found)
         first, second = (Run.attach(path.parent) for path in paths)
         wait_until(lambda: "trained" in first.logs(0) and "trained" in second.logs(1))
         check_losses([first.state.ranks[0], second.state.ranks[1]], shared_run)
