@@ -147,7 +147,7 @@ print(diff_scripts(Spec(strategy="single"), Spec(strategy="ddp", nproc=2)))
 # **Run**. **Logs** shows what each rank prints. **Stop** terminates the run and all of its processes.
 
 # %%
-Lab(strategy="ddp", steps=10)
+Lab(strategy="ddp", steps=20)
 
 # %% [markdown]
 # Try the following. Before each run, say what you expect; the fields *Your guess* take the peak memory and the step

@@ -195,7 +195,7 @@ for name, job in one.items():
 # </details>
 #
 # A single run is a single measurement. This cell alternates the settings over three rounds, so that a slow phase of the
-# machine affects all settings equally. It takes about 20 seconds.
+# machine affects all settings equally. It takes 10 to 20 seconds.
 
 # %% tags=["long"]
 rounds = [{name: run("single", **ONE, options=options).wait() for name, options in SETTINGS.items()} for _ in range(3)]

@@ -28,7 +28,7 @@ import pytest
 from conftest import PICTURES, end_processes_of, wait_until
 
 from labkit.record.folder import RunFolder
-from labkit.setup.environment import RENDERER, RENDERER_VARIABLE
+from labkit.setup.environment import BROWSERS, RENDERER, RENDERER_VARIABLE
 
 sync_api = pytest.importorskip("playwright.sync_api")
 sync_api.expect.set_options(timeout=60_000)  # ms, for a busy machine
@@ -190,8 +190,7 @@ def answers(server: Server) -> bool:
 @contextmanager
 def chromium() -> Iterator[sync_api.Browser]:
     """The Chromium of this machine; without one, the test is skipped."""
-    names = ("chromium", "chromium-browser", "google-chrome")
-    path = next((found for name in names if (found := shutil.which(name))), None)
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
     if path is None:
         pytest.skip("there is no Chromium on this machine: apt-get install chromium")
     PICTURES.mkdir(exist_ok=True)

@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from labkit.setup.environment import BROWSERS
+
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
-_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 _PATIENCE = 120.0  # seconds for the server, and for the page, to be ready
 _NOTEBOOK = "window.jupyterapp?.shell.currentWidget"
 _IS_IDLE = f"{_NOTEBOOK}?.sessionContext?.session?.kernel?.status === 'idle'"
@@ -63,7 +64,7 @@ def executed(cell: str, home: Path, environment: dict[str, str]) -> Iterator[Sho
     own |= {"JUPYTER_RUNTIME_DIR": "runtime", "JUPYTERLAB_SETTINGS_DIR": "settings"}
     own |= {"JUPYTERLAB_WORKSPACES_DIR": "workspaces"}
     environment = environment | {name: str(home / folder) for name, folder in own.items()}
-    browser = next(filter(None, map(shutil.which, _BROWSERS)), None)
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser and find_spec("playwright") and find_spec("jupyterlab"):
         with _server(cell, home, environment) as address, _page(browser, address) as page:
             yield Shown(page)

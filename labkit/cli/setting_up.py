@@ -16,13 +16,12 @@ from labkit.cli.shared import Refused, say
 from labkit.common.text import visible_line
 from labkit.setup import environment
 from labkit.setup.bootstrap import become
-from labkit.setup.environment import CLONE, RENDERER, RENDERER_VARIABLE
+from labkit.setup.environment import BROWSERS, CLONE, RENDERER, RENDERER_VARIABLE
 from labkit.setup.progress import Progress
 
 _FIRST_LAB = "labs/00_start_here.py"
 _SOCKET = "kernel-00000000-0000-0000-0000-000000000000-ipc-5"  # the longest name of a kernel socket
 _LONGEST_SOCKET_PATH = 104  # bytes, including the terminating zero: 108 on Linux, 104 on macOS
-_BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
 def setup(args: argparse.Namespace) -> int:
@@ -110,7 +109,7 @@ def lab_environment() -> dict[str, str]:
 def test(args: argparse.Namespace) -> int:
     """Replaces this process with pytest in the root of the clone: three tests at a time, because tests often wait for
     processes."""
-    _ensure("the browser tests", _BROWSERS, "chromium", "fonts-dejavu-core")
+    _ensure("the browser tests", BROWSERS, "chromium", "fonts-dejavu-core")
     _ensure("the tests of Slurm", ("slurmctld",), "slurm-wlm", "munge")
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else every process of a test compiles the lab again
     become([sys.executable, "-m", "pytest", "-n", "3", "--dist", "worksteal", *args.rest], folder=CLONE)
