@@ -6,7 +6,8 @@ import os
 import statistics
 import tempfile
 from collections import defaultdict
-from itertools import combinations
+from dataclasses import dataclass
+from itertools import permutations
 from typing import Any
 
 from labkit.analysis.prediction import Outcome, outcomes
@@ -21,9 +22,10 @@ from labkit.runs.settling import with_ranks
 from labkit.training.strategies.pipelines import V_SHAPED
 
 _STEPS = 40
+_ROUNDS = 3  # in each of which every case runs once
 _RANKS = (2, 4)
 _SECONDS = 10.0  # for which collectives are measured between each number of ranks
-_DIFFERENT = 0.05  # two steps that differ by a smaller share have no order
+_DIFFERENT = 0.05  # two steps that differ by a smaller share in any round have no order
 _CASES = (
     *(("single", workload, 1) for workload in ("cnn", "mlp", "gpt")),
     *((strategy, "cnn", 2) for strategy in ("ddp", "zero1", "fsdp", "fsdp2", "tp", "pp")),
@@ -33,16 +35,22 @@ _CASES = (
     *(("pp", workload, 2, schedule) for workload in ("cnn", "gpt") for schedule in V_SHAPED),
 )
 
+_Case = tuple[Any, ...]
+_Found = dict[_Case, list[tuple[Outcome, ...]]]  # the outcome of each rank, in each round
+
 
 def predictions() -> list[Figure]:
     """Predicted peak memory, collectives and steps vs. runs that follow at once, after collectives were measured."""
+    found: _Found = defaultdict(list)
     with tempfile.TemporaryDirectory() as cache:
         before = os.environ.get("XDG_CACHE_HOME")
         os.environ["XDG_CACHE_HOME"] = cache
         try:
             for ranks in _RANKS:
                 store(calibrate(plan(ranks), seconds=_SECONDS))
-            found = {case: _outcomes(*case) for case in _CASES}
+            for _ in range(_ROUNDS):
+                for case in _CASES:
+                    found[case].append(_outcomes(*case))
         finally:
             os.environ.pop("XDG_CACHE_HOME")
             if before is not None:
@@ -57,42 +65,58 @@ def _outcomes(strategy: str, workload: str, ranks: int, schedule: str = "") -> t
     return outcomes(run(spec).wait().state)
 
 
-def _figures(found: dict[tuple[Any, ...], tuple[Outcome, ...]]) -> list[Figure]:
+def _figures(found: _Found) -> list[Figure]:
+    steps = {case: _Steps.of(rounds) for case, rounds in found.items()}
     figures = []
-    for (strategy, workload, ranks, *schedule), those in found.items():
-        errors = [100 * one.step_error for one in those if one.step_error is not None]
-        predicted, measured = ([1000 * (value or 0.0) for value in values] for values in zip(*map(_steps, those)))
-        note = f"predicted {max(predicted):.1f} ms, measured {max(measured):.1f} ms per step"
+    for (strategy, workload, ranks, *schedule), one in steps.items():
+        measured = 1000 * statistics.median(one.measured)
+        note = f"predicted {1000 * one.predicted:.1f} ms, measured {measured:.1f} ms per step"
         name = f"{' '.join([strategy, *schedule])}, {workload} × {ranks}: error of the predicted step"
-        figures.append(Figure(name, statistics.median(errors), "%", "", tuple(errors), note))
-    every = [one for those in found.values() for one in those]
-    steps = tuple(statistics.median(abs(100 * (one.step_error or 0.0)) for one in those) for those in found.values())
+        figures.append(Figure(name, one.error, "%", "", tuple(map(one.error_against, one.measured)), note))
+    every = [one for rounds in found.values() for outcomes in rounds for one in outcomes]
+    errors = tuple(abs(one.error) for one in steps.values())
     peaks = tuple(abs(100 * one.error) for one in every if one.error is not None)
     sent = tuple(float(round(one.sent_predicted or 0) == round(one.sent_measured or 0)) for one in every)
-    right = tuple(_in_order(found))
+    right = tuple(_in_order(steps))
     return [
         *figures,
-        Figure("error of the predicted step, without sign", statistics.median(steps), "%", "≤ 8", steps),
+        Figure("error of the predicted step, without sign", statistics.median(errors), "%", "≤ 8", errors),
         Figure("pairs of strategies in the right order", statistics.fmean(right), "", "1", right, "mean"),
         Figure("error of the predicted peak, without sign", statistics.median(peaks), "%", "≤ 2", peaks),
         Figure("ranks with the predicted bytes sent", statistics.fmean(sent), "", "1", sent, "mean"),
     ]
 
 
-def _steps(one: Outcome) -> tuple[float | None, float | None]:
-    return one.step_predicted, one.step_measured
+@dataclass(frozen=True)
+class _Steps:
+    """Seconds of a step of the slowest rank: predicted, and measured in each round."""
+
+    predicted: float
+    measured: tuple[float, ...]
+
+    @classmethod
+    def of(cls, rounds: list[tuple[Outcome, ...]]) -> _Steps:
+        predicted = max(one.step_predicted or 0.0 for one in rounds[0])
+        return cls(predicted, tuple(max(one.step_measured or 0.0 for one in outcomes) for outcomes in rounds))
+
+    @property
+    def error(self) -> float:
+        """In percent of the median of the rounds."""
+        return self.error_against(statistics.median(self.measured))
+
+    def error_against(self, measured: float) -> float:
+        return 100 * (self.predicted / measured - 1)
+
+    def shorter_than(self, other: _Steps) -> bool:
+        """In every round, by more than a small share."""
+        return all((1 + _DIFFERENT) * mine < theirs for mine, theirs in zip(self.measured, other.measured))
 
 
-def _in_order(found: dict[tuple[Any, ...], tuple[Outcome, ...]]) -> list[float]:
-    """For each pair of strategies on the same workload and ranks whose measured steps differ: 1 if the predicted ones
-    are in the same order, otherwise 0."""
-    groups: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
-    for (_, workload, ranks, *_), those in found.items():
-        predicted, measured = ([value or 0.0 for value in values] for values in zip(*map(_steps, those)))
-        groups[workload, ranks].append((max(predicted), max(measured)))
-    pairs = [pair for steps in groups.values() for pair in combinations(steps, 2)]
-    return [
-        float((one[0] < other[0]) == (one[1] < other[1]))
-        for one, other in pairs
-        if max(one[1], other[1]) > (1 + _DIFFERENT) * min(one[1], other[1])
-    ]
+def _in_order(steps: dict[_Case, _Steps]) -> list[float]:
+    """For each pair of strategies on the same workload and ranks of which one has shorter steps in every round: 1 if
+    that is predicted, otherwise 0."""
+    groups: dict[Any, list[_Steps]] = defaultdict(list)
+    for (_, workload, ranks, *_), one in steps.items():
+        groups[workload, ranks].append(one)
+    pairs = [pair for group in groups.values() for pair in permutations(group, 2)]
+    return [float(one.predicted < other.predicted) for one, other in pairs if one.shorter_than(other)]
