@@ -33,11 +33,6 @@ def refusal(strategy: str, workload: str = "cnn", **fields) -> str:
     return str(error.value)
 
 
-def in_pipeline(monkeypatch, rank: int, ranks: int) -> None:
-    """The script is on one rank of a pipeline."""
-    monkeypatch.setattr(pp, "pp_group", lambda: SimpleNamespace(rank=lambda: rank, size=lambda: ranks))
-
-
 # ---- stage boundaries
 
 
@@ -88,10 +83,10 @@ def test_every_schedule_has_its_stages_and_its_ranks_get_them_all(schedule, monk
     monkeypatch.setattr(pp, "STAGES", begins)
     monkeypatch.setattr(pp, "SCHEDULE", schedule)
     monkeypatch.setattr(pp, "Pipeline", lambda stages, device: held.append(stages) or nn.Module())
-    monkeypatch.setattr(pp.dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(pp, "pp_group", lambda: SimpleNamespace(size=lambda: 3))
     model = [*gpt.build_blocks()]
     for rank in range(3):
-        in_pipeline(monkeypatch, rank, 3)
+        monkeypatch.setattr(pp.dist, "get_rank", lambda group, rank=rank: rank)
         pp.parallelize(model, torch.device("cpu"))
     assert [sorted(stages) for stages in held] == wanted
     stages = range(len(begins) - 1)
@@ -105,17 +100,18 @@ def test_every_schedule_has_its_stages_and_its_ranks_get_them_all(schedule, monk
 
 
 def test_a_script_for_another_number_of_ranks_says_so(monkeypatch):
-    monkeypatch.setattr(pp.dist, "get_world_size", lambda: 3)
-    monkeypatch.setattr(pp, "STAGES", (0, 2, 5))
+    monkeypatch.setattr(pp, "pp_group", lambda: SimpleNamespace(size=lambda: 3))
+    monkeypatch.setattr(pp.dist, "get_rank", lambda group: 0)
     for schedule, ranks in (("1F1B", 2), ("Interleaved1F1B", 1)):
         monkeypatch.setattr(pp, "SCHEDULE", schedule)
-        with pytest.raises(SystemExit, match=f"STAGES is for {ranks} ranks, got 3"):
-            pp.parallelize(iter([]), torch.device("cpu"))
+        with pytest.raises(SystemExit, match=f"STAGES is for a pipeline of {ranks} ranks, got 3"):
+            pp.own_stages(iter([]))
 
 
 def test_blocks_of_other_ranks_are_freed_before_all_are_built(monkeypatch):
     monkeypatch.setattr(pp, "STAGES", (0, 4, 6))
-    in_pipeline(monkeypatch, 1, 2)
+    monkeypatch.setattr(pp, "pp_group", lambda: SimpleNamespace(size=lambda: 2))
+    monkeypatch.setattr(pp.dist, "get_rank", lambda group: 1)
     alive, counts = weakref.WeakSet(), []
 
     def blocks():
@@ -131,7 +127,8 @@ def test_blocks_of_other_ranks_are_freed_before_all_are_built(monkeypatch):
 
 @pytest.mark.parametrize(("rank", "loaded"), [(0, (True, False)), (1, (False, False)), (2, (False, True))])
 def test_only_the_first_stage_loads_inputs_and_only_the_last_targets(rank, loaded, monkeypatch):
-    in_pipeline(monkeypatch, rank, 3)
+    monkeypatch.setattr(pp, "pp_group", lambda: SimpleNamespace(size=lambda: 3))
+    monkeypatch.setattr(pp.dist, "get_rank", lambda group: rank)
     dataset = pp.stage_data(TensorDataset(torch.ones(7, 4), torch.ones(7)))
     assert len(dataset) == 7
     assert tuple(tensor.numel() > 0 for tensor in dataset.tensors) == loaded
@@ -140,7 +137,8 @@ def test_only_the_first_stage_loads_inputs_and_only_the_last_targets(rank, loade
 @pytest.mark.parametrize(("rank", "loaded"), [(0, (True, True)), (1, (False, False)), (2, (False, False))])
 def test_the_first_rank_of_a_v_loads_both(rank, loaded, monkeypatch):
     monkeypatch.setattr(pp, "SCHEDULE", "ZBVZeroBubble")
-    in_pipeline(monkeypatch, rank, 3)
+    monkeypatch.setattr(pp, "pp_group", lambda: SimpleNamespace(size=lambda: 3))
+    monkeypatch.setattr(pp.dist, "get_rank", lambda group: rank)
     dataset = pp.stage_data(TensorDataset(torch.ones(7, 4), torch.ones(7)))
     assert tuple(tensor.numel() > 0 for tensor in dataset.tensors) == loaded
 
@@ -228,7 +226,8 @@ def test_a_torch_whose_schedules_cannot_evaluate_is_refused(strategy):
 def test_a_small_batch_is_padded_without_changing_loss_and_gradients(monkeypatch):
     torch.manual_seed(0)
     monkeypatch.setattr(pp, "BATCH_PER_RANK", 8)
-    in_pipeline(monkeypatch, 0, 2)
+    monkeypatch.setattr(pp, "pp_group", lambda: None)
+    monkeypatch.setattr(pp.dist, "get_rank", lambda group: 0)
     inputs, targets = torch.randn(5, 4), torch.arange(5)
     model = nn.Linear(4, 10)
     expected = nn.functional.cross_entropy(model(inputs), targets)

@@ -25,7 +25,7 @@ _STEPS = 40
 _ROUNDS = 3  # in each of which every case runs once
 _RANKS = (2, 4)
 _SECONDS = 10.0  # for which collectives are measured between each number of ranks
-_DIFFERENT = 0.05  # two steps that differ by a smaller share in any round have no order
+_DIFFERENT = 0.05  # two steps that differ by a smaller share have no order
 _CASES = (
     *(("single", workload, 1) for workload in ("cnn", "mlp", "gpt")),
     *((strategy, "cnn", 2) for strategy in ("ddp", "zero1", "fsdp", "fsdp2", "tp", "pp")),
@@ -62,15 +62,18 @@ def _outcomes(strategy: str, workload: str, ranks: int, schedule: str = "") -> t
     options = {"schedule": schedule} if schedule else {}
     spec = with_ranks(Spec(strategy, workload, nproc=ranks, steps=_STEPS, device="cpu", options=options))
     timed(spec, predict(spec))
-    return outcomes(run(spec).wait().state)
+    ended = run(spec).wait()
+    found = outcomes(ended.state)
+    if not found or any(one.step_measured is None for one in found):
+        raise RuntimeError(f"no step of {spec.strategy} on {workload} was measured: the run is {ended.words}")
+    return found
 
 
 def _figures(found: _Found) -> list[Figure]:
     steps = {case: _Steps.of(rounds) for case, rounds in found.items()}
     figures = []
     for (strategy, workload, ranks, *schedule), one in steps.items():
-        measured = 1000 * statistics.median(one.measured)
-        note = f"predicted {1000 * one.predicted:.1f} ms, measured {measured:.1f} ms per step"
+        note = f"predicted {1000 * one.predicted:.1f} ms, measured {1000 * one.typical:.1f} ms per step"
         name = f"{' '.join([strategy, *schedule])}, {workload} × {ranks}: error of the predicted step"
         figures.append(Figure(name, one.error, "%", "", tuple(map(one.error_against, one.measured)), note))
     every = [one for rounds in found.values() for outcomes in rounds for one in outcomes]
@@ -100,23 +103,26 @@ class _Steps:
         return cls(predicted, tuple(max(one.step_measured or 0.0 for one in outcomes) for outcomes in rounds))
 
     @property
+    def typical(self) -> float:
+        """The median of the rounds."""
+        return statistics.median(self.measured)
+
+    @property
     def error(self) -> float:
-        """In percent of the median of the rounds."""
-        return self.error_against(statistics.median(self.measured))
+        """In percent of the typical step."""
+        return self.error_against(self.typical)
 
     def error_against(self, measured: float) -> float:
         return 100 * (self.predicted / measured - 1)
 
-    def shorter_than(self, other: _Steps) -> bool:
-        """In every round, by more than a small share."""
-        return all((1 + _DIFFERENT) * mine < theirs for mine, theirs in zip(self.measured, other.measured))
-
 
 def _in_order(steps: dict[_Case, _Steps]) -> list[float]:
-    """For each pair of strategies on the same workload and ranks of which one has shorter steps in every round: 1 if
-    that is predicted, otherwise 0."""
+    """For each pair of strategies on the same workload and ranks of which one has a shorter typical step: 1 if that is
+    predicted, otherwise 0."""
     groups: dict[Any, list[_Steps]] = defaultdict(list)
     for (_, workload, ranks, *_), one in steps.items():
         groups[workload, ranks].append(one)
     pairs = [pair for group in groups.values() for pair in permutations(group, 2)]
-    return [float(one.predicted < other.predicted) for one, other in pairs if one.shorter_than(other)]
+    return [
+        float(one.predicted < other.predicted) for one, other in pairs if (1 + _DIFFERENT) * one.typical < other.typical
+    ]

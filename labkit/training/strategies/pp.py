@@ -60,10 +60,12 @@ def pp_group() -> dist.ProcessGroup:
 
 def stage_data(dataset: TensorDataset) -> TensorDataset:
     """Inputs for the first stage, targets for the last; other tensors are empty."""
-    rank, last = pp_group().rank(), pp_group().size() - 1
     if SCHEDULE in ("ZBVZeroBubble", "DualPipeV"):
-        last = 0  # the last stage is on the first rank
-    (inputs, targets), empty = dataset.tensors, torch.empty(len(dataset), 0)
+        rank, last = dist.get_rank(pp_group()), 0  # the last stage is on the first rank
+    else:
+        rank, last = dist.get_rank(pp_group()), pp_group().size() - 1
+    inputs, targets = dataset.tensors
+    empty = torch.empty(len(dataset), 0)
     needed = (inputs if rank == 0 else empty, targets if rank == last else empty)
     return TensorDataset(*needed)
 
@@ -103,7 +105,7 @@ class Pipeline(nn.Module):
         if SCHEDULE in ("ZBVZeroBubble", "DualPipeV"):
             self.schedule.pipeline_order_with_comms = self.actions[self.training]
         schedule = self.schedule.step if self.training else self.schedule.eval
-        args = (inputs,) if pp_group().rank() == 0 else ()
+        args = (inputs,) if dist.get_rank(pp_group()) == 0 else ()
         return schedule(*args, target=targets, losses=losses)
 
 
@@ -130,14 +132,20 @@ def micro_batch_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tenso
 
 def own_stages(blocks) -> dict[int, nn.Sequential]:
     """The stages of this rank, by number; other blocks are freed when they are built."""
-    rank, stages = pp_group().rank(), {}
-    if SCHEDULE in ("ZBVZeroBubble", "DualPipeV"):
-        own = (rank, len(STAGES) - 2 - rank)  # down the ranks, and up again
+    rank, ranks, stages = dist.get_rank(pp_group()), pp_group().size(), {}
+    if SCHEDULE in ("GPipe", "1F1B"):  # noqa: SIM108
+        expected = len(STAGES) - 1
     else:
-        own = range(rank, len(STAGES) - 1, pp_group().size())
+        expected = (len(STAGES) - 1) // 2  # two stages per rank
+    if ranks != expected:
+        raise SystemExit(f"STAGES is for a pipeline of {expected} ranks, got {ranks}")
     for number, block in enumerate(blocks):
         stage = bisect(STAGES, number) - 1
-        if stage in own:
+        if SCHEDULE in ("ZBVZeroBubble", "DualPipeV"):  # noqa: SIM108
+            holder = min(stage, 2 * ranks - 1 - stage)  # down the ranks, and up again
+        else:
+            holder = stage % ranks
+        if holder == rank:
             stages.setdefault(stage, nn.Sequential()).add_module(str(number), block)
     return stages
 
@@ -154,12 +162,6 @@ def tensors_of(weights: dict, optimizer_state: dict) -> dict:
 
 def parallelize(blocks, device: torch.device) -> nn.Module:
     """Build the stages of this rank and the pipeline."""
-    if SCHEDULE in ("GPipe", "1F1B"):  # noqa: SIM108
-        expected = len(STAGES) - 1
-    else:
-        expected = (len(STAGES) - 1) // 2  # two stages per rank
-    if dist.get_world_size() != expected:
-        raise SystemExit(f"STAGES is for {expected} ranks, got {dist.get_world_size()}")
     if CHECKPOINT_ACTIVATIONS or COMPILE:
         blocks = map(transform, blocks)
     stages = own_stages(blocks)
