@@ -220,3 +220,10 @@ def test_too_old_a_version_is_missing():
     assert Requirement("pytest", "8").met
     assert not Requirement("pytest", "999").met
     assert not Requirement("no-such-package", "1").met
+
+
+def test_a_version_that_does_not_work_is_missing():
+    installed = Requirement("pytest", "8").installed
+    assert not Requirement("pytest", "8", (installed,)).met
+    assert Requirement("pytest", "8", ("8.0.0",)).met
+    assert Requirement.of("pytest>=8,!=8.0.0,!=8.0.1") == Requirement("pytest", "8", ("8.0.0", "8.0.1"))

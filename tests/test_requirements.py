@@ -51,6 +51,7 @@ def test_tested_versions_meet_every_requirement():
     assert {one.name for one in wanted} | {"jupyterlab_widgets"} == set(pinned)
     for one in wanted:
         assert release(pinned[one.name]) >= release(one.minimum), one
+        assert pinned[one.name] not in one.unfit, one
     assert pinned["torch"] == "2.13.0"
     assert pinned["torchvision"] == "0.28.0"
 

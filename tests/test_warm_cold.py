@@ -102,6 +102,7 @@ def test_the_clone_itself_shadows_nothing():
 
 def test_another_version_starts_cold_and_says_so(server, ends, monkeypatch):
     monkeypatch.setattr(facts, "_labkit", lambda: "another")
+    monkeypatch.setattr("labkit.runs.handle.prepare_after", lambda job: None)  # it would replace the server
     handle = started(ends)
     assert how(handle) == ("cold", "the warm server differs in the version of labkit")
     assert "The run started cold: the warm server differs in the version of labkit." in handle.state.note

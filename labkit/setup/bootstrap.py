@@ -84,7 +84,8 @@ def become(command: Sequence[str], folder: Path | None = None) -> None:
 
 
 def _add(extras: Sequence[str]) -> None:
-    """Adds missing packages to this Python's environment, and upgrades only packages that are too old."""
+    """Adds missing packages to this Python's environment, and replaces only packages that are too old or of a version
+    that does not work."""
     wanted = environment.missing(*extras)
     kept = [package for package in wanted if package.name in environment.WIDGETS and package.installed]
     wanted = [package for package in wanted if package not in kept]

@@ -35,13 +35,21 @@ _PEP440 = re.compile(r"\d+(\.\d+)*((a|b|rc)\d+)?(\.post\d+)?(\.dev\d+)?(\+[a-z0-
 
 @dataclass(frozen=True)
 class Requirement:
-    """A package and its minimum version, as in pyproject.toml: `rich>=13.7`."""
+    """A package, its minimum version and those that do not work, as in pyproject.toml: `rich>=13.7,!=14.0.0`."""
 
     name: str
     minimum: str
+    unfit: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.name}>={self.minimum}"
+        return f"{self.name}>={self.minimum}{''.join(f',!={version}' for version in self.unfit)}"
+
+    @classmethod
+    def of(cls, text: str) -> Requirement:
+        """Parses what `str` writes."""
+        known, *unfit = text.split(",!=")
+        name, minimum = known.split(">=")
+        return cls(name, minimum, tuple(unfit))
 
     @property
     def installed(self) -> str | None:
@@ -53,9 +61,9 @@ class Requirement:
 
     @property
     def met(self) -> bool:
-        """Whether the package is installed in a sufficient version."""
+        """Whether the package is installed in a version that works."""
         version = self.installed
-        return version is not None and release(version) >= release(self.minimum)
+        return version is not None and version not in self.unfit and release(version) >= release(self.minimum)
 
 
 def release(version: str) -> tuple[int, ...]:
@@ -72,7 +80,7 @@ def requirements(*extras: str) -> list[Requirement]:
     project, found = PROJECT.read_text(encoding="utf-8"), []
     for table in ("dependencies", *extras):
         block = re.search(rf"^{table} = \[(.*?)\]", project, re.MULTILINE | re.DOTALL)[1]
-        found += [Requirement(*quoted.split(">=")) for quoted in re.findall(r'"(.+?)"', block)]
+        found += [Requirement.of(quoted) for quoted in re.findall(r'"(.+?)"', block)]
     return list(dict.fromkeys(found))
 
 

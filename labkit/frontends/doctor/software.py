@@ -16,7 +16,7 @@ from labkit.setup.machine import Gpu, Machine
 
 
 def python() -> Check:
-    """The location of Python, and the required packages that are missing or too old."""
+    """The location of Python, and the required packages that are missing or of a version that does not work."""
     where = active() or f"Python at {sys.prefix}"
     says = f"{sys.version.split()[0]}, {where}"
     lacking = [package for package in requirements() if not package.met]
