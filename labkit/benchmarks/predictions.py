@@ -6,6 +6,8 @@ import os
 import statistics
 import tempfile
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import permutations
 from typing import Any
@@ -40,22 +42,30 @@ _Found = dict[_Case, list[tuple[Outcome, ...]]]  # the outcome of each rank, in 
 
 
 def predictions() -> list[Figure]:
-    """Predicted peak memory, collectives and steps vs. runs that follow at once, after collectives were measured."""
+    """Predicted peak memory, collectives and steps vs. runs that follow at once; in each round, collectives and
+    computation are measured anew, because the speed of a machine changes within minutes."""
     found: _Found = defaultdict(list)
-    with tempfile.TemporaryDirectory() as cache:
-        before = os.environ.get("XDG_CACHE_HOME")
-        os.environ["XDG_CACHE_HOME"] = cache
-        try:
+    for _ in range(_ROUNDS):
+        with _empty_cache():
             for ranks in _RANKS:
                 store(calibrate(plan(ranks), seconds=_SECONDS))
-            for _ in range(_ROUNDS):
-                for case in _CASES:
-                    found[case].append(_outcomes(*case))
+            for case in _CASES:
+                found[case].append(_outcomes(*case))
+    return _figures(found)
+
+
+@contextmanager
+def _empty_cache() -> Iterator[None]:
+    """Nothing that was predicted or measured before is known."""
+    before = os.environ.get("XDG_CACHE_HOME")
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["XDG_CACHE_HOME"] = cache
+        try:
+            yield
         finally:
             os.environ.pop("XDG_CACHE_HOME")
             if before is not None:
                 os.environ["XDG_CACHE_HOME"] = before
-    return _figures(found)
 
 
 def _outcomes(strategy: str, workload: str, ranks: int, schedule: str = "") -> tuple[Outcome, ...]:
@@ -73,11 +83,12 @@ def _figures(found: _Found) -> list[Figure]:
     steps = {case: _Steps.of(rounds) for case, rounds in found.items()}
     figures = []
     for (strategy, workload, ranks, *schedule), one in steps.items():
-        note = f"predicted {1000 * one.predicted:.1f} ms, measured {1000 * one.typical:.1f} ms per step"
+        predicted, measured = one.typical
+        note = f"predicted {1000 * predicted:.1f} ms, measured {1000 * measured:.1f} ms per step"
         name = f"{' '.join([strategy, *schedule])}, {workload} × {ranks}: error of the predicted step"
-        figures.append(Figure(name, one.error, "%", "", tuple(map(one.error_against, one.measured)), note))
+        figures.append(Figure(name, statistics.median(one.errors), "%", "", one.errors, note))
     every = [one for rounds in found.values() for outcomes in rounds for one in outcomes]
-    errors = tuple(abs(one.error) for one in steps.values())
+    errors = tuple(abs(statistics.median(one.errors)) for one in steps.values())
     peaks = tuple(abs(100 * one.error) for one in every if one.error is not None)
     sent = tuple(float(round(one.sent_predicted or 0) == round(one.sent_measured or 0)) for one in every)
     right = tuple(_in_order(steps))
@@ -92,37 +103,38 @@ def _figures(found: _Found) -> list[Figure]:
 
 @dataclass(frozen=True)
 class _Steps:
-    """Seconds of a step of the slowest rank: predicted, and measured in each round."""
+    """Seconds of a step of the slowest rank in each round."""
 
-    predicted: float
+    predicted: tuple[float, ...]
     measured: tuple[float, ...]
 
     @classmethod
     def of(cls, rounds: list[tuple[Outcome, ...]]) -> _Steps:
-        predicted = max(one.step_predicted or 0.0 for one in rounds[0])
-        return cls(predicted, tuple(max(one.step_measured or 0.0 for one in outcomes) for outcomes in rounds))
+        return cls(
+            tuple(max(one.step_predicted or 0.0 for one in outcomes) for outcomes in rounds),
+            tuple(max(one.step_measured or 0.0 for one in outcomes) for outcomes in rounds),
+        )
 
     @property
-    def typical(self) -> float:
-        """The median of the rounds."""
-        return statistics.median(self.measured)
+    def errors(self) -> tuple[float, ...]:
+        """In percent of the measured step."""
+        return tuple(100 * (predicted / measured - 1) for predicted, measured in zip(self.predicted, self.measured))
 
     @property
-    def error(self) -> float:
-        """In percent of the typical step."""
-        return self.error_against(self.typical)
-
-    def error_against(self, measured: float) -> float:
-        return 100 * (self.predicted / measured - 1)
+    def typical(self) -> tuple[float, float]:
+        """The median of what was predicted, and of what was measured."""
+        return statistics.median(self.predicted), statistics.median(self.measured)
 
 
 def _in_order(steps: dict[_Case, _Steps]) -> list[float]:
     """For each pair of strategies on the same workload and ranks of which one has a shorter typical step: 1 if that is
     predicted, otherwise 0."""
-    groups: dict[Any, list[_Steps]] = defaultdict(list)
+    groups: dict[Any, list[tuple[float, float]]] = defaultdict(list)
     for (_, workload, ranks, *_), one in steps.items():
-        groups[workload, ranks].append(one)
+        groups[workload, ranks].append(one.typical)
     pairs = [pair for group in groups.values() for pair in permutations(group, 2)]
     return [
-        float(one.predicted < other.predicted) for one, other in pairs if (1 + _DIFFERENT) * one.typical < other.typical
+        float(predicted < other_predicted)
+        for (predicted, measured), (other_predicted, other_measured) in pairs
+        if (1 + _DIFFERENT) * measured < other_measured
     ]
