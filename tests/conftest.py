@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import shutil
 import sys
@@ -222,7 +223,11 @@ def started_warm(what: object, root: Path | None = None, **fields: Any) -> Run:
         patch.setattr(client, "ANSWER", PATIENCE)
         if sys.platform == "linux":  # there is no server elsewhere
             server_for_this_process()
-        return Run(start_run(settle(what, **fields), root=root))
+        started = Run(start_run(settle(what, **fields), root=root))
+    if sys.platform == "linux" and not os.environ.get(client.FORCE_COLD):
+        plan = json.loads(started.folder.plan.read_text(encoding="utf-8"))
+        assert plan["start"] == "warm", plan["cold_because"]
+    return started
 
 
 def server_for_this_process() -> dict:

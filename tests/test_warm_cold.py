@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -48,6 +49,20 @@ def test_a_process_that_has_compiled_starts_warm(server, monkeypatch, tmp_path):
         monkeypatch.setenv(name, str(tmp_path))
     found = client.consent(os.environ, [])
     assert not isinstance(found, Cold), found
+
+
+def test_a_process_that_has_imported_scikit_learn_starts_warm(server):
+    code = (
+        "import json, os; before = dict(os.environ); import sklearn;"
+        "print(json.dumps({name: value for name, value in os.environ.items() if before.get(name) != value}))"
+    )
+    none = {name: value for name, value in os.environ.items() if not name.startswith("KMP_")}
+    done = subprocess.run([sys.executable, "-c", code], env=none, capture_output=True, text=True, check=True)
+    changed = json.loads(done.stdout)
+    assert "KMP_INIT_AT_FORK" in changed
+    found = client.consent(client.local.standing_environment() | changed, [])
+    assert not isinstance(found, Cold), found
+    found._connection.close()
 
 
 @pytest.mark.parametrize("name", ["LABKIT_RUNS", "RANK", "HOME_OF_MY_DATA", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG"])

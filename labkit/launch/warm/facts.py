@@ -54,6 +54,8 @@ _READ_EARLY = (
 )
 # Read when code is compiled, and set by torch itself in a process that has compiled.
 _READ_LATE = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+# Set by scikit-learn in a process that has imported it, for an OpenMP runtime that is loaded later.
+_SET_BY_IMPORTS = {"KMP_DUPLICATE_LIB_OK": "True", "KMP_INIT_AT_FORK": "FALSE"}
 _ADDED_BY_RANKS = {"KINETO_LOG_LEVEL": "99"}  # see probe/__main__.py
 _STATUS = ("Umask", "Groups", "Cpus_allowed_list", "Mems_allowed_list", "NoNewPrivs", "Seccomp", "CapEff")
 _RESET = (
@@ -71,7 +73,9 @@ _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 def facts(environment: Mapping[str, str]) -> dict[str, Any]:
     """The facts of a process that this process would start now with this environment."""
     early = _ADDED_BY_RANKS | {
-        name: value for name, value in environment.items() if name.startswith(_READ_EARLY) and name not in _READ_LATE
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_READ_EARLY) and name not in _READ_LATE and _SET_BY_IMPORTS.get(name) != value
     }
     variables = {f"the environment variable {name}": value for name, value in sorted(early.items())}
     return {"the version of labkit": _labkit(), "the installed packages": _packages()} | variables | _inherited()
