@@ -107,6 +107,18 @@ def test_a_pipeline_takes_the_time_of_the_bubble_formula(stages, micro_batches):
     assert seconds(programs) == dict.fromkeys(range(stages), (micro_batches + stages - 1) * 3.0)
 
 
+@pytest.mark.parametrize("early", [0, 1])
+def test_a_message_is_sent_by_one_rank_and_received_by_the_other(early):
+    """Whichever starts first."""
+    programs = {
+        rank: [compute("forward", float(rank != early)), Start(0, op, 3, (1 - rank,)), Wait(0)]
+        for rank, op in enumerate(("send", "recv"))
+    }
+    found = simulate(programs, {0: 0, 1: 1}, Links(), None)
+    assert [found[rank]["comm"][0][0] for rank in (0, 1)] == ["send", "recv"]
+    assert found[1 - early]["comm"][0][1:] == (1.0, 4.0, 3)
+
+
 def test_collectives_of_a_group_follow_each_other_and_groups_do_not_wait_for_each_other():
     both = [Start(0, "all_gather", 4, (0, 1)), Start(1, "all_gather", 4, (0, 1)), Wait(1)]
     assert seconds(dict.fromkeys((0, 1), both)) == {0: 8.0, 1: 8.0}

@@ -68,7 +68,6 @@ class _Operation:
     """A collective or message of one step, as its ranks have started it: by rank when. `left` are the seconds that it
     still takes on its own."""
 
-    op: str
     bytes: int
     parties: int
     left: float
@@ -87,7 +86,7 @@ class _Rank:
     began: float = 0.0
     left: float = 0.0  # seconds of computation
     waits: _Operation | None = None
-    own: dict[int, _Operation] = field(default_factory=dict)  # of this step, by number
+    own: dict[int, tuple[str, _Operation]] = field(default_factory=dict)  # of this step, by number: its name here
     pieces: list[tuple[str, float, float, bool]] = field(default_factory=list)  # phase, start, end, computed
     since: float = 0.0
     phase: str = ""
@@ -161,7 +160,7 @@ class _Simulation:
             elif isinstance(item, Start):
                 self._start(number, rank, item)
             else:
-                rank.waits = rank.own[item.number]
+                _, rank.waits = rank.own[item.number]
 
     def _piece(self, rank: _Rank) -> None:
         if self._time > rank.since:
@@ -184,10 +183,10 @@ class _Simulation:
             seconds = time_among(self._links, item.op, item.bytes, members).seconds if self._links else 0.0
             if self._cores is not None:
                 seconds *= min(1.0, self._cores / len(members))  # measured while all of its ranks shared the cores
-            mine = _Operation(item.op, item.bytes, parties, seconds)
+            mine = _Operation(item.bytes, parties, seconds)
             self._open[key].append(mine)
         mine.started[number] = self._time
-        rank.own[item.number] = mine
+        rank.own[item.number] = item.op, mine
         if len(mine.started) == mine.parties:
             self._open[key].remove(mine)
             self._queues[key].append(mine)
@@ -257,7 +256,7 @@ def _timeline(rank: _Rank, number: int, end: float) -> PredictedTimeline:
         else:
             busy.append((start, stop))
     comm = [
-        (one.op, one.started[number] - rank.began, min(one.end, end) - rank.began, one.bytes)
-        for one in rank.own.values()
+        (op, one.started[number] - rank.began, min(one.end, end) - rank.began, one.bytes)
+        for op, one in rank.own.values()
     ]
     return {"seconds": end - rank.began, "phases": phases, "comm": comm, "busy": busy, "exposed": dict(exposed)}
