@@ -206,10 +206,19 @@ def test_tolerances_grow_with_steps_and_with_the_rounding():
     fp32, bf16 = Spec("single", "mlp"), Spec("single", "mlp", precision="bf16")
     assert tolerance("gradients", 1, fp32, fp32) == pytest.approx(300 * 2**-24)
     assert tolerance("gradients", 1, bf16, fp32) == pytest.approx(10 * 2**-8)
-    steps = [tolerance("parameters", step, fp32, fp32) for step in (1, 2, 10, 10_000)]
-    assert steps == sorted(steps)
-    assert steps[1] == 2 * steps[0]
-    assert steps[-1] == 0.3
+    for what, most in (("loss", 0.05), ("parameters", 0.3)):
+        steps = [tolerance(what, step, fp32, fp32) for step in (1, 2, 10, 11, 10_000)]
+        assert steps == sorted(steps)
+        assert steps[0] == pytest.approx(300 * 2**-24)
+        assert steps[3] == 2 * steps[2]
+        assert steps[-1] == most
+
+
+def test_a_flipped_relu_is_rounding_and_a_wrong_gradient_is_not(runs):
+    single = Recorded(runs).whole()
+    for factor, verdict in ((1 + 2e-3, "equal"), (1 + 2e-2, "differs")):
+        off = {name: tensor * factor for name, tensor in tensors(1).items()}
+        assert Recorded(runs, "ddp", 2).whole(parameters=off).against(single).verdict == verdict
 
 
 def test_why_a_strategy_may_differ():

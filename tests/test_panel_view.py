@@ -198,6 +198,19 @@ def test_a_front_end_without_widgets_gets_svg(fake, monkeypatch):
     wait_until(lambda: charts.plain.layout.display == "none")
 
 
+def test_charts_replace_the_svg_when_plotly_arrives_late(fake, monkeypatch):
+    charts = Charts()
+    messages = sent_by(charts.page, monkeypatch)
+    charts.shown()
+    charts.restart(Follower(fake.folder).state)
+    charts._heard(charts.page, {"kind": "failed"}, [])
+    wait_until(lambda: charts.plain.layout.display == "" and "<svg" in charts.plain.value)
+    charts._heard(charts.page, {"kind": "ready"}, [])
+    wait_until(lambda: messages)
+    assert charts.plain.layout.display == "none"
+    assert not charts.is_plain
+
+
 # ---- logs
 
 

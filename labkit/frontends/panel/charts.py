@@ -140,6 +140,7 @@ class Charts:
 
     def _send_all(self) -> None:
         with self._lock:
+            self._is_here()  # again, if plotly.js has arrived after "failed"
             self._ready = True
             self._feed.restart()
             self.draw(self._state)

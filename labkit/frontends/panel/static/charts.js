@@ -2,29 +2,30 @@
 // sends "ready" and receives every chart whole, so that a reload, a second view and a late view all show the same.
 
 const CONFIG = { displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
-const PATIENCE = 60_000; // ms to wait for plotly.js
+const PATIENCE = 60_000; // ms to wait for plotly.js before the kernel sends plain SVG
+const NEXT = 10_000; // ms after which another widget asks for plotly.js, too: the kernel of the first may be gone
 
 // plotly.js comes from the kernel, once per page, and never from an external host.
 function plotly(model) {
   const home = `__labkit_plotly_${model.get("plotly_version")}`;
-  if (!window[home]) {
-    window[home] = arrival(model).then(unpacked);
-    window[home].catch(() => delete window[home]);
+  const first = !window[home];
+  if (first) {
+    let arrived;
+    const module = new Promise((resolve) => (arrived = resolve));
+    window[home] = { module, arrived };
   }
-  return window[home];
-}
-
-function arrival(model) {
-  return new Promise((resolve, reject) => {
-    const heard = (message, buffers) => {
-      if (message.kind !== "plotly") return;
-      model.off("msg:custom", heard);
-      resolve(buffers[0]);
-    };
-    model.on("msg:custom", heard);
-    model.send({ kind: "plotly" });
-    setTimeout(() => reject(new Error("plotly.js did not arrive")), PATIENCE);
-  });
+  const { module, arrived } = window[home];
+  const heard = (message, buffers) => {
+    if (message.kind === "plotly") arrived(unpacked(buffers[0]));
+  };
+  model.on("msg:custom", heard);
+  const asking = setTimeout(() => model.send({ kind: "plotly" }), first ? 0 : NEXT);
+  const done = () => {
+    clearTimeout(asking);
+    model.off("msg:custom", heard);
+  };
+  module.then(done, done);
+  return module;
 }
 
 async function unpacked(buffer) {
@@ -207,18 +208,18 @@ function render({ model, el }) {
   const heard = (message) => {
     if (message.kind === "charts") board.take(message.names, message.charts);
   };
+  const failed = (why) => model.send({ kind: "failed", why: String(why) });
   model.send({ kind: "here" });
-  plotly(model).then(
-    (Plotly) => {
-      if (closed) return;
-      board = new Board(el, Plotly);
-      model.on("msg:custom", heard);
-      model.send({ kind: "ready" });
-    },
-    (error) => model.send({ kind: "failed", why: String(error) }),
-  );
+  const late = setTimeout(() => failed("plotly.js has not arrived"), PATIENCE); // when it does, it replaces the SVG
+  plotly(model).then((Plotly) => {
+    if (closed) return;
+    board = new Board(el, Plotly);
+    model.on("msg:custom", heard);
+    model.send({ kind: "ready" });
+  }).catch(failed).finally(() => clearTimeout(late));
   return () => {
     closed = true;
+    clearTimeout(late);
     model.off("msg:custom", heard);
     board?.close();
   };
