@@ -55,6 +55,13 @@ Lab(strategy="ddp", workload="mlp", nproc=2, device="cpu", samples=1280, batch_s
 """
 )
 
+# In the page: anywidget gives up on a widget that has not started after two seconds, here on the first six at once.
+FIRST_STARTS_FAIL = """
+const timeout = AbortSignal.timeout.bind(AbortSignal);
+let starts = 0;
+AbortSignal.timeout = (ms) => timeout(ms === 2000 && starts++ < 6 ? 0 : ms);
+"""
+
 # Text that its box hides. The line of a finding may be longer than the panel is wide: "Why?" shows all of it.
 CLIPPED = """(element) => [...element.querySelectorAll("*")].filter((one) => {
   const style = getComputedStyle(one);

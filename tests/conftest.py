@@ -34,6 +34,7 @@ sys.modules.setdefault("rfc3987_syntax", None)
 gc.set_threshold(10_000, 10, 10)
 
 PATIENCE = 60.0  # seconds that a test waits for a server on a busy machine
+START_TOO_SLOW = "[anywidget] Failed to initialize model."  # the panel then opens the widget again
 PICTURES = Path(__file__).parent / "screenshots"
 # for a test whose cold round shows nothing that the cold round of another one does not show
 COLD_IS_SLOW = pytest.mark.parametrize("start", ["warm", pytest.param("cold", marks=pytest.mark.slow)], indirect=True)
@@ -183,7 +184,7 @@ def page(chromium, jupyter):
     page.on("pageerror", lambda error: errors.append(str(error)))
     yield page
     context.close()
-    assert not errors
+    assert not [one for one in errors if one != START_TOO_SLOW]
 
 
 def end_processes_of(root: Path, seconds: float = 0.0) -> list[psutil.Process]:

@@ -9,6 +9,7 @@ import jupytext
 import pytest
 from browser import (
     CELLS,
+    FIRST_STARTS_FAIL,
     HEADER,
     LAB,
     NOTEBOOK,
@@ -122,7 +123,9 @@ def panel_of_lab_00() -> str:
 
 
 def test_lab_00_with_recorded_runs(page, jupyter, tmp_path):
-    """All cells of a real lab without an error, and its figures; recorded runs stand in for new ones."""
+    """All cells of a real lab without an error, and its figures; recorded runs stand in for new ones. The page is slow
+    to start the widgets of the first."""
+    page.add_init_script(FIRST_STARTS_FAIL)
     recorded = {record(tmp_path, settle(strategy, steps=20)).name for strategy in ("single", "ddp")}
     open_notebook(page, jupyter, "labs/00_start_here.py")
     in_the_kernel(page, f"from labkit.frontends.handout.recorded import stand_in; stand_in({str(tmp_path)!r})")
@@ -135,7 +138,7 @@ def test_lab_00_with_recorded_runs(page, jupyter, tmp_path):
     for number in code:
         page.evaluate(f"number => {NOTEBOOK}.scrollToItem(number)", number)
         for panel in page.locator(f".jp-Cell[data-windowed-list-index='{number}'] .labkit:has(.labkit-charts)").all():
-            sync_api.expect(panel.locator(".labkit-chart .main-svg").first).to_be_visible()
+            sync_api.expect(panel.locator(".labkit-live .labkit-chart .main-svg").first).to_be_visible()
             panels.append(panel)
     assert len(panels) == 3, "one run, the other, and the panel"
     for panel in panels[:2]:

@@ -89,7 +89,7 @@ def test_a_paused_recording_says_so_also_if_it_stops_at_once(recorded, monkeypat
 
 def test_logs_of_a_recording_say_that_they_are_whole(recorded, monkeypatch):
     lab = played(Lab(recorded=recorded.path), monkeypatch, [1.0])
-    messages = sent_by(lab._view.logs.widget, monkeypatch)
+    messages = sent_by(lab._view.logs.page, monkeypatch)
     lab._view.logs._show({})
     assert lines_of(messages) == [(0, "stdout", "hello")]
     assert messages[-1]["note"] == "1 line · complete log: log lines have no timestamps"

@@ -194,7 +194,7 @@ def test_a_front_end_without_widgets_gets_svg(fake, monkeypatch):
     charts.restart(follower.state)
     assert charts.plain.value == ""
     wait_until(lambda: charts.plain.value.count("<svg") == 4)
-    charts._heard(charts.page, {"kind": "here"}, [])
+    charts._heard(charts.page, {"kind": "heard"}, [])
     wait_until(lambda: charts.plain.layout.display == "none")
 
 
@@ -216,7 +216,7 @@ def test_charts_replace_the_svg_when_plotly_arrives_late(fake, monkeypatch):
 
 def test_new_log_lines_are_sent_with_rank_and_stream(fake, monkeypatch):
     logs = Logs()
-    messages = sent_by(logs.widget, monkeypatch)
+    messages = sent_by(logs.page, monkeypatch)
     logs.restart(fake.folder, 2)
     fake.say(0, "hello\nhalf")
     fake.say(1, "<b>careful</b>\n", "stderr")
@@ -236,7 +236,7 @@ def test_new_log_lines_are_sent_with_rank_and_stream(fake, monkeypatch):
 
 def test_a_burst_of_lines_is_bounded_and_ends_with_the_newest(fake, monkeypatch):
     logs = Logs()
-    messages = sent_by(logs.widget, monkeypatch)
+    messages = sent_by(logs.page, monkeypatch)
     logs.restart(fake.folder, 2)
     logs._show({})
     messages.clear()
@@ -251,7 +251,7 @@ def test_a_burst_of_lines_is_bounded_and_ends_with_the_newest(fake, monkeypatch)
 
 def test_search_looks_through_the_whole_file(fake, monkeypatch):
     logs = Logs()
-    messages = sent_by(logs.widget, monkeypatch)
+    messages = sent_by(logs.page, monkeypatch)
     logs.restart(fake.folder, 2)
     fake.say(1, "Needle\n" + "hay\n" * 20_000)
     logs._show({"query": "needle"})

@@ -8,10 +8,8 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
-import anywidget
 import ipywidgets
 import traitlets
 
@@ -19,10 +17,10 @@ from labkit import figures
 from labkit.figures.as_svg import drawing
 from labkit.figures.model import Chart
 from labkit.frontends.panel.feed import Feed
+from labkit.frontends.panel.own import OwnWidget, program
 from labkit.record.state import RunState
 
-STATIC = Path(__file__).parent / "static"
-_PATIENCE = 8.0  # seconds to wait for a page's "here" message before plain SVG is shown
+_PATIENCE = 8.0  # seconds to wait for a page's answer before plain SVG is shown
 _SVG_SECONDS = 1.0
 _SVG_POINTS = 100  # per line: an SVG is sent whole at every update
 
@@ -43,10 +41,10 @@ def _plotly() -> tuple[str, bytes]:
     return plotly.__version__, gzip.compress(get_plotlyjs().encode(), 6)
 
 
-class _Page(anywidget.AnyWidget):
-    """The browser side: sends "here" when rendered, requests "plotly" once per page, then sends "ready" for charts."""
+class _Page(OwnWidget):
+    """The browser side: requests "plotly" once per page, then sends "ready" for charts."""
 
-    _esm = (STATIC / "charts.js").read_text(encoding="utf-8")
+    _esm = program("charts.js")
     plotly_version = traitlets.Unicode().tag(sync=True)
 
 
@@ -114,13 +112,13 @@ class Charts:
 
     @property
     def is_plain(self) -> bool:
-        """Whether plain SVG is shown because no page has sent "here" in time after the display."""
+        """Whether plain SVG is shown because no page has answered in time after the display."""
         return not self._here and self._shown is not None and time.monotonic() - self._shown > _PATIENCE
 
     def _heard(self, _, message, buffers) -> None:
         # Answered in a thread: a thread that holds the lock to read a long run must not block the kernel.
         answers = {
-            "here": self._is_here,
+            "heard": self._is_here,
             "plotly": self._send_plotly,
             "ready": self._send_all,
             "failed": self._has_failed,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import anywidget
 import ipywidgets
 import traitlets
 from pygments import highlight
@@ -10,7 +9,7 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import DiffLexer, PythonLexer
 
 from labkit.engines.torchrun import PORT
-from labkit.frontends.panel.charts import STATIC
+from labkit.frontends.panel.own import OwnWidget, program
 from labkit.frontends.panel.words import sentence_html
 from labkit.plan.commands import node_commands
 from labkit.plan.fields import SpecError
@@ -20,10 +19,10 @@ from labkit.plan.spec import Spec
 _FORMAT = HtmlFormatter(classprefix="labkit-", cssclass="labkit-source")
 
 
-class Command(anywidget.AnyWidget):
+class Command(OwnWidget):
     """A command with a button that copies it."""
 
-    _esm = (STATIC / "command.js").read_text(encoding="utf-8")
+    _esm = program("command.js")
     text = traitlets.Unicode().tag(sync=True)
 
 

@@ -143,7 +143,7 @@ class Lab:
             prepare()
         display(self._widget)
         self._static = StaticFigures()
-        self._view.shown()
+        self._view.shown(self._widget)
 
     # ---- reacting to a change of the configuration
 

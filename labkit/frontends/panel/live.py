@@ -42,5 +42,5 @@ def _live(run: Run) -> None:
     widget.add_class("labkit")
     display(widget)
     static.append(StaticFigures())
-    view.shown()
+    view.shown(widget)
     view.follow(run)

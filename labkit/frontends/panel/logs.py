@@ -7,11 +7,11 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import anywidget
+import ipywidgets
 
 from labkit.common.text import visible_log
 from labkit.figures import rank_colour
-from labkit.frontends.panel.charts import STATIC
+from labkit.frontends.panel.own import OwnWidget, program
 from labkit.record.folder import STREAMS, RunFolder
 from labkit.record.logs import LogTail
 
@@ -21,16 +21,18 @@ _FOUND = 500  # maximum matches shown for a search
 _NOTHING = {"rank": "", "stream": "", "query": ""}  # the default filter: all ranks, both streams, no search
 
 
-class _Page(anywidget.AnyWidget):
-    _esm = (STATIC / "logs.js").read_text(encoding="utf-8")
+class _Page(OwnWidget):
+    _esm = program("logs.js")
 
 
 class Logs:
     """The output of one run's ranks. Display `widget`; `draw` sends it the new lines, from any thread."""
 
     def __init__(self) -> None:
-        self.widget = _Page()
-        self.widget.on_msg(self._heard)
+        self.page = _Page()
+        self.page.on_msg(self._heard)
+        self.widget = ipywidgets.Box([self.page])
+        self.widget.add_class("labkit-log-box")
         self._lock = threading.RLock()
         self._folder: RunFolder | None = None
         self._remark = ""
@@ -112,7 +114,7 @@ class Logs:
         return f"{count} · {self._remark}" if self._remark else count
 
     def _send(self, lines: list[list[Any]], note: str, **more: Any) -> None:
-        self.widget.send({"kind": "lines", "lines": lines, "note": note} | more)
+        self.page.send({"kind": "lines", "lines": lines, "note": note} | more)
 
     def _heard(self, _, message, buffers) -> None:
         if message.get("kind") == "show":  # in a thread, because a search reads whole files

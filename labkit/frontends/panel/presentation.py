@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import anywidget
 import traitlets
 
-from labkit.frontends.panel.charts import STATIC
+from labkit.frontends.panel.own import OwnWidget, program
 
 
-class Presentation(anywidget.AnyWidget):
+class Presentation(OwnWidget):
     """A button that switches the enclosing panel to presentation mode; it also handles the panel's keyboard shortcuts.
 
     Everything runs in the page, so that it responds while the kernel is busy.
     """
 
-    _esm = (STATIC / "presentation.js").read_text(encoding="utf-8")
+    _esm = program("presentation.js")
     on = traitlets.Bool(False).tag(sync=True)

@@ -13,8 +13,9 @@ import ipywidgets
 from labkit.analysis.diagnose import findings
 from labkit.figures.tables import findings_html
 from labkit.frontends.panel.before import Before
-from labkit.frontends.panel.charts import STATIC, Charts
+from labkit.frontends.panel.charts import Charts
 from labkit.frontends.panel.logs import Logs
+from labkit.frontends.panel.own import STATIC, open_until_heard
 from labkit.frontends.panel.profiled import MemoryTab, TimelineTab
 from labkit.frontends.panel.words import finding_html, progress_html, sentence_html, state_html, tone_of
 from labkit.plan.spec import Spec
@@ -94,8 +95,9 @@ class RunView:
         self._recorded = self._stopping = self._busy = False
         self._thread: threading.Thread | None = None
 
-    def shown(self) -> None:
-        """Call this when the widgets are displayed."""
+    def shown(self, root: ipywidgets.Box) -> None:
+        """Call this when `root`, which contains the widgets, is displayed."""
+        open_until_heard(root)
         for charts in self._all_charts():
             charts.shown()
 

@@ -209,7 +209,6 @@ function render({ model, el }) {
     if (message.kind === "charts") board.take(message.names, message.charts);
   };
   const failed = (why) => model.send({ kind: "failed", why: String(why) });
-  model.send({ kind: "here" });
   const late = setTimeout(() => failed("plotly.js has not arrived"), PATIENCE); // when it does, it replaces the SVG
   plotly(model).then((Plotly) => {
     if (closed) return;
@@ -225,4 +224,4 @@ function render({ model, el }) {
   };
 }
 
-export default { render };
+export default { render: answering(render) };
