@@ -3,14 +3,12 @@ help."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import warm_run
 
 from labkit.plan.script import write_script
 from labkit.plan.spec import Spec
@@ -114,18 +112,15 @@ def test_digits_from_the_cache_are_those_that_were_made(monkeypatch):
     assert [len(one) for one in (again, test_again)] == [2000, 360]
 
 
-def test_a_script_keeps_its_data_where_the_user_keeps_caches_and_works_without(tmp_path):
+def test_a_script_keeps_its_data_where_the_user_keeps_caches_and_works_without(tmp_path, monkeypatch):
     path = tmp_path / "train.py"
-    script = write_script(Spec("single", nproc=1, steps=2, batch_size=4, samples=1_600, device="cpu"))
-    path.write_text(script)
+    path.write_text(write_script(Spec("single", nproc=1, steps=2, batch_size=4, samples=1_600, device="cpu")))
     printed = []
     for place in ("caches", "caches", "/proc/nowhere"):
-        settings = os.environ | {"XDG_CACHE_HOME": str(tmp_path / place), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [sys.executable, str(path)], capture_output=True, text=True, check=True, env=settings, timeout=120
-        )
-        told = [line for line in done.stdout.splitlines() if "cannot be used" in line]
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / place))
+        lines = warm_run(path, nproc=1, device="cpu").logs(0).splitlines()
+        told = [line for line in lines if "cannot be used" in line]
         assert len(told) == (place == "/proc/nowhere")
-        printed.append([line for line in done.stdout.splitlines() if line not in told])
+        printed.append([line for line in lines if line not in told])
     assert printed == [printed[0]] * 3 and printed[0]
     assert len(list((tmp_path / "caches" / "labkit").iterdir())) == 1

@@ -167,6 +167,7 @@ def test_the_rank_that_crashed_is_named(script):
     assert handle.state.exit_code(1) == 1
 
 
+@COLD_IS_SLOW  # see test_the_rank_that_crashed_is_named
 def test_a_rank_that_was_killed_is_the_first_failure(script):
     handle = run(script(DIES), nproc=2, device="cpu").wait(60)
     assert handle.words == "failed (rank 1: SIGKILL)"
@@ -210,7 +211,7 @@ def hears_interrupts():
     signal.signal(signal.SIGINT, before)
 
 
-@COLD_IS_SLOW  # see test_a_run_ends_with_the_kernel_that_waits_for_it
+@COLD_IS_SLOW  # see test_a_run_ends_with_its_starter_unless_detached
 @pytest.mark.usefixtures("hears_interrupts")
 def test_an_interrupt_of_the_wait_stops_the_run(script):
     handle = started(run(script(WAITS), nproc=1, device="cpu"))
@@ -251,9 +252,9 @@ def test_a_run_ends_with_its_starter_unless_detached(script, runs, tmp_path):
     ("how", "start"),
     [
         ("interrupted", "warm"),
-        ("interrupted", "cold"),
         ("killed", "warm"),
         # see test_a_run_ends_with_its_starter_unless_detached
+        pytest.param("interrupted", "cold", marks=pytest.mark.slow),
         pytest.param("killed", "cold", marks=pytest.mark.slow),
     ],
     indirect=["start"],

@@ -10,7 +10,7 @@ import time
 
 import psutil
 import pytest
-from conftest import processes_of, wait_until
+from conftest import COLD_IS_SLOW, processes_of, wait_until
 from fabricate import FakeRun
 from lifetimes import LINUX, ROOT, WAITS, command, started, supervisor_in
 
@@ -128,7 +128,16 @@ def test_a_run_within_a_run_is_not_its_members(bystander, tmp_path):
 
 
 @LINUX
-@pytest.mark.parametrize("ending", ["by itself", "stopped"])
+@pytest.mark.parametrize(
+    ("ending", "start"),
+    [
+        ("by itself", "warm"),
+        ("stopped", "warm"),
+        ("stopped", "cold"),
+        pytest.param("by itself", "cold", marks=pytest.mark.slow),
+    ],
+    indirect=["start"],
+)
 def test_processes_that_hide_end_with_the_run(ending, script):
     handle = run(script(HIDES), nproc=1, device="cpu", args=("stay",) if ending == "stopped" else ())
     wait_until(lambda: "hidden" in handle.logs() or handle.state.over)
@@ -146,6 +155,7 @@ def test_processes_that_hide_end_with_the_run(ending, script):
 
 
 @LINUX
+@COLD_IS_SLOW  # see test_stop_ends_what_hangs_and_what_will_not_hear
 def test_stop_is_as_quick_when_everything_is_halted(script):
     handle = started(run(script(WAITS), nproc=1, device="cpu"))
     for process in of_folder(handle.folder.path):

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import wait_until
+from conftest import COLD_IS_SLOW, wait_until
 from fabricate import FakeRun
 from lifetimes import LINUX, WAITS, command, started, supervisor_in
 
@@ -262,6 +262,7 @@ def small_disk(tmp_path, monkeypatch):
 
 
 @LINUX
+@COLD_IS_SLOW  # see test_a_run_whose_folder_is_deleted_ends_and_says_why
 def test_a_run_on_a_full_disk_says_so_and_has_its_end(small_disk, script):
     handle = run(script(FILLS), nproc=2, device="cpu").wait()
     status, summary = RunFolder.read_json(handle.folder.status), RunFolder.read_json(handle.folder.summary)

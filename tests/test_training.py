@@ -181,7 +181,10 @@ def test_one_process_trains_over_epochs_and_stops_at_the_step_asked_for(alone):
     assert all(math.isfinite(loss) for loss in found["losses"])
 
 
-@pytest.mark.parametrize("workload", [name for name, how in PLAIN.items() if how])
+@pytest.mark.parametrize(
+    "workload",
+    [pytest.param(name, marks=[pytest.mark.slow] if name == "gpt" else []) for name, how in PLAIN.items() if how],
+)
 def test_script_runs_as_a_person_would_run_it(workload, tmp_path):
     strategy, precision = PLAIN[workload]
     spec = Spec(strategy, workload, nproc=2, batch_size=2, epochs=1, samples=80, precision=precision)

@@ -119,13 +119,15 @@ def test_events_of_a_rendezvous_are_named_as_by_torch_without_a_look_at_every_so
     assert asks(ranks.caller) == asks(CALLER.get()) == "asks"
 
 
-@pytest.mark.parametrize("fields", [{"strategy": "ddp", "workload": "cnn"}, {"strategy": "fsdp2", "workload": "gpt"}])
-def test_losses_are_bit_identical(fields, server):
+@pytest.mark.parametrize(
+    ("strategy", "workload"), [("fsdp2", "gpt"), pytest.param("ddp", "cnn", marks=pytest.mark.slow)]
+)
+def test_losses_are_bit_identical(strategy, workload, server):
     losses = []
     for cold in (False, True):
         handle = run(
-            fields["strategy"],
-            workload=fields["workload"],
+            strategy,
+            workload=workload,
             nproc=2,
             device="cpu",
             steps=4,
