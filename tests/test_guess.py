@@ -10,6 +10,8 @@ from commands import called
 from diagnosed import memory
 from fabricate import FakeRun, finished_folder
 from folded import fold, spec, status, step
+from guessed import nothing_pending as nothing_pending
+from guessed import over
 
 from labkit import Run, figures
 from labkit.analysis.guess import outcomes, own_sentences, sentences, statement
@@ -24,22 +26,8 @@ from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
 from labkit.record.replay import Recording
 from labkit.record.types.guess import VERSION
-from labkit.runs import guesses
 
 MIB = 1 << 20
-
-
-@pytest.fixture(autouse=True)
-def nothing_pending():
-    guesses.PENDING.clear()
-    yield
-    guesses.PENDING.clear()
-
-
-def over(**guessed):
-    """A run of two ranks that is over, with these predictions: 150 bytes and more at the peak, 500 ms per step."""
-    steps = [step(rank, number) for number in (1, 2, 3) for rank in (0, 1)]
-    return fold(spec(), {"kind": "guess", "guess": {"figures": guessed}}, *steps, status("finished"))
 
 
 # ---- the table

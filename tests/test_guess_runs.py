@@ -6,7 +6,7 @@ import jsonschema
 import pytest
 from conftest import warm_run
 from fabricate import FakeRun, finished_folder
-from folded import fold, spec, status, step
+from guessed import nothing_pending as nothing_pending
 
 import labkit
 from labkit import figures, predict
@@ -27,19 +27,6 @@ from labkit.runs.comparing import Comparing
 from labkit.runs.handle import start
 
 MIB = 1 << 20
-
-
-@pytest.fixture(autouse=True)
-def nothing_pending():
-    guesses.PENDING.clear()
-    yield
-    guesses.PENDING.clear()
-
-
-def over(**guessed):
-    """A run of two ranks that is over, with these predictions: 150 bytes and more at the peak, 500 ms per step."""
-    steps = [step(rank, number) for number in (1, 2, 3) for rank in (0, 1)]
-    return fold(spec(), {"kind": "guess", "guess": {"figures": guessed}}, *steps, status("finished"))
 
 
 def test_the_statement_becomes_the_outcome_once_the_run_is_over(runs):

@@ -11,6 +11,7 @@ import pytest
 from commands import called
 from conftest import warm_run
 from generated import ONLY
+from traced import apart as apart
 
 import labkit
 from labkit.analysis.prediction import outcomes, ranges, sentences
@@ -32,17 +33,6 @@ RANKS = {"single": 1, "fsdp2_tp": 4, "pp_ddp": 4, "pp_fsdp2_tp": 8}  # of the ot
 MOST_BELOW_AND_ABOVE = 0.02  # of a measured peak
 OF_A_PIPELINE = 0.03
 STEP_COUNTS = 8  # bytes of the optimizer's step count per tensor, rounded up; no formula counts them
-
-
-@pytest.fixture(scope="module", autouse=True)
-def apart(tmp_path_factory):
-    """A cache for this module, and no process that traces after it."""
-    with pytest.MonkeyPatch.context() as patch:
-        place = tmp_path_factory.mktemp("cache")
-        patch.setattr(planning, "user_cache", lambda: place)
-        patch.setattr(TRACER, "forked", lambda environment, errors: None)  # whatever a panel has set
-        yield
-    TRACER.end()
 
 
 def spec_of(strategy: str, **fields) -> Spec:

@@ -10,12 +10,12 @@ import psutil
 import pytest
 from commands import called
 from conftest import warm_run
+from traced import apart as apart
 
 import labkit
 from labkit.analysis.prediction import outcomes, sentences
 from labkit.plan.script import write_script
 from labkit.plan.spec import Spec
-from labkit.prediction import predict as planning
 from labkit.prediction.classes import MOST, classes, joined
 from labkit.prediction.predict import cached, predict
 from labkit.prediction.tracer import TRACER, Cancelled, TraceFailed
@@ -109,17 +109,6 @@ def step():
     model(torch.zeros(2, 4)).sum().backward()
     optimizer.step()
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def apart(tmp_path_factory):
-    """A cache for this module, and no process that traces after it."""
-    with pytest.MonkeyPatch.context() as patch:
-        place = tmp_path_factory.mktemp("cache")
-        patch.setattr(planning, "user_cache", lambda: place)
-        patch.setattr(TRACER, "forked", lambda environment, errors: None)  # whatever a panel has set
-        yield
-    TRACER.end()
 
 
 @pytest.fixture
