@@ -96,7 +96,7 @@ def spec(schedule, micro_batches):
     return Spec(**job, options={"schedule": schedule, "micro_batches": micro_batches})
 
 
-print(excerpt(spec("GPipe", 4), "MICRO_BATCHES", "STAGES", "own_stages", "parallelize"))
+print(excerpt(spec("GPipe", 4), "MICRO_BATCHES", "STAGES", "parallelize"))
 
 # %% [markdown]
 # Five layers cannot be split evenly between two stages. `planned` accounts for that by counting the floating-point

@@ -7,7 +7,6 @@ import random
 import re
 import weakref
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -70,6 +69,14 @@ ON_RANKS = {
 }
 
 
+def on_rank(monkeypatch, rank: int, ranks: int = 3) -> None:
+    """Makes pp believe that it runs on a rank of a process group."""
+    monkeypatch.setattr(pp, "RANKS", ranks)
+    monkeypatch.setattr(pp.dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(pp.dist, "get_world_size", lambda: ranks)
+    monkeypatch.setattr(pp.dist, "group", SimpleNamespace(WORLD=SimpleNamespace(size=lambda: ranks)))
+
+
 @pytest.mark.parametrize("schedule", SCHEDULE.choices)
 def test_every_schedule_has_its_stages_and_its_ranks_get_them_all(schedule, monkeypatch):
     source, wanted = write_script(Spec("pp", "gpt", nproc=2, options={"schedule": schedule})), ON_RANKS[schedule]
@@ -82,12 +89,13 @@ def test_every_schedule_has_its_stages_and_its_ranks_get_them_all(schedule, monk
     held = []
     monkeypatch.setattr(pp, "STAGES", begins)
     monkeypatch.setattr(pp, "SCHEDULE", schedule)
-    monkeypatch.setattr(pp, "Pipeline", lambda stages, device: held.append(stages) or nn.Module())
-    monkeypatch.setattr(pp, "pp_group", lambda: SimpleNamespace(size=lambda: 3))
+    monkeypatch.setattr(pp, f"Schedule{schedule}", lambda own, *args, **options: own)
+    monkeypatch.setattr(pp, "PipelineStage", lambda stage, number, *args, **_: held[-1].update({number: stage}))
     model = [*gpt.build_blocks()]
     for rank in range(3):
-        monkeypatch.setattr(pp.dist, "get_rank", lambda group, rank=rank: rank)
-        pp.parallelize(model, torch.device("cpu"))
+        held.append({})
+        on_rank(monkeypatch, rank)
+        assert [*pp.parallelize(model, torch.device("cpu"))] == [*held[-1].values()]
     assert [sorted(stages) for stages in held] == wanted
     stages = range(len(begins) - 1)
     assert [[stage for stage in stages if holder(stage, 3, schedule) == rank] for rank in range(3)] == wanted
@@ -99,19 +107,19 @@ def test_every_schedule_has_its_stages_and_its_ranks_get_them_all(schedule, monk
     assert blocks == model
 
 
-def test_a_script_for_another_number_of_ranks_says_so(monkeypatch):
-    monkeypatch.setattr(pp, "pp_group", lambda: SimpleNamespace(size=lambda: 3))
-    monkeypatch.setattr(pp.dist, "get_rank", lambda group: 0)
-    for schedule, ranks in (("1F1B", 2), ("Interleaved1F1B", 1)):
-        monkeypatch.setattr(pp, "SCHEDULE", schedule)
-        with pytest.raises(SystemExit, match=f"STAGES is for a pipeline of {ranks} ranks, got 3"):
-            pp.own_stages(iter([]))
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_script_for_another_number_of_ranks_says_so(ranks, monkeypatch):
+    on_rank(monkeypatch, 0, ranks)
+    monkeypatch.setattr(pp, "RANKS", 3)
+    with pytest.raises(SystemExit, match=f"STAGES is for 3 ranks, got {ranks}"):
+        pp.parallelize(iter([]), torch.device("cpu"))
 
 
 def test_blocks_of_other_ranks_are_freed_before_all_are_built(monkeypatch):
     monkeypatch.setattr(pp, "STAGES", (0, 4, 6))
-    monkeypatch.setattr(pp, "pp_group", lambda: SimpleNamespace(size=lambda: 2))
-    monkeypatch.setattr(pp.dist, "get_rank", lambda group: 1)
+    monkeypatch.setattr(pp, "PipelineStage", lambda *args, **_: None)
+    monkeypatch.setattr(pp, "Schedule1F1B", lambda own, *args, **options: own)
+    on_rank(monkeypatch, 1, 2)
     alive, counts = weakref.WeakSet(), []
 
     def blocks():
@@ -121,14 +129,14 @@ def test_blocks_of_other_ranks_are_freed_before_all_are_built(monkeypatch):
             counts.append(len(alive))
             yield block
 
-    assert [*pp.own_stages(blocks())[1]._modules] == ["4", "5"], "blocks keep their numbers in the whole model"
+    (stage,) = pp.parallelize(blocks(), torch.device("cpu"))
+    assert [*stage._modules] == ["4", "5"], "blocks keep their numbers in the whole model"
     assert max(counts) <= 3, "its own, and at most two that are being passed on"
 
 
 @pytest.mark.parametrize(("rank", "loaded"), [(0, (True, False)), (1, (False, False)), (2, (False, True))])
 def test_only_the_first_stage_loads_inputs_and_only_the_last_targets(rank, loaded, monkeypatch):
-    monkeypatch.setattr(pp, "pp_group", lambda: SimpleNamespace(size=lambda: 3))
-    monkeypatch.setattr(pp.dist, "get_rank", lambda group: rank)
+    on_rank(monkeypatch, rank)
     dataset = pp.stage_data(TensorDataset(torch.ones(7, 4), torch.ones(7)))
     assert len(dataset) == 7
     assert tuple(tensor.numel() > 0 for tensor in dataset.tensors) == loaded
@@ -137,8 +145,7 @@ def test_only_the_first_stage_loads_inputs_and_only_the_last_targets(rank, loade
 @pytest.mark.parametrize(("rank", "loaded"), [(0, (True, True)), (1, (False, False)), (2, (False, False))])
 def test_the_first_rank_of_a_v_loads_both(rank, loaded, monkeypatch):
     monkeypatch.setattr(pp, "SCHEDULE", "ZBVZeroBubble")
-    monkeypatch.setattr(pp, "pp_group", lambda: SimpleNamespace(size=lambda: 3))
-    monkeypatch.setattr(pp.dist, "get_rank", lambda group: rank)
+    on_rank(monkeypatch, rank)
     dataset = pp.stage_data(TensorDataset(torch.ones(7, 4), torch.ones(7)))
     assert tuple(tensor.numel() > 0 for tensor in dataset.tensors) == loaded
 
@@ -226,8 +233,6 @@ def test_a_torch_whose_schedules_cannot_evaluate_is_refused(strategy):
 def test_a_small_batch_is_padded_without_changing_loss_and_gradients(monkeypatch):
     torch.manual_seed(0)
     monkeypatch.setattr(pp, "BATCH_PER_RANK", 8)
-    monkeypatch.setattr(pp, "pp_group", lambda: None)
-    monkeypatch.setattr(pp.dist, "get_rank", lambda group: 0)
     inputs, targets = torch.randn(5, 4), torch.arange(5)
     model = nn.Linear(4, 10)
     expected = nn.functional.cross_entropy(model(inputs), targets)
@@ -241,7 +246,6 @@ def test_a_small_batch_is_padded_without_changing_loss_and_gradients(monkeypatch
         sum(losses).backward()
 
     model.schedule = SimpleNamespace(step=step)
-    model.run = partial(pp.Pipeline.run, model)
     loss = pp.train_step(model, torch.optim.SGD(model.parameters(), lr=0.0), inputs, targets)
     torch.testing.assert_close(loss, expected.detach())
     torch.testing.assert_close([parameter.grad for parameter in model.parameters()], gradients)
@@ -271,10 +275,13 @@ def test_fp16_steps_on_the_ranks_without_a_loss_too(tmp_path, monkeypatch):
 
 def test_the_script_shows_the_order():
     source = write_script(Spec("pp_fsdp2_tp", "gpt", nproc=8, options={"checkpoint_activations": True}))
-    body = source[source.index("def parallelize") :]
-    assert (
-        body.index("parallelize_module(")
-        < body.index("transform(")
-        < body.index("fully_shard(")
-        < body.index("return Pipeline(")
+    steps = (
+        "parallelize_module(block",
+        "transform(block",
+        "fully_shard(block",
+        "wrap_stage(stage",
+        "PipelineStage(stage",
     )
+    body = source[source.index("def wrap_stage") + len("def wrap_stage") :]
+    positions = [body.index(step) for step in steps]
+    assert positions == sorted(positions)

@@ -40,7 +40,8 @@ def trace(request: dict[str, Any], rank: int) -> dict[str, Any]:
     if request["grouped"]:
         dist.init_process_group()
     with FAKE_MODE.get()(allow_non_fake_inputs=True):
-        data = batch(script, request["sample"], script.BATCH_PER_RANK * getattr(script, "RANKS", 1))
+        ranks = 1 if request["grouped"] else getattr(script, "RANKS", 1)  # that one process drives
+        data = batch(script, request["sample"], script.BATCH_PER_RANK * ranks)
         if hasattr(script, "STAGES"):
             world.stages_know_shapes(script, request["sample"], request["split"])
             data = script.stage_data(data)

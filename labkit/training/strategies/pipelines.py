@@ -49,7 +49,8 @@ def constants(spec: Request) -> dict[str, Any]:
     ranks, schedule = _ranks(spec), spec.options["schedule"]
     stages = ranks * (2 if schedule in TWO_STAGES else 1)
     last = holder(stages - 1, ranks, schedule) * (spec.nproc // ranks)
-    return {"STAGES": cut(spec.workload_row.costs(spec.options), stages), "LOSS_RANK": last}
+    bounds = cut(spec.workload_row.costs(spec.options), stages)
+    return {"STAGES": bounds, "LOSS_RANK": last, "MESH": "pp_size" in spec.options}
 
 
 def limit(spec: Request) -> str | None:

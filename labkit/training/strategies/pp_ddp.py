@@ -13,11 +13,11 @@ from labkit.training.strategies.ddp import BUCKET_MB
 from labkit.training.strategies.fsdp2_tp import data_shard
 from labkit.training.strategies.pp import (
     IS_LOGGING_RANK,
+    PP_SIZE,
     SCALER,
-    Pipeline,
     clip_gradients,
     evaluate,
-    own_stages,
+    parallelize,
     stage_data,
     tensors_of,
     train_step,
@@ -31,14 +31,13 @@ __all__ = [
     "clip_gradients",
     "data_shard",
     "evaluate",
+    "parallelize",
     "resume",
     "save",
     "stage_data",
     "tensors_of",
     "train_step",
 ]
-
-PP_SIZE = 2  # ranks per pipeline
 
 
 @cache
@@ -49,24 +48,17 @@ def mesh() -> dist.DeviceMesh:
     return dist.init_device_mesh(kind, shape, mesh_dim_names=("pp", "dp"))
 
 
-def pp_group() -> dist.ProcessGroup:
-    """The ranks of a pipeline, in the order of their stages."""
-    return mesh()["pp"].get_group()
-
-
-def parallelize(blocks, device: torch.device) -> nn.Module:
-    """Wrap the stages of this rank in DDP, and build the pipeline."""
+def wrap_stage(stage: nn.Sequential, device: torch.device) -> nn.Module:
+    """A replica of the stage, whose backward averages the gradients over the ranks."""
     if CHECKPOINT_ACTIVATIONS or COMPILE:
-        blocks = map(transform, blocks)
-    stages = own_stages(blocks)
-    for n, stage in stages.items():
-        if MIXED_PRECISION:
-            autocast = torch.autocast(device.type, dtype=DTYPE)
-            stage.forward = autocast(stage.forward)
-        options = {"process_group": mesh()["dp"].get_group()}
-        # Without it, DDP rebuilds its buckets after the pass that infers the shapes.
-        options["find_unused_parameters"] = True
-        if BUCKET_MB:
-            options["bucket_cap_mb"] = BUCKET_MB
-        stages[n] = DistributedDataParallel(stage.to(device), **options)
-    return Pipeline(stages, device)
+        for block in stage:
+            transform(block)
+    if MIXED_PRECISION:
+        autocast = torch.autocast(device.type, dtype=DTYPE)
+        stage.forward = autocast(stage.forward)
+    options = {"process_group": mesh()["dp"].get_group()}
+    # Without it, DDP rebuilds its buckets after the pass that infers the shapes.
+    options["find_unused_parameters"] = True
+    if BUCKET_MB:
+        options["bucket_cap_mb"] = BUCKET_MB
+    return DistributedDataParallel(stage.to(device), **options)

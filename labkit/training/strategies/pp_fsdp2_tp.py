@@ -13,15 +13,14 @@ from labkit.training.strategies.base import DTYPE, MIXED_PRECISION
 from labkit.training.strategies.fsdp2_tp import TP_SIZE, data_shard
 from labkit.training.strategies.pp import (
     IS_LOGGING_RANK,
-    Pipeline,
+    PP_SIZE,
     evaluate,
-    own_stages,
+    parallelize,
     stage_data,
     tensors_of,
     total_norm,
     train_step,
 )
-from labkit.training.strategies.pp_ddp import PP_SIZE, pp_group
 from labkit.training.strategies.sharded import resume, save
 from labkit.training.strategies.tp import clip_gradients
 from labkit.training.strategies.transforming import CHECKPOINT_ACTIVATIONS, COMPILE, transform
@@ -32,7 +31,7 @@ __all__ = [
     "clip_gradients",
     "data_shard",
     "evaluate",
-    "pp_group",
+    "parallelize",
     "resume",
     "save",
     "stage_data",
@@ -50,9 +49,8 @@ def mesh() -> dist.DeviceMesh:
     return dist.init_device_mesh(kind, shape, mesh_dim_names=("pp", "dp", "tp"))
 
 
-def parallelize(blocks, device: torch.device) -> nn.Module:
-    """Split (TP) and shard (FSDP2) the stages of this rank, and build the pipeline (PP)."""
-    stages = own_stages(blocks)
+def wrap_stage(stage: nn.Sequential, device: torch.device) -> nn.Module:
+    """Split the layers of the stage (TP), then shard its parameters (FSDP2)."""
     plans = tensor_plans()
     # TP returns the local parts of tensors as views, which nothing changes in place.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
@@ -61,11 +59,9 @@ def parallelize(blocks, device: torch.device) -> nn.Module:
     if MIXED_PRECISION:
         dtypes = {"param_dtype": DTYPE, "reduce_dtype": torch.float32}
         settings["mp_policy"] = MixedPrecisionPolicy(**dtypes)
-    for stage in stages.values():
-        for number, block in stage.to(device).named_children():
-            parallel.parallelize_module(block, mesh()["tp"], plans.get(int(number), {}))
-            if CHECKPOINT_ACTIVATIONS or COMPILE:
-                block = transform(block)
-            fully_shard(block, **settings)
-        fully_shard(stage, **settings)  # the root, which schedules the all-gathers
-    return Pipeline(stages, device)
+    for number, block in stage.to(device).named_children():
+        parallel.parallelize_module(block, mesh()["tp"], plans.get(int(number), {}))
+        if CHECKPOINT_ACTIVATIONS or COMPILE:
+            block = transform(block)
+        fully_shard(block, **settings)
+    return fully_shard(stage, **settings)  # the root, which schedules the all-gathers
