@@ -194,7 +194,7 @@ def test_a_front_end_without_widgets_gets_svg(fake, monkeypatch):
     charts.restart(follower.state)
     assert charts.plain.value == ""
     wait_until(lambda: charts.plain.value.count("<svg") == 4)
-    charts._heard(charts.page, {"kind": "heard"}, [])
+    charts._heard(charts.page, {"kind": "pong"}, [])
     wait_until(lambda: charts.plain.layout.display == "none")
 
 

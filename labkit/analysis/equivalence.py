@@ -127,7 +127,7 @@ def tolerance(what: str, step: int, spec: Spec, reference: Spec) -> float:
     Parameters can differ more from the second step on: where rounding flips a ReLU or the maximum of a pooling window,
     a gradient that is zero in one training is not in the other, and AdamW moves such parameters by the full learning
     rate. Between `single` with its batch in one part and in four, this made 1e-3 in 4 steps of a CNN. A wrong gradient
-    makes about 5e-2 in each step.
+    of a whole tensor makes about 5e-2 per step there (estimated: the learning rate over the usual size of a weight).
     """
     rounding = max(_ROUNDING[one.precision or "fp32"] for one in (spec, reference))
     grown = rounding * _GROWTH ** min(step - 1, 60)

@@ -17,7 +17,7 @@ from labkit import figures
 from labkit.figures.as_svg import drawing
 from labkit.figures.model import Chart
 from labkit.frontends.panel.feed import Feed
-from labkit.frontends.panel.own import OwnWidget, program
+from labkit.frontends.panel.handshake import HandshakeWidget, program
 from labkit.record.state import RunState
 
 _PATIENCE = 8.0  # seconds to wait for a page's answer before plain SVG is shown
@@ -41,7 +41,7 @@ def _plotly() -> tuple[str, bytes]:
     return plotly.__version__, gzip.compress(get_plotlyjs().encode(), 6)
 
 
-class _Page(OwnWidget):
+class _Page(HandshakeWidget):
     """The browser side: requests "plotly" once per page, then sends "ready" for charts."""
 
     _esm = program("charts.js")
@@ -118,7 +118,7 @@ class Charts:
     def _heard(self, _, message, buffers) -> None:
         # Answered in a thread: a thread that holds the lock to read a long run must not block the kernel.
         answers = {
-            "heard": self._is_here,
+            "pong": self._is_here,
             "plotly": self._send_plotly,
             "ready": self._send_all,
             "failed": self._has_failed,

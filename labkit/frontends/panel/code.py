@@ -9,7 +9,7 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import DiffLexer, PythonLexer
 
 from labkit.engines.torchrun import PORT
-from labkit.frontends.panel.own import OwnWidget, program
+from labkit.frontends.panel.handshake import HandshakeWidget, program
 from labkit.frontends.panel.words import sentence_html
 from labkit.plan.commands import node_commands
 from labkit.plan.fields import SpecError
@@ -19,7 +19,7 @@ from labkit.plan.spec import Spec
 _FORMAT = HtmlFormatter(classprefix="labkit-", cssclass="labkit-source")
 
 
-class Command(OwnWidget):
+class Command(HandshakeWidget):
     """A command with a button that copies it."""
 
     _esm = program("command.js")

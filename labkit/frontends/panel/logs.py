@@ -11,7 +11,7 @@ import ipywidgets
 
 from labkit.common.text import visible_log
 from labkit.figures import rank_colour
-from labkit.frontends.panel.own import OwnWidget, program
+from labkit.frontends.panel.handshake import HandshakeWidget, program
 from labkit.record.folder import STREAMS, RunFolder
 from labkit.record.logs import LogTail
 
@@ -21,7 +21,7 @@ _FOUND = 500  # maximum matches shown for a search
 _NOTHING = {"rank": "", "stream": "", "query": ""}  # the default filter: all ranks, both streams, no search
 
 
-class _Page(OwnWidget):
+class _Page(HandshakeWidget):
     _esm = program("logs.js")
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import traitlets
 
-from labkit.frontends.panel.own import OwnWidget, program
+from labkit.frontends.panel.handshake import HandshakeWidget, program
 
 
-class Presentation(OwnWidget):
+class Presentation(HandshakeWidget):
     """A button that switches the enclosing panel to presentation mode; it also handles the panel's keyboard shortcuts.
 
     Everything runs in the page, so that it responds while the kernel is busy.

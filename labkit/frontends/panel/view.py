@@ -14,8 +14,8 @@ from labkit.analysis.diagnose import findings
 from labkit.figures.tables import findings_html
 from labkit.frontends.panel.before import Before
 from labkit.frontends.panel.charts import Charts
+from labkit.frontends.panel.handshake import STATIC, reopen_until_connected
 from labkit.frontends.panel.logs import Logs
-from labkit.frontends.panel.own import STATIC, open_until_heard
 from labkit.frontends.panel.profiled import MemoryTab, TimelineTab
 from labkit.frontends.panel.words import finding_html, progress_html, sentence_html, state_html, tone_of
 from labkit.plan.spec import Spec
@@ -97,7 +97,7 @@ class RunView:
 
     def shown(self, root: ipywidgets.Box) -> None:
         """Call this when `root`, which contains the widgets, is displayed."""
-        open_until_heard(root)
+        reopen_until_connected(root)
         for charts in self._all_charts():
             charts.shown()
 

@@ -224,4 +224,4 @@ function render({ model, el }) {
   };
 }
 
-export default { render: answering(render) };
+export default { render: withHandshake(render) };

@@ -30,4 +30,4 @@ function render({ model, el }) {
   return () => model.off("change:text", show);
 }
 
-export default { render: answering(render) };
+export default { render: withHandshake(render) };

@@ -142,4 +142,4 @@ function render({ model, el }) {
   };
 }
 
-export default { render: answering(render) };
+export default { render: withHandshake(render) };
