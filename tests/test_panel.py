@@ -112,12 +112,12 @@ def test_the_command_of_each_of_several_nodes_is_shown():
     assert [text.replace(" --batch-size 128", "") for text in lab._nodes.texts] == [
         f"{each} --nodes 2 --node-rank {rank} --rdzv-endpoint node0:29500" for rank in range(2)
     ]
-    shown = lab._nodes._commands.children
+    shown = lab._nodes._list.children
     lab._nodes.endpoint.value, lab._nodes.nodes.value = "my$host:1", 3
     assert [text.partition(" --nodes ")[2] for text in lab._nodes.texts] == [
         f"3 --node-rank {rank} --rdzv-endpoint 'my$host:1'" for rank in range(3)
     ]
-    assert lab._nodes._commands.children[:2] == shown
+    assert lab._nodes._list.children[:2] == shown
     lab._nodes.endpoint.value = "<b>"
     assert lab._nodes.texts == [] and "&lt;b&gt;" in lab._nodes.said.value
     lab._nodes.endpoint.value = "a:1"

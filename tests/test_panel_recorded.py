@@ -168,5 +168,5 @@ def test_when_and_where_a_run_was_recorded(runs):
 
 def test_presentation_mode_is_set_in_the_page(runs):
     children = [child for box in Lab(presentation=True)._widget.children for child in getattr(box, "children", ())]
-    boxes = [child for child in children if isinstance(child, Presentation)]
-    assert [box.on for box in boxes] == [True]
+    inner = [each for child in children for each in getattr(child, "children", ())]
+    assert [one.on for one in inner if isinstance(one, Presentation)] == [True]

@@ -260,6 +260,8 @@ def test_search_looks_through_the_whole_file(fake, monkeypatch):
     fake.say(1, "more\n")
     logs.draw()
     assert len(messages) == 1, "the matches stay until the search is cleared"
+    logs._show({"kind": "ready"})
+    assert messages[1] == messages[0], "another view shows the same matches"
     logs._show({"query": ""})
     assert lines_of(messages[-1:])[-1] == (1, "stdout", "more")
 

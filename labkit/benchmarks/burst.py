@@ -118,7 +118,7 @@ class _Pages:
 
     def _note(self, kind: str, content: dict) -> None:
         if kind == "comm_open" and "_esm" in content["data"].get("state", {}):
-            for word in ("pong", "ready", "show"):  # the messages of a page that has rendered its charts and logs
+            for word in ("pong", "ready"):  # the messages of a page that has rendered its charts and logs
                 answer = {"method": "custom", "content": {"kind": word}}
                 self._client.shell_channel.send(
                     self._client.session.msg("comm_msg", {"comm_id": content["comm_id"], "data": answer})

@@ -67,7 +67,7 @@ class Charts:
         self.page = _Page(plotly_version=plotly.__version__)
         self.page.on_msg(self._heard)
         self.plain = ipywidgets.HTML(layout={"display": "none"})
-        self.widget = ipywidgets.VBox([self.page, self.plain])
+        self.widget = ipywidgets.VBox([self.page.box, self.plain])
         self.widget.add_class("labkit-board")
         self._lock = lock or threading.RLock()
         self._charts = charts

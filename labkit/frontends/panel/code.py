@@ -32,9 +32,10 @@ class NodeCommands:
     def __init__(self) -> None:
         self.nodes = ipywidgets.BoundedIntText(value=2, min=2, max=64, description="Nodes")
         self.endpoint = ipywidgets.Text(value=f"node0:{PORT}", description="Node 0", continuous_update=False)
-        self.said, self._commands = ipywidgets.HTML(), ipywidgets.VBox()
-        self.widget = ipywidgets.VBox([ipywidgets.HBox([self.nodes, self.endpoint]), self.said, self._commands])
-        self._commands.add_class("labkit-nodes")
+        self.said, self._list = ipywidgets.HTML(), ipywidgets.VBox()
+        self.widget = ipywidgets.VBox([ipywidgets.HBox([self.nodes, self.endpoint]), self.said, self._list])
+        self._list.add_class("labkit-nodes")
+        self._commands: list[Command] = []
         for one in (self.nodes, self.endpoint):
             one.observe(lambda _: self._show(), "value")
         self._spec: Spec | None = None
@@ -47,7 +48,7 @@ class NodeCommands:
     @property
     def texts(self) -> list[str]:
         """The commands that are shown, in the order of the nodes."""
-        return [one.text for one in self._commands.children]
+        return [one.text for one in self._commands]
 
     def _show(self) -> None:
         """Widgets that are there are used again, because each one loads its program in the page."""
@@ -56,10 +57,11 @@ class NodeCommands:
             self.said.value = ""
         except SpecError as error:
             texts, self.said.value = [], sentence_html(str(error))
-        there = self._commands.children[: len(texts)]
+        there = self._commands[: len(texts)]
         for one, text in zip(there, texts):
             one.text = text
-        self._commands.children = (*there, *(Command(text=text) for text in texts[len(there) :]))
+        self._commands = there + [Command(text=text) for text in texts[len(there) :]]
+        self._list.children = [one.box for one in self._commands]
 
 
 def sources(

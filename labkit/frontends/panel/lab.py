@@ -109,10 +109,10 @@ class Lab:
         tabs.observe(self._turned, "selected_index")
         mode = Presentation(on=presentation)
         buttons = (self._run_button, view.stop_button, view.predict.button)
-        actions = ipywidgets.HBox([*buttons, view.words, view.progress, mode])
+        actions = ipywidgets.HBox([*buttons, view.words, view.progress, mode.box])
         actions.add_class("labkit-actions")
         self._install = Install(self._changed)
-        said = ipywidgets.HBox([self._batch, self._install.widget, self._command])
+        said = ipywidgets.HBox([self._batch, self._install.widget, self._command.box])
         said.add_class("labkit-status-row")
         row = choices.row
         row.children = (*row.children, self._recorded.which)
@@ -143,7 +143,7 @@ class Lab:
             prepare()
         display(self._widget)
         self._static = StaticFigures()
-        self._view.shown(self._widget)
+        self._view.shown()
 
     # ---- reacting to a change of the configuration
 

@@ -32,7 +32,7 @@ def _live(run: Run) -> None:
 
     static: list[StaticFigures] = []
     view = RunView(lambda name, state: static[0].fill(name, state))
-    actions = ipywidgets.HBox([view.stop_button, view.words, view.progress, Presentation()])
+    actions = ipywidgets.HBox([view.stop_button, view.words, view.progress, Presentation().box])
     actions.add_class("labkit-actions")
     tabs = ipywidgets.Tab([view.live, view.logs.widget, view.timeline.widget, view.memory.widget])
     for number, title in enumerate(("Live", "Logs", "Timeline", "Memory")):
@@ -42,5 +42,5 @@ def _live(run: Run) -> None:
     widget.add_class("labkit")
     display(widget)
     static.append(StaticFigures())
-    view.shown(widget)
+    view.shown()
     view.follow(run)

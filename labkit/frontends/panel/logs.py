@@ -7,8 +7,6 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import ipywidgets
-
 from labkit.common.text import visible_log
 from labkit.figures import rank_colour
 from labkit.frontends.panel.handshake import HandshakeWidget, program
@@ -31,7 +29,7 @@ class Logs:
     def __init__(self) -> None:
         self.page = _Page()
         self.page.on_msg(self._heard)
-        self.widget = ipywidgets.Box([self.page])
+        self.widget = self.page.box
         self.widget.add_class("labkit-log-box")
         self._lock = threading.RLock()
         self._folder: RunFolder | None = None
@@ -117,12 +115,13 @@ class Logs:
         self.page.send({"kind": "lines", "lines": lines, "note": note} | more)
 
     def _heard(self, _, message, buffers) -> None:
-        if message.get("kind") == "show":  # in a thread, because a search reads whole files
+        if message.get("kind") in ("ready", "show"):  # in a thread, because a search reads whole files
             threading.Thread(target=self._show, args=(message,), daemon=True).start()
 
     def _show(self, message: dict[str, Any]) -> None:
-        wanted = {name: str(message.get(name) or "") for name in _NOTHING}
+        """A new view is "ready": its message selects nothing, and it receives what the view before it showed."""
         with self._lock:
+            wanted = {name: str(message.get(name, before)) for name, before in self._wanted.items()}
             self._ready, self._wanted = True, wanted
             folder, keys = self._folder, self._shown()
             if folder is None or not wanted["query"]:

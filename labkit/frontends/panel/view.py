@@ -14,7 +14,7 @@ from labkit.analysis.diagnose import findings
 from labkit.figures.tables import findings_html
 from labkit.frontends.panel.before import Before
 from labkit.frontends.panel.charts import Charts
-from labkit.frontends.panel.handshake import STATIC, reopen_until_connected
+from labkit.frontends.panel.handshake import STATIC
 from labkit.frontends.panel.logs import Logs
 from labkit.frontends.panel.profiled import MemoryTab, TimelineTab
 from labkit.frontends.panel.words import finding_html, progress_html, sentence_html, state_html, tone_of
@@ -95,9 +95,8 @@ class RunView:
         self._recorded = self._stopping = self._busy = False
         self._thread: threading.Thread | None = None
 
-    def shown(self, root: ipywidgets.Box) -> None:
-        """Call this when `root`, which contains the widgets, is displayed."""
-        reopen_until_connected(root)
+    def shown(self) -> None:
+        """Call this when the widgets are displayed."""
         for charts in self._all_charts():
             charts.shown()
 

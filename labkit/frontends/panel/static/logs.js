@@ -89,13 +89,13 @@ function render({ model, el }) {
     append(message);
   };
 
-  const ask = (kind) => model.send({ kind, rank: rank.value, stream: stream.value, query: search.value });
-  rank.onchange = stream.onchange = () => ask("show");
+  const ask = () => model.send({ kind: "show", rank: rank.value, stream: stream.value, query: search.value });
+  rank.onchange = stream.onchange = () => ask();
   // Search while typing, because the notebook handles the Enter key itself.
   let typing = 0;
   search.oninput = () => {
     clearTimeout(typing);
-    typing = setTimeout(() => ask("show"), TYPED);
+    typing = setTimeout(() => ask(), TYPED);
   };
   follow.onclick = () => setFollowing(!following);
   lines.onscroll = () => {
@@ -108,7 +108,7 @@ function render({ model, el }) {
 
   setFollowing(true);
   model.on("msg:custom", heard);
-  ask("show");
+  model.send({ kind: "ready" }); // the kernel owns the filter and the search: a new view shows those of the last one
   return () => {
     clearTimeout(typing);
     seen.disconnect();
