@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -265,8 +266,13 @@ def wait_for_words(panel: sync_api.Locator, words: str) -> None:
 
 
 def nothing_is_cut_off(panel: sync_api.Locator) -> None:
-    """Neither text in a box that hides what is too wide for it, nor the title of a chart."""
+    """Neither text in a box that hides what is too wide for it, nor the title of a chart.
+
+    Charts are drawn again in a frame after a change of the layout, so that they may be cut off until then.
+    """
     for script in (CLIPPED, TITLES):
-        cut = panel.evaluate(script)
+        end = time.monotonic() + 10
+        while (cut := panel.evaluate(script)) and time.monotonic() < end:
+            time.sleep(0.2)
         assert not cut, cut
     assert panel.evaluate("element => element.scrollWidth <= element.clientWidth + 1"), "the panel is too wide"
