@@ -9,7 +9,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ sys.modules.setdefault("rfc3987_syntax", None)
 gc.set_threshold(10_000, 10, 10)
 
 PATIENCE = 60.0  # seconds that a test waits for a server on a busy machine
+FAILED = pytest.StashKey[bool]()  # whether the function of a test raised
 START_TOO_SLOW = "[anywidget] Failed to initialize model."  # the panel then opens the widget again
 PICTURES = Path(__file__).parent / "screenshots"
 # for a test whose cold round shows nothing that the cold round of another one does not show
@@ -57,6 +58,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     slow = [item for item in items if item.get_closest_marker("slow")]
     items[:] = [item for item in items if item not in set(slow)]
     config.hook.pytest_deselected(items=slow)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Generator[None, Any, Any]:
+    """Notes on a test whether it failed, for the fixtures that end after it."""
+    report = yield
+    if call.when == "call":
+        item.stash[FAILED] = report.failed
+    return report
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -176,13 +186,21 @@ def chromium():
 
 
 @pytest.fixture
-def page(chromium, jupyter):
-    """A page in a new context, as wide as a projector; an error in it fails the test. It closes before kernels end."""
+def page(chromium, jupyter, request):
+    """A page in a new context, as wide as a projector; an error in it fails the test. It closes before kernels end.
+
+    If the test fails, its report has what the page and its console said, and there is a picture of the page.
+    """
     errors: list[str] = []
+    console: list[str] = []
     context = chromium.new_context(viewport={"width": 1280, "height": 720})
     page = context.new_page()
     page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda message: message.type != "debug" and console.append(message.text[:300]))
     yield page
+    if request.node.stash.get(FAILED, False):
+        page.screenshot(path=PICTURES / f"failed-{request.node.name}.png")
+        print(page.locator("body").inner_text()[-4000:], *console[-40:], sep="\n")
     context.close()
     assert not [one for one in errors if one != START_TOO_SLOW]
 

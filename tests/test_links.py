@@ -172,6 +172,19 @@ def test_a_median_above_that_of_a_larger_size_does_not_count():
     assert disturbed.points["send"][0].seconds == 5e-4  # what was measured stays in the table
 
 
+def test_delays_are_what_calls_take_longer_after_computing():
+    late = (1e-4, *[2e-4] * 9, *[5e-4] * 10)  # the fastest tenth ends at 2e-4
+    known = table(all_reduce=((1024, 3e-4), (4096, 4e-4), (16384, 5e-4), (65536, 6e-4)))
+    rows = known.points["all_reduce"]
+    known = replace(known, points={"all_reduce": (replace(rows[0], after_computing=late), *rows[1:])})
+    assert known.seconds("all_reduce", 1024) == known.latency("all_reduce") == 2e-4
+    assert known.seconds("all_reduce", 4096) == pytest.approx(4e-4)  # of which no such calls are known
+    model = Measured({2: known})
+    for ranks in (2, 3):
+        assert sorted(model.time("all_reduce", 4000, ranks).delays) == pytest.approx([0.0] * 10 + [3e-4] * 10)
+        assert model.time("all_reduce", 1 << 20, ranks).delays == ()
+
+
 def test_other_numbers_of_ranks_are_scaled_and_marked_as_modelled():
     rows = ((1024, 1e-4), (1 << 20, 1e-3))
     model = Measured({2: table(2, all_reduce=rows), 8: table(8, all_reduce=((1024, 9e-4),))})
@@ -205,7 +218,7 @@ def test_files_round_trip(cache):
         (lambda text: text[:50], "it is not JSON"),
         (lambda text: "[]", "it must be an object"),
         (lambda text: "\x00\ud800", "it is not"),
-        (lambda text: text.replace('"v": 1', '"v": 2'), "v must be an integer from 1 to 1, got 2"),
+        (lambda text: text.replace('"v": 2', '"v": 1'), "v must be an integer from 2 to 2, got 1"),
         (lambda text: text.replace("0.0001", '"fast"'), "operations.all_reduce.0.seconds must be a number"),
         (lambda text: text.replace("0.0001", "NaN"), "operations.all_reduce.0.seconds must be a number"),
         (lambda text: text.replace("4096", "1024"), "operations.all_reduce must be in order of size"),

@@ -1,11 +1,9 @@
-"""The benchmark of a long run: its arithmetic and its results file; and the memory that a rank gives back."""
+"""The benchmark of a long run: its arithmetic and its results file."""
 
 from __future__ import annotations
 
 import io
 import json
-import subprocess
-import sys
 
 import pytest
 from rich.console import Console
@@ -105,27 +103,3 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tm
         main(only="memory_growth", results=str(path))
     with pytest.raises(ValueError, match="--minutes does not apply to the benchmark importing"):
         main(only="importing", minutes=5)
-
-
-FRAGMENTED = """
-import ctypes, resource
-from labkit.probe.heap import give_back_memory
-libc = ctypes.CDLL(None)
-libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
-def resident():
-    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
-blocks = [libc.malloc(20_000) for _ in range(2_000)]
-for block in blocks:
-    ctypes.memset(block, 1, 20_000)
-for block in blocks[:-1]:
-    libc.free(block)
-held = resident()
-give_back_memory()
-print(held - resident())
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no /proc")
-def test_a_rank_gives_back_memory_that_is_free_below_a_block_in_use():
-    done = subprocess.run([sys.executable, "-c", FRAGMENTED], capture_output=True, text=True, check=True)
-    assert int(done.stdout) > 30e6, "of 40 MB that were freed"

@@ -16,7 +16,7 @@ from labkit.plan.script import write_script
 from labkit.prediction.collectives import CommunicationModel, Duration
 from labkit.prediction.link_table import store
 from labkit.prediction.predict import predict
-from labkit.prediction.simulation import Compute, Start, Wait, simulate
+from labkit.prediction.simulation import Compute, Start, Wait, moved, simulate
 from labkit.prediction.timing import timed
 from labkit.prediction.tracer import computed
 from labkit.record.events import PHASES
@@ -128,6 +128,35 @@ def test_collectives_of_a_group_follow_each_other_and_groups_do_not_wait_for_eac
 
 def test_an_operation_that_a_class_of_ranks_never_starts_does_not_block_the_others():
     assert seconds({0: [Start(0, "recv", 3, (1,)), Wait(0)], 1: [compute("forward", 1.0)]}) == {0: 3.0, 1: 1.0}
+
+
+def test_an_operation_takes_longer_by_one_of_its_delays():
+    class Delayed(Links):
+        def _time(self, operation, size, ranks, nodes):
+            return replace(super()._time(operation, size, ranks, nodes), delays=(*[0.0] * 7, 8.0))
+
+    one = [Start(0, "all_reduce", 1, (0, 1)), Wait(0)]
+    found = simulate({0: one, 1: one}, {0: 0, 1: 1}, Delayed(), None)[0]
+    assert (found["low"], found["seconds"], found["high"]) == (1.0, 1.0, 1.0)
+    twenty = simulate({0: one * 20, 1: one * 20}, {0: 0, 1: 1}, Delayed(), None, steps=101)[0]
+    assert twenty["seconds"] == pytest.approx(20 * (1 + 8 / 8), rel=0.15)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(2, 2), (2, 3), (3, 2)])
+def test_another_rank_of_a_class_does_the_same_in_its_part_of_the_mesh(rows, columns):
+    """The ranks of a row hold the same stage, a column is a pipeline; both are groups of collectives, too."""
+    ranks = rows * columns
+
+    def program(rank: int) -> list:
+        row, column = divmod(rank, columns)
+        same_row, same_column = range(row * columns, (row + 1) * columns), range(column, ranks, columns)
+        target = (rank + columns) % ranks
+        groups = [tuple(same_row), tuple(same_column), tuple(range(ranks)), (rank,)]
+        return [Start(0, "send", 1, (target,)), *(Start(1, "all_reduce", 1, group) for group in groups), Wait(1)]
+
+    for rank in range(ranks):
+        assert moved(program(0), 0, rank, ranks) == program(rank)
+    assert moved(program(ranks - 1), ranks - 1, 0, ranks) == program(0)
 
 
 # ---- measured

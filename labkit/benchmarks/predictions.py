@@ -26,7 +26,7 @@ from labkit.training.strategies.pipelines import V_SHAPED
 _STEPS = 40
 _ROUNDS = 3  # in each of which every case runs once
 _RANKS = (2, 4)
-_SECONDS = 10.0  # for which collectives are measured between each number of ranks
+_SECONDS = 20.0  # for which collectives are measured between each number of ranks
 _DIFFERENT = 0.05  # two steps that differ by a smaller share have no order
 _CASES = (
     *(("single", workload, 1) for workload in ("cnn", "mlp", "gpt")),

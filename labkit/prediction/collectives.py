@@ -26,12 +26,13 @@ _COUNT = Number(int, 1, 1 << 20)
 
 @dataclass(frozen=True)
 class Duration:
-    """How long one operation takes: `seconds`, whether they were measured or modelled, and the algorithm (empty if
-    measured)."""
+    """How long one operation takes: `seconds` if nothing delays it, whether they were measured or modelled, and the
+    algorithm (empty if measured). `delays` are further seconds, each as likely as the others; empty if unknown."""
 
     seconds: float
     source: Source
     algorithm: str = ""
+    delays: tuple[float, ...] = ()
 
 
 class CommunicationModel(ABC):

@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict
 
 from labkit.analysis.metrics import median
 from labkit.common.atomic import write_atomically
@@ -28,7 +28,7 @@ from labkit.record.schema import Limits, record_of
 from labkit.record.shapes import Number, Text
 from labkit.setup.machine import Machine
 
-VERSION = 1
+VERSION = 2
 CALIBRATE = "labkit doctor --calibrate"
 _LIMIT = 1 << 20  # bytes of a file
 _STEADY = 1.5  # spread of a table up to which the machine counts as idle
@@ -38,13 +38,15 @@ _Name = Annotated[str, Text(most=200)]
 
 
 class _Point(TypedDict):
-    """Repetitions of one operation on `size` bytes: the median of their seconds, and the quartiles."""
+    """Repetitions of one operation on `size` bytes: the median of their seconds, and the quartiles; and single calls,
+    each after computing."""
 
     size: Annotated[int, Number(1, 1 << 60, whole=True)]
     seconds: _Seconds
     low: _Seconds
     high: _Seconds
     repetitions: Annotated[int, Number(1, 1_000_000, whole=True)]
+    after_computing: Annotated[list[_Seconds], Limits(most=1000)]
 
 
 class _Table(TypedDict):
@@ -58,8 +60,8 @@ class _Table(TypedDict):
     date: _Name
     operations: dict[str, Annotated[list[_Point], Limits(most=1000, least=1)]]
     missing: dict[str, _Name]
-    peaks: NotRequired[dict[str, Annotated[float, Number(1.0, 1e18)]]]  # none in tables of earlier versions
-    kernels: NotRequired[dict[str, Annotated[float, Number(1e-12, 1e18)]]]  # none in tables of earlier versions
+    peaks: dict[str, Annotated[float, Number(1.0, 1e18)]]
+    kernels: dict[str, Annotated[float, Number(1e-12, 1e18)]]
 
 
 _SHAPE = record_of(_Table)
@@ -69,13 +71,21 @@ _FIELDS = ("machine", "torch", "backend", "ranks", "date")
 @dataclass(frozen=True)
 class Point:
     """`repetitions` of an operation on `size` bytes: the median of their seconds, and the quartiles `low` and `high`.
-    Of the ranks, the slowest counts."""
+    Of the ranks, the slowest counts. `after_computing` are the seconds of single calls, before each of which every rank
+    computed, in order; empty for large sizes and on GPUs."""
 
     size: int
     seconds: float
     low: float
     high: float
     repetitions: int
+    after_computing: tuple[float, ...] = ()
+
+    @property
+    def least(self) -> float:
+        """Seconds that nothing delays: those of the fastest tenth of the calls after computing, if there are any."""
+        late = self.after_computing
+        return min(self.seconds, late[len(late) // 10]) if late else self.seconds
 
 
 @dataclass(frozen=True)
@@ -96,10 +106,11 @@ class LinkTable:
     kernels: Mapping[str, float] = field(default_factory=dict)
 
     def seconds(self, operation: str, size: int) -> float:
-        """Seconds for `size` bytes: interpolated between measured sizes, both on a logarithmic scale; the latency below
-        the smallest, and the bandwidth of the largest above it. `LookupError` if the operation was not measured.
+        """Seconds for `size` bytes if nothing delays the call: interpolated between measured sizes, both on a
+        logarithmic scale; the latency below the smallest, and the bandwidth of the largest above it. `LookupError` if
+        the operation was not measured.
 
-        A size counts as no slower than any larger one: if its median is above, something else used the machine.
+        A size counts as no slower than any larger one: if it was measured to be, something else used the machine.
         """
         curve = self._curve(operation)
         after = next((index for index, (known, _) in enumerate(curve) if known >= size), len(curve))
@@ -110,6 +121,13 @@ class LinkTable:
             return fast * size / low
         high, slow = curve[after]
         return float(fast * (slow / fast) ** (math.log(size / low) / math.log(high / low)))
+
+    def delays(self, operation: str, size: int) -> tuple[float, ...]:
+        """How much longer than `seconds` calls after computing took, on the three measured sizes nearest to `size`;
+        empty if that was not measured. `LookupError` if the operation was not measured."""
+        self._curve(operation)
+        near = sorted(self.points[operation], key=lambda point: abs(math.log(point.size / max(1, size))))[:3]
+        return tuple(max(0.0, each - point.least) for point in near for each in point.after_computing)
 
     def latency(self, operation: str) -> float:
         """Seconds of the smallest size."""
@@ -131,7 +149,7 @@ class LinkTable:
     def _curves(self) -> dict[str, tuple[tuple[int, float], ...]]:
         curves = {}
         for operation, points in self.points.items():
-            fastest = [*accumulate((point.seconds for point in reversed(points)), min)]
+            fastest = [*accumulate((point.least for point in reversed(points)), min)]
             curves[operation] = tuple(zip((point.size for point in points), reversed(fastest)))
         return curves
 
@@ -155,7 +173,10 @@ class LinkTable:
     def to_json(self) -> dict[str, Any]:
         """A dict of plain values, as stored."""
         fields = {name: getattr(self, name) for name in _FIELDS}
-        operations = {operation: [asdict(point) for point in points] for operation, points in self.points.items()}
+        operations = {
+            operation: [asdict(point) | {"after_computing": [*point.after_computing]} for point in points]
+            for operation, points in self.points.items()
+        }
         return {
             "v": VERSION,
             **fields,
@@ -170,14 +191,14 @@ class LinkTable:
         """The table of a stored value; `ValueError`, one clause, if it is invalid."""
         if not _SHAPE.check(value):
             raise ValueError(_SHAPE.problem(value, ""))
-        fields = {name: value[name] for name in (*_FIELDS, "missing")}
+        fields = {name: value[name] for name in (*_FIELDS, "missing", "peaks", "kernels")}
         points = {}
         for operation, rows in value["operations"].items():
-            known = [Point(**{name: row[name] for name in Point.__dataclass_fields__}) for row in rows]
+            known = [Point(**{**row, "after_computing": tuple(row["after_computing"])}) for row in rows]
             if any(one.size >= other.size for one, other in pairwise(known)):
                 raise ValueError(f"operations.{operation} must be in order of size, each size once")
             points[operation] = tuple(known)
-        return cls(points=points, peaks=value.get("peaks", {}), kernels=value.get("kernels", {}), **fields)
+        return cls(points=points, **fields)
 
 
 class Measured(CommunicationModel):
@@ -194,14 +215,15 @@ class Measured(CommunicationModel):
         if nodes > 1:
             raise LookupError(f"links between nodes were not measured on this machine, got nodes={nodes}")
         if ranks in self.tables:
-            return Duration(self.tables[ranks].seconds(operation, size), "measured")
+            table = self.tables[ranks]
+            return Duration(table.seconds(operation, size), "measured", delays=table.delays(operation, size))
         table = min(self.tables.values(), key=lambda one: abs(math.log(one.ranks / ranks)))
         name, algorithm = next(iter(ALGORITHMS[operation].items()))
         asked, known = algorithm(ranks, 1), algorithm(table.ranks, 1)
         latency = table.latency(operation)
         transfer = max(0.0, table.seconds(operation, size) - latency)
         scaled = latency * asked.near / known.near + transfer * asked.inside / known.inside
-        return Duration(scaled, "modelled", name)
+        return Duration(scaled, "modelled", name, table.delays(operation, size))
 
 
 # ---- files

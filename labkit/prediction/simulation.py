@@ -18,6 +18,7 @@ represent them.
 from __future__ import annotations
 
 import math
+import random
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,8 @@ from labkit.prediction.collectives import CommunicationModel
 from labkit.prediction.links import time_among
 from labkit.record.types.prediction import PredictedTimeline
 
-STEPS = 16
+STEPS = 64  # in which delays occur about as often as they were measured
+_MESSAGES = ("send", "recv")
 _APART = 4  # measured steps between two ranks
 
 
@@ -61,6 +63,25 @@ def program_of(items: Sequence[Sequence[Any]]) -> Program:
     """The program in the form of `tracing.compute`, which is JSON."""
     kinds = {"compute": Compute, "start": Start, "wait": Wait}
     return [kinds[kind](*(tuple(one) if isinstance(one, list) else one for one in rest)) for kind, *rest in items]
+
+
+def moved(program: Program, rank: int, other: int, ranks: int) -> Program:
+    """The program of another of `ranks` ranks, which does in its part of the mesh what `rank` does in its own.
+
+    The ranks of a group are evenly spaced: those of one axis of a mesh. A message goes equally far.
+    """
+
+    def of_other(item: Compute | Start | Wait) -> Compute | Start | Wait:
+        if not isinstance(item, Start):
+            return item
+        if item.op in _MESSAGES:
+            return item._replace(ranks=((item.ranks[0] + other - rank) % ranks,))
+        group = sorted(item.ranks)
+        step = group[1] - group[0] if len(group) > 1 else 1
+        first = other - other // step % len(group) * step
+        return item._replace(ranks=tuple(range(first, first + len(group) * step, step)))
+
+    return [of_other(item) for item in program]
 
 
 @dataclass
@@ -123,6 +144,7 @@ class _Simulation:
         self._ranks = {number: _Rank(program, counts[number]) for number, program in programs.items()}
         self._like, self._links, self._cores, self._count = like, links, cores, steps
         self._time = 0.0
+        self._random = random.Random(0)  # the same prediction each time
         self._open: dict[Any, list[_Operation]] = defaultdict(list)  # by group, those that not all ranks have started
         self._queues: dict[Any, deque[_Operation]] = defaultdict(deque)  # by group, the first one runs
         self._steps: dict[int, list[PredictedTimeline]] = defaultdict(list)
@@ -169,8 +191,7 @@ class _Simulation:
 
     def _start(self, number: int, rank: _Rank, item: Start) -> None:
         """Joins the operation that others of the group have started, or starts it."""
-        is_message = item.op in ("send", "recv")
-        if is_message:
+        if item.op in _MESSAGES:
             peer = self._like[item.ranks[0]]
             ends = (number, peer) if item.op == "send" else (peer, number)
             key: Any = ("message", *ends)
@@ -180,16 +201,23 @@ class _Simulation:
             key = (len(members), *sorted({self._like[one] for one in item.ranks}))
         mine = next((one for one in self._open[key] if number not in one.started), None)
         if mine is None:
-            seconds = time_among(self._links, item.op, item.bytes, members).seconds if self._links else 0.0
-            if self._cores is not None:
-                seconds *= min(1.0, self._cores / len(members))  # measured while all of its ranks shared the cores
-            mine = _Operation(item.bytes, parties, seconds)
+            mine = _Operation(item.bytes, parties, self._seconds(item, members))
             self._open[key].append(mine)
         mine.started[number] = self._time
         rank.own[item.number] = item.op, mine
         if len(mine.started) == mine.parties:
             self._open[key].remove(mine)
             self._queues[key].append(mine)
+
+    def _seconds(self, item: Start, members: Sequence[int]) -> float:
+        """How long an operation takes on its own, with a delay by chance."""
+        if self._links is None:
+            return 0.0
+        time = time_among(self._links, item.op, item.bytes, members)
+        seconds = time.seconds + (self._random.choice(time.delays) if time.delays else 0.0)
+        if self._cores is None:
+            return seconds
+        return seconds * min(1.0, self._cores / len(members))  # measured while all of its ranks shared the cores
 
     def _finish(self, number: int, rank: _Rank) -> None:
         """A step is over."""

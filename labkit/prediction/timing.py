@@ -25,7 +25,7 @@ from labkit.prediction.links import communication
 from labkit.prediction.peaks import kernels_of
 from labkit.prediction.predict import Programs, cache_folder, keep, made, on, programs
 from labkit.prediction.roofline import Roofline, of_accelerator, of_cores, with_seconds
-from labkit.prediction.simulation import STEPS, program_of, simulate
+from labkit.prediction.simulation import STEPS, moved, program_of, simulate
 from labkit.prediction.tracer import computed, never
 from labkit.record.files import read_below
 from labkit.record.plain import parse
@@ -141,7 +141,7 @@ def _simulated(
     known = {rank: program_of(items) for rank, items in programs.items()}
     like = {rank: ranks[0] for ranks in groups for rank in ranks}
     if len(like) <= _MOST:
-        known = {rank: known[first] for rank, first in like.items()}
+        known = {rank: moved(known[first], first, rank, len(like)) for rank, first in like.items()}
         like = {rank: rank for rank in like}
     found = simulate(known, like, links, cores, steps)
     return {ranks[0]: max((found[rank] for rank in ranks if rank in found), key=_seconds) for ranks in groups}

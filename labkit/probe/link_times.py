@@ -4,15 +4,17 @@
 As under torchrun, RANK, LOCAL_RANK and WORLD_SIZE say which rank it is. The ranks find each other through the file
 STORE. Each operation is repeated on tensors of each SIZE (bytes), in as many rounds as fit into SECONDS, so that what
 else the machine does for a moment affects some repetitions only. In each round, rank 0 prints one line of JSON for each
-operation and size: {round, operation, size, seconds} with the seconds of each repetition, or {round, operation, reason}
-if the backend does not support the operation. On CPUs it also prints {round, precision, flops} for each precision:
-the FLOP/s of the slowest rank, for each of several matrix products that all ranks compute at the same time, and
-{round, kernels}: what `kernels` returns.
+operation and size: {round, operation, size, seconds, after_computing}, or {round, operation, reason} if the backend
+does not support the operation. On CPUs it also prints {round, precision, flops} for each precision: the FLOP/s of the
+slowest rank, for each of several matrix products that all ranks compute at the same time, and {round, kernels}: what
+`kernels` returns.
 
-One repetition is a barrier, and then as many calls as take some milliseconds, because the ranks do not leave a barrier
-at the same moment. Its time is that of the slowest rank, divided by the number of calls. On CPUs each rank computes for
-a millisecond before each call, which does not count: the threads of the backend sleep meanwhile, as in a training step,
-and waking them can take as long as the call itself.
+`seconds` are those of repetitions. One is a barrier, and then as many calls as take some milliseconds, because the
+ranks do not leave a barrier at the same moment. Its time is that of the slowest rank, divided by the number of calls.
+
+`after_computing` are the seconds of single calls on CPUs, before each of which every rank computes, as in a training
+step. Such a call often takes some milliseconds longer: after one of them, two ranks may share a core until the
+scheduler's next tick.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ from labkit.probe.lifetime import PARENT, end_with_parent
 
 _TIMEOUT = timedelta(seconds=60)
 _LEAST = 0.005  # seconds of calls after one barrier
-_BUSY = 0.001  # seconds of computation before a call on CPUs
+_COMPUTED = (0.001, 0.002, 0.004, 0.008) * 3  # seconds that a CPU rank computes before single calls
+_SHORTEST = 1e-6  # seconds; less is measured if the ranks did not share the cores evenly
+_LARGEST = 1 << 22  # bytes of such a call; a larger one takes so long that the delay does not matter
 _MOST_CALLS = 50
 _ROUNDS = 5  # at most
 _REPETITIONS = (2, 10)  # of one operation and size per round, at least and at most
@@ -86,19 +90,24 @@ class Clock:
         """Seconds of one call on this rank, of several that begin on all ranks at about the same time."""
         dist.barrier()
         self._finish()
-        began, busy = time.perf_counter(), 0.0
+        began = time.perf_counter()
         for _ in range(calls):
-            busy += self._compute()
             call()
         self._finish()
-        return (time.perf_counter() - began - busy) / calls
+        return (time.perf_counter() - began) / calls
 
-    def _compute(self) -> float:
-        """Computes on a CPU, and returns the seconds."""
-        began = now = time.perf_counter()
-        while self._device.type == "cpu" and now - began < _BUSY:
-            now = time.perf_counter()
-        return now - began
+    def after_computing(self, call: Callable[[], Any]) -> list[float]:
+        """Seconds of each of several calls on this CPU rank, which computes before each."""
+        per_core = max(1.0, dist.get_world_size() / _cores())  # ranks
+        dist.barrier()
+        found = []
+        for computed in _COMPUTED:
+            began, used = time.perf_counter(), time.thread_time()
+            while time.thread_time() - used < computed:
+                pass
+            call()
+            found.append(max(_SHORTEST, time.perf_counter() - began - per_core * computed))
+        return found
 
     def once(self, call: Callable[[], Any]) -> float:
         """Seconds of a computation that begins on all ranks at about the same time."""
@@ -118,6 +127,11 @@ class Clock:
             torch.cuda.synchronize(self._device)
 
 
+def _cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def measure(operation: str, size: int, device: torch.device) -> dict[str, Any]:
     """One operation on about `size` bytes, the same number for every rank."""
     clock, ranks = Clock(device), dist.get_world_size()
@@ -134,8 +148,13 @@ def measure(operation: str, size: int, device: torch.device) -> dict[str, Any]:
     least, most = _REPETITIONS
     repetitions = min(most, max(least, round(_REPEAT / (once * calls))))
     found = clock.slowest([clock(call, calls) for _ in range(repetitions)])
+    late = clock.slowest(clock.after_computing(call)) if device.type == "cpu" and size <= _LARGEST else []
     messages = _MESSAGES.get(operation, 1)
-    return {"size": whole.nbytes, "seconds": [one / messages for one in found]}
+    return {
+        "size": whole.nbytes,
+        "seconds": [one / messages for one in found],
+        "after_computing": [one / messages for one in late],
+    }
 
 
 def measured(operation: str, sizes: list[int], device: torch.device) -> Iterator[dict[str, Any]]:

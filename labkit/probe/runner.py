@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from labkit.probe import lifetime
+from labkit.probe.heap import keep_memory
 from labkit.probe.journal import Guard, Journal
 from labkit.probe.leaving import exit_process, leave
 from labkit.probe.loopback import keep_stores_local
@@ -42,6 +43,7 @@ def main(arguments: list[str]) -> None:
             stream.reconfigure(line_buffering=True, write_through=False)
     if not run:
         sys.exit(execute(arguments, None))
+    keep_memory()
     watched = Watched(run)
     code = execute(arguments, watched)
     watched.end(code)

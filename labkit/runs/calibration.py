@@ -80,6 +80,7 @@ def calibrate(
     `CalibrationError` if the ranks fail.
     """
     found: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    late: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     missing: dict[str, str] = {}
     flops: dict[str, list[float]] = defaultdict(list)
     kernels: dict[str, list[float]] = defaultdict(list)
@@ -98,9 +99,10 @@ def calibrate(
                 missing[operation] = line["reason"][:200]
                 continue
             found[operation][line["size"]] += line["seconds"]
+            late[operation][line["size"]] += line["after_computing"]
             report(f"round {line['round']}: {operation}, {size(line['size'])}")
     points = {
-        operation: tuple(_point(count, each) for count, each in sorted(by_size.items()))
+        operation: tuple(_point(count, each, late[operation][count]) for count, each in sorted(by_size.items()))
         for operation, by_size in found.items()
         if operation not in missing
     }
@@ -109,10 +111,10 @@ def calibrate(
     return replace(planned, points=points, missing=missing, peaks=peaks, kernels=best)
 
 
-def _point(count: int, seconds: list[float]) -> Point:
+def _point(count: int, seconds: list[float], late: list[float]) -> Point:
     ordered, half = sorted(seconds), (len(seconds) + 1) // 2
     low, middle, high = median(ordered[:half]), median(ordered), median(ordered[-half:])
-    return Point(count, middle, low, high, len(ordered))
+    return Point(count, middle, low, high, len(ordered), tuple(sorted(late)))
 
 
 def _lines(planned: LinkTable, arguments: list[str]) -> Generator[dict[str, Any], None, None]:

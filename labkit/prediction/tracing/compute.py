@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from labkit.prediction.tracing import silent, world
 from labkit.prediction.tracing.phases import Phases
 from labkit.prediction.tracing.script import load
+from labkit.probe.heap import keep_memory
 from labkit.probe.torch_private import NEXT_BATCH
 
 _FIRST = 4  # steps before the first measured one: optimizer state exists, buckets are final, caches are warm
@@ -101,6 +102,7 @@ def compute(request: dict[str, Any], rank: int) -> list[Item]:
     `request` is that of `rank.trace`, with the `seconds` for which steps are measured, and `one_thread`, whether the
     thread of the script does all the work. Raises `RuntimeError` if the script ends before enough steps.
     """
+    keep_memory()  # as in a run
     world.take_place(rank, request["ranks"])
     steps = _Steps(request["seconds"], time.thread_time_ns if request["one_thread"] else time.perf_counter_ns)
     silent.join(rank, request["ranks"], steps)
