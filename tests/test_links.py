@@ -218,7 +218,7 @@ def test_files_round_trip(cache):
         (lambda text: text[:50], "it is not JSON"),
         (lambda text: "[]", "it must be an object"),
         (lambda text: "\x00\ud800", "it is not"),
-        (lambda text: text.replace('"v": 2', '"v": 1'), "v must be an integer from 2 to 2, got 1"),
+        (lambda text: text.replace('"v": 2', '"v": 1'), "it was written by another version of labkit"),
         (lambda text: text.replace("0.0001", '"fast"'), "operations.all_reduce.0.seconds must be a number"),
         (lambda text: text.replace("0.0001", "NaN"), "operations.all_reduce.0.seconds must be a number"),
         (lambda text: text.replace("4096", "1024"), "operations.all_reduce must be in order of size"),

@@ -126,6 +126,13 @@ def test_collectives_of_a_group_follow_each_other_and_groups_do_not_wait_for_eac
     assert seconds({0: other, 1: other, 2: [Start(0, "all_gather", 4, (0, 1, 2)), Wait(0)]})[0] == 4.0
 
 
+def test_gloo_executes_two_operations_of_a_group_at_a_time_and_they_share_the_cores():
+    three = [*(Start(number, "all_gather", 4, (0, 1)) for number in range(3)), *map(Wait, range(3))]
+    assert seconds(dict.fromkeys((0, 1), three), cores=2)[0] == 12.0
+    found = simulate(dict.fromkeys((0, 1), three), {0: 0, 1: 1}, Links(), 2)[0]
+    assert [end for _, _, end, _ in found["comm"]] == [8.0, 8.0, 12.0]
+
+
 def test_an_operation_that_a_class_of_ranks_never_starts_does_not_block_the_others():
     assert seconds({0: [Start(0, "recv", 3, (1,)), Wait(0)], 1: [compute("forward", 1.0)]}) == {0: 3.0, 1: 1.0}
 
@@ -138,6 +145,9 @@ def test_an_operation_takes_longer_by_one_of_its_delays():
     one = [Start(0, "all_reduce", 1, (0, 1)), Wait(0)]
     found = simulate({0: one, 1: one}, {0: 0, 1: 1}, Delayed(), None)[0]
     assert (found["low"], found["seconds"], found["high"]) == (1.0, 1.0, 1.0)
+    both = [Start(0, "all_reduce", 1, (0, 1)), Start(1, "all_reduce", 1, (0, 1)), Wait(0), Wait(1)]
+    at_once = simulate({0: both, 1: both}, {0: 0, 1: 1}, Delayed(), 2, steps=101)[0]
+    assert at_once["seconds"] == 2.0 and at_once["high"] in (2.0, 10.0), "their delays pass at the same time"
     twenty = simulate({0: one * 20, 1: one * 20}, {0: 0, 1: 1}, Delayed(), None, steps=101)[0]
     assert twenty["seconds"] == pytest.approx(20 * (1 + 8 / 8), rel=0.15)
 

@@ -189,6 +189,8 @@ class LinkTable:
     @classmethod
     def from_json(cls, value: Any) -> LinkTable:
         """The table of a stored value; `ValueError`, one clause, if it is invalid."""
+        if isinstance(value, dict) and value.get("v") != VERSION:
+            raise ValueError("it was written by another version of labkit")
         if not _SHAPE.check(value):
             raise ValueError(_SHAPE.problem(value, ""))
         fields = {name: value[name] for name in (*_FIELDS, "missing", "peaks", "kernels")}

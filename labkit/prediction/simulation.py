@@ -1,11 +1,11 @@
 """Ranks' programs → the timeline of a step of each, by simulating events.
 
 A program is what a rank does in a step, in order: it computes, it starts a collective or a message, it waits for one.
-A collective begins when all its ranks have started it and the one before it in its group is over, and takes the time
-that a model of communication gives. Ranks repeat their programs, so that a rank that is late in one step is waited for
-in the next. Every repetition has the times of another measured step, and of another one on each rank: a rank that is
-late by chance is waited for, too. The first repetition does not count; of the others, the one with the median time
-does.
+A collective begins when all its ranks have started it and the one before it in its group is over (with gloo, the one
+before that: a group has two threads). It takes the time that a model of communication gives, and one of the delays that
+were measured, drawn at random. Ranks repeat their programs, so that a rank that is late in one step is waited for in
+the next. Every repetition has the times of another measured step, and of another one on each rank: a rank that is late
+by chance is waited for, too. The first repetition does not count; of the others, the one with the median time does.
 
 On CPU ranks, communication is computation, too: bytes are copied by the cores that also compute. Whatever runs at one
 time shares them; with more of it than cores, all of it slows down in proportion. On GPUs, communication and computation
@@ -22,6 +22,7 @@ import random
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 from labkit.prediction.collectives import CommunicationModel
@@ -30,6 +31,7 @@ from labkit.record.types.prediction import PredictedTimeline
 
 STEPS = 64  # in which delays occur about as often as they were measured
 _MESSAGES = ("send", "recv")
+_AT_A_TIME = 2  # operations of a group, on CPU ranks: the threads of gloo (ProcessGroupGloo.Options)
 _APART = 4  # measured steps between two ranks
 
 
@@ -87,10 +89,11 @@ def moved(program: Program, rank: int, other: int, ranks: int) -> Program:
 @dataclass
 class _Operation:
     """A collective or message of one step, as its ranks have started it: by rank when. `left` are the seconds that it
-    still takes on its own."""
+    still takes on its own, after `delay`."""
 
     bytes: int
     parties: int
+    delay: float
     left: float
     started: dict[int, float] = field(default_factory=dict)
     end: float = math.inf
@@ -143,6 +146,7 @@ class _Simulation:
             counts[rank] += 1
         self._ranks = {number: _Rank(program, counts[number]) for number, program in programs.items()}
         self._like, self._links, self._cores, self._count = like, links, cores, steps
+        self._width = 1 if cores is None else _AT_A_TIME
         self._time = 0.0
         self._random = random.Random(0)  # the same prediction each time
         self._open: dict[Any, list[_Operation]] = defaultdict(list)  # by group, those that not all ranks have started
@@ -201,7 +205,7 @@ class _Simulation:
             key = (len(members), *sorted({self._like[one] for one in item.ranks}))
         mine = next((one for one in self._open[key] if number not in one.started), None)
         if mine is None:
-            mine = _Operation(item.bytes, parties, self._seconds(item, members))
+            mine = _Operation(item.bytes, parties, *self._delay_and_seconds(item, members))
             self._open[key].append(mine)
         mine.started[number] = self._time
         rank.own[item.number] = item.op, mine
@@ -209,15 +213,15 @@ class _Simulation:
             self._open[key].remove(mine)
             self._queues[key].append(mine)
 
-    def _seconds(self, item: Start, members: Sequence[int]) -> float:
-        """How long an operation takes on its own, with a delay by chance."""
+    def _delay_and_seconds(self, item: Start, members: Sequence[int]) -> tuple[float, float]:
+        """How long an operation is delayed, by chance, and how long it takes on its own."""
         if self._links is None:
-            return 0.0
+            return 0.0, 0.0
         time = time_among(self._links, item.op, item.bytes, members)
-        seconds = time.seconds + (self._random.choice(time.delays) if time.delays else 0.0)
-        if self._cores is None:
-            return seconds
-        return seconds * min(1.0, self._cores / len(members))  # measured while all of its ranks shared the cores
+        # measured while all of its ranks shared the cores
+        share = 1.0 if self._cores is None else min(1.0, self._cores / len(members))
+        delay = self._random.choice(time.delays) if time.delays else 0.0
+        return share * delay, share * time.seconds
 
     def _finish(self, number: int, rank: _Rank) -> None:
         """A step is over."""
@@ -230,26 +234,28 @@ class _Simulation:
     def _pass_time(self) -> None:
         """Time passes until the first computation or operation is over."""
         computing = [rank for rank in self._ranks.values() if rank.left > 0]
-        running = [queue[0] for queue in self._queues.values() if queue]
-        if not computing and not running:
+        begun = [one for queue in self._queues.values() for one in islice(queue, self._width)]
+        if not computing and not begun:
             self._release()
             return
+        delayed = [one for one in begun if one.delay]
+        running = [one for one in begun if not one.delay]
         rate = 1.0
         if self._cores is not None:
-            load = sum(rank.copies for rank in computing)
-            load += sum(self._ranks[number].copies for one in running for number in one.started)
+            busy = [number for one in running for number in one.started]
+            busy += {number for one in delayed for number in one.started}  # a rank is delayed by several at once
+            load = sum(rank.copies for rank in computing) + sum(self._ranks[number].copies for number in busy)
             rate = min(1.0, self._cores / load)
-        passed = min([rank.left for rank in computing] + [one.left for one in running])
+        passed = min([one.left for one in (*computing, *running)] + [one.delay for one in delayed])
         self._time += passed / rate
-        for rank in computing:
-            rank.left -= passed
-            if rank.left < 1e-12:
-                rank.left = 0.0
+        for one in delayed:
+            one.delay = _less(one.delay, passed)
+        for one in (*computing, *running):
+            one.left = _less(one.left, passed)
         for queue in self._queues.values():
-            if queue:
-                queue[0].left -= passed
-                if queue[0].left < 1e-12:
-                    queue.popleft().end = self._time
+            for one in [one for one in islice(queue, self._width) if not one.delay and not one.left]:
+                one.end = self._time
+                queue.remove(one)
 
     def _release(self) -> None:
         """Every rank waits for an operation that another one never starts: classes need not be symmetric. The operation
@@ -260,6 +266,10 @@ class _Simulation:
         )
         self._open[key].remove(first)
         self._queues[key].append(first)
+
+
+def _less(seconds: float, passed: float) -> float:
+    return seconds - passed if seconds - passed > 1e-12 else 0.0
 
 
 def _with_quartiles(steps: Sequence[PredictedTimeline], chosen: PredictedTimeline) -> PredictedTimeline:
