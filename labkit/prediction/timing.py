@@ -39,7 +39,7 @@ _MEASURED: dict[str, Any] = {
     "max_restarts": 0,
 }
 _MOST = 8  # ranks that are all simulated
-ERROR = 0.059  # of the predicted step, the median of `labkit bench` (MEASUREMENTS.md, Accuracy)
+ERROR = 0.031  # of the predicted step, the median of `labkit bench` (MEASUREMENTS.md, Accuracy)
 _SHARES = (0.5, 1.0, 0.0)  # of what kernels reach: the middle, the most, the least
 _ALIKE = 3  # steps to simulate if all of them compute equally long
 _FILE, _LIMIT = "programs.json", 16 << 20  # bytes
