@@ -169,6 +169,11 @@ def test_another_rank_of_a_class_does_the_same_in_its_part_of_the_mesh(rows, col
     assert moved(program(ranks - 1), ranks - 1, 0, ranks) == program(0)
 
 
+def test_a_rank_of_its_own_class_keeps_groups_of_any_shape():
+    own = [Start(0, "all_reduce", 1, (0, 1, 3)), Wait(0)]
+    assert moved(own, 1, 1, 4) == own
+
+
 # ---- measured
 
 

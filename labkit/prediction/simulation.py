@@ -68,9 +68,8 @@ def program_of(items: Sequence[Sequence[Any]]) -> Program:
 
 
 def moved(program: Program, rank: int, other: int, ranks: int) -> Program:
-    """The program of another of `ranks` ranks, which does in its part of the mesh what `rank` does in its own.
-
-    The ranks of a group are evenly spaced: those of one axis of a mesh. A message goes equally far.
+    """The program of another of `ranks` ranks, which does in its part of the mesh what `rank` does in its own. The
+    ranks of a group are evenly spaced, as those of one axis of a mesh are; a message goes equally far.
     """
 
     def of_other(item: Compute | Start | Wait) -> Compute | Start | Wait:
@@ -83,7 +82,7 @@ def moved(program: Program, rank: int, other: int, ranks: int) -> Program:
         first = other - other // step % len(group) * step
         return item._replace(ranks=tuple(range(first, first + len(group) * step, step)))
 
-    return [of_other(item) for item in program]
+    return program if rank == other else [of_other(item) for item in program]
 
 
 @dataclass
