@@ -56,6 +56,7 @@ def test_two_cpu_ranks(cache, short, capsys):
         assert 0 < links["latency_seconds"][operation] <= min(point["seconds"] for point in points)
         assert links["bus_bytes_per_second"][operation] > 0
     assert links["kernels"]["copies"] > 1e6 and 0 < links["kernels"]["launch"] < 0.1
+    assert links["kernels"]["slowdown"] > 0.9
     (kept,) = stored(Machine.here()).tables
     assert kept.to_json().items() <= links.items()
     assert ranks_of(psutil.Process()) == []
@@ -153,7 +154,7 @@ def test_an_operation_that_the_backend_lacks_is_left_out_with_its_reason(monkeyp
         {"round": 1, "operation": "all_to_all", "reason": "no support"},
         {"round": 2, "operation": "send", "size": 8, "seconds": [3.0, 5.0], "after_computing": [8.0]},
         {"round": 2, "precision": "fp32", "flops": [5e10, 6e10]},
-        {"round": 2, "kernels": {"copies": [4e9, 5e9], "launch": [2e-6, 3e-6]}},
+        {"round": 2, "kernels": {"copies": [4e9, 5e9], "launch": [2e-6, 3e-6], "slowdown": [3.0, 1.0, 2.0]}},
     ]
     code = f"import json, os\nif os.environ['RANK'] == '0':\n for line in {lines!r}: print(json.dumps(line))"
     monkeypatch.setattr(calibration, "_RANKS", ("-c", code))
@@ -163,7 +164,7 @@ def test_an_operation_that_the_backend_lacks_is_left_out_with_its_reason(monkeyp
     (point,) = found.points["send"]
     assert (point.size, point.low, point.seconds, point.high, point.repetitions) == (8, 2.0, 3.0, 4.0, 5)
     assert found.peaks == {"fp32": 6e10}, "of the fastest product"
-    assert found.kernels == {"copies": 5e9, "launch": 2e-6}
+    assert found.kernels == {"copies": 5e9, "launch": 2e-6, "slowdown": 2.0}
     assert LinkTable.from_json(found.to_json()) == found
     assert reports == ["round 1: send, 8 B", "round 2: send, 8 B", "round 2: matrix products, fp32"]
 

@@ -201,11 +201,14 @@ def test_files_round_trip(cache):
     nothing = stored(MACHINE)
     assert nothing.tables == nothing.problems == () and "has not been measured" in summary(nothing)
     two, four = table(all_reduce=((1024, 1e-4), (4096, 2e-4))), table(4, send=((1024, 1e-4),))
-    four = replace(four, missing={"all_to_all": "unsupported"})
+    four = replace(four, missing={"all_to_all": "unsupported"}, kernels={"slowdown": 1.2})
+    two = replace(two, kernels={"slowdown": 2.04})
     assert [store(one).name for one in (four, two)] == ["gloo-4.json", "gloo-2.json"]
     assert stored(MACHINE).tables == (two, four)
     assert measured(MACHINE, "gloo").time("all_reduce", 1024, 2).seconds == 1e-4
-    assert "2 gloo ranks, measured on 2026-11-22 while the machine was busy" in summary(stored(MACHINE))
+    busy = "while the machine was busy (its ranks computed 2.0 times as long as alone)"
+    on = "gloo ranks, measured on 2026-11-22"
+    assert summary(stored(MACHINE)) == f"2 {on} {busy}; 4 {on}"
     with pytest.raises(LookupError, match="communication over nccl has not been measured"):
         measured(MACHINE, "nccl")
     store(replace(two, points={}))  # measured again: the newest counts

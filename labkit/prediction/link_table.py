@@ -31,7 +31,7 @@ from labkit.setup.machine import Machine
 VERSION = 2
 CALIBRATE = "labkit doctor --calibrate"
 _LIMIT = 1 << 20  # bytes of a file
-_STEADY = 1.5  # spread of a table up to which the machine counts as idle
+_IDLE = 1.5  # slowdown up to which the machine counts as idle
 
 _Seconds = Annotated[float, Number(1e-9, 1e6)]
 _Name = Annotated[str, Text(most=200)]
@@ -93,7 +93,8 @@ class LinkTable:
     """Seconds by operation and size for one number of ranks. `date` is in ISO 8601, in UTC; `points` are in order of
     their size; `missing` gives the reason for each operation that could not be measured. `peaks` are the FLOP/s of
     matrix products on each of these ranks, on CPUs, by precision; `kernels` are `copies`, the bytes per second that a
-    copy reads and writes, and `launch`, the seconds of the shortest operation."""
+    copy reads and writes, `launch`, the seconds of the shortest operation, and `slowdown`, by how much a rank computed
+    longer than if nothing but the ranks had used the cores."""
 
     machine: str
     torch: str
@@ -152,12 +153,6 @@ class LinkTable:
             fastest = [*accumulate((point.least for point in reversed(points)), min)]
             curves[operation] = tuple(zip((point.size for point in points), reversed(fastest)))
         return curves
-
-    @property
-    def spread(self) -> float:
-        """The median, over operations and sizes, of the upper quartile divided by the lower one: about 1 on an idle
-        machine."""
-        return median(point.high / point.low for points in self.points.values() for point in points)
 
     @property
     def error(self) -> float:
@@ -295,5 +290,6 @@ def summary(found: Stored) -> str:
 
 
 def _in_words(table: LinkTable) -> str:
-    busy = f" while the machine was busy (quartiles differ by a factor of {table.spread:.1f})"
-    return table.title + (busy if table.spread > _STEADY else "")
+    slowdown = table.kernels.get("slowdown", 1.0)
+    busy = f" while the machine was busy (its ranks computed {slowdown:.1f} times as long as alone)"
+    return table.title + (busy if slowdown > _IDLE else "")

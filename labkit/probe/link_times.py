@@ -35,6 +35,7 @@ from labkit.probe.lifetime import PARENT, end_with_parent
 _TIMEOUT = timedelta(seconds=60)
 _LEAST = 0.005  # seconds of calls after one barrier
 _COMPUTED = (0.001, 0.002, 0.004, 0.008) * 3  # seconds that a CPU rank computes before single calls
+_ALONE = 0.05  # seconds of CPU time that tell whether others use the cores
 _SHORTEST = 1e-6  # seconds; less is measured if the ranks did not share the cores evenly
 _LARGEST = 1 << 22  # bytes of such a call; a larger one takes so long that the delay does not matter
 _MOST_CALLS = 50
@@ -98,15 +99,13 @@ class Clock:
 
     def after_computing(self, call: Callable[[], Any]) -> list[float]:
         """Seconds of each of several calls on this CPU rank, which computes before each."""
-        per_core = max(1.0, dist.get_world_size() / _cores())  # ranks
         dist.barrier()
         found = []
-        for computed in _COMPUTED:
-            began, used = time.perf_counter(), time.thread_time()
-            while time.thread_time() - used < computed:
-                pass
+        for seconds in _COMPUTED:
+            began = time.perf_counter()
+            compute(seconds)
             call()
-            found.append(max(_SHORTEST, time.perf_counter() - began - per_core * computed))
+            found.append(max(_SHORTEST, time.perf_counter() - began - ranks_per_core() * seconds))
         return found
 
     def once(self, call: Callable[[], Any]) -> float:
@@ -127,9 +126,17 @@ class Clock:
             torch.cuda.synchronize(self._device)
 
 
-def _cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def ranks_per_core() -> float:
+    """The ranks that share a core, at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1.0, dist.get_world_size() / cores)
+
+
+def compute(seconds: float) -> None:
+    """Uses CPU time."""
+    began = time.thread_time()
+    while time.thread_time() - began < seconds:
+        pass
 
 
 def measure(operation: str, size: int, device: torch.device) -> dict[str, Any]:
@@ -176,7 +183,8 @@ def products(precision: torch.dtype) -> list[float]:
 
 def kernels() -> dict[str, list[float]]:
     """Of the slowest rank, several times: `copies`, bytes per second that a copy of a large tensor reads and writes,
-    and `launch`, the seconds of an operation on one number."""
+    `launch`, the seconds of an operation on one number, and `slowdown`, by how much a computation takes longer than if
+    nothing but the ranks used the cores."""
     clock, one, large = Clock(torch.device("cpu")), torch.ones(1), torch.ones(_COPIED // 4)
     target = torch.empty_like(large)
 
@@ -185,11 +193,13 @@ def kernels() -> dict[str, list[float]]:
             one.add_(1)
 
     found = {}
-    for name, call in (("copies", lambda: target.copy_(large)), ("launch", launches)):
+    calls = {"copies": lambda: target.copy_(large), "launch": launches, "slowdown": lambda: compute(_ALONE)}
+    for name, call in calls.items():
         clock.once(call)
         found[name] = clock.slowest([clock.once(call) for _ in range(_REPETITIONS[0])])
     copies = [2 * _COPIED / seconds for seconds in found["copies"]]
-    return {"copies": copies, "launch": [seconds / _LAUNCHES for seconds in found["launch"]]}
+    slowdown = [seconds / (ranks_per_core() * _ALONE) for seconds in found["slowdown"]]
+    return {"copies": copies, "launch": [seconds / _LAUNCHES for seconds in found["launch"]], "slowdown": slowdown}
 
 
 def main(store: str, backend: str, seconds: float, sizes: list[int]) -> None:

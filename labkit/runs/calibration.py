@@ -107,7 +107,8 @@ def calibrate(
         if operation not in missing
     }
     peaks = {one: max(each) for one, each in flops.items()}
-    best = {name: (min if name == "launch" else max)(values) for name, values in kernels.items()}
+    choose = {"copies": max, "launch": min, "slowdown": median}
+    best = {name: choose[name](values) for name, values in kernels.items()}
     return replace(planned, points=points, missing=missing, peaks=peaks, kernels=best)
 
 
