@@ -45,6 +45,7 @@ PARTS = {  # of a step: colour and words
     "pipeline": (colours.OPERATIONS["send"], "communication between stages"),
     "launch": (colours.PHASES["copy"], "launching kernels"),
     "waiting": (colours.PHASES["data"], "waiting for the slowest rank"),
+    "allocator": (colours.PHASES["data"], "an allocator that is short of memory"),
     "bubble": (colours.PHASES["other"], "the bubble of the pipeline"),
     "optimizer": (colours.PHASES["optimizer"], "the optimizer"),
 }

@@ -253,7 +253,7 @@ _EDR = _network("InfiniBand EDR", 12.5 / 2, 1, "4 adapters of 100 Gbit/s for 8 G
 _HDR = _network("InfiniBand HDR", 25, 1, "one adapter of 200 Gbit/s per GPU: NVIDIA DGX A100 data sheet")
 _NDR = _network("InfiniBand NDR", 50, 1, "one adapter of 400 Gbit/s per GPU: NVIDIA DGX H100 data sheet")
 _XDR = _network("InfiniBand NDR", 50, 1, "one adapter of 400 Gbit/s per GPU: NVIDIA DGX B200 data sheet")
-_EFA = _network("EFA, 3,200 Gbit/s", 50, 0.6, f"AWS, EC2 P5 instances; the reached fraction is {_FITTED}", 0.03)
+_EFA = _network("EFA, 3,200 Gbit/s", 50, 0.75, f"AWS, EC2 P5 instances; the reached fraction is {_FITTED}", 0.03)
 _EFA1 = _network("EFA, 400 Gbit/s", 6.25, 0.7, "AWS, EC2 P4 instances; the reached fraction as of P5")
 _ROCE1 = _network("RoCE, 1,600 Gbit/s", 25, 0.8, "MosaicML LLM Foundry, scripts/train/benchmarking; reached: assumed")
 _ROCE = _network("RoCE, 3,200 Gbit/s", 50, 0.8, "Meta, The Llama 3 Herd of Models, section 3.3.1; reached: assumed")
@@ -268,7 +268,7 @@ DEVICES: dict[str, Device] = {
         Device("t4x2", "2 × T4 with PCIe", 2, T4, _PCIE3),
         Device("a100x8", "nodes of 8 × A100 with NVLink, InfiniBand HDR between nodes", 8, A100, _NVLINK3, _HDR),
         Device("h100x8", "nodes of 8 × H100 with NVLink, InfiniBand NDR between nodes", 8, H100, _NVLINK4, _NDR),
-        Device("h100x8-efa", "nodes of 8 × H100 with NVLink, EFA between nodes", 8, H100, _NVLINK4, _EFA, 0.42),
+        Device("h100x8-efa", "nodes of 8 × H100 with NVLink, EFA between nodes", 8, H100, _NVLINK4, _EFA, 0.41),
         Device("h100x8-roce", "nodes of 8 × H100 with NVLink, RoCE between nodes", 8, H100, _NVLINK4, _ROCE),
         Device("h100x8-96gb", "nodes of 8 × H100 with 96 GB and 500 W, InfiniBand", 8, H100_96, _NVLINK4, _NDR),
         Device("h200x8", "nodes of 8 × H200 with NVLink, InfiniBand NDR between nodes", 8, H200, _NVLINK4, _NDR),

@@ -32,7 +32,8 @@ class Framework:
     - `selective`: with selective recomputation, the part of forward that is computed again, and the part of the
       activations that is kept.
     - `reserved`: peak memory, relative to the sum of what is stored, and further bytes; `usable`: the part of a device
-      that this may fill.
+      that this may fill; `retries`: above 90 % of the device, the allocator frees and allocates again in every step,
+      which takes this many times as long as the step.
 
     Kernels and their launch:
 
@@ -47,7 +48,8 @@ class Framework:
 
     Communication:
 
-    - `reduced`: bytes of a gradient in a reduction; `bucket`: bytes of a message of a reduction (0: a layer).
+    - `reduced`: bytes of a gradient in a reduction; `bucket`: bytes of a message of a reduction (0: a layer);
+      `regathered`: the time to gather parameters after the optimizer, relative to that of a collective.
     - `call`: seconds that a tensor-parallel collective costs besides its transfer, in split or delayed matrix products;
       `hidden`: the part of its transfer that overlaps with computation, without and with asynchronous tensor
       parallelism.
@@ -61,10 +63,11 @@ class Framework:
     name: str
     title: str
     source: str
-    states: Mapping[str, float] = field(default_factory=lambda: RECIPES["mixed"])
+    states: Mapping[str, float] = field(default_factory=lambda: RECIPES["mixed"], hash=False)
     unsharded: float = 0.0
     reduced: float = 2.0
     bucket: float = 0.0
+    regathered: float = 1.0
     host: tuple[float, float] = (1.5e-3, 0.6e-3)
     across: float = 0.0
     straggle: tuple[float, float] = (0.0, 1.0)
@@ -83,6 +86,7 @@ class Framework:
     selective: tuple[float, float] = (0.05, 1.0)
     reserved: tuple[float, float] = (1.0, 0.0)
     usable: float = USABLE
+    retries: float = 0.0
     chunks: int = 1
     balanced: bool = False
     least_micro_batches: bool = False
@@ -97,8 +101,8 @@ _TORCHTUNE = Framework(
     "torchtune",
     "pytorch/torchtune: full fine-tuning in 16 bits; times and activations are fitted to its README",
     states=PURE_STATES,
-    passes=(2.5, 1.2),
-    fused=0.8,
+    passes=(3.0, 0.8),
+    fused=0.75,
     fitted=True,
 )
 
@@ -114,20 +118,22 @@ FRAMEWORKS: dict[str, Framework] = {
             states={"parameters": 2, "gradients": 4, "optimizer": 12},
             unsharded=1.5,
             reduced=4,
-            bucket=50e6,
+            bucket=52e6,
+            regathered=3.0,
             host=(4.3e-3, 4.3e-3),
             across=0.36e-3,
             straggle=(0.82, 1.3),
             passes=(1.35, 1.35),
             accumulated=10,
-            loss=(28.0, 28.0),
-            stepped=2.8,
-            call=64e-6,
+            loss=(26.0, 26.0),
+            stepped=4.0,
+            call=52e-6,
             kept=(1.6, 1.15),
             logits=11,
             whole_inputs=1.85,
             reserved=(1.0, 0.33 * 2**30),
             usable=0.94,
+            retries=2.0,
             balanced=True,
             least_micro_batches=True,
             fitted=True,
@@ -174,6 +180,8 @@ FRAMEWORKS: dict[str, Framework] = {
             states=FSDP_STATES,
             reduced=4,
             passes=(1.91, 1.2),
+            logits=6,
+            usable=0.95,
             fitted=True,
         ),
         Framework(
@@ -205,7 +213,7 @@ FRAMEWORKS: dict[str, Framework] = {
             "karpathy/nanoGPT: autocast of 32-bit parameters; bytes of attention and passes are fitted to its README",
             states=FSDP_STATES,
             reduced=4,
-            passes=(5.5, 2.7),
+            passes=(7.5, 3.8),
             scores=(60, 25),
             fitted=True,
         ),
