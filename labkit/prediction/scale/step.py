@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from labkit.analysis.theory.states import RECIPES
 from labkit.prediction.scale.layouts import Layout
-from labkit.prediction.scale.memory import Memory, layers_of, numbers_of
+from labkit.prediction.scale.memory import Memory, layers_of, memory, numbers_of
 from labkit.prediction.scale.training import Training
 from labkit.record.ring import sent
 
@@ -54,6 +54,33 @@ class Estimate:
         return self.training.batch * self.training.sequence / self.seconds
 
     @property
+    def tokens_per_second_per_gpu(self) -> float:
+        """Tokens of a device."""
+        return self.tokens_per_second / self.training.devices
+
+    @property
+    def memory_bytes(self) -> float:
+        """Peak memory of the device that stores the most, as the framework reports it."""
+        return self.memory.total
+
+    @property
+    def fits(self) -> bool:
+        """Whether that is at most what a training may use of a device."""
+        return self.memory.total <= self.training.usable
+
+    @property
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        """The 80 % range of `seconds`, `tokens_per_second_per_gpu`, `mfu` and `memory_bytes`: least and most."""
+        fast, slow, error = 0.9, 1.2, 0.1
+        speed = self.tokens_per_second_per_gpu
+        return {
+            "seconds": (fast * self.seconds, slow * self.seconds),
+            "tokens_per_second_per_gpu": (speed / slow, speed / fast),
+            "mfu": (self.mfu / slow, self.mfu / fast),
+            "memory_bytes": ((1 - error) * self.memory_bytes, (1 + error) * self.memory_bytes),
+        }
+
+    @property
     def flops_per_device(self) -> float:
         """FLOP/s that the model needs, per device; recomputation does not count."""
         each = self.training.model.training_flops(self.training.sequence)
@@ -75,9 +102,10 @@ class Estimate:
         return sum(self.busy.values()) > self.parts["computation"] + self.parts["recomputation"]
 
 
-def estimate(training: Training, layout: Layout, memory: Memory) -> Estimate:
-    """The time and traffic of a step. `LookupError` if the machine has no such links."""
-    return Estimate(training, layout, memory, *_Step(training, layout).figures())
+def estimate(training: Training, layout: Layout, needs: Memory | None = None) -> Estimate:
+    """The time, memory and traffic of a step; `needs` is its memory, if it is known. `LookupError` if the machine has
+    no such links."""
+    return Estimate(training, layout, needs or memory(training, layout), *_Step(training, layout).figures())
 
 
 class _Step:
