@@ -14,6 +14,8 @@ from labkit.analysis.comparison import HEADS, Row, cells, recorded_elsewhere, se
 from labkit.common.text import visible_line
 from labkit.figures.advice import HEADS as ADVICE_HEADS
 from labkit.figures.advice import MISFIT_HEADS, Advised
+from labkit.figures.atlas import HEADS as ATLAS_HEADS
+from labkit.figures.atlas import Atlas
 from labkit.figures.prediction import Prediction
 from labkit.figures.scaling import Scaled
 from labkit.frontends.terminal.parts import PhaseBar, formatted, phase_legend
@@ -80,6 +82,13 @@ def advice_tables(found: Advised) -> RenderableType:
     shown = [part for heads, rows in tables if rows for part in (_figures(heads, rows), Text(""))]
     said = [Text(visible_line(sentence)) for sentence in found.sentences]
     return Group(Text(visible_line(found.title)), Text(""), *shown, *said)
+
+
+def atlas_table(found: Atlas, limit: int) -> RenderableType:
+    """Published runs, at most `limit` of them, and the sentences about them."""
+    said = [Text(visible_line(sentence)) for sentence in found.notes(limit)]
+    table = _figures(ATLAS_HEADS, found.rows(limit))
+    return Group(Text(visible_line(found.title)), Text(""), table, Text(""), *said)
 
 
 def scaling_tables(found: Scaled) -> RenderableType:

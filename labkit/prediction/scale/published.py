@@ -7,6 +7,7 @@ whatever form it was published, and peak memory per GPU. A row that cannot be co
 from __future__ import annotations
 
 import csv
+import gzip
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ class Measured:
     fits: bool | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # a row is itself: many have the same figures
 class Published:
     """A run as published: `line` of the file, `source`, `title` of the model, exact place (`where`), the training with
     its machine, the layout, and what was measured."""
@@ -50,10 +51,12 @@ class Refused:
 
 
 def read(path: Path) -> tuple[list[Published], list[Refused]]:
-    """All rows of a file. Raises `OSError` if it cannot be read, `ValueError` if it is not such a file."""
+    """All rows of a file; if its name ends in `.gz`, gzip has compressed it. Raises `OSError` if it cannot be read,
+    `ValueError` if it is not such a file."""
     found: list[Published] = []
     refused: list[Refused] = []
-    with path.open(newline="", encoding="utf-8") as file:
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", newline="", encoding="utf-8") as file:
         for line, row in enumerate(csv.DictReader(file), start=2):
             try:
                 found.append(of_row(row, line))
