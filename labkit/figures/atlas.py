@@ -201,17 +201,31 @@ def _compared(name: str, what: str, pairs: Sequence[Pair]) -> str:
 
 # ---- evidence for a layout
 
-EVIDENCE_HEADS = ("layout", "nearest published run", "distance", "differs in", "measured", "memory")
+EVIDENCE_HEADS = (
+    "layout",
+    "tokens/s per GPU",
+    "measured nearby",
+    "memory",
+    "measured nearby",
+    "nearest published run, its distance and differences",
+)
+_MENTIONED = 3  # differences in a cell
 
 
-def evidence_cells(title: str, found: Evidence) -> tuple[str, ...]:
-    """The cells below `EVIDENCE_HEADS`; if the nearest run is far away, they say that there is none."""
-    run = found.run
-    name = f"{run.title}, {run.training.devices:,} × {run.training.accelerator.name}, {run.layout.title}"
-    if not found.near:
-        return title, "none is near", f"{found.distance:.1f}", f"the nearest is {name}", "–", "–"
-    said = FAILED if failed(run) else f"{measured_speed(run)} tokens/s per GPU" if speed(run) else "–"
-    return title, name, f"{found.distance:.1f}", ", ".join(found.differences) or "nothing", said, measured_memory(run)
+def evidence_cells(title: str, rate: float | None, needs: float, found: Evidence) -> tuple[str, ...]:
+    """The cells below `EVIDENCE_HEADS` for the modelled figures of a layout: tokens per second and GPU (None if it does
+    not fit) and bytes. If the nearest run is far away, they say that none is near."""
+    run, more = found.run, len(found.differences) - _MENTIONED
+    differences = ", ".join(found.differences[:_MENTIONED]) + f" and {more} more" * (more > 0)
+    measured = (measured_speed(run), measured_memory(run)) if found.near else ("none near", "none near")
+    return (
+        title,
+        "–" if rate is None else f"{rate:,.0f}",
+        measured[0],
+        size(needs),
+        measured[1],
+        f"{run.title}, {found.distance:.1f}" + f": {differences}" * bool(differences),
+    )
 
 
 def evidence_json(found: Evidence) -> dict[str, Any]:

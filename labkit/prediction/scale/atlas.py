@@ -228,19 +228,18 @@ def _common(run: Published) -> Hashable:
 # ---- evidence
 
 NEAR = 3.0  # the distance up to which a run is evidence for a layout
-_SCALED: Mapping[str, Callable[[Training, Layout], float]] = {  # a factor of two is a distance of 1
-    "parameters": lambda training, layout: training.model.parameters,
-    "GPUs": lambda training, layout: training.devices,
-    "tokens per sample": lambda training, layout: training.sequence,
-    "TP": lambda training, layout: layout.tensor,
-    "PP": lambda training, layout: layout.pipeline,
-    "CP": lambda training, layout: layout.context,
-    "samples per micro-batch": lambda training, layout: layout.micro_batch,
-    "micro-batches": lambda training, layout: layout.micro_batches,
+_SCALED: Mapping[str, tuple[float, Callable[[Training, Layout], float]]] = {  # the distance of a factor of two
+    "parameters": (1.0, lambda training, layout: training.model.parameters),
+    "GPUs": (1.0, lambda training, layout: training.devices),
+    "tokens per sample": (1.0, lambda training, layout: training.sequence),
+    "TP": (1.0, lambda training, layout: layout.tensor),
+    "PP": (1.0, lambda training, layout: layout.pipeline),
+    "CP": (1.0, lambda training, layout: layout.context),
+    "samples per micro-batch": (1.0, lambda training, layout: layout.micro_batch),
+    "micro-batches": (0.5, lambda training, layout: layout.micro_batches),
 }
 _NAMED: Mapping[str, tuple[float, Callable[[Training, Layout], Any]]] = {  # the distance of two different values
     "accelerator": (2.0, lambda training, layout: training.accelerator.name),
-    "sharding": (1.0, lambda training, layout: layout.sharding.title if layout.synced > 1 else "no sharding"),
     "precision": (1.0, lambda training, layout: training.precision),
     "recomputation": (1.0, lambda training, layout: layout.recompute),
 }
@@ -249,9 +248,13 @@ _SAME = 0.15  # of a distance: a difference that is not mentioned
 
 @dataclass(frozen=True)
 class Evidence:
-    """A published run near a layout. `distance` adds 1 for every factor of two in parameters, GPUs, tokens per sample,
-    degrees, and samples and number of micro-batches; 1 for another sharding, precision or recomputation; and 2 for
-    another accelerator. `differences` says what contributes to it: `TP 4 instead of 2`."""
+    """A published run near a layout.
+
+    `distance` adds 1 for every factor of two in parameters, GPUs, tokens per sample, degrees and samples per
+    micro-batch, and a half for that of the number of micro-batches; 1 for each of parameters, gradients and optimizer
+    state that is sharded in only one of the two; 1 for another precision or recomputation; and 2 for another
+    accelerator. `differences` says what contributes to it, the largest first: `TP 4 instead of 2`.
+    """
 
     run: Published
     distance: float
@@ -265,34 +268,45 @@ class Evidence:
 
 def evidence(training: Training, layout: Layout, count: int = 3) -> tuple[Evidence, ...]:
     """The `count` published runs that are nearest to a layout of a training, the nearest first; of equally near ones
-    those that have a speed."""
+    first those that have a speed."""
     runs, _ = published()
-    scaled = [math.log2(of(training, layout)) for of in _SCALED.values()]
-    named = [(cost, of(training, layout)) for cost, of in _NAMED.values()]
-
-    def distance(run: Published) -> float:
-        there, chosen = run.training, run.layout
-        far = sum(abs(math.log2(of(there, chosen)) - here) for of, here in zip(_SCALED.values(), scaled))
-        return far + sum(cost for (_, of), (cost, here) in zip(_NAMED.values(), named) if of(there, chosen) != here)
-
-    order = sorted((round(distance(run), 2), speed(run) is None, number) for number, run in enumerate(runs))
+    far = [sum(distance for distance, _ in _differences(training, layout, run)) for run in runs]
+    order = sorted(range(len(runs)), key=lambda number: (round(far[number], 2), speed(runs[number]) is None))
     return tuple(
-        Evidence(runs[number], far, _differences(training, layout, runs[number])) for far, _, number in order[:count]
+        Evidence(runs[number], round(far[number], 2), _in_words(_differences(training, layout, runs[number])))
+        for number in order[:count]
     )
 
 
-def _differences(training: Training, layout: Layout, run: Published) -> tuple[str, ...]:
-    said: list[tuple[float, str]] = []
-    for name, of in _SCALED.items():
-        here, there = of(training, layout), of(run.training, run.layout)
-        far = abs(math.log2(there / here))
-        if far > _SAME:
-            said.append((far, _words(name, there, here)))
+Difference = tuple[float, tuple[str, Any, Any]]  # a distance; what differs, its value there, its value here
+
+
+def _differences(training: Training, layout: Layout, run: Published) -> list[Difference]:
+    """What distinguishes a run from a layout of a training."""
+    found: list[Difference] = []
+    for name, (each, figure) in _SCALED.items():
+        there, here = figure(run.training, run.layout), figure(training, layout)
+        if there != here:
+            found.append((each * abs(math.log2(there / here)), (name, there, here)))
     for name, (cost, value) in _NAMED.items():
-        own, other = value(training, layout), value(run.training, run.layout)
-        if own != other:
-            said.append((cost, _words(name, other, own)))
-    return tuple(words for _, words in sorted(said, key=lambda each: -each[0]))
+        other, own = value(run.training, run.layout), value(training, layout)
+        if other != own:
+            found.append((cost, (name, other, own)))
+    there_sharded, here_sharded = _sharded(run.layout), _sharded(layout)
+    if there_sharded != here_sharded:
+        titles = run.layout.sharding.title, layout.sharding.title
+        found.append((float(len(there_sharded ^ here_sharded)), ("sharding", *titles)))
+    return found
+
+
+def _sharded(layout: Layout) -> frozenset[str]:
+    """The states that data-parallel ranks share."""
+    return frozenset(layout.sharding.owners if layout.shards > 1 else ())
+
+
+def _in_words(differences: Sequence[Difference]) -> tuple[str, ...]:
+    large = sorted((each for each in differences if each[0] > _SAME), key=lambda each: -each[0])
+    return tuple(_words(*what) for _, what in large)
 
 
 def _words(name: str, there: Any, here: Any) -> str:
