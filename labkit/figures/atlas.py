@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any
 
+from labkit.analysis.metrics import median, quartiles
 from labkit.common.arguments import check_choice
 from labkit.common.text import escape, visible
 from labkit.common.units import counted, size
@@ -192,9 +192,9 @@ def _compared(name: str, what: str, pairs: Sequence[Pair]) -> str:
     ratios = [there / found for _, there, found in pairs]
     if len(ratios) < _ENOUGH:
         return ""
-    low, *_, high = quantiles(ratios, n=10)
+    low, high = quartiles(ratios)
     return (
-        f"Modelled / measured {what} of {len(ratios):,} runs: median {median(ratios):.2f}, eight of ten between"
+        f"Modelled / measured {what} of {len(ratios):,} runs: median {median(ratios):.2f}, half of them between"
         f" {low:.2f} and {high:.2f}."
     )
 

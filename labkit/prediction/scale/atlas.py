@@ -12,9 +12,9 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from statistics import median
 from typing import Any
 
+from labkit.analysis.metrics import median
 from labkit.common.arguments import Number, check_type, shown
 from labkit.prediction.scale.layouts import Layout
 from labkit.prediction.scale.published import Published, Refused, read
@@ -213,7 +213,7 @@ def case(model: str, gpus: int, source: str | None = None) -> Case:
     runs = select(model=model, gpus=gpus, source=source)
     first = runs[0]
     for run in runs:
-        if _common(run) != _common(first):
+        if common(run) != common(first):
             raise LookupError(
                 f"model {shown(model)} on {gpus} GPUs is more than one training: {first.title} of {first.source} and"
                 f" {run.title} of {run.source}; name the model or the source more precisely"
@@ -221,7 +221,8 @@ def case(model: str, gpus: int, source: str | None = None) -> Case:
     return Case(runs)
 
 
-def _common(run: Published) -> Hashable:
+def common(run: Published) -> Hashable:
+    """What the runs of a case have in common, apart from the number of GPUs."""
     return run.source, run.title, run.training.batch, run.training.sequence, run.training.precision
 
 
