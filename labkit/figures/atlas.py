@@ -15,7 +15,7 @@ from labkit.figures import colours
 from labkit.figures.as_plotly import as_figure, numbers, plain_look
 from labkit.figures.prediction import table_html
 from labkit.figures.scaling import table_text
-from labkit.prediction.scale.atlas import Evidence, failed, modelled, published, speed
+from labkit.prediction.scale.atlas import Evidence, common, failed, modelled, published, speed
 from labkit.prediction.scale.published import Published
 from labkit.prediction.scale.shapes import parameters_in_words
 
@@ -61,6 +61,21 @@ class Atlas:
         return (
             f"{counted(len(self.runs), 'published run')} on real GPUs: {ran:,} with a speed, {dead:,} that ran out of"
             " memory or crashed"
+        )
+
+    @property
+    def question(self) -> str:
+        """What the runs have in common if they differ in their layout only; otherwise `ValueError`."""
+        several = {(common(run), run.training.devices) for run in self.runs}
+        if len(several) > 1:
+            raise ValueError(f"the runs must be of one model, batch and number of GPUs, got {len(several)} of them")
+        one = self.runs[0].training
+        model = one.model
+        return (
+            f"{self.runs[0].title}: {parameters_in_words(model.parameters)} parameters, {model.layers} layers ×"
+            f" {model.width:,}, MLP {model.hidden:,}, vocabulary {model.vocabulary:,}; {one.batch:,} samples of"
+            f" {one.sequence:,} tokens per step, {one.precision}; on {one.devices:,} × {one.accelerator.name} in nodes"
+            f" of {one.machine.per_node}. {counted(len(self.runs), 'published run')}."
         )
 
     def rows(self, limit: int | None = ROWS) -> list[tuple[str, ...]]:

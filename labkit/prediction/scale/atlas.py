@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from labkit.analysis.metrics import median
 from labkit.common.arguments import Number, check_type, shown
-from labkit.prediction.scale.layouts import Layout
+from labkit.prediction.scale.layouts import SHARDINGS, Layout
 from labkit.prediction.scale.published import Published, Refused, read
 from labkit.prediction.scale.shapes import parameters_in_words
 from labkit.prediction.scale.step import Estimate, estimate
@@ -202,6 +202,25 @@ class Case:
         """The runs with these degrees."""
         return tuple(run for run in self.runs if matches(run.layout, degrees))
 
+    def same(self, run: Published) -> tuple[Published, ...]:
+        """All runs with the layout of a run."""
+        return tuple(other for other in self.runs if key_of(other.layout) == key_of(run.layout))
+
+    def layout(self, degrees: Mapping[str, int]) -> Layout:
+        """A layout with all of `DEGREES`, and otherwise as in the runs; `dp` × `micro_batch` must divide the batch."""
+        sharding = next(one for one in SHARDINGS.values() if _STAGES[one.owners] == degrees.get("zero", 0))
+        return replace(
+            self.runs[0].layout,
+            sharding=sharding,
+            data=degrees["dp"],
+            shards=degrees["dp"] * degrees["cp"],
+            tensor=degrees["tp"],
+            pipeline=degrees["pp"],
+            context=degrees["cp"],
+            micro_batch=degrees["micro_batch"],
+            micro_batches=self.training.batch // (degrees["dp"] * degrees["micro_batch"]),
+        )
+
 
 def key_of(layout: Layout) -> Key:
     """The degrees of a layout: equal for two runs of a case if they have the same layout."""
@@ -267,10 +286,12 @@ class Evidence:
         return self.distance <= NEAR
 
 
-def evidence(training: Training, layout: Layout, count: int = 3) -> tuple[Evidence, ...]:
-    """The `count` published runs that are nearest to a layout of a training, the nearest first; of equally near ones
-    first those that have a speed."""
-    runs, _ = published()
+def evidence(
+    training: Training, layout: Layout, count: int = 3, runs: Sequence[Published] | None = None
+) -> tuple[Evidence, ...]:
+    """The `count` published runs (of `runs`, or of all) that are nearest to a layout of a training, the nearest first;
+    of equally near ones first those that have a speed."""
+    runs = published()[0] if runs is None else runs
     far = [sum(distance for distance, _ in _differences(training, layout, run)) for run in runs]
     order = sorted(range(len(runs)), key=lambda number: (round(far[number], 2), speed(runs[number]) is None))
     return tuple(
