@@ -226,9 +226,9 @@ pictures.atlas()
 # <details class="answer"><summary>What to see</summary>
 #
 # On 64 GPUs and more, the best layout of a model is tens of times as fast as the worst one: the layout decides more
-# than the hardware. About half of the runs failed. Those are not accidents: somebody tried every layout of three models,
-# and most of the failures are on the right of the dotted line, where the formulas need more memory than a GPU has. The
-# others crashed for reasons that a formula does not know.
+# than the hardware. About half of the runs failed. Those are not accidents: somebody tried every layout of three
+# models, and most of the failures are on the right of the dotted line, where the formulas need more memory than a GPU
+# has. The others crashed for reasons that a formula does not know.
 #
 # </details>
 #
@@ -313,9 +313,9 @@ for number in (0, 1):
 #
 # Published runs judge the last four: pairs that differ in one factor only, with everything else equal.
 #
-# The first cell tests the claims that need no run: 1 to 4, 8 to 18, and nine more. The second cell runs each strategy it
-# needs once, which takes a minute or two. `labkit claims` in a terminal runs each three times, in alternation. If this
-# machine cannot decide a claim, the verdict says so: CPU ranks cannot decide claims about GPUs.
+# The first cell tests the claims that need no run: 1 to 4, 8 to 18, and nine more. The second cell runs each strategy
+# that it needs once, which takes a minute or two. `labkit claims` in a terminal runs each three times, in alternation.
+# If this machine cannot decide a claim, the verdict says so: CPU ranks cannot decide claims about GPUs.
 
 # %%
 on_trial(quick=True)
