@@ -77,15 +77,13 @@ def _limits() -> str:
     groups = matched(every, lambda run: run.training.devices, "data", "shards", "micro_batches", on_gpus=False)
     speeds = _speeds(groups)
     drops = [found for many in (512, 1024) for few in (128, 256) for found in ratios(speeds, many, few)]
-    words = f": there, GPUs are {median(drops):.2f} times as fast as on 128 or 256 with the same TP, PP and micro-batch"
-    left_out = f"Runs on more than {MOST_GPUS} GPUs are left out{words * bool(drops)}."
+    left_out = f"Without runs on more than {MOST_GPUS} GPUs" + f", which are × {median(drops):.2f} as fast" * bool(
+        drops
+    )
     spreads = [max(found) / min(found) for found in _repeated() if len(found) > 1]
     if not spreads:
-        return left_out
-    return (
-        f"{left_out} Of {counted(len(spreads), 'layout')} that were measured more than once, the fastest run is"
-        f" {median(spreads):.2f} times as fast as the slowest in the median, and {max(spreads):.1f} times at most."
-    )
+        return f"{left_out}."
+    return f"{left_out}; {counted(len(spreads), 'repeated layout')} differ by × {median(spreads):.2f} in the median."
 
 
 def _repeated() -> list[list[float]]:
