@@ -86,11 +86,11 @@ class Advised:
     def evidence(self) -> list[tuple[str, ...]]:
         """The cells below `EVIDENCE_HEADS`: for each layout of `rows` and `misfits` the nearest published run."""
         asked = self.advice.training
-        fits = {one.layout: (one.tokens_per_second_per_gpu, one.memory) for one in self.advice.ranked[:ROWS]}
-        found = {**fits, **{one.layout: (None, one.memory) for one in self._misfits}}
+        fits = [(one.layout, one.tokens_per_second_per_gpu, one.memory) for one in self.advice.ranked[:ROWS]]
+        misfits = [(one.layout, None, one.memory) for one in self._misfits]
         return [
             evidence_cells(layout.title, rate, needs.total, evidence(asked, layout, 1)[0])
-            for layout, (rate, needs) in found.items()
+            for layout, rate, needs in (*fits, *misfits)
         ]
 
     @property

@@ -43,7 +43,8 @@ def matched(
 def _same(run: Published, follow: Iterable[str], on_gpus: bool = True) -> Hashable:
     """What two runs must have in common; `follow` names fields of the layout that may differ."""
     names = [field.name for field in fields(run.layout) if field.name not in follow]
-    layout = tuple(getattr(run.layout, name) for name in names)
+    values = (getattr(run.layout, name) for name in names)
+    layout = tuple(getattr(value, "name", value) for value in values)  # rows of tables by their names
     return common(run), run.training.machine.name, run.training.devices if on_gpus else None, layout
 
 

@@ -260,9 +260,19 @@ _SCALED: Mapping[str, tuple[float, Callable[[Training, Layout], float]]] = {  # 
 }
 _NAMED: Mapping[str, tuple[float, Callable[[Training, Layout], Any]]] = {  # the distance of two different values
     "accelerator": (2.0, lambda training, layout: training.accelerator.name),
+    "network": (0.5, lambda training, layout: _network(training)),
     "precision": (1.0, lambda training, layout: training.precision),
+    "attention": (1.0, lambda training, layout: training.attention),
     "recomputation": (1.0, lambda training, layout: layout.recompute),
 }
+
+
+def _network(training: Training) -> str | None:
+    """The link between the nodes of a training; None on one node."""
+    link = training.machine.between
+    return link.name if link and training.devices > training.machine.per_node else None
+
+
 _SAME = 0.15  # of a distance: a difference that is not mentioned
 
 
@@ -272,8 +282,9 @@ class Evidence:
 
     `distance` adds 1 for every factor of two in parameters, GPUs, tokens per sample, degrees and samples per
     micro-batch, and a half for that of the number of micro-batches; 1 for each of parameters, gradients and optimizer
-    state that is sharded in only one of the two; 1 for another precision or recomputation; and 2 for another
-    accelerator. `differences` says what contributes to it, the largest first: `TP 4 instead of 2`.
+    state that is sharded in only one of the two; 1 for another precision, attention or recomputation, a half for
+    another network, and 2 for another accelerator. `differences` says what contributes to it, the largest first: `TP 4
+    instead of 2`.
     """
 
     run: Published
@@ -312,7 +323,7 @@ def _differences(training: Training, layout: Layout, run: Published) -> list[Dif
             found.append((each * abs(math.log2(there / here)), (name, there, here)))
     for name, (cost, value) in _NAMED.items():
         other, own = value(run.training, run.layout), value(training, layout)
-        if other != own:
+        if other != own and other is not None and own is not None:
             found.append((cost, (name, other, own)))
     there_sharded, here_sharded = _sharded(run.layout), _sharded(layout)
     if there_sharded != here_sharded:
