@@ -161,7 +161,7 @@ def test_a_published_run_is_its_own_nearest_evidence(number):
 
 def test_each_difference_adds_to_the_distance_and_is_named():
     run = next(run for run in select(model="nanotron Llama 8B", gpus=64, layout="tp=2,zero=1") if speed(run))
-    only = [run]
+    only = (run,)
 
     def difference(training=run.training, **changed):
         [found] = evidence(training, replace(run.layout, **changed), 1, only)
@@ -181,7 +181,7 @@ def test_sharding_counts_by_the_kinds_of_states():
     asked = training("7B", devices=64)
     by_kind = {one.layout.kind: one.layout for one in advice(asked).ranked}
     run = next(run for run in select(model="nanotron Llama 8B", gpus=64, layout="tp=2,pp=1,zero=1") if speed(run))
-    far = {kind: evidence(asked, by_kind[kind], 1, [run])[0] for kind in ("ZeRO-1", "ZeRO-2", "FSDP")}
+    far = {kind: evidence(asked, by_kind[kind], 1, (run,))[0] for kind in ("ZeRO-1", "ZeRO-2", "FSDP")}
     assert "ZeRO-1 instead of FSDP" in far["FSDP"].differences
     for found in far.values():
         assert not any(words.startswith("ZeRO-1 instead of ZeRO-1") for words in found.differences)

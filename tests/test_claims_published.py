@@ -63,7 +63,7 @@ def test_compared_runs_differ_in_the_factor_and_what_follows_only(factor, follow
         assert len({(run.training.devices, run.training.machine.name) for run in runs}) == 1
         for field in fields(runs[0].layout):
             if field.name not in (factor, *follow):
-                assert len({getattr(run.layout, field.name) for run in runs}) == 1, field.name
+                assert len({repr(getattr(run.layout, field.name)) for run in runs}) == 1, field.name
 
 
 def test_runs_on_too_many_gpus_are_left_out_and_the_evidence_says_so():

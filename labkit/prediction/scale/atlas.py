@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import insort
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import numpy
 
 from labkit.analysis.metrics import median
 from labkit.common.arguments import Number, check_type, shown
@@ -298,17 +301,32 @@ class Evidence:
 
 
 def evidence(
-    training: Training, layout: Layout, count: int = 3, runs: Sequence[Published] | None = None
+    training: Training, layout: Layout, count: int = 3, runs: tuple[Published, ...] | None = None
 ) -> tuple[Evidence, ...]:
     """The `count` published runs (of `runs`, or of all) that are nearest to a layout of a training, the nearest first;
     of equally near ones first those that have a speed."""
     runs = published()[0] if runs is None else runs
-    far = [sum(distance for distance, _ in _differences(training, layout, run)) for run in runs]
-    order = sorted(range(len(runs)), key=lambda number: (round(far[number], 2), speed(runs[number]) is None))
+    scaled = numpy.abs(_coordinates(runs) - numpy.array(_coordinate(training, layout))).sum(axis=1)
+    nearest: list[tuple[float, bool, int]] = []
+    for number in numpy.argsort(scaled, kind="stable").tolist():
+        if len(nearest) >= count and scaled[number] > nearest[count - 1][0]:
+            break  # what has no scale only adds to the distance
+        far = sum(distance for distance, _ in _differences(training, layout, runs[number]))
+        insort(nearest, (round(far, 2), speed(runs[number]) is None, number))
     return tuple(
-        Evidence(runs[number], round(far[number], 2), _in_words(_differences(training, layout, runs[number])))
-        for number in order[:count]
+        Evidence(runs[number], far, _in_words(_differences(training, layout, runs[number])))
+        for far, _, number in nearest[:count]
     )
+
+
+@cache
+def _coordinates(runs: tuple[Published, ...]) -> numpy.ndarray:
+    """The place of each run, in distances."""
+    return numpy.array([_coordinate(run.training, run.layout) for run in runs])
+
+
+def _coordinate(training: Training, layout: Layout) -> list[float]:
+    return [each * math.log2(figure(training, layout)) for each, figure in _SCALED.values()]
 
 
 Difference = tuple[float, tuple[str, Any, Any]]  # a distance; what differs, its value there, its value here
