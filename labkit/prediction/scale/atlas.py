@@ -277,6 +277,7 @@ def _network(training: Training) -> str | None:
 
 
 _SAME = 0.15  # of a distance: a difference that is not mentioned
+_ROUNDED = 0.005  # distances have two decimals
 
 
 @dataclass(frozen=True)
@@ -309,7 +310,7 @@ def evidence(
     scaled = numpy.abs(_coordinates(runs) - numpy.array(_coordinate(training, layout))).sum(axis=1)
     nearest: list[tuple[float, bool, int]] = []
     for number in numpy.argsort(scaled, kind="stable").tolist():
-        if len(nearest) >= count and scaled[number] > nearest[count - 1][0]:
+        if len(nearest) >= count and scaled[number] > nearest[count - 1][0] + _ROUNDED:
             break  # what has no scale only adds to the distance
         far = sum(distance for distance, _ in _differences(training, layout, runs[number]))
         insort(nearest, (round(far, 2), speed(runs[number]) is None, number))
