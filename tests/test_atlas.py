@@ -170,7 +170,7 @@ def test_each_difference_adds_to_the_distance_and_is_named():
     assert difference(tensor=8) == (2.0, ("TP 2 instead of 8",))
     assert difference(pipeline=2 * run.layout.pipeline)[0] == 1.0
     assert difference(micro_batches=4 * run.layout.micro_batches)[0] == 1.0
-    assert difference(recompute=not run.layout.recompute) == (1.0, ("without recomputation",))
+    assert difference(recompute="full") == (1.0, ("none instead of full recomputation",))
     assert difference(replace(run.training, devices=128)) == (1.0, ("64 instead of 128 GPUs",))
     other = training("7B", devices=64, machine="a100x8").accelerator
     far, words = difference(replace(run.training, accelerator=other))

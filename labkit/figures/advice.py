@@ -15,10 +15,11 @@ from labkit.figures.scaling import Scaled, in_seconds, table_text
 from labkit.prediction.scale.advice import RULE, Advice, Misfit, Verdict, devices_needed, verdict
 from labkit.prediction.scale.asked import in_words
 from labkit.prediction.scale.atlas import NEAR, evidence
+from labkit.prediction.scale.frameworks import USABLE
 from labkit.prediction.scale.layouts import Layout
 from labkit.prediction.scale.scaling import scaling
 from labkit.prediction.scale.step import Estimate
-from labkit.prediction.scale.training import RESERVED, RESERVED_FOR
+from labkit.prediction.scale.training import RESERVED_FOR
 
 if TYPE_CHECKING:
     import plotly.graph_objects
@@ -50,6 +51,8 @@ PARTS = {  # of a step: colour and words
     "tensor": (colours.OPERATIONS["all_gather"], "tensor-parallel communication"),
     "context": (colours.OPERATIONS["reduce_scatter"], "context-parallel communication"),
     "pipeline": (colours.OPERATIONS["send"], "communication between stages"),
+    "launch": (colours.PHASES["copy"], "launching kernels"),
+    "waiting": (colours.PHASES["data"], "waiting for the slowest rank"),
     "bubble": (colours.PHASES["other"], "the bubble of the pipeline"),
     "optimizer": (colours.PHASES["optimizer"], "the optimizer"),
 }
@@ -103,8 +106,10 @@ class Advised:
         """The common rule, what is not shown, and the assumptions."""
         said = [*self.rule, *self._not_shown()]
         one = self.advice.training.accelerator
-        efficiency = f"{one.efficiency:.0%} of the peak of {one.name} in computation ({one.sources['efficiency']})"
-        said.append(f"Assumed: {efficiency}; {1 - RESERVED:.0%} of the memory can be used ({RESERVED_FOR}).")
+        efficiency = (
+            f"{one.efficiency:.0%} of the peak of {one.name} in large matrix products ({one.sources['efficiency']})"
+        )
+        said.append(f"Assumed: {efficiency}; {USABLE:.0%} of the memory can be used ({RESERVED_FOR}).")
         return [*said, EVIDENCE]
 
     def _not_shown(self) -> list[str]:
@@ -201,7 +206,7 @@ def cells(one: Estimate) -> tuple[str, ...]:
     return (
         layout.title,
         f"{layout.micro_batches} × {layout.micro_batch}",
-        "all layers" if layout.recompute else "–",
+        {"none": "–", "selective": "selective", "full": "all layers"}[layout.recompute],
         size(one.memory.total),
         in_seconds(one.seconds),
         f"{one.tokens_per_second:,.0f}",

@@ -407,7 +407,7 @@ def _hover(run: Published) -> str:
     lines = (
         f"{model} on {training.devices:,} × {training.accelerator.name}",
         f"{layout.title}: {counted(layout.micro_batches, 'micro-batch', 'es')} × {layout.micro_batch}"
-        + ", recomputation" * layout.recompute,
+        + f", {layout.recompute} recomputation" * (layout.recompute != "none"),
         f"measured: {measured_speed(run)} tokens/s per GPU, {measured_memory(run)}"
         if not failed(run)
         else "ran out of memory or crashed",

@@ -28,7 +28,7 @@ def _layout(answer: Any) -> str:
     chosen = next((one for one in found.fitting if one.layout.title == " ".join(answer.split())), None)
     if chosen is None:
         raise Wrong(f"{answer} is not among the layouts that fit; check its name and its memory")
-    if chosen.layout.recompute:
+    if chosen.layout.recompute != "none":
         raise Wrong(f"{answer} fits only with recomputation; split the activations instead")
     fastest = found.fitting[0]
     if chosen.seconds > _SLOWER * fastest.seconds:

@@ -363,10 +363,8 @@ def _in_words(differences: Sequence[Difference]) -> tuple[str, ...]:
 
 def _words(name: str, there: Any, here: Any) -> str:
     """`TP 4 instead of 2`, `128 instead of 64 GPUs`, `ZeRO-1 instead of DDP`."""
-    if isinstance(there, bool):
-        return f"{'with' if there else 'without'} {name}"
     if isinstance(there, str):
-        return f"{there} instead of {here}"
+        return f"{there} instead of {here}" + f" {name}" * (name in ("attention", "recomputation"))
     if name.isupper():
         return f"{name} {there} instead of {here}"
     shown_as = parameters_in_words if name == "parameters" else "{:,}".format
