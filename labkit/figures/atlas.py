@@ -254,7 +254,7 @@ def evidence_json(found: Evidence) -> dict[str, Any]:
 _COLOURS = len(colours.RANKS)
 _REST = "others"
 _HEIGHT = 720  # px
-_SPREAD = 0.36  # of the distance between two numbers of GPUs, on each side
+_SPREAD = 0.42  # of the distance between two columns, on each side
 
 
 def _figure(runs: Sequence[Published], by: str) -> plotly.graph_objects.Figure:
@@ -270,7 +270,7 @@ def _figure(runs: Sequence[Published], by: str) -> plotly.graph_objects.Figure:
         "memory": "Memory, measured and modelled (dotted: of a GPU)",
         "modelled": "Speed, measured and modelled",
     }
-    gpus = sorted({run.training.devices for run in runs})
+    gpus = _numbers_of_gpus(runs)
     speeds = [found for run in runs if (found := speed(run))]
     stored = [found for run in runs if (found := _stored(run))]
     needed = [_needed(run) for run in runs if run.measured.memory or failed(run)]
@@ -289,8 +289,16 @@ def _figure(runs: Sequence[Published], by: str) -> plotly.graph_objects.Figure:
             "itemsizing": "constant",
             "bgcolor": "rgba(0,0,0,0)",
         },
-        "xaxis": _axis("GPUs", gpus, _WIDE, "y2")
-        | {"tickvals": gpus, "ticktext": [f"{number:,}" for number in gpus], "showgrid": False},
+        "xaxis": {
+            "title": {"text": "GPUs", "standoff": 4},
+            "anchor": "y2",
+            "range": [-0.6, len(gpus) - 0.4],
+            "tickvals": [*range(len(gpus))],
+            "ticktext": [f"{number:,}" for number in gpus],
+            "tickangle": 0,
+            "showgrid": False,
+            "zeroline": False,
+        },
         "yaxis": _axis(rate, speeds, (0.57, 1.0), "x"),
         "yaxis2": _strip((0.49, 0.555), "x"),
         "xaxis2": _axis("modelled, GiB", needed, _LEFT, "y3"),
@@ -311,7 +319,7 @@ def _figure(runs: Sequence[Published], by: str) -> plotly.graph_objects.Figure:
 
 
 _GIB = float(1 << 30)
-_WIDE, _LEFT, _RIGHT = (0.0, 1.0), (0.0, 0.44), (0.57, 1.0)  # of the width
+_LEFT, _RIGHT = (0.0, 0.44), (0.57, 1.0)  # of the width
 
 
 def _groups(runs: Sequence[Published], by: str) -> dict[str, list[Published]]:
@@ -329,15 +337,19 @@ def _groups(runs: Sequence[Published], by: str) -> dict[str, list[Published]]:
 
 
 def _positions(runs: Sequence[Published]) -> dict[int, float]:
-    """The x of each run, by its line: its number of GPUs, spread by its layout so that dots do not hide each other."""
+    """The x of each run, by its line: the column of its number of GPUs, spread by its layout so that dots do not hide
+    each other."""
     positions = {}
-    for gpus in {run.training.devices for run in runs}:
+    for column, gpus in enumerate(_numbers_of_gpus(runs)):
         members = [run for run in runs if run.training.devices == gpus]
         members.sort(key=lambda run: (run.layout.tensor, run.layout.pipeline, run.layout.data, run.layout.micro_batch))
         for number, run in enumerate(members):
-            aside = (2 * number + 1) / len(members) - 1
-            positions[run.line] = gpus * 2 ** (_SPREAD * aside)
+            positions[run.line] = column + _SPREAD * ((2 * number + 1) / len(members) - 1)
     return positions
+
+
+def _numbers_of_gpus(runs: Sequence[Published]) -> list[int]:
+    return sorted({run.training.devices for run in runs})
 
 
 def _dots(runs: Sequence[Published], positions: Mapping[int, float], look: Mapping[str, Any]) -> list[dict[str, Any]]:

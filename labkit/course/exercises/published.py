@@ -8,20 +8,12 @@ from typing import Any
 
 from labkit.common.units import counted, size
 from labkit.course.exercises import Exercise, Wrong
+from labkit.figures.advice import PARTS
 from labkit.prediction.scale.atlas import EXAMPLE, Case, case, degrees_of, evidence, modelled
 from labkit.prediction.scale.published import Published
 
 _ENOUGH = 0.85  # of the fastest layout: repeated runs differ by as much
 _DEGREES = ("tp", "pp", "cp")
-_PARTS = {  # of a step, in words: where time goes besides computation
-    "data": "data-parallel communication",
-    "tensor": "tensor-parallel communication",
-    "context": "context-parallel communication",
-    "pipeline": "messages between stages",
-    "bubble": "the bubble of the pipeline",
-    "recomputation": "recomputation",
-    "optimizer": "the optimizer",
-}
 
 
 def pick_a_layout(title: str, model: str, gpus: int, why: str) -> Exercise:
@@ -94,8 +86,10 @@ def _failure(run: Published) -> str:
 
 
 def _cost(run: Published) -> str:
-    """What a slow layout spends its time on, by the formulas."""
+    """What a slow layout spends its time on besides computation, by the formulas."""
     estimate = modelled(run)
-    part = max(_PARTS, key=lambda name: estimate.parts.get(name, 0.0))
-    share = estimate.parts.get(part, 0.0) / estimate.seconds
-    return f"by the formulas, {_PARTS[part]} takes the most besides computation, {share:.0%} of a step"
+    shares = {name: seconds / estimate.seconds for name, seconds in estimate.parts.items()}
+    computation = shares.pop("computation")
+    largest = sorted(shares, key=lambda name: -shares[name])[:2]
+    words = " and ".join(f"{PARTS[name][1]} {shares[name]:.0%}" for name in largest)
+    return f"by the formulas, {words} of a step, and the computation {computation:.0%}"
