@@ -1,4 +1,5 @@
-"""The Python API besides `run` (labkit.runs.handle): advice, predicting, comparing strategies, and displaying runs.
+"""The Python API besides `run` (labkit.runs.handle): advice, published runs, predicting, comparing strategies, and
+displaying runs.
 
 The front end (notebook or terminal) is imported by the call that displays something.
 """
@@ -13,12 +14,14 @@ from typing import Any, overload
 from labkit.analysis.guessable import FIGURES
 from labkit.common.arguments import check_flag, check_type
 from labkit.figures.advice import Advised
+from labkit.figures.atlas import Atlas
 from labkit.figures.prediction import Prediction
 from labkit.plan.spec import Spec
 from labkit.prediction.devices import HERE, device
 from labkit.prediction.predict import predict as plan_of
 from labkit.prediction.scale.advice import advice
 from labkit.prediction.scale.asked import training
+from labkit.prediction.scale.atlas import select
 from labkit.prediction.timing import modelled, timed
 from labkit.record.follow import Follower
 from labkit.runs.comparing import Comparing, plan
@@ -39,6 +42,17 @@ def advise(params: Any = None, **asked: Any) -> Advised:
     `eager`. Raises `ValueError` or `TypeError` for a value that is not possible, `SpecError` for one of `options`.
     """
     return Advised(advice(training(params, **asked)))
+
+
+def atlas(**wanted: Any) -> Atlas:
+    """Published runs on real GPUs that ship with the lab, failures included, each with what is modelled for it.
+
+    Without arguments all of them, otherwise those with a `model`, a `gpu_type` or a `source` whose name contains a text
+    (`8B`, `H100`, `Playbook`), with a number of `gpus` or a list of them, and with some degrees of a `layout`, such as
+    `tp=8,pp=1` (also dp, cp, zero, micro_batch). Raises `LookupError` with the values that exist if there are none,
+    `ValueError` or `TypeError` for a value that is not possible.
+    """
+    return Atlas(select(**wanted))
 
 
 def compare(strategies: Sequence[str] | str, *, cold: bool = False, **fields: Any) -> Comparing:

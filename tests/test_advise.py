@@ -134,7 +134,7 @@ def test_scaling_has_a_series_per_strategy_and_the_point_of_communication():
 
 def test_python_returns_tables_that_escape_figures_and_json(config):
     found = advise(config=config(LLAMA | {"model_type": "<b>x"}), machine="a100x8")
-    assert "<b>" not in found._repr_html_() and found._repr_html_().count("<table>") == 2
+    assert "<b>" not in found._repr_html_() and found._repr_html_().count("<table>") == 3
     assert found.rows[0][0] in repr(found) and "modelled" in repr(found)
     assert found.figure().data[0].name == "computation"
     assert found.svg().startswith("<svg")

@@ -41,25 +41,6 @@ EVERY_SCRIPT = [
     (*one, precision) for one in EVERY for precision in PRECISIONS if (one[0], precision) in EVERY_PRECISION
 ]
 SAVING = [one for one in EVERY_PRECISION if FIRST[one[0]] == "cnn" and "save_every" not in STRATEGIES[one[0]].lacks]
-# The most lines of a script, with its blank lines and comments, in fp32; and what another precision adds to it.
-MOST_LINES = {
-    "single": 131,
-    "ddp": 150,
-    "fsdp2": 150,
-    "tp": 150,
-    "zero1": 156,
-    "fsdp": 155,
-    "deepspeed": 172,
-    "dp": 180,
-    "fsdp2_tp": 176,
-    "pp": 200,
-    "pp_ddp": 223,
-    "pp_fsdp2_tp": 230,
-    "cp": 232,
-    "diloco": 171,
-    "ep": 330,
-}
-ADDED_LINES = {"fp32": 0, "tf32": 1, "bf16": 7, "fp16": 10}
 RULES = "E4,E7,E9,F,I"  # rules of ruff that scripts must pass
 
 
@@ -117,24 +98,20 @@ def test_every_script_compiles_is_formatted_and_standalone(strategy, workload, d
 
 
 @pytest.mark.parametrize(("strategy", "precision"), EVERY_PRECISION)
-def test_a_script_has_few_lines(strategy, precision, scripts):
+def test_a_script_fits_the_width_of_the_panel(strategy, precision, scripts):
     workload = FIRST[strategy]
     lines = scripts[strategy, workload, WORKLOADS[workload].data[0], precision][0].splitlines()
-    assert len(lines) <= MOST_LINES[strategy] + ADDED_LINES[precision]
     assert max(map(len, lines)) <= 92
 
 
 @pytest.mark.parametrize(("strategy", "precision"), SAVING)
-def test_a_script_with_checkpoints_is_formatted_standalone_and_short(strategy, precision, scripts, saving):
-    plain = scripts[strategy, "cnn", WORKLOADS["cnn"].data[0], precision][0].splitlines()
-    most = 160 if STRATEGIES[strategy].layout == "whole" else 212
-    for resume, added in ((None, 0), ("/a/step00000030", 70)):
+def test_a_script_with_checkpoints_is_formatted_and_standalone(strategy, precision, saving):
+    for resume in (None, "/a/step00000030"):
         source, complaints = saving[strategy, precision, resume]
         assert complaints == []
         assert not USES_LABKIT.search(source)
         assert "weights_only=True" in source
         assert "pickle" not in "".join(line for line in source.splitlines() if line.startswith(("import", "from")))
-        assert len(source.splitlines()) - len(plain) <= most + added
         assert max(map(len, source.splitlines())) <= 92
 
 

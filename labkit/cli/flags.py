@@ -30,6 +30,7 @@ _PORT = Number(int, 1, 65_535)
 _RANK = Number(int, 0, 65_535)
 _CALIBRATED = Number(int, 2, 65_536)
 _MINUTES = Number(int, 1, 1440)
+_ROWS = Number(int, 1, 1_000_000)
 
 
 class UsageError(Exception):
@@ -108,6 +109,7 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     _add_fields(predict)
 
     _add_advise(commands)
+    _add_atlas(commands)
     add_jobs(commands.add, _add_fields, _number)
 
     script = commands.add("script", "print the script that a strategy runs")
@@ -283,6 +285,27 @@ def _add_advise(commands: _Commands) -> None:
     advise.add_argument(
         "--scaling", action="store_true", help="show strong and weak scaling from 1 to 4,096 devices instead"
     )
+
+
+def _add_atlas(commands: _Commands) -> None:
+    atlas = commands.add(
+        "atlas", "list published training runs on real GPUs, measured and modelled, failures included", json=True
+    )
+    for name, metavar, help in (
+        ("model", "TEXT", "only models whose name contains a text, such as 8B"),
+        ("gpus", "N,N,…", "only these numbers of GPUs"),
+        ("gpu-type", "TEXT", "only GPUs or machines whose name contains a text, such as H100"),
+        ("layout", "NAME=N,…", "only layouts with these degrees: dp, tp, pp, cp, zero, micro_batch"),
+        ("source", "TEXT", "only sources whose name contains a text, such as Playbook"),
+    ):
+        atlas.add_argument(f"--{name}", metavar=metavar, help=help)
+    atlas.add_argument(
+        "--limit", type=_number("--limit", _ROWS), default=30, metavar="N", help="rows of the table (default: 30)"
+    )
+    atlas.add_argument(
+        "--by", metavar="WHAT", help="what colours show: model (default), tp, pp, sharding, gpus or source"
+    )
+    atlas.add_argument("-o", "--output", metavar="FILE.html", help="write the chart as a page that works offline")
 
 
 def _add_fields(command: argparse.ArgumentParser) -> None:

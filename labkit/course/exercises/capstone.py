@@ -7,6 +7,7 @@ from typing import Any
 
 from labkit.course.exercises import Exercise, Wrong
 from labkit.course.exercises.own import finished
+from labkit.course.exercises.published import pick_a_layout
 from labkit.plan.spec import Spec
 from labkit.prediction.scale.advice import Advice, advice
 from labkit.prediction.scale.asked import training
@@ -69,5 +70,13 @@ EXERCISES: dict[str, Exercise] = {
         _twin,
         "`run('fsdp2_tp', workload='gpt', **place(4), batch_size=1, steps=5, samples=40, options={'size':"
         " '10M'}).wait()` for FSDP × TP.",
+    ),
+    "published": pick_a_layout(
+        "A layout for 80B on 128 H100",
+        "nanotron Llama 80B",
+        128,
+        "`'dp=2,tp=4,pp=16,zero=1,micro_batch=1'` or `'tp=4,pp=32,dp=1,zero=0,micro_batch=1'`: TP within a node, and"
+        " the states over 64 or 128 GPUs by TP × PP. TP 16 fits too, and its all-gathers cross the nodes in every"
+        " layer.",
     ),
 }

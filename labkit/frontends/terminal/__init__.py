@@ -2,6 +2,7 @@
 
 from labkit.frontends.terminal.lists import (
     advice_tables,
+    atlas_table,
     comparison,
     leases_table,
     prediction_table,
@@ -13,6 +14,7 @@ from labkit.frontends.terminal.watching import watch, watch_comparison
 
 __all__ = [
     "advice_tables",
+    "atlas_table",
     "comparison",
     "leases_table",
     "line",

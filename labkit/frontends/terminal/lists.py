@@ -14,6 +14,8 @@ from labkit.analysis.comparison import HEADS, Row, cells, recorded_elsewhere, se
 from labkit.common.text import visible_line
 from labkit.figures.advice import HEADS as ADVICE_HEADS
 from labkit.figures.advice import MISFIT_HEADS, Advised
+from labkit.figures.atlas import EVIDENCE_HEADS, Atlas
+from labkit.figures.atlas import HEADS as ATLAS_HEADS
 from labkit.figures.prediction import Prediction
 from labkit.figures.scaling import Scaled
 from labkit.frontends.terminal.parts import PhaseBar, formatted, phase_legend
@@ -78,8 +80,17 @@ def advice_tables(found: Advised) -> RenderableType:
     """What fits and what does not, and the sentences about them."""
     tables = [(ADVICE_HEADS, found.rows), (MISFIT_HEADS, found.misfits)]
     shown = [part for heads, rows in tables if rows for part in (_figures(heads, rows), Text(""))]
+    evidence = _figures(EVIDENCE_HEADS, found.evidence)
+    evidence.columns[-1].no_wrap, evidence.columns[-1].justify = False, "left"
     said = [Text(visible_line(sentence)) for sentence in found.sentences]
-    return Group(Text(visible_line(found.title)), Text(""), *shown, *said)
+    return Group(Text(visible_line(found.title)), Text(""), *shown, evidence, Text(""), *said)
+
+
+def atlas_table(found: Atlas, limit: int) -> RenderableType:
+    """Published runs, at most `limit` of them, and the sentences about them."""
+    said = [Text(visible_line(sentence)) for sentence in found.notes(limit)]
+    table = _figures(ATLAS_HEADS, found.rows(limit))
+    return Group(Text(visible_line(found.title)), Text(""), table, Text(""), *said)
 
 
 def scaling_tables(found: Scaled) -> RenderableType:

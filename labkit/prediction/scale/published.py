@@ -8,7 +8,10 @@ framework, model family or machine. A row that cannot be computed is refused in 
 from __future__ import annotations
 
 import csv
+import gzip
+import io
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -39,7 +42,7 @@ class Measured:
     fits: bool | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # a row is itself: many have the same figures
 class Published:
     """A run as published: `line` of the file, `source`, `title` of the model, exact place (`where`), the training with
     its machine, the layout, and what was measured."""
@@ -64,16 +67,19 @@ class Refused:
 
 
 def read(path: Path) -> tuple[list[Published], list[Refused]]:
-    """All rows of a file. Raises `OSError` if it cannot be read, `ValueError` if it is not such a file."""
-    if path.stat().st_size > _LIMIT:
+    """All rows of a file; if its name ends in `.gz`, gzip has compressed it. Raises `OSError` if it cannot be read,
+    `ValueError` if it is not such a file."""
+    opened = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opened(path, "rt", newline="", encoding="utf-8") as file:
+            text = file.read(_LIMIT + 1)
+        rows = list(csv.DictReader(io.StringIO(text, newline="")))
+    except (csv.Error, UnicodeDecodeError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path} is not a CSV file: {error}") from None
+    if len(text) > _LIMIT:
         raise ValueError(f"{path} must be at most {_LIMIT >> 20} MiB")
     found: list[Published] = []
     refused: list[Refused] = []
-    with path.open(newline="", encoding="utf-8") as file:
-        try:
-            rows = list(csv.DictReader(file))
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is not a CSV file: {error}") from None
     missing = [name for name in COLUMNS if not rows or name not in rows[0]]
     if missing:
         raise ValueError(f"{path} has no row with the columns {', '.join(missing)}")
