@@ -50,6 +50,8 @@ def _complete(there: Case, answer: Any) -> Mapping[str, int]:
     lacking = [name for name in ("zero", "micro_batch") if name not in given]
     if lacking:
         raise Wrong(f"the layout needs {' and '.join(lacking)} as well, such as {EXAMPLE}")
+    if not 0 <= given["zero"] <= 3:
+        raise Wrong(f"zero must be 0 to 3, got {given['zero']}")
     degrees = dict.fromkeys(_DEGREES, 1) | given
     gpus, batch = there.training.devices, there.training.batch
     model = degrees["tp"] * degrees["pp"] * degrees["cp"]
