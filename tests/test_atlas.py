@@ -250,6 +250,13 @@ def test_the_picture_has_one_dot_per_run_in_each_panel(by):
     assert figure.layout.paper_bgcolor == "rgba(0,0,0,0)"
 
 
+def test_a_picture_of_something_else_is_refused():
+    with pytest.raises(ValueError, match="by must be one of model, tp, pp, sharding, gpus, source, got 'layers'"):
+        pictures.atlas(by="layers")
+    with pytest.raises(LookupError, match="no published run has the model '9B'"):
+        pictures.atlas(model="9B")
+
+
 def test_dots_are_where_the_figures_say():
     [run] = select(model="nanotron Llama 8B", gpus=64, layout="dp=32,tp=2,pp=1,zero=1,micro_batch=2")
     figure = Atlas([run]).figure()

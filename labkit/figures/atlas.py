@@ -65,18 +65,20 @@ class Atlas:
 
     @property
     def question(self) -> str:
-        """What the runs have in common if they differ in their layout only; otherwise `ValueError`."""
+        """What the runs have in common if they differ in their layout only, in lines; otherwise `ValueError`."""
         several = {(common(run), run.training.devices) for run in self.runs}
         if len(several) > 1:
             raise ValueError(f"the runs must be of one model, batch and number of GPUs, got {len(several)} of them")
         one = self.runs[0].training
         model = one.model
-        return (
+        lines = (
             f"{self.runs[0].title}: {parameters_in_words(model.parameters)} parameters, {model.layers} layers ×"
-            f" {model.width:,}, MLP {model.hidden:,}, vocabulary {model.vocabulary:,}; {one.batch:,} samples of"
-            f" {one.sequence:,} tokens per step, {one.precision}; on {one.devices:,} × {one.accelerator.name} in nodes"
-            f" of {one.machine.per_node}. {counted(len(self.runs), 'published run')}."
+            f" {model.width:,}, MLP {model.hidden:,}, vocabulary {model.vocabulary:,}",
+            f"{one.batch:,} samples of {one.sequence:,} tokens per step, {one.precision}",
+            f"{one.devices:,} × {one.accelerator.name} in nodes of {one.machine.per_node}",
+            counted(len(self.runs), "published run"),
         )
+        return "\n".join(lines)
 
     def rows(self, limit: int | None = ROWS) -> list[tuple[str, ...]]:
         """The cells below `HEADS`: by number of GPUs and model, the fastest first; the failures last."""
