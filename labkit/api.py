@@ -44,7 +44,9 @@ def advise(params: Any = None, **asked: Any) -> Advised:
     return Advised(advice(training(params, **asked)))
 
 
-def atlas(**wanted: Any) -> Atlas:
+def atlas(
+    *, model: Any = None, gpus: Any = None, gpu_type: Any = None, layout: Any = None, source: Any = None
+) -> Atlas:
     """Published runs on real GPUs that ship with the lab, failures included, each with what is modelled for it.
 
     Without arguments all of them, otherwise those with a `model`, a `gpu_type` or a `source` whose name contains a text
@@ -52,7 +54,7 @@ def atlas(**wanted: Any) -> Atlas:
     `tp=8,pp=1` (also dp, cp, zero, micro_batch). Raises `LookupError` with the values that exist if there are none,
     `ValueError` or `TypeError` for a value that is not possible.
     """
-    return Atlas(select(**wanted))
+    return Atlas(select(model=model, gpus=gpus, gpu_type=gpu_type, layout=layout, source=source))
 
 
 def compare(strategies: Sequence[str] | str, *, cold: bool = False, **fields: Any) -> Comparing:

@@ -109,6 +109,7 @@ def test_degrees_are_read_from_a_text_or_a_mapping():
         ({"gpus": 0}, "gpus must be an integer from 1"),
         ({"gpus": "many"}, "gpus must be an integer from 1"),
         ({"gpu_type": 80}, "GPU type must be a part of a name, got 80"),
+        ({"model": ""}, "model must be a part of a name, got ''"),
         ({"layout": "rows=3"}, "layout has dp, tp, pp, cp, zero, micro_batch, such as "),
         ({"layout": "tp=two"}, "tp of the layout must be an integer"),
         ({"layout": ""}, "layout must have at least one of dp"),

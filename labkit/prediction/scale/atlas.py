@@ -112,7 +112,8 @@ def select(
         ("source", source, lambda run: run.source),
     ):
         if text is not None:
-            check_type(name, text, str, "a part of a name")
+            if not check_type(name, text, str, "a part of a name"):
+                raise ValueError(f"{name} must be a part of a name, got ''")
             found = _narrowed(found, name, text, words, _containing(text, words))
     if gpus is not None:
         several = gpus if isinstance(gpus, (list, tuple, set)) else [gpus]
