@@ -151,10 +151,10 @@ pictures.atlas(model="nanotron Llama 80B", gpus=128, by="pp")
 # %% [markdown]
 # <details class="answer"><summary>What to see</summary>
 #
-# Most layouts failed: the model must be divided by at least 64, and a micro-batch must be small. Of those that ran, the
-# fast ones have TP within a node and a long pipeline. TP over two nodes also fits, and its all-gathers cross the slow
-# links in every layer. Compare the spread with the difference between the layouts in the table of `advise` above: the
-# choice matters more on 128 GPUs than on 16.
+# Most layouts failed: all that ran divide the model by at least 16, with small micro-batches. Of those, the fast ones
+# have TP within a node and a long pipeline. TP over two nodes also fits, and its all-gathers cross the slow links in
+# every layer. Compare the spread with the difference between the layouts in the table of `advise` above: the choice
+# matters more on 128 GPUs than on 16.
 #
 # </details>
 
