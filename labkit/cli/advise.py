@@ -10,31 +10,44 @@ from labkit.cli.parser import options_of
 from labkit.cli.shared import WIDE, Refused, console
 from labkit.common.atomic import write_atomically
 from labkit.common.text import visible_line
-from labkit.frontends.terminal import advice_tables, atlas_table, scaling_tables
+from labkit.figures.advice import Advised
+from labkit.frontends.terminal import advice_tables, atlas_table, estimate_tables, scaling_tables
 from labkit.plan.spec import SpecError
 from labkit.prediction.scale.asked import WHOLE
 
-_ASKED = ("params", "config", "workload", "devices", "machine", "memory", "batch", "sequence", "precision", "attention")
+_ASKED = (
+    *("params", "config", "workload", "devices", "machine", "memory", "batch", "sequence", "precision", "attention"),
+    *("layout", "check"),
+)
 _WIDER = WIDE + 20  # columns: the table of scaling has one for each number of devices
 
 
 def advise(args: argparse.Namespace) -> int:
-    """Prints which strategies fit and how fast they are, or, with --scaling, how they scale."""
+    """Prints which strategies fit and how fast they are; with --scaling, how they scale; with --layout, the estimate of
+    one layout; with --check, how well estimates agree with published runs."""
     from labkit.api import advise as advice_of
 
     given = {name: getattr(args, name) for name in _ASKED if getattr(args, name) is not None}
     given |= {name: bounds.from_text(given[name]) for name, bounds in WHOLE.items() if name in given}
+    options = options_of(args)
+    if options:
+        given["options"] = options
+    if args.scaling and (args.layout or args.check):
+        raise Refused("--scaling shows all strategies; remove --layout and --check")
     try:
-        found = advice_of(**given, options=options_of(args))
+        found = advice_of(**given)
     except SpecError:
         raise
+    except OSError as error:
+        raise Refused(f"--check: {args.check} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise Refused(f"{'--' * (str(error).partition(' ')[0] in _ASKED)}{error}") from None
+        raise Refused(f"{'--' * (str(error).partition(' ')[0].rstrip(':') in _ASKED)}{error}") from None
     if args.scaling:
         scaled = found.scaling()
         shown, document = scaling_tables(scaled), scaled.to_json()
     else:
-        shown, document = advice_tables(found), found.to_json()
+        shown = advice_tables(found) if isinstance(found, Advised) else estimate_tables(found)
+        document = found.to_json()
     if args.json:
         print(json.dumps(document))
     else:

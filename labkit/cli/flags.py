@@ -272,11 +272,13 @@ def _add_advise(commands: _Commands) -> None:
         ("params", "COUNT", "a model with about as many parameters, such as 7B"),
         ("config", "FILE", "or the model of a Hugging Face style config.json"),
         ("workload", "NAME", "or the model of a workload, with --option"),
-        ("machine", "NAME", f"one of {', '.join(ACCELERATED)} (default: {DEFAULT_MACHINE})"),
+        ("machine", "NAME", f"one of {', '.join(ACCELERATED)}, or a .json file (default: {DEFAULT_MACHINE})"),
         ("memory", "SIZE", "memory of a device, such as 24GB or 24GiB (default: that of the machine)"),
         ("batch", "SAMPLES", "samples per step, globally, or such as '4M tokens' (default: as published for the size)"),
         ("precision", "P", "precision of the computation (default: bf16, or fp16)"),
         ("attention", "A", "fused or eager, which stores the matrices of attention (default: fused)"),
+        ("layout", "NAME=VALUE,…", "estimate one layout instead, such as dp=8,tp=4,pp=2,zero=1,micro_batch=2"),
+        ("check", "FILE.csv", "compare the estimates with published runs instead"),
     ):
         advise.add_argument(f"--{name}", metavar=metavar, help=help)
     advise.add_argument("--devices", metavar="N", help="number of devices (default: one node)")

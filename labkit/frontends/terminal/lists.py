@@ -16,6 +16,7 @@ from labkit.figures.advice import HEADS as ADVICE_HEADS
 from labkit.figures.advice import MISFIT_HEADS, Advised
 from labkit.figures.atlas import EVIDENCE_HEADS, Atlas
 from labkit.figures.atlas import HEADS as ATLAS_HEADS
+from labkit.figures.estimated import Comparison, Estimated
 from labkit.figures.prediction import Prediction
 from labkit.figures.scaling import Scaled
 from labkit.frontends.terminal.parts import PhaseBar, formatted, phase_legend
@@ -91,6 +92,13 @@ def atlas_table(found: Atlas, limit: int) -> RenderableType:
     said = [Text(visible_line(sentence)) for sentence in found.notes(limit)]
     table = _figures(ATLAS_HEADS, found.rows(limit))
     return Group(Text(visible_line(found.title)), Text(""), table, Text(""), *said)
+
+
+def estimate_tables(found: Estimated | Comparison) -> RenderableType:
+    """The tables of an estimate or of a comparison with published runs, and the sentences about them."""
+    tables = [part for heads, rows in found.tables() for part in (_figures(heads, rows), Text(""))]
+    said = [Text(visible_line(sentence)) for sentence in found.sentences]
+    return Group(Text(visible_line(found.title)), Text(""), *tables, *said)
 
 
 def scaling_tables(found: Scaled) -> RenderableType:

@@ -21,6 +21,7 @@ Each term, with its source; what is fitted, and to which runs, is in labkit/MEAS
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -186,7 +187,7 @@ class _Work:
         longer, shorter = max(self.kernels, self.launch), min(self.kernels, self.launch)
         if longer == 0:  # a stage without a layer
             return 0.0
-        return longer * (1 + (shorter / longer) ** self.sharp) ** (1 / self.sharp)
+        return float(longer * (1 + (shorter / longer) ** self.sharp) ** (1 / self.sharp))
 
 
 class _Step:
@@ -197,7 +198,7 @@ class _Step:
         self.framework: Framework = layout.framework
         self.tokens = layout.micro_batch * training.sequence / layout.context
         self.bandwidth = training.accelerator.bandwidth
-        self.stages = stages_of(training, layout)
+        self.stages = Counter(stages_of(training, layout))  # most are equal
         self.busy = dict.fromkeys(AXES, 0.0)  # without overlap
         self.sent = dict.fromkeys(AXES, 0.0)
 
@@ -205,9 +206,9 @@ class _Step:
         """The seconds of the parts of a step, bytes sent and busy seconds by axis."""
         layout = self.layout
         count = layout.micro_batches
-        works = {stage: self._work(stage) for stage in set(self.stages)}
+        works = {stage: self._work(stage) for stage in self.stages}
         slowest = max(works.values(), key=lambda one: one.seconds)
-        average = sum(works[stage].seconds for stage in self.stages) / layout.pipeline
+        average = sum(number * works[stage].seconds for stage, number in self.stages.items()) / layout.pipeline
         self._count_traffic(max(works, key=lambda one: works[one].seconds))
         gathered, reduced, last, after = self._data(slowest.forward, slowest.backward + slowest.again)
         sends = self._sends()
@@ -280,7 +281,7 @@ class _Step:
         )
         reached *= min(1.0, model.head_width / HEAD) ** NARROW
         causal = 2 * pairs * model.heads * model.head_width
-        return causal / (training.accelerator.peak(training.sixteen) * reached)
+        return float(causal / (training.accelerator.peak(training.sixteen) * reached))
 
     @cached_property
     def _head(self) -> tuple[float, float]:
@@ -310,7 +311,7 @@ class _Step:
         states, layout = self.framework.states, self.layout
         shards = layout.shards if "optimizer" in layout.sharding.owners else 1
         moved = states["gradients"] + 2 * (states["parameters"] + states["optimizer"])
-        most = max(numbers_of(self.model, stage, layout.tensor) for stage in self.stages)
+        most = numbers_of(self.model, self._most, layout.tensor)
         return self.framework.stepped * moved * most / shards / self.bandwidth
 
     # ---- communication
