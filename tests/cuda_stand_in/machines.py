@@ -28,7 +28,7 @@ def variables(machine: str, library: Path, folder: Path, **settings: object) -> 
     further variables of the stand-in: `kernel_us=50`, `log="calls.log"`.
     """
     own = MACHINES[machine] | {"FOLDER": str(folder)} | {name.upper(): str(value) for name, value in settings.items()}
-    paths = [str(Path(__file__).with_name("site")), str(CLONE), str(CLONE / "tests"), os.environ.get("PYTHONPATH", "")]
+    paths = [str(Path(__file__).with_name("site")), str(CLONE), os.environ.get("PYTHONPATH", "")]
     return {f"CUDA_STAND_IN_{name}": value for name, value in own.items()} | {
         "LD_PRELOAD": str(library / "libcudastandin.so"),
         "LD_LIBRARY_PATH": str(library),
