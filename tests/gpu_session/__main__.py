@@ -13,12 +13,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from gpu_session.report import Report
 
 CLONE = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(CLONE), str(CLONE / "tests")]
@@ -29,8 +25,8 @@ MINUTES = 25.0
 _BEGAN = "LABKIT_GPU_SESSION_BEGAN"  # Unix seconds; setting up the environment may start this command again
 _UNUSED = ("anywidget", "ipykernel", "ipywidgets", "jupytext", "plotly")  # requirements that no part imports
 _PAGE = 10.0  # seconds between two versions of the page while a part runs
-_LATE = 20.0  # seconds after its limit in which a part can end itself, with its runs
-_END = 10.0  # seconds for its processes to end
+_LATE = 30.0  # seconds after its limit in which a part can end itself, or is ended, with its runs
+_END = 5.0  # seconds for its processes to end, twice
 _POLL_INTERVAL = 0.2
 
 
@@ -43,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     if not refusal:
         from gpu_session.parts import PARTS
 
-        chosen = [name.strip() for name in args.only.split(",")] if args.only else list(PARTS)
+        chosen = _chosen(args.only, list(PARTS))
         unknown = [name for name in chosen if name not in PARTS]
         refusal = f"--only must name parts ({', '.join(PARTS)}), got {unknown[0]!r}" if unknown else _no_gpu()
     if refusal:
@@ -65,8 +61,19 @@ def _parser() -> argparse.ArgumentParser:
         "--results", help="folder of the report, packs and runs; one of an earlier session is continued (default: a new"
         " one in gpu-session/)",
     )  # fmt: skip
-    parser.add_argument("--only", metavar="PART,…", help="some parts (default: all)")
+    parser.add_argument(
+        "--only", metavar="PART[/CASE];…", help="some parts, or the cases of a part whose names begin so (default: all)"
+    )
     return parser
+
+
+def _chosen(only: str | None, parts: Sequence[str]) -> dict[str, list[str]]:
+    """By part, the beginnings of the names of its cases that are executed; none: all of them."""
+    chosen: dict[str, list[str]] = {}
+    for one in only.split(";") if only else parts:
+        part, _, case = one.strip().partition("/")
+        chosen.setdefault(part, []).extend([case] if case else [])
+    return chosen
 
 
 def _minutes(text: str) -> float:
@@ -110,31 +117,38 @@ def _no_gpu() -> str:
     return ""
 
 
-def _session(folder: Path, chosen: Sequence[str], began: float, minutes: float) -> int:
-    from gpu_session.parts import PARTS
+def _session(folder: Path, chosen: dict[str, list[str]], began: float, minutes: float) -> int:
+    from gpu_session.parts import OUT_OF_TIME, PARTS
     from gpu_session.report import WRONG, Report
     from labkit.setup import preflight
     from labkit.setup.machine import Machine
 
     folder.mkdir(parents=True, exist_ok=True)
     report, end = Report(folder), began + 60 * minutes
-    titles = {name: PARTS[name].title for name in chosen}
+    titles = {name: part.title for name, part in PARTS.items()}
     torch, python = preflight.torch(), sys.version.split()[0]
     software = f"torch {torch.version}, CUDA {torch.cuda}, Python {python}; ready after {time.time() - began:.0f} s"
     report.add("session", began=began, minutes=minutes, machine=Machine.here().hardware, software=software)
     print(
         f"labkit: {Machine.here().hardware}; {software}; {minutes:g} minutes; the report is {report.page}", flush=True
     )
-    failed = False
     try:
         for name in chosen:
             limit = min(time.time() + 60 * minutes * PARTS[name].share, end - _LATE)
-            if name in report.complete() or limit < time.time():
-                continue
+            if limit < time.time():
+                break
             print(f"{name}: {PARTS[name].title} (at most {limit - time.time():.0f} s)", flush=True)
-            failed |= _part(name, report, titles, limit)
+            command = [sys.executable, "-m", "gpu_session.parts", name, str(folder), str(limit), *chosen[name]]
+            started = time.time()
+            code, error = run_part(command, folder / f"{name}.err", limit, lambda: report.write_page(titles))
+            how = {0: "complete", OUT_OF_TIME: "limit", None: "limit"}.get(code, "failed")
+            says = "it did not end by itself" if code is None else error if how == "failed" else ""
+            seconds = round(time.time() - started, 1)
+            report.add("end", part=name, seconds=seconds, how=how, says=says)
+            print(f"  {how}{f': {says}' if says else ''}; {seconds:.0f} s", flush=True)
     finally:
         report.write_page(titles)
+    failed = [one["part"] for one in report.ends().values() if one["how"] == "failed"]
     left = report.not_reached(chosen)
     wrong = [line for line in report.cases().values() if line["verdict"] == WRONG]
     counts = f"{len(report.cases())} cases, {len(wrong)} wrong, {sum(map(len, left.values()))} not reached"
@@ -142,50 +156,43 @@ def _session(folder: Path, chosen: Sequence[str], began: float, minutes: float) 
     return int(failed or bool(wrong))
 
 
-def _part(name: str, report: Report, titles: dict[str, str], limit: float) -> bool:
-    """Executes a part in a process of its own; returns whether it failed."""
-    from gpu_session.parts import OUT_OF_TIME
+def run_part(
+    command: Sequence[str], errors: Path, limit: float, tick: Callable[[], None] = lambda: None
+) -> tuple[int | None, str]:
+    """Executes a part as a process of its own, until some seconds after its limit (Unix seconds); calls `tick`
+    regularly. Returns the exit code, None if it did not end by itself, and the last line of its errors."""
     from labkit.probe.lifetime import PARENT, identity
 
-    folder, began = report.page.parent, time.time()
-    own = {"LABKIT_RUNS": str(folder / "runs"), "XDG_CACHE_HOME": str(folder / "cache"), PARENT: identity(os.getpid())}
+    own = {"LABKIT_RUNS": str(errors.parent / "runs"), "XDG_CACHE_HOME": str(errors.parent / "cache")}
     paths = [str(CLONE), str(CLONE / "tests"), os.environ.get("PYTHONPATH", "")]
-    own["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    command = [sys.executable, "-m", "gpu_session.parts", name, str(folder), str(limit)]
-    written = 0.0
-    with (folder / f"{name}.err").open("w") as errors:
-        part = subprocess.Popen(command, env=os.environ | own, cwd=CLONE, stderr=errors, start_new_session=True)
+    own |= {PARENT: identity(os.getpid()), "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    ticked = 0.0
+    with errors.open("w") as file:
+        part = subprocess.Popen(command, env=os.environ | own, cwd=CLONE, stderr=file, start_new_session=True)
         try:
-            while part.poll() is None and time.time() < limit + _LATE / 2:
-                if time.monotonic() - written > _PAGE:
-                    report.write_page(titles)
-                    written = time.monotonic()
+            while part.poll() is None and time.time() < limit + _LATE - 2 * _END:
+                if time.monotonic() - ticked > _PAGE:
+                    tick()
+                    ticked = time.monotonic()
                 time.sleep(_POLL_INTERVAL)
+            code = part.poll()
         finally:
-            ended_itself = part.poll() is not None
             _end(part)
-    how, says = {0: "complete", OUT_OF_TIME: "limit"}.get(part.returncode, "failed"), ""
-    if not ended_itself:
-        how, says = "limit", "it did not end by itself"
-    elif how == "failed":
-        last = (folder / f"{name}.err").read_text(errors="replace").strip().splitlines()[-1:]
-        says = last[0] if last else f"exit code {part.returncode}"
-    report.add("end", part=name, seconds=round(time.time() - began, 1), how=how, says=says)
-    report.write_page(titles)
-    print(f"  {how}{f': {says}' if says else ''}; {time.time() - began:.0f} s", flush=True)
-    return how == "failed"
+    return code, (errors.read_text(errors="replace").strip().splitlines() or [""])[-1]
 
 
 def _end(part: subprocess.Popen[bytes]) -> None:
-    """Ends a part and what it started in its process group; its runs end with it."""
+    """Ends a part and the processes in its group, which have some seconds to end their own; its runs end with it."""
     for what in (signal.SIGTERM, signal.SIGKILL):
+        last = time.monotonic() + _END
         try:
             os.killpg(part.pid, what)
-            part.wait(_END / 2)
+            while time.monotonic() < last:
+                part.poll()
+                os.killpg(part.pid, 0)
+                time.sleep(_POLL_INTERVAL)
         except ProcessLookupError:
             break
-        except subprocess.TimeoutExpired:
-            continue
     part.wait()
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
+import subprocess
+import sys
 import time
 import traceback
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +31,7 @@ from labkit.training.workloads import WORKLOADS
 
 CLOSE = 0.02  # share of the allocator's peak by which a predicted one may be off
 _LONGEST = 120.0  # seconds of one run
-_LAST = 5.0  # seconds of a part in which no case begins
+_SHORTEST = 5.0  # seconds that a part must have left for another case
 _UNPACKED = ("tensors", "checkpoints")  # folders of a run that are left out of its pack: they are large
 
 # The training of a run: small, because most of its time is the start of its processes.
@@ -53,6 +56,10 @@ class Outcome:
     figures: Mapping[str, Any] = field(default_factory=dict)
 
 
+class OutOfTime(Exception):
+    """The part has reached its limit while a case was under way, which is then not known."""
+
+
 Case = Callable[[], Outcome]
 Cases = dict[str, "Case | str"]  # by name; a text says what this machine lacks
 
@@ -71,19 +78,25 @@ class Session:
         """Seconds that are left to the part."""
         return self.deadline - time.time()
 
-    def execute(self, cases: Cases) -> bool:
-        """Executes the cases that are not known yet, and writes each to the report; returns whether all are known. A
-        case that raises is wrong, and the next one begins."""
+    def execute(self, cases: Cases, chosen: Sequence[str] = ()) -> bool:
+        """Executes the cases that are not known yet, or of them those whose names begin with one of `chosen`, and
+        writes each to the report; returns whether all are known. A case that raises is wrong, and the next one begins.
+        None begins in less time than the others took, in the median."""
+        cases = {name: case for name, case in cases.items() if not chosen or name.startswith(tuple(chosen))}
         self.report.add("part", part=self.part, cases=list(cases))
-        known = self.report.cases()
+        known, taken = self.report.cases(), [_SHORTEST]
         for name, case in cases.items():
             if (self.part, name) in known:
                 continue
-            if self.left < _LAST:
+            if self.left < statistics.median(taken) and not isinstance(case, str):
                 return False
             began = time.monotonic()
-            outcome = Outcome(IMPOSSIBLE, case) if isinstance(case, str) else self._outcome(case)
+            try:
+                outcome = Outcome(IMPOSSIBLE, case) if isinstance(case, str) else self._outcome(case)
+            except OutOfTime:
+                return False
             seconds = round(time.monotonic() - began, 1)
+            taken.append(seconds)
             shown = {"verdict": outcome.verdict, "says": outcome.says, "seconds": seconds}
             self.report.add("case", part=self.part, case=name, **shown, figures=outcome.figures)
             print(visible_line(f"  {name}: {outcome.verdict}; {outcome.says} ({seconds:g} s)"), flush=True)
@@ -93,21 +106,36 @@ class Session:
     def _outcome(case: Case) -> Outcome:
         try:
             return case()
+        except OutOfTime:
+            raise
         except Exception as error:  # whatever fails, the other cases are executed
             where = traceback.format_exc()[-2000:]
             return Outcome(WRONG, f"{type(error).__name__}: {error}"[:500], {"traceback": where})
+
+    def python(self, *arguments: object) -> str:
+        """The output of a Python program that runs alone; `RuntimeError` with its last line if it fails."""
+        command = [sys.executable, *map(str, arguments)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=max(1.0, self.left))
+        except subprocess.TimeoutExpired:
+            raise OutOfTime from None
+        if done.returncode:
+            raise RuntimeError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+        return done.stdout
 
     # ---- runs
 
     def run(self, spec: Spec, most: float = _LONGEST, until: str | None = None, cold: bool = True) -> Trained:
         """Runs a Spec to its end, or until it has the finding `until`, and packs its folder. A run that takes longer
-        than `most` seconds, or than the part may, is stopped."""
+        than `most` seconds is stopped. Raises `OutOfTime` if the part has reached its limit before."""
         handle = begin(spec, cold=cold, guesses=())
         handle.wait(max(1.0, min(most, self.left)), until=until)
         findings = tuple(one.name for one in handle.findings())
         late = not handle.state.over and until not in findings
         if not handle.state.over:
             handle.stop()
+        if late and self.left < 1:
+            raise OutOfTime
         self.packs.mkdir(exist_ok=True)
         pack(handle.folder.path, self.packs)
         return Trained(handle, findings or tuple(one.name for one in handle.findings()), late)

@@ -1,4 +1,5 @@
-"""The parts of a session, in the order of their value: `python -m gpu_session.parts PART FOLDER DEADLINE` executes one.
+"""The parts of a session, in the order of their value: `python -m gpu_session.parts PART FOLDER DEADLINE CASE…`
+executes one.
 
 Each is a function from the session to its cases. A case that this machine cannot execute is a text that says why.
 """
@@ -19,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpu_session.measure import Cases, Outcome, Session, against_one_device, possible
+from gpu_session.measure import Cases, Outcome, OutOfTime, Session, against_one_device, possible
 from gpu_session.report import MEASURED, OK, WRONG
 from labkit.analysis.metrics import phase_seconds
 from labkit.benchmarks.pairs import LAST, each_pair, under_the_lab, under_torchrun
@@ -33,7 +34,7 @@ from labkit.probe.lifetime import PARENT, end_with_parent
 from labkit.runs import calibration
 from labkit.runs.settling import settle
 from labkit.training.faults import FAULTS
-from labkit.training.strategies import STRATEGIES
+from labkit.training.strategies import BASELINE, STRATEGIES
 from labkit.training.workloads import WORKLOADS
 
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -66,13 +67,16 @@ def machine(session: Session) -> Cases:
 
 def strategies(session: Session) -> Cases:
     """Every strategy on as many GPUs as it can use, one device first."""
-    specs = {name: possible(session.machine, name) for name in STRATEGIES}
-    used = {spec.workload for spec in specs.values() if isinstance(spec, Spec)} - {"gpt"}
-    references = [possible(session.machine, "single", workload=name) for name in sorted(used)]
-    return {
-        _name(name, spec): spec if isinstance(spec, str) else partial(against_one_device, session, spec)
-        for name, spec in [*(("single", spec) for spec in references), *specs.items()]
-    }
+    cases: Cases = {}
+    for name in STRATEGIES:
+        spec = possible(session.machine, name)
+        if isinstance(spec, Spec):
+            reference = possible(session.machine, BASELINE.name, workload=spec.workload)
+            cases.setdefault(_name(BASELINE.name, reference), partial(against_one_device, session, reference))
+        cases.setdefault(
+            _name(name, spec), spec if isinstance(spec, str) else partial(against_one_device, session, spec)
+        )
+    return cases
 
 
 def workloads(session: Session) -> Cases:
@@ -175,7 +179,7 @@ def phases(session: Session) -> Cases:
 
     def alone() -> Outcome:
         path = session.folder / "phases.json"
-        _python(session, SCRIPTS / "phases.py", path)
+        session.python(SCRIPTS / "phases.py", path)
         measured.update(json.loads(path.read_text(encoding="utf-8")))
         each = ", ".join(f"{name} {value:.3g} ms" for name, value in measured["milliseconds"].items())
         return Outcome(MEASURED, f"{each}; kernels {statistics.median(measured['busy']):.3g} ms per step", measured)
@@ -205,15 +209,6 @@ def phases(session: Session) -> Cases:
 
 
 _CLOSE_TIMES = 0.05
-
-
-def _python(session: Session, *arguments: object) -> str:
-    """The output of a Python program that runs alone; `RuntimeError` with its last line if it fails."""
-    command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=max(1.0, session.left))
-    if done.returncode:
-        raise RuntimeError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
-    return done.stdout
 
 
 # ---- starts and ends
@@ -293,12 +288,12 @@ def _fault(session: Session, spec: Spec) -> Outcome:
 
 
 def _used(session: Session) -> int:
-    """Bytes in use on all GPUs, by the driver."""
+    """Bytes in use on all GPUs that are no MIG devices, by the driver."""
     import pynvml
 
     pynvml.nvmlInit()
     try:
-        handles = [pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid) for gpu in session.machine.gpus if gpu.uuid]
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(gpu.index) for gpu in session.machine.gpus if gpu.index >= 0]
         return sum(pynvml.nvmlDeviceGetMemoryInfo(handle).used for handle in handles)
     finally:
         pynvml.nvmlShutdown()
@@ -318,13 +313,14 @@ def bandwidth(session: Session) -> Cases:
 
 
 def _device(session: Session, what: str) -> Outcome:
-    lines = [json.loads(line) for line in _python(session, SCRIPTS / "device.py", what).splitlines()]
+    lines = [json.loads(line) for line in session.python(SCRIPTS / "device.py", what).splitlines()]
     found = {line["name"]: statistics.median(line["each"]) for line in lines}
     accelerator = accelerator_of(session.machine.gpus[0].name)
     says = []
     for line in lines:
         value, unit = found[line["name"]], line["unit"]
-        shown = f"{value * 1e6:.3g} µs" if unit == "s" else f"{value / 1e12:.3g} T{unit}"
+        scale, shown_as = {"s": (1e-6, "µs"), "bytes/s": (1e9, "GB/s"), "FLOP/s": (1e12, "TFLOP/s")}[unit]
+        shown = f"{value / scale:,.3g} {shown_as}"
         precision = line["name"].rpartition(", ")[2]
         peak = accelerator.flops.get(precision) if accelerator and unit == "FLOP/s" else None
         if accelerator and line["name"] == "copy in its memory":
@@ -368,7 +364,12 @@ def _tests(session: Session, module: str) -> Outcome:
         f"--junit-xml={path}",
         str(TESTS / module),
     ]
-    subprocess.run(command, cwd=TESTS.parent, check=False, timeout=max(1.0, session.left), stdout=subprocess.DEVNULL)
+    try:
+        subprocess.run(
+            command, cwd=TESTS.parent, check=False, timeout=max(1.0, session.left), stdout=subprocess.DEVNULL
+        )
+    except subprocess.TimeoutExpired:
+        raise OutOfTime from None
     cases = list(xml.parse(path).getroot().iter("testcase"))
     failed = [
         case.get("name", "") for case in cases if case.find("failure") is not None or case.find("error") is not None
@@ -385,7 +386,7 @@ PARTS: dict[str, Part] = {
         "Losses, memory and steps of every strategy, against one device and the prediction", 0.36, strategies
     ),
     "overhead": Part("Steps under the lab and without it, in pairs", 0.12, overhead),
-    "phases": Part("Phases and kernels, against the script's own events and profiler", 0.06, phases),
+    "phases": Part("Phases and kernels, against the script's own events and profiler", 0.08, phases),
     "warm": Part("Warm starts", 0.08, warm),
     "faults": Part("Injected faults and their findings", 0.18, faults),
     "bandwidth": Part("What the GPUs and their links reach", 0.1, bandwidth),
@@ -395,10 +396,11 @@ PARTS: dict[str, Part] = {
 }
 
 
-def main(name: str, folder: str, deadline: str) -> int:
-    """Executes one part; returns 0 if every case is known, otherwise `OUT_OF_TIME`."""
+def main(name: str, folder: str, deadline: str, *chosen: str) -> int:
+    """Executes one part, or those of its cases whose names begin with one of `chosen`; returns 0 if every case is
+    known, otherwise `OUT_OF_TIME`."""
     session = Session(Path(folder), name, float(deadline))
-    return 0 if session.execute(PARTS[name].cases(session)) else OUT_OF_TIME
+    return 0 if session.execute(PARTS[name].cases(session), chosen) else OUT_OF_TIME
 
 
 if __name__ == "__main__":

@@ -37,19 +37,14 @@ class Report:
         """The cases that are known, by part and name."""
         return {(line["part"], line["case"]): line for line in self.read("case")}
 
-    def complete(self) -> set[str]:
-        """The parts of which every case is known."""
-        return {line["part"] for line in self.read("end") if line["how"] == "complete"}
+    def ends(self) -> dict[str, dict[str, Any]]:
+        """How each part ended last, by name."""
+        return {line["part"]: line for line in self.read("end")}
 
     def not_reached(self, parts: Iterable[str]) -> dict[str, list[str]]:
         """By part, the cases that were planned and are not known; for a part that has planned none, its own name."""
-        planned = {line["part"]: line["cases"] for line in self.read("part")}
-        known, complete = self.cases(), self.complete()
-        left = {
-            part: [case for case in planned.get(part, [part]) if (part, case) not in known]
-            for part in parts
-            if part not in complete
-        }
+        planned, known = {line["part"]: line["cases"] for line in self.read("part")}, self.cases()
+        left = {part: [case for case in planned.get(part, [part]) if (part, case) not in known] for part in parts}
         return {part: cases for part, cases in left.items() if cases}
 
     def write_page(self, parts: Mapping[str, str]) -> None:
@@ -58,7 +53,7 @@ class Report:
 
     def _page(self, parts: Mapping[str, str]) -> Iterable[str]:
         sessions, cases = self.read("session"), list(self.cases().values())
-        ends = {line["part"]: line for line in self.read("end")}
+        ends = self.ends()
         left = self.not_reached(parts)
         wrong = [one for one in cases if one["verdict"] == WRONG]
         counts = {verdict: sum(one["verdict"] == verdict for one in cases) for verdict in (OK, MEASURED, IMPOSSIBLE)}
