@@ -12,8 +12,7 @@ from nbformat.v4 import new_markdown_cell, new_notebook
 
 from labkit.cli import parser as cli
 from labkit.cli.commands import act
-from labkit.course.glossary import find, mentions
-from labkit.course.terms import TERMS
+from labkit.course.glossary import TERMS, find, mentions
 from labkit.frontends.handout.clean import Prose
 from labkit.frontends.handout.lab import STUDENT, page_of
 from labkit.frontends.handout.terms import Terms
