@@ -18,7 +18,7 @@ import yaml
 from commands import called
 from fabricate import FakeRun
 
-from labkit.engines import archive, portable, profiles
+from labkit.engines import archive, job_files, portable
 from labkit.frontends.panel.pack import Pack
 from labkit.plan.spec import Spec, SpecError
 from labkit.runs.settling import with_ranks
@@ -39,7 +39,7 @@ def checked(text: str, schema: str) -> dict:
 
 def test_a_packed_job_runs_on_two_nodes_with_bare_torchrun(tmp_path, monkeypatch):
     """Both commands at once in the same empty folder, with nothing of labkit in reach of the script."""
-    path = archive.pack(job_of("ddp", nodes=2, nproc=2), profiles.Profile(), tmp_path / "job.zip")
+    path = archive.pack(job_of("ddp", nodes=2, nproc=2), job_files.Profile(), tmp_path / "job.zip")
     folder = tmp_path / "empty"
     assert set(archive.unpack(path, folder)) == {entry.filename for entry in zipfile.ZipFile(path).infolist()}
     assert not [
@@ -69,12 +69,14 @@ def test_a_packed_job_runs_on_two_nodes_with_bare_torchrun(tmp_path, monkeypatch
 
 def test_the_same_job_is_the_same_zip(tmp_path):
     job = job_of("fsdp2", nproc=2)
-    one, other = (archive.pack(job, profiles.Profile(), tmp_path / name) for name in ("a.zip", "b.zip"))
+    one, other = (archive.pack(job, job_files.Profile(), tmp_path / name) for name in ("a.zip", "b.zip"))
     assert one.read_bytes() == other.read_bytes()
 
 
 def test_job_files_follow_their_schemas():
-    profile = profiles.Profile(gpu="H100", cpus="4", container="pytorch/pytorch", setup="source /opt/venv/bin/activate")
+    profile = job_files.Profile(
+        gpu="H100", cpus="4", container="pytorch/pytorch", setup="source /opt/venv/bin/activate"
+    )
     job = job_of("ddp", nodes=2, nproc=8, device="cuda", max_restarts=2)
     files = archive.contents(job, profile)
     trainer = checked(files["trainjob.yaml"], "trainjob")["spec"]["trainer"]
@@ -93,7 +95,7 @@ def test_the_command_of_a_trainjob_writes_the_files_of_the_job(tmp_path):
     (tmp_path / "train.py").write_text("import helper\nprint('$(HOME) $$ END_OF_FILE_0')\n")
     (tmp_path / "helper.py").write_text("x = 1\n")
     job = portable.of_spec(Spec(script=str(tmp_path / "train.py"), nproc=1, device="cpu"))
-    text = checked(archive.contents(job, profiles.Profile())["trainjob.yaml"], "trainjob")["spec"]["trainer"][
+    text = checked(archive.contents(job, job_files.Profile())["trainjob.yaml"], "trainjob")["spec"]["trainer"][
         "command"
     ][2]
     shell = text.replace("$$", "$")
@@ -165,10 +167,10 @@ def test_a_profile_is_read_from_both_files(tmp_path, monkeypatch):
     system, own = tmp_path / "system.conf", tmp_path / "labkit.conf"
     monkeypatch.setattr("labkit.setup.config.SYSTEM", system)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    assert profiles.profile() == profiles.Profile()
+    assert job_files.profile() == job_files.Profile()
     system.write_text("[profile gpu]\npartition = a100\naccount = all\nmodules = cuda/12.4 gcc\n")
     own.write_text("[profile gpu]\naccount = me\ntime = 2-00:00:00\n")
-    found = profiles.profile("gpu")
+    found = job_files.profile("gpu")
     assert (found.partition, found.account, found.time, found.modules) == ("a100", "me", "2-00:00:00", "cuda/12.4 gcc")
 
 
@@ -192,7 +194,7 @@ def test_an_invalid_profile_is_refused_with_its_file(tmp_path, monkeypatch, caps
     error = capsys.readouterr().err
     assert str(tmp_path / "labkit.conf") in error
     with pytest.raises(ValueError, match=said):
-        profiles.profile("gpu")
+        job_files.profile("gpu")
 
 
 def test_the_button_packs_what_is_chosen(tmp_path, monkeypatch):
