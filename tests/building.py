@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from labkit.course.build import launching
+from labkit.course.build import criteria
 
 LIMIT = 90.0  # seconds for one answer on a busy machine
 PATIENCE = 8.0  # seconds without a call of torch after which a rank says where it waits
@@ -35,7 +35,7 @@ def forks():
 @pytest.fixture
 def forked_ranks(forks, monkeypatch):
     """Answers run on forked ranks instead of a run of their own."""
-    monkeypatch.setattr(launching, "launch", forks.launch)
+    monkeypatch.setattr(criteria, "launch", forks.launch)
 
 
 class Forks:

@@ -11,8 +11,8 @@ from conftest import processes_of
 
 from labkit import Run, check
 from labkit.course.build import criteria
+from labkit.course.build.criteria import source_of
 from labkit.course.build.record import Record
-from labkit.course.build.source import source_of
 from labkit.course.exercises import Wrong
 
 TOPICS = ("collectives", "build_data_parallel", "build_model_parallel")

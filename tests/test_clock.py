@@ -10,7 +10,7 @@ from diagnosed import fold, spec, start, status, steps
 from labkit.analysis.metrics import pace, seconds_left
 from labkit.analysis.summary import summarise
 from labkit.figures.charts import memory
-from labkit.frontends.terminal.one_run import _figures
+from labkit.frontends.terminal.views import _figures
 from labkit.launch import report
 from labkit.probe.collectives import since_then
 from labkit.record import clock

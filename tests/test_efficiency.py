@@ -20,7 +20,7 @@ from labkit.figures.prediction import Prediction
 from labkit.figures.tables import ranks_html, speed_html
 from labkit.frontends.panel.before import plan_html
 from labkit.frontends.terminal import prediction_table
-from labkit.frontends.terminal.one_run import line
+from labkit.frontends.terminal.views import line
 from labkit.plan.spec import Spec
 from labkit.prediction import peaks
 from labkit.prediction.devices import device

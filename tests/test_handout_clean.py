@@ -18,7 +18,7 @@ from labkit.frontends.handout import run_page
 from labkit.frontends.handout.clean import Prose, clean, output
 from labkit.frontends.handout.formulas import draw_formulas
 from labkit.frontends.handout.lab import page_of
-from labkit.frontends.magic.output import RankOutput, Shown
+from labkit.frontends.magic.torchrun import RankOutput, Shown
 
 
 @pytest.fixture

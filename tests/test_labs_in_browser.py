@@ -11,7 +11,7 @@ import pytest
 from browser import CELLS, NOTEBOOK, RUN_TIMEOUT, open_notebook, set_theme, sync_api
 from conftest import PICTURES
 
-from labkit.course.build.source import source_of
+from labkit.course.build.criteria import source_of
 from labkit.course.exercises import LABS
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]

@@ -13,10 +13,9 @@ import pytest
 from conftest import processes_of, wait_until
 
 from labkit.analysis.diagnose import Finding
-from labkit.frontends.magic import following
+from labkit.frontends.magic import torchrun
 from labkit.frontends.magic.cell import Cell
-from labkit.frontends.magic.following import CellRun, Reports
-from labkit.frontends.magic.output import Shown
+from labkit.frontends.magic.torchrun import CellRun, Reports, Shown
 from labkit.setup.machine import Machine
 
 ROOT = Path(__file__).parents[1]
@@ -28,7 +27,7 @@ def test_a_hanging_run_is_stopped_if_headless(runs, monkeypatch):
     hang = Finding("hang", "wrong", "rank 0 waited", "for rank 1", "", "")
     shown: list[Shown] = []
     run = CellRun(Cell.read("1", "print('here')\ntime.sleep(600)", CPU), shown.append)
-    monkeypatch.setattr(following, "findings", lambda state: [hang] if run._tails[0, "stdout"].count else [])
+    monkeypatch.setattr(torchrun, "findings", lambda state: [hang] if run._tails[0, "stdout"].count else [])
     run.go(patient=False)
     assert shown[-1].title.startswith("stopped after") and shown[-1].hint == "rank 0 waited: for rank 1"
     assert run.over and not processes_of(str(runs))
