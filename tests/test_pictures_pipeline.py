@@ -10,7 +10,7 @@ import pytest
 from torch.distributed.pipelining import schedules as of_torch
 
 from labkit.course.pictures import pipeline
-from labkit.course.pictures.schedules import SCHEDULES, Plan, Slot, least, needs, order, planned, simulate
+from labkit.course.pictures.pipeline import SCHEDULES, Plan, Slot, least, needs, order, planned, simulate
 from labkit.plan.spec import Spec
 from labkit.record.state import RunState
 from labkit.training.strategies.pipelines import V_SHAPED, holder

@@ -9,8 +9,7 @@ from itertools import pairwise
 import pytest
 
 from labkit.course import pictures
-from labkit.course.pictures.gathering import FORWARD, GATHER, turns, whole
-from labkit.course.pictures.sharding import STAGES, share
+from labkit.course.pictures.sharding import FORWARD, GATHER, STAGES, share, turns, whole
 
 OWNERS = ("parameters", "gradients", "optimizer state")
 

@@ -20,7 +20,7 @@ from labkit.common.arguments import shown
 from labkit.common.units import size
 from labkit.course.build.record import BACKWARD, COMPUTE, FORWARD, OUTSIDE, WAIT, Record
 from labkit.course.exercises import Wrong
-from labkit.course.pictures.schedules import order
+from labkit.course.pictures.pipeline import order
 from labkit.launch.job import LaunchError
 from labkit.plan.spec import Spec, SpecError
 from labkit.runs.handle import begin
