@@ -1,7 +1,9 @@
-"""Loaded by every Python process on the stand-in: computes the few integers on which sizes depend, and starts coverage.
+"""Loaded by every Python process on the stand-in: computes the few values on which control flow depends, and starts
+coverage.
 
 Kernels compute nothing. Sizes of received objects and positions in them are integers on the device, which torch adds
-up: these are computed on the CPU. cuDNN is off, because it asks its kernels which of them are suitable.
+up, and `torch.equal` decides what was changed: these are computed on the CPU. cuDNN is off, because it asks its kernels
+which of them are suitable.
 """
 
 import importlib.abc
@@ -31,7 +33,7 @@ class AfterTorch(importlib.abc.MetaPathFinder):
 
 
 def change(torch):
-    """Computes sums of integers, and sums of two numbers of which the first is an integer on a device."""
+    """Computes sums of integers, sums of two numbers of which the first is an integer on a device, and `equal`."""
     torch.backends.cudnn.enabled = False
 
     def is_whole(value):
@@ -53,6 +55,10 @@ def change(torch):
 
         return computed
 
+    def equal(first, second):
+        return torch_equal(first.cpu(), second.cpu())
+
+    torch_equal, torch.equal = torch.equal, equal
     whole_sum, torch.sum = torch.sum, sum
     for name in ("__add__", "__radd__", "__iadd__"):
         setattr(torch.Tensor, name, adding(name))
