@@ -275,8 +275,11 @@ static void submit(Stream* s, Op op) {
   op.submitted = now_s();
   op.start = -1;
   if (!op.corr) op.corr = CORR++;
+  if (op.kind == Op::RECORD) ++op.ev->recorded;
+  if (op.ev) op.upto = op.ev->recorded;
   s->q.push_back(op);
   CV->notify_all();
+  // the caller must not hold M: other streams go on while the launch queue is full
   while (s->q.size() > 1024) {
     advance(s);
     if (s->q.size() > 1024) {
@@ -743,11 +746,9 @@ API cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned
   auto* ev = (Ev*)e;
   Stream* st = stream_of(s);
   if (ev->dev != st->dev) return fail(cudaErrorInvalidResourceHandle);
-  std::lock_guard<std::recursive_mutex> l(*M);
   Op op{};
   op.kind = Op::RECORD;
   op.ev = ev;
-  op.upto = ++ev->recorded;
   submit(st, op);
   return cudaSuccess;
 }
@@ -786,11 +787,9 @@ API cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned) {
   READY;
   auto* ev = (Ev*)e;
   if (!ev->recorded) return cudaSuccess;
-  std::lock_guard<std::recursive_mutex> l(*M);
   Op op{};
   op.kind = Op::WAIT;
   op.ev = ev;
-  op.upto = ev->recorded;
   submit(stream_of(s), op);
   return cudaSuccess;
 }
@@ -1443,15 +1442,17 @@ static void submit_parts(std::vector<Part> parts) {
 static ncclResult_t nccl(Part p) {
   if (ready()) return ncclUnhandledCudaError;
   if (p.c->aborted) return ncclInvalidUsage;
-  std::lock_guard<std::recursive_mutex> l(*M);
+  std::unique_lock<std::recursive_mutex> l(*M);
   p.seq = p.kind == SEND ? p.c->s_to[p.peer]++ : p.kind == RECV ? p.c->r_from[p.peer]++ : p.c->seq++;
   p.posted = p.done = false;
   logf_("nccl %d count %zu rank %d of %d comm %s", p.kind, p.count, p.c->rank, p.c->n, p.c->id.c_str());
   if (group_depth) {
     if (!grouped) grouped = new std::vector<Part>;
     grouped->push_back(p);
-  } else
-    submit_parts({p});
+    return ncclSuccess;
+  }
+  l.unlock();
+  submit_parts({p});
   return ncclSuccess;
 }
 API ncclResult_t ncclGroupStart() {
