@@ -25,6 +25,7 @@ from labkit.prediction.predict import predict
 from labkit.prediction.timing import modelled
 from labkit.runs.handle import Run, begin
 from labkit.runs.settling import settle
+from labkit.setup.environment import CLONE
 from labkit.setup.machine import Machine
 from labkit.training.strategies import BASELINE, STRATEGIES
 from labkit.training.workloads import WORKLOADS
@@ -112,15 +113,19 @@ class Session:
             where = traceback.format_exc()[-2000:]
             return Outcome(WRONG, f"{type(error).__name__}: {error}"[:500], {"traceback": where})
 
-    def python(self, *arguments: object) -> str:
-        """The output of a Python program that runs alone; `RuntimeError` with its last line if it fails."""
+    def python(self, *arguments: object, failing: Sequence[int] = ()) -> str:
+        """The output of a Python program that runs alone; `RuntimeError` with its last line if it ends with an exit
+        code that is neither 0 nor one of `failing`."""
         command = [sys.executable, *map(str, arguments)]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=max(1.0, self.left))
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=False, timeout=max(1.0, self.left), cwd=CLONE
+            )
         except subprocess.TimeoutExpired:
             raise OutOfTime from None
-        if done.returncode:
-            raise RuntimeError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+        if done.returncode not in (0, *failing):
+            lines = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()
+            raise RuntimeError(lines[-1])
         return done.stdout
 
     # ---- runs

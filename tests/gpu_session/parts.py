@@ -10,7 +10,6 @@ import importlib.util
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 import xml.etree.ElementTree as xml
@@ -20,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpu_session.measure import Cases, Outcome, OutOfTime, Session, against_one_device, possible
+from gpu_session.measure import Cases, Outcome, Session, against_one_device, possible
 from gpu_session.report import MEASURED, OK, WRONG
 from labkit.analysis.metrics import phase_seconds
 from labkit.benchmarks.pairs import LAST, each_pair, under_the_lab, under_torchrun
@@ -344,40 +343,28 @@ def _links(session: Session, ranks: int) -> Outcome:
     return Outcome(WRONG if wrong else MEASURED, "; ".join([*wrong, *says]), table.to_json())
 
 
+_OF_GPUS = ("training/test_cuda.py", "probe/test_probe_clocks.py")  # with tests that are marked gpu
+
+
 def tests(session: Session) -> Cases:
     """The tests of this project that need a GPU."""
-    missing = [name for name in ("pytest", "xdist", "torchvision") if importlib.util.find_spec(name) is None]
-    if missing:
-        return {"test_cuda.py": f"the tests need {', '.join(missing)}"}
-    return {"test_cuda.py": partial(_tests, session, "test_cuda.py")}
+    if importlib.util.find_spec("pytest") is None:
+        return dict.fromkeys(_OF_GPUS, "pytest is not installed")
+    return {module: partial(_tests, session, module) for module in _OF_GPUS}
 
 
 def _tests(session: Session, module: str) -> Outcome:
     path = session.folder / "tests.xml"
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        f"--junit-xml={path}",
-        str(TESTS / module),
-    ]
-    try:
-        subprocess.run(
-            command, cwd=TESTS.parent, check=False, timeout=max(1.0, session.left), stdout=subprocess.DEVNULL
-        )
-    except subprocess.TimeoutExpired:
-        raise OutOfTime from None
+    path.unlink(missing_ok=True)
+    command = ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", f"--junit-xml={path}", TESTS / module)
+    session.python(*command, failing=(1,))
     cases = list(xml.parse(path).getroot().iter("testcase"))
-    failed = [
-        case.get("name", "") for case in cases if case.find("failure") is not None or case.find("error") is not None
-    ]
-    skipped = sum(case.find("skipped") is not None for case in cases)
-    says = f"{len(cases) - len(failed) - skipped} passed, {len(failed)} failed, {skipped} skipped"
-    figures = {"tests": {case.get("name", ""): [one.tag for one in case] for case in cases}}
-    return Outcome(WRONG if failed or not cases else OK, f"{says}: {', '.join(failed)}" if failed else says, figures)
+    tags = {case.get("name", ""): {one.tag for one in case} for case in cases}
+    failed = [name for name, found in tags.items() if found & {"failure", "error"}]
+    skipped = sum("skipped" in found for found in tags.values())
+    says = f"{len(tags) - len(failed) - skipped} passed, {len(failed)} failed, {skipped} skipped"
+    figures = {"tests": {name: sorted(found) for name, found in tags.items()}}
+    return Outcome(WRONG if failed else OK, f"{says}: {', '.join(failed)}" if failed else says, figures)
 
 
 PARTS: dict[str, Part] = {
