@@ -27,6 +27,7 @@ _UNUSED = ("anywidget", "ipykernel", "ipywidgets", "jupytext", "plotly")  # requ
 _PAGE = 10.0  # seconds between two versions of the page while a part runs
 _LATE = 30.0  # seconds after its limit in which a part can end itself, or is ended, with its runs
 _END = 5.0  # seconds for its processes to end, twice
+_LEAST = 10.0  # seconds that must be left for another part
 _POLL_INTERVAL = 0.2
 
 
@@ -135,7 +136,7 @@ def _session(folder: Path, chosen: dict[str, list[str]], began: float, minutes: 
     try:
         for name in chosen:
             limit = min(time.time() + 60 * minutes * PARTS[name].share, end - _LATE)
-            if limit < time.time():
+            if limit - time.time() < _LEAST:
                 break
             print(f"{name}: {PARTS[name].title} (at most {limit - time.time():.0f} s)", flush=True)
             command = [sys.executable, "-m", "gpu_session.parts", name, str(folder), str(limit), *chosen[name]]
@@ -153,7 +154,7 @@ def _session(folder: Path, chosen: dict[str, list[str]], began: float, minutes: 
     wrong = [line for line in report.cases().values() if line["verdict"] == WRONG]
     counts = f"{len(report.cases())} cases, {len(wrong)} wrong, {sum(map(len, left.values()))} not reached"
     print(f"labkit: {counts}; {report.page}")
-    return int(failed or bool(wrong))
+    return int(bool(failed or wrong))
 
 
 def run_part(
