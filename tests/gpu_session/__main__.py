@@ -137,7 +137,7 @@ def _session(folder: Path, chosen: dict[str, list[str]], began: float, minutes: 
         for name in chosen:
             limit = min(time.time() + 60 * minutes * PARTS[name].share, end - _LATE)
             if limit - time.time() < _LEAST:
-                break
+                continue
             print(f"{name}: {PARTS[name].title} (at most {limit - time.time():.0f} s)", flush=True)
             command = [sys.executable, "-m", "gpu_session.parts", name, str(folder), str(limit), *chosen[name]]
             started = time.time()
