@@ -97,17 +97,18 @@ def _gpu(
     bandwidth: float,
     efficiency: float,
     attention: float,
-    products: tuple[float, float],
+    largest: float,
     fitted: str,
     sheet: str,
     sources: Mapping[str, str] | None = None,
 ) -> Accelerator:
     """A row: `flops` in 10¹² per second, `bandwidth` in 10⁹ bytes per second; peak, memory and bandwidth are those of a
-    data `sheet` unless `sources` say otherwise; `fitted` says where efficiency and attention come from."""
+    data `sheet` unless `sources` say otherwise; `fitted` says where efficiency and attention come from. Products reach
+    at most the fraction `largest` of the peak, and the efficiency in the middle of their range."""
     said = {"flops": sheet, "memory": sheet, "bandwidth": sheet, "efficiency": fitted, "attention": fitted}
     peaks = {precision: rate * 1e12 for precision, rate in flops.items()}
-    reached = {"products": products, **_KERNELS}
-    known = {**said, "products": "an assumption around the efficiency", **_OF_KERNELS, **(sources or {})}
+    reached = {"products": (2 * efficiency - largest, largest), **_KERNELS}
+    known = {**said, "products": "an assumption: a range around the efficiency", **_OF_KERNELS, **(sources or {})}
     return Accelerator(name, peaks, memory, bandwidth * 1e9, efficiency, attention, reached, known, driver)
 
 
@@ -119,7 +120,7 @@ T4 = _gpu(
     320,
     0.37,
     0.1,
-    (0.3, 0.45),
+    0.45,
     "24 of 65 TFLOP/s in cuBLAS, limited by 70 W: forums.developer.nvidia.com/t/264462",
     "NVIDIA T4 data sheet",
     {
@@ -137,7 +138,7 @@ V100 = _gpu(
     900,
     0.62,
     0.16,
-    (0.5, 0.75),
+    0.75,
     _ASSUMED,
     "NVIDIA V100 data sheet",
 )
@@ -149,12 +150,12 @@ V100_32 = _gpu(
     900,
     0.62,
     0.16,
-    (0.5, 0.75),
+    0.75,
     _ASSUMED,
     "NVIDIA V100 data sheet",
 )
 _A100_PEAKS = {"fp32": 19.5, "tf32": 156, "bf16": 312, "fp16": 312}
-_A100_PRODUCTS = f"the least is an assumption, and {_LARGEST}: 271.2 of 312 TFLOP/s"
+_A100_PRODUCTS = f"at most {_LARGEST}: 271.2 of 312 TFLOP/s"
 A100 = _gpu(
     "NVIDIA A100 SXM 80 GB",
     "NVIDIA A100",
@@ -163,7 +164,7 @@ A100 = _gpu(
     2039,
     0.81,
     0.34,
-    (0.62, 0.869),
+    0.869,
     _FITTED,
     "NVIDIA A100 data sheet",
     {"memory": "NVIDIA A100 data sheet; nvidia-smi reports 81,920 MiB", "products": _A100_PRODUCTS},
@@ -176,13 +177,13 @@ A100_40 = _gpu(
     1555,
     0.81,
     0.34,
-    (0.62, 0.869),
+    0.869,
     "as of the A100 with 80 GB",
     "NVIDIA A100 data sheet",
     {"products": _A100_PRODUCTS},
 )
 _HOPPER = {"fp32": 67, "tf32": 494.7, "bf16": 989.4, "fp16": 989.4, "fp8": 1978.9}
-_H100_PRODUCTS = f"the least is an assumption, and {_LARGEST}: 794.5 of 989 TFLOP/s"
+_H100_PRODUCTS = f"at most {_LARGEST}: 794.5 of 989 TFLOP/s"
 H100 = _gpu(
     "NVIDIA H100 SXM 80 GB",
     "NVIDIA H100 80GB HBM3",
@@ -191,7 +192,7 @@ H100 = _gpu(
     3350,
     0.7,
     0.175,
-    (0.44, 0.803),
+    0.803,
     _FITTED,
     "NVIDIA H100 data sheet, without sparsity",
     {"memory": "80 GB by the data sheet, of which nvidia-smi reports 81,559 MiB", "products": _H100_PRODUCTS},
@@ -204,7 +205,7 @@ H100_96 = _gpu(
     2400,
     0.56,
     0.175,
-    (0.44, 0.803),
+    0.7,
     _FITTED,
     "NVIDIA H100 data sheet, without sparsity",
     {
@@ -220,7 +221,7 @@ H200 = _gpu(
     4800,
     0.7,
     0.175,
-    (0.44, 0.803),
+    0.803,
     "as of the H100, which has the same chip",
     "NVIDIA H200 data sheet, without sparsity",
     {"memory": "141 GB by the data sheet, of which nvidia-smi reports 143,771 MiB"},
@@ -234,7 +235,7 @@ B200 = _gpu(
     8000,
     0.7,
     0.16,
-    (0.44, 0.8),
+    0.8,
     _ASSUMED,
     "NVIDIA DGX B200 data sheet, without sparsity",
 )
@@ -246,7 +247,7 @@ GB200 = _gpu(
     8000,
     0.7,
     0.16,
-    (0.44, 0.8),
+    0.8,
     _ASSUMED,
     "NVIDIA GB200 NVL72 data sheet, without sparsity",
 )
@@ -258,7 +259,7 @@ MI300X = _gpu(
     5300,
     0.5,
     0.12,
-    (0.35, 0.6),
+    0.6,
     "about half of the peak in large products: S. Bekman, Machine Learning Engineering, compute/accelerator",
     "AMD Instinct MI300X data sheet, without sparsity",
 )
@@ -270,7 +271,7 @@ MI250X = _gpu(
     1638,
     0.6,
     0.15,
-    (0.4, 0.7),
+    0.7,
     "an assumption",
     "AMD Instinct MI250X data sheet",
 )
@@ -282,7 +283,7 @@ L4 = _gpu(
     300,
     0.5,
     0.16,
-    (0.35, 0.6),
+    0.6,
     "an assumption: limited by 72 W, as the T4 by 70 W",
     "NVIDIA L4 data sheet, without sparsity",
 )
@@ -294,7 +295,7 @@ A10G = _gpu(
     600,
     0.8,
     0.3,
-    (0.6, 0.85),
+    0.85,
     "as of the A100",
     "AWS, EC2 G5 instances: 70 TFLOP/s dense in 16 bits",
 )
@@ -306,7 +307,7 @@ A6000 = _gpu(
     768,
     0.75,
     0.3,
-    (0.55, 0.8),
+    0.8,
     "as of the A100, limited by 300 W",
     "NVIDIA RTX A6000 data sheet, without sparsity",
 )
@@ -318,7 +319,7 @@ RTX3090 = _gpu(
     936,
     0.85,
     0.4,
-    (0.7, 0.95),
+    0.95,
     "an assumption: products in 16 bits with sums in 32 bits come close to the halved peak",
     "NVIDIA Ampere GA102 whitepaper, with FP32 accumulation",
 )
@@ -330,7 +331,7 @@ RTX4090 = _gpu(
     1008,
     0.85,
     0.4,
-    (0.7, 0.95),
+    0.95,
     "an assumption: products in 16 bits with sums in 32 bits come close to the halved peak",
     "NVIDIA Ada GPU architecture whitepaper, with FP32 accumulation",
 )

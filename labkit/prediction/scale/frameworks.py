@@ -71,7 +71,7 @@ class Framework:
     host: tuple[float, float] = (1.5e-3, 0.6e-3)
     across: float = 0.0
     straggle: tuple[float, float] = (0.0, 1.0)
-    passes: tuple[float, float] = (1.4, 0.9)
+    passes: tuple[float, float] = (1.9, 1.2)
     accumulated: float = 0.0
     loss: tuple[float, float] = (32.0, 20.0)
     stepped: float = 1.0
@@ -149,8 +149,8 @@ FRAMEWORKS: dict[str, Framework] = {
             attention=1.12,
             fused=0.9,
             selective=(0.39, 0.4),
-            reserved=(1.1, 0.0),
-            usable=0.94,
+            reserved=(1.05, 0.0),
+            usable=0.96,
             keeps_gathered=True,
             fitted=True,
         ),
@@ -189,7 +189,7 @@ FRAMEWORKS: dict[str, Framework] = {
             "fms-fsdp",
             "foundation-model-stack/fms-fsdp: compiled, FSDP with 16-bit parameters and states",
             states=PURE_STATES,
-            passes=(1.8, 1.2),
+            passes=(1.9, 1.6),
             selective=(0.33, 0.67),
         ),
         _TORCHTUNE,
@@ -213,8 +213,8 @@ FRAMEWORKS: dict[str, Framework] = {
             "karpathy/nanoGPT: autocast of 32-bit parameters; bytes of attention and passes are fitted to its README",
             states=FSDP_STATES,
             reduced=4,
-            passes=(7.5, 3.8),
-            scores=(60, 25),
+            passes=(9.0, 4.8),
+            scores=(75, 32),
             fitted=True,
         ),
         Framework("olmo", "OLMo", "allenai/OLMo: FSDP with 32-bit shards", states=FSDP_STATES, reduced=4),

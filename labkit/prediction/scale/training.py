@@ -8,11 +8,11 @@ from math import gcd
 
 from labkit.prediction.collectives import CommunicationModel
 from labkit.prediction.devices import Accelerator, Device
+from labkit.prediction.roofline import product_seconds
 from labkit.prediction.scale.frameworks import USABLE
 from labkit.prediction.scale.layouts import Layout
 from labkit.prediction.scale.model import Model
 
-EDGE = 100.0  # elements: a product of m × n × k takes 1 + EDGE · (1/m + 1/n + 1/k) times as long as a large one
 # Products in fp8 by how numbers are scaled: their efficiency, relative to that in 16 bits, and the traffic of all other
 # operations, relative to that without conversions. Fitted to torchtitan's benchmarks.
 FP8 = {"tensorwise": (0.9, 1.5), "rowwise": (0.5, 2.0)}
@@ -74,12 +74,13 @@ class Training:
         return self.accelerator.peak(self.sixteen) * self.accelerator.efficiency
 
     def product(self, rows: float, columns: float, inner: float, *, layers: bool) -> float:
-        """The seconds of a matrix product, of the `layers` in the precision of the training: the FLOPs at the rate of
-        large products, and more with short sides, whose last tiles are not full and whose pipelines fill and drain."""
+        """The seconds of a matrix product, of the `layers` in the precision of the training, others in 16 bits if that
+        is fp8 (`roofline.product_seconds`)."""
         rate = self.accelerator.peak(self.precision if layers else self.sixteen) * self.accelerator.efficiency
         if layers and self.precision == "fp8":
             rate *= FP8[self.scaling][0]
-        return 2 * rows * columns * inner / rate * (1 + EDGE * (1 / rows + 1 / columns + 1 / inner))
+        elements = rows * columns + rows * inner + columns * inner
+        return product_seconds(2 * rows * columns * inner, elements, rate)
 
     @cached_property
     def _known(self) -> dict[tuple[str, int, int, int], float]:
