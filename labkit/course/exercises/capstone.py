@@ -63,7 +63,7 @@ EXERCISES: dict[str, Exercise] = {
     "layout": Exercise(
         "A layout for 13B on two nodes",
         _layout,
-        "`'FSDP 8 × CP 2'` is the fastest, `'FSDP 8 × TP 2'` is 2 % slower; both need no recomputation.",
+        "`'FSDP 8 × CP 2'` is the fastest, `'FSDP 8 × TP 2'` is 1 % slower; both need no recomputation.",
     ),
     "twin": Exercise(
         "The twin of the layout",

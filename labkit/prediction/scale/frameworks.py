@@ -57,7 +57,8 @@ class Framework:
       head, instead of equal numbers of layers; `least_micro_batches`: whether a pipeline needs at least as many
       micro-batches as stages less one.
 
-    `fitted`: whether published runs of it were fitted.
+    `fitted`: whether published runs of it were fitted; `counts_recomputation`: whether the FLOP/s that it reports count
+    full recomputation (Narayanan et al. 2021, appendix).
     """
 
     name: str
@@ -92,6 +93,7 @@ class Framework:
     least_micro_batches: bool = False
     keeps_gathered: bool = False
     fitted: bool = False
+    counts_recomputation: bool = False
 
 
 FSDP_STATES = {"parameters": 4, "gradients": 4, "optimizer": 8}  # 32-bit shards; parameters are gathered in 16 bits
@@ -162,6 +164,7 @@ FRAMEWORKS: dict[str, Framework] = {
             host=(1.5e-3, 1.5e-3),
             keeps_gathered=True,
             fitted=True,
+            counts_recomputation=True,
         ),
         Framework(
             "llama3",
@@ -206,7 +209,12 @@ FRAMEWORKS: dict[str, Framework] = {
             states={**PURE_STATES, "gradients": 0, "optimizer": 2},
         ),
         Framework("litgpt", "LitGPT", "Lightning-AI/litgpt: FSDP with 32-bit shards", states=FSDP_STATES, reduced=4),
-        Framework("deepspeed", "DeepSpeed", "microsoft/DeepSpeed: ZeRO in 16 bits with 32-bit states"),
+        Framework(
+            "deepspeed",
+            "DeepSpeed",
+            "microsoft/DeepSpeed: ZeRO in 16 bits with 32-bit states, alone or with Megatron-LM",
+            counts_recomputation=True,
+        ),
         Framework(
             "nanogpt",
             "nanoGPT",

@@ -108,7 +108,9 @@ def of_row(row: Mapping[str, str], line: int = 0) -> Published:
         scaling="rowwise" if "rowwise" in row["precision"].lower() else "tensorwise",
     )
     training = replace(training, model=replace(model, positions=max(model.positions, sequence)))
-    return Published(line, row["source"], row["model"], row["where"], training, layout, _measured(row, training))
+    return Published(
+        line, row["source"], row["model"], row["where"], training, layout, _measured(row, training, layout)
+    )
 
 
 _links = cache(communication)
@@ -177,12 +179,12 @@ _MACHINES: tuple[tuple[str, str, str], ...] = (
     (r"h100.*96 ?gb", "", "h100x8-96gb"),
     (r"h100", r"\befa\b", "h100x8-efa"),
     (r"h100", r"llama 3 \(production\)|roce", "h100x8-roce"),
-    (r"h100", "", "h100x8"),
+    (r"h[18]00", "", "h100x8"),
     (r"a100.*40 ?gb", r"\befa\b|\baws\b|p4d", "a100x8-efa"),
     (r"a100.*40 ?gb", "", "a100x8-40gb"),
     (r"a100", r"jean.?zay|omni-?path|\bopa\b|bloom", "a100x8-opa"),
     (r"a100", r"roce", "a100x8-roce"),
-    (r"a100", "", "a100x8"),
+    (r"a[18]00", "", "a100x8"),
     (r"v100.*32 ?gb|dgx-?2", "", "v100x8-32gb"),
     (r"v100", "", "v100x8"),
     (r"mi300", "", "mi300x8"),
@@ -346,14 +348,15 @@ def _attention(row: Mapping[str, str]) -> str:
 # ---- what was measured
 
 
-def _measured(row: Mapping[str, str], training: Training) -> Measured:
+def _measured(row: Mapping[str, str], training: Training, layout: Layout) -> Measured:
     numbers = {name: _number(row[name]) for name in COLUMNS}
     speed = numbers["tokens_per_s_per_gpu"]
     flops = training.model.training_flops(training.sequence)
     if speed is None and numbers["step_seconds"]:
         speed = training.batch * training.sequence / training.devices / numbers["step_seconds"]
     if speed is None and numbers["tflops_per_gpu"]:
-        speed = numbers["tflops_per_gpu"] * 1e12 / flops
+        again = layout.recompute == "full" and layout.framework.counts_recomputation
+        speed = numbers["tflops_per_gpu"] * 1e12 / flops / (4 / 3 if again else 1)
     if speed is None and numbers["mfu_percent"]:
         speed = numbers["mfu_percent"] / 100 * training.accelerator.peak(training.sixteen) / flops
     memory = numbers["memory_gib"]
