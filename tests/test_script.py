@@ -46,7 +46,7 @@ MOST_LINES = {
     "single": 131,
     "ddp": 150,
     "fsdp2": 150,
-    "tp": 157,
+    "tp": 155,
     "zero1": 156,
     "fsdp": 155,
     "deepspeed": 172,
