@@ -200,7 +200,8 @@ def clean(args: argparse.Namespace) -> int:
     """Deletes runs that are over, after confirmation."""
     folders, unreadable = RunFolder.readable(RunFolder.all())
     say(*(f"{name} is kept because it cannot be read ({why})" for name, why in unreadable.items()))
-    over = [folder for folder in folders if is_over(folder)]
+    say(*(f"{folder.name} is kept because it is no run: it has no events" for folder in folders if not folder.is_run))
+    over = [folder for folder in folders if folder.is_run and is_over(folder)]
     old = over[: len(over) - args.keep]
     if not old:
         say("nothing to delete")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import stat
@@ -11,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from zlib import error as ZlibError
 
 from labkit.common.arguments import shown
+from labkit.common.atomic import MARK, write_output
 from labkit.common.units import counted, size
 from labkit.engines.portable import REQUIREMENTS, Portable
 from labkit.engines.profiles import Profile
@@ -41,18 +43,15 @@ def contents(job: Portable, profile: Profile) -> dict[str, str]:
 
 
 def pack(job: Portable, profile: Profile, path: Path) -> Path:
-    """Writes a job as a zip; an existing file is replaced at the end. Raises `OSError` if it cannot be written."""
-    handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-            for name, text in contents(job, profile).items():
-                entry = zipfile.ZipInfo(name, _DATE)
-                entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, (stat.S_IFREG | 0o644) << 16
-                archive.writestr(entry, text)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    """Writes a job as a zip, or replaces one that was packed before. Raises `OSError` if it cannot be written."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.comment = MARK.encode()
+        for name, text in contents(job, profile).items():
+            entry = zipfile.ZipInfo(name, _DATE)
+            entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, (stat.S_IFREG | 0o644) << 16
+            archive.writestr(entry, text)
+    write_output(path, packed.getvalue(), private=True)
     return path
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from labkit.common.atomic import MARK
 from labkit.engines.portable import REQUIREMENTS, Portable
 from labkit.engines.profiles import Profile
 from labkit.engines.torchrun import PORT
@@ -78,7 +79,7 @@ def skypilot(job: Portable, profile: Profile) -> str:
 
 
 def _dumped(document: dict[str, Any]) -> str:
-    return yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=1 << 20, allow_unicode=True)
+    return f"# {MARK}\n" + yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=1 << 20, allow_unicode=True)
 
 
 def _prepared(job: Portable, profile: Profile) -> list[str]:

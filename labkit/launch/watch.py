@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import select
-import shutil
 import signal
 import subprocess
 from contextlib import suppress
@@ -146,7 +145,7 @@ class Watch:
     def _finish(self, reason: _Reason | None, left: list[psutil.Process]) -> None:
         path = self._anchor.path()
         if path != self._folder.path and not os.path.lexists(self._folder.spec):
-            shutil.rmtree(self._folder.path, ignore_errors=True)  # recreated by a process that was just starting
+            self._folder.delete_recreated()
         if path is None:
             return  # the folder was deleted; followers of the run notice that themselves
         if path != self._folder.path:

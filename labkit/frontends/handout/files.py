@@ -7,7 +7,7 @@ from pathlib import Path
 import jupytext
 from nbformat import NotebookNode
 
-from labkit.common.atomic import write_atomically
+from labkit.common.atomic import write_output
 from labkit.setup.environment import CLONE
 
 
@@ -38,7 +38,7 @@ def first_line(cell: NotebookNode) -> str:
 
 
 def write(path: Path, text: str) -> Path:
-    """Writes `text` to `path` atomically: there is always either the old file or the complete new one."""
+    """Writes a page to `path`, or replaces one that was written before. Raises `OSError`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, text, errors="replace")
+    write_output(path, text)
     return path

@@ -11,6 +11,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
+from labkit.common.atomic import MARK
 from labkit.common.text import visible_line
 from labkit.figures import colours
 from labkit.frontends.handout.files import write
@@ -38,6 +39,7 @@ class Page:
             _environment()
             .get_template("page.html.j2")
             .render(
+                mark=MARK,
                 title=visible_line(self.title),
                 about=visible_line(self.about),
                 body=Markup(self.body),
