@@ -4,6 +4,7 @@ one that asks for the address of a beacon when something interprets it."""
 from __future__ import annotations
 
 import json
+import math
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from fabricate import FakeRun
 from labkit.record.folder import RunFolder
 from labkit.record.published import schemas
 
+_DIVERGED = 31  # the step after those of the run, whose loss is NaN
 Text = Callable[[str], str]  # the text of a field, by its path such as `error.message`
 
 
@@ -101,6 +103,8 @@ def events(text: Text) -> dict[str, dict[str, Any]]:
     for name, schema in schemas()["events"]["schema"]["$defs"].items():
         event = example(schema, name, text)
         event |= {"rank": 0, "t": 0.0} | ({"step": 1} if "step" in event else {})
+        if name in ("step", "saw.not_finite"):
+            event["step"] = _DIVERGED
         if name == "memory_step":
             event |= {"times": [0.0], "owners": {key: [1] for key in (text(f"{name}.owners"), "parameters")}}
         found[name] = event
@@ -168,6 +172,7 @@ def full_run(root: Path, text: Text, without: tuple[str, ...] = ()) -> RunFolder
             late += 0.001
             moments = {field: late for field in ("t", "t0", "since", "began") if field in event}
             own = event | moments | ({} if name == "system" else {"rank": rank})
+            own |= {"loss": math.nan} if name == "step" else {}
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(own) + "\n")
     for name, document in documents(text).items():
@@ -179,4 +184,16 @@ def full_run(root: Path, text: Text, without: tuple[str, ...] = ()) -> RunFolder
     run.folder.script.write_text(text("script"), encoding="utf-8")
     run.folder.command.write_text(text("command"), encoding="utf-8")
     run.folder.launcher_log.write_text(text("torchrun"), encoding="utf-8")
+    return run.folder
+
+
+def diverged_run(root: Path) -> RunFolder:
+    """A run whose loss is NaN in its last step."""
+    run = FakeRun(root, steps=_DIVERGED)
+    run.start()
+    run.step(_DIVERGED - 1)
+    for rank, writer in enumerate(run.writers):
+        writer.write("step", t=run.newest + 1, **run.measured(rank) | {"step": _DIVERGED, "loss": math.nan})
+    run.end()
+    run.close()
     return run.folder
