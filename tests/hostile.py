@@ -98,9 +98,10 @@ def example(schema: dict[str, Any], path: str, text: Text) -> Any:
 
 
 def events(text: Text) -> dict[str, dict[str, Any]]:
-    """An event of every kind and observation, with all fields."""
+    """An event of every kind and observation, with all fields; a start first, because it begins anew."""
     found = {}
-    for name, schema in schemas()["events"]["schema"]["$defs"].items():
+    kinds = schemas()["events"]["schema"]["$defs"]
+    for name, schema in sorted(kinds.items(), key=lambda item: item[0] != "start"):
         event = example(schema, name, text)
         event |= {"rank": 0, "t": 0.0} | ({"step": 1} if "step" in event else {})
         if name in ("step", "saw.not_finite"):

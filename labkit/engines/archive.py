@@ -9,10 +9,12 @@ import stat
 import tempfile
 import zipfile
 from pathlib import Path, PurePosixPath
+from typing import BinaryIO
 from zlib import error as ZlibError
 
 from labkit.common.arguments import shown
 from labkit.common.atomic import MARK, write_output
+from labkit.common.reading import open_regular
 from labkit.common.units import counted, size
 from labkit.engines.portable import REQUIREMENTS, Portable
 from labkit.engines.profiles import Profile
@@ -63,11 +65,16 @@ def unpack(path: Path, folder: Path) -> list[str]:
     """
     if os.path.lexists(folder):
         raise BadArchive(f"{folder} exists; name a new folder with -o")
-    if path.stat().st_size > _MOST_BYTES:
-        raise BadArchive(f"{path} is larger than {size(_MOST_BYTES)}, which no packed job is")
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > _MOST_BYTES:
+            raise BadArchive(f"{path} is larger than {size(_MOST_BYTES)}, which no packed job is")
+        return _unpack(file, path, folder)
+
+
+def _unpack(file: BinaryIO, path: Path, folder: Path) -> list[str]:
     waiting = Path(tempfile.mkdtemp(dir=folder.absolute().parent, prefix=f".{folder.name}."))
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(file) as archive:
             names = _extract(archive, path, waiting)
         waiting.chmod(0o755)
         waiting.rename(folder)
