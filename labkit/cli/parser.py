@@ -19,7 +19,7 @@ from labkit.common.arguments import shown
 from labkit.common.text import visible_line
 from labkit.plan.spec import Spec, SpecError, bounds_of
 from labkit.setup.environment import OPTIONAL, TEXT_ONLY
-from labkit.training.strategies import STRATEGIES
+from labkit.training.strategies import BASELINE, STRATEGIES
 
 _DEVELOPMENT = ("lab", "test", "deepspeed")
 _EXTRAS = {
@@ -30,8 +30,21 @@ _EXTRAS = {
     "bench": _DEVELOPMENT,
 } | dict.fromkeys(
     (
-        *("advise", "capture", "clean", "diff", "gather", "glossary", "logs", "progress", "replay", "runs", "schema"),
-        *("script", "show", "stop", "trace", "unpack"),
+        *(
+            "advise",
+            "atlas",
+            "capture",
+            "clean",
+            "diff",
+            "gather",
+            "glossary",
+            "logs",
+            "progress",
+            "replay",
+            "runs",
+            "schema",
+        ),
+        *("replay", "runs", "schema", "script", "show", "stop", "trace", "unpack"),
     ),
     (TEXT_ONLY,),
 )
@@ -54,7 +67,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     head, rest = _split(argv)
     try:
         args = _parsed(head, rest)
-        args.specs = [_spec(args, what) for what in _whats(args)]
+        args.specs = _specs(args, _whats(args))
         args.extras = _extras(args)
     except UsageError as error:
         sys.exit(refuse(str(error), json="--json" in head, code=2))
@@ -87,6 +100,15 @@ def refuse(message: str, *, json: bool, code: int, field: str | None = None) -> 
     if json:
         print(jsonlib.dumps({"error": message, "field": field}))
     return code
+
+
+def _specs(args: argparse.Namespace, whats: Sequence[str]) -> list[Spec]:
+    """The Specs of all of `whats`. In a diff, that of the baseline is the other one's on one device, so that a fault or
+    an option is part of the difference."""
+    if args.command != "diff":
+        return [_spec(args, what) for what in whats]
+    compared = _spec(args, next((what for what in whats if what != BASELINE.name), BASELINE.name))
+    return [compared.on_one_device if what == BASELINE.name else _spec(args, what) for what in whats]
 
 
 def _spec(args: argparse.Namespace, what: str) -> Spec:
