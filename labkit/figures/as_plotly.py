@@ -83,7 +83,7 @@ def parts(drawn: Drawn) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 def _band(name: str, start: float, end: float, colour: str) -> dict[str, Any]:
     """A strip along the bottom of the plot that marks one phase."""
     place = {"xref": "x", "yref": "paper", "x0": start, "x1": end, "y0": 0, "y1": 0.05}
-    return {"type": "rect", "name": name, **place, "fillcolor": colour, "line": {"width": 0}, "layer": "above"}
+    return {"type": "rect", "name": literal(name), **place, "fillcolor": colour, "line": {"width": 0}, "layer": "above"}
 
 
 def traces(drawn: Drawn) -> list[dict[str, Any]]:

@@ -8,8 +8,6 @@ from typing import Any
 CONFIG: dict[str, Any] = {
     "displaylogo": False,
     "showSendToCloud": False,
-    "showEditInChartStudio": False,
-    "showLink": False,
     "plotlyServerURL": "",
     "typesetMath": False,
     "modeBarButtonsToRemove": [
