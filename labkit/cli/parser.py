@@ -19,7 +19,7 @@ from labkit.common.arguments import shown
 from labkit.common.text import visible_line
 from labkit.plan.spec import Spec, SpecError, bounds_of
 from labkit.setup.environment import OPTIONAL
-from labkit.training.strategies import STRATEGIES
+from labkit.training.strategies import BASELINE, STRATEGIES
 
 _DEVELOPMENT = ("lab", "test", "deepspeed")
 _EXTRAS = {
@@ -48,7 +48,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     head, rest = _split(argv)
     try:
         args = _parsed(head, rest)
-        args.specs = [_spec(args, what) for what in _whats(args)]
+        args.specs = _specs(args, _whats(args))
         args.extras = _extras(args)
     except UsageError as error:
         sys.exit(refuse(str(error), json="--json" in head, code=2))
@@ -81,6 +81,15 @@ def refuse(message: str, *, json: bool, code: int, field: str | None = None) -> 
     if json:
         print(jsonlib.dumps({"error": message, "field": field}))
     return code
+
+
+def _specs(args: argparse.Namespace, whats: Sequence[str]) -> list[Spec]:
+    """The Specs of all of `whats`. In a diff, that of the baseline is the other one's on one device, so that a fault or
+    an option is part of the difference."""
+    if args.command != "diff":
+        return [_spec(args, what) for what in whats]
+    compared = _spec(args, next((what for what in whats if what != BASELINE.name), BASELINE.name))
+    return [compared.on_one_device if what == BASELINE.name else _spec(args, what) for what in whats]
 
 
 def _spec(args: argparse.Namespace, what: str) -> Spec:
