@@ -131,6 +131,27 @@ def test_flops_of_megatron_count_full_recomputation():
     assert speeds[0] == pytest.approx(4 / 3 * speeds[1])
 
 
+# GPUs, layers, width, heads, TP, PP, micro-batch, samples per step, TFLOP/s per GPU with full recomputation: Narayanan
+# et al. 2021, tables 1 and 2, on A100 (Selene). None of these runs was fitted.
+PTD_P = (
+    (32, 24, 2304, 24, 1, 1, 16, 512, 137),
+    (384, 96, 12_288, 96, 8, 12, 1, 1536, 153),
+    (3072, 128, 25_600, 160, 8, 64, 1, 3072, 163),
+)
+
+
+@pytest.mark.parametrize(("gpus", "layers", "width", "heads", "tp", "pp", "micro_batch", "batch", "tflops"), PTD_P)
+def test_runs_that_were_not_fitted_are_near(gpus, layers, width, heads, tp, pp, micro_batch, batch, tflops):
+    said = {"source": "Megatron-LM (Narayanan 2021)", "model": "GPT", "gpu_type": "A100 80GB", "strategy": "PTD-P"}
+    said |= {"layers": layers, "hidden": width, "heads": heads, "kv_heads": heads, "ffn": 4 * width, "vocab": 51_200}
+    said |= {"seq": 2048, "gpus": gpus, "tp": tp, "pp": pp, "dp": gpus // tp // pp, "precision": "fp16"}
+    said |= {"activation_checkpointing": "full", "micro_batch": micro_batch, "global_batch": batch}
+    said |= {"tokens_per_s_per_gpu": "", "memory_gib": "", "tflops_per_gpu": tflops}
+    run = of_row(PLAYBOOK | {name: str(value) for name, value in said.items()})
+    found = estimate(run.training, run.layout).tokens_per_second_per_gpu
+    assert found == pytest.approx(run.measured.tokens_per_second_per_gpu, rel=0.15)
+
+
 # ---- agreement
 
 

@@ -163,10 +163,11 @@ def _whole(row: Mapping[str, str], name: str) -> int | None:
     """The number in a cell; None if it is empty."""
     if not row[name]:
         return None
-    found = re.fullmatch(r"([0-9][0-9,]*)(\.0+)?", row[name])
-    if not found or int(found[1].replace(",", "")) < 1:
+    found = re.fullmatch(r"([0-9][0-9,]*)(?:\.0+)?( ?k)?", row[name], re.IGNORECASE)
+    number = int(found[1].replace(",", "")) * (1024 if found[2] else 1) if found else 0
+    if number < 1:
         raise ValueError(f"{name} is {row[name]!r}, which is not a positive integer")
-    return int(found[1].replace(",", ""))
+    return number
 
 
 # ---- the machine
@@ -218,7 +219,7 @@ _FRAMEWORKS = (  # words in source or model, framework
     (r"foundry|mosaic", "llm-foundry"),
     (r"fms", "fms-fsdp"),
     (r"litgpt|lit-gpt|lightning", "litgpt"),
-    (r"bloom|deepspeed|zero", "deepspeed"),
+    (r"bloom|deepspeed", "deepspeed"),
     (r"llama 3 \(production\)", "llama3"),
     (r"megatron|korthikanti|narayanan", "megatron"),
     (r"nanogpt", "nanogpt"),

@@ -89,8 +89,10 @@ class Estimate:
 
     @property
     def flops_per_device(self) -> float:
-        """FLOP/s that the model needs, per device; recomputation does not count."""
+        """FLOP/s that the model needs, per device; recomputation does not count, and without gradients of frozen
+        matrices, backward has half of the FLOPs."""
         each = self.training.model.training_flops(self.training.sequence)
+        each *= 1 if self.layout.trained == "all" else 2 / 3
         return each * self.tokens_per_second / self.training.devices
 
     @property
