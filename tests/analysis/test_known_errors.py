@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import test_diagnose_errors
 from diagnosed import end, error, first, fold, names, saw, spec, start, status
+from places import SCRIPTS
 
 from labkit.analysis.diagnose.known_errors import KNOWN_ERRORS
 
-SCRIPT = Path(__file__).parent / "scripts" / "known_errors.py"
+SCRIPT = SCRIPTS / "known_errors.py"
 CASES = [
     node.name
     for node in ast.parse(SCRIPT.read_text()).body

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from generated import ONLY
+from places import SCRIPTS
 
 from labkit.plan.script import write_script
 from labkit.plan.spec import Spec, SpecError
@@ -18,7 +18,6 @@ from labkit.training.rows import Strategy
 from labkit.training.strategies import STRATEGIES
 from labkit.training.workloads import WORKLOADS
 
-SCRIPTS = Path(__file__).parent / "scripts"
 RUN = f"""
 import sys
 sys.path.insert(0, {str(SCRIPTS)!r})
