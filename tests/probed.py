@@ -9,8 +9,8 @@ from collections import defaultdict
 from pathlib import Path
 
 from conftest import warm_run
+from folded import events_in
 
-from labkit.record.events import Reader
 from labkit.runs.handle import Run
 
 ROOT = Path(__file__).parent.parent
@@ -40,9 +40,7 @@ class Told:
     """One rank's events; those of a style are the ones between its name and the next."""
 
     def __init__(self, run: Path, rank: int = 0):
-        reader = Reader(run / "events" / f"rank{rank}.jsonl")
-        self.events = list(reader.poll())
-        assert reader.broken == 0
+        self.events = events_in(run / "events" / f"rank{rank}.jsonl")
         self.styles: dict[str, list[dict]] = defaultdict(list)
         style = ""
         for event in self.events:

@@ -141,7 +141,7 @@ def test_recorded_runs_of_a_lab_are_copied_the_same_way(folder, runs, tmp_path, 
     folder.command.symlink_to("/etc/hostname")
     monkeypatch.setattr(Job, "start", Job.start)
     stand_in(str(runs))
-    job = Job.start(Spec.from_json(RunFolder.read_json(folder.spec)), root=tmp_path / "lab")
+    job = Job.start(Spec.from_json(folder.read_spec()), root=tmp_path / "lab")
     assert job.state == "finished" and not os.path.lexists(job.folder.command)
 
 

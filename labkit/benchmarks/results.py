@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from labkit.record.appender import Appender
+from labkit.record.writer import Appender
 
 
 def check(path: str | os.PathLike[str]) -> None:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from labkit.benchmarks.figure import PAIRS, Figure
 from labkit.plan.spec import Spec
-from labkit.record.events import Writer
 from labkit.record.folder import RunFolder
+from labkit.record.writer import Writer
 
 _RANKS, _STEPS, _MOST = 8, 100_000, 10_000_000
 

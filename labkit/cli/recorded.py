@@ -19,6 +19,7 @@ from labkit.cli.shared import WIDE, Refused, console, find, find_followed, inter
 from labkit.common.text import visible_log
 from labkit.common.units import counted
 from labkit.frontends import terminal
+from labkit.record.documents import plain
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
 from labkit.record.logs import whole
@@ -59,8 +60,8 @@ def run(args: argparse.Namespace) -> int:
         state = terminal.watch(Follower(job.folder), job.folder, console(args), stop_once)
         job.wait()  # the state is final before the last process has exited
     if args.json:
-        print(json.dumps(summarise(state, job.name)))
-    return _CODES[state.status["state"]]
+        print(json.dumps(plain(summarise(state, job.name))))
+    return _CODES[state.status.state]
 
 
 def _stdin() -> int | None:
@@ -115,7 +116,7 @@ def show(args: argparse.Namespace) -> int:
     """Displays the current state of a run; with --follow, until it is over."""
     folder = find_followed(args.name)
     if args.json:
-        print(json.dumps(recorded_summary(folder, Reading(folder.name))))
+        print(json.dumps(plain(recorded_summary(folder, Reading(folder.name)))))
         return 0
     source = Follower(folder)
     with interrupts() as interrupted:
@@ -140,7 +141,7 @@ def stop(args: argparse.Namespace) -> int:
     except LaunchError as error:
         raise Refused(str(error), code=1) from None
     words = f"{'already ' if before in OVER else ''}{state}"
-    say(f"{job.folder.name}: {words}" + (f" ({job.status().get('message')})" if state == "lost" else ""))
+    say(f"{job.folder.name}: {words}" + (f" ({job.status().message})" if state == "lost" else ""))
     return 0
 
 
@@ -186,7 +187,7 @@ def trace(args: argparse.Namespace) -> int:
 
 def replay(args: argparse.Namespace) -> int:
     """Replays a run in the view of a live run."""
-    from labkit.record.replay import Recording
+    from labkit.record.follow import Recording
 
     folder = find(args.name)
     if not is_over(folder):

@@ -18,9 +18,10 @@ from labkit.figures.prediction import Prediction
 from labkit.figures.scaling import Scaled
 from labkit.frontends.terminal.parts import PhaseBar, formatted, phase_legend
 from labkit.launch.leases import Ticket, devices, duration
+from labkit.record.documents import Summary, UnreadableRun
 
 
-def runs_table(rows: Sequence[dict]) -> RenderableType:
+def runs_table(rows: Sequence[Summary | UnreadableRun]) -> RenderableType:
     """A table of recorded runs from their summaries, newest last, followed by the reasons why some cannot be read."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name, justify in (
@@ -34,15 +35,15 @@ def runs_table(rows: Sequence[dict]) -> RenderableType:
     for name in ("seconds", "samples/s", "loss", "accuracy"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        if row["state"] == "unreadable":
-            table.add_row(*(Text(visible_line(cell)) for cell in (row["run"], "unreadable")), style="yellow")
+        if isinstance(row, UnreadableRun):
+            table.add_row(*(Text(visible_line(cell)) for cell in (row.run, "unreadable")), style="yellow")
             continue
-        what = row["workload"] or Path(row["script"] or "").name
-        figures = (formatted(row["seconds"]["total"], ".1f"), formatted(row["samples_per_second"], ",.0f"))
-        figures += (formatted(row["loss"], ".4f"), formatted(row["accuracy"], ".1%"))
-        cells = (row["run"], row["state"], what, str(row["world_size"]), str(row["steps"]), *figures)
-        table.add_row(*(Text(visible_line(cell)) for cell in cells), style=None if row["state"] != "failed" else "red")
-    reasons = [f"{row['run']} cannot be read: {row['reason']}" for row in rows if row["state"] == "unreadable"]
+        what = row.workload or Path(row.script or "").name
+        figures = (formatted(row.seconds.total, ".1f"), formatted(row.samples_per_second, ",.0f"))
+        figures += (formatted(row.loss, ".4f"), formatted(row.accuracy, ".1%"))
+        cells = (row.run, row.state, what, str(row.world_size), str(row.steps), *figures)
+        table.add_row(*(Text(visible_line(cell)) for cell in cells), style=None if row.state != "failed" else "red")
+    reasons = [f"{row.run} cannot be read: {row.reason}" for row in rows if isinstance(row, UnreadableRun)]
     return Group(table, *(Text(visible_line(reason), style="yellow") for reason in reasons))
 
 

@@ -27,8 +27,8 @@ from labkit.common.units import sizes
 from labkit.figures.colours import rank_colour
 from labkit.figures.profiled import timeline
 from labkit.frontends.terminal.parts import BAR, PhaseBar, formatted, phase_legend
-from labkit.record.columns import RankState
 from labkit.record.folder import RunFolder
+from labkit.record.ranks import RankState
 from labkit.record.startup import in_words, is_starting
 from labkit.record.startup import table as startup_rows
 from labkit.record.state import RunState
@@ -78,10 +78,10 @@ def view(state: RunState, folder: RunFolder, height: int | None = None) -> Rende
 
 def _head(state: RunState, folder: RunFolder) -> RenderableType:
     spec = state.asked
-    device = {"cpu": "CPU ", "cuda": "GPU "}.get(state.spec.get("device"), "")
+    device = {"cpu": "CPU ", "cuda": "GPU "}.get(state.spec.device, "")
     ranks = f"{state.world_size} {device}rank{'s' if state.world_size > 1 else ''}"
     if spec is None:
-        title, batch = f"{Path(state.spec.get('script') or folder.name).name} · {ranks}", state.note
+        title, batch = f"{Path(state.spec.script or folder.name).name} · {ranks}", state.note
     else:
         title = f"{spec.strategy_row.title} · {spec.workload} on {spec.data} · {spec.precision} · {ranks}"
         batch = "\n".join(filter(None, (spec.batch_sentence, state.note)))
@@ -91,7 +91,7 @@ def _head(state: RunState, folder: RunFolder) -> RenderableType:
 
 
 def _progress(state: RunState) -> RenderableType:
-    style = _STYLES.get(state.status.get("state", ""), "bold cyan")
+    style = _STYLES.get(state.status.state, "bold cyan")
     words = Text.assemble("● ", visible_line(state.words), style=style, no_wrap=True, overflow="ellipsis")
     figures = Text(" · ".join(_figures(state)), no_wrap=True, overflow="ellipsis")
     total = state.total_steps
@@ -130,7 +130,7 @@ def _figures(state: RunState) -> list[str]:
 def _replicas(state: RunState) -> list[str]:
     """One line if replicas run in threads: the time of each replica's forward pass and of waiting for the GIL."""
     found = [
-        f"replica {one['replica']} forward {1e3 * one['forward']:.1f} ms ({1e3 * one['cpu']:.1f} CPU)"
+        f"replica {one.replica} forward {1e3 * one.forward:.1f} ms ({1e3 * one.cpu:.1f} CPU)"
         for one in replica_figures(state)
     ]
     wait = gil_wait(state)

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from labkit.figures.colours import PHASES as PHASE_COLOURS
 from labkit.frontends.console import Console
-from labkit.record.events import PHASES
+from labkit.record.writer import PHASES
 
 BAR = (8, 40)  # minimum and maximum width of the bar of phases, in characters
 

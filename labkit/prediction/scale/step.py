@@ -22,7 +22,7 @@ from labkit.analysis.theory.states import RECIPES
 from labkit.prediction.scale.layouts import Layout
 from labkit.prediction.scale.memory import Memory, layers_of, numbers_of
 from labkit.prediction.scale.training import Training
-from labkit.record.ring import sent
+from labkit.record.writer import sent
 
 AXES = ("data", "tensor", "context", "pipeline")
 
