@@ -36,7 +36,7 @@ for chart in CHARTS.values():
     chart(follower.state).drawn()
 drawn = time.process_time() - opened
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if sys.platform == "darwin" else 1e3)
-print(json.dumps([opened, drawn, peak, summary["steps"], summary["broken_lines"]]))
+print(json.dumps([opened, drawn, peak, summary.steps, summary.broken_lines]))
 """
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from labkit.analysis.theory import states, theory
-from labkit.analysis.theory.flops import six_nd
+from labkit.analysis.theory.states import six_nd
 from labkit.common.atomic import write_atomically
 from labkit.common.cache import user_cache
 from labkit.plan.spec import Spec
@@ -215,7 +215,8 @@ def keep(spec: Spec, plan: Plan, read: Iterable[str] = ()) -> None:
             states = {path: _state(path) for path in read}
             write_atomically(folder / _READ, json.dumps(states), private=True)
         write_atomically(folder / "plan.json", json.dumps(plain(plan)), private=True)
-        for old in sorted(folder.parent.iterdir(), key=lambda path: path.stat().st_mtime)[:-_KEPT]:
+        same = folder.parent.glob("?" * len(folder.name))  # nothing else that may be there
+        for old in sorted(same, key=lambda path: path.stat().st_mtime)[:-_KEPT]:
             shutil.rmtree(old, ignore_errors=True)
 
 

@@ -139,6 +139,7 @@ class RunState:
         rank = self._rank(event)
         rank.pid, rank.host, rank.device, rank.device_name = event.pid, event.host, event.device, event.device_name
         rank.attempt = event.attempt
+        rank.attempts.pop(rank.attempt, None)  # in the order of their first steps, whatever their numbers are
         rank.attempts[rank.attempt] = len(rank.steps)
         rank.started, rank.ended, rank.exit_code, rank.error, rank.activity = event.t, None, None, None, None
         rank.waiting, rank.not_finite, rank.saw, rank.timelines, rank.left_at = None, None, [], {}, ""
