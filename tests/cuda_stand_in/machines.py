@@ -24,11 +24,17 @@ MACHINES = {
 def variables(machine: str, library: Path, folder: Path, **more: object) -> dict[str, str]:
     """The environment variables, in addition to a process's own, that make it one on `machine`: those of `settings`,
     and the library, which is in the folder `library`."""
-    paths = [str(Path(__file__).with_name("site")), str(CLONE), os.environ.get("PYTHONPATH", "")]
+    own = Path(__file__).parent
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    paths = [
+        str(own / "site"),
+        str(CLONE),
+        *(path for path in inherited if path not in ("", str(own.parent), str(CLONE))),
+    ]
     return settings(machine, folder, **more) | {
         "LD_PRELOAD": str(library / "libcudastandin.so"),
         "LD_LIBRARY_PATH": str(library),
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "PYTHONPATH": os.pathsep.join(paths),
     }
 
 
