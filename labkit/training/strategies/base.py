@@ -293,12 +293,10 @@ def main() -> None:
         else:
             device = torch.device("cpu")
             dist.init_process_group("gloo")
-        try:
-            train(device)
-            if FAULT != "evaluation_on_rank_0":
-                dist.barrier()  # no rank leaves while another is still sending
-        finally:
-            dist.destroy_process_group()
+        train(device)
+        if FAULT != "evaluation_on_rank_0":
+            dist.barrier()  # no rank leaves while another is still sending
+        dist.destroy_process_group()  # not after an error: NCCL would wait for all ranks
     else:
         train(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
