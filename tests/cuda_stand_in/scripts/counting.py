@@ -1,5 +1,5 @@
-"""Trains with DistributedDataParallel and prints, for each step, the calls that wait for the device, query its memory or
-create events, and the events that exist."""
+"""Trains with DistributedDataParallel, and prints for each step how many calls have waited for the device, queried its
+memory, or created and destroyed events."""
 
 import ctypes
 import json
