@@ -30,6 +30,7 @@ from labkit.plan.script import write_script
 from labkit.plan.spec import Spec
 from labkit.prediction.devices import accelerator_of
 from labkit.probe.lifetime import PARENT, end_with_parent
+from labkit.probe.timeline import GAP, merged
 from labkit.runs import calibration
 from labkit.runs.settling import settle
 from labkit.training.faults import FAULTS
@@ -179,7 +180,9 @@ def phases(session: Session) -> Cases:
     def alone() -> Outcome:
         path = session.folder / "phases.json"
         session.python(SCRIPTS / "phases.py", path)
-        measured.update(json.loads(path.read_text(encoding="utf-8")))
+        found = json.loads(path.read_text(encoding="utf-8"))
+        busy = [sum(end - start for start, end in merged(spans, GAP)) / 1e6 for spans in found["spans"]]
+        measured.update(milliseconds=found["milliseconds"], busy=busy)
         each = ", ".join(f"{name} {value:.3g} ms" for name, value in measured["milliseconds"].items())
         return Outcome(MEASURED, f"{each}; kernels {statistics.median(measured['busy']):.3g} ms per step", measured)
 
