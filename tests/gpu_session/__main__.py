@@ -69,12 +69,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _chosen(only: str | None, parts: Sequence[str]) -> dict[str, list[str]]:
-    """By part, the beginnings of the names of its cases that are executed; none: all of them."""
+    """By part, in their order, the beginnings of the names of its cases that are executed; none: all of them."""
     chosen: dict[str, list[str]] = {}
     for one in only.split(";") if only else parts:
         part, _, case = one.strip().partition("/")
         chosen.setdefault(part, []).extend([case] if case else [])
-    return chosen
+    known = [part for part in parts if part in chosen]
+    return {part: chosen[part] for part in [*known, *(part for part in chosen if part not in parts)]}
 
 
 def _minutes(text: str) -> float:
