@@ -34,7 +34,7 @@ CASES = (
 
 
 def rehearse(folder: Path, minutes: float, *chosen: str) -> subprocess.CompletedProcess[str]:
-    own = {"LABKIT_LEASES": str(folder / "leases"), "XDG_RUNTIME_DIR": os.environ["XDG_RUNTIME_DIR"]}
+    own = {"LABKIT_LEASES": str(folder / "leases")}
     command = [sys.executable, "-m", "labkit", "test", "--gpu", f"--minutes={minutes}", f"--results={folder}"]
     return subprocess.run(
         [*command, f"--only={';'.join(chosen)}"],
@@ -47,7 +47,7 @@ def rehearse(folder: Path, minutes: float, *chosen: str) -> subprocess.Completed
 
 
 @pytest.fixture(scope="module")
-def rehearsal(warm_server, tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+def rehearsal(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     folder = tmp_path_factory.mktemp("session")
     return folder, rehearse(folder, 60, *CASES)
 
@@ -106,7 +106,7 @@ def test_recorded_runs_are_packed_and_open_elsewhere(rehearsal, tmp_path):
     assert opened.words == "finished" and opened.state.step == opened.state.asked.steps
 
 
-def test_a_session_that_is_too_short_says_what_it_did_not_reach(warm_server, tmp_path):
+def test_a_session_that_is_too_short_says_what_it_did_not_reach(tmp_path):
     done = rehearse(tmp_path, 2, "strategies", "faults")
     report = Report(tmp_path)
     left = report.not_reached(["strategies", "faults"])

@@ -12,9 +12,11 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 CLONE = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(CLONE), str(CLONE / "tests")]
@@ -134,6 +136,7 @@ def _session(folder: Path, chosen: dict[str, list[str]], began: float, minutes: 
     print(
         f"labkit: {Machine.here().hardware}; {software}; {minutes:g} minutes; the report is {report.page}", flush=True
     )
+    runtime = tempfile.TemporaryDirectory(prefix="labkit-")  # of a warm server of its own
     try:
         for name in chosen:
             limit = min(time.time() + 60 * minutes * PARTS[name].share, end - _LATE)
@@ -142,13 +145,15 @@ def _session(folder: Path, chosen: dict[str, list[str]], began: float, minutes: 
             print(f"{name}: {PARTS[name].title} (at most {limit - time.time():.0f} s)", flush=True)
             command = [sys.executable, "-m", "gpu_session.parts", name, str(folder), str(limit), *chosen[name]]
             started = time.time()
-            code, error = run_part(command, folder / f"{name}.err", limit, lambda: report.write_page(titles))
+            own = {"XDG_RUNTIME_DIR": runtime.name}
+            code, error = run_part(command, folder / f"{name}.err", limit, lambda: report.write_page(titles), own)
             how = {0: "complete", OUT_OF_TIME: "limit", None: "limit"}.get(code, "failed")
             says = "it did not end by itself" if code is None else error if how == "failed" else ""
             seconds = round(time.time() - started, 1)
             report.add("end", part=name, seconds=seconds, how=how, says=says)
             print(f"  {how}{f': {says}' if says else ''}; {seconds:.0f} s", flush=True)
     finally:
+        runtime.cleanup()
         report.write_page(titles)
     failed = [one["part"] for one in report.ends().values() if one["how"] == "failed"]
     left = report.not_reached(chosen)
@@ -159,10 +164,14 @@ def _session(folder: Path, chosen: dict[str, list[str]], began: float, minutes: 
 
 
 def run_part(
-    command: Sequence[str], errors: Path, limit: float, tick: Callable[[], None] = lambda: None
+    command: Sequence[str],
+    errors: Path,
+    limit: float,
+    tick: Callable[[], None] = lambda: None,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[int | None, str]:
-    """Executes a part as a process of its own, until some seconds after its limit (Unix seconds); calls `tick`
-    regularly. Returns the exit code, None if it did not end by itself, and the last line of its errors."""
+    """Executes a part as a process of its own, until some seconds after its limit (Unix seconds), with additional
+    variables in its `environment`; calls `tick` regularly. Returns the exit code, None if it did not end by itself, and the last line of its errors."""
     from labkit.probe.lifetime import PARENT, identity
 
     own = {"LABKIT_RUNS": str(errors.parent / "runs"), "XDG_CACHE_HOME": str(errors.parent / "cache")}
@@ -170,7 +179,9 @@ def run_part(
     own |= {PARENT: identity(os.getpid()), "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     ticked = 0.0
     with errors.open("w") as file:
-        part = subprocess.Popen(command, env=os.environ | own, cwd=CLONE, stderr=file, start_new_session=True)
+        part = subprocess.Popen(
+            command, env=os.environ | own | environment, cwd=CLONE, stderr=file, start_new_session=True
+        )
         try:
             while part.poll() is None and time.time() < limit + _LATE - 2 * _END:
                 if time.monotonic() - ticked > _PAGE:

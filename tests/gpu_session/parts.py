@@ -106,9 +106,9 @@ def options(session: Session) -> Cases:
             cases[f"{name}, {precision}"] = _trains(session, spec)
     for fields in ({"save_every": 5}, {"save_every": 5, "checkpoint_async": True}):
         for name in ("ddp", "fsdp2"):
-            cases[f"{name}, {', '.join(fields)}"] = partial(
-                _resumes, session, possible(session.machine, name, **fields)
-            )
+            spec = possible(session.machine, name, **fields)
+            case = spec if isinstance(spec, str) else partial(_resumes, session, spec)
+            cases[f"{name}, {', '.join(fields)}"] = case
     return cases
 
 

@@ -142,7 +142,7 @@ def test_parts_get_their_share_and_never_more_than_is_left(on, monkeypatch, tmp_
     monkeypatch.setattr(session, "time", SimpleNamespace(time=lambda: now[0], monotonic=lambda: now[0]))
     monkeypatch.setattr(preflight, "torch", lambda: preflight.Torch(version="2.13.0", cuda="13.0", available=True))
 
-    def run_part(command, errors, limit, tick):
+    def run_part(command, errors, limit, tick, environment):
         name = command[3]
         given[name] = limit - now[0]
         now[0] = limit + (5 if name == "strategies" else -1)
