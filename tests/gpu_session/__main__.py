@@ -171,7 +171,8 @@ def run_part(
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[int | None, str]:
     """Executes a part as a process of its own, until some seconds after its limit (Unix seconds), with additional
-    variables in its `environment`; calls `tick` regularly. Returns the exit code, None if it did not end by itself, and the last line of its errors."""
+    variables in its `environment`; calls `tick` regularly. Returns the exit code, None if it did not end by itself, and
+    the last line of its errors."""
     from labkit.probe.lifetime import PARENT, identity
 
     own = {"LABKIT_RUNS": str(errors.parent / "runs"), "XDG_CACHE_HOME": str(errors.parent / "cache")}

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from labkit.record.state import RunState
     from labkit.record.types.summary import Failure
 
-# Before it says that memory ran out, torch asks NVML who uses it, which fails on many MIG devices (pytorch issue 112377).
+# Before torch says that memory ran out, it asks NVML who uses it, which fails on many MIG devices (pytorch issue
+# 112377).
 _MEMORY = re.compile(
     r"out of memory|can(?:'t|not) allocate memory|MemoryError|ALLOC_FAILED|NVML_SUCCESS == r .*CUDACachingAllocator",
     re.IGNORECASE,
