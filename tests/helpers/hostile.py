@@ -72,23 +72,31 @@ def beacon() -> Iterator[Beacon]:
 # ---- every field, by the published schemas
 
 
-def example(schema: dict[str, Any], path: str, text: Text) -> Any:
+def example(schema: dict[str, Any], definitions: dict[str, Any], path: str, text: Text) -> Any:
     """A value that follows a JSON Schema of the published ones, with all fields, and `text` wherever it may be."""
+    if "$ref" in schema:
+        schema = definitions[schema["$ref"].removeprefix("#/$defs/")]
     if "enum" in schema:
         return schema["enum"][0]
     if "anyOf" in schema:
-        return example(schema["anyOf"][0], path, text)
+        return example(schema["anyOf"][0], definitions, path, text)
     kind = schema.get("type")
     if kind == "object":
-        values = {name: example(one, f"{path}.{name}", text) for name, one in schema.get("properties", {}).items()}
+        values = {
+            name: example(field, definitions, f"{path}.{name}", text)
+            for name, field in schema.get("properties", {}).items()
+        }
         more = schema.get("additionalProperties")
         if isinstance(more, dict):
             key = "0" if "propertyNames" in schema else text(f"{path}.key")
-            values[key] = example(more, f"{path}.*", text)
+            values[key] = example(more, definitions, f"{path}.*", text)
         return values
     if kind == "array":
-        items = [example(one, f"{path}.{number}", text) for number, one in enumerate(schema.get("prefixItems", ()))]
-        return items or [example(schema["items"], f"{path}.*", text)]
+        items = [
+            example(item, definitions, f"{path}.{number}", text)
+            for number, item in enumerate(schema.get("prefixItems", ()))
+        ]
+        return items or [example(schema["items"], definitions, f"{path}.*", text)]
     if kind == "string":
         found = text(path)[: schema.get("maxLength")]
         return found if re.search(schema.get("pattern", ""), found) else "0"
@@ -100,9 +108,17 @@ def example(schema: dict[str, Any], path: str, text: Text) -> Any:
 def events(text: Text) -> dict[str, dict[str, Any]]:
     """An event of every kind and observation, with all fields; a start first, because it begins anew."""
     found = {}
-    kinds = schemas()["events"]["schema"]["$defs"]
-    for name, schema in sorted(kinds.items(), key=lambda item: item[0] != "start"):
-        event = example(schema, name, text)
+    published = schemas()["events"]["schema"]
+    definitions = published["$defs"]
+    for known in published["anyOf"]:
+        properties = definitions[known["$ref"].removeprefix("#/$defs/")]["properties"]
+        if "what" in properties and "enum" in properties["what"]:
+            name, kind = f"saw.{properties['what']['enum'][0]}", {"kind": "saw"}
+        elif "enum" in properties["kind"]:
+            name, kind = properties["kind"]["enum"][0], {}
+        else:
+            continue  # any other kind, which is ignored
+        event = example(known, definitions, name, text) | kind
         event |= {"rank": 0, "t": 0.0} | ({"step": 1} if "step" in event else {})
         if name in ("step", "saw.not_finite"):
             event["step"] = _DIVERGED
@@ -114,7 +130,7 @@ def events(text: Text) -> dict[str, dict[str, Any]]:
 
 def documents(text: Text) -> dict[str, dict[str, Any]]:
     """Every document of a run folder by name, with all texts that it may have."""
-    published = schemas()
+    guess, summary = schemas()["guess"]["schema"], schemas()["summary"]["schema"]
     failure = {name: text(f"failures.{name}") for name in ("message", "traceback", "signal")}
     who = {"pid": 1, "create_time": 1.0, "host": text("supervisor.host"), "boot": text("supervisor.boot")}
     spec = {"strategy": "ddp", "workload": "cnn", "nproc": 2, "steps": 30, "device": "cpu", "batch_size": 128}
@@ -149,9 +165,8 @@ def documents(text: Text) -> dict[str, dict[str, Any]]:
             **{name: text(f"launch.{name}") for name in ("cwd", "cold_because", "engine", "endpoint")},
         },
         "plan.json": plan,
-        "guess.json": example(published["guess"]["schema"], "guess", text) | {"v": 1},
-        "summary.json": example(published["summary"]["schema"], "summary", text)
-        | {"v": 1, "name": text("summary.name")},
+        "guess.json": example(guess, guess["$defs"], "guess", text) | {"v": 1},
+        "summary.json": example(summary, summary["$defs"], "summary", text) | {"v": 1, "name": text("summary.name")},
     }
 
 

@@ -256,7 +256,7 @@ def _head(state: RunState, folder: RunFolder) -> RenderableType:
     device = {"cpu": "CPU ", "cuda": "GPU "}.get(state.spec.device, "")
     ranks = f"{state.world_size} {device}rank{'s' if state.world_size > 1 else ''}"
     if spec is None:
-        title, batch = f"{Path(state.spec.get('script') or folder.name).name} · {ranks}", state.note
+        title, batch = f"{Path(state.spec.script or folder.name).name} · {ranks}", state.note
     else:
         title = f"{spec.strategy_row.title} · {spec.workload} on {spec.data} · {spec.precision} · {ranks}"
         batch = "\n".join(filter(None, (spec.batch_sentence, state.note)))
