@@ -10,7 +10,7 @@ from labkit.cli.parser import fields_of
 from labkit.cli.shared import Refused, find, say
 from labkit.common.arguments import shown
 from labkit.common.units import counted, size
-from labkit.engines import archive, portable, profiles
+from labkit.engines import archive, job_files, portable
 from labkit.plan.nodes import Node
 from labkit.runs.settling import with_ranks
 from labkit.setup.config import ConfigError
@@ -41,9 +41,9 @@ def submit(args: argparse.Namespace) -> int:
         else:
             say(f"{found}: nothing was submitted; submit it with: {FILES[args.engine][1]} {found}")
     elif args.json:
-        print(json.dumps({"run": found.name, "job": found.folder.read_json(found.folder.plan)["batch_job"]}))
+        print(json.dumps({"run": found.name, "job": found.folder.read_launch().batch_job}))
     else:
-        job = found.folder.read_json(found.folder.plan)["batch_job"]
+        job = found.folder.read_launch().batch_job
         say(
             f"submitted {found.name} as job {job} of Slurm; watch it with: labkit show {found.name} --follow, cancel it"
             f" with: labkit stop {found.name}"
@@ -122,9 +122,9 @@ def portable_of(args: argparse.Namespace) -> portable.Portable:
     return portable.of_run(find(args.name), args.nodes)
 
 
-def profile_of(args: argparse.Namespace) -> profiles.Profile:
+def profile_of(args: argparse.Namespace) -> job_files.Profile:
     """The profile of the arguments."""
     try:
-        return profiles.profile(args.profile)
+        return job_files.profile(args.profile)
     except ConfigError as error:
         raise Refused(str(error)) from None

@@ -18,7 +18,7 @@ from labkit.cli.flags import FLAGS, UsageError, parser_of_commands
 from labkit.common.arguments import shown
 from labkit.common.text import visible_line
 from labkit.plan.spec import Spec, SpecError, bounds_of
-from labkit.setup.environment import OPTIONAL
+from labkit.setup.environment import OPTIONAL, TEXT_ONLY
 from labkit.training.strategies import BASELINE, STRATEGIES
 
 _DEVELOPMENT = ("lab", "test", "deepspeed")
@@ -28,7 +28,26 @@ _EXTRAS = {
     "handout": ("handout",),
     "test": _DEVELOPMENT,
     "bench": _DEVELOPMENT,
-}
+} | dict.fromkeys(
+    (
+        *(
+            "advise",
+            "atlas",
+            "capture",
+            "clean",
+            "diff",
+            "gather",
+            "glossary",
+            "logs",
+            "progress",
+            "replay",
+            "runs",
+            "schema",
+        ),
+        *("replay", "runs", "schema", "script", "show", "stop", "trace", "unpack"),
+    ),
+    (TEXT_ONLY,),
+)
 _AFTER_DASHES = (
     "run",
     "predict",
@@ -130,6 +149,8 @@ def options_of(args: argparse.Namespace) -> dict[str, str]:
 
 def _extras(args: argparse.Namespace) -> tuple[str, ...]:
     """The extras of pyproject.toml that the command needs, and those of `setup --with`."""
+    if args.command == "compare" and args.strategies is None:
+        return (TEXT_ONLY,)  # recorded runs
     asked = [name.strip() for text in getattr(args, "extras_asked", ()) for name in text.split(",")]
     for name in asked:
         if name not in OPTIONAL:

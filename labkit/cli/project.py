@@ -40,7 +40,7 @@ def claims(args: argparse.Namespace) -> int:
 
 def schema(args: argparse.Namespace) -> int:
     """Prints the JSON Schemas of events and of the summary, as one JSON object."""
-    from labkit.record.published import schemas
+    from labkit.record.documents import schemas
 
     print(json.dumps(schemas(), indent=None if args.json else 2))
     return 0
@@ -79,7 +79,7 @@ def _calibrate(nproc: int | None) -> None:
 
 def bench(args: argparse.Namespace) -> int:
     """Measures the performance of the lab itself."""
-    from labkit.benchmarks import main
+    from labkit.benchmarks.bench import main
 
     try:
         return main(

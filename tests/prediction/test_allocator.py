@@ -1,0 +1,112 @@
+"""The replay of the CUDA caching allocator: by hand, and its invariants; and the estimates for a GPU."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+from msgspec.structs import replace
+
+from labkit.analysis.prediction import notes
+from labkit.analysis.theory import states
+from labkit.common.units import size
+from labkit.plan.spec import Spec
+from labkit.prediction.cuda import estimates
+from labkit.prediction.tracing.allocator import Allocator, overhead
+from labkit.record.documents import Plan, decoded, plain
+
+MIB = 1 << 20
+
+
+def test_blocks_are_cut_from_segments_of_three_kinds():
+    allocator = Allocator()
+    for address, wanted, rounded, reserved in (
+        (1, 1, 512, 2 * MIB),
+        (2, MIB, 512 + MIB, 2 * MIB),
+        (3, MIB, 512 + 2 * MIB, 4 * MIB),  # the rest of the first segment is too small
+        (4, MIB + 1, 1024 + 3 * MIB, 24 * MIB),
+        (5, 11 * MIB, 1024 + 14 * MIB, 24 * MIB),  # from the same segment of 20 MiB
+        (6, 11 * MIB, 1024 + 26 * MIB, 36 * MIB),  # a segment of 12 MiB, whose rest is not split off
+    ):
+        allocator.allocate(address, wanted)
+        assert (allocator.rounded, allocator.reserved) == (rounded, reserved), address
+
+
+def test_freed_neighbours_are_joined_and_the_smallest_block_that_fits_is_taken():
+    allocator = Allocator()
+    for address in range(5):
+        allocator.allocate(address, 4 * MIB)
+    assert allocator.reserved == 20 * MIB
+    for address in (1, 3, 2):
+        allocator.free(address)
+    allocator.allocate(5, 12 * MIB - 512)
+    assert allocator.reserved == 20 * MIB
+    allocator.free(7)
+    assert allocator.rounded == 20 * MIB, "the rest is less than 1 MiB, and is not split"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_block_is_never_used_twice_and_everything_free_is_one_block_per_segment(seed):
+    chance, allocator, held = random.Random(seed), Allocator(), {}
+    for step in range(3000):
+        if held and chance.random() < 0.5:
+            allocator.free(address := chance.choice([*held]))
+            del held[address]
+        else:
+            held[step] = chance.choice((1, 700, 40_000, MIB, 3 * MIB, 11 * MIB, 30 * MIB))
+            allocator.allocate(step, held[step])
+        assert sum(held.values()) <= allocator.rounded <= allocator.reserved
+    taken = sorted((block.is_small, block.start, block.size) for block in allocator._taken.values())
+    assert all(a[0] != b[0] or a[1] + a[2] <= b[1] for a, b in pairwise(taken))
+    for address in held:
+        allocator.free(address)
+    assert allocator.rounded == 0
+    free = [block for blocks in allocator._free.values() for _, _, block in blocks]
+    assert all(block.before is None and block.after is None for block in free)
+    assert sum(block.size for block in free) == allocator.reserved
+
+
+def test_overhead_is_that_at_the_peak_of_the_tensors():
+    assert overhead({}, []) == (0, 0)
+    rounding, fragmented = overhead({1: 100, 2: 3 * MIB}, [(3, 200), (3, -200), (4, 50)])
+    assert rounding == 1024 - 300
+    assert fragmented == 22 * MIB - 3 * MIB - 300
+
+
+def test_estimates_have_ranges_and_sources_and_name_nccl_only_with_collectives():
+    alone = estimates([("send", 8, 1)], (10, 5))
+    assert [one.name for one in alone if "NCCL" in one.name] == []
+    found = estimates([("all_reduce", 8, 4), ("all_gather", 8, 4), ("all_reduce", 8, 2)], (10, 500))
+    (one,) = (each for each in found if "NCCL" in each.name)
+    assert one.low == 2 * 16 * MIB
+    for each in (*alone, *found):
+        assert 0 < each.low <= each.high and each.source
+    assert found[-1].low == 10 and found[-1].high == 500
+
+
+def test_notes_say_why_the_trace_differs_from_the_formula_and_what_a_gpu_adds():
+    spec = Spec("ddp", workload="mlp", nproc=2, device="cuda", precision="fp32")
+    held = states(spec)[0]
+    owners = {"parameters": int(held.parameters), "gradients": 0, "optimizer": int(held.optimizer) + 8}
+    owners |= {"activations": 4096, "communication": 0, "other": 0}
+    step = {"peak": sum(owners.values()), "at_peak": owners}
+    step |= {"times": [], "seconds": 0.0, "phases": [], "owners": {}}
+    part = {
+        "ranks": [0, 1],
+        "step": step,
+        "ops": {},
+        "calls": [],
+        "estimates": [plain(estimate) for estimate in estimates([], (512, 2 * MIB))],
+    }
+    plan = decoded({"spec": spec.to_json(), "classes": [part], "method": "simulated", "ranks": []}, Plan)
+    formula, gpu = notes(plan)
+    assert f"parameters {size(held.parameters)}" in formula and "16 bytes per parameter" in formula
+    gap = f"gradients −{size(held.gradients, digits=2)} (not computed or already freed then)"
+    differs = f"{gap}, optimizer +8 B (step counts, or other state), activations +4.00 KiB."
+    assert f"The traced peak differs: {differs}" in formula
+    assert "estimated and not traced" in gpu and "CUDA context and kernels" in gpu
+    del part["estimates"]
+    assert len(notes(plan)) == 1
+    assert notes(replace(plan, classes=[])) == []
+    assert notes(plan | {"spec": Spec(script="train.py", nproc=2, device="cpu").to_json()}) == []

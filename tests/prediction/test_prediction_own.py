@@ -1,0 +1,289 @@
+"""Predictions of scripts of the user's own: against their runs, what a trace refuses, and what is cached."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import psutil
+import pytest
+from commands import called
+from conftest import warm_run
+from traced import apart as apart
+
+import labkit
+from labkit.analysis.prediction import outcomes, sentences
+from labkit.plan.script import write_script
+from labkit.plan.spec import Spec
+from labkit.prediction.classes import MOST, classes, joined
+from labkit.prediction.predict import cached, predict
+from labkit.prediction.tracer import TRACER, Cancelled, TraceFailed
+
+BY_HAND = Path(labkit.__file__).parent / "benchmarks" / "by_hand"
+EXACT = 0.001  # of a measured peak
+
+# Positions in the data come from random integers, an evaluation precedes the third step, gradients are accumulated, and
+# a copy of another model, whose batch normalization counts batches, outlives the steps.
+WINDOWS = """
+from copy import deepcopy
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+
+dist.init_process_group()
+data = torch.arange(4096) % 61
+
+def batch():
+    starts = torch.randint(len(data) - 32, (8,))
+    return (torch.stack([data[start + shift : start + shift + 32] for start in starts]) for shift in (0, 1))
+
+def model():
+    layers = [torch.nn.Embedding(61, 64), torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 61)]
+    return torch.nn.Sequential(*layers)
+
+net = model()
+copy = deepcopy(torch.nn.Sequential(model(), torch.nn.BatchNorm1d(32)))
+fully_shard(net)
+optimizer = torch.optim.AdamW(net.parameters())
+for step in range(8):
+    if step % 5 == 2:
+        net.eval()
+        with torch.no_grad():
+            inputs, targets = batch()
+            print(cross_entropy(net(inputs).flatten(0, 1), targets.flatten()).item())
+        net.train()
+    for part in range(2):
+        inputs, targets = batch()
+        net.set_requires_gradient_sync(part == 1)
+        (cross_entropy(net(inputs).flatten(0, 1), targets.flatten()) / 2).backward()
+    copy[1](torch.ones(8, 32))
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+# What scripts for GPUs do.
+ON_GPUS = """
+import argparse, os
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+class Images(Dataset):
+    def __init__(self):
+        self.images, self.labels = torch.randn(512, 3, 16, 16), torch.randint(10, (512,))
+    def __len__(self):
+        return len(self.images)
+    def __getitem__(self, index):
+        return self.images[index], int(self.labels[index])
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch", type=int, required=True)
+batch = parser.parse_args().batch
+dist.init_process_group("nccl")
+rank = int(os.environ["LOCAL_RANK"])
+torch.cuda.set_device(rank)
+device = torch.device("cuda", rank)
+layers = torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.BatchNorm2d(8), torch.nn.Flatten(), torch.nn.Linear(2048, 10)
+model = DDP(torch.compile(torch.nn.Sequential(*layers).cuda()), device_ids=[rank])
+images = Images()
+sampler = DistributedSampler(images)
+loader = DataLoader(images, batch, sampler=sampler, num_workers=2, pin_memory=True, persistent_workers=True)
+optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cuda")
+for inputs, targets in loader:
+    inputs, targets = inputs.to(device, non_blocking=True), targets.cuda(non_blocking=True)
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = torch.nn.functional.cross_entropy(model(inputs), targets)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+"""
+
+TRAINING = """
+import torch
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+def step():
+    model(torch.zeros(2, 4)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """Writes a script into a folder of its own, which is the working folder; returns its Spec."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(source: str, nproc: int = 1, **fields) -> Spec:
+        (tmp_path / "train.py").write_text(source)
+        return Spec(script="train.py", nproc=nproc, **({"device": "cpu"} | fields))
+
+    return write
+
+
+def test_a_trace_is_cancelled_and_the_process_answers_the_next_one(written):
+    def has_begun() -> bool:
+        return TRACER._process is not None and bool(psutil.Process(TRACER._process.pid).children())
+
+    with pytest.raises(Cancelled):
+        predict(written("while True:\n    pass\n"), cancelled=has_begun)
+    process = TRACER._process
+    assert process and not psutil.Process(process.pid).children()
+    process.stdin.write(b"null\n")  # a cancellation that comes too late
+    plan = predict(written(TRAINING + "for _ in range(3):\n    step()\n"))
+    assert plan.method == "simulated" and TRACER._process is process
+
+
+def check(spec: Spec) -> None:
+    """The prediction of a script is what its run then measures."""
+    plan = predict(spec)
+    assert plan.method == "simulated" and "reason" not in plan
+    state = warm_run(spec).state
+    assert state.prediction == json.loads(json.dumps(plan)), "the run has the cached prediction"
+    assert "with an error of at most 0.00%" in sentences(state)[0]
+    found = outcomes(state)
+    assert len(found) == spec.processes
+    for one in found:
+        assert abs(one.error) <= EXACT, (one.peak_predicted, one.peak_measured)
+        assert one.sent_predicted == one.sent_measured
+    for part in plan.classes:
+        for rank in part.ranks:
+            assert state.ranks[rank].traffic.ops == part.ops
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "tp"])
+def test_a_script_by_hand_needs_what_was_predicted(name, written):
+    source = (BY_HAND / f"{name}.py").read_text()
+    check(written(re.sub(r"STEPS = \d+", "STEPS = 4", source), nproc=2))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_a_generated_script_is_predicted_from_its_first_line_as_from_its_functions(strategy, written):
+    asked = Spec(strategy, workload="mlp", nproc=2, batch_size=16, steps=4, device="cpu", precision="fp32")
+    spec = written(write_script(asked), nproc=2)
+    check(spec)
+    ours, theirs = predict(spec).ranks[0], predict(asked).ranks[0]
+    assert ours.peak_memory_bytes == pytest.approx(theirs.peak_memory_bytes, rel=EXACT)
+    assert ours.comm_bytes_per_step == theirs.comm_bytes_per_step
+
+
+def test_positions_in_data_evaluations_accumulation_and_copies_are_traced(written):
+    check(written(WINDOWS, nproc=2))
+
+
+def test_a_script_for_gpus_is_traced_without_one(written):
+    plan = predict(written(ON_GPUS, nproc=4, device="cuda", args=("--batch", "32")))
+    assert [part.ranks for part in plan.classes] == [[0, 1, 2, 3]]
+    parameters = 8 * 3 * 9 + 8 + 16 + 2048 * 10 + 10
+    owners = plan.ranks[0].memory_bytes
+    assert owners["parameters"] == owners["communication"] == 4 * parameters
+    assert plan.classes[0].ops["all_reduce"].bytes == 4 * parameters
+    names = [one.name for one in plan.classes[0].estimates]
+    assert len(names) == 4 and "NCCL buffers" in names
+    assert owners["other"] < 32 * 3 * 16 * 16 * 4 * 2, "the batch, without the data set"
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import os\nos.mkdir('out')", r"train.py:2 creates the folder out, .* do this after that step"),
+        ("import os\nos.remove('train.py')", r"train.py:2 removes train.py, which a trace refuses"),
+        ("open('log.txt', 'w')", r"train.py:1 writes to log.txt, which a trace refuses"),
+        ("import os\nos.open('train.py', os.O_RDWR | os.O_TRUNC)", r"train.py:2 writes to train.py"),
+        ("import torch\ntorch.save({}, 'model.pt')", r"train.py:2 saves a file with torch.save"),
+        ("import os\nos.rename('train.py', 'other.py')", r"train.py:2 renames train.py"),
+        ("import subprocess\nsubprocess.run(['ls'])", r"train.py:2 starts the program ls"),
+        ("import os\nos.system('ls')", r"train.py:2 starts a process"),
+        ("import torch\ntorch.multiprocessing.spawn(print, nprocs=2)", r"starts a process, .* leave it to torchrun"),
+        ("import socket\nsocket.create_connection(('127.0.0.1', 9))", r"train.py:2 opens a connection"),
+        ("import torch\nx = torch.randn(4)\nx[x > 0]", r"train.py:3 needs the values of a tensor \(aten.nonzero"),
+        ("import sys\nsys.exit(3)", r"train.py:2 ended the script with exit code 3 before the first optimizer step"),
+        ("1 / 0", r"train.py:1 raised ZeroDivisionError: division by zero, before"),
+        (
+            "try:\n    open('x', 'w')\nexcept OSError:\n    1 / 0",
+            r"ZeroDivisionError: .* refused a call that writes to x",
+        ),
+        ("x = 1", r"the script ended before the first optimizer step; a trace needs one"),
+        ("import os\nos._exit(4)", r"exit code 4, without a result"),
+        ("input()", r"train.py:1 raised EOFError"),
+    ],
+)
+def test_what_ends_a_trace_is_named_with_its_line_and_changes_nothing(written, tmp_path, source, said):
+    spec = written(source)
+    with pytest.raises(TraceFailed, match=said):
+        predict(spec)
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+    assert (tmp_path / "train.py").read_text() == source
+    assert cached(spec) is None
+
+
+def test_a_pipeline_needs_the_shapes_of_its_stages():
+    spec = Spec(script=str(BY_HAND / "pp.py"), nproc=2, device="cpu")
+    with pytest.raises(TraceFailed, match=r"pp.py:\d+ exchanges Python objects .* input_args and output_args"):
+        predict(spec)
+
+
+def test_a_script_that_takes_too_long_is_ended_with_its_line(written, monkeypatch):
+    TRACER.end()
+    monkeypatch.setattr("labkit.prediction.tracer._LIMIT", 1)
+    with pytest.raises(TraceFailed, match=r"train.py:\d was reached when the time .* use a smaller model"):
+        predict(written("while True:\n    pass"))
+
+
+def test_steps_before_the_end_of_a_trace_stand(written, tmp_path):
+    plan = predict(written(TRAINING + "step()\nstep()\nopen('log.txt', 'w')\n"))
+    assert plan.reason == "the trace has 2 of 3 steps: train.py:10 writes to log.txt, which a trace refuses"
+    assert plan.ranks[0].memory_bytes["parameters"] == 4 * (16 + 4)
+    assert plan.reason in repr(labkit.predict("train.py", nproc=1, device="cpu"))
+    assert not (tmp_path / "log.txt").exists()
+
+
+def test_a_script_that_can_do_without_a_file_continues(written):
+    plan = predict(written(TRAINING + "try:\n    open('x', 'w')\nexcept OSError:\n    pass\n" + "step()\n" * 3))
+    assert "reason" not in plan
+
+
+def test_a_prediction_is_cached_until_something_it_read_changes(written, tmp_path, monkeypatch):
+    (tmp_path / "sizes.py").write_text("WIDTH = 4")
+    spec = written("from sizes import WIDTH\n" + TRAINING.replace("4, 4", "4, WIDTH") + "step()\n" * 3)
+    plan = predict(spec)
+    assert cached(spec) == plan
+    assert cached(Spec(script="train.py", nproc=1, device="cpu", args=("x",))) is None
+    monkeypatch.setenv("SIZE", "large")
+    assert cached(spec) is None
+    monkeypatch.delenv("SIZE")
+    (tmp_path / "sizes.py").write_text("WIDTH = 16")
+    assert cached(spec) is None
+    assert predict(spec).ranks[0].memory_bytes["parameters"] == 4 * (4 * 16 + 16)
+
+
+def test_a_module_and_ranks_that_differ(written, tmp_path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__main__.py").write_text(
+        "import os\n" + TRAINING.replace("(4, 4)", "(4, 4 << (os.environ['RANK'] == '1'))") + "step()\n" * 3
+    )
+    written("")
+    plan = predict(Spec(script="package", as_module=True, nproc=3, device="cpu"))
+    assert [part.ranks for part in plan.classes] == [[0, 2], [1]]
+    assert [rank.memory_bytes["parameters"] for rank in plan.ranks] == [80, 160, 80]
+
+
+def test_many_ranks_of_a_script_are_traced_at_equal_distances():
+    groups = classes(Spec(script="train.py", nproc=100, device="cpu"))
+    assert len(groups) == MOST and groups[0][0] == 0 and groups[-1] == [99]
+    assert [rank for ranks in groups for rank in ranks] == [*range(100)]
+    assert joined([[0, 1], [2], [3]], {0: {"a": 1}, 2: {"a": 2}, 3: {"a": 1}}) == [[0, 1, 3], [2]]
+
+
+def test_command_predicts_a_script_with_its_arguments(written, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    written(TRAINING + "import sys\nassert sys.argv[1:] == ['--lr', '1']\n" + "step()\n" * 3)
+    asked = ["predict", "train.py", "--nproc", "1", "--device", "cpu"]
+    assert called(*asked, "--json", "--", "--lr", "1") == 0
+    assert json.loads(capsys.readouterr().out)["spec"]["args"] == ["--lr", "1"]
+    assert called(*asked, "--", "--lr", "1") == 0
+    assert "train.py on 1 rank: predicted by tracing the script" in capsys.readouterr().out
+    assert called(*asked) != 0
+    assert "rank 0: train.py:9 raised AssertionError" in capsys.readouterr().err

@@ -1,0 +1,61 @@
+"""The bytes that two ranks exchange in a step, against what the way of splitting demands."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from folded import apply, events_in
+from weaving import exchange
+
+from labkit.probe.collectives import operation
+from labkit.probe.traffic import sent
+from labkit.record.folder import RunFolder
+from labkit.record.state import RunState
+
+ALL = 4 * (16 * 34 + 34 + 34 * 5 + 5)  # bytes of the model's parameters
+PADDED = ALL + 4 * (34 + 1)  # FSDP2 gives both ranks as many rows: of five, three each
+RECORDER = hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json")
+
+
+def ranks(folder: RunFolder) -> dict:
+    state = RunState()
+    for file in folder.event_files().values():
+        for event in events_in(file):
+            assert event["kind"] != "probe_error", event
+            apply(state, event)
+    return state.ranks
+
+
+@pytest.mark.skipif(not RECORDER, reason="this torch has no flight recorder")
+@pytest.mark.parametrize(
+    ("way", "expected"),
+    [
+        ("ddp", [{"all_reduce": ALL}] * 2),
+        ("fsdp2", [{"all_gather": PADDED, "all_reduce": PADDED}] * 2),  # gloo's reduce-scatter is an all-reduce
+        ("pp", [{"send": 8 * 34 * 4}] * 2),
+    ],
+)
+def test_bytes_of_a_step(way, expected, shared_run):
+    found = ranks(exchange(shared_run, way))
+    for rank, ops in enumerate(expected):
+        traffic = found[rank].traffic
+        assert {name: op["bytes"] for name, op in traffic["ops"].items()} == ops
+        assert found[rank].bytes_per_step == sum(sent(name, size, 2) for name, size in ops.items())
+
+
+def test_one_process_sends_nothing(shared_run):
+    assert ranks(exchange(shared_run, "single"))[0].bytes_per_step == 0.0
+
+
+def test_a_ring():
+    assert (sent("all_reduce", 100, 4), sent("all_gather", 100, 4), sent("send", 100, 4), sent("barrier", 100, 4)) == (
+        150,
+        75,
+        100,
+        0,
+    )
+
+
+def test_names_of_backends():
+    names = ["nccl:_all_gather_base", "nccl:_reduce_scatter_base", "nccl:all_reduce_barrier", "gloo:all_reduce"]
+    assert [operation(name) for name in names] == ["all_gather", "reduce_scatter", "barrier", "all_reduce"]

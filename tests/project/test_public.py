@@ -1,0 +1,68 @@
+"""The public names, and what a process loads that imports labkit or runs a command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import labkit
+
+ROOT = Path(labkit.__file__).parent
+HEAVY = ("torch", "plotly", "ipywidgets", "IPython", "anywidget")
+
+
+def test_import_is_light():
+    code = (
+        "import sys, json; before = set(sys.modules); import labkit; print(json.dumps(sorted(set(sys.modules) -"
+        " before)))"
+    )
+    loaded = json.loads(
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT.parent).stdout
+    )
+    assert "labkit" in loaded
+    assert not {module.partition(".")[0] for module in loaded} & {*HEAVY, "numpy", "psutil", "rich", "jupyter_core"}
+    assert [module for module in loaded if module.startswith("labkit")] == ["labkit"]
+
+
+def test_public_names_are_exact():
+    expected = [
+        "Lab",
+        "Run",
+        "Spec",
+        "SpecError",
+        "advise",
+        "atlas",
+        "check",
+        "compare",
+        "diff_scripts",
+        "excerpt",
+        "my_progress",
+        "on_trial",
+    ]
+    expected += ["pictures", "place", "predict", "report", "run", "show", "write_script"]
+    assert labkit.__all__ == expected
+    code = (
+        "import labkit; print([name for name in labkit.__all__ if getattr(labkit, name).__name__.split('.')[-1] !="
+        " name])"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT.parent).stdout
+        == "[]\n"
+    )
+    with pytest.raises(AttributeError, match="no attribute 'Laboratory'"):
+        _ = labkit.Laboratory
+
+
+@pytest.mark.parametrize("command", [["runs"], ["runs", "--json"], ["script", "ddp", "--nproc", "2"], ["--help"]])
+def test_commands_that_train_nothing_load_no_torch(command):
+    code = (
+        "import sys; from labkit.__main__ import main\n"
+        f"try: main({command!r})\nexcept SystemExit: pass\n"
+        "print([name for name in ('torch', 'plotly', 'ipywidgets') if name in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT.parent)
+    assert done.stderr.splitlines()[-1] == "[]"
