@@ -246,3 +246,13 @@ def test_a_long_computation_that_holds_the_gil_is_no_hang_while_nobody_waits():
     assert names(fold(spec(), start(0, 1), mute(1), steps(1, 4, first=1400))) == []  # steps have come since
     assert names(fold(spec(), start(0, 1), mute(1), [event | {"t": 150.0} for event in start(1, attempt=1)])) == []
     assert names(fold(spec(), start(0, 1), mute(1), end(1), end(0), status("finished"))) == []
+
+
+def test_ranks_at_one_line_in_different_collectives_have_a_second_thread():
+    """As async_save does on the default group: its thread and backward call collectives in any order."""
+    saving, gathering = op("broadcast", 170, over=False), op("all_gather", 170, over=False)
+    state = fold(spec(), start(0, 1), waiting(0, saving), waiting(1, gathering))
+    found = first(state, "hang")
+    assert "another thread" in found.cause and "process_group=dist.new_group" in found.fix
+    elsewhere = fold(spec(), start(0, 1), waiting(0, saving), waiting(1, gathering, at=(140, "save")))
+    assert "a different branch" in first(elsewhere, "hang").cause

@@ -13,6 +13,7 @@ from labkit.analysis.diagnose.waits import (
     blames_peers,
     crossing,
     group_in_words,
+    group_of,
     in_words,
     last_seen,
     on_hosts,
@@ -159,6 +160,34 @@ def _crossed(state: RunState) -> Finding | None:
     )
 
 
+# Cause and fix of ranks that wait.
+_NOT_CALLED = (
+    "a collective completes only when every rank in its group calls it: a rank that takes a different branch blocks the"
+    " others",
+    "stop the run; call the collective on every rank: look for an `if rank ==`, a shorter loader or a caught exception",
+)
+_INTERLEAVED = (
+    "the ranks are at the same line, in different collectives of one group: another thread of each rank also uses the"
+    " group, such as that of async_save, and the calls of two threads have no common order",
+    "stop the run; give the thread a process group of its own, as in async_save(…,"
+    " process_group=dist.new_group(backend='gloo')); without such a thread, look for ranks whose models differ",
+)
+_NOTHING_PENDING = (
+    "no collective is pending: the rank waits for data, a file, a lock, a message from another stage, or ranks that did"
+    " not start",
+    "stop the run, and check what the rank waits for at that line",
+)
+
+
+def _interleaved(held_up: Mapping[int, Waiting]) -> bool:
+    """Whether ranks at one line of the script are in different collectives of one group that have the same number."""
+    calls: dict[tuple[object, ...], set[str]] = {}
+    for number, op in pending_operations(held_up).items():
+        at = place(held_up[number].stack)
+        calls.setdefault((group_of(op), op["seq"], at), set()).add(op["op"])
+    return any(len(ops) > 1 and key[-1] for key, ops in calls.items())
+
+
 def _waits(state: RunState) -> Finding | None:
     """Ranks that wait, and the ranks that they wait for."""
     held_up = waiting(state)
@@ -177,6 +206,7 @@ def _waits(state: RunState) -> Finding | None:
         everyone = "; all ranks of its group have reached it" if first["ranks"] else ""
         missing = f"; {ranks_in_words(absent)}{on_hosts(state, absent)} never reached it"
         title += missing if absent else everyone
+    cause, fix = _NOTHING_PENDING if not pending else _INTERLEAVED if _interleaved(held_up) else _NOT_CALLED
     described = [
         *_described(held_up),
         *(f"rank {number}: {last_seen(state, number)}" for number in absent if number not in held_up),
@@ -186,21 +216,8 @@ def _waits(state: RunState) -> Finding | None:
         kind="wrong",
         title=title,
         evidence="; ".join(described),
-        cause=(
-            "a collective completes only when every rank in its group calls it: a rank that takes a different branch"
-            " blocks the others"
-            if pending
-            else (
-                "no collective is pending: the rank waits for data, a file, a lock, a message from another stage, or "
-                "ranks that did not start"
-            )
-        ),
-        fix=(
-            "stop the run; call the collective on every rank: look for an `if rank ==`, a shorter loader or a caught "
-            "exception"
-            if pending
-            else "stop the run, and check what the rank waits for at that line"
-        ),
+        cause=cause,
+        fix=fix,
         ranks=(*absent, *(number for number in held_up if number not in absent)),
     )
 
