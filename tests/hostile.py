@@ -15,6 +15,7 @@ from typing import Any
 
 from fabricate import FakeRun
 
+from labkit.record import events as events_of
 from labkit.record.documents import schemas
 from labkit.record.folder import RunFolder
 
@@ -72,23 +73,33 @@ def beacon() -> Iterator[Beacon]:
 # ---- every field, by the published schemas
 
 
-def example(schema: dict[str, Any], path: str, text: Text) -> Any:
-    """A value that follows a JSON Schema of the published ones, with all fields, and `text` wherever it may be."""
+def example(schema: dict[str, Any], path: str, text: Text, defined: dict[str, Any]) -> Any:
+    """A value that follows a JSON Schema of the published ones, with all fields, and `text` wherever it may be;
+    `defined` has what the schema refers to."""
+    if "$ref" in schema:
+        return example(defined[schema["$ref"].rpartition("/")[2]], path, text, defined)
+    if "const" in schema:
+        return schema["const"]
     if "enum" in schema:
         return schema["enum"][0]
     if "anyOf" in schema:
-        return example(schema["anyOf"][0], path, text)
+        null = {"type": "null"}
+        return example(next(one for one in schema["anyOf"] if one != null), path, text, defined)
     kind = schema.get("type")
     if kind == "object":
-        values = {name: example(one, f"{path}.{name}", text) for name, one in schema.get("properties", {}).items()}
+        values = {
+            name: example(one, f"{path}.{name}", text, defined) for name, one in schema.get("properties", {}).items()
+        }
         more = schema.get("additionalProperties")
         if isinstance(more, dict):
             key = "0" if "propertyNames" in schema else text(f"{path}.key")
-            values[key] = example(more, f"{path}.*", text)
+            values[key] = example(more, f"{path}.*", text, defined)
         return values
     if kind == "array":
-        items = [example(one, f"{path}.{number}", text) for number, one in enumerate(schema.get("prefixItems", ()))]
-        return items or [example(schema["items"], f"{path}.*", text)]
+        items = [
+            example(one, f"{path}.{number}", text, defined) for number, one in enumerate(schema.get("prefixItems", ()))
+        ]
+        return items or [example(schema["items"], f"{path}.*", text, defined)]
     if kind == "string":
         found = text(path)[: schema.get("maxLength")]
         return found if re.search(schema.get("pattern", ""), found) else "0"
@@ -100,9 +111,10 @@ def example(schema: dict[str, Any], path: str, text: Text) -> Any:
 def events(text: Text) -> dict[str, dict[str, Any]]:
     """An event of every kind and observation, with all fields; a start first, because it begins anew."""
     found = {}
-    kinds = schemas()["events"]["schema"]["$defs"]
-    for name, schema in sorted(kinds.items(), key=lambda item: item[0] != "start"):
-        event = example(schema, name, text)
+    defined = schemas()["events"]["schema"]["$defs"]
+    names = {**events_of.KINDS, **{f"saw.{what}": kind for what, kind in events_of.OBSERVATIONS.items()}}
+    for name, kind in sorted(names.items(), key=lambda item: item[0] != "start"):
+        event = example(defined[kind.__name__], name, text, defined)
         event |= {"rank": 0, "t": 0.0} | ({"step": 1} if "step" in event else {})
         if name in ("step", "saw.not_finite"):
             event["step"] = _DIVERGED
@@ -149,8 +161,11 @@ def documents(text: Text) -> dict[str, dict[str, Any]]:
             **{name: text(f"launch.{name}") for name in ("cwd", "cold_because", "engine", "endpoint")},
         },
         "plan.json": plan,
-        "guess.json": example(published["guess"]["schema"], "guess", text) | {"v": 1},
-        "summary.json": example(published["summary"]["schema"], "summary", text)
+        "guess.json": example(published["guess"]["schema"], "guess", text, published["guess"]["schema"]["$defs"])
+        | {"v": 1},
+        "summary.json": example(
+            published["summary"]["schema"], "summary", text, published["summary"]["schema"]["$defs"]
+        )
         | {"v": 1, "name": text("summary.name")},
     }
 
