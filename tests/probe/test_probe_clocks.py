@@ -170,6 +170,8 @@ def test_cuda_is_watched_without_a_synchronisation(tmp_path):
     assert done.returncode == 0, done.stderr
     told = Told(tmp_path / "run")
     assert told.of("probe_error") == [] and told.of("device")[-1]["device"] == "cuda:0"
+    digests = {seen["digest"] for seen in told.of("saw") if seen["what"] == "input"}
+    assert len(digests) == 1 and None not in digests  # every step has the same input
     steps = told.of("step")
     assert [step["step"] for step in steps] == list(range(1, 21))
     assert [step["loss"] for step in steps] == pytest.approx(json.loads(done.stdout), abs=1e-5)

@@ -20,7 +20,12 @@ if TYPE_CHECKING:
     from labkit.record.ranks import RankState
     from labkit.record.state import RunState
 
-_MEMORY = re.compile(r"out of memory|can(?:'t|not) allocate memory|MemoryError|ALLOC_FAILED", re.IGNORECASE)
+# Before torch says that memory ran out, it asks NVML who uses it, which fails on many MIG devices (pytorch issue
+# 112377).
+_MEMORY = re.compile(
+    r"out of memory|can(?:'t|not) allocate memory|MemoryError|ALLOC_FAILED|NVML_SUCCESS == r .*CUDACachingAllocator",
+    re.IGNORECASE,
+)
 _ASKED = re.compile(r"tried to allocate (?P<number>[\d.]+) (?P<unit>bytes|KiB|MiB|GiB)", re.IGNORECASE)
 _UNITS = {"bytes": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
