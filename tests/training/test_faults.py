@@ -38,14 +38,14 @@ def test_the_diagnosis_names_the_fault_and_so_do_replay_and_page(fault):
         while_it_lasted = findings(job.state)
     finally:
         job.stop()
-    found = findings(job.state) if job.state.status["state"] != "stopped" else while_it_lasted
+    found = findings(job.state) if job.state.status.state != "stopped" else while_it_lasted
     assert found, f"no findings; the run {job.words}"
     assert found[0].name == FAULTS[fault].finding, [(one.name, one.title) for one in found]
     assert found[0].evidence and found[0].cause and found[0].fix
     check_replay(job.folder)
     page = text_of(run_page(job.folder).body)
     assert "Diff to one device" in page and f"+Fault  {FAULTS[fault].title} (injected)" in page
-    if job.state.status["state"] != "stopped":
+    if job.state.status.state != "stopped":
         assert findings(job.state)[0].title in page
 
 
@@ -116,7 +116,7 @@ def test_a_hang_is_told_while_it_lasts_and_ends_with_stop():
     for rank, op, where in ((0, "barrier #", "in fault_step"), (1, "all_reduce #", "in train_step")):
         told = next(part for part in hang.evidence.split("; ") if part.startswith(f"rank {rank}:"))
         assert op in told and where in told and "4 steps done" in told
-    assert job.state.status["state"] == "stopped"
+    assert job.state.status.state == "stopped"
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -127,7 +127,7 @@ def test_a_healthy_run_has_no_wrong_finding(strategy):
     size = {"nproc": nproc, "batch_size": 4 * nproc, "scaling": "strong", "steps": 9, "samples": 512}
     job = run(strategy, workload=workload, device="cpu", **size).wait(400)
     state = job.state
-    assert state.status["state"] == "finished", job.words
+    assert state.status.state == "finished", job.words
     assert [found for found in findings(state) if found.kind in ("wrong", "unseen")] == []
     steps = {rank.rank: sorted(rank.timelines) for rank in state.ranks.values()}
     assert all(those == [3, 8] for those in steps.values()), steps
