@@ -59,7 +59,7 @@ def check_replay(folder: RunFolder) -> None:
     lab._run_button.click()
     wait_until(lambda: lab._recording.state.over)
     lab._view.wait(30)
-    assert f"recorded: {folder.read_status()['state']}" in text_of(lab._view.words.value)
+    assert f"recorded: {folder.read_status().state}" in text_of(lab._view.words.value)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
