@@ -17,6 +17,7 @@ from msgspec import Meta, field
 from labkit.plan.spec import Spec
 from labkit.record import events
 from labkit.record.events import (
+    BY_RANK,
     RANKS,
     Amount,
     Busy,
@@ -139,8 +140,8 @@ class Status(Recorded):
     exit_code: Code | None = None
     detached: bool | None = None
     agent_began: Time | None = None
-    ranks: Annotated[dict[Rank, Pid], Meta(max_length=RANKS)] | None = None
-    failures: Annotated[dict[Rank, Failed], Meta(max_length=RANKS)] | None = None
+    ranks: Annotated[dict[Rank, Pid], BY_RANK] | None = None
+    failures: Annotated[dict[Rank, Failed], BY_RANK] | None = None
     oom_kills: Count | None = None
 
 
@@ -174,7 +175,7 @@ class LaunchPlan(Recorded):
 # ---- what the learner predicted
 
 # One value for all ranks, or a value by rank.
-Guessed: TypeAlias = Amount | Annotated[dict[Rank, Amount], Meta(max_length=RANKS)]
+Guessed: TypeAlias = Amount | Annotated[dict[Rank, Amount], BY_RANK]
 
 
 class Guesses(Recorded):

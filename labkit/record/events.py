@@ -44,6 +44,7 @@ Pid = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Code = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Line = Annotated[str, Meta(pattern=r"^[^\x00]*$")]  # arguments, variables and paths, of any length
 Name = Annotated[str, Meta(max_length=4_096, pattern=r"^[^\x00]*$")]
+BY_RANK = Meta(max_length=RANKS, extra_json_schema={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,3})$"}})
 Ranks: TypeAlias = Annotated[list[Rank], Meta(max_length=RANKS)]
 Owners: TypeAlias = Annotated[dict[str, Bytes], Meta(max_length=100)]  # bytes by owner, see `writer.OWNERS`
 Span: TypeAlias = tuple[Name, Seconds, Seconds]  # name, start, end
@@ -209,13 +210,13 @@ class Error(OfRank, tag_field="kind", tag="error"):
 class Hosts(OfRank, tag_field="kind", tag="hosts"):
     """The host of each rank of a run on several nodes, as the ranks told each other."""
 
-    hosts: Annotated[dict[Rank, Name], Meta(max_length=RANKS)]
+    hosts: Annotated[dict[Rank, Name], BY_RANK]
 
 
 class CutOff(OfRank, tag_field="kind", tag="cut_off"):
     """Nodes that have not answered this rank's node for `seconds`: the ranks there, each with its host."""
 
-    hosts: Annotated[dict[Rank, Name], Meta(max_length=RANKS)]
+    hosts: Annotated[dict[Rank, Name], BY_RANK]
     seconds: Seconds
 
 
@@ -429,7 +430,7 @@ class System(Envelope, tag_field="kind", tag="system"):
     cpu_percent: Amount | None = None
     memory_used: Bytes | None = None
     gpus: Annotated[list[Gpu], Meta(max_length=1_024)] | None = None
-    ranks: Annotated[dict[Rank, Process], Meta(max_length=1_000)] | None = None
+    ranks: Annotated[dict[Rank, Process], BY_RANK] | None = None
 
 
 # ---- observations (kind `saw`): a few per run; see probe/observations.py and probe/elsewhere.py

@@ -73,7 +73,7 @@ def test_an_answer_is_an_ordinary_run_with_a_timeline(runs, server):
     verdict = check("build_data_parallel.hooks", build_data_parallel.RIGHT["hooks"])
     assert verdict.state == "right", verdict.words
     run = Run.attach("last")
-    assert run.state.status["state"] == "finished" and run.state.world_size == 4
+    assert run.state.status.state == "finished" and run.state.world_size == 4
     assert "class Overlapped" in run.folder.script.read_text(encoding="utf-8")
     bars = {bar for trace in run.figure("timeline").data for bar in [trace.name] if bar}
     assert any("all_reduce" in bar or "communication" in bar.lower() for bar in bars), bars

@@ -46,7 +46,7 @@ def test_two_runs_have_a_gpu_each(on_machine):
     first, second = started_warm("single", **asked), started_warm("ddp", **asked)
     check(first.wait(120), 40)
     check(second.wait(120), 40)
-    used = [{device["uuid"] for device in run.state.status["devices"]} for run in (first, second)]
+    used = [{device["uuid"] for device in run.state.status.devices} for run in (first, second)]
     assert not used[0] & used[1]
 
 
@@ -78,5 +78,5 @@ def test_a_gpu_without_kernels_is_named(on_machine):
     on_machine("p100x1")
     assert "is built for sm_75" in " ".join(labkit("doctor").split())
     run = warm_run("single", workload="mlp", **ASKED | {"precision": "fp32"})
-    assert run.state.status["state"] == "failed"
+    assert run.state.status.state == "failed"
     assert any("no kernels for this GPU" in finding.title for finding in findings(run.state))

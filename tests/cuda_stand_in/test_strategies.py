@@ -41,7 +41,7 @@ TOGETHER = {
 def check(run: Run, steps: int, first: int = 1) -> Run:
     """The ranks have taken their steps on GPUs, with memory by owner, and every part of the probe has worked."""
     state = run.state
-    assert state.status["state"] == "finished", run.logs(0, "stderr")[-3000:]
+    assert state.status.state == "finished", run.logs(0, "stderr")[-3000:]
     assert not state.unwatched and not state.dropped and not state.broken
     for rank in state.ranks.values():
         assert list(rank.steps.step) == list(range(first, first + steps))
@@ -95,7 +95,7 @@ def test_variant(wanted, on_machine):
     if wanted.nproc > 2:
         on_machine("h100x8")
     run = check(warm_run(wanted), STEPS)
-    assert run.state.spec["precision"] == ("fp16" if wanted.nproc <= 2 else "fp32")
+    assert run.state.spec.precision == ("fp16" if wanted.nproc <= 2 else "fp32")
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -108,7 +108,7 @@ def test_options_together_and_a_checkpoint_that_resumes(strategy, on_machine):
     if not spec(strategy, workload, options, **more):
         more["save_every"] = None
     first = check(warm_run(spec(strategy, workload, options, **more)), STEPS)
-    assert first.state.spec["precision"] == "bf16"
+    assert first.state.spec.precision == "bf16"
     if more["save_every"]:
         wanted = spec(strategy, workload, options, **more | {"steps": STEPS + 2, "resume": first.name})
         check(warm_run(wanted), 2, first=STEPS + 1)

@@ -47,7 +47,7 @@ def test_a_rank_that_dies_is_told_with_its_last_line(case, title):
     assert first(job).name == "first_failure" and first(job).title.startswith(title)
     assert job.state.failure["rank"] == 1 and job.state.failure["collateral"] == [0]
     if case == "is_killed":
-        assert "in spin)" in first(job).title and job.state.status["oom_kills"] in (0, None)
+        assert "in spin)" in first(job).title and job.state.status.oom_kills in (0, None)
 
 
 def test_a_mistake_of_every_rank_and_a_script_that_is_not_there(tmp_path):
@@ -90,7 +90,7 @@ def test_ranks_that_are_stopped_or_hold_the_gil_are_named_in_a_pipeline():
         " holds_the_gil, 4 steps done"
     )
     assert held in found.evidence
-    assert job.state.status["state"] == "stopped"
+    assert job.state.status.state == "stopped"
 
 
 def test_groups_in_opposite_order_are_told_apart():

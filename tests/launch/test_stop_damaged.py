@@ -146,4 +146,4 @@ def test_a_real_run_trains_on_and_is_stopped(runs, tmp_path, damaged):
         code, said = command("stop", folder.name)
     assert code == 0, said
     assert not Job(folder).has_processes
-    assert folder.read_status()["state"] == "stopped"
+    assert folder.read_status().state == "stopped"

@@ -83,7 +83,7 @@ class Begun:
         if who == "starter":
             self.starter.kill()
         else:
-            os.kill(self.folder.read_status()[who]["pid"], signal.SIGKILL)
+            os.kill(getattr(self.folder.read_status(), who).pid, signal.SIGKILL)
 
     def watchdog(self) -> psutil.Process:
         (found,) = tagged(lambda tag: tag == watchdog_tag(self.folder.path))
@@ -117,13 +117,13 @@ def begin(start, tmp_path, runs):
 )
 def test_nothing_is_left_when_a_supervisor_is_killed(victims, detached, begin, start):
     run = begin(detached=detached).ready()
-    assert run.folder.read_launch()["start"] == start
+    assert run.folder.read_launch().start == start
     for who in victims:
         run.kill(who)
     wait_until(lambda: not any(run.left()))
     status, summary = run.folder.read_status(), run.folder.read_summary()
-    assert status["state"] == summary["state"] == "failed"
-    assert status["message"] == f"its supervisor (pid {status['supervisor']['pid']}) was killed, which ended the run"
+    assert status.state == summary.state == "failed"
+    assert status.message == f"its supervisor (pid {status['supervisor']['pid']}) was killed, which ended the run"
     assert run.folder.end_of(run.folder.supervisor_log) == ""
 
 
@@ -132,7 +132,7 @@ def test_nothing_is_left_when_a_supervisor_is_killed(victims, detached, begin, s
 @pytest.mark.parametrize("name", ["plan", "status"])
 def test_nothing_is_left_if_a_document_of_the_run_is_damaged(name, begin, start):
     begun = begin().ready()
-    supervisor = begun.folder.read_status()["supervisor"]["pid"]
+    supervisor = begun.folder.read_status().supervisor.pid
     document = getattr(begun.folder, name)
     wait_until(lambda: document.exists())
     psutil.Process(supervisor).suspend()  # it would write its status again
@@ -153,8 +153,8 @@ def test_a_run_whose_starter_and_supervisor_are_killed_before_its_first_status_h
     assert run.watchdog().is_running() and not current(run.folder), "the supervisor may still write a status"
     supervisor.kill()
     wait_until(lambda: not processes_of(str(run.runs)))
-    assert run.folder.read_status()["state"] == run.folder.read_summary()["state"] == "failed"
-    assert "were killed before it began" in run.folder.read_status()["message"]
+    assert run.folder.read_status().state == run.folder.read_summary().state == "failed"
+    assert "were killed before it began" in run.folder.read_status().message
 
 
 @LINUX

@@ -305,8 +305,8 @@ def _figures_of_run(state: RunState) -> list[str]:
 def _replicas(state: RunState) -> list[str]:
     """One line if replicas run in threads: the time of each replica's forward pass and of waiting for the GIL."""
     found = [
-        f"replica {one['replica']} forward {1e3 * one['forward']:.1f} ms ({1e3 * one['cpu']:.1f} CPU)"
-        for one in replica_figures(state)
+        f"replica {replica.replica} forward {1e3 * replica.forward:.1f} ms ({1e3 * replica.cpu:.1f} CPU)"
+        for replica in replica_figures(state)
     ]
     wait = gil_wait(state)
     if found and wait is not None:

@@ -21,7 +21,7 @@ def main() -> None:
     print(
         json.dumps(
             {
-                "starts": [state.status["start"] for state in states],
+                "starts": [state.status.start for state in states],
                 "ends": [one.words for one in runs],
                 "devices": [one.summary()["device"] for one in runs],
                 "panel": [value for _, value in Lab(strategy="ddp")._choices.device.options],
