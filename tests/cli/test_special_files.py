@@ -90,6 +90,8 @@ def test_a_special_file_is_refused_by_every_command(here, runs, kind):
         special(here / f"s{suffix}", kind)
     before = {path.name: os.lstat(path).st_mode for path in here.iterdir()}
     for text in COMMANDS:
+        if kind in ("empty", "binary") and text.startswith(("run", "predict", "pack", "submit")):
+            continue  # it is a script, which is right or wrong when it runs
         arguments = text.format(path="s", run=run).split()
         with limit():
             code, said = command(*arguments)
