@@ -14,17 +14,6 @@ if TYPE_CHECKING:
     import plotly.graph_objects
 
 FONT = "system-ui, sans-serif"
-# How plotly.js draws: no control of a chart sends anything anywhere, in any version of plotly.js.
-CONFIG: dict[str, Any] = {
-    "displaylogo": False,
-    "showSendToCloud": False,
-    "plotlyServerURL": "",
-    "typesetMath": False,
-    "modeBarButtonsToRemove": [
-        *("select2d", "lasso2d", "autoScale2d"),
-        *("sendDataToCloud", "sendChartToCloud", "editInChartStudio"),
-    ],
-}
 # What is not the markup of charts and pictures: tags of plotly may have links and styles, with addresses.
 _OTHER_MARKUP = re.compile(r"<(?!/?(?:b|br|extra|span)>|span style='font-size:10px'>)", re.IGNORECASE)
 _MARK = 0.01  # height of a mark, as a share of the axis

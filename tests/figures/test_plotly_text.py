@@ -13,8 +13,9 @@ from hostile import full_run
 from labkit import figures
 from labkit.analysis import comparison
 from labkit.figures import as_plotly
-from labkit.figures.as_plotly import CONFIG, as_figure, inert, literal
+from labkit.figures.as_plotly import as_figure, inert, literal
 from labkit.figures.comparison import figure as comparison_figure
+from labkit.figures.controls import CONFIG
 from labkit.figures.prediction import Prediction
 from labkit.frontends.handout import page, plots
 from labkit.frontends.panel.charts import Charts

@@ -43,10 +43,10 @@ class Book:
         """By exercise, what is noted."""
         try:
             noted = parse(read_below(self._path.parent, self._path, _MAX_BYTES))
-        except FileNotFoundError:
-            return {}
         except (NotPlain, ValueError):
             noted = None
+        except OSError:  # there is no such file, or no such folder
+            return {}
         if _NOTED.check(noted):
             return noted
         aside = (self._path.with_suffix(f".unreadable{number or ''}.json") for number in count())

@@ -9,7 +9,7 @@ from labkit import figures
 from labkit.analysis.diagnose import findings
 from labkit.analysis.ledger import ledger
 from labkit.analysis.summary import summarise
-from labkit.figures.as_plotly import CONFIG
+from labkit.figures.controls import CONFIG
 from labkit.figures.tables import findings_html, ledger_html, ranks_html
 from labkit.record.state import RunState
 
