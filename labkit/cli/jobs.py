@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 from labkit.cli.parser import fields_of
@@ -55,7 +56,7 @@ def pack(args: argparse.Namespace) -> int:
     """Writes a job as a zip."""
     job = portable_of(args)
     path = Path(args.output or f"{job.name}.zip")
-    if path.is_dir():
+    if os.path.isdir(path):  # noqa: PTH112 a name that is too long is no folder
         raise Refused(f"{path} is a folder; give the name of the file with -o")
     try:
         archive.pack(job, profile_of(args), path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -133,7 +134,7 @@ def notebook(args: argparse.Namespace) -> int:
 
 def _output(given: str | None, default: str) -> Path:
     path = Path(given or default)
-    if path.is_dir():
+    if os.path.isdir(path):  # noqa: PTH112 a name that is too long is no folder
         raise Refused(f"{path} is a folder; give the name of the file with -o")
     return path
 

@@ -30,21 +30,8 @@ _EXTRAS = {
     "bench": _DEVELOPMENT,
 } | dict.fromkeys(
     (
-        *(
-            "advise",
-            "atlas",
-            "capture",
-            "clean",
-            "diff",
-            "gather",
-            "glossary",
-            "logs",
-            "progress",
-            "replay",
-            "runs",
-            "schema",
-        ),
-        *("replay", "runs", "schema", "script", "show", "stop", "trace", "unpack"),
+        *("advise", "atlas", "capture", "clean", "diff", "gather", "glossary", "logs", "progress", "replay", "runs"),
+        *("schema", "script", "show", "stop", "trace", "unpack"),
     ),
     (TEXT_ONLY,),
 )

@@ -1,10 +1,9 @@
-"""The controls of a chart, wherever plotly.js draws it. It loads no plotly."""
+"""How plotly.js draws, in every place: no control of a chart sends anything anywhere, in any version of plotly.js."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# How plotly.js draws: no control of a chart sends anything anywhere, in any version of plotly.js.
 CONFIG: dict[str, Any] = {
     "displaylogo": False,
     "showSendToCloud": False,

@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from labkit.common.arguments import shown
-from labkit.common.units import counted
+from labkit.common.units import counted, size
 from labkit.plan.nodes import Node
 from labkit.plan.script import write_script
 from labkit.plan.settling import default_precision
 from labkit.plan.spec import Spec, SpecError, bounds_of, check_fields
 from labkit.record.folder import RunFolder
 from labkit.setup.machine import Machine
+
+_LARGEST = 16 << 20  # bytes of a script
 
 
 def settle(what: str | os.PathLike[str] | Spec, *, look: bool = True, nodes: int = 1, **fields: Any) -> Spec:
@@ -67,6 +69,12 @@ def _check_script(spec: Spec) -> None:
         _check_module(spec.script)
     elif spec.script is not None and not os.path.isfile(spec.script):  # noqa: PTH113 as above
         raise SpecError("script", f"{Path.cwd()} has no script {shown(spec.script)}; give the path of a Python file")
+    elif spec.script is not None and os.path.getsize(spec.script) > _LARGEST:  # noqa: PTH202 as above
+        raise SpecError(
+            "script",
+            f"{shown(spec.script)} is larger than {size(_LARGEST, 0)}, which no script is; give the path of a Python"
+            " file",
+        )
 
 
 def _check_module(name: str) -> None:

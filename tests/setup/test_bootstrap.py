@@ -273,6 +273,7 @@ _PRINTING = [
 _WITHOUT_OTHERS = """
 import contextlib, io, json, sys
 from importlib import metadata
+from importlib.machinery import PathFinder
 from labkit.setup import environment
 
 of = metadata.packages_distributions()
@@ -283,10 +284,9 @@ class Without:
     @staticmethod
     def find_spec(name, path=None, target=None):
         packages = {one.lower().replace("_", "-") for one in of.get(name.partition(".")[0], ())} - {"labkit"}
-        if packages and not packages & allowed:
-            raise ModuleNotFoundError(f"{name} is imported, which is not installed for this command", name=name)
+        return None if packages and not packages & allowed else PathFinder.find_spec(name, path, target)
 
-sys.meta_path.insert(0, Without)
+sys.meta_path[:] = [Without if finder is PathFinder else finder for finder in sys.meta_path]
 from labkit.cli.commands import act
 from labkit.cli.parser import parse
 answers = []

@@ -40,11 +40,11 @@ class Book:
                 parse(read_below(self._path.parent, self._path, _MAX_BYTES)), dict[str, Noted]
             )
             return noted
-        except FileNotFoundError:
-            return {}
         except (NotPlain, ValueError):
             aside = (self._path.with_suffix(f".unreadable{number or ''}.json") for number in count())
             self._path.rename(next(path for path in aside if not os.path.lexists(path)))
+            return {}
+        except OSError:  # there is no such file, or no such folder
             return {}
 
     def note(self, name: str, done: bool) -> None:
