@@ -31,7 +31,7 @@ from labkit.training.strategies import BASELINE, STRATEGIES
 from labkit.training.workloads import WORKLOADS
 
 CLOSE = 0.02  # share of the allocator's peak by which a predicted one may be off
-_LONGEST = 120.0  # seconds of one run
+_LONGEST = 120.0, 0.25  # seconds of one run, and share of its part, whichever is longer
 _SHORTEST = 5.0  # seconds that a part must have left for another case
 _UNPACKED = ("tensors", "checkpoints")  # folders of a run that are left out of its pack: they are large
 
@@ -72,6 +72,8 @@ class Session:
         self.folder, self.part, self.deadline = folder, part, deadline
         self.report = Report(folder)
         self.packs = folder / "packs"
+        seconds, share = _LONGEST
+        self._longest = max(seconds, share * self.left)
         self.machine = Machine.here()
 
     @property
@@ -130,11 +132,11 @@ class Session:
 
     # ---- runs
 
-    def run(self, spec: Spec, most: float = _LONGEST, until: str | None = None, cold: bool = True) -> Trained:
-        """Runs a Spec to its end, or until it has the finding `until`, and packs its folder. A run that takes longer
-        than `most` seconds is stopped. Raises `OutOfTime` if the part has reached its limit before."""
+    def run(self, spec: Spec, until: str | None = None, cold: bool = True) -> Trained:
+        """Runs a Spec to its end, or until it has the finding `until`, and packs its folder. A run that takes too
+        long is stopped. Raises `OutOfTime` if the part has reached its limit before."""
         handle = begin(spec, cold=cold, guesses=())
-        handle.wait(max(1.0, min(most, self.left)), until=until)
+        handle.wait(max(1.0, min(self._longest, self.left)), until=until)
         findings = tuple(one.name for one in handle.findings())
         late = not handle.state.over and until not in findings
         if not handle.state.over:
