@@ -11,9 +11,8 @@ from typing import Any
 import psutil
 
 from labkit.launch.silence import Silence
-from labkit.record.appender import FULL
-from labkit.record.events import Writer
 from labkit.record.folder import RunFolder
+from labkit.record.writer import FULL, Writer
 from labkit.setup.machine import Gpu, Machine
 
 INTERVAL = 0.2  # seconds between two samples at first

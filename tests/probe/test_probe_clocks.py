@@ -15,7 +15,7 @@ from labkit.probe.clocks import CudaClock
 from labkit.probe.journal import Journal
 from labkit.probe.patches import Patches
 from labkit.probe.steps import StepWatch
-from labkit.record.events import PHASES
+from labkit.record.writer import PHASES
 
 
 class Event:
@@ -78,7 +78,7 @@ def on_cuda(tmp_path, request):
         cuda,
         watch,
         step,
-        lambda: [event for event in Told(tmp_path).events if event["kind"] in ("step", "probe_error")],
+        lambda: [event for event in Told(tmp_path).events if event.kind in ("step", "probe_error")],
     )
 
 
