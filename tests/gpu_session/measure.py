@@ -23,6 +23,7 @@ from labkit.plan.spec import Spec, SpecError
 from labkit.prediction.devices import DEVICES, Device
 from labkit.prediction.predict import predict
 from labkit.prediction.timing import modelled
+from labkit.record.documents import plain
 from labkit.runs.handle import Run, begin
 from labkit.runs.settling import settle
 from labkit.setup.environment import CLONE
@@ -176,7 +177,7 @@ class Trained:
     @property
     def unwatched(self) -> list[str]:
         """The parts of the probe that failed."""
-        return [f"{one['part']} on rank {one['rank']} ({one['type']})" for one in self.handle.state.unwatched]
+        return [f"{one.part} on rank {one.rank} ({one.type})" for one in self.handle.state.unwatched]
 
     def figures(self) -> dict[str, Any]:
         """Everything that the run shows, as plain values."""
@@ -186,7 +187,7 @@ class Trained:
             "words": self.handle.words,
             "summary": self.handle.summary(),
             "reserved": [_largest(one.steps.memory["reserved"]) for one in ranks],
-            "probe_errors": self.handle.state.unwatched,
+            "probe_errors": [plain(one) for one in self.handle.state.unwatched],
         }
 
 
@@ -234,7 +235,7 @@ def against_one_device(session: Session, spec: Spec) -> Outcome:
     spec = replace(spec, tensors=True)
     plan = predict(spec)
     trained = session.run(spec)
-    figures = trained.figures() | {"method": plan["method"], "reason": plan.get("reason", "")}
+    figures = trained.figures() | {"method": plan.method, "reason": plan.reason}
     if trained.failure:
         return Outcome(WRONG, f"{trained.failure}; findings: {', '.join(trained.findings) or 'none'}", figures)
     wrong, says = [], []
@@ -291,12 +292,13 @@ def _step(session: Session, spec: Spec, trained: Trained, figures: dict[str, Any
     machine = _row(session.machine)
     if machine is None:
         return f"{says}; the table of machines has no {session.machine.gpus[0].name}"
-    time = modelled(spec, predict(spec), machine)
-    figures["modelled"] = time.get("time") or time.get("untimed")
-    if "time" not in time:
-        return f"{says}, not modelled ({time['untimed']})"
-    low, high = time["time"].get("low"), time["time"].get("high")
-    return f"{says}, modelled {milliseconds(low)} to {milliseconds(high)} without loading samples"
+    found = modelled(spec, predict(spec), machine)
+    if found.time is None:
+        figures["modelled"] = found.untimed
+        return f"{says}, not modelled ({found.untimed})"
+    figures["modelled"] = plain(found.time)
+    low, high = (milliseconds(seconds or found.time.seconds) for seconds in (found.time.low, found.time.high))
+    return f"{says}, modelled {low} to {high} without loading samples"
 
 
 def _row(machine: Machine) -> Device | None:

@@ -224,7 +224,7 @@ def phases(session: Session) -> Cases:
         }
         timelines = state.ranks[0].timelines.values()
         if timelines:
-            busy = [sum(end - start for start, end in one["busy"]) for one in timelines]
+            busy = [sum(end - start for start, end in one.busy) for one in timelines]
             pairs["kernels"] = 1000 * statistics.median(busy), statistics.median(measured["busy"])
         errors = {name: mine / own - 1 for name, (mine, own) in pairs.items() if own}
         holds = bool(timelines) and all(abs(error) <= _CLOSE_TIMES for error in errors.values())
