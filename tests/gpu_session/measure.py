@@ -23,6 +23,7 @@ from labkit.plan.spec import Spec, SpecError
 from labkit.prediction.devices import DEVICES, Device
 from labkit.prediction.predict import predict
 from labkit.prediction.timing import modelled
+from labkit.record.documents import plain
 from labkit.runs.handle import Run, begin
 from labkit.runs.settling import settle
 from labkit.setup.environment import CLONE
@@ -31,7 +32,7 @@ from labkit.training.strategies import BASELINE, STRATEGIES
 from labkit.training.workloads import WORKLOADS
 
 CLOSE = 0.02  # share of the allocator's peak by which a predicted one may be off
-_LONGEST = 120.0  # seconds of one run
+_LONGEST = 120.0, 0.25  # seconds of one run, and share of its part, whichever is longer
 _SHORTEST = 5.0  # seconds that a part must have left for another case
 _UNPACKED = ("tensors", "checkpoints")  # folders of a run that are left out of its pack: they are large
 
@@ -72,6 +73,8 @@ class Session:
         self.folder, self.part, self.deadline = folder, part, deadline
         self.report = Report(folder)
         self.packs = folder / "packs"
+        seconds, share = _LONGEST
+        self._longest = max(seconds, share * self.left)
         self.machine = Machine.here()
 
     @property
@@ -130,11 +133,11 @@ class Session:
 
     # ---- runs
 
-    def run(self, spec: Spec, most: float = _LONGEST, until: str | None = None, cold: bool = True) -> Trained:
-        """Runs a Spec to its end, or until it has the finding `until`, and packs its folder. A run that takes longer
-        than `most` seconds is stopped. Raises `OutOfTime` if the part has reached its limit before."""
+    def run(self, spec: Spec, until: str | None = None, cold: bool = True) -> Trained:
+        """Runs a Spec to its end, or until it has the finding `until`, and packs its folder. A run that takes too
+        long is stopped. Raises `OutOfTime` if the part has reached its limit before."""
         handle = begin(spec, cold=cold, guesses=())
-        handle.wait(max(1.0, min(most, self.left)), until=until)
+        handle.wait(max(1.0, min(self._longest, self.left)), until=until)
         findings = tuple(one.name for one in handle.findings())
         late = not handle.state.over and until not in findings
         if not handle.state.over:
@@ -174,7 +177,7 @@ class Trained:
     @property
     def unwatched(self) -> list[str]:
         """The parts of the probe that failed."""
-        return [f"{one['part']} on rank {one['rank']} ({one['type']})" for one in self.handle.state.unwatched]
+        return [f"{one.part} on rank {one.rank} ({one.type})" for one in self.handle.state.unwatched]
 
     def figures(self) -> dict[str, Any]:
         """Everything that the run shows, as plain values."""
@@ -184,7 +187,7 @@ class Trained:
             "words": self.handle.words,
             "summary": self.handle.summary(),
             "reserved": [_largest(one.steps.memory["reserved"]) for one in ranks],
-            "probe_errors": self.handle.state.unwatched,
+            "probe_errors": [plain(one) for one in self.handle.state.unwatched],
         }
 
 
@@ -232,7 +235,7 @@ def against_one_device(session: Session, spec: Spec) -> Outcome:
     spec = replace(spec, tensors=True)
     plan = predict(spec)
     trained = session.run(spec)
-    figures = trained.figures() | {"method": plan["method"], "reason": plan.get("reason", "")}
+    figures = trained.figures() | {"method": plan.method, "reason": plan.reason}
     if trained.failure:
         return Outcome(WRONG, f"{trained.failure}; findings: {', '.join(trained.findings) or 'none'}", figures)
     wrong, says = [], []
@@ -289,12 +292,13 @@ def _step(session: Session, spec: Spec, trained: Trained, figures: dict[str, Any
     machine = _row(session.machine)
     if machine is None:
         return f"{says}; the table of machines has no {session.machine.gpus[0].name}"
-    time = modelled(spec, predict(spec), machine)
-    figures["modelled"] = time.get("time") or time.get("untimed")
-    if "time" not in time:
-        return f"{says}, not modelled ({time['untimed']})"
-    low, high = time["time"].get("low"), time["time"].get("high")
-    return f"{says}, modelled {milliseconds(low)} to {milliseconds(high)} without loading samples"
+    found = modelled(spec, predict(spec), machine)
+    if found.time is None:
+        figures["modelled"] = found.untimed
+        return f"{says}, not modelled ({found.untimed})"
+    figures["modelled"] = plain(found.time)
+    low, high = (milliseconds(seconds or found.time.seconds) for seconds in (found.time.low, found.time.high))
+    return f"{says}, modelled {low} to {high} without loading samples"
 
 
 def _row(machine: Machine) -> Device | None:

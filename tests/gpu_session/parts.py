@@ -224,7 +224,7 @@ def phases(session: Session) -> Cases:
         }
         timelines = state.ranks[0].timelines.values()
         if timelines:
-            busy = [sum(end - start for start, end in one["busy"]) for one in timelines]
+            busy = [sum(end - start for start, end in one.busy) for one in timelines]
             pairs["kernels"] = 1000 * statistics.median(busy), statistics.median(measured["busy"])
         errors = {name: mine / own - 1 for name, (mine, own) in pairs.items() if own}
         holds = bool(timelines) and all(abs(error) <= _CLOSE_TIMES for error in errors.values())
@@ -294,14 +294,13 @@ def faults(session: Session) -> Cases:
 
 
 _FIRST_FAULTS = ("out_of_memory", "killed_rank", "skipped_collective", "mismatched_shape")
-_LONGEST_FAULT = 60.0  # seconds
 _LEFT_BEHIND = 64 << 20  # bytes that the driver may count differently
 _GONE = 5.0  # seconds after which the memory of ended processes must be free
 
 
 def _fault(session: Session, spec: Spec) -> Outcome:
     wanted, before = FAULTS[spec.fault].finding, _used(session)
-    trained = session.run(spec, _LONGEST_FAULT, until=wanted)
+    trained = session.run(spec, until=wanted)
     last = time.monotonic() + _GONE
     while (left := _used(session) - before) > _LEFT_BEHIND and time.monotonic() < last:
         time.sleep(0.2)
