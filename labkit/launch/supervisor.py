@@ -21,6 +21,7 @@ from labkit.launch.leases import Lease, LeaseError
 from labkit.launch.remains import create_temporary
 from labkit.launch.watchdog import release
 from labkit.probe import lifetime
+from labkit.record.documents import LaunchPlan
 from labkit.record.folder import RunFolder
 
 
@@ -34,7 +35,7 @@ def main(
     signals = _wake_on_signals()
     lifetime.adopt_orphans()
     folder = RunFolder(run_dir)
-    plan = RunFolder.read_json(folder.plan)
+    plan = folder.read_launch()
     try:
         lease = _lease(plan, folder)
         if lease is not None and not lease.take():
@@ -45,7 +46,7 @@ def main(
     except LeaseError as error:
         sys.exit(str(error))
     if lease is not None and lease.ticket.kind == "gpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(lease.ticket.granted)
+        os.environ |= _only(lease.ticket.granted)
     create_temporary(folder.path)
     agent = _start(popen, plan, folder, subprocess.DEVNULL if stdin is None else int(stdin))
     if stdin is not None:
@@ -55,6 +56,20 @@ def main(
 
     Watch(folder, plan, agent, float(started), signals).run()
     _leave(int(watchdog))
+
+
+def _only(granted: tuple[str, ...]) -> dict[str, str]:
+    """The environment variables that show only these GPUs to the ranks: by index in the order of NVML, because some
+    libraries (DeepSpeed) cannot read UUIDs. A MIG device has no index."""
+    from labkit.setup.machine import Machine
+
+    indices = {gpu.uuid: str(gpu.index) for gpu in Machine.here().gpus if gpu.index >= 0}
+    if not indices.keys() >= set(granted):
+        return {"CUDA_VISIBLE_DEVICES": ",".join(granted)}
+    return {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_VISIBLE_DEVICES": ",".join(indices[uuid] for uuid in granted),
+    }
 
 
 def _leave(watchdog: int) -> NoReturn:
@@ -75,17 +90,15 @@ def _wake_on_signals() -> int:
     return read
 
 
-def _lease(plan: dict[str, Any], folder: RunFolder) -> Lease | None:
+def _lease(plan: LaunchPlan, folder: RunFolder) -> Lease | None:
     """The lease of the devices that the plan names; the kernel ends it with this process."""
-    wanted = plan.get("lease")
-    return Lease(folder.name, wanted["kind"], wanted["wanted"], wanted["pool"]) if wanted else None
+    wanted = plan.lease
+    return Lease(folder.name, wanted.kind, wanted.wanted, wanted.pool) if wanted else None
 
 
-def _start(popen: Callable[..., Any], plan: dict[str, Any], folder: RunFolder, stdin: int) -> Any:
+def _start(popen: Callable[..., Any], plan: LaunchPlan, folder: RunFolder, stdin: int) -> Any:
     with open(folder.launcher_log, "ab") as log:
-        return popen(
-            plan["argv"], cwd=plan["cwd"], stdin=stdin, stdout=log, stderr=log, preexec_fn=_bind_to_this_process()
-        )
+        return popen(plan.argv, cwd=plan.cwd, stdin=stdin, stdout=log, stderr=log, preexec_fn=_bind_to_this_process())
 
 
 def _bind_to_this_process() -> Callable[[], None]:

@@ -31,7 +31,7 @@ from labkit.prediction.scale.frameworks import Framework
 from labkit.prediction.scale.layouts import Layout, Stage
 from labkit.prediction.scale.memory import Memory, bytes_per_parameter, memory, numbers_of, stages_of
 from labkit.prediction.scale.training import Training
-from labkit.record.ring import sent
+from labkit.record.writer import sent
 
 AXES = ("data", "tensor", "context", "pipeline")
 
