@@ -25,7 +25,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 OPTIONAL = {"deepspeed": "deepspeed", "handout": "nh3", "mnist": "torchvision"}
 # In place of extras: a command that only prints text, and the packages that such commands import.
 TEXT_ONLY = "text-only"
-_FOR_TEXT = ("filelock", "numpy", "nvidia-ml-py", "psutil", "pyyaml", "rich", "ruff", "typing-extensions")
+_FOR_TEXT = ("filelock", "msgspec", "numpy", "nvidia-ml-py", "psutil", "pyyaml", "rich", "ruff")
 # Compiled for one version of torch: a different build does not load with the torch of an existing environment, so it is
 # never added.
 BUILT_FOR_TORCH = ("torchvision",)

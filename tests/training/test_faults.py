@@ -131,9 +131,7 @@ def test_a_healthy_run_has_no_wrong_finding(strategy):
     assert [found for found in findings(state) if found.kind in ("wrong", "unseen")] == []
     steps = {rank.rank: sorted(rank.timelines) for rank in state.ranks.values()}
     assert all(those == [3, 8] for those in steps.values()), steps
-    assert all(
-        rank.memory_step.peak == sum(rank.memory_step.at_peak.values()) > 0 for rank in state.ranks.values()
-    )
+    assert all(rank.memory_step.peak == sum(rank.memory_step.at_peak.values()) > 0 for rank in state.ranks.values())
 
 
 @pytest.mark.parametrize("fault", FAULTS)

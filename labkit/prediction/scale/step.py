@@ -91,9 +91,9 @@ class Estimate:
     def flops_per_device(self) -> float:
         """FLOP/s that the model needs, per device; recomputation does not count, and without gradients of frozen
         matrices, backward has half of the FLOPs."""
-        per_token = self.training.model.training_flops(self.training.sequence)
-        share = 1 if self.layout.trained == "all" else 2 / 3
-        return share * per_token * self.tokens_per_second / self.training.devices
+        needed = 1.0 if self.layout.trained == "all" else 2 / 3
+        each = needed * self.training.model.training_flops(self.training.sequence)
+        return each * self.tokens_per_second / self.training.devices
 
     @property
     def mfu(self) -> float:
