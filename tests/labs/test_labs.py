@@ -94,7 +94,7 @@ def test_a_lab_runs_headless_and_leaves_static_figures(path, runs, warm_server, 
     assert recorded
     for run in recorded:
         assert run.state.over
-        deliberate = run.state.spec.get("fault") or run.state.spec.get("script")
+        deliberate = run.state.spec.fault or run.state.spec.script
         assert run.state.status.state == "finished" or deliberate, f"{run.name}: {run.words}"
     assert len(page_of(notebook, path, runs).html().encode()) <= 3_000_000
     for_students = page_of(notebook, path, runs, audience=STUDENT).html()
