@@ -260,7 +260,7 @@ def warm(session: Session) -> Cases:
         trained = session.run(spec, cold=False)
         summary = trained.handle.summary()
         if trained.failure or summary["start"] != "warm":
-            why = trained.failure or f"started cold: {trained.handle.state.status.get('cold_because')}"
+            why = trained.failure or f"started cold: {trained.handle.state.status.cold_because}"
             return Outcome(WRONG, why, trained.figures())
         reference = session.report.cases()["warm", "cold"]["figures"]["summary"]["loss"]
         same = f"loss {summary['loss']}, cold {reference}"

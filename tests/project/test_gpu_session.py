@@ -228,7 +228,7 @@ def test_a_pack_is_the_run_folder_without_tensors_and_checkpoints(tmp_path):
         names = set(archive.namelist())
         archive.extractall(tmp_path / "elsewhere")
     assert names == {f"{folder.name}/spec.json", f"{folder.name}/events/rank0.jsonl"}
-    assert RunFolder.find(folder.name, tmp_path / "elsewhere").read_spec()["strategy"] == "ddp"
+    assert RunFolder.find(folder.name, tmp_path / "elsewhere").read_spec().strategy == "ddp"
 
 
 # ---- refusals, and a bare machine
