@@ -1,10 +1,11 @@
-"""What the probe adds to the steps of a script on a GPU: no wait for the device, and no event that is never returned."""
+"""What the probe adds to the steps of a script on a GPU: no wait for the device, and no event that is kept."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ def counted(output: str) -> list[list[int]]:
     """The counts of each step, from those since the start."""
     (line,) = (line for line in output.splitlines() if line.startswith("counted "))
     totals = json.loads(line.removeprefix("counted "))
-    return [[now - before for before, now in zip(*pair)] for pair in zip(totals, totals[1:])]
+    return [[now - before for before, now in zip(*pair)] for pair in pairwise(totals)]
 
 
 @pytest.fixture(scope="module")
