@@ -28,10 +28,13 @@ _UNITS = {"bytes": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 def known_error(state: RunState) -> Iterator[Finding]:
     """Errors whose message identifies the cause."""
     failure = state.failure
+    all_alike = failure is not None and len(failure["alike"]) == state.world_size
     for known in KNOWN_ERRORS:
         match = next(((rank, text) for rank, text in texts(state) if re.search(known.pattern, text)), None)
-        if match is None or (known.name == "nccl" and (_MEMORY.search(match[1]) or PEER_GONE.search(match[1]))):
-            continue  # NCCL also reports that memory ran out, and that a peer is gone
+        if match is None or (known.name == "nccl" and _MEMORY.search(match[1])):
+            continue  # NCCL also reports that memory ran out
+        if known.name == "nccl" and PEER_GONE.search(match[1]) and not all_alike:
+            continue  # and that a peer is gone, which another rank explains
         if known.name == "collective_timeout" and next(hang(state), None):
             continue  # the hang has the line of each rank
         rank, text = match
