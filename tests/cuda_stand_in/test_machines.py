@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from conftest import started_warm, warm_run
+from conftest import warm_run
 
 from cuda_stand_in.test_strategies import ASKED, STEPS, check
 from labkit.analysis.diagnose import findings
 from labkit.plan.spec import SpecError
+from labkit.runs.handle import run as start
 from labkit.runs.settling import settle
 from labkit.setup.machine import Machine
 
@@ -33,7 +34,7 @@ def test_two_runs_have_a_gpu_each(on_machine, tmp_path):
     on_machine("t4x2")
     script = tmp_path / "train.py"
     script.write_text("import os, time\nprint(os.environ['CUDA_VISIBLE_DEVICES'])\ntime.sleep(10)\n")
-    runs = [started_warm(script, nproc=1, device="cuda") for _ in range(2)]
+    runs = [start(script, nproc=1, device="cuda") for _ in range(2)]
     assert sorted(run.wait(120).logs(0) for run in runs) == ["0\n", "1\n"]
 
 

@@ -14,7 +14,6 @@ CALLS = (
     *("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize"),
     *("cudaMemGetInfo", "cudaEventCreateWithFlags", "cudaEventDestroy"),
 )
-ROUND = 15  # steps
 library = ctypes.CDLL(None)
 library.stand_in_calls.restype = ctypes.c_long
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -45,14 +44,13 @@ def totals():
     return [library.stand_in_calls(name.encode()) for name in CALLS] + [queries]
 
 
-for _ in range(4):  # rounds, between which the device is waited for: within one the host may run ahead of it
-    for _ in range(ROUND):
-        before = totals()
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(inputs), targets).backward()
-        optimizer.step()
-        steps.append([now - then for then, now in zip(before, totals())])
-    torch.cuda.synchronize()
+for _ in range(60):
+    before = totals()
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(inputs), targets).backward()
+    optimizer.step()
+    steps.append([now - then for then, now in zip(before, totals())])
+    torch.cuda.synchronize()  # or the host would run ahead of the device, and need more events
 if dist.get_rank() == 0:
     print("counted " + json.dumps(steps), flush=True)
 dist.destroy_process_group()
