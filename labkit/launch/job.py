@@ -9,11 +9,20 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 
-from labkit.common.processes import end, is_stopped, is_supervisor, living, of_folder, tag_of, tagged, watchdog_tag
+from labkit.common.processes import (
+    end,
+    is_stopped,
+    is_supervisor,
+    living,
+    of_folder,
+    send,
+    tag_of,
+    tagged,
+    watchdog_tag,
+)
 from labkit.common.text import visible_line
 from labkit.launch import local
 from labkit.launch.abandoned import close, end_processes
@@ -23,12 +32,11 @@ from labkit.launch.slurm_client import cancel
 from labkit.launch.starting import LaunchError, start_supervisor, warm_or_cold
 from labkit.plan.script import command, write_script
 from labkit.plan.spec import Spec
+from labkit.record.documents import Guesses, LaunchPlan, Plan, Status, Unreadable
 from labkit.record.folder import RunFolder, runs_root
 from labkit.record.logs import LogTail
 from labkit.record.state import OVER
 from labkit.record.status import current, hidden_supervisor, is_abandoned, is_here, is_over, supervisor_of
-from labkit.record.types.guess import Guesses
-from labkit.record.types.prediction import Plan
 from labkit.setup.limits import in_force
 
 _ANSWER = 2.0  # seconds in which a responsive supervisor reports that it is stopping the run
@@ -62,7 +70,7 @@ class Job:
         prediction: Plan | None = None,
         guess: Guesses | None = None,
         name: str | None = None,
-        planned: Callable[[Spec, RunFolder], dict[str, Any]] | None = None,
+        planned: Callable[[Spec, RunFolder], LaunchPlan] | None = None,
     ) -> Job:
         """Starts a resolved Spec (see `Spec.on`) in a new folder and returns as soon as torchrun is starting.
 
@@ -90,7 +98,8 @@ class Job:
             if spec.script is None:
                 RunFolder.write_text(folder.script, write_script(spec))
             RunFolder.write_text(folder.command, command(spec) + "\n")
-            plan = (planned or local.plan)(spec, folder) | {"detached": detached}
+            plan = (planned or local.plan)(spec, folder)
+            plan.detached = detached
             start_supervisor(folder, plan, asked, stdin, warm_or_cold(spec, plan, cold))
         except BaseException:
             end_processes(folder)
@@ -107,14 +116,17 @@ class Job:
         folder.require_readable()
         return cls(folder)
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Status:
         """The current status as seen by the supervisor, as in `status.json`."""
         return current(self.folder)
 
     @property
     def state(self) -> str:
         """starting, running, stopping, finished, failed, stopped, or lost (its end cannot be determined here)."""
-        return self.status().get("state") or ("failed" if is_over(self.folder) else "starting")
+        state = self.status().state
+        if state == "ready":  # nothing has written a status
+            return "failed" if is_over(self.folder) else "starting"
+        return state
 
     def wait(self, timeout: float | None = None) -> str:
         """Waits up to `timeout` seconds until the run is over and all its processes have ended; returns its state."""
@@ -131,12 +143,33 @@ class Job:
 
         The supervisor stops the run, and continues if this call is interrupted. A supervisor that does not respond is
         killed together with the run. Raises `LaunchError` if the run is on another host or belongs to another user.
+        What still runs then is found by its tag alone: the documents of the run may be damaged or false.
         """
-        if self.state not in OVER:
-            supervisor = self._supervisor()
-            if not (supervisor is not None and self._obeys(supervisor) and self._closed(timeout)):
-                self._end_without(supervisor)
-        return self.wait(timeout)
+        try:
+            if self.state not in OVER:
+                supervisor = self._supervisor()
+                if not (supervisor is not None and self._obeys(supervisor) and self._closed(timeout)):
+                    self._end_without(supervisor)
+            state = self.wait(timeout)
+        except Unreadable:
+            state = "stopped"
+        if self.has_processes:
+            self._stop_by_tag(timeout)
+        return state
+
+    @property
+    def has_processes(self) -> bool:
+        """Whether a process of this machine carries the tag of the run."""
+        return bool(of_folder(self.folder.path))
+
+    def _stop_by_tag(self, timeout: float) -> None:
+        supervisors = list(filter(is_supervisor, of_folder(self.folder.path)))
+        send(supervisors, psutil.Process.terminate)
+        send(filter(is_stopped, supervisors), psutil.Process.resume)
+        psutil.wait_procs(supervisors, timeout)  # it writes the final status, if it can
+        send(supervisors, psutil.Process.kill)
+        with self.folder.closing():
+            self._end_all()
 
     def log(self, rank: int, stream: str = "stdout") -> LogTail:
         """A reader of one rank's output, which may still be empty."""
@@ -152,10 +185,11 @@ class Job:
             return supervisor
         if (other := hidden_supervisor(status)) is not None:
             raise LaunchError(_foreign(self.folder, other.username()))
-        if status and not is_here(status):
-            host = (status.get("supervisor") or {}).get("host", "an unknown host")
+        processes = of_folder(self.folder.path)
+        if status.state != "ready" and not is_here(status) and not processes:
+            host = (status.supervisor and status.supervisor.host) or "an unknown host"
             raise LaunchError(f"run {self.folder.name} runs on {host}; stop it there")
-        return next(filter(is_supervisor, of_folder(self.folder.path)), None)
+        return next(filter(is_supervisor, processes), None)
 
     def _obeys(self, supervisor: psutil.Process) -> bool:
         """Asks the supervisor to stop the run; False if it has ended or does not respond in time."""
@@ -183,7 +217,7 @@ class Job:
 
     def _has(self, *states: str) -> bool:
         """Whether the state in the status file is one of these."""
-        return self.folder.read_status().get("state") in states
+        return self.folder.read_status().state in states
 
     def _end_without(self, supervisor: psutil.Process | None) -> None:
         """Kills the supervisor first, so that it starts no more processes, and then the others."""
@@ -210,23 +244,25 @@ class Job:
         elif is_abandoned(self.folder):
             with self.folder.closing():
                 self._end_all()
-                close(self.folder, "failed", self.status()["message"])
+                close(self.folder, "failed", self.status().message)
         psutil.wait_procs(tagged(lambda tag: tag == watchdog_tag(path)), timeout=_LEAVE)
 
     def _end_all(self) -> None:
-        if number := RunFolder.read_json(self.folder.plan).get("batch_job"):
-            cancel(number, self.folder.batch)
+        with suppress(Unreadable):
+            if number := self.folder.read_launch().batch_job:
+                cancel(number, self.folder.batch)
         end_processes(self.folder)
 
 
 def end_deleted(name: str, root: Path | None = None) -> str:
-    """Terminates the processes of a run under `root` whose folder was deleted; `name` is as in `RunFolder.find`.
+    """Terminates the processes of a run under `root` whose folder or Spec was deleted; `name` is as in
+    `RunFolder.find`.
 
     Returns the former path of the folder; empty if there is no such process. Raises `LookupError` if `name` is
     ambiguous.
     """
     place, given = (root or runs_root()).resolve(), Path(name).absolute()
-    tags = {tag_of(process) for process in tagged(lambda tag: RunFolder(tag).is_gone)} - {None, ""}
+    tags = {tag_of(process) for process in tagged(lambda tag: not os.path.lexists(RunFolder(tag).spec))} - {None, ""}
     paths = [path for path in map(Path, tags) if path.parent.resolve() == place or path == given]
     found = [path for path in paths if path.name == name or path == given]
     found = found or [path for path in paths if path.name.startswith(name) or path.name.endswith(name)]

@@ -6,6 +6,7 @@ import random
 from itertools import pairwise
 
 import pytest
+from msgspec.structs import replace
 
 from labkit.analysis.prediction import notes
 from labkit.analysis.theory import states
@@ -13,6 +14,7 @@ from labkit.common.units import size
 from labkit.plan.spec import Spec
 from labkit.prediction.cuda import estimates
 from labkit.prediction.tracing.allocator import Allocator, overhead
+from labkit.record.documents import Plan, decoded, plain
 
 MIB = 1 << 20
 
@@ -74,13 +76,13 @@ def test_overhead_is_that_at_the_peak_of_the_tensors():
 
 def test_estimates_have_ranges_and_sources_and_name_nccl_only_with_collectives():
     alone = estimates([("send", 8, 1)], (10, 5))
-    assert [one["name"] for one in alone if "NCCL" in one["name"]] == []
+    assert [one.name for one in alone if "NCCL" in one.name] == []
     found = estimates([("all_reduce", 8, 4), ("all_gather", 8, 4), ("all_reduce", 8, 2)], (10, 500))
-    (one,) = (each for each in found if "NCCL" in each["name"])
-    assert one["low"] == 2 * 16 * MIB
+    (one,) = (each for each in found if "NCCL" in each.name)
+    assert one.low == 2 * 16 * MIB
     for each in (*alone, *found):
-        assert 0 < each["low"] <= each["high"] and each["source"]
-    assert found[-1]["low"] == 10 and found[-1]["high"] == 500
+        assert 0 < each.low <= each.high and each.source
+    assert found[-1].low == 10 and found[-1].high == 500
 
 
 def test_notes_say_why_the_trace_differs_from_the_formula_and_what_a_gpu_adds():
@@ -89,8 +91,15 @@ def test_notes_say_why_the_trace_differs_from_the_formula_and_what_a_gpu_adds():
     owners = {"parameters": int(held.parameters), "gradients": 0, "optimizer": int(held.optimizer) + 8}
     owners |= {"activations": 4096, "communication": 0, "other": 0}
     step = {"peak": sum(owners.values()), "at_peak": owners}
-    part = {"ranks": [0, 1], "step": step, "ops": {}, "calls": [], "estimates": estimates([], (512, 2 * MIB))}
-    plan = {"spec": spec.to_json(), "classes": [part], "method": "simulated", "ranks": []}
+    step |= {"times": [], "seconds": 0.0, "phases": [], "owners": {}}
+    part = {
+        "ranks": [0, 1],
+        "step": step,
+        "ops": {},
+        "calls": [],
+        "estimates": [plain(estimate) for estimate in estimates([], (512, 2 * MIB))],
+    }
+    plan = decoded({"spec": spec.to_json(), "classes": [part], "method": "simulated", "ranks": []}, Plan)
     formula, gpu = notes(plan)
     assert f"parameters {size(held.parameters)}" in formula and "16 bytes per parameter" in formula
     gap = f"gradients −{size(held.gradients, digits=2)} (not computed or already freed then)"
@@ -99,5 +108,5 @@ def test_notes_say_why_the_trace_differs_from_the_formula_and_what_a_gpu_adds():
     assert "estimated and not traced" in gpu and "CUDA context and kernels" in gpu
     del part["estimates"]
     assert len(notes(plan)) == 1
-    assert notes(plan | {"classes": []}) == []
+    assert notes(replace(plan, classes=[])) == []
     assert notes(plan | {"spec": Spec(script="train.py", nproc=2, device="cpu").to_json()}) == []

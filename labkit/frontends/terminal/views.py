@@ -32,20 +32,24 @@ from labkit.common.text import visible_line, visible_log
 from labkit.common.units import sizes
 from labkit.figures.advice import HEADS as ADVICE_HEADS
 from labkit.figures.advice import MISFIT_HEADS, Advised
+from labkit.figures.atlas import EVIDENCE_HEADS, Atlas
+from labkit.figures.atlas import HEADS as ATLAS_HEADS
 from labkit.figures.colours import PHASES as PHASE_COLOURS
 from labkit.figures.colours import rank_colour
+from labkit.figures.estimated import Comparison, Estimated
 from labkit.figures.prediction import Prediction
 from labkit.figures.profiled import timeline
 from labkit.figures.scaling import Scaled
 from labkit.frontends.console import Console
 from labkit.launch.leases import Ticket, devices, duration
-from labkit.record.columns import RankState
-from labkit.record.events import PHASES
+from labkit.record.documents import Summary, UnreadableRun
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Source, polled
+from labkit.record.ranks import RankState
 from labkit.record.startup import in_words, is_starting, newest
 from labkit.record.startup import table as startup_rows
 from labkit.record.state import RunState
+from labkit.record.writer import PHASES
 from labkit.runs.comparing import Comparing
 
 # ---- what the tables of the terminal have in common
@@ -91,7 +95,7 @@ def formatted(value: float | None, form: str) -> str:
 # ---- tables of several runs in the terminal
 
 
-def runs_table(rows: Sequence[dict]) -> RenderableType:
+def runs_table(rows: Sequence[Summary | UnreadableRun]) -> RenderableType:
     """A table of recorded runs from their summaries, newest last, followed by the reasons why some cannot be read."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name, justify in (
@@ -105,15 +109,15 @@ def runs_table(rows: Sequence[dict]) -> RenderableType:
     for name in ("seconds", "samples/s", "loss", "accuracy"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        if row["state"] == "unreadable":
-            table.add_row(*(Text(visible_line(cell)) for cell in (row["run"], "unreadable")), style="yellow")
+        if isinstance(row, UnreadableRun):
+            table.add_row(*(Text(visible_line(cell)) for cell in (row.run, "unreadable")), style="yellow")
             continue
-        what = row["workload"] or Path(row["script"] or "").name
-        figures = (formatted(row["seconds"]["total"], ".1f"), formatted(row["samples_per_second"], ",.0f"))
-        figures += (formatted(row["loss"], ".4f"), formatted(row["accuracy"], ".1%"))
-        cells = (row["run"], row["state"], what, str(row["world_size"]), str(row["steps"]), *figures)
-        table.add_row(*(Text(visible_line(cell)) for cell in cells), style=None if row["state"] != "failed" else "red")
-    reasons = [f"{row['run']} cannot be read: {row['reason']}" for row in rows if row["state"] == "unreadable"]
+        what = row.workload or Path(row.script or "").name
+        figures = (formatted(row.seconds.total, ".1f"), formatted(row.samples_per_second, ",.0f"))
+        figures += (formatted(row.loss, ".4f"), formatted(row.accuracy, ".1%"))
+        cells = (row.run, row.state, what, str(row.world_size), str(row.steps), *figures)
+        table.add_row(*(Text(visible_line(cell)) for cell in cells), style=None if row.state != "failed" else "red")
+    reasons = [f"{row.run} cannot be read: {row.reason}" for row in rows if isinstance(row, UnreadableRun)]
     return Group(table, *(Text(visible_line(reason), style="yellow") for reason in reasons))
 
 
@@ -147,10 +151,24 @@ def prediction_table(found: Prediction) -> RenderableType:
 
 def advice_tables(found: Advised) -> RenderableType:
     """What fits and what does not, and the sentences about them."""
-    tables = [(ADVICE_HEADS, found.rows), (MISFIT_HEADS, found.misfits)]
+    tables = [(ADVICE_HEADS, found.rows), (MISFIT_HEADS, found.misfits), (EVIDENCE_HEADS, found.evidence)]
     shown = [part for heads, rows in tables if rows for part in (_figures(heads, rows), Text(""))]
     said = [Text(visible_line(sentence)) for sentence in found.sentences]
     return Group(Text(visible_line(found.title)), Text(""), *shown, *said)
+
+
+def atlas_table(found: Atlas, limit: int) -> RenderableType:
+    """Published runs, at most `limit` of them, and the sentences about them."""
+    said = [Text(visible_line(sentence)) for sentence in found.notes(limit)]
+    table = _figures(ATLAS_HEADS, found.rows(limit))
+    return Group(Text(visible_line(found.title)), Text(""), table, Text(""), *said)
+
+
+def estimate_tables(found: Estimated | Comparison) -> RenderableType:
+    """The tables of an estimate or of a comparison with published runs, and the sentences about them."""
+    tables = [part for heads, rows in found.tables() for part in (_figures(heads, rows), Text(""))]
+    said = [Text(visible_line(sentence)) for sentence in found.sentences]
+    return Group(Text(visible_line(found.title)), Text(""), *tables, *said)
 
 
 def scaling_tables(found: Scaled) -> RenderableType:
@@ -160,10 +178,11 @@ def scaling_tables(found: Scaled) -> RenderableType:
 
 
 def _figures(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table whose first column names something and whose other columns are figures."""
+    """A table whose first column names something and whose other columns are figures, except for the nearest run."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for number, name in enumerate(heads):
-        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+        is_text = name == EVIDENCE_HEADS[-1]
+        table.add_column(name, justify="right" if number and not is_text else "left", no_wrap=not is_text)
     for row in rows:
         table.add_row(*(Text(visible_line(cell)) for cell in row))
     return table
@@ -234,7 +253,7 @@ def view(state: RunState, folder: RunFolder, height: int | None = None) -> Rende
 
 def _head(state: RunState, folder: RunFolder) -> RenderableType:
     spec = state.asked
-    device = {"cpu": "CPU ", "cuda": "GPU "}.get(state.spec.get("device"), "")
+    device = {"cpu": "CPU ", "cuda": "GPU "}.get(state.spec.device, "")
     ranks = f"{state.world_size} {device}rank{'s' if state.world_size > 1 else ''}"
     if spec is None:
         title, batch = f"{Path(state.spec.get('script') or folder.name).name} · {ranks}", state.note
@@ -247,7 +266,7 @@ def _head(state: RunState, folder: RunFolder) -> RenderableType:
 
 
 def _progress(state: RunState) -> RenderableType:
-    style = _STYLES.get(state.status.get("state", ""), "bold cyan")
+    style = _STYLES.get(state.status.state, "bold cyan")
     words = Text.assemble("● ", visible_line(state.words), style=style, no_wrap=True, overflow="ellipsis")
     figures = Text(" · ".join(_figures_of_run(state)), no_wrap=True, overflow="ellipsis")
     total = state.total_steps

@@ -97,14 +97,7 @@ API int nvmlDeviceGetPowerUsage(Device* device, unsigned* milliwatts) {
 }
 API int nvmlDeviceGetNvLinkRemoteDeviceType(...) { return NOT_SUPPORTED; }
 API int nvmlDeviceGetNvLinkRemotePciInfo_v2(...) { return NOT_SUPPORTED; }
-// None is listed; torch asks when memory has run out.
-API int nvmlDeviceGetComputeRunningProcesses(Device*, unsigned* count, void*) {
+API int nvmlDeviceGetComputeRunningProcesses(Device*, unsigned* count, void*) {  // in the message of an allocation that fails
   *count = 0;
   return OK;
-}
-API int nvmlDeviceGetComputeRunningProcesses_v2(Device* device, unsigned* count, void* found) {
-  return nvmlDeviceGetComputeRunningProcesses(device, count, found);
-}
-API int nvmlDeviceGetComputeRunningProcesses_v3(Device* device, unsigned* count, void* found) {
-  return nvmlDeviceGetComputeRunningProcesses(device, count, found);
 }
