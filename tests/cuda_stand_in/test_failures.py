@@ -29,7 +29,7 @@ def failed(text: str, folder: Path):
     script = folder / "train.py"
     script.write_text(HEAD + text)
     run = warm_run(script, nproc=2, device="cuda")
-    assert run.state.status["state"] == "failed"
+    assert run.state.status.state == "failed"
     return " | ".join(f"{finding.title}. {finding.cause}" for finding in findings(run.state))
 
 

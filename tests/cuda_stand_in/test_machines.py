@@ -65,5 +65,5 @@ def test_an_old_driver_is_named(on_machine):
 def test_a_gpu_without_kernels_is_named(on_machine):
     on_machine("p100x1")
     run = warm_run("single", workload="mlp", **ASKED | {"precision": "fp32"})
-    assert run.state.status["state"] == "failed"
+    assert run.state.status.state == "failed"
     assert any("no kernels for this GPU" in finding.title for finding in findings(run.state))

@@ -41,7 +41,7 @@ TOGETHER = {
 def check(run: Run, steps: int, first: int = 1) -> Run:
     """The ranks have taken their steps on GPUs, with memory by owner, and every part of the probe has worked."""
     state = run.state
-    assert state.status["state"] == "finished", run.logs(0, "stderr")[-3000:]
+    assert state.status.state == "finished", run.logs(0, "stderr")[-3000:]
     assert not state.unwatched and not state.dropped and not state.broken
     for rank in state.ranks.values():
         assert list(rank.steps.step) == list(range(first, first + steps))

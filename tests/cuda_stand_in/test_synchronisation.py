@@ -32,7 +32,7 @@ def alone() -> list[list[int]]:
 def observed(warm_server, tmp_path_factory) -> list[list[int]]:
     """The counts under the probe; no step but an early one is profiled."""
     run = warm_run(SCRIPT, tmp_path_factory.mktemp("runs"), nproc=2, device="cuda", sample_every=0)
-    assert run.state.status["state"] == "finished" and not run.state.unwatched
+    assert run.state.status.state == "finished" and not run.state.unwatched
     return counted(run.logs(0))
 
 
