@@ -96,7 +96,7 @@ def test_variant(wanted, on_machine):
         on_machine("h100x8")
     run = check(warm_run(wanted), STEPS)
     has_fp16 = spec(wanted.strategy, wanted.workload, dict(wanted.options), precision="fp16") is not None
-    assert run.state.spec["precision"] == ("fp16" if wanted.nproc <= 2 and has_fp16 else "fp32")  # on a T4
+    assert run.state.spec.precision == ("fp16" if wanted.nproc <= 2 and has_fp16 else "fp32")  # on a T4
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -109,7 +109,7 @@ def test_options_together_and_a_checkpoint_that_resumes(strategy, on_machine):
     if not spec(strategy, workload, options, **more):
         more["save_every"] = None
     first = check(warm_run(spec(strategy, workload, options, **more)), STEPS)
-    assert first.state.spec["precision"] == "bf16"
+    assert first.state.spec.precision == "bf16"
     if more["save_every"]:
         wanted = spec(strategy, workload, options, **more | {"steps": STEPS + 2, "resume": first.name})
         check(warm_run(wanted), 2, first=STEPS + 1)
