@@ -1,5 +1,5 @@
-"""Findings with NCCL's own messages: a communicator that fails, a collective that a rank does not join, and CUDA in a
-process that must not have it."""
+"""Findings of CUDA's and NCCL's own messages: a communicator that fails, and memory that runs out; and which processes
+initialise CUDA."""
 
 from __future__ import annotations
 
@@ -36,13 +36,6 @@ def failed(text: str, folder: Path):
 def test_nccl_fails_to_start(on_machine, tmp_path):
     on_machine("t4x2", nccl_error="socketStartConnect: Connect to 10.0.0.1<40001> failed : Connection refused")
     assert "NCCL failed" in failed("", tmp_path)
-
-
-def test_nccls_watchdog_ends_a_collective_that_a_rank_does_not_join(tmp_path):
-    said = failed(
-        "if rank == 0:\n    dist.all_reduce(tensor)\n    torch.cuda.synchronize()\ntime.sleep(60)\n", tmp_path
-    )
-    assert "NCCL's timeout" in said or "all_reduce" in said, said
 
 
 def test_out_of_memory(tmp_path):

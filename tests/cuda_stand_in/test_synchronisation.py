@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,21 +12,20 @@ from conftest import warm_run
 
 SCRIPT = Path(__file__).parent / "scripts" / "counting.py"
 WAITS, QUERIES, CREATED, DESTROYED, ASKED = slice(0, 3), 3, 4, 5, 6
-FIRST = 10  # steps after which nothing is new to the probe
+FIRST = 15  # steps after which nothing is new to the probe
 
 
 def counted(output: str) -> list[list[int]]:
-    """The counts of each step, from those since the start."""
+    """The counts of each step after the first ones."""
     (line,) = (line for line in output.splitlines() if line.startswith("counted "))
-    totals = json.loads(line.removeprefix("counted "))
-    return [[now - before for before, now in zip(*pair)] for pair in pairwise(totals)]
+    return json.loads(line.removeprefix("counted "))[FIRST:]
 
 
 @pytest.fixture(scope="module")
 def alone() -> list[list[int]]:
     """The counts of the script without the probe."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SCRIPT)]
-    return counted(subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout)
+    return counted(subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout)
 
 
 @pytest.fixture(scope="module")
@@ -39,16 +37,15 @@ def observed(warm_server, tmp_path_factory) -> list[list[int]]:
 
 
 def test_no_step_waits_for_the_device(alone, observed):
-    assert not any(sum(step[WAITS]) for step in alone[FIRST:])
-    assert not any(sum(step[WAITS]) for step in observed[FIRST:])
+    assert not any(sum(step[WAITS]) for step in alone)
+    assert not any(sum(step[WAITS]) for step in observed)
 
 
 def test_memory_is_not_queried_from_the_driver(observed):
-    assert not any(step[QUERIES] for step in observed[FIRST:])
-    assert max(step[ASKED] for step in observed[FIRST:]) <= 1
+    assert not any(step[QUERIES] for step in observed)
+    assert max(step[ASKED] for step in observed) <= 1
 
 
-def test_events_are_returned(observed):
-    """Of 40 steps as many events are destroyed as created, or they are used again."""
-    kept = [step[CREATED] - step[DESTROYED] for step in observed[FIRST:]]
-    assert abs(sum(kept)) <= 20
+def test_events_are_used_again(observed):
+    kept = sum(step[CREATED] - step[DESTROYED] for step in observed)
+    assert kept < len(observed) / 2  # a mark of each phase would be several per step

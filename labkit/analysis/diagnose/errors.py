@@ -52,8 +52,9 @@ def _says(state: RunState, known: KnownError, rank: int | None, text: str) -> bo
         return False
     if known.follows and state.failure is not None and rank != state.failure.rank:
         return False
-    if known.name == "nccl" and (_MEMORY.search(text) or PEER_GONE.search(text)):
-        return False  # NCCL also reports that memory ran out, and that a peer is gone
+    all_alike = state.failure is not None and len(state.failure.alike) == state.world_size
+    if known.name == "nccl" and (_MEMORY.search(text) or (PEER_GONE.search(text) and not all_alike)):
+        return False  # NCCL also reports that memory ran out, and that a peer is gone, which another rank explains
     return known.name != "collective_timeout" or next(hang(state), None) is None  # a hang has the line of each rank
 
 

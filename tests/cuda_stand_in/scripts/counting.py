@@ -38,12 +38,19 @@ def counting(query):
 
 for name in ("memory_stats", "memory_allocated", "mem_get_info"):
     setattr(torch.cuda, name, counting(getattr(torch.cuda, name)))
+
+
+def totals():
+    return [library.stand_in_calls(name.encode()) for name in CALLS] + [queries]
+
+
 for _ in range(60):
+    before = totals()
     optimizer.zero_grad()
     nn.functional.cross_entropy(model(inputs), targets).backward()
     optimizer.step()
-    steps.append([library.stand_in_calls(name.encode()) for name in CALLS] + [queries])
-torch.cuda.synchronize()
+    steps.append([now - then for then, now in zip(before, totals())])
+    torch.cuda.synchronize()  # or the host would run ahead of the device, and need more events
 if dist.get_rank() == 0:
     print("counted " + json.dumps(steps), flush=True)
 dist.destroy_process_group()
