@@ -34,11 +34,12 @@ class Link:
 @dataclass(frozen=True)
 class Accelerator:
     """One GPU. `flops` is the peak per second by precision (dense, without sparsity), `memory` in bytes, `bandwidth` of
-    the memory in bytes per second. `efficiency` is the fraction of the peak that the computation of a training step
-    reaches, a stated assumption. `reached` has the least and the most that single kernels reach: `products`, the
-    fraction of the peak in matrix products, `copies`, the fraction of the bandwidth in kernels that only move bytes,
-    and `launch`, the seconds of the shortest kernel. `sources` names the source of each figure; `driver` is how the
-    names begin that the driver has for it and for its variants with the same peak."""
+    the memory in bytes per second, `workspace` the bytes that PyTorch gives to each handle of cuBLAS. `efficiency`
+    is the fraction of the peak that the computation of a training step reaches, a stated assumption. `reached` has
+    the least and the most that single kernels reach: `products`, the fraction of the peak in matrix products,
+    `copies`, the fraction of the bandwidth in kernels that only move bytes, and `launch`, the seconds of the
+    shortest kernel. `sources` names the source of each figure; `driver` is how the names begin that the driver has
+    for it and for its variants with the same peak."""
 
     name: str
     flops: Mapping[str, float]
@@ -48,6 +49,7 @@ class Accelerator:
     reached: Mapping[str, tuple[float, float]]
     sources: Mapping[str, str] = field(repr=False)
     driver: str
+    workspace: int
 
     def peak(self, precision: str) -> float:
         """FLOP/s of a precision; `ValueError` if it has none for it."""
@@ -67,6 +69,9 @@ class Device:
     between: Link | None = None
 
 
+_MIB = 1 << 20
+BEFORE_HOPPER = 2 * 4 * _MIB + 8 * 16 * 1024  # in pieces of 4 MiB and 16 KiB
+WORKSPACES = BEFORE_HOPPER, 32 * _MIB  # PyTorch's default CUBLAS_WORKSPACE_CONFIG, the latter of pull request 120925
 _TUNING = "seconds per hop and the bandwidth of LL: NCCL, src/graph/tuning.cc, ncclTunerConstantsDefaults"
 _MEASURED = (
     "median of the hardware FLOPs utilisation of one node with FSDP at a sequence of 2,048 tokens, MosaicML LLM"
@@ -97,6 +102,7 @@ T4 = Accelerator(
         **_OF_KERNELS,
     },
     "Tesla T4",
+    BEFORE_HOPPER,
 )
 A100 = Accelerator(
     "NVIDIA A100 SXM 80 GB",
@@ -114,6 +120,7 @@ A100 = Accelerator(
         **_OF_KERNELS,
     },
     "NVIDIA A100",
+    BEFORE_HOPPER,
 )
 H100 = Accelerator(
     "NVIDIA H100 SXM 80 GB",
@@ -131,6 +138,7 @@ H100 = Accelerator(
         **_OF_KERNELS,
     },
     "NVIDIA H100 80GB HBM3",
+    32 * _MIB,
 )
 _PCIE3 = Link(
     "PCIe 3.0 x16",

@@ -71,15 +71,26 @@ class Estimate(TypedDict):
     source: Line
 
 
+class AllocatorPeak(TypedDict):
+    """The most that torch's caching allocator hands out and reserves in the first steps, if a workspace of cuBLAS has
+    `workspace` bytes."""
+
+    workspace: Bytes
+    allocated: Bytes
+    reserved: Bytes
+
+
 class PredictedClass(TypedDict):
     """Ranks that do the same work, the step of one of them, its traffic by operation, its collectives in order, and
-    the timeline of the slowest of them. On GPUs `estimates` are what comes on top of its peak."""
+    the timeline of the slowest of them. On GPUs its peak is that of the `allocator` for the workspaces of the machine,
+    and `estimates` are what comes on top of it."""
 
     ranks: Ranks
     timeline: NotRequired[PredictedTimeline]
     step: PredictedStep
     ops: dict[str, Operation]
     calls: Annotated[list[Called], Limits(most=1_000_000)]
+    allocator: NotRequired[list[AllocatorPeak]]
     estimates: NotRequired[list[Estimate]]
 
 
