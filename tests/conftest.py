@@ -22,6 +22,7 @@ from bootstrapping import place as place
 from building import forked_ranks as forked_ranks
 from building import forks as forks
 from packages import torchvision as torchvision
+from places import SCREENSHOTS
 
 from labkit.launch.warm import client
 from labkit.runs.handle import Run
@@ -36,7 +37,7 @@ gc.set_threshold(10_000, 10, 10)
 PATIENCE = 60.0  # seconds that a test waits for a server on a busy machine
 FAILED = pytest.StashKey[bool]()  # whether the function of a test raised
 START_TOO_SLOW = "[anywidget] Failed to initialize model."  # the panel then opens the widget again
-PICTURES = Path(__file__).parent / "screenshots"
+PICTURES = SCREENSHOTS
 # for a test whose cold round shows nothing that the cold round of another one does not show
 COLD_IS_SLOW = pytest.mark.parametrize("start", ["warm", pytest.param("cold", marks=pytest.mark.slow)], indirect=True)
 

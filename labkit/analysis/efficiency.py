@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from labkit.analysis.metrics import step_seconds, throughput
-from labkit.analysis.theory.flops import SIX_ND, tokens_of_a_sample
+from labkit.analysis.theory.states import SIX_ND, tokens_of_a_sample
 from labkit.common.units import significant
 from labkit.plan.spec import Spec
 from labkit.record.state import RunState, per_revision

@@ -6,8 +6,7 @@ import argparse
 import json
 
 from labkit.cli.shared import WIDE, Refused, console, say
-from labkit.course.glossary import find
-from labkit.course.terms import TERMS
+from labkit.course.glossary import TERMS, find
 
 
 def glossary(args: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from labkit.cli.parser import fields_of
 from labkit.cli.shared import Refused, find, say
 from labkit.common.arguments import shown
 from labkit.common.units import counted, size
-from labkit.engines import archive, portable, profiles
+from labkit.engines import archive, job_files, portable
 from labkit.plan.nodes import Node
 from labkit.runs.settling import with_ranks
 from labkit.setup.config import ConfigError
@@ -122,9 +122,9 @@ def portable_of(args: argparse.Namespace) -> portable.Portable:
     return portable.of_run(find(args.name), args.nodes)
 
 
-def profile_of(args: argparse.Namespace) -> profiles.Profile:
+def profile_of(args: argparse.Namespace) -> job_files.Profile:
     """The profile of the arguments."""
     try:
-        return profiles.profile(args.profile)
+        return job_files.profile(args.profile)
     except ConfigError as error:
         raise Refused(str(error)) from None

@@ -1,19 +1,58 @@
-"""The glossary: looking up a term, and finding terms in a text. `labkit glossary` prints it; handouts explain terms
-with it.
+"""The glossary: its terms, looking up a term, and finding terms in a text. `labkit glossary` prints it; handouts
+explain terms with it.
 
-The table of terms is in `labkit.course.terms`. Standard library only.
+The terms are in `glossary.json`: a definition stands alone, because it says what the symbols of its formula are.
+Standard library only.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Iterator
-
-from labkit.course.terms import TERMS, Term
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 _SEPARATORS = re.compile(r"[\s_-]+")
 _NEAR = 3  # terms that are suggested for an unknown one
+
+
+@dataclass(frozen=True)
+class Term:
+    """A term with its definition, as plain text.
+
+    `also` are other names of the same thing. `ordinary` are words that find the term, but that are not explained in
+    running text because they have other meanings there. `related` are names of other terms.
+    """
+
+    name: str
+    definition: str
+    related: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+    ordinary: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """The name with its synonyms in parentheses."""
+        return f"{self.name} ({', '.join(self.also)})" if self.also else self.name
+
+    def to_json(self) -> dict[str, Any]:
+        """The term as plain values."""
+        lists = {"also": list(self.also), "related": list(self.related)}
+        return {"term": self.name, "definition": self.definition, **lists}
+
+
+def _read() -> tuple[Term, ...]:
+    rows = json.loads(Path(__file__).with_name("glossary.json").read_text(encoding="utf-8"))
+    return tuple(
+        Term(**{name: tuple(value) if isinstance(value, list) else value for name, value in row.items()})
+        for row in rows
+    )
+
+
+TERMS = _read()
 
 
 def find(text: str) -> Term:

@@ -12,11 +12,8 @@ from zlib import error as ZlibError
 
 from labkit.common.arguments import shown
 from labkit.common.units import counted, size
+from labkit.engines.job_files import Profile, commands, sbatch, skypilot, trainjob
 from labkit.engines.portable import REQUIREMENTS, Portable
-from labkit.engines.profiles import Profile
-from labkit.engines.slurm import sbatch
-from labkit.engines.torchrun import commands
-from labkit.engines.yaml_files import skypilot, trainjob
 
 _DATE = (1980, 1, 1, 0, 0, 0)  # of all files: the same job is the same zip
 _MOST_FILES = 1_000

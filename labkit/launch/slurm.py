@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from labkit.engines.job_files import Launch, Profile, sbatch
 from labkit.engines.portable import Portable, per_node_of
-from labkit.engines.profiles import Profile
-from labkit.engines.slurm import Launch, sbatch
 from labkit.launch.job import Job
 from labkit.launch.local import probe_environment
 from labkit.launch.slurm_client import asked, cancel, is_batch_file, job_of

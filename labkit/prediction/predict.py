@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from labkit.analysis.theory import states, theory
-from labkit.analysis.theory.flops import six_nd
+from labkit.analysis.theory.states import six_nd
 from labkit.common.atomic import write_atomically
 from labkit.common.cache import user_cache
 from labkit.plan.spec import Spec

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from labkit.common.arguments import check_choice
+from labkit.engines.job_files import DEFAULT, Profile, profile, skypilot, trainjob
 from labkit.engines.portable import Portable, of_spec
-from labkit.engines.profiles import DEFAULT, Profile, profile
-from labkit.engines.yaml_files import skypilot, trainjob
 from labkit.launch import slurm
 from labkit.plan.spec import Spec
 from labkit.runs.handle import Run

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from labkit.analysis.theory import experts, replicas, sharded, split
+from labkit.analysis.theory import traffic
 from labkit.analysis.theory.pieces import Case, Flow
-from labkit.analysis.theory.replicas import bucket_numbers
 from labkit.analysis.theory.states import STATES, States, states
+from labkit.analysis.theory.traffic import bucket_numbers
 from labkit.plan.spec import Spec
 
 __all__ = ["STATES", "TRAFFIC", "Flow", "States", "bucket_numbers", "states", "theory"]
@@ -28,16 +28,16 @@ TRAFFIC: dict[str, Callable[[Case], Iterator[Flow]]] = {
     formula.__name__: formula
     for formula in (
         *(
-            replicas.threads,
-            replicas.gradients,
-            replicas.updated_parameters,
-            replicas.engine,
-            replicas.pseudo_gradients,
+            traffic.threads,
+            traffic.gradients,
+            traffic.updated_parameters,
+            traffic.engine,
+            traffic.pseudo_gradients,
         ),
-        *(sharded.units, sharded.rows, sharded.norms),
-        *(split.layers, split.norms_of_layers, split.stages, split.gradients_of_stages),
-        *(split.agreements, split.keys_and_values),
-        *(experts.vectors, experts.gradients_of_dense, experts.norms_of_experts),
+        *(traffic.units, traffic.rows, traffic.norms),
+        *(traffic.layers, traffic.norms_of_layers, traffic.stages, traffic.gradients_of_stages),
+        *(traffic.agreements, traffic.keys_and_values),
+        *(traffic.vectors, traffic.gradients_of_dense, traffic.norms_of_experts),
     )
 }
 

@@ -1,10 +1,4 @@
-"""Expected (analytical) bytes of model states per rank: parameters, gradients and AdamW's moments.
-
-All are stored in fp32 by the scripts of the lab, because mixed precision uses autocast or gathered copies: 4P + 4P + 8P
-bytes for the P parameters that a rank stores (`RECIPES`, without the 16-bit copies). Activations, gathered
-parameters, batch-norm buffers and communication buffers are not included. The formulas were verified against runs with
-torch 2.13.
-"""
+"""Expected (analytical) bytes of model states per rank, and the textbook estimate of a transformer's FLOPs."""
 
 from __future__ import annotations
 
@@ -15,8 +9,33 @@ from dataclasses import dataclass
 from functools import cache
 
 from labkit.analysis.theory.pieces import Case
-from labkit.analysis.theory.sharded import flats
+from labkit.analysis.theory.traffic import flats
 from labkit.plan.spec import Spec
+
+# ---- the textbook estimate of a transformer's floating-point operations, next to which a count can be put
+
+
+SIX_ND = "6·N·D for N parameters in the layers, without embeddings and head, and D tokens (Kaplan et al. 2020, table 1)"
+
+
+def six_nd(spec: Spec) -> int | None:
+    """FLOPs of forward and backward of a step as `SIX_ND` says, which omits attention's scores and the head; None for
+    a model that is not a dense transformer."""
+    tokens = tokens_of_a_sample(spec)
+    if tokens is None or spec.workload_row.mixture:
+        return None
+    _, *layers, _ = spec.workload_row.blocks(spec.options)
+    return 6 * sum(layer.size for layer in layers) * tokens * spec.global_batch
+
+
+def tokens_of_a_sample(spec: Spec) -> int | None:
+    """The positions of a sequence; None if the samples of a Spec are no sequences, or not known."""
+    row = spec.workload_row if spec.strategy else None
+    return row.transformer(spec.options).positions if row and row.transformer else None
+
+
+# ---- expected (analytical) bytes of model states per rank
+
 
 Shape = tuple[int, ...]
 

@@ -1,17 +1,203 @@
-"""What is required of an answer, as functions of the records of its ranks.
-
-Each raises `Wrong` with the name of the criterion, the rank, the step, what was expected and what was measured.
-"""
+"""How a solution is judged: its source, its launch on real ranks, and the criteria."""
 
 from __future__ import annotations
 
+import ast
+import builtins
+import dis
+import inspect
+import linecache
+import sys
+import tempfile
+import textwrap
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
 
+from labkit.common.arguments import shown
 from labkit.common.units import size
 from labkit.course.build.record import BACKWARD, COMPUTE, FORWARD, OUTSIDE, WAIT, Record
 from labkit.course.exercises import Wrong
-from labkit.course.pictures.schedules import order
+from labkit.course.pictures.pipeline import order
+from labkit.launch.job import LaunchError
+from labkit.plan.spec import Spec, SpecError
+from labkit.runs.handle import begin
+from labkit.setup.machine import Machine
+
+# ---- the source code of an answer
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+def source_of(answer: Any) -> str:
+    """A Python text that defines `answer` under its own name.
+
+    Definitions from the same notebook or module are copied; modules, and names imported from them, are imported.
+    Raises `Wrong` if the answer uses a value that cannot be written down, such as a tensor of the notebook.
+    """
+    pieces: dict[str, str] = {}
+    _add(answer.__name__, answer, answer.__module__, pieces)
+    return "\n\n".join(pieces.values()) + "\n"
+
+
+def _add(name: str, value: Any, home: str, pieces: dict[str, str]) -> None:
+    """Adds what defines `name`, after everything that it uses."""
+    if name in pieces:
+        return
+    if isinstance(value, ModuleType):
+        pieces[name] = f"import {value.__name__} as {name}"
+    elif _is_plain(value):
+        pieces[name] = f"{name} = {value!r}"
+    elif isinstance(value, (FunctionType, type)) and value.__module__ == home:
+        text = _definition(value)
+        pieces[name] = ""  # reserves the name: a function may call itself
+        names = vars(sys.modules[home])
+        for used in sorted(_global_names(compile(text, "answer", "exec", dont_inherit=True)) & names.keys()):
+            if not hasattr(builtins, used):
+                _add(used, names[used], home, pieces)
+        del pieces[name]
+        pieces[name] = text if value.__name__ == name else f"{text}\n\n\n{name} = {value.__name__}"
+    elif _is_importable(value):
+        pieces[name] = f"from {value.__module__} import {value.__name__} as {name}"
+    else:
+        raise Wrong(f"the answer uses {name}, a {type(value).__name__} of the notebook; create it inside the answer")
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)
+
+
+def _is_importable(value: Any) -> bool:
+    module = sys.modules.get(getattr(value, "__module__", None) or "")
+    return module is not None and getattr(module, getattr(value, "__name__", ""), None) is value
+
+
+def _definition(value: Any) -> str:
+    """The newest statement that defines a function or class, in the cell or file that it comes from."""
+    lines = linecache.getlines(_code(value).co_filename)
+    text = "".join(lines)
+    try:
+        found = [node for node in ast.walk(ast.parse(text)) if getattr(node, "name", None) == value.__name__]
+    except SyntaxError:  # a cell with magics, which IPython replaces before it compiles
+        found = []
+    found = [node for node in found if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    if not found:
+        raise Wrong(f"the source code of {value.__name__} was not found; define it with def or class in a cell")
+    node = found[-1]
+    first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+    return textwrap.dedent("".join(lines[first - 1 : node.end_lineno])).rstrip()
+
+
+def _code(value: Any) -> CodeType:
+    """The code of a function, or of any function of a class."""
+    if isinstance(value, FunctionType):
+        return inspect.unwrap(value).__code__
+    for each in vars(value).values():
+        function = getattr(each, "__func__", each)
+        if isinstance(function, FunctionType):
+            return inspect.unwrap(function).__code__
+    raise Wrong(f"the class {value.__name__} has no function; define its functions in the class itself")
+
+
+def _global_names(code: CodeType) -> set[str]:
+    """The names that a piece of code, or a function in it, looks up outside of itself."""
+    found = {each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return found.union(*(_global_names(each) for each in code.co_consts if isinstance(each, CodeType)))
+
+
+def solution(module: str, *names: str) -> str:
+    """The reference solution for teachers (markdown): these definitions of `solutions/<module>.py`, after the imports
+    and constants that they use."""
+    text = (Path(__file__).parent / "solutions" / f"{module}.py").read_text(encoding="utf-8")
+    nodes = ast.parse(text).body
+    chosen = [node for node in nodes if getattr(node, "name", None) in names]
+    used = {each.id for node in chosen for each in ast.walk(node) if isinstance(each, ast.Name)}
+    before = [node for node in nodes if _bound(node) & used]
+    pieces = ["\n".join(ast.unparse(node) for node in before)]
+    pieces += [ast.get_source_segment(text, node) or "" for node in chosen]
+    return "```python\n" + "\n\n\n".join(filter(None, pieces)) + "\n```"
+
+
+def _bound(node: ast.AST) -> set[str]:
+    """The names that an import or an assignment defines."""
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+    targets = node.targets if isinstance(node, ast.Assign) else ()
+    return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+# ---- runs an answer on CPU ranks, as an ordinary run with its own folder, and reads what the ranks recorded
+
+
+_LIMIT = 180.0  # seconds after which a run is stopped
+_SCRIPT = """\
+# An answer on {nproc} ranks: torchrun --standalone --nproc-per-node={nproc} train.py FOLDER
+import sys
+
+from labkit.course.build.ranks.entry import graded
+
+# ---- the answer
+{source}
+
+# ---- runs it, and writes what each rank recorded to FOLDER
+if __name__ == "__main__":
+    graded("{module}", "{trial}", {answer}, sys.argv[1])
+"""
+
+
+def check_class(answer: Any, what: str, parameters: Sequence[str]) -> None:
+    """Raises `Wrong` unless the answer is a class whose objects are created with these parameters; `what` completes
+    "the answer must be a class …"."""
+    if not isinstance(answer, type):
+        raise Wrong(f"the answer must be a class {what}, got {shown(answer)}")
+    _check_parameters(answer, parameters)
+
+
+def check_function(answer: Any, parameters: Sequence[str]) -> None:
+    """Raises `Wrong` unless the answer is a function that takes these parameters."""
+    if not inspect.isfunction(answer):
+        raise Wrong(f"the answer must be a function of ({', '.join(parameters)}), got {shown(answer)}")
+    _check_parameters(answer, parameters)
+
+
+def _check_parameters(answer: Any, parameters: Sequence[str]) -> None:
+    try:
+        inspect.signature(answer).bind(*parameters)
+    except (TypeError, ValueError):
+        raise Wrong(f"the answer must take ({', '.join(parameters)}), as in the starter code") from None
+
+
+def script_of(module: str, trial: str, answer: Any, nproc: int) -> str:
+    """The script that every rank runs. Raises `Wrong` if the source of the answer cannot be found."""
+    return _SCRIPT.format(nproc=nproc, source=source_of(answer), module=module, trial=trial, answer=answer.__name__)
+
+
+def records_of(module: str, trial: str, answer: Any, nproc: int) -> list[Record | None]:
+    """What each rank recorded; None for a rank that wrote nothing. All processes have ended when it returns."""
+    text = script_of(module, trial, answer, nproc)
+    with tempfile.TemporaryDirectory(prefix="labkit-answer-") as folder:
+        launch(text, nproc, Path(folder))
+        return [Record.read(Path(folder), rank) for rank in range(nproc)]
+
+
+def launch(text: str, nproc: int, folder: Path) -> None:
+    """Runs a script on `nproc` CPU ranks with `folder` as its argument, to its end. Its text is in the run folder."""
+    spec = Spec(script="answer.py", nproc=nproc, device="cpu", args=(str(folder),))
+    try:
+        run = begin(spec.on(Machine.here()), source=text, guesses=())
+    except (SpecError, LaunchError) as error:
+        raise Wrong(f"this machine cannot start the ranks of this exercise: {error}") from None
+    if not run.wait(_LIMIT).state.over:
+        run.stop()
+
+
+# ---- what is required of an answer, as functions of the records of its ranks
+
 
 TOLERANCE = 1e-5  # of a loss or gradient, against the reference on a single device; relative if that is larger than 1
 SLACK = 0.02  # of a number of bytes: padding, and numbers that are not part of the exercise

@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from labkit.course.build import criteria
-from labkit.course.build.launching import check_class, check_function, records_of
+from labkit.course.build.criteria import check_class, check_function, records_of, solution
 from labkit.course.build.record import Record
-from labkit.course.build.source import solution
 from labkit.course.exercises import Exercise
 
 _RANKS = 4

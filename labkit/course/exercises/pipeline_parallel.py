@@ -6,8 +6,8 @@ from typing import Any
 
 from labkit.course.exercises import Exercise, Wrong, require_function, result_of
 from labkit.course.exercises.own import finished
-from labkit.course.pictures.schedules import SCHEDULES, least
-from labkit.course.pictures.schedules import order as by_rule
+from labkit.course.pictures.pipeline import SCHEDULES, least
+from labkit.course.pictures.pipeline import order as by_rule
 
 _CASES = ((1, 2, 3), (0, 2, 4), (0, 4, 8), (1, 4, 8), (2, 4, 8), (3, 4, 8), (0, 4, 2))  # stage, stages, micro-batches
 _MAX_BUBBLE = 0.12  # fraction of the step

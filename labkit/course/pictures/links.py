@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from labkit.common.arguments import check_choice
 from labkit.common.units import counted, size
+from labkit.course.pictures.canvas import wide_layout
 from labkit.course.pictures.checked import checked
-from labkit.course.pictures.lanes import layout
 from labkit.figures import rank_colour
 from labkit.figures.as_plotly import as_figure
 from labkit.figures.colours import GRID, INK
@@ -45,7 +45,7 @@ def bandwidths() -> go.Figure:
     note = "modelled: GB/s per accelerator and direction; the figures of NCCL's own model"
     return as_figure(
         [bars],
-        layout("Links", note, 100 + 36 * len(shown))
+        wide_layout("Links", note, 100 + 36 * len(shown))
         | {
             "xaxis": {"type": "log", "title": {"text": "GB/s"}, "gridcolor": GRID, "range": [0.5, 3]},
             "yaxis": {"automargin": True},
@@ -83,7 +83,7 @@ def bus(operation: str = "all_reduce", machine: str = DEFAULT_MACHINE, devices: 
     note = f"modelled: {counted(devices, 'device')} on {counted(nodes, 'node')}; {row.title}"
     return as_figure(
         lines,
-        layout(f"Bus bandwidth of {operation}", note, 340)
+        wide_layout(f"Bus bandwidth of {operation}", note, 340)
         | {
             "xaxis": {
                 "type": "log",

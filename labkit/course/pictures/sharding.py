@@ -1,26 +1,214 @@
-"""Pictures of ZeRO and FSDP: what each rank stores, in bytes, and a step that gathers, computes and frees.
-
-Stages are numbered as in ZeRO (Rajbhandari et al. 2020): 0 shards nothing (DDP); 1 shards the optimizer state, 2 also
-the gradients, 3 also the parameters.
-"""
+"""Pictures of sharded states: what each rank stores, gathers and frees."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from labkit.common.arguments import check_choice
 from labkit.course.pictures.checked import checked
 from labkit.figures.as_plotly import as_figure, plain_look
-from labkit.figures.colours import GRID, INK, OWNERS
+from labkit.figures.colours import GRID, INK, OPERATIONS, OWNERS, PHASES
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
+from itertools import product
 
-from labkit.course.pictures.gathering import TITLE, gather_compute_drop
+from labkit.common.arguments import check_choice
 
 __all__ = ["ADAM", "STAGES", "bytes_by_ranks", "gather_compute_drop", "share", "who_holds_what"]
+
+# ---- A step of FSDP
+
+
+TITLE = {"x": 0, "xref": "container", "xanchor": "left", "pad": {"l": 8}, "font": {"size": 13}}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A unit's turn in forward or backward. Times are in the unit of the model; None if the operation does not
+    happen."""
+
+    unit: int
+    phase: str
+    gather: tuple[float, float] | None
+    compute: tuple[float, float]
+    scatter: tuple[float, float] | None
+
+
+GATHER, FORWARD, BACKWARD, SCATTER = 1.0, 2.0, 4.0, 1.0  # modelled durations for one unit
+
+
+@checked
+def turns(units: int, reshard: bool = True, prefetch: int = 1) -> list[Turn]:
+    """A model of an FSDP step with two streams: units are gathered sequentially, `prefetch` of them in advance.
+
+    An all-gather starts when the turn `prefetch` + 1 before its own is over, but not before its unit has been freed. A
+    reduce-scatter starts when the backward of its unit is over.
+    """
+    order = [(unit, "forward") for unit in range(units)] + [(unit, "backward") for unit in reversed(range(units))]
+    done: list[Turn] = []
+    gathered = scattered = 0.0
+    for number, (unit, phase) in enumerate(order):
+        computed, earlier = (
+            done[back].compute[1] if back >= 0 else 0.0 for back in (number - 1, number - 1 - prefetch)
+        )
+        gather = scatter = None
+        if phase == "forward" or reshard:
+            freed = max((turn.compute[1] for turn in done if turn.unit == unit), default=0.0)
+            start = max(gathered, earlier, freed)
+            gather = start, start + GATHER
+            gathered = gather[1]
+        begin = max(computed, gathered)
+        compute = begin, begin + (FORWARD if phase == "forward" else BACKWARD)
+        if phase == "backward":
+            start = max(scattered, compute[1])
+            scatter = start, start + SCATTER
+            scattered = scatter[1]
+        done.append(Turn(unit, phase, gather, compute, scatter))
+    return done
+
+
+@checked
+def whole(step: Sequence[Turn], reshard: bool = True) -> list[tuple[int, float, float]]:
+    """The intervals in which a unit's parameters are whole on a rank: (unit, start, end)."""
+    last = {turn.unit: turn.compute[1] for turn in step}
+    return [
+        (turn.unit, turn.gather[0], turn.compute[1] if reshard else last[turn.unit]) for turn in step if turn.gather
+    ]
+
+
+@checked
+def gather_compute_drop(units: int = 6, ranks: int = 4, reshard: bool = True, prefetch: int = 1) -> go.Figure:
+    """A modelled FSDP step on one rank: communication and computation, which units are whole, and the parameters in
+    memory.
+
+    All units have the same size. `reshard=False` keeps parameters from forward to backward; `prefetch` units are
+    gathered in advance. Raises `ValueError` if a number is too small.
+    """
+    step = turns(units, reshard, prefetch)
+    held = whole(step, reshard)
+    end = max(turn.scatter[1] for turn in step if turn.scatter)
+    times, gathered = _gathered(held, units, end)
+    most = 1 / ranks + max(gathered)
+    curves = [_area("own shards", OWNERS["parameters"], times, [1 / ranks] * len(times))]
+    curves.append(_area("gathered", OPERATIONS["all_gather"], times, gathered))
+    border = {
+        "type": "line",
+        "xref": "paper",
+        "x0": 0,
+        "x1": 1,
+        "yref": "y2",
+        "y0": 1,
+        "y1": 1,
+        "line": {"color": INK, "dash": "dash"},
+    }
+    note = {
+        "text": "all parameters, as in DDP",
+        "xref": "paper",
+        "x": 1,
+        "xanchor": "right",
+        "yref": "y2",
+        "y": 1,
+        "yanchor": "bottom",
+    }
+    lanes = ["all-gather", "compute", "reduce-scatter", *(f"unit {unit + 1}" for unit in range(units))]
+    plain = {"showgrid": False, "zeroline": False}
+    title = f"An FSDP step on one of {ranks} ranks: at most {most:.0%} of the parameters in memory (modelled)"
+    return as_figure(
+        _lanes(step, held, units, ranks, end) + curves,
+        plain_look(12)
+        | {
+            "title": {"text": title, **TITLE},
+            "barmode": "overlay",
+            "height": 300 + 30 * (3 + units),
+            "shapes": [border],
+            "annotations": [note | {"showarrow": False, "font": {"size": 11}}],
+            "xaxis": (
+                {
+                    "title": {
+                        "text": f"time (per unit: all-gather {GATHER:g}, forward {FORWARD:g}, backward {BACKWARD:g})"
+                    }
+                }
+                | {"range": [0, end], "anchor": "y2", "gridcolor": GRID, "zeroline": False}
+            ),
+            "yaxis": (
+                {
+                    "tickvals": [*range(len(lanes))],
+                    "ticktext": lanes,
+                    "range": [len(lanes) - 0.5, -0.5],
+                    "domain": [0.38, 1],
+                }
+                | plain
+            ),
+            "yaxis2": (
+                {"title": {"text": "parameters in memory"}, "tickformat": ".0%", "range": [0, max(1.25, 1.1 * most)]}
+                | {"domain": [0, 0.3], "gridcolor": GRID, "zeroline": False}
+            ),
+            "legend": {"orientation": "h", "y": -0.17, "x": 0, "traceorder": "normal"},
+            "margin": {"l": 100, "r": 10, "t": 34, "b": 70},
+        },
+    )
+
+
+def _lanes(
+    step: Sequence[Turn], held: Sequence[tuple[int, float, float]], units: int, ranks: int, end: float
+) -> list[dict[str, Any]]:
+    """The bars: communication, computation, and below them one lane per unit, which always contains its shard."""
+    data = [
+        _spans("all-gather", OPERATIONS["all_gather"], [(0, turn.unit, *turn.gather) for turn in step if turn.gather])
+    ]
+    for phase in ("forward", "backward"):
+        data.append(
+            _spans(phase, PHASES[phase], [(1, turn.unit, *turn.compute) for turn in step if turn.phase == phase])
+        )
+    scatters = [(2, turn.unit, *turn.scatter) for turn in step if turn.scatter]
+    data.append(_spans("reduce-scatter", OPERATIONS["reduce_scatter"], scatters))
+    quiet = {"showlegend": False, "textposition": "none"}
+    data.append(
+        _spans("gathered", OPERATIONS["all_gather"], [(3 + unit, unit, start, stop) for unit, start, stop in held])
+        | quiet
+    )
+    shards = [(3 + unit, unit, 0.0, end) for unit in range(units)]
+    data.append(_spans("own shard", OWNERS["parameters"], shards) | quiet | {"width": 0.8 / ranks})
+    return data
+
+
+def _area(name: str, colour: str, times: Sequence[float], shares: Sequence[float]) -> dict[str, Any]:
+    """One component of the memory over time; the components are stacked."""
+    look = {"stackgroup": "held", "fillcolor": colour, "line": {"shape": "hv", "color": colour, "width": 0.5}}
+    words = {"name": name, "hovertemplate": f"{name}: %{{y:.0%}} of the parameters<extra></extra>"}
+    return {"type": "scatter", "mode": "lines", "x": [*times], "y": [*shares], "yaxis": "y2", **look, **words}
+
+
+def _gathered(held: Sequence[tuple[int, float, float]], units: int, end: float) -> tuple[list[float], list[float]]:
+    """Times, and the fraction of all parameters that is gathered from each time on, in addition to the rank's own
+    shards."""
+    times = sorted({0.0, end, *(moment for _, start, stop in held for moment in (start, stop))})
+    return times, [sum(start <= time < stop for _, start, stop in held) / units for time in times]
+
+
+def _spans(name: str, colour: str, spans: Sequence[tuple[int, int, float, float]]) -> dict[str, Any]:
+    """Bars for intervals: (lane, unit, start, end)."""
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": name,
+        "y": [lane for lane, *_ in spans],
+        "base": [start for *_, start, _ in spans],
+        "x": [stop - start for *_, start, stop in spans],
+        "width": 0.8,
+        "text": [str(unit + 1) for _, unit, *_ in spans],
+        "textposition": "inside",
+        "textangle": 0,
+        "insidetextanchor": "middle",
+        "marker": {"color": colour, "line": {"color": INK, "width": 0.6}},
+        "hovertemplate": f"{name}, unit %{{text}}<extra></extra>",
+    }
+
+
+# ---- pictures of ZeRO and FSDP
+
 
 STAGES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 

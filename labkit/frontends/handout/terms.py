@@ -8,8 +8,7 @@ from collections.abc import Callable
 from bs4 import BeautifulSoup, NavigableString, Tag
 
 from labkit.common.text import escape
-from labkit.course.glossary import mentions
-from labkit.course.terms import Term
+from labkit.course.glossary import Term, mentions
 
 _UNMARKED = (
     *("a", "abbr", "button", "code", "kbd", "math", "pre", "samp", "summary", "svg", "th"),

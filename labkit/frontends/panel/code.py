@@ -8,7 +8,7 @@ from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import DiffLexer, PythonLexer
 
-from labkit.engines.torchrun import PORT
+from labkit.engines.job_files import PORT
 from labkit.frontends.panel.handshake import HandshakeWidget, program
 from labkit.frontends.panel.words import sentence_html
 from labkit.plan.commands import node_commands

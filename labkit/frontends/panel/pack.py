@@ -11,8 +11,8 @@ import ipywidgets
 from labkit.common.text import escape
 from labkit.common.units import size
 from labkit.engines import archive
+from labkit.engines.job_files import profile
 from labkit.engines.portable import of_run, of_spec
-from labkit.engines.profiles import profile
 from labkit.frontends.panel.words import sentence_html
 from labkit.plan.spec import Spec
 from labkit.record.replay import Recording

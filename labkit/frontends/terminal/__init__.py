@@ -1,15 +1,17 @@
 """The terminal front end: draws a RunState with rich, and shows the same facts as the panel."""
 
-from labkit.frontends.terminal.lists import (
+from labkit.frontends.terminal.views import (
     advice_tables,
     comparison,
     leases_table,
+    line,
     prediction_table,
     runs_table,
     scaling_tables,
+    view,
+    watch,
+    watch_comparison,
 )
-from labkit.frontends.terminal.one_run import line, view
-from labkit.frontends.terminal.watching import watch, watch_comparison
 
 __all__ = [
     "advice_tables",

@@ -1,0 +1,398 @@
+"""The expected traffic of every strategy: replicas, sharded parameters, a model that is split, and experts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from labkit.analysis.theory.pieces import Case, Flow, flow_of, scalars, scattered
+from labkit.training.rows import Transformer
+from labkit.training.shapes import Module
+
+# ---- the expected traffic of replicas
+
+
+# bytes of parameters that stay gathered under DeepSpeed's stage3_max_live_parameters and stage3_max_reuse_distance
+_KEPT = 4 * 10**9
+
+
+def threads(case: Case) -> Iterator[Flow]:
+    """`nn.DataParallel`: device 0 takes part in all traffic, and keeps its own part."""
+    samples, others = case.batch * case.n, case.n - 1
+    unseen = "copies from device 0 within its process are not measured"
+    inputs = case.spec.data_row.input_bytes(case.options)
+    for op, size, formula in (
+        ("scatter", case.batch * inputs * others, "(n−1)/n · inputs"),
+        ("broadcast", case.size * others, "(n−1) · 4P"),
+    ):
+        yield Flow(op, size, formula, ((-size, unseen),))
+    logits = (2 if case.half else 4) * case.outputs[-1][0]
+    yield Flow("gather", others / case.n * samples * logits, "(n−1)/n · logits")
+    yield Flow("reduce", case.size * others, "(n−1) · 4P")
+
+
+def gradients(case: Case) -> Iterator[Flow]:
+    """DDP (Li et al. 2020) all-reduces every gradient once; PowerSGD (Vogels et al. 2019) the factors of a matrix, from
+    step 3 on.
+    """
+    compression = case.options.get("compression", "none")
+    if compression == "powersgd" and case.step > 2:
+        yield flow_of("all_reduce", 4 * sum(map(_low_rank, case.shapes)), case.n, "4·(rows + columns + vectors)")
+    elif compression == "fp16":
+        yield flow_of("all_reduce", case.size / 2, case.n, "2P")
+    else:
+        yield flow_of("all_reduce", case.size, case.n, f"4{case.letter}")
+    if case.options.get("join"):
+        yield scalars("join() counts the ranks that still have batches", 8, case.n)
+    if case.norms:  # two numbers per channel, and a count of batches
+        buffers = sum(8 * channels + 8 for channels in case.norms)
+        yield flow_of(
+            "broadcast",
+            0,
+            case.n,
+            "",
+            more={"DDP broadcasts the batch-norm buffers of rank 0 before each step": buffers},
+        )
+    if case.step == (3 if case.options.get("static_graph") else 2):
+        order = 4 * (len(case.shapes) + 1 + _buckets(case))
+        yield flow_of(
+            "broadcast", 0, case.n, "", more={"DDP rebuilds its buckets once, and rank 0 broadcasts the layout": order}
+        )
+
+
+def _buckets(case: Case) -> int:
+    """The number of gradient buckets."""
+    gradients = [4 * math.prod(shape) for shape in reversed(case.shapes)]
+    bucket_mb = case.spec.strategy_row.constants(case.spec).get("BUCKET_MB", case.options.get("bucket_mb", 0))
+    return 1 + max(bucket_numbers(gradients, bucket_mb))
+
+
+def bucket_numbers(gradients: Iterable[int], bucket_mb: float) -> Iterator[int]:
+    """The number of the DDP bucket that each gradient is in, from 0. `gradients` are their bytes, those of the last
+    parameter first.
+
+    A bucket is closed as soon as it is full (Li et al. 2020, section 3.2.2). `bucket_mb` is its size in MiB; 0 is
+    torch's default, 1 MiB for the first bucket and 25 MiB for the others.
+    """
+    number = filled = 0
+    for size in gradients:
+        yield number
+        filled += size
+        if filled >= (bucket_mb or (25 if number else 1)) * 2**20:
+            number, filled = number + 1, 0
+
+
+def _low_rank(shape: tuple[int, ...]) -> int:
+    """Elements that PowerSGD of rank 1 sends for a parameter: rows + columns of its matrix, if that is less than half
+    of all.
+    """
+    rows, columns = shape[0], math.prod(shape[1:])
+    return rows + columns if 2 * (rows + columns) < rows * columns else rows * columns
+
+
+def pseudo_gradients(case: Case) -> Iterator[Flow]:
+    """DiLoCo (Douillard et al. 2023, algorithm 1): an all-reduce of all parameters in every k-th step; the formula is
+    the mean over k steps."""
+    every = case.options["sync_every"]
+    mean = flow_of("all_reduce", case.size / every, case.n, "4P/k")
+    sent = 0 if case.step % every else every * mean.theory
+    if sent != mean.theory:
+        why = f"all of it is sent in every step that is a multiple of {every}, and nothing in the others"
+        mean = replace(mean, extra=((sent - mean.theory, why),))
+    yield mean
+
+
+def updated_parameters(case: Case) -> Iterator[Flow]:
+    """ZeroRedundancyOptimizer broadcasts each tensor from the rank that updated it."""
+    yield flow_of("broadcast", case.size, case.n, "4P")
+
+
+def engine(case: Case) -> Iterator[Flow]:
+    """ZeRO (Rajbhandari et al. 2020, section 7): stages 1 and 2 reduce-scatter gradients and all-gather parameters,
+    stage 3 gathers twice.
+    """
+    size, what = case.size, "4P"
+    if case.half:
+        size, what = case.size - 2 * sum(block.multiplied for block in case.blocks), "(2M + 4(P − M))"
+    gradients = flow_of("reduce_scatter", size, case.n, what)
+    if case.options["stage"] < 3:
+        twice = (gradients.theory, "DeepSpeed reduces whole buckets with all-reduce")
+        yield replace(gradients, op="all_reduce", formula=f"reduce-scatter {gradients.formula}", extra=(twice,))
+        filled = 4 * (-(case.size // 4) % (2 * case.n))
+        yield flow_of(
+            "all_gather", case.size, case.n, "4P", more={"DeepSpeed pads to a multiple of 2n elements": filled}
+        )
+        yield scalars("the norm of all gradients", 4, case.n)
+        return
+    padded = 4 * sum(-math.prod(shape) % case.n for shape in case.shapes)
+    why = "DeepSpeed pads every tensor to a multiple of the number of ranks"
+    yield scattered(case, flow_of("reduce_scatter", size, case.n, what, more={why: padded}))
+    kept = case.size if case.size <= _KEPT else 0
+    more = {
+        "DeepSpeed keeps parameters gathered from forward to backward, so they are gathered only once": -kept / 2,
+        why: padded if not kept else padded / 2,
+    }
+    yield flow_of("all_gather", case.size, case.n, "4P", more=more, times=2)
+    yield scalars("the norm of all gradients", 8, case.n)
+    if case.step == 2:
+        order = 8 * (3 + case.spec.workload_row.visited(case.options) + 4 * len(case.shapes))
+        agreed = {"DeepSpeed checks once that all ranks agree on the order of modules and parameters": order}
+        yield flow_of("broadcast", 0, case.n, "", more=agreed)
+
+
+# ---- the expected traffic of sharded parameters
+
+
+def rows(case: Case) -> Iterator[Flow]:
+    """FSDP2: all-gather before forward, and before backward if resharded after forward; reduce-scatter of gradients."""
+    shards, replicas, columns = case.shards, case.replicas, case.rows
+    padded = 4 * sum(-shape[0] % shards * math.prod(shape[1:]) for shape in case.shapes)
+    why, share = "FSDP2 pads the rows of every parameter to a multiple of the number of shards", 2 if case.half else 1
+    times = case.parts * (2 if case.options.get("reshard_after_forward") else 1)
+    what, more = f"{4 // share}{case.letter}", {why: padded / share}
+    yield flow_of("all_gather", case.size / share, shards, what, replicas * columns, more, times)
+    yield from reduced(case, shards, replicas, {why: padded}, columns)
+
+
+def norms(case: Case) -> Iterator[Flow]:
+    """The gradient norm of each sharded tensor."""
+    if case.options["clip_norm"]:
+        size = 4 * len(case.shapes)
+        yield scalars("the norms of all gradients", size, case.shards, case.replicas * case.rows)
+
+
+def reduced(case: Case, shards: int, replicas: int, padded: Mapping[str, float], columns: int = 1) -> Iterator[Flow]:
+    """Gradients: reduce-scatter over the shards, then all-reduce of each shard over the replicas."""
+    what = f"4{case.letter}"
+    yield scattered(case, flow_of("reduce_scatter", case.size, shards, what, replicas * columns, padded, case.parts))
+    if replicas > 1:
+        smaller = {why: size / shards for why, size in padded.items()}
+        flow = flow_of("all_reduce", case.size / shards, replicas, f"{what}/s", shards * columns, smaller, case.parts)
+        yield replace(flow, formula=flow.formula.replace("(n−1)/n", "(r−1)/r"))
+
+
+def units(case: Case) -> Iterator[Flow]:
+    """FSDP1 (Zhao et al. 2023): each unit is a flat parameter; the root unit stays gathered from forward to
+    backward."""
+    replicas, found = case.options["replicas"], units_of(case)
+    shards = case.n // replicas
+    sizes = [4 * numbers for numbers in flats(case, shards)]
+    padded = {
+        "FSDP1 aligns tensors to 16 bytes and pads each unit to a multiple of the number of ranks": (
+            sum(sizes) - case.size
+        )
+    }
+    if case.options["sharding"] == "NO_SHARD":
+        yield flow_of("all_reduce", case.size, case.n, "4P", more=padded, times=case.parts)
+    elif case.options["sharding"] == "SHARD_GRAD_OP":
+        yield flow_of("all_gather", case.size, shards, "4P", replicas, padded, case.parts)
+        yield from reduced(case, shards, replicas, padded)
+    else:
+        more = padded | {"the root unit is gathered only once": -sizes[-1] / 2}
+        if case.again:
+            again = sum(size for unit, size in zip(found[:-1], sizes) if unit.again)
+            more["units within a block are gathered again to recompute its activations"] = again / 2
+        yield flow_of("all_gather", case.size, shards, "4P", replicas, more, 2 * case.parts)
+        yield from reduced(case, shards, replicas, padded)
+    if case.options["clip_norm"]:
+        yield scalars("the norm of all gradients", 4, shards, replicas)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One unit (flat parameter) of FSDP1. `again`: activation checkpointing of the block around it gathers it once
+    more.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    again: bool = False
+
+
+def units_of(case: Case) -> list[Unit]:
+    """The units of FSDP1's size-based policy, the root unit last.
+
+    Recomputation of a block stops as soon as no activation is missing: a unit at the end of the block, as in gpt, is
+    still gathered then. The outputs of experts are combined after the last of them.
+    """
+    least, units = case.options["min_parameters"], []
+
+    def wrap(module: Module, inside: bool, ends: bool) -> tuple[tuple[int, ...], ...]:
+        """Makes units of modules that are large enough; returns the shapes left to the enclosing unit."""
+        if module.size < least:
+            return module.parameters
+        left = module.shapes
+        for inner in module.inside:
+            left += wrap(inner, True, ends and inner is module.inside[-1] and not inner.experts)
+        if sum(map(math.prod, left)) < least:
+            return left
+        units.append(Unit(left, inside and not ends))
+        return ()
+
+    whole, ends = sum(block.size for block in case.blocks) >= least, case.spec.workload_row.ends_in_layer
+    left = [wrap(block, False, ends) if whole else block.parameters for block in case.blocks]
+    return [*units, Unit(tuple(shape for those in left for shape in those))]
+
+
+def flats(case: Case, shards: int) -> list[int]:
+    """Elements of FSDP1's flat parameters in `shards` shards, including padding; the root unit is last."""
+    return [_flat(unit, shards) for unit in units_of(case)]
+
+
+def _flat(unit: Unit, ranks: int) -> int:
+    """Elements of a flat parameter: each tensor starts at a multiple of four, and the total is a multiple of
+    `ranks`."""
+    total = 0
+    for shape in unit.shapes:
+        total += -total % 4 + math.prod(shape)
+    return total + -total % ranks
+
+
+# ---- the expected traffic of a model that is split
+
+
+def layers(case: Case) -> Iterator[Flow]:
+    """Tensor parallelism (Shoeybi et al. 2019, section 3): one all-reduce per direction after each pair of split
+    matrices.
+    """
+    groups, wide, row = case.n // case.rows // case.pipes, 2 if case.half else 4, case.spec.workload_row
+    if row.transformer:
+        yield from _of_transformer(case, row.transformer(case.options), groups, wide)
+        return
+    sums = " + ".join(map(str, row.partial_sums))
+    what = f"{wide}·B·({sums})" if len(row.partial_sums) > 1 else f"{wide}·B·{sums}"
+    again = wide * case.batch * row.recomputed_sums if case.again else 0
+    more = {"recomputing a layer's activations repeats the all-reduce of its partial sums": again}
+    yield flow_of("all_reduce", wide * case.batch * sum(row.partial_sums), case.rows, what, groups, more)
+
+
+def _of_transformer(case: Case, model: Transformer, groups: int, wide: int) -> Iterator[Flow]:
+    layers, width, positions = model.layers, model.width, case.batch * model.positions
+    vectors, what = wide * positions * width, f"{wide}·B·T·d"
+    if case.options["sequence_parallel"]:
+        yield from _sequence_split(case, model, groups, vectors, what)
+    else:
+        more = {
+            "gradients of query, key and value inputs are all-reduced separately": 2 * layers * vectors,
+            "recomputing the attention repeats the all-reduce of its partial sums": (
+                layers * vectors if case.again else 0
+            ),
+            "autocast keeps the gradients of cast tensors in fp32": (4 * layers + 1) * vectors if case.cast else 0,
+        }
+        yield flow_of("all_reduce", (4 * layers + 1) * vectors, case.rows, f"{what}·(4L + 1)", groups, more)
+    if case.options.get("loss_parallel"):
+        yield flow_of("all_reduce", 3 * 4 * positions, case.rows, "3·4·B·T", groups)
+    else:
+        yield flow_of("all_gather", wide * positions * model.vocabulary, case.rows, f"{wide}·B·T·V", groups)
+
+
+def _sequence_split(case: Case, model: Transformer, groups: int, vectors: int, what: str) -> Iterator[Flow]:
+    """Sequence parallelism (Korthikanti et al. 2022, section 4.2.2): an all-reduce becomes a reduce-scatter and an
+    all-gather."""
+    layers, width = model.layers, model.width
+    again, cast = layers if case.again else 0, vectors if case.cast else 0
+    gathered = {
+        "the inputs of MLPs and of the head are gathered again for their weight gradients": (layers + 1) * vectors,
+        "recomputing a layer's activations repeats its all-gathers": 2 * again * vectors,
+        "autocast casts only after the all-gather before attention, and not the gradients of the embedding": (
+            (layers + 1 + again) * cast
+        ),
+    }
+    yield flow_of("all_gather", (4 * layers + 2) * vectors, case.rows, f"{what}·(4L + 2)", groups, gathered)
+    sent_back = {
+        "recomputing a layer's activations repeats its reduce-scatter": again * vectors,
+        "autocast keeps the gradients of cast tensors in fp32": (2 * layers + 1) * cast,
+    }
+    yield scattered(
+        case, flow_of("reduce_scatter", (4 * layers + 1) * vectors, case.rows, f"{what}·(4L + 1)", groups, sent_back)
+    )
+    # FSDP2 reduces the gradients of norms itself; otherwise each operation that needs them does: three in AdamW, and
+    # the clipping.
+    norms = 4 * 2 * width * (2 * layers + 1)
+    times = 1 if case.spec.strategy_row.wrapper == "FSDP" else 4 if case.options["clip_norm"] else 3
+    yield scalars("gradients of norms, reduced by each operation that needs them", times * norms, case.rows, groups)
+
+
+def norms_of_layers(case: Case) -> Iterator[Flow]:
+    """The gradient norm of each tensor of the split layers."""
+    if case.options["clip_norm"]:
+        groups = case.n // case.rows // case.pipes
+        yield scalars("the gradient norms of split layers", 4 * case.cut, case.rows, groups)
+
+
+def stages(case: Case) -> Iterator[Flow]:
+    """A pipeline (Huang et al. 2019): the output of a stage is sent to the next, if another rank holds it, and its
+    gradient is sent back."""
+    inner = [stage for stage in range(1, len(case.stages) - 1) if case.holder(stage) != case.holder(stage - 1)]
+    behind = [case.outputs[case.stages[stage] - 1] for stage in inner]
+    wide = 2 if case.half and not (case.cast and case.spec.workload_row.wide_outputs) else 4
+    lanes = case.n // case.pipes
+    numbers = sum(size / case.rows if split else size for size, split in behind)
+    total = 2 * wide * case.batch * numbers * lanes
+    yield Flow("send", total, f"2 · {wide}·B·A per pipeline, A elements per sample between stages")
+
+
+def gradients_of_stages(case: Case) -> Iterator[Flow]:
+    """DDP between pipelines: an all-reduce of the gradients of each stage."""
+    used = {"DDP all-reduces the bitmap of used parameters": 4 * len(case.shapes)}
+    yield flow_of("all_reduce", case.size, case.n // case.pipes, f"4{case.letter}", more=used)
+
+
+def agreements(case: Case) -> Iterator[Flow]:
+    """Scalars on which the pipeline stages agree."""
+    if case.options["clip_norm"]:
+        yield scalars("the norm of all gradients", 4, case.pipes, case.n // case.pipes)
+    if case.spec.precision == "fp16":
+        yield scalars("whether a gradient overflowed", 4, case.n)
+
+
+def keys_and_values(case: Case) -> Iterator[Flow]:
+    """Context parallelism. As Llama 3 was trained (2024, section 3.3.2): all-gather of keys and values, reduce-scatter
+    of their gradients. Around a ring (Liu et al. 2023): every rank sends each of them n − 1 times, and so the
+    gradients. Ulysses (Jacobs et al. 2023, section 3.2): an all-to-all of query, key, value and output, and of their
+    gradients.
+    """
+    model, wide = case.spec.workload_row.transformer(case.options), 2 if case.half else 4
+    both = 2 * wide * model.layers * case.batch * model.positions * model.width
+    what = f"2·{wide}·L·B·T·d"
+    if case.options["method"] == "ring":
+        sent, why = (case.n - 1) * both, "recomputing a layer's activations sends its keys and values again"
+        yield Flow("send", 2 * sent, f"2(n−1)/n · {what} per rank", ((sent if case.again else 0, why),))
+        return
+    if case.options["method"] == "ulysses":
+        part, why = both / 2 / case.n, "recomputing a layer's activations repeats its exchanges"
+        more = {why: 4 * part if case.again else 0}
+        yield flow_of("all_to_all", 8 * part, case.n, f"8·{wide}·L·B·T·d/n", more=more)
+        return
+    again = {"recomputing a layer's activations repeats its all-gather": both if case.again else 0}
+    yield flow_of("all_gather", both, case.n, what, more=again)
+    yield scattered(case, flow_of("reduce_scatter", both, case.n, what))
+
+
+# ---- the expected traffic of expert parallelism
+
+
+def vectors(case: Case) -> Iterator[Flow]:
+    """Expert parallelism (Lepikhin et al. 2020, section 3.3.2): each layer sends the slots of all experts to their
+    ranks and the outputs back, and in backward the gradients of both."""
+    model, wide = case.spec.workload_row.mixture(case.options), 2 if case.half else 4
+    slots = wide * model.layers * case.batch * model.experts * model.slots * model.width
+    again = {"recomputing a layer's activations sends its vectors again": 2 * slots if case.again else 0}
+    yield flow_of("all_to_all", 4 * slots, case.n, f"4L · {wide}·B·E·C·d", more=again)
+
+
+def gradients_of_dense(case: Case) -> Iterator[Flow]:
+    """The parameters outside of the experts, D in number: replicated by DDP, or sharded by FSDP2."""
+    yield from rows(case.without_experts()) if _sharded(case) else gradients(case.without_experts())
+
+
+def norms_of_experts(case: Case) -> Iterator[Flow]:
+    """The norm of the gradients of all experts, and of each sharded tensor."""
+    if case.options["clip_norm"]:
+        yield scalars("the norm of the gradients of all experts", 4, case.n)
+    if _sharded(case):
+        yield from norms(case.without_experts())
+
+
+def _sharded(case: Case) -> bool:
+    return bool(case.options["dense"] == "sharded")

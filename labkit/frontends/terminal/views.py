@@ -1,0 +1,466 @@
+"""What a terminal shows: lists of runs, one run, and a run that is watched until it ends."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from rich.console import ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
+from rich.measure import Measurement
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from labkit.analysis.comparison import HEADS, Row, cells, recorded_elsewhere, sentences
+from labkit.analysis.diagnose import Finding, findings
+from labkit.analysis.efficiency import efficiency
+from labkit.analysis.guess import sentences as predicted
+from labkit.analysis.ledger import ledger
+from labkit.analysis.metrics import (
+    gil_wait,
+    phase_seconds,
+    rank_throughput,
+    replica_figures,
+    seconds_left,
+    step_seconds,
+)
+from labkit.common.text import visible_line, visible_log
+from labkit.common.units import sizes
+from labkit.figures.advice import HEADS as ADVICE_HEADS
+from labkit.figures.advice import MISFIT_HEADS, Advised
+from labkit.figures.colours import PHASES as PHASE_COLOURS
+from labkit.figures.colours import rank_colour
+from labkit.figures.prediction import Prediction
+from labkit.figures.profiled import timeline
+from labkit.figures.scaling import Scaled
+from labkit.frontends.console import Console
+from labkit.launch.leases import Ticket, devices, duration
+from labkit.record.columns import RankState
+from labkit.record.events import PHASES
+from labkit.record.folder import RunFolder
+from labkit.record.follow import Source, polled
+from labkit.record.startup import in_words, is_starting, newest
+from labkit.record.startup import table as startup_rows
+from labkit.record.state import RunState
+from labkit.runs.comparing import Comparing
+
+# ---- what the tables of the terminal have in common
+
+
+BAR = (8, 40)  # minimum and maximum width of the bar of phases, in characters
+
+_GLYPHS = dict(zip(PHASES, "·-░▒▓█"))  # distinguish the phases without colours
+
+
+class PhaseBar:
+    """A bar of the fractions of a step spent in each phase, as wide as the column allows."""
+
+    def __init__(self, seconds: Mapping[str, float]):
+        self._shares = {phase: value for phase, value in seconds.items() if value > 0}
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(BAR[0], min(BAR[1], options.max_width))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width, total = min(BAR[1], options.max_width), sum(self._shares.values())
+        bar, done, at = Text(no_wrap=True), 0.0, 0
+        for phase, seconds in self._shares.items():
+            done += seconds
+            end = round(width * done / total)
+            bar.append(_GLYPHS[phase] * (end - at), style=PHASE_COLOURS[phase])
+            at = end
+        yield bar
+
+
+def phase_legend() -> Text:
+    legend = Text(justify="right", style="dim")
+    for phase in PHASES:
+        legend.append(f" {_GLYPHS[phase] * 2}", style=PHASE_COLOURS[phase])
+        legend.append(f" {phase} ")
+    return legend
+
+
+def formatted(value: float | None, form: str) -> str:
+    return "–" if not isinstance(value, (int, float)) or math.isnan(value) else format(value, form)
+
+
+# ---- tables of several runs in the terminal
+
+
+def runs_table(rows: Sequence[dict]) -> RenderableType:
+    """A table of recorded runs from their summaries, newest last, followed by the reasons why some cannot be read."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name, justify in (
+        ("run", "left"),
+        ("state", "left"),
+        ("workload", "left"),
+        ("ranks", "right"),
+        ("steps", "right"),
+    ):
+        table.add_column(name, justify=justify, no_wrap=True, overflow="fold" if name == "run" else "ellipsis")
+    for name in ("seconds", "samples/s", "loss", "accuracy"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        if row["state"] == "unreadable":
+            table.add_row(*(Text(visible_line(cell)) for cell in (row["run"], "unreadable")), style="yellow")
+            continue
+        what = row["workload"] or Path(row["script"] or "").name
+        figures = (formatted(row["seconds"]["total"], ".1f"), formatted(row["samples_per_second"], ",.0f"))
+        figures += (formatted(row["loss"], ".4f"), formatted(row["accuracy"], ".1%"))
+        cells = (row["run"], row["state"], what, str(row["world_size"]), str(row["steps"]), *figures)
+        table.add_row(*(Text(visible_line(cell)) for cell in cells), style=None if row["state"] != "failed" else "red")
+    reasons = [f"{row['run']} cannot be read: {row['reason']}" for row in rows if row["state"] == "unreadable"]
+    return Group(table, *(Text(visible_line(reason), style="yellow") for reason in reasons))
+
+
+def leases_table(found: Sequence[Ticket]) -> RenderableType:
+    """The devices that runs of all users hold, and those that wait, with their position in the queue."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("user", "run", "devices", "state", "for"):
+        table.add_column(name, no_wrap=True, overflow="fold" if name == "run" else "ellipsis")
+    waiting: Counter[str] = Counter()
+    for ticket in found:
+        state = "running"
+        if not ticket.granted:
+            waiting[ticket.kind] += 1
+            state = f"waits, position {waiting[ticket.kind]}"
+        cells = (ticket.user, ticket.run, devices(ticket), state, duration(ticket))
+        table.add_row(*(Text(visible_line(cell)) for cell in cells), style=None if ticket.granted else "yellow")
+    return table
+
+
+def prediction_table(found: Prediction) -> RenderableType:
+    """The predicted figures, a row for each group of equal ranks, between a title that says how they were made and
+    notes."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in found.heads:
+        table.add_column(name, justify="left" if name in ("rank", "in the phase") else "right", no_wrap=True)
+    for row in found.rows:
+        table.add_row(*(Text(visible_line(cell)) for cell in row))
+    notes = (Text(visible_line(note), style="dim") for note in found.notes)
+    return Group(Text(visible_line(found.title)), table, *notes)
+
+
+def advice_tables(found: Advised) -> RenderableType:
+    """What fits and what does not, and the sentences about them."""
+    tables = [(ADVICE_HEADS, found.rows), (MISFIT_HEADS, found.misfits)]
+    shown = [part for heads, rows in tables if rows for part in (_figures(heads, rows), Text(""))]
+    said = [Text(visible_line(sentence)) for sentence in found.sentences]
+    return Group(Text(visible_line(found.title)), Text(""), *shown, *said)
+
+
+def scaling_tables(found: Scaled) -> RenderableType:
+    """Weak and strong scaling."""
+    tables = [part for heads, rows in found.tables() for part in (Text(""), _figures(heads, rows))]
+    return Group(Text(visible_line(found.title)), *tables)
+
+
+def _figures(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table whose first column names something and whose other columns are figures."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for number, name in enumerate(heads):
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(visible_line(cell)) for cell in row))
+    return table
+
+
+def comparison(rows: Sequence[Row], left_out: Mapping[str, str], final: bool = True) -> RenderableType:
+    """The table of a comparison with bars of the phases, recorded results of the same workload, and the sentences about
+    them.
+    """
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for number, head in enumerate((*HEADS, "phases of a step")):
+        is_figure = 0 < number < len(HEADS) - 1
+        table.add_column(head, justify="right" if is_figure else "left", no_wrap=number != len(HEADS) - 1)
+    for row in rows:
+        style = "red" if row.failed else "dim" if not row.run else None
+        table.add_row(*(Text(visible_line(cell)) for cell in cells(row)), PhaseBar(row.phases), style=style)
+    for row in recorded_elsewhere(rows):
+        table.add_row(*(Text(cell) for cell in (*cells(row)[:-1], "recorded elsewhere")), Text(""), style="dim")
+    said = [Text(f"  {visible_line(sentence)}", style="dim") for sentence in sentences(rows, left_out)] if final else []
+    return Group(table, phase_legend(), *said)
+
+
+# ---- the view of one run in the terminal
+
+
+_TAIL = 5  # lines of rank 0's output that are shown
+
+_TAIL_BYTES = 8192
+
+_LINES_AROUND = 16  # of the view, without the rows of the ranks
+
+_STYLES = {
+    "finished": "bold green",
+    "failed": "bold red",
+    "stopped": "bold yellow",
+    "stopping": "bold yellow",
+    "lost": "bold yellow",
+}
+
+
+def line(state: RunState) -> str:
+    """Summarises the state in one line: `training · step 120/470 · 0:32 left · 1,650 samples/s · loss 0.4321`."""
+    return visible_line(" · ".join(filter(None, [state.words, in_words(state), *_figures_of_run(state)])))
+
+
+def view(state: RunState, folder: RunFolder, height: int | None = None) -> RenderableType:
+    """The whole view; with a `height` in lines it shows only as many ranks as fit."""
+    rows = state.world_size if height is None else max(2, height - _LINES_AROUND)
+    starting = is_starting(state)
+    if starting and height is not None:
+        rows = max(2, (rows - 3) // 2)  # two tables
+    parts = [_head(state, folder), _progress(state), Text(""), _table(state, rows), phase_legend()]
+    if starting:
+        parts.append(_startup(state, rows))
+    parts += [
+        Text(visible_line(text), style="dim") for text in (*_replicas(state), *_sampled(state), *predicted(state))
+    ]
+    parts += [_finding(finding, folder) for finding in findings(state)]
+    tail = _tail(folder)
+    if tail:
+        lines = (Text(f"  {text}", no_wrap=True, overflow="ellipsis") for text in tail)
+        parts += [Text("\noutput of rank 0", style="dim"), *lines]
+    return Group(*parts)
+
+
+# ---- the parts of the view
+
+
+def _head(state: RunState, folder: RunFolder) -> RenderableType:
+    spec = state.asked
+    device = {"cpu": "CPU ", "cuda": "GPU "}.get(state.spec.get("device"), "")
+    ranks = f"{state.world_size} {device}rank{'s' if state.world_size > 1 else ''}"
+    if spec is None:
+        title, batch = f"{Path(state.spec.get('script') or folder.name).name} · {ranks}", state.note
+    else:
+        title = f"{spec.strategy_row.title} · {spec.workload} on {spec.data} · {spec.precision} · {ranks}"
+        batch = "\n".join(filter(None, (spec.batch_sentence, state.note)))
+    grid = _grid(1, 0)
+    grid.add_row(Text(visible_line(title), style="bold"), Text(visible_line(folder.name), style="dim"))
+    return Group(grid, Text(batch, style="dim")) if batch else grid
+
+
+def _progress(state: RunState) -> RenderableType:
+    style = _STYLES.get(state.status.get("state", ""), "bold cyan")
+    words = Text.assemble("● ", visible_line(state.words), style=style, no_wrap=True, overflow="ellipsis")
+    figures = Text(" · ".join(_figures_of_run(state)), no_wrap=True, overflow="ellipsis")
+    total = state.total_steps
+    if state.over or not total:
+        return Group(words, figures)
+    grid = _grid(0, 1)
+    waits = not state.step  # an indeterminate bar until the first step
+    grid.add_row(
+        words,
+        ProgressBar(
+            total=total, completed=min(state.step, total), pulse=waits, complete_style="cyan", finished_style="green"
+        ),
+    )
+    return Group(grid, figures)
+
+
+def _figures_of_run(state: RunState) -> list[str]:
+    total, left, loss, accuracy = state.total_steps, seconds_left(state), state.loss_at(), state.metric("accuracy")
+    speed, *further = efficiency(state, now=True).words or [""]
+    figures = []
+    if total or state.step:
+        figures.append(f"step {state.step}/{total}" if total else f"step {state.step}")
+    if left is not None and not state.over:
+        figures.append(f"{int(left) // 60}:{int(left) % 60:02d} left")
+    if state.over and state.seconds is not None:
+        figures.append(f"{state.seconds:.1f} s in total")
+    if speed:
+        figures.append(speed)
+    if loss is not None:
+        figures.append(f"loss {loss:.4f}")
+    if isinstance(accuracy, (int, float)):
+        figures.append(f"accuracy {accuracy:.1%}")
+    return figures + further
+
+
+def _replicas(state: RunState) -> list[str]:
+    """One line if replicas run in threads: the time of each replica's forward pass and of waiting for the GIL."""
+    found = [
+        f"replica {one['replica']} forward {1e3 * one['forward']:.1f} ms ({1e3 * one['cpu']:.1f} CPU)"
+        for one in replica_figures(state)
+    ]
+    wait = gil_wait(state)
+    if found and wait is not None:
+        found.append(f"waiting for the GIL or a core {wait:.0%}")
+    return [" · ".join(found)] if found else []
+
+
+def _sampled(state: RunState) -> list[str]:
+    """The newest profiled step in one line and, once the run is over, its traffic: measured and expected."""
+    if not any(rank.timelines for rank in state.ranks.values()):
+        return []
+    chart = timeline(state)
+    lines = [f"profiled {chart.title.lower()}: {chart.note}"]
+    if state.over:
+        for one in ledger(state):
+            expected = "" if one.theory is None else f", expected {sizes(one.theory)}"
+            reason = f" ({one.reason})" if one.reason else ""
+            lines.append(f"{one.op}: {sizes(one.measured)} per step over all ranks{expected}{reason}")
+    return lines
+
+
+def _table(state: RunState, rows: int) -> RenderableType:
+    table = Table(box=None, padding=(0, 1, 0, 0), expand=True)
+    for name in ("rank", "device"):
+        table.add_column(name, no_wrap=True)
+    # fixed widths: columns do not shift
+    for name, least in (("step", 6), ("loss", 7), ("samples/s", 9), ("ms/step", 7)):
+        table.add_column(name, justify="right", no_wrap=True, min_width=least)
+    table.add_column("phases", ratio=1, min_width=BAR[0])
+    table.add_column("memory / peak", justify="right", no_wrap=True, min_width=16)
+    table.add_column("exit", justify="right", no_wrap=True)
+    for number in range(min(rows, state.world_size)):
+        table.add_row(*_row(state, number))
+    hidden = state.world_size - rows
+    return Group(table, Text(f"… and {hidden} more ranks", style="dim")) if hidden > 0 else table
+
+
+def _row(state: RunState, number: int) -> list[RenderableType]:
+    rank = state.ranks.get(number) or RankState(number)
+    steps, code = rank.steps, state.exit_code(number)
+    seconds, phases = step_seconds(state, number, now=True), phase_seconds(state, number, now=True)
+    memory = [steps.memory[name][-1] if len(steps) else math.nan for name in ("allocated", "peak")]
+    cells = (
+        visible_line(str(rank.device)) if rank.started else "–",
+        str(int(steps.step[-1])) if len(steps) else "–",
+        formatted(steps.loss[-1] if len(steps) else None, ".4f"),
+        formatted(rank_throughput(state, number, now=True), ",.0f"),
+        formatted(seconds and 1000 * seconds, ".1f"),
+        PhaseBar({phase: each or 0.0 for phase, each in phases.items()}),
+        sizes(*memory),
+        "" if code is None else str(code),
+    )
+    style = "bold red" if code else ""
+    texts = [Text(cell, style=style) if isinstance(cell, str) else cell for cell in cells]
+    return [Text(f"■ {number}", style=rank_colour(number)), *texts]
+
+
+def _startup(state: RunState, rows: int) -> RenderableType:
+    """The start-up milestones that each rank has reached, with the seconds since launch."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    head, *ranks = startup_rows(state)
+    for name in head:
+        table.add_column(name, justify="right" if name != head[0] else "left")
+    for number, *texts in ranks[:rows]:
+        table.add_row(Text(f"■ {number}", style=rank_colour(int(number))), *texts)
+    return table
+
+
+def _finding(finding: Finding, folder: RunFolder) -> RenderableType:
+    style = "bold red" if finding.kind == "wrong" else "yellow"
+    text = Text.assemble(
+        ("\n", ""),
+        (visible_line(finding.title), style),
+        (f"\n  Evidence: {visible_line(finding.evidence)}", style),
+        f"\n  Cause: {visible_line(finding.cause)}\n  Fix: {visible_line(finding.fix)}",
+    )
+    log = folder.log_of(finding.ranks[0], "stderr") if finding.ranks else None
+    if log:
+        path = log.relative_to(Path.cwd()) if log.is_relative_to(Path.cwd()) else log
+        text.append(f"\n  {visible_line(str(path))}", style="dim")
+    return text
+
+
+def _tail(folder: RunFolder) -> list[str]:
+    """The last `_TAIL` lines of rank 0's log."""
+    path = folder.log_of(0)
+    lines = visible_log(folder.end_of(path, _TAIL_BYTES)).expandtabs(4).split("\n") if path else []
+    return [line for line in lines if line.strip()][-_TAIL:]
+
+
+def _grid(*ratios: int) -> Table:
+    grid = Table.grid(expand=True, padding=(0, 1, 0, 0))
+    for ratio in ratios:
+        grid.add_column(ratio=ratio or None, no_wrap=True, overflow="ellipsis")
+    return grid
+
+
+# ---- watching a run or a comparison in the terminal
+
+
+_SECONDS = 0.25  # between two redraws
+_PLAIN_SECONDS = 5.0  # between two lines, if the output is not a terminal
+
+
+def watch(source: Source, folder: RunFolder, console: Console, leave: Callable[[], bool] = lambda: False) -> RunState:
+    """Shows a run until it is over and returns its final state; the last view stays on the screen.
+
+    `leave` is called before every redraw; if it returns True, the watch ends early.
+    """
+    _read(source, console)
+    show = _live if console.is_terminal else _plain
+    show(source, folder, console, leave)
+    return source.state
+
+
+def _read(source: Source, console: Console) -> None:
+    """Reads the events recorded so far, and reports progress if that takes long."""
+    status, before = console.status("reading the run"), source.progress
+    said = -math.inf
+
+    def say(share: float) -> None:
+        nonlocal said
+        words = f"reading the run: {share:.0%}"
+        if console.is_terminal:
+            status.update(words)
+            status.start()
+        elif time.monotonic() - said >= _PLAIN_SECONDS:
+            console.print(words)
+            said = time.monotonic()
+
+    source.progress = say
+    try:
+        source.poll()
+    finally:
+        status.stop()
+        source.progress = before
+
+
+def _live(source: Source, folder: RunFolder, console: Console, leave: Callable[[], bool]) -> None:
+    with Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
+        for state in polled(source, _SECONDS, leave):
+            live.update(view(state, folder, height=console.height), refresh=True)
+        live.update(view(source.state, folder), refresh=True)
+
+
+def _plain(source: Source, folder: RunFolder, console: Console, leave: Callable[[], bool]) -> None:
+    said, since = None, -math.inf
+    for state in polled(source, _SECONDS, leave):
+        words = state.words, newest(state)
+        if words != said or time.monotonic() - since >= _PLAIN_SECONDS:
+            console.print(Text(line(state)), soft_wrap=True)
+            said, since = words, time.monotonic()
+    console.print(view(source.state, folder))
+
+
+def watch_comparison(comparing: Comparing, console: Console, look: Callable[[], None] = lambda: None) -> Sequence[Row]:
+    """Shows a comparison until all its runs are over and returns its final rows; `look` is called before every
+    redraw."""
+    if not console.is_terminal:
+        said: set[str] = set()
+        for rows in comparing.watched(_SECONDS):
+            look()
+            for row in rows:
+                if row.over and row.run and row.run not in said:
+                    said.add(row.run)
+                    console.print(
+                        Text(visible_line(f"{row.title}: {row.words} · {row.steps} steps · {row.run}")), soft_wrap=True
+                    )
+        console.print(comparison(comparing.rows, comparing.left_out))
+        return comparing.rows
+    with Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
+        for rows in comparing.watched(_SECONDS):
+            look()
+            live.update(comparison(rows, comparing.left_out, final=False), refresh=True)
+        live.update(comparison(comparing.rows, comparing.left_out), refresh=True)
+    return comparing.rows

@@ -1,0 +1,61 @@
+"""Untrusted run folders: copies of recorded runs to be corrupted, and everything that front ends show about a
+folder."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+from places import RECORDED
+
+from labkit.cli import parser as cli
+from labkit.cli.commands import act
+from labkit.frontends.handout.run import RunError, run_page
+from labkit.record.documents import Unreadable
+from labkit.record.folder import STREAMS, RunFolder
+
+FINISHED, THREADS, HANG, KILLED = sorted(path.name for path in RECORDED.iterdir())
+
+
+def copy_of(root: Path, recorded: str = FINISHED, name: str = "") -> RunFolder:
+    """A copy of a recorded run under `root`."""
+    root.mkdir(parents=True, exist_ok=True)
+    path = root / (name or recorded)
+    shutil.copytree(RECORDED / recorded, path)
+    return RunFolder(path)
+
+
+def command(*arguments: str) -> tuple[int, str]:
+    """The exit code of a command in this process, and what it wrote to stdout and stderr."""
+    said = io.StringIO()
+    with redirect_stdout(said), redirect_stderr(said):
+        try:
+            code = act(cli.parse(arguments))
+        except SystemExit as end:
+            code = end.code
+    return code, said.getvalue()
+
+
+def everything(folder: RunFolder) -> str:
+    """Everything that commands, handout and logs show about a run, by path."""
+    path = str(folder.path)
+    said = [
+        command("show", path)[1],
+        command("show", path, "--json")[1],
+        command("runs")[1],
+        command("runs", "--json")[1],
+    ]
+    said += [
+        command("replay", path, "--speed", "1e12")[1],
+        command("compare", path)[1],
+        command("trace", path, "-o", f"{path}.trace")[1],
+    ]
+    try:
+        said.append(run_page(folder).body)
+    except (RunError, Unreadable) as error:
+        said.append(str(error))
+    said += [folder.whole_log(rank, stream) for rank in range(2) for stream in STREAMS]
+    said += [str(folder.search_log(rank, stream, "S", 10)) for rank in range(2) for stream in STREAMS]
+    return "\n".join(said)

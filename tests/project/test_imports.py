@@ -1,0 +1,55 @@
+"""Who imports what: the contracts in pyproject.toml, and what import-linter cannot say."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+
+import pytest
+
+import labkit
+from labkit.setup.environment import CLONE
+
+# Modules that run before an environment exists, or in ranks whose environment belongs to the user.
+STANDARD_LIBRARY_ONLY = (
+    "labkit.__main__",
+    "labkit.cli.flags",
+    "labkit.cli.job_flags",
+    "labkit.cli.parser",
+    "labkit.common.atomic",
+    "labkit.common.text",
+    "labkit.record.events",
+    "labkit.setup.bootstrap",
+    "labkit.setup.environment",
+    "labkit.setup.progress",
+)
+
+
+def test_contracts_of_imports():
+    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()"]
+    environment = os.environ | {"PYTHONPATH": str(CLONE), "COLUMNS": "120"}
+    done = subprocess.run(
+        [*command, "--no-cache"], cwd=CLONE, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("module", STANDARD_LIBRARY_ONLY)
+def test_the_standard_library_is_enough(module):
+    """Python without site-packages imports it."""
+    code = f"import sys; sys.path.insert(0, {str(CLONE)!r}); import {module}"
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_labs_use_public_names_only():
+    public = {"labkit", *(f"labkit.{name}" for name in labkit.__all__)}
+    for path in sorted((CLONE / "labs").glob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                modules |= {f"{node.module}.{alias.name}" for alias in node.names}
+        assert {module for module in modules if module.split(".")[0] == "labkit"} <= public, path
