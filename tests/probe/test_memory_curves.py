@@ -54,6 +54,18 @@ def test_gradients_let_go_of_unseen_end_at_zero_grad():
     ]
 
 
+def test_a_block_that_is_larger_than_its_tensor_ends_as_what_it_was():
+    made = drawn(
+        [taken(3, 1, -100), taken(15, 2, 100)],
+        before={1: ("gradients", 70), 9: ("parameters", 50)},
+        after={2: "gradients", 9: "parameters"},
+        constant={"other": 35},  # the ends of both blocks
+    )
+    assert at_ms(made, 0) == at_ms(made, 15) == {"gradients": 100, "parameters": 50, "other": 5}
+    assert at_ms(made, 3) == {"parameters": 50, "other": 5}
+    assert made["peak"] == 155
+
+
 def test_an_address_that_is_used_again_was_given_back_before():
     made = drawn([taken(15, 1, 40)], before={1: ("gradients", 40)}, after={1: "gradients"}, freed=3 * MS)
     assert [at_ms(made, moment) for moment in (0, 3, 15, 40)] == [
