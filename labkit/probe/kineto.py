@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,39 @@ def allocations_of(results: Any, device: str) -> list[Allocation]:
             found.append(
                 Allocation(event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size, tuple(inside))
             )
+    if device == "cuda":
+        found += freed_outside(found, _changes(results))
     return found
+
+
+def _changes(results: Any) -> Iterator[tuple[int, int]]:
+    """Time and bytes of every allocation (negative: release) of GPU memory, without addresses."""
+    cuda = torch.autograd.DeviceType.CUDA
+    for event in KINETO_EVENTS.of(results)():
+        if event.name() == "[memory]" and event.device_type() == cuda:
+            yield event.start_ns(), event.nbytes()
+
+
+def freed_outside(found: Sequence[Allocation], changes: Iterable[tuple[int, int]]) -> list[Allocation]:
+    """The releases that happened outside of any operation: torch leaves those of GPU memory out of its tree of events,
+    and otherwise reports no addresses. Each is taken to be that of the oldest block of its size."""
+    known = Counter((one.time, one.size) for one in found)
+    missing = Counter(changes) - known
+    open_: dict[int, int] = {}  # bytes by address, the oldest first
+    freed = []
+    events: list[tuple[int, int, int | None]] = [(one.time, one.size, one.address) for one in found]
+    events += [(time, size, None) for (time, size), count in missing.items() for _ in range(count) if size < 0]
+    for time, size, address in sorted(events, key=lambda event: event[0]):
+        known_address = address or next((each for each, held in open_.items() if held == -size), None)
+        if known_address is None:
+            continue  # of a block from before the profile
+        if address is None:
+            freed.append(Allocation(time, known_address, size))
+        if size > 0:
+            open_[known_address] = size
+        else:
+            open_.pop(known_address, None)
+    return freed
 
 
 class LogLevel:

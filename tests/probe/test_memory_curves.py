@@ -9,6 +9,7 @@ import pytest
 from profiled_steps import MS, PHASES
 
 from labkit.probe import timeline as at
+from labkit.probe.kineto import freed_outside
 from labkit.probe.timeline import (
     MOST,
     Allocation,
@@ -191,3 +192,11 @@ def test_thinning_keeps_the_first_the_last_and_what_is_highest():
     assert (kept[0], kept[-1]) == (points[0], points[-1])
     assert max(kept, key=lambda point: point[1]) == max(points, key=lambda point: point[1])
     assert kept == sorted(kept)
+
+
+def test_a_release_outside_of_operations_on_a_gpu_is_that_of_the_oldest_block_of_its_size():
+    known = [taken(1, 1, 100), taken(2, 2, 100), taken(3, 3, 70), taken(5, 2, -100)]
+    changes = [(one.time, one.size) for one in known]
+    changes += [(4 * MS, -100), (6 * MS, -70), (7 * MS, -999), (8 * MS, 5)]
+    assert freed_outside(known, changes) == [taken(4, 1, -100), taken(6, 3, -70)]
+    assert freed_outside(known, changes[:4]) == []
