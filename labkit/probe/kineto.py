@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 import time
 from collections import Counter
@@ -104,7 +105,7 @@ def allocations_of(results: Any, device: str) -> list[Allocation]:
                 Allocation(event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size, tuple(inside))
             )
     if device == "cuda":
-        found += freed_outside(found, _changes(results))
+        found += outside(found, _changes(results))
     return found
 
 
@@ -116,26 +117,33 @@ def _changes(results: Any) -> Iterator[tuple[int, int]]:
             yield event.start_ns(), event.nbytes()
 
 
-def freed_outside(found: Sequence[Allocation], changes: Iterable[tuple[int, int]]) -> list[Allocation]:
-    """The releases that happened outside of any operation: torch leaves those of GPU memory out of its tree of events,
-    and otherwise reports no addresses. Each is taken to be that of the oldest block of its size."""
-    known = Counter((one.time, one.size) for one in found)
-    missing = Counter(changes) - known
-    open_: dict[int, int] = {}  # bytes by address, the oldest first
-    freed = []
-    events: list[tuple[int, int, int | None]] = [(one.time, one.size, one.address) for one in found]
-    events += [(time, size, None) for (time, size), count in missing.items() for _ in range(count) if size < 0]
-    for time, size, address in sorted(events, key=lambda event: event[0]):
-        known_address = address or next((each for each, held in open_.items() if held == -size), None)
-        if known_address is None:
-            continue  # of a block from before the profile
-        if address is None:
-            freed.append(Allocation(time, known_address, size))
+def outside(found: Sequence[Allocation], changes: Iterable[tuple[int, int]]) -> list[Allocation]:
+    """What happened outside of any operation: torch leaves allocations and releases of GPU memory there out of its tree
+    of events, and otherwise reports no addresses.
+
+    Blocks that are allocated there get negative addresses. What is released is the newest block of its size of which
+    no release is known.
+    """
+    ordered = sorted(found, key=lambda one: one.time)
+    missing = Counter(changes) - Counter((one.time, one.size) for one in ordered)
+    later: dict[int, Allocation] = {}  # by address, what happens next
+    unknown: list[tuple[int, int, int, float]] = []  # time, address and bytes of blocks, and when it is used again
+    for one in reversed(ordered):
+        following = later.get(one.address)
+        if one.size > 0 and (following is None or following.size > 0):
+            unknown.append((one.time, one.address, one.size, following.time if following else math.inf))
+        later[one.address] = one
+    made: list[Allocation] = []
+    for moment, size in sorted(missing.elements()):
         if size > 0:
-            open_[known_address] = size
-        else:
-            open_.pop(known_address, None)
-    return freed
+            made.append(Allocation(moment, -1 - len(made), size))
+            unknown.append((moment, made[-1].address, size, math.inf))
+            continue
+        fitting = [one for one in unknown if one[2] == -size and one[0] < moment <= one[3]]
+        if fitting:  # else the block is from before the profile
+            unknown.remove(max(fitting))
+            made.append(Allocation(moment, max(fitting)[1], size))
+    return made
 
 
 class LogLevel:

@@ -9,7 +9,7 @@ import pytest
 from profiled_steps import MS, PHASES
 
 from labkit.probe import timeline as at
-from labkit.probe.kineto import freed_outside
+from labkit.probe.kineto import outside
 from labkit.probe.timeline import (
     MOST,
     Allocation,
@@ -194,9 +194,9 @@ def test_thinning_keeps_the_first_the_last_and_what_is_highest():
     assert kept == sorted(kept)
 
 
-def test_a_release_outside_of_operations_on_a_gpu_is_that_of_the_oldest_block_of_its_size():
-    known = [taken(1, 1, 100), taken(2, 2, 100), taken(3, 3, 70), taken(5, 2, -100)]
+def test_a_release_outside_of_operations_on_a_gpu_is_that_of_the_newest_block_of_its_size_without_a_known_one():
+    known = [taken(1, 1, 100), taken(2, 2, 100), taken(3, 3, 70), taken(5, 2, -100), taken(9, 3, 30)]
     changes = [(one.time, one.size) for one in known]
-    changes += [(4 * MS, -100), (6 * MS, -70), (7 * MS, -999), (8 * MS, 5)]
-    assert freed_outside(known, changes) == [taken(4, 1, -100), taken(6, 3, -70)]
-    assert freed_outside(known, changes[:4]) == []
+    changes += [(4 * MS, -100), (6 * MS, 70), (7 * MS, -70), (8 * MS, -70), (10 * MS, -70), (11 * MS, -999)]
+    assert outside(known, changes) == [taken(4, 1, -100), taken(6, -2, 70), taken(7, -2, -70), taken(8, 3, -70)]
+    assert outside(known, changes[:5]) == []
