@@ -24,6 +24,7 @@ _WHY = {
     "parameters": ("freed or in another type", "gathered from other ranks"),
     "gradients": ("not computed or already freed then", "not yet reduced to a shard, or in two copies"),
     "optimizer": ("not created, or in CPU memory", "step counts, or other state"),
+    "other": ("not there then", "temporary tensors; on a GPU also workspaces of cuBLAS and the unused ends of blocks"),
 }
 CLOSE = 0.02  # share of the measured peak; a smaller error needs no reason
 CLOSE_STEP = 0.08  # share of the measured step

@@ -89,14 +89,14 @@ def rows_of(results: Any) -> Iterator[Row]:
             yield Row(event.name(), start, start + duration, event.start_thread_id(), event.device_type() == cuda)
 
 
-def allocations_of(results: Any, device: str) -> list[Allocation]:
-    """The profiler's allocations on one type of device, in no order."""
+def allocations_of(results: Any, device: torch.device) -> list[Allocation]:
+    """The profiler's allocations on a device, in no order."""
     allocation, found = EVENT_TYPE.get().Allocation, []
     rest = list(KINETO_TREE.of(results)())
     while rest:
         event = rest.pop()
         rest.extend(event.children)
-        if event.tag == allocation and event.extra_fields.device.type == device:
+        if event.tag == allocation and _is_same(event.extra_fields.device, device):
             inside, around = [], event.parent
             while around is not None:
                 inside.append(around.name)
@@ -104,16 +104,20 @@ def allocations_of(results: Any, device: str) -> list[Allocation]:
             found.append(
                 Allocation(event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size, tuple(inside))
             )
-    if device == "cuda":
-        found += outside(found, _changes(results))
+    if device.type == "cuda":
+        found += outside(found, _changes(results, device.index))
     return found
 
 
-def _changes(results: Any) -> Iterator[tuple[int, int]]:
-    """Time and bytes of every allocation (negative: release) of GPU memory, without addresses."""
+def _is_same(one: torch.device, device: torch.device) -> bool:
+    return one.type == device.type and (device.type == "cpu" or one.index == device.index)
+
+
+def _changes(results: Any, gpu: int) -> Iterator[tuple[int, int]]:
+    """Time and bytes of every allocation (negative: release) of the memory of a GPU, without addresses."""
     cuda = torch.autograd.DeviceType.CUDA
     for event in KINETO_EVENTS.of(results)():
-        if event.name() == "[memory]" and event.device_type() == cuda:
+        if event.name() == "[memory]" and event.device_type() == cuda and event.device_index() == gpu:
             yield event.start_ns(), event.nbytes()
 
 

@@ -49,7 +49,7 @@ _BY_CUBLAS = (
     *("aten::convolution", "aten::convolution_backward"),
 )
 _NO_TASK = -1
-_OF_HOST = "aten::lift_fresh::default"  # of torch.tensor
+_OF_HOST = "aten::lift_fresh.default"  # of torch.tensor
 _INDICES = ("aten::randint", "aten::randperm", "aten::arange")
 
 OPERATION = 1_000_000_000
