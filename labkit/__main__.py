@@ -25,6 +25,14 @@ def main(argv=None):
 
     argv = sys.argv[1:] if argv is None else list(argv)
     args = parse(argv)
+    if args.command == "test" and "--gpu" in args.rest:
+        session = bootstrap.CLONE / "tests" / "gpu_session"
+        if not session.is_dir():
+            return refuse(
+                f"{bootstrap.CLONE} has no {session.name}; start it from a clone of the project", json=False, code=2
+            )
+        # it prepares the environment itself, as far as a bare machine allows
+        bootstrap.become([sys.executable, str(session), *(one for one in args.rest if one != "--gpu")])
     try:
         bootstrap.ensure(args.extras, argv)
     except bootstrap.SetupError as error:

@@ -8,24 +8,30 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 from labkit.benchmarks.figure import EVERY, PAIRS
 from labkit.runs.handle import run
-
-# All sides run this clock at the same cost: it writes a line with Unix time and CPU time of the process at each
-# optimizer step.
-_CLOCK = """
-import os as _os, time as _time
-from torch.optim.optimizer import register_optimizer_step_post_hook as _hook
-_file = _os.open(_os.environ["BENCH_CLOCK"] + _os.environ["RANK"], _os.O_CREAT | _os.O_WRONLY | _os.O_APPEND)
-_hook(lambda *_: _os.write(_file, b"%.7f %.7f\\n" % (_time.time(), _time.process_time())) and None)
-"""
+from labkit.setup.preflight import LOOPBACK
 
 FIRST, LAST = 11, 110  # the measured steps; 50 and 100 are profiled
+
+# All sides run this clock at the same cost: it writes a line with Unix time and CPU time of the process at each
+# optimizer step. Before the first and after the last measured step it waits for the GPU, which may be behind.
+_CLOCK = f"""
+import itertools as _itertools, os as _os, time as _time, torch as _torch
+from torch.optim.optimizer import register_optimizer_step_post_hook as _hook
+_file = _os.open(_os.environ["BENCH_CLOCK"] + _os.environ["RANK"], _os.O_CREAT | _os.O_WRONLY | _os.O_APPEND)
+_steps = _itertools.count(1)
+def _note(*_):
+    if next(_steps) in ({FIRST - 1}, {LAST}) and _torch.cuda.is_initialized():
+        _torch.cuda.synchronize()
+    _os.write(_file, b"%.7f %.7f\\n" % (_time.time(), _time.process_time()))
+_hook(_note)
+"""
 
 
 class Times(NamedTuple):
@@ -47,11 +53,18 @@ def in_turn(
     """The times of `pairs` alternating runs of each side; a side is a function that runs a script, and the script's
     source.
     """
-    measured: dict[str, list[Times]] = {name: [] for name in sides}
+    return [list(side) for side in zip(*each_pair(sides, nproc, pairs))]
+
+
+def each_pair(
+    sides: dict[str, tuple[Callable[[Path, int], None], str]], nproc: int, pairs: int
+) -> Iterator[tuple[Times, ...]]:
+    """The times of each side, in the order of `sides`, after each of `pairs` alternating runs."""
     with tempfile.TemporaryDirectory() as place:
         script = Path(place) / "train.py"
         for pair in range(pairs + 1):
             turn = list(sides)[:: -1 if pair % 2 else 1]  # compared sides run directly after each other
+            measured = {}
             for name in turn if pair else turn[:1]:  # the first run warms the disk cache and is not counted
                 start, source = sides[name]
                 script.write_text(_CLOCK + source)
@@ -59,12 +72,13 @@ def in_turn(
                 began = time.time()
                 start(script, nproc)
                 if pair:
-                    measured[name].append(_read_clock(clock, nproc, began, time.time()))
-    return list(measured.values())
+                    measured[name] = _read_clock(clock, nproc, began, time.time())
+            if pair:
+                yield tuple(measured[name] for name in sides)
 
 
-def under_the_lab(script: Path, nproc: int, sample_every: int = EVERY) -> None:
-    run(str(script), nproc=nproc, device="cpu", sample_every=sample_every, cold=True).wait()
+def under_the_lab(script: Path, nproc: int, sample_every: int = EVERY, device: str = "cpu") -> None:
+    run(str(script), nproc=nproc, device=device, sample_every=sample_every, cold=True).wait()
 
 
 def started_warm(script: Path, nproc: int) -> None:
@@ -73,18 +87,19 @@ def started_warm(script: Path, nproc: int) -> None:
         raise RuntimeError(f"the run started cold instead of warm: {handle.state.status['cold_because']}")
 
 
-def under_torchrun(script: Path, nproc: int, python: str = sys.executable) -> None:
-    _alone(
-        [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", str(script)], script.parent
-    )
+def under_torchrun(script: Path, nproc: int, python: str = sys.executable, device: str = "cpu") -> None:
+    command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", str(script)]
+    _alone(command, script.parent, device)
 
 
 def under_traceml(script: Path, nproc: int, python: str) -> None:
     _alone([python, "-m", "traceml_ai.launcher.cli", "run", str(script), f"--nproc-per-node={nproc}"], script.parent)
 
 
-def _alone(command: list[str], place: Path) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+def _alone(command: list[str], place: Path, device: str = "cpu") -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | LOOPBACK
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     # torch may abort a rank during shutdown, so the exit code is ignored
     subprocess.run(command, env=environment, cwd=place, check=False, capture_output=True)
 

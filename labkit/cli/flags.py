@@ -79,7 +79,11 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
         help="address to listen on (default: 127.0.0.1, this machine only)",
     )
 
-    commands.add("test", "install the dependencies of the tests, then run them (all arguments go to pytest)")
+    commands.add(
+        "test",
+        "install the dependencies of the tests, then run them (all arguments go to pytest); with --gpu, measure what"
+        " only GPUs can show, in 25 minutes (--minutes MINUTES, --results FOLDER, --only PART,…)",
+    )
 
     run = commands.add("run", "run a strategy, or your own script: run train.py --nproc 2 -- ARGUMENTS", json=True)
     run.add_argument(

@@ -79,7 +79,7 @@ def _calibrate(nproc: int | None) -> None:
 
 def bench(args: argparse.Namespace) -> int:
     """Measures the performance of the lab itself."""
-    from labkit.benchmarks import main
+    from labkit.benchmarks.bench import main
 
     try:
         return main(

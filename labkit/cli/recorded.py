@@ -24,6 +24,7 @@ from labkit.record.follow import Follower
 from labkit.record.logs import whole
 from labkit.record.state import OVER
 from labkit.record.status import is_over
+from labkit.setup.machine import Machine
 from labkit.setup.progress import Reading
 
 _LONGEST_LINE = 1 << 16  # characters of a line that has not ended, such as a progress bar's
@@ -40,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
     node = node_of(args)
     spec = settle(args.specs[0], nodes=node.nodes if node else 1)
     starting = partial(start_node, spec, node) if node else partial(start, spec)
+    if args.specs[0].device == "auto" and (why := Machine.here().unused_cuda):
+        print(f"labkit: {why}", file=sys.stderr)
 
     with interrupts() as interrupted:
         try:

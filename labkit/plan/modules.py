@@ -131,11 +131,12 @@ def _definitions(node: ast.stmt, module: str, lines: list[str]) -> Iterator[Defi
 
 def resolved(one: Definition, values: Mapping[str, Any]) -> Definition:
     """The definition with every `if` resolved whose condition depends only on `values`; one without a taken branch is
-    removed."""
+    removed. A dict of arguments that one call takes is then written as its arguments."""
     text = one.text
     while True:
         conditional = next((node for node in _conditionals(text) if _is_constant(node.test, values)), None)
         if conditional is None:
+            text = _with_arguments_in_calls(text)
             return one if text == one.text else replace(one, text=text, uses=_names(text))
         taken = eval(compile(ast.Expression(conditional.test), one.home, "eval"), {"__builtins__": {}}, dict(values))
         text = _with_branch(text.splitlines(), conditional, bool(taken))
@@ -183,6 +184,69 @@ def _with_branch(lines: list[str], conditional: ast.If, taken: bool) -> str:
     return "\n".join([*lines[:first], *kept, *lines[last:]])
 
 
+def _with_arguments_in_calls(text: str) -> str:
+    """A function in which `f(**settings)` is `f(mesh=mesh)`, if `settings = {"mesh": mesh}` is before it: a dict that
+    is used for one call, or has one entry; another is written in one statement. Lines with a comment are kept."""
+    function = _parsed(text)
+    if not isinstance(function, ast.FunctionDef):
+        return text
+    lines = text.splitlines()
+    for block in [node.body for node in ast.walk(function) if isinstance(node, ast.FunctionDef)]:
+        for statement in block:
+            match statement:
+                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Dict()):
+                    if (written := _with_arguments_of(name, function, block, lines)) is not None:
+                        return _with_arguments_in_calls(written)
+    return text
+
+
+def _with_arguments_of(name: str, function: ast.FunctionDef, block: list[ast.stmt], lines: list[str]) -> str | None:
+    """The function with the entries of the dict `name` in its calls; None if the dict is used in another way."""
+    text = "\n".join(lines)
+    entries: dict[str, str] = {}
+    settings: list[ast.stmt] = []  # the statements that fill the dict
+    for statement in block:
+        pairs: list[tuple[ast.expr | None, ast.expr]]
+        match statement:
+            case ast.Assign([ast.Name(target)], ast.Dict(keys, values)):
+                pairs = list(zip(keys, values))
+            case ast.Assign([ast.Subscript(ast.Name(target), key)], value):
+                pairs = [(key, value)]
+            case _:
+                continue
+        if target != name:
+            continue
+        settings.append(statement)
+        for argument, given in pairs:
+            if not isinstance(argument, ast.Constant):
+                return None
+            entries[str(argument.value)] = ast.get_source_segment(text, given) or ""
+    unpacked = [
+        keyword.value
+        for call in ast.walk(function)
+        if isinstance(call, ast.Call)
+        for keyword in call.keywords
+        if keyword.arg is None and isinstance(keyword.value, ast.Name) and keyword.value.id == name
+    ]
+    is_used_otherwise = _all_names(function).count(name) != len(settings) + len(unpacked)
+    is_repeated = len(unpacked) > 1 and len(entries) > 1
+    if is_used_otherwise or not unpacked or (is_repeated and len(settings) == 1):
+        return None
+    removed = {line for statement in settings for line in range(statement.lineno, (statement.end_lineno or 0) + 1)}
+    if any("#" in lines[line - 1] for line in removed):
+        return None
+    if is_repeated:  # one dict instead of one that is filled line by line
+        last = settings[-1].lineno
+        items = ", ".join(f'"{key}": {value}' for key, value in entries.items())
+        lines[last - 1] = f"{' ' * settings[-1].col_offset}{name} = {{{items}}}"
+        return "\n".join(line for number, line in enumerate(lines, 1) if number not in removed - {last})
+    arguments = ", ".join(f"{key}={value}" for key, value in entries.items())
+    for used in sorted(unpacked, key=lambda node: (node.lineno, node.col_offset), reverse=True):
+        line = lines[used.lineno - 1]
+        lines[used.lineno - 1] = line[: used.col_offset - len("**")] + arguments + line[used.end_col_offset :]
+    return "\n".join(line for number, line in enumerate(lines, 1) if number not in removed)
+
+
 def in_place(one: Definition, caller: Definition) -> Definition | None:
     """The function `caller` with the body of `one` in place of its only call. None unless `one` is a function of at
     most two assignments and a `return`, and what is passed has the names of the parameters. Assignments can only
@@ -192,9 +256,12 @@ def in_place(one: Definition, caller: Definition) -> Definition | None:
         return None
     docstring, *assignments, last = function.body
     short = len(assignments) <= _SHORT and all(isinstance(node, ast.Assign) for node in assignments)
-    if not short or not isinstance(last, ast.Return) or isinstance(last.value, ast.Name | None):
+    parameters = [argument.arg for argument in function.args.args]
+    if not short or not isinstance(last, ast.Return) or last.value is None:
         return None
-    lines, call = caller.text.splitlines(), f"{one.name}({', '.join(each.arg for each in function.args.args)})"
+    if isinstance(last.value, ast.Name) and (assignments or last.value.id not in parameters):
+        return None
+    lines, call = caller.text.splitlines(), f"{one.name}({', '.join(parameters)})"
     at = next((number for number, line in enumerate(lines) if call in line), None)
     if at is None:
         return None

@@ -6,8 +6,10 @@ import torch.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
+import re
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -15,6 +17,11 @@ from importlib import metadata
 from pathlib import Path
 
 import psutil
+
+NO_GPU = "this machine has no GPU"
+_CUDA = re.compile(r"^cuda\b[^=]*= *'([\d.]+)'", re.MULTILINE)  # in torch/version.py, which has None for a CPU build
+_NODES = Path("/dev/nvidia[0-9]*")  # one for each GPU that the loaded driver has
+_PCI = Path("/sys/bus/pci/devices")
 
 
 @dataclass(frozen=True)
@@ -31,16 +38,17 @@ class Gpu:
 @dataclass(frozen=True)
 class Machine:
     """The resources for a run: GPUs (visible under CUDA_VISIBLE_DEVICES), CPU cores, bytes of memory, and torch's
-    (major, minor) version.
+    (major, minor) version and the version of CUDA for which it was built.
 
-    `torch` is () if it is not installed.
+    `torch` is () if it is not installed, and `cuda` empty for a CPU build.
     """
 
     gpus: tuple[Gpu, ...]
     cores: int
     memory: int
-    no_gpu_reason: str = "this machine has no GPU"
+    no_gpu_reason: str = NO_GPU
     torch: tuple[int, ...] = ()
+    cuda: str = ""
 
     @property
     def max_cpu_ranks(self) -> int:
@@ -63,6 +71,13 @@ class Machine:
         """`2.13`; empty if torch is not installed."""
         return ".".join(map(str, self.torch))
 
+    @property
+    def unused_cuda(self) -> str:
+        """Why a CUDA build of torch trains on CPU ranks; empty for a CPU build, and if there are GPUs."""
+        if self.gpus or not self.cuda:
+            return ""
+        return f"torch is a build for CUDA {self.cuda}, but {self.no_gpu_reason}: CPU ranks over gloo are used"
+
     def default_nproc(self, device: str) -> int:
         """The default number of ranks: all GPUs, or two CPU ranks, the minimum for communication."""
         return len(self.gpus) if device == "cuda" else 2
@@ -77,7 +92,12 @@ class Machine:
         gpus, reason = _visible_gpus()
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return cls(
-            gpus=gpus, cores=cores, memory=psutil.virtual_memory().total, no_gpu_reason=reason, torch=_torch_version()
+            gpus=gpus,
+            cores=cores,
+            memory=psutil.virtual_memory().total,
+            no_gpu_reason=reason,
+            torch=_torch_version(),
+            cuda=_cuda_of_torch(),
         )
 
 
@@ -100,6 +120,19 @@ def _torch_version() -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
 
 
+def _cuda_of_torch() -> str:
+    """From the file in which torch has it, because importing torch takes seconds."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return ""
+    try:
+        text = Path(found.origin).with_name("version.py").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+    version = _CUDA.search(text)
+    return version[1] if version else ""
+
+
 def _visible_gpus() -> tuple[tuple[Gpu, ...], str]:
     """The GPUs that a process on this machine can see, and the reason if there are none."""
     try:
@@ -108,15 +141,35 @@ def _visible_gpus() -> tuple[tuple[Gpu, ...], str]:
         return (), "GPUs cannot be detected, because nvidia-ml-py is not installed"
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return (), "this machine has no GPU"
+    except pynvml.NVMLError as error:
+        return (), _without_driver(error, absent=error.value == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
     try:
         every = [_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
         if "MIG-" in os.environ.get("CUDA_VISIBLE_DEVICES", ""):
             every += [device for _, gpu in every for device in _mig_devices(pynvml, gpu.index, gpu)]
+    except pynvml.NVMLError as error:
+        return (), f"the NVIDIA driver does not answer ({error})"
     finally:
         pynvml.nvmlShutdown()
     return _visible(every)
+
+
+def _without_driver(error: Exception, absent: bool) -> str:
+    """Why NVML does not start; `absent` if its library, a part of the driver, is not there."""
+    if next(_NODES.parent.glob(_NODES.name), None):
+        what = "without the library NVML" if absent else f"and NVML does not answer ({error})"
+        return f"there are GPUs here, {what}; in a container, start it with NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+    if any(_is_nvidia(path) for path in _PCI.glob("*/vendor")):
+        return f"this machine has an NVIDIA GPU, but no driver for it is loaded ({error})"
+    return NO_GPU
+
+
+def _is_nvidia(vendor: Path) -> bool:
+    try:
+        is_display = vendor.with_name("class").read_text(encoding="ascii").startswith("0x03")
+        return is_display and vendor.read_text(encoding="ascii").strip() == "0x10de"
+    except OSError:
+        return False
 
 
 def _gpu(pynvml, index: int) -> tuple[str, Gpu]:
@@ -143,14 +196,21 @@ def _mig_devices(pynvml, index: int, gpu: Gpu) -> list[tuple[str, Gpu]]:
 
 
 def _visible(every: list[tuple[str, Gpu]]) -> tuple[tuple[Gpu, ...], str]:
-    """CUDA_VISIBLE_DEVICES as CUDA interprets it: indices or UUID prefixes, up to the first that matches no GPU."""
+    """CUDA_VISIBLE_DEVICES as CUDA interprets it: indices or beginnings of UUIDs, up to the first that does not select
+    exactly one GPU; and none at all if one is repeated."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
-        return tuple(gpu for _, gpu in every), "this machine has no GPU"
-    gpus = []
+        return tuple(gpu for _, gpu in every), NO_GPU
+    gpus: list[Gpu] = []
     for word in (word.strip() for word in chosen.split(",")):
-        match = [gpu for uuid, gpu in every if word and (str(gpu.index) == word or uuid.startswith(word))]
-        if not match:
+        match = [gpu for uuid, gpu in every if _selects(word, uuid, gpu.index)]
+        if len(match) != 1:
             break
-        gpus.append(match[0])
+        if any(gpu.uuid == match[0].uuid and gpu.index == match[0].index for gpu in gpus):
+            return (), f"CUDA_VISIBLE_DEVICES={chosen!r} selects a GPU twice, for which CUDA reports none"
+        gpus += match
     return tuple(gpus), f"CUDA_VISIBLE_DEVICES={chosen!r} selects no GPU"
+
+
+def _selects(word: str, uuid: str, index: int) -> bool:
+    return bool(word) and (uuid.startswith(word) or (index >= 0 and word == str(index)))

@@ -18,6 +18,7 @@ from labkit.setup.bootstrap import SetupError
 from labkit.setup.progress import Progress
 
 _NATIVE = Path(__file__).with_name("native")
+_SOURCES = ("streams", "runtime", "cupti", "nccl")
 _TORCH = ("libc10_cuda", "libtorch_cuda", "libtorch_python", "libtorch_cpu", "libtorch_cuda_linalg")
 _OURS = re.compile(r"(cuda[A-Z]|__cuda|cublas|cudnn|nccl|cupti)")
 _PRODUCT = re.compile(r"cublas\w*(gemm|Gemm|gemv|Dot|dot)")
@@ -63,8 +64,10 @@ def built(python: Path, progress: Progress) -> Path:
 def _build(packages: Path, out: Path) -> None:
     headers = (_NATIVE / "headers", packages / "nvidia/cu13/include", packages / "nvidia/nccl/include")
     include = [f"-I{folder}" for folder in headers]
-    _compile("-c", *include, str(_NATIVE / "cuda.cpp"), "-o", str(out / "cuda.o"))
-    defined = _symbols(out / "cuda.o", r" [TW] (\w+)")
+    objects = [out / f"{name}.o" for name in _SOURCES]
+    for name, compiled in zip(_SOURCES, objects):
+        _compile("-c", *include, str(_NATIVE / f"{name}.cpp"), "-o", str(compiled))
+    defined = set().union(*(_symbols(compiled, r" [TW] (\w+)") for compiled in objects))
     imported: set[str] = set()
     for name in _TORCH:
         imported |= _symbols(packages / "torch" / "lib" / f"{name}.so", r" U (\w+)", "-D")
@@ -72,7 +75,7 @@ def _build(packages: Path, out: Path) -> None:
     declared = 'extern "C" void stand_in_stub(const char*);\nextern "C" int stand_in_product(const char*);\n'
     (out / "stubs.cpp").write_text(declared + "\n".join(stubs), encoding="utf-8")
     _compile("-c", str(out / "stubs.cpp"), "-o", str(out / "stubs.o"))
-    _link(out / "libcudastandin.so", str(out / "cuda.o"), str(out / "stubs.o"), "-lpthread", "-ldl", "-lrt")
+    _link(out / "libcudastandin.so", *map(str, objects), str(out / "stubs.o"), "-lpthread")
     _link(out / "libnvidia-ml.so.1", str(_NATIVE / "nvml.cpp"))
     driver = _symbols(packages / "torch" / "lib" / "libcaffe2_nvrtc.so", r" U (cu[A-Z]\w+)", "-D")
     lines = [

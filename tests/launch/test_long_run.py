@@ -8,7 +8,8 @@ import json
 import pytest
 from rich.console import Console
 
-from labkit.benchmarks import main, results
+from labkit.benchmarks import results
+from labkit.benchmarks.bench import main
 from labkit.benchmarks.long_run import Sample, _printed_step, figures, growth, sampled, table
 
 MIB = 2**20

@@ -47,13 +47,11 @@ RULES = "E4,E7,E9,F,I"  # rules of ruff that scripts must pass
 USES_LABKIT = re.compile(r"(import|from) +labkit|labkit\.")
 
 
-def checked(sources: dict[tuple, str], folder: Path, widths: tuple[int, ...]) -> dict[tuple, tuple[str, list[str]]]:
+def checked(sources: dict[tuple, str], folder: Path) -> dict[tuple, tuple[str, list[str]]]:
     """Each script with the complaints of ruff, which checks all of them in one run."""
     for number, source in enumerate(sources.values()):
         (folder / f"{number}.py").write_text(source, encoding="utf-8")
-    looks = [["format", "--check", f"--line-length={width}"] for width in widths] + [
-        ["check", f"--select={RULES}", "--quiet"]
-    ]
+    looks = (["format", "--check"], ["check", f"--select={RULES}", "--quiet"])
     said = []
     for look in looks:
         argv = [find_ruff_bin(), *look, "--isolated", "--no-cache", "--output-format=concise", "."]
@@ -68,7 +66,7 @@ def checked(sources: dict[tuple, str], folder: Path, widths: tuple[int, ...]) ->
 def scripts(tmp_path_factory):
     """The scripts of all combinations in the tables."""
     written = {one: write_script(spec(one[0], workload=one[1], data=one[2], precision=one[3])) for one in EVERY_SCRIPT}
-    return checked(written, tmp_path_factory.mktemp("scripts"), (88, 140))
+    return checked(written, tmp_path_factory.mktemp("scripts"))
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +77,7 @@ def saving(tmp_path_factory):
         for one in SAVING
         for resume in (None, "/a/step00000030")
     }
-    return checked(written, tmp_path_factory.mktemp("scripts"), (88,))
+    return checked(written, tmp_path_factory.mktemp("scripts"))
 
 
 def changed(old: Spec, new: Spec) -> set[str]:
@@ -161,7 +159,7 @@ def test_ddp_has_the_buckets_of_torch_unless_their_size_is_set():
 def test_fsdp2_has_the_resharding_of_torch_unless_it_is_off():
     for strategy in ("fsdp2", "fsdp2_tp"):
         off = write_script(spec(strategy, options={"reshard_after_forward": False}))
-        assert 'settings["reshard_after_forward"] = False\n' in off
+        assert re.search(r'"reshard_after_forward": False\b|reshard_after_forward=False\b', off)
         assert "reshard" not in write_script(spec(strategy)).lower()
 
 

@@ -7,7 +7,7 @@ import ast
 import pytest
 from generated import constants, functions, spec
 
-from labkit.plan.modules import Definition, in_place
+from labkit.plan.modules import Definition, in_place, resolved
 from labkit.plan.script import write_script
 from labkit.training.strategies import STRATEGIES
 from labkit.training.workloads import WORKLOADS
@@ -16,9 +16,9 @@ from labkit.training.workloads import WORKLOADS
 def test_a_short_function_that_is_called_once_is_written_in_place():
     plain, zero1 = functions(write_script(spec("ddp"))), functions(write_script(spec("zero1")))
     assert "optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)\n" in plain["train"]
-    assert "loader = DataLoader(train_data, BATCH_PER_RANK, sampler=sampler, **options)\n" in plain["train"]
-    assert "for batch, step in zip(loader, steps):\n" in plain["train"]
-    assert not {"build_optimizer", "load", "numbered"} & {*plain}
+    assert "loader = DataLoader(train_data, BATCH_PER_RANK, sampler=sampler, pin_memory=pinned)\n" in plain["train"]
+    assert "for batch in loader:\n" in plain["train"]
+    assert not {"build_optimizer", "load", "batches_of"} & {*plain}
     assert "optimizer = build_optimizer(model)\n" in zero1["train"] and "build_optimizer" in zero1
     gpt = functions(write_script(spec("tp", workload="gpt")))
     assert "tensor_plans" in gpt and "tensor_plans" not in functions(write_script(spec("tp"))), "one is long"
@@ -37,7 +37,8 @@ def test_a_short_function_that_is_called_once_is_written_in_place():
         ("c = a + 1\n    return g(c)", "c = 1\n    b = f(a)", None),
         ("c = d = e = a\n    c = 1\n    d = 2\n    return g(c)", "b = f(a)", None),
         ("g(a)\n    return a + 1", "b = f(a)", None),
-        ("return a", "b = f(a)", None),
+        ("return a", "b = f(a)", "b = a"),
+        ("a = g(a)\n    return a", "b = f(a)", None),
         ("return a + 1", "b = f(c)", None),
         ("return a + 1", "b = f(a)\n    c = f(a)", None),
     ],
@@ -103,7 +104,7 @@ def test_an_if_is_resolved_completely(tmp_path, monkeypatch):
 
 def test_two_meanings_of_one_name_are_refused(tmp_path, monkeypatch):
     (tmp_path / "clash.py").write_text(
-        "import json as count\n\n\ndef evaluate():\n    count.dumps(1)\n", encoding="utf-8"
+        "import json as datetime\n\n\ndef evaluate():\n    datetime.dumps(1)\n", encoding="utf-8"
     )
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -112,5 +113,25 @@ def test_two_meanings_of_one_name_are_refused(tmp_path, monkeypatch):
 
     row = STRATEGIES["single"]
     monkeypatch.setitem(STRATEGIES, "single", Clash(**{name: getattr(row, name) for name in row.__dataclass_fields__}))
-    with pytest.raises(ValueError, match="imports count as"):
+    with pytest.raises(ValueError, match="imports datetime as"):
         write_script(spec("single"))
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ('settings = {"a": 1}\n    return g(b, **settings)', "return g(b, a=1)"),
+        ('settings = {"a": 1}\n    settings["c"] = h(b)\n    return g(**settings)', "return g(a=1, c=h(b))"),
+        ('settings = {"a": b}\n    h(**settings)\n    return g(**settings)', "h(a=b)\n    return g(a=b)"),
+        (
+            'settings = {"a": 1}\n    settings["c"] = 2\n    h(**settings)\n    return g(**settings)',
+            'settings = {"a": 1, "c": 2}\n    h(**settings)\n    return g(**settings)',
+        ),
+        ('settings = {"a": 1}  # why\n    return g(**settings)', None),
+        ('settings = {"a": 1}\n    return g(settings, **settings)', None),
+        ('settings = {"a": 1}\n    if b:\n        settings["c"] = 2\n    return g(**settings)', None),
+    ],
+)
+def test_arguments_are_written_in_their_call(body, expected):
+    one = Definition("f", "home", 1, f"def f(b):\n    {body}", (), None)
+    assert resolved(one, {}).text == f"def f(b):\n    {expected or body}"

@@ -7,20 +7,26 @@ from types import SimpleNamespace
 
 import pytest
 
+from labkit.setup import machine
 from labkit.setup.machine import Gpu, Machine
+
+LIBRARY_NOT_FOUND, DRIVER_NOT_LOADED = 12, 9  # as NVML numbers them
 
 
 class NVMLError(Exception):
-    pass
+    def __init__(self, value: int):
+        super().__init__("Driver Not Loaded" if value == DRIVER_NOT_LOADED else "NVML Shared Library Not Found")
+        self.value = value
 
 
-def fake_nvml(names: list[str], works: bool = True) -> SimpleNamespace:
+def fake_nvml(names: list[str], fails: int = 0) -> SimpleNamespace:
     def init() -> None:
-        if not works:
-            raise NVMLError("driver not loaded")
+        if fails:
+            raise NVMLError(fails)
 
     return SimpleNamespace(
         NVMLError=NVMLError,
+        NVML_ERROR_LIBRARY_NOT_FOUND=LIBRARY_NOT_FOUND,
         nvmlInit=init,
         nvmlShutdown=lambda: None,
         nvmlDeviceGetCount=lambda: len(names),
@@ -48,7 +54,17 @@ def test_gpus_come_with_memory_and_capability(two_t4):
 
 @pytest.mark.parametrize(
     ("visible", "indices"),
-    [("1", [1]), ("1,0", [1, 0]), ("GPU-11", [1]), ("0,7,1", [0]), ("", []), ("-1", []), ("0, 1", [0, 1])],
+    [
+        ("1", [1]),
+        ("1,0", [1, 0]),
+        ("GPU-11", [1]),
+        ("0,7,1", [0]),
+        ("", []),
+        ("-1", []),
+        ("0, 1", [0, 1]),
+        ("0,0", []),
+        ("GPU", []),
+    ],
 )
 def test_cuda_visible_devices_is_interpreted_as_by_cuda(two_t4, monkeypatch, visible, indices):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -58,11 +74,48 @@ def test_cuda_visible_devices_is_interpreted_as_by_cuda(two_t4, monkeypatch, vis
         assert repr(visible) in here.no_gpu_reason
 
 
-def test_without_a_driver_there_is_no_gpu(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml([], works=False))
+@pytest.mark.parametrize(
+    ("fails", "node", "hardware", "said"),
+    [
+        (LIBRARY_NOT_FOUND, False, False, "this machine has no GPU"),
+        (DRIVER_NOT_LOADED, False, False, "this machine has no GPU"),
+        (LIBRARY_NOT_FOUND, False, True, "an NVIDIA GPU, but no driver for it is loaded"),
+        (DRIVER_NOT_LOADED, False, True, "(Driver Not Loaded)"),
+        (LIBRARY_NOT_FOUND, True, False, "there are GPUs here, without the library NVML"),
+        (DRIVER_NOT_LOADED, True, True, "NVML does not answer (Driver Not Loaded)"),
+    ],
+)
+def test_without_nvml_the_reason_says_what_there_is(monkeypatch, tmp_path, fails, node, hardware, said):
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml([], fails))
+    monkeypatch.setattr(machine, "_NODES", tmp_path / "nvidia[0-9]*")
+    monkeypatch.setattr(machine, "_PCI", tmp_path / "devices")
+    if node:
+        (tmp_path / "nvidia0").touch()
+    for name, vendor, kind in (("0", "0x8086", "0x030000"), ("1", "0x10de", "0x030200" if hardware else "0x040300")):
+        device = tmp_path / "devices" / name
+        device.mkdir(parents=True)
+        (device / "vendor").write_text(f"{vendor}\n")
+        (device / "class").write_text(f"{kind}\n")
     here = Machine.here()
-    assert here.gpus == ()
-    assert here.no_gpu_reason == "this machine has no GPU"
+    assert here.gpus == () and said in here.no_gpu_reason
+
+
+def test_a_cuda_build_of_torch_without_a_gpu_is_explained():
+    assert Machine((), cores=2, memory=1).unused_cuda == ""
+    explained = Machine((), cores=2, memory=1, cuda="13.0").unused_cuda
+    assert explained == "torch is a build for CUDA 13.0, but this machine has no GPU: CPU ranks over gloo are used"
+    assert Machine((Gpu(0, "Tesla T4", 15 << 30, (7, 5)),), cores=2, memory=1, cuda="13.0").unused_cuda == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "version"),
+    [("cuda: Optional[str] = '13.0'", "13.0"), ("cuda = '12.8'", "12.8"), ("cuda: Optional[str] = None", "")],
+)
+def test_the_cuda_of_torch_is_read_without_importing_it(monkeypatch, tmp_path, line, version):
+    (tmp_path / "version.py").write_text(f"__version__ = '2.13.0'\n{line}\nhip: Optional[str] = None\n")
+    found = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: found)
+    assert machine._cuda_of_torch() == version
 
 
 def test_names_as_bytes_are_read_too(monkeypatch):

@@ -16,7 +16,10 @@ from labkit.plan.spec import Spec, SpecError
 from labkit.runs.handle import run
 from labkit.training.strategies import STRATEGIES
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here"),
+]
 ASKED = {
     "workload": "gpt",
     "nproc": 1,

@@ -42,7 +42,8 @@ def devices() -> Check:
     """The GPUs, and whether this build of torch supports them."""
     machine, found = Machine.here(), preflight.torch()
     if not machine.gpus:
-        return Check("devices", "fine", f"{machine.no_gpu_reason}: CPU ranks train over gloo ({machine.cores} cores)")
+        why = machine.unused_cuda or f"{machine.no_gpu_reason}: CPU ranks train over gloo"
+        return Check("devices", "fine", f"{why} ({machine.cores} cores)")
     names = ", ".join(
         f"{gpu.name} ({size(gpu.memory, 0)}, {gpu.capability[0]}.{gpu.capability[1]})" for gpu in machine.gpus
     )

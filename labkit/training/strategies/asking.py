@@ -18,5 +18,5 @@ def asked_to_save() -> bool:
             asked = asked.cuda()  # NCCL sends from GPU memory
         dist.broadcast(asked, 0)
         return bool(asked)
-    else:  # noqa: RET505
+    else:
         return SAVE_NOW.exists()

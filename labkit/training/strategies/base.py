@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime
-from itertools import count, islice
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -75,16 +75,20 @@ def load(train_data: TensorDataset) -> DataLoader:
     if JOIN:  # no padding: some ranks have one sample less than others
         sampler.total_size = len(train_data)
         sampler.num_samples = len(range(sampler.rank, len(train_data), sampler.num_replicas))
-    options = {"pin_memory": torch.cuda.is_available()}  # for asynchronous copies
-    if not PIN_MEMORY:
-        options = {}
-    if WORKERS:
-        options |= {"num_workers": WORKERS, "persistent_workers": True}
-    if FETCH == "batches":
-        indices = BatchSampler(sampler, BATCH_PER_RANK, drop_last=False)
-        return DataLoader(train_data, batch_size=None, sampler=indices, **options)
-    else:  # noqa: RET505
-        return DataLoader(train_data, BATCH_PER_RANK, sampler=sampler, **options)
+    if FETCH == "samples" and PIN_MEMORY and not WORKERS:
+        pinned = torch.cuda.is_available()  # page-locked batches, for asynchronous copies
+        return DataLoader(train_data, BATCH_PER_RANK, sampler=sampler, pin_memory=pinned)
+    else:
+        options = {"pin_memory": torch.cuda.is_available()}  # for asynchronous copies
+        if not PIN_MEMORY:
+            options = {}
+        if WORKERS:
+            options |= {"num_workers": WORKERS, "persistent_workers": True}
+        if FETCH == "batches":
+            indices = BatchSampler(sampler, BATCH_PER_RANK, drop_last=False)
+            return DataLoader(train_data, batch_size=None, sampler=indices, **options)
+        else:
+            return DataLoader(train_data, BATCH_PER_RANK, sampler=sampler, **options)
 
 
 def parallelize(blocks, device: torch.device) -> nn.Module:
@@ -166,25 +170,25 @@ def train_step(model, optimizer, inputs, targets) -> torch.Tensor:
     return loss.detach()
 
 
-def joined(model, batches: Iterable) -> Iterator:
+def joined(model, loader: DataLoader, step: int) -> Iterator:
     """The batches of this rank; afterwards it joins the collectives of the other ranks."""
     with model.join():
-        yield from batches
+        yield from islice(loader, MAX_STEPS and MAX_STEPS - step)
 
 
-def numbered(model, loader: DataLoader, steps: Iterator[int]) -> Iterable:
-    """The batches of an epoch with the numbers of their steps."""
+def batches_of(model, loader: DataLoader, step: int) -> Iterable:
+    """The batches of an epoch that begins after this step."""
     if JOIN:
-        return joined(model, zip(loader, steps))
-    else:  # noqa: RET505
-        return zip(loader, steps)
+        return joined(model, loader, step)
+    else:
+        return loader
 
 
 def evaluation_batches(dataset: TensorDataset) -> tuple[torch.Tensor, ...]:
     """The indices of the samples that this rank evaluates, batch by batch."""
     if DATA_RANKS == 1 or not DISTRIBUTED:
         return torch.arange(len(dataset)).split(BATCH_PER_RANK)
-    else:  # noqa: RET505
+    else:
         num_replicas, rank = data_shard()
         batches = len(dataset) // (num_replicas * BATCH_PER_RANK) + 1  # equal on all ranks
         return torch.arange(len(dataset))[rank::num_replicas].tensor_split(batches)
@@ -215,7 +219,7 @@ def train(device: torch.device) -> None:
     if INJECT_DATA:
         train_data = fault_data(train_data)
     loader = load(train_data)
-    if INJECT_MODEL:  # noqa: SIM108
+    if INJECT_MODEL:
         model = parallelize(fault_model(build_blocks()), device)
     else:
         model = parallelize(build_blocks(), device)
@@ -223,7 +227,7 @@ def train(device: torch.device) -> None:
     if SAVE_EVERY or RESUME:
         done = resume(model, optimizer)
         random = random_state()
-    steps = islice(count(1), MAX_STEPS)  # 1 to MAX_STEPS, over all epochs
+    step = 0
     for epoch in range(1, EPOCHS + 1):
         if FAULT not in ("no_sampler", "no_set_epoch"):
             if FETCH == "batches":
@@ -231,7 +235,10 @@ def train(device: torch.device) -> None:
             else:
                 loader.sampler.set_epoch(epoch)
         model.train()
-        for batch, step in numbered(model, loader, steps):
+        for batch in batches_of(model, loader, step):
+            if step == MAX_STEPS:
+                break
+            step += 1
             if SAVE_EVERY or RESUME:
                 if step == done:  # training resumes with the next batch
                     set_random_state(random)  # loaders draw from it, too
@@ -286,12 +293,10 @@ def main() -> None:
         else:
             device = torch.device("cpu")
             dist.init_process_group("gloo")
-        try:
-            train(device)
-            if FAULT != "evaluation_on_rank_0":
-                dist.barrier()  # no rank leaves while another is still sending
-        finally:
-            dist.destroy_process_group()
+        train(device)
+        if FAULT != "evaluation_on_rank_0":
+            dist.barrier()  # no rank leaves while another is still sending
+        dist.destroy_process_group()  # not after an error: NCCL would wait for all ranks
     else:
         train(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 

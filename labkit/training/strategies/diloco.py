@@ -17,8 +17,8 @@ def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     """AdamW, and the outer optimizer, which steps after every SYNC_EVERY steps of it."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     common = [parameter.detach().clone() for parameter in model.parameters()]
-    settings = {"lr": OUTER_LEARNING_RATE, "momentum": 0.9, "nesterov": True}
-    outer, steps = torch.optim.SGD(common, **settings), count(1)
+    outer = torch.optim.SGD(common, lr=OUTER_LEARNING_RATE, momentum=0.9, nesterov=True)
+    steps = count(1)
 
     @torch.no_grad()
     def synchronize(*_) -> None:

@@ -26,7 +26,7 @@ def load(train_data: TensorDataset) -> DataLoader:
     if FETCH == "batches":
         indices = BatchSampler(sampler, BATCH_PER_RANK * RANKS, drop_last=False)
         return DataLoader(train_data, batch_size=None, sampler=indices, **options)
-    else:  # noqa: RET505
+    else:
         size = BATCH_PER_RANK * RANKS
         return DataLoader(train_data, size, sampler=sampler, **options)
 

@@ -90,7 +90,7 @@ def parallelize(blocks, device: torch.device) -> nn.Module:
             own = {*expert_parameters(block.to(device))}
             model.append(fully_shard(block, mesh=mesh, ignored_params=own))
         return fully_shard(model, mesh=mesh, ignored_params={*expert_parameters(model)})
-    else:  # noqa: RET505
+    else:
         model = nn.Sequential(*blocks).to(device)
         own = expert_parameters(model)
         for parameter in own:  # DDP averages the gradients of the others only
@@ -111,7 +111,7 @@ def gradient_sync(model: nn.Module, last: bool) -> AbstractContextManager:
     """Accumulate gradients locally; DDP synchronizes them with the last micro-batch."""
     if DENSE == "sharded":
         return nullcontext()
-    else:  # noqa: RET505
+    else:
         return nullcontext() if last else model.no_sync()
 
 

@@ -44,4 +44,5 @@ def parallelize(blocks, device: torch.device) -> nn.Module:
             after = blocks[number + 1 : number + 1 + PREFETCH]
             block.set_modules_to_forward_prefetch(after)
             block.set_modules_to_backward_prefetch(before[::-1])
-    return fully_shard(model, **settings)  # the root, which schedules the all-gathers
+    # The root, which schedules the all-gathers.
+    return fully_shard(model, **settings)

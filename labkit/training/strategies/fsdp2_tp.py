@@ -56,7 +56,8 @@ def parallelize(blocks, device: torch.device) -> nn.Module:
         if CHECKPOINT_ACTIVATIONS or COMPILE:
             block = transform(block)
         model.append(fully_shard(block, **settings))
-    return fully_shard(model, **settings)  # the root, which schedules the all-gathers
+    # The root, which schedules the all-gathers.
+    return fully_shard(model, **settings)
 
 
 @torch.no_grad()

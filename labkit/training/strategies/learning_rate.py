@@ -13,9 +13,9 @@ def lr_factor(step: int, total: int) -> float:
             return step / WARMUP_STEPS
     if LR_DECAY == "none":
         return 1.0
-    else:  # noqa: RET505
+    else:
         left = (total + 1 - step) / (total - WARMUP_STEPS)
         if LR_DECAY == "cosine":
             return (1 - cos(pi * left)) / 2
-        else:  # noqa: RET505
+        else:
             return left

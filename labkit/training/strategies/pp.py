@@ -99,7 +99,7 @@ def own_stages(blocks, rank: int, ranks: int) -> dict[int, nn.Sequential]:
     stages = {}
     for number, block in enumerate(blocks):
         stage = bisect(STAGES, number) - 1
-        if SCHEDULE in ("ZBVZeroBubble", "DualPipeV"):  # noqa: SIM108
+        if SCHEDULE in ("ZBVZeroBubble", "DualPipeV"):
             holder = min(stage, 2 * ranks - 1 - stage)  # down the ranks, and up again
         else:
             holder = stage % ranks

@@ -57,7 +57,7 @@ def wrap_stage(stage: nn.Sequential, device: torch.device) -> nn.Module:
         autocast = torch.autocast(device.type, dtype=DTYPE)
         stage.forward = autocast(stage.forward)
     options = {"process_group": mesh()["dp"].get_group()}
-    # Without it, DDP rebuilds its buckets after the pass that infers the shapes.
+    # Otherwise DDP rebuilds its buckets after the pass that infers the shapes.
     options["find_unused_parameters"] = True
     if BUCKET_MB:
         options["bucket_cap_mb"] = BUCKET_MB

@@ -64,4 +64,5 @@ def wrap_stage(stage: nn.Sequential, device: torch.device) -> nn.Module:
         if CHECKPOINT_ACTIVATIONS or COMPILE:
             block = transform(block)
         fully_shard(block, **settings)
-    return fully_shard(stage, **settings)  # the root, which schedules the all-gathers
+    # The root, which schedules the all-gathers.
+    return fully_shard(stage, **settings)

@@ -32,5 +32,5 @@ def random_states() -> list[torch.Tensor]:
         states = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(states, own)
         return [state.cpu() for state in states]
-    else:  # noqa: RET505
+    else:
         return [own]
