@@ -106,14 +106,34 @@ def lab_environment() -> dict[str, str]:
     } | ({"JUPYTER_RUNTIME_DIR": str(private_runtime_folder())} if kernel_transport() else {})
 
 
+_STAND_IN = "--cuda-stand-in"  # the tests on a CUDA machine without a GPU, instead of the others
+
+
 def test(args: argparse.Namespace) -> int:
-    """Replaces this process with pytest in the root of the clone: three tests at a time, because tests often wait for
-    processes."""
+    """Runs pytest in the root of the clone: three tests at a time, because tests often wait for processes.
+
+    With --cuda-stand-in it runs the tests that need a CUDA machine, on one that needs no GPU; with --all alone both.
+    """
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else every process of a test compiles the lab again
+    if _STAND_IN in args.rest:
+        become(_on_stand_in([argument for argument in args.rest if argument != _STAND_IN]), folder=CLONE)
     _ensure("the browser tests", BROWSERS, "chromium", "fonts-dejavu-core")
     _ensure("the tests of Slurm", ("slurmctld",), "slurm-wlm", "munge")
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else every process of a test compiles the lab again
-    become([sys.executable, "-m", "pytest", "-n", "3", "--dist", "worksteal", *args.rest], folder=CLONE)
+    command = [sys.executable, "-m", "pytest", "-n", "3", "--dist", "worksteal", *args.rest]
+    if args.rest == ["--all"]:
+        codes = [subprocess.call(part, cwd=CLONE) for part in (command, _on_stand_in([]))]
+        return max(codes)
+    become(command, folder=CLONE)
     return 0
+
+
+def _on_stand_in(arguments: list[str]) -> list[str]:
+    """The command that runs pytest on two T4s that need no GPU; by default all tests of that folder."""
+    tests = CLONE / "tests"
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(tests), str(CLONE), os.environ.get("PYTHONPATH")]))
+    if not any(argument.startswith("tests/") for argument in arguments):
+        arguments = [str(tests / "cuda_stand_in"), *arguments]
+    return [sys.executable, "-m", "cuda_stand_in", "t4x2", "-m", "pytest", *arguments]
 
 
 def _ensure(what: str, programs: Sequence[str], *packages: str) -> None:

@@ -45,7 +45,7 @@ def main(
     except LeaseError as error:
         sys.exit(str(error))
     if lease is not None and lease.ticket.kind == "gpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(lease.ticket.granted)
+        os.environ |= _only(lease.ticket.granted)
     create_temporary(folder.path)
     agent = _start(popen, plan, folder, subprocess.DEVNULL if stdin is None else int(stdin))
     if stdin is not None:
@@ -55,6 +55,20 @@ def main(
 
     Watch(folder, plan, agent, float(started), signals).run()
     _leave(int(watchdog))
+
+
+def _only(granted: tuple[str, ...]) -> dict[str, str]:
+    """The environment variables that show only these GPUs to the ranks: by index in the order of NVML, because some
+    libraries (DeepSpeed) cannot read UUIDs. A MIG device has no index."""
+    from labkit.setup.machine import Machine
+
+    indices = {gpu.uuid: str(gpu.index) for gpu in Machine.here().gpus if gpu.index >= 0}
+    if not indices.keys() >= set(granted):
+        return {"CUDA_VISIBLE_DEVICES": ",".join(granted)}
+    return {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_VISIBLE_DEVICES": ",".join(indices[uuid] for uuid in granted),
+    }
 
 
 def _leave(watchdog: int) -> NoReturn:

@@ -7,30 +7,41 @@ from pathlib import Path
 
 from labkit.setup.environment import CLONE
 
-# GPU is t4, h100 or p100; further variables: KERNEL_US (microseconds that a kernel takes), LOG (a file of calls)
+# gpu is t4, h100 or p100; further settings: kernel_us (microseconds that a kernel takes, 5), log (a file for notes),
+# nccl_error (the text of the system error with which every communicator fails)
 MACHINES = {
-    "t4x1": {"GPU": "t4", "DEVICES": "1"},
-    "t4x2": {"GPU": "t4", "DEVICES": "2"},
-    "h100x1": {"GPU": "h100", "DEVICES": "1"},
-    "h100x8": {"GPU": "h100", "DEVICES": "8"},
-    "p100x1": {"GPU": "p100", "DEVICES": "1"},  # torch has no kernels for it
-    "mig": {"GPU": "h100", "DEVICES": "1", "MIG": "2"},
-    "old-driver": {"GPU": "t4", "DEVICES": "2", "DRIVER": "12020"},  # older than the CUDA of this torch
-    "no-nvml": {"GPU": "t4", "DEVICES": "2", "NVML": "0"},  # as in some containers
+    "t4x1": {"gpu": "t4", "devices": "1"},
+    "t4x2": {"gpu": "t4", "devices": "2"},
+    "h100x1": {"gpu": "h100", "devices": "1"},
+    "h100x8": {"gpu": "h100", "devices": "8"},
+    "p100x1": {"gpu": "p100", "devices": "1"},  # torch has no kernels for it
+    "mig": {"gpu": "h100", "devices": "1", "mig": "2"},
+    "old-driver": {"gpu": "t4", "devices": "2", "driver": "12020"},  # older than the CUDA of this torch
+    "no-nvml": {"gpu": "t4", "devices": "2", "nvml": "0"},  # as in some containers
 }
 
 
-def variables(machine: str, library: Path, folder: Path, **settings: object) -> dict[str, str]:
-    """The environment variables, in addition to a process's own, that make it one on `machine`.
-
-    `library` is the folder of the library. Processes that share `folder` are on the same machine: they see each other's
-    memory and exchange collectives. It should be below /dev/shm, and its removal leaves nothing behind. `settings` are
-    further variables of the stand-in: `kernel_us=50`, `log="calls.log"`.
-    """
-    own = MACHINES[machine] | {"FOLDER": str(folder)} | {name.upper(): str(value) for name, value in settings.items()}
-    paths = [str(Path(__file__).with_name("site")), str(CLONE), os.environ.get("PYTHONPATH", "")]
-    return {f"CUDA_STAND_IN_{name}": value for name, value in own.items()} | {
+def variables(machine: str, library: Path, folder: Path, **more: object) -> dict[str, str]:
+    """The environment variables, in addition to a process's own, that make it one on `machine`: those of `settings`,
+    and the library, which is in the folder `library`."""
+    own = Path(__file__).parent
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    paths = [
+        str(own / "site"),
+        str(CLONE),
+        *(path for path in inherited if path not in ("", str(own.parent), str(CLONE))),
+    ]
+    return settings(machine, folder, **more) | {
         "LD_PRELOAD": str(library / "libcudastandin.so"),
         "LD_LIBRARY_PATH": str(library),
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "PYTHONPATH": os.pathsep.join(paths),
     }
+
+
+def settings(machine: str, folder: Path, **more: object) -> dict[str, str]:
+    """The stand-in's own variables. Processes that share `folder` are on the same machine: they see each other's memory
+    and exchange collectives. It should be below /dev/shm, and its removal leaves nothing behind. `more` are further
+    settings: `kernel_us=50`, `log="calls.log"`, `nccl_error="Connection refused"`.
+    """
+    own = MACHINES[machine] | {"folder": str(folder)} | {name: str(value) for name, value in more.items()}
+    return {f"CUDA_STAND_IN_{name.upper()}": value for name, value in own.items()}

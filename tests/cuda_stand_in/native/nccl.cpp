@@ -66,7 +66,7 @@ struct Call {
   int peer;  // or the root
   cudaStream_t stream;
   unsigned long number = 0;
-  bool posted = false, over = false;
+  bool posted = false, over = false, unmatched = false;
 };
 struct Header {
   int kind, type;
@@ -101,7 +101,7 @@ void post(const std::string& path, const Header& header, const void* data, size_
   fclose(file);
   rename(unfinished.c_str(), path.c_str());
 }
-bool read(const std::string& path, const Call& call, std::string& data) {  // false if it does not match the call
+bool read(const std::string& path, Call& call, std::string& data) {  // false if it does not match the call
   FILE* file = fopen(path.c_str(), "rb");
   if (!file) return false;
   Header header{};
@@ -109,9 +109,9 @@ bool read(const std::string& path, const Call& call, std::string& data) {  // fa
   char part[65536];
   for (size_t bytes; (bytes = fread(part, 1, sizeof part, file)) > 0;) data.append(part, bytes);
   fclose(file);
-  bool message = call.kind == RECEIVE;
-  return complete && header.count == call.count &&
-         (message || (header.kind == call.kind && header.type == (int)call.type));
+  bool alike = call.kind == RECEIVE || (header.kind == call.kind && header.type == (int)call.type);
+  call.unmatched = !(complete && alike && header.count == call.count);
+  return !call.unmatched;
 }
 
 // ---- arithmetic
@@ -274,6 +274,7 @@ bool exchanges(Call& call) {
 }
 bool goes_on(Call& call) {
   if (call.over || call.own->aborted) return true;
+  if (call.unmatched) return false;
   call.over = call.kind == SEND ? sends(call) : call.kind == RECEIVE ? receives(call) : exchanges(call);
   return call.over;
 }

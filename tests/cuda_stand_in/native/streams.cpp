@@ -14,11 +14,13 @@
 
 namespace {
 const size_t LONGEST_QUEUE = 1024;     // operations; a launch waits for room
+const unsigned POLLING = 300;          // microseconds between looks at what is due
 const long CONTEXT_BYTES = 120 << 20;  // of a process on a device
 // Nothing of this is ever destroyed: threads use it until the process ends.
 std::recursive_mutex& guard_ = *new std::recursive_mutex;
 std::condition_variable_any& submitted = *new std::condition_variable_any;
 std::set<Stream*>& streams = *new std::set<Stream*>;
+std::set<Stream*>& busy = *new std::set<Stream*>;  // those whose queue is not empty
 Stream* default_streams[MOST_GPUS];
 bool has_context[MOST_GPUS];
 bool initialised = false, forked_after_it = false;
@@ -28,15 +30,14 @@ void run() {
   pthread_setname_np(pthread_self(), "cuda-stand-in");
   std::unique_lock<std::recursive_mutex> lock(guard);
   for (;;) {
-    bool busy = std::any_of(streams.begin(), streams.end(), [](Stream* stream) { return !stream->queue.empty(); });
-    if (busy) {
-      advance_all();
-      lock.unlock();
-      usleep(200);
-      lock.lock();
-    } else {
+    if (busy.empty()) {
       submitted.wait_for(lock, std::chrono::milliseconds(50));
+      continue;
     }
+    advance_all();
+    lock.unlock();
+    usleep(POLLING);
+    lock.lock();
   }
 }
 
@@ -153,8 +154,9 @@ void submit(Stream* stream, Operation operation) {
   if (operation.kind == Operation::RECORD) operation.event->recorded++;
   if (operation.event) operation.recording = operation.event->recorded;
   stream->queue.push_back(std::move(operation));
+  busy.insert(stream);
   submitted.notify_all();
-  while (stream->queue.size() > LONGEST_QUEUE && !(advance(stream))) {
+  while (stream->queue.size() > LONGEST_QUEUE && !advance(stream)) {
     lock.unlock();
     usleep(100);
     lock.lock();
@@ -208,20 +210,22 @@ bool advance(Stream* stream) {
     }
     stream->queue.pop_front();
   }
+  busy.erase(stream);
   return true;
 }
 
 void advance_all() {
   std::lock_guard<std::recursive_mutex> lock(guard);
-  for (Stream* stream : std::vector<Stream*>(streams.begin(), streams.end()))
-    if (streams.count(stream)) advance(stream);
+  for (Stream* stream : std::vector<Stream*>(busy.begin(), busy.end()))
+    if (busy.count(stream)) advance(stream);
 }
 
 void drain(Stream* stream) {
   std::unique_lock<std::recursive_mutex> lock(guard);
   while (!advance(stream)) {
+    advance_all();  // it may wait for another stream
     lock.unlock();
-    usleep(50);
+    usleep(100);
     lock.lock();
   }
 }
@@ -329,7 +333,7 @@ API cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   std::unique_lock<std::recursive_mutex> lock(guard);
   while (!is_complete(*event)) {
     lock.unlock();
-    usleep(50);
+    usleep(100);
     lock.lock();
   }
   return cudaSuccess;
