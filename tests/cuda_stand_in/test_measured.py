@@ -6,8 +6,12 @@ A busy machine makes phases longer, and never shorter: of all steps the shortest
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
+from cuda_stand_in.machines import settings
 from labkit.analysis.ledger import ledger
 from labkit.analysis.prediction import outcomes
 from labkit.plan.spec import Spec
@@ -24,14 +28,16 @@ OPTIONS = {"diloco": {"sync_every": 3}, "cp": {"method": "ring"}}  # the step th
 UNITS = {"forward": 3 * 4 + 2, "backward": 5 * 4 + 2 + 3 + 2 + 2, "optimizer": 8}
 PEAK = 0.02  # of the allocator's
 # DiLoCo's peak is in later synchronizations, when the outer optimizer has state; the plan has the first one.
-PEAK_OF = {"diloco": 0.1}
+# FSDP1 gives back what it gathered when the other stream has used it: a matter of timing, of up to one block.
+PEAK_OF = {"diloco": 0.1, "fsdp": 0.035}
 
 
 @pytest.fixture
 def trained(shared_run, monkeypatch):
     """A finished run of a strategy, and its plan."""
-    monkeypatch.setenv("CUDA_STAND_IN_KERNEL_US", str(KERNEL * 1e6))
-    monkeypatch.setenv("CUDA_STAND_IN_DEVICES", "8")
+    machine = settings("t4x2", Path(os.environ["CUDA_STAND_IN_FOLDER"]), kernel_us=KERNEL * 1e6, devices=8)
+    for name, value in machine.items():
+        monkeypatch.setenv(name, value)
 
     def run(strategy: str):
         workload, nproc = WORKLOADS.get(strategy, "mlp"), RANKS.get(strategy, 2)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from cuda_stand_in.machines import settings
 from labkit.plan.spec import Spec, SpecError
 from labkit.prediction.devices import DEVICES
 from labkit.prediction.predict import on, predict
@@ -22,6 +23,8 @@ from labkit.training.workloads import WORKLOADS
 
 CLOSE = 0.02  # of the allocator's peak
 WITHOUT_CUDNN = 0.03
+# FSDP1 gives back what it gathered when the other stream has used it: a matter of timing, of up to one block.
+OF_FSDP1 = 0.035
 RANKS = {"single": 1, "fsdp2_tp": 4, "pp_ddp": 4, "pp_fsdp2_tp": 8}  # of the others: 2
 CONVOLUTIONS = ("cnn", "resnet18")
 MACHINES = {"t4": "t4x2", "h100": "h100x8"}
@@ -34,7 +37,7 @@ def allocator():
 
     def ask(spec: Spec, gpu: str) -> list[dict]:
         if gpu not in running:
-            machine = {"CUDA_STAND_IN_GPU": gpu, "CUDA_STAND_IN_DEVICES": "8"}
+            machine = settings(f"{gpu}x1", Path(os.environ["CUDA_STAND_IN_FOLDER"]), devices=8)
             running[gpu] = subprocess.Popen(
                 [sys.executable, Path(__file__).with_name("scripts") / "peaks.py"],
                 stdin=subprocess.PIPE,
@@ -69,7 +72,7 @@ def check(spec: Spec, allocator, gpu: str = "t4") -> None:
     assert plan["method"] == "simulated", plan.get("reason")
     ranks = allocator(spec, gpu)
     assert not [rank["error"] for rank in ranks if "error" in rank]
-    limit = WITHOUT_CUDNN if spec.workload in CONVOLUTIONS else CLOSE
+    limit = WITHOUT_CUDNN if spec.workload in CONVOLUTIONS else OF_FSDP1 if spec.strategy == "fsdp" else CLOSE
     for part in plan["classes"]:
         measured = max(ranks[part["ranks"][0]]["peaks"])
         print(f"{spec.strategy} {spec.workload} {gpu} rank {part['ranks'][0]}: {part['step']['peak']} {measured}")
