@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +89,8 @@ def rows_of(results: Any) -> Iterator[Row]:
             yield Row(event.name(), start, start + duration, event.start_thread_id(), event.device_type() == cuda)
 
 
-def allocations_of(results: Any, device: torch.device) -> list[Allocation]:
-    """The profiler's allocations on a device, in no order."""
+def allocations_of(results: Any, device: torch.device, lasting: Collection[int]) -> list[Allocation]:
+    """The profiler's allocations on a device, in no order; `lasting` are addresses that are allocated at its end."""
     allocation, found = EVENT_TYPE.get().Allocation, []
     rest = list(KINETO_TREE.of(results)())
     while rest:
@@ -105,7 +105,7 @@ def allocations_of(results: Any, device: torch.device) -> list[Allocation]:
                 Allocation(event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size, tuple(inside))
             )
     if device.type == "cuda":
-        found += outside(found, _changes(results, device.index))
+        found += outside(found, _changes(results, device.index), lasting)
     return found
 
 
@@ -121,12 +121,14 @@ def _changes(results: Any, gpu: int) -> Iterator[tuple[int, int]]:
             yield event.start_ns(), event.nbytes()
 
 
-def outside(found: Sequence[Allocation], changes: Iterable[tuple[int, int]]) -> list[Allocation]:
+def outside(
+    found: Sequence[Allocation], changes: Iterable[tuple[int, int]], lasting: Collection[int]
+) -> list[Allocation]:
     """What happened outside of any operation: torch leaves allocations and releases of GPU memory there out of its tree
     of events, and otherwise reports no addresses.
 
     Blocks that are allocated there get negative addresses. What is released is the newest block of its size of which
-    no release is known.
+    no release is known, and which is not `lasting`.
     """
     ordered = sorted(found, key=lambda one: one.time)
     missing = Counter(changes) - Counter((one.time, one.size) for one in ordered)
@@ -134,7 +136,7 @@ def outside(found: Sequence[Allocation], changes: Iterable[tuple[int, int]]) -> 
     unknown: list[tuple[int, int, int, float]] = []  # time, address and bytes of blocks, and when it is used again
     for one in reversed(ordered):
         following = later.get(one.address)
-        if one.size > 0 and (following is None or following.size > 0):
+        if one.size > 0 and (following.size > 0 if following else one.address not in lasting):
             unknown.append((one.time, one.address, one.size, following.time if following else math.inf))
         later[one.address] = one
     made: list[Allocation] = []

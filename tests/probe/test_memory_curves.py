@@ -198,5 +198,7 @@ def test_a_release_outside_of_operations_on_a_gpu_is_that_of_the_newest_block_of
     known = [taken(1, 1, 100), taken(2, 2, 100), taken(3, 3, 70), taken(5, 2, -100), taken(9, 3, 30)]
     changes = [(one.time, one.size) for one in known]
     changes += [(4 * MS, -100), (6 * MS, 70), (7 * MS, -70), (8 * MS, -70), (10 * MS, -70), (11 * MS, -999)]
-    assert outside(known, changes) == [taken(4, 1, -100), taken(6, -2, 70), taken(7, -2, -70), taken(8, 3, -70)]
-    assert outside(known, changes[:5]) == []
+    released = [taken(4, 1, -100), taken(6, -2, 70), taken(7, -2, -70), taken(8, 3, -70)]
+    assert outside(known, changes, ()) == outside(known, changes, {3}) == released
+    assert [one.size for one in outside(known, changes, {1})] == [70, -70, -70], "the block was there at the end"
+    assert outside(known, changes[:5], ()) == []
