@@ -16,6 +16,7 @@ _HOMES = {  # no function may have the name of a subpackage: importing the subpa
     "Spec": "labkit.plan.spec",
     "SpecError": "labkit.plan.spec",
     "advise": "labkit.api",
+    "atlas": "labkit.api",
     "check": "labkit.course.exercises",
     "compare": "labkit.api",
     "diff_scripts": "labkit.plan.script",

@@ -1,4 +1,5 @@
-"""The Python API besides `run` (labkit.runs.handle): advice, predicting, comparing strategies, and displaying runs.
+"""The Python API besides `run` (labkit.runs.handle): advice, published runs, predicting, comparing strategies, and
+displaying runs.
 
 The front end (notebook or terminal) is imported by the call that displays something.
 """
@@ -6,19 +7,25 @@ The front end (notebook or terminal) is imported by the call that displays somet
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, overload
 
 from labkit.analysis.guessable import FIGURES
-from labkit.common.arguments import check_flag, check_type
+from labkit.common.arguments import check_flag, check_path, check_type
 from labkit.figures.advice import Advised
+from labkit.figures.atlas import Atlas
+from labkit.figures.estimated import Comparison, Estimated
 from labkit.figures.prediction import Prediction
 from labkit.plan.spec import Spec
 from labkit.prediction.devices import HERE, device
 from labkit.prediction.predict import predict as plan_of
 from labkit.prediction.scale.advice import advice
-from labkit.prediction.scale.asked import training
+from labkit.prediction.scale.asked import laid, training
+from labkit.prediction.scale.atlas import select
+from labkit.prediction.scale.check import check as check_rows
+from labkit.prediction.scale.step import estimate
 from labkit.prediction.timing import modelled, timed
 from labkit.record.follow import Follower
 from labkit.runs.comparing import Comparing, plan
@@ -28,17 +35,49 @@ from labkit.runs.notebook import cell, in_notebook
 from labkit.runs.settling import named, with_ranks
 
 
-def advise(params: Any = None, **asked: Any) -> Advised:
+@overload
+def advise(params: Any = None, *, layout: None = None, check: None = None, **asked: Any) -> Advised: ...
+@overload
+def advise(params: Any = None, *, layout: str | Mapping[str, Any], check: None = None, **asked: Any) -> Estimated: ...
+@overload
+def advise(*, check: str | os.PathLike[str]) -> Comparison: ...
+def advise(
+    params: Any = None, *, layout: Any = None, check: Any = None, **asked: Any
+) -> Advised | Estimated | Comparison:
     """Whether a transformer fits on some devices, with which strategies, and how fast they are; nothing is run, and all
     figures are modelled.
 
     The model is `params`, such as `7B`; or `config`, the path of a Hugging Face style config.json; or `workload` with
-    its `options`. `machine` is `t4x2`, `a100x8` or `h100x8` (default), `devices` their number (default: one node),
-    `memory` that of one in bytes or such as `24GB`, `batch` the samples per step, globally, or such as `4M tokens`,
-    `sequence` in tokens, `precision` one that the device has (default: bf16, or fp16), `attention` `fused` (default) or
-    `eager`. Raises `ValueError` or `TypeError` for a value that is not possible, `SpecError` for one of `options`.
+    its `options`. `machine` is a name of the table, such as `h100x8` (default), or the path of a small JSON file,
+    `devices` their number (default: one node), `memory` that of one in bytes or such as `24GB`, `batch` the samples per
+    step, globally, or such as `4M tokens`, `sequence` in tokens, `precision` one that the device has (default: bf16, or
+    fp16), `attention` `fused` (default) or `eager`.
+
+    With `layout`, a text such as `dp=8,tp=4,pp=2,zero=1,micro_batch=2` or a dict, it is one layout: time, tokens/s, MFU
+    and memory with their 80 % ranges, the parts of a step, and the nearest published runs. With `check`, the path of a
+    CSV file of published runs, it is how well the estimates agree with them. Raises `ValueError` or `TypeError` for a
+    value that is not possible, `SpecError` for one of `options`, `OSError` if the file of `check` cannot be read.
     """
+    if check is not None:
+        if params is not None or layout is not None or asked:
+            raise ValueError("check compares a file with its own figures, and takes no other argument")
+        return Comparison(check_rows(Path(check_path("check", check))))
+    if layout is not None:
+        return Estimated(estimate(*laid(layout, params=params, **asked)))
     return Advised(advice(training(params, **asked)))
+
+
+def atlas(
+    *, model: Any = None, gpus: Any = None, gpu_type: Any = None, layout: Any = None, source: Any = None
+) -> Atlas:
+    """Published runs on real GPUs that ship with the lab, failures included, each with what is modelled for it.
+
+    Without arguments all of them, otherwise those with a `model`, a `gpu_type` or a `source` whose name contains a text
+    (`8B`, `H100`, `Playbook`), with a number of `gpus` or a list of them, and with some degrees of a `layout`, such as
+    `tp=8,pp=1` (also dp, cp, zero, micro_batch). Raises `LookupError` with the values that exist if there are none,
+    `ValueError` or `TypeError` for a value that is not possible.
+    """
+    return Atlas(select(model=model, gpus=gpus, gpu_type=gpu_type, layout=layout, source=source))
 
 
 def compare(strategies: Sequence[str] | str, *, cold: bool = False, **fields: Any) -> Comparing:

@@ -22,7 +22,7 @@
 # about 1 minute on two cores.
 
 # %%
-from labkit import Spec, advise, check, on_trial, pictures, place, run
+from labkit import Spec, advise, atlas, check, on_trial, pictures, place, run
 
 HERE = place(2)  # two GPUs if this machine has them, otherwise two CPU ranks
 
@@ -212,6 +212,31 @@ for owner, measured in job.summary()["ranks"][0]["memory_bytes"].items():
     print(f"{owner:13} modelled {formula.get(owner, 0) / MIB:5.2f} MiB, measured {measured / MIB:5.2f} MiB")
 
 # %% [markdown]
+# ## What real GPUs did
+#
+# No machine here can test the formulas on a cluster, but others published what they measured on theirs. `atlas()` has
+# these runs, each with its exact layout and its source, and it has the failures. In the next picture each dot is one
+# run: point at it to see which. **Predict:** on the same number of GPUs, how much faster is the best layout of a model
+# than the worst that runs? And how many of the runs failed?
+
+# %%
+pictures.atlas()
+
+# %% [markdown]
+# <details class="answer"><summary>What to see</summary>
+#
+# On 64 GPUs and more, the best layout of a model is ten to several hundred times as fast as the worst one that runs:
+# the layout decides more than the hardware. About half of the runs failed. Those are not accidents: somebody tried
+# every layout of three models, and most of the failures are on the right of the dotted line, where the formulas need
+# more memory than a GPU has. The others crashed for reasons that a formula does not know.
+#
+# </details>
+#
+# `advise` looks for published runs near each of its layouts. Its last table says what they reached, how near they are
+# and what differs; if no run is near, it says so. Look again at the advice for 7B above: which of its figures are
+# supported by a run on real GPUs?
+
+# %% [markdown]
 # ## More devices
 #
 # What do you gain from more devices? In weak scaling every device keeps its samples, and the batch grows. In strong
@@ -281,10 +306,16 @@ for number in (0, 1):
 # 12. The optimizer must be created after the model is wrapped.
 # 13. Evaluate with `model.module`, not with the DDP wrapper.
 # 14. The training accuracy that rank 0 prints is that of the job.
+# 15. From 16 GPUs on, FSDP is faster than DDP.
+# 16. Tensor parallelism should stay within a node.
+# 17. Prefer the largest micro-batch that fits.
+# 18. A pipeline needs four times as many micro-batches as stages.
 #
-# The first cell tests the claims that need no run: 1 to 4, 8 to 14, and ten more. The second cell runs each strategy it
-# needs once, which takes a minute or two. `labkit claims` in a terminal runs each three times, in alternation. If this
-# machine cannot decide a claim, the verdict says so: CPU ranks cannot decide claims about GPUs.
+# Published runs judge the last four: pairs that differ in one factor only, with everything else equal.
+#
+# The first cell tests the claims that need no run: 1 to 4, 8 to 18, and nine more. The second cell runs each strategy
+# that it needs once, which takes a minute or two. `labkit claims` in a terminal runs each three times, in alternation.
+# If this machine cannot decide a claim, the verdict says so: CPU ranks cannot decide claims about GPUs.
 
 # %%
 on_trial(quick=True)
@@ -326,3 +357,24 @@ check("choose.seven", gigabytes)
 # %% tags=["exercise"]
 fits = ...
 check("choose.fits", fits)
+
+# %% [markdown]
+# **4.** Pick a layout with what you know about memory and links, without running anything. This is the case:
+
+# %%
+print(atlas(model="nanotron Llama 8B", gpus=64).question)
+
+# %% [markdown]
+# Gradients are accumulated in 32 bits, and nothing is recomputed. Answer with a text such as
+# `"dp=8,tp=4,pp=2,zero=1,micro_batch=2"`: dp × tp × pp is the number of GPUs, and `zero` is 0 (DDP) or 1. The runs of
+# others say what your layout did on real GPUs. It is right if it reached 85 % of the fastest one.
+
+# %% tags=["exercise"]
+layout = ...
+check("choose.published", layout)
+
+# %% [markdown]
+# When you have answered, look at all layouts of this case. Which ones failed, and which ran and were slow?
+
+# %%
+pictures.atlas(model="nanotron Llama 8B", gpus=64, by="tp")

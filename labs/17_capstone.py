@@ -24,7 +24,7 @@
 # cores.
 
 # %%
-from labkit import Spec, advise, check, place, predict, run
+from labkit import Spec, advise, atlas, check, pictures, place, predict, run
 
 CASE = {"params": "13B", "devices": 16, "machine": "a100x8", "memory": "40GB"}
 HERE = place(4)  # four GPUs if this machine has them, otherwise four CPU ranks
@@ -122,6 +122,41 @@ job.figure("memory_by_owner")
 # %% tags=["exercise"]
 trial = ...
 check("capstone.twin", trial)
+
+# %% [markdown]
+# ## A proposal that real GPUs have judged
+#
+# Nobody published runs of your 13B model on 16 A100. For the next case somebody did, with many layouts:
+
+# %%
+print(atlas(model="nanotron Llama 80B", gpus=128).question)
+
+# %% [markdown]
+# The states take 18 bytes per parameter there, because gradients are accumulated in 32 bits; activations are not
+# recomputed; ZeRO is 0 or 1. On paper: by how much must TP × PP divide the model? Which of the two may cross the nodes?
+#
+# **Exercise 3.** Propose a layout, such as `"dp=8,tp=4,pp=4,zero=1,micro_batch=1"`. It is right if it reached 85 % of
+# the fastest.
+
+# %% tags=["exercise"]
+layout = ...
+check("capstone.published", layout)
+
+# %% [markdown]
+# When you have answered: all layouts that were tried, coloured by the number of stages.
+
+# %%
+pictures.atlas(model="nanotron Llama 80B", gpus=128, by="pp")
+
+# %% [markdown]
+# <details class="answer"><summary>What to see</summary>
+#
+# Most layouts failed: all that ran divide the model by at least 16, with small micro-batches. Of those, the fast ones
+# have TP within a node and a long pipeline. TP over two nodes also fits, and its all-gathers cross the slow links in
+# every layer. Compare the spread with the difference between the layouts in the table of `advise` above: the choice
+# matters more on 128 GPUs than on 16.
+#
+# </details>
 
 # %% [markdown]
 # ## Defend it

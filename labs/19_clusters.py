@@ -32,7 +32,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from labkit import advise, check, pictures
+from labkit import advise, atlas, check, on_trial, pictures
 
 # %load_ext labkit
 
@@ -138,6 +138,16 @@ for names, times in sorted(orders.items(), key=lambda item: sum(seconds for seco
 #
 # </details>
 #
+# ## Does it hold on real GPUs?
+#
+# "TP stays within the node" is a rule about links. Published runs can judge it: pairs that have the same model, GPUs,
+# pipeline and micro-batch, once with TP 8 and once with TP 16, on nodes of 8 GPUs. **Predict** the speed of TP 16
+# relative to TP 8.
+
+# %%
+on_trial("tp-node")
+
+# %% [markdown]
 # ## The crossover of DDP
 #
 # From which batch on does DDP stop being bound by communication? Backward computes 4·N·D FLOPs for N parameters and D
@@ -272,3 +282,23 @@ check("clusters.tokens", tokens_per_gpu)
 # %% tags=["exercise"]
 its_rank = ...
 check("clusters.rank", its_rank)
+
+# %% [markdown]
+# **4.** Which layout uses the links best? Pick one for this case, with what you know about bytes and links:
+
+# %%
+print(atlas(model="nanotron Llama 8B", gpus=256).question)
+
+# %% [markdown]
+# There is one sample per GPU and step. Gradients are accumulated in 32 bits, nothing is recomputed, `zero` is 0 or 1.
+# Answer with a text such as `"dp=16,tp=4,pp=4,zero=1,micro_batch=2"`; it is right if it reached 85 % of the fastest.
+
+# %% tags=["exercise"]
+layout = ...
+check("clusters.published", layout)
+
+# %% [markdown]
+# When you have answered, look at all layouts of this case. What do the fast ones have in common?
+
+# %%
+pictures.atlas(model="nanotron Llama 8B", gpus=256, by="tp")

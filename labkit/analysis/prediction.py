@@ -99,7 +99,7 @@ def _step(
         return timeline["seconds"], measured, error, ""
     spent: dict[str, float] = dict.fromkeys(PHASES, 0.0)
     for phase, start, end in timeline["phases"]:
-        spent[phase] += end - start
+        spent[phase] = spent.get(phase, 0.0) + end - start
     taken = {phase: seconds or 0.0 for phase, seconds in phase_seconds(state, rank).items()}
     return timeline["seconds"], measured, error, _differences("per step", taken, spent, milliseconds)
 

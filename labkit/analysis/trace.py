@@ -9,8 +9,8 @@ from typing import Any
 
 from labkit.analysis.clocks import ahead
 from labkit.analysis.profiled import aligned, profiled_steps
+from labkit.common.atomic import MARK, write_output
 from labkit.record.columns import ProfiledStep
-from labkit.record.folder import RunFolder
 from labkit.record.state import RunState
 
 _PHASES, _COMPUTING, _MARKS, _COMMUNICATION = range(4)
@@ -33,12 +33,12 @@ def trace(state: RunState) -> dict[str, Any]:
         begin = min(begun[number, step] for number in found) - zero
         for rank, one in found.items():
             events += _events(rank, step, one, begin + shifts[rank])
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+    return {"otherData": {"source": MARK}, "traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def write_trace(state: RunState, path: Path) -> None:
-    """Writes the trace to `path`, atomically."""
-    RunFolder.write_text(path, json.dumps(trace(state), separators=(",", ":")))
+    """Writes the trace to `path`, or replaces one that was written before. Raises `OSError`."""
+    write_output(path, json.dumps(trace(state), separators=(",", ":")), private=True)
 
 
 def _names(state: RunState) -> Iterator[dict[str, Any]]:

@@ -7,9 +7,9 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
+from labkit.common.reading import open_regular
 from labkit.record.appender import Appender
 
 
@@ -35,7 +35,8 @@ def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The records of the file, in order; none if it does not exist. A line that was written only in part is left out.
     Raises `ValueError` for a file of something else."""
     try:
-        lines = Path(path).read_bytes().splitlines()
+        with open_regular(path) as file:
+            lines = file.read().splitlines()
     except FileNotFoundError:
         return []
     except OSError as error:

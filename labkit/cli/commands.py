@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 
-from labkit.cli.advise import advise
+from labkit.cli.advise import advise, atlas
 from labkit.cli.glossary import glossary
 from labkit.cli.jobs import gather, pack, submit, unpack
 from labkit.cli.listing import runs
@@ -24,6 +24,7 @@ COMMANDS = {
     for command in (
         *(
             advise,
+            atlas,
             bench,
             capture,
             claims,

@@ -30,6 +30,7 @@ _PORT = Number(int, 1, 65_535)
 _RANK = Number(int, 0, 65_535)
 _CALIBRATED = Number(int, 2, 65_536)
 _MINUTES = Number(int, 1, 1440)
+_ROWS = Number(int, 1, 1_000_000)
 
 
 class UsageError(Exception):
@@ -113,6 +114,7 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     _add_fields(predict)
 
     _add_advise(commands)
+    _add_atlas(commands)
     add_jobs(commands.add, _add_fields, _number)
 
     script = commands.add("script", "print the script that a strategy runs")
@@ -275,11 +277,13 @@ def _add_advise(commands: _Commands) -> None:
         ("params", "COUNT", "a model with about as many parameters, such as 7B"),
         ("config", "FILE", "or the model of a Hugging Face style config.json"),
         ("workload", "NAME", "or the model of a workload, with --option"),
-        ("machine", "NAME", f"one of {', '.join(ACCELERATED)} (default: {DEFAULT_MACHINE})"),
+        ("machine", "NAME", f"one of {', '.join(ACCELERATED)}, or a .json file (default: {DEFAULT_MACHINE})"),
         ("memory", "SIZE", "memory of a device, such as 24GB or 24GiB (default: that of the machine)"),
         ("batch", "SAMPLES", "samples per step, globally, or such as '4M tokens' (default: as published for the size)"),
         ("precision", "P", "precision of the computation (default: bf16, or fp16)"),
         ("attention", "A", "fused or eager, which stores the matrices of attention (default: fused)"),
+        ("layout", "NAME=VALUE,…", "estimate one layout instead, such as dp=8,tp=4,pp=2,zero=1,micro_batch=2"),
+        ("check", "FILE.csv", "compare the estimates with published runs instead"),
     ):
         advise.add_argument(f"--{name}", metavar=metavar, help=help)
     advise.add_argument("--devices", metavar="N", help="number of devices (default: one node)")
@@ -288,6 +292,27 @@ def _add_advise(commands: _Commands) -> None:
     advise.add_argument(
         "--scaling", action="store_true", help="show strong and weak scaling from 1 to 4,096 devices instead"
     )
+
+
+def _add_atlas(commands: _Commands) -> None:
+    atlas = commands.add(
+        "atlas", "list published training runs on real GPUs, measured and modelled, failures included", json=True
+    )
+    for name, metavar, help in (
+        ("model", "TEXT", "only models whose name contains a text, such as 8B"),
+        ("gpus", "N,N,…", "only these numbers of GPUs"),
+        ("gpu-type", "TEXT", "only GPUs or machines whose name contains a text, such as H100"),
+        ("layout", "NAME=N,…", "only layouts with these degrees: dp, tp, pp, cp, zero, micro_batch"),
+        ("source", "TEXT", "only sources whose name contains a text, such as Playbook"),
+    ):
+        atlas.add_argument(f"--{name}", metavar=metavar, help=help)
+    atlas.add_argument(
+        "--limit", type=_number("--limit", _ROWS), default=30, metavar="N", help="rows of the table (default: 30)"
+    )
+    atlas.add_argument(
+        "--by", metavar="WHAT", help="what colours show: model (default), tp, pp, sharding, gpus or source"
+    )
+    atlas.add_argument("-o", "--output", metavar="FILE.html", help="write the chart as a page that works offline")
 
 
 def _add_fields(command: argparse.ArgumentParser) -> None:

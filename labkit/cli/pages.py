@@ -116,10 +116,11 @@ def notebook(args: argparse.Namespace) -> int:
     from labkit.common.atomic import write_atomically
     from labkit.frontends.handout import LabError, for_kaggle, to_import
 
-    path = _output(args.output, str(Path(args.name).with_suffix(".ipynb")))
+    lab = Path(args.name)
+    path = _output(args.output, str(lab.parent / f"{lab.stem}.ipynb"))
     try:
         metadata = None if args.kaggle is None else for_kaggle(path, args.kaggle)
-        say(str(to_import(Path(args.name), path, source=args.source)))
+        say(str(to_import(lab, path, source=args.source)))
         if metadata:
             write_atomically(*metadata)
             say(str(metadata[0]))

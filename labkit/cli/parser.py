@@ -18,8 +18,8 @@ from labkit.cli.flags import FLAGS, UsageError, parser_of_commands
 from labkit.common.arguments import shown
 from labkit.common.text import visible_line
 from labkit.plan.spec import Spec, SpecError, bounds_of
-from labkit.setup.environment import OPTIONAL
-from labkit.training.strategies import STRATEGIES
+from labkit.setup.environment import OPTIONAL, TEXT_ONLY
+from labkit.training.strategies import BASELINE, STRATEGIES
 
 _DEVELOPMENT = ("lab", "test", "deepspeed")
 _EXTRAS = {
@@ -28,7 +28,26 @@ _EXTRAS = {
     "handout": ("handout",),
     "test": _DEVELOPMENT,
     "bench": _DEVELOPMENT,
-}
+} | dict.fromkeys(
+    (
+        *(
+            "advise",
+            "atlas",
+            "capture",
+            "clean",
+            "diff",
+            "gather",
+            "glossary",
+            "logs",
+            "progress",
+            "replay",
+            "runs",
+            "schema",
+        ),
+        *("replay", "runs", "schema", "script", "show", "stop", "trace", "unpack"),
+    ),
+    (TEXT_ONLY,),
+)
 _AFTER_DASHES = (
     "run",
     "predict",
@@ -48,7 +67,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     head, rest = _split(argv)
     try:
         args = _parsed(head, rest)
-        args.specs = [_spec(args, what) for what in _whats(args)]
+        args.specs = _specs(args, _whats(args))
         args.extras = _extras(args)
     except UsageError as error:
         sys.exit(refuse(str(error), json="--json" in head, code=2))
@@ -81,6 +100,15 @@ def refuse(message: str, *, json: bool, code: int, field: str | None = None) -> 
     if json:
         print(jsonlib.dumps({"error": message, "field": field}))
     return code
+
+
+def _specs(args: argparse.Namespace, whats: Sequence[str]) -> list[Spec]:
+    """The Specs of all of `whats`. In a diff, that of the baseline is the other one's on one device, so that a fault or
+    an option is part of the difference."""
+    if args.command != "diff":
+        return [_spec(args, what) for what in whats]
+    compared = _spec(args, next((what for what in whats if what != BASELINE.name), BASELINE.name))
+    return [compared.on_one_device if what == BASELINE.name else _spec(args, what) for what in whats]
 
 
 def _spec(args: argparse.Namespace, what: str) -> Spec:
@@ -121,6 +149,8 @@ def options_of(args: argparse.Namespace) -> dict[str, str]:
 
 def _extras(args: argparse.Namespace) -> tuple[str, ...]:
     """The extras of pyproject.toml that the command needs, and those of `setup --with`."""
+    if args.command == "compare" and args.strategies is None:
+        return (TEXT_ONLY,)  # recorded runs
     asked = [name.strip() for text in getattr(args, "extras_asked", ()) for name in text.split(",")]
     for name in asked:
         if name not in OPTIONAL:

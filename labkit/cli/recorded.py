@@ -19,6 +19,7 @@ from labkit.cli.shared import WIDE, Refused, console, find, find_followed, inter
 from labkit.common.text import visible_log
 from labkit.common.units import counted
 from labkit.frontends import terminal
+from labkit.record.documents import Unreadable
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
 from labkit.record.logs import whole
@@ -131,19 +132,28 @@ def stop(args: argparse.Namespace) -> int:
     from labkit.launch.job import Job, LaunchError
 
     try:
-        folder = find_followed(args.name)
+        job, trouble = Job.attach(find_followed(args.name)), ""
+        before = job.state
     except Refused:
         if _stop_deleted(args.name):
             return 0
         raise
-    job = Job.attach(folder)
-    before = job.state
+    except Unreadable as error:
+        job, trouble, before = Job(RunFolder.find(args.name)), error.reason, ""
+        if not job.has_processes:
+            raise
+    left = job.has_processes
     try:
-        state = job.stop()
+        words = job.stop()
     except LaunchError as error:
         raise Refused(str(error), code=1) from None
-    words = f"{'already ' if before in OVER else ''}{state}"
-    say(f"{job.folder.name}: {words}" + (f" ({job.status().get('message')})" if state == "lost" else ""))
+    if trouble:
+        words = f"its processes have been terminated; it cannot be read: {trouble}"
+    elif before in OVER:
+        words = f"{before}; the processes that it has left have been terminated" if left else f"already {before}"
+    elif words == "lost":
+        words += f" ({job.status().get('message')})"
+    say(f"{job.folder.name}: {words}")
     return 0
 
 
@@ -156,7 +166,8 @@ def _stop_deleted(name: str) -> bool:
     except LookupError as error:
         raise Refused(error.args[0]) from None
     if path:
-        say(f"{path} was deleted while its run was in progress; the processes of the run have been terminated")
+        missing = RunFolder(path).spec if os.path.lexists(path) else path
+        say(f"{missing} was deleted while its run was in progress; the processes of the run have been terminated")
     return bool(path)
 
 
@@ -203,7 +214,8 @@ def clean(args: argparse.Namespace) -> int:
     """Deletes runs that are over, after confirmation."""
     folders, unreadable = RunFolder.readable(RunFolder.all())
     say(*(f"{name} is kept because it cannot be read ({why})" for name, why in unreadable.items()))
-    over = [folder for folder in folders if is_over(folder)]
+    say(*(f"{folder.name} is kept because it is no run: it has no events" for folder in folders if not folder.is_run))
+    over = [folder for folder in folders if folder.is_run and is_over(folder)]
     old = over[: len(over) - args.keep]
     if not old:
         say("nothing to delete")

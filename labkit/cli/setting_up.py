@@ -137,18 +137,23 @@ def _on_stand_in(arguments: list[str]) -> list[str]:
 
 
 def _ensure(what: str, programs: Sequence[str], *packages: str) -> None:
-    """Installs packages that some tests need, if none of `programs` is there and this user may install packages;
-    otherwise says that these tests are skipped."""
+    """Installs Debian packages that some tests need, if none of `programs` is there and this user may install packages,
+    and says so before; otherwise says how to install them, and that these tests are skipped until then."""
     if any(shutil.which(name) for name in programs):
         return
-    if hasattr(os, "geteuid") and os.geteuid() == 0 and shutil.which("apt-get"):
+    apt = shutil.which("apt-get")
+    if apt and hasattr(os, "geteuid") and os.geteuid() == 0:
         quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         settings = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-        install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *packages]
+        install = [apt, "install", "-y", "-qq", "--no-install-recommends", *packages]
         with Progress() as progress:
-            progress.step(f"installing what {what} need (apt-get install {' '.join(packages)})")
-            for command in (["apt-get", "update", "-qq"], install):
+            progress.step(
+                f"{what} need {programs[0]}, which is not on the PATH: installing the Debian packages"
+                f" {' and '.join(packages)} on this machine (apt-get install {' '.join(packages)})"
+            )
+            for command in ([apt, "update", "-qq"], install):
                 subprocess.run(command, env=settings, check=False, **quiet)
     if not any(shutil.which(name) for name in programs):
-        missing = f"{programs[0]} is not on the PATH; {what} are skipped until {packages[0]} is installed"
+        way = f"sudo apt-get install {' '.join(packages)}" if apt else f"install {programs[0]}"
+        missing = f"{what} are skipped because {programs[0]} is not on the PATH; to run them: {way}"
         print(f"labkit: {visible_line(missing)}", file=sys.stderr)

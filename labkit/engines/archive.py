@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import stat
 import tempfile
 import zipfile
 from pathlib import Path, PurePosixPath
+from typing import BinaryIO
 from zlib import error as ZlibError
 
 from labkit.common.arguments import shown
+from labkit.common.atomic import MARK, write_output
+from labkit.common.reading import open_regular
 from labkit.common.units import counted, size
 from labkit.engines.job_files import Profile, commands, sbatch, skypilot, trainjob
 from labkit.engines.portable import REQUIREMENTS, Portable
@@ -38,18 +42,15 @@ def contents(job: Portable, profile: Profile) -> dict[str, str]:
 
 
 def pack(job: Portable, profile: Profile, path: Path) -> Path:
-    """Writes a job as a zip; an existing file is replaced at the end. Raises `OSError` if it cannot be written."""
-    handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-            for name, text in contents(job, profile).items():
-                entry = zipfile.ZipInfo(name, _DATE)
-                entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, (stat.S_IFREG | 0o644) << 16
-                archive.writestr(entry, text)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    """Writes a job as a zip, or replaces one that was packed before. Raises `OSError` if it cannot be written."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.comment = MARK.encode()
+        for name, text in contents(job, profile).items():
+            entry = zipfile.ZipInfo(name, _DATE)
+            entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, (stat.S_IFREG | 0o644) << 16
+            archive.writestr(entry, text)
+    write_output(path, packed.getvalue(), private=True)
     return path
 
 
@@ -61,11 +62,16 @@ def unpack(path: Path, folder: Path) -> list[str]:
     """
     if os.path.lexists(folder):
         raise BadArchive(f"{folder} exists; name a new folder with -o")
-    if path.stat().st_size > _MOST_BYTES:
-        raise BadArchive(f"{path} is larger than {size(_MOST_BYTES)}, which no packed job is")
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > _MOST_BYTES:
+            raise BadArchive(f"{path} is larger than {size(_MOST_BYTES)}, which no packed job is")
+        return _unpack(file, path, folder)
+
+
+def _unpack(file: BinaryIO, path: Path, folder: Path) -> list[str]:
     waiting = Path(tempfile.mkdtemp(dir=folder.absolute().parent, prefix=f".{folder.name}."))
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(file) as archive:
             names = _extract(archive, path, waiting)
         waiting.chmod(0o755)
         waiting.rename(folder)

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from labkit.common.arguments import shown
+from labkit.common.atomic import MARK
 from labkit.common.units import counted
 from labkit.engines.portable import REQUIREMENTS, Portable
 from labkit.plan.spec import SpecError
@@ -289,7 +290,7 @@ def skypilot(job: Portable, profile: Profile) -> str:
 
 
 def _dumped(document: dict[str, Any]) -> str:
-    return yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=1 << 20, allow_unicode=True)
+    return f"# {MARK}\n" + yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=1 << 20, allow_unicode=True)
 
 
 def _prepared(job: Portable, profile: Profile) -> list[str]:

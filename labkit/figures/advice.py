@@ -8,14 +8,18 @@ from labkit.common.text import escape, visible
 from labkit.common.units import size
 from labkit.figures import colours
 from labkit.figures.as_svg import drawing
+from labkit.figures.atlas import EVIDENCE_HEADS, evidence_cells, evidence_json
 from labkit.figures.model import Axis, Bars, Chart
 from labkit.figures.prediction import table_html
 from labkit.figures.scaling import Scaled, in_seconds, table_text
 from labkit.prediction.scale.advice import RULE, Advice, Misfit, Verdict, devices_needed, verdict
 from labkit.prediction.scale.asked import in_words
+from labkit.prediction.scale.atlas import NEAR, evidence
+from labkit.prediction.scale.frameworks import USABLE
+from labkit.prediction.scale.layouts import Layout
 from labkit.prediction.scale.scaling import scaling
 from labkit.prediction.scale.step import Estimate
-from labkit.prediction.scale.training import RESERVED, RESERVED_FOR
+from labkit.prediction.scale.training import RESERVED_FOR
 
 if TYPE_CHECKING:
     import plotly.graph_objects
@@ -34,6 +38,11 @@ HEADS = (
 )
 MISFIT_HEADS = ("does not fit", "needs at least", "missing", "fits with")
 ROWS = 10  # strategies in a table
+EVIDENCE = (
+    "Measured nearby: by the nearest run of labkit atlas. A distance of 1 is a factor of two in one figure, one more of"
+    " parameters, gradients and optimizer state that is sharded, another precision or recomputation; another GPU is 2."
+    f" Up to {NEAR:g} counts as near."
+)
 
 PARTS = {  # of a step: colour and words
     "computation": (colours.PHASES["forward"], "the computation"),
@@ -42,6 +51,9 @@ PARTS = {  # of a step: colour and words
     "tensor": (colours.OPERATIONS["all_gather"], "tensor-parallel communication"),
     "context": (colours.OPERATIONS["reduce_scatter"], "context-parallel communication"),
     "pipeline": (colours.OPERATIONS["send"], "communication between stages"),
+    "launch": (colours.PHASES["copy"], "launching kernels"),
+    "waiting": (colours.PHASES["data"], "waiting for the slowest rank"),
+    "allocator": (colours.PHASES["data"], "an allocator that is short of memory"),
     "bubble": (colours.PHASES["other"], "the bubble of the pipeline"),
     "optimizer": (colours.PHASES["optimizer"], "the optimizer"),
 }
@@ -67,8 +79,23 @@ class Advised:
     @property
     def misfits(self) -> list[tuple[str, ...]]:
         """The cells below `MISFIT_HEADS`, the simplest strategies first."""
+        return [_misfit(one) for one in self._misfits]
+
+    @property
+    def _misfits(self) -> list[Misfit]:
         in_order = sorted(self.advice.misfits, key=lambda one: (one.layout.kind.count("×"), one.missing))
-        return [_misfit(one) for one in in_order[:ROWS]]
+        return in_order[:ROWS]
+
+    @property
+    def evidence(self) -> list[tuple[str, ...]]:
+        """The cells below `EVIDENCE_HEADS`: for each layout of `rows` and `misfits` the nearest published run."""
+        asked = self.advice.training
+        fits = [(one.layout, one.tokens_per_second_per_gpu, one.memory) for one in self.advice.ranked[:ROWS]]
+        misfits = [(one.layout, None, one.memory) for one in self._misfits]
+        return [
+            evidence_cells(layout.title, rate, needs.total, evidence(asked, layout, 1)[0])
+            for layout, rate, needs in (*fits, *misfits)
+        ]
 
     @property
     def rule(self) -> list[str]:
@@ -80,8 +107,11 @@ class Advised:
         """The common rule, what is not shown, and the assumptions."""
         said = [*self.rule, *self._not_shown()]
         one = self.advice.training.accelerator
-        efficiency = f"{one.efficiency:.0%} of the peak of {one.name} in computation ({one.sources['efficiency']})"
-        return [*said, f"Assumed: {efficiency}; {1 - RESERVED:.0%} of the memory can be used ({RESERVED_FOR})."]
+        efficiency = (
+            f"{one.efficiency:.0%} of the peak of {one.name} in large matrix products ({one.sources['efficiency']})"
+        )
+        said.append(f"Assumed: {efficiency}; {USABLE:.0%} of the memory can be used ({RESERVED_FOR}).")
+        return [*said, EVIDENCE]
 
     def _not_shown(self) -> list[str]:
         found, said = self.advice, []
@@ -138,8 +168,8 @@ class Advised:
             "sequence": asked.sequence,
             "precision": asked.precision,
             "attention": asked.attention,
-            "fits": [estimate_json(one) for one in self.advice.ranked],
-            "does_not_fit": [_misfit_json(one) for one in self.advice.misfits],
+            "fits": [estimate_json(one) | self._evidence_json(one.layout) for one in self.advice.ranked],
+            "does_not_fit": [_misfit_json(one) | self._evidence_json(one.layout) for one in self.advice.misfits],
             "needs_batch_multiple_of": self.advice.too_small,
             "rule": None
             if said is None
@@ -151,16 +181,22 @@ class Advised:
             "sentences": self.sentences,
         }
 
+    def _evidence_json(self, layout: Layout) -> dict[str, Any]:
+        [nearest] = evidence(self.advice.training, layout, 1)
+        return {"evidence": evidence_json(nearest)}
+
     def __repr__(self) -> str:
         parts = [self.title]
         parts += [table_text(HEADS, self.rows)] if self.rows else []
         parts += [table_text(MISFIT_HEADS, self.misfits)] if self.misfits else []
+        parts += [table_text(EVIDENCE_HEADS, self.evidence)]
         return visible("\n\n".join([*parts, "\n".join(self.sentences)]))
 
     def _repr_html_(self) -> str:
         said = "".join(f"<p>{escape(sentence)}</p>" for sentence in self.sentences)
         tables = table_html(HEADS, self.rows) if self.rows else ""
         tables += table_html(MISFIT_HEADS, self.misfits) if self.misfits else ""
+        tables += table_html(EVIDENCE_HEADS, self.evidence)
         notes = f'<div class="labkit-notes"><p>{escape(self.title)}</p></div>'
         return f'{notes}{tables}<div class="labkit-notes">{said}</div>'
 
@@ -171,7 +207,7 @@ def cells(one: Estimate) -> tuple[str, ...]:
     return (
         layout.title,
         f"{layout.micro_batches} × {layout.micro_batch}",
-        "all layers" if layout.recompute else "–",
+        {"none": "–", "selective": "selective", "full": "all layers"}[layout.recompute],
         size(one.memory.total),
         in_seconds(one.seconds),
         f"{one.tokens_per_second:,.0f}",

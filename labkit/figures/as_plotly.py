@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,28 @@ if TYPE_CHECKING:
     import plotly.graph_objects
 
 FONT = "system-ui, sans-serif"
+# How plotly.js draws: no control of a chart sends anything anywhere, in any version of plotly.js.
+CONFIG: dict[str, Any] = {
+    "displaylogo": False,
+    "showSendToCloud": False,
+    "showEditInChartStudio": False,
+    "showLink": False,
+    "plotlyServerURL": "",
+    "typesetMath": False,
+    "modeBarButtonsToRemove": [
+        *("select2d", "lasso2d", "autoScale2d"),
+        *("sendDataToCloud", "sendChartToCloud", "editInChartStudio"),
+    ],
+}
+# What is not the markup of charts and pictures: tags of plotly may have links and styles, with addresses.
+_OTHER_MARKUP = re.compile(r"<(?!/?(?:b|br|extra|span)>|span style='font-size:10px'>)", re.IGNORECASE)
 _MARK = 0.01  # height of a mark, as a share of the axis
 _DIGITS = 6  # significant digits: finer than a pixel, and every character is sent to the browser
+
+
+def literal(text: str) -> str:
+    """A text as plotly's markup, which is shown as it is, with visible escapes."""
+    return escape(text, quote=False)
 
 
 def plain_look(size: int = 11) -> dict[str, Any]:
@@ -69,7 +90,7 @@ def parts(drawn: Drawn) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         layout["annotations"] = _names(chart)
     if chart.bands:
         layout["shapes"] = [_band(*band) for band in chart.bands]
-    return traces(drawn), layout
+    return inert(traces(drawn)), inert(layout)
 
 
 def _band(name: str, start: float, end: float, colour: str) -> dict[str, Any]:
@@ -85,14 +106,14 @@ def traces(drawn: Drawn) -> list[dict[str, Any]]:
         return [
             {
                 "type": "bar",
-                "name": escape(bars.name),
-                "x": list(map(escape, chart.x.categories)),
+                "name": literal(bars.name),
+                "x": list(map(literal, chart.x.categories)),
                 "y": numbers(bars.values),
                 "marker": {"color": bars.colour},
                 "textposition": "none",
-                "hovertemplate": f"{escape(bars.name)} %{{y:.3~s}} {chart.y.title.split(' ')[0]}<extra>%{{x}}</extra>",
+                "hovertemplate": f"{literal(bars.name)} %{{y:.3~s}} {_unit(chart.y)}<extra>%{{x}}</extra>",
             }
-            | _in_words(chart.y, bars.values, f"{escape(bars.name)} %{{text}}<extra>%{{x}}</extra>")
+            | _in_words(chart.y, bars.values, f"{literal(bars.name)} %{{text}}<extra>%{{x}}</extra>")
             for bars in chart.bars
         ] + [_marks(drawn, marks) for marks in chart.marks]
     if chart.spans:
@@ -105,18 +126,18 @@ def _marks(drawn: Drawn, marks: Marks) -> dict[str, Any]:
     chart = drawn.chart
     known = [(name, value) for name, value in zip(chart.x.categories, marks.values) if value is not None]
     values = [value for _, value in known]
-    unit, height = chart.y.title.split(" ")[0], _MARK * drawn.y_span[1]
+    unit, height = _unit(chart.y), _MARK * drawn.y_span[1]
     return {
         "type": "bar",
-        "name": escape(marks.name),
-        "x": [escape(name) for name, _ in known],
+        "name": literal(marks.name),
+        "x": [literal(name) for name, _ in known],
         "base": numbers(value - height / 2 for value in values),
         "y": numbers([height] * len(known)),
         "text": words(chart.y, values) or [f"{value:.3g} {unit}" for value in values],
         "textposition": "none",
         "showlegend": False,
         "marker": {"color": marks.colour, "line": {"color": marks.colour, "width": 1}},
-        "hovertemplate": f"{escape(marks.name)} %{{text}}<extra>%{{x}}</extra>",
+        "hovertemplate": f"{literal(marks.name)} %{{text}}<extra>%{{x}}</extra>",
     }
 
 
@@ -126,22 +147,22 @@ def _names(chart: Chart, suffix: str = "") -> list[dict[str, Any]]:
     for marks in chart.marks:
         first = next(((name, y) for name, y in zip(chart.x.categories, marks.values) if y is not None), None)
         if first is not None:
-            place = {"x": escape(first[0]), "y": first[1], "xref": f"x{suffix}", "yref": f"y{suffix}"}
+            place = {"x": literal(first[0]), "y": first[1], "xref": f"x{suffix}", "yref": f"y{suffix}"}
             look = {"font": {"size": 9, "color": "#FFFFFF"}, "bgcolor": marks.colour, "borderpad": 1}
-            names.append({"text": escape(marks.name), "showarrow": False, "yanchor": "bottom"} | place | look)
+            names.append({"text": literal(marks.name), "showarrow": False, "yanchor": "bottom"} | place | look)
     return names
 
 
 def _spans(drawn: Drawn, spans: Spans) -> dict[str, Any]:
-    lanes = list(map(escape, drawn.chart.y.categories))
+    lanes = list(map(literal, drawn.chart.y.categories))
     return {
         "type": "bar",
         "orientation": "h",
-        "name": escape(spans.name),
+        "name": literal(spans.name),
         "y": [lanes[lane] for lane, *_ in spans.stretches],
         "base": numbers(start for _, start, _, _ in spans.stretches),
         "x": numbers(end - start for _, start, end, _ in spans.stretches),
-        "text": [escape(words) for *_, words in spans.stretches],
+        "text": [literal(words) for *_, words in spans.stretches],
         "textposition": "none",
         "marker": {"color": spans.colour, "line": {"width": 0}},
         "hovertemplate": "%{text}<extra></extra>",
@@ -152,27 +173,27 @@ def _line(drawn: Drawn, line, points: Points) -> dict[str, Any]:
     xs, ys = points
     shape = {"color": line.colour, "width": 0.5, "shape": "hv"}
     area = {"stackgroup": "all", "line": shape, "fillcolor": line.colour} if line.stacked else {}
-    what, where = drawn.chart.y.title, drawn.chart.x.title.split(" ")[0]
+    what, where = literal(drawn.chart.y.title), _unit(drawn.chart.x)
     at = "%{x}" if drawn.chart.x.categories else "%{x:,.4~r}"
     return {
         "type": "scatter",
         "mode": "lines" if len(xs) > 1 else "lines+markers",
-        "name": escape(line.name),
+        "name": literal(line.name),
         "showlegend": line.in_legend,
         "legendgroup": line.key.split("-")[0],
         "x": _positions(drawn.chart.x, xs or [None]),  # plotly omits lines without values from the legend
         "y": numbers(ys or [None]),
         "line": {"color": line.colour or colours.INK, "width": line.width, "dash": line.dash},
         "meta": {"ink": line.colour is None},
-        "hovertemplate": f"%{{y:.4~g}} {what}<br>{where} {at}<extra>{escape(line.name)}</extra>",
-    } | (area | _in_words(drawn.chart.y, ys, f"%{{text}}<br>{where} {at}<extra>{escape(line.name)}</extra>"))
+        "hovertemplate": f"%{{y:.4~g}} {what}<br>{where} {at}<extra>{literal(line.name)}</extra>",
+    } | (area | _in_words(drawn.chart.y, ys, f"%{{text}}<br>{where} {at}<extra>{literal(line.name)}</extra>"))
 
 
 def _positions(axis: Axis, values: Iterable[float | None]) -> list[Any]:
     """The x values of a line; on an axis of categories, a value is the index of one."""
     if not axis.categories:
         return numbers(values)
-    return [None if value is None else escape(axis.categories[int(value)]) for value in values]
+    return [None if value is None else literal(axis.categories[int(value)]) for value in values]
 
 
 def _in_words(axis: Axis, values: Iterable[float | None], hover: str) -> dict[str, Any]:
@@ -189,17 +210,17 @@ def axis(drawn: Drawn, which: str) -> dict[str, Any]:
     """The x or the y axis, with its range."""
     of = getattr(drawn.chart, which)
     plain = {
-        "title": {"text": of.title, "standoff": 4},
+        "title": {"text": literal(of.title), "standoff": 4},
         "gridcolor": colours.GRID,
         "zeroline": False,
         "automargin": False,
     }
     if of.categories and which == "y":
-        order = {"categoryarray": list(map(escape, of.categories)), "range": [len(of.categories) - 0.5, -0.5]}
+        order = {"categoryarray": list(map(literal, of.categories)), "range": [len(of.categories) - 0.5, -0.5]}
         return plain | {"type": "category", "showgrid": False, "fixedrange": True} | order
     if of.categories:
         span = [-0.5, len(of.categories) - 0.5]
-        order = {"categoryarray": list(map(escape, of.categories))} if drawn.chart.lines else {}
+        order = {"categoryarray": list(map(literal, of.categories))} if drawn.chart.lines else {}
         return plain | {"type": "category", "fixedrange": True, "range": span, "showgrid": False} | order | _labels(of)
     return plain | {
         "range": list(getattr(drawn, f"{which}_span")),
@@ -209,12 +230,17 @@ def axis(drawn: Drawn, which: str) -> dict[str, Any]:
     }
 
 
+def _unit(of: Axis) -> str:
+    """The first word of an axis title."""
+    return literal(of.title.split(" ")[0])
+
+
 def _labels(of: Axis) -> dict[str, Any]:
     """What stands below bars whose names are too long for one line; the margin grows where it must be rotated."""
     if not of.labels:
         return {}
-    below = [escape(label).replace("\n", "<br>") for label in of.labels]
-    return {"tickvals": list(map(escape, of.categories)), "ticktext": below, "automargin": "height"}
+    below = [literal(label).replace("\n", "<br>") for label in of.labels]
+    return {"tickvals": list(map(literal, of.categories)), "ticktext": below, "automargin": "height"}
 
 
 def grid(several: list[Drawn]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -257,7 +283,17 @@ def as_figure(data: list[dict[str, Any]], layout: dict[str, Any]) -> plotly.grap
     """A Figure that looks like the live chart: without plotly's own template, which paints a background."""
     from labkit.figures.displayed import Figure
 
-    return Figure({"data": data, "layout": layout | {"template": "none"}})
+    return Figure({"data": inert(data), "layout": inert(layout) | {"template": "none"}})
+
+
+def inert(value: Any) -> Any:
+    """A part of a figure, in which tags that are not of the charts' own markup are visible text. Text from outside is
+    `literal` where it is used; this holds where that is forgotten, too."""
+    if isinstance(value, str):
+        return _OTHER_MARKUP.sub("&lt;", value)
+    if isinstance(value, dict):
+        return {name: inert(part) for name, part in value.items()}
+    return [inert(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 def numbers(values: Iterable[float | None]) -> list[float | None]:
@@ -271,5 +307,5 @@ def _has_legend(drawn: Drawn) -> bool:
 
 
 def _title(drawn: Drawn) -> str:
-    note = drawn.chart.note
-    return f"<b>{drawn.chart.title}</b>" + (f"<span style='font-size:10px'>  {note}</span>" if note else "")
+    note = literal(drawn.chart.note)
+    return f"<b>{literal(drawn.chart.title)}</b>" + (f"<span style='font-size:10px'>  {note}</span>" if note else "")

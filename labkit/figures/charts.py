@@ -240,7 +240,7 @@ def _predicted_phases(step: ProfiledStep) -> tuple[dict[str, float], float]:
     for phase, start, end in step["phases"]:
         busy[phase] = busy.get(phase, 0.0) + 1000 * (end - start)
     for phase, seconds in step["exposed"].items():
-        busy[phase] -= 1000 * seconds
+        busy[phase] = busy.get(phase, 0.0) - 1000 * seconds
     return busy, 1000 * sum(step["exposed"].values())
 
 

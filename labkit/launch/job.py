@@ -13,7 +13,17 @@ from typing import Any
 
 import psutil
 
-from labkit.common.processes import end, is_stopped, is_supervisor, living, of_folder, tag_of, tagged, watchdog_tag
+from labkit.common.processes import (
+    end,
+    is_stopped,
+    is_supervisor,
+    living,
+    of_folder,
+    send,
+    tag_of,
+    tagged,
+    watchdog_tag,
+)
 from labkit.common.text import visible_line
 from labkit.launch import local
 from labkit.launch.abandoned import close, end_processes
@@ -23,6 +33,7 @@ from labkit.launch.slurm_client import cancel
 from labkit.launch.starting import LaunchError, start_supervisor, warm_or_cold
 from labkit.plan.script import command, write_script
 from labkit.plan.spec import Spec
+from labkit.record.documents import Unreadable
 from labkit.record.folder import RunFolder, runs_root
 from labkit.record.logs import LogTail
 from labkit.record.state import OVER
@@ -131,12 +142,33 @@ class Job:
 
         The supervisor stops the run, and continues if this call is interrupted. A supervisor that does not respond is
         killed together with the run. Raises `LaunchError` if the run is on another host or belongs to another user.
+        What still runs then is found by its tag alone: the documents of the run may be damaged or false.
         """
-        if self.state not in OVER:
-            supervisor = self._supervisor()
-            if not (supervisor is not None and self._obeys(supervisor) and self._closed(timeout)):
-                self._end_without(supervisor)
-        return self.wait(timeout)
+        try:
+            if self.state not in OVER:
+                supervisor = self._supervisor()
+                if not (supervisor is not None and self._obeys(supervisor) and self._closed(timeout)):
+                    self._end_without(supervisor)
+            state = self.wait(timeout)
+        except Unreadable:
+            state = "stopped"
+        if self.has_processes:
+            self._stop_by_tag(timeout)
+        return state
+
+    @property
+    def has_processes(self) -> bool:
+        """Whether a process of this machine carries the tag of the run."""
+        return bool(of_folder(self.folder.path))
+
+    def _stop_by_tag(self, timeout: float) -> None:
+        supervisors = list(filter(is_supervisor, of_folder(self.folder.path)))
+        send(supervisors, psutil.Process.terminate)
+        send(filter(is_stopped, supervisors), psutil.Process.resume)
+        psutil.wait_procs(supervisors, timeout)  # it writes the final status, if it can
+        send(supervisors, psutil.Process.kill)
+        with self.folder.closing():
+            self._end_all()
 
     def log(self, rank: int, stream: str = "stdout") -> LogTail:
         """A reader of one rank's output, which may still be empty."""
@@ -152,10 +184,11 @@ class Job:
             return supervisor
         if (other := hidden_supervisor(status)) is not None:
             raise LaunchError(_foreign(self.folder, other.username()))
-        if status and not is_here(status):
+        processes = of_folder(self.folder.path)
+        if status and not is_here(status) and not processes:
             host = (status.get("supervisor") or {}).get("host", "an unknown host")
             raise LaunchError(f"run {self.folder.name} runs on {host}; stop it there")
-        return next(filter(is_supervisor, of_folder(self.folder.path)), None)
+        return next(filter(is_supervisor, processes), None)
 
     def _obeys(self, supervisor: psutil.Process) -> bool:
         """Asks the supervisor to stop the run; False if it has ended or does not respond in time."""
@@ -214,19 +247,21 @@ class Job:
         psutil.wait_procs(tagged(lambda tag: tag == watchdog_tag(path)), timeout=_LEAVE)
 
     def _end_all(self) -> None:
-        if number := RunFolder.read_json(self.folder.plan).get("batch_job"):
-            cancel(number, self.folder.batch)
+        with suppress(Unreadable):
+            if number := RunFolder.read_json(self.folder.plan).get("batch_job"):
+                cancel(number, self.folder.batch)
         end_processes(self.folder)
 
 
 def end_deleted(name: str, root: Path | None = None) -> str:
-    """Terminates the processes of a run under `root` whose folder was deleted; `name` is as in `RunFolder.find`.
+    """Terminates the processes of a run under `root` whose folder or Spec was deleted; `name` is as in
+    `RunFolder.find`.
 
     Returns the former path of the folder; empty if there is no such process. Raises `LookupError` if `name` is
     ambiguous.
     """
     place, given = (root or runs_root()).resolve(), Path(name).absolute()
-    tags = {tag_of(process) for process in tagged(lambda tag: RunFolder(tag).is_gone)} - {None, ""}
+    tags = {tag_of(process) for process in tagged(lambda tag: not os.path.lexists(RunFolder(tag).spec))} - {None, ""}
     paths = [path for path in map(Path, tags) if path.parent.resolve() == place or path == given]
     found = [path for path in paths if path.name == name or path == given]
     found = found or [path for path in paths if path.name.startswith(name) or path.name.endswith(name)]

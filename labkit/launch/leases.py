@@ -22,6 +22,7 @@ from filelock import FileLock, Timeout
 from labkit.common.units import counted
 from labkit.setup.limits import user_name
 
+_QUEUE = "queue"  # the file that is locked while tickets change; the first one in the folder
 _SHARED = 0o666  # the locks; the folder has the sticky bit
 _PATIENCE = 30.0  # seconds to wait for the lock of the queue, which is held for milliseconds
 _LARGEST = 1 << 16  # bytes of a description
@@ -144,6 +145,7 @@ def duration(ticket: Ticket) -> str:
 def _prepare(place: Path) -> None:
     try:
         place.mkdir(parents=True, exist_ok=True)
+        _require_leases(place)
         if os.name == "posix" and place.stat().st_uid == os.geteuid():
             place.chmod(0o1777)  # all users may add files, and only their owners remove them
     except OSError as error:
@@ -152,18 +154,25 @@ def _prepare(place: Path) -> None:
         ) from None
 
 
+def _require_leases(place: Path) -> None:
+    """Raises `LeaseError` for a folder of something else, in which nothing may be changed; `OSError`."""
+    if not (place / _QUEUE).exists() and any(not path.stem.isdigit() for path in place.iterdir()):
+        raise LeaseError(f"{place} is not a folder of leases: it has other files; set LABKIT_LEASES to a new folder")
+
+
 def _queue(place: Path) -> FileLock:
     """The lock of the queue, to be held as a context."""
-    lock = FileLock(place / "queue", mode=_SHARED, timeout=_PATIENCE)
+    lock = FileLock(place / _QUEUE, mode=_SHARED, timeout=_PATIENCE)
     try:
+        _require_leases(place)
         lock.acquire()
     except Timeout:
         raise LeaseError(
-            f"{place / 'queue'} has been locked for {_PATIENCE:g} s; find the process that holds it with: fuser"
-            f" {place / 'queue'}"
+            f"{place / _QUEUE} has been locked for {_PATIENCE:g} s; find the process that holds it with: fuser"
+            f" {place / _QUEUE}"
         ) from None
     except OSError as error:
-        raise LeaseError(f"{place / 'queue'} cannot be locked: {error.strerror}") from None
+        raise LeaseError(f"{place / _QUEUE} cannot be locked: {error.strerror}") from None
     return lock
 
 

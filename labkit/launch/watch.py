@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import select
-import shutil
 import signal
 import subprocess
 from contextlib import suppress
@@ -24,6 +23,7 @@ from labkit.launch.system import Sampler
 from labkit.probe import lifetime
 from labkit.record import clock
 from labkit.record.appender import FULL
+from labkit.record.documents import Unreadable
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
 
@@ -123,7 +123,7 @@ class Watch:
 
     def _follow(self) -> None:
         """Folds new events of the ranks incrementally, so that little is left at the end; records the ranks' pids."""
-        self._follower.poll()
+        self._read()
         state = self._follower.state
         pids = {number: rank.pid for number, rank in sorted(state.ranks.items()) if rank.pid}
         restarts = max((rank.attempt for rank in state.ranks.values()), default=0)
@@ -146,7 +146,7 @@ class Watch:
     def _finish(self, reason: _Reason | None, left: list[psutil.Process]) -> None:
         path = self._anchor.path()
         if path != self._folder.path and not os.path.lexists(self._folder.spec):
-            shutil.rmtree(self._folder.path, ignore_errors=True)  # recreated by a process that was just starting
+            self._folder.delete_recreated()
         if path is None:
             return  # the folder was deleted; followers of the run notice that themselves
         if path != self._folder.path:
@@ -154,7 +154,7 @@ class Watch:
             self._follower = Follower(self._folder)
         exit_code = self._agent_exit_code()
         self._folder.rendezvous.unlink(missing_ok=True)
-        self._follower.poll()
+        self._read()
         conclude(self._folder, self._follower.state, self._final(reason, exit_code, left))
 
     def _final(self, reason: _Reason | None, exit_code: int | None, left: list[psutil.Process]) -> dict[str, Any]:
@@ -202,6 +202,14 @@ class Watch:
         if self._status["message"] != DISK_FULL:
             make_room(self._folder)
             self._write(message=DISK_FULL)
+
+    def _read(self) -> None:
+        """Reads what is new in the run folder. If someone has damaged a file there, training continues; the status is
+        written again."""
+        try:
+            self._follower.poll()
+        except Unreadable:
+            self._write()
 
     def _write(self, **changes: Any) -> None:
         self._status |= changes

@@ -210,10 +210,12 @@ class Spec(Batches):
 
     @property
     def on_one_device(self) -> Spec:
-        """The same training by the baseline strategy, with the options that it has."""
+        """The same training by the baseline strategy, with the options that it has: without a fault, which may need
+        several ranks, and with checkpoints that it writes itself."""
         known = {option.name for option in BASELINE.all_options + self.workload_row.options}
         options = {name: value for name, value in self.options.items() if name in known}
-        return replace(self, strategy=BASELINE.name, nproc=BASELINE.default_nproc, options=options)
+        own = {"strategy": BASELINE.name, "nproc": BASELINE.default_nproc, "options": options}
+        return replace(self, **own, fault=None, checkpoint_async=False)
 
     # ---- on a machine
 

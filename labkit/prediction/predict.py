@@ -215,7 +215,8 @@ def keep(spec: Spec, plan: Plan, read: Iterable[str] = ()) -> None:
             states = {path: _state(path) for path in read}
             write_atomically(folder / _READ, json.dumps(states), private=True)
         write_atomically(folder / "plan.json", json.dumps(plan), private=True)
-        for old in sorted(folder.parent.iterdir(), key=lambda path: path.stat().st_mtime)[:-_KEPT]:
+        same = folder.parent.glob("?" * len(folder.name))  # nothing else that may be there
+        for old in sorted(same, key=lambda path: path.stat().st_mtime)[:-_KEPT]:
             shutil.rmtree(old, ignore_errors=True)
 
 

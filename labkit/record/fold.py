@@ -95,6 +95,7 @@ class Fold:
         rank.pid, rank.host = event.get("pid"), event.get("host")
         rank.device, rank.device_name = event.get("device", "cpu"), event.get("device_name", "")
         rank.attempt = event.get("attempt", 0)
+        rank.attempts.pop(rank.attempt, None)  # in the order of their first steps, whatever their numbers are
         rank.attempts[rank.attempt] = len(rank.steps)
         rank.started, rank.ended, rank.exit_code, rank.error, rank.activity = event["t"], None, None, None, None
         rank.waiting, rank.not_finite, rank.saw, rank.timelines, rank.left_at = None, None, [], {}, ""

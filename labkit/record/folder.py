@@ -99,6 +99,11 @@ class RunFolder(RunPaths):
         raise LookupError(f"there is no run {shown(name)} under {root or runs_root()}; the newest are: {there}")
 
     @property
+    def is_run(self) -> bool:
+        """Whether this is the folder of a run, and not one that has a file of the same name as a Spec."""
+        return is_plain(self.events)
+
+    @property
     def is_gone(self) -> bool:
         """Whether the folder no longer exists: it was deleted or moved."""
         try:
@@ -214,6 +219,14 @@ class RunFolder(RunPaths):
             self.path.unlink()
         else:
             shutil.rmtree(self.path)
+
+    def delete_recreated(self) -> None:
+        """Deletes what a process that was just starting has created again at the path of a folder that was deleted or
+        moved. If there is anything else, someone else has put it there, and everything stays."""
+        with suppress(OSError):
+            ours = {path.name for path in (self.events, self.logs, self.position_of(0).parent)}
+            if {path.name for path in self.path.iterdir()} <= ours:
+                self.delete()
 
     # ---- writing
 

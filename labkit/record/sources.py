@@ -66,4 +66,4 @@ def _by_batches(ranks: Mapping[int, RankState], numbers: list[int]) -> list[tupl
 
 
 def _digests(rank: RankState, what: str) -> dict[int, str | None]:
-    return {one["step"]: one["digest"] for one in rank.seen(what)}
+    return {one["step"]: one.get("digest") for one in rank.seen(what)}

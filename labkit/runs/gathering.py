@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,7 +51,7 @@ def _check(folders: Sequence[RunFolder], target: Path) -> None:
     """Raises `GatherError` unless these are the folders of one run that is over."""
     if len(folders) < 2:
         raise GatherError("gather needs the folders of at least two nodes; name one per node")
-    if target.exists():
+    if os.path.lexists(target):
         raise GatherError(f"{target} exists; name a new folder with -o")
     first, owners = folders[0], {}
     for folder in folders:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.common.arguments import check_choice
+from labkit.common.atomic import write_output
 from labkit.engines.job_files import DEFAULT, Profile, profile, skypilot, trainjob
 from labkit.engines.portable import Portable, of_spec
 from labkit.launch import slurm
@@ -37,7 +38,7 @@ def submit(
     writes the file of another engine to `output` (default: NAME-ENGINE.yaml) and returns its path.
 
     `nproc` is the number of ranks of all `nodes`. Raises `SpecError`, `ConfigError` for the profile, and `LaunchError`
-    if Slurm is absent or refuses the job.
+    if Slurm is absent or refuses the job; `OSError` if there is a file at `output` that the lab did not write.
     """
     check_choice("engine", engine, ENGINES)
     site = profile(profile_name)
@@ -46,5 +47,5 @@ def submit(
     if engine == slurm.ENGINE:
         return Run(slurm.start(spec, nodes, site))
     path = Path(output or f"{spec.name}-{engine}.yaml")
-    path.write_text(FILES[engine][0](of_spec(spec, nodes), site), encoding="utf-8")
+    write_output(path, FILES[engine][0](of_spec(spec, nodes), site))
     return path

@@ -6,7 +6,10 @@ The first rule that applies decides:
 1. This Python has everything that the command needs: it is used without changes. 2. The active environment has a
 supported torch: only missing packages are added, and all installed packages keep their versions. 3. `.venv` is created
 in the clone with the tested versions, and the command restarts in it. `.venv/labkit.json` records what it was
-   created for, so that the next start needs no check by pip, and an interrupted setup starts again.
+   created for, so that the next start needs no check by pip, and an interrupted setup starts again. A command that
+only prints text gets the few packages that it imports, and no torch.
+
+Only an environment that this clone created, at the path where it created it, is ever emptied.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import importlib
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,9 +29,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from labkit.common.arguments import shown
 from labkit.common.atomic import write_atomically
 from labkit.setup import environment
-from labkit.setup.environment import CLONE, CONSTRAINTS, PROJECT, VENV
+from labkit.setup.environment import CLONE, CONSTRAINTS, PROJECT, TEXT_ONLY, VENV
 from labkit.setup.progress import Progress
 
 STATE = VENV / "labkit.json"
@@ -59,7 +64,7 @@ def ensure(extras: Sequence[str], argv: Sequence[str]) -> None:
     elif environment.active() and environment.has_supported_torch():
         _add(extras)
         return
-    elif VENV_PYTHON.exists() and (_is_ready(extras) or not STATE.exists()):
+    elif not VENV.is_symlink() and VENV_PYTHON.exists() and (_is_ready(extras) or not STATE.exists()):
         become([str(VENV_PYTHON), "-m", "labkit", *argv])
     _make(extras)
     become([str(VENV_PYTHON), "-m", "labkit", *argv])
@@ -117,7 +122,12 @@ def _add(extras: Sequence[str]) -> None:
 
 def _is_ready(extras: Sequence[str]) -> bool:
     state = _state()
-    return state.get("made_from") == _made_from() and set(extras) <= set(state.get("extras", ()))
+    return state.get("made_from") == _made_from() and _asked(extras) <= set(state.get("extras", ()))
+
+
+def _asked(extras: Sequence[str]) -> set[str]:
+    """The extras of pyproject.toml in an environment for a command: none if it only prints text."""
+    return set() if TEXT_ONLY in extras else {"torch", "lab", *extras}
 
 
 def _state() -> dict:
@@ -148,19 +158,28 @@ def _make(extras: Sequence[str]) -> None:
             return
         before = _state()
         if not _is_reusable(before):
+            _require_own(before)
             progress.step(f"creating {VENV}")
             _create()
-            before = {}
-        extras = sorted({"torch", "lab", *before.get("extras", ()), *extras})
-        progress.step("installing torch, JupyterLab and the lab")
-        _write_state(place=str(VENV), building=True)
+            before = {"place": str(VENV)}
+        created = {"place": str(VENV)} if "place" in before else {}  # one of the user's own is only added to
+        wanted = sorted({*before.get("extras", ()), *_asked(extras)})
+        if wanted:
+            progress.step("installing torch, JupyterLab and the lab")
+            packages = ["-e", f"{CLONE}[{','.join(wanted)}]"]
+        else:
+            progress.step("installing the packages of the commands that only print text")
+            packages = list(map(str, environment.requirements(TEXT_ONLY)))
+        if created:
+            _write_state(**created, building=True)
         try:
-            _install(_pip_for_venv(), ["-c", str(_versions()), "-e", f"{CLONE}[{','.join(extras)}]"], progress, lock)
+            _install(_pip_for_venv(), ["-c", str(_versions()), *packages], progress, lock)
         except SetupError:
             # pip downloads everything before it changes anything, so the previous packages are still installed.
-            _write_state(place=str(VENV), extras=before.get("extras", []))
+            if created:
+                _write_state(**created, extras=before.get("extras", []))
             raise
-        _write_state(place=str(VENV), made_from=_made_from(), extras=extras)
+        _write_state(**created, made_from=_made_from(), extras=wanted)
         if not _is_complete(extras):
             raise SetupError(f"{VENV} still lacks packages after the installation; delete that folder and start again")
 
@@ -173,20 +192,42 @@ def _is_complete(extras: Sequence[str]) -> bool:
 
 def _is_reusable(state: dict) -> bool:
     """Whether packages can be added to `.venv`: a complete environment at its original path, whose Python starts."""
-    if state.get("building") or state.get("place", str(VENV)) != str(VENV) or not VENV_PYTHON.exists():
+    if VENV.is_symlink() or state.get("building") or state.get("place", str(VENV)) != str(VENV):
         return False
-    return _runs([str(VENV_PYTHON), "-c", "pass"])
+    return VENV_PYTHON.exists() and _runs([str(VENV_PYTHON), "-c", "pass"])
+
+
+def _require_own(state: dict) -> None:
+    """Raises `SetupError` if there is something at the path of `.venv` that this clone did not create there."""
+    if VENV.is_symlink():
+        what, way = f"is a link to {VENV.resolve()}", "remove the link, or activate that environment"
+    elif not VENV.exists() or state.get("place") == str(VENV) or (VENV.is_dir() and not any(VENV.iterdir())):
+        return
+    elif "place" in state:
+        what, way = f"was created as {shown(state['place'])}, not by this clone", "move or delete it"
+    else:
+        what, way = "was not created by this clone, and its Python does not start", "repair, move or delete it"
+    raise SetupError(f"{VENV} {what}; labkit empties only what it created, so {way}, and start again")
 
 
 def _create() -> None:
+    """Creates `.venv`, empty but for its state, which says from the first moment on whose it is."""
     base = getattr(sys, "_base_executable", None) or sys.executable
     flags = [] if importlib.util.find_spec("ensurepip") else ["--without-pip"]
     uses_base_torch = environment.has_supported_torch() and not environment.is_own()
     if uses_base_torch:
         flags.append("--system-site-packages")  # use this Python's torch, which may be impossible to install again
-    made = subprocess.run(
-        [base, "-m", "venv", "--clear", *flags, str(VENV)], capture_output=True, text=True, check=False
-    )
+    try:
+        VENV.mkdir(exist_ok=True)
+        _write_state(place=str(VENV), building=True)
+        for path in VENV.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path != STATE:
+                path.unlink()
+    except OSError as error:
+        raise SetupError(f"{error.filename or VENV} cannot be changed ({error.strerror}); delete {VENV}") from None
+    made = subprocess.run([base, "-m", "venv", *flags, str(VENV)], capture_output=True, text=True, check=False)
     if made.returncode:
         last = (made.stderr or made.stdout).strip().splitlines()[-1:]
         raise SetupError(

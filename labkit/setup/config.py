@@ -12,7 +12,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from labkit.common.arguments import shown
+from labkit.common.reading import read_regular
 
+_LARGEST = 1 << 20  # bytes
 SYSTEM = Path("/etc/labkit.conf")
 
 
@@ -29,7 +31,7 @@ def sections(path: Path) -> dict[str, dict[str, str]]:
     """The sections of one file with their values as text; empty if there is no such file. Raises `ConfigError`."""
     parser = configparser.ConfigParser(interpolation=None)
     try:
-        parser.read_string(path.read_text(encoding="utf-8"))
+        parser.read_string(read_regular(path, _LARGEST).decode())
     except FileNotFoundError:
         return {}
     except OSError as error:

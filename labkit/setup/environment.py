@@ -23,6 +23,9 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 
 # The extras of `labkit setup --with`, and the module that shows whether each is installed.
 OPTIONAL = {"deepspeed": "deepspeed", "handout": "nh3", "mnist": "torchvision"}
+# In place of extras: a command that only prints text, and the packages that such commands import.
+TEXT_ONLY = "text-only"
+_FOR_TEXT = ("filelock", "numpy", "nvidia-ml-py", "psutil", "pyyaml", "rich", "ruff", "typing-extensions")
 # Compiled for one version of torch: a different build does not load with the torch of an existing environment, so it is
 # never added.
 BUILT_FOR_TORCH = ("torchvision",)
@@ -76,19 +79,19 @@ def release(version: str) -> tuple[int, ...]:
 
 def requirements(*extras: str) -> list[Requirement]:
     """The core dependencies of pyproject.toml and those of some extras, parsed by hand because Python 3.10 has no TOML
-    parser."""
+    parser. With TEXT_ONLY, only the core dependencies that commands import which print text."""
     project, found = PROJECT.read_text(encoding="utf-8"), []
-    for table in ("dependencies", *extras):
+    for table in ("dependencies", *(extra for extra in extras if extra != TEXT_ONLY)):
         block = re.search(rf"^{table} = \[(.*?)\]", project, re.MULTILINE | re.DOTALL)[1]
         found += [Requirement.of(quoted) for quoted in re.findall(r'"(.+?)"', block)]
-    return list(dict.fromkeys(found))
+    return [package for package in dict.fromkeys(found) if TEXT_ONLY not in extras or package.name in _FOR_TEXT]
 
 
 def missing(*extras: str) -> list[Requirement]:
-    """The missing requirements of core, torch and some extras, without torchvision, which few workloads need."""
-    return [
-        package for package in requirements("torch", *extras) if package.name not in BUILT_FOR_TORCH and not package.met
-    ]
+    """The missing requirements of core, torch and some extras, without torchvision, which few workloads need; or those
+    of a command that only prints text."""
+    wanted = requirements(*extras) if TEXT_ONLY in extras else requirements("torch", *extras)
+    return [package for package in wanted if package.name not in BUILT_FOR_TORCH and not package.met]
 
 
 def has_supported_torch() -> bool:
@@ -135,8 +138,9 @@ def why_not_added(extra: str) -> str:
 
 
 def is_own() -> bool:
-    """Whether this Python belongs to the clone's own `.venv`."""
-    return Path(sys.prefix).resolve() == VENV.resolve()
+    """Whether this Python belongs to the clone's own `.venv`; an environment that is only linked there is not its
+    own."""
+    return not VENV.is_symlink() and Path(sys.prefix).resolve() == VENV.resolve()
 
 
 def pinned(upgraded: set[str]) -> list[str]:

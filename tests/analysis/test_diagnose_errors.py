@@ -27,6 +27,8 @@ from labkit.analysis.diagnose import RULES, findings
 from labkit.record.stacks import place
 from labkit.training.faults import FAULTS
 
+TWO_DEVICES = "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
+
 # ---- errors recognised by their message
 
 
@@ -82,6 +84,32 @@ from labkit.training.faults import FAULTS
             "NumelOut=1, Timeout(ms)=600000) ran for 600010 milliseconds before timing out.",
             "OpType=ALLREDUCE",
         ),
+        (
+            "one_gpu_twice",
+            "DistBackendError",
+            "NCCL error in: NCCLUtils.cpp:94, invalid usage, NCCL version 2.27.5\nLast error:\nDuplicate GPU detected :"
+            " rank 1 and rank 0 both on CUDA device 1e0",
+            "rank 1 and rank 0",
+        ),
+        (
+            "device_assert",
+            "AcceleratorError",
+            "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported at some …",
+            "assert",
+        ),
+        (
+            "no_interface",
+            "DistBackendError",
+            "NCCL error in: NCCLUtils.cpp:94, internal error\nLast error:\nBootstrap : no socket interface found",
+            "no socket interface",
+        ),
+        (
+            "loss_scale_at_minimum",
+            "Exception",
+            "Current loss scale already at minimum - cannot decrease scale anymore. Exiting run.",
+            "minimum",
+        ),
+        ("devices_differ", "RuntimeError", TWO_DEVICES, "cuda:0 and cpu"),
         ("nccl", "DistBackendError", NCCL_CUDA, "peer access is not supported"),
     ],
 )

@@ -20,6 +20,7 @@ from labkit import (
     Run,
     Spec,
     advise,
+    atlas,
     check,
     compare,
     diff_scripts,
@@ -87,6 +88,11 @@ def calls(fake: Run) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield from each(
         "advise options=", ({"size": "9B"}, {"typo": 1}), lambda value: advise(workload="gpt", options=value)
     )
+    for name in ("model", "gpu_type", "source", "layout"):
+        texts = tuple(value for value in TEXTS if value is not None)
+        yield from each(f"atlas {name}=", texts, lambda value, name=name: atlas(**{name: value}))
+    wrong = (0, -1, 1.5, math.nan, 10**20, HUGE, "", "typo", True, [], [8, "x"], Rude())
+    yield from each("atlas gpus=", wrong, lambda value: atlas(gpus=value))
     yield from each("show", (None, 5, b"x", "", "typo", "\0", "x" * 5000, [], Rude()), show)
     yield from each("Run", (None, "last", 5), Run)
     yield from each("Run.attach", (None, 5, b"x", "", "typo", "\0", "x" * 5000, Rude()), Run.attach)

@@ -105,10 +105,10 @@ def test_a_claim_is_measured_for_real(runs, capsys, monkeypatch):
 
 
 def test_every_claim_has_a_sentence_and_needs_existing_jobs():
-    assert len({claim.says for claim in CLAIMS.values()}) == len(CLAIMS) == 32
+    assert len({claim.says for claim in CLAIMS.values()}) == len(CLAIMS)
     for claim in CLAIMS.values():
         assert set(claim.needs) <= set(JOBS)
-        assert claim.how in ("computed", "modelled", "asked", "measured", "documented", "argued")
+        assert claim.how in ("computed", "modelled", "published", "asked", "measured", "documented", "argued")
         assert bool(claim.needs) == (claim.how == "measured")
 
 

@@ -219,3 +219,25 @@ def test_wrong_is_not_a_public_name():
 )
 def test_a_layout_of_the_capstone_is_judged_by_fit_axes_and_time(answer, words):
     assert words in check("capstone.layout", answer).words
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "words"),
+    [
+        ("choose", {"tp": 2, "zero": 1, "micro_batch": 2}, "of the fastest of 72 layouts that ran"),
+        ("choose", "tp=16,zero=1,micro_batch=1", "reached 931 tokens/s per GPU, 14% of the fastest; by the formulas, "),
+        ("choose", "dp=64,zero=0,micro_batch=1", "ran out of memory or crashed; by the formulas it needs "),
+        ("choose", "dp=64,zero=0", "the layout needs micro_batch as well, such as "),
+        ("choose", "tp=7,zero=1,micro_batch=1", "dp × tp × pp × cp must be the number of GPUs, 64, got 63"),
+        ("choose", "tp=8,zero=1,micro_batch=3", "must divide the global batch of 256 samples, got 24"),
+        ("choose", "tp=8", "the layout needs zero and micro_batch as well"),
+        ("choose", "tp=two,zero=1,micro_batch=1", "tp of the layout must be an integer"),
+        ("choose", "tp=0,zero=0,micro_batch=0", "must be the number of GPUs, 64, got 0"),
+        ("choose", "zero=9,micro_batch=1", "zero must be 0 to 3, got 9"),
+        ("capstone", "pp=64,zero=1,micro_batch=1", "no run with exactly this layout was published; the nearest, "),
+        ("clusters", "dp=256,zero=1,micro_batch=1", "ran out of memory or crashed"),
+    ],
+)
+def test_a_layout_is_answered_by_what_it_did_on_real_gpus(name, answer, words):
+    verdict = check(f"{name}.published", answer)
+    assert words in verdict.words and "not a valid answer" not in verdict.words

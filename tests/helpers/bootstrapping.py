@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -56,6 +58,19 @@ def calls(place, monkeypatch):
     monkeypatch.setattr(bootstrap, "_runs", lambda command: bootstrap.VENV_PYTHON.exists())
     monkeypatch.setattr(bootstrap, "become", become)
     return made
+
+
+def kept(folder: Path) -> Callable[[], bool]:
+    """Fills a folder with an environment that someone else needs; the answer says whether it is still all there."""
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "python").symlink_to(sys.executable)
+    (folder / "precious.txt").write_text("precious")
+
+    def names() -> list[str]:
+        return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+    before = names()
+    return lambda: set(before) <= set(names()) and (folder / "precious.txt").read_text() == "precious"
 
 
 def having(monkeypatch, *, lacks=(), torch=True, active=None, own=False):

@@ -1,7 +1,7 @@
 """Runs answers of the lessons that build a strategy on forked ranks: one process imports torch for all of them.
 
-As a program, it reads lines of JSON {script, nproc, folder, patience} and forks the ranks of each script; the answer is
-an empty line. As a module, its fixture replaces the launcher of these exercises.
+As a program, it reads lines of JSON {script, nproc, folder, patience, limit} and forks the ranks of each script; the
+answer is an empty line. As a module, its fixture replaces the launcher of these exercises.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Forks:
     def _process(self) -> subprocess.Popen:
         return subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def launch(self, text: str, nproc: int, folder: Path) -> None:
-        """Runs a script on `nproc` ranks; all of them have ended when it returns."""
+    def launch(self, text: str, nproc: int, folder: Path, limit: float = LIMIT) -> None:
+        """Runs a script on `nproc` ranks; all of them have ended when it returns, killed after `limit` seconds."""
         script = folder / "train.py"
         script.write_text(text, encoding="utf-8")
-        job = {"script": str(script), "nproc": nproc, "folder": str(folder), "patience": PATIENCE}
+        job = {"script": str(script), "nproc": nproc, "folder": str(folder), "patience": PATIENCE, "limit": limit}
         print(json.dumps(job), file=self._process.stdin, flush=True)
         assert self._process.stdout.readline(), "the process that forks the ranks has ended"
 
@@ -68,7 +68,7 @@ def _serve() -> None:
         job = json.loads(line)
         graded.__defaults__ = (job["patience"],)
         pids = [_fork(job, rank) for rank in range(job["nproc"])]
-        _wait(pids)
+        _wait(pids, job["limit"])
         print(flush=True)
 
 
@@ -101,9 +101,9 @@ def _fork(job: dict, rank: int) -> int:
         os._exit(code)
 
 
-def _wait(pids: list[int]) -> None:
+def _wait(pids: list[int], limit: float) -> None:
     """As torchrun: when a rank has failed, the others are killed, after a moment in which they can report."""
-    end, left = time.monotonic() + LIMIT, set(pids)
+    end, left = time.monotonic() + limit, set(pids)
     while left:
         for pid in sorted(left):
             ended, status = os.waitpid(pid, os.WNOHANG)

@@ -12,7 +12,7 @@ from labkit.analysis.theory import states
 from labkit.common.units import size
 from labkit.plan.spec import Spec
 from labkit.prediction.cuda import estimates, on_gpus
-from labkit.prediction.devices import DEVICES, WORKSPACES
+from labkit.prediction.devices import BEFORE_HOPPER, DEVICES, FROM_HOPPER
 from labkit.prediction.tracing.allocator import WORKSPACE, Allocator, peaks
 from labkit.record.events import OWNERS
 
@@ -88,7 +88,8 @@ def plan_of() -> dict:
     owners = dict.fromkeys(OWNERS, 0) | {"parameters": 60, "other": 40}
     step = {"peak": 100, "at_peak": owners, "owners": {owner: [0, size] for owner, size in owners.items()}}
     found = [
-        {"workspace": workspace, "allocated": size, "reserved": 9000} for workspace, size in zip(WORKSPACES, (200, 300))
+        {"workspace": workspace, "allocated": size, "reserved": 9000}
+        for workspace, size in ((BEFORE_HOPPER, 200), (FROM_HOPPER, 300))
     ]
     part = {"ranks": [0], "step": step, "ops": {}, "calls": [], "allocator": found}
     return {"ranks": [{"rank": 0, "peak_memory_bytes": 100, "at_peak": owners}], "classes": [part]}

@@ -14,6 +14,7 @@ from labkit.prediction.collectives import bus_factor
 from labkit.prediction.devices import DEVICES
 from labkit.prediction.predict import predict
 from labkit.prediction.scale.asked import training
+from labkit.prediction.scale.frameworks import FRAMEWORKS
 from labkit.prediction.scale.layouts import SHARDINGS, Layout
 from labkit.prediction.scale.memory import memory
 from labkit.prediction.scale.shapes import of_config, of_parameters, of_workload
@@ -106,7 +107,7 @@ def test_a_pipeline_stores_as_many_micro_batches_as_it_has_stages():
     assert four == 4 * 2 * layer  # the first stage: 4 micro-batches through 2 layers, without the logits
     assert one == 2 * layer + model.head_activations(512, 1, 2)  # the last stage: its layers and the logits
     asked = replace(asked, model=replace(model, vocabulary=8))
-    recomputed = memory(asked, Layout(SHARDINGS["ddp"], pipeline=4, micro_batches=32, recompute=True)).activations
+    recomputed = memory(asked, Layout(SHARDINGS["ddp"], pipeline=4, micro_batches=32, recompute="full")).activations
     assert recomputed == 4 * 2 * 2 * 512 * 1024 + layer
 
 
@@ -114,13 +115,16 @@ def test_a_pipeline_stores_as_many_micro_batches_as_it_has_stages():
 
 
 def test_the_bubble_is_that_of_the_formula():
-    """(p − 1)/m of the ideal time, Narayanan et al. 2021, section 2.2.1."""
-    asked = of(gpt(8, 1024, 16, 8, 512), 4, 32, sequence=512)
+    """(p − 1)/m of the ideal time, Narayanan et al. 2021, section 2.2.1; divided by the chunks of an interleaved
+    schedule, section 2.2.2."""
+    asked = of(gpt(8, 8192, 64, 8, 2048), 4, 32, sequence=2048)
     layout = Layout(SHARDINGS["ddp"], pipeline=4, micro_batches=32)
-    parts = estimate(asked, layout, memory(asked, layout)).parts
+    parts = estimate(asked, layout).parts
     ideal = parts["computation"] + parts["pipeline"]
-    assert parts["bubble"] == pytest.approx(3 / 32 * ideal)
-    assert parts["bubble"] / (parts["bubble"] + ideal) == pytest.approx(3 / (32 + 3))
+    assert parts["bubble"] == pytest.approx(3 / 32 * ideal, rel=0.01)
+    interleaved = estimate(asked, replace(layout, chunks=2)).parts
+    assert interleaved["bubble"] == pytest.approx(parts["bubble"] / 2, rel=0.01)
+    assert interleaved["pipeline"] == pytest.approx(2 * parts["pipeline"])
 
 
 @pytest.mark.parametrize(
@@ -177,10 +181,15 @@ def test_traffic_is_that_of_the_formulas_of_the_lab(strategy, options, layout):
 def test_recomputation_repeats_the_collectives_of_tensor_parallelism():
     """Three of the four of forward (all-gather, reduce-scatter, all-gather), and they are exposed."""
     asked = of(gpt(4, 1024, 16, 1000, 512), 8, 4, sequence=512)
-    layouts_of = (Layout(SHARDINGS["ddp"], tensor=8, micro_batch=4, recompute=again) for again in (False, True))
+    layouts_of = (
+        Layout(SHARDINGS["ddp"], tensor=8, micro_batch=4, recompute="full" if again else "none")
+        for again in (False, True)
+    )
     once, again = (estimate(asked, layout, memory(asked, layout)) for layout in layouts_of)
     assert again.sent["tensor"] - once.sent["tensor"] == 4 * 3 * 2 * 512 * 4 * 1024 * 7 / 8
-    assert again.parts["tensor"] == pytest.approx(again.busy["tensor"])
+    assert again.busy["tensor"] < again.parts["tensor"]
+    hidden = estimate(asked, replace(again.layout, asynchronous=True))
+    assert hidden.parts["tensor"] < again.parts["tensor"]
 
 
 def test_communication_that_computation_covers_is_not_exposed():
@@ -195,7 +204,7 @@ def test_communication_that_computation_covers_is_not_exposed():
     slow = replace(short, sequence=8)
     layout = Layout(SHARDINGS["ddp"], 8, 8)
     found = estimate(slow, layout, memory(slow, layout))
-    assert found.parts["data"] > 0.9 * found.busy["data"] and found.communication_bound
+    assert found.parts["data"] > 0.85 * found.busy["data"] and found.communication_bound
 
 
 # Layers, width, heads of the MPT models; sequence 2,048, FSDP on nodes of 8: machine, model, devices, samples of a
@@ -210,7 +219,7 @@ PUBLISHED = (
     ("a100x8", "70b", 32, 2, 16, True, 48.56),
     ("a100x8", "70b", 64, 8, 4, True, 53.33),
     ("h100x8", "7b", 8, 6, 1, False, 46.44),
-    ("h100x8", "13b", 64, 2, 1, False, 39.86),
+    ("h100x8", "13b", 128, 16, 1, True, 42.18),
     ("h100x8", "30b", 8, 3, 21, True, 38.11),
     ("h100x8", "70b", 32, 2, 16, True, 36.15),
     ("h100x8", "70b", 64, 8, 4, True, 42.57),
@@ -219,12 +228,21 @@ PUBLISHED = (
 
 @pytest.mark.parametrize(("machine", "name", "devices", "samples", "times", "again", "measured"), PUBLISHED)
 def test_published_runs_fit_and_are_within_a_quarter(machine, name, devices, samples, times, again, measured):
-    """A sanity band: the efficiency of the devices is the median of such runs on one node."""
+    """A sanity band of single runs; their medians are far smaller (labkit/MEASUREMENTS.md)."""
     asked = training("7B", devices=devices, batch=devices * samples * times, sequence=2048, machine=machine)
     asked = replace(asked, model=gpt(*MPT[name], 50_368, 2048))
-    layout = Layout(SHARDINGS["fsdp"], devices, devices, micro_batch=samples, micro_batches=times, recompute=again)
-    found = estimate(asked, layout, memory(asked, layout))
-    assert found.memory.total <= asked.usable
+    layout = Layout(
+        SHARDINGS["fsdp"],
+        devices,
+        devices,
+        micro_batch=samples,
+        micro_batches=times,
+        recompute="full" if again else "none",
+        compiled=False,
+        framework=FRAMEWORKS["llm-foundry"],
+    )
+    found = estimate(asked, layout)
+    assert found.fits
     assert 100 * found.mfu == pytest.approx(measured, rel=0.25)
 
 
@@ -234,7 +252,7 @@ def test_full_recomputation_costs_what_korthikanti_measured():
     asked = of(gpt(105, 20_480, 128, 51_200, 2048), 2240, 2240, sequence=2048)
     stored, again = (
         Layout(SHARDINGS["ddp"], 8, 8, tensor=8, pipeline=35, micro_batches=280, recompute=recompute)
-        for recompute in (False, True)
+        for recompute in ("none", "full")
     )
     fast, slow = (estimate(asked, layout, memory(asked, layout)) for layout in (stored, again))
     assert fast.memory.total <= asked.usable

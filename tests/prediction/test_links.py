@@ -68,7 +68,7 @@ def test_large_messages_reach_the_bandwidth_of_the_link_and_small_ones_cost_hops
         ranks, size = machine.per_node, 1 << 36
         bus = bus_factor(operation, ranks) * size / model.seconds(operation, size, ranks)
         assert bus == pytest.approx(machine.inside.simple.bandwidth, rel=0.01)
-        assert 5e-6 < model.seconds(operation, 0, ranks) < 50e-6
+        assert 5e-6 < model.seconds(operation, 0, ranks) < 50e-6 * max(1, ranks / 8)
         assert model.time(operation, 0, ranks).source == "modelled"
 
 
@@ -143,7 +143,7 @@ def test_links_that_a_machine_does_not_have():
 
 
 def test_unknown_machine_names_those_there_are(cache):
-    with pytest.raises(ValueError, match="device must be one of here, t4x2, a100x8, h100x8, got 'v100'"):
+    with pytest.raises(ValueError, match=r"device must be one of here, t4x2, a100x8, h100x8, .*, got 'v100'"):
         communication("v100")
     with pytest.raises(ValueError, match="are measured; use communication"):
         Modelled(device(HERE))

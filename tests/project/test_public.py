@@ -35,6 +35,7 @@ def test_public_names_are_exact():
         "Spec",
         "SpecError",
         "advise",
+        "atlas",
         "check",
         "compare",
         "diff_scripts",

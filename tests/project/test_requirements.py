@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from bootstrapping import Handed, having
 
 from labkit import __main__
 from labkit.cli import parser as cli
+from labkit.cli import setting_up
 from labkit.cli.commands import act
 from labkit.setup import bootstrap, environment
 from labkit.setup.environment import CLONE, CONSTRAINTS, PROJECT, release
@@ -219,3 +221,55 @@ def test_no_message_says_to_install_a_package_called_labkit():
         text = path.read_text(encoding="utf-8")
         assert not re.search(r"(pip3?|uv|conda|pipx)\s[^\n]*install[^\n]*\blabkit\b", text), path
         assert not re.search(r"labkit\[\w+\]", text), path
+
+
+# ---- Debian packages of some tests
+
+
+def debian(monkeypatch, *, root: bool, programs: set[str], fails: bool = False) -> list[list[str]]:
+    """A machine that has `programs`; an installation adds chromium to them unless it `fails`. The commands that ran."""
+    ran: list[list[str]] = []
+
+    def run(command, **settings):
+        ran.append([*command, sys.stderr.getvalue()])
+        if "install" in command and not fails:
+            programs.add("chromium")
+
+    monkeypatch.setattr(setting_up.subprocess, "run", run)
+    monkeypatch.setattr(setting_up.shutil, "which", lambda name: f"/usr/bin/{name}" if name in programs else None)
+    monkeypatch.setattr(setting_up.os, "geteuid", lambda: 0 if root else 1000)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    return ran
+
+
+def test_debian_packages_are_announced_with_the_reason_before_they_are_installed(monkeypatch):
+    ran = debian(monkeypatch, root=True, programs={"apt-get"})
+    setting_up._ensure("the browser tests", ("chromium", "google-chrome"), "chromium", "fonts-dejavu-core")
+    assert [command[1] for command in ran] == ["update", "install"]
+    for *_, said in ran:
+        assert "the browser tests need chromium, which is not on the PATH" in said
+        assert "apt-get install chromium fonts-dejavu-core" in said
+    assert "skipped" not in sys.stderr.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("machine", "says"),
+    [
+        ({"root": False, "programs": {"apt-get"}}, "to run them: sudo apt-get install chromium fonts-dejavu-core"),
+        ({"root": False, "programs": set()}, "to run them: install chromium"),
+        ({"root": True, "programs": set()}, "to run them: install chromium"),
+        ({"root": True, "programs": {"apt-get"}, "fails": True}, "to run them: sudo apt-get install chromium"),
+    ],
+)
+def test_what_may_not_be_installed_is_asked_for_in_one_line(monkeypatch, machine, says):
+    ran = debian(monkeypatch, **machine)
+    setting_up._ensure("the browser tests", ("chromium", "google-chrome"), "chromium", "fonts-dejavu-core")
+    assert bool(ran) == ("fails" in machine)
+    (line,) = [line for line in sys.stderr.getvalue().splitlines() if "skipped" in line]
+    assert says in line
+
+
+def test_nothing_is_installed_where_a_browser_is(monkeypatch):
+    ran = debian(monkeypatch, root=True, programs={"apt-get", "google-chrome"})
+    setting_up._ensure("the browser tests", ("chromium", "google-chrome"), "chromium")
+    assert ran == [] and sys.stderr.getvalue() == ""

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
+import subprocess
 import sys
 import threading
 import time
 
 import pytest
-from bootstrapping import Handed, having
+from bootstrapping import Handed, having, kept
 
+from labkit.cli import parser as cli
 from labkit.setup import bootstrap, environment
-from labkit.setup.environment import Requirement, release
+from labkit.setup.environment import CLONE, TEXT_ONLY, Requirement, release
 from labkit.setup.progress import Progress
 
 # ---- which environment
@@ -127,18 +130,188 @@ def test_failed_pip_keeps_the_installed_packages(calls, monkeypatch):
     assert [call[0] for call in calls] == ["create", "install", "become"]
 
 
-def test_environment_that_moved_or_lost_its_python_is_created_again(calls, monkeypatch):
+def test_environment_that_lost_its_python_is_created_again(calls, monkeypatch):
     having(monkeypatch, lacks=["torch"], torch=False)
-    with pytest.raises(Handed):
-        bootstrap.ensure((), ["runs"])
-    state = json.loads(bootstrap.STATE.read_text())
-    bootstrap.STATE.write_text(json.dumps(state | {"place": "/elsewhere/.venv", "made_from": "other"}))
-    with pytest.raises(Handed):
-        bootstrap.ensure((), ["runs"])
+    for _ in range(2):
+        with pytest.raises(Handed):
+            bootstrap.ensure((), ["runs"])
+        bootstrap.VENV_PYTHON.unlink()
+    assert [call[0] for call in calls] == ["create", "install", "become"] * 2
+
+
+def link(environment):
+    bootstrap.VENV.symlink_to(environment)
+
+
+def moved(environment):
+    environment.rename(bootstrap.VENV)
+    bootstrap.STATE.write_text(json.dumps({"place": str(environment), "made_from": "x", "extras": ["lab", "torch"]}))
+
+
+def unknown(environment):
+    environment.rename(bootstrap.VENV)
     bootstrap.VENV_PYTHON.unlink()
+
+
+def a_file(environment):
+    environment.rename(bootstrap.CLONE / "elsewhere")
+    bootstrap.VENV.write_text("precious")
+
+
+@pytest.mark.parametrize("extras", [(), ("lab",), (TEXT_ONLY,)])
+@pytest.mark.parametrize(
+    ("arranged", "says"),
+    [
+        (link, "is a link to"),
+        (moved, "was created as"),
+        (unknown, "was not created by this clone"),
+        (a_file, "was not created by this clone"),
+    ],
+)
+@pytest.mark.parametrize("state", ["none", "of the other clone", "building"])
+def test_environment_that_this_clone_did_not_create_is_never_emptied(
+    place, monkeypatch, tmp_path, extras, arranged, says, state
+):
+    """Nothing is faked but the packages: the real `_create`, and the real `python -m venv` if it gets so far."""
+    having(monkeypatch, lacks=["torch"], torch=False)
+    other = tmp_path / "another clone" / ".venv"
+    intact = kept(other)
+    if state != "none":
+        building = {"building": True} if state == "building" else {"made_from": "x", "extras": ["lab", "torch"]}
+        (other / "labkit.json").write_text(json.dumps({"place": str(other)} | building))
+    arranged(other)
+    with pytest.raises(bootstrap.SetupError) as caught:
+        bootstrap.ensure(extras, ["runs"])
+    message = str(caught.value)
+    assert str(bootstrap.VENV) in message and "\n" not in message
+    assert (says if state == "none" or arranged in (link, moved, a_file) else "was created as") in message
+    if arranged is link:
+        assert intact() and bootstrap.VENV.is_symlink()
+    else:
+        file = bootstrap.VENV if arranged is a_file else bootstrap.VENV / "precious.txt"
+        assert file.read_text() == "precious"
+
+
+def test_a_linked_environment_is_not_this_clone_s_own(place, monkeypatch, tmp_path):
+    (tmp_path / "other").mkdir()
+    monkeypatch.setattr(environment.sys, "prefix", str(tmp_path / "other"))
+    bootstrap.VENV.symlink_to(tmp_path / "other")
+    assert not environment.is_own()
+    bootstrap.VENV.unlink()
+    bootstrap.VENV.mkdir()
+    monkeypatch.setattr(environment.sys, "prefix", str(bootstrap.VENV))
+    assert environment.is_own()
+
+
+def test_an_environment_of_the_user_at_that_place_is_completed_and_never_becomes_the_clone_s_own(calls, monkeypatch):
+    having(monkeypatch, lacks=["rich"], torch=False)
+    intact = kept(bootstrap.VENV)
+    with pytest.raises(Handed):
+        bootstrap.ensure((), ["runs"])  # hands over to its Python, which lacks something, too
+    having(monkeypatch, lacks=["rich"], torch=False, own=True)
     with pytest.raises(Handed):
         bootstrap.ensure((), ["runs"])
-    assert [call[0] for call in calls] == ["create", "install", "become"] * 3
+    assert [call[0] for call in calls] == ["become", "install", "become"]
+    assert "place" not in json.loads(bootstrap.STATE.read_text())
+    bootstrap.VENV_PYTHON.unlink()
+    having(monkeypatch, lacks=["rich"], torch=False)
+    with pytest.raises(bootstrap.SetupError, match="was not created by this clone"):
+        bootstrap.ensure((), ["runs"])
+    assert not intact() and (bootstrap.VENV / "precious.txt").exists()  # the test removed the Python
+
+
+def test_creating_again_removes_links_and_not_what_they_lead_to(place, monkeypatch, tmp_path):
+    """And whose environment it is stays known at every moment: an interrupted one is created again."""
+    intact = kept(tmp_path / "other")
+    kept(bootstrap.VENV)
+    bootstrap.STATE.write_text(json.dumps({"place": str(bootstrap.VENV), "made_from": "x"}))
+    (bootstrap.VENV / "lib").symlink_to(tmp_path / "other")
+    (bootstrap.VENV / "file").symlink_to(tmp_path / "other" / "precious.txt")
+    made = []
+
+    def run(command, **settings):
+        made.append(sorted(path.name for path in bootstrap.VENV.iterdir()))
+        assert "--clear" not in command
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bootstrap.subprocess, "run", run)
+    with pytest.raises(KeyboardInterrupt):
+        bootstrap._create()
+    assert made == [["labkit.json"]] and intact()
+    state = json.loads(bootstrap.STATE.read_text())
+    assert state == {"place": str(bootstrap.VENV), "building": True}
+    bootstrap._require_own(state)
+
+
+# ---- commands that only print text
+
+
+def test_a_command_that_prints_text_installs_no_torch(calls, monkeypatch):
+    having(monkeypatch, lacks=["rich"], torch=False)
+    for _ in range(2):
+        with pytest.raises(Handed):
+            bootstrap.ensure((TEXT_ONLY,), ["glossary"])
+    assert [call[0] for call in calls] == ["create", "install", "become", "become"]
+    packages = calls[1][1][2:]
+    assert {package.partition(">=")[0] for package in packages} >= {"rich", "ruff", "psutil"}
+    assert not {package.partition(">=")[0] for package in packages} & {"torch", "jupyterlab", "plotly", "ipywidgets"}
+    with pytest.raises(Handed):
+        bootstrap.ensure((), ["run", "ddp"])
+    assert [call[0] for call in calls[4:]] == ["install", "become"]
+    assert calls[4][1][-1].endswith("[lab,torch]")
+    with pytest.raises(Handed):
+        bootstrap.ensure((TEXT_ONLY,), ["glossary"])
+    assert [call[0] for call in calls[6:]] == ["become"]
+
+
+_PRINTING = [
+    *(["script", "ddp"], ["diff", "single", "fsdp2"], ["glossary"], ["glossary", "fsdp"], ["advise", "--params", "7b"]),
+    *(["schema"], ["progress"], ["runs"], ["show"], ["show", "--json"], ["logs"], ["replay", "--speed", "10000"]),
+    *(["stop"], ["compare"], ["trace"], ["clean", "--keep", "9"], ["unpack", "none.zip"], ["capture"]),
+    ["gather", "last", "-o", "gathered"],
+]
+_WITHOUT_OTHERS = """
+import contextlib, io, json, sys
+from importlib import metadata
+from labkit.setup import environment
+
+of = metadata.packages_distributions()
+allowed = {package.name for package in environment.requirements(environment.TEXT_ONLY)}
+allowed |= {"pygments", "markdown-it-py", "mdurl"}  # those that rich needs
+
+class Without:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        packages = {one.lower().replace("_", "-") for one in of.get(name.partition(".")[0], ())} - {"labkit"}
+        if packages and not packages & allowed:
+            raise ModuleNotFoundError(f"{name} is imported, which is not installed for this command", name=name)
+
+sys.meta_path.insert(0, Without)
+from labkit.cli.commands import act
+from labkit.cli.parser import parse
+answers = []
+for arguments in json.loads(sys.argv[1]):
+    out, err = io.TextIOWrapper(io.BytesIO()), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = act(parse(arguments))
+    out.flush()
+    answers.append([code, out.buffer.getvalue().decode(), err.getvalue()])
+print(json.dumps(answers))
+"""
+
+
+def test_text_is_printed_without_any_other_package(tmp_path):
+    """In a process that can import no package besides those that are installed for such commands."""
+    for arguments in _PRINTING:
+        assert cli.parse(arguments).extras == (TEXT_ONLY,)
+    run = "20261122-022929-ddp-x2"
+    shutil.copytree(CLONE / "tests" / "recorded" / "20261122-022927-ddp-x2", tmp_path / "runs" / run)
+    settings = os.environ | {"LABKIT_RUNS": str(tmp_path / "runs"), "PYTHONPATH": str(CLONE)}
+    command = [sys.executable, "-c", _WITHOUT_OTHERS, json.dumps(_PRINTING)]
+    done = subprocess.run(command, cwd=tmp_path, env=settings, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for arguments, (code, out, err) in zip(_PRINTING, json.loads(done.stdout), strict=True):
+        assert out or err.startswith("labkit: "), (arguments, code, err)
 
 
 def test_incomplete_setup_is_an_error_and_not_a_loop(calls, monkeypatch):

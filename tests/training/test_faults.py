@@ -1,14 +1,22 @@
-"""Every fault in a real run, with the right finding first, and no finding of kind "wrong" in healthy runs."""
+"""Every fault in a real run, with the right finding first, in its replay and on its page; the choice of a fault in the
+panel and in a diff; and no finding of kind "wrong" in healthy runs."""
 
 from __future__ import annotations
 
+import html
+import re
+
 import pytest
+from commands import called
 from conftest import wait_until
 from generated import ONLY
 
-from labkit import SpecError, run
+from labkit import Spec, SpecError, run
 from labkit.analysis.diagnose import findings
-from labkit.plan.script import diff_scripts
+from labkit.frontends.handout import run_page
+from labkit.frontends.panel import Lab
+from labkit.plan.script import diff_scripts, write_script
+from labkit.record.folder import RunFolder
 from labkit.runs.settling import settle
 from labkit.training.faults import FAULTS
 from labkit.training.strategies import STRATEGIES
@@ -17,8 +25,13 @@ SMALL = {"workload": "mlp", "nproc": 2, "device": "cpu", "batch_size": 16, "samp
 LENGTH = {"no_set_epoch": {"epochs": 2}}
 
 
+def text_of(html_text: str) -> str:
+    """The text of a piece of HTML."""
+    return html.unescape(re.sub("<[^>]+>", "", html_text))
+
+
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_diagnosis_names_the_fault(fault):
+def test_the_diagnosis_names_the_fault_and_so_do_replay_and_page(fault):
     job = run("ddp", fault=fault, **SMALL, **LENGTH.get(fault, {"steps": 12}))
     try:
         wait_until(lambda: job.state.over or any(found.name == "hang" for found in findings(job.state)), 120)
@@ -29,6 +42,65 @@ def test_the_diagnosis_names_the_fault(fault):
     assert found, f"no findings; the run {job.words}"
     assert found[0].name == FAULTS[fault].finding, [(one.name, one.title) for one in found]
     assert found[0].evidence and found[0].cause and found[0].fix
+    check_replay(job.folder)
+    page = text_of(run_page(job.folder).body)
+    assert "Diff to one device" in page and f"+Fault  {FAULTS[fault].title} (injected)" in page
+    if job.state.status["state"] != "stopped":
+        assert findings(job.state)[0].title in page
+
+
+def check_replay(folder: RunFolder) -> None:
+    """The recorded run opens in the panel, with its script and the diff, and plays to its end."""
+    lab = Lab(recorded=folder.path)
+    wait_until(lambda: "ready to play" in lab._view.words.value)
+    assert text_of(lab._script.value).strip() == folder.text(folder.script).strip()
+    assert "(injected)" in text_of(lab._diff.value)
+    lab._recorded.speed.value = 16.0
+    lab._run_button.click()
+    wait_until(lambda: lab._recording.state.over)
+    lab._view.wait(30)
+    assert f"recorded: {folder.read_status()['state']}" in text_of(lab._view.words.value)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_panel_shows_the_script_that_run_executes(fault):
+    chosen = {"strategy": "ddp", "workload": "mlp", "nproc": 2, "device": "cpu"} | LENGTH.get(fault, {"steps": 12})
+    lab = Lab(**chosen)
+    healthy = lab._script.value
+    lab._choices._options.fault.value = fault
+    assert text_of(lab._script.value).strip() == write_script(lab.spec).strip()
+    assert lab._script.value != healthy and "(injected)" in text_of(lab._diff.value)
+    opened = Lab(**chosen, fault=fault)
+    assert (opened.spec, opened._diff.value) == (lab.spec, lab._diff.value)
+    lab._choices._options.fault.value = None
+    assert lab._script.value == healthy
+
+
+@pytest.mark.parametrize("order", [("single", "ddp"), ("ddp", "single")])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_diff_to_one_device_shows_the_fault(fault, order, capsys):
+    length = [text for name, value in LENGTH.get(fault, {"steps": 12}).items() for text in (f"--{name}", str(value))]
+    assert called("diff", *order, "--fault", fault, "--nproc", "2", "--option", "bucket_mb=1", *length) == 0
+    sign = "+" if order[1] == "ddp" else "-"
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith(f"{sign}Fault  {FAULTS[fault].title}"[:40]) for line in lines)
+    assert any(line.startswith(f"{sign}BUCKET_MB = 1 ") for line in lines)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_whatever_runs_has_a_counterpart_on_one_device(strategy):
+    row = STRATEGIES[strategy]
+    asked = {"workload": ONLY.get(strategy, "mlp"), "nproc": row.default_nproc or 2, "epochs": 2, "samples": 512}
+    kinds = [{"fault": fault} for fault in FAULTS] + [{"save_every": 5, "checkpoint_async": True}]
+    kinds += [{"options": {option.name: option.choices[-1]}} for option in row.options if option.choices]
+    for kind in kinds:
+        try:
+            spec = Spec(strategy, device="cpu", **asked, **kind)
+        except SpecError:
+            continue
+        alone = spec.on_one_device
+        assert (alone.strategy, alone.nproc, alone.fault, alone.on_one_device) == ("single", 1, None, alone)
+        assert (alone.workload, alone.samples, alone.save_every) == (spec.workload, spec.samples, spec.save_every)
 
 
 def test_a_hang_is_told_while_it_lasts_and_ends_with_stop():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from labkit.analysis.diagnose.advice import one_of
 from labkit.analysis.diagnose.finding import Finding, shorter, texts
 from labkit.analysis.diagnose.hang import hang
-from labkit.analysis.diagnose.known_errors import KNOWN_ERRORS
+from labkit.analysis.diagnose.known_errors import KNOWN_ERRORS, KnownError
 from labkit.analysis.diagnose.waits import on_hosts
 from labkit.common.units import counted, ranks_in_words, size
 from labkit.record.failures import PEER_GONE
@@ -26,25 +26,38 @@ _UNITS = {"bytes": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 
 def known_error(state: RunState) -> Iterator[Finding]:
-    """Errors whose message identifies the cause."""
+    """The first error whose message identifies the cause, that of the rank that failed first before all others."""
     failure = state.failure
-    for known in KNOWN_ERRORS:
-        match = next(((rank, text) for rank, text in texts(state) if re.search(known.pattern, text)), None)
-        if match is None or (known.name == "nccl" and (_MEMORY.search(match[1]) or PEER_GONE.search(match[1]))):
-            continue  # NCCL also reports that memory ran out, and that a peer is gone
-        if known.name == "collective_timeout" and next(hang(state), None):
-            continue  # the hang has the line of each rank
-        rank, text = match
-        first, *more = text.strip().splitlines()
-        last = "\n".join(more).rpartition("Last error:")[2] if "Last error:" in "\n".join(more) else ""
-        ranks = (rank,) if rank is not None else () if failure is None else (failure["rank"],)
-        title = (
-            "".join(f"rank {number}: " for number in ranks)
-            + known.title
-            + "".join(_raised_at(state, number) for number in ranks)
-        )
-        yield Finding(known.name, "wrong", title, shorter(f"{first} {last}"), known.cause, known.fix, ranks)
-        return
+    for rank, text in texts(state):
+        known = next((known for known in KNOWN_ERRORS if _says(state, known, rank, text)), None)
+        if known is not None:
+            ranks = (rank,) if rank is not None else () if failure is None else (failure["rank"],)
+            title = (
+                "".join(f"rank {number}: " for number in ranks)
+                + known.title
+                + "".join(_raised_at(state, number) for number in ranks)
+            )
+            yield Finding(known.name, "wrong", title, _evidence(known, text), known.cause, known.fix, ranks)
+            return
+
+
+def _says(state: RunState, known: KnownError, rank: int | None, text: str) -> bool:
+    """Whether the text of a rank is this error, and not the consequence of another one."""
+    if not re.search(known.pattern, text):
+        return False
+    if known.follows and state.failure is not None and rank != state.failure["rank"]:
+        return False
+    if known.name == "nccl" and (_MEMORY.search(text) or PEER_GONE.search(text)):
+        return False  # NCCL also reports that memory ran out, and that a peer is gone
+    return known.name != "collective_timeout" or next(hang(state), None) is None  # a hang has the line of each rank
+
+
+def _evidence(known: KnownError, text: str) -> str:
+    """The first line, the line with the error if it is another one, and what NCCL adds as its last error."""
+    first, *more = text.strip().splitlines()
+    line = "" if re.search(known.pattern, first) else next((one for one in more if re.search(known.pattern, one)), "")
+    last = "\n".join(more).rpartition("Last error:")[2] if "Last error:" in "\n".join(more) else ""
+    return shorter(" ".join(filter(None, (first, line.strip(), last))))
 
 
 def _raised_at(state: RunState, number: int) -> str:

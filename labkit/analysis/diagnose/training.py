@@ -112,7 +112,7 @@ def nan_loss(state: RunState) -> Iterator[Finding]:
     propagated = everyone and step > 1 and _expected_batches(state) > 1
     if propagated:
         seen = _parameters_then(state, first, step)
-        sure = f"; the parameters contain NaN before step {step}" if any(one["nan"] for one in seen) else ""
+        sure = f"; the parameters contain NaN before step {step}" if any(one.get("nan") for one in seen) else ""
         cause = (
             f"on all ranks at once: in step {step - 1} the gradient of at least one rank was not finite, and the"
             " all-reduce of "
@@ -154,7 +154,7 @@ def _diverged(state: RunState, ranks: tuple[int, ...], step: int) -> bool:
     if any(math.isinf(_until(state.ranks[rank], step)[-1]) for rank in ranks):
         return True
     seen = _parameters_then(state, ranks, step)
-    return bool(seen) and not any(one["nan"] for one in seen)
+    return bool(seen) and not any(one.get("nan") for one in seen)
 
 
 def _parameters_then(state: RunState, ranks: tuple[int, ...], step: int) -> list[dict[str, Any]]:
@@ -177,7 +177,7 @@ def _divergence(state: RunState, ranks: tuple[int, ...], step: int) -> Finding:
     shown = ", ".join(f"{loss:.4g}" for loss in losses[-_SHOWN:])
     first = step - len(losses[-_SHOWN:]) + 1
     seen = _parameters_then(state, ranks, step)
-    whole = "; no parameter contained NaN then" if seen and not any(one["nan"] for one in seen) else ""
+    whole = "; no parameter contained NaN then" if seen and not any(one.get("nan") for one in seen) else ""
     return Finding(
         name="loss_diverged",
         kind="wrong",

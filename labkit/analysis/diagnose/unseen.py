@@ -19,7 +19,8 @@ _SHOWN = 3
 
 
 def trains_elsewhere(state: RunState) -> Iterator[Finding]:
-    """Ranks without a step whose script started other processes, or computed gradients but never updated parameters."""
+    """Ranks without a step whose script started other processes, or computed gradients but never updated parameters,
+    unless an error ended it before that."""
     for rank in state.ranks.values():
         if len(rank.steps):
             continue
@@ -27,7 +28,7 @@ def trains_elsewhere(state: RunState) -> Iterator[Finding]:
         if started := rank.seen("process"):
             if over or (state.now or rank.started or 0.0) - started[0]["t"] > _PATIENCE:
                 yield _processes(rank, started)
-        elif over and (seen := rank.seen("gradients")):
+        elif over and state.failure is None and (seen := rank.seen("gradients")):
             yield _gradients(rank, seen[-1]["backwards"])
 
 

@@ -94,30 +94,25 @@ def one_overhead(trials: Trials) -> Ruling:
 # ---- modelled: evidence that does not decide a claim
 
 
-def fsdp_from_16(trials: Trials) -> Ruling:
-    """DDP and FSDP on 16 and 64 devices, for models that fit under both."""
-    return _modelled((16, 64))
-
-
 def fsdp_from_8(trials: Trials) -> Ruling:
     """DDP and FSDP on 8 devices, for models that fit under both."""
-    return _modelled((8,))
+    figures, words = modelled_speeds((8,))
+    return Ruling(
+        OPEN,
+        f"Modelled, not run, {words}. Differences of a few percent are smaller than the error of the model; deciding"
+        " the claim needs that many GPUs. The first question is another one: whether the states fit under DDP.",
+        figures,
+    )
 
 
-def _modelled(devices: Iterable[int]) -> Ruling:
-    """The speed of FSDP relative to DDP by the model of `labkit advise`, where both fit."""
-    figures = {}
+def modelled_speeds(devices: Iterable[int]) -> tuple[dict[str, tuple[float, ...]], str]:
+    """The speed of FSDP relative to DDP by the model of `labkit advise`, where both fit: by name, and in words."""
+    figures: dict[str, tuple[float, ...]] = {}
     for count in devices:
         for parameters in ("350M", "1.3B"):
             found = advice(training(parameters, machine=_MACHINE, devices=count))
             ddp, fsdp = found.of_kind("DDP"), found.of_kind("FSDP")
             if ddp and fsdp:
                 figures[f"{parameters} on {count}"] = (ddp.seconds / fsdp.seconds,)
-    words = ", ".join(f"{name} × {ratio:.2f}" for name, (ratio,) in figures.items())
-    return Ruling(
-        OPEN,
-        f"Modelled, not run ({DEVICES[_MACHINE].title}, `labkit advise`, bf16), speed of FSDP relative to DDP: {words}."
-        " Differences of a few percent are smaller than the error of the model; deciding the claim needs that many"
-        " GPUs. The first question is another one: whether the states fit under DDP.",
-        figures,
-    )
+    ratios = ", ".join(f"{name} × {ratio:.2f}" for name, (ratio,) in figures.items())
+    return figures, f"speed of FSDP relative to DDP ({DEVICES[_MACHINE].title}, `labkit advise`, bf16): {ratios}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from labkit.course.claims import computed, guides, machine, measured, sizes
+from labkit.course.claims import computed, guides, machine, measured, published, sizes
 from labkit.course.claims.verdict import Claim
 
 CLAIMS: dict[str, Claim] = {
@@ -80,7 +80,25 @@ CLAIMS: dict[str, Claim] = {
             measured.fsdp_scaling,
             ("single", "fsdp2", "fsdp2 on 4", "fsdp2 on 8"),
         ),
-        Claim("fsdp-16", "From 16 GPUs on, FSDP is faster than DDP", "modelled", sizes.fsdp_from_16),
+        Claim("fsdp-16", "From 16 GPUs on, FSDP is faster than DDP", "published", published.fsdp_from_16),
+        Claim(
+            "tp-node",
+            "Tensor parallelism should stay within a node",
+            "published",
+            published.tensor_in_node,
+        ),
+        Claim(
+            "micro-batch",
+            "Prefer the largest micro-batch that fits",
+            "published",
+            published.largest_micro_batch,
+        ),
+        Claim(
+            "pipeline-4x",
+            "A pipeline needs four times as many micro-batches as stages",
+            "published",
+            published.four_per_stage,
+        ),
         Claim("fsdp-8", "From 8 GPUs on, prefer FSDP to DDP", "modelled", sizes.fsdp_from_8),
         Claim("cpu-average", "DDP averages gradients on the CPU", "asked", guides.gradients_on_cpu),
         Claim(

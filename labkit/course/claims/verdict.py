@@ -31,8 +31,8 @@ class Ruling:
 
 @dataclass(frozen=True)
 class Claim:
-    """A common claim. `how` it is tested: computed, modelled, measured, asked of torch and the system, documented, or
-    argued.
+    """A common claim. `how` it is tested: computed, modelled, measured, published by others, asked of torch and the
+    system, documented, or argued.
 
     `judge` gets the measurements, and `needs` names the jobs in `trials.JOBS` that it requires.
     """

@@ -3,6 +3,8 @@ done."""
 
 from __future__ import annotations
 
+import os
+from itertools import count
 from pathlib import Path
 
 from typing_extensions import TypedDict
@@ -27,7 +29,7 @@ _NOTED = shape_of(dict[str, Noted])
 
 
 class Book:
-    """The record in one file. A file that cannot be read counts as empty and is renamed."""
+    """The record in one file. A file that cannot be read counts as empty and is renamed, to a new name."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -47,7 +49,8 @@ class Book:
             noted = None
         if _NOTED.check(noted):
             return noted
-        self._path.replace(self._path.with_suffix(".unreadable.json"))
+        aside = (self._path.with_suffix(f".unreadable{number or ''}.json") for number in count())
+        self._path.rename(next(path for path in aside if not os.path.lexists(path)))
         return {}
 
     def note(self, name: str, done: bool) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from labkit.course.exercises import Exercise, Wrong
 from labkit.course.exercises.own import finished
+from labkit.course.exercises.published import pick_a_layout
 from labkit.plan.spec import Spec
 from labkit.prediction.scale.advice import Advice, advice
 from labkit.prediction.scale.asked import training
@@ -27,7 +28,7 @@ def _layout(answer: Any) -> str:
     chosen = next((one for one in found.fitting if one.layout.title == " ".join(answer.split())), None)
     if chosen is None:
         raise Wrong(f"{answer} is not among the layouts that fit; check its name and its memory")
-    if chosen.layout.recompute:
+    if chosen.layout.recompute != "none":
         raise Wrong(f"{answer} fits only with recomputation; split the activations instead")
     fastest = found.fitting[0]
     if chosen.seconds > _SLOWER * fastest.seconds:
@@ -62,12 +63,20 @@ EXERCISES: dict[str, Exercise] = {
     "layout": Exercise(
         "A layout for 13B on two nodes",
         _layout,
-        "`'FSDP 8 × CP 2'` is the fastest, `'FSDP 8 × TP 2'` is 2 % slower; both need no recomputation.",
+        "`'FSDP 8 × CP 2'` is the fastest, `'FSDP 8 × TP 2'` is 1 % slower; both need no recomputation.",
     ),
     "twin": Exercise(
         "The twin of the layout",
         _twin,
         "`run('fsdp2_tp', workload='gpt', **place(4), batch_size=1, steps=5, samples=40, options={'size':"
         " '10M'}).wait()` for FSDP × TP.",
+    ),
+    "published": pick_a_layout(
+        "A layout for 80B on 128 H100",
+        "nanotron Llama 80B",
+        128,
+        "`'dp=2,tp=4,pp=16,zero=1,micro_batch=1'` or `'tp=4,pp=32,dp=1,zero=0,micro_batch=1'`: TP within a node, and"
+        " the states over 64 or 128 GPUs by TP × PP. TP 16 fits too, and its all-gathers cross the nodes in every"
+        " layer.",
     ),
 }

@@ -9,6 +9,7 @@ from typing import Any
 from labkit.common.units import size
 from labkit.course.exercises import Exercise, Wrong, require_function, require_number
 from labkit.course.exercises.own import finished
+from labkit.course.exercises.published import pick_a_layout
 from labkit.plan.spec import Spec
 
 _SHARDED: dict[int, Callable[[float, int], float]] = {  # bytes per device, by stage, in mixed precision
@@ -120,5 +121,13 @@ EXERCISES: dict[str, Exercise] = {
         "The activations are too large, so sharding the states does not help. `run('ddp', nproc=2,"
         " options={'accumulate': 4}, steps=6)` splits the batch into four micro-batches; `fsdp2` with `accumulate=2`"
         " fits too.",
+    ),
+    "published": pick_a_layout(
+        "A layout for 8B on 64 H100",
+        "nanotron Llama 8B",
+        64,
+        "`'dp=32,pp=2,zero=1,micro_batch=1'` is the fastest of those published. DDP does not fit: 18 bytes per"
+        " parameter (here with gradients in 32 bits) are more than a GPU has. ZeRO-1 with two halves of the model (PP 2"
+        " or TP 2) fits, and sends little.",
     ),
 }

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from labkit.course.exercises import Exercise, Wrong, require_function, require_number, result_of
+from labkit.course.exercises.published import pick_a_layout
 from labkit.prediction.collectives import bus_factor
 
 _CASES = ((1e9, 0.01, 8), (25e6, 0.004, 2), (1e6, 1e-4, 64))  # bytes, seconds, ranks
@@ -66,4 +67,12 @@ EXERCISES: dict[str, Exercise] = {
         "4·N·D / (400 · 10¹²) = 4·N / (100 · 10⁹), so D = **4,000** tokens per GPU and step, for any N.",
     ),
     "rank": Exercise("The rank of a process", _rank, "2 · 8 + 3 = **19**: two nodes before it, with eight ranks each."),
+    "published": pick_a_layout(
+        "A layout for 8B on 256 H100",
+        "nanotron Llama 8B",
+        256,
+        "`'dp=32,tp=8,zero=0,micro_batch=8'`: TP within the node, so that each GPU reduces an eighth of the gradients"
+        " between nodes, in one large micro-batch. With 256 samples for 256 GPUs, DP 256 has no backward to hide it"
+        " behind.",
+    ),
 }

@@ -1,17 +1,33 @@
 """Teaching pictures: pure functions that return a plotly figure, `pictures.<topic>.<name>(…)`; topics are imported
-lazily.
+lazily. `pictures.atlas(…)` draws published runs.
 
 They show how something works, by rule or formula. If a picture has times, its title says whether they are modelled or
 measured.
 """
 
+from __future__ import annotations
+
 import importlib
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
 
 TOPICS = (
     *("collectives", "data_parallel", "fit", "input_pipeline", "links", "mesh", "pipeline", "roofline", "sharding"),
     "tensor_parallel",
 )
+
+
+def atlas(*, by: str = "model", **wanted: Any) -> go.Figure:
+    """Published runs on real GPUs, one dot each: speed by number of GPUs, measured and modelled speed and memory, and
+    the runs that failed. Colours show the model, tp, pp, sharding, gpus or source (`by`). `wanted` chooses runs, as in
+    `labkit.atlas`, and raises the same errors."""
+    from labkit.figures.atlas import Atlas
+    from labkit.prediction.scale.atlas import select
+
+    return Atlas(select(**wanted)).figure(by)
 
 
 def __getattr__(name: str) -> ModuleType:
@@ -21,4 +37,4 @@ def __getattr__(name: str) -> ModuleType:
 
 
 def __dir__() -> list[str]:
-    return [*TOPICS]
+    return ["atlas", *TOPICS]

@@ -15,9 +15,11 @@ import nh3
 from bs4 import BeautifulSoup
 from nbconvert.filters import markdown2html
 
+from labkit.common.reading import read_regular
 from labkit.frontends.handout import allowed
 from labkit.frontends.handout.formulas import draw_formulas
 
+_LARGEST = 64 << 20  # bytes of an image
 _RESERVED = ("text", "theme", "figures", "plotly")  # ids of the page itself
 
 
@@ -103,9 +105,12 @@ class Prose:
         """A data URL with the image; an address that is not a file of the lab is returned unchanged."""
         path = self._folder / address if self._folder and not allowed.EMBEDDED.match(address) else None
         kind = path and mimetypes.guess_type(path.name)[0]
-        if not (path and kind and path.is_file()):
+        if not (path and kind):
             return address
-        return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode('ascii')}"
+        try:
+            return f"data:{kind};base64,{base64.b64encode(read_regular(path, _LARGEST)).decode('ascii')}"
+        except (OSError, ValueError):
+            return address
 
     def address(self, text: str) -> str:
         """A unique id for a heading, the same as in a notebook if possible."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import jupytext
 from nbformat import NotebookNode
 
-from labkit.common.atomic import write_atomically
+from labkit.common.atomic import write_output
+from labkit.common.reading import read_regular
 from labkit.setup.environment import CLONE
+
+_LARGEST = 64 << 20  # bytes of a notebook with its outputs
 
 
 class LabError(Exception):
@@ -22,9 +26,12 @@ def read_lab(path: Path) -> NotebookNode:
     if path.suffix not in (".py", ".ipynb"):
         raise LabError(f"{path} is not a lab: its name must end in .py or .ipynb")
     try:
-        notebook = jupytext.read(path)
+        text = read_regular(path, _LARGEST).decode()
+        notebook = jupytext.read(io.StringIO(text, newline=None), fmt={"extension": path.suffix})
     except FileNotFoundError:
         raise LabError(f"there is no lab {path}; the labs are in {CLONE / 'labs'}") from None
+    except OSError as error:
+        raise LabError(f"{path} cannot be read: {error.strerror}") from None
     except Exception as error:  # jupytext, nbformat and json raise different errors
         raise LabError(f"{path} cannot be read as a notebook: {error}") from None
     if not any(cell.cell_type == "markdown" for cell in notebook.cells):
@@ -38,7 +45,7 @@ def first_line(cell: NotebookNode) -> str:
 
 
 def write(path: Path, text: str) -> Path:
-    """Writes `text` to `path` atomically: there is always either the old file or the complete new one."""
+    """Writes a page to `path`, or replaces one that was written before. Raises `OSError`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, text, errors="replace")
+    write_output(path, text)
     return path

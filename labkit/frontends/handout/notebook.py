@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -11,7 +12,8 @@ import nbformat
 from nbformat.v4 import new_code_cell
 
 from labkit.common.arguments import shown
-from labkit.frontends.handout.files import LabError, read_lab, write
+from labkit.common.atomic import write_atomically
+from labkit.frontends.handout.files import LabError, read_lab
 from labkit.setup.environment import CLONE
 
 # A data attachment is tried first, because it needs no network. `doctor`, like every command, first installs missing
@@ -43,7 +45,7 @@ def to_import(lab: Path, output: Path, source: str | None = None) -> Path:
     lab cannot be read or `output` exists, because it may contain work, and `OSError` if it cannot be written.
     """
     notebook = read_lab(lab)
-    if output.exists():
+    if os.path.lexists(output):
         raise LabError(f"{output} already exists and may contain work; move it, or name another file with -o")
     notebook.cells.insert(0, new_code_cell(_BRING.format(source=_origin() if source is None else source)))
     for cell in notebook.cells:
@@ -54,7 +56,8 @@ def to_import(lab: Path, output: Path, source: str | None = None) -> Path:
     # not paired with a .py file that does not exist
     notebook.metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
     notebook.nbformat, notebook.nbformat_minor = 4, 4
-    return write(output, nbformat.writes(notebook) + "\n")
+    write_atomically(output, nbformat.writes(notebook) + "\n", errors="replace")
+    return output
 
 
 def for_kaggle(notebook: Path, user: str) -> tuple[Path, str]:
@@ -66,7 +69,7 @@ def for_kaggle(notebook: Path, user: str) -> tuple[Path, str]:
     if not _KAGGLE_NAME.fullmatch(user):
         raise LabError(f"the Kaggle user name has letters, digits and hyphens, got {shown(user)}")
     path = notebook.with_name("kernel-metadata.json")
-    if path.exists():
+    if os.path.lexists(path):
         raise LabError(f"{path} already exists and may describe another notebook; move it, or write to another folder")
     slug = f"labkit-{re.sub(r'[^a-z0-9]+', '-', notebook.stem.lower()).strip('-')}"
     metadata = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -11,8 +12,10 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
+from labkit.common.atomic import MARK
 from labkit.common.text import visible_line
 from labkit.figures import colours
+from labkit.figures.as_plotly import CONFIG
 from labkit.frontends.handout.files import write
 from labkit.frontends.handout.plots import Plots, packed, plotly_js
 
@@ -38,6 +41,7 @@ class Page:
             _environment()
             .get_template("page.html.j2")
             .render(
+                mark=MARK,
                 title=visible_line(self.title),
                 about=visible_line(self.about),
                 body=Markup(self.body),
@@ -68,7 +72,8 @@ def _plotly() -> str:
 def _program() -> str:
     """The page's own script, which replaces the two greys of the charts by the theme's colours."""
     source = (HERE / "static" / "handout.js").read_text(encoding="utf-8")
-    return source.replace("%INK%", colours.INK).replace("%GRID%", colours.GRID)
+    source = source.replace("%INK%", colours.INK).replace("%GRID%", colours.GRID)
+    return source.replace("%CONFIG%", json.dumps(CONFIG))
 
 
 def _hash(program: str) -> str:

@@ -20,7 +20,6 @@ from labkit.record.files import NotPlain
 from labkit.record.folder import STREAMS, RunFolder
 from labkit.record.logs import LogTail
 from labkit.record.state import RunState
-from labkit.training.strategies import BASELINE
 
 _LINES = 200  # newest lines of a log that a page contains; they are printed too
 _LEXERS = {"python": PythonLexer(), "diff": DiffLexer()}
@@ -115,7 +114,7 @@ def script(folder: RunFolder, state: RunState) -> str:
 def diff(folder: RunFolder, state: RunState) -> str:
     """The diff between the single-device script and the script that ran."""
     spec, text = state.asked, _script_of(folder)
-    if spec is None or not isinstance(text, str) or spec.strategy_row is BASELINE:
+    if spec is None or not isinstance(text, str) or spec == spec.on_one_device:
         return ""
     try:
         before = write_script(spec.on_one_device)

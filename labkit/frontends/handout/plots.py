@@ -14,6 +14,7 @@ from bs4 import BeautifulSoup
 
 from labkit import figures
 from labkit.common.text import escape
+from labkit.figures.as_plotly import inert
 from labkit.record.state import RunState
 
 _HEIGHT = 450  # px of a figure without a height; plotly's default
@@ -36,6 +37,7 @@ class Plots:
         """Adds a plotly figure, given as plain values, and returns its placeholder; `still` is an `<svg>` shown until
         plotly draws.
         """
+        figure = inert(figure)
         self._figures.append(figure)
         layout = figure.get("layout") or {}
         height = layout.get("height")

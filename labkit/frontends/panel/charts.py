@@ -14,6 +14,7 @@ import ipywidgets
 import traitlets
 
 from labkit import figures
+from labkit.figures.as_plotly import CONFIG
 from labkit.figures.as_svg import drawing
 from labkit.figures.model import Chart
 from labkit.frontends.panel.feed import Feed
@@ -46,6 +47,7 @@ class _Page(HandshakeWidget):
 
     _esm = program("charts.js")
     plotly_version = traitlets.Unicode().tag(sync=True)
+    plotly_config = traitlets.Dict(CONFIG).tag(sync=True)
 
 
 class Charts:

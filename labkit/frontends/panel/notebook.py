@@ -9,6 +9,7 @@ from labkit import figures
 from labkit.analysis.diagnose import findings
 from labkit.analysis.ledger import ledger
 from labkit.analysis.summary import summarise
+from labkit.figures.as_plotly import CONFIG
 from labkit.figures.tables import findings_html, ledger_html, ranks_html
 from labkit.record.state import RunState
 
@@ -43,7 +44,7 @@ def figures_bundle(name: str, state: RunState) -> dict[str, Any]:
     """All charts of a run, both as plotly and as inline SVG; the notebook client shows the format it supports."""
     shown = figures.of_run(state)
     pictures = "".join(figures.svg(name, state) for name in shown)
-    plotly = json.loads(figures.overview(state).to_json())
+    plotly = json.loads(figures.overview(state).to_json()) | {"config": CONFIG}
     text = f"{', '.join(shown)} of {name}: {state.words}"
     return {"application/vnd.plotly.v1+json": plotly, "text/html": f"<div>{pictures}</div>", "text/plain": text}
 

@@ -2,7 +2,9 @@
 
 from labkit.frontends.terminal.views import (
     advice_tables,
+    atlas_table,
     comparison,
+    estimate_tables,
     leases_table,
     line,
     prediction_table,
@@ -15,7 +17,9 @@ from labkit.frontends.terminal.views import (
 
 __all__ = [
     "advice_tables",
+    "atlas_table",
     "comparison",
+    "estimate_tables",
     "leases_table",
     "line",
     "prediction_table",

@@ -32,8 +32,11 @@ from labkit.common.text import visible_line, visible_log
 from labkit.common.units import sizes
 from labkit.figures.advice import HEADS as ADVICE_HEADS
 from labkit.figures.advice import MISFIT_HEADS, Advised
+from labkit.figures.atlas import EVIDENCE_HEADS, Atlas
+from labkit.figures.atlas import HEADS as ATLAS_HEADS
 from labkit.figures.colours import PHASES as PHASE_COLOURS
 from labkit.figures.colours import rank_colour
+from labkit.figures.estimated import Comparison, Estimated
 from labkit.figures.prediction import Prediction
 from labkit.figures.profiled import timeline
 from labkit.figures.scaling import Scaled
@@ -147,10 +150,24 @@ def prediction_table(found: Prediction) -> RenderableType:
 
 def advice_tables(found: Advised) -> RenderableType:
     """What fits and what does not, and the sentences about them."""
-    tables = [(ADVICE_HEADS, found.rows), (MISFIT_HEADS, found.misfits)]
+    tables = [(ADVICE_HEADS, found.rows), (MISFIT_HEADS, found.misfits), (EVIDENCE_HEADS, found.evidence)]
     shown = [part for heads, rows in tables if rows for part in (_figures(heads, rows), Text(""))]
     said = [Text(visible_line(sentence)) for sentence in found.sentences]
     return Group(Text(visible_line(found.title)), Text(""), *shown, *said)
+
+
+def atlas_table(found: Atlas, limit: int) -> RenderableType:
+    """Published runs, at most `limit` of them, and the sentences about them."""
+    said = [Text(visible_line(sentence)) for sentence in found.notes(limit)]
+    table = _figures(ATLAS_HEADS, found.rows(limit))
+    return Group(Text(visible_line(found.title)), Text(""), table, Text(""), *said)
+
+
+def estimate_tables(found: Estimated | Comparison) -> RenderableType:
+    """The tables of an estimate or of a comparison with published runs, and the sentences about them."""
+    tables = [part for heads, rows in found.tables() for part in (_figures(heads, rows), Text(""))]
+    said = [Text(visible_line(sentence)) for sentence in found.sentences]
+    return Group(Text(visible_line(found.title)), Text(""), *tables, *said)
 
 
 def scaling_tables(found: Scaled) -> RenderableType:
@@ -160,10 +177,11 @@ def scaling_tables(found: Scaled) -> RenderableType:
 
 
 def _figures(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table whose first column names something and whose other columns are figures."""
+    """A table whose first column names something and whose other columns are figures, except for the nearest run."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for number, name in enumerate(heads):
-        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+        is_text = name == EVIDENCE_HEADS[-1]
+        table.add_column(name, justify="right" if number and not is_text else "left", no_wrap=not is_text)
     for row in rows:
         table.add_row(*(Text(visible_line(cell)) for cell in row))
     return table

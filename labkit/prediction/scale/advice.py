@@ -83,7 +83,7 @@ def advice(training: Training) -> Advice:
         if found:
             fitting.append(found)
             continue
-        smallest = replace(mesh, micro_batches=training.batch // mesh.data, recompute=True)
+        smallest = replace(mesh, micro_batches=training.batch // mesh.data, recompute="full")
         needs = memory(training, smallest)
         if mesh.kind not in least or needs.total < least[mesh.kind][1].total:
             least[mesh.kind] = smallest, needs
@@ -107,7 +107,7 @@ def fastest(training: Training, mesh: Layout) -> Estimate | None:
     samples = training.batch // mesh.data
     found: list[Estimate] = []
     for size in _divisors(samples):
-        for recompute in (False, True):
+        for recompute in ("none", "full"):
             layout = replace(mesh, micro_batch=size, micro_batches=samples // size, recompute=recompute)
             needs = memory(training, layout)
             if needs.total <= training.usable:
@@ -149,7 +149,7 @@ def devices_needed(training: Training) -> int | None:
         devices *= 2
         larger = replace(training, devices=devices, batch=max(training.batch, devices))
         meshes = layouts(larger.model, larger.machine, devices, larger.sequence)
-        smallest = (replace(one, micro_batches=larger.batch // one.data, recompute=True) for one in meshes)
+        smallest = (replace(one, micro_batches=larger.batch // one.data, recompute="full") for one in meshes)
         if any(memory(larger, one).total <= larger.usable for one in smallest):
             return devices
     return None

@@ -1,17 +1,22 @@
-"""From the arguments of `advise` to a `Training`: checks and defaults. Every refusal is one sentence."""
+"""From the arguments of `advise` to a `Training`, and to a `Layout`: checks and defaults. Every refusal is one
+sentence."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from labkit.common.arguments import Number, check_choice, shown
 from labkit.common.units import size
-from labkit.prediction.devices import ACCELERATED, DEFAULT_MACHINE, DEVICES, Device
-from labkit.prediction.links import communication
+from labkit.prediction.devices import DEFAULT_MACHINE, Device
+from labkit.prediction.links import Modelled
+from labkit.prediction.own_machine import machine_of
 from labkit.prediction.scale.advice import MOST_DEVICES
+from labkit.prediction.scale.frameworks import DEFAULT_FRAMEWORK, FRAMEWORKS
+from labkit.prediction.scale.layouts import ALONE, LOSSES, RECOMPUTED, SHARDINGS, Layout, Sharding
 from labkit.prediction.scale.model import ATTENTIONS, Model
 from labkit.prediction.scale.shapes import of_config, of_parameters, of_workload
 from labkit.prediction.scale.training import Training
@@ -42,7 +47,7 @@ def training(
     attention: Any = ATTENTIONS[0],
 ) -> Training:
     """The training that the arguments of `labkit.advise` describe. Raises `ValueError`, `TypeError`, `SpecError`."""
-    row = DEVICES[check_choice("machine", machine, ACCELERATED)]
+    row = machine_of(machine)
     accelerator = row.accelerator
     assert accelerator
     model = _model({"params": params, "config": config, "workload": workload}, options or {})
@@ -57,7 +62,7 @@ def training(
         model,
         row,
         accelerator,
-        communication(row.name),
+        Modelled(row),
         number,
         _default_batch(model, number, length) if batch is None else _batch(batch, length, number),
         length,
@@ -65,6 +70,130 @@ def training(
         precision,
         check_choice("attention", attention, ATTENTIONS),
     )
+
+
+# ---- one layout
+
+_DEGREES = ("dp", "tp", "pp", "cp")
+_COUNT = Number(int, 1, 1 << 20)
+_STAGES = {"0": "ddp", "1": "zero1", "2": "zero2", "3": "fsdp"}
+_SCHEDULES = ("1f1b", "interleaved")
+FIELDS = (
+    *(*_DEGREES, "zero", "sharding", "micro_batch", "micro_batches", "schedule", "chunks", "recompute", "compile"),
+    *("precision", "framework", "async_tp", "loss", "offload"),
+)
+_REFUSED = {
+    "ep": "mixtures of experts are not modelled, only dense models",
+    "experts": "mixtures of experts are not modelled, only dense models",
+}
+
+
+def laid(value: Any, **asked: Any) -> tuple[Training, Layout]:
+    """The training that the arguments of `labkit.advise` describe, and its layout: a mapping, or a text such as
+    `dp=8,tp=4,pp=2,zero=1,micro_batch=2`. Devices and batch follow from the layout if they are not given.
+
+    Raises `ValueError`, `TypeError`, `SpecError`, one sentence.
+    """
+    said = _fields(value)
+    degrees = {name: _COUNT.read(f"layout: {name}", said[name]) if name in said else 1 for name in _DEGREES}
+    ranks = math.prod(degrees.values())
+    if asked.get("devices") is None:
+        asked["devices"] = ranks
+    if "precision" in said:
+        asked["precision"] = said["precision"]
+    batch = asked.pop("batch", None)
+    training_of = training(**asked, batch=batch)
+    if training_of.devices != ranks:
+        words = " × ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "dp 1"
+        raise ValueError(f"layout has {ranks} devices ({words}), got devices {training_of.devices}")
+    model = training_of.model
+    for name, size_of in (("heads", model.heads), ("the width of the MLP", model.hidden)):
+        if size_of % degrees["tp"]:
+            raise ValueError(f"layout: tp must divide {name}, {size_of}, got {degrees['tp']}")
+    if degrees["cp"] > 1 and training_of.sequence % (2 * degrees["cp"]):
+        raise ValueError(f"layout: twice cp must divide the sequence, {training_of.sequence}, got {degrees['cp']}")
+    size_of_micro_batch = _COUNT.read("layout: micro_batch", said.get("micro_batch", "1"))
+    each = degrees["dp"] * size_of_micro_batch
+    if "micro_batches" in said:
+        count = _COUNT.read("layout: micro_batches", said["micro_batches"])
+        if batch is not None and training_of.batch != each * count:
+            raise ValueError(f"layout has {each * count} samples per step, got a batch of {training_of.batch}")
+    elif batch is not None and training_of.batch % each:
+        raise ValueError(f"batch must be a multiple of dp × micro_batch, {each}, got {training_of.batch}")
+    else:
+        count = max(1, round(training_of.batch / each))
+    framework = FRAMEWORKS[check_choice("layout: framework", said.get("framework", DEFAULT_FRAMEWORK), FRAMEWORKS)]
+    found = Layout(
+        *_shared(said, degrees, training_of.machine),
+        tensor=degrees["tp"],
+        pipeline=degrees["pp"],
+        context=degrees["cp"],
+        micro_batch=size_of_micro_batch,
+        micro_batches=count,
+        recompute=check_choice("layout: recompute", said.get("recompute", "none"), RECOMPUTED),
+        chunks=_chunks(said, degrees["pp"], framework.chunks),
+        compiled=_switch(said, "compile", True),
+        asynchronous=_switch(said, "async_tp", False),
+        loss=check_choice("layout: loss", said.get("loss", LOSSES[0]), LOSSES),
+        offload=_switch(said, "offload", False),
+        framework=framework,
+    )
+    if found.offload and found.recompute != "full":
+        raise ValueError("layout: offload moves the inputs of recomputed layers, and needs recompute=full")
+    refused = found.refused(model)
+    if refused:
+        raise ValueError(f"layout: {refused}")
+    return replace(training_of, batch=each * count), found
+
+
+def _fields(value: Any) -> dict[str, str]:
+    """The fields of a layout as texts, with checked names."""
+    if isinstance(value, str):
+        parts = [part.partition("=") for part in value.split(",") if part.strip()]
+        pairs = {name.strip(): text.strip() for name, _, text in parts}
+    elif isinstance(value, Mapping):
+        pairs = {str(name): str(text) for name, text in value.items()}
+    else:
+        raise TypeError(f"layout must be a text such as 'dp=8,tp=4' or a dict, got {shown(value)}")
+    for name in pairs:
+        if name in _REFUSED:
+            raise ValueError(f"layout: {_REFUSED[name]}")
+        check_choice("a field of layout", name, FIELDS)
+    return pairs
+
+
+def _shared(said: Mapping[str, str], degrees: Mapping[str, int], machine: Device) -> tuple[Sharding, int, int]:
+    """The sharding, the data-parallel ranks, and how many ranks share the states."""
+    data, synced = degrees["dp"], degrees["dp"] * degrees["cp"]
+    if "zero" in said and "sharding" in said:
+        raise ValueError("layout: zero and sharding say the same; use one of them")
+    name = _STAGES[check_choice("layout: zero", said["zero"], _STAGES)] if "zero" in said else said.get("sharding")
+    found = SHARDINGS[check_choice("layout: sharding", name or "fsdp", SHARDINGS)]
+    if synced == 1:
+        return ALONE, data, 1
+    if not found.across:
+        return found, data, synced
+    shards = max(1, machine.per_node // degrees["tp"])
+    if synced % shards or shards == synced:
+        raise ValueError(f"layout: hsdp needs several nodes of {shards} data-parallel ranks, got {synced} ranks")
+    return found, data, shards
+
+
+def _chunks(said: Mapping[str, str], pipeline: int, usual: int) -> int:
+    schedule = check_choice("layout: schedule", said.get("schedule", _SCHEDULES[0]), _SCHEDULES)
+    number = _COUNT.read("layout: chunks", said["chunks"]) if "chunks" in said else None
+    if schedule == "interleaved":
+        return number or 2
+    if number not in (None, 1):
+        raise ValueError(f"layout: chunks need schedule=interleaved, got {number} with {schedule}")
+    return usual if pipeline > 1 and "schedule" not in said else 1
+
+
+def _switch(said: Mapping[str, str], name: str, usual: bool) -> bool:
+    return check_choice(f"layout: {name}", said[name].lower(), ("true", "false")) == "true" if name in said else usual
+
+
+# ---- the parts of a training
 
 
 def _model(sources: Mapping[str, Any], options: Mapping[str, Any]) -> Model:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from labkit.prediction.devices import Device
+from labkit.prediction.scale.frameworks import DEFAULT_FRAMEWORK, FRAMEWORKS, Framework
 from labkit.prediction.scale.model import Model
 
 
@@ -75,16 +76,54 @@ SHARDINGS: dict[str, Sharding] = {
     )
 }
 LEAST_POSITIONS = 1024  # of a sequence, on a rank: with fewer, attention waits for keys and values
-_ALONE = Sharding("single", "one device")
+ALONE = Sharding("single", "one device")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a pipeline rank computes: layers, and whether the embedding and the head are among its blocks."""
+
+    layers: int
+    first: bool
+    last: bool
+
+
+@cache
+def stages(model: Model, pipeline: int, balanced: bool) -> tuple[Stage, ...]:
+    """The stages of a pipeline. The first ones have one layer more if they do not divide evenly. Balanced ones take
+    layers, and in the end the head, until they reach an equal share of all FLOPs (nanotron, models/base.py)."""
+    if not balanced or pipeline == 1:
+        each, more = divmod(model.layers, pipeline)
+        last = pipeline - 1
+        return tuple(Stage(each + (rank < more), rank == 0, rank == last) for rank in range(pipeline))
+    head = model.table / model.of_matrices  # in layers
+    layers, ends, rank, cost = [0] * pipeline, 0, 0, 0.0
+    for block in range(model.layers + 1):
+        if block == model.layers:
+            ends = rank
+            break
+        layers[rank] += 1
+        cost += 1
+        if cost >= (model.layers + head) * (rank + 1) / pipeline and rank < pipeline - 1:
+            rank += 1
+    return tuple(Stage(number, rank == 0, rank == ends) for rank, number in enumerate(layers))
+
+
+RECOMPUTED = ("none", "selective", "full")
+LOSSES = ("whole", "chunked")
 
 
 @dataclass(frozen=True)
 class Layout:
     """A device mesh of pipeline × replicas × shards × context × tensor, the last in neighbouring ranks.
 
-    `data` is the number of data-parallel ranks; `shards` of the data and context ranks share the states. A rank
-    computes `micro_batches` micro-batches of `micro_batch` samples per step; with `recompute`, backward computes every
-    layer again.
+    - `data` is the number of data-parallel ranks; `shards` of the data and context ranks share the states.
+    - A rank computes `micro_batches` micro-batches of `micro_batch` samples per step.
+    - `recompute`: what backward computes again, `none`, `full` (every layer) or `selective` (what the framework's row
+      says). `chunks`: stages per pipeline rank, more than one in an interleaved schedule.
+    - `compiled`: by torch.compile; `asynchronous`: tensor-parallel transfers overlap with matrix products; `loss`:
+      logits of all tokens at once (`whole`) or of some after another (`chunked`). `offload`: the inputs of recomputed
+      layers wait in the memory of the host.
     """
 
     sharding: Sharding
@@ -95,12 +134,39 @@ class Layout:
     context: int = 1
     micro_batch: int = 1
     micro_batches: int = 1
-    recompute: bool = False
+    recompute: str = "none"
+    chunks: int = 1
+    compiled: bool = True
+    asynchronous: bool = False
+    loss: str = "whole"
+    offload: bool = False
+    framework: Framework = FRAMEWORKS[DEFAULT_FRAMEWORK]
 
     @property
     def devices(self) -> int:
         """The number of ranks."""
         return self.data * self.tensor * self.pipeline * self.context
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether parameters stay gathered, and gradients unreduced, from the first micro-batch of a step to the last:
+        what frameworks do with sharded parameters in a pipeline."""
+        return self.framework.keeps_gathered and self.pipeline > 1 and "parameters" in self.sharding.owners
+
+    def refused(self, model: Model) -> str:
+        """Why the layout cannot run, in one sentence; empty if it can."""
+        if self.framework.least_micro_batches and self.micro_batches < self.pipeline - 1:
+            return (
+                f"a pipeline of {self.pipeline} stages needs at least {self.pipeline - 1} micro-batches in"
+                f" {self.framework.title}, got {self.micro_batches}"
+            )
+        empty = self.pipeline * self.chunks > model.layers
+        if self.framework.balanced:  # the loss alone may be in the stage after the head, and none may be behind it
+            every = stages(model, self.pipeline, True)
+            empty = next(rank for rank, stage in enumerate(every) if stage.last) < self.pipeline - 2
+        if empty:
+            return f"{model.layers} layers cannot be split into {self.pipeline * self.chunks} stages"
+        return ""
 
     @property
     def synced(self) -> int:
@@ -155,7 +221,7 @@ def layouts(model: Model, machine: Device, devices: int, sequence: int) -> Itera
 def _sharded(machine: Device, data: int, tensor: int, pipeline: int, context: int) -> Iterator[Layout]:
     synced = data * context
     if synced == 1:
-        yield Layout(_ALONE, tensor=tensor, pipeline=pipeline)
+        yield Layout(ALONE, tensor=tensor, pipeline=pipeline)
         return
     for sharding in SHARDINGS.values():
         groups = [size for size in _powers(synced // 2) if size > 1 and size * tensor >= machine.per_node]

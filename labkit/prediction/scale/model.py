@@ -105,8 +105,17 @@ class Model:
 
     # ---- activations, in bytes
 
-    def layer_activations(self, tokens: float, sequence: int, tensor: int, wide: int, attention: str) -> float:
-        """Bytes that a layer stores for backward, for `tokens` positions on a rank, `wide` bytes per number.
+    def layer_activations(
+        self,
+        tokens: float,
+        sequence: int,
+        tensor: int,
+        wide: int,
+        attention: str,
+        kept: tuple[float, float] = (1.0, 1.0),
+    ) -> float:
+        """Bytes that a layer stores for backward, for `tokens` positions on a rank, `wide` bytes per number; `kept` are
+        the numbers that a framework keeps in attention and in the MLP, relative to the formula.
 
         With eager attention, dropout and two matrices in the MLP, this is Korthikanti's formula for sequence
         parallelism, sbh/t · (34 + 5as/h) in 16 bits; fused attention (FlashAttention, Dao et al. 2022) stores one
@@ -116,18 +125,35 @@ class Model:
         attended = 2 * self._attended + self.keys_and_values  # queries, keys, values, output
         mlp = (4 if self.gated else 2) * self.hidden  # inputs and outputs of the activation; up, and the product
         masks = 2 * self.width * self.dropout  # one byte per number
-        numbers = wide * (norms + attended + mlp) + masks
+        numbers = wide * (norms + kept[0] * attended + kept[1] * mlp) + masks
         return tokens * (numbers + self.heads * _ATTENTION[attention](sequence, wide, self.dropout)) / tensor
 
     def layer_input(self, tokens: float, tensor: int, wide: int) -> float:
         """Bytes of a layer's input, all that it stores if backward recomputes it."""
         return tokens * wide * self.width / tensor
 
-    def head_activations(self, tokens: float, tensor: int, wide: int) -> float:
-        """Bytes that the end of the model stores: inputs of norm and head, the logits, and, for the loss, their
-        log-softmax in 32 bits (torch also stores a 32-bit copy of 16-bit logits) and its gradient."""
-        logits = wide + 4 + 4 + (4 if wide < 4 else 0)
-        return tokens * (2 * wide * self.width + logits * self.vocabulary) / tensor
+    def head_activations(self, tokens: float, tensor: int, wide: int, logits: float = 0.0) -> float:
+        """Bytes that the end of the model stores: inputs of norm and head, and for each logit `logits` bytes, or 0 for
+        itself, its log-softmax in 32 bits (torch also stores a 32-bit copy of 16-bit logits) and its gradient."""
+        each = logits or wide + 4 + 4 + (4 if wide < 4 else 0)
+        return tokens * (2 * wide * self.width + each * self.vocabulary) / tensor
+
+    # ---- what the kernels of a layer move and multiply
+
+    def products(self, tokens: float, tensor: int) -> tuple[tuple[float, float, float], ...]:
+        """Rows, columns and inner width of the matrix products of a layer in forward, on one of `tensor` ranks."""
+        return (
+            (tokens, self._projected / tensor, self.width),
+            (tokens, self.width, self._attended / tensor),
+            (tokens, self._mlp_inputs / tensor, self.width),
+            (tokens, self.width, self.hidden / tensor),
+        )
+
+    @property
+    def moved(self) -> int:
+        """Numbers per token that the operations between the matrix products of a layer read and write, forward and
+        backward, if each reads its inputs and writes its outputs once: norms, residuals and rotations, activation."""
+        return 20 * self.width + (10 if self.gated else 6) * self.hidden
 
 
 # Bytes per head and position that attention stores: fused, the logarithm of each row's sum; eager, the matrix of its

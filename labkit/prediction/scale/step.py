@@ -1,30 +1,46 @@
 """How long a step takes under a layout, and how much a rank sends, by axis of the device mesh.
 
-The rules, each a simplification that is named here:
+Each term, with its source; what is fitted, and to which runs, is in labkit/MEASUREMENTS.md:
 
-- Computation: FLOPs / (peak × efficiency of the accelerator), at any size of matrices. The optimizer reads and writes
-  its states once, at the bandwidth of the memory.
+- Matrix products: FLOPs / (peak × efficiency), and longer by an edge for each short side (`product`). Fused attention:
+  its causal FLOPs at its own rate, which grows with the length of the sequence (`attention`). All other operations, the
+  accumulation of gradients, the loss and the optimizer: bytes / bandwidth of the memory.
+- Launch: the host threads launch the kernels of a layer in a time that is the framework's; a micro-batch takes as long
+  as its kernels or as launching them. Tensor-parallel ranks wait for the slowest of them at each collective.
 - Data parallelism: communication overlaps with the computation of the other layers in the same direction. That of one
   layer, the last one's reduction or the first one's gathering, is always exposed, and so is what follows the optimizer.
-- Tensor parallelism with sequence parallelism: two all-gathers and two reduce-scatters per layer and direction, all
-  exposed (Korthikanti et al. 2022, section 4.2.2). Context parallelism: keys and values are all-gathered, their
-  gradients reduce-scattered, exposed (The Llama 3 Herd of Models, 2024, section 3.3.2).
-- Pipelines: 1F1B with m micro-batches in p stages takes m + p − 1 times as long as a micro-batch in the slowest stage
-  (Narayanan et al. 2021, section 2.2.1); each sends its outputs and their gradients, exposed.
+- Tensor parallelism with sequence parallelism: two all-gathers and two reduce-scatters per layer and direction, exposed
+  (Korthikanti et al. 2022, section 4.2.2) unless the layout is asynchronous. Context parallelism: keys and values are
+  all-gathered, their gradients reduce-scattered, exposed (The Llama 3 Herd of Models, 2024, section 3.3.2).
+- Pipelines: m micro-batches take m times as long as one in the slowest stage, and to fill and drain, (p − 1)/v times as
+  long as one in an average stage of v chunks (1F1B and interleaved 1F1B: Narayanan et al. 2021, section 2.2); each
+  sends its outputs and their gradients, exposed.
+- Every rank waits for the slowest one: a part of the step for each doubling of the nodes. An allocator whose device is
+  nearly full frees and allocates again in every step.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from math import exp, log2
 
-from labkit.analysis.theory.states import RECIPES
-from labkit.prediction.scale.layouts import Layout
-from labkit.prediction.scale.memory import Memory, layers_of, numbers_of
+from labkit.prediction.scale.frameworks import Framework
+from labkit.prediction.scale.layouts import Layout, Stage
+from labkit.prediction.scale.memory import Memory, memory, numbers_of, stages_of
 from labkit.prediction.scale.training import Training
 from labkit.record.ring import sent
 
 AXES = ("data", "tensor", "context", "pipeline")
+
+LENGTH = 1000.0  # positions: attention reaches s / (s + LENGTH) of its rate
+HEAD, NARROW = 128, 0.2  # numbers per head at which attention has its rate, which falls with a power of smaller heads
+BACKWARD = 2.5  # times the FLOPs of forward in fused attention, which computes the scores again (Dao et al. 2022)
+NEARLY_FULL = 0.9  # of a device, from which on its allocator may have to free and allocate again in every step
+_SHARP, _SHARP_ACROSS = 12, 2.0  # order of the norm that joins computing and launching: nearly the maximum, unless
+# collectives of every layer cross nodes, which neither overlap completely
 
 
 @dataclass(frozen=True)
@@ -54,6 +70,23 @@ class Estimate:
         return self.training.batch * self.training.sequence / self.seconds
 
     @property
+    def tokens_per_second_per_gpu(self) -> float:
+        """Tokens of a device."""
+        return self.tokens_per_second / self.training.devices
+
+    @property
+    def memory_bytes(self) -> float:
+        """Peak memory of the device that stores the most, as the framework reports it."""
+        return self.memory.total
+
+    @property
+    def fits(self) -> bool:
+        """Whether that is at most what a training may use of a device, and the layout can run."""
+        return self.memory.total <= self.layout.framework.usable * self.training.memory and not self.layout.refused(
+            self.training.model
+        )
+
+    @property
     def flops_per_device(self) -> float:
         """FLOP/s that the model needs, per device; recomputation does not count."""
         each = self.training.model.training_flops(self.training.sequence)
@@ -74,57 +107,212 @@ class Estimate:
         """Whether the communication of a step, without overlap, takes longer than its computation."""
         return sum(self.busy.values()) > self.parts["computation"] + self.parts["recomputation"]
 
+    @property
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        """The 80 % range of `seconds`, `tokens_per_second_per_gpu`, `mfu` and `memory_bytes`: least and most. They are
+        as wide as the residuals of published runs of the same kind (labkit/MEASUREMENTS.md)."""
+        fast, slow = _spread(self._doubts(_TIME))
+        less, more = _spread(self._doubts(_BYTES))
+        speed = self.tokens_per_second_per_gpu
+        return {
+            "seconds": (fast * self.seconds, slow * self.seconds),
+            "tokens_per_second_per_gpu": (speed / slow, speed / fast),
+            "mfu": (self.mfu / slow, self.mfu / fast),
+            "memory_bytes": (less * self.memory_bytes, more * self.memory_bytes),
+        }
 
-def estimate(training: Training, layout: Layout, memory: Memory) -> Estimate:
-    """The time and traffic of a step. `LookupError` if the machine has no such links."""
-    return Estimate(training, layout, memory, *_Step(training, layout).figures())
+    def _doubts(self, table: Mapping[str, tuple[float, float]]) -> list[tuple[float, float]]:
+        """The rows of a table of residuals that hold for this estimate."""
+        layout, per_node = self.layout, self.training.machine.per_node
+        holds = {
+            "always": True,
+            "pipeline": layout.pipeline > 1 and layout.devices > per_node,
+            "many devices": layout.devices > 64,
+            "tensor parallelism across nodes": layout.tensor > per_node,
+            "large micro-batches": layout.micro_batch > 4 and layout.tensor > 1,
+            "framework without fitted runs": not layout.framework.fitted,
+        }
+        return [table[name] for name, true in holds.items() if true and name in table]
+
+
+# Residuals between which 80 % of the runs lie: the logarithm of measured / modelled, at the least and at the most.
+_TIME = {
+    "always": (-0.08, 0.13),
+    "pipeline": (-0.03, 0.05),
+    "many devices": (-0.04, 0.08),
+    "tensor parallelism across nodes": (-0.09, 0.12),
+    "framework without fitted runs": (-0.13, 0.13),
+}
+_BYTES = {
+    "always": (-0.10, 0.13),
+    "large micro-batches": (-0.14, 0.12),
+    "tensor parallelism across nodes": (-0.03, 0.04),
+    "framework without fitted runs": (-0.12, 0.13),
+}
+
+
+def _spread(doubts: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """The factors of the least and the most of a range."""
+    least, most = (sum(side) for side in zip(*doubts))
+    return exp(least), exp(most)
+
+
+def estimate(training: Training, layout: Layout, needs: Memory | None = None) -> Estimate:
+    """The time, memory and traffic of a step; `needs` is its memory, if it is known. `LookupError` if the machine has
+    no such links."""
+    needs = needs or memory(training, layout)
+    return Estimate(training, layout, needs, *_Step(training, layout, needs).figures())
+
+
+@dataclass(frozen=True)
+class _Work:
+    """The seconds of a micro-batch in a stage: its kernels in forward and in backward without recomputation, what is
+    computed again, exposed communication within the stage, and launching."""
+
+    forward: float
+    backward: float
+    again: float
+    tensor: float
+    context: float
+    launch: float
+    sharp: float
+
+    @property
+    def kernels(self) -> float:
+        return self.forward + self.backward + self.again + self.tensor + self.context
+
+    @property
+    def seconds(self) -> float:
+        """The kernels or their launch, whichever takes longer."""
+        longer, shorter = max(self.kernels, self.launch), min(self.kernels, self.launch)
+        if longer == 0:  # a stage without a layer
+            return 0.0
+        return float(longer * (1 + (shorter / longer) ** self.sharp) ** (1 / self.sharp))
 
 
 class _Step:
     """The times of one layout, in seconds; sizes in bytes."""
 
-    def __init__(self, training: Training, layout: Layout):
-        self.training, self.layout, self.model = training, layout, training.model
+    def __init__(self, training: Training, layout: Layout, needs: Memory):
+        self.training, self.layout, self.model, self.needs = training, layout, training.model, needs
+        self.framework: Framework = layout.framework
         self.tokens = layout.micro_batch * training.sequence / layout.context
-        self.layers = layers_of(training, layout, 0)  # the first stage has the most
-        self.numbers = numbers_of(training, layout, 0)
+        self.bandwidth = training.accelerator.bandwidth
+        self.stages = Counter(stages_of(training, layout))  # most are equal
         self.busy = dict.fromkeys(AXES, 0.0)  # without overlap
         self.sent = dict.fromkeys(AXES, 0.0)
 
     def figures(self) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
         """The seconds of the parts of a step, bytes sent and busy seconds by axis."""
         layout = self.layout
-        forward = self._forward()
-        backward = (2 + layout.recompute) * forward
-        gathered, reduced, last, after = self._data(forward, backward)
-        tensor, context, sends = self._tensor(), self._context(), self._sends()
-        tick = forward + backward + gathered + reduced + tensor + context + sends
         count = layout.micro_batches
+        works = {stage: self._work(stage) for stage in self.stages}
+        slowest = max(works.values(), key=lambda one: one.seconds)
+        average = sum(number * works[stage].seconds for stage, number in self.stages.items()) / layout.pipeline
+        self._count_traffic(max(works, key=lambda one: works[one].seconds))
+        gathered, reduced, last, after = self._data(slowest.forward, slowest.backward + slowest.again)
+        sends = self._sends()
+        every = gathered + reduced + sends
         parts = {
-            "computation": 3 * forward * count,
-            "recomputation": layout.recompute * forward * count,
+            "computation": (slowest.forward + slowest.backward) * count,
+            "recomputation": slowest.again * count,
+            "launch": (slowest.seconds - slowest.kernels) * count,
             "data": (gathered + reduced) * count + last + after,
-            "tensor": tensor * count,
-            "context": context * count,
+            "tensor": slowest.tensor * count,
+            "context": slowest.context * count,
             "pipeline": sends * count,
-            "bubble": (layout.pipeline - 1) * tick,
+            "bubble": (layout.pipeline - 1) / layout.chunks * (average + every),
             "optimizer": self._optimizer(),
         }
+        nodes = self.training.devices / self.training.machine.per_node
+        between = self.training.machine.between
+        jitter = between.jitter if between else 0.0
+        parts["waiting"] = jitter * log2(max(1.0, nodes)) * sum(parts.values())
+        is_short = self.needs.total > NEARLY_FULL * self.training.memory
+        parts["allocator"] = self.framework.retries * sum(parts.values()) if is_short else 0.0
         return parts, self.sent, self.busy
 
-    def _forward(self) -> float:
-        """Computation of a micro-batch in the slowest stage."""
-        layout, sequence = self.layout, self.training.sequence
-        last = layers_of(self.training, layout, layout.pipeline - 1)
-        flops = self.model.layer_flops(sequence)
-        slowest = max(self.layers * flops, last * flops + self.model.head_flops)
-        return self.tokens * slowest / layout.tensor / self.training.rate
+    # ---- kernels
+
+    def _work(self, stage: Stage) -> _Work:
+        """The times of a micro-batch in a stage."""
+        layout, framework = self.layout, self.framework
+        forward, backward = self._layer
+        head_forward, head_backward = self._head if stage.last else (0.0, 0.0)
+        again = {"none": 0.0, "selective": framework.selective[0], "full": 1.0}[layout.recompute]
+        accumulated = framework.accumulated * numbers_of(self.model, stage, layout.tensor)
+        passes = framework.passes[layout.compiled]
+        tensor, context = self._tensor(stage)[0], self._context(stage)[0]
+        launched = (stage.layers + stage.last) * self._launch * (1 + again / 3)
+        return _Work(
+            stage.layers * forward + head_forward,
+            stage.layers * backward + head_backward + passes * accumulated / self.bandwidth,
+            again * stage.layers * forward,
+            tensor,
+            context,
+            launched,
+            _SHARP if self.training.nodes(layout.tensor, 1) == 1 else _SHARP_ACROSS,
+        )
+
+    @cached_property
+    def _layer(self) -> tuple[float, float]:
+        """The kernels of a layer in forward and backward."""
+        training, layout, model = self.training, self.layout, self.model
+        products = sum(training.product(*shape, layers=True) for shape in model.products(self.tokens, layout.tensor))
+        moved = training.wide * self.tokens / layout.tensor * model.moved / self.bandwidth
+        moved *= self.framework.passes[layout.compiled] * training.casts
+        attention = self._attention
+        return products + attention + moved / 3, 2 * products + self._attention_backward * attention + 2 * moved / 3
+
+    @property
+    def _attention_backward(self) -> float:
+        return BACKWARD if self.training.attention == "fused" else 2.0
+
+    @cached_property
+    def _attention(self) -> float:
+        """Attention of a layer, forward."""
+        training, layout, model = self.training, self.layout, self.model
+        pairs = self.tokens * training.sequence / layout.tensor  # of positions, on this rank
+        if training.attention == "eager":
+            scores = self.framework.scores[layout.compiled] * pairs * model.heads / self.bandwidth
+            return scores + 4 * pairs * model.heads * model.head_width / training.rate
+        reached = (
+            self.framework.attention * training.accelerator.attention * training.sequence / (training.sequence + LENGTH)
+        )
+        reached *= min(1.0, model.head_width / HEAD) ** NARROW
+        causal = 2 * pairs * model.heads * model.head_width
+        return float(causal / (training.accelerator.peak(training.sixteen) * reached))
+
+    @cached_property
+    def _head(self) -> tuple[float, float]:
+        """The head and the loss, forward and backward."""
+        training, layout, model = self.training, self.layout, self.model
+        product = training.product(self.tokens, model.vocabulary / layout.tensor, model.width, layers=False)
+        logits = self.tokens * model.vocabulary / layout.tensor
+        moved = self.framework.loss[layout.compiled] * training.wide / 2 * logits / self.bandwidth
+        return product + moved / 2, 2 * product + moved / 2
+
+    @cached_property
+    def _launch(self) -> float:
+        """Launching the kernels of a layer, forward and backward, and what tensor-parallel ranks wait for each other.
+
+        Each of the 8 collectives starts when the last of its ranks has launched it. The expected delay grows with the
+        logarithm of the ranks; it was found where the transfers of a pipeline, which use the host as well, cross nodes.
+        """
+        framework, layout = self.framework, self.layout
+        nodes = self.training.nodes(layout.tensor, 1)
+        seconds = framework.host[layout.compiled] + 8 * framework.across * (nodes - 1)
+        if layout.pipeline > 1 and layout.tensor > 1 and layout.devices > self.training.machine.per_node:
+            factor, exponent = framework.straggle
+            seconds *= 1 + factor * log2(layout.tensor) ** exponent
+        return seconds
 
     def _optimizer(self) -> float:
-        each, layout = RECIPES[self.training.recipe], self.layout
+        states, layout = self.framework.states, self.layout
         shards = layout.shards if "optimizer" in layout.sharding.owners else 1
-        moved = each["gradients"] + 2 * (each["parameters"] + each["optimizer"])
-        return moved * self.numbers / shards / self.training.accelerator.bandwidth
+        moved = states["gradients"] + 2 * (states["parameters"] + states["optimizer"])
+        most = numbers_of(self.model, self._most, layout.tensor)
+        return self.framework.stepped * moved * most / shards / self.bandwidth
 
     # ---- communication
 
@@ -140,58 +328,98 @@ class _Step:
     def _data(self, forward: float, backward: float) -> tuple[float, float, float, float]:
         """Exposed per micro-batch in forward and in backward, and once per step in the last backward and after the
         optimizer."""
-        sharding, count = self.layout.sharding, self.layout.micro_batches
-        gathers = self._units(sharding.forward, count)
-        often = self._units(sharding.backward, count)
-        once = self._units(sharding.once, 1)
-        after = self._units(sharding.after, 1)[1]
-        ahead = 1 - 1 / self.layers  # the part of a direction that overlaps with the communication of other layers
+        layout = self.layout
+        sharding, count = layout.sharding, layout.micro_batches
+        forward_calls, backward_calls, once_calls = sharding.forward, sharding.backward, sharding.once
+        if layout.keeps_gathered:
+            once_calls = (*forward_calls, "reduce_scatter", *once_calls)
+            forward_calls = backward_calls = ()
+        gathers = self._units(forward_calls, count)
+        often = self._units(backward_calls, count)
+        once = self._units(once_calls, 1)
+        after = self.framework.regathered * self._units(sharding.after, 1)[1]
+        ahead = 1 - 1 / max(1, self._most.layers)  # the part of a direction that overlaps with that of other layers
         gathered = _exposed(gathers, forward * ahead)
         reduced = _exposed(often, backward * ahead)
         both = often[0] + once[0], often[1] + once[1]
         return gathered, reduced, _exposed(both, backward * ahead) - reduced, after
 
+    @cached_property
+    def _most(self) -> Stage:
+        """The stage with the most parameters."""
+        return max(self.stages, key=lambda stage: numbers_of(self.model, stage, self.layout.tensor))
+
     def _units(self, operations: Iterable[str], times: int) -> tuple[float, float]:
         """The seconds of operations on a layer (of the last one of them), and on all parameters of the rank."""
         edge = total = 0.0
-        ends = self.numbers - self.layers * self.model.of_layer(self.layout.tensor)
+        tensor = self.layout.tensor
+        layers = self._most.layers
+        ends = numbers_of(self.model, self._most, tensor) - layers * self.model.of_layer(tensor)
         for operation in operations:
-            each = self._unit(operation, self.model.of_layer(self.layout.tensor), times * self.layers)
-            edge, total = each, total + self.layers * each + self._unit(operation, ends, times)
+            each = self._unit(operation, self.model.of_layer(tensor), times * layers)
+            edge, total = each, total + layers * each + self._unit(operation, ends, times)
         return edge, total
 
-    def _unit(self, operation: str, numbers: float, times: int) -> float:
+    def _unit(self, operation: str, numbers: float, times: float) -> float:
+        """An operation on some parameters, in messages of the framework's bucket."""
         layout, training = self.layout, self.training
-        wide = training.wide if operation == "all_gather" else RECIPES[training.recipe]["gradients"]
+        wide = training.wide if operation == "all_gather" else self.reduced
+        size = wide * numbers
+        ranks, stride = layout.shards, layout.tensor
         if operation == "all_reduce":  # of what the groups of shards do not share
             stride = layout.tensor * (layout.shards if layout.replicas > 1 else 1)
             ranks = layout.replicas if layout.sharding.owners else layout.synced
-            size = wide * numbers / (layout.shards if layout.sharding.owners else 1)
-            return self._call("data", operation, size, ranks, stride, times)
-        return self._call("data", operation, wide * numbers, layout.shards, layout.tensor, times)
+            size /= layout.shards if layout.sharding.owners else 1
+        messages = max(1.0, size / self.framework.bucket) if self.framework.bucket else 1.0
+        return messages * self._call("data", operation, size / messages, ranks, stride, times * messages)
 
-    def _tensor(self) -> float:
-        """Per micro-batch: of each layer, and of embedding and head without a pipeline. Recomputation repeats what
-        forward needs, which is all but a layer's last reduce-scatter."""
+    @property
+    def reduced(self) -> float:
+        """Bytes of a gradient in a reduction."""
+        return self.framework.reduced if self.training.recipe == "mixed" else 4.0
+
+    def _tensor(self, stage: Stage) -> tuple[float, dict[str, float]]:
+        """Exposed seconds per micro-batch, and calls by operation: of each layer, and of embedding and head without a
+        pipeline. Recomputation repeats what forward needs, which is all but a layer's last reduce-scatter."""
         layout, ends = self.layout, self.layout.pipeline == 1
         size = self.training.wide * self.tokens * self.model.width
+        again = layout.recompute == "full"
         calls = {
-            "all_gather": (4 + 2 * layout.recompute) * self.layers + 2 * ends,
-            "reduce_scatter": (4 + layout.recompute) * self.layers + ends,
+            "all_gather": (4.0 + 2 * again) * stage.layers + 2 * ends,
+            "reduce_scatter": (4.0 + again) * stage.layers + ends,
         }
-        return self._calls("tensor", calls, size, layout.tensor, 1)
+        if layout.tensor == 1:
+            return 0.0, calls
+        hidden = self.framework.hidden[layout.asynchronous]
+        seconds = sum(times * self.training.seconds(one, size, layout.tensor, 1) for one, times in calls.items())
+        return (1 - hidden) * seconds + sum(calls.values()) * self.framework.call, calls
 
-    def _context(self) -> float:
-        """Per micro-batch: keys and values of the whole sequence."""
+    def _context(self, stage: Stage) -> tuple[float, dict[str, float]]:
+        """Exposed seconds per micro-batch, and calls by operation: keys and values of the whole sequence."""
         layout = self.layout
-        size = self.training.wide * self.tokens * layout.context * self.model.keys_and_values / layout.tensor
-        calls = {"all_gather": (1 + layout.recompute) * self.layers, "reduce_scatter": self.layers}
-        return self._calls("context", calls, size, layout.context, layout.tensor)
+        calls = {
+            "all_gather": (1.0 + (layout.recompute != "none")) * stage.layers,
+            "reduce_scatter": 1.0 * stage.layers,
+        }
+        if layout.context == 1:
+            return 0.0, calls
+        ranks = layout.context, layout.tensor
+        return sum(times * self.training.seconds(one, self._shared, *ranks) for one, times in calls.items()), calls
 
-    def _calls(self, axis: str, calls: Mapping[str, int], size: float, ranks: int, stride: int) -> float:
-        """The seconds of some calls of each operation in every micro-batch."""
-        count = self.layout.micro_batches
-        return sum(times * self._call(axis, one, size, ranks, stride, times * count) for one, times in calls.items())
+    @property
+    def _shared(self) -> float:
+        """The bytes of keys and values that context-parallel ranks share in a layer."""
+        layout = self.layout
+        return self.training.wide * self.tokens * layout.context * self.model.keys_and_values / layout.tensor
+
+    def _count_traffic(self, stage: Stage) -> None:
+        """Adds what a rank of a stage sends per step for tensor and context parallelism."""
+        layout, count = self.layout, self.layout.micro_batches
+        size = self.training.wide * self.tokens * self.model.width
+        for operation, times in self._tensor(stage)[1].items():
+            self._call("tensor", operation, size, layout.tensor, 1, times * count)
+        for operation, times in self._context(stage)[1].items():
+            self._call("context", operation, self._shared, layout.context, layout.tensor, times * count)
 
     def _sends(self) -> float:
         """Per micro-batch: a stage's outputs, of which each tensor-parallel rank sends a part, and their gradients. Of
@@ -200,10 +428,11 @@ class _Step:
         if layout.pipeline == 1:
             return 0.0
         size = self.training.wide * self.tokens * self.model.width / layout.tensor
-        seconds = self.training.send(size, layout.devices // layout.pipeline)
-        self.busy["pipeline"] += 2 * seconds * layout.micro_batches
-        self.sent["pipeline"] += min(2, layout.pipeline - 1) * size * layout.micro_batches
-        return 2 * seconds
+        stride = layout.devices // layout.pipeline
+        seconds = self.training.send(size, stride)
+        self.busy["pipeline"] += 2 * layout.chunks * seconds * layout.micro_batches
+        self.sent["pipeline"] += min(2, layout.pipeline - 1) * layout.chunks * size * layout.micro_batches
+        return layout.chunks * (2 * seconds + self.training.crowded(layout))
 
 
 def _exposed(units: tuple[float, float], computation: float) -> float:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
-from labkit.prediction.devices import WORKSPACES
+from labkit.prediction.devices import BEFORE_HOPPER, FROM_HOPPER
 from labkit.prediction.tracing import world
 from labkit.prediction.tracing.allocator import peaks
 from labkit.prediction.tracing.flops import of_a_sample
@@ -105,7 +105,9 @@ def reported(
         "calls": [[one.op, one.bytes, one.ranks, one.parts] for one in tape.calls],
         "program": tape.work.program(spans),
         "temporaries": sizes,
-        "allocator": [peaks(tape.history, workspace) for workspace in WORKSPACES] if tape.work.on_gpu else [],
+        "allocator": [peaks(tape.history, workspace) for workspace in (BEFORE_HOPPER, FROM_HOPPER)]
+        if tape.work.on_gpu
+        else [],
     }
 
 

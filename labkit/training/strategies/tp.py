@@ -6,12 +6,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, parallel
 
-from labkit.training.strategies.base import CLIP_NORM
+from labkit.training.strategies.base import CLIP_NORM, LEARNING_RATE
 from labkit.training.strategies.sharded import resume, save
 from labkit.training.strategies.transforming import CHECKPOINT_ACTIVATIONS, COMPILE, transform
 from labkit.training.workloads.cnn import tensor_plans
 
-__all__ = ["clip_gradients", "parallelize", "resume", "save"]
+__all__ = ["build_optimizer", "clip_gradients", "parallelize", "resume", "save"]
 
 SEQUENCE_PARALLEL = False  # split activations between the matrices by position
 LOSS_PARALLEL = False  # keep the logits split and compute the loss from the shards
@@ -35,6 +35,13 @@ def parallelize(blocks, device: torch.device) -> nn.Module:
 def gather_logits(model: nn.Module, inputs: tuple, logits: DTensor) -> torch.Tensor:
     """In evaluation, all-gather the logits; in training, keep them split."""
     return logits if model.training else logits.full_tensor()
+
+
+def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW; a group has either DTensors or plain tensors, as a GPU updates it at once."""
+    split = [each for each in model.parameters() if isinstance(each, DTensor)]
+    whole = [each for each in model.parameters() if not isinstance(each, DTensor)]
+    return torch.optim.AdamW([{"params": split}, {"params": whole}], lr=LEARNING_RATE)
 
 
 def clip_gradients(model: nn.Module) -> None:

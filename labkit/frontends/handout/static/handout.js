@@ -9,6 +9,7 @@
   const INK = "%INK%";
   const GRID = "%GRID%";
   const CLEAR = "rgba(0,0,0,0)"; // the background of a figure without one
+  const CONFIG = %CONFIG%;
   const NOTE = "</b><span";
 
   // ---- light and dark: as the system is set, until the user chooses
@@ -83,8 +84,7 @@
       for (const trace of data) if (trace.meta?.ink && trace.line) trace.line.color = ink.ink;
       const first = !this.width;
       this.width = width;
-      const config = { displaylogo: false, responsive: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
-      window.Plotly.react(this.box, data, fitted, config);
+      window.Plotly.react(this.box, data, fitted, CONFIG);
       if (first && frames?.length) window.Plotly.addFrames(this.box, frames);
       this.place.classList.add("drawn");
       drawn.add(this);

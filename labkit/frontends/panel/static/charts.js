@@ -1,7 +1,6 @@
 // The live charts: plotly draws each chart once, then only new points arrive. The kernel owns the state: a new page
 // sends "ready" and receives every chart whole, so that a reload, a second view and a late view all show the same.
 
-const CONFIG = { displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
 const PATIENCE = 60_000; // ms to wait for plotly.js before the kernel sends plain SVG
 const NEXT = 10_000; // ms after which another widget asks for plotly.js, too: the kernel of the first may be gone
 
@@ -123,9 +122,10 @@ function takeMore(chart, more) {
 }
 
 class Board {
-  constructor(element, Plotly) {
+  constructor(element, Plotly, config) {
     this.element = element;
     this.Plotly = Plotly;
+    this.config = config;
     this.charts = new Map();
     this.frame = 0;
     this.resizing = new ResizeObserver(() => this.changed());
@@ -188,8 +188,8 @@ class Board {
     chart.layout.height = chart.box.clientHeight;
     chart.box.setAttribute("role", "img");
     chart.box.setAttribute("aria-label", describe(chart));
-    if (chart.drawn) this.Plotly.react(chart.box, chart.data, chart.layout, CONFIG);
-    else this.Plotly.newPlot(chart.box, chart.data, chart.layout, CONFIG);
+    if (chart.drawn) this.Plotly.react(chart.box, chart.data, chart.layout, this.config);
+    else this.Plotly.newPlot(chart.box, chart.data, chart.layout, this.config);
     chart.drawn = true;
   }
 
@@ -212,7 +212,7 @@ function render({ model, el }) {
   const late = setTimeout(() => failed("plotly.js has not arrived"), PATIENCE); // when it does, it replaces the SVG
   plotly(model).then((Plotly) => {
     if (closed) return;
-    board = new Board(el, Plotly);
+    board = new Board(el, Plotly, model.get("plotly_config"));
     model.on("msg:custom", heard);
     model.send({ kind: "ready" });
   }).catch(failed).finally(() => clearTimeout(late));

@@ -1,0 +1,34 @@
+"""Reading files that a user named: regular files only, because a pipe would block and a device may never end. Standard
+library only."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+_FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY"))
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Opens a file for reading. Links are followed. Raises `OSError`, whose `strerror` ends a sentence about `path`,
+    also for a pipe, a device, a socket or a folder."""
+    opened = os.open(path, _FLAGS)
+    try:
+        if not stat.S_ISREG(os.fstat(opened).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
+    except BaseException:
+        os.close(opened)
+        raise
+    return os.fdopen(opened, "rb")
+
+
+def read_regular(path: str | os.PathLike[str], most: int) -> bytes:
+    """The content of a file, as `open_regular`; `OSError` also if it has more than `most` bytes."""
+    with open_regular(path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it is larger than {most:,} bytes", str(Path(path)))
+    return content
