@@ -203,8 +203,10 @@ class StepSampler:
         rows = list(rows_of(results))
         allocations, after = None, dict[int, str]()
         if self._with_memory:
-            after = {address: owner for address, (owner, _) in self._memory.held()[0].items()}
-            allocations = self._curves(allocations_of, results, clock.device, after)
+            held = self._memory.held()[0]
+            after = {address: owner for address, (owner, _) in held.items()}
+            sizes = {address: size for address, (_, size) in held.items()}
+            allocations = self._curves(allocations_of, results, clock.device, self._held[0], sizes)
         del results  # now: kineto crashes if the garbage collector frees an old result during a new profile
         recorded = self._traffic.operations_since(spans[0][1]) if self._traffic else []
         t0 = {"t0": begun.seconds(spans[0][1])}
