@@ -13,7 +13,7 @@ from labkit.analysis.metrics import median, quartiles
 from labkit.record.state import per_revision
 
 if TYPE_CHECKING:
-    from labkit.record.columns import ProfiledStep
+    from labkit.record.events import Timeline
     from labkit.record.state import RunState
 
 _MUTUAL = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")  # none ends before all have begun it
@@ -38,8 +38,8 @@ def clocks(state: RunState) -> dict[str, Offset]:
     ends: dict[tuple[Any, ...], dict[int, tuple[float, float]]] = {}
     for number in hosts:
         for step, one in state.ranks[number].timelines.items():
-            starts = moments(one, 1)
-            for key, end in moments(one, 2).items():
+            starts = moments(one, "start")
+            for key, end in moments(one, "end").items():
                 ends.setdefault((step, *key), {})[number] = end, end - starts[key]
     known = {hosts[min(hosts)]: Offset(0.0, 0.0, 0)}
     while linked := _linked(ends, hosts, known):
@@ -53,12 +53,12 @@ def ahead(state: RunState) -> dict[int, float]:
     return {number: found[rank.host].seconds for number, rank in state.ranks.items() if rank.host in found}
 
 
-def moments(one: ProfiledStep, which: Literal[1, 2]) -> dict[tuple[Any, ...], float]:
-    """When each numbered collective of a group (its name and ranks) started (1) or ended (2), in unix seconds."""
+def moments(one: Timeline, which: Literal["start", "end"]) -> dict[tuple[Any, ...], float]:
+    """When each numbered collective of a group (its name and ranks) started or ended, in unix seconds."""
     return {
-        (span[4], *(span[5] or ()), span[6]): one["t0"] + span[which]
-        for span in one["comm"]
-        if span[6] and span[0] in _MUTUAL
+        (call.group, *(call.ranks or ()), call.seq): one.t0 + (call.start if which == "start" else call.end)
+        for call in one.comm
+        if call.seq and call.op in _MUTUAL
     }
 
 

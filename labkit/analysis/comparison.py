@@ -16,7 +16,7 @@ from labkit.analysis.guessable import SPEEDUP
 from labkit.analysis.metrics import phase_shares, training_time
 from labkit.analysis.summary import summarise
 from labkit.common.units import size
-from labkit.plan.spec import Spec, SpecError
+from labkit.plan.spec import SpecError
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
 from labkit.record.state import RunState, per_revision
@@ -119,7 +119,7 @@ def recorded(folders: Iterable[RunFolder]) -> tuple[Row, ...]:
         follower = Follower(folder)
         follower.poll()
         known.append((folder, follower.state))
-    known.sort(key=lambda pair: pair[1].spec.get("strategy") != BASELINE.name)
+    known.sort(key=lambda pair: pair[1].spec.strategy != BASELINE.name)
     return rows(known, {})
 
 
@@ -129,7 +129,7 @@ def alike(folders: Sequence[RunFolder]) -> list[RunFolder]:
     wanted = None
     for folder in reversed(folders):
         try:
-            spec = Spec.from_json(folder.read_spec())
+            spec = folder.read_spec().to_spec()
         except SpecError:
             continue
         if spec.strategy is None or spec.nproc is None:
@@ -143,7 +143,7 @@ def alike(folders: Sequence[RunFolder]) -> list[RunFolder]:
 def newest(folders: Sequence[RunFolder]) -> list[RunFolder]:
     """Of recorded runs (oldest first), the runs of the newest comparison (only those record tensors); empty for
     none."""
-    found = alike([folder for folder in folders if folder.read_spec().get("tensors")])
+    found = alike([folder for folder in folders if folder.read_spec().tensors])
     return found if len(found) > 1 else []
 
 
@@ -174,22 +174,22 @@ def _row(state: RunState, run: str) -> Row:
     """The figures of the run `run` on its own: without speed-up and badge, which need the baseline."""
     summary, spec = summarise(state, run), state.asked
     guessed = state.guess.get(SPEEDUP.name)
-    accuracy = summary["accuracy"]  # any value that the script logged under this name
-    peaks = [rank["peak_memory_bytes"] for rank in summary["ranks"] if rank["peak_memory_bytes"] is not None]
-    sent = [rank["comm_bytes_per_step"] for rank in summary["ranks"] if rank["comm_bytes_per_step"] is not None]
+    accuracy = summary.accuracy  # any value that the script logged under this name
+    peaks = [rank.peak_memory_bytes for rank in summary.ranks if rank.peak_memory_bytes is not None]
+    sent = [rank.comm_bytes_per_step for rank in summary.ranks if rank.comm_bytes_per_step is not None]
     row = Row(
-        strategy=str(state.spec.get("strategy")),
+        strategy=str(state.spec.strategy),
         title=spec.strategy_row.title if spec else run,
-        workload=str(state.spec.get("workload")),
+        workload=str(state.spec.workload),
         run=run,
-        devices=state.spec.get("nproc") or state.world_size,
-        device=summary["device"] or "",
+        devices=state.spec.nproc or state.world_size,
+        device=summary.device or "",
         words=state.words,
         over=state.over,
-        failed=state.status.get("state") == "failed",
+        failed=state.status.state == "failed",
         steps=state.step,
         accuracy=accuracy if isinstance(accuracy, (int, float)) else None,
-        loss=summary["loss"],
+        loss=summary.loss,
         memory=max(peaks, default=None),
         sent=max(sent, default=None),
         phases=phase_shares(state),

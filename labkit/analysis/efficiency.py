@@ -15,8 +15,8 @@ from labkit.analysis.metrics import step_seconds, throughput
 from labkit.analysis.theory.states import SIX_ND, tokens_of_a_sample
 from labkit.common.units import significant
 from labkit.plan.spec import Spec
+from labkit.record.documents import Plan
 from labkit.record.state import RunState, per_revision
-from labkit.record.types.prediction import Plan
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ def efficiency(state: RunState, now: bool = False) -> Efficiency:
 
 def predicted_efficiency(plan: Plan, spec: Spec | None) -> Efficiency:
     """Of the prediction of a Spec; nothing is known without the time of a step."""
-    time = plan.get("time")
-    speed, seconds = (time.get("samples_per_second"), time["seconds"]) if time else (None, None)
+    time = plan.time
+    speed, seconds = (time.samples_per_second, time.seconds) if time else (None, None)
     return _efficiency(spec, plan, speed, seconds)
 
 
@@ -69,23 +69,20 @@ def _efficiency(spec: Spec | None, plan: Plan | None, speed: float | None, secon
     tokens = speed * each if speed is not None and each else None
     if not seconds:
         return Efficiency(speed, tokens, None, None, "")
-    missing = _without_flops(plan)
-    if missing or plan is None:
-        return Efficiency(speed, tokens, None, None, f"FLOP/s are not known: {missing}")
-    flops = plan["model_flops"] / seconds / (plan["spec"].get("nproc") or 1)
-    peak = plan.get("peak")
-    if peak is None or not peak["flops"]:
-        why = peak["source"] if peak else "the prediction has no peak of the device"
+    if plan is None or plan.model_flops is None:
+        return Efficiency(speed, tokens, None, None, f"FLOP/s are not known: {_without_flops(plan)}")
+    flops = plan.model_flops / seconds / (plan.spec.nproc or 1)
+    peak = plan.peak
+    if peak is None or not peak.flops:
+        why = peak.source if peak else "the prediction has no peak of the device"
         return Efficiency(speed, tokens, flops, None, f"MFU is not known: {why}")
-    return Efficiency(speed, tokens, flops, flops / peak["flops"], "")
+    return Efficiency(speed, tokens, flops, flops / peak.flops, "")
 
 
 def _without_flops(plan: Plan | None) -> str:
     if plan is None:
         return "they are counted by a prediction, and the run has none; predict it before it runs"
-    if "model_flops" in plan:
-        return ""
-    is_traced = plan["method"] == "simulated"
+    is_traced = plan.method == "simulated"
     return "the prediction is of an earlier version" if is_traced else "the script could not be traced"
 
 
@@ -98,22 +95,22 @@ def against_prediction(state: RunState, plan: Plan) -> list[str]:
     if not measured.computed:
         return []
     against = f"; {predicted.computed} was predicted" if predicted.computed else ""
-    peak = measured.mfu_missing or f"Peak: {plan['peak']['source']}"
+    peak = measured.mfu_missing or (f"Peak: {plan.peak.source}" if plan.peak else "")
     return [f"Per device, {measured.computed} was measured{against}. {peak}."]
 
 
 def flops_in_words(plan: Plan) -> str:
     """The model FLOPs of a step, what the ranks execute, and the textbook's estimate."""
-    count = plan.get("model_flops")
+    count = plan.model_flops
     if not count:
         return ""
-    executed = sum(one.get("flops", 0) for one in plan["ranks"])
-    again = sum(one.get("recomputed_flops", 0) for one in plan["ranks"])
+    executed = sum(rank.flops or 0 for rank in plan.ranks)
+    again = sum(rank.recomputed_flops or 0 for rank in plan.ranks)
     said = f"Model FLOPs of a step: {_gflop(count)}; all ranks execute {_gflop(executed)}"
     said += f", of which {_gflop(again)} recompute" if again else ""
-    estimate = plan.get("six_nd")
+    estimate = plan.six_nd
     said += f". 6ND: {_gflop(estimate)} ({estimate / count - 1:+.0%}), {SIX_ND}" if estimate else ""
-    missing = predicted_efficiency(plan, Spec.from_json(plan["spec"])).mfu_missing
+    missing = predicted_efficiency(plan, plan.spec.to_spec()).mfu_missing
     return ". ".join(filter(None, (said, missing))) + "."
 
 

@@ -18,16 +18,16 @@ import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, Literal, TypeAlias
 
 import numpy
+from msgspec import Meta, field
 
 from labkit.plan.spec import Spec
+from labkit.record.documents import decoded
+from labkit.record.events import Count, Name, Recorded, parse
 from labkit.record.folder import RunFolder
-from labkit.record.plain import parse
-from labkit.record.schema import shape_of
 from labkit.record.state import RunState
-from labkit.record.types.tensors import Piece
 from labkit.training.options import UPDATE
 from labkit.training.strategies.rules import departures
 
@@ -42,7 +42,19 @@ _FLIPPED = 5e-3  # of parameters after two steps or more, see `tolerance`
 _SMALL = 1e-3  # smallest norm of a tensor, relative to what is usual in its model
 
 
-_INDEX = shape_of(list[Piece])
+_Place: TypeAlias = Annotated[list[Count], Meta(max_length=64)]
+
+
+class Piece(Recorded):
+    """A part of a tensor that one rank wrote (see probe/tensors.py), and where it belongs: at the `offset` of a block,
+    at the `start` of a flat vector, or as a partial sum. `shape` is that of the whole tensor."""
+
+    key: Name
+    name: Name
+    shape: _Place
+    kind: Literal["block", "partial", "flat"]
+    start: Count = 0
+    offset: _Place = field(default_factory=list)
 
 
 class NotRecorded(Exception):
@@ -111,8 +123,8 @@ def badge(run: RunFolder, state: RunState, reference: RunFolder, its_state: RunS
 
 def _asked(state: RunState) -> Spec:
     """The Spec of a run of a strategy with a known number of ranks. Raises `NotRecorded` for any other run."""
-    spec = Spec.from_json(state.spec)
-    if not state.spec or spec.script is not None or spec.nproc is None:
+    spec = state.spec.to_spec()
+    if spec.strategy is None or spec.script is not None or spec.nproc is None:
         raise NotRecorded("the run is not of a strategy, or its number of ranks is unknown")
     return spec
 
@@ -138,7 +150,7 @@ def tolerance(what: str, step: int, spec: Spec, reference: Spec) -> float:
 
 def losses(state: RunState) -> dict[int, float]:
     """The loss of every step: the mean over the ranks that have one, each for its own part of the batch."""
-    known: dict[int, list[float]] = {}
+    known: dict[int, list[float]] = field(default_factory=dict)
     for rank in state.ranks.values():
         mine = dict(zip(rank.steps.step, rank.steps.loss))  # for repeated attempts at a step, the newest
         for step, loss in mine.items():
@@ -151,13 +163,13 @@ def assembled(run: RunFolder, what: str) -> dict[str, numpy.ndarray]:
 
     Raises `NotRecorded` if a file, a shard or an element is missing.
     """
-    spec = Spec.from_json(run.read_spec())
+    spec = run.read_spec().to_spec()
     wanted = [run.tensors / f"rank{rank}-{what}.npz" for rank in range(spec.processes)]
     files = [path for path in wanted if os.path.lexists(path)]
     if len(files) != spec.processes:
         raise NotRecorded(f"only {len(files)} of {spec.processes} ranks of {run.name} recorded their {what}")
-    whole: dict[str, numpy.ndarray] = {}
-    held: dict[str, numpy.ndarray] = {}
+    whole: dict[str, numpy.ndarray] = field(default_factory=dict)
+    held: dict[str, numpy.ndarray] = field(default_factory=dict)
     most = sum(path.lstat().st_size for path in files)  # most elements: there are no more than bytes
     for path in files:
         try:
@@ -165,7 +177,7 @@ def assembled(run: RunFolder, what: str) -> dict[str, numpy.ndarray]:
                 _refuse_packed(file)
                 with numpy.load(file) as arrays:
                     for piece in _index(arrays):
-                        _put(piece, arrays[piece["key"]], whole, held, most)
+                        _put(piece, arrays[piece.key], whole, held, most)
         except (OSError, EOFError, LookupError, TypeError, ValueError, zipfile.BadZipFile) as error:
             raise NotRecorded(f"{what} cannot be read from {path.name} of {run.name}: {error}") from None
     holes = [name for name, there in held.items() if not there.all()]
@@ -183,9 +195,7 @@ def _refuse_packed(file: BinaryIO) -> None:
 
 def _index(arrays: Mapping[str, numpy.ndarray]) -> list[Piece]:
     """The index of the arrays in a file. Raises `ValueError` if it does not have the format that the probe writes."""
-    index: list[Piece] = parse(arrays["index"].tobytes())
-    if not _INDEX.check(index):
-        raise ValueError(_INDEX.problem(index, "index"))
+    index: list[Piece] = decoded(parse(arrays["index"].tobytes()), list[Piece])
     return index
 
 
@@ -199,17 +209,17 @@ def _put(
     """Copies one rank's shard into its whole tensor. Partial sums are added; where copies of two ranks disagree, it is
     NaN.
     """
-    name, shape = piece["name"], tuple(piece["shape"])
+    name, shape = piece.name, tuple(piece.shape)
     if name not in whole and math.prod(shape) + sum(tensor.size for tensor in whole.values()) > most:
         raise ValueError(f"{name} would have more elements than the files have bytes")
     target = whole.setdefault(name, numpy.zeros(shape))
     there = held.setdefault(name, numpy.zeros(shape, dtype=bool))
-    if piece["kind"] == "flat":
-        place: Any = slice(piece["start"], piece["start"] + array.size)
+    if piece.kind == "flat":
+        place: Any = slice(piece.start, piece.start + array.size)
         target, there, array = target.reshape(-1), there.reshape(-1), array.reshape(-1)
     else:
-        place = tuple(slice(begin, begin + size) for begin, size in zip(piece["offset"], array.shape))
-    if piece["kind"] == "partial":
+        place = tuple(slice(begin, begin + size) for begin, size in zip(piece.offset, array.shape))
+    if piece.kind == "partial":
         target[place] += array
     else:
         parted = numpy.linalg.norm(target[place] - array)

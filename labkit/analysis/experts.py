@@ -19,8 +19,8 @@ def expert_loads(state: RunState) -> tuple[int, dict[int, dict[int, float]]]:
     of the expert, over all layers; (0, {}) if none was logged."""
     found: dict[int, dict[int, dict[int, float]]] = {}  # by step, rank and expert
     for metric in state.metrics:
-        match = _NAME.fullmatch(str(metric["name"]))
-        step, rank, value = metric["step"], metric["rank"], metric["value"]
+        match = _NAME.fullmatch(str(metric.name))
+        step, rank, value = metric.step, metric.rank, metric.value
         if match and isinstance(value, (int, float)) and step is not None and rank is not None and value >= 0:
             found.setdefault(int(step), {}).setdefault(rank, {})[int(match[1])] = float(value)
     most = max((len(ranks) for ranks in found.values()), default=0)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import cast
 
 from labkit.analysis.guessable import FIGURES, MIB, Figure, Parts
 from labkit.analysis.prediction import ranges
 from labkit.analysis.prediction import sentences as about_the_plan
 from labkit.common.units import significant, size
+from labkit.record.documents import Guessed, GuessOutcome
 from labkit.record.state import RunState, per_revision
-from labkit.record.types.guess import Guessed
-from labkit.record.types.summary import GuessOutcome
 
 _SHOWN = 8  # ranks with values of their own that are put into words
 _NAMED = 3  # owners, phases or operations that explain a miss
@@ -43,16 +41,16 @@ class Outcome:
         """The error without its sign; infinite if nothing was expected to be measured."""
         return math.inf if self.error is None else abs(self.error)
 
-    def to_json(self) -> GuessOutcome:
-        """The outcome as a dict that can be written as JSON."""
-        return cast(GuessOutcome, asdict(self))
+    def recorded(self) -> GuessOutcome:
+        """The outcome as the summary has it."""
+        return GuessOutcome(**asdict(self))
 
 
 def by_rank(guessed: Guessed, ranks: int) -> dict[int, float]:
     """The value of each of `ranks` ranks; ranks without a value are left out."""
     if isinstance(guessed, (int, float)):
         return dict.fromkeys(range(ranks), guessed)
-    return {int(rank): value for rank, value in guessed.items() if int(rank) < ranks}
+    return {rank: value for rank, value in guessed.items() if rank < ranks}
 
 
 @per_revision
@@ -99,7 +97,7 @@ def _largest(figure: Figure, parts: Parts) -> str:
 # ---- in words
 
 
-def statement(figure: Figure, guessed: Guessed) -> str:
+def statement(figure: Figure, guessed: Guessed | dict[str, float]) -> str:
     """`peak memory 40 MiB per rank`, or with the value of each rank or strategy."""
     if isinstance(guessed, (int, float)):
         return f"{figure.label} {figure.in_words(guessed)}" + (" per rank" if figure.of_rank else "")

@@ -12,8 +12,8 @@ from labkit.analysis.metrics import phase_seconds, step_seconds, throughput
 from labkit.analysis.prediction import predicted_timelines
 from labkit.analysis.profiled import overlap
 from labkit.common.units import significant
+from labkit.record.documents import PredictedRank
 from labkit.record.state import RunState, per_revision
-from labkit.record.types.prediction import PredictedRank
 
 NEAR = 0.1  # share of the measured value, or of 100 points; a larger error is a miss
 MIB = 1 << 20  # as in the charts, and in torch's own `bucket_cap_mb`
@@ -76,44 +76,44 @@ def _owner(owner: str) -> Figure:
 
     def predicted(state: RunState, rank: int) -> float | None:
         found = _plan(state).get(rank)
-        return found["memory_bytes"].get(owner) if found else None
+        return found.memory_bytes.get(owner) if found else None
 
     return Figure(f"{owner}_mb", f"memory of the {owner}", "MiB", MIB, measured, predicted)
 
 
 @per_revision
 def _plan(state: RunState) -> dict[int, PredictedRank]:
-    return {one["rank"]: one for one in state.prediction["ranks"]} if state.prediction else {}
+    return {one.rank: one for one in state.prediction.ranks} if state.prediction else {}
 
 
 def _planned_peak(state: RunState, rank: int) -> float | None:
     found = _plan(state).get(rank)
-    return found["peak_memory_bytes"] if found else None
+    return found.peak_memory_bytes if found else None
 
 
 def _planned_traffic(state: RunState, rank: int) -> float | None:
     found = _plan(state).get(rank)
-    return found["comm_bytes_per_step"] if found else None
+    return found.comm_bytes_per_step if found else None
 
 
 def _planned_step(state: RunState, rank: int) -> float | None:
     timeline = predicted_timelines(state.prediction).get(rank) if state.prediction else None
-    return timeline["seconds"] if timeline else None
+    return timeline.seconds if timeline else None
 
 
 def _planned_throughput(state: RunState, rank: int) -> float | None:
-    time = state.prediction.get("time") if state.prediction else None
-    return time.get("samples_per_second") if time else None
+    time = state.prediction.time if state.prediction else None
+    return time.samples_per_second if time else None
 
 
 def _at_peak(state: RunState, rank: int) -> Parts:
     step = state.ranks[rank].memory_step
-    return step["at_peak"] if step else {}
+    return step.at_peak if step else {}
 
 
 def _operations(state: RunState, rank: int) -> Parts:
     traffic = state.ranks[rank].traffic
-    return {op: one["sent"] for op, one in traffic["ops"].items()} if traffic else {}
+    return {op: one.sent for op, one in traffic.ops.items()} if traffic else {}
 
 
 def _exposed(state: RunState, rank: int) -> float | None:

@@ -8,13 +8,13 @@ computed separately: only the rest is unexplained.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from labkit.analysis.theory import Flow, theory
 from labkit.common.units import size
 from labkit.plan.spec import Spec, SpecError
+from labkit.record.documents import LedgerEntry
 from labkit.record.state import per_revision
-from labkit.record.types.summary import LedgerEntry
 
 if TYPE_CHECKING:
     from labkit.record.state import RunState
@@ -38,9 +38,9 @@ class Entry:
     formula: str
     reason: str
 
-    def to_json(self) -> LedgerEntry:
-        """The entry as a dict that can be written as JSON."""
-        return cast(LedgerEntry, asdict(self))
+    def recorded(self) -> LedgerEntry:
+        """The entry as the summary has it."""
+        return LedgerEntry(**asdict(self))
 
 
 @per_revision
@@ -67,7 +67,7 @@ def ledger(state: RunState) -> tuple[Entry, ...]:
 def _asked(state: RunState) -> Spec | None:
     """The Spec of a run; None without a strategy or a known number of ranks."""
     try:
-        spec = Spec.from_json(state.spec) if state.spec else None
+        spec = state.spec.to_spec()
     except SpecError:
         return None  # of a newer version
     return spec if spec and spec.strategy and spec.nproc else None
@@ -78,12 +78,12 @@ def _seen(state: RunState) -> tuple[dict[str, tuple[float, float]], int] | None:
     recorded = [rank.traffic for rank in state.ranks.values() if rank.traffic is not None]
     if not recorded or len(recorded) < state.world_size:
         return None
-    ops = dict.fromkeys(op for traffic in recorded for op in traffic["ops"])
+    ops = dict.fromkeys(op for traffic in recorded for op in traffic.ops)
     found = {}
     for op in ops:
-        those = [traffic["ops"][op] for traffic in recorded if op in traffic["ops"]]
-        found[op] = sum(one["calls"] for one in those) / len(recorded), float(sum(one["sent"] for one in those))
-    return found, max(traffic["step"] for traffic in recorded)
+        those = [traffic.ops[op] for traffic in recorded if op in traffic.ops]
+        found[op] = sum(one.calls for one in those) / len(recorded), float(sum(one.sent for one in those))
+    return found, max(traffic.step for traffic in recorded)
 
 
 def _entry(op: str, calls: float, measured: float, flows: list[Flow]) -> Entry:
@@ -118,6 +118,6 @@ def _copied(state: RunState) -> tuple[dict[str, tuple[float, float]], int] | Non
     if not state.in_threads:
         return None
     newest = state.in_threads[-1]
-    others, extra = len(newest["replicas"]) - 1, newest["extra"]
-    outputs = extra["outputs"] * others / (others + 1)
-    return {"gather": (others, outputs), "reduce": (others, float(extra["gradients"]))}, max(state.step, 1)
+    others, extra = len(newest.replicas) - 1, newest.extra
+    outputs = extra.outputs * others / (others + 1)
+    return {"gather": (others, outputs), "reduce": (others, float(extra.gradients))}, max(state.step, 1)

@@ -18,14 +18,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import numpy
 
-from labkit.record.columns import RankState
-from labkit.record.events import PHASES
+from labkit.record.documents import ReplicaFigures
+from labkit.record.events import ReplicaMeasured
+from labkit.record.ranks import RankState
 from labkit.record.state import per_revision
-from labkit.record.types.summary import ReplicaFigures
+from labkit.record.writer import PHASES
 
 if TYPE_CHECKING:
     from labkit.record.state import RunState
@@ -190,7 +191,7 @@ def training_time(state: RunState) -> tuple[float, int]:
     if not ranks or len(ranks) < state.world_size:
         return 0.0, 0
     begin = max(rank.steps.t[rank.first_step + WARM_UP - 1] for rank in ranks)
-    end = max([rank.steps.t[-1] for rank in ranks] + [metric["t"] for metric in state.metrics if metric["t"]])
+    end = max([rank.steps.t[-1] for rank in ranks] + [metric.t for metric in state.metrics if metric.t])
     return end - begin, min(counted_steps(rank) for rank in ranks)
 
 
@@ -218,7 +219,7 @@ def seconds_left(state: RunState) -> float | None:
 
 def gil_wait(state: RunState) -> float | None:
     """The median share of time, over the newest steps, that a thread of dp's process waited for the GIL or a core."""
-    found = median(event["gil_wait"] for event in state.in_threads if event["gil_wait"] is not None)
+    found = median(event.gil_wait for event in state.in_threads if event.gil_wait is not None)
     return None if math.isnan(found) else found
 
 
@@ -226,19 +227,21 @@ def replica_figures(state: RunState) -> list[ReplicaFigures]:
     """Medians over the newest steps for each replica (thread) of dp; replica 0 has `extra` bytes. Empty without
     replicas.
     """
-    found: dict[int, list[dict[str, Any]]] = {}
+    measured: dict[int, list[ReplicaMeasured]] = {}
     for event in state.in_threads:
-        for one in event["replicas"]:
-            found.setdefault(one["replica"], []).append(one)
-    measured = ("forward", "cpu", "samples", "memory")
+        for replica in event.replicas:
+            measured.setdefault(replica.replica, []).append(replica)
     figures = [
-        cast(
-            ReplicaFigures,
-            {"replica": number, "device": those[-1]["device"]}
-            | {name: median(one[name] for one in those) for name in measured},
+        ReplicaFigures(
+            replica=number,
+            device=steps[-1].device,
+            forward=median(step.forward for step in steps),
+            cpu=median(step.cpu for step in steps),
+            samples=median(step.samples for step in steps),
+            memory=median(step.memory for step in steps),
         )
-        for number, those in sorted(found.items())
+        for number, steps in sorted(measured.items())
     ]
     if figures:
-        figures[0]["extra"] = state.in_threads[-1]["extra"]
+        figures[0].extra = state.in_threads[-1].extra
     return figures

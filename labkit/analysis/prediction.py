@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, cast
 
 from labkit.analysis.efficiency import against_prediction, flops_in_words, predicted_efficiency
 from labkit.analysis.metrics import phase_seconds, step_seconds
 from labkit.analysis.theory import states
 from labkit.common.units import milliseconds, size
-from labkit.plan.spec import Spec
-from labkit.record.columns import ProfiledStep, RankState, whole_timeline
-from labkit.record.events import OWNERS, PHASES
+from labkit.record.documents import Plan, PredictedClass, PredictedRank, PredictedTimeline, PredictionOutcome
+from labkit.record.events import Timeline
+from labkit.record.ranks import RankState
 from labkit.record.state import RunState, per_revision
-from labkit.record.types.measured import Timeline
-from labkit.record.types.prediction import Plan, PredictedClass, PredictedRank, PredictedTimeline
-from labkit.record.types.summary import PredictionOutcome
+from labkit.record.writer import OWNERS, PHASES
 
 # why an owner at the peak is smaller, and larger, than its formula
 _WHY = {
@@ -50,9 +47,9 @@ class Outcome:
     step_error: float | None
     step_reason: str
 
-    def to_json(self) -> PredictionOutcome:
-        """The outcome as a dict that can be written as JSON."""
-        return cast(PredictionOutcome, asdict(self))
+    def recorded(self) -> PredictionOutcome:
+        """The outcome as the summary has it."""
+        return PredictionOutcome(**asdict(self))
 
 
 @per_revision
@@ -63,8 +60,7 @@ def outcomes(state: RunState) -> tuple[Outcome, ...]:
         return ()
     timelines, hidden = predicted_timelines(plan), bool(unmeasured(state))
     return tuple(
-        _outcome(one, state.ranks.get(one["rank"]), hidden, _step(state, one["rank"], timelines))
-        for one in plan["ranks"]
+        _outcome(one, state.ranks.get(one.rank), hidden, _step(state, one.rank, timelines)) for one in plan.ranks
     )
 
 
@@ -77,13 +73,23 @@ def unmeasured(state: RunState) -> str:
 
 def predicted_timelines(plan: Plan) -> dict[int, PredictedTimeline]:
     """The simulated step of each rank; empty if its time was not predicted."""
-    return {rank: part["timeline"] for part in plan["classes"] if "timeline" in part for rank in part["ranks"]}
+    return {rank: part.timeline for part in plan.classes if part.timeline for rank in part.ranks}
 
 
-def as_profiled(timeline: PredictedTimeline) -> ProfiledStep:
+def as_profiled(timeline: PredictedTimeline) -> Timeline:
     """A simulated step in the form of a profiled one."""
-    event = dict[str, Any](timeline, step=0, t0=0.0, marks=[])
-    return whole_timeline(cast(Timeline, event))
+    return Timeline(
+        t=0.0,
+        rank=0,
+        step=0,
+        t0=0.0,
+        seconds=timeline.seconds,
+        phases=timeline.phases,
+        comm=timeline.comm,
+        marks=[],
+        busy=timeline.busy,
+        exposed=timeline.exposed,
+    )
 
 
 def _step(
@@ -93,15 +99,15 @@ def _step(
     timeline = timelines.get(rank)
     measured = step_seconds(state, rank) if rank in state.ranks else None
     if timeline is None or not measured:
-        return (timeline["seconds"] if timeline else None), measured, None, ""
-    error = timeline["seconds"] / measured - 1
+        return (timeline.seconds if timeline else None), measured, None, ""
+    error = timeline.seconds / measured - 1
     if abs(error) <= CLOSE_STEP:
-        return timeline["seconds"], measured, error, ""
+        return timeline.seconds, measured, error, ""
     spent: dict[str, float] = dict.fromkeys(PHASES, 0.0)
-    for phase, start, end in timeline["phases"]:
+    for phase, start, end in timeline.phases:
         spent[phase] = spent.get(phase, 0.0) + end - start
     taken = {phase: seconds or 0.0 for phase, seconds in phase_seconds(state, rank).items()}
-    return timeline["seconds"], measured, error, _differences("per step", taken, spent, milliseconds)
+    return timeline.seconds, measured, error, _differences("per step", taken, spent, milliseconds)
 
 
 def _outcome(
@@ -113,15 +119,15 @@ def _outcome(
     step, traffic = (rank.memory_step, rank.traffic) if rank else (None, None)
     if hidden:
         step = None
-    peak, measured = predicted["peak_memory_bytes"], step["peak"] if step else None
+    peak, measured = predicted.peak_memory_bytes, step.peak if step else None
     if rank and rank.device.startswith("cuda"):
         measured = rank.peak_memory  # of the allocator
     error = peak / measured - 1 if peak is not None and measured else None
     reason = ""
     if step and error is not None and abs(error) > CLOSE:
-        reason = _differences("at the peak", step["at_peak"], predicted["at_peak"], _size)
-    sent = sum(one["sent"] for one in traffic["ops"].values()) if traffic else None
-    return Outcome(predicted["rank"], peak, measured, error, predicted["comm_bytes_per_step"], sent, reason, *times)
+        reason = _differences("at the peak", step.at_peak, predicted.at_peak, _size)
+    sent = sum(one.sent for one in traffic.ops.values()) if traffic else None
+    return Outcome(predicted.rank, peak, measured, error, predicted.comm_bytes_per_step, sent, reason, *times)
 
 
 _size = partial(size, digits=2)
@@ -182,18 +188,18 @@ def notes(plan: Plan) -> list[str]:
     """What to say about the ranks with the highest peak: the model states by formula, and why the trace differs from
     them; on GPUs, what comes on top of the peak, as estimates with their sources; the model FLOPs of a step;
     whether the ranks fit. Empty without a trace."""
-    part = max(plan["classes"], key=lambda one: one["step"]["peak"], default=None)
+    part = max(plan.classes, key=lambda one: one.step.peak, default=None)
     if part is None:
         return []
     return [note for note in (_against_formula(plan, part), _on_gpus(part), _fit(plan), flops_in_words(plan)) if note]
 
 
 def _against_formula(plan: Plan, part: PredictedClass) -> str:
-    asked = plan["spec"]
-    held = states(Spec.from_json(asked)) if asked.get("strategy") else None
+    asked = plan.spec
+    held = states(asked.to_spec()) if asked.strategy else None
     if held is None:
         return ""
-    formula, peak = asdict(held[part["ranks"][0]]), part["step"]["at_peak"]
+    formula, peak = asdict(held[part.ranks[0]]), part.step.at_peak
     gaps = {owner: peak.get(owner, 0) - formula.get(owner, 0) for owner in OWNERS}
     differ = [
         f"{owner} {_signed(gap, _size)}" + (f" ({_WHY[owner][gap > 0]})" if owner in _WHY else "")
@@ -201,31 +207,31 @@ def _against_formula(plan: Plan, part: PredictedClass) -> str:
         if round(gap)
     ]
     return (
-        f"Rank {ranges(part['ranks'])}, model states by formula (16 bytes per parameter: 4 for itself, 4 for its"
+        f"Rank {ranges(part.ranks)}, model states by formula (16 bytes per parameter: 4 for itself, 4 for its"
         f" gradient, 8 for AdamW's moments): {', '.join(f'{owner} {size(held)}' for owner, held in formula.items())}."
         f" The traced peak differs: {', '.join(differ)}."
     )
 
 
 def _on_gpus(part: PredictedClass) -> str:
-    found = part.get("estimates", [])
+    found = part.estimates
     if not found:
         return ""
-    parts = [f"{one['name']} {_range(one['low'], one['high'])} ({one['source']})" for one in found]
-    total = _range(sum(one["low"] for one in found), sum(one["high"] for one in found))
-    return f"Rank {ranges(part['ranks'])}, on top of the peak, estimated and not traced: {total}. {'; '.join(parts)}."
+    parts = [f"{one.name} {_range(one.low, one.high)} ({one.source})" for one in found]
+    total = _range(sum(one.low for one in found), sum(one.high for one in found))
+    return f"Rank {ranges(part.ranks)}, on top of the peak, estimated and not traced: {total}. {'; '.join(parts)}."
 
 
 def _fit(plan: Plan) -> str:
     """Whether the ranks fit into the memory of their devices."""
-    memory = plan.get("memory")
+    memory = plan.memory
     if memory is None:
         return ""
-    needed, limit = _range(memory["low_bytes"], memory["high_bytes"]), memory["limit_bytes"]
+    needed, limit = _range(memory.low_bytes, memory.high_bytes), memory.limit_bytes
     if limit is None:
-        return f"Whether the ranks fit is not known: {memory['source']}."
-    verdict = {True: "The ranks fit", False: "The ranks do not fit", None: "The ranks may fit"}[plan.get("fits")]
-    return f"{verdict}: they need {needed} of {size(limit)} ({memory['source']})."
+        return f"Whether the ranks fit is not known: {memory.source}."
+    verdict = {True: "The ranks fit", False: "The ranks do not fit", None: "The ranks may fit"}[plan.fits]
+    return f"{verdict}: they need {needed} of {size(limit)} ({memory.source})."
 
 
 def _range(low: float, high: float) -> str:
@@ -238,30 +244,31 @@ def _differs(predicted: float | None, measured: float) -> bool:
 
 def how_made(plan: Plan) -> str:
     """`by tracing the script without data` or `by formulas, because …`."""
-    if plan["method"] == "simulated":
-        early = plan.get("reason")
+    if plan.method == "simulated":
+        early = plan.reason
         return "by tracing the script without data (simulated)" + (f"; {early}" if early else "")
-    return f"by formulas, because {plan.get('reason', 'there is no trace')}"
+    return f"by formulas, because {plan.reason or 'there is no trace'}"
 
 
 def step_in_words(plan: Plan) -> str:
     """`a step takes 153 ms (148 ms to 160 ms), 1,670 samples/s, 0.0512 TFLOP/s, MFU 31.0 % per device`; empty if it is
     not known."""
-    if "time" not in plan:
+    time = plan.time
+    if time is None:
         return ""
-    time, found = plan["time"], predicted_efficiency(plan, Spec.from_json(plan["spec"]))
-    seconds = milliseconds(time["seconds"])
-    if "low" in time and "high" in time:
-        seconds += f" ({milliseconds(time['low'])} to {milliseconds(time['high'])})"
+    found = predicted_efficiency(plan, plan.spec.to_spec())
+    seconds = milliseconds(time.seconds)
+    if time.low is not None and time.high is not None:
+        seconds += f" ({milliseconds(time.low)} to {milliseconds(time.high)})"
     return ", ".join([f"a step takes {seconds}", *found.words])
 
 
 def time_made(plan: Plan) -> str:
     """How the time of a step was computed: `simulated, with …` or `modelled for …`; empty if it is not known."""
-    if "time" not in plan:
+    if plan.time is None:
         return ""
-    on = plan["time"]["links"]
-    if plan["time"].get("modelled"):
+    on = plan.time.links
+    if plan.time.modelled:
         return f"modelled for {on}: the roofline of each traced kernel and the links, without loading samples"
     measured = f"and links measured on {on}" if on else "measured here"
     return f"simulated for a machine that runs nothing else, with computation {measured}"

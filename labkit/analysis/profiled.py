@@ -12,16 +12,19 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from labkit.analysis.clocks import moments
 from labkit.analysis.metrics import USUAL, median
-from labkit.record.events import PHASES
+from labkit.record.writer import PHASES
 
 if TYPE_CHECKING:
-    from labkit.record.columns import ProfiledStep, RankState
+    from labkit.record.events import Timeline
+    from labkit.record.ranks import RankState
     from labkit.record.state import RunState
 
 
-def usual(rank: RankState) -> list[ProfiledStep]:
+def usual(rank: RankState) -> list[Timeline]:
     """The rank's timelines of typical steps; of its early steps if there are no others."""
     those = [one for step, one in sorted(rank.timelines.items()) if step >= USUAL]
     return those or list(rank.timelines.values())
@@ -34,22 +37,22 @@ def exposed(rank: RankState) -> dict[str, float]:
     shares: dict[str, list[float]] = {}
     for one in usual(rank):
         spent: dict[str, float] = {}
-        for name, start, end in one["phases"]:
+        for name, start, end in one.phases:
             spent[name] = spent.get(name, 0.0) + end - start
         for phase in PHASES:
             shares.setdefault(phase, []).append(
-                min(1.0, one["exposed"].get(phase, 0.0) / spent[phase]) if spent.get(phase) else 0.0
+                min(1.0, one.exposed.get(phase, 0.0) / spent[phase]) if spent.get(phase) else 0.0
             )
     return {phase: median(values) for phase, values in shares.items()}
 
 
-def overlap(one: ProfiledStep) -> tuple[float, float]:
+def overlap(one: Timeline) -> tuple[float, float]:
     """Of one timeline: seconds of communication, and the exposed part of them, in which nothing was computed."""
     under_way, last = 0.0, -math.inf
-    for start, end in sorted((max(0.0, start), min(end, one["seconds"])) for _, start, end, *_ in one["comm"]):
+    for start, end in sorted((max(0.0, call.start), min(call.end, one.seconds)) for call in one.comm):
         under_way += max(0.0, end - max(start, last))
         last = max(last, end)
-    return under_way, sum(one["exposed"].values())
+    return under_way, sum(one.exposed.values())
 
 
 def profiled_steps(state: RunState) -> list[int]:
@@ -64,23 +67,19 @@ def newest(state: RunState) -> int | None:
     return max(common or set().union(*those), default=None)
 
 
-def aligned(
-    found: Mapping[int, ProfiledStep], ahead: Mapping[int, float] | None = None
-) -> tuple[dict[int, float], bool]:
+def aligned(found: Mapping[int, Timeline], ahead: Mapping[int, float] | None = None) -> tuple[dict[int, float], bool]:
     """Seconds by which each rank's step starts after the earliest, and whether clocks had to be corrected further than
     by the seconds that the clocks of some ranks are `ahead`."""
-    found = {rank: {**one, "t0": one["t0"] - (ahead or {}).get(rank, 0.0)} for rank, one in found.items()}
+    found = {rank: replace(step, t0=step.t0 - (ahead or {}).get(rank, 0.0)) for rank, step in found.items()}
     first = next(iter(found))
-    ends, starts = ({rank: moments(one, which) for rank, one in found.items()} for which in (2, 1))
+    ends, starts = ({rank: moments(one, which) for rank, one in found.items()} for which in ("end", "start"))
     begins, moved = {}, False
     for rank, one in found.items():
         common = ends[first].keys() & ends[rank].keys()
         wrong = any(ends[rank][key] < starts[first][key] or ends[first][key] < starts[rank][key] for key in common)
-        wrong |= abs(one["t0"] - found[first]["t0"]) > max(one["seconds"], found[first]["seconds"])
-        late = (
-            median(ends[rank][key] - ends[first][key] for key in common) if common else one["t0"] - found[first]["t0"]
-        )
-        begins[rank] = one["t0"] - (late if wrong else 0.0)
+        wrong |= abs(one.t0 - found[first].t0) > max(one.seconds, found[first].seconds)
+        late = median(ends[rank][key] - ends[first][key] for key in common) if common else one.t0 - found[first].t0
+        begins[rank] = one.t0 - (late if wrong else 0.0)
         moved |= wrong
     earliest = min(begins.values())
     return {rank: begin - earliest for rank, begin in begins.items()}, moved
@@ -100,7 +99,7 @@ def beyond(state: RunState, rank: RankState) -> tuple[float, float]:
     number = rank.device.removeprefix("cuda:")
     reserved = rank.steps.memory["reserved"][-1] if len(rank.steps) else math.nan
     used = state.system.gpus.get(int(number), {}).get("memory_used", [math.nan])[-1] if number.isdigit() else math.nan
-    kept = reserved - rank.memory_step["peak"] if rank.memory_step else math.nan
+    kept = reserved - rank.memory_step.peak if rank.memory_step else math.nan
     return _known(kept), _known(used - reserved)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from labkit.analysis.clocks import ahead
 from labkit.analysis.profiled import aligned, profiled_steps
 from labkit.common.atomic import MARK, write_output
-from labkit.record.columns import ProfiledStep
+from labkit.record.events import Timeline
 from labkit.record.state import RunState
 
 _PHASES, _COMPUTING, _MARKS, _COMMUNICATION = range(4)
@@ -22,7 +22,7 @@ def trace(state: RunState) -> dict[str, Any]:
     events = list(_names(state))
     late = ahead(state)
     begun = {
-        (number, step): one["t0"] - late.get(number, 0.0)
+        (number, step): one.t0 - late.get(number, 0.0)
         for number, rank in sorted(state.ranks.items())
         for step, one in rank.timelines.items()
     }
@@ -49,7 +49,7 @@ def _names(state: RunState) -> Iterator[dict[str, Any]]:
             yield {"ph": "M", "name": "thread_name", "pid": number, "tid": row, "args": {"name": name}}
 
 
-def _events(rank: int, step: int, one: ProfiledStep, begin: float) -> Iterator[dict[str, Any]]:
+def _events(rank: int, step: int, one: Timeline, begin: float) -> Iterator[dict[str, Any]]:
     def span(row: int, name: str, start: float, end: float, **args: Any) -> dict[str, Any]:
         first, last = round(1e6 * start), round(1e6 * end)  # whole microseconds, so that nested spans stay nested
         moment = round(1e6 * begin) + first
@@ -63,14 +63,23 @@ def _events(rank: int, step: int, one: ProfiledStep, begin: float) -> Iterator[d
             "args": {"step": step} | args,
         }
 
-    for name, start, end in one["phases"]:
+    for name, start, end in one.phases:
         yield span(_PHASES, name, start, end)
-    for start, end in one["busy"]:
+    for start, end in one.busy:
         yield span(_COMPUTING, "compute", start, end)
-    for name, start, end in one["marks"]:
+    for name, start, end in one.marks:
         yield span(_MARKS, name, start, end)
     free: list[float] = []  # overlapping collectives get separate rows: spans of one row must nest
-    for op, start, end, size, group, ranks, number in sorted(one["comm"], key=lambda each: each[1]):
-        lane = next((index for index, last in enumerate(free) if last <= start), len(free))
-        free[lane : lane + 1] = [end]
-        yield span(_COMMUNICATION + lane, op, start, end, bytes=size, group=group, ranks=ranks, number=number)
+    for call in sorted(one.comm, key=lambda call: call.start):
+        lane = next((index for index, last in enumerate(free) if last <= call.start), len(free))
+        free[lane : lane + 1] = [call.end]
+        yield span(
+            _COMMUNICATION + lane,
+            call.op,
+            call.start,
+            call.end,
+            bytes=call.bytes,
+            group=call.group,
+            ranks=call.ranks,
+            number=call.seq,
+        )

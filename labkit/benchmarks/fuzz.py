@@ -32,12 +32,12 @@ from labkit.frontends.panel.feed import Feed
 from labkit.frontends.panel.recorded import label
 from labkit.frontends.panel.words import finding_html, progress_html, state_html
 from labkit.launch.job import Job
+from labkit.record.documents import plain
 from labkit.record.folder import RunFolder
-from labkit.record.follow import Follower
-from labkit.record.replay import Recording, recorded_words
+from labkit.record.follow import Follower, Recording, recorded_words
 from labkit.record.state import RunState
 from labkit.record.status import is_over
-from labkit.record.stepfile import steps_path
+from labkit.record.writer import steps_path
 
 _SECONDS = 120  # time limit for reading one run
 
@@ -83,7 +83,7 @@ def read(folder: RunFolder, slow: bool = False) -> None:
     is_over(folder)
     repr(Job.attach(folder))
     state = terminal.watch(Follower(folder), folder, console, leave=lambda: True)
-    json.dumps(summarise(state, folder.name))
+    json.dumps(plain(summarise(state, folder.name)))
     _shown(folder, state)
     rows = comparison.recorded([folder, folder])
     console.print(terminal.comparison(rows, {}))

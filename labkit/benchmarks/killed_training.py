@@ -21,6 +21,7 @@ from labkit.common.runtime import runtime_folder
 from labkit.frontends.console import Console
 from labkit.launch.warm import client
 from labkit.plan import checkpoints
+from labkit.record.events import Checkpoint
 from labkit.record.folder import RunFolder
 from labkit.record.state import OVER
 from labkit.record.status import current
@@ -107,7 +108,7 @@ def attack(one: Attack) -> Outcome:
                 wrong=_wrong(one, folder),
                 lost=lost,
                 checked=checked,
-                warm=RunFolder.read_json(folder.plan).get("start") == "warm",
+                warm=folder.read_launch().start == "warm",
             )
 
 
@@ -126,7 +127,7 @@ def _kill(one: Attack, starter: psutil.Process, root: str, server: psutil.Proces
 def _wrong(one: Attack, folder: RunFolder) -> str:
     """The state of the run, if it is a wrong one, otherwise empty. A run that was attacked after its last step may have
     finished before the kill."""
-    state = current(folder).get("state", "")
+    state = current(folder).state
     if one.goes_on:
         return "" if state == "finished" else state or "no state"
     late = one.moment in ("evaluation", "end")
@@ -136,10 +137,10 @@ def _wrong(one: Attack, folder: RunFolder) -> str:
 def _checkpoints(folder: RunFolder) -> tuple[int, int]:
     """How many checkpoints are lost, of those that the run has reported as written, and how many were verified."""
     steps = {
-        event["step"]
+        event.step
         for rank in folder.event_files().values()
         for event in folder.reader(rank).poll()
-        if event["kind"] == "checkpoint"
+        if isinstance(event, Checkpoint)
     }
     lost = 0
     for step in steps:

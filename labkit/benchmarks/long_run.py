@@ -33,7 +33,8 @@ from labkit.plan.script import write_script
 from labkit.plan.spec import Spec
 from labkit.record.folder import RunFolder
 from labkit.record.state import OVER
-from labkit.record.stepfile import StepFile, steps_path
+from labkit.record.steps import StepFile
+from labkit.record.writer import steps_path
 from labkit.setup.machine import Machine
 
 MINUTES, RANKS = 15, 8
@@ -187,15 +188,15 @@ def _under_the_lab(home: Path, ranks: int) -> Iterator[tuple[Callable[[float], S
 
 def _of_the_lab(kernel: int, folder: RunFolder, ranks: int, shown: Shown, minute: float) -> Sample:
     status = folder.read_status()
-    if status["state"] in OVER:
-        raise RuntimeError(f"the run ended after {minute:.1f} minutes: {status['state']} {status.get('message', '')}")
+    if status.state in OVER:
+        raise RuntimeError(f"the run ended after {minute:.1f} minutes: {status.state} {status.message}")
     heap, nodes = shown.counted()
     return Sample(
         minute,
         min(_steps(folder, ranks)),
         tuple(_uss(pid) for pid in _ranks_of(folder.path.parent)),
         _uss(kernel),
-        _uss(status["supervisor"]["pid"]),
+        _uss(status.supervisor.pid),
         heap,
         nodes,
         sum(path.stat().st_size for path in folder.path.rglob("*") if path.is_file()),
@@ -208,7 +209,7 @@ def _folder(runs: Path) -> RunFolder:
 
 def _ranks_of(runs: Path) -> list[int]:
     found = RunFolder.all(runs)
-    return [*found[0].read_status().get("ranks", {}).values()] if found else []
+    return [*(found[0].read_status().ranks or {}).values()] if found else []
 
 
 def _steps(folder: RunFolder, ranks: int) -> list[int]:

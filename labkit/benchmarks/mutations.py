@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-from labkit.record.plain import parse
+from labkit.record.events import parse
 
 
 class _Raw(str):

@@ -83,8 +83,8 @@ def under_the_lab(script: Path, nproc: int, sample_every: int = EVERY, device: s
 
 def started_warm(script: Path, nproc: int) -> None:
     handle = run(str(script), nproc=nproc, device="cpu").wait()
-    if handle.state.status["start"] != "warm":
-        raise RuntimeError(f"the run started cold instead of warm: {handle.state.status['cold_because']}")
+    if handle.state.status.start != "warm":
+        raise RuntimeError(f"the run started cold instead of warm: {handle.state.status.cold_because}")
 
 
 def under_torchrun(script: Path, nproc: int, python: str = sys.executable, device: str = "cpu") -> None:

@@ -16,9 +16,9 @@ from typing import Any
 from labkit.benchmarks.figure import EVERY, PAIRS, Figure
 from labkit.plan.spec import Spec
 from labkit.record import clock
-from labkit.record.events import OWNERS, Writer
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
+from labkit.record.writer import OWNERS, Writer
 
 # ---- import
 

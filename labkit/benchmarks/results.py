@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from labkit.common.reading import open_regular
-from labkit.record.appender import Appender
+from labkit.record.writer import Appender
 
 
 def check(path: str | os.PathLike[str]) -> None:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from labkit.benchmarks.figure import PAIRS, Figure
 from labkit.plan.spec import Spec
-from labkit.record.events import Writer
 from labkit.record.folder import RunFolder
+from labkit.record.writer import Writer
 
 _RANKS, _STEPS, _MOST = 8, 100_000, 10_000_000
 
@@ -36,7 +36,7 @@ for chart in CHARTS.values():
     chart(follower.state).drawn()
 drawn = time.process_time() - opened
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if sys.platform == "darwin" else 1e3)
-print(json.dumps([opened, drawn, peak, summary["steps"], summary["broken_lines"]]))
+print(json.dumps([opened, drawn, peak, summary.steps, summary.broken_lines]))
 """
 
 

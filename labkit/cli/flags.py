@@ -82,9 +82,9 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
 
     commands.add(
         "test",
-        "install the dependencies of the tests, then run them (all arguments go to pytest); with --cuda-stand-in those"
-        " for CUDA, on a machine that needs no GPU; with --gpu, measure what only GPUs can show, in 25 minutes"
-        " (--minutes MINUTES, --results FOLDER, --only PART,…)",
+        "install the dependencies of the tests, then run them; with --cuda-stand-in those for CUDA, on a machine that"
+        " needs no GPU; with --gpu, measure what only GPUs can show, in 25 minutes (--minutes MINUTES,"
+        " --results FOLDER, --only PART;…); other arguments go to pytest",
     )
 
     run = commands.add("run", "run a strategy, or your own script: run train.py --nproc 2 -- ARGUMENTS", json=True)

@@ -41,9 +41,9 @@ def submit(args: argparse.Namespace) -> int:
         else:
             say(f"{found}: nothing was submitted; submit it with: {FILES[args.engine][1]} {found}")
     elif args.json:
-        print(json.dumps({"run": found.name, "job": found.folder.read_json(found.folder.plan)["batch_job"]}))
+        print(json.dumps({"run": found.name, "job": found.folder.read_launch().batch_job}))
     else:
-        job = found.folder.read_json(found.folder.plan)["batch_job"]
+        job = found.folder.read_launch().batch_job
         say(
             f"submitted {found.name} as job {job} of Slurm; watch it with: labkit show {found.name} --follow, cancel it"
             f" with: labkit stop {found.name}"

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from labkit.analysis.summary import summary_or_reason
 from labkit.cli.shared import WIDE, Refused, console, say
 from labkit.frontends import terminal
+from labkit.record.documents import plain
 from labkit.record.folder import RunFolder
 from labkit.setup.progress import Reading
 
@@ -19,7 +20,7 @@ def runs(args: argparse.Namespace) -> int:
         return _leases(args)
     rows = [summary_or_reason(folder, Reading(folder.name)) for folder in RunFolder.all()]
     if args.json:
-        print(json.dumps({"runs": rows}))
+        print(json.dumps({"runs": [plain(row) for row in rows]}))
     elif rows:
         console(args, WIDE).print(terminal.runs_table(rows))
     else:

@@ -40,7 +40,7 @@ def claims(args: argparse.Namespace) -> int:
 
 def schema(args: argparse.Namespace) -> int:
     """Prints the JSON Schemas of events and of the summary, as one JSON object."""
-    from labkit.record.published import schemas
+    from labkit.record.documents import schemas
 
     print(json.dumps(schemas(), indent=None if args.json else 2))
     return 0

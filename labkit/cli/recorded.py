@@ -19,7 +19,7 @@ from labkit.cli.shared import WIDE, Refused, console, find, find_followed, inter
 from labkit.common.text import visible_log
 from labkit.common.units import counted
 from labkit.frontends import terminal
-from labkit.record.documents import Unreadable
+from labkit.record.documents import Unreadable, plain
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
 from labkit.record.logs import whole
@@ -63,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
         state = terminal.watch(Follower(job.folder), job.folder, console(args), stop_once)
         job.wait()  # the state is final before the last process has exited
     if args.json:
-        print(json.dumps(summarise(state, job.name)))
-    return _CODES[state.status["state"]]
+        print(json.dumps(plain(summarise(state, job.name))))
+    return _CODES[state.status.state]
 
 
 def _stdin() -> int | None:
@@ -119,7 +119,7 @@ def show(args: argparse.Namespace) -> int:
     """Displays the current state of a run; with --follow, until it is over."""
     folder = find_followed(args.name)
     if args.json:
-        print(json.dumps(recorded_summary(folder, Reading(folder.name))))
+        print(json.dumps(plain(recorded_summary(folder, Reading(folder.name)))))
         return 0
     source = Follower(folder)
     with interrupts() as interrupted:
@@ -152,7 +152,7 @@ def stop(args: argparse.Namespace) -> int:
     elif before in OVER:
         words = f"{before}; the processes that it has left have been terminated" if left else f"already {before}"
     elif words == "lost":
-        words += f" ({job.status().get('message')})"
+        words += f" ({job.status().message})"
     say(f"{job.folder.name}: {words}")
     return 0
 
@@ -200,7 +200,7 @@ def trace(args: argparse.Namespace) -> int:
 
 def replay(args: argparse.Namespace) -> int:
     """Replays a run in the view of a live run."""
-    from labkit.record.replay import Recording
+    from labkit.record.follow import Recording
 
     folder = find(args.name)
     if not is_over(folder):

@@ -10,7 +10,7 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -59,12 +59,12 @@ def living(pid: Any) -> psutil.Process | None:
         return None
 
 
-def is_same(process: psutil.Process, who: Mapping[str, Any]) -> bool:
+def is_same(process: psutil.Process, pid: int, create_time: float) -> bool:
     """Whether a process matches an `identity` by pid and start time. This is not sufficient for signalling it."""
     try:
-        apart: float = abs(process.create_time() - who["create_time"])
-        return process.pid == who["pid"] and apart < _CLOCK_TOLERANCE
-    except (psutil.Error, KeyError, TypeError):
+        apart: float = abs(process.create_time() - create_time)
+        return process.pid == pid and apart < _CLOCK_TOLERANCE
+    except psutil.Error:
         return False
 
 

@@ -52,15 +52,18 @@ def scores(labs: Collection[str]) -> dict[str, Score]:
     errors: dict[str, list[float]] = defaultdict(list)
     for folder in RunFolder.all():
         try:
-            guess = RunFolder.read_json(folder.guess)
-            outcomes = RunFolder.read_json(folder.summary).get("guess", []) if guess else []
+            guess = folder.read_guess()
+            summary = folder.read_summary()
         except Unreadable:
             continue
-        lab = guess["notebook"] if guess.get("notebook") in labs else ELSEWHERE
-        known = {name for name in guess.get("figures", ()) if name in FIGURES and not FIGURES[name].compared}
+        if guess is None:
+            continue
+        outcomes = summary.guess if summary else []
+        lab = guess.notebook if guess.notebook in labs else ELSEWHERE
+        known = {name for name in guess.figures if name in FIGURES and not FIGURES[name].compared}
         made[lab] += len(known)
         for name in known:
-            those = [one["error"] for one in outcomes if one["figure"] == name and one["measured"] is not None]
+            those = [one.error for one in outcomes if one.figure == name and one.measured is not None]
             if those:
                 errors[lab].append(max(math.inf if one is None else abs(one) for one in those))
     return {lab: Score(number, tuple(errors[lab])) for lab, number in made.items() if number}

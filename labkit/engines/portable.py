@@ -15,6 +15,7 @@ from labkit.plan.nodes import divided
 from labkit.plan.script import write_script
 from labkit.plan.spec import Spec, SpecError
 from labkit.record.folder import RunFolder
+from labkit.record.follow import torch_of
 
 # ---- what a script imports
 
@@ -120,13 +121,12 @@ def of_spec(spec: Spec, nodes: int = 1) -> Portable:
 
 def of_run(folder: RunFolder, nodes: int = 1) -> Portable:
     """The job of a recorded run: the script that ran, with the version of torch that ran it. Raises `SpecError`."""
-    spec = Spec.from_json(folder.read_spec())
-    begun = next((event for rank in folder.event_files().values() for event in folder.reader(rank).poll()), {})
-    version = str(begun.get("torch") or "").partition("+")[0]
+    spec = folder.read_spec().to_spec()
+    version = torch_of(folder).partition("+")[0]
     if spec.resume is None and folder.script.is_file():
         script = {SCRIPT: folder.text(folder.script)}
         return _job(spec, nodes, per_node_of(spec, nodes), script, (SCRIPT, *spec.args), version)
-    where = Path(RunFolder.read_json(folder.plan).get("cwd") or ".")
+    where = Path(folder.read_launch().cwd or ".")
     if spec.script is not None:
         if spec.as_module or not (where / spec.script).is_file():
             raise SpecError(

@@ -14,19 +14,6 @@ if TYPE_CHECKING:
     import plotly.graph_objects
 
 FONT = "system-ui, sans-serif"
-# How plotly.js draws: no control of a chart sends anything anywhere, in any version of plotly.js.
-CONFIG: dict[str, Any] = {
-    "displaylogo": False,
-    "showSendToCloud": False,
-    "showEditInChartStudio": False,
-    "showLink": False,
-    "plotlyServerURL": "",
-    "typesetMath": False,
-    "modeBarButtonsToRemove": [
-        *("select2d", "lasso2d", "autoScale2d"),
-        *("sendDataToCloud", "sendChartToCloud", "editInChartStudio"),
-    ],
-}
 # What is not the markup of charts and pictures: tags of plotly may have links and styles, with addresses.
 _OTHER_MARKUP = re.compile(r"<(?!/?(?:b|br|extra|span)>|span style='font-size:10px'>)", re.IGNORECASE)
 _MARK = 0.01  # height of a mark, as a share of the axis
@@ -96,7 +83,7 @@ def parts(drawn: Drawn) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 def _band(name: str, start: float, end: float, colour: str) -> dict[str, Any]:
     """A strip along the bottom of the plot that marks one phase."""
     place = {"xref": "x", "yref": "paper", "x0": start, "x1": end, "y0": 0, "y1": 0.05}
-    return {"type": "rect", "name": name, **place, "fillcolor": colour, "line": {"width": 0}, "layer": "above"}
+    return {"type": "rect", "name": literal(name), **place, "fillcolor": colour, "line": {"width": 0}, "layer": "above"}
 
 
 def traces(drawn: Drawn) -> list[dict[str, Any]]:

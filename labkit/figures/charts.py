@@ -16,10 +16,11 @@ from labkit.analysis.profiled import exposed, usual
 from labkit.figures import colours
 from labkit.figures.model import Axis, Bars, Chart, Derived, Line, Marks
 from labkit.figures.profiled import OWN, WIDE, guess_marks, memory_by_owner, memory_of_step, predicted_steps, timeline
-from labkit.record.columns import Losses, ProfiledStep, RankState
-from labkit.record.events import PHASES
+from labkit.record.events import Timeline
+from labkit.record.ranks import OtherLosses, RankState
 from labkit.record.state import RunState
 from labkit.record.steps import Column
+from labkit.record.writer import PHASES
 
 
 def loss(state: RunState) -> Chart:
@@ -90,10 +91,10 @@ def _losses_of_others(ranks: list[RankState]) -> list[Line]:
         columns = [rank.losses[which] for rank in ranks if which in rank.losses]
         length = min(len(column.loss) for column in columns)
 
-        def values(first: int, last: int, columns: list[Losses] = columns) -> numpy.ndarray:
+        def values(first: int, last: int, columns: list[OtherLosses] = columns) -> numpy.ndarray:
             return _mean([numpy.asarray(column.loss[first:last]) for column in columns])
 
-        def steps(first: int, last: int, column: Losses = columns[0]) -> numpy.ndarray:
+        def steps(first: int, last: int, column: OtherLosses = columns[0]) -> numpy.ndarray:
             return numpy.asarray(column.step[first:last])
 
         name = _named("mean" if len(ranks) > 1 else f"rank {ranks[0].rank}", ranks[0].optimizers.get(which))
@@ -175,7 +176,7 @@ def memory(state: RunState) -> Chart:
                     in_legend=False,
                 )
             )
-    devices = [rank.device for rank in state.ranks.values()] or [state.spec.get("device") or ""]
+    devices = [rank.device for rank in state.ranks.values()] or [state.spec.device or ""]
     on_cuda = any(device.startswith("cuda") for device in devices)
     title = "Memory per GPU" if on_cuda else "Memory: bytes of live tensors (CPU rank)"
     note = "thin: reserved, dotted: peak, dashed: whole device" if on_cuda else "dotted: peak"
@@ -235,13 +236,13 @@ def _measured_phases(state: RunState, rank: RankState) -> tuple[dict[str, float]
     return {phase: spent - waits[phase] for phase, spent in whole.items()}, sum(waits.values())
 
 
-def _predicted_phases(step: ProfiledStep) -> tuple[dict[str, float], float]:
+def _predicted_phases(step: Timeline) -> tuple[dict[str, float], float]:
     busy: dict[str, float] = {}
-    for phase, start, end in step["phases"]:
+    for phase, start, end in step.phases:
         busy[phase] = busy.get(phase, 0.0) + 1000 * (end - start)
-    for phase, seconds in step["exposed"].items():
+    for phase, seconds in step.exposed.items():
         busy[phase] = busy.get(phase, 0.0) - 1000 * seconds
-    return busy, 1000 * sum(step["exposed"].values())
+    return busy, 1000 * sum(step.exposed.values())
 
 
 def experts(state: RunState) -> Chart:
@@ -280,7 +281,7 @@ def _steps_axis(state: RunState) -> Axis:
 def _zero(state: RunState) -> float:
     """When the run started, in unix seconds: from its status, or else from the first rank that started."""
     started = [rank.started for rank in state.ranks.values() if rank.started]
-    return state.status.get("started") or min(started, default=0.0)
+    return state.status.started or min(started, default=0.0)
 
 
 def _mean(columns: list[numpy.ndarray]) -> numpy.ndarray:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from labkit.figures import colours
 from labkit.figures.as_svg import drawing
 from labkit.figures.model import Axis, Bars, Chart
-from labkit.record.events import PHASES
+from labkit.record.writer import PHASES
 
 if TYPE_CHECKING:
     import plotly.graph_objects

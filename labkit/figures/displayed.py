@@ -9,7 +9,7 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.io.base_renderers import PlotlyRenderer
 
-from labkit.figures.as_plotly import CONFIG
+from labkit.figures.controls import CONFIG
 from labkit.setup.environment import RENDERER, RENDERER_VARIABLE
 
 

@@ -9,9 +9,9 @@ from labkit.analysis.prediction import how_made, notes, ranges, step_in_words, t
 from labkit.common.text import escape, visible
 from labkit.common.units import counted, milliseconds, size
 from labkit.figures import figure
-from labkit.record.events import OWNERS
+from labkit.record.documents import Plan, PredictedRank, plain
 from labkit.record.state import RunState
-from labkit.record.types.prediction import Plan, PredictedRank
+from labkit.record.writer import OWNERS
 
 if TYPE_CHECKING:
     import plotly.graph_objects
@@ -27,21 +27,21 @@ class Prediction:
         self.plan = plan
         self.heads: tuple[str, ...] = HEADS
         self._times: dict[int, tuple[str, ...]] = {}  # by rank
-        self._on = f"; {plan['untimed']}" if "untimed" in plan else ""
-        if "time" in plan:
+        self._on = f"; {plan.untimed}" if plan.untimed else ""
+        if plan.time:
             self._on = f"; {step_in_words(plan)} ({time_made(plan)})"
-        for part in plan["classes"]:
-            if "timeline" in part:
-                times = part["timeline"]["seconds"], sum(part["timeline"]["exposed"].values())
+        for part in plan.classes:
+            if part.timeline:
+                times = part.timeline.seconds, sum(part.timeline.exposed.values())
                 self.heads = (*HEADS, "step", "exposed")
-                self._times |= dict.fromkeys(part["ranks"], tuple(map(milliseconds, times)))
+                self._times |= dict.fromkeys(part.ranks, tuple(map(milliseconds, times)))
 
     @property
     def state(self) -> RunState:
         """A run that has nothing but this prediction, for charts."""
         state = RunState()
-        state.apply({"kind": "spec", "spec": self.plan["spec"]})
-        state.apply({"kind": "prediction", "prediction": self.plan})
+        state.apply(self.plan.spec)
+        state.apply(self.plan)
         return state
 
     def figure(self) -> plotly.graph_objects.Figure:
@@ -55,23 +55,23 @@ class Prediction:
     def to_json(self) -> dict[str, Any]:
         """The plan as a dict that can be written as JSON, with `seconds_per_step`: its `seconds`, and the range from
         `low` to `high`; None without the time of a step."""
-        time = self.plan.get("time")
-        step = {name: time.get(name) for name in ("seconds", "low", "high")} if time else None
-        return {**self.plan, "seconds_per_step": step}
+        time = self.plan.time
+        step = {"seconds": time.seconds, "low": time.low, "high": time.high} if time else None
+        return plain(self.plan) | {"seconds_per_step": step}
 
     @property
     def title(self) -> str:
         """What was predicted, and how."""
-        spec, ranks = self.plan["spec"], counted(len(self.plan["ranks"]), "rank")
-        what = spec.get("script") or f"{spec.get('strategy')} · {spec.get('workload')}"
+        spec, ranks = self.plan.spec, counted(len(self.plan.ranks), "rank")
+        what = spec.script or f"{spec.strategy} · {spec.workload}"
         return f"{what} on {ranks}: predicted {how_made(self.plan)}{self._on}"
 
     @property
     def rows(self) -> list[tuple[str, ...]]:
         """The cells below `heads`, a row for each group of equal ranks."""
         groups: dict[int, list[PredictedRank]] = {}
-        for rank in self.plan["ranks"]:
-            groups.setdefault(rank["like"], []).append(rank)
+        for rank in self.plan.ranks:
+            groups.setdefault(rank.like, []).append(rank)
         return [(*_cells(ranks), *self._times.get(like, ())) for like, ranks in groups.items()]
 
     @property
@@ -92,12 +92,12 @@ class Prediction:
 
 def _cells(ranks: Sequence[PredictedRank]) -> tuple[str, ...]:
     one = ranks[0]
-    peak, sent = one["peak_memory_bytes"], one["comm_bytes_per_step"]
-    held = one["at_peak"] or one["memory_bytes"]  # without a trace: what outlives a step
+    peak, sent = one.peak_memory_bytes, one.comm_bytes_per_step
+    held = one.at_peak or one.memory_bytes  # without a trace: what outlives a step
     return (
-        ranges(rank["rank"] for rank in ranks),
+        ranges(rank.rank for rank in ranks),
         "–" if peak is None else size(peak),
-        one["phase_at_peak"] or "–",
+        one.phase_at_peak or "–",
         *(size(held[owner]) if owner in held else "–" for owner in OWNERS),
         "–" if sent is None else size(sent),
     )

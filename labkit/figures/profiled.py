@@ -16,12 +16,11 @@ from labkit.analysis.profiled import aligned, beyond, newest, overlap
 from labkit.common.units import size
 from labkit.figures import colours
 from labkit.figures.model import Axis, Bars, Chart, Line, Marks, Spans
-from labkit.record.columns import MemoryCurve, ProfiledStep, RankState
-from labkit.record.events import OWNERS, PHASES
+from labkit.record.documents import PredictedStep
+from labkit.record.events import MemoryStep, Owners, Span, Timeline
+from labkit.record.ranks import RankState
 from labkit.record.state import RunState
-from labkit.record.types.envelope import Owners
-from labkit.record.types.measured import Span
-from labkit.record.types.prediction import PredictedStep
+from labkit.record.writer import OWNERS, PHASES
 
 _PIXELS = 1500  # the resolution of the time axis: narrower stretches are merged
 _FEW = 4  # ranks with a predicted bar each
@@ -46,7 +45,7 @@ def timeline(state: RunState, step: int | None = None) -> Chart:
         for kind, steps in ((" predicted", predicted), ("", found))
         if (one := steps.get(rank))
     ]
-    width = max(shift + one["seconds"] for _, _, one, shift in drawn)
+    width = max(shift + one.seconds for _, _, one, shift in drawn)
     lanes = tuple(name for rank, kind, *_ in drawn for name in (f"rank {rank}{kind}", f"comm {rank}{kind}"))
     computed: dict[str, list[tuple[int, float, float, str]]] = {phase: [] for phase in PHASES}
     sent: dict[str, list[tuple[int, float, float, str]]] = {}
@@ -75,9 +74,9 @@ def timeline(state: RunState, step: int | None = None) -> Chart:
         for host, one in clocks(state).items()
     ]
     notes += [f"no timeline of {missing} rank{'s' if missing > 1 else ''}"] if missing else []
-    left_out = max((one["left_out"] for one in found.values()), default=0)
+    left_out = max((one.left_out for one in found.values()), default=0)
     notes += [f"the last {left_out:,} collectives are omitted"] if left_out else []
-    if any(one["backend"] == "gloo" for one in found.values()):
+    if any(one.backend == "gloo" for one in found.values()):
         notes.append("gloo: from queued to completed")
     title = f"Step {step}" if found else "A step, as predicted"
     return Chart(
@@ -90,18 +89,18 @@ def timeline(state: RunState, step: int | None = None) -> Chart:
     )
 
 
-def _computing(one: ProfiledStep, least: float) -> Iterator[tuple[str, float, float, str]]:
+def _computing(one: Timeline, least: float) -> Iterator[tuple[str, float, float, str]]:
     """When the rank computed, phase by phase: phase, start, end and hover text; stretches too narrow to see are
     merged."""
-    many = {name: sum(phase == name for phase, *_ in one["phases"]) for name, *_ in one["phases"]}
+    many = {name: sum(phase == name for phase, *_ in one.phases) for name, *_ in one.phases}
     counted: dict[str, int] = {}
-    for name, start, end in one["phases"]:
+    for name, start, end in one.phases:
         counted[name] = counted.get(name, 0) + 1
         which = (
             f"{name} {counted[name]} of {many[name]}" if many[name] > 1 and name in ("forward", "backward") else name
         )
         pieces: list[list[float]] = []
-        for begin, stop in one["busy"]:
+        for begin, stop in one.busy:
             begin, stop = max(begin, start), min(stop, end)
             if begin >= stop:
                 continue
@@ -114,23 +113,23 @@ def _computing(one: ProfiledStep, least: float) -> Iterator[tuple[str, float, fl
                 yield name, begin, stop, f"{which}, {_ms(end - start):.2f} ms in total"
 
 
-def _sending(one: ProfiledStep, least: float) -> Iterator[tuple[str, float, float, str]]:
+def _sending(one: Timeline, least: float) -> Iterator[tuple[str, float, float, str]]:
     """The rank's collectives: op, start, end and hover text; adjacent ones of one kind that are too narrow to see are
     merged.
     """
     last: list[Any] | None = None
-    for op, start, end, count, group, ranks, seq in sorted(one["comm"], key=lambda span: (span[0], span[1])):
-        start, end = max(0.0, start), min(end, one["seconds"])
+    for call in sorted(one.comm, key=lambda call: (call.op, call.start)):
+        op, count = call.op, call.bytes
+        start, end = max(0.0, call.start), min(call.end, one.seconds)
         if last and last[0] == op and start - last[2] < least and end - start < 2 * least:
             last = [op, last[1], max(end, last[2]), last[3] + 1, last[4] + (count or 0), last[5]]
             continue
         if last:
             yield _merged(last)
-        words = f"{op}{f' {seq}' if seq else ''}" + (f" of {group}" if group and group != "default_pg" else "")
-        words += f", ranks {', '.join(map(str, ranks))}" if ranks else ""
-        unit = next(
-            (name for name, first, stop in reversed(one["marks"]) if first <= start <= stop and "(" in name), ""
-        )
+        words = f"{op}{f' {call.seq}' if call.seq else ''}"
+        words += f" of {call.group}" if call.group and call.group != "default_pg" else ""
+        words += f", ranks {', '.join(map(str, call.ranks))}" if call.ranks else ""
+        unit = next((name for name, first, stop in reversed(one.marks) if first <= start <= stop and "(" in name), "")
         last = [op, start, end, 1, count or 0, f"{words} {unit}".rstrip()]
     if last:
         yield _merged(last)
@@ -147,7 +146,7 @@ def _merged(span: list[Any]) -> tuple[str, float, float, str]:
     )
 
 
-def _overlap_in_words(found: Mapping[int, ProfiledStep]) -> str:
+def _overlap_in_words(found: Mapping[int, Timeline]) -> str:
     under_way, exposed = (sum(values) for values in zip(*(overlap(one) for one in found.values())))
     if not under_way:
         return "no communication"
@@ -165,7 +164,7 @@ def memory_by_owner(state: RunState) -> Chart:
     predicted is a mark across them.
     """
     ranks = {rank.rank: rank for rank in _ranks(state) if rank.memory_step}
-    measured = {number: rank.memory_step["at_peak"] for number, rank in ranks.items() if rank.memory_step}
+    measured = {number: rank.memory_step.at_peak for number, rank in ranks.items() if rank.memory_step}
     predicted = _predicted(state)
     stacks = [
         (number, kind, peaks[number])
@@ -187,7 +186,7 @@ def memory_by_owner(state: RunState) -> Chart:
         bars.append(Bars("cached by the allocator", "#DDDDDD", tuple(value / unit for value in cached)))
         bars.append(Bars("context, NCCL, others", "#777777", tuple(value / unit for value in others)))
     notes = [] if on_cuda or not stacks else ["live tensors"]
-    notes += [f"predicted: {state.prediction['method']}"] if state.prediction and predicted else []
+    notes += [f"predicted: {state.prediction.method}"] if state.prediction and predicted else []
     names = tuple(f"rank {number}{kind}" for number, kind, _ in stacks)
     between = "\n" if len(stacks) <= WIDE else " "
     labels = tuple(f"rank {number}{between}{kind.strip()}" for number, kind, _ in stacks) if predicted else ()
@@ -207,21 +206,21 @@ def guess_marks(state: RunState, name: str, ranks: Sequence[int], unit: float) -
     return (Marks(OWN, colours.GUESS, values),)
 
 
-def predicted_steps(state: RunState) -> dict[int, ProfiledStep]:
+def predicted_steps(state: RunState) -> dict[int, Timeline]:
     """The predicted timelines as profiled steps, by rank; of many ranks, only one of each group of equal ranks."""
     plan = state.prediction
     if plan is None:
         return {}
     timelines = predicted_timelines(plan)
-    few = [one["rank"] for one in plan["ranks"] if len(plan["ranks"]) <= _FEW or one["rank"] == one["like"]]
+    few = [one.rank for one in plan.ranks if len(plan.ranks) <= _FEW or one.rank == one.like]
     return {rank: as_profiled(timelines[rank]) for rank in few if rank in timelines}
 
 
 def _predicted(state: RunState) -> dict[int, Owners]:
     """The predicted bytes at the peak, by rank; of many ranks, only one of each group of equal ranks."""
-    ranks = state.prediction["ranks"] if state.prediction else []
+    ranks = state.prediction.ranks if state.prediction else []
     few = len(ranks) <= _FEW
-    return {one["rank"]: one["at_peak"] for one in ranks if one["at_peak"] and (few or one["rank"] == one["like"])}
+    return {one.rank: one.at_peak for one in ranks if one.at_peak and (few or one.rank == one.like)}
 
 
 def memory_of_step(state: RunState, rank: int | None = None) -> Chart:
@@ -232,52 +231,50 @@ def memory_of_step(state: RunState, rank: int | None = None) -> Chart:
     title = "Memory over one step"
     if not profiled:
         return Chart("memory_of_step", title, Axis("ms", end=1.0), Axis("MiB"), note=_NONE)
-    one, held = max(profiled, key=lambda pair: pair[1]["peak"])
+    one, held = max(profiled, key=lambda pair: pair[1].peak)
     step = _predicted_step(state, one.rank)
-    axis = Axis.of_bytes(max(held["peak"], step["peak"] if step else 0))
-    times = [_ms(time) for time in held["times"]] + [_ms(held["seconds"])]
+    axis = Axis.of_bytes(max(held.peak, step.peak if step else 0))
+    times = [_ms(time) for time in held.times] + [_ms(held.seconds)]
     lines = tuple(
         Line(
-            f"{owner}-{one.rank}-{held['step']}",
+            f"{owner}-{one.rank}-{held.step}",
             owner,
             times,
-            [*held["owners"][owner], held["owners"][owner][-1]],
+            [*held.owners[owner], held.owners[owner][-1]],
             colour=colours.OWNERS[owner],
             y_unit=axis.bytes_each,
             stacked=True,
         )
         for owner in OWNERS
-        if any(held["owners"].get(owner, ()))
+        if any(held.owners.get(owner, ()))
     )
     bands = tuple(
-        (name, _ms(start), _ms(end), colours.PHASES.get(name, colours.INK)) for name, start, end in held["phases"]
+        (name, _ms(start), _ms(end), colours.PHASES.get(name, colours.INK)) for name, start, end in held.phases
     )
-    note = f"rank {one.rank}, step {held['step']}; bottom: phases"
+    note = f"rank {one.rank}, step {held.step}; bottom: phases"
     if step:
         lines += (_predicted_curve(step, held, axis.bytes_each),)
-    return Chart(
-        "memory_of_step", title, Axis("ms", end=_ms(held["seconds"])), axis, lines=lines, bands=bands, note=note
-    )
+    return Chart("memory_of_step", title, Axis("ms", end=_ms(held.seconds)), axis, lines=lines, bands=bands, note=note)
 
 
 def _predicted_step(state: RunState, rank: int) -> PredictedStep | None:
     """The traced step in the place of a rank; None without a trace."""
-    parts = state.prediction["classes"] if state.prediction else []
-    return next((part["step"] for part in parts if rank in part["ranks"] and part["step"]["times"]), None)
+    parts = state.prediction.classes if state.prediction else []
+    return next((part.step for part in parts if rank in part.ranks and part.step.times), None)
 
 
-def _predicted_curve(step: PredictedStep, held: MemoryCurve, unit: float) -> Line:
+def _predicted_curve(step: PredictedStep, held: MemoryStep, unit: float) -> Line:
     """The predicted sum of all owners. A trace counts operations, so each of its phases is stretched to the time of the
     measured one."""
-    spans, measured = ({name: span for name, *span in _whole(one["phases"])} for one in (step, held))
+    spans, measured = ({name: span for name, *span in _whole(one.phases)} for one in (step, held))
     names = [name for name in spans if name in measured]
     anchors = sorted((spans[name][end], measured[name][end]) for name in names for end in (0, 1))
-    before, after = zip((0.0, 0.0), *anchors, (step["seconds"], held["seconds"]))
-    bounds = numpy.interp([*step["times"], step["seconds"]], before, numpy.maximum.accumulate(after))
-    sums = [sum(sizes) for sizes in zip(*step["owners"].values())]
+    before, after = zip((0.0, 0.0), *anchors, (step.seconds, held.seconds))
+    bounds = numpy.interp([*step.times, step.seconds], before, numpy.maximum.accumulate(after))
+    sums = [sum(sizes) for sizes in zip(*step.owners.values())]
     times = [_ms(float(time)) for pair in pairwise(bounds) for time in pair]
     heights = [height for height in sums for _ in range(2)]
-    return Line(f"predicted-{held['step']}", "predicted", times, heights, dash="dash", y_unit=unit)
+    return Line(f"predicted-{held.step}", "predicted", times, heights, dash="dash", y_unit=unit)
 
 
 def _whole(phases: Iterable[Span]) -> Iterator[Span]:

@@ -83,24 +83,24 @@ def ranks_html(name: str, state: RunState) -> str:
         "ms per step",
         "95th percentile (ms)",
         "peak memory",
-        *(f"{phase} (ms)" for phase in summary["ranks"][0]["phase_seconds"]),
+        *(f"{phase} (ms)" for phase in summary.ranks[0].phase_seconds),
     )
     rows = []
-    for rank in summary["ranks"]:
-        peak = rank["peak_memory_bytes"]
+    for rank in summary.ranks:
+        peak = rank.peak_memory_bytes
         cells = [
-            rank["rank"],
-            rank["exit_code"],
-            _ms(rank["step_seconds_median"]),
-            _ms(rank.get("step_seconds_p95")),
+            rank.rank,
+            rank.exit_code,
+            _ms(rank.step_seconds_median),
+            _ms(rank.step_seconds_p95),
             None if peak is None else size(peak),
         ]
-        cells += [_ms(value) for value in rank["phase_seconds"].values()]
+        cells += [_ms(value) for value in rank.phase_seconds.values()]
         rows.append("".join(f"<td>{'–' if cell is None else escape(str(cell))}</td>" for cell in cells))
-    figures = [state.words, f"{summary['steps']:,} steps"]
+    figures = [state.words, f"{summary.steps:,} steps"]
     figures += efficiency(state).words
-    figures += [f"loss {summary['loss']:.4f}"] if summary["loss"] is not None else []
-    figures += [f"accuracy {summary['accuracy']:.1%}"] if isinstance(summary["accuracy"], (int, float)) else []
+    figures += [f"loss {summary.loss:.4f}"] if summary.loss is not None else []
+    figures += [f"accuracy {summary.accuracy:.1%}"] if isinstance(summary.accuracy, (int, float)) else []
     heads = "".join(f"<th>{escape(name)}</th>" for name in head)
     body = "".join(f"<tr>{row}</tr>" for row in rows)
     return (

@@ -11,7 +11,7 @@ from contextlib import suppress
 from labkit.common.processes import of_folder
 from labkit.launch.ending import conclude_unattended
 from labkit.launch.remains import end_all
-from labkit.record.documents import Unreadable
+from labkit.record.documents import State, Unreadable
 from labkit.record.folder import RunFolder
 from labkit.record.state import OVER
 from labkit.record.status import current
@@ -23,13 +23,13 @@ def end_processes(folder: RunFolder) -> None:
     """Kills the processes of the run and removes what they leave outside of its folder, which may have been deleted."""
     ranks: list[int] = []
     with suppress(Unreadable):
-        ranks += (folder.read_status().get("ranks") or {}).values()
+        ranks += (folder.read_status().ranks or {}).values()
     end_all(folder.path, lambda: of_folder(folder.path), grace=0.0, known=ranks)
 
 
-def close(folder: RunFolder, state: str, message: str) -> None:
+def close(folder: RunFolder, state: State, message: str) -> None:
     """Writes summary and final status unless they are written; does nothing if the folder cannot be written to."""
-    if not folder.is_gone and folder.read_status().get("state") not in OVER:
+    if not folder.is_gone and folder.read_status().state not in OVER:
         with suppress(OSError):
             conclude_unattended(folder, state, message)
 
@@ -41,12 +41,12 @@ def main(run_dir: str) -> None:
         if _is_batch_job(folder):
             return
         end_processes(folder)
-        close(folder, "failed", current(folder).get("message") or _NOT_STARTED)
+        close(folder, "failed", current(folder).message or _NOT_STARTED)
 
 
 def _is_batch_job(folder: RunFolder) -> bool:
     with suppress(Unreadable):
-        return RunFolder.read_json(folder.plan).get("batch_job") is not None
+        return folder.read_launch().batch_job is not None
     return False
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import time
 import traceback
-from typing import Any
+
+from msgspec.structs import replace
 
 from labkit.analysis.summary import summarise
 from labkit.record import clock
-from labkit.record.appender import FULL, Reserve
+from labkit.record.documents import State, Status, Summary, plain
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
 from labkit.record.state import RunState
+from labkit.record.writer import FULL, Reserve
 
 DISK_FULL = "the disk that holds the run folder was full"
 _ROOM = 1 << 16  # maximum bytes of one status, with what ranks may write at the same time
@@ -32,7 +34,7 @@ def make_room(folder: RunFolder) -> None:
     kept.shrink(max(kept.size - _ROOM, _SUMMARY_ROOM + _ROOM))
 
 
-def conclude(folder: RunFolder, state: RunState, final: dict[str, Any]) -> None:
+def conclude(folder: RunFolder, state: RunState, final: Status) -> None:
     """Writes the summary, then the final status, so that a finished run always has its figures. All processes must have
     ended.
     """
@@ -41,7 +43,7 @@ def conclude(folder: RunFolder, state: RunState, final: dict[str, Any]) -> None:
     for path in folder.reserves_of_ranks():
         Reserve(path).release()
     try:
-        state.apply({"kind": "status", "status": final})
+        state.apply(final)
         _write_what_fits(folder, summarise(state, folder.name))
     except Exception:  # a summary that fails must not hide the state
         traceback.print_exc()
@@ -49,16 +51,16 @@ def conclude(folder: RunFolder, state: RunState, final: dict[str, Any]) -> None:
     _write_final(folder, final)
 
 
-def conclude_unattended(folder: RunFolder, state: str, message: str) -> None:
+def conclude_unattended(folder: RunFolder, state: State, message: str) -> None:
     """Closes the record of a run without a supervisor; its processes must have ended."""
     follower = Follower(folder)
     follower.poll()
     status = folder.read_status()
-    reference = RunFolder.read_json(folder.plan).get("env", {}).get(clock.VARIABLE, "")
-    conclude(folder, follower.state, status | {"state": state, "message": message, "ended": clock.now(reference)})
+    reference = folder.read_launch().env.get(clock.VARIABLE, "")
+    conclude(folder, follower.state, replace(status, state=state, message=message, ended=clock.now(reference)))
 
 
-def _write_final(folder: RunFolder, final: dict[str, Any]) -> None:
+def _write_final(folder: RunFolder, final: Status) -> None:
     """Writes the final status. Other programs may use up the released space, so it retries for a while."""
     last = time.monotonic() + _PATIENCE
     while True:
@@ -70,8 +72,9 @@ def _write_final(folder: RunFolder, final: dict[str, Any]) -> None:
         time.sleep(0.1)
 
 
-def _write_what_fits(folder: RunFolder, summary: dict[str, Any]) -> None:
+def _write_what_fits(folder: RunFolder, figures: Summary) -> None:
     """Writes the summary; on a full disk it drops the longest parts until the rest fits."""
+    summary = plain(figures)
     while True:
         try:
             return RunFolder.write_json(folder.summary, summary)

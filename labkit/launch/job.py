@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -33,13 +32,11 @@ from labkit.launch.slurm_client import cancel
 from labkit.launch.starting import LaunchError, start_supervisor, warm_or_cold
 from labkit.plan.script import command, write_script
 from labkit.plan.spec import Spec
-from labkit.record.documents import Unreadable
+from labkit.record.documents import Guesses, LaunchPlan, Plan, Status, Unreadable
 from labkit.record.folder import RunFolder, runs_root
 from labkit.record.logs import LogTail
 from labkit.record.state import OVER
 from labkit.record.status import current, hidden_supervisor, is_abandoned, is_here, is_over, supervisor_of
-from labkit.record.types.guess import Guesses
-from labkit.record.types.prediction import Plan
 from labkit.setup.limits import in_force
 
 _ANSWER = 2.0  # seconds in which a responsive supervisor reports that it is stopping the run
@@ -73,7 +70,7 @@ class Job:
         prediction: Plan | None = None,
         guess: Guesses | None = None,
         name: str | None = None,
-        planned: Callable[[Spec, RunFolder], dict[str, Any]] | None = None,
+        planned: Callable[[Spec, RunFolder], LaunchPlan] | None = None,
     ) -> Job:
         """Starts a resolved Spec (see `Spec.on`) in a new folder and returns as soon as torchrun is starting.
 
@@ -101,7 +98,8 @@ class Job:
             if spec.script is None:
                 RunFolder.write_text(folder.script, write_script(spec))
             RunFolder.write_text(folder.command, command(spec) + "\n")
-            plan = (planned or local.plan)(spec, folder) | {"detached": detached}
+            plan = (planned or local.plan)(spec, folder)
+            plan.detached = detached
             start_supervisor(folder, plan, asked, stdin, warm_or_cold(spec, plan, cold))
         except BaseException:
             end_processes(folder)
@@ -118,14 +116,17 @@ class Job:
         folder.require_readable()
         return cls(folder)
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Status:
         """The current status as seen by the supervisor, as in `status.json`."""
         return current(self.folder)
 
     @property
     def state(self) -> str:
         """starting, running, stopping, finished, failed, stopped, or lost (its end cannot be determined here)."""
-        return self.status().get("state") or ("failed" if is_over(self.folder) else "starting")
+        state = self.status().state
+        if state == "ready":  # nothing has written a status
+            return "failed" if is_over(self.folder) else "starting"
+        return state
 
     def wait(self, timeout: float | None = None) -> str:
         """Waits up to `timeout` seconds until the run is over and all its processes have ended; returns its state."""
@@ -185,8 +186,8 @@ class Job:
         if (other := hidden_supervisor(status)) is not None:
             raise LaunchError(_foreign(self.folder, other.username()))
         processes = of_folder(self.folder.path)
-        if status and not is_here(status) and not processes:
-            host = (status.get("supervisor") or {}).get("host", "an unknown host")
+        if status.state != "ready" and not is_here(status) and not processes:
+            host = (status.supervisor and status.supervisor.host) or "an unknown host"
             raise LaunchError(f"run {self.folder.name} runs on {host}; stop it there")
         return next(filter(is_supervisor, processes), None)
 
@@ -216,7 +217,7 @@ class Job:
 
     def _has(self, *states: str) -> bool:
         """Whether the state in the status file is one of these."""
-        return self.folder.read_status().get("state") in states
+        return self.folder.read_status().state in states
 
     def _end_without(self, supervisor: psutil.Process | None) -> None:
         """Kills the supervisor first, so that it starts no more processes, and then the others."""
@@ -243,12 +244,12 @@ class Job:
         elif is_abandoned(self.folder):
             with self.folder.closing():
                 self._end_all()
-                close(self.folder, "failed", self.status()["message"])
+                close(self.folder, "failed", self.status().message)
         psutil.wait_procs(tagged(lambda tag: tag == watchdog_tag(path)), timeout=_LEAVE)
 
     def _end_all(self) -> None:
         with suppress(Unreadable):
-            if number := RunFolder.read_json(self.folder.plan).get("batch_job"):
+            if number := self.folder.read_launch().batch_job:
                 cancel(number, self.folder.batch)
         end_processes(self.folder)
 

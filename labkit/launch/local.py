@@ -8,13 +8,13 @@ import site
 import sys
 import sysconfig
 from pathlib import Path
-from typing import Any
 
 from labkit.common.processes import TAG
 from labkit.plan.fields import SpecError
 from labkit.plan.nodes import Node
 from labkit.plan.spec import Spec
 from labkit.record import clock
+from labkit.record.documents import Devices, LaunchPlan
 from labkit.record.folder import RunFolder
 from labkit.setup.address import NoAddress, interface_of, own_address
 from labkit.setup.limits import Limits, in_force
@@ -27,34 +27,34 @@ _JOIN = 300  # seconds in which all nodes must have started
 _COMMON = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
-def plan(spec: Spec, folder: RunFolder, node: Node | None = None) -> dict[str, Any]:
+def plan(spec: Spec, folder: RunFolder, node: Node | None = None) -> LaunchPlan:
     """The launch plan as stored in `launch.json`: `argv`, the additional environment `env`, the working folder `cwd`.
 
     `spec` must be resolved by `Spec.on`: its device and number of processes are known. With a `node`, torchrun starts
     the ranks of that node alone.
     """
     limits = in_force()
-    return {
-        "v": 1,
-        "engine": ENGINE,
-        "argv": _argv(spec, folder, node),
-        "env": _environment(spec, folder, node),
-        "cwd": str(Path.cwd()),
-        "limit": None if limits.hours is None else limits.hours * 3600,
-        "lease": _lease(spec, limits, node),
-        "endpoint": node and node.endpoint,
-        "ranks_here": node and node.share(spec.processes),
-    }
+    return LaunchPlan(
+        v=1,
+        engine=ENGINE,
+        argv=_argv(spec, folder, node),
+        env=_environment(spec, folder, node),
+        cwd=str(Path.cwd()),
+        limit=None if limits.hours is None else limits.hours * 3600,
+        lease=_lease(spec, limits, node),
+        endpoint=node and node.endpoint,
+        ranks_here=node and node.share(spec.processes),
+    )
 
 
-def _lease(spec: Spec, limits: Limits, node: Node | None) -> dict[str, Any] | None:
+def _lease(spec: Spec, limits: Limits, node: Node | None) -> Devices | None:
     """The devices that the run takes on this machine; None if its GPUs cannot be identified."""
     if spec.device != "cuda":
         wanted = node.share(spec.processes) if node else spec.processes
-        return {"kind": "cpu", "wanted": wanted, "pool": [str(slot) for slot in range(limits.slots)]}
+        return Devices("cpu", wanted, [str(slot) for slot in range(limits.slots)])
     pool = [gpu.uuid for gpu in Machine.here().gpus if gpu.uuid]
     wanted = node.share(spec.nproc) if node else spec.nproc
-    return {"kind": "gpu", "wanted": wanted, "pool": pool} if pool else None
+    return Devices("gpu", wanted, pool) if pool else None
 
 
 def _argv(spec: Spec, folder: RunFolder, node: Node | None) -> list[str]:

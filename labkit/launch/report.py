@@ -6,10 +6,10 @@ import re
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 from labkit.launch.silence import crash_stack, last_position
 from labkit.record import clock
+from labkit.record.documents import Failed
 from labkit.record.folder import RunFolder
 from labkit.record.stacks import of_crash
 
@@ -22,21 +22,25 @@ _ENTRY = re.compile(
 )
 
 
-def failures(folder: RunFolder) -> dict[str, dict[str, Any]]:
+def failures(folder: RunFolder) -> dict[int, Failed]:
     """The failed ranks by rank: exit_code, pid, signal (its name or None), t (Unix seconds, resolution 1 s), message.
 
     `traceback` is the stack at the fatal signal; without one it is the last recorded stack, and `last_seen` is true.
     """
     found = {}
     for entry in _ENTRY.finditer(folder.end_of(folder.launcher_log)):
-        code = int(entry["code"])
-        found[entry["rank"]] = {
-            "exit_code": code,
-            "pid": int(entry["pid"]),
-            "signal": signal_name(code),
-            "t": _seconds(entry["time"]),
-            "message": (_aborted if code < 0 else _last_stderr_line)(folder, int(entry["rank"])),
-        } | _stack(folder, int(entry["rank"]))
+        code, rank = int(entry["code"]), int(entry["rank"])
+        crash = crash_stack(folder, rank) or _printed_crash(folder, rank)
+        stack = crash or last_position(folder, rank)
+        found[rank] = Failed(
+            message=(_aborted if code < 0 else _last_stderr_line)(folder, rank),
+            traceback=stack,
+            last_seen=bool(stack) and not crash,
+            exit_code=code,
+            pid=int(entry["pid"]),
+            signal=signal_name(code),
+            t=_seconds(entry["time"]),
+        )
     return found
 
 
@@ -51,12 +55,6 @@ def unanswered(folder: RunFolder, endpoint: str | None) -> str:
     if "RendezvousTimeoutError" in said:
         return f"not all nodes have met at {endpoint} in time; start the same command on every node, each with its rank"
     return ""
-
-
-def _stack(folder: RunFolder, rank: int) -> dict[str, Any]:
-    crash = crash_stack(folder, rank) or _printed_crash(folder, rank)
-    stack = crash or last_position(folder, rank)
-    return {"traceback": stack, "last_seen": not crash} if stack else {}
 
 
 def _printed_crash(folder: RunFolder, rank: int) -> str:

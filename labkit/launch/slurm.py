@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from msgspec.structs import replace
+
 from labkit.engines.job_files import Launch, Profile, sbatch
 from labkit.engines.portable import Portable, per_node_of
 from labkit.launch.job import Job
@@ -23,6 +25,7 @@ from labkit.launch.slurm_client import asked, cancel, is_batch_file, job_of
 from labkit.launch.starting import LaunchError, start_supervisor
 from labkit.launch.warm.client import Cold
 from labkit.plan.spec import Spec
+from labkit.record.documents import LaunchPlan
 from labkit.record.folder import RunFolder
 from labkit.record.state import OVER
 from labkit.record.status import hidden_supervisor, is_here, supervisor_of
@@ -53,7 +56,7 @@ def start(spec: Spec, nodes: int, profile: Profile, **options: Any) -> Job:
         raise
 
 
-def _planned(spec: Spec, folder: RunFolder, nodes: int, profile: Profile, submitted: list[int]) -> dict[str, Any]:
+def _planned(spec: Spec, folder: RunFolder, nodes: int, profile: Profile, submitted: list[int]) -> LaunchPlan:
     """Writes and submits the batch file; returns the launch plan, whose command follows the job."""
     environment = probe_environment(spec, folder)
     script = [str(folder.script)] if spec.script is None else [*(["-m"] if spec.as_module else []), spec.script]
@@ -82,8 +85,8 @@ def _planned(spec: Spec, folder: RunFolder, nodes: int, profile: Profile, submit
 def follow_again(folder: RunFolder) -> None:
     """Starts a new supervisor for a submitted run that has lost its own, if Slurm knows its job and the batch file of
     that job is this folder's; otherwise does nothing. Raises `LaunchError` if the supervisor cannot start."""
-    number, status = RunFolder.read_json(folder.plan).get("batch_job"), folder.read_status()
-    if number is None or status.get("state") in OVER or not is_here(status):
+    number, status = folder.read_launch().batch_job, folder.read_status()
+    if number is None or status.state in OVER or not is_here(status):
         return
     with folder.closing():  # so that only one process does it
         status = folder.read_status()
@@ -93,20 +96,21 @@ def follow_again(folder: RunFolder) -> None:
             or not is_batch_file(job_of(number), folder.batch)
         ):
             return
-        plan = _plan(folder, number, probe_environment(Spec.from_json(folder.read_spec()), folder)) | {"detached": True}
-        start_supervisor(folder, plan, status.get("started") or time.time(), None, Cold())
+        environment = probe_environment(folder.read_spec().to_spec(), folder)
+        plan = replace(_plan(folder, number, environment), detached=True)
+        start_supervisor(folder, plan, status.started or time.time(), None, Cold())
 
 
-def _plan(folder: RunFolder, number: int, environment: dict[str, str]) -> dict[str, Any]:
+def _plan(folder: RunFolder, number: int, environment: dict[str, str]) -> LaunchPlan:
     """The launch plan of the supervisor, whose command follows the job."""
-    return {
-        "v": 1,
-        "engine": ENGINE,
-        "argv": [sys.executable, "-m", _AGENT, str(folder.path), str(number)],
-        "env": environment,
-        "cwd": str(folder.path),
-        "batch_job": number,
-    }
+    return LaunchPlan(
+        v=1,
+        engine=ENGINE,
+        argv=[sys.executable, "-m", _AGENT, str(folder.path), str(number)],
+        env=environment,
+        cwd=str(folder.path),
+        batch_job=number,
+    )
 
 
 def _submitted(command: Sequence[str]) -> int:

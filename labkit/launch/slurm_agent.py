@@ -12,8 +12,8 @@ import time
 from typing import Any, NoReturn
 
 from labkit.launch.slurm_client import ENDED, cancel, job_of
-from labkit.record.events import Writer
 from labkit.record.folder import RunFolder
+from labkit.record.writer import Writer
 
 _FIRST, _MOST, _GROWTH = 1.0, 10.0, 1.2  # seconds between two questions: few for the controller of a long job
 

@@ -8,12 +8,14 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+
+from msgspec.structs import replace
 
 from labkit.common.processes import end, of_folder
 from labkit.launch import report, watchdog
 from labkit.launch.warm.client import Cold, Consent, Started, consent
 from labkit.plan.spec import Spec
+from labkit.record.documents import LaunchPlan
 from labkit.record.folder import RunFolder
 
 _START_LIMIT = 30.0  # seconds until the supervisor must have written its first status; usually it takes 0.1 s
@@ -24,20 +26,18 @@ class LaunchError(RuntimeError):
     """A run could not be started, or cannot be stopped from here; the message is one sentence with the reason."""
 
 
-def warm_or_cold(spec: Spec, plan: dict[str, Any], cold: bool) -> Consent | Cold:
+def warm_or_cold(spec: Spec, plan: LaunchPlan, cold: bool) -> Consent | Cold:
     """Asks the warm server whether it can start this run."""
     if cold:
         return Cold()
     folders = (
-        {plan["cwd"]}
-        if spec.script is None or spec.as_module
-        else {plan["cwd"], str(Path(spec.script).resolve().parent)}
+        {plan.cwd} if spec.script is None or spec.as_module else {plan.cwd, str(Path(spec.script).resolve().parent)}
     )
-    return consent(os.environ | plan["env"], sorted(folders))
+    return consent(os.environ | plan.env, sorted(folders))
 
 
 def start_supervisor(
-    folder: RunFolder, plan: dict[str, Any], asked: float, stdin: int | None, start: Consent | Cold
+    folder: RunFolder, plan: LaunchPlan, asked: float, stdin: int | None, start: Consent | Cold
 ) -> None:
     """Starts the supervisor in its own session and waits for its first status, which replaces that of a former one; the
     lifeline stays open while this process lives. Raises `LaunchError` if it does not start.
@@ -46,8 +46,8 @@ def start_supervisor(
     killed, and from then on if the supervisor is.
     """
     before = _written(folder)
-    shell, pipe = watchdog.start(folder, os.environ | plan["env"])
-    lifeline = (os.open(os.devnull, os.O_RDONLY), None) if plan["detached"] else os.pipe()
+    shell, pipe = watchdog.start(folder, os.environ | plan.env)
+    lifeline = (os.open(os.devnull, os.O_RDONLY), None) if plan.detached else os.pipe()
     _held.update(file for file in (pipe, lifeline[1]) if file is not None)
     try:
         try:
@@ -89,20 +89,20 @@ def _written(folder: RunFolder) -> int | None:
 
 
 def _launch(
-    folder: RunFolder, plan: dict[str, Any], asked: float, files: list[int], start: Consent | Cold
+    folder: RunFolder, plan: LaunchPlan, asked: float, files: list[int], start: Consent | Cold
 ) -> Started | subprocess.Popen:
     """Writes the plan and starts the supervisor; `files` are its standard input, its log, the pipe of its watchdog, and
     the run's standard input, if any.
     """
-    environment = os.environ | plan["env"]
+    environment = os.environ | plan.env
     if isinstance(start, Consent):
-        RunFolder.write_json(folder.plan, plan | {"start": "warm", "cold_because": ""})
+        RunFolder.write_json(folder.launch, replace(plan, start="warm", cold_because=""))
         started = start.start(folder.path, asked, environment, files)
         if isinstance(started, Started):
             return started
         end(lambda: of_folder(folder.path), grace=0.0)  # it may have started without being able to answer
         start = started
-    RunFolder.write_json(folder.plan, plan | {"start": "cold", "cold_because": start.reason})
+    RunFolder.write_json(folder.launch, replace(plan, start="cold", cold_because=start.reason))
     stdin, log, *passed = files
     passed = [os.dup(file) for file in passed]  # not 0, which is the lifeline
     try:

@@ -21,6 +21,7 @@ from labkit.launch.leases import Lease, LeaseError
 from labkit.launch.remains import create_temporary
 from labkit.launch.watchdog import release
 from labkit.probe import lifetime
+from labkit.record.documents import LaunchPlan
 from labkit.record.folder import RunFolder
 
 
@@ -34,7 +35,7 @@ def main(
     signals = _wake_on_signals()
     lifetime.adopt_orphans()
     folder = RunFolder(run_dir)
-    plan = RunFolder.read_json(folder.plan)
+    plan = folder.read_launch()
     try:
         lease = _lease(plan, folder)
         if lease is not None and not lease.take():
@@ -89,17 +90,15 @@ def _wake_on_signals() -> int:
     return read
 
 
-def _lease(plan: dict[str, Any], folder: RunFolder) -> Lease | None:
+def _lease(plan: LaunchPlan, folder: RunFolder) -> Lease | None:
     """The lease of the devices that the plan names; the kernel ends it with this process."""
-    wanted = plan.get("lease")
-    return Lease(folder.name, wanted["kind"], wanted["wanted"], wanted["pool"]) if wanted else None
+    wanted = plan.lease
+    return Lease(folder.name, wanted.kind, wanted.wanted, wanted.pool) if wanted else None
 
 
-def _start(popen: Callable[..., Any], plan: dict[str, Any], folder: RunFolder, stdin: int) -> Any:
+def _start(popen: Callable[..., Any], plan: LaunchPlan, folder: RunFolder, stdin: int) -> Any:
     with open(folder.launcher_log, "ab") as log:
-        return popen(
-            plan["argv"], cwd=plan["cwd"], stdin=stdin, stdout=log, stderr=log, preexec_fn=_bind_to_this_process()
-        )
+        return popen(plan.argv, cwd=plan.cwd, stdin=stdin, stdout=log, stderr=log, preexec_fn=_bind_to_this_process())
 
 
 def _bind_to_this_process() -> Callable[[], None]:

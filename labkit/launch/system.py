@@ -11,10 +11,9 @@ from typing import Any
 import psutil
 
 from labkit.launch.silence import Silence
-from labkit.record.appender import FULL
-from labkit.record.events import Writer
 from labkit.record.folder import RunFolder
-from labkit.setup.machine import Machine
+from labkit.record.writer import FULL, Writer
+from labkit.setup.machine import Gpu, Machine
 
 INTERVAL = 0.2  # seconds between two samples at first
 _SPREAD = 3000  # approximate number of samples of a run of any length; more if `_RAREST` limits the interval
@@ -105,11 +104,17 @@ class Gpus:
 
             self._nvml = pynvml
             pynvml.nvmlInit()
-            self._handles = [pynvml.nvmlDeviceGetHandleByIndex(gpu.index) for gpu in gpus]
+            self._handles = [self._ask(self._handle, gpu) for gpu in gpus]
 
     def sample(self) -> list[dict[str, Any]]:
         """One entry per GPU; None for values that a device does not report."""
         return [{"index": index, **self._row(handle)} for index, handle in enumerate(self._handles)]
+
+    def _handle(self, gpu: Gpu) -> Any:
+        """A MIG device has no index."""
+        if gpu.index < 0:
+            return self._nvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
+        return self._nvml.nvmlDeviceGetHandleByIndex(gpu.index)
 
     def _row(self, handle: Any) -> dict[str, Any]:
         memory = self._ask(self._nvml.nvmlDeviceGetMemoryInfo, handle)
@@ -122,9 +127,10 @@ class Gpus:
             "power": milliwatts and milliwatts / 1000,
         }
 
-    def _ask(self, question: Callable[[Any], Any], handle: Any) -> Any:
+    def _ask(self, question: Callable[[Any], Any], about: Any) -> Any:
+        """The answer of NVML; None if there is none, or nothing to ask about."""
         try:
-            return question(handle)
+            return None if about is None else question(about)
         except self._nvml.NVMLError:
             return None
 

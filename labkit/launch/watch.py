@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
+from msgspec.structs import replace
 
 from labkit.common.processes import TAG, here, identity, is_stopped, members, reap, send
 from labkit.launch import local, report
@@ -22,10 +23,10 @@ from labkit.launch.remains import end_all
 from labkit.launch.system import Sampler
 from labkit.probe import lifetime
 from labkit.record import clock
-from labkit.record.appender import FULL
-from labkit.record.documents import Unreadable
+from labkit.record.documents import LaunchPlan, Status, Unreadable, Who
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
+from labkit.record.writer import FULL
 
 STOP_GRACE = 2.0  # seconds between SIGTERM and SIGKILL when the run is stopped
 END_GRACE = 1.0  # the same for processes that remain after a run ended by itself
@@ -43,39 +44,34 @@ class Watch:
     """Monitors one run from its start to its final status. `signals` is a pipe on which signal numbers arrive as
     bytes."""
 
-    def __init__(self, folder: RunFolder, plan: dict[str, Any], agent: subprocess.Popen, started: float, signals: int):
+    def __init__(self, folder: RunFolder, plan: LaunchPlan, agent: subprocess.Popen, started: float, signals: int):
         self._folder = folder
         self._anchor = Anchor(folder)
         self._began = clock.now()
         self._tag = os.environ[TAG]
         self._agent = agent
         self._signals = signals
-        self._limit = plan.get("limit")
-        self._detached = bool(plan.get("detached"))
+        self._limit = plan.limit
+        self._detached = bool(plan.detached)
         self._follower = Follower(folder)
         self._pids: dict[int, int] = {}
         self._known: set[int] = set()  # pids of the processes that were terminated
-        self._engine, self._endpoint = plan["engine"], plan.get("endpoint")
+        self._engine, self._endpoint = plan.engine, plan.endpoint
         self._sampler = Sampler(folder, self._pids)
         self._killed_before = out_of_memory_kills()
-        self._status = {
-            "v": 1,
-            "state": "starting",
-            "started": started,
-            "ended": None,
-            "supervisor": identity() | here(),
-            "agent": identity(agent.pid),
-            "agent_began": lifetime.began(agent.pid),
-            "ranks": {},
-            "exit_code": None,
-            "failures": {},
-            "restarts": 0,
-            "detached": self._detached,
-            "start": plan["start"],
-            "cold_because": plan["cold_because"],
-            "message": "",
-            "ranks_here": plan.get("ranks_here"),
-        }
+        self._status = Status(
+            "starting",
+            v=1,
+            started=started,
+            supervisor=Who(**identity(), **here()),
+            agent=Who(**identity(agent.pid)),
+            agent_began=lifetime.began(agent.pid),
+            ranks={},
+            detached=self._detached,
+            start=plan.start,
+            cold_because=plan.cold_because,
+            ranks_here=plan.ranks_here,
+        )
 
     def run(self) -> None:
         """Returns when all processes of the run have ended and summary and final status are written."""
@@ -113,7 +109,7 @@ class Watch:
             self._follow()
             if self._sampler.disk_full:
                 self._note_disk_full()
-            ready, _, _ = select.select(wanted, [], [], 1.0 if self._status["state"] == "running" else 0.1)
+            ready, _, _ = select.select(wanted, [], [], 1.0 if self._status.state == "running" else 0.1)
             if _LIFELINE in ready and not os.read(_LIFELINE, 1):
                 return _Reason("stopped", "the process that started it has ended")
             if self._signals in ready and {signal.SIGTERM, signal.SIGINT} & set(os.read(self._signals, 64)):
@@ -127,12 +123,11 @@ class Watch:
         state = self._follower.state
         pids = {number: rank.pid for number, rank in sorted(state.ranks.items()) if rank.pid}
         restarts = max((rank.attempt for rank in state.ranks.values()), default=0)
-        if pids != self._pids or restarts != self._status["restarts"]:
+        if pids != self._pids or restarts != self._status.restarts:
             self._pids.update(pids)
-            expected = self._status["ranks_here"] or state.world_size
+            expected = self._status.ranks_here or state.world_size
             everyone = len(pids) >= expected and all(rank.attempt == restarts for rank in state.ranks.values())
-            named = {str(number): pid for number, pid in pids.items()}
-            self._write(ranks=named, state="running" if everyone else "starting", restarts=restarts)
+            self._write(ranks=pids, state="running" if everyone else "starting", restarts=restarts)
 
     def _stop(self, reason: _Reason) -> None:
         self._write(state="stopping", message=reason.message)
@@ -157,29 +152,29 @@ class Watch:
         self._read()
         conclude(self._folder, self._follower.state, self._final(reason, exit_code, left))
 
-    def _final(self, reason: _Reason | None, exit_code: int | None, left: list[psutil.Process]) -> dict[str, Any]:
+    def _final(self, reason: _Reason | None, exit_code: int | None, left: list[psutil.Process]) -> Status:
         """The final status."""
         state = self._follower.state
         restarts = max((rank.attempt for rank in state.ranks.values()), default=0)
-        final = self._status | {"exit_code": exit_code, "ended": clock.now(), "restarts": restarts}
+        final = replace(self._status, exit_code=exit_code, ended=clock.now(), restarts=restarts)
         messages = [DISK_FULL] if self._sampler.disk_full else []
         messages += [reason.message] if reason is not None else []
         if left:
             pids = ", ".join(str(process.pid) for process in left)
             messages.append(f"process {pids} cannot be killed: it is blocked in the kernel or belongs to another user")
-        final["message"] = "; ".join(messages)
+        final.message = "; ".join(messages)
         if all(number in state.ranks and state.ranks[number].exit_code == 0 for number in range(state.world_size)):
-            final["state"] = "finished"  # a rank may be killed during shutdown, after the training has finished
+            final.state = "finished"  # a rank may be killed during shutdown, after the training has finished
         elif reason is not None:
-            final["state"] = reason.state
+            final.state = reason.state
         elif exit_code == 0:
-            final["state"] = "finished"
+            final.state = "finished"
         else:
             killed, before = out_of_memory_kills(), self._killed_before
-            final |= {"state": "failed", "failures": report.failures(self._folder)}
-            final["oom_kills"] = killed - before if killed is not None and before is not None else None
-            if not final["failures"] and not final["message"]:
-                final["message"] = self._launcher_failure(exit_code)
+            final.state, final.failures = "failed", report.failures(self._folder)
+            final.oom_kills = killed - before if killed is not None and before is not None else None
+            if not final.failures and not final.message:
+                final.message = self._launcher_failure(exit_code)
         return final
 
     def _agent_exit_code(self) -> int | None:
@@ -199,7 +194,7 @@ class Watch:
 
     def _note_disk_full(self) -> None:
         """Adds the message to the status of the active run, once."""
-        if self._status["message"] != DISK_FULL:
+        if self._status.message != DISK_FULL:
             make_room(self._folder)
             self._write(message=DISK_FULL)
 
@@ -212,7 +207,7 @@ class Watch:
             self._write()
 
     def _write(self, **changes: Any) -> None:
-        self._status |= changes
+        self._status = replace(self._status, **changes)
         try:
             self._write_status()
         except OSError as error:

@@ -214,8 +214,14 @@ class Spec(Batches):
         several ranks, and with checkpoints that it writes itself."""
         known = {option.name for option in BASELINE.all_options + self.workload_row.options}
         options = {name: value for name, value in self.options.items() if name in known}
-        own = {"strategy": BASELINE.name, "nproc": BASELINE.default_nproc, "options": options}
-        return replace(self, **own, fault=None, checkpoint_async=False)
+        return replace(
+            self,
+            strategy=BASELINE.name,
+            nproc=BASELINE.default_nproc,
+            options=options,
+            fault=None,
+            checkpoint_async=False,
+        )
 
     # ---- on a machine
 

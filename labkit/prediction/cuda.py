@@ -8,28 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from labkit.plan.spec import Spec
+from msgspec.structs import replace
+
 from labkit.prediction.devices import BEFORE_HOPPER, Accelerator, Device, accelerator_of
-from labkit.record.types.prediction import AllocatorPeak, Called, Estimate, Plan, PredictedClass
+from labkit.record.documents import AllocatorPeak, Called, Estimate, Plan, PredictedClass
 from labkit.setup.machine import Machine
 
 _MIB = 1 << 20
 _CONNECTIONS = 2  # of a rank in a ring, each with a buffer per channel
 
 
-def on_gpus(plan: Plan, spec: Spec, machine: Device) -> Plan:
+def on_gpus(plan: Plan, machine: Device) -> Plan:
     """A plan of a trace with the peak of each rank on the GPUs of a machine, and what comes on top of it; any other
-    plan is returned unchanged. What is not a tensor of the step counts as `other`."""
+    plan stays as it is. What is not a tensor of the step counts as `other`."""
     accelerator = machine.accelerator or _here()
     workspace = accelerator.workspace if accelerator else BEFORE_HOPPER
-    parts = [_on_gpu(part, workspace) for part in plan["classes"]]
-    steps = {rank: part["step"] for part in parts if "allocator" in part for rank in part["ranks"]}
+    parts = [_on_gpu(part, workspace) for part in plan.classes]
+    steps = {rank: part.step for part in parts if part.allocator for rank in part.ranks}
     ranks = [
-        one | {"peak_memory_bytes": step["peak"], "at_peak": step["at_peak"]} if step else one
-        for one in plan["ranks"]
-        for step in (steps.get(one["rank"]),)
+        replace(one, peak_memory_bytes=steps[one.rank].peak, at_peak=steps[one.rank].at_peak)
+        if one.rank in steps
+        else one
+        for one in plan.ranks
     ]
-    return {**plan, "ranks": ranks, "classes": parts}
+    return replace(plan, ranks=ranks, classes=parts)
 
 
 def _here() -> Accelerator | None:
@@ -38,47 +40,44 @@ def _here() -> Accelerator | None:
 
 
 def _on_gpu(part: PredictedClass, workspace: int) -> PredictedClass:
-    found = next((one for one in part.get("allocator", ()) if one["workspace"] == workspace), None)
+    found = next((one for one in part.allocator if one.workspace == workspace), None)
     if found is None:
         return part
-    step = part["step"]
-    more = found["allocated"] - step["peak"]
-    owners = step["owners"] | {"other": [size + more for size in step["owners"]["other"]]}
-    at_peak = step["at_peak"] | {"other": step["at_peak"]["other"] + more}
-    return {
-        **part,
-        "step": {**step, "owners": owners, "at_peak": at_peak, "peak": found["allocated"]},
-        "estimates": estimates(part["calls"], found),
-    }
+    step = part.step
+    more = found.allocated - step.peak
+    owners = {**step.owners, "other": [size + more for size in step.owners["other"]]}
+    at_peak = {**step.at_peak, "other": step.at_peak["other"] + more}
+    step = replace(step, owners=owners, at_peak=at_peak, peak=found.allocated)
+    return replace(part, step=step, estimates=estimates(part.calls, found))
 
 
 def estimates(calls: Iterable[Called], allocator: AllocatorPeak) -> list[Estimate]:
     """The estimates for a rank with these collectives."""
     groups = len({ranks for _, _, ranks in calls if ranks > 1})
-    found: list[Estimate] = [
-        {
-            "name": "CUDA context and kernels",
-            "low": 287_047_680,
-            "high": 666_632_192,
-            "source": "PyTorch pull request 86509, a process with one tensor: kernels loaded lazily, and all at once",
-        },
+    found = [
+        Estimate(
+            "CUDA context and kernels",
+            low=287_047_680,
+            high=666_632_192,
+            source="PyTorch pull request 86509, a process with one tensor: kernels loaded lazily, and all at once",
+        ),
     ]
     if groups:
         found.append(
-            {
-                "name": "NCCL buffers",
-                "low": groups * 2 * _CONNECTIONS * 4 * _MIB,
-                "high": groups * 32 * _CONNECTIONS * 10 * _MIB,
-                "source": "2 to 32 channels, two connections each; NCCL_BUFFSIZE of 4 MiB (NCCL's documentation) to"
+            Estimate(
+                "NCCL buffers",
+                low=groups * 2 * _CONNECTIONS * 4 * _MIB,
+                high=groups * 32 * _CONNECTIONS * 10 * _MIB,
+                source="2 to 32 channels, two connections each; NCCL_BUFFSIZE of 4 MiB (NCCL's documentation) to"
                 " buffers of 10 MiB (NCCL issue 1685), for each size of a group",
-            }
+            )
         )
     found.append(
-        {
-            "name": "cached by the allocator",
-            "low": 0,
-            "high": allocator["reserved"] - allocator["allocated"],
-            "source": "a replay of PyTorch's caching allocator, which gives it back before it runs out of memory",
-        }
+        Estimate(
+            "cached by the allocator",
+            low=0,
+            high=allocator.reserved - allocator.allocated,
+            source="a replay of PyTorch's caching allocator, which gives it back before it runs out of memory",
+        )
     )
     return found

@@ -10,22 +10,21 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
-from typing_extensions import TypedDict
+from msgspec import Meta, Struct, to_builtins
 
 from labkit.analysis.metrics import median
 from labkit.common.atomic import write_atomically
 from labkit.common.cache import user_cache
 from labkit.prediction.collectives import ALGORITHMS, CommunicationModel, Duration, bus_factor
+from labkit.record.documents import decoded
+from labkit.record.events import parse
 from labkit.record.files import read_below
-from labkit.record.plain import parse
-from labkit.record.schema import Limits, record_of
-from labkit.record.shapes import Number, Text
 from labkit.setup.machine import Machine
 
 VERSION = 2
@@ -33,53 +32,21 @@ CALIBRATE = "labkit doctor --calibrate"
 _LIMIT = 1 << 20  # bytes of a file
 _IDLE = 1.5  # slowdown up to which the machine counts as idle
 
-_Seconds = Annotated[float, Number(1e-9, 1e6)]
-_Name = Annotated[str, Text(most=200)]
+_Seconds: TypeAlias = Annotated[float, Meta(ge=1e-9, le=1e6)]
+_Name: TypeAlias = Annotated[str, Meta(max_length=200)]
 
 
-class _Point(TypedDict):
-    """Repetitions of one operation on `size` bytes: the median of their seconds, and the quartiles; and single calls,
-    each after computing."""
-
-    size: Annotated[int, Number(1, 1 << 60, whole=True)]
-    seconds: _Seconds
-    low: _Seconds
-    high: _Seconds
-    repetitions: Annotated[int, Number(1, 1_000_000, whole=True)]
-    after_computing: Annotated[list[_Seconds], Limits(most=1000)]
-
-
-class _Table(TypedDict):
-    """One file: what was measured, where and when; operations that the backend does not support, with the reason."""
-
-    v: Annotated[int, Number(VERSION, VERSION, whole=True)]
-    machine: _Name
-    torch: _Name
-    backend: _Name
-    ranks: Annotated[int, Number(2, 65_536, whole=True)]
-    date: _Name
-    operations: dict[str, Annotated[list[_Point], Limits(most=1000, least=1)]]
-    missing: dict[str, _Name]
-    peaks: dict[str, Annotated[float, Number(1.0, 1e18)]]
-    kernels: dict[str, Annotated[float, Number(1e-12, 1e18)]]
-
-
-_SHAPE = record_of(_Table)
-_FIELDS = ("machine", "torch", "backend", "ranks", "date")
-
-
-@dataclass(frozen=True)
-class Point:
+class Point(Struct, frozen=True):
     """`repetitions` of an operation on `size` bytes: the median of their seconds, and the quartiles `low` and `high`.
     Of the ranks, the slowest counts. `after_computing` are the seconds of single calls, before each of which every rank
     computed, in order; empty for large sizes and on GPUs."""
 
-    size: int
-    seconds: float
-    low: float
-    high: float
-    repetitions: int
-    after_computing: tuple[float, ...] = ()
+    size: Annotated[int, Meta(ge=1, le=1 << 60)]
+    seconds: _Seconds
+    low: _Seconds
+    high: _Seconds
+    repetitions: Annotated[int, Meta(ge=1, le=1_000_000)]
+    after_computing: Annotated[tuple[_Seconds, ...], Meta(max_length=1000)] = ()
 
     @property
     def least(self) -> float:
@@ -88,23 +55,28 @@ class Point:
         return min(self.seconds, late[len(late) // 10]) if late else self.seconds
 
 
-@dataclass(frozen=True)
-class LinkTable:
-    """Seconds by operation and size for one number of ranks. `date` is in ISO 8601, in UTC; `points` are in order of
-    their size; `missing` gives the reason for each operation that could not be measured. `peaks` are the FLOP/s of
-    matrix products on each of these ranks, on CPUs, by precision; `kernels` are `copies`, the bytes per second that a
-    copy reads and writes, `launch`, the seconds of the shortest operation, and `slowdown`, by how much a rank computed
-    longer than if nothing but the ranks had used the cores."""
+class LinkTable(Struct, frozen=True, dict=True, rename={"points": "operations"}):
+    """Seconds by operation and size for one number of ranks, as stored in one file. `date` is in ISO 8601, in UTC;
+    `points` are in order of their size; `missing` gives the reason for each operation that could not be measured.
+    `peaks` are the FLOP/s of matrix products on each of these ranks, on CPUs, by precision; `kernels` are `copies`, the
+    bytes per second that a copy reads and writes, `launch`, the seconds of the shortest operation, and `slowdown`, by
+    how much a rank computed longer than if nothing but the ranks had used the cores."""
 
-    machine: str
-    torch: str
-    backend: str
-    ranks: int
-    date: str
-    points: Mapping[str, tuple[Point, ...]]
-    missing: Mapping[str, str]
-    peaks: Mapping[str, float] = field(default_factory=dict)
-    kernels: Mapping[str, float] = field(default_factory=dict)
+    machine: _Name
+    torch: _Name
+    backend: _Name
+    ranks: Annotated[int, Meta(ge=2, le=65_536)]
+    date: _Name
+    points: dict[str, Annotated[tuple[Point, ...], Meta(min_length=1, max_length=1000)]]
+    missing: dict[str, _Name]
+    peaks: dict[str, Annotated[float, Meta(ge=1.0, le=1e18)]] = {}
+    kernels: dict[str, Annotated[float, Meta(ge=1e-12, le=1e18)]] = {}
+    v: int = VERSION
+
+    def __post_init__(self) -> None:
+        for operation, points in self.points.items():
+            if any(point.size >= larger.size for point, larger in pairwise(points)):
+                raise ValueError(f"operations.{operation} must be in order of size, each size once")
 
     def seconds(self, operation: str, size: int) -> float:
         """Seconds for `size` bytes if nothing delays the call: interpolated between measured sizes, both on a
@@ -167,35 +139,16 @@ class LinkTable:
 
     def to_json(self) -> dict[str, Any]:
         """A dict of plain values, as stored."""
-        fields = {name: getattr(self, name) for name in _FIELDS}
-        operations = {
-            operation: [asdict(point) | {"after_computing": [*point.after_computing]} for point in points]
-            for operation, points in self.points.items()
-        }
-        return {
-            "v": VERSION,
-            **fields,
-            "operations": operations,
-            "missing": dict(self.missing),
-            "peaks": dict(self.peaks),
-            "kernels": dict(self.kernels),
-        }
+        values: dict[str, Any] = to_builtins(self)
+        return values
 
     @classmethod
     def from_json(cls, value: Any) -> LinkTable:
         """The table of a stored value; `ValueError`, one clause, if it is invalid."""
         if isinstance(value, dict) and value.get("v") != VERSION:
             raise ValueError("it was written by another version of labkit")
-        if not _SHAPE.check(value):
-            raise ValueError(_SHAPE.problem(value, ""))
-        fields = {name: value[name] for name in (*_FIELDS, "missing", "peaks", "kernels")}
-        points = {}
-        for operation, rows in value["operations"].items():
-            known = [Point(**{**row, "after_computing": tuple(row["after_computing"])}) for row in rows]
-            if any(one.size >= other.size for one, other in pairwise(known)):
-                raise ValueError(f"operations.{operation} must be in order of size, each size once")
-            points[operation] = tuple(known)
-        return cls(points=points, **fields)
+        table: LinkTable = decoded(value, cls)
+        return table
 
 
 class Measured(CommunicationModel):

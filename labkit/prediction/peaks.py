@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from labkit.plan.spec import Spec
 from labkit.prediction.devices import Accelerator, Device, accelerator_of
 from labkit.prediction.link_table import CALIBRATE, LinkTable, stored
-from labkit.record.types.prediction import Peak
+from labkit.record.documents import Peak
 from labkit.setup.machine import Machine
 
 
@@ -18,10 +18,10 @@ def peak_here(spec: Spec) -> Peak:
     if spec.device != "cuda":
         return _measured(spec, machine)
     if not machine.gpus:
-        return {"flops": None, "source": "this machine has no GPU; name one with --machine"}
+        return Peak(None, "this machine has no GPU; name one with --machine")
     name = machine.gpus[0].name
     found = accelerator_of(name)
-    return _published(spec, found) if found else {"flops": None, "source": f"no published peak of {name} is known here"}
+    return _published(spec, found) if found else Peak(None, f"no published peak of {name} is known here")
 
 
 def peak_of(spec: Spec, machine: Device) -> Peak:
@@ -33,8 +33,8 @@ def _published(spec: Spec, accelerator: Accelerator) -> Peak:
     flops = accelerator.flops.get(spec.precision or "")
     if flops is None:
         asked = f"no peak for {spec.precision}" if spec.precision else "no peak for a script of unknown precision"
-        return {"flops": None, "source": f"{accelerator.name} has {asked}, only for {', '.join(accelerator.flops)}"}
-    return {"flops": flops, "source": f"{accelerator.name}, {spec.precision}: {accelerator.sources['flops']}"}
+        return Peak(None, f"{accelerator.name} has {asked}, only for {', '.join(accelerator.flops)}")
+    return Peak(flops, f"{accelerator.name}, {spec.precision}: {accelerator.sources['flops']}")
 
 
 def _measured(spec: Spec, machine: Machine) -> Peak:
@@ -42,13 +42,10 @@ def _measured(spec: Spec, machine: Machine) -> Peak:
     precision, ranks = spec.precision or "fp32", spec.nproc or 1
     table = _nearest([one for one in stored(machine).tables if precision in one.peaks], ranks)
     if table is None:
-        return {
-            "flops": None,
-            "source": f"no peak of this CPU has been measured for {precision}; measure it with {CALIBRATE}",
-        }
+        return Peak(None, f"no peak of this CPU has been measured for {precision}; measure it with {CALIBRATE}")
     share = min(1.0, machine.cores / ranks) / min(1.0, machine.cores / table.ranks)
     how = f"matrix products in {precision} on one core per rank, {table.title}"
-    return {"flops": table.peaks[precision] * share, "source": how}
+    return Peak(table.peaks[precision] * share, how)
 
 
 def kernels_of(machine: Machine, ranks: int) -> LinkTable:

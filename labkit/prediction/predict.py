@@ -15,7 +15,9 @@ from contextlib import suppress
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+
+from msgspec.structs import replace
 
 from labkit.analysis.theory import states, theory
 from labkit.analysis.theory.states import six_nd
@@ -28,13 +30,24 @@ from labkit.prediction.devices import DEVICES, HERE, Device
 from labkit.prediction.fitting import with_fit
 from labkit.prediction.peaks import peak_of
 from labkit.prediction.tracer import TRACER, TraceFailed, never, traced
-from labkit.record.documents import Unreadable, read_document
+from labkit.record.documents import (
+    PLAN,
+    AllocatorPeak,
+    Called,
+    Method,
+    Plan,
+    PredictedClass,
+    PredictedRank,
+    PredictedStep,
+    SpecFields,
+    Unreadable,
+    decoded,
+    plain,
+    read_document,
+)
+from labkit.record.events import Operation, parse
 from labkit.record.files import read_below
-from labkit.record.plain import parse
-from labkit.record.ring import sent
-from labkit.record.types.documents import SpecFields
-from labkit.record.types.measured import Operation
-from labkit.record.types.prediction import VERSION, Called, Method, Plan, PredictedClass, PredictedRank
+from labkit.record.writer import sent
 
 Programs = Mapping[int, Sequence[Sequence[Any]]]  # by rank
 _KEPT = 200  # cached plans
@@ -75,7 +88,7 @@ def programs(spec: Spec, cancelled: Callable[[], bool] = never) -> Programs:
 
 def on(plan: Plan, spec: Spec, machine: Device) -> Plan:
     """A plan with what is known about the devices of a machine of the table."""
-    return with_fit(on_gpus({**plan, "peak": peak_of(spec, machine)}, spec, machine), spec, machine)
+    return with_fit(on_gpus(replace(plan, peak=peak_of(spec, machine)), machine), spec, machine)
 
 
 def _on_this_machine(plan: Plan, spec: Spec) -> Plan:
@@ -97,7 +110,7 @@ def _new(spec: Spec, cancelled: Callable[[], bool]) -> tuple[Plan, Programs]:
     with suppress(OSError):
         write_atomically(made(spec) / _WORK, json.dumps(work), private=True)
     keep(spec, plan, read)
-    return plan, {part["ranks"][0]: work[part["ranks"][0]] for part in plan["classes"]}
+    return plan, {part.ranks[0]: work[part.ranks[0]] for part in plan.classes}
 
 
 def cached(spec: Spec) -> Plan | None:
@@ -106,7 +119,7 @@ def cached(spec: Spec) -> Plan | None:
     folder = cache_folder(spec)
     with suppress(OSError, ValueError, Unreadable):
         if spec.strategy or _is_unchanged(json.loads((folder / _READ).read_text())):
-            known = cast(Plan, read_document(folder / "plan.json"))
+            known = read_document(folder / "plan.json", Plan)
             return _on_this_machine(known, spec) if known else None
     return None
 
@@ -117,30 +130,27 @@ def _of_traces(spec: Spec, groups: Sequence[list[int]], traces: dict[int, dict[s
     traced_share = spec.processes / (spec.nproc or 1) if spec.device == "cuda" else 1  # one device of a process
     for ranks in groups:
         trace = traces[ranks[0]]
-        step, calls = trace["step"], _executed(trace["calls"], spec.device != "cuda")
+        step, calls = decoded(trace["step"], PredictedStep), _executed(trace["calls"], spec.device != "cuda")
         ops = _by_operation(calls)
-        parts.append({"ranks": ranks, "step": step, "ops": ops, "calls": calls})
-        if spec.device == "cuda":
-            parts[-1]["allocator"] = trace["allocator"]
+        allocator = [decoded(one, AllocatorPeak) for one in trace["allocator"]]
+        parts.append(PredictedClass(ranks, step, ops, calls, allocator=allocator))
         for rank in ranks:
-            found[rank] = {
-                "rank": rank,
-                "like": ranks[0],
-                "peak_memory_bytes": step["peak"],
-                "at_peak": step["at_peak"],
-                "phase_at_peak": trace["phase_at_peak"],
-                "memory_bytes": trace["owners"],
-                "comm_bytes_per_step": round(sum(one["sent"] for one in ops.values())),
-                "flops": trace["flops"] / traced_share,
-                "recomputed_flops": trace["recomputed_flops"] / traced_share,
-            }
+            found[rank] = PredictedRank(
+                rank=rank,
+                like=ranks[0],
+                peak_memory_bytes=step.peak,
+                at_peak=step.at_peak,
+                phase_at_peak=trace["phase_at_peak"],
+                memory_bytes=trace["owners"],
+                comm_bytes_per_step=round(sum(operation.sent for operation in ops.values())),
+                flops=trace["flops"] / traced_share,
+                recomputed_flops=trace["recomputed_flops"] / traced_share,
+            )
     plan = _plan(spec, "simulated", [found[rank] for rank in sorted(found)], parts)
-    plan["model_flops"] = _model_flops(spec, plan["ranks"], traces)
-    estimate = six_nd(spec)
-    if estimate is not None:
-        plan["six_nd"] = estimate
-    early = next((trace["ended"] for trace in traces.values() if trace.get("ended")), "")
-    return {**plan, "reason": early} if early else plan
+    plan.model_flops = _model_flops(spec, plan.ranks, traces)
+    plan.six_nd = six_nd(spec)
+    plan.reason = next((trace["ended"] for trace in traces.values() if trace.get("ended")), "")
+    return plan
 
 
 def _model_flops(spec: Spec, ranks: Sequence[PredictedRank], traces: Mapping[int, Mapping[str, Any]]) -> float:
@@ -148,37 +158,29 @@ def _model_flops(spec: Spec, ranks: Sequence[PredictedRank], traces: Mapping[int
     each = next((trace["flops_of_a_sample"] for trace in traces.values() if "flops_of_a_sample" in trace), None)
     if each is not None:
         return float(each * spec.global_batch)
-    return sum(rank["flops"] - rank["recomputed_flops"] for rank in ranks)
+    return sum((rank.flops or 0) - (rank.recomputed_flops or 0) for rank in ranks)
 
 
 def _by_formula(spec: Spec, reason: str) -> Plan:
     held, flows = states(spec), theory(spec)
     each = None if flows is None else round(sum(flow.theory for flow in flows) / spec.processes)
-    ranks: list[PredictedRank] = [
-        {
-            "rank": rank,
-            "like": rank,
-            "peak_memory_bytes": None,
-            "at_peak": {},
-            "phase_at_peak": "",
-            "memory_bytes": {name: round(size) for name, size in vars(held[rank]).items()} if held else {},
-            "comm_bytes_per_step": each,
-        }
+    ranks = [
+        PredictedRank(
+            rank=rank,
+            like=rank,
+            peak_memory_bytes=None,
+            at_peak={},
+            phase_at_peak="",
+            memory_bytes={name: round(size) for name, size in vars(held[rank]).items()} if held else {},
+            comm_bytes_per_step=each,
+        )
         for rank in range(spec.processes)
     ]
-    return {**_plan(spec, "formula", ranks, []), "reason": reason}
+    return replace(_plan(spec, "formula", ranks, []), reason=reason)
 
 
 def _plan(spec: Spec, method: Method, ranks: list[PredictedRank], parts: list[PredictedClass]) -> Plan:
-    asked = cast(SpecFields, spec.to_json())
-    return {
-        "v": VERSION,
-        "spec": asked,
-        "torch": metadata.version("torch"),
-        "method": method,
-        "ranks": ranks,
-        "classes": parts,
-    }
+    return Plan(SpecFields.of(spec), method, ranks, parts, v=PLAN, torch=metadata.version("torch"))
 
 
 def _executed(calls: Sequence[Sequence[Any]], on_gloo: bool) -> list[Called]:
@@ -197,10 +199,10 @@ def _by_operation(calls: Sequence[Called]) -> dict[str, Operation]:
     ops: dict[str, Operation] = {}
     for op, size, ranks in calls:
         if op != "recv":
-            one = ops.setdefault(op, {"calls": 0, "bytes": 0, "sent": 0.0})
-            one["calls"] += 1
-            one["bytes"] += size
-            one["sent"] += sent(op, size, ranks)
+            operation = ops.setdefault(op, Operation(calls=0, bytes=0, sent=0.0))
+            operation.calls += 1
+            operation.bytes += size
+            operation.sent += sent(op, size, ranks)
     return ops
 
 
@@ -214,7 +216,7 @@ def keep(spec: Spec, plan: Plan, read: Iterable[str] = ()) -> None:
         if spec.strategy is None:
             states = {path: _state(path) for path in read}
             write_atomically(folder / _READ, json.dumps(states), private=True)
-        write_atomically(folder / "plan.json", json.dumps(plan), private=True)
+        write_atomically(folder / "plan.json", json.dumps(plain(plan)), private=True)
         same = folder.parent.glob("?" * len(folder.name))  # nothing else that may be there
         for old in sorted(same, key=lambda path: path.stat().st_mtime)[:-_KEPT]:
             shutil.rmtree(old, ignore_errors=True)

@@ -25,9 +25,12 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from labkit.prediction.collectives import CommunicationModel
 from labkit.prediction.links import time_among
-from labkit.record.types.prediction import PredictedTimeline
+from labkit.record.documents import PredictedTimeline
+from labkit.record.events import Call
 
 STEPS = 64  # in which delays occur about as often as they were measured
 _MESSAGES = ("send", "recv")
@@ -163,7 +166,7 @@ class _Simulation:
     def _typical(self) -> dict[int, PredictedTimeline]:
         """The repetition in which the first rank takes its median time, with the quartiles of all."""
         first = next(iter(self._steps.values()))[1:]
-        order = sorted(range(len(first)), key=lambda index: first[index]["seconds"])
+        order = sorted(range(len(first)), key=lambda index: first[index].seconds)
         chosen = 1 + order[len(order) // 2]
         return {number: _with_quartiles(steps[1:], steps[chosen]) for number, steps in self._steps.items()}
 
@@ -272,8 +275,8 @@ def _less(seconds: float, passed: float) -> float:
 
 
 def _with_quartiles(steps: Sequence[PredictedTimeline], chosen: PredictedTimeline) -> PredictedTimeline:
-    ordered = sorted(one["seconds"] for one in steps)
-    return {**chosen, "low": ordered[len(ordered) // 4], "high": ordered[-1 - len(ordered) // 4]}
+    ordered = sorted(step.seconds for step in steps)
+    return replace(chosen, low=ordered[len(ordered) // 4], high=ordered[-1 - len(ordered) // 4])
 
 
 def _timeline(rank: _Rank, number: int, end: float) -> PredictedTimeline:
@@ -293,7 +296,7 @@ def _timeline(rank: _Rank, number: int, end: float) -> PredictedTimeline:
         else:
             busy.append((start, stop))
     comm = [
-        (op, one.started[number] - rank.began, min(one.end, end) - rank.began, one.bytes)
+        Call(op, one.started[number] - rank.began, min(one.end, end) - rank.began, one.bytes)
         for op, one in rank.own.values()
     ]
-    return {"seconds": end - rank.began, "phases": phases, "comm": comm, "busy": busy, "exposed": dict(exposed)}
+    return PredictedTimeline(end - rank.began, phases, comm, busy, dict(exposed))

@@ -7,12 +7,14 @@ links.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from labkit.analysis.metrics import throughput_of_median_steps
 from labkit.common.atomic import write_atomically
@@ -27,9 +29,9 @@ from labkit.prediction.predict import Programs, cache_folder, keep, made, on, pr
 from labkit.prediction.roofline import Roofline, of_accelerator, of_cores, with_seconds
 from labkit.prediction.simulation import STEPS, moved, program_of, simulate
 from labkit.prediction.tracer import computed, never
+from labkit.record.documents import Plan, PredictedTime, PredictedTimeline
+from labkit.record.events import parse
 from labkit.record.files import read_below
-from labkit.record.plain import parse
-from labkit.record.types.prediction import Plan, PredictedClass, PredictedTime, PredictedTimeline
 from labkit.setup.machine import Machine
 
 # The script that is measured trains only, for more steps than are needed.
@@ -75,9 +77,9 @@ def timed(spec: Spec, plan: Plan, cancelled: Callable[[], bool] = never) -> Plan
 
 
 def _bounds(step: PredictedTimeline, error: float) -> tuple[float, float]:
-    seconds = step["seconds"]
-    own = math.hypot(error * sum(step["exposed"].values()), ERROR * seconds)
-    low, high = (math.hypot(own, step[side] - seconds) for side in ("low", "high"))
+    seconds = step.seconds
+    own = math.hypot(error * sum(step.exposed.values()), ERROR * seconds)
+    low, high = (math.hypot(own, (seconds if end is None else end) - seconds) for end in (step.low, step.high))
     return max(0.0, seconds - low), seconds + high
 
 
@@ -98,7 +100,7 @@ def modelled(spec: Spec, plan: Plan, machine: Device, cancelled: Callable[[], bo
     try:
         return _modelled(spec, plan, rooflines, links, None, machine.title, cancelled)
     except LookupError as error:
-        return {**plan, "untimed": f"there is no time of a step: {error}"}
+        return replace(plan, untimed=f"there is no time of a step: {error}")
 
 
 def _modelled(
@@ -113,20 +115,21 @@ def _modelled(
     """`rooflines` are in the order of `_SHARES`."""
     if spec.options.get("cpu_offload"):
         raise LookupError("it is not modelled with cpu_offload, which computes on CPUs, too")
-    if plan["method"] != "simulated":
-        raise LookupError(f"it needs a trace, and {plan.get('reason', 'there is none')}")
+    if plan.method != "simulated":
+        raise LookupError(f"it needs a trace, and {plan.reason or 'there is none'}")
     if spec.processes < (spec.nproc or 1):
         raise LookupError("it is not modelled for several devices in one process")
-    groups, work = [part["ranks"] for part in plan["classes"]], programs(spec, cancelled)
+    groups, work = [part.ranks for part in plan.classes], programs(spec, cancelled)
     middle, fast, slow = (
         _simulated(groups, {rank: with_seconds(items, one) for rank, items in work.items()}, links, cores, _ALIKE)
         for one in rooflines
     )
     for first, timeline in middle.items():
-        timeline["low"], timeline["high"] = fast[first]["seconds"], slow[first]["seconds"]
+        timeline.low, timeline.high = fast[first].seconds, slow[first].seconds
     low, high = (max(map(_seconds, steps.values())) for steps in (fast, slow))
     found = _with_time(spec, plan, middle, (low, high), title)
-    found["time"]["modelled"] = True
+    assert found.time, "it was just added"
+    found.time.modelled = True
     return found
 
 
@@ -151,15 +154,15 @@ def _with_time(
     spec: Spec, plan: Plan, steps: Mapping[int, PredictedTimeline], bounds: tuple[float, float], links: str
 ) -> Plan:
     seconds = max(map(_seconds, steps.values()))
-    time: PredictedTime = {"seconds": seconds, "low": bounds[0], "high": bounds[1], "links": links}
+    time = PredictedTime(seconds, links, low=bounds[0], high=bounds[1])
     if spec.strategy:
-        time["samples_per_second"] = throughput_of_median_steps(spec.global_batch, [seconds]) or 0.0
-    parts: list[PredictedClass] = [{**part, "timeline": steps[part["ranks"][0]]} for part in plan["classes"]]
-    return {**plan, "classes": parts, "time": time}
+        time.samples_per_second = throughput_of_median_steps(spec.global_batch, [seconds]) or 0.0
+    parts = [replace(part, timeline=steps[part.ranks[0]]) for part in plan.classes]
+    return replace(plan, classes=parts, time=time)
 
 
 def _seconds(timeline: PredictedTimeline) -> float:
-    return timeline["seconds"]
+    return timeline.seconds
 
 
 def _programs(spec: Spec, ranks: Sequence[int], machine: Machine, cancelled: Callable[[], bool]) -> Programs:
@@ -173,7 +176,7 @@ def _programs(spec: Spec, ranks: Sequence[int], machine: Machine, cancelled: Cal
     together = max(min(spec.processes, machine.cores), len(ranks))
     repeated = [ranks[index % len(ranks)] for index in range(together)]
     options = {**spec.options, "warmup_steps": 0}  # which may be longer than what is measured
-    found = computed(replace(spec, **_MEASURED, options=options), repeated, cancelled)
+    found = computed(dataclasses.replace(spec, **_MEASURED, options=options), repeated, cancelled)
     with suppress(OSError):
         made(spec)
         write_atomically(place, json.dumps({"state": state, "programs": found}), private=True)

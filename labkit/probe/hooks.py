@@ -37,7 +37,7 @@ from labkit.probe.threads import is_foreign
 from labkit.probe.torch_private import NEXT_BATCH, TENSOR_VERSION
 from labkit.probe.traffic import TrafficWatch
 from labkit.probe.untraced import compiling, skip_frames
-from labkit.record.events import REPORT
+from labkit.record.writer import REPORT
 
 
 def install(journal: Journal, patches: Patches, run: str, sample_every: int) -> StepWatch:

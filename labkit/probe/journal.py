@@ -12,9 +12,8 @@ from typing import Any
 from labkit.probe.parts import MissingName
 from labkit.probe.untraced import untraced
 from labkit.record import clock
-from labkit.record.appender import FULL, Reserve
-from labkit.record.events import Writer
 from labkit.record.stacks import MESSAGE_LIMIT, clipped
+from labkit.record.writer import FULL, Reserve, Writer
 
 _BUDGET = 4 << 20  # bytes after which periodic events become half as frequent
 _MOST_DOUBLINGS = 30

@@ -63,6 +63,7 @@ class Observations:
             "not_finite": 1,
         }
         self._models_left, self._input_step = _MODELS, 0
+        self._copies: list[tuple[int, Any, list[torch.Tensor]]] = []  # of inputs on GPUs: step, end of the copy, rows
         self._stepped: set[int] = set()
         self._samplers: dict[int, int] = {}
         patches.wrap("data loaders", "torch.utils.data.DataLoader.__iter__", self._before(self._loader))
@@ -101,18 +102,39 @@ class Observations:
         """A model was called in training; only the first call of a step counts, for example a pipeline's first
         micro-batch.
         """
+        if self._copies:
+            self._read_copies()
         step = self._step() + 1
-        if self._left["input"] and step != self._input_step:
+        if self._left["input"] > len(self._copies) and step != self._input_step:
             self._input_step = step
             tensors = list(tensors_in(values))
-            if any(tensor.requires_grad for tensor in tensors):
-                self._record("input", step=step, digest=None)
-            elif digest := _digest(tensors):
-                self._record("input", step=step, digest=digest)
+            rows = [] if any(tensor.requires_grad for tensor in tensors) else _first_rows(tensors)
+            if any(one.is_cuda for one in rows):
+                self._copy(step, rows)
+            elif rows or any(tensor.requires_grad for tensor in tensors):
+                self._record("input", step=step, digest=_digest_of(rows) if rows else None)
+
+    def _copy(self, step: int, rows: list[torch.Tensor]) -> None:
+        """Starts to copy rows to the CPU; they are read in a later step, so that nothing waits for the GPU."""
+        device = next(one.device for one in rows if one.is_cuda)
+        copies = [
+            torch.empty(one.shape, dtype=one.dtype, pin_memory=True).copy_(one, non_blocking=True) for one in rows
+        ]
+        with torch.cuda.device(device):
+            over = torch.cuda.Event()
+            over.record()
+        self._copies.append((step, over, copies))
+
+    def _read_copies(self) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            return  # nothing may be asked now
+        while self._copies and self._copies[0][1].query():
+            step, _, copies = self._copies.pop(0)
+            self._record("input", step=step, digest=_digest_of(copies))
 
     def _digest(self, values: Any) -> None:
-        if digest := _digest(tensor for tensor in tensors_in(values) if tensor.device.type == "cpu"):
-            self._record("batch", step=self._step() + 1, digest=digest)
+        if rows := _first_rows(tensor for tensor in tensors_in(values) if tensor.device.type == "cpu"):
+            self._record("batch", step=self._step() + 1, digest=_digest_of(rows))
 
     def _record(self, what: str, **fields: Any) -> None:
         if self._left[what]:
@@ -172,21 +194,23 @@ class Observations:
         return save
 
 
-def _digest(tensors: Iterable[torch.Tensor]) -> str | None:
-    """A digest of the first rows of tensors; synchronizes if they are on a GPU. None if nothing can be read."""
-    digest, read = hashlib.blake2b(digest_size=8), 0
+def _first_rows(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The first rows of the tensors that can be read."""
+    found = []
     for tensor in tensors:
-        if (
-            type(tensor) is torch.Tensor
-            and tensor.device.type in ("cpu", "cuda")
-            and tensor.numel()
-            and not _captured(tensor)
-        ):
+        is_plain = type(tensor) is torch.Tensor and tensor.device.type in ("cpu", "cuda")
+        if is_plain and tensor.numel() and not _captured(tensor):
             rows = tensor.detach()[:_ROWS] if tensor.dim() else tensor.detach().reshape(1)
-            data = rows.contiguous().cpu().view(torch.uint8).numpy().tobytes()[:_DIGESTED]
-            digest.update(data)
-            read += len(data)
-    return digest.hexdigest() if read else None
+            found.append(rows.contiguous())
+    return found
+
+
+def _digest_of(rows: Iterable[torch.Tensor]) -> str:
+    """A digest of rows in CPU memory."""
+    digest = hashlib.blake2b(digest_size=8)
+    for one in rows:
+        digest.update(one.view(torch.uint8).numpy().tobytes()[:_DIGESTED])
+    return digest.hexdigest()
 
 
 def _captured(tensor: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from labkit.probe.clocks import CpuClock, CudaClock
 from labkit.probe.losses import Loss, LossWatch
-from labkit.record.events import PHASES
+from labkit.record.writer import PHASES
 
 _TOGETHER = 1000  # maximum number of losses in one event
 _OFTEN = 1.0  # seconds between two such events

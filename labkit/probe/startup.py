@@ -22,7 +22,7 @@ import torch.distributed
 from labkit.probe.hosts import exchange
 from labkit.probe.journal import Guard, Journal
 from labkit.probe.patches import Patches
-from labkit.record.events import STARTUP
+from labkit.record.writer import STARTUP
 
 
 class Startup:

@@ -16,7 +16,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
-from labkit.record.events import OWNERS
+from labkit.record.writer import OWNERS
 
 GAP = 50_000  # ns
 MOST = 600  # maximum number of comm spans, busy intervals, marks or curve points in one event

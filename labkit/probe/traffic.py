@@ -19,7 +19,7 @@ from labkit.probe.journal import Guard, Journal
 from labkit.probe.patches import Patches
 from labkit.probe.untraced import compiling
 from labkit.record import clock
-from labkit.record.ring import sent
+from labkit.record.writer import sent
 
 _EARLY = (2, 3)  # in step 1 DDP still orders its buckets; step 2 is included for scripts of two steps
 _EVERY = 50

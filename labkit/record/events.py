@@ -1,228 +1,623 @@
-"""Events: append-only files, two per rank. The envelope, the writer, and a reader that tolerates broken lines.
+"""Events: what ranks and the supervisor report, one Struct per kind, and the parser of one line.
 
-The run folder is the only link between the ranks and the front ends, so this module is the whole protocol. Every rank
-imports it: standard library only.
-
-`events/rankN.jsonl` has one JSON object per line. Step events go to `events/rankN.steps`, one binary record each
-(`stepfile.py` has the layout), because a long run has millions of them. A step event that does not fit a record is a
-JSON line, as all step events were in older versions. In each line, `after` is the number of records in the step file
-when the line was written (default: 0), which defines a common order of the two files.
-
-`system.jsonl` holds the samples of the supervisor, and its reports of ranks that cannot report themselves. The types in
-`labkit.record.types` say which kinds of events are written today, and which fields they have.
+The Structs are the only definition: decoding checks every value, fields that a Struct does not have are ignored, and
+`documents.schemas` publishes them as JSON Schema. A field without a default is required, and null where None is
+allowed. Kinds and observations of newer versions are `Unknown`, so that their folders open. An event that passes needs
+no further checks. How events are written is in `writer.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypedDict, cast, overload
+import re
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, get_args
 
-from labkit.record import clock, stepfile
-from labkit.record.appender import Appender
-from labkit.record.stepfile import PHASES, Block, StepFile
-from labkit.record.stepwriter import StepWriter, packed
+import msgspec
+from msgspec import Meta, Struct
+
+RANKS = 1_024  # most ranks of one run; front ends draw a row for each
+
+# ---- single values
 
 if TYPE_CHECKING:
-    from labkit.record.kinds import Event
+    Value: TypeAlias = float | str | bool | list["Value"] | None
+else:  # of a metric or a report: lists nested at most as deep as a tensor of eight dimensions
+    _Scalar = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | float | str | bool | None
+    Value = _Scalar
+    for _ in range(8):
+        Value = _Scalar | list[Value]
 
-__all__ = ["OWNERS", "PHASES", "REPORT", "STARTUP", "VERSION", "Block", "Reader", "Writer"]
-
-VERSION = 1
-REPORT = "labkit.report"  # the torch.monitor event that becomes a `report`; its field `values` is JSON
-LONGEST = 32 << 20  # most bytes of one event: a longer line counts as broken
-STARTUP = ("group", "data", "batch")  # names of `startup` events
-OWNERS = ("parameters", "gradients", "optimizer", "activations", "communication", "other")
-
-
-_NOT_IN_FILES = ("steps", "spec", "status")  # kinds that only readers create
-_MOST_STEPS = 2**53  # largest valid value of `after`
-_BLOCK = 1 << 15  # records read at once
-
-
-class StepBlock(TypedDict):
-    """Consecutive steps of a rank, as `Reader` returns them: an event that no file contains."""
-
-    v: int
-    kind: Literal["steps"]
-    rank: int
-    block: Block
-
-
-class Writer:
-    """Appends events to one file, each in one write, so that readers see complete lines and a kill loses none.
-
-    Threads may share a writer. With a `rank`, step events go to the step file next to it. `size` is the size of the
-    lines in bytes.
-    """
-
-    def __init__(self, path: str | os.PathLike[str], rank: int | None = None):
-        self._head = {"v": VERSION, "t": 0.0} | ({} if rank is None else {"rank": rank})
-        self._lines = Appender(path)
-        self.size = Path(path).stat().st_size
-        self._encode = json.JSONEncoder(separators=(",", ":"), allow_nan=True, default=str).encode
-        self._steps = None if rank is None else _step_writer(path, rank)
-
-    def write(self, kind: str, **fields: Any) -> None:
-        """Appends one event with the current time, unless `t` is given. Raises `OSError` if it is lost, as on a full
-        disk.
-        """
-        if kind == "step" and self._steps is not None:
-            record = packed(fields.get("t", clock.now()), fields)
-            if record is not None:
-                self._steps.write(record)
-                return
-        after = {"after": self._steps.count} if self._steps is not None and self._steps.count else {}
-        line = self._encode(self._head | {"t": clock.now()} | after | {"kind": kind} | fields).encode() + b"\n"
-        self._lines.append(line)
-        self.size += len(line)
-
-    def close(self) -> None:
-        """Closes the files; everything has been written already."""
-        self._lines.close()
-        if self._steps is not None:
-            self._steps.close()
+Rank = Annotated[int, Meta(ge=0, lt=RANKS)]
+World = Annotated[int, Meta(ge=1, le=RANKS)]  # processes of a run
+# Unix seconds, up to the year 2984: the last that every platform can write as a date is in 3000.
+Time = Annotated[float, Meta(ge=0, le=32_000_000_000)]
+Seconds = Annotated[float, Meta(ge=-1e9, le=1e9)]
+Count = Annotated[int, Meta(ge=0, le=2**53)]  # the largest that a column of floats holds exactly
+Amount = Annotated[float, Meta(ge=0, le=1e15)]
+Bytes = Annotated[float, Meta(ge=0, le=2.0**62)]  # a mean over steps is not an integer
+Flops = Annotated[float, Meta(ge=0, le=1e30)]  # floating-point operations, and those per second
+Finite = Annotated[float, Meta(ge=-1e300, le=1e300)]
+Loss = float  # not finite if the training diverged
+Attempt = Annotated[int, Meta(ge=0, le=1_000_000)]  # 0, and one more after each restart
+Series = Annotated[int, Meta(ge=0, le=63)]  # optimizers with separate losses; a chart has a line for each
+Pid = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Code = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Line = Annotated[str, Meta(pattern=r"^[^\x00]*$")]  # arguments, variables and paths, of any length
+Name = Annotated[str, Meta(max_length=4_096, pattern=r"^[^\x00]*$")]
+Ranks: TypeAlias = Annotated[list[Rank], Meta(max_length=RANKS)]
+Owners: TypeAlias = Annotated[dict[str, Bytes], Meta(max_length=100)]  # bytes by owner, see `writer.OWNERS`
+Span: TypeAlias = tuple[Name, Seconds, Seconds]  # name, start, end
 
 
-def _step_writer(path: str | os.PathLike[str], rank: int) -> StepWriter | None:
+class Recorded(Struct, omit_defaults=True):
+    """What a run folder holds. Fields at their default are not written."""
+
+
+class Envelope(Recorded, kw_only=True):
+    """What every event has: `t`, its time in unix seconds on the clock of the run, and `v`, the version of the
+    envelope. In files, `kind` says which event it is."""
+
+    t: Time
+    v: Count | None = None
+
+    @property
+    def kind(self) -> str:
+        """The kind, as it is in files."""
+        return str(self.__struct_config__.tag)
+
+
+class OfRank(Envelope, kw_only=True):
+    """An event of a rank. `after` is the number of records in its step file when it was written (default: 0)."""
+
+    rank: Rank
+    after: Count | None = None
+
+
+class Unknown(Envelope, kw_only=True):
+    """An event of a kind, or an observation, of a newer version; its other fields are ignored."""
+
+    kind: Name
+
+
+# ---- reports: the start and end of a rank, its progress, errors, and what the script logs
+
+
+class Collective(Recorded):
+    """A collective that a rank has called: `op`, its group (`group` describes it, `id` is its number), the `ranks` of
+    that group, `seq`, its number in the group, the `sizes` of its tensors, and whether it is `over`."""
+
+    op: Name = ""
+    over: bool = False
+    group: Name | None = None
+    id: Name | None = None
+    ranks: Ranks | None = None
+    seq: Count | None = None
+    sizes: Annotated[list[Annotated[list[Count], Meta(max_length=64)]], Meta(max_length=10_000)] | None = None
+
+
+Collectives: TypeAlias = Annotated[list[Collective], Meta(max_length=1_000)]
+
+
+class Start(OfRank, tag_field="kind", tag="start"):
+    """The start of a rank, in its attempt `attempt`; torch is imported by then. `began` is when the process started,
+    `device` is such as cpu or cuda:0."""
+
+    device: Name = "cpu"
+    device_name: Name = ""
+    attempt: Attempt = 0
+    pid: Pid | None = None
+    host: Name | None = None
+    local_rank: Rank | None = None
+    world_size: World | None = None
+    torch: Name | None = None
+    began: Time | None = None
+
+
+class Startup(OfRank, tag_field="kind", tag="startup"):
+    """What the rank has reached for the first time in this attempt: `name` is group (init_process_group has returned),
+    data (a DataLoader was made) or batch (the first batch was fetched, or a model was called to train)."""
+
+    name: Name
+
+
+class Device(OfRank, tag_field="kind", tag="device"):
+    """The device that the script actually uses, once it is known."""
+
+    device: Name
+    device_name: Name = ""
+
+
+class Waiting(OfRank, tag_field="kind", tag="waiting"):
+    """A rank that makes no progress since `since`, written repeatedly: its `step`, `activity`, `phase`, `stack`, the
+    newest collective of each group in `ops`, and `computed`, its share of a core meanwhile."""
+
+    since: Time
+    stack: str = ""
+    ops: Collectives = []
+    step: Count | None = None
+    activity: Name | None = None
+    phase: Name | None = None
+    computed: Seconds | None = None
+
+
+class GoingOn(Envelope, tag_field="kind", tag="going_on"):
+    """A rank that was waiting makes progress again, after `waited` seconds (`after` in older versions)."""
+
+    rank: Rank
+    after: Seconds | None = None
+    waited: Seconds | None = None
+
+
+class Silent(OfRank, tag_field="kind", tag="silent"):
+    """The supervisor's report of a rank that cannot report itself: `process` is its state in the operating system,
+    `computed` its share of a core since `since`."""
+
+    since: Time
+    process: Name
+    stack: str = ""
+    computed: Seconds | None = None
+
+
+class Heard(OfRank, tag_field="kind", tag="heard"):
+    """A silent rank reports itself again."""
+
+
+class Dropped(OfRank, tag_field="kind", tag="dropped"):
+    """How many events could not be written before this one, because the disk was full."""
+
+    events: Count
+
+
+class Activity(OfRank, tag_field="kind", tag="activity"):
+    """What the rank does now: training, evaluating, or a preparation in words; null before the first."""
+
+    name: Name | None
+
+
+class Checkpoint(OfRank, tag_field="kind", tag="checkpoint"):
+    """The script has written a checkpoint after this step."""
+
+    step: Count
+
+
+class Metric(Envelope, tag_field="kind", tag="metric"):
+    """A value that the script logged."""
+
+    rank: Rank | None = None
+    after: Count | None = None
+    name: Name | None = None
+    value: Value = None
+    step: Count | None = None
+
+
+class Report(OfRank, tag_field="kind", tag="report"):
+    """What the script passed to `labkit.report`, by name."""
+
+    values: Annotated[dict[str, Value], Meta(max_length=1_000)]
+
+
+class Error(OfRank, tag_field="kind", tag="error"):
+    """The exception that ended the script; `exit code 3` for os._exit(3)."""
+
+    type: str = "Exception"
+    message: str = ""
+    traceback: str = ""
+    ops: Collectives = []
+    owners: Owners = {}
+
+
+class Hosts(OfRank, tag_field="kind", tag="hosts"):
+    """The host of each rank of a run on several nodes, as the ranks told each other."""
+
+    hosts: Annotated[dict[Rank, Name], Meta(max_length=RANKS)]
+
+
+class CutOff(OfRank, tag_field="kind", tag="cut_off"):
+    """Nodes that have not answered this rank's node for `seconds`: the ranks there, each with its host."""
+
+    hosts: Annotated[dict[Rank, Name], Meta(max_length=RANKS)]
+    seconds: Seconds
+
+
+class Queue(Envelope, tag_field="kind", tag="queue"):
+    """A scheduler's view of the run: the number of its `job`, its `state` and the `reason` for it in the words of the
+    scheduler, and its `nodes`."""
+
+    job: Count
+    state: Name
+    reason: Name = ""
+    nodes: Name = ""
+
+
+class ProbeError(OfRank, tag_field="kind", tag="probe_error"):
+    """A part of the probe that failed; the script continues without it."""
+
+    part: str
+    type: str
+    message: str
+    traceback: str | None = None
+
+
+class End(OfRank, tag_field="kind", tag="end"):
+    """The end of a rank; `stack` is that of the call that ended the script without an error, such as sys.exit()."""
+
+    stack: str = ""
+    exit_code: Code | None = None
+    steps: Count | None = None
+    seconds: Seconds | None = None
+
+
+# ---- measurements: steps, memory, traffic, profiled steps, and samples of the machine
+
+
+class StepSeconds(Recorded):
+    """Seconds of the whole step and of each of its phases."""
+
+    step: Seconds | None = None
+    data: Seconds | None = None
+    copy: Seconds | None = None
+    forward: Seconds | None = None
+    backward: Seconds | None = None
+    optimizer: Seconds | None = None
+    other: Seconds | None = None
+
+
+class StepMemory(Recorded):
+    """Bytes at the end of the step, and its peak."""
+
+    allocated: Bytes | None = None
+    reserved: Bytes | None = None
+    peak: Bytes | None = None
+
+
+class Step(OfRank, tag_field="kind", tag="step"):
+    """A step of training: `step` counts from 1 and continues over attempts, `loss` is null if this rank has none."""
+
+    step: Count
+    loss: Loss | None = None
+    samples: Amount | None = None
+    seconds: StepSeconds | None = None
+    memory: StepMemory | None = None
+
+
+class Optimizer(OfRank, tag_field="kind", tag="optimizer"):
+    """Written once for each of several optimizers that train on separate losses. The steps, and the loss in them, are
+    those of the optimizer that sets the pace."""
+
+    optimizer: Series
+    name: Name
+    sets_pace: bool
+
+
+class Losses(OfRank, tag_field="kind", tag="losses"):
+    """The losses of an optimizer that does not set the pace: `points` are pairs of a step of the run and the loss."""
+
+    optimizer: Series
+    points: Annotated[list[tuple[Count, Loss | None]], Meta(max_length=100_000)]
+
+
+class Memory(OfRank, tag_field="kind", tag="memory"):
+    """The bytes of live tensors by owner: parameters, gradients, optimizer, activations, communication, other."""
+
+    owners: Owners
+    step: Count | None = None
+
+
+class ReplicaMeasured(Recorded):
+    """One replica (thread) of a model in DataParallel: seconds of its forward and of its CPU, samples, bytes."""
+
+    replica: Rank
+    device: Name
+    forward: Seconds
+    cpu: Seconds
+    samples: Amount
+    memory: Bytes
+
+
+class ReplicaExtra(Recorded):
+    """Bytes that only the first device has: gathered outputs and summed gradients."""
+
+    outputs: Bytes
+    gradients: Bytes
+
+
+class Replica(OfRank, tag_field="kind", tag="replica"):
+    """The replicas of a model in DataParallel; `gil_wait` is the share of time that their threads waited for the GIL or
+    a core."""
+
+    replicas: Annotated[list[ReplicaMeasured], Meta(min_length=1, max_length=64)]
+    extra: ReplicaExtra
+    step: Count | None = None
+    gil_wait: Seconds | None = None
+
+
+class Operation(Recorded):
+    """The calls of one collective in a step, the bytes of their tensors, and the bytes that this rank sent."""
+
+    calls: Amount
+    bytes: Bytes
+    sent: Bytes
+
+
+class Traffic(OfRank, tag_field="kind", tag="traffic"):
+    """The communication of one step, by operation."""
+
+    step: Count
+    ops: Annotated[dict[str, Operation], Meta(max_length=1_000)]
+
+
+class Call(Recorded, array_like=True):
+    """A collective of a profiled step: operation, start and end, and if known the bytes of its payload, its group, the
+    ranks of the group, and its number in it."""
+
+    op: Name
+    start: Seconds
+    end: Seconds
+    bytes: Bytes | None = None
+    group: Name | None = None
+    ranks: Ranks | None = None
+    seq: Count | None = None
+
+
+Spans: TypeAlias = Annotated[list[Span], Meta(max_length=100_000)]
+Calls: TypeAlias = Annotated[list[Call], Meta(max_length=100_000)]
+Busy: TypeAlias = Annotated[list[tuple[Seconds, Seconds]], Meta(max_length=100_000)]  # start, end
+Times: TypeAlias = Annotated[list[Seconds], Meta(max_length=100_000)]
+Curves: TypeAlias = Annotated[
+    dict[str, Annotated[list[Bytes], Meta(max_length=100_000)]], Meta(max_length=100)
+]  # bytes by owner at each time
+
+
+class Moment(OfRank, kw_only=True):
+    """A profiled step: `t0` is when it began, `seconds` how long it took. All times in it count from t0."""
+
+    step: Count
+    t0: Time
+    seconds: Seconds
+    phases: Spans
+
+
+class Timeline(Moment, kw_only=True, tag_field="kind", tag="timeline"):
+    """What one profiled step did: `phases` [name, start, end], `comm`, its collectives, `busy` [start, end] (the rank
+    computed), `marks` [name, start, end] (FSDP units, micro-batches), `exposed` seconds of communication by phase,
+    `left_out` calls that did not fit."""
+
+    comm: Calls
+    marks: Spans
+    busy: Busy
+    exposed: Annotated[dict[str, Seconds], Meta(max_length=1_000)]
+    device: Name = "cpu"
+    backend: Name = ""
+    left_out: Count = 0
+
+
+class MemoryStep(Moment, kw_only=True, tag_field="kind", tag="memory_step"):
+    """The memory of one profiled step: bytes by owner from each of `times` on, the `peak`, and the owners `at_peak`."""
+
+    times: Times
+    owners: Curves
+    peak: Bytes
+    at_peak: Owners
+
+    def __post_init__(self) -> None:
+        if any(len(sizes) != len(self.times) for sizes in self.owners.values()):
+            raise ValueError("the owners must have as many values as times")
+
+
+class Gpu(Recorded):
+    """A GPU: bytes, percent of its time, and watts."""
+
+    index: Rank
+    memory_used: Bytes | None = None
+    memory_total: Bytes | None = None
+    utilisation: Amount | None = None
+    power: Amount | None = None
+
+
+class Process(Recorded):
+    """The process of a rank: percent of one core, and its resident memory in bytes."""
+
+    cpu_percent: Amount | None = None
+    rss: Bytes | None = None
+
+
+class System(Envelope, tag_field="kind", tag="system"):
+    """The supervisor's sample of the machine: percent of all cores, memory in bytes, the GPUs, and the processes by
+    rank."""
+
+    rank: Rank | None = None
+    cpu_percent: Amount | None = None
+    memory_used: Bytes | None = None
+    gpus: Annotated[list[Gpu], Meta(max_length=1_024)] | None = None
+    ranks: Annotated[dict[Rank, Process], Meta(max_length=1_000)] | None = None
+
+
+# ---- observations (kind `saw`): a few per run; see probe/observations.py and probe/elsewhere.py
+
+
+class Observed(OfRank, kw_only=True):
+    """An observation; `what` says of what."""
+
+    @property
+    def kind(self) -> str:
+        """The kind, as it is in files."""
+        return "saw"
+
+    @property
+    def what(self) -> str:
+        """What was observed, as it is in files."""
+        return str(self.__struct_config__.tag)
+
+
+class Model(Observed, tag_field="what", tag="model"):
+    """A model that trains: its class, FSDP units and parameters."""
+
+    name: Name
+    units: Count
+    parameters: Count
+
+
+class Loader(Observed, tag_field="what", tag="loader"):
+    """The script iterates over a DataLoader: its numbers of batches and samples, and the class of its sampler."""
+
+    batches: Count | None
+    samples: Count | None
+    sampler: Name | None = None
+
+
+class Epoch(Observed, tag_field="what", tag="epoch"):
+    """An iteration over a DistributedSampler begins: which one, the epoch `set` by set_epoch, whether it shuffles, and
+    over how many ranks."""
+
+    sampler: Count
+    set: Annotated[int, Meta(ge=-(2**53), le=2**53)]
+    shuffle: bool
+    ranks: Count | None = None
+
+
+class Batch(Observed, tag_field="what", tag="batch"):
+    """A digest of the tensors of a batch, in the first steps."""
+
+    step: Count
+    digest: Name
+
+
+class Item(Observed, tag_field="what", tag="item"):
+    """In how many of the first `steps` .item() was called between phases."""
+
+    calls: Count
+    steps: Count
+
+
+class Save(Observed, tag_field="what", tag="save"):
+    """The script called torch.save with a path."""
+
+    path: Name
+    step: Count
+
+
+class Input(Observed, tag_field="what", tag="input"):
+    """A digest of a model's inputs, in the first steps; null if they are activations, as a pipeline stage receives them
+    from the previous one."""
+
+    step: Count
+    digest: Name | None = None
+
+
+class StartedProcess(Observed, tag_field="what", tag="process"):
+    """A process that the script started: `how`, and the function or command that it runs."""
+
+    how: Name
+    target: Name
+
+
+class Thread(Observed, tag_field="what", tag="thread"):
+    """A thread that trains but is not recorded."""
+
+    name: Name
+
+
+class Gradients(Observed, tag_field="what", tag="gradients"):
+    """The number of calls of backward, if the script ended without a step."""
+
+    backwards: Count
+
+
+class NotFinite(Observed, tag_field="what", tag="not_finite"):
+    """The first loss that is not finite, before the optimizer steps with it: how many parameter tensors contain NaN or
+    infinities."""
+
+    step: Count
+    parameters: Count | None = None
+    nan: Count | None = None
+    infinite: Count | None = None
+
+
+Seen: TypeAlias = Model | Loader | Epoch | Batch | Item | Save | Input | StartedProcess | Thread | Gradients | NotFinite
+Event: TypeAlias = (
+    Start
+    | Startup
+    | Device
+    | Waiting
+    | GoingOn
+    | Silent
+    | Heard
+    | Dropped
+    | Activity
+    | Checkpoint
+    | Metric
+    | Report
+    | Error
+    | Hosts
+    | CutOff
+    | Queue
+    | ProbeError
+    | End
+    | Step
+    | Optimizer
+    | Losses
+    | Memory
+    | Replica
+    | Traffic
+    | Timeline
+    | MemoryStep
+    | System
+    | Seen
+    | Unknown
+)
+
+
+# ---- the parser
+
+
+def _by_tag(kinds: Any, field: str) -> dict[Any, Any]:
+    return {kind.__struct_config__.tag: kind for kind in get_args(kinds) if kind.__struct_config__.tag_field == field}
+
+
+KINDS, OBSERVATIONS = _by_tag(Event, "kind"), _by_tag(Seen, "what")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def decoded(line: bytes) -> Event | None:
+    """The event of one line; None if it is broken or invalid."""
     try:
-        return StepWriter(stepfile.steps_path(path), rank)
-    except OSError:
-        return None  # the existing file is not a valid step file: write steps as JSON lines
-
-
-class Reader:
-    """Reads JSON lines and, next to a rank's file, its steps, in the order in which they were written; continues where
-    it stopped.
-
-    A half-written last line or record is read once it is complete; a broken one is counted, never fatal. `opened` opens
-    a file, and `parsed` parses a line, or returns None if it is broken: a `RunFolder` passes functions that trust
-    nothing.
-    """
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        opened: Callable[[Path], BinaryIO] = lambda path: path.open("rb"),
-        parsed: Callable[[bytes], Event | None] | None = None,
-    ):
-        self.path = Path(path)
-        self.broken = 0
-        self._opened, self._parsed = opened, parsed or parse
-        self._steps = StepFile(stepfile.steps_path(path), opened)
-        self._taken = 0  # records read of the step file
-        self._offset = 0
-        self._rest = b""
-        self._too_long = False  # whether the current line is skipped
-        self._at_end = True
-        self._has_gap = False
-
-    def skip_to(self, last: int) -> None:
-        """Skips all but the `last` bytes of lines; a line that is cut by this counts as broken."""
-        with contextlib.suppress(OSError):
-            self._offset = max(0, self.path.stat().st_size - last)
-            self._taken = self._steps.whole()
-
-    @overload
-    def poll(self, limit: int = ..., blocks: Literal[False] = ...) -> Iterator[Event]: ...
-
-    @overload
-    def poll(self, limit: int = ..., *, blocks: Literal[True]) -> Iterator[Event | StepBlock]: ...
-
-    def poll(self, limit: int = 4 << 20, blocks: bool = False) -> Iterator[Event | StepBlock]:
-        """The events since the last call, from at most `limit` bytes of lines.
-
-        With `blocks`, consecutive steps are one event of kind `steps` with an unparsed `block`.
-        """
-        known = self._steps.whole()  # read first: a line read now was not written before steps that are read later
-        for event in self._new_lines(limit):
-            after = event.get("after", 0)
-            if isinstance(after, int) and self._taken < after <= _MOST_STEPS:
-                yield from self._steps_up_to(after, blocks)
-                self._note_gap(self._taken < after)
-            yield event
-        if self._at_end:
-            yield from self._steps_up_to(known, blocks)
-            self._note_gap(bool(self._steps.unreadable))
-
-    @property
-    def more(self) -> bool:
-        """Whether the last poll stopped at its limit, so that there may be more to read."""
-        return not self._at_end
-
-    @property
-    def position(self) -> int:
-        """The bytes read so far, of both files."""
-        return self._offset + (self._taken * self._steps.layout.size if self._steps.layout else 0)
-
-    @property
-    def size(self) -> int:
-        """The current size of both files in bytes."""
-        try:
-            return self.path.stat().st_size + self._steps.size
-        except OSError:
-            return self._steps.size
-
-    def _new_lines(self, limit: int) -> Iterator[Event]:
-        self._at_end = True
-        try:
-            with self._opened(self.path) as file:
-                file.seek(self._offset)
-                block = file.read(limit)
-        except OSError:
-            return
-        self._at_end = len(block) < limit
-        self._offset += len(block)
-        *lines, self._rest = (self._rest + block).split(b"\n")
-        if self._too_long and lines:
-            self._too_long = False
-            del lines[0]
-        for line in lines:
-            event = self._event(line)
-            if event is not None and event["kind"] not in _NOT_IN_FILES:
-                yield event
-        if len(self._rest) > LONGEST or self._too_long:
-            self.broken += not self._too_long
-            self._rest, self._too_long = b"", True
-
-    def _steps_up_to(self, last: int, blocks: bool) -> Iterator[Event | StepBlock]:
-        if self._steps.layout is None:
-            self._steps.whole()  # the file was created after the poll started
-        while self._taken < last and self._steps.layout:
-            block = Block(self._steps, self._taken, self._steps.read(self._taken, min(_BLOCK, last - self._taken)))
-            if not len(block):
-                return
-            self._taken += len(block)
-            if blocks:
-                yield {"v": VERSION, "kind": "steps", "rank": block.layout.rank, "block": block}
-                continue
-            for event in stepfile.events(block):
-                self.broken += event is None
-                if event is not None:
-                    yield event
-
-    def _note_gap(self, found: bool) -> None:
-        """Counts a truncated, missing or unreadable step file as one broken line."""
-        if found and not self._has_gap:
-            self._has_gap = True
-            self.broken += 1
-
-    def _event(self, line: bytes) -> Event | None:
-        if not line.strip():
-            return None
-        event = self._parsed(line)
-        self.broken += event is None
-        return event
-
-
-def parse(line: bytes) -> Event | None:
-    """The event of one line, unchecked; None if it is broken."""
-    try:
-        event = json.loads(line)
-    except (ValueError, RecursionError):
+        return checked(parse(line))
+    except ValueError:
         return None
-    whole = isinstance(event, dict) and isinstance(event.get("kind"), str) and isinstance(event.get("t"), (int, float))
-    return cast("Event", event) if whole else None
+
+
+def checked(value: Any) -> Event:
+    """The event of a parsed line. Raises `ValueError`, one clause, if it is invalid."""
+    kind = value.get("kind") if isinstance(value, dict) else None
+    known = KINDS
+    if kind == "saw":
+        kind, known = value.get("what"), OBSERVATIONS
+        if not isinstance(kind, str):
+            raise ValueError("what must be a text")
+    kind_of_event = known.get(kind, Unknown) if isinstance(kind, str) else Unknown
+    event: Event = msgspec.convert(value, kind_of_event, str_keys=True)
+    return event
+
+
+def parse(content: bytes) -> Any:
+    """The value of a JSON text of any origin. Raises `ValueError`, one clause, if it is invalid or nested too deeply.
+
+    NaN and Infinity, which msgspec refuses and Python's `json` writes, are numbers here. An unpaired surrogate, which
+    no file and no page can hold, becomes the replacement character.
+    """
+    text = content.decode("utf-8")
+    try:
+        value = json.loads(text)
+        return _encodable(value) if _SURROGATE.search(text) else value
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    if isinstance(value, list):
+        return [_encodable(item) for item in value]
+    if isinstance(value, dict):
+        return {_encodable(name): _encodable(item) for name, item in value.items()}
+    return value

@@ -1,4 +1,4 @@
-"""RunFolder: creates, finds, reads and writes the folders of runs."""
+"""RunFolder: the paths of a run, and the only code that creates, finds, reads and writes its folder."""
 
 from __future__ import annotations
 
@@ -10,19 +10,27 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 from labkit.common.arguments import shown
 from labkit.common.atomic import write_atomically
 from labkit.common.text import visible_line
-from labkit.record import kinds
-from labkit.record.documents import Unreadable, read_document
-from labkit.record.events import Reader
-from labkit.record.files import NotPlain, is_plain, open_below, read_below
+from labkit.record.documents import (
+    Guesses,
+    LaunchPlan,
+    Plan,
+    SpecFields,
+    Status,
+    Summary,
+    Unreadable,
+    plain,
+    read_document,
+)
+from labkit.record.events import RANKS, Recorded
+from labkit.record.files import NotPlain, is_plain, names_below, open_below, read_below
 from labkit.record.logs import KEEP, LogTail, search
-from labkit.record.paths import RunPaths
-from labkit.record.stepfile import steps_path
-from labkit.record.types.documents import KnownStatus, SpecFields
+from labkit.record.reader import Reader
+from labkit.record.writer import steps_path
 
 STREAMS = ("stdout", "stderr")
 _TEXT = 4 << 20  # bytes of a script or a command
@@ -35,12 +43,18 @@ def runs_root() -> Path:
     return Path(os.environ.get("LABKIT_RUNS") or "runs").absolute()
 
 
-class RunFolder(RunPaths):
-    """The folder of one run, existing or not.
+class RunFolder:
+    """The folder of one run, existing or not. It can be moved, sent and opened elsewhere: no path in it is absolute.
 
     It may come from an untrusted source, so everything is read through this class: only below the folder, only plain
     files, up to a size limit, and with values that are checked once. `Unreadable` says what is wrong with a folder.
     """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path).absolute()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.path)!r})"
 
     @classmethod
     def create(cls, name: str, root: Path | None = None) -> RunFolder:
@@ -114,6 +128,164 @@ class RunFolder(RunPaths):
             pass  # inconclusive: the folder cannot be inspected now
         return False
 
+    # ---- paths; no other code joins strings into paths
+
+    @property
+    def name(self) -> str:
+        """The folder's name, which is the run's."""
+        return self.path.name
+
+    @property
+    def spec(self) -> Path:
+        """The Spec of the run."""
+        return self.path / "spec.json"
+
+    @property
+    def script(self) -> Path:
+        """The generated script; a user's own script stays where it is."""
+        return self.path / "train.py"
+
+    @property
+    def command(self) -> Path:
+        """The exact command that runs the script without labkit."""
+        return self.path / "command.txt"
+
+    @property
+    def launch(self) -> Path:
+        """The launch plan: argv, additional environment variables, working directory."""
+        return self.path / "launch.json"
+
+    @property
+    def batch(self) -> Path:
+        """The batch file, if a scheduler runs the job."""
+        return self.path / "job.sbatch"
+
+    @property
+    def prediction(self) -> Path:
+        """The memory and traffic that were predicted before the run."""
+        return self.path / "plan.json"
+
+    @property
+    def guess(self) -> Path:
+        """What the learner predicted before the run."""
+        return self.path / "guess.json"
+
+    @property
+    def status(self) -> Path:
+        """State, pids, exit codes, restarts: written only by the supervisor."""
+        return self.path / "status.json"
+
+    @property
+    def capture(self) -> Path:
+        """A request to the ranks to profile a step."""
+        return self.path / "capture.json"
+
+    @property
+    def trace(self) -> Path:
+        """The profiled steps for Perfetto, if requested."""
+        return self.path / "trace.json"
+
+    @property
+    def tensors(self) -> Path:
+        """Gradients and parameters of every rank, if LABKIT_TENSORS=1 is set."""
+        return self.path / "tensors"
+
+    @property
+    def summary(self) -> Path:
+        """The figures of the finished run."""
+        return self.path / "summary.json"
+
+    @property
+    def system(self) -> Path:
+        """Device and process samples, taken by the supervisor."""
+        return self.path / "system.jsonl"
+
+    @property
+    def events(self) -> Path:
+        """The folder of the ranks' events."""
+        return self.path / "events"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints, next to the script that writes them."""
+        return self.path / "checkpoints"
+
+    @property
+    def save_request(self) -> Path:
+        """The file next to the script that asks it for a checkpoint; the script removes it."""
+        return self.path / "save"
+
+    @property
+    def logs(self) -> Path:
+        """The folder of the ranks' output."""
+        return self.path / "logs"
+
+    @property
+    def launcher_log(self) -> Path:
+        """The output of torchrun itself."""
+        return self.logs / "torchrun.log"
+
+    @property
+    def supervisor_log(self) -> Path:
+        """The output of the supervisor; empty if all went well."""
+        return self.logs / "supervisor.log"
+
+    @property
+    def rendezvous(self) -> Path:
+        """The file through which the ranks of one machine find each other, instead of an open port."""
+        return self.path / "rendezvous"
+
+    @property
+    def reserve(self) -> Path:
+        """Disk space reserved for the final status and the summary while the run lasts."""
+        return self.path / ".reserve"
+
+    def reserves_of_ranks(self) -> list[Path]:
+        """The disk space that ranks have reserved for their last events."""
+        return list(self.events.glob(".rank*.reserve"))
+
+    def events_of(self, rank: int) -> Path:
+        """The events of one rank."""
+        return self.events / f"rank{rank}.jsonl"
+
+    def position_of(self, rank: int) -> Path:
+        """The last known line of one rank's script; see probe/position.py."""
+        return self.path / "stacks" / f"rank{rank}.position.json"
+
+    def crash_of(self, rank: int) -> Path:
+        """The output of faulthandler in one rank."""
+        return self.path / "stacks" / f"rank{rank}.crash.txt"
+
+    def event_files(self) -> dict[int, Path]:
+        """The event files there are, by rank."""
+        found = {}
+        for name in names_below(self.path, self.events):
+            number = re.fullmatch(r"rank(\d{1,6})\.jsonl", name, re.ASCII)
+            if number and int(number[1]) < RANKS:
+                found[int(number[1])] = self.events / name
+        return dict(sorted(found.items()))
+
+    def log_of(self, rank: int, stream: str = "stdout", attempt: int | None = None) -> Path | None:
+        """The output of one rank in one attempt (default: the newest); None if there is none yet."""
+        logs = self.log_files(stream)
+        attempts = [number for number, of in logs if of == rank and attempt in (None, number)]
+        return logs[max(attempts), rank] if attempts else None
+
+    def log_files(self, stream: str = "stdout") -> dict[tuple[int, int], Path]:
+        """The output files by (attempt, rank), in torchrun's layout: `<id>/attempt_<n>/<rank>/<stream>.log`."""
+        found = {}
+        for place in (self.logs / name for name in names_below(self.path, self.logs)):
+            for attempt in (
+                name for name in names_below(self.path, place) if re.fullmatch(r"attempt_\d{1,6}", name, re.ASCII)
+            ):
+                for rank in (
+                    name for name in names_below(self.path, place / attempt) if re.fullmatch(r"\d{1,6}", name, re.ASCII)
+                ):
+                    path = place / attempt / rank / f"{stream}.log"
+                    if os.path.lexists(path):
+                        found[int(attempt.removeprefix("attempt_")), int(rank)] = path
+        return dict(sorted(found.items()))
+
     # ---- reading
 
     def open(self, path: Path) -> BinaryIO:
@@ -158,8 +330,8 @@ class RunFolder(RunPaths):
             return []
 
     def reader(self, path: Path) -> Reader:
-        """A reader of an event file that checks its events. Reading raises `Unreadable` if it is not a plain file."""
-        return Reader(path, opened=self._events_file, parsed=kinds.event)
+        """A reader of an event file. Reading raises `Unreadable` if it is not a plain file."""
+        return Reader(path, opened=self._events_file)
 
     def _events_file(self, path: Path) -> BinaryIO:
         try:
@@ -167,26 +339,36 @@ class RunFolder(RunPaths):
         except NotPlain as error:
             raise Unreadable(self.name, str(error)) from None
 
-    @staticmethod
-    def read_json(path: Path) -> dict[str, Any]:
-        """The checked document `path` of a run folder, such as `spec.json`; empty if it is missing. Raises
-        `Unreadable`."""
-        return read_document(path)
-
     def read_spec(self) -> SpecFields:
-        """The fields of the Spec; empty if `spec.json` is missing. Raises `Unreadable`."""
-        return cast(SpecFields, self.read_json(self.spec))
+        """The fields of the Spec; all None if `spec.json` is missing. Raises `Unreadable`."""
+        return read_document(self.spec, SpecFields) or SpecFields()
 
-    def read_status(self) -> KnownStatus:
-        """The status as written by the supervisor; empty if there is none yet. Raises `Unreadable`."""
-        return cast(KnownStatus, self.read_json(self.status))
+    def read_status(self) -> Status:
+        """The status as written by the supervisor; `ready` if there is none yet. Raises `Unreadable`."""
+        return read_document(self.status, Status) or Status("ready")
+
+    def read_launch(self) -> LaunchPlan:
+        """The launch plan; empty if there is none yet. Raises `Unreadable`."""
+        return read_document(self.launch, LaunchPlan) or LaunchPlan()
+
+    def read_prediction(self) -> Plan | None:
+        """What the lab predicted before the run, if it did. Raises `Unreadable`."""
+        return read_document(self.prediction, Plan)
+
+    def read_guess(self) -> Guesses | None:
+        """What the learner predicted before the run, if they did. Raises `Unreadable`."""
+        return read_document(self.guess, Guesses)
+
+    def read_summary(self) -> Summary | None:
+        """The figures as written at the end of the run, if they are. Raises `Unreadable`."""
+        return read_document(self.summary, Summary)
 
     def require_readable(self) -> None:
         """Raises `Unreadable` if the Spec, the status or the learner's prediction is invalid, or if events or logs are
         not plain files."""
         self.read_spec()
         self.read_status()
-        self.read_json(self.guess)
+        self.read_guess()
         ranks = self.event_files().values()
         for path in (self.events, self.logs, self.system, *ranks, *map(steps_path, ranks)):
             if os.path.lexists(path) and not is_plain(path):
@@ -246,9 +428,9 @@ class RunFolder(RunPaths):
             yield
 
     @staticmethod
-    def write_json(path: Path, value: dict[str, Any]) -> None:
-        """Writes `value` atomically: a reader sees either the old or the new file."""
-        RunFolder.write_text(path, json.dumps(value, indent=2) + "\n")
+    def write_json(path: Path, value: Recorded | dict[str, Any]) -> None:
+        """Writes a document atomically: a reader sees either the old or the new file."""
+        RunFolder.write_text(path, json.dumps(plain(value), indent=2) + "\n")
 
     @staticmethod
     def write_text(path: Path, text: str) -> None:

@@ -1,22 +1,31 @@
-"""Follower: keeps a RunState up to date with a run folder, reading only new data."""
+"""Where a RunState comes from: a `Follower` keeps it up to date with a run folder, reading only new data, and a
+`Recording` replays a recorded run: the same events at the same times, so that front ends treat it like a live run.
+"""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
 
-from labkit.record.events import Reader
+import numpy
+from msgspec.structs import replace
+
+from labkit.record.documents import Guesses, Plan, SpecFields, Status
+from labkit.record.events import Event, Recorded, Start
 from labkit.record.folder import RunFolder
-from labkit.record.state import RunState
+from labkit.record.reader import Reader
+from labkit.record.state import OVER, RunState
 from labkit.record.status import current
+from labkit.record.steps import LIMITS, Block, column
 
-_DELETED = {
-    "state": "failed",
-    "message": "the run folder was deleted or moved while the run was under way, so the run was stopped",
-}
+_DELETED = "the run folder was deleted or moved while the run was under way, so the run was stopped"
+_NOTHING = {SpecFields: SpecFields(), Status: Status("ready")}
 _PATIENCE = 1.0  # seconds before progress is reported
 _TICK = 0.25  # seconds between two progress reports
+_HEAD = 1 << 16  # bytes of a rank's events that are searched for its start
 
 
 class Source(Protocol):
@@ -52,7 +61,7 @@ class Follower:
         self.state = RunState()
         self.progress = progress
         self._readers: dict[str, Reader] = {"system": folder.reader(folder.system)}
-        self._known: dict[str, Mapping[str, Any]] = {}
+        self._known: dict[type, Recorded] = {}
         self._next_word = 0.0
         self.found = not folder.is_gone
 
@@ -62,14 +71,13 @@ class Follower:
         """
         if self.folder.is_gone:
             under_way = self.found and not self.state.over
-            return under_way and self._apply_object("status", self.state.status | _DELETED)
+            return under_way and self._apply(replace(self.state.status, state="failed", message=_DELETED))
         self.found = True
         self._next_word = time.monotonic() + _PATIENCE
-        changed = self._apply_object("status", current(self.folder))
-        if "spec" not in self._known:
-            changed |= self._apply_object("spec", self.folder.read_spec())
-            changed |= self._apply_object("prediction", RunFolder.read_json(self.folder.prediction))
-            changed |= self._apply_object("guess", RunFolder.read_json(self.folder.guess))
+        changed = self._apply(current(self.folder))
+        if SpecFields not in self._known:
+            for document in (self.folder.read_spec(), self.folder.read_prediction(), self.folder.read_guess()):
+                changed |= document is not None and self._apply(document)
         for rank, path in self.folder.event_files().items():
             if f"rank{rank}" not in self._readers:
                 self._readers[f"rank{rank}"] = self.folder.reader(path)
@@ -78,7 +86,7 @@ class Follower:
         for reader in readers:
             more = True
             while more:
-                for event in reader.poll(blocks=True):
+                for event in reader.poll():
                     self.state.apply(event)
                     changed = True
                     self._tell()
@@ -98,9 +106,161 @@ class Follower:
         size = sum(reader.size for reader in self._readers.values())
         return min(1.0, sum(reader.position for reader in self._readers.values()) / size) if size else 1.0
 
-    def _apply_object(self, kind: str, value: Mapping[str, Any]) -> bool:
-        if not value or self._known.get(kind) == value:
+    def _apply(self, document: SpecFields | Status | Plan | Guesses) -> bool:
+        """Applies a document if it says something new."""
+        if document == self._known.get(type(document), _NOTHING.get(type(document))):
             return False
-        self._known[kind] = value
-        self.state.apply({"kind": kind, kind: value})
+        self._known[type(document)] = document
+        self.state.apply(document)
         return True
+
+
+# ---- replay
+
+
+class Recording:
+    """Folds the events of a recorded run into `state` as time passes since the first `poll`, at `speed` times real
+    time.
+
+    The final status is applied when all events have been replayed; until then the status is running. `speed` may be
+    changed at any time; after `stop` the replay pauses until the next `poll`. Events are read when they are due, never
+    all at once.
+    """
+
+    def __init__(self, folder: RunFolder, speed: float = 1.0):
+        self.folder = folder
+        self.speed = speed
+        self.state = RunState()
+        # Events are read when they are due, so there is no progress to report.
+        self.progress: Callable[[float], None] = lambda share: None
+        self._readers = [folder.reader(path) for path in (*folder.event_files().values(), folder.system)]
+        status = current(folder)
+        self._last: Status | None = status  # the final status, until it was applied
+        span = status.started or 0.0, status.ended or math.inf
+        self._streams = [_Stream(reader, span) for reader in self._readers]
+        begins = [stream.due for stream in self._streams if stream.due < math.inf]
+        begins += [span[0]] if span[0] else []
+        self._at = min(begins, default=0.0)  # the current position, in the time of the recording
+        self._looked: float | None = None
+        self._begun = False
+
+    def poll(self) -> bool:
+        """Folds in all events that are due; True if there were any."""
+        now = time.monotonic()
+        before, self._looked = self._looked, now  # read once: another thread may call `stop`
+        self._at += (now - before) * self.speed if before is not None else 0.0
+        changed = not self._begun
+        self._begin()
+        broken = sum(reader.broken for reader in self._readers)
+        for stream in self._streams:
+            for event in stream.take(self._at):
+                self.state.apply(event)
+                changed = True
+        self.state.broken += sum(reader.broken for reader in self._readers) - broken
+        if (
+            self._last is not None
+            and all(stream.due == math.inf for stream in self._streams)
+            and self._at >= (self._last.ended or 0.0)
+        ):
+            self.state.apply(self._last)
+            self._last, changed = None, True
+        return changed
+
+    def stop(self) -> None:
+        """Pauses the replay until the next `poll`."""
+        self._looked = None
+
+    def _begin(self) -> None:
+        """Folds in the Spec, the predictions and the initial status, once."""
+        if self._begun or self._last is None:
+            return
+        self._begun = True
+        self.state.broken += sum(
+            reader.broken for reader in self._readers
+        )  # in the lines that the streams have read already
+        for document in (self.folder.read_spec(), self.folder.read_prediction(), self.folder.read_guess()):
+            if document is not None:
+                self.state.apply(document)
+        self.state.apply(replace(self._last, state="running", ended=None, failures=None))
+
+
+class _Stream:
+    """The events of one file in order. `due` is the time of the next event; infinite after the last.
+
+    An event earlier than its predecessor (because a clock was set back) is due at the same time as it. All times are
+    clamped to the `span` of the run, so that no wrong time blocks a replay.
+    """
+
+    def __init__(self, reader: Reader, span: tuple[float, float]):
+        self._events = _all(reader)
+        self._span = span
+        self._next: Event | Block | None = None
+        self._times = numpy.empty(0)
+        self._now = -math.inf
+        self.due = math.inf
+        self._advance()
+
+    def take(self, until: float) -> Iterator[Event | Block]:
+        """The events that are due at `until`; a block of steps is split there."""
+        while self._next is not None and self.due <= until:
+            event = self._next
+            if isinstance(event, Block):
+                count = int(numpy.searchsorted(self._times, until, side="right"))
+                if count < len(event):
+                    self._next, self._times = event.part(count, len(event)), self._times[count:]
+                    self.due = float(self._times[0])
+                    yield event.part(0, count)
+                    return
+                self._now = float(self._times[-1])
+            self._advance()
+            yield event
+
+    def _advance(self) -> None:
+        self._next = next(self._events, None)
+        if self._next is None:
+            self.due = math.inf
+            return
+        event = self._next
+        times = column(event.records, "t") if isinstance(event, Block) else numpy.array([event.t])
+        start, end = self._span
+        least, most, _ = LIMITS["t"]
+        valid = numpy.where((times >= least) & (times < most), times, start)  # NaN is not
+        self._times = numpy.maximum.accumulate(numpy.clip(valid, max(start, self._now), max(end, start, self._now)))
+        self.due = float(self._times[0])
+        if not isinstance(self._next, Block):
+            self._now = self.due
+
+
+def is_recorded(folder: RunFolder) -> bool:
+    """Whether a run is over and can be replayed."""
+    return current(folder).state in OVER
+
+
+def recorded_words(folder: RunFolder) -> str:
+    """When and where a run was recorded: `recorded on 20 November 2026, 23:42, on 2 CPU ranks of teacher-laptop`."""
+    spec, started = folder.read_spec(), folder.read_status().started
+    begun = [start for path in folder.event_files().values() for start in _starts(folder, path)[:1]]
+    when = time.strftime("%d %B %Y, %H:%M", time.localtime(started)).lstrip("0") if started else "an unknown day"
+    names = [start.device_name or "GPU" for start in begun if start.device.startswith("cuda")]
+    number = spec.nproc or len(begun)
+    counted = " + ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
+    where = counted or f"{number} CPU rank{'' if number == 1 else 's'}"
+    hosts = dict.fromkeys(start.host for start in begun if start.host)
+    return f"recorded on {when}, on {where}" + (f" of {', '.join(hosts)}" if hosts else "")
+
+
+def torch_of(folder: RunFolder) -> str:
+    """The version of torch of a run's ranks; empty if none of them has started."""
+    begun = (start for path in folder.event_files().values() for start in _starts(folder, path))
+    return next((start.torch for start in begun if start.torch), "")
+
+
+def _starts(folder: RunFolder, path: Path) -> list[Start]:
+    return [event for event in folder.reader(path).poll(_HEAD) if isinstance(event, Start)]
+
+
+def _all(reader: Reader) -> Iterator[Event | Block]:
+    more = True
+    while more:
+        yield from reader.poll()
+        more = reader.more

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from labkit.record.columns import RankState
+from labkit.record.ranks import RankState
 from labkit.record.state import RunState, elapsed, per_revision
 
-# In the order in which a script usually reaches them. Those in `events.STARTUP` are missing if a script never reaches
+# In the order in which a script usually reaches them. Those in `writer.STARTUP` are missing if a script never reaches
 # them, and in runs of versions that did not record them.
 MILESTONES = {
     "agent": "torchrun started",
@@ -25,7 +25,7 @@ def milestones(state: RunState) -> Mapping[int, Mapping[str, float]]:
     """By rank (including ranks that have not started), the seconds from the request of the run to each reached
     milestone.
     """
-    agent = state.status.get("agent_began")
+    agent = state.status.agent_began
     return {
         number: _reached(state, state.ranks.get(number) or RankState(number), agent)
         for number in range(state.world_size)
@@ -35,13 +35,13 @@ def milestones(state: RunState) -> Mapping[int, Mapping[str, float]]:
 def _reached(state: RunState, rank: RankState, agent: float | None) -> dict[str, float]:
     first = rank.steps.t[rank.first_step] if len(rank.steps) > rank.first_step else None
     times = {"agent": agent, "process": rank.began, "torch": rank.started, **rank.startup, "step": first}
-    found = {name: elapsed(state.status.get("started"), times.get(name)) for name in MILESTONES}
+    found = {name: elapsed(state.status.started, times.get(name)) for name in MILESTONES}
     return {name: float(seconds) for name, seconds in found.items() if seconds is not None}
 
 
 def is_starting(state: RunState) -> bool:
     """Whether a rank of a requested run has not finished its first step, even if the run has ended."""
-    return bool(state.status) and any("step" not in reached for reached in milestones(state).values())
+    return state.status.state != "ready" and any("step" not in reached for reached in milestones(state).values())
 
 
 def newest(state: RunState) -> str | None:

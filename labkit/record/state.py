@@ -1,6 +1,9 @@
 """RunState: the fold of a run's events, and what it says: progress, words, failure. Live charts, terminal, replay,
 summary and tests all read the same state.
 
+`apply` takes one event at a time, in any order between ranks: what readers return, and the documents of the folder, so
+a replayed run is handled like a live one. All of them are trusted, because decoding has checked them.
+
 The state knows no clock. The present of a run is its newest recorded time (`now`), which the supervisor's samples move
 forward, several times per second, while the ranks write nothing. A value derived from a state therefore depends on its
 events alone, and is valid for as long as `revision` does not change.
@@ -10,19 +13,32 @@ from __future__ import annotations
 
 import functools
 import math
+from array import array
+from collections import deque
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
+
+from msgspec.structs import replace
 
 from labkit.common.units import ranks_in_words
-from labkit.plan.spec import Spec
-from labkit.record.failures import exit_code, failure_of
-from labkit.record.fold import Fold
-from labkit.record.sources import inferred, inferred_note
-from labkit.record.types.reported import Hosts
-from labkit.record.types.summary import Failure
+from labkit.plan.spec import Spec, SpecError
+from labkit.record import events
+from labkit.record.documents import Failure, Guessed, Guesses, Plan, SpecFields, Status
+from labkit.record.events import Recorded, Value
+from labkit.record.ranks import OtherLosses, RankState, System, exit_code, failure_of, inferred, inferred_note, numbers
+from labkit.record.stacks import MESSAGE_LIMIT, TEXT_LIMIT, clipped
+from labkit.record.steps import Block, number
+from labkit.record.writer import OWNERS, STARTUP
 
 OVER = ("finished", "failed", "stopped", "lost")
+Applied: TypeAlias = events.Event | Block | SpecFields | Status | Plan | Guesses
+
 _TRAINS = ("training", "evaluating")  # any other activity of a rank is a preparation, in words
+_TIMELINES = 20  # stored per rank
+_SEEN = 200
+_METRICS = 1000  # stored metrics, the newest
+_NAMES = 1000  # names of metrics and reported values that are stored
+_REPLICA_STEPS = 50  # newest steps of which the figures of dp's replicas are stored
 
 _Derived = TypeVar("_Derived")
 _Arguments = ParamSpec("_Arguments")
@@ -54,12 +70,201 @@ def elapsed(start: float | None, end: float | None) -> float | None:
     return end - start if start and end and end >= start else None
 
 
-class RunState(Fold):
-    """The state of a run, folded from its events with `apply`."""
+class RunState:
+    """The state of a run: its Spec, status and prediction, ranks, metrics, reports and samples. `guess` has what the
+    learner predicted, by figure; `queue` the state of the scheduler's job; `nodes` when nodes met and were cut off;
+    `broken` counts unusable lines.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
+        self.spec = SpecFields()
+        self.status = Status("ready")
+        self.prediction: Plan | None = None
+        self.guess: dict[str, Guessed] = {}
+        self.ranks: dict[int, RankState] = {}
+        self.metrics: deque[events.Metric] = deque(maxlen=_METRICS)
+        self.reports: dict[int, dict[str, Value]] = {}
+        self.system = System()
+        self.queue: events.Queue | None = None
+        self.nodes: deque[events.Hosts | events.CutOff] = deque(maxlen=_SEEN)
+        self.broken = 0
+        self.unwatched: list[events.ProbeError] = []
+        self.dropped: dict[int, int] = {}
+        self.in_threads: deque[events.Replica] = deque(maxlen=_REPLICA_STEPS)
         self.derived: dict[Any, tuple[int, Any]] = {}  # cache of `per_revision`: revision and value
+        self._asked: Spec | None = None
+        self._newest_metrics: dict[str | None, Value] = {}
+        self._applied = 0
+
+    @property
+    def revision(self) -> int:
+        """The number of changes so far: it grows whenever the state changes, and with nothing else."""
+        return self._applied + self.broken
+
+    # ---- the fold
+
+    def apply(self, event: Applied) -> None:
+        """Folds one event in."""
+        handler = _HANDLERS.get(type(event))
+        if handler is not None:
+            try:
+                handler(self, event)
+            finally:  # counted last: what another thread derived from half of a change is derived again
+                self._applied += 1
+
+    def _rank(self, event: events.OfRank | events.GoingOn | Block) -> RankState:
+        if event.rank not in self.ranks:  # in order, whichever file is read first
+            self.ranks = dict(sorted({**self.ranks, event.rank: RankState(event.rank)}.items()))
+        return self.ranks[event.rank]
+
+    def _on_spec(self, fields: SpecFields) -> None:
+        self.spec = fields
+        try:
+            spec = fields.to_spec()
+        except SpecError:
+            spec = None  # of a newer version: the run is still shown, but its totals are unknown
+        self._asked = spec if spec and spec.strategy and spec.nproc else None
+
+    def _on_guess(self, guesses: Guesses) -> None:
+        self.guess = guesses.figures
+
+    def _on_prediction(self, plan: Plan) -> None:
+        self.prediction = plan
+
+    def _on_status(self, status: Status) -> None:
+        failures = {rank: _with_short_texts(failed) for rank, failed in (status.failures or {}).items()}
+        self.status = replace(_with_short_texts(status), failures=failures)
+
+    def _on_start(self, event: events.Start) -> None:
+        rank = self._rank(event)
+        rank.pid, rank.host, rank.device, rank.device_name = event.pid, event.host, event.device, event.device_name
+        rank.attempt = event.attempt
+        rank.attempts.pop(rank.attempt, None)  # in the order of their first steps, whatever their numbers are
+        rank.attempts[rank.attempt] = len(rank.steps)
+        rank.started, rank.ended, rank.exit_code, rank.error, rank.activity = event.t, None, None, None, None
+        rank.waiting, rank.not_finite, rank.saw, rank.timelines, rank.left_at = None, None, [], {}, ""
+        rank.began, rank.startup = event.began, {}
+
+    def _on_startup(self, event: events.Startup) -> None:
+        startup = self._rank(event).startup
+        if event.name in STARTUP:
+            startup.setdefault(event.name, event.t)
+
+    def _on_device(self, event: events.Device) -> None:
+        rank = self._rank(event)
+        rank.device, rank.device_name = event.device, event.device_name
+
+    def _on_step(self, event: events.Step) -> None:
+        rank = self._rank(event)
+        rank.steps.append(event)
+        rank.waiting = None
+        if rank.not_finite is None and not math.isfinite(event.loss or 0.0):
+            rank.not_finite = event.step
+
+    def _on_steps(self, block: Block) -> None:
+        rank = self._rank(block)
+        before = len(rank.steps)
+        broken, diverged = rank.steps.extend(block)
+        self.broken += broken
+        if len(rank.steps) > before:
+            rank.waiting = None
+        rank.not_finite = diverged if rank.not_finite is None else rank.not_finite
+
+    def _on_optimizer(self, event: events.Optimizer) -> None:
+        rank, which = self._rank(event), event.optimizer
+        rank.optimizers[which] = event.name or f"optimizer {which + 1}"
+        if event.sets_pace:
+            rank.pacemaker = which
+
+    def _on_losses(self, event: events.Losses) -> None:
+        losses = self._rank(event).losses.setdefault(event.optimizer, OtherLosses())
+        for step, loss in event.points:
+            losses.step.append(step)
+            losses.loss.append(number(loss))
+
+    def _on_memory(self, event: events.Memory) -> None:
+        self._rank(event).owners = {owner: int(size) for owner, size in event.owners.items()}
+
+    def _on_replica(self, event: events.Replica) -> None:
+        self.in_threads.append(event)
+
+    def _on_traffic(self, event: events.Traffic) -> None:
+        self._rank(event).traffic = event
+
+    def _on_timeline(self, event: events.Timeline) -> None:
+        timelines = self._rank(event).timelines
+        timelines[event.step] = event
+        while len(timelines) > _TIMELINES:
+            del timelines[min(timelines)]
+
+    def _on_memory_step(self, event: events.MemoryStep) -> None:
+        sizes = {owner: event.owners[owner] for owner in OWNERS if owner in event.owners}
+        self._rank(event).memory_step = replace(event, owners=sizes)
+
+    def _on_waiting(self, event: events.Waiting) -> None:
+        self._rank(event).waiting = _with_short_texts(event)
+
+    def _on_going_on(self, event: events.GoingOn) -> None:
+        self._rank(event).waiting = None
+
+    def _on_silent(self, event: events.Silent) -> None:
+        self._rank(event).silent = _with_short_texts(event)
+
+    def _on_heard(self, event: events.Heard) -> None:
+        self._rank(event).silent = None
+
+    def _on_saw(self, event: events.Seen) -> None:
+        saw = self._rank(event).saw
+        if len(saw) < _SEEN:
+            saw.append(event)
+
+    def _on_activity(self, event: events.Activity) -> None:
+        rank = self._rank(event)
+        rank.activity, rank.activity_since = event.name, event.t
+
+    def _on_metric(self, event: events.Metric) -> None:
+        self.metrics.append(event)
+        if event.name in self._newest_metrics or len(self._newest_metrics) < _NAMES:
+            self._newest_metrics[event.name] = event.value
+
+    def _on_report(self, event: events.Report) -> None:
+        reported = self.reports.setdefault(self._rank(event).rank, {})
+        for name, value in event.values.items():
+            if name in reported or len(reported) < _NAMES:
+                reported[name] = value
+
+    def _on_error(self, event: events.Error) -> None:
+        self._rank(event).error = replace(_with_short_texts(event), type=clipped(event.type or "Exception"))
+
+    def _on_probe_error(self, event: events.ProbeError) -> None:
+        self._rank(event)
+        if len(self.unwatched) < _SEEN:
+            self.unwatched.append(_with_short_texts(event))
+
+    def _on_dropped(self, event: events.Dropped) -> None:
+        rank = self._rank(event).rank
+        self.dropped[rank] = self.dropped.get(rank, 0) + event.events
+
+    def _on_nodes(self, event: events.Hosts | events.CutOff) -> None:
+        self.nodes.append(event)
+
+    def _on_queue(self, event: events.Queue) -> None:
+        self.queue = event
+
+    def _on_end(self, event: events.End) -> None:
+        rank = self._rank(event)
+        rank.ended, rank.exit_code, rank.left_at = event.t, event.exit_code, clipped(event.stack)
+
+    def _on_system(self, event: events.System) -> None:
+        system = self.system
+        system.t.append(event.t)
+        system.cpu_percent.append(number(event.cpu_percent))
+        system.memory_used.append(number(event.memory_used))
+        for gpu in event.gpus or []:
+            _sample(system.gpus.setdefault(gpu.index, {}), event.t, gpu, ("memory_used", "utilisation", "power"))
+            system.gpu_memory_total[gpu.index] = int(gpu.memory_total or 0)
+        for rank, process in (event.ranks or {}).items():
+            _sample(system.ranks.setdefault(rank, {}), event.t, process, ("cpu_percent", "rss"))
 
     # ---- the Spec, and the progress
 
@@ -72,18 +277,18 @@ class RunState(Fold):
     def world_size(self) -> int:
         """The number of ranks (processes), as requested or as observed; it changes when nodes join or leave."""
         if met := self.met:
-            return len(met[-1]["hosts"])
-        return self._asked.processes if self._asked else self.spec.get("nproc") or max(len(self.ranks), 1)
+            return len(met[-1].hosts)
+        return self._asked.processes if self._asked else self.spec.nproc or max(len(self.ranks), 1)
 
     @property
-    def met(self) -> list[Hosts]:
+    def met(self) -> list[events.Hosts]:
         """When the ranks of several nodes met, in order, each time with the host of every rank."""
-        return sorted((event for event in self.nodes if event["kind"] == "hosts"), key=lambda event: event["t"])
+        return sorted((event for event in self.nodes if isinstance(event, events.Hosts)), key=lambda event: event.t)
 
     @property
     def expected(self) -> int:
         """The number of ranks whose events are in this folder: all, or those of one node."""
-        return self.status.get("ranks_here") or self.world_size
+        return self.status.ranks_here or self.world_size
 
     @property
     def total_steps(self) -> int | None:
@@ -104,34 +309,34 @@ class RunState(Fold):
         counted, and why the run started cold. Empty if there are none.
         """
         note = self._asked.strategy_row.note(self._asked.device) if self._asked else inferred_note(self.ranks)
-        because = self.status.get("cold_because")
+        because = self.status.cold_because
         return " ".join(part for part in (note, f"The run started cold: {because}." if because else "") if part)
 
     @property
     def over(self) -> bool:
         """Whether the run has ended, in any state."""
-        return self.status.get("state") in OVER
+        return self.status.state in OVER
 
     @property
     def words(self) -> str:
         """The state in words: ready, starting ranks, building an extension, training, …, finished, failed (…), lost
         (…)."""
-        state: str = self.status.get("state", "ready")
+        state = self.status.state
         if state == "failed":
             return f"failed ({self._failure_words})"
         if state == "lost":
-            return f"lost ({self.status.get('message')})"
-        if self.queue is not None and self.queue["state"] not in ("RUNNING", "COMPLETING") and not self.over:
-            reason = f": {self.queue['reason']}" if self.queue.get("reason") else ""
-            return f"job {self.queue['job']} of Slurm is {self.queue['state'].lower()}{reason}"
-        if state == "starting" and (waiting := self.status.get("waiting")):
-            return waiting
+            return f"lost ({self.status.message})"
+        if self.queue is not None and self.queue.state not in ("RUNNING", "COMPLETING") and not self.over:
+            reason = f": {self.queue.reason}" if self.queue.reason else ""
+            return f"job {self.queue.job} of Slurm is {self.queue.state.lower()}{reason}"
+        if state == "starting" and self.status.waiting:
+            return self.status.waiting
         if state != "running":
-            return {"starting": "starting ranks"}.get(state, state)
+            return "starting ranks" if state == "starting" else state
         activities = {rank.activity for rank in self.ranks.values()}
         if len(self.ranks) < self.expected or activities <= {None}:
             return "starting ranks"
-        preparing = sorted(one for one in activities if one is not None and one not in _TRAINS)
+        preparing = sorted(activity for activity in activities if activity is not None and activity not in _TRAINS)
         if preparing:
             return preparing[0]
         return "evaluating" if activities == {"evaluating"} else "training"
@@ -140,16 +345,16 @@ class RunState(Fold):
     def _failure_words(self) -> str:
         failure = self.failure
         if failure is None:
-            return self.status.get("message") or "the ranks reported no reason"
-        says = failure["type"] + (f": {failure['message']}" if failure["message"] else "")
-        left = f"{ranks_in_words(failure['left'])} ended early with exit code 0; " if failure["left"] else ""
-        return f"{left}{ranks_in_words(failure['alike'], self.world_size)}: {says}"
+            return self.status.message or "the ranks reported no reason"
+        says = failure.type + (f": {failure.message}" if failure.message else "")
+        left = f"{ranks_in_words(failure.left)} ended early with exit code 0; " if failure.left else ""
+        return f"{left}{ranks_in_words(failure.alike, self.world_size)}: {says}"
 
     @property
     def seconds(self) -> float | None:
         """Seconds from the request to the end of the run; None before the end, or if the recorded clock ran
         backwards."""
-        return elapsed(self.status.get("started"), self.status.get("ended"))
+        return elapsed(self.status.started, self.status.ended)
 
     @property
     def now(self) -> float | None:
@@ -164,7 +369,7 @@ class RunState(Fold):
         return max(1.0, self.world_size / self._asked.data_ranks) if self._asked else 1.0
 
     def sample_weights(self) -> dict[int, float]:
-        """By rank, the weight of its samples, so that each sample counts once (see sources.py)."""
+        """By rank, the weight of its samples, so that each sample counts once (see ranks.py)."""
         if self._asked is not None:
             return dict.fromkeys(self.ranks, 1 / self.replicas)
         readers, later_stages = inferred(self.ranks)
@@ -180,7 +385,7 @@ class RunState(Fold):
                 losses.append(rank.steps.loss[index])
         return sum(losses) / len(losses) if losses else None
 
-    def metric(self, name: str) -> Any:
+    def metric(self, name: str) -> Value:
         """The newest value of a metric that the script logged; None if it logged none."""
         return self._newest_metrics.get(name)
 
@@ -188,7 +393,7 @@ class RunState(Fold):
 
     @property
     def failure(self) -> Failure | None:
-        """The first failure, see `failures.failure_of`; None if no rank failed."""
+        """The first failure, see `ranks.failure_of`; None if no rank failed."""
         return _failure(self)
 
     def exit_code(self, rank: int) -> int | None:
@@ -200,3 +405,58 @@ class RunState(Fold):
 @per_revision
 def _failure(state: RunState) -> Failure | None:
     return failure_of(state.ranks, state.status, state.over)
+
+
+def _sample(columns: dict[str, array[float]], t: float, sample: Recorded, names: tuple[str, ...]) -> None:
+    """Adds one sample to columns, which have the names of its fields."""
+    columns.setdefault("t", numbers()).append(t)
+    for name in names:
+        columns.setdefault(name, numbers()).append(number(getattr(sample, name)))
+
+
+_Texts = TypeVar("_Texts", bound=Recorded)
+
+
+def _with_short_texts(record: _Texts) -> _Texts:
+    """A record with each of its texts clipped to a length that can be searched at each redraw."""
+    texts = {name: getattr(record, name) for name in record.__struct_fields__}
+    limits = {name: MESSAGE_LIMIT if name == "message" else TEXT_LIMIT for name in texts}
+    return replace(
+        record, **{name: clipped(text, limits[name]) for name, text in texts.items() if isinstance(text, str)}
+    )
+
+
+_HANDLERS: dict[type, Callable[[RunState, Any], None]] = {
+    SpecFields: RunState._on_spec,
+    Status: RunState._on_status,
+    Plan: RunState._on_prediction,
+    Guesses: RunState._on_guess,
+    Block: RunState._on_steps,
+    events.Start: RunState._on_start,
+    events.Startup: RunState._on_startup,
+    events.Device: RunState._on_device,
+    events.Step: RunState._on_step,
+    events.Optimizer: RunState._on_optimizer,
+    events.Losses: RunState._on_losses,
+    events.Memory: RunState._on_memory,
+    events.Replica: RunState._on_replica,
+    events.Traffic: RunState._on_traffic,
+    events.Timeline: RunState._on_timeline,
+    events.MemoryStep: RunState._on_memory_step,
+    events.Waiting: RunState._on_waiting,
+    events.GoingOn: RunState._on_going_on,
+    events.Silent: RunState._on_silent,
+    events.Heard: RunState._on_heard,
+    events.Activity: RunState._on_activity,
+    events.Metric: RunState._on_metric,
+    events.Report: RunState._on_report,
+    events.Error: RunState._on_error,
+    events.ProbeError: RunState._on_probe_error,
+    events.Dropped: RunState._on_dropped,
+    events.Hosts: RunState._on_nodes,
+    events.CutOff: RunState._on_nodes,
+    events.Queue: RunState._on_queue,
+    events.End: RunState._on_end,
+    events.System: RunState._on_system,
+    **dict.fromkeys(events.OBSERVATIONS.values(), RunState._on_saw),
+}

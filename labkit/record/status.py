@@ -5,14 +5,17 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 import psutil
+from msgspec.structs import replace
 
 from labkit.common.processes import here, is_same, is_supervisor, living, names, tag_of
+from labkit.record.documents import Status, Who
 from labkit.record.folder import RunFolder
 from labkit.record.state import OVER
-from labkit.record.stepfile import steps_path
-from labkit.record.types.documents import KnownStatus, Who
+from labkit.record.steps import Block
+from labkit.record.writer import steps_path
 
 # Seconds without any activity after which a run on another host counts as lost; clocks of hosts may differ by less.
 QUIET = 120.0
@@ -20,7 +23,7 @@ _YOUNG = 60.0  # seconds during which a folder without a status may belong to a 
 _TAIL = 1 << 14  # bytes at the end of system.jsonl that are searched for its last sample
 
 
-def current(folder: RunFolder) -> KnownStatus:
+def current(folder: RunFolder) -> Status:
     """The contents of `status.json`; for a run with neither a final state nor a supervisor, `failed` or `lost`, and
     why.
 
@@ -28,101 +31,102 @@ def current(folder: RunFolder) -> KnownStatus:
     unknown here, because it ran on another host or in another folder.
     """
     if folder.is_gone:
-        return {"state": "lost", "message": "its run folder no longer exists: it was deleted or moved"}
+        return Status("lost", message="its run folder no longer exists: it was deleted or moved")
     status = folder.read_status()
     why = _lost(folder, status)
     if not why:
         return status
     status = folder.read_status()  # the final status may have been written in the meantime
-    return status if status.get("state") in OVER else status | why
+    return status if status.state in OVER else replace(status, state=why[0], message=why[1])
 
 
 def is_over(folder: RunFolder) -> bool:
     """Whether a run has ended, or was interrupted before it had a status."""
     status = current(folder)
-    if status:
-        return status.get("state") in OVER
+    if status.state != "ready":
+        return status.state in OVER
     return time.time() - folder.path.stat().st_mtime > _YOUNG
 
 
 def is_abandoned(folder: RunFolder) -> bool:
     """Whether a run of this host has no final status and no process is left to write one."""
-    return _lost(folder, folder.read_status()).get("state") == "failed"
+    return (_lost(folder, folder.read_status()) or ("", ""))[0] == "failed"
 
 
-def is_here(status: KnownStatus) -> bool:
+def is_here(status: Status) -> bool:
     """Whether the pids in a status belong to this host, this boot and this container."""
-    who, host, boot = status.get("supervisor"), here()["host"], here()["boot"]
-    return who is not None and (who.get("host"), who.get("boot", boot)) == (host, boot)
+    who, host, boot = status.supervisor, here()["host"], here()["boot"]
+    return who is not None and (who.host, who.boot or boot) == (host, boot)
 
 
-def supervisor_of(folder: RunFolder, status: KnownStatus) -> psutil.Process | None:
+def supervisor_of(folder: RunFolder, status: Status) -> psutil.Process | None:
     """The living supervisor of exactly this run, identified by its tag and command; None if there is none on this
     host."""
-    who = status.get("supervisor")
-    process = living(who["pid"]) if who and is_here(status) else None
+    who = status.supervisor
+    process = living(who.pid) if who and is_here(status) else None
     return process if process is not None and names(tag_of(process), folder.path) and is_supervisor(process) else None
 
 
-def hidden_supervisor(status: KnownStatus) -> psutil.Process | None:
+def hidden_supervisor(status: Status) -> psutil.Process | None:
     """The living process with the pid and start time in a status, if this user may not read its tag. It must never be
     signalled.
     """
-    who = status.get("supervisor")
-    process = living(who["pid"]) if who and is_here(status) else None
-    return process if who and process is not None and tag_of(process) is None and is_same(process, who) else None
+    who = status.supervisor
+    process = living(who.pid) if who and is_here(status) else None
+    return (
+        process
+        if who and process is not None and tag_of(process) is None and is_same(process, who.pid, who.create_time)
+        else None
+    )
 
 
-def _lost(folder: RunFolder, status: KnownStatus) -> KnownStatus:
-    """`state` and `message` to replace a status that will never be completed; empty for a run that is over or under
-    way.
-    """
-    if not status or status.get("state") in OVER:
-        return {}
-    who = status.get("supervisor")
+def _lost(folder: RunFolder, status: Status) -> tuple[Literal["failed", "lost"], str] | None:
+    """The state and the message of a status that will never be completed; None for a run that is over or under way."""
+    if status.state in ("ready", *OVER):
+        return None
+    who = status.supervisor
     if who is None or not is_here(status):
         return _quiet(folder, who)
     if supervisor_of(folder, status) is not None or hidden_supervisor(status) is not None:
-        return {}
+        return None
     place = _place_of(who)
     if place:  # a folder that was moved will soon get its final status
         return (
-            {"state": "lost", "message": f"this folder is a copy of {place}, where the run is under way"}
-            if Path(place).is_dir()
-            else {}
+            ("lost", f"this folder is a copy of {place}, where the run is under way") if Path(place).is_dir() else None
         )
-    if RunFolder.read_json(folder.plan).get("batch_job"):
+    if folder.read_launch().batch_job:
         return _quiet(folder, who)  # the job of a scheduler continues without it
-    return {"state": "failed", "message": f"its supervisor (pid {who['pid']}) was killed, which ended the run"}
+    return "failed", f"its supervisor (pid {who.pid}) was killed, which ended the run"
 
 
 def _place_of(who: Who) -> str:
     """The run folder of the living supervisor of a status; empty if it is gone."""
-    process = living(who["pid"])
-    return (tag_of(process) or "") if process is not None and is_same(process, who) and is_supervisor(process) else ""
+    process = living(who.pid)
+    return (
+        (tag_of(process) or "")
+        if process is not None and is_same(process, who.pid, who.create_time) and is_supervisor(process)
+        else ""
+    )
 
 
 # ---- runs of other hosts
 
 
-def _quiet(folder: RunFolder, who: Who | None) -> KnownStatus:
+def _quiet(folder: RunFolder, who: Who | None) -> tuple[Literal["lost"], str] | None:
     """A running run on another host writes a sample five times per second; a copy of its folder is not written."""
     sample, times = _last_sample(folder), _written(folder)
     if any(abs(time.time() - sign) < QUIET for sign in (*sample, *times)):
-        return {}
+        return None
     when = _in_words(min([*sample, max(times)]))
-    host = (who and who.get("host")) or "an unknown host"
-    return {
-        "state": "lost",
-        "message": f"it ran on {host} and has written nothing since {when}; how it ended is unknown",
-    }
+    host = (who and who.host) or "an unknown host"
+    return "lost", f"it ran on {host} and has written nothing since {when}; how it ended is unknown"
 
 
 def _last_sample(folder: RunFolder) -> list[float]:
     """The time of the supervisor's last sample, by the clock of its host, if there is one."""
     reader = folder.reader(folder.system)
     reader.skip_to(_TAIL)
-    return [event["t"] for event in list(reader.poll())[-1:]]
+    return [event.t for event in list(reader.poll())[-1:] if not isinstance(event, Block)]
 
 
 def _written(folder: RunFolder) -> list[float]:

@@ -1,29 +1,205 @@
-"""The steps of a rank as numpy columns, in bounded memory for runs of any length.
+"""The steps of a rank, read: step files, and numpy columns in bounded memory for runs of any length.
 
-The newest records are cached in memory, 0.4 MB per rank however long the run is. Older ones are read from the step
-file again when they are needed, so a state of ten million steps takes some tens of megabytes.
+`writer.py` has the layout of a step file, and its `COLUMNS` are the dtype of a record; a file of another version may
+have other columns. The newest records of a rank are in memory, 0.5 MB however long the run is. Older ones are read from
+the file again when they are needed, so a state of ten million steps takes some tens of megabytes. The file is read and
+not mapped: a process that maps a file dies when another one truncates it.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import threading
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
-from typing import Any, overload
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, overload
 
 import numpy
 
-from labkit.record.stepfile import COLUMNS, LIMITS, MEMORY, PHASES, Block, StepFile
+from labkit.record.events import RANKS, Step, StepMemory, StepSeconds
+from labkit.record.writer import COLUMNS, MEMORY, PHASES
 
-HELD = 1 << 11  # newest records of a rank that stay in memory
-_CHUNK = 1 << 10  # records of a chunk: they leave memory together, and are read again together
+HELD = 1 << 11  # newest steps of a rank that stay in memory, at least; at most twice as many
 _PIECE = 1 << 15  # values of a column that are iterated at once
-_NAMES = tuple(name for name, _ in COLUMNS)
-_ROW = numpy.dtype([(name, "f8") for name in _NAMES])
-_SHORT = {name for name, type_ in COLUMNS if type_ == "<f4"}
 _SAMPLE = 1 << 10  # steps stored as a sample of all steps (up to twice as many)
-_DIGITS = 7  # significant digits of seconds stored in float32: as measured, to 0.1 µs
+_DIGITS = 7  # digits of seconds stored in float32: as measured, to 0.1 µs
+_TYPES = ("<f8", "<f4", "<i8", "<u4")
+_MOST_HEADER = 4096  # bytes
+_MOST_COLUMNS = 64
+_SHORT = {name for name, type_ in COLUMNS if type_ == "<f4"}
+_ROW = numpy.dtype([(name, "f8") for name, _ in COLUMNS] + [("record", "i8")])  # its index in the file, -1: in none
+
+# Limits of the values of a record: the least value, the first that is too large, and whether NaN (unknown) is allowed.
+LIMITS = {
+    "t": (0.0, 3.2e10, False),
+    "step": (0.0, 2.0**53, False),
+    "samples": (0.0, 2.0**53, True),
+    **dict.fromkeys(MEMORY, (0.0, 2.0**63, True)),
+    **dict.fromkeys(("seconds", *PHASES), (-1e9, 1e9, True)),
+}
+
+
+# ---- the file
+
+
+class StepFile:
+    """A step file, existing or not yet; `opened` opens it. `rank`, and `dtype`, the type of its records, are those of
+    its header; `dtype` is None before the header was read, and `unreadable` the reason if it is not valid.
+    """
+
+    def __init__(self, path: Path, opened: Callable[[Path], BinaryIO] = lambda path: path.open("rb")):
+        self.path = path
+        self.rank = 0
+        self.dtype: numpy.dtype | None = None
+        self.unreadable = ""
+        self._opened = opened
+        self._begin = 0  # bytes of the header
+        self._held: BinaryIO | None = None
+        self._turn = threading.Lock()
+
+    @property
+    def size(self) -> int:
+        """The size of the file in bytes."""
+        try:
+            return self.path.stat().st_size
+        except OSError:
+            return 0
+
+    def whole(self) -> int:
+        """The number of complete records."""
+        try:
+            with self._file() as file:
+                size = os.fstat(file.fileno()).st_size
+                if self.dtype is None and not self.unreadable:
+                    self._read_header(file)
+        except OSError:
+            return 0
+        return max(0, size - self._begin) // self.dtype.itemsize if self.dtype else 0
+
+    def read(self, first: int, count: int) -> numpy.ndarray:
+        """The `count` records from index `first` on; fewer if the file ends earlier."""
+        assert self.dtype is not None, "its header was read"
+        size, data = self.dtype.itemsize, b""
+        try:
+            with self._file() as file:
+                file.seek(self._begin + first * size)
+                data = file.read(count * size)
+        except OSError:
+            pass  # deleted
+        return numpy.frombuffer(data[: len(data) // size * size], self.dtype)
+
+    def hold(self) -> bool:
+        """Keeps the file open, so that it stays readable after its folder is deleted; False if it cannot be opened."""
+        if self._held is None:
+            try:
+                self._held = self._opened(self.path)
+            except OSError:
+                return False
+        return True
+
+    def __del__(self) -> None:
+        if self._held is not None:
+            self._held.close()
+
+    @contextmanager
+    def _file(self) -> Iterator[BinaryIO]:
+        if self._held is None:
+            with self._opened(self.path) as file:
+                yield file
+        else:
+            with self._turn:
+                yield self._held
+
+    def _read_header(self, file: BinaryIO) -> None:
+        start = file.read(_MOST_HEADER)
+        line, end, _ = start.partition(b"\n")
+        try:
+            if end:
+                self.rank, self.dtype = _header(line)
+                self._begin = len(line + end)
+            elif len(start) == _MOST_HEADER:
+                raise ValueError(f"there is no header in its first {_MOST_HEADER} bytes")
+        except ValueError as error:
+            self.unreadable = str(error)
+
+
+def _header(line: bytes) -> tuple[int, numpy.dtype]:
+    """The rank and the type of the records. Raises `ValueError` with the reason if the header is invalid."""
+    try:
+        header = json.loads(line)
+    except (ValueError, RecursionError):
+        raise ValueError("the header is not JSON") from None
+    if not isinstance(header, dict) or header.get("kind") != "steps" or not isinstance(header.get("columns"), list):
+        raise ValueError("the header does not describe steps")
+    rank, columns = header.get("rank"), header["columns"]
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < RANKS:
+        raise ValueError("the header names no rank")
+    if not 0 < len(columns) <= _MOST_COLUMNS or not all(map(_is_column, columns)):
+        raise ValueError("the header's columns are not pairs of a name and a type")
+    names = [name for name, _ in columns]
+    if len(set(names)) != len(names) or not {"t", "step"} <= set(names):
+        raise ValueError("the header's columns repeat a name, or lack t or step")
+    return rank, numpy.dtype([(name, type_) for name, type_ in columns])
+
+
+def _is_column(column: Any) -> bool:
+    if not isinstance(column, list) or len(column) != 2 or not all(isinstance(part, str) for part in column):
+        return False
+    name, type_ = column
+    return name.isidentifier() and len(name) <= 64 and type_ in _TYPES
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Consecutive records of a step file as they are there, from index `first` on: an event that no file contains."""
+
+    file: StepFile
+    first: int
+    records: numpy.ndarray
+
+    @property
+    def rank(self) -> int:
+        """The rank whose steps these are."""
+        return self.file.rank
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def part(self, first: int, last: int) -> Block:
+        """The records from `first` to `last`, counted within the block."""
+        return Block(self.file, self.first + first, self.records[first:last])
+
+    def valid(self) -> numpy.ndarray:
+        """Which of the records are valid."""
+        good = numpy.ones(len(self), bool)
+        with numpy.errstate(invalid="ignore"):
+            for name in LIMITS.keys() & set(self.records.dtype.names or ()):
+                least, end, may_be_unknown = LIMITS[name]
+                values = self.records[name]
+                inside = (values >= least) & (values < end)
+                good &= inside | numpy.isnan(values) if may_be_unknown else inside
+            good &= self.records["step"] == numpy.floor(self.records["step"])
+        return good
+
+
+def column(records: numpy.ndarray, name: str) -> numpy.ndarray:
+    """One column of records in float64; NaN if their file has no such column."""
+    if name in (records.dtype.names or ()):
+        values: numpy.ndarray = records[name].astype(float)
+        values = values.round(_DIGITS) if name in _SHORT else values
+    elif name == "losses":
+        values = (~numpy.isnan(column(records, "loss"))).astype(float)
+    else:
+        values = numpy.full(len(records), math.nan)
+    return values
+
+
+# ---- the columns
 
 
 class Column(Sequence[float]):
@@ -60,7 +236,8 @@ class Column(Sequence[float]):
 
     def pieces(self, first: int = 0) -> Iterator[numpy.ndarray]:
         """The values from index `first` on, a bounded number at a time."""
-        return self._steps.pieces(self._name, first)
+        for index in range(first, len(self), _PIECE):
+            yield self[index : index + _PIECE]
 
     def sample(self, first: int = 0) -> numpy.ndarray:
         """The values of about 1,000 evenly spaced steps of the run that are at index `first` or later; all values of a
@@ -84,17 +261,18 @@ class Steps:
         self.memory = {name: Column(self, name) for name in MEMORY}
         self._peak: int | None = None
         self._has_loss = False
-        self._new: list[tuple[float, ...]] = []  # rows that came one by one, and are not in a chunk yet
-        self._chunks: list[_Chunk] = []
-        self._starts: list[int] = []  # the index of each chunk's first record
-        self._length = 0
+        self._older: list[_Older] = []
+        self._starts: list[int] = []  # the index of the first step in each of these parts
+        self._begin = 0  # the index of the first step in memory
+        self._rows = numpy.empty(0, _ROW)  # of which so many are in use:
+        self._used = 0
+        self._file: StepFile | None = None  # in which the records of these rows are
+        self._lines: list[tuple[float, ...]] = []  # steps that came as lines and are no rows yet
         self._sample = numpy.empty(0, _ROW)
         self._every = 1  # the sample has every so many-th step
-        self._first_held = 0  # chunks before this one are not in memory
-        self._again: tuple[_Chunk, bytes] | None = None  # the chunk that was read again last, and its records
 
     def __len__(self) -> int:
-        return self._length + len(self._new)
+        return self._begin + self._used + len(self._lines)
 
     @property
     def peak(self) -> int | None:
@@ -108,173 +286,175 @@ class Steps:
         self._flush()
         return self._has_loss
 
-    def append(self, event: Mapping[str, Any]) -> None:
-        """Adds one step event. Raises before anything is added if the event is invalid."""
-        seconds, memory = event.get("seconds") or {}, event.get("memory") or {}
-        row = {"t": float(event["t"]), "step": float(int(event["step"]))}
-        row |= {
-            "loss": number(event.get("loss")),
-            "samples": number(event.get("samples")),
-            "seconds": number(seconds.get("step")),
-        }
-        row |= {phase: number(seconds.get(phase), 0.0) for phase in PHASES} | {
-            name: number(memory.get(name)) for name in MEMORY
-        }
-        row["losses"] = float(event.get("loss") is not None)
-        self._new.append(tuple(row[name] for name in _NAMES))
-        if len(self._new) >= _CHUNK:
+    def append(self, event: Step) -> None:
+        """Adds one step that is no record of a file."""
+        seconds, memory = event.seconds or StepSeconds(), event.memory or StepMemory()
+        self._lines.append(
+            (
+                event.t,
+                event.step,
+                number(event.loss),
+                number(event.samples),
+                *(number(getattr(memory, name)) for name in MEMORY),
+                number(seconds.step),
+                *(number(getattr(seconds, phase), 0.0) for phase in PHASES),
+                event.loss is not None,
+                -1,
+            )
+        )
+        if len(self._lines) >= HELD:
             self._flush()
+
+    def _flush(self) -> None:
+        if self._lines:
+            rows, self._lines = numpy.array(self._lines, _ROW), []
+            self._note(rows)
+            self._take(rows)
 
     def extend(self, block: Block) -> tuple[int, int | None]:
         """Adds the records of a block; returns the number of invalid ones, and the first step whose loss is not
         finite."""
         self._flush()
-        rows, wrong = checked(block)
-        size = len(block) if wrong else _CHUNK  # invalid records are left out of the rows, but not of the file
-        for first in range(0, len(rows), size):
-            self._take(rows[first : first + size].copy(), block.part(first, first + size))
-        diverged = rows["step"][(rows["losses"] > 0) & ~numpy.isfinite(rows["loss"])]
-        return wrong, int(diverged[0]) if len(diverged) else None
+        if block.file is not self._file:
+            self._let_go(self._used)
+            self._file = block.file
+        good = numpy.flatnonzero(block.valid())
+        records = block.records if len(good) == len(block) else block.records[good]
+        self._note(records)
+        older = max(0, len(records) - HELD)
+        if older and block.file.hold():
+            self._let_go(self._used)
+            self._put_away(_Older(older, block.file, block.first + good[:older]))
+        else:
+            older = 0
+        rows = _rows(records[older:])
+        rows["record"] = block.first + good[older:]
+        for first in range(0, len(rows), HELD):
+            self._take(rows[first : first + HELD])
+        diverged = records["step"][(column(records, "losses") > 0) & ~numpy.isfinite(column(records, "loss"))]
+        return len(block) - len(good), int(diverged[0]) if len(diverged) else None
 
     def values(self, name: str, first: int, last: int, stride: int = 1) -> numpy.ndarray:
         """A column from index `first` to `last`, every `stride`-th value."""
         self._flush()
-        parts, index = [], first
-        while index < last:
-            number = bisect_right(self._starts, index) - 1
-            begin, chunk = self._starts[number], self._chunks[number]
-            end = min(last, begin + len(chunk))
-            parts.append(self._values(chunk, name, index - begin, end - begin)[::stride])
-            index += -(-(end - index) // stride) * stride
-        return numpy.concatenate(parts) if parts else numpy.empty(0)
+        parts = [numpy.empty(0)]
+        while first < last:
+            if first >= self._begin:
+                parts.append(self._rows[name][first - self._begin : last - self._begin : stride].copy())
+                break
+            number = bisect_right(self._starts, first) - 1
+            begin, older = self._starts[number], self._older[number]
+            end = min(last, begin + older.length)
+            parts.append(older.values(name, first - begin, end - begin)[::stride])
+            first += -(-(end - first) // stride) * stride
+        return numpy.concatenate(parts)
 
     def sample(self, name: str, first: int = 0) -> numpy.ndarray:
         """A column at those of about 1,000 evenly spaced steps of the run that are at index `first` or later; if the
         run has fewer steps, at all of them.
         """
         self._flush()
-        return self._sample[name][-(-first // self._every) :]
+        sampled: numpy.ndarray = self._sample[name][-(-first // self._every) :]
+        return sampled
 
-    def pieces(self, name: str, first: int = 0) -> Iterator[numpy.ndarray]:
-        """A column from index `first` on, a bounded number of values at a time."""
-        for index in range(first, len(self), _PIECE):
-            yield self.values(name, index, min(len(self), index + _PIECE))
-
-    def _values(self, chunk: _Chunk, name: str, first: int, last: int) -> numpy.ndarray:
-        """A column of a chunk from index `first` to `last`, counted within the chunk."""
-        if chunk.rows is not None:
-            return chunk.rows[name][first:last].copy()
-        again = self._again
-        if again is None or again[0] is not chunk:
-            again = self._again = chunk, chunk.records()
-        return chunk.values(again[1], name, first, last)
-
-    def _flush(self) -> None:
-        if self._new:
-            rows, self._new = numpy.array(self._new, _ROW), []
-            self._take(rows, None)
-
-    def _take(self, rows: numpy.ndarray, block: Block | None) -> None:
-        peaks = rows["peak"][numpy.isfinite(rows["peak"])]
+    def _note(self, records: numpy.ndarray) -> None:
+        """Updates what is known of all steps by records that are added next."""
+        peaks = column(records, "peak")
+        peaks = peaks[numpy.isfinite(peaks)]
         if len(peaks):
             self._peak = max(self._peak or 0, int(peaks.max()))
-        self._has_loss |= bool(rows["losses"].any())
-        self._sample = numpy.concatenate([self._sample, rows[-self._length % self._every :: self._every]])
+        self._has_loss |= bool(column(records, "losses").any())
+        self._sample = numpy.concatenate(
+            [self._sample, _rows(records[-(self._begin + self._used) % self._every :: self._every])]
+        )
         while len(self._sample) > 2 * _SAMPLE:
             self._sample, self._every = self._sample[::2].copy(), 2 * self._every
-        if not (self._chunks and self._chunks[-1].joined(rows, block)):
-            self._chunks.append(_Chunk(rows, block))
-            self._starts.append(self._length)
-        self._length += len(rows)
-        self._let_go()
 
-    def _let_go(self) -> None:
-        """Drops old chunks from memory if their file can be read again."""
-        while self._first_held < len(self._chunks) - 1 and self._length - self._starts[self._first_held + 1] >= HELD:
-            self._chunks[self._first_held].let_go()
-            self._first_held += 1
+    def _take(self, rows: numpy.ndarray) -> None:
+        """Adds at most `HELD` rows in memory."""
+        if self._used + len(rows) > 2 * HELD:
+            self._let_go(self._used - HELD)
+        if self._used + len(rows) > len(self._rows):
+            grown = numpy.empty(min(2 * HELD, 2 * (self._used + len(rows))), _ROW)
+            grown[: self._used] = self._rows[: self._used]
+            self._rows = grown
+        self._rows[self._used : self._used + len(rows)] = rows
+        self._used += len(rows)
+
+    def _let_go(self, count: int) -> None:
+        """Drops the oldest `count` rows; those that cannot be read again are put away in memory."""
+        if not count:
+            return
+        rows = self._rows[:count].copy()
+        is_in_file = self._file is not None and bool((rows["record"] >= 0).all()) and self._file.hold()
+        self._put_away(_Older(count, self._file, rows["record"]) if is_in_file else _Older(count, rows=rows))
+        self._rows[: self._used - count] = self._rows[count : self._used].copy()
+        self._used -= count
+
+    def _put_away(self, older: _Older) -> None:
+        if not (self._older and self._older[-1].joined(older)):
+            self._older.append(older)
+            self._starts.append(self._begin)
+        self._begin += older.length
 
 
-class _Chunk:
-    """Consecutive steps: `rows` in memory, or None and a range of a step file from which they are read again."""
+class _Older:
+    """Consecutive steps that are not among the newest: the indices of their records in a file, or their rows."""
 
-    def __init__(self, rows: numpy.ndarray, block: Block | None):
-        self.rows: numpy.ndarray | None = rows
-        self._length = len(rows)
-        self._file: StepFile | None = block.file if block else None
-        self._first = block.first if block else 0
-        self._count = len(block) if block else 0  # of records; more than rows if some are invalid
+    def __init__(
+        self,
+        length: int,
+        file: StepFile | None = None,
+        records: numpy.ndarray | None = None,
+        rows: numpy.ndarray | None = None,
+    ):
+        self.length, self._file, self._rows = length, file, rows
+        self._records: range | numpy.ndarray = range(0) if records is None else records
+        if len(self._records) and self._records[-1] - self._records[0] == length - 1:
+            self._records = range(int(self._records[0]), int(self._records[-1]) + 1)
 
-    def __len__(self) -> int:
-        return self._length
-
-    def joined(self, rows: numpy.ndarray, block: Block | None) -> bool:
-        """Adds rows that directly follow in the same file (or come without a file) if the chunk is small; returns
-        whether it did.
-        """
-        length = self._length + len(rows)
-        follows = (block.file, block.first) == (self._file, self._first + self._count) if block else self._file is None
-        if self.rows is None or not follows or length > _CHUNK:
+    def joined(self, other: _Older) -> bool:
+        """Adds steps that directly follow in the same file, without an invalid record; returns whether it did."""
+        mine, theirs = self._records, other._records
+        if (
+            self._file is None
+            or self._file is not other._file
+            or not (isinstance(mine, range) and isinstance(theirs, range))
+        ):
             return False
-        if length > len(self.rows):
-            grown = numpy.empty(min(_CHUNK, 2 * length), _ROW)
-            grown[: self._length] = self.rows[: self._length]
-            self.rows = grown
-        self.rows[self._length : length] = rows
-        self._length = length
-        self._count += len(block) if block else 0
+        if mine.stop != theirs.start:
+            return False
+        self._records, self.length = range(mine.start, theirs.stop), self.length + other.length
         return True
 
-    def let_go(self) -> None:
-        """Drops the rows from memory."""
-        if self._file is not None and self._file.hold():
-            self.rows = None
-
-    def records(self) -> bytes:
-        """The chunk's records, read again; fewer if the file was truncated since."""
-        assert self._file is not None, "only rows that are in a file are dropped"
-        return self._file.read(self._first, self._count)
-
-    def values(self, records: bytes, name: str, first: int, last: int) -> numpy.ndarray:
-        """A column of the records from the row of index `first` to that of index `last`; NaN where they are missing."""
-        assert self._file is not None, "only rows that are in a file are dropped"
-        block = Block(self._file, self._first, records)
-        has_all = self._length == self._count
-        found = column(block, name, first, last) if has_all else checked(block)[0][name][first:last]
-        missing = last - first - len(found)
-        return numpy.concatenate([found, numpy.full(missing, math.nan)]) if missing else found
+    def values(self, name: str, first: int, last: int) -> numpy.ndarray:
+        """A column from the step of index `first` to that of index `last`; NaN for records that are not there any
+        more."""
+        if self._file is None:
+            assert self._rows is not None, "what is in no file is in memory"
+            return self._rows[name][first:last].copy()
+        wanted = self._records[first:last]
+        if isinstance(wanted, range):
+            return _padded(column(self._file.read(wanted.start, len(wanted)), name), len(wanted))
+        runs = numpy.split(wanted, numpy.flatnonzero(numpy.diff(wanted) > 1) + 1)
+        return numpy.concatenate(
+            [_padded(column(self._file.read(int(run[0]), len(run)), name), len(run)) for run in runs if len(run)]
+        )
 
 
-def checked(block: Block) -> tuple[numpy.ndarray, int]:
-    """The valid records of a block as rows of float64, and the number of invalid ones."""
-    rows = numpy.empty(len(block), _ROW)
-    for name in _NAMES:
-        rows[name] = column(block, name)
-    good = numpy.ones(len(rows), bool)
-    with numpy.errstate(invalid="ignore"):
-        for name, (least, end, may_be_unknown) in LIMITS.items():
-            values = rows[name]
-            inside = (values >= least) & (values < end)
-            good &= inside | numpy.isnan(values) if may_be_unknown else inside
-        good &= rows["step"] == numpy.floor(rows["step"])
-    return (rows, 0) if good.all() else (rows[good], int(len(rows) - good.sum()))
+def _padded(values: numpy.ndarray, length: int) -> numpy.ndarray:
+    return values if len(values) == length else numpy.append(values, numpy.full(length - len(values), math.nan))
 
 
-def column(block: Block, name: str, first: int = 0, last: int | None = None) -> numpy.ndarray:
-    """One column of a block in float64, from record `first` to `last`; NaN if its file has no such column."""
-    records = numpy.frombuffer(block.data, _type(block.layout.columns))[first:last]
-    if name in (records.dtype.names or ()):
-        values = records[name].astype(float)
-        return values.round(_DIGITS) if name in _SHORT else values
-    missing = column(block, "loss", first, last) if name == "losses" else None
-    return numpy.full(len(records), math.nan) if missing is None else (~numpy.isnan(missing)).astype(float)
+def _rows(records: numpy.ndarray) -> numpy.ndarray:
+    """Records, or rows, as new rows."""
+    rows = numpy.empty(len(records), _ROW)
+    for name, _ in COLUMNS:
+        rows[name] = column(records, name)
+    rows["record"] = -1
+    return rows
 
 
-@lru_cache(maxsize=8)
-def _type(columns: tuple[tuple[str, str], ...]) -> numpy.dtype:
-    return numpy.dtype(list(columns))
-
-
-def number(value: Any, missing: float = math.nan) -> float:
+def number(value: float | None, missing: float = math.nan) -> float:
     """A value as a column stores it."""
     return missing if value is None else float(value)

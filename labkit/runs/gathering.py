@@ -6,13 +6,15 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+
+from msgspec.structs import replace
 
 from labkit.launch.ending import conclude
+from labkit.record.documents import Status
 from labkit.record.folder import RunFolder
-from labkit.record.follow import Follower
+from labkit.record.follow import Follower, torch_of
 from labkit.record.status import is_over
-from labkit.record.stepfile import steps_path
+from labkit.record.writer import steps_path
 
 _WORST = ("failed", "lost", "stopped", "finished")  # the state of the whole run is the first one that a node has
 
@@ -58,7 +60,8 @@ def _check(folders: Sequence[RunFolder], target: Path) -> None:
         folder.require_readable()
         if not is_over(folder):
             raise GatherError(f"{folder.name} is still in progress; gather when all nodes have ended")
-        differs = [name for name, value in folder.read_spec().items() if first.read_spec().get(name) != value]
+        mine, its = folder.read_spec(), first.read_spec()
+        differs = [name for name in mine.__struct_fields__ if getattr(mine, name) != getattr(its, name)]
         if differs:
             raise GatherError(
                 f"{folder.name} and {first.name} are not of one run: their {', '.join(differs)} differ; start all nodes"
@@ -68,7 +71,7 @@ def _check(folders: Sequence[RunFolder], target: Path) -> None:
             raise GatherError(
                 f"{folder.name} and {first.name} ran different scripts; start all nodes with the same one"
             )
-        version, other = _torch(folder), _torch(first)
+        version, other = torch_of(folder), torch_of(first)
         if version and other and version != other:
             raise GatherError(
                 f"{folder.name} ran with torch {version} and {first.name} with torch {other}; install the same version"
@@ -78,12 +81,6 @@ def _check(folders: Sequence[RunFolder], target: Path) -> None:
             if rank in owners:
                 raise GatherError(f"{folder.name} and {owners[rank]} both have rank {rank}; they are not of one run")
             owners[rank] = folder.name
-
-
-def _torch(folder: RunFolder) -> str:
-    """The version of torch of a node's ranks; empty if none of them has started."""
-    begun = (event for rank in folder.event_files().values() for event in folder.reader(rank).poll())
-    return str(next(begun, {}).get("torch") or "")
 
 
 def _copied(source: RunFolder, target: RunFolder, rank: int) -> None:
@@ -102,14 +99,16 @@ def _copied(source: RunFolder, target: RunFolder, rank: int) -> None:
                 shutil.copyfileobj(file, made)
 
 
-def _status(folders: Sequence[RunFolder]) -> dict[str, Any]:
+def _status(folders: Sequence[RunFolder]) -> Status:
     """The status of the whole run: the earliest start, the latest end, and the worst state."""
-    every = [dict(folder.read_status()) for folder in folders]
-    state = min((one.get("state", "lost") for one in every), key=_WORST.index)
-    failures = {rank: failure for one in every for rank, failure in (one.get("failures") or {}).items()}
-    says = [f"{folder.name}: {one['message']}" for folder, one in zip(folders, every) if one.get("message")]
-    whole = every[0] | {"state": state, "failures": failures, "message": "; ".join(says), "ranks_here": None}
-    for name, of in (("started", min), ("ended", max)):
-        times = [one[name] for one in every if one.get(name) is not None]
-        whole[name] = of(times) if times else None
-    return whole
+    every = [folder.read_status() for folder in folders]
+    says = [f"{folder.name}: {status.message}" for folder, status in zip(folders, every) if status.message]
+    return replace(
+        every[0],
+        state=min((status.state for status in every), key=_WORST.index),
+        failures={rank: failed for status in every for rank, failed in (status.failures or {}).items()},
+        message="; ".join(says),
+        ranks_here=None,
+        started=min((status.started for status in every if status.started is not None), default=None),
+        ended=max((status.ended for status in every if status.ended is not None), default=None),
+    )

@@ -12,10 +12,10 @@ from labkit.common.arguments import Number, check_choice, shown
 from labkit.common.text import visible
 from labkit.figures.tables import marked_html
 from labkit.plan.spec import SpecError
+from labkit.record.documents import GUESS, Guessed, Guesses
+from labkit.record.events import RANKS
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
-from labkit.record.types.guess import VERSION, Guessed, Guesses
-from labkit.record.types.values import RANKS
 from labkit.runs.notebook import notebook
 from labkit.training.strategies import BASELINE, STRATEGIES
 
@@ -29,7 +29,7 @@ class Guess:
     """A predicted figure. It displays itself as a statement until its run is over, and then as the outcome; without a
     value (`guessed` None), as a request for one."""
 
-    def __init__(self, figure: Figure, guessed: Guessed | None):
+    def __init__(self, figure: Figure, guessed: Guessed | dict[str, float] | None):
         self.figure, self.guessed = figure, guessed
         self._follower: Follower | None = None
         self._rows: Callable[[], Sequence[Row]] | None = None
@@ -97,7 +97,7 @@ def guess(name: Any, value: Any) -> Guess:
     return made
 
 
-def _checked(figure: Figure, value: Any) -> Guessed:
+def _checked(figure: Figure, value: Any) -> Guessed | dict[str, float]:
     bounds = Number(float, 0.0, _MOST.get(figure.unit, 1e15))
     name = f"{figure.name} ({figure.unit})" if figure.unit else figure.name
     if isinstance(value, (str, bytes)) or not isinstance(value, (Mapping, Sequence)):
@@ -111,7 +111,7 @@ def _checked(figure: Figure, value: Any) -> Guessed:
         raise ValueError(f"{figure.name} must be one value, or one per rank, got {shown(value)}")
     pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
     return {
-        str(_RANK.check(f"a rank of {figure.name}", rank)): float(bounds.check(f"{name} of rank {rank}", one))
+        _RANK.check(f"a rank of {figure.name}", rank): float(bounds.check(f"{name} of rank {rank}", one))
         for rank, one in pairs
     }
 
@@ -121,7 +121,7 @@ def pending(ranks: int) -> list[Guess]:
     have."""
     found = [one for one in PENDING.values() if not one.figure.compared]
     for one in found:
-        last = max(map(int, one.guessed)) if isinstance(one.guessed, Mapping) else -1
+        last = max(one.guessed) if isinstance(one.guessed, Mapping) else -1
         if last >= ranks:
             raise SpecError(
                 "predict",
@@ -136,10 +136,7 @@ def document(guesses: Sequence[Guess]) -> Guesses | None:
     figures = {one.figure.name: one.guessed for one in guesses if one.guessed is not None}
     if not figures:
         return None
-    found: Guesses = {"v": VERSION, "figures": figures}
-    if name := notebook():
-        found["notebook"] = name
-    return found
+    return Guesses(figures, v=GUESS, notebook=notebook() or None)
 
 
 def attach(guesses: Sequence[Guess], folder: RunFolder) -> None:

@@ -10,7 +10,6 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +30,7 @@ from labkit.launch.warm.client import prepare
 from labkit.plan.nodes import Node
 from labkit.plan.spec import Spec
 from labkit.prediction.predict import cached
+from labkit.record.documents import plain
 from labkit.record.folder import STREAMS, RunFolder
 from labkit.record.follow import Follower
 from labkit.record.logs import whole
@@ -197,7 +197,7 @@ class Run:
 
     def summary(self) -> dict[str, Any]:
         """The current figures of the run, in the format of `labkit run --json`."""
-        return deepcopy(summarise(self.state, self.name))
+        return plain(summarise(self.state, self.name))
 
     def findings(self) -> Findings:
         """The current findings (errors, slow steps, high memory use), most severe first, each with evidence, cause and

@@ -144,6 +144,8 @@ def _visible_gpus() -> tuple[tuple[Gpu, ...], str]:
     except pynvml.NVMLError as error:
         return (), _without_driver(error, absent=error.value == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
     try:
+        if too_old := _old_driver(pynvml, _cuda_of_torch()):
+            return (), too_old
         every = [_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
         if "MIG-" in os.environ.get("CUDA_VISIBLE_DEVICES", ""):
             every += [device for _, gpu in every for device in _mig_devices(pynvml, gpu.index, gpu)]
@@ -170,6 +172,18 @@ def _is_nvidia(vendor: Path) -> bool:
         return is_display and vendor.read_text(encoding="ascii").strip() == "0x10de"
     except OSError:
         return False
+
+
+def _old_driver(pynvml, cuda: str) -> str:
+    """Why a torch that is built for this version of CUDA cannot use the driver; empty if it can, or is a CPU build. A
+    driver supports all minor versions of its major one."""
+    if not cuda:
+        return ""
+    supported = pynvml.nvmlSystemGetCudaDriverVersion_v2()  # 12020 for CUDA 12.2
+    major, minor = supported // 1000, supported % 1000 // 10
+    if major >= int(cuda.partition(".")[0]):
+        return ""
+    return f"the driver of its GPUs supports only CUDA {major}.{minor} (update it, or install a torch for CUDA {major})"
 
 
 def _gpu(pynvml, index: int) -> tuple[str, Gpu]:

@@ -31,12 +31,15 @@ from diagnosed import (
     traffic,
     waiting,
 )
+from folded import apply
 
 from labkit.analysis.diagnose import findings
-from labkit.record.events import Writer
+from labkit.record.documents import plain
+from labkit.record.events import Save
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
 from labkit.record.state import RunState
+from labkit.record.writer import Writer
 
 # ---- what was not recorded
 
@@ -198,16 +201,16 @@ def test_no_event_makes_the_diagnosis_raise(junk):
             if at[0] in ("kind", "phases", "comm", "marks"):
                 continue  # without a kind it is no event, and spans are for the fold to refuse
             found = findings(fold(events[:number], changed(events[number], at, junk), events[number + 1 :]))
-            json.dumps([one.to_json() for one in found])
+            json.dumps([plain(one.recorded()) for one in found])
             assert found, (events[number], at)
 
 
 def test_what_could_not_be_judged_is_said_and_the_rest_stands():
     state = fold(spec(), start(0, 1), saw(0, "item", calls=20, steps=20))
-    state.apply(saw(0, "save", step=5))  # without a path, which the check on reading would have refused
+    apply(state, Save(t=1.0, rank=0, path=["x"], step=5))  # which the check on reading would have refused
     assert names(state) == ["synchronised", "not_judged"]
     found = findings(state)[-1]
-    assert found.title.startswith("1 of") and "one_file (KeyError: 'path')" in found.evidence and found.kind == "unseen"
+    assert found.title.startswith("1 of") and "one_file (TypeError: " in found.evidence and found.kind == "unseen"
 
 
 @pytest.mark.parametrize("missing", ["sizes", "ranks", "over", "op", "seq", "group"])

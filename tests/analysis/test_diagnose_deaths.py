@@ -171,6 +171,12 @@ def test_a_tensor_that_no_device_has_room_for():
     )
 
 
+def test_memory_ran_out_where_torch_cannot_say_so():
+    message = 'NVML_SUCCESS == r INTERNAL ASSERT FAILED at "/pytorch/c10/cuda/CUDACachingAllocator.cpp":1154'
+    state = fold(spec(), start(0, 1), error(1, message, at=(139, "disturb")), status("failed"))
+    assert first(state, "out_of_memory").title == "rank 1 ran out of memory at train.py:139 in disturb"
+
+
 def full(held: dict, **asked) -> RunState:
     """Rank 1 asks for 2 GiB on a GPU of 16 GiB."""
     gpu = {"kind": "system", "t": 1.0, "gpus": [{"index": 1, "memory_used": 15 << 30, "memory_total": 16 << 30}]}

@@ -214,7 +214,7 @@ def test_the_same_mistake_on_every_rank():
         found.title
         == "all 2 ranks failed in the same way: NameError: name 'undefined' is not defined (train.py:12 in main)"
     )
-    assert found.ranks == (0, 1) and state.failure["collateral"] == [] and "terminated" not in found.title
+    assert found.ranks == (0, 1) and state.failure.collateral == [] and "terminated" not in found.title
     assert state.words == "failed (all 2 ranks: NameError: name 'undefined' is not defined)"
 
 
@@ -242,9 +242,9 @@ def test_the_same_mistake_on_some_ranks():
 )
 def test_mistakes_that_only_resemble_each_other(other):
     state = fold(spec(), start(0, 1), error(0, NAME_ERROR, "NameError", at=(12, "main")), other, status("failed"))
-    assert first(state, "first_failure").title.startswith("rank 0 failed first: NameError") and state.failure[
-        "collateral"
-    ] == [1]
+    assert first(state, "first_failure").title.startswith(
+        "rank 0 failed first: NameError"
+    ) and state.failure.collateral == [1]
 
 
 def test_a_syntax_error_and_a_rank_that_left_no_event():

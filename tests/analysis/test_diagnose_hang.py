@@ -157,7 +157,7 @@ def test_a_rank_that_left_early_is_named_before_its_victim(complaint):
     assert victim.name == "first_failure" and victim.title.startswith(
         "rank 0 failed because rank 1 had already ended: RuntimeError"
     )
-    assert state.failure["left"] == [1] and state.words.startswith(
+    assert state.failure.left == [1] and state.words.startswith(
         "failed (rank 1 ended early with exit code 0; rank 0: RuntimeError"
     )
 

@@ -26,6 +26,7 @@ from places import SCRIPTS
 
 from labkit import run
 from labkit.analysis.diagnose.advice import _ADVICE, advice
+from labkit.record.events import Model
 from labkit.training.strategies import STRATEGIES
 
 
@@ -218,9 +219,7 @@ def test_fsdp1_with_a_size_based_policy_that_wraps_nothing():
     """A real script with a loss module: what the probe records, and the finding."""
     done = run(SCRIPTS / "one_unit.py", nproc=2, device="cpu").wait(180)
     assert done.words == "finished", done.logs(0, "stderr")
-    assert [(model["name"], model["units"]) for model in done.state.ranks[0].seen("model")] == [
-        ("FullyShardedDataParallel", 1)
-    ]
+    assert [(model.name, model.units) for model in done.state.ranks[0].seen(Model)] == [("FullyShardedDataParallel", 1)]
     found = next(one for one in done.findings() if one.name == "one_unit")
     assert "min_num_params" in found.fix and found.ranks == (0,)
 

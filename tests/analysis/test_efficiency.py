@@ -6,9 +6,10 @@ import json
 from dataclasses import replace
 
 import pytest
-from folded import fold, spec, status, step
+from folded import apply, fold, spec, status, step
 from linked import MACHINE, table
 from linked import cache as cache
+from msgspec import structs
 from places import RECORDED
 from rich.console import Console
 
@@ -26,6 +27,7 @@ from labkit.prediction import peaks
 from labkit.prediction.devices import device
 from labkit.prediction.link_table import store
 from labkit.prediction.peaks import peak_here, peak_of
+from labkit.record.documents import Peak, Plan, decoded, plain
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
 from labkit.setup.machine import Gpu, Machine
@@ -34,16 +36,16 @@ STEP = 0.5  # seconds of a step of `folded`
 PEAK = {"flops": 4e12, "source": "a made-up device"}
 
 
-def plan_of(state_or_spec, **fields) -> dict:
+def plan_of(state_or_spec, **fields) -> Plan:
     asked = {"spec": state_or_spec, "method": "simulated", "ranks": [], "classes": []}
-    return asked | {"model_flops": 1e12, "peak": PEAK} | fields
+    return decoded(asked | {"model_flops": 1e12, "peak": PEAK} | fields, Plan)
 
 
 def run(*more: dict, workload: str = "cnn", **fields):
     """A run of two ranks that is over, with a prediction of these fields."""
     first = spec(workload=workload, precision="fp32")
     steps = [step(rank, number) for number in (1, 2, 3) for rank in (0, 1)]
-    plan = {"kind": "prediction", "prediction": plan_of(first["spec"], **fields)}
+    plan = {"kind": "prediction", "prediction": plain(plan_of(first["spec"], **fields))}
     return fold(first, plan, *more, *steps, status("finished"))
 
 
@@ -64,10 +66,10 @@ def test_samples_that_are_sequences_have_tokens():
 def test_the_slowest_rank_sets_the_step():
     slow = {"step": 1.0, "data": 0.1, "forward": 0.1, "backward": 0.2, "optimizer": 0.05, "other": 0.55}
     asked = spec(precision="fp32")
-    state = fold(asked, {"kind": "prediction", "prediction": plan_of(asked["spec"])})
+    state = fold(asked, {"kind": "prediction", "prediction": plain(plan_of(asked["spec"]))})
     for number in (1, 2, 3):
-        state.apply(step(0, number))
-        state.apply(step(1, number, seconds=slow))
+        apply(state, step(0, number))
+        apply(state, step(1, number, seconds=slow))
     assert efficiency(state).flops_per_device == 1e12 / 1.0 / 2
 
 
@@ -82,7 +84,8 @@ def test_the_slowest_rank_sets_the_step():
 )
 def test_what_is_not_known_has_its_reason_and_is_never_guessed(without, fields, why):
     state = run(**fields)
-    state.prediction.pop(without, None)
+    if without:
+        setattr(state.prediction, without, None)
     found = efficiency(state)
     assert (found.mfu, found.mfu_missing) == (None, why)
     assert (found.flops_per_device is None) == (without == "model_flops")
@@ -94,9 +97,9 @@ def test_recorded_runs_without_a_prediction_say_so():
         follower = Follower(folder)
         follower.poll()
         summary = summarise(follower.state)
-        assert summary["mfu"] is None and summary["flops_per_device"] is None
-        has_speed = summary["samples_per_second"] is not None
-        assert ("predict it before it runs" in summary["mfu_missing"]) == has_speed
+        assert summary.mfu is None and summary.flops_per_device is None
+        has_speed = summary.samples_per_second is not None
+        assert ("predict it before it runs" in summary.mfu_missing) == has_speed
         known += has_speed
     assert known
 
@@ -124,7 +127,7 @@ def test_a_prediction_with_the_time_of_a_step_has_the_same_figures():
 def test_every_front_end_shows_the_figures_of_the_summary():
     state = run(workload="gpt", time={"seconds": 0.4, "samples_per_second": 40.0, "links": ""})
     summary = summarise(state)
-    assert (summary["flops_per_device"], summary["mfu"], summary["mfu_missing"]) == (1e12, 0.25, "")
+    assert (summary.flops_per_device, summary.mfu, summary.mfu_missing) == (1e12, 0.25, "")
     shown = " · ".join(efficiency(state).words)
     assert all(words in line(state) for words in efficiency(state).words)
     assert shown in ranks_html("a run", state) and shown in speed_html(state)
@@ -154,15 +157,15 @@ def asked(nproc: int = 2, **fields) -> Spec:
 
 def test_the_peak_of_a_cpu_is_what_was_measured_for_its_share_of_the_cores(cache, monkeypatch):
     monkeypatch.setattr(Machine, "here", lambda: MACHINE)
-    assert peak_here(asked())["flops"] is None
-    assert "labkit doctor --calibrate" in peak_here(asked())["source"]
-    store(replace(table(2, send=((1024, 1e-3),)), peaks={"fp32": 60e9}))
-    assert peak_here(asked())["flops"] == peak_here(asked(4))["flops"] == 60e9
-    assert peak_here(asked(8))["flops"] == 30e9, "8 ranks on 4 cores"
-    assert "measured on 2026-11-22" in peak_here(asked())["source"]
-    assert peak_here(asked(precision="bf16"))["flops"] is None
-    store(replace(table(8, send=((1024, 1e-3),)), peaks={"fp32": 25e9}))
-    assert peak_here(asked(8))["flops"] == 25e9
+    assert peak_here(asked()).flops is None
+    assert "labkit doctor --calibrate" in peak_here(asked()).source
+    store(structs.replace(table(2, send=((1024, 1e-3),)), peaks={"fp32": 60e9}))
+    assert peak_here(asked()).flops == peak_here(asked(4)).flops == 60e9
+    assert peak_here(asked(8)).flops == 30e9, "8 ranks on 4 cores"
+    assert "measured on 2026-11-22" in peak_here(asked()).source
+    assert peak_here(asked(precision="bf16")).flops is None
+    store(structs.replace(table(8, send=((1024, 1e-3),)), peaks={"fp32": 25e9}))
+    assert peak_here(asked(8)).flops == 25e9
 
 
 def test_the_peak_of_a_gpu_is_published(monkeypatch):
@@ -171,12 +174,12 @@ def test_the_peak_of_a_gpu_is_published(monkeypatch):
         monkeypatch.setattr(peaks.Machine, "here", lambda: replace(MACHINE, gpus=gpus))
 
     on("NVIDIA A100-SXM4-80GB")
-    assert peak_here(asked(device="cuda", precision="bf16"))["flops"] == 312e12
+    assert peak_here(asked(device="cuda", precision="bf16")).flops == 312e12
     on("NVIDIA GeForce RTX 3060")
-    assert "NVIDIA GeForce RTX 3060" in peak_here(asked(device="cuda"))["source"]
+    assert "NVIDIA GeForce RTX 3060" in peak_here(asked(device="cuda")).source
     on()
-    assert "this machine has no GPU" in peak_here(asked(device="cuda"))["source"]
+    assert "this machine has no GPU" in peak_here(asked(device="cuda")).source
     t4 = device("t4x2")
-    assert peak_of(asked(device="cuda", precision="fp16"), t4)["flops"] == 65e12
+    assert peak_of(asked(device="cuda", precision="fp16"), t4).flops == 65e12
     missing = peak_of(asked(device="cuda", precision="bf16"), t4)
-    assert missing == {"flops": None, "source": "NVIDIA T4 has no peak for bf16, only for fp32, fp16"}
+    assert missing == Peak(None, "NVIDIA T4 has no peak for bf16, only for fp32, fp16")

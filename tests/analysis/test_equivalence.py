@@ -6,6 +6,7 @@ import json
 
 import numpy
 import pytest
+from folded import apply
 
 from labkit.analysis.equivalence import NotRecorded, assembled, badge, tolerance
 from labkit.plan.spec import Spec
@@ -34,11 +35,11 @@ class Recorded:
         spec = Spec(strategy, "mlp", nproc=nproc, **asked).to_json()
         RunFolder.write_json(self.folder.spec, spec)
         self.state = RunState()
-        self.state.apply({"kind": "spec", "spec": spec})
+        apply(self.state, {"kind": "spec", "spec": spec})
         for rank in range(nproc):
-            self.state.apply({"kind": "start", "t": 0.0, "rank": rank, "attempt": 0})
+            apply(self.state, {"kind": "start", "t": 0.0, "rank": rank, "attempt": 0})
             for step, loss in enumerate(losses, 1):
-                self.state.apply({"kind": "step", "t": float(step), "rank": rank, "step": step, "loss": loss})
+                apply(self.state, {"kind": "step", "t": float(step), "rank": rank, "step": step, "loss": loss})
 
     def write(self, rank, what, pieces):
         """Pieces are (fields of the index, array)."""
@@ -173,7 +174,7 @@ def test_files_and_runs_that_make_no_sense_are_not_compared(runs, single):
     assert "cannot be read from rank1-gradients.npz" in run.against(single).sentence
     assert badge(run.folder, RunState(), single.folder, single.state).verdict == "not compared"
     own = RunState()
-    own.apply({"kind": "spec", "spec": Spec(script="train.py", nproc=2).to_json()})
+    apply(own, {"kind": "spec", "spec": Spec(script="train.py", nproc=2).to_json()})
     assert "the run is not of a strategy" in badge(run.folder, own, single.folder, single.state).sentence
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from folded import fold, spec, start
+from folded import apply, fold, spec, start
 
 from labkit import figures
 from labkit.analysis.diagnose import findings
@@ -33,7 +33,7 @@ def uneven(of) -> list:
 
 def test_the_newest_step_that_all_ranks_logged_counts():
     folded = state(*logged(0, 1, 9, 1), *logged(1, 1, 9, 1), *logged(0, 20, 4, 6), *logged(1, 20, 2, 8))
-    folded.apply(logged(0, 40, 10, 0)[0])  # rank 1 has not logged it yet
+    apply(folded, logged(0, 40, 10, 0)[0])  # rank 1 has not logged it yet
     step, loads = expert_loads(folded)
     assert (step, loads) == (20, {0: {0: 4, 1: 6}, 1: {0: 2, 1: 8}})
     assert summed(loads) == {0: 6, 1: 14}
@@ -57,7 +57,7 @@ def test_the_panel_shows_the_load_as_soon_as_it_is_logged():
     folded, feed = state(), Feed(LIVE)
     assert "experts" not in feed.message(folded)["names"]
     for event in (*logged(0, 1, 3, 7), *logged(1, 1, 5, 5)):
-        folded.apply(event)
+        apply(folded, event)
     message = feed.message(folded)
     assert message["names"] == [*figures.LIVE, "experts"]
     (update,) = [one for one in message["charts"] if one["name"] == "experts"]

@@ -9,7 +9,7 @@ import pytest
 from commands import called
 from diagnosed import memory
 from fabricate import FakeRun, finished_folder
-from folded import fold, spec, status, step
+from folded import apply, fold, spec, status, step
 from guessed import nothing_pending as nothing_pending
 from guessed import over
 
@@ -21,11 +21,9 @@ from labkit.common.units import significant
 from labkit.figures.profiled import OWN
 from labkit.figures.tables import guess_html, ranks_html
 from labkit.frontends.terminal import view
-from labkit.record.documents import DOCUMENTS
+from labkit.record.documents import GUESS, Summary, decoded, plain
 from labkit.record.folder import RunFolder
-from labkit.record.follow import Follower
-from labkit.record.replay import Recording
-from labkit.record.types.guess import VERSION
+from labkit.record.follow import Follower, Recording
 
 MIB = 1 << 20
 
@@ -51,26 +49,25 @@ def test_every_figure_is_one_of_the_summary_of_the_same_run(runs):
     follower = Follower(fake.folder)
     follower.poll()
     state = follower.state
-    figures_of, ranks = summarise(state), summarise(state)["ranks"]
+    figures_of, ranks = summarise(state), summarise(state).ranks
     found = {(one.figure, one.rank): one.measured for one in outcomes(state)}
     for rank, one in enumerate(ranks):
-        assert found["peak_mb", rank] * MIB == one["peak_memory_bytes"]
-        assert found["parameters_mb", rank] * MIB == one["memory_bytes"]["parameters"]
-        assert found["activations_mb", rank] * MIB == one["memory_bytes"]["activations"]
-        assert found["gradients_mb", rank] is None and "gradients" not in one["memory_bytes"]
-        assert found["sent_mb", rank] * MIB == one["comm_bytes_per_step"]
-        assert found["step_ms", rank] / 1000 == pytest.approx(one["step_seconds_median"], abs=1e-6)
-        assert found["data_ms", rank] / 1000 == pytest.approx(one["phase_seconds"]["data"], abs=1e-6)
-        assert found["exposed_ms", rank] / 1000 == pytest.approx(one["communication"]["open_seconds"], abs=1e-6)
-        assert found["overlapped_percent", rank] / 100 == pytest.approx(one["communication"]["hidden"], abs=1e-3)
-    assert found["samples_per_second", None] == pytest.approx(figures_of["samples_per_second"], abs=1e-3)
-    assert found["steps", None] == figures_of["steps"]
-    assert found["loss", None] == pytest.approx(figures_of["loss"], abs=1e-6)
-    assert found["accuracy_percent", None] / 100 == figures_of["accuracy"]
+        assert found["peak_mb", rank] * MIB == one.peak_memory_bytes
+        assert found["parameters_mb", rank] * MIB == one.memory_bytes["parameters"]
+        assert found["activations_mb", rank] * MIB == one.memory_bytes["activations"]
+        assert found["gradients_mb", rank] is None and "gradients" not in one.memory_bytes
+        assert found["sent_mb", rank] * MIB == one.comm_bytes_per_step
+        assert found["step_ms", rank] / 1000 == pytest.approx(one.step_seconds_median, abs=1e-6)
+        assert found["data_ms", rank] / 1000 == pytest.approx(one.phase_seconds["data"], abs=1e-6)
+        assert found["exposed_ms", rank] / 1000 == pytest.approx(one.communication.open_seconds, abs=1e-6)
+        assert found["overlapped_percent", rank] / 100 == pytest.approx(one.communication.hidden, abs=1e-3)
+    assert found["samples_per_second", None] == pytest.approx(figures_of.samples_per_second, abs=1e-3)
+    assert found["steps", None] == figures_of.steps
+    assert found["loss", None] == pytest.approx(figures_of.loss, abs=1e-6)
+    assert found["accuracy_percent", None] / 100 == figures_of.accuracy
     assert {figure for figure, _ in found} == {name for name, figure in FIGURES.items() if not figure.compared}
-    recorded = json.loads(json.dumps(figures_of))
-    assert DOCUMENTS["summary.json"].shape.check(recorded)
-    assert {(one["figure"], one["rank"]): one["measured"] for one in recorded["guess"]} == found
+    recorded = decoded(json.loads(json.dumps(plain(figures_of))), Summary)
+    assert {(outcome.figure, outcome.rank): outcome.measured for outcome in recorded.guess} == found
 
 
 def test_numbers_have_three_significant_digits_and_no_zeros_at_the_end():
@@ -122,9 +119,9 @@ def test_different_measurements_are_a_range_with_the_worst_rank():
     state = fold(spec(), {"kind": "guess", "guess": {"figures": {"peak_mb": 10.0}}}, *measured)
     for rank, peak in ((0, 10), (1, 20)):
         held = {"allocated": 100, "reserved": None, "peak": peak * MIB}
-        state.apply(step(rank, 1, memory=held))
+        apply(state, step(rank, 1, memory=held))
     assert own_sentences(state) == ["You predict: peak memory 10 MiB per rank."]
-    state.apply(status("finished"))
+    apply(state, status("finished"))
     (said,) = own_sentences(state)
     assert said == (
         "Peak memory: you predicted 10 MiB per rank; it was 10 to 20 MiB (−50 % on rank 1). At the peak of a step:"
@@ -134,7 +131,7 @@ def test_different_measurements_are_a_range_with_the_worst_rank():
 
 def test_percentages_differ_in_points_and_what_was_not_measured_is_said():
     state = over(accuracy_percent=90.0, overlapped_percent=50.0)
-    state.apply({"kind": "metric", "t": 4.0, "rank": 0, "name": "accuracy", "value": 0.5})
+    apply(state, {"kind": "metric", "t": 4.0, "rank": 0, "name": "accuracy", "value": 0.5})
     overlapped, accuracy = own_sentences(state)
     assert accuracy == "Accuracy: you predicted 90 %; it was 50 % (+40 points)."
     assert overlapped == "Overlapped communication: you predicted 50 % per rank; it was not measured."
@@ -145,11 +142,11 @@ def test_the_prediction_of_the_lab_is_next_to_the_own_one():
     state = over(sent_mb=8.0)
     rank = {"like": 0, "peak_memory_bytes": None, "at_peak": {}, "phase_at_peak": "", "memory_bytes": {}}
     ranks = [rank | {"rank": number, "comm_bytes_per_step": 4 * MIB} for number in (0, 1)]
-    plan = {"spec": state.spec, "method": "simulated", "ranks": ranks, "classes": []}
-    state.apply({"kind": "prediction", "prediction": plan})
+    plan = {"spec": plain(state.spec), "method": "simulated", "ranks": ranks, "classes": []}
+    apply(state, {"kind": "prediction", "prediction": plan})
     for number in (0, 1):
         ops = {"all_reduce": {"calls": 1, "bytes": 4 * MIB, "sent": 4.0 * MIB}}
-        state.apply({"kind": "traffic", "t": 3.0, "rank": number, "step": 3, "ops": ops})
+        apply(state, {"kind": "traffic", "t": 3.0, "rank": number, "step": 3, "ops": ops})
     assert own_sentences(state) == [
         "Traffic per step: you predicted 8 MiB per rank; it was 4 MiB (+100 %); the lab predicted 4 MiB. Sent per step:"
         " all_reduce 4.0 MiB."
@@ -161,7 +158,7 @@ def test_the_prediction_of_the_lab_is_next_to_the_own_one():
 def test_extreme_predictions_are_valid_figures(value):
     state = over(**dict.fromkeys(FIGURES, value))
     assert len(own_sentences(state)) == len(FIGURES) - 1, "a speed-up needs a comparison"
-    assert DOCUMENTS["summary.json"].shape.check(json.loads(json.dumps(summarise(state))))
+    assert decoded(json.loads(json.dumps(plain(summarise(state)))), Summary) == summarise(state)
 
 
 def test_figures_of_another_version_and_ranks_that_do_not_exist_are_ignored():
@@ -183,7 +180,7 @@ def test_charts_have_a_mark_at_the_predicted_value():
     assert (mark.name, mark.x, mark.text) == (OWN, ("rank 1",), ("400 ms",))
     assert mark.base[0] + mark.y[0] / 2 == pytest.approx(400, rel=1e-3)
     assert not figures.chart("memory_by_owner", state).marks, "nothing is profiled yet"
-    state.apply(memory(0, 2 * MIB, activations=2 * MIB))
+    apply(state, memory(0, 2 * MIB, activations=2 * MIB))
     chart = figures.chart("memory_by_owner", state)
     assert chart.marks[0].values == (3.0,) and chart.bar_height > 3.0
     for name, level in (("loss", 0.5), ("throughput", 20.0)):
@@ -194,7 +191,7 @@ def test_charts_have_a_mark_at_the_predicted_value():
 
 def test_every_front_end_has_the_outcome(runs, capsys):
     folder = finished_folder(runs, "ddp", 2, 0.05)
-    RunFolder.write_json(folder.guess, {"v": VERSION, "figures": {"step_ms": 100.0}})
+    RunFolder.write_json(folder.guess, {"v": GUESS, "figures": {"step_ms": 100.0}})
     said = "Step time: you predicted 100 ms per rank; it was 50 ms (+100 %)"
     run = Run.attach(folder.path)
     assert said in ranks_html(run.name, run.state)
@@ -202,7 +199,7 @@ def test_every_front_end_has_the_outcome(runs, capsys):
     assert called("show", folder.name, "--json") == 0
     found = json.loads(capsys.readouterr().out)["guess"]
     assert [one["measured"] for one in found] == pytest.approx([50.0, 50.0])
-    assert recorded_summary(folder)["guess"][0]["guessed"] == 100.0
+    assert recorded_summary(folder).guess[0].guessed == 100.0
     from labkit.frontends.console import Console
 
     Console(width=300).print(view(run.state, folder))

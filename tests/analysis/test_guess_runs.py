@@ -18,10 +18,8 @@ from labkit.frontends.handout.recorded import stand_in
 from labkit.launch.job import Job
 from labkit.plan.spec import Spec, SpecError
 from labkit.prediction import predict as planning
-from labkit.record.documents import DOCUMENTS
+from labkit.record.documents import GUESS, Guesses, decoded, plain, schemas
 from labkit.record.folder import RunFolder
-from labkit.record.published import schemas
-from labkit.record.types.guess import VERSION
 from labkit.runs import guesses
 from labkit.runs.comparing import Comparing
 from labkit.runs.handle import start
@@ -67,10 +65,11 @@ def test_a_prediction_of_a_rank_that_the_run_lacks_is_refused_before_the_start(r
 def test_what_is_stored_follows_the_published_schema(runs):
     predict("peak_mb", {1: 3})
     predict("loss", 2)
-    stored = guesses.document(guesses.pending(2))
-    assert stored == {"v": VERSION, "figures": {"peak_mb": {"1": 3.0}, "loss": 2.0}}
+    document = guesses.document(guesses.pending(2))
+    stored = plain(document)
+    assert stored == {"v": GUESS, "figures": {"peak_mb": {"1": 3.0}, "loss": 2.0}}
     jsonschema.validate(stored, schemas()["guess"]["schema"])
-    assert DOCUMENTS["guess.json"].shape.check(stored)
+    assert decoded(stored, Guesses) == document
     assert guesses.document([]) is None
 
 
@@ -94,7 +93,7 @@ def test_a_run_has_guess_prediction_and_measurement(runs, warm_server, monkeypat
     found = outcomes(state)
     assert [one.rank for one in found] == [0, 1]
     for one in found:
-        assert one.predicted * MIB == plan["ranks"][one.rank]["peak_memory_bytes"]
+        assert one.predicted * MIB == plan.ranks[one.rank].peak_memory_bytes
         assert one.measured == pytest.approx(one.predicted, rel=0.02)
         assert one.missed and one.reason.startswith("at the peak of a step: ")
     chart = figures.chart("memory_by_owner", state)
@@ -109,7 +108,7 @@ def test_a_handout_with_recorded_runs_judges_the_predictions_of_its_lab(runs, tm
     monkeypatch.setattr(Job, "start", Job.start)
     stand_in(str(tmp_path))
     own = predict("step_ms", 100)
-    start(Spec.from_json(RunFolder.read_json(recorded.spec)))
+    start(recorded.read_spec().to_spec())
     assert repr(own).startswith("✗ missed Step time: you predicted 100 ms per rank; it was 50 ms (+100 %).")
     assert not recorded.guess.exists()
 

@@ -10,12 +10,14 @@ from collections import Counter
 
 import pytest
 import torch
+from folded import apply
 from ledgers import BATCH, entries, spec, state
 from packages import import_torchvision
 
 from labkit.analysis.ledger import Entry, ledger
 from labkit.analysis.theory import theory
 from labkit.plan.spec import Spec
+from labkit.record.documents import plain
 from labkit.record.state import RunState
 from labkit.training.shapes import Module
 from labkit.training.workloads import WORKLOADS
@@ -87,7 +89,7 @@ def test_within_one_per_cent_needs_no_reason():
 
 def test_calls_are_the_mean_of_the_ranks_and_the_largest_comes_first():
     folded = state(spec("zero1"), {"broadcast": float(P["gpt"]), "all_reduce": 2.0 * P["gpt"]}, calls=3)
-    folded.ranks[1].traffic["ops"]["all_reduce"]["calls"] = 4
+    folded.ranks[1].traffic.ops["all_reduce"].calls = 4
     found = ledger(folded)
     assert [(entry.op, entry.calls) for entry in found] == [("all_reduce", 3.5), ("broadcast", 3.0)]
 
@@ -110,7 +112,8 @@ def test_replicas_in_threads_are_counted_where_they_are_seen():
     folded = state(spec("dp", "mlp"), {})
     one = {"device": "cpu", "forward": 0.1, "cpu": 0.1, "samples": 32, "memory": 1}
     extra = {"outputs": 2 * 32 * 10 * 4, "gradients": P["mlp"]}
-    folded.apply(
+    apply(
+        folded,
         {
             "kind": "replica",
             "t": 2.0,
@@ -118,7 +121,7 @@ def test_replicas_in_threads_are_counted_where_they_are_seen():
             "step": 3,
             "replicas": [one | {"replica": n} for n in (0, 1)],
             "extra": extra,
-        }
+        },
     )
     found = {entry.op: entry for entry in ledger(folded)}
     assert {op: entry.theory for op, entry in found.items()} == {
@@ -141,11 +144,12 @@ def test_an_epoch_ends_with_a_smaller_batch():
 
 
 def test_entries_are_plain_values():
-    plain = [
-        entry.to_json() for entry in ledger(state(spec("fsdp2_tp", nproc=4), {"all_reduce": 5.0, "all_gather": 7.0}))
+    rows = [
+        plain(entry.recorded())
+        for entry in ledger(state(spec("fsdp2_tp", nproc=4), {"all_reduce": 5.0, "all_gather": 7.0}))
     ]
-    assert json.loads(json.dumps(plain)) == plain
-    assert set(plain[0]) == {"op", "calls", "measured", "theory", "formula", "reason"}
+    assert json.loads(json.dumps(rows)) == rows
+    assert set(rows[0]) == {"op", "calls", "measured", "theory", "formula", "reason"}
 
 
 def loaded(workload: str):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from diagnosed import fold, script, spec, start, status, steps
 from fabricate import FakeRun
+from folded import apply
 from rich.console import Console
 
 import labkit
@@ -32,6 +33,7 @@ from labkit.figures.charts import phases as phases_chart
 from labkit.figures.charts import throughput as throughput_chart
 from labkit.figures.tables import ranks_html
 from labkit.frontends.terminal import view
+from labkit.record.documents import plain
 from labkit.record.follow import Follower
 from labkit.setup.machine import Machine
 
@@ -63,12 +65,12 @@ def test_every_place_shows_the_same_figures(uneven):
     follower.poll()
     state = follower.state
     summary, (row,) = summarise(state, uneven.name), recorded([uneven])
-    (rank,) = summary["ranks"]
+    (rank,) = summary.ranks
     assert counted_steps(state.ranks[0]) == 399 > RECENT
-    assert rank["step_seconds_median"] == 0.06 and rank["phase_seconds"]["data"] == 0.03
-    assert rank["step_seconds_p95"] == 0.08 and "<td>60.00</td><td>80.00</td>" in ranks_html("uneven", state)
+    assert rank.step_seconds_median == 0.06 and rank.phase_seconds["data"] == 0.03
+    assert rank.step_seconds_p95 == 0.08 and "<td>60.00</td><td>80.00</td>" in ranks_html("uneven", state)
     speed = 128 / 0.06
-    assert summary["samples_per_second"] == pytest.approx(speed)
+    assert summary.samples_per_second == pytest.approx(speed)
     assert row.samples_per_second == pytest.approx(speed) and row.phases == phase_shares(state)
     chart = {bars.name: bars.values for bars in phases_chart(state).bars}
     assert chart["data"] == pytest.approx([30.0]) and chart["backward"] == pytest.approx([15.0])
@@ -82,7 +84,7 @@ def test_every_place_shows_the_same_figures(uneven):
     text = console.export_text()
     assert re.search(r"■ 0 .* 2,133 +60\.0 ", text) and "2,133 samples/s" in text
     assert "<td>60.00</td>" in ranks_html("a-run", state) and "2,133 samples/s" in ranks_html("a-run", state)
-    trials = Trials(Machine.here(), {"single": [summary], "ddp": [summary]})
+    trials = Trials(Machine.here(), {"single": [plain(summary)], "ddp": [plain(summary)]})
     assert trials.ratios("ddp", "single") == (JOBS["ddp"].global_batch / JOBS["single"].global_batch,)
 
 
@@ -104,7 +106,7 @@ def test_what_happens_now_is_of_the_newest_steps_until_the_run_is_over():
     assert step_seconds(state, 0) == pytest.approx(0.1) and step_seconds(state, 0, now=True) == pytest.approx(0.295)
     assert rank_throughput(state, 0, now=True) == pytest.approx(8 / 0.295) == pytest.approx(throughput(state, now=True))
     assert [one.name for one in findings(state)] == ["input_bound"], "it is slow now"
-    state.apply(status("finished"))
+    apply(state, status("finished"))
     assert step_seconds(state, 0, now=True) == step_seconds(state, 0) == pytest.approx(0.1)
     assert throughput(state, now=True) == throughput(state)
     assert findings(state) == (), "the run was not slow"
@@ -114,7 +116,7 @@ def test_medians_of_a_long_run_are_estimated_until_it_is_over():
     rows = [steps(0, 1, first=number, data=0.001 * (number % 100))[0] for number in range(1, 5002)]
     state = fold(spec("single", 1), start(0), rows)
     assert phase_seconds(state, 0)["data"] == pytest.approx(0.0495, rel=0.1)
-    state.apply(status("finished"))
+    apply(state, status("finished"))
     assert phase_seconds(state, 0)["data"] == pytest.approx(0.0495)
 
 

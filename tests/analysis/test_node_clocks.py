@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from folded import apply
 from profiled_steps import state_of, timeline_event
 
 from labkit import figures
@@ -17,14 +18,14 @@ def on_hosts(ahead: dict[str, float], groups: dict[int, list[list[int]]], noise:
     random.seed(0)
     state = state_of(nproc=len(ahead))
     for rank, (host, seconds) in enumerate(ahead.items()):
-        state.apply({"kind": "start", "rank": rank, "t": 1000.0, "host": host})
+        apply(state, {"kind": "start", "rank": rank, "t": 10_000.0, "host": host})
         for step in range(8, 13):
             ends = {str(ranks): 0.03 + random.uniform(-noise, noise) for ranks in groups[rank]}
             comm = [
                 ["all_reduce", end - 0.004 * (rank + 1), end, 8, f"group{ranks}", eval(ranks), step]
                 for ranks, end in ends.items()
             ]
-            state.apply(timeline_event(rank, step, t0=1000.0 + step + seconds, comm=comm))
+            apply(state, timeline_event(rank, step, t0=10_000.0 + step + seconds, comm=comm))
     return state
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from diagnosed import fold, op, saw, script, spec, start, status, steps, waiting
 from fabricate import FakeRun
+from folded import apply
 from rich.console import Console
 
 import labkit
@@ -121,11 +122,11 @@ def test_the_same_rows_are_drawn_once(monkeypatch):
 def test_every_change_is_a_revision():
     state = RunState()
     seen = [state.revision]
-    state.apply(spec())
+    apply(state, spec())
     seen.append(state.revision)
     state.broken += 1
     seen.append(state.revision)
-    state.apply({"kind": "of another version"})
+    apply(state, {"kind": "of another version"})
     assert sorted(set(seen)) == seen and state.revision == seen[-1]
 
 
@@ -142,7 +143,7 @@ def test_a_value_derived_during_a_change_is_derived_again():
             return super().__getitem__(name)
 
     assert state.failure is None
-    state.apply(Torn(failed))
+    apply(state, Torn(failed))
     assert state.failure is not None and [one.name for one in findings(state)] == ["first_failure"]
 
 
@@ -160,7 +161,7 @@ def test_a_hang_is_found_and_stays_while_no_event_arrives(evaluated):
     assert evaluated["hang"] == 1
     longer = waiting(0, op("all_reduce", seq=12)) | {"t": 160.0}
     before = findings(state)[0].title
-    state.apply(longer)
+    apply(state, longer)
     assert findings(state)[0].title != before and evaluated["hang"] == 2, "the rank says how long it has waited"
 
 
@@ -169,9 +170,9 @@ def test_time_passes_with_the_samples_of_the_supervisor_alone():
     a rank."""
     state = fold(script(1), start(0), saw(0, "process", t=10.0, target="python", how="subprocess"), sample(11.0))
     assert findings(state) == () and state.now == 11.0
-    state.apply(sample(10.0 + unseen._PATIENCE))
+    apply(state, sample(10.0 + unseen._PATIENCE))
     assert findings(state) == ()
-    state.apply(sample(10.1 + unseen._PATIENCE))
+    apply(state, sample(10.1 + unseen._PATIENCE))
     assert [one.name for one in findings(state)] == ["trains_elsewhere"]
 
 

@@ -6,7 +6,7 @@ import pytest
 from diagnosed import fold, saw, script, start, steps
 
 from labkit.analysis.metrics import throughput
-from labkit.record.sources import inferred
+from labkit.record.ranks import inferred
 
 
 def ranks(inputs: dict[int, str], batches: dict[int, str] | None = None) -> list[dict]:

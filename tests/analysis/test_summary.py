@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import pytest
-from folded import error, fold, spec, start, status, step
+from folded import apply, error, fold, spec, start, status, step
 
 from labkit.analysis.metrics import seconds_left, throughput
 from labkit.analysis.summary import summarise
 from labkit.plan.spec import Spec
-from labkit.record.events import OWNERS, PHASES
+from labkit.record.documents import Durations, plain
 from labkit.record.state import RunState
+from labkit.record.writer import OWNERS, PHASES
 
 
 def test_throughput_leaves_out_the_first_step_and_adds_the_ranks():
     slow = {"step": 100.0}
     state = fold(spec(), start(0), start(1))
     for rank in (0, 1):
-        state.apply(step(rank, 1, seconds=slow))
+        apply(state, step(rank, 1, seconds=slow))
         for number in (2, 3, 4):
-            state.apply(step(rank, number))
+            apply(state, step(rank, number))
     assert throughput(state) == throughput(state, now=True) == pytest.approx(2 * 8 / 0.5)
     for rank in (0, 1):
-        state.apply(start(rank, attempt=1))
-        state.apply(step(rank, 1, seconds=slow))
-        state.apply(step(rank, 2))
+        apply(state, start(rank, attempt=1))
+        apply(state, step(rank, 1, seconds=slow))
+        apply(state, step(rank, 2))
     assert throughput(state) == pytest.approx(2 * 8 / 0.5)  # the first step of the new attempt is left out as well
 
 
@@ -61,30 +62,31 @@ def test_the_shape_of_the_summary():
         "steps": 3,
     }
     assert (
-        summary.items()
+        plain(summary).items()
         >= (expected | {"restarts": 1, "accuracy": 0.9, "failure": None, "broken_lines": 0, "findings": []}).items()
     )
-    assert summary["seconds"] == {"total": 10.0, "to_first_step": 0.5}
-    assert summary["samples_per_second"] == 32.0 and summary["loss"] == pytest.approx(1 / 3, abs=1e-6)
-    first, second = summary["ranks"]
-    assert (first["rank"], first["exit_code"], first["peak_memory_bytes"]) == (0, 0, 153)
-    assert second["exit_code"] is None and second["memory_bytes"] == {}
-    assert set(first["memory_bytes"]) == set(OWNERS)
-    assert first["step_seconds_median"] == 0.5 and set(first["phase_seconds"]) == set(PHASES)
-    assert first["phase_seconds"]["backward"] == 0.2 and first["comm_bytes_per_step"] is None
+    assert summary.seconds == Durations(total=10.0, to_first_step=0.5)
+    assert summary.samples_per_second == 32.0 and summary.loss == pytest.approx(1 / 3, abs=1e-6)
+    first, second = summary.ranks
+    assert (first.rank, first.exit_code, first.peak_memory_bytes) == (0, 0, 153)
+    assert second.exit_code is None and second.memory_bytes == {}
+    assert set(first.memory_bytes) == set(OWNERS)
+    assert first.step_seconds_median == 0.5 and set(first.phase_seconds) == set(PHASES)
+    assert first.phase_seconds["backward"] == 0.2 and first.comm_bytes_per_step is None
 
 
 def test_a_summary_of_nothing_has_the_same_shape():
     empty, full = summarise(RunState()), summarise(fold(spec(), start(0), start(1), step(0, 1), step(1, 1)))
-    assert empty.keys() == full.keys() and empty["ranks"][0].keys() == full["ranks"][0].keys()
-    assert empty["state"] == "ready" and empty["loss"] is None and empty["samples_per_second"] is None
+    first, second = plain(empty), plain(full)
+    assert first.keys() == second.keys() and first["ranks"][0].keys() == second["ranks"][0].keys()
+    assert empty.state == "ready" and empty.loss is None and empty.samples_per_second is None
 
 
 def test_a_failed_run_has_its_finding():
     summary = summarise(fold(spec(), status("failed"), start(0), start(1), error(1, 2.0)))
-    (finding,) = summary["findings"]
-    assert finding["name"] == "first_failure" and finding["ranks"][0] == 1
-    assert summary["failure"]["rank"] == 1 and summary["ranks"][1]["exit_code"] == 1
+    (finding,) = summary.findings
+    assert finding.name == "first_failure" and finding.ranks[0] == 1
+    assert summary.failure.rank == 1 and summary.ranks[1].exit_code == 1
 
 
 def test_what_was_not_measured_is_said():
@@ -99,8 +101,8 @@ def test_what_was_not_measured_is_said():
     }
     state = fold(spec(), start(0), start(1), lost)
     state.broken = 1  # as whoever reads the events has counted
-    names = {finding["name"]: finding for finding in summarise(state)["findings"]}
+    names = {finding.name: finding for finding in summarise(state).findings}
     assert set(names) == {"not_watched", "not_readable"}
-    assert names["not_watched"]["ranks"] == [1] and "memory" in names["not_watched"]["title"]
-    assert names["not_readable"]["title"].startswith("1 line of")
-    assert summarise(fold(spec(), start(0), start(1)))["findings"] == []
+    assert names["not_watched"].ranks == [1] and "memory" in names["not_watched"].title
+    assert names["not_readable"].title.startswith("1 line of")
+    assert summarise(fold(spec(), start(0), start(1))).findings == []

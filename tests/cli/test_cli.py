@@ -23,8 +23,7 @@ from labkit.cli import parser as cli
 from labkit.cli import setting_up
 from labkit.plan.commands import arguments
 from labkit.record.folder import RunFolder
-from labkit.record.follow import Follower
-from labkit.record.replay import Recording
+from labkit.record.follow import Follower, Recording
 from labkit.runs.settling import settle
 from labkit.setup.environment import CLONE
 from labkit.training.strategies import STRATEGIES
@@ -137,10 +136,10 @@ def test_replay_ends_where_the_run_did(recorded, capsys):
 
 def test_recording_plays_at_its_own_speed(recorded, monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("labkit.record.replay.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("labkit.record.follow.time.monotonic", lambda: now[0])
     recording = Recording(recorded.folder, speed=2.0)
     recording.poll()
-    assert (recording.state.step, recording.state.status["state"]) == (0, "running")
+    assert (recording.state.step, recording.state.status.state) == (0, "running")
     now[0] += 0.5 + 15 * recorded.step_seconds / 2 + 0.01
     recording.poll()
     assert 13 <= recording.state.step <= 16

@@ -6,6 +6,7 @@ import time
 
 import pytest
 from diagnosed import fold, spec, start, status, steps
+from folded import apply
 
 from labkit.analysis.metrics import pace, seconds_left
 from labkit.analysis.summary import summarise
@@ -14,9 +15,11 @@ from labkit.frontends.terminal.views import _figures
 from labkit.launch import report
 from labkit.probe.collectives import since_then
 from labkit.record import clock
-from labkit.record.events import Reader, Writer
+from labkit.record.documents import Durations
 from labkit.record.folder import RunFolder
+from labkit.record.reader import Reader
 from labkit.record.state import RunState, elapsed
+from labkit.record.writer import Writer
 
 HOUR = 3600
 
@@ -50,10 +53,10 @@ def test_no_duration_of_a_run_changes_when_the_clock_is_set(tmp_path, system_clo
             system_clock(by)
     for rank in (0, 1):
         for event in Reader(tmp_path / f"rank{rank}.jsonl").poll():
-            state.apply(event)
-    state.apply({"kind": "status", "status": {"state": "finished", "started": started, "ended": clock.now()}})
-    seconds = summarise(state)["seconds"]
-    assert 0 <= seconds["to_first_step"] <= seconds["total"] < 60
+            apply(state, event)
+    apply(state, {"kind": "status", "status": {"state": "finished", "started": started, "ended": clock.now()}})
+    seconds = summarise(state).seconds
+    assert 0 <= seconds.to_first_step <= seconds.total < 60
     for rank in state.ranks.values():
         assert all(0 <= later - earlier < 60 for earlier, later in zip(rank.steps.t, rank.steps.t[1:]))
     assert 0 <= pace(state) < 60 and 0 <= seconds_left(state) < HOUR
@@ -70,7 +73,7 @@ def test_a_failure_that_torchrun_stamped_is_put_on_the_same_clock(tmp_path, syst
     folder.launcher_log.write_text(
         f"  time      : {stamped}\n  host      : here\n  rank      : 1 (local_rank: 1)\n  exitcode  : 3 (pid: 7)\n"
     )
-    assert abs(report.failures(folder)["1"]["t"] - began) < 60
+    assert abs(report.failures(folder)[1].t - began) < 60
 
 
 def test_every_process_of_a_run_has_one_clock_and_other_machines_their_own(monkeypatch):
@@ -136,8 +139,8 @@ def test_a_recording_of_an_older_version_has_no_negative_duration():
         backwards,
         {"kind": "status", "status": {"state": "finished", "started": 5.0, "ended": 1.0}},
     )
-    assert state.seconds is None and summarise(state)["seconds"]["total"] is None
+    assert state.seconds is None and summarise(state).seconds.total is None
     assert pace(state) is None and seconds_left(state) is None
     assert elapsed(5.0, None) is None and elapsed(None, 5.0) is None and elapsed(5.0, 6.0) == 1.0
-    assert summarise(RunState())["seconds"] == {"total": None, "to_first_step": None}
+    assert summarise(RunState()).seconds == Durations(total=None, to_first_step=None)
     assert fold(status("finished")).seconds is None

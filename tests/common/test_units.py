@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from folded import apply
 from rich.console import Console
 
 import labkit
@@ -66,9 +67,9 @@ def test_the_unit_of_an_axis(largest, unit):
 def mixed():
     """Two ranks, with 4.6 MiB and 1.9 GiB."""
     state = RunState()
-    state.apply({"kind": "spec", "spec": {"script": "train.py", "nproc": 2}})
+    apply(state, {"kind": "spec", "spec": {"script": "train.py", "nproc": 2}})
     for rank, peak in enumerate((SMALL, LARGE)):
-        state.apply({"kind": "start", "t": 1.0, "rank": rank, "device": "cpu"})
+        apply(state, {"kind": "start", "t": 1.0, "rank": rank, "device": "cpu"})
         add_step(state, rank, 1, peak)
         owners = {"parameters": [peak]}
         curve = {
@@ -80,14 +81,14 @@ def mixed():
             "peak": peak,
             "at_peak": {"parameters": peak},
         }
-        state.apply({"kind": "memory_step", "t": 2.0, "rank": rank, "step": 1} | curve)
+        apply(state, {"kind": "memory_step", "t": 2.0, "rank": rank, "step": 1} | curve)
     return state
 
 
 def add_step(state: RunState, rank: int, step: int, peak: int) -> None:
     memory = {"allocated": peak, "peak": peak}
-    state.apply(
-        {"kind": "step", "t": 1.0 + step, "rank": rank, "step": step, "seconds": {"step": 0.1}, "memory": memory}
+    apply(
+        state, {"kind": "step", "t": 1.0 + step, "rank": rank, "step": step, "seconds": {"step": 0.1}, "memory": memory}
     )
 
 
@@ -116,7 +117,7 @@ def test_new_points_of_a_live_chart_come_in_words(mixed):
 
 def test_an_axis_of_small_figures_is_in_kib():
     state = RunState()
-    state.apply({"kind": "start", "t": 1.0, "rank": 0, "device": "cpu"})
+    apply(state, {"kind": "start", "t": 1.0, "rank": 0, "device": "cpu"})
     add_step(state, 0, 1, 300 * KIB)
     drawn = CHARTS["memory"](state).drawn()
     assert drawn.chart.y.title == "KiB" and drawn.points[0][1] == [300.0]

@@ -14,9 +14,9 @@ from labkit.course.exercises import Wrong, own
 def handed_in(fake, state="finished", **spec):
     """The run of a closed FakeRun."""
     if spec:
-        fake.folder.write_json(fake.folder.spec, fake.folder.read_json(fake.folder.spec) | spec)
+        fake.folder.write_json(fake.folder.spec, fake.folder.read_spec() | spec)
     if state:
-        fake.end(state, **({"restarts": 1} if fake.folder.read_json(fake.folder.spec).get("max_restarts") else {}))
+        fake.end(state, **({"restarts": 1} if fake.folder.read_spec().get("max_restarts") else {}))
     fake.close()
     return Run.attach(fake.folder.path)
 

@@ -13,6 +13,7 @@ import torch
 from labkit.course.pictures import mesh, tensor_parallel
 from labkit.course.pictures.canvas import EVERY
 from labkit.figures.colours import rank_colour
+from labkit.record.events import Call
 from labkit.record.state import RunState
 
 MESHES = [{"dp": 2, "tp": 2}, {"pp": 2, "dp": 2, "tp": 2}, {"replicate": 2, "shard": 4}, {"pp": 2, "dp": 3, "tp": 4}]
@@ -74,7 +75,7 @@ def test_the_fastest_order_of_axes_is_on_top():
 
 def a_run(spans: list[list], world_size: int = 4) -> SimpleNamespace:
     state = RunState()
-    state.ranks[0] = SimpleNamespace(timeline={"comm": spans} if spans else None)
+    state.ranks[0] = SimpleNamespace(timeline=SimpleNamespace(comm=[Call(*span) for span in spans]) if spans else None)
     return SimpleNamespace(name="a-run", state=SimpleNamespace(ranks=state.ranks, world_size=world_size))
 
 

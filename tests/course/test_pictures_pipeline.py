@@ -12,6 +12,8 @@ from torch.distributed.pipelining import schedules as of_torch
 from labkit.course.pictures import pipeline
 from labkit.course.pictures.pipeline import SCHEDULES, Plan, Slot, least, needs, order, planned, simulate
 from labkit.plan.spec import Spec
+from labkit.record.documents import SpecFields
+from labkit.record.events import Timeline
 from labkit.record.state import RunState
 from labkit.training.strategies.pipelines import V_SHAPED, holder
 
@@ -172,7 +174,7 @@ def test_the_charts_are_those_of_the_simulation():
 def a_run(schedule: str, parts: int, steps: dict[int, dict[int, dict]], strategy: str = "pp") -> SimpleNamespace:
     """A run of two ranks whose timelines are, by step and rank, `steps`."""
     state = RunState()
-    state.spec = {"strategy": strategy, "options": {"schedule": schedule, "micro_batches": parts}}
+    state.spec = SpecFields(strategy=strategy, options={"schedule": schedule, "micro_batches": parts})
     for rank in (0, 1):
         own = {step: by_rank[rank] for step, by_rank in steps.items() if rank in by_rank}
         state.ranks[rank] = SimpleNamespace(timelines=own, host="")
@@ -180,14 +182,9 @@ def a_run(schedule: str, parts: int, steps: dict[int, dict[int, dict]], strategy
 
 
 def a_timeline(phases, busy=(), t0=100.0, seconds=1.0):
-    return {
-        "phases": phases,
-        "busy": [list(each) for each in busy],
-        "t0": t0,
-        "seconds": seconds,
-        "comm": [],
-        "step": 0,
-    }
+    return Timeline(
+        t=0.0, rank=0, step=0, t0=t0, seconds=seconds, phases=phases, busy=[*busy], comm=[], marks=[], exposed={}
+    )
 
 
 def test_passes_of_a_run_get_their_names_by_the_rule():

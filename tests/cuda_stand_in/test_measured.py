@@ -47,7 +47,7 @@ def trained(shared_run, monkeypatch):
         spec = Spec(strategy, workload=workload, device="cuda", **asked)
         plan = predict(spec)
         handle = shared_run(spec)
-        assert handle.state.status["state"] == "finished", handle.logs(0)
+        assert handle.state.status.state == "finished", handle.logs(0)
         return handle.state, plan
 
     return run
@@ -56,21 +56,21 @@ def trained(shared_run, monkeypatch):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_traffic_and_memory_are_those_of_the_plan_and_of_the_allocator(strategy, trained):
     state, plan = trained(strategy)
-    for part in plan["classes"]:
-        for rank in part["ranks"]:
-            assert state.ranks[rank].traffic["ops"] == part["ops"]
+    for part in plan.classes:
+        for rank in part.ranks:
+            assert state.ranks[rank].traffic.ops == part.ops
     assert all(entry.reason or entry.measured == pytest.approx(entry.theory, rel=0.01) for entry in ledger(state))
-    assert len(outcomes(state)) == len(plan["ranks"])
+    assert len(outcomes(state)) == len(plan.ranks)
     for one in outcomes(state):
         assert abs(one.error) <= PEAK_OF.get(strategy, PEAK)
     for rank in state.ranks.values():
         owners = {owner: size for owner, size in rank.owners.items() if owner != "activations"}
         assert sum(owners.values()) == rank.steps.memory["allocated"][len(rank.steps) - 1]
         profiled = rank.memory_step
-        within = {owner: sizes[-1] for owner, sizes in profiled["owners"].items()}
-        then = rank.steps.memory["allocated"][profiled["step"] - 1]
+        within = {owner: sizes[-1] for owner, sizes in profiled.owners.items()}
+        then = rank.steps.memory["allocated"][profiled.step - 1]
         assert sum(within.values()) == pytest.approx(then, rel=END), within
-        assert profiled["peak"] <= rank.peak_memory * (1 + PEAK)
+        assert profiled.peak <= rank.peak_memory * (1 + PEAK)
 
 
 def test_phases_are_the_time_of_their_kernels(trained):
@@ -92,9 +92,9 @@ def test_collectives_on_the_timeline_have_their_bytes_and_exposed_is_what_no_ker
     state, plan = trained(strategy)
     for rank in state.ranks.values():
         timeline = rank.timeline
-        done = [(op, size, len(ranks)) for op, _, _, size, _, ranks, _ in timeline["comm"]]
-        assert sorted(done) == sorted(tuple(call) for call in plan["classes"][0]["calls"])
-        sent = sum(end - start for _, start, end, *_ in timeline["comm"])
-        assert 0 <= sum(timeline["exposed"].values()) <= sent
-        computing = sum(end - start for start, end in timeline["busy"])
-        assert computing <= timeline["seconds"]
+        done = [(op, size, len(ranks)) for op, _, _, size, _, ranks, _ in timeline.comm]
+        assert sorted(done) == sorted(tuple(call) for call in plan.classes[0].calls)
+        sent = sum(end - start for _, start, end, *_ in timeline.comm)
+        assert 0 <= sum(timeline.exposed.values()) <= sent
+        computing = sum(end - start for start, end in timeline.busy)
+        assert computing <= timeline.seconds

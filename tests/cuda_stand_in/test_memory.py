@@ -69,14 +69,14 @@ def spec_of(strategy: str, workload: str, **fields) -> Spec | None:
 def check(spec: Spec, allocator, gpu: str = "t4") -> None:
     """Each traced rank's peak is as predicted for this GPU."""
     plan = on(predict(spec), spec, DEVICES[MACHINES[gpu]])
-    assert plan["method"] == "simulated", plan.get("reason")
+    assert plan.method == "simulated", plan.reason
     ranks = allocator(spec, gpu)
     assert not [rank["error"] for rank in ranks if "error" in rank]
     limit = WITHOUT_CUDNN if spec.workload in CONVOLUTIONS else OF_FSDP1 if spec.strategy == "fsdp" else CLOSE
-    for part in plan["classes"]:
-        measured = max(ranks[part["ranks"][0]]["peaks"])
+    for part in plan.classes:
+        measured = max(ranks[part.ranks[0]]["peaks"])
         print(f"{spec.strategy} {spec.workload} {gpu} rank {part['ranks'][0]}: {part['step']['peak']} {measured}")
-        assert part["step"]["peak"] == pytest.approx(measured, rel=limit)
+        assert part.step.peak == pytest.approx(measured, rel=limit)
 
 
 @pytest.mark.parametrize(

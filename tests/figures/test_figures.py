@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 from fabricate import FakeRun
+from folded import apply
 
 from labkit import figures
 from labkit.figures.model import LIMIT, Axis, Line, ceiling, ticks
@@ -204,9 +205,9 @@ def test_figures_load_neither_widgets_nor_launch_nor_plotly():
 def test_attempts_are_lines_of_their_own():
     state = RunState()
     for attempt, steps in ((0, (1, 2, 3)), (1, (3, 4))):
-        state.apply({"kind": "start", "t": 0.0, "rank": 0, "attempt": attempt})
+        apply(state, {"kind": "start", "t": 0.0, "rank": 0, "attempt": attempt})
         for step in steps:
-            state.apply({"kind": "step", "t": float(step), "rank": 0, "step": step, "loss": attempt + step / 10})
+            apply(state, {"kind": "step", "t": float(step), "rank": 0, "step": step, "loss": attempt + step / 10})
     broken, newest = figures.chart("loss", state).lines
     assert (list(broken.x[0:3]), list(newest.x[0:2])) == ([1, 2, 3], [3, 4])
     assert list(newest.y[0:2]) == [1.3, 1.4]
@@ -217,14 +218,23 @@ def test_every_further_optimizer_has_a_line_at_its_own_steps():
     state = RunState()
     for rank in (0, 1):
         for number, name, sets_pace in ((0, "optD", True), (1, "optG", False)):
-            state.apply(
-                {"kind": "optimizer", "t": 0.0, "rank": rank, "optimizer": number, "name": name, "sets_pace": sets_pace}
+            apply(
+                state,
+                {
+                    "kind": "optimizer",
+                    "t": 0.0,
+                    "rank": rank,
+                    "optimizer": number,
+                    "name": name,
+                    "sets_pace": sets_pace,
+                },
             )
         for step in (1, 2, 3, 4):  # the generator steps once for two steps of the critic
-            state.apply({"kind": "step", "t": float(step), "rank": rank, "step": step, "loss": 10.0 + step})
+            apply(state, {"kind": "step", "t": float(step), "rank": rank, "step": step, "loss": 10.0 + step})
             if step % 2 == 0:
-                state.apply(
-                    {"kind": "losses", "t": float(step), "rank": rank, "optimizer": 1, "points": [[step, step + rank]]}
+                apply(
+                    state,
+                    {"kind": "losses", "t": float(step), "rank": rank, "optimizer": 1, "points": [[step, step + rank]]},
                 )
     lines = {line.name: line for line in figures.chart("loss", state).lines}
     assert list(lines) == ["rank 0, optD", "rank 1, optD", "mean, optD", "mean, optG"]
@@ -232,5 +242,5 @@ def test_every_further_optimizer_has_a_line_at_its_own_steps():
     assert lines["mean, optG"].points() == ([2, 4], [2.5, 4.5])
     assert lines["mean, optG"].dash != lines["mean, optD"].dash
     assert "optG" in figures.svg("loss", state) and state.broken == 0
-    state.apply({"kind": "losses", "t": 5.0, "rank": 0, "optimizer": 1, "points": [[6, None]]})
+    apply(state, {"kind": "losses", "t": 5.0, "rank": 0, "optimizer": 1, "points": [[6, None]]})
     assert figures.chart("loss", state).lines[-1].points() == ([2, 4], [2.5, 4.5])  # as far as all ranks have come

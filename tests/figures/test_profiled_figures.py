@@ -8,13 +8,15 @@ import math
 from xml.etree import ElementTree
 
 import pytest
+from folded import applied, apply
 from profiled_steps import MIB, memory_event, state_of, step_event, timeline_event
 
 from labkit import figures
 from labkit.analysis import profiled
 from labkit.figures.charts import phases as phases_chart
 from labkit.figures.profiled import memory_of_step, timeline
-from labkit.record.events import OWNERS, PHASES
+from labkit.record.events import Timeline
+from labkit.record.writer import OWNERS, PHASES
 
 SVG = "{http://www.w3.org/2000/svg}"
 EMPTY = ("timeline", "memory_by_owner", "memory_of_step")
@@ -26,6 +28,10 @@ def stretches(chart):
 
 
 # ---- timeline
+
+
+def timelines(*events: dict) -> dict[int, Timeline]:
+    return {event["rank"]: applied(event) for event in events}
 
 
 def test_ranks_stand_on_one_axis_as_their_clocks_say():
@@ -58,13 +64,15 @@ def test_a_collective_of_other_ranks_under_the_same_name_sets_no_clock():
         [["all_reduce", start, start + 0.002, 8, "mesh_tp", ranks, 7]]
         for start, ranks in ((0.005, [0, 1]), (0.03, [2, 3]))
     )
-    shifts, moved = profiled.aligned({0: timeline_event(0, comm=ours), 2: timeline_event(2, t0=1000.01, comm=theirs)})
+    shifts, moved = profiled.aligned(
+        timelines(timeline_event(0, comm=ours), timeline_event(2, t0=1000.01, comm=theirs))
+    )
     assert not moved
     assert shifts == pytest.approx({0: 0.0, 2: 0.01})
 
 
 def test_ranks_far_apart_without_a_common_collective_begin_together_and_it_is_said():
-    assert profiled.aligned({0: timeline_event(0, comm=[]), 1: timeline_event(1, t0=1600.0, comm=[])}) == (
+    assert profiled.aligned(timelines(timeline_event(0, comm=[]), timeline_event(1, t0=1600.0, comm=[]))) == (
         {0: 0.0, 1: 0.0},
         True,
     )
@@ -72,7 +80,7 @@ def test_ranks_far_apart_without_a_common_collective_begin_together_and_it_is_sa
 
 def test_a_broadcast_may_end_at_its_root_before_others_begin_it():
     early, late = ([["broadcast", start, start + 0.001, 8, "default_pg", [0, 1], 7]] for start in (0.005, 0.02))
-    assert profiled.aligned({0: timeline_event(0, comm=early), 1: timeline_event(1, comm=late)}) == (
+    assert profiled.aligned(timelines(timeline_event(0, comm=early), timeline_event(1, comm=late))) == (
         {0: 0.0, 1: 0.0},
         False,
     )
@@ -96,7 +104,9 @@ def test_what_reaches_beyond_the_step_is_drawn_within_it():
         "timeline", state_of(timeline_event(0, comm=[["all_reduce", -0.01, 0.06, 8, None, None, None]]), nproc=1)
     )
     assert stretches(chart)["all_reduce", 1] == pytest.approx((0, 40))
-    assert profiled.overlap(timeline_event(0, comm=[["all_reduce", -0.01, 0.06, 8]])) == pytest.approx((0.04, 0.004))
+    assert profiled.overlap(applied(timeline_event(0, comm=[["all_reduce", -0.01, 0.06, 8]]))) == pytest.approx(
+        (0.04, 0.004)
+    )
 
 
 def test_stretches_say_what_they_are():
@@ -156,8 +166,13 @@ def test_the_predicted_sum_is_a_line_whose_phases_last_as_long_as_the_measured_o
         "peak": 12 * MIB,
         "at_peak": {},
     }
-    plan = {"spec": {}, "method": "simulated", "ranks": [], "classes": [{"ranks": [0, 1], "step": step}]}
-    state.apply({"kind": "prediction", "prediction": plan})
+    plan = {
+        "spec": {},
+        "method": "simulated",
+        "ranks": [],
+        "classes": [{"ranks": [0, 1], "step": step, "ops": {}, "calls": []}],
+    }
+    apply(state, {"kind": "prediction", "prediction": plan})
     chart = figures.chart("memory_of_step", state)
     assert [line.name for line in chart.lines] == ["parameters", "activations", "predicted"]
     xs, ys = chart.drawn().points[-1]

@@ -165,9 +165,8 @@ def test_neither_in_the_panel_and_its_figures(page, jupyter, asked):
     tabs.first.click()
     nothing_is_sent(page, charts)
     sync_api.expect(page.locator(".jp-Notebook")).to_contain_text("all is shown", timeout=RUN_TIMEOUT)
-    static = page.locator(
-        ".jp-RenderedPlotly .js-plotly-plot, .jp-OutputArea-output .js-plotly-plot:not(.labkit-chart)"
-    )
+    see(page.locator(".jp-Cell").nth(1))
+    static = page.locator(".jp-Cell").nth(1).locator(".js-plotly-plot")
     wait_until(lambda: static.count() >= 5, 60)
     hover(page, static)
     nothing_is_sent(page, static)

@@ -135,7 +135,7 @@ def test_runs_that_a_lab_leaves_are_ended(lab, tmp_path):
     cells = executed(lab, runs=kept).cells
     (folder,) = RunFolder.all(kept)
     assert cells[-1].metadata["labkit_runs"] == [folder.name]
-    assert RunFolder.read_json(folder.status)["state"] == "stopped"
+    assert folder.read_status().state == "stopped"
 
 
 # ---- files and commands

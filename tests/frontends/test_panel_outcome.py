@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from diagnosed import memory
-from folded import fold
+from folded import apply, fold
 from test_panel_predict import ASKED, AT_PEAK, MIB, plan_of
 
 from labkit import figures
@@ -22,7 +22,7 @@ def test_how_close_it_was_stands_below_the_measured_bars_and_the_table_of_ranks(
     view.memory.draw(state)
     assert (view.memory._outcome.value, view.memory._outcome.layout.display) == ("", "none")
     assert "predicted" not in ranks_html("a-run", state)
-    state.apply({"kind": "prediction", "prediction": plan_of(spec)})
+    apply(state, {"kind": "prediction", "prediction": plan_of(spec)})
     view.memory.draw(state)
     assert len(sentences(state)) == 2, "the error, and the miss of rank 1"
     for html in (view.memory._outcome.value, ranks_html("a-run", state)):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from conftest import wait_until
 from fabricate import finished_folder
-from folded import fold, start, status, step
+from folded import apply, fold, start, status, step
 
 from labkit import figures
 from labkit.common.units import size
@@ -19,8 +19,8 @@ from labkit.frontends.panel.view import RunView
 from labkit.launch.job import Job
 from labkit.plan.spec import Spec
 from labkit.prediction.tracer import Cancelled
+from labkit.record.documents import Plan
 from labkit.record.folder import RunFolder
-from labkit.record.types.prediction import Plan
 from labkit.runs.guesses import PENDING, attach, document, pending
 
 MIB = 1 << 20
@@ -66,7 +66,7 @@ class Traces:
             self.cancelled.append(spec)
             raise Cancelled
         plan = self.outcome(spec)
-        if plan["method"] == "simulated":
+        if plan.method == "simulated":
             self.plans[repr(spec)] = plan
         return plan
 
@@ -291,10 +291,10 @@ def test_an_impossible_entry_is_one_sentence_and_nothing_starts(lab, runs):
 def test_the_outcome_stands_above_the_charts_of_a_run_that_is_over():
     steps = [one for rank in (0, 1) for one in (start(rank), step(rank, 1), step(rank, 2))]
     state = fold({"kind": "spec", "spec": Spec("ddp", **ASKED).to_json()}, *steps)
-    state.apply({"kind": "guess", "guess": {"figures": {"step_ms": 400.0}}})
+    apply(state, {"kind": "guess", "guess": {"figures": {"step_ms": 400.0}}})
     before = RunView()._before
     before.draw(state)
     assert "You predict: step time 400 ms per rank." in before.widget.value and before.widget.layout.display == ""
-    state.apply(status("finished", started=0.1))
+    apply(state, status("finished", started=0.1))
     before.draw(state)
     assert "you predicted 400 ms per rank; it was 500 ms (−20 %)" in before.widget.value

@@ -14,7 +14,7 @@ from labkit import SpecError
 from labkit.frontends.panel import Lab
 from labkit.frontends.panel.presentation import Presentation
 from labkit.record.folder import RunFolder
-from labkit.record.replay import recorded_words
+from labkit.record.follow import recorded_words
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def recorded(fake):
 def played(lab: Lab, monkeypatch, clock: list[float]) -> Lab:
     """The panel with its recorded run open, and a clock controlled by the test."""
     times = SimpleNamespace(monotonic=lambda: clock[0], strftime=time.strftime, localtime=time.localtime)
-    monkeypatch.setattr("labkit.record.replay.time", times)
+    monkeypatch.setattr("labkit.record.follow.time", times)
     wait_until(lambda: "ready to play" in lab._view.words.value)
     return lab
 

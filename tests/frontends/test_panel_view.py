@@ -53,7 +53,7 @@ class FakeJob:
 
 def test_a_view_follows_a_run_and_stops_it(fake):
     ended = []
-    view = RunView(lambda name, state: ended.append((name, state.status["state"])))
+    view = RunView(lambda name, state: ended.append((name, state.status.state)))
     view.follow(FakeJob(fake))
     fake.step(50)
     wait_until(lambda: "step 50/200" in view.progress.value)
@@ -115,8 +115,8 @@ def test_a_feed_sends_everything_once_and_then_only_new_points(fake):
     fake.step(20)
     follower.poll()
     whole = feed.message(follower.state)
-    assert [piece["name"] for piece in whole["charts"]] == ["loss", "throughput", "memory", "phases"]
-    assert all("whole" in piece for piece in whole["charts"])
+    assert [piece["name"] for piece in whole.charts] == ["loss", "throughput", "memory", "phases"]
+    assert all("whole" in piece for piece in whole.charts)
     assert feed.message(follower.state) is None
     fake.step(25)
     follower.poll()

@@ -12,8 +12,7 @@ from rich.console import Console
 from labkit.common.units import sizes
 from labkit.frontends import terminal
 from labkit.record.folder import RunFolder
-from labkit.record.follow import Follower
-from labkit.record.replay import Recording
+from labkit.record.follow import Follower, Recording
 
 
 @pytest.fixture

@@ -12,9 +12,11 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 CLONE = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(CLONE), str(CLONE / "tests")]
@@ -69,12 +71,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _chosen(only: str | None, parts: Sequence[str]) -> dict[str, list[str]]:
-    """By part, the beginnings of the names of its cases that are executed; none: all of them."""
+    """By part, in their order, the beginnings of the names of its cases that are executed; none: all of them."""
     chosen: dict[str, list[str]] = {}
     for one in only.split(";") if only else parts:
         part, _, case = one.strip().partition("/")
         chosen.setdefault(part, []).extend([case] if case else [])
-    return chosen
+    known = [part for part in parts if part in chosen]
+    return {part: chosen[part] for part in [*known, *(part for part in chosen if part not in parts)]}
 
 
 def _minutes(text: str) -> float:
@@ -133,6 +136,7 @@ def _session(folder: Path, chosen: dict[str, list[str]], began: float, minutes: 
     print(
         f"labkit: {Machine.here().hardware}; {software}; {minutes:g} minutes; the report is {report.page}", flush=True
     )
+    runtime = tempfile.TemporaryDirectory(prefix="labkit-")  # of a warm server of its own
     try:
         for name in chosen:
             limit = min(time.time() + 60 * minutes * PARTS[name].share, end - _LATE)
@@ -141,13 +145,15 @@ def _session(folder: Path, chosen: dict[str, list[str]], began: float, minutes: 
             print(f"{name}: {PARTS[name].title} (at most {limit - time.time():.0f} s)", flush=True)
             command = [sys.executable, "-m", "gpu_session.parts", name, str(folder), str(limit), *chosen[name]]
             started = time.time()
-            code, error = run_part(command, folder / f"{name}.err", limit, lambda: report.write_page(titles))
+            own = {"XDG_RUNTIME_DIR": runtime.name}
+            code, error = run_part(command, folder / f"{name}.err", limit, lambda: report.write_page(titles), own)
             how = {0: "complete", OUT_OF_TIME: "limit", None: "limit"}.get(code, "failed")
             says = "it did not end by itself" if code is None else error if how == "failed" else ""
             seconds = round(time.time() - started, 1)
             report.add("end", part=name, seconds=seconds, how=how, says=says)
             print(f"  {how}{f': {says}' if says else ''}; {seconds:.0f} s", flush=True)
     finally:
+        runtime.cleanup()
         report.write_page(titles)
     failed = [one["part"] for one in report.ends().values() if one["how"] == "failed"]
     left = report.not_reached(chosen)
@@ -158,10 +164,15 @@ def _session(folder: Path, chosen: dict[str, list[str]], began: float, minutes: 
 
 
 def run_part(
-    command: Sequence[str], errors: Path, limit: float, tick: Callable[[], None] = lambda: None
+    command: Sequence[str],
+    errors: Path,
+    limit: float,
+    tick: Callable[[], None] = lambda: None,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[int | None, str]:
-    """Executes a part as a process of its own, until some seconds after its limit (Unix seconds); calls `tick`
-    regularly. Returns the exit code, None if it did not end by itself, and the last line of its errors."""
+    """Executes a part as a process of its own, until some seconds after its limit (Unix seconds), with additional
+    variables in its `environment`; calls `tick` regularly. Returns the exit code, None if it did not end by itself, and
+    the last line of its errors."""
     from labkit.probe.lifetime import PARENT, identity
 
     own = {"LABKIT_RUNS": str(errors.parent / "runs"), "XDG_CACHE_HOME": str(errors.parent / "cache")}
@@ -169,7 +180,9 @@ def run_part(
     own |= {PARENT: identity(os.getpid()), "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     ticked = 0.0
     with errors.open("w") as file:
-        part = subprocess.Popen(command, env=os.environ | own, cwd=CLONE, stderr=file, start_new_session=True)
+        part = subprocess.Popen(
+            command, env=os.environ | own | environment, cwd=CLONE, stderr=file, start_new_session=True
+        )
         try:
             while part.poll() is None and time.time() < limit + _LATE - 2 * _END:
                 if time.monotonic() - ticked > _PAGE:

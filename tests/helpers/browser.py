@@ -126,8 +126,8 @@ class Server:
                 for one in self.ask(kind):
                     self.ask(f"{kind}/{one['id']}", "DELETE")
             left = end_processes_of(runs, 30)
-            plans = [RunFolder.read_json(folder.plan) for folder in RunFolder.all(runs)]
-            differing = [plan for plan in plans if "differs" in plan.get("cold_because", "")]
+            plans = [folder.read_launch() for folder in RunFolder.all(runs)]
+            differing = [plan for plan in plans if "differs" in plan.cold_because]
             shutil.rmtree(runs)
             shutil.rmtree(work)
             assert not left, f"runs outlived their kernel: {left}"

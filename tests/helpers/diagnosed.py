@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from folded import fold
+
 from labkit.analysis.diagnose import findings
 from labkit.plan.spec import Spec
-from labkit.record import kinds
-from labkit.record.documents import DOCUMENTS
 from labkit.record.state import RunState
+
+__all__ = ["fold"]
 
 SITE = "/home/ann/.venv/lib/python3.11/site-packages/torch/distributed"
 MIB = 1 << 20
@@ -232,23 +234,6 @@ def loader(rank: int, length: int | None) -> dict:
 def memory(rank: int, peak: int, **at_peak: int) -> dict:
     told = {"step": 2, "t0": 1.0, "seconds": 0.1, "phases": [], "times": [0.0], "owners": {"activations": [0]}}
     return {"kind": "memory_step", "t": 2.0, "rank": rank, "peak": peak, "at_peak": at_peak} | told
-
-
-def fold(*events) -> RunState:
-    """The state after events, or lists of events, checked as when they are read from a file."""
-    state = RunState()
-    for event in events:
-        for one in event if isinstance(event, list) else [event]:
-            trusted = _document(one) if one.get("kind") in ("spec", "status") else kinds.checked({"t": 0.0} | one)
-            state.broken += trusted is None
-            state.apply(trusted or {})
-    return state
-
-
-def _document(event: dict) -> dict | None:
-    """An event of `spec` or `status`, which are documents of the run folder."""
-    kind, shape = event["kind"], DOCUMENTS[f"{event['kind']}.json"].shape
-    return {"kind": kind, kind: shape.known(event[kind])} if shape.check(event.get(kind)) else None
 
 
 def names(state: RunState) -> list[str]:

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from labkit.record.events import Writer
 from labkit.record.folder import RunFolder
+from labkit.record.writer import Writer
 
 MIB = 1 << 20
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from folded import apply
+
 from labkit.analysis.ledger import Entry, ledger
 from labkit.plan.spec import Spec
 from labkit.record.state import RunState
@@ -25,12 +27,12 @@ def spec(strategy: str, workload: str = "gpt", nproc: int | None = 2, **asked: A
 def state(asked: Spec, sent: dict[str, float], step: int = 3, ranks: int | None = None, calls: int = 1) -> RunState:
     """A run in which every rank recorded an equal part of the total traffic."""
     folded = RunState()
-    folded.apply({"kind": "spec", "t": 0.0, "spec": asked.to_json()})
+    apply(folded, {"kind": "spec", "t": 0.0, "spec": asked.to_json()})
     count = ranks or asked.processes
     for rank in range(count):
         ops = {op: {"calls": calls, "bytes": size, "sent": size / count} for op, size in sent.items()}
-        folded.apply({"kind": "start", "t": 0.0, "rank": rank})
-        folded.apply({"kind": "traffic", "t": 1.0, "rank": rank, "step": step, "ops": ops})
+        apply(folded, {"kind": "start", "t": 0.0, "rank": rank})
+        apply(folded, {"kind": "traffic", "t": 1.0, "rank": rank, "step": step, "ops": ops})
     return folded
 
 

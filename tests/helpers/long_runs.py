@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from labkit.record.events import PHASES, Writer
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
 from labkit.record.state import RunState
+from labkit.record.writer import PHASES, Writer
 
 RECORD = 88  # bytes
 

@@ -9,9 +9,9 @@ from collections import defaultdict
 from pathlib import Path
 
 from conftest import warm_run
+from folded import events_in
 from places import ROOT
 
-from labkit.record.events import Reader
 from labkit.runs.handle import Run
 
 PROBE = [sys.executable, "-m", "labkit.probe"]
@@ -39,9 +39,7 @@ class Told:
     """One rank's events; those of a style are the ones between its name and the next."""
 
     def __init__(self, run: Path, rank: int = 0):
-        reader = Reader(run / "events" / f"rank{rank}.jsonl")
-        self.events = list(reader.poll())
-        assert reader.broken == 0
+        self.events = events_in(run / "events" / f"rank{rank}.jsonl")
         self.styles: dict[str, list[dict]] = defaultdict(list)
         style = ""
         for event in self.events:

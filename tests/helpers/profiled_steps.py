@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from labkit.record.events import OWNERS
+from folded import applied
+
+from labkit.record.documents import SpecFields
 from labkit.record.state import RunState
+from labkit.record.writer import OWNERS
 
 MIB = 1 << 20
 MS = 1_000_000  # in nanoseconds, in which the profiler measures
@@ -70,8 +73,7 @@ def step_event(rank, step):
 
 def state_of(*events, nproc=2):
     state = RunState()
-    state.spec = {"nproc": nproc}
+    state.spec = SpecFields(nproc=nproc)
     for event in events:
-        state.apply(event)
-    assert not state.broken
+        state.apply(applied(event))
     return state

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from labkit.plan.script import write_script
-from labkit.record.columns import RankState
+from labkit.record.ranks import RankState
 from labkit.runs.handle import Run
 from labkit.runs.settling import settle
 

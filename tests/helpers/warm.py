@@ -21,4 +21,4 @@ def started(path: Path, **fields: object) -> Run:
 
 def how(handle: Run) -> tuple[str, str]:
     status = handle.state.status
-    return status["start"], status["cold_because"]
+    return status.start, status.cold_because

@@ -56,7 +56,7 @@ def record(spec: Spec, folder: Path, alone: bool = False) -> list[dict]:
     else:
         asked = {"nproc": spec.processes, "device": spec.device, "args": [str(script), str(folder)], "sample_every": 0}
         handle = warm_run(RECORDER, **asked)
-        assert handle.state.status["state"] == "finished", handle.logs(0, "stderr")[-3000:]
+        assert handle.state.status.state == "finished", handle.logs(0, "stderr")[-3000:]
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(spec.processes)]
 
 

@@ -8,6 +8,7 @@ from places import SCRIPTS
 
 from labkit import Run, run
 from labkit.analysis.diagnose import findings
+from labkit.record.events import NotFinite
 
 SCRIPT = SCRIPTS / "breaks.py"
 
@@ -107,5 +108,5 @@ def test_groups_in_opposite_order_are_told_apart():
 def test_a_loss_that_diverges_on_all_ranks():
     job = ended("diverges")
     assert first(job).name == "loss_diverged" and "on all 2 ranks" in first(job).title
-    (seen,) = job.state.ranks[1].seen("not_finite")
+    (seen,) = job.state.ranks[1].seen(NotFinite)
     assert seen["parameters"] == 2 and seen["nan"] == 0 and seen["step"] == job.state.ranks[1].not_finite

@@ -134,12 +134,12 @@ def test_a_run_ends_well(script, runs):
     assert listening, "the ranks' store has to listen somewhere"
     assert {address for address in listening if not address.startswith("127.")} == set()
 
-    summary = RunFolder.read_json(handle.folder.summary)
+    summary = handle.folder.read_summary()
     assert summary == handle.summary()
-    assert (summary["state"], summary["failure"], summary["world_size"]) == ("finished", None, 2)
-    assert [rank["exit_code"] for rank in summary["ranks"]] == [0, 0]
-    status = RunFolder.read_json(handle.folder.status)
-    assert (status["exit_code"], status["detached"], sorted(status["ranks"])) == (0, False, ["0", "1"])
+    assert (summary.state, summary.failure, summary.world_size) == ("finished", None, 2)
+    assert [rank.exit_code for rank in summary.ranks] == [0, 0]
+    status = handle.folder.read_status()
+    assert (status.exit_code, status.detached, sorted(status.ranks)) == (0, False, ["0", "1"])
     samples = [json.loads(line) for line in handle.folder.system.read_text().splitlines()]
     assert {"0", "1"} == {rank for sample in samples for rank in sample["ranks"]}
     assert all(sample["ranks"][rank]["rss"] > 1 << 20 for sample in samples for rank in sample["ranks"])
@@ -161,9 +161,9 @@ def listened_to(handle: Run) -> set[str]:
 def test_the_rank_that_crashed_is_named(script):
     handle = run(script(CRASHES), nproc=2, device="cpu").wait(60)
     assert handle.words == "failed (rank 1: ValueError: no such layer)"
-    failure = RunFolder.read_json(handle.folder.summary)["failure"]
-    assert (failure["rank"], failure["type"], failure["collateral"]) == (1, "ValueError", [0])
-    assert 'raise ValueError("no such layer")' in failure["traceback"] and "no such layer" in handle.logs(1, "stderr")
+    failure = handle.folder.read_summary().failure
+    assert (failure.rank, failure.type, failure.collateral) == (1, "ValueError", [0])
+    assert 'raise ValueError("no such layer")' in failure.traceback and "no such layer" in handle.logs(1, "stderr")
     assert handle.state.exit_code(1) == 1
 
 
@@ -200,7 +200,7 @@ def test_stop_ends_what_hangs_and_what_will_not_hear(script):
     finally:
         bystander.kill()
         bystander.wait()
-    assert handle.words == RunFolder.read_json(handle.folder.summary)["state"] == "stopped"
+    assert handle.words == handle.folder.read_summary().state == "stopped"
 
 
 @pytest.fixture
@@ -236,7 +236,7 @@ def test_a_run_ends_with_its_starter_unless_detached(script, runs, tmp_path):
         starter.kill()
         nothing_left(bound.folder)
         assert bound.words == "stopped"
-        assert "the process that started it has ended" in bound.state.status["message"]
+        assert "the process that started it has ended" in bound.state.status.message
         assert detached.words in ("starting ranks", "training") and processes_of(str(detached.folder.path))
         begun = time.monotonic()
         assert detached.stop().words == "stopped"
@@ -280,7 +280,7 @@ def test_a_run_ends_with_the_kernel_that_waits_for_it(how, script, runs):
 def test_nothing_outlives_a_supervisor_that_is_killed(script):
     handle = started(run(script(HANGS), nproc=2, device="cpu"), "hangs")
     wait_until(lambda: "deaf" in handle.logs(1))
-    psutil.Process(handle.state.status["supervisor"]["pid"]).kill()
+    psutil.Process(handle.state.status.supervisor.pid).kill()
     nothing_left(handle.folder)
     assert "its supervisor" in handle.wait(LIMIT).words
     assert handle.stop().summary()["state"] == "failed"

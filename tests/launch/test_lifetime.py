@@ -104,9 +104,9 @@ def test_stop_signals_no_process_that_a_forged_status_names(tag, bystander, runs
     victim = bystander("input()", "labkit.launch.supervisor", **({TAG: str(other.path)} if tag else {}))
     who = identity(victim.pid)
     RunFolder.write_json(folder.spec, {"script": "train.py", "nproc": 1})
-    RunFolder.write_json(folder.plan, {"env": {TAG: str(other.path)}})
+    RunFolder.write_json(folder.launch, {"env": {TAG: str(other.path)}})
     supervisor_in(folder, **who)
-    RunFolder.write_json(folder.status, RunFolder.read_json(folder.status) | {"agent": who, "ranks": {"0": victim.pid}})
+    RunFolder.write_json(folder.status, folder.read_status() | {"agent": who, "ranks": {"0": victim.pid}})
     assert command("stop", folder.name) == 0
     assert victim.poll() is None
     assert capsys.readouterr().out.startswith(f"{folder.name}: already ")
@@ -164,7 +164,7 @@ def test_stop_is_as_quick_when_everything_is_halted(script):
     assert Job.attach(handle.folder).stop() == "stopped"
     assert time.monotonic() - begun < LIMIT
     assert not processes_of(str(handle.folder.path))
-    assert handle.summary()["state"] == RunFolder.read_json(handle.folder.summary)["state"] == "stopped"
+    assert handle.summary()["state"] == handle.folder.read_summary().state == "stopped"
 
 
 def test_stop_kills_a_supervisor_that_does_not_respond(bystander, runs):
@@ -176,10 +176,10 @@ def test_stop_kills_a_supervisor_that_does_not_respond(bystander, runs):
     )
     rank = bystander(**tag)
     supervisor_in(fake.folder, **identity(deaf.pid))
-    wait_until(lambda: current(fake.folder)["state"] == "running")
+    wait_until(lambda: current(fake.folder).state == "running")
     begun = time.monotonic()
     assert Job.attach(fake.folder).stop() == "stopped"
     assert time.monotonic() - begun < LIMIT
     assert (deaf.wait(), rank.wait()) == (-signal.SIGKILL, -signal.SIGKILL)
-    assert "did not respond" in RunFolder.read_json(fake.folder.status)["message"]
-    assert RunFolder.read_json(fake.folder.summary)["state"] == "stopped"
+    assert "did not respond" in fake.folder.read_status().message
+    assert fake.folder.read_summary().state == "stopped"

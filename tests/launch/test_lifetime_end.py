@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from conftest import COLD_IS_SLOW, wait_until
 from fabricate import FakeRun
+from folded import apply, one_by_one
 from lifetimes import LINUX, WAITS, command, started, supervisor_in
 
 from labkit.common.processes import TAG, identity, of_folder
@@ -21,11 +22,11 @@ from labkit.launch import ending
 from labkit.launch.anchor import Anchor
 from labkit.launch.job import Job, LaunchError
 from labkit.probe.journal import Journal
-from labkit.record.appender import Reserve
-from labkit.record.events import Reader, Writer
 from labkit.record.folder import RunFolder
+from labkit.record.reader import Reader
 from labkit.record.state import RunState
 from labkit.record.status import QUIET, current
+from labkit.record.writer import Reserve, Writer
 from labkit.runs.handle import Run, run
 
 # ---- the folder goes away
@@ -67,8 +68,8 @@ def test_a_run_whose_folder_is_moved_ends_and_says_so_there(script, runs):
     moved = RunFolder(handle.folder.path.rename(runs / "moved"))
     assert "deleted or moved" in handle.wait().words and not of_folder(handle.folder.path)
     status = wait_until(lambda: (status := current(moved)).get("state") == "failed" and status)
-    assert f"the run folder was moved to {moved.path} while the run was under way" in status["message"]
-    assert RunFolder.read_json(moved.summary)["state"] == "failed"
+    assert f"the run folder was moved to {moved.path} while the run was under way" in status.message
+    assert moved.read_summary().state == "failed"
 
 
 def test_stop_finds_a_run_whose_folder_is_deleted(bystander, runs, capsys):
@@ -99,8 +100,8 @@ def elsewhere(runs):
 
 
 def test_a_run_of_another_host_is_lost_when_it_gives_no_sign_of_life(elsewhere, tmp_path, capsys):
-    assert current(elsewhere)["state"] == "lost"
-    assert "it ran on gpu-server-7 and has written nothing since" in current(elsewhere)["message"]
+    assert current(elsewhere).state == "lost"
+    assert "it ran on gpu-server-7 and has written nothing since" in current(elsewhere).message
     assert Job.attach(elsewhere).wait(0.0) == "lost"
     assert command("stop", elsewhere.name) == 0
     assert "already lost (it ran on gpu-server-7" in capsys.readouterr().out
@@ -121,7 +122,7 @@ def test_a_run_of_another_host_that_gives_a_sign_of_life_is_under_way(sign, else
         os.utime(elsewhere.system, (1e9, 1e9))
     else:
         os.utime(elsewhere.events_of(1))
-    assert current(elsewhere)["state"] == "running"
+    assert current(elsewhere).state == "running"
     with pytest.raises(LaunchError, match="runs on gpu-server-7; stop it there"):
         Job.attach(elsewhere).stop()
 
@@ -133,7 +134,7 @@ def test_a_process_of_another_host_is_never_found_here(field, elsewhere, bystand
     supervisor_in(elsewhere, **(identity(stranger.pid) | field))
     for path in (elsewhere.status, elsewhere.system):
         os.utime(path, (1e9, 1e9))
-    assert current(elsewhere)["state"] == "lost"
+    assert current(elsewhere).state == "lost"
 
 
 def test_a_copy_of_a_run_that_is_under_way_says_that_it_is_one(bystander, runs):
@@ -142,7 +143,7 @@ def test_a_copy_of_a_run_that_is_under_way_says_that_it_is_one(bystander, runs):
     supervisor = bystander("input()", "labkit.launch.supervisor", **{TAG: str(folder.path)})
     supervisor_in(folder, **identity(supervisor.pid))
     copy = RunFolder(shutil.copytree(folder.path, runs / "copy"))
-    assert current(folder)["state"] == "running"
+    assert current(folder).state == "running"
     assert current(copy) | {"supervisor": None} == current(folder) | {
         "supervisor": None,
         "state": "lost",
@@ -171,10 +172,10 @@ def test_a_line_that_was_written_in_part_is_completed_first(tmp_path, monkeypatc
     writer.write("saw", step=2)
     with pytest.raises(OSError, match="No space left"):
         writer.write("saw", step=3)
-    assert [event["step"] for event in reader.poll()] == [1]
+    assert [event.step for event in one_by_one(reader.poll())] == [1]
     room[0] = 1 << 20
     writer.write("saw", step=4)
-    assert [event["step"] for event in reader.poll()] == [2, 4] and reader.broken == 0
+    assert [event.step for event in one_by_one(reader.poll())] == [2, 4] and reader.broken == 0
 
 
 def test_what_a_killed_writer_left_is_one_broken_line(tmp_path):
@@ -182,7 +183,7 @@ def test_what_a_killed_writer_left_is_one_broken_line(tmp_path):
     path.write_text('{"v":1,"t":1.0,"kind":"st')
     Writer(path, 0).write("start", pid=1)
     reader = Reader(path)
-    assert [event["kind"] for event in reader.poll()] == ["start"] and reader.broken == 1
+    assert [event.kind for event in one_by_one(reader.poll())] == ["start"] and reader.broken == 1
 
 
 def test_a_journal_drops_events_while_the_disk_is_full_and_counts_them(tmp_path, monkeypatch):
@@ -200,8 +201,8 @@ def test_a_journal_drops_events_while_the_disk_is_full_and_counts_them(tmp_path,
     journal.write("error", type="OSError", message="No space left on device")
     state = RunState()
     for event in Reader(tmp_path / "events" / "rank0.jsonl").poll():
-        state.apply(event)
-    assert state.dropped == {0: 3} and state.ranks[0].error["type"] == "OSError"
+        apply(state, event)
+    assert state.dropped == {0: 3} and state.ranks[0].error.type == "OSError"
 
 
 def test_the_end_is_written_into_the_room_that_was_reserved(tmp_path, monkeypatch):
@@ -225,9 +226,9 @@ def test_the_end_is_written_into_the_room_that_was_reserved(tmp_path, monkeypatc
     ending.make_room(fake.folder)
     assert 0 < fake.folder.reserve.stat().st_size < before
     ending.conclude_unattended(fake.folder, "failed", ending.DISK_FULL)
-    summary = RunFolder.read_json(fake.folder.summary)
-    assert summary["state"] == "failed" and summary["world_size"] == 2 and summary["ranks"] == []
-    assert RunFolder.read_json(fake.folder.status)["message"] == ending.DISK_FULL
+    summary = fake.folder.read_summary()
+    assert summary.state == "failed" and summary.world_size == 2 and summary.ranks == []
+    assert fake.folder.read_status().message == ending.DISK_FULL
     assert not list(fake.folder.path.rglob(".*reserve"))
 
 
@@ -265,10 +266,10 @@ def small_disk(tmp_path, monkeypatch):
 @COLD_IS_SLOW  # see test_a_run_whose_folder_is_deleted_ends_and_says_why
 def test_a_run_on_a_full_disk_says_so_and_has_its_end(small_disk, script):
     handle = run(script(FILLS), nproc=2, device="cpu").wait()
-    status, summary = RunFolder.read_json(handle.folder.status), RunFolder.read_json(handle.folder.summary)
-    assert (status["state"], summary["state"]) == ("failed", "failed"), status
-    assert ending.DISK_FULL in status["message"]
-    assert "disk_full" in [finding["name"] for finding in summary["findings"]], summary
+    status, summary = handle.folder.read_status(), handle.folder.read_summary()
+    assert (status.state, summary.state) == ("failed", "failed"), status
+    assert ending.DISK_FULL in status.message
+    assert "disk_full" in [finding.name for finding in summary.findings], summary
     assert "No space left on device" in handle.words or ending.DISK_FULL in handle.words
     for path in (handle.folder.system, *handle.folder.event_files().values()):
         reader = Reader(path)

@@ -76,7 +76,7 @@ def test_a_run_ends_at_the_longest_time(files, tmp_path):
     (tmp_path / "train.py").write_text("import time\ntime.sleep(600)\n")
     run = started_warm(str(tmp_path / "train.py"), nproc=1, device="cpu").wait(120)
     assert run.state.words == "stopped"
-    assert run.state.status["message"] == "it reached the limit of 0.001 hours for a run (see labkit doctor)"
+    assert run.state.status.message == "it reached the limit of 0.001 hours for a run (see labkit doctor)"
 
 
 def finished(runs, name: str, size: int) -> RunFolder:

@@ -41,7 +41,7 @@ def test_two_nodes_train_as_one_machine_and_are_gathered(shared_run, tmp_path, c
     assert [len(node.state.ranks) for node in nodes] == [2, 2]
     assert [node.state.step for node in nodes] == [4, 4]
     hosts = dict.fromkeys("0123", socket.gethostname())
-    assert [event["hosts"] for node in nodes for event in node.state.nodes] == [hosts, hosts]
+    assert [event.hosts for node in nodes for event in node.state.nodes] == [hosts, hosts]
     assert not [finding for node in nodes for finding in node.findings() if finding.name == "not_there"]
     whole = tmp_path / "whole"
     assert called("gather", *(node.name for node in nodes), "-o", str(whole)) == 0
@@ -73,12 +73,12 @@ def test_the_command_of_a_node():
     folder = RunFolder.create("x")
     plan = local.plan(spec, folder, Node(2, 1, "127.0.0.1:29500"))
     for word in ("--nnodes=2", "--nproc-per-node=2", "--rdzv-endpoint=127.0.0.1:29500", "--rdzv-id=ddp-x4"):
-        assert word in plan["argv"]
-    assert "--local-addr=127.0.0.1" in plan["argv"]
-    assert plan["env"]["GLOO_SOCKET_IFNAME"] == ("lo" if sys.platform == "linux" else "lo0")
-    assert plan["lease"]["wanted"] == plan["ranks_here"] == 2
-    assert "is_host=false" in " ".join(plan["argv"])
-    assert "LABKIT_LOOPBACK" not in plan["env"]
+        assert word in plan.argv
+    assert "--local-addr=127.0.0.1" in plan.argv
+    assert plan.env["GLOO_SOCKET_IFNAME"] == ("lo" if sys.platform == "linux" else "lo0")
+    assert plan.lease.wanted == plan.ranks_here == 2
+    assert "is_host=false" in " ".join(plan.argv)
+    assert "LABKIT_LOOPBACK" not in plan.env
 
 
 def test_an_endpoint_without_an_address_is_refused(monkeypatch, runs):
@@ -138,7 +138,7 @@ def test_nodes_with_different_software_do_not_train(changed, said, monkeypatch, 
     else:
         hosts.exchange(journal)
     found = next(event for event in RunFolder(tmp_path).reader(tmp_path / "events" / "rank0.jsonl").poll())
-    assert found["hosts"] == {"0": socket.gethostname(), "1": "there"}
+    assert found.hosts == {"0": socket.gethostname(), "1": "there"}
 
 
 @pytest.mark.parametrize("ends", ["silent", "over", "gone"])
@@ -159,7 +159,7 @@ def test_only_a_node_that_is_silent_is_reported(ends, monkeypatch, tmp_path):
         beats._over.wait.side_effect = [beats._over.is_set() or one for one in [False] * 20 + [True]]
     beats._watch()
     assert codes == ([1] if ends == "silent" else [])
-    written = [event["kind"] for event in RunFolder(tmp_path).reader(tmp_path / "events" / "rank0.jsonl").poll()]
+    written = [event.kind for event in RunFolder(tmp_path).reader(tmp_path / "events" / "rank0.jsonl").poll()]
     assert written == (["cut_off", "error"] if ends == "silent" else [])
 
 
@@ -238,7 +238,7 @@ def test_the_command_of_an_elastic_node():
     node = Node(2, 1, "127.0.0.1:29500", 1)
     check_sizes(spec, node)
     plan = local.plan(spec, RunFolder.create("x"), node)
-    assert "--nnodes=1:2" in plan["argv"] and "--nproc-per-node=2" in plan["argv"]
+    assert "--nnodes=1:2" in plan.argv and "--nproc-per-node=2" in plan.argv
 
 
 def test_a_strategy_in_one_process_has_no_nodes():
@@ -286,7 +286,7 @@ def test_only_the_folders_of_one_run_are_gathered(runs, tmp_path):
     whole = gather([one, two], target)
     assert sorted(whole.event_files()) == [0, 1, 2, 3]
     status = whole.read_status()
-    assert (status["state"], status["started"], status["message"]) == ("failed", 1.0, f"{two.name}: node lost")
+    assert (status.state, status.started, status.message) == ("failed", 1.0, f"{two.name}: node lost")
     with pytest.raises(GatherError, match="exists; name a new folder"):
         gather([one, two], target)
 

@@ -47,7 +47,7 @@ def at_cluster(cluster, monkeypatch, tmp_path):
 
 
 def queued(run: Run) -> str:
-    return run.state.queue["state"] if run.state.queue else ""
+    return run.state.queue.state if run.state.queue else ""
 
 
 @real
@@ -61,8 +61,8 @@ def test_two_nodes_train_as_one_machine(at_cluster, shared_run, tmp_path):
     assert (found["world_size"], [rank["exit_code"] for rank in found["ranks"]]) == (2, [0, 0])
     assert [run.logs(rank).count("step 4: loss") for rank in range(2)] == [2, 1]  # the last stage of PP reports
     state = run.state
-    assert (state.queue["state"], state.queue["nodes"]) == ("COMPLETED", "labkit[1-2]")
-    assert summarise(state, run.name)["state"] == "finished"
+    assert (state.queue.state, state.queue.nodes) == ("COMPLETED", "labkit[1-2]")
+    assert summarise(state, run.name).state == "finished"
 
 
 @real
@@ -72,17 +72,17 @@ def test_stop_cancels_a_job_that_waits_and_one_that_runs(at_cluster, tmp_path):
     wait_until(lambda: "begun 7" in first.logs(7))
     second = submit("train.py", nproc=2, nodes=2)
     wait_until(lambda: queued(second) == "PENDING")
-    words = f"job {second.state.queue['job']} of Slurm is pending: Resources"
+    words = f"job {second.state.queue.job} of Slurm is pending: Resources"
     wait_until(lambda: second.state.words == words)  # the reason comes after the state
-    supervisor = psutil.Process(first.state.status["supervisor"]["pid"])
+    supervisor = psutil.Process(first.state.status.supervisor.pid)
     supervisor.kill()
     supervisor.wait(10)
     first = Run.attach(first.name)  # as another kernel does: the job is found, and followed by a new supervisor
-    assert first.state.words != "lost" and first.state.status["supervisor"]["pid"] != supervisor.pid
-    assert job_of(first.state.queue["job"])["state"] == "RUNNING"
+    assert first.state.words != "lost" and first.state.status.supervisor.pid != supervisor.pid
+    assert job_of(first.state.queue.job).state == "RUNNING"
     for run in (second, first):
         assert run.stop().state.words == "stopped"
-        wait_until(lambda run=run: job_of(run.state.queue["job"])["state"] == "CANCELLED")
+        wait_until(lambda run=run: job_of(run.state.queue["job"]).state == "CANCELLED")
 
 
 @real
@@ -99,7 +99,7 @@ def test_a_job_that_fails_says_why(at_cluster, tmp_path, capsys):
 def test_a_checkpointed_job_resumes_when_slurm_requeues_it(at_cluster):
     """What the trap does before the time limit, at once: the signal of Slurm is sent to the batch shell."""
     run = submit("ddp", nproc=1, nodes=1, steps=20_000, save_every=10_000, **SMALL | {"samples": 2048})
-    job = wait_until(lambda: run.state.queue and run.state.queue["job"])
+    job = wait_until(lambda: run.state.queue and run.state.queue.job)
     wait_until(lambda: "step 20: loss" in run.logs(0) or run.state.over)
     subprocess.run(["scancel", "--batch", "--signal=USR1", str(job)], check=True)
     wait_until(lambda: "resuming from" in run.logs(0) or run.state.over, 180)
@@ -116,9 +116,9 @@ def test_a_run_folder_cannot_cancel_a_job_of_another_folder(at_cluster, tmp_path
     other = tmp_path / "job.sbatch"
     other.write_text("")
     cancel(job, other)
-    assert job_of(job)["state"] == "PENDING"
+    assert job_of(job).state == "PENDING"
     cancel(job)
-    assert job_of(job)["state"] == "CANCELLED"
+    assert job_of(job).state == "CANCELLED"
     assert job_of(999_999) == {"state": "UNKNOWN"}
 
 

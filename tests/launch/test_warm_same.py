@@ -42,7 +42,7 @@ def seen(warm_server, tmp_path_factory):
         for cold in (False, True):
             handle = run("sees.py", nproc=2, device="cpu", args=["one", "two words"], cold=cold).wait(240)
             assert handle.words == "finished", handle.logs(0, "stderr")
-            start = handle.state.status["start"]
+            start = handle.state.status.start
             told[start] = [json.loads(handle.logs(rank).splitlines()[-1]) for rank in (0, 1)]
             for one in told[start]:
                 folder = str(handle.folder.path)
@@ -151,7 +151,7 @@ def test_a_restarted_rank_is_forked_again(server, tmp_path):
         " attempt)\nsys.exit(attempt == '0')\n"
     )
     handle = started(path, nproc=2, max_restarts=1)
-    assert how(handle) == ("warm", "") and handle.state.status["restarts"] == 1
+    assert how(handle) == ("warm", "") and handle.state.status.restarts == 1
     assert [handle.logs(rank).splitlines()[-1] for rank in (0, 1)] == ["attempt 1"] * 2
 
 

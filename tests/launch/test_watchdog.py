@@ -117,11 +117,11 @@ def begin(start, tmp_path, runs):
 )
 def test_nothing_is_left_when_a_supervisor_is_killed(victims, detached, begin, start):
     run = begin(detached=detached).ready()
-    assert RunFolder.read_json(run.folder.plan)["start"] == start
+    assert run.folder.read_launch()["start"] == start
     for who in victims:
         run.kill(who)
     wait_until(lambda: not any(run.left()))
-    status, summary = run.folder.read_status(), RunFolder.read_json(run.folder.summary)
+    status, summary = run.folder.read_status(), run.folder.read_summary()
     assert status["state"] == summary["state"] == "failed"
     assert status["message"] == f"its supervisor (pid {status['supervisor']['pid']}) was killed, which ended the run"
     assert run.folder.end_of(run.folder.supervisor_log) == ""
@@ -153,7 +153,7 @@ def test_a_run_whose_starter_and_supervisor_are_killed_before_its_first_status_h
     assert run.watchdog().is_running() and not current(run.folder), "the supervisor may still write a status"
     supervisor.kill()
     wait_until(lambda: not processes_of(str(run.runs)))
-    assert run.folder.read_status()["state"] == RunFolder.read_json(run.folder.summary)["state"] == "failed"
+    assert run.folder.read_status()["state"] == run.folder.read_summary()["state"] == "failed"
     assert "were killed before it began" in run.folder.read_status()["message"]
 
 
@@ -178,7 +178,7 @@ def test_a_run_goes_on_without_its_watchdog(begin):
     run = begin().ready()
     run.watchdog().kill()
     wait_until(lambda: not tagged(lambda tag: tag == watchdog_tag(run.folder.path)))
-    assert current(run.folder)["state"] == "starting"
+    assert current(run.folder).state == "starting"
     assert Job.attach(run.folder).stop() == "stopped"
     assert run.left() == [False, False, False]
 

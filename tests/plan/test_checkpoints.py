@@ -89,7 +89,7 @@ def continues(resumed: Run, whole: Run, after: int) -> None:
     assert column(state, "loss") == column(whole.state, "loss", after), "bit for bit"
     assert column(state, "samples") == column(whole.state, "samples", after), "no sample of a batch that was skipped"
     for number, rank in state.ranks.items():
-        continued = next(event["t"] for event in state.metrics if event["name"] == "step" and event["rank"] == number)
+        continued = next(event.t for event in state.metrics if event.name == "step" and event.rank == number)
         assert rank.steps.t[0] - rank.steps.seconds[0] >= continued - 0.005, "no time of a batch that was skipped"
 
 
@@ -212,7 +212,7 @@ def test_a_damaged_checkpoint_is_named_and_a_restart_uses_the_one_before_it(unbr
 def test_a_script_by_hand_never_starts_from_scratch_when_it_was_to_resume(unbroken, strategy, more, says, tmp_path):
     written = checkpoint(unbroken("fsdp2"))
     handle = by_hand(tmp_path, strategy, resume=str(written), **more)
-    assert handle.state.status["state"] == "failed"
+    assert handle.state.status.state == "failed"
     said = [handle.logs(rank, "stderr") for rank in handle.state.ranks]  # the first to end has torchrun end the others
     assert any(says.format(written) in one for one in said), said
 

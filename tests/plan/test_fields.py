@@ -62,9 +62,9 @@ CPU = Machine(gpus=(), cores=4, memory=2**34)
 
 def places(spec: Spec, folder: RunFolder) -> dict[str, Any]:
     plan = local.plan(spec, folder)
-    environment = {name: value for name, value in plan["env"].items() if name != clock.VARIABLE}
+    environment = {name: value for name, value in plan.env.items() if name != clock.VARIABLE}
     script = write_script(spec) if spec.script is None else ""
-    return {"script": script, "command": command(spec), "arguments": plan["argv"], "environment": environment}
+    return {"script": script, "command": command(spec), "arguments": plan.argv, "environment": environment}
 
 
 def test_every_field_is_tried():

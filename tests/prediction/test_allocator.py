@@ -6,6 +6,7 @@ import random
 from itertools import pairwise
 
 import pytest
+from msgspec.structs import replace
 
 from labkit.analysis.prediction import notes
 from labkit.analysis.theory import states
@@ -14,7 +15,8 @@ from labkit.plan.spec import Spec
 from labkit.prediction.cuda import estimates, on_gpus
 from labkit.prediction.devices import BEFORE_HOPPER, DEVICES, FROM_HOPPER
 from labkit.prediction.tracing.allocator import WORKSPACE, Allocator, peaks
-from labkit.record.events import OWNERS
+from labkit.record.documents import AllocatorPeak, Plan, SpecFields, decoded, plain
+from labkit.record.writer import OWNERS
 
 MIB = 1 << 20
 
@@ -83,41 +85,43 @@ def test_peaks_are_those_of_the_blocks_with_workspaces_of_the_size_of_the_device
     assert peaks(history, 32 * MIB)["allocated"] == 1024 + 35 * MIB
 
 
-def plan_of() -> dict:
+def plan_of() -> Plan:
     """A plan of one rank on GPUs whose tensors take 100 bytes at the peak."""
     owners = dict.fromkeys(OWNERS, 0) | {"parameters": 60, "other": 40}
     step = {"peak": 100, "at_peak": owners, "owners": {owner: [0, size] for owner, size in owners.items()}}
-    found = [
-        {"workspace": workspace, "allocated": size, "reserved": 9000}
-        for workspace, size in ((BEFORE_HOPPER, 200), (FROM_HOPPER, 300))
-    ]
+    step |= {"times": [0.0, 1.0], "seconds": 1.0, "phases": []}
+    sizes = ((BEFORE_HOPPER, 200), (FROM_HOPPER, 300))
+    found = [{"workspace": workspace, "allocated": size, "reserved": 9000} for workspace, size in sizes]
     part = {"ranks": [0], "step": step, "ops": {}, "calls": [], "allocator": found}
-    return {"ranks": [{"rank": 0, "peak_memory_bytes": 100, "at_peak": owners}], "classes": [part]}
+    rank = {"rank": 0, "like": 0, "peak_memory_bytes": 100, "at_peak": owners, "phase_at_peak": "", "memory_bytes": {}}
+    rank |= {"comm_bytes_per_step": 0}
+    spec = Spec("ddp", workload="mlp", nproc=1, device="cuda", precision="fp32").to_json()
+    return decoded({"spec": spec, "method": "simulated", "ranks": [rank], "classes": [part]}, Plan)
 
 
 def test_the_peak_of_a_rank_is_that_of_the_allocator_on_the_gpus_of_the_machine():
-    spec = Spec("ddp", workload="mlp", nproc=1, device="cuda", precision="fp32")
     plan = plan_of()
     for machine, peak in (("t4x2", 200), ("h100x8", 300), ("a100x8", 200)):
-        plan = on_gpus(plan, spec, DEVICES[machine])
-        step, (rank,) = plan["classes"][0]["step"], plan["ranks"]
-        assert rank["peak_memory_bytes"] == step["peak"] == sum(step["at_peak"].values()) == peak
-        assert step["owners"]["other"] == [peak - 100, peak - 60] and rank["at_peak"]["parameters"] == 60
-        assert plan["classes"][0]["estimates"][-1]["high"] == 9000 - peak
-    without = {"ranks": plan["ranks"], "classes": [{"ranks": [0], "calls": []}]}
-    assert on_gpus(without, spec, DEVICES["t4x2"]) == without, "the plan of a run on CPUs"
+        plan = on_gpus(plan, DEVICES[machine])
+        step, (rank,) = plan.classes[0].step, plan.ranks
+        assert rank.peak_memory_bytes == step.peak == sum(step.at_peak.values()) == peak
+        assert step.owners["other"] == [peak - 100, peak - 60] and rank.at_peak["parameters"] == 60
+        assert plan.classes[0].estimates[-1].high == 9000 - peak
+    plan = plan_of()
+    plan.classes[0].allocator = []
+    assert on_gpus(plan, DEVICES["t4x2"]) == plan, "the plan of a run on CPUs"
 
 
 def test_estimates_have_ranges_and_sources_and_name_nccl_only_with_collectives():
-    reserved = {"workspace": 0, "allocated": 10, "reserved": 510}
+    reserved = AllocatorPeak(workspace=0, allocated=10, reserved=510)
     alone = estimates([("send", 8, 1)], reserved)
-    assert [one["name"] for one in alone if "NCCL" in one["name"]] == []
+    assert [one.name for one in alone if "NCCL" in one.name] == []
     found = estimates([("all_reduce", 8, 4), ("all_gather", 8, 4), ("all_reduce", 8, 2)], reserved)
-    (one,) = (each for each in found if "NCCL" in each["name"])
-    assert one["low"] == 2 * 16 * MIB
+    (one,) = (each for each in found if "NCCL" in each.name)
+    assert one.low == 2 * 16 * MIB
     for each in (*alone, *found):
-        assert 0 <= each["low"] <= each["high"] and each["source"]
-    assert found[-1]["high"] == 500
+        assert 0 <= each.low <= each.high and each.source
+    assert found[-1].high == 500
 
 
 def test_notes_say_why_the_trace_differs_from_the_formula_and_what_a_gpu_adds():
@@ -126,21 +130,24 @@ def test_notes_say_why_the_trace_differs_from_the_formula_and_what_a_gpu_adds():
     owners = {"parameters": int(held.parameters), "gradients": 0, "optimizer": int(held.optimizer) + 8}
     owners |= {"activations": 4096, "communication": 0, "other": 0}
     step = {"peak": sum(owners.values()), "at_peak": owners}
+    step |= {"times": [], "seconds": 0.0, "phases": [], "owners": {}}
+    allocator = AllocatorPeak(workspace=0, allocated=512, reserved=2 * MIB)
     part = {
         "ranks": [0, 1],
         "step": step,
         "ops": {},
         "calls": [],
-        "estimates": estimates([], {"workspace": 0, "allocated": 512, "reserved": 2 * MIB}),
+        "estimates": [plain(estimate) for estimate in estimates([], allocator)],
     }
-    plan = {"spec": spec.to_json(), "classes": [part], "method": "simulated", "ranks": []}
+    plan = decoded({"spec": spec.to_json(), "classes": [part], "method": "simulated", "ranks": []}, Plan)
     formula, gpu = notes(plan)
     assert f"parameters {size(held.parameters)}" in formula and "16 bytes per parameter" in formula
     gap = f"gradients −{size(held.gradients, digits=2)} (not computed or already freed then)"
     differs = f"{gap}, optimizer +8 B (step counts, or other state), activations +4.00 KiB."
     assert f"The traced peak differs: {differs}" in formula
     assert "estimated and not traced" in gpu and "CUDA context and kernels" in gpu
-    del part["estimates"]
+    plan.classes[0].estimates = []
     assert len(notes(plan)) == 1
-    assert notes(plan | {"classes": []}) == []
-    assert notes(plan | {"spec": Spec(script="train.py", nproc=2, device="cpu").to_json()}) == []
+    assert notes(replace(plan, classes=[])) == []
+    own = {"script": "train.py", "nproc": 2, "device": "cpu"}
+    assert notes(replace(plan, spec=decoded(Spec(**own).to_json(), SpecFields))) == []

@@ -93,9 +93,9 @@ def test_memory_agrees_with_the_formulas_of_the_lab_and_the_trace(strategy, shar
     asked = training(workload="gpt", options={"size": "10M"}, devices=2, batch=16, machine="a100x8", precision="fp32")
     found = memory(asked, Layout(SHARDINGS[sharding], 2, 2, micro_batch=8))
     assert (found.states,) * 2 == states(spec)
-    [traced, _] = predict(spec)["ranks"]
-    assert traced["at_peak"]["activations"] == pytest.approx(found.activations, rel=0.06)
-    assert traced["peak_memory_bytes"] < found.total < 1.15 * traced["peak_memory_bytes"]
+    [traced, _] = predict(spec).ranks
+    assert traced.at_peak["activations"] == pytest.approx(found.activations, rel=0.06)
+    assert traced.peak_memory_bytes < found.total < 1.15 * traced.peak_memory_bytes
 
 
 def test_a_pipeline_stores_as_many_micro_batches_as_it_has_stages():

@@ -38,8 +38,8 @@ def test_cnn_executes_three_times_its_forward_pass_without_the_gradient_of_its_i
     plan = predict(spec)
     each = 3 * sum(spec.workload_row.costs(spec.options)) - CNN_INPUTS
     assert of_ranks(plan) == [BATCH * each] * 2
-    assert [one["recomputed_flops"] for one in plan["ranks"]] == [0, 0]
-    assert plan["model_flops"] == 2 * BATCH * each
+    assert [one.recomputed_flops for one in plan.ranks] == [0, 0]
+    assert plan.model_flops == 2 * BATCH * each
     assert "six_nd" not in plan
     kernels = [one for item in programs(spec)[0] if item[0] == "compute" for one in item[2]]
     assert sum(flops * count for _, flops, _, count in kernels) == BATCH * each
@@ -48,34 +48,34 @@ def test_cnn_executes_three_times_its_forward_pass_without_the_gradient_of_its_i
 def test_gpt_executes_three_times_its_forward_pass_and_the_scores_again():
     spec = gpt("single")
     plan, model = predict(spec), of_workload("gpt", {})
-    assert plan["model_flops"] == BATCH * model.positions * model.training_flops(model.positions)
-    assert plan["ranks"][0]["recomputed_flops"] == recomputed(spec, blocks=False)
-    assert of_ranks(plan) == [plan["model_flops"] + recomputed(spec, blocks=False)]
-    assert plan["six_nd"] == six_nd(spec) == 6 * BATCH * model.positions * model.layers * model.of_layer()
+    assert plan.model_flops == BATCH * model.positions * model.training_flops(model.positions)
+    assert plan.ranks[0].recomputed_flops == recomputed(spec, blocks=False)
+    assert of_ranks(plan) == [plan.model_flops + recomputed(spec, blocks=False)]
+    assert plan.six_nd == six_nd(spec) == 6 * BATCH * model.positions * model.layers * model.of_layer()
 
 
 def test_tensor_parallel_ranks_have_their_shares_and_recompute_the_blocks():
     spec = gpt("tp", options={"checkpoint_activations": True})
     plan = predict(spec)
     again = recomputed(spec, blocks=True)
-    assert sum(one["recomputed_flops"] for one in plan["ranks"]) == again
-    assert of_ranks(plan) == [(plan["model_flops"] + again) / 2] * 2
-    assert plan["model_flops"] == predict(gpt("single"))["model_flops"]
+    assert sum(one.recomputed_flops for one in plan.ranks) == again
+    assert of_ranks(plan) == [(plan.model_flops + again) / 2] * 2
+    assert plan.model_flops == predict(gpt("single")).model_flops
 
 
 def test_what_every_tensor_parallel_rank_computes_counts_once_as_the_models():
     spec = spec_of("tp", workload="cnn", batch_size=BATCH)
     plan, alone = predict(spec), predict(spec_of("single", workload="cnn", batch_size=BATCH))
-    assert plan["model_flops"] == alone["model_flops"] < sum(of_ranks(plan))
+    assert plan.model_flops == alone.model_flops < sum(of_ranks(plan))
     split = BATCH * 3 * sum(spec.workload_row.costs(spec.options)[3:]) // 2
-    assert of_ranks(plan) == [alone["model_flops"] - split] * 2
+    assert of_ranks(plan) == [alone.model_flops - split] * 2
 
 
 @pytest.mark.parametrize("strategy", ["pp", "cp"])
 def test_ranks_that_share_samples_execute_the_model_together(strategy):
     spec = gpt(strategy)
     plan = predict(spec)
-    assert sum(of_ranks(plan)) == plan["model_flops"] + recomputed(spec, blocks=False)
+    assert sum(of_ranks(plan)) == plan.model_flops + recomputed(spec, blocks=False)
 
 
 def test_a_script_of_the_users_own_executes_what_its_ranks_compute(tmp_path):
@@ -93,5 +93,5 @@ def test_a_script_of_the_users_own_executes_what_its_ranks_compute(tmp_path):
     plan = predict(Spec(script=str(script), nproc=2, device="cpu"))
     first, second = 2 * 32 * 8 * 16, 2 * 32 * 16 * 4
     each = 2 * first + 3 * second  # the input needs no gradient
-    assert plan["model_flops"] == 2 * each
-    assert [(one["flops"], one["recomputed_flops"]) for one in plan["ranks"]] == [(each + first, first)] * 2
+    assert plan.model_flops == 2 * each
+    assert [(one.flops, one.recomputed_flops) for one in plan.ranks] == [(each + first, first)] * 2

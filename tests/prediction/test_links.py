@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 from linked import MACHINE, table
 from linked import cache as cache
+from msgspec.structs import replace
 
 from labkit.analysis.theory.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from labkit.prediction.collectives import ALGORITHMS, OPERATIONS, bus_factor
@@ -222,8 +223,8 @@ def test_files_round_trip(cache):
         (lambda text: "[]", "it must be an object"),
         (lambda text: "\x00\ud800", "it is not"),
         (lambda text: text.replace('"v": 2', '"v": 1'), "it was written by another version of labkit"),
-        (lambda text: text.replace("0.0001", '"fast"'), "operations.all_reduce.0.seconds must be a number"),
-        (lambda text: text.replace("0.0001", "NaN"), "operations.all_reduce.0.seconds must be a number"),
+        (lambda text: text.replace("0.0001", '"fast"'), "must be a number"),
+        (lambda text: text.replace("0.0001", "NaN"), "must be a number"),
         (lambda text: text.replace("4096", "1024"), "operations.all_reduce must be in order of size"),
         (lambda text: text.replace('"torch": "2.13"', '"torch": "2.9"'), "with torch 2.9, and torch 2.13 is installed"),
         (lambda text: text.replace('"machine": "4', '"machine": "64'), "on another machine (64 × "),
@@ -251,5 +252,5 @@ def test_a_link_in_place_of_a_file_is_not_followed(cache, tmp_path):
 
 
 def test_hardware_in_words_names_cores_and_gpus():
-    two = replace(MACHINE, gpus=(Gpu(0, "Tesla T4", 1, (7, 5)), Gpu(1, "Tesla T4", 1, (7, 5))))
+    two = dataclasses.replace(MACHINE, gpus=(Gpu(0, "Tesla T4", 1, (7, 5)), Gpu(1, "Tesla T4", 1, (7, 5))))
     assert two.hardware.startswith("4 × ") and two.hardware.endswith("; 2 × Tesla T4")

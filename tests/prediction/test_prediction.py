@@ -11,6 +11,7 @@ import pytest
 import torch
 from commands import called
 from conftest import warm_run
+from folded import apply
 from generated import ONLY
 from traced import apart as apart
 
@@ -48,7 +49,7 @@ def spec_of(strategy: str, **fields) -> Spec:
 def test_prediction_is_what_the_run_then_measures(strategy):
     spec = spec_of(strategy)
     plan = predict(spec)
-    assert plan["method"] == "simulated", plan.get("reason")
+    assert plan.method == "simulated", plan.reason
     state = warm_run(spec).state
     assert state.prediction == json.loads(json.dumps(plan)), "the run has the cached prediction"
     found = outcomes(state)
@@ -57,15 +58,15 @@ def test_prediction_is_what_the_run_then_measures(strategy):
     if not state.in_threads:
         limit = OF_A_PIPELINE if spec.strategy_row.constants(spec.request).get("STAGES") else MOST_BELOW_AND_ABOVE
         assert all(abs(one.error) <= limit for one in found), [(one.peak_predicted, one.peak_measured) for one in found]
-    for part in plan["classes"]:
-        for rank in part["ranks"]:
-            assert state.ranks[rank].traffic["ops"] == part["ops"]
+    for part in plan.classes:
+        for rank in part.ranks:
+            assert state.ranks[rank].traffic.ops == part.ops
     held = states(spec)
-    for rank, one in enumerate(plan["ranks"]) if held else ():
+    for rank, one in enumerate(plan.ranks) if held else ():
         tensors = sum(len(block.parameters) for block in spec.workload_row.blocks(spec.options))
-        assert one["memory_bytes"]["parameters"] == held[rank].parameters
-        assert one["memory_bytes"]["gradients"] == held[rank].gradients
-        assert 0 <= one["memory_bytes"]["optimizer"] - held[rank].optimizer <= STEP_COUNTS * tensors
+        assert one.memory_bytes["parameters"] == held[rank].parameters
+        assert one.memory_bytes["gradients"] == held[rank].gradients
+        assert 0 <= one.memory_bytes["optimizer"] - held[rank].optimizer <= STEP_COUNTS * tensors
 
 
 @pytest.mark.parametrize(
@@ -79,26 +80,26 @@ def test_prediction_is_what_the_run_then_measures(strategy):
 def test_prediction_holds_with_options_that_compare_ranks_split_the_loss_or_keep_parameters_gathered(strategy, options):
     spec = spec_of(strategy, options=options)
     plan = predict(spec)
-    assert plan["method"] == "simulated", plan.get("reason")
+    assert plan.method == "simulated", plan.reason
     state = warm_run(spec).state
     assert all(abs(one.error) <= MOST_BELOW_AND_ABOVE for one in outcomes(state))
     for rank in range(2):
-        assert state.ranks[rank].traffic["ops"] == plan["classes"][0]["ops"]
+        assert state.ranks[rank].traffic.ops == plan.classes[0].ops
 
 
 def test_every_collective_of_a_step_is_predicted_in_order():
     spec = spec_of("fsdp2")
     plan, state = predict(spec), warm_run(spec).state
-    done = [(op, size, len(ranks)) for op, _, _, size, _, ranks, _ in state.ranks[0].timeline["comm"]]
-    assert [tuple(call) for call in plan["classes"][0]["calls"]] == done
+    done = [(op, size, len(ranks)) for op, _, _, size, _, ranks, _ in state.ranks[0].timeline.comm]
+    assert [tuple(call) for call in plan.classes[0].calls] == done
 
 
 def test_traffic_is_that_of_the_formula_at_a_thousand_ranks():
     spec = spec_of("ddp", nproc=1024)
     plan = predict(spec)
-    assert [part["ranks"] for part in plan["classes"]] == [[*range(1024)]]
+    assert [part.ranks for part in plan.classes] == [[*range(1024)]]
     by_formula = sum(flow.theory for flow in theory(spec)) / 1024
-    assert plan["ranks"][1023]["comm_bytes_per_step"] == pytest.approx(by_formula)
+    assert plan.ranks[1023].comm_bytes_per_step == pytest.approx(by_formula)
 
 
 def test_shards_of_unequal_size_are_classes():
@@ -149,9 +150,9 @@ def test_an_error_of_the_trace_names_the_line_and_formulas_take_its_place(monkey
         traced(spec, [0])
     script += "def build_blocks():\n    return 1 / 0\ndef parallelize(blocks, device):\n    return blocks\n"
     plan = predict(spec)
-    assert (plan["method"], plan["classes"]) == ("formula", [])
-    assert "ZeroDivisionError: division by zero (train.py:3)" in plan["reason"]
-    assert plan["ranks"][1]["memory_bytes"]["optimizer"] == states(spec)[1].optimizer
+    assert (plan.method, plan.classes) == ("formula", [])
+    assert "ZeroDivisionError: division by zero (train.py:3)" in plan.reason
+    assert plan.ranks[1].memory_bytes["optimizer"] == states(spec)[1].optimizer
     assert cached(spec) is None
     assert "by formulas, because the trace of rank 0" in repr(Prediction(plan))
 
@@ -193,7 +194,7 @@ def test_command_prints_a_table_and_one_json_object(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert all(name in out for name in (*HEADS, "simulated"))
     assert called(*asked, "--json") == 0
-    assert json.loads(capsys.readouterr().out)["ranks"] == plan["ranks"]
+    assert json.loads(capsys.readouterr().out)["ranks"] == plan.ranks
 
 
 @pytest.mark.parametrize(
@@ -213,7 +214,7 @@ def test_what_cannot_be_predicted_is_refused_in_a_sentence(arguments, said, caps
 def test_python_returns_a_table_that_escapes_and_a_figure():
     plan = predict(spec_of("ddp"))
     found = labkit.predict("ddp", workload="mlp", nproc=2, batch_size=16, device="cpu", machine="a100x8")
-    assert found.plan["ranks"] == plan["ranks"]
+    assert found.plan["ranks"] == plan.ranks
     assert found.heads == (*HEADS, "step", "exposed")
     assert found.rows[0][0] == "0–1"
     assert "modelled for nodes of 8 × A100" in found.title and "MFU" in found.title
@@ -232,12 +233,12 @@ def test_outcomes_name_the_owners_of_a_miss_and_the_chart_has_both():
     plan = predict(spec_of("ddp"))
     state = Prediction(plan).state
     assert chart("memory_by_owner", state).x.categories == ("rank 0 predicted", "rank 1 predicted")
-    peak = plan["ranks"][0]["at_peak"]
+    peak = plan.ranks[0].at_peak
     measured = peak | {"activations": peak["activations"] + 5_000_000}
     curve = {"t0": 0.0, "seconds": 1.0, "phases": [], "times": [0.0], "owners": {o: [s] for o, s in measured.items()}}
     curve |= {"peak": sum(measured.values()), "at_peak": measured, "step": 3}
-    state.apply({"kind": "memory_step", "rank": 0, "t": 1.0, **curve})
-    state.apply({"kind": "traffic", "rank": 0, "t": 1.0, "step": 3, "ops": {}})
+    apply(state, {"kind": "memory_step", "rank": 0, "t": 1.0, **curve})
+    apply(state, {"kind": "traffic", "rank": 0, "t": 1.0, "step": 3, "ops": {}})
     first, second = outcomes(state)
     assert first.reason == "measured minus predicted, at the peak: activations +4.77 MiB"
     assert second.peak_measured is None
@@ -251,11 +252,11 @@ def test_outcomes_name_the_owners_of_a_miss_and_the_chart_has_both():
 def test_what_threads_allocate_is_not_compared():
     state = Prediction(predict(spec_of("ddp"))).state
     curve = {"t0": 0.0, "seconds": 1.0, "phases": [], "times": [0.0], "owners": {}, "peak": 5, "at_peak": {}, "step": 3}
-    state.apply({"kind": "memory_step", "rank": 0, "t": 1.0, **curve})
+    apply(state, {"kind": "memory_step", "rank": 0, "t": 1.0, **curve})
     assert outcomes(state)[0].peak_measured == 5
     replica = {"replica": 0, "device": "cpu", "forward": 0.1, "cpu": 0.1, "samples": 4, "memory": 8}
     extra = {"outputs": 0, "gradients": 0}
-    state.apply({"kind": "replica", "rank": 0, "t": 2.0, "step": 3, "replicas": [replica], "extra": extra})
+    apply(state, {"kind": "replica", "rank": 0, "t": 2.0, "step": 3, "replicas": [replica], "extra": extra})
     assert outcomes(state)[0].peak_measured is None
     assert "not compared: the threads of the replicas allocate memory" in sentences(state)[1]
 
@@ -265,7 +266,7 @@ def test_what_gloos_threads_allocate_is_not_compared():
         plan = predict(spec_of("ddp")) | {"spec": spec_of("ddp", options={"compression": method}).to_json()}
         state = Prediction(plan).state
         curve = {"t0": 0.0, "seconds": 1.0, "phases": [], "times": [0.0], "owners": {}, "peak": 5, "at_peak": {}}
-        state.apply({"kind": "memory_step", "rank": 0, "t": 1.0, "step": 3, **curve})
+        apply(state, {"kind": "memory_step", "rank": 0, "t": 1.0, "step": 3, **curve})
         assert (outcomes(state)[0].peak_measured == 5) == compared
         assert ("not compared: PowerSGD's callbacks" in " ".join(sentences(state))) == (not compared)
 
@@ -290,21 +291,19 @@ ALLOCATED = {
 def test_peak_on_gpus_is_that_of_the_allocator_without_a_gpu(strategy, workload):
     spec = spec_of(strategy, workload=workload, device="cuda")
     plan = on(predict(spec), spec, DEVICES["t4x2"])
-    assert plan["method"] == "simulated", plan.get("reason")
-    (part,) = plan["classes"]
-    assert part["step"]["peak"] == pytest.approx(ALLOCATED[strategy, workload], rel=MOST_BELOW_AND_ABOVE)
-    assert all(
-        one["peak_memory_bytes"] == sum(one["at_peak"].values()) == part["step"]["peak"] for one in plan["ranks"]
-    )
+    assert plan.method == "simulated", plan.reason
+    (part,) = plan.classes
+    assert part.step.peak == pytest.approx(ALLOCATED[strategy, workload], rel=MOST_BELOW_AND_ABOVE)
+    assert all(one.peak_memory_bytes == sum(one.at_peak.values()) == part.step.peak for one in plan.ranks)
 
 
 def test_a_number_of_an_optimizer_is_not_in_the_memory_of_a_gpu():
     spec = spec_of("single", device="cuda")
-    (rank,) = predict(spec)["ranks"]
-    assert rank["memory_bytes"]["optimizer"] == states(spec)[0].optimizer
+    (rank,) = predict(spec).ranks
+    assert rank.memory_bytes["optimizer"] == states(spec)[0].optimizer
 
 
 def test_gpus_of_one_process_share_its_work():
-    (alone,), (both,) = (predict(spec_of(name, device="cuda"))["ranks"] for name in ("single", "dp"))
-    assert both["flops"] == pytest.approx(2 * alone["flops"])
-    assert both["at_peak"]["parameters"] == alone["at_peak"]["parameters"]
+    (alone,), (both,) = (predict(spec_of(name, device="cuda")).ranks for name in ("single", "dp"))
+    assert both.flops == pytest.approx(2 * alone.flops)
+    assert both.at_peak["parameters"] == alone.at_peak["parameters"]

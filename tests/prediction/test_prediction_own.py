@@ -133,13 +133,13 @@ def test_a_trace_is_cancelled_and_the_process_answers_the_next_one(written):
     assert process and not psutil.Process(process.pid).children()
     process.stdin.write(b"null\n")  # a cancellation that comes too late
     plan = predict(written(TRAINING + "for _ in range(3):\n    step()\n"))
-    assert plan["method"] == "simulated" and TRACER._process is process
+    assert plan.method == "simulated" and TRACER._process is process
 
 
 def check(spec: Spec) -> None:
     """The prediction of a script is what its run then measures."""
     plan = predict(spec)
-    assert plan["method"] == "simulated" and "reason" not in plan
+    assert plan.method == "simulated" and "reason" not in plan
     state = warm_run(spec).state
     assert state.prediction == json.loads(json.dumps(plan)), "the run has the cached prediction"
     assert "with an error of at most 0.00%" in sentences(state)[0]
@@ -148,9 +148,9 @@ def check(spec: Spec) -> None:
     for one in found:
         assert abs(one.error) <= EXACT, (one.peak_predicted, one.peak_measured)
         assert one.sent_predicted == one.sent_measured
-    for part in plan["classes"]:
-        for rank in part["ranks"]:
-            assert state.ranks[rank].traffic["ops"] == part["ops"]
+    for part in plan.classes:
+        for rank in part.ranks:
+            assert state.ranks[rank].traffic.ops == part.ops
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "tp"])
@@ -164,9 +164,9 @@ def test_a_generated_script_is_predicted_from_its_first_line_as_from_its_functio
     asked = Spec(strategy, workload="mlp", nproc=2, batch_size=16, steps=4, device="cpu", precision="fp32")
     spec = written(write_script(asked), nproc=2)
     check(spec)
-    ours, theirs = predict(spec)["ranks"][0], predict(asked)["ranks"][0]
-    assert ours["peak_memory_bytes"] == pytest.approx(theirs["peak_memory_bytes"], rel=EXACT)
-    assert ours["comm_bytes_per_step"] == theirs["comm_bytes_per_step"]
+    ours, theirs = predict(spec).ranks[0], predict(asked).ranks[0]
+    assert ours.peak_memory_bytes == pytest.approx(theirs.peak_memory_bytes, rel=EXACT)
+    assert ours.comm_bytes_per_step == theirs.comm_bytes_per_step
 
 
 def test_positions_in_data_evaluations_accumulation_and_copies_are_traced(written):
@@ -175,12 +175,12 @@ def test_positions_in_data_evaluations_accumulation_and_copies_are_traced(writte
 
 def test_a_script_for_gpus_is_traced_without_one(written):
     plan = predict(written(ON_GPUS, nproc=4, device="cuda", args=("--batch", "32")))
-    assert [part["ranks"] for part in plan["classes"]] == [[0, 1, 2, 3]]
+    assert [part.ranks for part in plan.classes] == [[0, 1, 2, 3]]
     parameters = 8 * 3 * 9 + 8 + 16 + 2048 * 10 + 10
-    owners = plan["ranks"][0]["memory_bytes"]
+    owners = plan.ranks[0].memory_bytes
     assert owners["parameters"] == owners["communication"] == 4 * parameters
-    assert plan["classes"][0]["ops"]["all_reduce"]["bytes"] == 4 * parameters
-    names = [one["name"] for one in plan["classes"][0]["estimates"]]
+    assert plan.classes[0].ops["all_reduce"].bytes == 4 * parameters
+    names = [one.name for one in plan.classes[0].estimates]
     assert names == ["CUDA context and kernels", "NCCL buffers", "cached by the allocator"]
     assert owners["other"] < 32 * 3 * 16 * 16 * 4 * 2, "the batch, without the data set"
 
@@ -234,9 +234,9 @@ def test_a_script_that_takes_too_long_is_ended_with_its_line(written, monkeypatc
 
 def test_steps_before_the_end_of_a_trace_stand(written, tmp_path):
     plan = predict(written(TRAINING + "step()\nstep()\nopen('log.txt', 'w')\n"))
-    assert plan["reason"] == "the trace has 2 of 3 steps: train.py:10 writes to log.txt, which a trace refuses"
-    assert plan["ranks"][0]["memory_bytes"]["parameters"] == 4 * (16 + 4)
-    assert plan["reason"] in repr(labkit.predict("train.py", nproc=1, device="cpu"))
+    assert plan.reason == "the trace has 2 of 3 steps: train.py:10 writes to log.txt, which a trace refuses"
+    assert plan.ranks[0].memory_bytes["parameters"] == 4 * (16 + 4)
+    assert plan.reason in repr(labkit.predict("train.py", nproc=1, device="cpu"))
     assert not (tmp_path / "log.txt").exists()
 
 
@@ -256,7 +256,7 @@ def test_a_prediction_is_cached_until_something_it_read_changes(written, tmp_pat
     monkeypatch.delenv("SIZE")
     (tmp_path / "sizes.py").write_text("WIDTH = 16")
     assert cached(spec) is None
-    assert predict(spec)["ranks"][0]["memory_bytes"]["parameters"] == 4 * (4 * 16 + 16)
+    assert predict(spec).ranks[0].memory_bytes["parameters"] == 4 * (4 * 16 + 16)
 
 
 def test_a_module_and_ranks_that_differ(written, tmp_path):
@@ -266,8 +266,8 @@ def test_a_module_and_ranks_that_differ(written, tmp_path):
     )
     written("")
     plan = predict(Spec(script="package", as_module=True, nproc=3, device="cpu"))
-    assert [part["ranks"] for part in plan["classes"]] == [[0, 2], [1]]
-    assert [rank["memory_bytes"]["parameters"] for rank in plan["ranks"]] == [80, 160, 80]
+    assert [part.ranks for part in plan.classes] == [[0, 2], [1]]
+    assert [rank.memory_bytes["parameters"] for rank in plan.ranks] == [80, 160, 80]
 
 
 def test_many_ranks_of_a_script_are_traced_at_equal_distances():

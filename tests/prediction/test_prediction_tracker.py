@@ -22,5 +22,5 @@ def test_the_predicted_peak_is_that_of_torchs_memory_tracker(workload, unseen, t
     script = tmp_path / "train.py"
     script.write_text(write_script(spec, in_place=False))
     tracked = subprocess.run([sys.executable, TRACKED, script], capture_output=True, text=True, check=True)
-    predicted = predict(spec)["ranks"][0]["peak_memory_bytes"]
+    predicted = predict(spec).ranks[0].peak_memory_bytes
     assert 0 <= predicted / int(tracked.stdout) - 1 <= unseen

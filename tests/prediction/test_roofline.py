@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from linked import cache, table  # noqa: F401 a fixture
+from msgspec import structs
 from test_timing import EVERY, Links
 
 import labkit
@@ -21,6 +22,7 @@ from labkit.prediction.timing import ERROR, _bounds, modelled
 from labkit.prediction.tracing.tape import Tape
 from labkit.prediction.tracing.torch_private import FAKE_MODE
 from labkit.prediction.tracing.work import Work
+from labkit.record.documents import Plan, PredictedTimeline, SpecFields
 from labkit.setup.machine import Machine
 
 DEVICE = Roofline({"fp32": 1e12, "bf16": 4e12}, 1e11, 1e-6)
@@ -134,9 +136,10 @@ def test_a_program_with_seconds_has_the_timeline_of_the_chart():
     items = [["compute", "forward", [["fp32", 5e12, 0, 1]]], ["start", 0, "all_reduce", 3, [0, 1]], ["wait", 0]]
     timed = dict.fromkeys((0, 1), program_of(with_seconds(items, DEVICE)))
     found = simulate(timed, {0: 0, 1: 1}, Links(), None, 3)[0]
-    assert found["seconds"] == pytest.approx(5 + 3)
-    assert found["exposed"] == pytest.approx({"forward": 3.0})
-    assert found["comm"] == [("all_reduce", pytest.approx(5), pytest.approx(8), 3)]
+    assert found.seconds == pytest.approx(5 + 3)
+    assert found.exposed == pytest.approx({"forward": 3.0})
+    (call,) = found.comm
+    assert (call.op, call.start, call.end, call.bytes) == ("all_reduce", pytest.approx(5), pytest.approx(8), 3)
 
 
 def test_ranks_on_several_nodes_communicate_between_them():
@@ -170,36 +173,36 @@ def test_the_step_of_an_own_script_is_modelled_here_and_elsewhere(cache, tmp_pat
     with pytest.raises(LookupError, match="communication over gloo has not been measured"):
         labkit.predict(spec, machine="here")
     here, links = Machine.here(), dict.fromkeys(EVERY, ((1024, 0.001), (1 << 26, 0.1)))
-    known = replace(table(2, **links), machine=here.hardware, torch=here.torch_version)
+    known = structs.replace(table(2, **links), machine=here.hardware, torch=here.torch_version)
     store(known)
     with pytest.raises(LookupError, match="what kernels reach on this machine has not been measured; measure it with"):
         labkit.predict(spec, machine="here")
-    store(replace(known, peaks={"fp32": 1e9}, kernels={"copies": 1e9, "launch": 1e-5}))
+    store(structs.replace(known, peaks={"fp32": 1e9}, kernels={"copies": 1e9, "launch": 1e-5}))
     found = labkit.predict(spec, machine="here")
-    time = found.plan["time"]
+    time = found.plan.time
     product = 2 * 256 * 64 * 32
-    assert 2 * product / 1e9 + 0.001 < time["low"] < time["seconds"] < time["high"] < 1
-    assert time["modelled"] and "samples_per_second" not in time
+    assert 2 * product / 1e9 + 0.001 < time.low < time.seconds < time.high < 1
+    assert time.modelled and time.samples_per_second is None
     assert "modelled for this machine, 2 gloo ranks" in found.title and "TFLOP/s" in found.title
     items = [one for one in programs(spec)[0] if one[0] != "compute"]
     assert items == [["start", 0, "all_reduce", 4 * (64 * 32 + 32), [0, 1]], ["wait", 0]]
-    elsewhere = modelled(spec, predict(spec), DEVICES["a100x8"])["time"]
-    assert elsewhere["modelled"] and elsewhere["high"] < time["low"]
+    elsewhere = modelled(spec, predict(spec), DEVICES["a100x8"]).time
+    assert elsewhere.modelled and elsewhere.high < time.low
 
 
 def test_a_step_that_cannot_be_modelled_says_why():
-    plan = {"spec": {}, "method": "formula", "reason": "it failed", "ranks": [], "classes": []}
+    plan = Plan(SpecFields(), "formula", [], [], reason="it failed")
     spec = Spec("fsdp2", "mlp", nproc=2, device="cuda", precision="fp32", batch_size=16)
     found = modelled(spec, plan, DEVICES["a100x8"])
-    assert found["untimed"] == "there is no time of a step: it needs a trace, and it failed"
+    assert found.untimed == "there is no time of a step: it needs a trace, and it failed"
     offload = replace(spec, options={"cpu_offload": True})
-    assert "not modelled with cpu_offload" in modelled(offload, plan, DEVICES["a100x8"])["untimed"]
+    assert "not modelled with cpu_offload" in modelled(offload, plan, DEVICES["a100x8"]).untimed
     with pytest.raises(ValueError, match="precision on NVIDIA T4 must be one of fp32, fp16, got 'bf16'"):
         modelled(replace(spec, precision="bf16"), plan, DEVICES["t4x2"])
 
 
 def test_the_uncertainty_of_a_step_adds_independent_errors():
-    step = {"seconds": 2.0, "low": 1.9, "high": 2.3, "exposed": {"backward": 0.5}}
+    step = PredictedTimeline(2.0, [], [], [], {"backward": 0.5}, low=1.9, high=2.3)
     low, high = _bounds(step, 0.2)
     assert 2 - low == pytest.approx((0.1**2 + (0.2 * 0.5) ** 2 + (2 * ERROR) ** 2) ** 0.5)
     assert high - 2 == pytest.approx((0.3**2 + (0.2 * 0.5) ** 2 + (2 * ERROR) ** 2) ** 0.5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from folded import apply
 from linked import cache, table  # noqa: F401 a fixture
 from test_prediction import spec_of
 
@@ -19,8 +20,8 @@ from labkit.prediction.predict import predict
 from labkit.prediction.simulation import Compute, Start, Wait, moved, simulate
 from labkit.prediction.timing import timed
 from labkit.prediction.tracer import computed
-from labkit.record.events import PHASES
 from labkit.record.state import RunState
+from labkit.record.writer import PHASES
 from labkit.setup.machine import Machine
 
 EVERY = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send"}
@@ -37,7 +38,7 @@ class Links(CommunicationModel):
 
 def seconds(programs, cores=None, like=None):
     found = simulate(programs, like or {rank: rank for rank in programs}, Links(), cores)
-    return {rank: round(one["seconds"], 6) for rank, one in found.items()}
+    return {rank: round(one.seconds, 6) for rank, one in found.items()}
 
 
 def compute(phase: str, seconds: float) -> Compute:
@@ -58,11 +59,11 @@ def replica(backward: float = 5.0, size: int = 8) -> list:
 
 def test_communication_is_exposed_where_computation_does_not_cover_it():
     found = simulate(dict.fromkeys((0, 1), replica()), {0: 0, 1: 1}, Links(), None)[0]
-    assert found["seconds"] == pytest.approx(10 + 5 + 8 + 1)
-    assert found["exposed"] == pytest.approx({"backward": 3.0})
-    assert found["comm"] == [("all_reduce", pytest.approx(15), pytest.approx(23), 8)]
-    assert sum(end - start for start, end in found["busy"]) == pytest.approx(21)
-    assert [name for name, *_ in found["phases"]] == ["forward", "backward", "optimizer"]
+    assert found.seconds == pytest.approx(10 + 5 + 8 + 1)
+    assert found.exposed == pytest.approx({"backward": 3.0})
+    assert found.comm == [("all_reduce", pytest.approx(15), pytest.approx(23), 8)]
+    assert sum(end - start for start, end in found.busy) == pytest.approx(21)
+    assert [name for name, *_ in found.phases] == ["forward", "backward", "optimizer"]
     assert seconds(dict.fromkeys((0, 1), replica(size=4))) == {0: 21.0, 1: 21.0}
 
 
@@ -75,7 +76,7 @@ def test_a_rank_that_is_late_by_chance_is_waited_for():
     late = [Compute("forward", (1.0, 1.0, 1.0, 1.0, 2.0, 2.0)), Start(0, "barrier", 0, (0, 1, 2)), Wait(0)]
     assert seconds({0: late}, like=dict.fromkeys(range(3), 0))[0] == 1.0
     alone = simulate({0: late[:1]}, {0: 0}, None, None)[0]
-    assert (alone["low"], alone["seconds"], alone["high"]) == pytest.approx((1.0, 1.0, 2.0))
+    assert (alone.low, alone.seconds, alone.high) == pytest.approx((1.0, 1.0, 2.0))
     assert seconds(dict.fromkeys(range(3), late)) == dict.fromkeys(range(3), 2.0)
 
 
@@ -115,8 +116,8 @@ def test_a_message_is_sent_by_one_rank_and_received_by_the_other(early):
         for rank, op in enumerate(("send", "recv"))
     }
     found = simulate(programs, {0: 0, 1: 1}, Links(), None)
-    assert [found[rank]["comm"][0][0] for rank in (0, 1)] == ["send", "recv"]
-    assert found[1 - early]["comm"][0][1:] == (1.0, 4.0, 3)
+    assert [found[rank].comm[0][0] for rank in (0, 1)] == ["send", "recv"]
+    assert found[1 - early].comm[0][1:] == (1.0, 4.0, 3)
 
 
 def test_collectives_of_a_group_follow_each_other_and_groups_do_not_wait_for_each_other():
@@ -130,7 +131,7 @@ def test_gloo_executes_two_operations_of_a_group_at_a_time_and_they_share_the_co
     three = [*(Start(number, "all_gather", 4, (0, 1)) for number in range(3)), *map(Wait, range(3))]
     assert seconds(dict.fromkeys((0, 1), three), cores=2)[0] == 12.0
     found = simulate(dict.fromkeys((0, 1), three), {0: 0, 1: 1}, Links(), 2)[0]
-    assert [end for _, _, end, _ in found["comm"]] == [8.0, 8.0, 12.0]
+    assert [end for _, _, end, _ in found.comm] == [8.0, 8.0, 12.0]
 
 
 def test_an_operation_that_a_class_of_ranks_never_starts_does_not_block_the_others():
@@ -144,12 +145,12 @@ def test_an_operation_takes_longer_by_one_of_its_delays():
 
     one = [Start(0, "all_reduce", 1, (0, 1)), Wait(0)]
     found = simulate({0: one, 1: one}, {0: 0, 1: 1}, Delayed(), None)[0]
-    assert (found["low"], found["seconds"], found["high"]) == (1.0, 1.0, 1.0)
+    assert (found.low, found.seconds, found.high) == (1.0, 1.0, 1.0)
     both = [Start(0, "all_reduce", 1, (0, 1)), Start(1, "all_reduce", 1, (0, 1)), Wait(0), Wait(1)]
     at_once = simulate({0: both, 1: both}, {0: 0, 1: 1}, Delayed(), 2, steps=101)[0]
-    assert at_once["seconds"] == 2.0 and at_once["high"] in (2.0, 10.0), "their delays pass at the same time"
+    assert at_once.seconds == 2.0 and at_once.high in (2.0, 10.0), "their delays pass at the same time"
     twenty = simulate({0: one * 20, 1: one * 20}, {0: 0, 1: 1}, Delayed(), None, steps=101)[0]
-    assert twenty["seconds"] == pytest.approx(20 * (1 + 8 / 8), rel=0.15)
+    assert twenty.seconds == pytest.approx(20 * (1 + 8 / 8), rel=0.15)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(2, 2), (2, 3), (3, 2)])
@@ -214,34 +215,34 @@ def test_a_program_has_what_the_script_computes_and_sends(strategy, nproc, opera
 def test_predicted_and_measured_steps_stand_side_by_side(measured):
     spec = spec_of("ddp")
     plan = timed(spec, predict(spec))
-    assert plan["time"]["seconds"] == plan["classes"][0]["timeline"]["seconds"] > 0
-    assert plan["time"]["samples_per_second"] == pytest.approx(32 / plan["time"]["seconds"])
-    assert "measured on 2026-11-22" in plan["time"]["links"]
+    assert plan.time.seconds == plan.classes[0].timeline.seconds > 0
+    assert plan.time.samples_per_second == pytest.approx(32 / plan.time.seconds)
+    assert "measured on 2026-11-22" in plan.time.links
     shown = repr(labkit.predict(spec, machine="here"))
     assert "a step takes" in shown and "simulated" in shown
     run = labkit.run(spec).wait()
     found = outcomes(run.state)
-    assert [one.step_predicted for one in found] == [plan["time"]["seconds"]] * 2
+    assert [one.step_predicted for one in found] == [plan.time.seconds] * 2
     assert [one.step_measured for one in found] == [step_seconds(run.state, rank) for rank in (0, 1)]
     assert found[0].step_error == pytest.approx(found[0].step_predicted / found[0].step_measured - 1)
     assert any(said.startswith("A step was predicted to take") for said in sentences(run.state))
     lanes = figures.chart("timeline", run.state).y.categories
     assert lanes[:4] == ("rank 0 predicted", "comm 0 predicted", "rank 0", "comm 0")
     assert "rank 1 simulated" in figures.chart("phases", run.state).x.categories
-    assert run.summary()["prediction"][0]["step_predicted"] == plan["time"]["seconds"]
+    assert run.summary()["prediction"][0]["step_predicted"] == plan.time.seconds
 
 
 def test_a_step_that_differs_names_the_phases(measured):
     spec = spec_of("ddp")
     plan = timed(spec, predict(spec))
     state = RunState()
-    state.apply({"kind": "spec", "spec": plan["spec"]})
-    state.apply({"kind": "prediction", "prediction": plan})
-    lasts = plan["time"]["seconds"]
+    apply(state, {"kind": "spec", "spec": plan.spec})
+    apply(state, {"kind": "prediction", "prediction": plan})
+    lasts = plan.time.seconds
     took = {"data": 0.0, "copy": 0.0, "forward": 0.0, "backward": 9 * lasts, "optimizer": 0.0, "other": 0.0}
     for step in range(1, 9):
         event = {"v": 1, "t": float(step), "rank": 0, "kind": "step", "step": step, "loss": 1.0, "samples": 16}
-        state.apply({**event, "seconds": {"step": 9 * lasts, **took}, "memory": {}})
+        apply(state, {**event, "seconds": {"step": 9 * lasts, **took}, "memory": {}})
     assert "per step: " in outcomes(state)[0].step_reason
     assert "backward +" in outcomes(state)[0].step_reason
 
@@ -265,7 +266,7 @@ def test_what_is_measured_saves_nothing_and_does_not_fail_on_purpose(measured, m
     )
     rising = {"warmup_steps": 400}  # longer than what is measured
     spec = spec_of("ddp", fault="killed_rank", save_every=2, max_restarts=1, steps=500, options=rising)
-    assert timed(spec, predict(spec))["time"]["seconds"] == pytest.approx(0.1)
+    assert timed(spec, predict(spec)).time.seconds == pytest.approx(0.1)
     assert (asked[0].fault, asked[0].save_every, asked[0].resume) == (None, None, None)
     assert (spec.fault, spec.save_every, spec.options["warmup_steps"]) == ("killed_rank", 2, 400)
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
+from folded import events_in
 from places import SCRIPTS
 
-from labkit.record.events import Reader
 from labkit.runs import handle
 
 FRAMEWORKS = SCRIPTS / "frameworks"
@@ -46,7 +46,7 @@ def test_loss_and_samples_of_a_step_are_the_frameworks_own(case, monkeypatch):
     assert run.state.exit_code(0) == 0, run.logs(0, "stderr") + run.logs(1, "stderr")
     shown, printed = [], []
     for rank in (0, 1):
-        events = list(Reader(run.folder.events_of(rank)).poll(1 << 30))
+        events = events_in(run.folder.events_of(rank))
         assert [event for event in events if event["kind"] in ("probe_error", "error")] == []
         steps = [event for event in events if event["kind"] == "step"]
         assert tuple(step["samples"] for step in steps) == case.samples

@@ -15,7 +15,7 @@ from labkit.probe.timeline import (
     Allocation,
     curve,
 )
-from labkit.record.events import OWNERS
+from labkit.record.writer import OWNERS
 
 
 def drawn(allocations=(), before=None, after=None, constant=None, freed=0, phases=PHASES, **options):

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from folded import events_in
 from places import SCRIPTS
 
 from labkit.probe.losses import Loss, LossWatch, edge_of, share_of
 from labkit.probe.optimizers import Optimizers
-from labkit.record.events import Reader
 from labkit.runs import handle
 
 OTHERS = SCRIPTS / "others"
@@ -77,7 +77,7 @@ def test_what_the_lab_tells_is_what_the_script_says(case):
     run = handle.run(OTHERS / case.script, nproc=2, device="cpu")
     run.wait(180)
     assert run.state.exit_code(0) == 0, run.logs(0, "stderr") + run.logs(1, "stderr")
-    told = [list(Reader(run.folder.events_of(rank)).poll(1 << 30)) for rank in (0, 1)]
+    told = [events_in(run.folder.events_of(rank)) for rank in (0, 1)]
     owners = []
     for rank, events in enumerate(told):
         assert [event for event in events if event["kind"] in ("probe_error", "error")] == []

@@ -58,8 +58,8 @@ def test_exit_codes(tmp_path, source):
     done, told = watched(script)
     stderr = done.logs(0, "stderr")
     failures = {"0": code} if code else {}
-    seen = done.state.status["failures"]
-    assert {rank: failure["exit_code"] for rank, failure in seen.items()} == failures, "as torchrun saw it"
+    seen = done.state.status.failures
+    assert {rank: failure.exit_code for rank, failure in seen.items()} == failures, "as torchrun saw it"
     assert "labkit" not in stderr, stderr
     assert said in stderr
     assert [event["type"] for event in told.of("error")] == ([error] if error else [])

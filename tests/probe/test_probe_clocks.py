@@ -15,7 +15,7 @@ from labkit.probe.clocks import CudaClock
 from labkit.probe.journal import Journal
 from labkit.probe.patches import Patches
 from labkit.probe.steps import StepWatch
-from labkit.record.events import PHASES
+from labkit.record.writer import PHASES
 
 
 class Event:
@@ -78,7 +78,7 @@ def on_cuda(tmp_path, request):
         cuda,
         watch,
         step,
-        lambda: [event for event in Told(tmp_path).events if event["kind"] in ("step", "probe_error")],
+        lambda: [event for event in Told(tmp_path).events if event.kind in ("step", "probe_error")],
     )
 
 
@@ -170,6 +170,8 @@ def test_cuda_is_watched_without_a_synchronisation(tmp_path):
     assert done.returncode == 0, done.stderr
     told = Told(tmp_path / "run")
     assert told.of("probe_error") == [] and told.of("device")[-1]["device"] == "cuda:0"
+    digests = {seen["digest"] for seen in told.of("saw") if seen["what"] == "input"}
+    assert len(digests) == 1 and None not in digests  # every step has the same input
     steps = told.of("step")
     assert [step["step"] for step in steps] == list(range(1, 21))
     assert [step["loss"] for step in steps] == pytest.approx(json.loads(done.stdout), abs=1e-5)

@@ -14,6 +14,7 @@ import types
 
 import pytest
 import torch
+from folded import events_in
 from probed import Told
 
 from labkit.probe import hooks
@@ -25,7 +26,6 @@ from labkit.probe.runner import write_error_file
 from labkit.probe.steps import StepWatch
 from labkit.probe.threads import ScriptThread
 from labkit.probe.waiting import WaitWatch
-from labkit.record.events import Reader
 
 
 def test_a_batch_on_its_way_to_the_gpu_is_copied_between_phases_only(tmp_path, monkeypatch, request):
@@ -167,7 +167,7 @@ def test_a_rank_that_compiles_an_extension_does_not_hang_before_a_quarter_of_an_
             watch.build_begins("my_operator")
         watch.progress = time.monotonic() - idle
         WaitWatch(journal, watch, 30)._look()
-        kinds = [event["kind"] for event in Reader(tmp_path / f"{builds}-{idle}" / "events" / "rank0.jsonl").poll()]
+        kinds = [event["kind"] for event in events_in(tmp_path / f"{builds}-{idle}" / "events" / "rank0.jsonl")]
         assert ("waiting" in kinds) == waits
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import processes_of, started_warm, wait_until, warm_run
+from folded import apply
 from places import SCRIPTS
 from probed import Told
 
@@ -95,16 +96,16 @@ def test_parallel_training_is_seen_whole(parallel, rank):
 )
 def test_each_sample_counts_once(parallel, style, samples, note):
     state = RunState()
-    state.apply({"kind": "spec", "spec": {"script": "parallel.py", "nproc": 2}})
+    apply(state, {"kind": "spec", "spec": {"script": "parallel.py", "nproc": 2}})
     for told in parallel[1]:
         for event in [*told.of("start"), *told.of("saw", style)]:
-            state.apply(event)
+            apply(state, event)
         for step in told.of("step", style):
-            state.apply(step | {"seconds": {"step": 1.0}})
+            apply(state, step | {"seconds": {"step": 1.0}})
     assert throughput(state) == pytest.approx(samples)
     chart = CHARTS["throughput"](state).drawn()
     assert chart.points[0][1][-1] == pytest.approx(samples)
-    assert state.note == summarise(state)["note"] == note
+    assert state.note == summarise(state).note == note
 
 
 def test_shards_are_counted_as_shards(parallel):
@@ -131,7 +132,7 @@ def test_shards_are_counted_as_shards(parallel):
 
 def test_a_rank_that_raises():
     done = warm_run(SCRIPTS / "raises.py", nproc=2, device="cpu")
-    assert done.state.status["exit_code"] == 1
+    assert done.state.status.exit_code == 1
     (error,) = Told(done.folder.path, 1).of("error")
     assert (error["type"], error["message"]) == ("ValueError", "sample 11 has no label")
     for text in (error["traceback"], done.logs(1, "stderr")):
@@ -140,5 +141,5 @@ def test_a_rank_that_raises():
     state = RunState()
     for rank in (0, 1):
         for event in Told(done.folder.path, rank).events:
-            state.apply(event)
-    assert state.failure["rank"] == 1 and state.exit_code(1) == 1
+            apply(state, event)
+    assert state.failure.rank == 1 and state.exit_code(1) == 1

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from folded import apply, events_in
 from weaving import exchange
 
 from labkit.probe.collectives import joined, operation, since_then
 from labkit.probe.traffic import sent
-from labkit.record.events import Reader
 from labkit.record.folder import RunFolder
 from labkit.record.state import RunState
 
@@ -20,9 +20,9 @@ RECORDER = hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json")
 def ranks(folder: RunFolder) -> dict:
     state = RunState()
     for file in folder.event_files().values():
-        for event in Reader(file).poll():
+        for event in events_in(file):
             assert event["kind"] != "probe_error", event
-            state.apply(event)
+            apply(state, event)
     return state.ranks
 
 

@@ -15,6 +15,7 @@ from gpu_session import parts
 from gpu_session.measure import Outcome, OutOfTime, Session, pack, possible
 from gpu_session.report import IMPOSSIBLE, OK, WRONG, Report
 
+from labkit.benchmarks.pairs import Times
 from labkit.plan.spec import Spec
 from labkit.record.folder import RunFolder
 from labkit.setup import bootstrap, environment, preflight
@@ -106,7 +107,30 @@ def test_every_part_has_cases_and_says_what_is_missing(on, monkeypatch, tmp_path
     assert isinstance(planned["faults"]["killed_rank"], str) == (count == 1)
     assert isinstance(planned["bandwidth"]["NCCL × 2"], str) == (count == 1)
     assert callable(planned["faults"]["out_of_memory"])
-    assert callable(planned["options"]["fsdp2, prefetch=2"])
+    assert callable(planned["options"]["fsdp2, prefetch=2"]) and callable(planned["options"]["ddp, accumulate=2"])
+
+
+def test_pairs_are_known_one_by_one_and_judged_together(on, monkeypatch, tmp_path):
+    on(1)
+    times = {"lab": 1.02, "bare": 1.0}
+
+    def each_pair(sides, nproc, pairs):
+        assert (list(sides), nproc) == (["lab", "bare"], 1)
+        for slower in (1.0, 1.5, 1.0):
+            yield tuple(Times(times[side], times[side] * slower, 0, 0, 0, 0) for side in sides)
+
+    monkeypatch.setattr(parts, "each_pair", each_pair)
+    own = Session(tmp_path, "overhead", time.time() + 600)
+    assert own.execute(parts.overhead(own), ("ddp, gpt",))
+    known = Report(tmp_path).cases()
+    assert [line["verdict"] for line in known.values()] == ["measured"] * 3 + [OK]
+    assert known["overhead", "ddp, gpt"]["figures"] == pytest.approx({"median": 1.02, "mean": 1.02, "seconds": 1.0})
+    assert "mean 1.020, of 1,000 ms, 3 pairs" in known["overhead", "ddp, gpt"]["says"]
+
+
+def test_parts_run_in_their_order_whatever_is_named_first():
+    chosen = session._chosen("warm;strategies/fsdp2; strategies/ddp;machine", list(parts.PARTS))
+    assert list(chosen.items()) == [("machine", []), ("strategies", ["fsdp2", "ddp"]), ("warm", [])]
 
 
 # ---- limits
@@ -118,7 +142,7 @@ def test_parts_get_their_share_and_never_more_than_is_left(on, monkeypatch, tmp_
     monkeypatch.setattr(session, "time", SimpleNamespace(time=lambda: now[0], monotonic=lambda: now[0]))
     monkeypatch.setattr(preflight, "torch", lambda: preflight.Torch(version="2.13.0", cuda="13.0", available=True))
 
-    def run_part(command, errors, limit, tick):
+    def run_part(command, errors, limit, tick, environment):
         name = command[3]
         given[name] = limit - now[0]
         now[0] = limit + (5 if name == "strategies" else -1)

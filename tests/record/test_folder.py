@@ -18,10 +18,10 @@ from labkit.common.processes import identity, is_same, living
 from labkit.launch import local, report
 from labkit.plan.spec import Spec
 from labkit.record.documents import Unreadable
-from labkit.record.events import Writer
 from labkit.record.folder import RunFolder, runs_root
 from labkit.record.follow import Follower
 from labkit.record.status import current, supervisor_of
+from labkit.record.writer import Writer
 
 
 @pytest.fixture
@@ -64,13 +64,13 @@ def test_find_by_name_end_path_and_last(folder):
 def test_writing_replaces_whole_files_and_half_a_file_is_unreadable(folder):
     RunFolder.write_json(folder.status, {"state": "running"})
     RunFolder.write_json(folder.status, {"state": "finished"})
-    assert RunFolder.read_json(folder.status) == {"state": "finished"}
+    assert folder.read_status() == {"state": "finished"}
     with pytest.raises(TypeError):
         RunFolder.write_json(folder.status, {"state": object()})
-    assert RunFolder.read_json(folder.status) == {"state": "finished"}
+    assert folder.read_status() == {"state": "finished"}
     folder.status.write_text('{"state": "fin')
     with pytest.raises(Unreadable, match=r"status\.json is not JSON"):
-        RunFolder.read_json(folder.status)
+        folder.read_status()
     assert sorted(path.name for path in folder.path.iterdir()) == ["events", "logs", "spec.json", "status.json"]
 
 
@@ -92,39 +92,39 @@ def test_logs_are_found_by_rank_and_newest_attempt(folder):
 def test_the_plan_keeps_to_loopback_and_names_everything(folder, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     plan = local.plan(Spec("ddp", nproc=2, device="cpu"), folder)
-    argv = plan["argv"]
+    argv = plan.argv
     assert "--standalone" not in argv
     assert f"--rdzv-endpoint={folder.rendezvous}" in argv
     assert argv[-3:] == ["-m", "labkit.probe", str(folder.script)]
-    assert plan["cwd"] == str(Path.cwd())
-    assert plan["env"]["LABKIT_RUN_DIR"] == str(folder.path)
+    assert plan.cwd == str(Path.cwd())
+    assert plan.env["LABKIT_RUN_DIR"] == str(folder.path)
     assert (
-        plan["env"]["GLOO_SOCKET_IFNAME"]
-        == plan["env"]["NCCL_SOCKET_IFNAME"]
+        plan.env["GLOO_SOCKET_IFNAME"]
+        == plan.env["NCCL_SOCKET_IFNAME"]
         == ("lo0" if sys.platform == "darwin" else "lo")
     )
-    assert (plan["env"]["CUDA_VISIBLE_DEVICES"], plan["env"]["OMP_NUM_THREADS"]) == ("", "1")
+    assert (plan.env["CUDA_VISIBLE_DEVICES"], plan.env["OMP_NUM_THREADS"]) == ("", "1")
 
 
 def test_the_plan_keeps_what_the_user_set(folder, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setenv("PYTHONPATH", "/of/my/own")
     spec = Spec("ddp", nproc=2, device="cpu")
-    env = local.plan(spec, folder)["env"]
+    env = local.plan(spec, folder).env
     assert "OMP_NUM_THREADS" not in env
     assert env.get("PYTHONPATH", "/of/my/own").endswith("/of/my/own")
-    assert "CUDA_VISIBLE_DEVICES" not in local.plan(replace(spec, device="cuda"), folder)["env"]
+    assert "CUDA_VISIBLE_DEVICES" not in local.plan(replace(spec, device="cuda"), folder).env
 
 
 @pytest.mark.parametrize(("what", "threads"), [({"strategy": "single"}, "1"), ({"script": "mine.py"}, None)])
 def test_one_gpu_has_one_thread_like_several_unless_the_script_is_ones_own(what, threads, folder, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert local.plan(Spec(**what, nproc=1, device="cuda"), folder)["env"].get("OMP_NUM_THREADS") == threads
+    assert local.plan(Spec(**what, nproc=1, device="cuda"), folder).env["OMP_NUM_THREADS"] == threads
 
 
 def test_the_plan_of_a_script_of_ones_own(folder):
     plan = local.plan(Spec(script="of mine.py", args=("--lr", "0.1", "a b"), nproc=2, device="cpu"), folder)
-    assert plan["argv"][-6:] == [
+    assert plan.argv[-6:] == [
         "-m",
         "labkit.probe",
         "of mine.py",
@@ -132,7 +132,7 @@ def test_the_plan_of_a_script_of_ones_own(folder):
         "0.1",
         "a b",
     ]  # argv as under bare torchrun
-    assert plan["cwd"] == str(Path.cwd()), "where that name is looked up"
+    assert plan.cwd == str(Path.cwd()), "where that name is looked up"
 
 
 # ---- the status
@@ -156,10 +156,10 @@ def test_a_run_whose_supervisor_is_gone_has_failed(folder):
     _status(folder, process)
     follower = Follower(folder)
     follower.poll()
-    assert follower.state.status["state"] == "running"
+    assert follower.state.status.state == "running"
     process.kill()
     process.wait()
-    assert current(folder)["state"] == "failed"
+    assert current(folder).state == "failed"
     assert follower.poll()
     assert "its supervisor" in follower.state.words and str(process.pid) in follower.state.words
     assert not follower.poll()
@@ -172,11 +172,11 @@ def test_a_zombie_a_stranger_and_another_host_are_told_apart(folder):
     assert living(who["pid"]) is None, "a process that is only waiting to be reaped is not living"
     process.wait()
     mine = psutil.Process()
-    assert is_same(mine, identity()) and not is_same(mine, identity() | {"create_time": mine.create_time() - 60})
+    assert is_same(mine, **identity()) and not is_same(mine, mine.pid, mine.create_time() - 60)
     _status(folder, mine, supervisor=identity() | {"host": "elsewhere"})
-    assert current(folder)["state"] == "running"
+    assert current(folder).state == "running"
     _status(folder, mine, supervisor=identity() | {"host": socket.gethostname(), "create_time": 0.0})
-    assert current(folder)["state"] == "failed"
+    assert current(folder).state == "failed"
 
 
 def test_another_runs_supervisor_is_not_this_ones(folder):
@@ -184,10 +184,10 @@ def test_another_runs_supervisor_is_not_this_ones(folder):
     process = _supervisor(other)
     try:
         _status(folder, process)
-        assert supervisor_of(folder, RunFolder.read_json(folder.status)) is None
+        assert supervisor_of(folder, folder.read_status()) is None
         link = folder.path.parent / "link"
         link.symlink_to(other.path)
-        assert supervisor_of(RunFolder(link), RunFolder.read_json(folder.status)).pid == process.pid
+        assert supervisor_of(RunFolder(link), folder.read_status()).pid == process.pid
     finally:
         process.kill()
         process.communicate()
@@ -198,7 +198,7 @@ def test_the_follower_reads_on_where_it_stopped(folder):
     writer = Writer(folder.events_of(0), 0)
     writer.write("start", pid=1, attempt=0)
     assert follower.poll()
-    assert follower.state.spec["strategy"] == "ddp"
+    assert follower.state.spec.strategy == "ddp"
     for step in (1, 2):
         writer.write("step", step=step, loss=0.5, samples=8, seconds={"step": 0.1}, memory={})
     writer.close()
@@ -248,13 +248,13 @@ def test_the_report_of_failed_ranks(folder):
     place.mkdir(parents=True)
     (place / "stderr.log").write_text("Traceback\nModuleNotFoundError: No module named 'lightning'\n\n")
     found = report.failures(folder)
-    assert {rank: (failure["exit_code"], failure["signal"]) for rank, failure in found.items()} == {
+    assert {rank: (failure.exit_code, failure.signal) for rank, failure in found.items()} == {
         "0": (-15, "SIGTERM"),
         "1": (-9, "SIGKILL"),
         "2": (1, None),
     }
-    assert found["1"]["pid"] == 6914 and found["1"]["t"] == found["0"]["t"] - 1
-    assert found["2"]["message"] == "ModuleNotFoundError: No module named 'lightning'"
+    assert found["1"].pid == 6914 and found["1"].t == found["0"].t - 1
+    assert found["2"].message == "ModuleNotFoundError: No module named 'lightning'"
 
 
 def test_a_log_without_a_report(folder):

@@ -135,13 +135,12 @@ def test_a_copy_holds_plain_files_only(folder, tmp_path):
 
 def test_recorded_runs_of_a_lab_are_copied_the_same_way(folder, runs, tmp_path, monkeypatch):
     from labkit.launch.job import Job
-    from labkit.plan.spec import Spec
 
     folder.command.unlink()
     folder.command.symlink_to("/etc/hostname")
     monkeypatch.setattr(Job, "start", Job.start)
     stand_in(str(runs))
-    job = Job.start(Spec.from_json(RunFolder.read_json(folder.spec)), root=tmp_path / "lab")
+    job = Job.start(folder.read_spec().to_spec(), root=tmp_path / "lab")
     assert job.state == "finished" and not os.path.lexists(job.folder.command)
 
 

@@ -10,7 +10,7 @@ from foreign import FINISHED, HANG, KILLED, THREADS, copy_of
 
 from labkit.analysis.summary import summarise
 from labkit.benchmarks import fuzz
-from labkit.record import kinds
+from labkit.record import events
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
 
@@ -50,9 +50,11 @@ def test_no_mutation_of_step_files_makes_anything_raise(with_step_files):
 
 
 def test_the_fuzzer_finds_what_is_not_checked(runs, monkeypatch):
-    monkeypatch.setattr(
-        kinds, "checked", lambda value: value if isinstance(value, dict) and "t" in value and "kind" in value else None
-    )
+    def unchecked(value):
+        kind = events.KINDS[value["kind"]]
+        return kind(**{name: value[name] for name in kind.__struct_fields__ if name in value})
+
+    monkeypatch.setattr(events, "checked", unchecked)
     report = fuzz.fuzz(copy_of(runs), 80, seed=4)
     assert report.crashes and set(report.crashes) == set(report.examples)
 

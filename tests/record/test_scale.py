@@ -10,6 +10,7 @@ from collections import Counter
 
 import numpy
 import pytest
+from folded import apply
 from long_runs import RECORD, opened, written
 
 from labkit.analysis import metrics
@@ -17,9 +18,9 @@ from labkit.analysis.summary import summarise
 from labkit.figures import CHARTS
 from labkit.launch.system import interval
 from labkit.probe.journal import Journal
-from labkit.record import stepfile
 from labkit.record.folder import RunFolder
 from labkit.record.state import RunState
+from labkit.record.writer import header, steps_path
 
 LONG = 1 << 15  # steps, of which the oldest are no longer in memory
 
@@ -32,13 +33,13 @@ def long(tmp_path_factory):
 def test_a_step_takes_88_bytes_and_the_rest_of_a_run_does_not_grow(long):
     path = long.events_of(0)
     records = 3 * LONG
-    assert stepfile.steps_path(path).stat().st_size == len(stepfile.header(0)) + RECORD * records
+    assert steps_path(path).stat().st_size == len(header(0)) + RECORD * records
     assert path.stat().st_size < 1000
     assert RECORD * 8 * 100_000 < 75e6
 
 
 def test_numpy_reads_the_file_as_the_docstring_says(long):
-    with open(stepfile.steps_path(long.events_of(0)), "rb") as file:
+    with open(steps_path(long.events_of(0)), "rb") as file:
         header = json.loads(file.readline())
         read = numpy.fromfile(file, dtype=[tuple(column) for column in header["columns"]])
     assert len(read) == 3 * LONG and read["step"][-1] == 3 * LONG and read["losses"].all()
@@ -149,9 +150,9 @@ def test_what_is_written_regularly_grows_with_the_logarithm_of_a_run(tmp_path):
 def test_metrics_and_reports_of_a_long_run_are_bounded():
     state = RunState()
     for step in range(5000):
-        state.apply({"kind": "metric", "t": float(step), "rank": 0, "name": "lr", "value": step, "step": step})
-        state.apply({"kind": "report", "t": float(step), "rank": 0, "values": {f"value {step}": step, "last": step}})
-    state.apply({"kind": "metric", "t": 1.0, "rank": 0, "name": "accuracy", "value": 0.5, "step": 1})
+        apply(state, {"kind": "metric", "t": float(step), "rank": 0, "name": "lr", "value": step, "step": step})
+        apply(state, {"kind": "report", "t": float(step), "rank": 0, "values": {f"value {step}": step, "last": step}})
+    apply(state, {"kind": "metric", "t": 1.0, "rank": 0, "name": "accuracy", "value": 0.5, "step": 1})
     assert len(state.metrics) == 1000 and (state.metric("lr"), state.metric("accuracy"), state.metric("other")) == (
         4999,
         0.5,

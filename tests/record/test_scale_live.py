@@ -11,19 +11,21 @@ from pathlib import Path
 
 import numpy
 import pytest
+from folded import apply, one_by_one
 from long_runs import measured, opened, written
 from rich.console import Console
 
+import labkit
 from labkit.analysis.summary import summarise
 from labkit.figures import CHARTS
 from labkit.figures.as_svg import drawing
 from labkit.frontends.panel.view import RunView
 from labkit.frontends.terminal import watch
-from labkit.record import stepfile
-from labkit.record.events import Reader, Writer
-from labkit.record.follow import Follower
-from labkit.record.replay import Recording
+from labkit.record.follow import Follower, Recording
+from labkit.record.reader import Reader
 from labkit.record.state import RunState
+from labkit.record.steps import Block
+from labkit.record.writer import COLUMNS, Writer, header, steps_path
 from labkit.runs.handle import Run
 
 # ---- live
@@ -33,7 +35,7 @@ def test_steps_and_lines_keep_their_order(tmp_path):
     path = tmp_path / "rank0.jsonl"
     writer, reader = Writer(path, 0), Reader(path)
     writer.write("start", attempt=0)
-    assert [event["kind"] for event in reader.poll()] == ["start"]
+    assert [event.kind for event in one_by_one(reader.poll())] == ["start"]
     for step in (1, 2):
         writer.write("step", **measured(step))
     writer.write("waiting", since=1.0)
@@ -45,7 +47,7 @@ def test_steps_and_lines_keep_their_order(tmp_path):
     again.write("start", attempt=1)
     again.write("step", **measured(2))
     again.close()
-    found = [(event["kind"], event.get("step")) for event in reader.poll()]
+    found = [(event.kind, getattr(event, "step", None)) for event in one_by_one(reader.poll())]
     assert found == [
         ("step", 1),
         ("step", 2),
@@ -56,11 +58,11 @@ def test_steps_and_lines_keep_their_order(tmp_path):
         ("start", None),
         ("step", 2),
     ]
-    blocks = [event for event in Reader(path).poll(blocks=True) if event["kind"] == "steps"]
-    assert [len(event["block"]) for event in blocks] == [2, 1, 1]
+    blocks = [event for event in Reader(path).poll() if isinstance(event, Block)]
+    assert [len(block) for block in blocks] == [2, 1, 1]
     state = RunState()
-    for event in Reader(path).poll(blocks=True):
-        state.apply(event)
+    for event in Reader(path).poll():
+        apply(state, event)
     assert state.ranks[0].attempts == {0: 0, 1: 4} and list(state.ranks[0].steps.step) == [1, 2, 3, 4, 2]
 
 
@@ -69,12 +71,14 @@ def test_a_line_that_comes_while_steps_are_read_waits_for_the_steps_before_it(tm
     writer, reader = Writer(path, 0), Reader(path)
     writer.write("step", **measured(1))
     polled = reader.poll()
-    assert next(polled)["step"] == 1  # the lines were read, and the number of steps was asked for before
+    assert next(polled).records["step"].tolist() == [
+        1
+    ]  # the lines were read, and the number of steps was asked for before
     writer.write("step", **measured(2))
     writer.write("waiting", since=1.0)
     writer.write("step", **measured(3))
     assert list(polled) == []
-    assert [event.get("step") for event in reader.poll()] == [2, None, 3]
+    assert [getattr(event, "step", None) for event in one_by_one(reader.poll())] == [2, None, 3]
     writer.close()
 
 
@@ -83,29 +87,29 @@ def test_following_reads_new_records_only_and_joins_them(tmp_path):
     writer, reader, state = Writer(path, 0), Reader(path), RunState()
     for step in range(1, 501):
         writer.write("step", **measured(step, loss=math.nan if step == 7 else 0.5 if step > 2 else None))
-        for event in reader.poll(blocks=True):
-            assert len(event["block"]) == 1
-            state.apply(event)
+        for event in reader.poll():
+            assert len(event) == 1
+            apply(state, event)
     writer.close()
     rank = state.ranks[0]
-    assert len(rank.steps) == 500 and len(rank.steps._chunks) == 1
+    assert len(rank.steps) == 500 and len(rank.steps._older) == 0
     assert rank.not_finite == 7, "a loss that is not a number is none that is not known"
     assert rank.steps.has_loss and math.isnan(rank.steps.loss[0])
 
 
 def test_memory_does_not_grow_with_the_steps_that_are_followed(tmp_path):
-    path, records = tmp_path / "rank0.jsonl", numpy.zeros(200_000, list(stepfile.COLUMNS))
+    path, records = tmp_path / "rank0.jsonl", numpy.zeros(200_000, list(COLUMNS))
     records["t"] = records["step"] = numpy.arange(1, len(records) + 1)
-    stepfile.steps_path(path).write_bytes(stepfile.header(0))
+    steps_path(path).write_bytes(header(0))
     reader, state, held = Reader(path), RunState(), []
     tracemalloc.start()
     try:
-        with open(stepfile.steps_path(path), "ab") as file:
+        with open(steps_path(path), "ab") as file:
             for first in range(0, len(records), 400):
                 file.write(records[first : first + 400].tobytes())
                 file.flush()
-                for event in reader.poll(blocks=True):
-                    state.apply(event)
+                for event in reader.poll():
+                    apply(state, event)
                 known = state.ranks[0].steps
                 assert known.step[len(known) // 2] == len(known) // 2 + 1, "of older steps, only what was read last"
                 held.append(tracemalloc.get_traced_memory()[0])
@@ -121,7 +125,7 @@ def test_a_loss_that_is_not_known_is_told_from_one_that_is_not_a_number(tmp_path
     for loss in (None, math.nan, math.inf, 0.5):
         writer.write("step", **measured(1, loss=loss))
     writer.close()
-    losses = [event["loss"] for event in Reader(path).poll()]
+    losses = [event.loss for event in one_by_one(Reader(path).poll())]
     assert losses[0] is None and math.isnan(losses[1]) and losses[2:] == [math.inf, 0.5]
 
 
@@ -131,7 +135,7 @@ def test_a_loss_that_is_not_known_is_told_from_one_that_is_not_a_number(tmp_path
 def test_a_folder_whose_steps_are_json_lines_opens_as_before(tmp_path):
     new = written(tmp_path / "new", 300)
     old = written(tmp_path / "old", 300)
-    stepfile.steps_path(old.events_of(0)).unlink()
+    steps_path(old.events_of(0)).unlink()
     head = {"v": 1, "rank": 0}
     lines = [{"t": 1000.0, "kind": "start", "pid": 1, "device": "cpu", "attempt": 0}]
     lines += [{"kind": "step"} | measured(step) for step in range(1, 301)]
@@ -145,7 +149,7 @@ def test_a_folder_whose_steps_are_json_lines_opens_as_before(tmp_path):
 def test_a_replay_reads_steps_as_they_are_due(tmp_path, monkeypatch):
     folder = written(tmp_path, 40_000, ranks=2)
     now = [100.0]
-    monkeypatch.setattr("labkit.record.replay.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("labkit.record.follow.time.monotonic", lambda: now[0])
     recording = Recording(folder, speed=10.0)
     recording.poll()
     assert (recording.state.step, recording.state.over) == (0, False)
@@ -180,9 +184,7 @@ def test_no_event_has_a_field_that_the_order_of_the_files_needs(tmp_path):
     state = opened(folder)
     assert state.broken == 0 and len(state.ranks[0].steps) == 3
     fields = [
-        line
-        for path in (Path(stepfile.__file__).parents[1] / "probe").glob("*.py")
-        for line in path.read_text().splitlines()
+        line for path in (Path(labkit.__file__).parent / "probe").glob("*.py") for line in path.read_text().splitlines()
     ]
     assert not [line for line in fields if ".write(" in line and " after=" in line]
 
@@ -228,8 +230,8 @@ def test_a_handle_says_on_stderr_how_far_a_long_run_is_read(tmp_path, monkeypatc
 
 def test_step_files_with_random_bytes_in_them_open_and_draw(tmp_path):
     folder, choose = written(tmp_path, 40), random.Random(17)
-    path = stepfile.steps_path(folder.events_of(0))
-    whole, head = path.read_bytes(), len(stepfile.header(0))
+    path = steps_path(folder.events_of(0))
+    whole, head = path.read_bytes(), len(header(0))
     for number in range(300):
         data = bytearray(whole)
         for _ in range(choose.randint(1, 20)):
@@ -243,7 +245,5 @@ def test_step_files_with_random_bytes_in_them_open_and_draw(tmp_path):
         summarise(state)
         for name in ("loss", "throughput", "memory", "phases"):
             drawing(CHARTS[name](state).drawn(), 300, 200)
-        events = [event for event in Reader(folder.events_of(0)).poll() if event["kind"] == "step"]
-        assert (
-            [event["step"] for event in events] == list(rank.steps.step) if (rank := state.ranks.get(0)) else not events
-        )
+        events = [event for event in one_by_one(Reader(folder.events_of(0)).poll()) if event.kind == "step"]
+        assert [event.step for event in events] == list(rank.steps.step) if (rank := state.ranks.get(0)) else not events

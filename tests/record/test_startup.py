@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 
 import pytest
+from folded import apply
 from places import RECORDED
 from probed import PROBE, Told, launch
 from rich.console import Console
 from test_state import fold, spec, start, status, step
 
 from labkit.frontends import terminal
-from labkit.record import kinds
+from labkit.record.events import Startup, checked
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
 from labkit.record.startup import MILESTONES, in_words, is_starting, milestones, newest, table
@@ -47,7 +48,7 @@ def test_before_any_rank_is_there_the_agent_is():
 def test_a_start_is_over_when_every_rank_has_a_step():
     state = fold(*ASKED, start(0, 103.0), start(1, 103.0), step(0, 1, 104.0))
     assert is_starting(state)
-    state.apply(step(1, 1, 104.5))
+    apply(state, step(1, 1, 104.5))
     assert not is_starting(state)
     assert in_words(state) == ""
     assert [reached["step"] for reached in milestones(state).values()] == [4.0, 4.5]
@@ -56,7 +57,7 @@ def test_a_start_is_over_when_every_rank_has_a_step():
 def test_only_the_first_event_of_an_attempt_counts_and_another_attempt_begins_anew():
     state = fold(*ASKED, start(0, 103.0), startup(0, "batch", 104.0), startup(0, "batch", 109.0), step(0, 1, 110.0))
     assert milestones(state)[0]["batch"] == 4.0
-    state.apply(start(0, 120.0, attempt=1, began=118.0))
+    apply(state, start(0, 120.0, attempt=1, began=118.0))
     assert milestones(state)[0] == {"agent": 0.25, "process": 18.0, "torch": 20.0}
 
 
@@ -85,8 +86,10 @@ def test_runs_of_a_version_that_recorded_no_start_up_still_open(path):
 
 
 def test_the_event_is_checked_when_it_is_read():
-    assert kinds.checked(startup(0, "group", 1.0)) == startup(0, "group", 1.0)
-    assert kinds.checked(startup(0, "group", 1.0) | {"name": 3}) is None
+    event = checked(startup(0, "group", 1.0))
+    assert isinstance(event, Startup) and (event.name, event.t) == ("group", 1.0)
+    with pytest.raises(ValueError):
+        checked(startup(0, "group", 1.0) | {"name": 3})
 
 
 def test_the_terminal_says_how_far_the_ranks_are(tmp_path):

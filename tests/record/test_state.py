@@ -6,10 +6,11 @@ import json
 import math
 
 import pytest
-from folded import error, fold, spec, start, status, step
+from folded import apply, error, fold, spec, start, status, step
 
 from labkit.analysis.metrics import pace, seconds_left
 from labkit.analysis.summary import summarise
+from labkit.record.documents import plain
 from labkit.record.folder import RunFolder
 from labkit.record.stacks import MESSAGE_LIMIT, TEXT_LIMIT
 
@@ -61,7 +62,7 @@ def test_an_event_with_invalid_fields_is_a_broken_line(event, tmp_path):
     path = tmp_path / "rank0.jsonl"
     path.write_text("".join(json.dumps(one) + "\n" for one in (step(0, 1), event, step(0, 2))), encoding="utf-8")
     reader = RunFolder(tmp_path).reader(path)
-    assert [one["step"] for one in reader.poll()] == [1, 2]
+    assert [one.step for one in reader.poll()] == [1, 2]
     assert reader.broken == 1
 
 
@@ -72,7 +73,7 @@ def test_unknown_kinds_and_fields_pass():
 
 def test_a_spec_of_another_version_is_shown_and_not_reckoned_with():
     state = fold({"kind": "spec", "spec": {"strategy": "of another time", "nproc": 2}})
-    assert state.spec["strategy"] == "of another time" and state.world_size == 2
+    assert state.spec.strategy == "of another time" and state.world_size == 2
     assert state.total_steps is None and state.broken == 0
 
 
@@ -118,7 +119,7 @@ def test_the_words_of_a_good_run():
         status("stopping"),
         status("finished"),
     ):
-        state.apply(event)
+        apply(state, event)
         said.append(state.words)
     assert said == [
         "ready",
@@ -143,15 +144,15 @@ def test_the_words_of_a_failure():
 
 def test_the_first_error_is_the_cause_and_the_others_fell_with_it():
     state = fold(spec(nproc=4), *(start(rank) for rank in range(4)), error(2, 5.0), error(1, 5.5, message="also bad"))
-    state.apply({"kind": "end", "t": 5.1, "rank": 2, "exit_code": 1})
+    apply(state, {"kind": "end", "t": 5.1, "rank": 2, "exit_code": 1})
     failure = state.failure
-    assert (failure["rank"], failure["type"], failure["message"], failure["exit_code"]) == (
+    assert (failure.rank, failure.type, failure.message, failure.exit_code) == (
         2,
         "ValueError",
         "bad sample",
         1,
     )
-    assert failure["collateral"] == [1] and failure["traceback"]
+    assert failure.collateral == [1] and failure.traceback
 
 
 @pytest.mark.parametrize(
@@ -165,7 +166,7 @@ def test_the_first_error_is_the_cause_and_the_others_fell_with_it():
 )
 def test_a_complaint_about_a_peer_never_outranks_the_peer(complaint):
     state = fold(start(0), start(1), error(0, 4.0, "RuntimeError", complaint), error(1, 5.0))
-    assert state.failure["rank"] == 1 and state.failure["collateral"] == [0]
+    assert state.failure.rank == 1 and state.failure.collateral == [0]
 
 
 def test_a_rank_that_died_by_a_signal_outranks_the_complaints():
@@ -177,31 +178,31 @@ def test_a_rank_that_died_by_a_signal_outranks_the_complaints():
             "failed", failures={"1": {"exit_code": -9, "signal": "SIGKILL", "t": 6.0}, "0": {"exit_code": 1, "t": 6.0}}
         ),
     )
-    assert (state.failure["rank"], state.failure["type"], state.failure["exit_code"]) == (1, "SIGKILL", -9)
-    assert state.failure["collateral"] == [0]
+    assert (state.failure.rank, state.failure.type, state.failure.exit_code) == (1, "SIGKILL", -9)
+    assert state.failure.collateral == [0]
     assert state.words == "failed (rank 1: SIGKILL)"
 
 
 def test_a_rank_that_the_agent_ended_is_no_cause():
     failures = {"0": {"exit_code": -15, "signal": "SIGTERM", "t": 1.0}, "1": {"exit_code": 3, "t": 2.0}}
     state = fold(status("failed", failures=failures))
-    assert state.failure["rank"] == 1 and state.failure["type"] == "exit code 3"
+    assert state.failure.rank == 1 and state.failure.type == "exit code 3"
 
 
 def test_a_failure_without_a_time_comes_last():
     failures = {"0": {"exit_code": 1, "t": None}, "1": {"exit_code": 3, "t": 2.0}, "2": {"exit_code": 4}}
-    assert fold(status("failed", failures=failures)).failure["rank"] == 1
+    assert fold(status("failed", failures=failures)).failure.rank == 1
 
 
 def test_a_complaint_alone_is_the_cause():
-    assert fold(error(0, 1.0, "RuntimeError", "Broken pipe")).failure["rank"] == 0
+    assert fold(error(0, 1.0, "RuntimeError", "Broken pipe")).failure.rank == 0
     assert fold(start(0), step(0, 1)).failure is None
 
 
 def test_a_rank_that_never_said_how_it_ended_fell_with_the_first():
     events = spec(), start(0), start(1), error(1, 2.0)
-    assert fold(*events).failure["collateral"] == []  # while the run goes on, rank 0 may still be well
-    assert fold(*events, status("failed")).failure["collateral"] == [0]
+    assert fold(*events).failure.collateral == []  # while the run goes on, rank 0 may still be well
+    assert fold(*events, status("failed")).failure.collateral == [0]
 
 
 # ---- attempts
@@ -210,15 +211,15 @@ def test_a_rank_that_never_said_how_it_ended_fell_with_the_first():
 def test_a_new_attempt_forgets_the_error_and_counts_from_its_own_steps():
     state = fold(spec(), *(start(rank) for rank in (0, 1)))
     for number in (1, 2, 3):
-        state.apply(step(0, number))
-        state.apply(step(1, number))
-    state.apply(error(1, 4.0))
+        apply(state, step(0, number))
+        apply(state, step(1, number))
+    apply(state, error(1, 4.0))
     for rank in (0, 1):
-        state.apply(start(rank, t=10.0, attempt=1))
+        apply(state, start(rank, t=10.0, attempt=1))
     assert state.failure is None and state.step == 0 and state.ranks[0].attempts == {0: 0, 1: 3}
     for rank in (0, 1):
-        state.apply(step(rank, 1, t=11.0))
-        state.apply(step(rank, 2, t=11.5))
+        apply(state, step(rank, 1, t=11.0))
+        apply(state, step(rank, 2, t=11.5))
     assert state.step == 2
     assert pace(state) == pytest.approx(0.5)  # not the ten seconds between the attempts
     assert seconds_left(state) == pytest.approx(8 * 0.5)
@@ -239,9 +240,13 @@ def test_texts_of_any_length_are_bounded_where_they_are_read():
         {"kind": "probe_error", "t": 2.0, "rank": 1, "part": "memory", "type": "KeyError", "message": long},
         status("failed", message=long, failures=failures),
     )
-    texts = [*state.ranks[0].error.values(), *state.ranks[1].waiting.values(), *state.unwatched[0].values()]
-    texts += [state.status["message"], state.status["failures"]["1"]["message"]]
+    texts = [
+        getattr(record, name)
+        for record in (state.ranks[0].error, state.ranks[1].waiting, state.unwatched[0])
+        for name in record.__struct_fields__
+    ]
+    texts += [state.status.message, state.status.failures[1].message]
     assert max(len(text) for text in texts if isinstance(text, str)) < TEXT_LIMIT + 100
-    assert len(state.failure["message"]) < MESSAGE_LIMIT + 100 and state.failure["message"].startswith("shm connection")
-    assert state.failure["message"].endswith("likely ") and "characters left out" in state.failure["message"]
-    assert len(json.dumps(summarise(state))) < 10 * TEXT_LIMIT
+    assert len(state.failure.message) < MESSAGE_LIMIT + 100 and state.failure.message.startswith("shm connection")
+    assert state.failure.message.endswith("likely ") and "characters left out" in state.failure.message
+    assert len(json.dumps(plain(summarise(state)))) < 10 * TEXT_LIMIT

@@ -73,4 +73,4 @@ def test_a_warm_start_initialises_cuda_in_the_rank(warm_server, tmp_path, monkey
         "torch.cuda.set_device(0)\nprint(torch.ones(1, device='cuda').item(), torch.cuda.is_initialized())\n"
     )
     handle = run(path, nproc=1, device="cuda").wait(240)
-    assert handle.logs(0) == "1.0 True\n" and handle.state.status["start"] == "warm"
+    assert handle.logs(0) == "1.0 True\n" and handle.state.status.start == "warm"

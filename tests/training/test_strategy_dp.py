@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from conftest import warm_run
+from folded import apply
 from probed import watched
 
 from labkit.analysis.summary import summarise
@@ -56,18 +57,18 @@ def test_replicas_are_measured_and_folded(tmp_path):
     handle, told = watched(tmp_path / "train.py")
     assert handle.words == "finished", handle.logs(0, "stderr")
     events = told.events
-    steps = [event for event in events if event["kind"] == "replica"]
-    assert not [event for event in events if event["kind"] == "probe_error"]
-    assert [event["step"] for event in steps] == [1, 2, 3, 4]
-    assert [[one["samples"] for one in event["replicas"]] for event in steps] == [[16, 16]] * 3 + [[2, 1]]
+    steps = [event for event in events if event.kind == "replica"]
+    assert not [event for event in events if event.kind == "probe_error"]
+    assert [event.step for event in steps] == [1, 2, 3, 4]
+    assert [[one.samples for one in event.replicas] for event in steps] == [[16, 16]] * 3 + [[2, 1]]
     state = RunState()
-    state.apply({"kind": "spec", "t": 0.0, "spec": spec.to_json()})
+    apply(state, {"kind": "spec", "t": 0.0, "spec": spec.to_json()})
     for event in events:
-        state.apply(event)
+        apply(state, event)
     assert (state.broken, state.world_size, state.replicas) == (0, 1, 1.0)
     found = summarise(state)
-    assert [one["replica"] for one in found["replicas"]] == [0, 1]
-    assert all(one[name] > 0 for one in found["replicas"] for name in ("forward", "cpu", "memory"))
-    assert found["replicas"][0]["extra"]["gradients"] == found["ranks"][0]["memory_bytes"]["gradients"]
-    assert 0 <= found["gil_wait"] <= 1
-    assert found["note"].startswith("Emulated on CPU")
+    assert [one.replica for one in found.replicas] == [0, 1]
+    assert all(one[name] > 0 for one in found.replicas for name in ("forward", "cpu", "memory"))
+    assert found.replicas[0].extra.gradients == found.ranks[0].memory_bytes["gradients"]
+    assert 0 <= found.gil_wait <= 1
+    assert found.note.startswith("Emulated on CPU")

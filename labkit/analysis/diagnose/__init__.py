@@ -63,7 +63,7 @@ def not_watched(state: RunState) -> Iterator[Finding]:
     """Parts of the probe that stopped recording: figures derived from them are frozen or missing."""
     ranks_of: dict[tuple[str, str, str], list[int]] = {}
     for lost in state.unwatched:
-        ranks_of.setdefault((lost["part"], lost["type"], lost["message"]), []).append(lost["rank"])
+        ranks_of.setdefault((lost.part, lost.type, lost.message), []).append(lost.rank)
     for (part, kind, message), ranks in ranks_of.items():
         missing = kind == _MISSING_NAME
         yield Finding(
@@ -119,7 +119,7 @@ def not_readable(state: RunState) -> Iterator[Finding]:
 def not_there(state: RunState) -> Iterator[Finding]:
     """Ranks without any event in a run that is over."""
     missing = tuple(rank for rank in range(state.world_size) if rank not in state.ranks)
-    if state.over and len(state.ranks) < state.expected and (state.ranks or state.status["state"] == "finished"):
+    if state.over and len(state.ranks) < state.expected and (state.ranks or state.status.state == "finished"):
         yield Finding(
             name="not_there",
             kind="unseen",
@@ -136,7 +136,7 @@ def not_there(state: RunState) -> Iterator[Finding]:
 
 def cut_short(state: RunState) -> Iterator[Finding]:
     """Ranks of a finished run whose events end before those of the other ranks."""
-    if state.status.get("state") != "finished":
+    if state.status.state != "finished":
         return
     last = {
         rank.rank: int(rank.steps.step[-1]) if len(rank.steps) > rank.first_step else 0 for rank in state.ranks.values()

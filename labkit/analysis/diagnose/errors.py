@@ -12,15 +12,20 @@ from labkit.analysis.diagnose.hang import hang
 from labkit.analysis.diagnose.known_errors import KNOWN_ERRORS, KnownError
 from labkit.analysis.diagnose.waits import on_hosts
 from labkit.common.units import counted, ranks_in_words, size
-from labkit.record.failures import PEER_GONE
+from labkit.record.ranks import PEER_GONE
 from labkit.record.stacks import place
 
 if TYPE_CHECKING:
-    from labkit.record.columns import RankState
+    from labkit.record.documents import Failure
+    from labkit.record.ranks import RankState
     from labkit.record.state import RunState
-    from labkit.record.types.summary import Failure
 
-_MEMORY = re.compile(r"out of memory|can(?:'t|not) allocate memory|MemoryError|ALLOC_FAILED", re.IGNORECASE)
+# Before torch says that memory ran out, it asks NVML who uses it, which fails on many MIG devices (pytorch issue
+# 112377).
+_MEMORY = re.compile(
+    r"out of memory|can(?:'t|not) allocate memory|MemoryError|ALLOC_FAILED|NVML_SUCCESS == r .*CUDACachingAllocator",
+    re.IGNORECASE,
+)
 _ASKED = re.compile(r"tried to allocate (?P<number>[\d.]+) (?P<unit>bytes|KiB|MiB|GiB)", re.IGNORECASE)
 _UNITS = {"bytes": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
@@ -31,7 +36,7 @@ def known_error(state: RunState) -> Iterator[Finding]:
     for rank, text in texts(state):
         known = next((known for known in KNOWN_ERRORS if _says(state, known, rank, text)), None)
         if known is not None:
-            ranks = (rank,) if rank is not None else () if failure is None else (failure["rank"],)
+            ranks = (rank,) if rank is not None else () if failure is None else (failure.rank,)
             title = (
                 "".join(f"rank {number}: " for number in ranks)
                 + known.title
@@ -45,7 +50,7 @@ def _says(state: RunState, known: KnownError, rank: int | None, text: str) -> bo
     """Whether the text of a rank is this error, and not the consequence of another one."""
     if not re.search(known.pattern, text):
         return False
-    if known.follows and state.failure is not None and rank != state.failure["rank"]:
+    if known.follows and state.failure is not None and rank != state.failure.rank:
         return False
     if known.name == "nccl" and (_MEMORY.search(text) or PEER_GONE.search(text)):
         return False  # NCCL also reports that memory ran out, and that a peer is gone
@@ -63,29 +68,29 @@ def _evidence(known: KnownError, text: str) -> str:
 def _raised_at(state: RunState, number: int) -> str:
     """` (train.py:12 in step)`: the line at which a rank raised its error; empty if it recorded none."""
     rank = state.ranks.get(number)
-    line = place(rank.error.get("traceback")) if rank is not None and rank.error else ""
+    line = place(rank.error.traceback) if rank is not None and rank.error else ""
     return f" ({line})" if line else ""
 
 
 def out_of_memory(state: RunState) -> Iterator[Finding]:
     """Memory that ran out, what it was used for at that moment, and what would have fitted."""
-    failure, kills = state.failure, state.status.get("oom_kills")
-    if failure is not None and failure["type"] == "SIGKILL" and kills:
+    failure, kills = state.failure, state.status.oom_kills
+    if failure is not None and failure.type == "SIGKILL" and kills:
         yield _killed_for_memory(state, failure, kills)
         return
-    if failure is None or not _MEMORY.search(f"{failure['type']}: {failure['message']}"):
+    if failure is None or not _MEMORY.search(f"{failure.type}: {failure.message}"):
         return
-    rank = state.ranks.get(failure["rank"])
-    asked = _asked(failure["message"])
-    owners = rank.error.get("owners", {}) if rank is not None and rank.error else {}
+    rank = state.ranks.get(failure.rank)
+    asked = _asked(failure.message)
+    owners = rank.error.owners if rank is not None and rank.error else {}
     held = {owner: count for owner, count in owners.items() if count}
     breakdown = ", ".join(f"{owner} {size(count)}" for owner, count in sorted(held.items(), key=lambda item: -item[1]))
-    evidence = shorter(failure["message"] or failure["type"]) + (f"; memory in use: {breakdown}" if breakdown else "")
-    where = place(failure["traceback"])
+    evidence = shorter(failure.message or failure.type) + (f"; memory in use: {breakdown}" if breakdown else "")
+    where = place(failure.traceback)
     yield Finding(
         name="out_of_memory",
         kind="wrong",
-        title=f"{ranks_in_words(failure['alike'], state.world_size)} ran out of memory"
+        title=f"{ranks_in_words(failure.alike, state.world_size)} ran out of memory"
         + (f" at {where}" if where else ""),
         evidence=evidence,
         cause=(
@@ -101,7 +106,7 @@ def out_of_memory(state: RunState) -> Iterator[Finding]:
 def _killed_for_memory(state: RunState, failure: Failure, kills: int) -> Finding:
     """A rank that the kernel killed because the memory of the host, or of its cgroup, ran out; `kills` processes of the
     cgroup were killed for that reason."""
-    rank, where = failure["rank"], place(failure["traceback"])
+    rank, where = failure.rank, place(failure.traceback)
     samples = state.system.ranks.get(rank)
     resident = (
         f"; last resident memory of the rank: {size(samples['rss'][-1])}" if samples and len(samples["rss"]) else ""
@@ -125,8 +130,8 @@ def _killed_for_memory(state: RunState, failure: Failure, kills: int) -> Finding
 
 def _involved(failure: Failure) -> tuple[int, ...]:
     """The ranks that a failure concerns, first the rank that failed first."""
-    first = failure["rank"]
-    return (first, *(rank for rank in failure["alike"] if rank != first), *failure["collateral"])
+    first = failure.rank
+    return (first, *(rank for rank in failure.alike if rank != first), *failure.collateral)
 
 
 def _asked(message: str) -> float | None:
@@ -149,7 +154,7 @@ def _what_fits(state: RunState, rank: RankState | None, asked: float, held: Mapp
     batch = state.asked.batch_per_rank if state.asked is not None else None
     fixed = sum(count for owner, count in held.items() if owner != "activations")
     profiled = rank.memory_step if rank is not None else None
-    activations = profiled["at_peak"].get("activations", 0) if profiled else held.get("activations", 0)
+    activations = profiled.at_peak.get("activations", 0) if profiled else held.get("activations", 0)
     if limit is None or not batch or not activations:
         return usual
     if fixed > 0.95 * limit:
@@ -172,21 +177,21 @@ def first_failure(state: RunState) -> Iterator[Finding]:
     failure = state.failure
     if failure is None:
         return
-    says = f"{failure['type']}: {failure['message']}" if failure["message"] else failure["type"]
+    says = f"{failure.type}: {failure.message}" if failure.message else failure.type
     where = _where(failure)
-    several = len(failure["alike"]) > 1
-    those = ranks_in_words(failure["alike"], state.world_size)
+    several = len(failure.alike) > 1
+    those = ranks_in_words(failure.alike, state.world_size)
     if several:
         how = "in the same way"
-    elif failure["left"]:
-        how = f"because {ranks_in_words(failure['left'])} had already ended"
+    elif failure.left:
+        how = f"because {ranks_in_words(failure.left)} had already ended"
     else:
         how = "first" if state.world_size > 1 and not _lost_a_peer(state, failure) else ""
     title = " ".join(filter(None, (those, "failed", how))) + f": {shorter(says, 120)}{where}"
-    if failure["collateral"]:
-        verb = "was" if len(failure["collateral"]) == 1 else "were"
+    if failure.collateral:
+        verb = "was" if len(failure.collateral) == 1 else "were"
         title += (
-            f"; {ranks_in_words(failure['collateral'])} {verb} terminated because {those if not several else 'they'}"
+            f"; {ranks_in_words(failure.collateral)} {verb} terminated because {those if not several else 'they'}"
             " failed"
         )
     yield Finding(
@@ -195,8 +200,8 @@ def first_failure(state: RunState) -> Iterator[Finding]:
         title=title,
         evidence=shorter(says) + where,
         cause=_cause(state, failure),
-        fix=f"read the end of the stderr of rank {failure['rank']}"
-        + ("; the errors of the other ranks follow from it" if failure["collateral"] else ""),
+        fix=f"read the end of the stderr of rank {failure.rank}"
+        + ("; the errors of the other ranks follow from it" if failure.collateral else ""),
         ranks=_involved(failure),
     )
 
@@ -205,38 +210,36 @@ def _where(failure: Failure) -> str:
     """` (train.py:12 in step)`; for a killed process, the last line it was seen at; empty if the message contains the
     line.
     """
-    line = place(failure["traceback"])
-    if not line or f"{line.partition(':')[0]}, line" in failure["message"]:
+    line = place(failure.traceback)
+    if not line or f"{line.partition(':')[0]}, line" in failure.message:
         return ""
-    return f" (last seen at {line})" if failure["last_seen"] else f" ({line})"
+    return f" (last seen at {line})" if failure.last_seen else f" ({line})"
 
 
 def _lost_a_peer(state: RunState, failure: Failure) -> bool:
     """Whether the first failure known so far only reports that another rank is gone; torchrun reports that rank at the
     end.
     """
-    return not state.over and bool(PEER_GONE.search(f"{failure['type']}: {failure['message']}"))
+    return not state.over and bool(PEER_GONE.search(f"{failure.type}: {failure.message}"))
 
 
 def _cause(state: RunState, failure: Failure) -> str:
-    if failure["left"]:
+    if failure.left:
         return "a rank that has exited closes its connections, so the next collective with it fails"
     others = [number for number in range(state.world_size) if number not in state.ranks]
-    if others and state.expected < state.world_size and PEER_GONE.search(f"{failure['type']}: {failure['message']}"):
+    if others and state.expected < state.world_size and PEER_GONE.search(f"{failure.type}: {failure.message}"):
         return f"a rank of another node is gone, {ranks_in_words(others)}{on_hosts(state, others)}; read its run folder"
     if _lost_a_peer(state, failure):
         return "another rank is gone; torchrun reports which one, and why, when the run ends"
-    if failure["type"] == "SIGKILL" and state.status.get("oom_kills"):
+    if failure.type == "SIGKILL" and state.status.oom_kills:
         return "the kernel killed the process because memory ran out"
-    if failure["type"] == "SIGKILL":
+    if failure.type == "SIGKILL":
         unknown = (
-            ", or by the kernel because memory ran out (dmesg shows that)"
-            if state.status.get("oom_kills") is None
-            else ""
+            ", or by the kernel because memory ran out (dmesg shows that)" if state.status.oom_kills is None else ""
         )
         return f"the process was killed from outside: by a person or a scheduler{unknown}"
-    if str(failure["type"]).startswith("SIG"):
+    if str(failure.type).startswith("SIG"):
         return "native code, such as a C extension or a driver, crashed the process"
-    several = len(failure["alike"]) > 1
+    several = len(failure.alike) > 1
     what = "the same error on each of these ranks" if several else "this rank raised an exception or exited"
-    return what + ("; the other ranks were terminated because they lost a peer" if failure["collateral"] else "")
+    return what + ("; the other ranks were terminated because they lost a peer" if failure.collateral else "")

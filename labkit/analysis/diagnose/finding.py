@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-from labkit.record.types.summary import FindingFigures
+from labkit.record.documents import FindingFigures
 
 if TYPE_CHECKING:
     from labkit.record.state import RunState
@@ -31,9 +31,9 @@ class Finding:
     fix: str
     ranks: tuple[int, ...] = ()
 
-    def to_json(self) -> FindingFigures:
-        """The finding as a dict that can be written as JSON."""
-        return cast(FindingFigures, asdict(self) | {"ranks": list(self.ranks)})
+    def recorded(self) -> FindingFigures:
+        """The finding as the summary has it."""
+        return FindingFigures(**asdict(self) | {"ranks": list(self.ranks)})
 
 
 def texts(state: RunState) -> Iterator[tuple[int | None, str]]:
@@ -48,13 +48,13 @@ def texts(state: RunState) -> Iterator[tuple[int | None, str]]:
 def _texts(state: RunState) -> Iterator[tuple[int | None, str]]:
     failure = state.failure
     if failure is not None:
-        yield failure["rank"], f"{failure['type']}: {failure['message']}"
+        yield failure.rank, f"{failure.type}: {failure.message}"
     for rank in state.ranks.values():
         if rank.error:
-            yield rank.rank, f"{rank.error.get('type')}: {rank.error.get('message')}"
-    for number, failed in (state.status.get("failures") or {}).items():
-        yield int(number), str(failed.get("message", ""))
-    yield None, str(state.status.get("message") or "")
+            yield rank.rank, f"{rank.error.type}: {rank.error.message}"
+    for number, failed in (state.status.failures or {}).items():
+        yield int(number), str(failed.message)
+    yield None, str(state.status.message or "")
 
 
 def shorter(text: str, most: int = 300) -> str:

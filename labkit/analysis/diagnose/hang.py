@@ -24,17 +24,18 @@ from labkit.analysis.diagnose.waits import (
     where,
 )
 from labkit.common.units import ranks_in_words
+from labkit.record.events import CutOff
 from labkit.record.stacks import place
 
 if TYPE_CHECKING:
+    from labkit.record.events import Silent, Waiting
     from labkit.record.state import RunState
-    from labkit.record.types.reported import Silent, Waiting
 
 
 def hang(state: RunState) -> Iterator[Finding]:
     """No progress: which rank waits in which collective, which never reached it, and where that rank is instead."""
     failure = state.failure
-    if failure is not None and failure["traceback"] and not blames_peers(failure):
+    if failure is not None and failure.traceback and not blames_peers(failure):
         return
     found = _silent(state) or _crossed(state) or _waits(state)
     if found is not None:
@@ -43,15 +44,15 @@ def hang(state: RunState) -> Iterator[Finding]:
 
 def cut_off(state: RunState) -> Iterator[Finding]:
     """Nodes that the others could not reach any more, also if the run has continued since."""
-    events = [event for event in state.nodes if event["kind"] == "cut_off"]
-    ranks = {int(number): host for event in events for number, host in event["hosts"].items()}
+    events = [event for event in state.nodes if isinstance(event, CutOff)]
+    ranks = {rank: host for event in events for rank, host in event.hosts.items()}
     if ranks:
         last = events[-1]
         yield Finding(
             name="cut_off",
             kind="wrong",
             title=f"{ranks_in_words(ranks)} on {', '.join(dict.fromkeys(ranks.values()))} did not answer",
-            evidence=f"the node of rank {last['rank']} had no answer for {last['seconds']:g} s"
+            evidence=f"the node of rank {last.rank} had no answer for {last.seconds:g} s"
             + (f", {len(events)} times" if len(events) > 1 else ""),
             cause="the node was cut off from the network or switched off, or its first rank was stopped",
             fix="check that the hosts reach each other, then start the run again; with --max-restarts N the ranks start"
@@ -67,15 +68,15 @@ def _silent(state: RunState) -> Finding | None:
     unheard = {
         number: event
         for number, event in found.items()
-        if event["process"] in STOPPED
+        if event.process in STOPPED
         or others
-        or (event.get("computed") or 0.0) < IDLE  # a long computation alone is not a hang
+        or (event.computed or 0.0) < IDLE  # a long computation alone is not a hang
     }
     if not unheard:
         return None
     number, event = next(iter(sorted(unheard.items())))
-    is_stopped, at = event["process"] in STOPPED, place(event["stack"])
-    those = [one for one, each in unheard.items() if (each["process"] in STOPPED) is is_stopped]
+    is_stopped, at = event.process in STOPPED, place(event.stack)
+    those = [one for one, each in unheard.items() if (each.process in STOPPED) is is_stopped]
     verb = "has" if len(those) == 1 else "have"
     lasts = f"for {_seconds(unheard.values()):.0f} s"
     if is_stopped:
@@ -111,16 +112,14 @@ def _silent(state: RunState) -> Finding | None:
 
 
 def _silent_in_words(state: RunState, number: int, event: Silent) -> str:
-    pid, computed = state.ranks[number].pid, event.get("computed")
+    pid, computed = state.ranks[number].pid, event.computed
     share = (
-        f", on the CPU for {computed:.0%} of the time"
-        if computed is not None and event["process"] not in STOPPED
-        else ""
+        f", on the CPU for {computed:.0%} of the time" if computed is not None and event.process not in STOPPED else ""
     )
-    doing = "stopped, last seen" if event["process"] in STOPPED else "in a C call that holds the GIL,"
-    at = place(event["stack"]) or "an unknown line"
+    doing = "stopped, last seen" if event.process in STOPPED else "in a C call that holds the GIL,"
+    at = place(event.stack) or "an unknown line"
     done = steps_done(state.ranks[number])
-    return f"rank {number}: {doing} at {at}, {done} steps done (process {pid or 'unknown'}: {event['process']}{share})"
+    return f"rank {number}: {doing} at {at}, {done} steps done (process {pid or 'unknown'}: {event.process}{share})"
 
 
 def _others_wait(others: Mapping[int, Waiting]) -> str:
@@ -129,7 +128,7 @@ def _others_wait(others: Mapping[int, Waiting]) -> str:
         return ""
     pending = pending_operations(others)
     first = min(pending or others)
-    at = place(others[first]["stack"])
+    at = place(others[first].stack)
     op = pending.get(first)
     inside = " in " + in_words({**op, "sizes": []}) if op else ""
     return f"; {ranks_in_words(others)} wait{'s' if len(others) == 1 else ''}{inside}" + (f" ({at})" if at else "")
@@ -226,9 +225,9 @@ def _described(events: Mapping[int, Waiting]) -> list[str]:
 
 def _common_place(events: Iterable[Waiting]) -> str:
     """` at train.py:88 in step` if these ranks are all at one line; empty otherwise."""
-    places = {place(event.get("stack")) for event in events}
+    places = {place(event.stack) for event in events}
     return f" at {places.pop()}" if len(places) == 1 and "" not in places else ""
 
 
 def _seconds(events: Iterable[Waiting | Silent]) -> float:
-    return max(float(event["t"] - event["since"]) for event in events)
+    return max(float(event.t - event.since) for event in events)

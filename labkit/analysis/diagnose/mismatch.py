@@ -25,10 +25,11 @@ from labkit.analysis.diagnose.waits import (
     waiting,
 )
 from labkit.common.units import ranks_in_words
+from labkit.record.events import Loader
 from labkit.record.stacks import place
 
 if TYPE_CHECKING:
-    from labkit.record.columns import RankState
+    from labkit.record.ranks import RankState
     from labkit.record.state import RunState
 
 _ALIKE = ("all_reduce", "reduce", "broadcast")  # operations whose input has the same shape on every rank
@@ -36,12 +37,13 @@ _ALIKE = ("all_reduce", "reduce", "broadcast")  # operations whose input has the
 
 def uneven_inputs(state: RunState) -> Iterator[Finding]:
     """Data loaders of different lengths, in a run that failed or hangs."""
-    lengths = {rank.rank: rank.seen("loader")[0]["batches"] for rank in state.ranks.values() if rank.seen("loader")}
+    loaders = {rank.rank: rank.seen(Loader)[0] for rank in state.ranks.values() if rank.seen(Loader)}
+    lengths = {rank: loader.batches for rank, loader in loaders.items() if loader.batches is not None}
     if (
         len(set(lengths.values())) < 2
-        or None in lengths.values()
+        or len(lengths) < len(loaders)
         or not _stuck(state)
-        or (state.spec.get("options") or {}).get("join")
+        or state.spec.options.get("join")
     ):
         return
     least = min(lengths.values())
@@ -131,7 +133,7 @@ def left_early(state: RunState) -> Iterator[Finding]:
         ended = [rank.rank for rank in state.ranks.values() if rank.exit_code == 0] + list(gone(state))
         held_up = [number for number in waits if number not in pending or set(pending[number]["ranks"]) & set(ended)]
     else:
-        ended, held_up = failure["left"], failure["alike"]
+        ended, held_up = failure.left, failure.alike
     if not ended or not held_up or any(True for rule in (uneven_inputs, evaluation_on_one_rank) for _ in rule(state)):
         return
     first = state.ranks[held_up[0]]
@@ -150,11 +152,7 @@ def left_early(state: RunState) -> Iterator[Finding]:
             f"{waited}{doing}"
         ),
         evidence="; ".join(_ended(state.ranks[number]) for number in ended)
-        + (
-            f"; rank {first.rank}: {shorter(failure['type'] + ': ' + failure['message'])}"
-            if failure is not None
-            else ""
-        ),
+        + (f"; rank {first.rank}: {shorter(failure.type + ': ' + failure.message)}" if failure is not None else ""),
         cause="a collective completes only when every rank in its group calls it; a rank that has exited never does",
         fix=(
             "end the loop at the same step on all ranks: base a `return`, `break` or `sys.exit()` on a value that all "

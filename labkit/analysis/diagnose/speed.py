@@ -9,9 +9,11 @@ from labkit.analysis.diagnose.advice import one_of
 from labkit.analysis.diagnose.finding import DDP, Finding
 from labkit.analysis.metrics import USUAL, counted_steps, median, phase_seconds, step_seconds
 from labkit.common.units import counted, ranks_in_words, size
+from labkit.record.events import Item
 
 if TYPE_CHECKING:
-    from labkit.record.columns import ProfiledStep, RankState
+    from labkit.record.events import Timeline
+    from labkit.record.ranks import RankState
     from labkit.record.state import RunState
 
 _ENOUGH = 7  # steps, without the warm-up, before anything is judged: a median of fewer is noise
@@ -109,7 +111,7 @@ def straggler(state: RunState) -> Iterator[Finding]:
 
 def _stages(ranks: Sequence[RankState]) -> bool:
     """Whether the ranks are pipeline stages: they send to each other, or only some of them have a loss."""
-    sends = any("send" in (rank.traffic or {"ops": {}})["ops"] for rank in ranks)
+    sends = any(rank.traffic is not None and "send" in rank.traffic.ops for rank in ranks)
     return sends or len({rank.steps.has_loss for rank in ranks}) > 1
 
 
@@ -126,13 +128,13 @@ def communication_bound(state: RunState) -> Iterator[Finding]:
         return
     by_op: dict[str, float] = {}
     for rank in state.ranks.values():
-        for op, start, end, *_ in _usual_steps(rank)[-1]["comm"]:
-            by_op[op] = by_op.get(op, 0.0) + end - start
+        for call in _usual_steps(rank)[-1].comm:
+            by_op[call.op] = by_op.get(call.op, 0.0) + call.end - call.start
     op = max(by_op, key=by_op.__getitem__, default="")
     if op in ("", "send", "recv"):
         return  # a stage waits for its neighbour: the pipeline bubble
     rank = state.ranks[min(shares)]
-    backend = _usual_steps(rank)[-1]["backend"]
+    backend = _usual_steps(rank)[-1].backend
     unprofiled = f"of {1e3 * _step(state, rank.rank):.1f} ms per step (median)" if _is_judged(rank) else "per step"
     yield Finding(
         name="communication_bound",
@@ -152,8 +154,8 @@ def communication_bound(state: RunState) -> Iterator[Finding]:
     )
 
 
-def _usual_steps(rank: RankState) -> list[ProfiledStep]:
-    return [one for step, one in sorted(rank.timelines.items()) if step >= USUAL and one["seconds"] > 0]
+def _usual_steps(rank: RankState) -> list[Timeline]:
+    return [one for step, one in sorted(rank.timelines.items()) if step >= USUAL and one.seconds > 0]
 
 
 def _exposed(state: RunState, rank: RankState) -> float | None:
@@ -163,19 +165,19 @@ def _exposed(state: RunState, rank: RankState) -> float | None:
     profiled = _usual_steps(rank)
     if not profiled:
         return None
-    share = median(sum(one["exposed"].values()) / one["seconds"] for one in profiled)
+    share = median(sum(one.exposed.values()) / one.seconds for one in profiled)
     if _is_judged(rank):
         return min(share, median(_confirmed(state, rank, one) for one in profiled))
     return share if len(profiled) >= _SAMPLES else None
 
 
-def _confirmed(state: RunState, rank: RankState, one: ProfiledStep) -> float:
+def _confirmed(state: RunState, rank: RankState, one: Timeline) -> float:
     """The exposed share of an unprofiled step, if each of its phases computed as long as in the profiled step."""
     whole, phases, exposed = _step(state, rank.rank), _phases(state, rank.rank), 0.0
     spent: dict[str, float] = {}
-    for name, start, end in one["phases"]:
+    for name, start, end in one.phases:
         spent[name] = spent.get(name, 0.0) + end - start
-    for phase, seconds in one["exposed"].items():
+    for phase, seconds in one.exposed.items():
         computed = max(0.0, spent.get(phase, 0.0) - seconds)
         exposed += min(seconds, max(0.0, phases.get(phase, 0.0) - computed))
     return exposed / whole if whole else 0.0
@@ -184,16 +186,16 @@ def _confirmed(state: RunState, rank: RankState, one: ProfiledStep) -> float:
 def small_buckets(state: RunState) -> Iterator[Finding]:
     """Many small all-reduces where a few large ones would do."""
     for rank in state.ranks.values():
-        ops = (rank.traffic or {"ops": {}})["ops"].get("all_reduce")
-        if not ops or not any(model["name"] == DDP for model in rank.models):
+        reduced = rank.traffic.ops.get("all_reduce") if rank.traffic else None
+        if not reduced or not any(model.name == DDP for model in rank.models):
             continue
-        mean = ops["bytes"] / max(ops["calls"], 1)
-        if ops["calls"] >= _MANY_BUCKETS and mean < _FEW_BYTES:
+        mean = reduced.bytes / max(reduced.calls, 1)
+        if reduced.calls >= _MANY_BUCKETS and mean < _FEW_BYTES:
             yield Finding(
                 name="small_buckets",
                 kind="slow",
-                title=f"rank {rank.rank} sends its gradients in {ops['calls']:.0f} buckets of {size(mean)}",
-                evidence=f"all-reduces of one step on rank {rank.rank}, {size(ops['bytes'])} in total",
+                title=f"rank {rank.rank} sends its gradients in {reduced.calls:.0f} buckets of {size(mean)}",
+                evidence=f"all-reduces of one step on rank {rank.rank}, {size(reduced.bytes)} in total",
                 cause="every collective has a fixed latency, however few bytes it sends",
                 fix=f"{one_of(state, 'larger buckets')}; small buckets help only if the first one must start early",
                 ranks=(rank.rank,),
@@ -204,15 +206,15 @@ def small_buckets(state: RunState) -> Iterator[Finding]:
 def synchronised(state: RunState) -> Iterator[Finding]:
     """A script that reads a tensor's value in every step."""
     for rank in state.ranks.values():
-        seen = rank.seen("item")
-        if not seen or seen[0]["calls"] < 0.9 * seen[0]["steps"]:
+        seen = rank.seen(Item)
+        if not seen or seen[0].calls < 0.9 * seen[0].steps:
             continue
         on_gpu = rank.device.startswith("cuda")
         yield Finding(
             name="synchronised",
             kind="slow",
             title=f"rank {rank.rank} waits for its device in every step: `.item()`",
-            evidence=f"called between the phases in {seen[0]['calls']} of {seen[0]['steps']} steps",
+            evidence=f"called between the phases in {seen[0].calls} of {seen[0].steps} steps",
             cause=(
                 "a value can be read only after the device has computed it, and no work is queued meanwhile"
                 if on_gpu
@@ -227,13 +229,13 @@ def synchronised(state: RunState) -> Iterator[Finding]:
 def one_unit(state: RunState) -> Iterator[Finding]:
     """FSDP around the whole model only: all of it is gathered at once."""
     for rank in state.ranks.values():
-        whole = next((model for model in rank.models if model["units"] == 1), None)
+        whole = next((model for model in rank.models if model.units == 1), None)
         if whole is not None:
             yield Finding(
                 name="one_unit",
                 kind="memory",
-                title=f"FSDP shards {whole['name']} as one unit on rank {rank.rank}",
-                evidence=f"rank {rank.rank} has {whole['parameters']:,} parameters in one unit",
+                title=f"FSDP shards {whole.name} as one unit on rank {rank.rank}",
+                evidence=f"rank {rank.rank} has {whole.parameters:,} parameters in one unit",
                 cause=(
                     "a unit is gathered as a whole before it computes: the peak contains all parameters, and no "
                     "all-gather overlaps with compute"
@@ -253,15 +255,15 @@ def activations(state: RunState) -> Iterator[Finding]:
     profiled = [(rank, rank.memory_step) for rank in state.ranks.values() if rank.memory_step]
     if not profiled:
         return
-    rank, step = max(profiled, key=lambda pair: pair[1]["peak"])
-    peak, held = step["peak"], step["at_peak"].get("activations", 0)
+    rank, step = max(profiled, key=lambda pair: pair[1].peak)
+    peak, held = step.peak, step.at_peak.get("activations", 0)
     if peak < _NOTABLE or held < _DOMINATES * peak:
         return
     yield Finding(
         name="activations",
         kind="memory",
         title=f"activations take {held / peak:.0%} of the peak memory of rank {rank.rank}",
-        evidence=f"rank {rank.rank}: {size(held)} of {size(peak)}, in step {step['step']}",
+        evidence=f"rank {rank.rank}: {size(held)} of {size(peak)}, in step {step.step}",
         cause="activations grow with the batch; sharding parameters, gradients or optimizer state does not reduce them",
         fix=one_of(state, "checkpoint activations", "accumulate for memory", "smaller batch", "sequence parallel"),
         ranks=(rank.rank,),

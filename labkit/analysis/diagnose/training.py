@@ -6,7 +6,7 @@ import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy
 
@@ -14,11 +14,11 @@ from labkit.analysis.diagnose.advice import one_of
 from labkit.analysis.diagnose.finding import DDP, Finding
 from labkit.analysis.metrics import median
 from labkit.common.units import counted, ranks_in_words
+from labkit.record.events import Batch, Epoch, NotFinite, Save
 
 if TYPE_CHECKING:
-    from labkit.record.columns import RankState
+    from labkit.record.ranks import RankState
     from labkit.record.state import RunState
-    from labkit.record.types.observed import Epoch
 
 _APART = 1e-4  # relative difference of losses that rounding does not explain
 _EXPLODED = 100.0  # times the usual loss
@@ -31,8 +31,8 @@ def same_samples(state: RunState) -> Iterator[Finding]:
     expected = _expected_batches(state)
     by_step: dict[int, dict[int, str]] = defaultdict(dict)
     for rank in state.ranks.values():
-        for batch in rank.seen("batch"):
-            by_step[batch["step"]][rank.rank] = batch["digest"]
+        for batch in rank.seen(Batch):
+            by_step[batch.step][rank.rank] = batch.digest
     whole = {step: digests for step, digests in by_step.items() if len(digests) == state.world_size}
     if expected < 2 or not whole or not all(len(set(digests.values())) < expected for digests in whole.values()):
         return
@@ -62,7 +62,7 @@ def _expected_batches(state: RunState) -> int:
     """Different batches that a step should have: by the Spec, or for any other script one per rank if all use DDP."""
     if state.asked is not None:
         return min(state.asked.data_ranks, state.world_size)
-    wrapped = [model["name"] == DDP for rank in state.ranks.values() for model in rank.models[:1]]
+    wrapped = [model.name == DDP for rank in state.ranks.values() for model in rank.models[:1]]
     return state.world_size if wrapped and all(wrapped) else 1
 
 
@@ -70,7 +70,7 @@ def no_set_epoch(state: RunState) -> Iterator[Finding]:
     """A sampler that shuffles every epoch in the same order."""
     for rank in state.ranks.values():
         epochs = _training_epochs(rank)
-        if len(epochs) < 2 or not epochs[0]["shuffle"] or len({epoch["set"] for epoch in epochs}) > 1:
+        if len(epochs) < 2 or not epochs[0].shuffle or len({epoch.set for epoch in epochs}) > 1:
             continue
         yield Finding(
             name="no_set_epoch",
@@ -78,7 +78,7 @@ def no_set_epoch(state: RunState) -> Iterator[Finding]:
             title=f"rank {rank.rank} draws the samples in the same order in every epoch",
             evidence=(
                 f"rank {rank.rank}'s DistributedSampler started {len(epochs)} epochs with the same epoch number, "
-                f"{epochs[0]['set']}"
+                f"{epochs[0].set}"
             ),
             cause="the sampler shuffles by its seed and epoch number, and set_epoch was not called",
             fix="call sampler.set_epoch(epoch) at the start of each epoch",
@@ -91,9 +91,9 @@ def _training_epochs(rank: RankState) -> list[Epoch]:
     """The epochs of the training sampler, which fed the first step; a validation sampler may well keep one order."""
     model = next(iter(rank.models), None)
     trains = next((number for number, one in enumerate(rank.saw) if one is model), len(rank.saw))
-    before = [one for one in rank.saw[:trains] if one["what"] == "epoch"][-1:]
-    after = [one for one in rank.saw[trains:] if one["what"] == "epoch"]
-    return before + [one for one in after if before and one.get("sampler") == before[0].get("sampler")]
+    before = [seen for seen in rank.saw[:trains] if isinstance(seen, Epoch)][-1:]
+    after = [seen for seen in rank.saw[trains:] if isinstance(seen, Epoch)]
+    return before + [epoch for epoch in after if before and epoch.sampler == before[0].sampler]
 
 
 def nan_loss(state: RunState) -> Iterator[Finding]:
@@ -111,8 +111,8 @@ def nan_loss(state: RunState) -> Iterator[Finding]:
         return
     propagated = everyone and step > 1 and _expected_batches(state) > 1
     if propagated:
-        seen = _parameters_then(state, first, step)
-        sure = f"; the parameters contain NaN before step {step}" if any(one.get("nan") for one in seen) else ""
+        parameters = _parameters_then(state, first, step)
+        sure = f"; the parameters contain NaN before step {step}" if any(seen.nan for seen in parameters) else ""
         cause = (
             f"on all ranks at once: in step {step - 1} the gradient of at least one rank was not finite, and the"
             " all-reduce of "
@@ -153,13 +153,13 @@ def _diverged(state: RunState, ranks: tuple[int, ...], step: int) -> bool:
         return False  # a single rank, because of its own samples or weights
     if any(math.isinf(_until(state.ranks[rank], step)[-1]) for rank in ranks):
         return True
-    seen = _parameters_then(state, ranks, step)
-    return bool(seen) and not any(one.get("nan") for one in seen)
+    parameters = _parameters_then(state, ranks, step)
+    return bool(parameters) and not any(seen.nan for seen in parameters)
 
 
-def _parameters_then(state: RunState, ranks: tuple[int, ...], step: int) -> list[dict[str, Any]]:
+def _parameters_then(state: RunState, ranks: tuple[int, ...], step: int) -> list[NotFinite]:
     """What the probe recorded about the parameters with which these ranks computed the non-finite loss of a step."""
-    return [one for rank in ranks for one in state.ranks[rank].seen("not_finite") if one["step"] == step]
+    return [one for rank in ranks for one in state.ranks[rank].seen(NotFinite) if one.step == step]
 
 
 def _exploded(sizes: list[float]) -> bool:
@@ -176,8 +176,8 @@ def _divergence(state: RunState, ranks: tuple[int, ...], step: int) -> Finding:
     losses = _until(state.ranks[ranks[0]], step)
     shown = ", ".join(f"{loss:.4g}" for loss in losses[-_SHOWN:])
     first = step - len(losses[-_SHOWN:]) + 1
-    seen = _parameters_then(state, ranks, step)
-    whole = "; no parameter contained NaN then" if seen and not any(one.get("nan") for one in seen) else ""
+    parameters = _parameters_then(state, ranks, step)
+    whole = "; no parameter contained NaN then" if parameters and not any(seen.nan for seen in parameters) else ""
     return Finding(
         name="loss_diverged",
         kind="wrong",
@@ -235,8 +235,8 @@ def one_file(state: RunState) -> Iterator[Finding]:
     """Several ranks that wrote the same file in one step."""
     writers: dict[tuple[str | None, str, int], set[int]] = defaultdict(set)
     for rank in state.ranks.values():
-        for save in rank.seen("save"):
-            writers[rank.host, save["path"], save["step"]].add(rank.rank)
+        for save in rank.seen(Save):
+            writers[rank.host, save.path, save.step].add(rank.rank)
     several = {key: ranks for key, ranks in writers.items() if len(ranks) > 1}
     if not several:
         return

@@ -5,13 +5,14 @@ explanation.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from labkit.analysis.diagnose.finding import Finding
 from labkit.common.units import counted
+from labkit.record.events import Gradients, StartedProcess, Thread
 
 if TYPE_CHECKING:
-    from labkit.record.columns import RankState
+    from labkit.record.ranks import RankState
     from labkit.record.state import RunState
 
 _PATIENCE = 30.0  # seconds that a rank which started processes has to start training itself
@@ -25,17 +26,17 @@ def trains_elsewhere(state: RunState) -> Iterator[Finding]:
         if len(rank.steps):
             continue
         over = state.over or rank.ended is not None
-        if started := rank.seen("process"):
-            if over or (state.now or rank.started or 0.0) - started[0]["t"] > _PATIENCE:
+        if started := rank.seen(StartedProcess):
+            if over or (state.now or rank.started or 0.0) - started[0].t > _PATIENCE:
                 yield _processes(rank, started)
-        elif over and state.failure is None and (seen := rank.seen("gradients")):
-            yield _gradients(rank, seen[-1]["backwards"])
+        elif over and state.failure is None and (seen := rank.seen(Gradients)):
+            yield _gradients(rank, seen[-1].backwards)
 
 
 def trains_beside(state: RunState) -> Iterator[Finding]:
     """Threads that train at the same time as the thread whose steps are recorded."""
     for rank in state.ranks.values():
-        names = [one["name"] for one in rank.seen("thread")]
+        names = [one.name for one in rank.seen(Thread)]
         if names:
             yield Finding(
                 name="trains_beside",
@@ -54,8 +55,8 @@ def trains_beside(state: RunState) -> Iterator[Finding]:
             )
 
 
-def _processes(rank: RankState, started: list[dict[str, Any]]) -> Finding:
-    targets = [f"{one['target']} ({one['how']})" for one in started]
+def _processes(rank: RankState, started: list[StartedProcess]) -> Finding:
+    targets = [f"{process.target} ({process.how})" for process in started]
     return Finding(
         name="trains_elsewhere",
         kind="unseen",

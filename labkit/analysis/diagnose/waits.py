@@ -8,14 +8,15 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from labkit.record.failures import PEER_GONE
+from labkit.record.events import Error
+from labkit.record.ranks import PEER_GONE
 from labkit.record.stacks import place
 
 if TYPE_CHECKING:
-    from labkit.record.columns import RankState
+    from labkit.record.documents import Failure
+    from labkit.record.events import Silent, Waiting
+    from labkit.record.ranks import RankState
     from labkit.record.state import RunState
-    from labkit.record.types.reported import Error, Silent, Waiting
-    from labkit.record.types.summary import Failure
 
 MISMATCH = re.compile(
     r"collective mismatch|data size doesn't match|preamble\.length|Detected mismatch between collectives", re.IGNORECASE
@@ -29,8 +30,8 @@ _UNNAMED = ("", "undefined")
 
 def blames_peers(failure: Failure) -> bool:
     """Whether an error only reports other ranks: gone, too late, or in a different collective."""
-    message = f"{failure['type']}: {failure['message']}"
-    return failure["type"] in ("SIGABRT", "SIGTERM") or bool(PEER_GONE.search(message) or MISMATCH.search(message))
+    message = f"{failure.type}: {failure.message}"
+    return failure.type in ("SIGABRT", "SIGTERM") or bool(PEER_GONE.search(message) or MISMATCH.search(message))
 
 
 def waiting(state: RunState) -> dict[int, Waiting]:
@@ -42,7 +43,7 @@ def waiting(state: RunState) -> dict[int, Waiting]:
 
 def held(state: RunState) -> dict[int, Waiting]:
     """By rank the newest `waiting` event of each rank that has made no progress since, even if it computes."""
-    if state.status.get("state") == "finished":
+    if state.status.state == "finished":
         return {}
     ranks = (rank for _, rank in sorted(state.ranks.items()))
     return {rank.rank: rank.waiting for rank in ranks if rank.waiting and rank.exit_code != 0 and not _went_on(rank)}
@@ -55,20 +56,20 @@ def silent(state: RunState) -> dict[int, Silent]:
     The supervisor writes these events to a separate file, so times decide whether they are newer than the rank's
     events.
     """
-    if state.status.get("state") == "finished":
+    if state.status.state == "finished":
         return {}
     ranks = (rank for _, rank in sorted(state.ranks.items()))
     return {
         rank.rank: rank.silent
         for rank in ranks
-        if rank.silent and rank.exit_code is None and _heard(rank) <= rank.silent["t"]
+        if rank.silent and rank.exit_code is None and _heard(rank) <= rank.silent.t
     }
 
 
 def _heard(rank: RankState) -> float:
     """When the rank wrote last."""
     last: float = rank.steps.t[-1] if len(rank.steps) else 0.0
-    return max(last, rank.started or 0.0, rank.waiting["t"] if rank.waiting else 0.0)
+    return max(last, rank.started or 0.0, rank.waiting.t if rank.waiting else 0.0)
 
 
 def gone(state: RunState) -> tuple[int, ...]:
@@ -81,12 +82,12 @@ def gone(state: RunState) -> tuple[int, ...]:
 
 
 def _went_on(rank: RankState) -> bool:
-    since = rank.waiting.get("step") if rank.waiting else None
+    since = rank.waiting.step if rank.waiting else None
     return isinstance(since, int) and len(rank.steps) > rank.first_step and rank.steps.step[-1] > since
 
 
 def _waits(event: Waiting) -> bool:
-    computed = event.get("computed")
+    computed = event.computed
     return first_pending(event) is not None or (computed is not None and computed < IDLE)
 
 
@@ -109,22 +110,22 @@ def operations(event: Waiting | Error) -> list[Call]:
     """The collectives of an event; those without a group or number are left out."""
     return [
         {
-            "op": op.get("op", "collective"),
-            "over": op.get("over", True),
+            "op": op.op,
+            "over": op.over,
             "group": group,
-            "id": op.get("id"),
-            "ranks": tuple(op.get("ranks") or ()),
+            "id": op.id,
+            "ranks": tuple(op.ranks or ()),
             "seq": seq,
-            "sizes": op.get("sizes") or [],
+            "sizes": op.sizes or [],
         }
-        for op in event.get("ops") or ()
-        if (seq := op.get("seq")) is not None and (group := op.get("group"))
+        for op in event.ops or ()
+        if (seq := op.seq) is not None and (group := op.group)
     ]
 
 
 def place_of(event: Waiting | Error) -> str:
     """The line at which a rank waits or failed; empty if unknown."""
-    return place(event.get("traceback") if event["kind"] == "error" else event.get("stack"))
+    return place(event.traceback if isinstance(event, Error) else event.stack)
 
 
 def first_pending(event: Waiting | Error) -> Call | None:
@@ -137,7 +138,7 @@ def failed_in(event: Error) -> Call | None:
     failed.
     """
     ops = operations(event)
-    if not ops or _POINT_TO_POINT.search(event.get("traceback", "")):
+    if not ops or _POINT_TO_POINT.search(event.traceback):
         return None
     return first_pending(event) or ops[-1]
 
@@ -168,17 +169,15 @@ def group_in_words(op: Call) -> str:
 
 def where(event: Waiting, op: Call | None) -> str:
     """`in all_reduce #10 (4) at train.py:88 in step, 12 steps done`."""
-    at = place(event.get("stack")) or event.get("phase") or "an unknown line"
-    return (
-        f"in {in_words(op)} at {at}" if op else f"in no collective, at {at}"
-    ) + f", {event.get('step', 0)} steps done"
+    at = place(event.stack) or event.phase or "an unknown line"
+    return (f"in {in_words(op)} at {at}" if op else f"in no collective, at {at}") + f", {event.step} steps done"
 
 
 def on_hosts(state: RunState, numbers: Iterable[int]) -> str:
     """` on node1, node2`: the hosts of ranks; empty if the run has one host, or if they are not known."""
     known = {number: rank.host for number, rank in state.ranks.items() if rank.host}
     for event in state.nodes:
-        known |= {int(number): host for number, host in event["hosts"].items()}
+        known |= {int(number): host for number, host in event.hosts.items()}
     found = dict.fromkeys(known[number] for number in numbers if number in known)
     several = len(set(known.values())) > 1 or state.expected < state.world_size
     return f" on {', '.join(found)}" if found and several else ""

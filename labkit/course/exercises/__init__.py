@@ -15,7 +15,7 @@ from typing import Any
 
 from labkit.common.arguments import check_type, shown
 from labkit.common.text import escape
-from labkit.course.exercises.book import Book
+from labkit.course.exercises.book import Book, Noted
 from labkit.course.scores import ELSEWHERE, Score, scores
 from labkit.figures.tables import marked_html
 
@@ -176,8 +176,8 @@ class Progress:
             rows = []
             for short, each in exercises(topic).items():
                 name = f"{topic}.{short}"
-                noted = book.get(name, {})
-                rows.append((name, each.title, noted.get("tries", 0), noted.get("done", False)))
+                noted = book.get(name, Noted(tries=0, done=False))
+                rows.append((name, each.title, noted.tries, noted.done))
             labs.append((lab, tuple(rows)))
         found = scores(LABS.values())
         return cls(tuple(labs), tuple((lab, found[lab]) for lab in (*LABS.values(), ELSEWHERE) if lab in found))

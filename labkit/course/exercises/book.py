@@ -7,25 +7,19 @@ import os
 from itertools import count
 from pathlib import Path
 
-from typing_extensions import TypedDict
-
+from labkit.record.documents import decoded
+from labkit.record.events import Count, Recorded, parse
 from labkit.record.files import NotPlain, read_below
 from labkit.record.folder import RunFolder, runs_root
-from labkit.record.plain import parse
-from labkit.record.schema import shape_of
-from labkit.record.types.values import Count
 
 _MAX_BYTES = 1 << 20
 
 
-class Noted(TypedDict):
+class Noted(Recorded):
     """An exercise: the number of attempts, and whether it is done."""
 
     tries: Count
     done: bool
-
-
-_NOTED = shape_of(dict[str, Noted])
 
 
 class Book:
@@ -42,21 +36,21 @@ class Book:
     def read(self) -> dict[str, Noted]:
         """By exercise, what is noted."""
         try:
-            noted = parse(read_below(self._path.parent, self._path, _MAX_BYTES))
+            noted: dict[str, Noted] = decoded(
+                parse(read_below(self._path.parent, self._path, _MAX_BYTES)), dict[str, Noted]
+            )
+            return noted
         except FileNotFoundError:
             return {}
         except (NotPlain, ValueError):
-            noted = None
-        if _NOTED.check(noted):
-            return noted
-        aside = (self._path.with_suffix(f".unreadable{number or ''}.json") for number in count())
-        self._path.rename(next(path for path in aside if not os.path.lexists(path)))
-        return {}
+            aside = (self._path.with_suffix(f".unreadable{number or ''}.json") for number in count())
+            self._path.rename(next(path for path in aside if not os.path.lexists(path)))
+            return {}
 
     def note(self, name: str, done: bool) -> None:
         """Counts one attempt. An exercise that was done once stays done."""
         noted = self.read()
-        before = noted.get(name, {"tries": 0, "done": False})
-        noted[name] = {"tries": before["tries"] + 1, "done": before["done"] or done}
+        before = noted.get(name, Noted(tries=0, done=False))
+        noted[name] = Noted(before.tries + 1, before.done or done)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         RunFolder.write_json(self._path, noted)

@@ -8,7 +8,6 @@ from typing import Any
 from labkit.course.exercises import Exercise, Wrong
 from labkit.course.exercises.own import finished
 from labkit.course.exercises.published import pick_a_layout
-from labkit.plan.spec import Spec
 from labkit.prediction.scale.advice import Advice, advice
 from labkit.prediction.scale.asked import training
 
@@ -43,9 +42,9 @@ def _layout(answer: Any) -> str:
 
 def _twin(answer: Any) -> str:
     run = finished(answer)
-    if not run.state.spec.get("strategy"):
+    if not run.state.spec.strategy:
         raise Wrong("this run uses a script; choose a strategy instead")
-    spec = Spec.from_json(run.state.spec)
+    spec = run.state.spec.to_spec()
     if spec.workload != "gpt" or spec.options.get("size") != "10M" or spec.nproc != 4:
         size = f" of size {spec.options['size']}" if "size" in spec.options else ""
         raise Wrong(f"the run must train the gpt of size 10M on 4 ranks, got {spec.workload}{size} on {spec.nproc}")

@@ -10,7 +10,6 @@ from labkit.common.units import size
 from labkit.course.exercises import Exercise, Wrong, require_function, require_number
 from labkit.course.exercises.own import finished
 from labkit.course.exercises.published import pick_a_layout
-from labkit.plan.spec import Spec
 
 _SHARDED: dict[int, Callable[[float, int], float]] = {  # bytes per device, by stage, in mixed precision
     0: lambda parameters, devices: 16 * parameters,
@@ -74,7 +73,7 @@ _COUNTED = ("parameters", "gradients", "optimizer", "activations")
 
 def _fits(answer: Any) -> str:
     summary = _finished(answer)
-    spec = Spec.from_json(answer.state.spec)
+    spec = answer.state.spec.to_spec()
     if spec.workload != "cnn" or spec.nproc != 2:
         raise Wrong(f"the run must train the cnn on 2 ranks, got {spec.workload} on {spec.nproc}")
     if spec.global_batch < _MIN_BATCH:

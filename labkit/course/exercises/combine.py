@@ -35,10 +35,10 @@ def _hint(given: tuple, wanted: tuple[int, ...], sizes: tuple[int, ...]) -> str:
 
 def _machines(answer: Any) -> str:
     run = finished(answer)
-    spec, options = run.state.spec, run.state.spec.get("options") or {}
+    spec, options = run.state.spec, run.state.spec.options
     if run.state.world_size != 4:
         raise Wrong(f"the world size must be 4, got {run.state.world_size}")
-    strategy = f"the strategy of this run is {spec.get('strategy') or 'a script'}"
+    strategy = f"the strategy of this run is {spec.strategy or 'a script'}"
     stages, split = options.get("pp_size", 1), options.get("tp_size", 1)
     if stages == 1:
         raise Wrong(f"{strategy}: which axis sends only activations, and does this strategy have it?")

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from labkit.course.exercises import Exercise, Wrong
-from labkit.plan.spec import Spec
 from labkit.runs.handle import Run
 
 _DEVICES, _SAMPLES, _PIXELS, _CLASSES, _PARAMETERS = 4, 64, 28 * 28, 10, 669_706
@@ -75,13 +74,13 @@ def _same(answer: Any) -> str:
     for run in answer:
         if not run.state.over:
             raise Wrong(f"{run.name} has not ended yet; wait for it with .wait()")
-        if run.state.status["state"] != "finished":
+        if run.state.status.state != "finished":
             raise Wrong(f"{run.name} {run.words}; read its logs")
-        by_name[(run.state.spec or {}).get("strategy")] = run
+        by_name[run.state.spec.strategy] = run
     if set(by_name) != {"dp", "ddp"} or len(answer) != 2:
         raise Wrong(f"the runs must be one of dp and one of ddp, got {', '.join(map(str, by_name))}")
     for name, run in by_name.items():
-        spec = Spec.from_json(run.state.spec)
+        spec = run.state.spec.to_spec()
         if spec.global_batch != 96:
             raise Wrong(f"{name}: the global batch size must be 96, got {spec.global_batch} ({spec.batch_sentence})")
         if run.state.step < _STEPS:

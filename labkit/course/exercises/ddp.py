@@ -8,7 +8,6 @@ from typing import Any
 
 from labkit.course.exercises import Exercise, Wrong, require_function, result_of
 from labkit.course.exercises.own import finished
-from labkit.plan.spec import Spec
 
 _BATCH, _MIN_STEPS, _MIN_BUCKETS, _MAX_BUCKETS = 24, 12, 3, 4
 
@@ -64,11 +63,11 @@ def _shard(function: Any, order: list[int], rank: int, ranks: int) -> list[Any]:
 
 def _buckets(answer: Any) -> str:
     state = finished(answer).state
-    if (state.spec or {}).get("strategy") != "ddp" or state.world_size < 2:
+    if state.spec.strategy != "ddp" or state.world_size < 2:
         raise Wrong(f"the run must be DDP on at least two ranks, got {answer.name}")
     if any(found.name in ("same_samples", "no_set_epoch") for found in answer.findings()):
         raise Wrong("the ranks do not use each sample once per epoch; see the findings() of the run")
-    spec = Spec.from_json(state.spec)
+    spec = state.spec.to_spec()
     if spec.global_batch != _BATCH:
         raise Wrong(f"the global batch size must be {_BATCH}, got {spec.global_batch} ({spec.batch_sentence})")
     if state.step < _MIN_STEPS:

@@ -107,7 +107,7 @@ def _comeback(answer: Any) -> str:
     last, resumed = int(rank.steps.step[rank.first_step - 1]), int(rank.steps.step[rank.first_step])
     if resumed == 1:
         raise Wrong(f"after {last} steps the group started again at step 1; was there a checkpoint to resume from?")
-    if resumed - 1 < 2 * state.spec.get("save_every", 1):
+    if resumed - 1 < 2 * (state.spec.save_every or 1):
         raise Wrong(
             f"the group resumed from step {resumed - 1}, the first checkpoint; kill the rank after the second one"
         )

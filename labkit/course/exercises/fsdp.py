@@ -48,14 +48,14 @@ def _hint(given: float, units: tuple[int, ...], ranks: int, ahead: int, expected
 def _units(answer: Any) -> str:
     state = finished(answer).state
     spec = state.spec
-    if spec.get("strategy") != "fsdp":
-        raise Wrong(f"the strategy of this run must be fsdp (FSDP1), got {spec.get('strategy') or 'a script'}")
-    if spec["workload"] != "gpt" or spec["options"]["size"] != "1M":
+    if spec.strategy != "fsdp":
+        raise Wrong(f"the strategy of this run must be fsdp (FSDP1), got {spec.strategy or 'a script'}")
+    if spec.workload != "gpt" or spec.options.get("size") != "1M":
         raise Wrong("this run must train gpt with size=1M")
     seen = state.ranks[0].models
     if not seen:
         raise Wrong("this run recorded no model; run a few more steps")
-    units = seen[-1]["units"]
+    units = seen[-1].units
     if units == 1:
         raise Wrong("this run has only one unit: no module has as many parameters as the threshold")
     if units > _LAYERS + 1:

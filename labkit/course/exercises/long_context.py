@@ -29,7 +29,7 @@ def _chunks(answer: Any) -> str:
 
 def _bytes(answer: Any) -> str:
     run = finished(answer)
-    name, spec = run.state.spec.get("strategy") or "a script", run.state.asked
+    name, spec = run.state.spec.strategy or "a script", run.state.asked
     if spec is None or "keys_and_values" not in (STRATEGIES[name].traffic or ()):
         raise Wrong(f"this is a run of {name}: train gpt with context parallelism")
     if run.state.world_size != 4 or spec.batch_per_rank != 4 or spec.precision != "fp32":

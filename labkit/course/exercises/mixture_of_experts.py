@@ -33,7 +33,7 @@ def _slots(answer: Any) -> str:
 def _bytes(answer: Any) -> str:
     run = finished(answer)
     spec = run.state.asked
-    name = run.state.spec.get("strategy") or "a script"
+    name = run.state.spec.strategy or "a script"
     if spec is None or spec.workload_row.mixture is None or STRATEGIES[name].states != "experts":
         raise Wrong(f"this is a run of {name}: train the workload moe with expert parallelism")
     usual = {option.name: option.default for option in WORKLOADS[spec.workload].options}

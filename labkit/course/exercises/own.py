@@ -27,18 +27,18 @@ def a_run(answer: Any) -> Run:
 def finished(answer: Any) -> Run:
     """The answer, if it is a run that finished; otherwise `Wrong` with the state of the run in words."""
     run = a_run(answer)
-    if run.state.status["state"] != "finished":
+    if run.state.status.state != "finished":
         raise Wrong(f"the run {run.words}; read the logs of its ranks")
     return run
 
 
 def source(run: Run) -> str:
     """The current text of the learner's script; `Wrong` if labkit generated it, or if it cannot be read."""
-    script = run.state.spec.get("script")
+    script = run.state.spec.script
     if not script:
-        strategy = run.state.spec.get("strategy")
+        strategy = run.state.spec.strategy
         raise Wrong(f"this run used the generated {strategy} script; run the script that you have fixed")
-    path = (Path(run.folder.read_json(run.folder.plan).get("cwd", "")) / script).resolve()  # it may be a symbolic link
+    path = (Path(run.folder.read_launch().cwd) / script).resolve()  # it may be a symbolic link
     try:
         return read_below(path.parent, path, _MAX_SCRIPT).decode()
     except (OSError, UnicodeDecodeError):

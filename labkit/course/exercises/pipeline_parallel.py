@@ -58,9 +58,9 @@ def _first_wrong(given: list[str], wanted: list[str], stage: int, stages: int) -
 def _bubble(answer: Any) -> str:
     run = finished(answer)
     spec = run.state.spec
-    if spec.get("strategy") != "pp":
-        raise Wrong(f"the strategy of this run must be pp, got {spec.get('strategy') or 'a script'}")
-    ranks, options = run.state.world_size, spec["options"]
+    if spec.strategy != "pp":
+        raise Wrong(f"the strategy of this run must be pp, got {spec.strategy or 'a script'}")
+    ranks, options = run.state.world_size, spec.options
     if ranks != 2:
         raise Wrong(f"the world size must be 2, got {ranks}")
     schedule, micro_batches = options["schedule"], options["micro_batches"]
@@ -69,7 +69,7 @@ def _bubble(answer: Any) -> str:
     described = f"{schedule} with {micro_batches} micro-batches on 2 ranks has a bubble of {bubble:.0%} by formula"
     if bubble > _MAX_BUBBLE:
         raise Wrong(f"{described}, and the limit is {_MAX_BUBBLE:.0%}; what in the formula can you change?")
-    size = spec["batch_size"] // micro_batches
+    size = spec.batch_size // micro_batches
     divisors = [m for m in range(max(ranks, least(schedule, ranks)), micro_batches) if micro_batches % m == 0]
     if any(formula(ranks, fewer) <= _MAX_BUBBLE for fewer in divisors):
         raise Wrong(f"{described}, but its micro-batches of {size} are smaller than necessary: use fewer of them")

@@ -6,7 +6,6 @@ from typing import Any
 
 from labkit.course.exercises import Exercise, Wrong, require_number
 from labkit.course.exercises.own import finished
-from labkit.plan.spec import Spec
 
 
 def _steps(answer: Any) -> str:
@@ -22,12 +21,12 @@ def _steps(answer: Any) -> str:
 
 def _two(answer: Any) -> str:
     state = finished(answer).state
-    spec = state.spec or {}
-    if spec.get("strategy") != "ddp":
-        raise Wrong(f"the strategy of this run must be ddp, got {spec.get('strategy') or 'a script'}")
+    spec = state.spec
+    if spec.strategy != "ddp":
+        raise Wrong(f"the strategy of this run must be ddp, got {spec.strategy or 'a script'}")
     if state.world_size != 2:
         raise Wrong(f"the world size must be 2, got {state.world_size}")
-    batch = Spec.from_json(spec).global_batch
+    batch = spec.to_spec().global_batch
     if batch != 128:
         raise Wrong(f"the global batch size must be 128, got {batch}; how many samples does each rank take?")
     return "two ranks with 64 samples each: a step processes as many samples as on one device"

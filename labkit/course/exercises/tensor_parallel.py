@@ -58,17 +58,15 @@ def _shaped(shards: tuple, a: tuple[int, int], b: tuple[int, int], case: str) ->
 def _logits(answer: Any) -> str:
     run = finished(answer)
     spec = run.state.spec
-    if spec.get("strategy") != "tp" or spec.get("workload") != "gpt":
-        raise Wrong(
-            f"the run must train gpt with tp, got {spec.get('workload') or 'a script'} with {spec.get('strategy')}"
-        )
+    if spec.strategy != "tp" or spec.workload != "gpt":
+        raise Wrong(f"the run must train gpt with tp, got {spec.workload or 'a script'} with {spec.strategy}")
     if run.state.world_size != 2:
         raise Wrong(f"the world size must be 2, got {run.state.world_size}")
     entries = run.ledger()
     if not entries:
         raise Wrong("no step of this run was profiled; run at least 5 steps")
     gathered = sum(entry.measured for entry in entries if entry.op == "all_gather")
-    if gathered and not spec["options"].get("loss_parallel"):
+    if gathered and not spec.options.get("loss_parallel"):
         raise Wrong(f"a step still all-gathers {size(gathered)}; look for an option that concerns the loss")
     return (
         "each rank computes its part of the loss from its shard of the logits: 3 numbers per position are sent instead"

@@ -6,6 +6,7 @@ from typing import Any
 
 from labkit.course.exercises import Exercise, Wrong, require_function
 from labkit.course.exercises.own import a_run, source
+from labkit.record.events import Epoch, Save
 
 _STRAY = 2, 131  # the rank that called a different collective, and the line of the call
 _STATES = (  # as saved, and as the model itself names them
@@ -55,16 +56,16 @@ def _mend(answer: Any) -> str:
     if wrong:
         raise Wrong(f"still: {wrong[0].title} ({wrong[0].evidence})")
     state = run.state
-    if state.status["state"] != "finished":
+    if state.status.state != "finished":
         raise Wrong(f"the run {run.words} and did not finish")
     if state.world_size != 2 or "DistributedDataParallel" not in text:
         raise Wrong("the fixed script must still use DDP on two ranks")
     rank = state.ranks[0]
-    if len({epoch["set"] for epoch in rank.seen("epoch")}) < 2:
+    if len({epoch.set for epoch in rank.seen(Epoch)}) < 2:
         raise Wrong("the run must train for two epochs with different orders of samples")
     if "correct" not in run.logs(0):
         raise Wrong("rank 0 no longer prints the accuracy; fix the evaluation instead of removing it")
-    if not any(each.seen("save") for each in state.ranks.values()):
+    if not any(each.seen(Save) for each in state.ranks.values()):
         raise Wrong("the script no longer saves the model; one rank must save it")
     return (
         "different samples on each rank, a new order in each epoch, an evaluation on all ranks, and one file from one"

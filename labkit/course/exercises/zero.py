@@ -6,7 +6,6 @@ from typing import Any
 
 from labkit.course.exercises import Exercise, Wrong, require_function, result_of
 from labkit.course.exercises.own import finished
-from labkit.plan.spec import Spec
 
 _GB = 10**9
 _CASES = (  # parameters, ranks, bytes per device, and the lowest stage that fits with 2 + 2 + 12 bytes per parameter
@@ -45,9 +44,9 @@ def _stage(answer: Any) -> str:
 
 def _quarter(answer: Any) -> str:
     state = finished(answer).state
-    if not state.spec.get("strategy"):
+    if not state.spec.strategy:
         raise Wrong("this run uses a script; choose one of the strategies of this lab instead")
-    spec = Spec.from_json(state.spec)
+    spec = state.spec.to_spec()
     if spec.workload != "gpt":
         raise Wrong(f"the workload must be gpt, got {spec.workload}")
     whole = 4 * spec.workload_row.parameters(spec.options)

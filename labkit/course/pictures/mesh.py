@@ -175,12 +175,13 @@ def by_axis(run: Run, axes: Mapping[str, int]) -> dict[str, float]:
         raise ValueError(f"run {run.name} has no profiled step yet; wait for it with .wait()")
     along = {tuple(group): axis for axis in axes for group in groups(axes, axis)}
     sent = dict.fromkeys(axes, 0.0)
-    for op, _, _, count, _, ranks, _ in one["comm"]:
-        if op == "send":
-            axis, bytes_ = "pp", count or 0
+    for call in one.comm:
+        if call.op == "send":
+            axis, bytes_ = "pp", call.bytes or 0
         else:
-            axis, size = along.get(tuple(ranks or ()), "other"), len(ranks or ()) or run.state.world_size
-            bytes_ = _SHARES.get(op, 0) * (size - 1) / size * (count or 0)
+            ranks = call.ranks or []
+            axis, size = along.get(tuple(ranks), "other"), len(ranks) or run.state.world_size
+            bytes_ = _SHARES.get(call.op, 0) * (size - 1) / size * (call.bytes or 0)
         if bytes_:
             sent[axis] = sent.get(axis, 0.0) + bytes_
     return sent

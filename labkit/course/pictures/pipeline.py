@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -13,7 +13,6 @@ from labkit.training.strategies.pipelines import ONE_PER_STAGE, V_SHAPED, holder
 
 if TYPE_CHECKING:
     from labkit.plan.spec import Spec
-from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from labkit.analysis.clocks import ahead
@@ -22,6 +21,7 @@ from labkit.analysis.profiled import aligned, profiled_steps
 from labkit.course.pictures.canvas import SCALED, layout
 from labkit.figures import colours
 from labkit.figures.as_plotly import as_figure
+from labkit.record.events import Timeline
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -431,13 +431,13 @@ def measured(run: Run) -> Plan:
     backward.
     """
     state = run.state
-    if state.spec.get("strategy") != "pp":
-        raise ValueError(f"the strategy of run {run.name} must be pp, got {state.spec.get('strategy') or 'a script'}")
+    if state.spec.strategy != "pp":
+        raise ValueError(f"the strategy of run {run.name} must be pp, got {state.spec.strategy or 'a script'}")
     whole = [step for step in profiled_steps(state) if all(step in rank.timelines for rank in state.ranks.values())]
     usual = [step for step in whole if step >= USUAL] or whole
     if not usual:
         raise ValueError(f"run {run.name} has no step that all ranks profiled yet; wait for it with .wait()")
-    schedule, micro_batches = state.spec["options"]["schedule"], state.spec["options"]["micro_batches"]
+    schedule, micro_batches = state.spec.options["schedule"], state.spec.options["micro_batches"]
     plans = []
     for step in usual:
         found = {number: rank.timelines[step] for number, rank in sorted(state.ranks.items())}
@@ -461,19 +461,19 @@ def _computed(rule: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
     return [each for each in rule if not (halved and each[:2] == ("B", 0))]
 
 
-def _misses_halves(one: Mapping[str, Any], rule: list[tuple[str, int, int]]) -> bool:
+def _misses_halves(one: Timeline, rule: list[tuple[str, int, int]]) -> bool:
     """Whether the schedule splits backwards, and the timeline has fewer of them."""
-    measured = sum(name == "backward" for name, *_ in one["phases"])
+    measured = sum(name == "backward" for name, *_ in one.phases)
     return any(kind == "W" for kind, _, _ in rule) and measured < sum(kind != "F" for kind, _, _ in rule)
 
 
-def _seen(rank: int, one: Mapping[str, Any], shift: float, rule: list[tuple[str, int, int]]) -> Iterator[Slot]:
+def _seen(rank: int, one: Timeline, shift: float, rule: list[tuple[str, int, int]]) -> Iterator[Slot]:
     """The forwards and backwards of one rank's timeline, named in the order of the schedule."""
     turns = {
         "forward": (each for each in rule if each[0] == "F"),
         "backward": (each for each in rule if each[0] != "F"),
     }
-    for name, start, end in one["phases"]:
+    for name, start, end in one.phases:
         if name in turns:
             kind, stage, number = next(turns[name], (name[0].upper(), None, None))
             yield Slot(rank, kind, stage, number, 1000 * (start + shift), 1000 * (end + shift))

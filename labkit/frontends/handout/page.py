@@ -15,7 +15,7 @@ from markupsafe import Markup
 from labkit.common.atomic import MARK
 from labkit.common.text import visible_line
 from labkit.figures import colours
-from labkit.figures.as_plotly import CONFIG
+from labkit.figures.controls import CONFIG
 from labkit.frontends.handout.files import write
 from labkit.frontends.handout.plots import Plots, packed, plotly_js
 

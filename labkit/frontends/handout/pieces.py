@@ -47,7 +47,7 @@ def place(state: RunState) -> str:
     names = Counter(rank.device_name or "GPU" for rank in ranks if rank.device.startswith("cuda"))
     if names:
         return " + ".join(f"{count} × {name}" for name, count in names.items())
-    if any(rank.device == "cpu" for rank in ranks) or state.spec.get("device") == "cpu":
+    if any(rank.device == "cpu" for rank in ranks) or state.spec.device == "cpu":
         return f"{number} CPU rank{'' if number == 1 else 's'} (no GPU)"
     return f"{number} rank{'' if number == 1 else 's'}"
 
@@ -59,17 +59,15 @@ def day(seconds: float | None) -> str:
 
 def title(state: RunState) -> str:
     """A run in a few words: `ddp · cnn`, or the script's name."""
-    script = state.spec.get("script")
+    script = state.spec.script
     if script:
         return str(script).replace("\\", "/").rsplit("/", 1)[-1]
-    return " · ".join(str(state.spec[name]) for name in ("strategy", "workload") if state.spec.get(name))
+    return " · ".join(filter(None, (state.spec.strategy, state.spec.workload)))
 
 
 def facts(state: RunState, recorded: bool = False) -> str:
     """One line: the state of a run, where it ran and when."""
-    when = (
-        day(state.status["started"]) if isinstance(state.status.get("started"), (int, float)) else "at an unknown time"
-    )
+    when = day(state.status.started) if isinstance(state.status.started, (int, float)) else "at an unknown time"
     ran = f"recorded {when}, on {place(state)}" if recorded else f"ran on {place(state)}, {when}"
     return " · ".join(filter(None, (state.words, ran, state.note)))
 
@@ -77,7 +75,7 @@ def facts(state: RunState, recorded: bool = False) -> str:
 def logs(folder: RunFolder, state: RunState) -> str:
     """The output of each rank in a collapsible section; only the newest lines of long logs."""
     folds = [_log(folder, rank, stream) for rank in range(state.world_size) for stream in STREAMS]
-    if state.status.get("state") in ("failed", "lost"):
+    if state.status.state in ("failed", "lost"):
         folds.append(_text(folder.tail(folder.launcher_log, keep=_LINES), "torchrun", ""))
     return "".join(folds)
 
@@ -102,7 +100,7 @@ def _text(tail: LogTail, words: str, colour: str, empty: str = "") -> str:
 
 def script(folder: RunFolder, state: RunState) -> str:
     """The script that ran, or the name of a user's script that was not stored."""
-    own = state.spec.get("script")
+    own = state.spec.script
     text = _script_of(folder)
     if isinstance(text, NotPlain):
         return f"<p>The script is not shown: {escape(str(text))}.</p>"

@@ -7,10 +7,10 @@ from typing import Any
 
 from labkit.launch.job import Job
 from labkit.plan.spec import Spec, SpecError
+from labkit.record.documents import Guesses, SpecFields, plain
 from labkit.record.folder import RunFolder, runs_root
 from labkit.record.state import OVER
 from labkit.record.status import current
-from labkit.record.types.guess import Guesses
 
 _OF_A_MACHINE = ("device", "precision", "data_dir")  # fields that `Spec.on` sets for a machine
 
@@ -21,7 +21,7 @@ class RecordedRuns:
     def __init__(self, root: Path):
         self._root = root
         runs, self._unreadable = RunFolder.readable(RunFolder.all(root))
-        self._runs = [folder for folder in reversed(runs) if current(folder).get("state") in OVER]
+        self._runs = [folder for folder in reversed(runs) if current(folder).state in OVER]
         specs = {folder.name: _complete(folder.read_spec()) for folder in self._runs}
         self._asked = {folder.name: _asked(specs[folder.name], _text(folder)) for folder in self._runs}
 
@@ -73,12 +73,12 @@ def _asked(spec: dict[str, Any], text: str | None) -> dict[str, Any]:
     return spec | {"script": script and (text or Path(script).name), "resume": resume and run_of(Path(resume))}
 
 
-def _complete(spec: dict[str, Any]) -> dict[str, Any]:
+def _complete(spec: SpecFields) -> dict[str, Any]:
     """A recorded Spec with defaults for fields that its version did not have; unchanged if this version rejects it."""
     try:
-        return Spec.from_json(spec).to_json()
+        return spec.to_spec().to_json()
     except SpecError:
-        return spec
+        return plain(spec)
 
 
 def run_of(checkpoint: Path) -> str:

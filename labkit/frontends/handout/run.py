@@ -47,13 +47,13 @@ def run_page(folder: RunFolder) -> Page:
 
 def _recorded(folder: RunFolder) -> RunState:
     spec = folder.read_spec()
-    if not any(isinstance(spec.get(name), str) for name in ("strategy", "script")):
+    if spec.strategy is None and spec.script is None:
         missing = f"its {folder.spec.name} names neither a strategy nor a script"
         raise RunError(f"{folder.path} was not recorded by labkit: {missing}")
     follower = Follower(folder)
     follower.poll()
     state = follower.state
-    if not state.status:
+    if state.status.state == "ready":
         raise RunError(f"run {folder.name} was interrupted before it started: it has no {folder.status.name}")
     if not state.over:
         raise RunError(

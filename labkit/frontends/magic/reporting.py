@@ -8,7 +8,7 @@ import os
 from typing import Any
 
 from labkit.common.arguments import shown
-from labkit.record.events import REPORT
+from labkit.record.writer import REPORT
 
 DEEPEST = 8  # maximum nesting of lists
 MOST = 1_000  # maximum count of numbers in one value: the table of ranks is read by people

@@ -19,6 +19,7 @@ from labkit.common.units import ranks_in_words
 from labkit.figures import rank_colour
 from labkit.frontends.magic.cell import Cell, CellError
 from labkit.launch.job import LaunchError
+from labkit.record.documents import Failure
 from labkit.record.folder import STREAMS
 from labkit.record.logs import LogTail
 from labkit.record.state import RunState
@@ -281,7 +282,7 @@ class CellRun:
 
     def _title(self, state: RunState) -> tuple[str, str]:
         spec, status = self.cell.spec, state.status
-        name, ranks = status.get("state", "starting"), _ranks(spec.nproc, spec.device)
+        name, ranks = status.state, _ranks(spec.nproc, spec.device)
         if name in ("failed", "lost"):
             return self._failure(state), "bad"
         took = "" if state.seconds is None else f" after {state.seconds:.1f} s"
@@ -298,33 +299,42 @@ class CellRun:
         if failure is None:
             return state.words
         where = ""
-        for line in self._named(failure["traceback"]).splitlines():
+        for line in self._named(failure.traceback).splitlines():
             if line.strip().startswith("Cell, line "):
                 where = f" at line {line.split()[2].rstrip(',')} of the cell"
-        said = failure["type"] + (f": {failure['message']}" if failure["message"] else "")
-        return f"{ranks_in_words(failure['alike'], state.world_size)} failed{where}: {said}"
+        said = failure.type + (f": {failure.message}" if failure.message else "")
+        return f"{ranks_in_words(failure.alike, state.world_size)} failed{where}: {said}"
 
     def _outputs(self, state: RunState) -> tuple[RankOutput, ...]:
-        failure = state.failure or {"rank": None, "alike": [], "collateral": []}
+        failure = state.failure
         outputs = [self._output(rank, failure) for rank in range(self.cell.spec.nproc)]
-        return tuple(sorted(outputs, key=lambda one: one.rank != failure["rank"]))  # the first to fail comes first
+        return tuple(
+            sorted(outputs, key=lambda output: failure is None or output.rank != failure.rank)
+        )  # the first to fail comes first
 
-    def _output(self, rank: int, failure: dict[str, Any]) -> RankOutput:
+    def _output(self, rank: int, failure: Failure | None) -> RankOutput:
         texts, passed = {}, 0
         for stream in STREAMS:
             tail = self._tails.get((rank, stream))
             lines = [*tail.lines, *filter(None, [tail.partial])] if tail else []
             passed += tail.dropped if tail else 0
             texts[stream] = self._named("\n".join(lines))
-        aside = rank in failure["collateral"]
-        fate = f"terminated because rank {failure['rank']} failed" if aside else ""
-        fate = "failed first" if rank == failure["rank"] else fate
-        if len(failure["alike"]) > 1 and rank in failure["alike"]:
-            fate = "failed with the same error"
-        return RankOutput(rank, texts["stdout"], texts["stderr"], passed, fate, aside)
+        return RankOutput(rank, texts["stdout"], texts["stderr"], passed, *_fate(rank, failure))
 
     def _named(self, text: str) -> str:
         return text if self.run is None else self.cell.in_cell(text, self.run.folder.script)
+
+
+def _fate(rank: int, failure: Failure | None) -> tuple[str, bool]:
+    """What the failure of a run means for one of its ranks, and whether the rank was only terminated because of it."""
+    if failure is None:
+        return "", False
+    if len(failure.alike) > 1 and rank in failure.alike:
+        return "failed with the same error", False
+    if rank == failure.rank:
+        return "failed first", False
+    aside = rank in failure.collateral
+    return f"terminated because rank {failure.rank} failed" if aside else "", aside
 
 
 class Reports:

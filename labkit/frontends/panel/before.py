@@ -19,9 +19,9 @@ from labkit.figures.tables import guess_html, speed_html
 from labkit.frontends.panel.guess import GuessFields
 from labkit.frontends.panel.predict import Predict
 from labkit.plan.spec import Spec
+from labkit.record.documents import Plan
 from labkit.record.startup import is_starting, table
 from labkit.record.state import RunState
-from labkit.record.types.prediction import Plan
 
 _REFUSED = '<div class="labkit-notes"><p>This configuration cannot run; see the message above the Run button.</p></div>'
 _DEBOUNCE = 0.15  # seconds without another change after which the formulas are evaluated
@@ -93,7 +93,7 @@ def plan_html(spec: Spec, known: Plan | str | None = None, untimed: str = "") ->
     what = f"{spec.strategy_row.title} · {spec.workload} on {spec.data} · {counted(spec.processes, 'rank')}"
     if known and not isinstance(known, str):
         time = f"{_source(known)}, {step}." if (step := step_in_words(known)) else untimed
-        if why := known.get("untimed"):
+        if why := known.untimed:
             time = f"{why[0].upper()}{why[1:]}."
         how = f"{what}. Predicted {how_made(known)}, bytes at the peak. {time}"
         title, found = f"<p><b>Next run (predicted)</b> {escape(how)}</p>", Prediction(known)
@@ -106,7 +106,7 @@ def plan_html(spec: Spec, known: Plan | str | None = None, untimed: str = "") ->
 
 def _source(plan: Plan) -> str:
     """Where the time of a step comes from, in the few words for which there is room."""
-    return f"Modelled for {plan['time']['links']}" if plan["time"].get("modelled") else "By simulation"
+    return f"Modelled for {plan.time.links}" if plan.time and plan.time.modelled else "By simulation"
 
 
 def _by_formula(spec: Spec) -> tuple[str, str]:

@@ -14,8 +14,8 @@ import ipywidgets
 import traitlets
 
 from labkit import figures
-from labkit.figures.as_plotly import CONFIG
 from labkit.figures.as_svg import drawing
+from labkit.figures.controls import CONFIG
 from labkit.figures.model import Chart
 from labkit.frontends.panel.feed import Feed
 from labkit.frontends.panel.handshake import HandshakeWidget, program

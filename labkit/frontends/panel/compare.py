@@ -14,7 +14,7 @@ from labkit.frontends.panel.recorded import label
 from labkit.frontends.panel.words import sentence_html
 from labkit.plan.spec import SpecError
 from labkit.record.folder import RunFolder
-from labkit.record.replay import is_recorded, recorded_words
+from labkit.record.follow import is_recorded, recorded_words
 from labkit.runs.comparing import Comparing, plan
 from labkit.training.strategies import BASELINE, STRATEGIES
 

@@ -27,8 +27,7 @@ from labkit.plan.settling import check_available
 from labkit.plan.spec import Spec, SpecError
 from labkit.record.documents import Unreadable
 from labkit.record.folder import RunFolder
-from labkit.record.follow import Follower
-from labkit.record.replay import Recording, recorded_words
+from labkit.record.follow import Follower, Recording, recorded_words
 from labkit.record.state import RunState
 from labkit.runs.handle import Run, start
 from labkit.runs.notebook import headless, in_notebook

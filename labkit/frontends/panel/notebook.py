@@ -9,8 +9,9 @@ from labkit import figures
 from labkit.analysis.diagnose import findings
 from labkit.analysis.ledger import ledger
 from labkit.analysis.summary import summarise
-from labkit.figures.as_plotly import CONFIG
+from labkit.figures.controls import CONFIG
 from labkit.figures.tables import findings_html, ledger_html, ranks_html
+from labkit.record.documents import plain
 from labkit.record.state import RunState
 
 
@@ -52,4 +53,4 @@ def figures_bundle(name: str, state: RunState) -> dict[str, Any]:
 def table_bundle(name: str, state: RunState) -> dict[str, Any]:
     """A run's findings, its table of ranks and its communication ledger."""
     html = findings_html(findings(state)) + ranks_html(name, state) + ledger_html(ledger(state))
-    return {"text/html": html, "text/plain": json.dumps(summarise(state, name), indent=2)}
+    return {"text/html": html, "text/plain": json.dumps(plain(summarise(state, name)), indent=2)}

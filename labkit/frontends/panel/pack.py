@@ -15,7 +15,7 @@ from labkit.engines.job_files import profile
 from labkit.engines.portable import of_run, of_spec
 from labkit.frontends.panel.words import sentence_html
 from labkit.plan.spec import Spec
-from labkit.record.replay import Recording
+from labkit.record.follow import Recording
 
 _HINT = "Write script, torchrun commands, batch files and requirements to a zip that runs without labkit"
 

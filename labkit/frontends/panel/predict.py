@@ -15,7 +15,7 @@ from labkit.prediction.devices import ACCELERATED, DEVICES, HERE
 from labkit.prediction.predict import cached, predict
 from labkit.prediction.timing import modelled, timed
 from labkit.prediction.tracer import TRACER, Cancelled, TraceFailed
-from labkit.record.types.prediction import Plan
+from labkit.record.documents import Plan
 
 _TITLE, _BUSY = "Predict", "Predicting…"
 _HINT = "Predict the memory, traffic and time of a step of every rank, without running the script"
@@ -118,7 +118,7 @@ class Predict:
             plan = predict(asked, cancel.is_set)
             if machine != HERE:
                 self._elsewhere = spec, machine, modelled(asked, plan, DEVICES[machine], cancel.is_set)
-            elif plan["method"] == "formula":
+            elif plan.method == "formula":
                 self._failed = spec, f"Predicted {how_made(plan)}."
             else:
                 self._time(spec, plan, cancel)

@@ -13,9 +13,10 @@ import ipywidgets
 from labkit.common.arguments import check_path
 from labkit.common.text import escape, visible, visible_line
 from labkit.plan.spec import Spec, SpecError
+from labkit.record.documents import SpecFields
 from labkit.record.files import NotPlain
 from labkit.record.folder import RunFolder
-from labkit.record.replay import Recording, is_recorded, recorded_words
+from labkit.record.follow import Recording, is_recorded, recorded_words
 from labkit.record.status import current
 from labkit.training.strategies import STRATEGIES
 from labkit.training.workloads import WORKLOADS
@@ -115,7 +116,7 @@ def find(name: str | os.PathLike[str]) -> RunFolder:
 def spec_of(folder: RunFolder) -> Spec | None:
     """The Spec of a run; None if a newer version wrote fields that are unknown here."""
     try:
-        return Spec.from_json(folder.read_spec())
+        return folder.read_spec().to_spec()
     except SpecError:
         return None
 
@@ -123,9 +124,9 @@ def spec_of(folder: RunFolder) -> Spec | None:
 def _what(folder: RunFolder) -> str:
     """Describes a run: `DDP: CNN on digits, 2 ranks`."""
     asked = folder.read_spec()
-    strategy, workload = STRATEGIES.get(asked.get("strategy")), WORKLOADS.get(asked.get("workload"))
-    what = strategy.title if strategy else Path(str(asked.get("script") or folder.name)).name
-    on = f": {workload.title.partition(':')[0]} on {asked.get('data') or workload.data[0]}" if workload else ""
+    strategy, workload = STRATEGIES.get(asked.strategy), WORKLOADS.get(asked.workload)
+    what = strategy.title if strategy else Path(str(asked.script or folder.name)).name
+    on = f": {workload.title.partition(':')[0]} on {asked.data or workload.data[0]}" if workload else ""
     return f"{what}{on}, {_ranks(asked)}"
 
 
@@ -134,14 +135,14 @@ def label(folder: RunFolder) -> str:
     if why := folder.trouble():
         return visible_line(f"{folder.name} · unreadable: {why}")
     asked, status = folder.read_spec(), current(folder)
-    when = time.strftime("%d %b %H:%M", time.localtime(status["started"])) if status.get("started") else folder.name
-    strategy = STRATEGIES.get(asked.get("strategy"))
-    what = strategy.title if strategy else Path(str(asked.get("script") or folder.name)).name
-    return visible_line(f"{when} · {what} · {_ranks(asked)} · {status.get('state', 'over')}")
+    when = time.strftime("%d %b %H:%M", time.localtime(status.started)) if status.started else folder.name
+    strategy = STRATEGIES.get(asked.strategy)
+    what = strategy.title if strategy else Path(str(asked.script or folder.name)).name
+    return visible_line(f"{when} · {what} · {_ranks(asked)} · {'over' if status.state == 'ready' else status.state}")
 
 
-def _ranks(asked: dict[str, Any]) -> str:
-    number = asked.get("nproc") or 1
+def _ranks(asked: SpecFields) -> str:
+    number = asked.nproc or 1
     return f"{number} rank" + ("" if number == 1 else "s")
 
 

@@ -19,11 +19,10 @@ from labkit.frontends.panel.logs import Logs
 from labkit.frontends.panel.profiled import MemoryTab, TimelineTab
 from labkit.frontends.panel.words import finding_html, progress_html, sentence_html, state_html, tone_of
 from labkit.plan.spec import Spec
+from labkit.record.documents import Plan, SpecFields
 from labkit.record.folder import RunFolder
-from labkit.record.follow import Follower, Source
-from labkit.record.replay import Recording
+from labkit.record.follow import Follower, Recording, Source
 from labkit.record.state import RunState
-from labkit.record.types.prediction import Plan
 
 _READ = 0.1  # seconds between two reads of the run folder
 _REDRAW = 0.25  # seconds between two redraws
@@ -124,7 +123,7 @@ class RunView:
     def preview(self, spec: Spec) -> None:
         """Shows empty charts for a run that has not started, and its expected memory and traffic."""
         state = RunState()
-        state.apply({"kind": "spec", "spec": spec.to_json()})
+        state.apply(SpecFields.of(spec))
         self._job, self._recorded, self._stopping = None, False, False
         self._begin(state)
         self.plan(spec)
@@ -136,8 +135,8 @@ class RunView:
     def _predicted(self, spec: Spec, plan: Plan) -> None:
         """Adds the prediction of a run that has not started to its empty charts, if these are shown."""
         with self._lock:
-            if self._job is None and self.state.spec == spec.to_json():
-                self.state.apply({"kind": "prediction", "prediction": plan})
+            if self._job is None and self.state.spec == SpecFields.of(spec):
+                self.state.apply(plan)
                 self._draw()
 
     def follow(self, job: Job) -> None:

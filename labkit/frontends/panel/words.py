@@ -23,7 +23,7 @@ def state_html(words: str, tone: str) -> str:
 
 def tone_of(state: RunState) -> str:
     """The tone (colour class) of a run's state."""
-    return _TONES.get(state.status.get("state", "ready"), "waiting")
+    return _TONES.get(state.status.state, "waiting")
 
 
 def progress_html(state: RunState) -> str:
@@ -53,7 +53,7 @@ def _clock(seconds: float) -> str:
 def finding_html(state: RunState) -> str:
     """The most severe finding in one line; empty if there is none."""
     first = next(iter(findings(state)), None)
-    if first is None and state.status.get("state") in ("failed", "lost"):
+    if first is None and state.status.state in ("failed", "lost"):
         return sentence_html(state.words)
     if first is None:
         return ""

@@ -42,13 +42,14 @@ from labkit.figures.profiled import timeline
 from labkit.figures.scaling import Scaled
 from labkit.frontends.console import Console
 from labkit.launch.leases import Ticket, devices, duration
-from labkit.record.columns import RankState
-from labkit.record.events import PHASES
+from labkit.record.documents import Summary, UnreadableRun
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Source, polled
+from labkit.record.ranks import RankState
 from labkit.record.startup import in_words, is_starting, newest
 from labkit.record.startup import table as startup_rows
 from labkit.record.state import RunState
+from labkit.record.writer import PHASES
 from labkit.runs.comparing import Comparing
 
 # ---- what the tables of the terminal have in common
@@ -94,7 +95,7 @@ def formatted(value: float | None, form: str) -> str:
 # ---- tables of several runs in the terminal
 
 
-def runs_table(rows: Sequence[dict]) -> RenderableType:
+def runs_table(rows: Sequence[Summary | UnreadableRun]) -> RenderableType:
     """A table of recorded runs from their summaries, newest last, followed by the reasons why some cannot be read."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name, justify in (
@@ -108,15 +109,15 @@ def runs_table(rows: Sequence[dict]) -> RenderableType:
     for name in ("seconds", "samples/s", "loss", "accuracy"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        if row["state"] == "unreadable":
-            table.add_row(*(Text(visible_line(cell)) for cell in (row["run"], "unreadable")), style="yellow")
+        if isinstance(row, UnreadableRun):
+            table.add_row(*(Text(visible_line(cell)) for cell in (row.run, "unreadable")), style="yellow")
             continue
-        what = row["workload"] or Path(row["script"] or "").name
-        figures = (formatted(row["seconds"]["total"], ".1f"), formatted(row["samples_per_second"], ",.0f"))
-        figures += (formatted(row["loss"], ".4f"), formatted(row["accuracy"], ".1%"))
-        cells = (row["run"], row["state"], what, str(row["world_size"]), str(row["steps"]), *figures)
-        table.add_row(*(Text(visible_line(cell)) for cell in cells), style=None if row["state"] != "failed" else "red")
-    reasons = [f"{row['run']} cannot be read: {row['reason']}" for row in rows if row["state"] == "unreadable"]
+        what = row.workload or Path(row.script or "").name
+        figures = (formatted(row.seconds.total, ".1f"), formatted(row.samples_per_second, ",.0f"))
+        figures += (formatted(row.loss, ".4f"), formatted(row.accuracy, ".1%"))
+        cells = (row.run, row.state, what, str(row.world_size), str(row.steps), *figures)
+        table.add_row(*(Text(visible_line(cell)) for cell in cells), style=None if row.state != "failed" else "red")
+    reasons = [f"{row.run} cannot be read: {row.reason}" for row in rows if isinstance(row, UnreadableRun)]
     return Group(table, *(Text(visible_line(reason), style="yellow") for reason in reasons))
 
 
@@ -252,7 +253,7 @@ def view(state: RunState, folder: RunFolder, height: int | None = None) -> Rende
 
 def _head(state: RunState, folder: RunFolder) -> RenderableType:
     spec = state.asked
-    device = {"cpu": "CPU ", "cuda": "GPU "}.get(state.spec.get("device"), "")
+    device = {"cpu": "CPU ", "cuda": "GPU "}.get(state.spec.device, "")
     ranks = f"{state.world_size} {device}rank{'s' if state.world_size > 1 else ''}"
     if spec is None:
         title, batch = f"{Path(state.spec.get('script') or folder.name).name} · {ranks}", state.note
@@ -265,7 +266,7 @@ def _head(state: RunState, folder: RunFolder) -> RenderableType:
 
 
 def _progress(state: RunState) -> RenderableType:
-    style = _STYLES.get(state.status.get("state", ""), "bold cyan")
+    style = _STYLES.get(state.status.state, "bold cyan")
     words = Text.assemble("● ", visible_line(state.words), style=style, no_wrap=True, overflow="ellipsis")
     figures = Text(" · ".join(_figures_of_run(state)), no_wrap=True, overflow="ellipsis")
     total = state.total_steps

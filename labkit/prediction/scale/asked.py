@@ -16,7 +16,7 @@ from labkit.prediction.links import Modelled
 from labkit.prediction.own_machine import machine_of
 from labkit.prediction.scale.advice import MOST_DEVICES
 from labkit.prediction.scale.frameworks import DEFAULT_FRAMEWORK, FRAMEWORKS
-from labkit.prediction.scale.layouts import ALONE, LOSSES, RECOMPUTED, SHARDINGS, Layout, Sharding
+from labkit.prediction.scale.layouts import ALONE, LOSSES, RECOMPUTED, SHARDINGS, TRAINED, Layout, Sharding
 from labkit.prediction.scale.model import ATTENTIONS, Model
 from labkit.prediction.scale.shapes import of_config, of_parameters, of_workload
 from labkit.prediction.scale.training import Training
@@ -80,7 +80,7 @@ _STAGES = {"0": "ddp", "1": "zero1", "2": "zero2", "3": "fsdp"}
 _SCHEDULES = ("1f1b", "interleaved")
 FIELDS = (
     *(*_DEGREES, "zero", "sharding", "micro_batch", "micro_batches", "schedule", "chunks", "recompute", "compile"),
-    *("precision", "framework", "async_tp", "loss", "offload"),
+    *("precision", "framework", "async_tp", "loss", "offload", "trained"),
 )
 _REFUSED = {
     "ep": "mixtures of experts are not modelled, only dense models",
@@ -136,6 +136,7 @@ def laid(value: Any, **asked: Any) -> tuple[Training, Layout]:
         asynchronous=_switch(said, "async_tp", False),
         loss=check_choice("layout: loss", said.get("loss", LOSSES[0]), LOSSES),
         offload=_switch(said, "offload", False),
+        trained=check_choice("layout: trained", said.get("trained", TRAINED[0]), TRAINED),
         framework=framework,
     )
     if found.offload and found.recompute != "full":

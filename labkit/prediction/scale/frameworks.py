@@ -53,6 +53,7 @@ class Framework:
     - `call`: seconds that a tensor-parallel collective costs besides its transfer, in split or delayed matrix products;
       `hidden`: the part of its transfer that overlaps with computation, without and with asynchronous tensor
       parallelism.
+    - `sharding` (a row of the table of shardings) and `recompute`: what its runs use if nothing else is said.
     - `chunks`: stages of a pipeline rank, if the layout does not say; `balanced`: stages have equal costs with the
       head, instead of equal numbers of layers; `least_micro_batches`: whether a pipeline needs at least as many
       micro-batches as stages less one.
@@ -92,6 +93,8 @@ class Framework:
     balanced: bool = False
     least_micro_batches: bool = False
     keeps_gathered: bool = False
+    sharding: str = "ddp"
+    recompute: str = "none"
     fitted: bool = False
     counts_recomputation: bool = False
 
@@ -105,6 +108,8 @@ _TORCHTUNE = Framework(
     states=PURE_STATES,
     passes=(3.0, 0.8),
     fused=0.75,
+    sharding="fsdp",
+    recompute="full",
     fitted=True,
 )
 
@@ -155,6 +160,7 @@ FRAMEWORKS: dict[str, Framework] = {
             usable=0.96,
             keeps_gathered=True,
             fitted=True,
+            sharding="fsdp",
         ),
         Framework(
             "megatron",
@@ -186,6 +192,7 @@ FRAMEWORKS: dict[str, Framework] = {
             logits=6,
             usable=0.95,
             fitted=True,
+            sharding="fsdp",
         ),
         Framework(
             "fms-fsdp",
@@ -194,25 +201,34 @@ FRAMEWORKS: dict[str, Framework] = {
             states=PURE_STATES,
             passes=(1.9, 1.6),
             selective=(0.33, 0.67),
+            sharding="fsdp",
         ),
         _TORCHTUNE,
         replace(
             _TORCHTUNE,
             name="torchtune-step-in-backward",
             title="torchtune, optimizer step in backward",
-            states={**PURE_STATES, "gradients": 0},
+            states={**PURE_STATES, "gradients": 0.5},
         ),
         replace(
             _TORCHTUNE,
             name="torchtune-8bit",
             title="torchtune, optimizer step in backward, 8-bit AdamW",
-            states={**PURE_STATES, "gradients": 0, "optimizer": 2},
+            states={**PURE_STATES, "gradients": 0.5, "optimizer": 2},
         ),
-        Framework("litgpt", "LitGPT", "Lightning-AI/litgpt: FSDP with 32-bit shards", states=FSDP_STATES, reduced=4),
+        Framework(
+            "litgpt",
+            "LitGPT",
+            "Lightning-AI/litgpt: FSDP with 32-bit shards",
+            states=FSDP_STATES,
+            reduced=4,
+            sharding="fsdp",
+        ),
         Framework(
             "deepspeed",
             "DeepSpeed",
             "microsoft/DeepSpeed: ZeRO in 16 bits with 32-bit states, alone or with Megatron-LM",
+            sharding="zero1",
             counts_recomputation=True,
         ),
         Framework(
@@ -225,7 +241,9 @@ FRAMEWORKS: dict[str, Framework] = {
             scores=(75, 32),
             fitted=True,
         ),
-        Framework("olmo", "OLMo", "allenai/OLMo: FSDP with 32-bit shards", states=FSDP_STATES, reduced=4),
+        Framework(
+            "olmo", "OLMo", "allenai/OLMo: FSDP with 32-bit shards", states=FSDP_STATES, reduced=4, sharding="fsdp"
+        ),
     )
 }
 DEFAULT_FRAMEWORK = "pytorch"

@@ -111,6 +111,7 @@ def stages(model: Model, pipeline: int, balanced: bool) -> tuple[Stage, ...]:
 
 RECOMPUTED = ("none", "selective", "full")
 LOSSES = ("whole", "chunked")
+TRAINED = ("all", "lora", "qlora")
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,8 @@ class Layout:
       says). `chunks`: stages per pipeline rank, more than one in an interleaved schedule.
     - `compiled`: by torch.compile; `asynchronous`: tensor-parallel transfers overlap with matrix products; `loss`:
       logits of all tokens at once (`whole`) or of some after another (`chunked`). `offload`: the inputs of recomputed
-      layers wait in the memory of the host.
+      layers wait in the memory of the host. `trained`: all parameters, or low-rank adapters of frozen matrices in 16
+      (`lora`, Hu et al. 2021) or 4 bits (`qlora`, Dettmers et al. 2023).
     """
 
     sharding: Sharding
@@ -140,6 +142,7 @@ class Layout:
     asynchronous: bool = False
     loss: str = "whole"
     offload: bool = False
+    trained: str = "all"
     framework: Framework = FRAMEWORKS[DEFAULT_FRAMEWORK]
 
     @property

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from labkit.analysis.theory.states import RECIPES, States
 from labkit.prediction.scale.layouts import Layout, Stage, stages
@@ -10,6 +11,7 @@ from labkit.prediction.scale.model import Model
 from labkit.prediction.scale.training import Training
 
 _CHUNKS = 8  # of the logits, with a chunked loss (torchtune's default)
+_FOUR_BITS = 0.5 + 0.127 / 8  # bytes of a parameter
 _PREFETCHED = 2  # layers whose inputs are on the device, if those of all others wait on the host
 
 
@@ -60,16 +62,30 @@ def memory(training: Training, layout: Layout) -> Memory:
     return max((_of_stage(training, layout, every[rank], rank) for rank in asked), key=lambda one: one.total)
 
 
+def bytes_per_parameter(training: Training, layout: Layout) -> Mapping[str, float]:
+    """The bytes of each owner per parameter. Frozen parameters have neither gradients nor states of an optimizer, and
+    those of low-rank adapters, less than a hundredth of the parameters, do not count. In 4 bits, a parameter has 0.5
+    bytes and its part of the constants of blocks of 64, quantized themselves (Dettmers et al. 2023, section 3)."""
+    states = layout.framework.states if training.recipe == "mixed" else RECIPES["fp32"]
+    if layout.trained == "all":
+        return states
+    return {"parameters": {"lora": training.wide, "qlora": _FOUR_BITS}[layout.trained], "gradients": 0, "optimizer": 0}
+
+
 def _of_stage(training: Training, layout: Layout, stage: Stage, rank: int) -> Memory:
     model, framework, tensor, wide = training.model, layout.framework, layout.tensor, training.wide
     numbers = numbers_of(model, stage, tensor)
-    bytes_of = framework.states if training.recipe == "mixed" else RECIPES["fp32"]
+    bytes_of = bytes_per_parameter(training, layout)
     states = States(
         *(
             bytes_of[owner] * numbers / (layout.shards if owner in layout.sharding.owners else 1)
             for owner in ("parameters", "gradients", "optimizer")
         )
     )
+    if layout.trained == "qlora":  # embedding and head are not quantized
+        ends = numbers - stage.layers * model.of_layer(tensor)
+        more = (wide - _FOUR_BITS) * ends / (layout.shards if "parameters" in layout.sharding.owners else 1)
+        states = replace(states, parameters=states.parameters + more)
     copies, gathered, reduced = layout.sharding.buffers
     unit = max(model.of_layer(tensor), model.before(tensor) * stage.first, model.after(tensor) * stage.last)
     gradient = min(bytes_of["gradients"], wide) if gathered else bytes_of["gradients"]

@@ -116,7 +116,7 @@ def of_row(row: Mapping[str, str], line: int = 0) -> Published:
 _links = cache(communication)
 
 _NOT_MODELLED = {
-    r"lora": "adapters are not modelled, only trainings of all parameters",
+    r"(?<!lora )adapters?\b(?! \(lora)|\bprefix|prompt.tuning": "adapters other than LoRA are not modelled",
     r"cpu offload|offload(ed)? (of )?(the )?(optimizer|param)": "offloading of model states to the CPU is not modelled",
     r"not packed": "samples are padded, and how many of the tokens are padding is not said",
     r"\bmoe\b|expert|\bep\b": "mixtures of experts are not modelled",
@@ -163,10 +163,11 @@ def _whole(row: Mapping[str, str], name: str) -> int | None:
     """The number in a cell; None if it is empty."""
     if not row[name]:
         return None
-    found = re.fullmatch(r"([0-9][0-9,]*)(\.0+)?", row[name])
-    if not found or int(found[1].replace(",", "")) < 1:
+    found = re.fullmatch(r"([0-9][0-9,]*)(?:\.0+)?( ?k)?", row[name], re.IGNORECASE)
+    number = int(found[1].replace(",", "")) * (1024 if found[2] else 1) if found else 0
+    if number < 1:
         raise ValueError(f"{name} is {row[name]!r}, which is not a positive integer")
-    return int(found[1].replace(",", ""))
+    return number
 
 
 # ---- the machine
@@ -218,7 +219,7 @@ _FRAMEWORKS = (  # words in source or model, framework
     (r"foundry|mosaic", "llm-foundry"),
     (r"fms", "fms-fsdp"),
     (r"litgpt|lit-gpt|lightning", "litgpt"),
-    (r"bloom|deepspeed|zero", "deepspeed"),
+    (r"bloom|deepspeed", "deepspeed"),
     (r"llama 3 \(production\)", "llama3"),
     (r"megatron|korthikanti|narayanan", "megatron"),
     (r"nanogpt", "nanogpt"),
@@ -230,7 +231,7 @@ _SHARDINGS = (  # words in the strategy, row of the table of shardings
     (r"zero.?2|shard_grad_op", "zero2"),
     (r"hsdp|hybrid", "hsdp"),
     (r"zero.?3|fsdp|full_shard", "fsdp"),
-    (r"ddp|\bdp\b|tp", "ddp"),
+    (r"ddp|\bdp\b", "ddp"),
 )
 _PRECISIONS = (
     (r"(float|fp)_?8", "fp8"),
@@ -240,6 +241,10 @@ _PRECISIONS = (
     (r"32", "fp32"),
 )
 _RECOMPUTED = ((r"selective|\bsac\b|[0-9]/[0-9]", "selective"), (r"full|true|yes|\bac\b|\bon\b", "full"))
+
+
+def _recomputed(text: str, usual: str) -> str:
+    return _choice(_RECOMPUTED, text, "none") if text else usual
 
 
 def _choice(table: Sequence[tuple[str, str]], text: str, default: str) -> str:
@@ -267,18 +272,19 @@ def _layout(row: Mapping[str, str], model: Model, machine: Device) -> tuple[Layo
     interleaved = re.search(r"([0-9]+) interleaved", words)
     chunks = int(interleaved[1]) if interleaved else 2 if "interleaved" in words else framework.chunks
     layout = Layout(
-        *_sharding(row, data, data * degrees["cp"], degrees["tp"], machine),
+        *_sharding(row, data, data * degrees["cp"], degrees["tp"], machine, framework.sharding),
         tensor=degrees["tp"],
         pipeline=degrees["pp"],
         context=degrees["cp"],
         micro_batch=micro_batch,
         micro_batches=micro_batches,
-        recompute=_choice(_RECOMPUTED, row["activation_checkpointing"], "none"),
+        recompute=_recomputed(row["activation_checkpointing"], framework.recompute),
         chunks=chunks if degrees["pp"] > 1 else 1,
         compiled="compile" in words,
         asynchronous="async" in words,
         loss="chunked" if "chunked" in words else "whole",
         offload="offload" in words,
+        trained="qlora" if re.search("qlora|nf4|4-?bit", words) else "lora" if "lora" in words else "all",
         framework=framework,
     )
     assert machine.accelerator
@@ -287,7 +293,7 @@ def _layout(row: Mapping[str, str], model: Model, machine: Device) -> tuple[Layo
     return layout, precision, sequence, data * micro_batch * micro_batches
 
 
-_CUMULATIVE = ("compile", "chunked", "activation checkpointing", "step in backward", "offloading", "8-bit")
+_CUMULATIVE = ("compile", "chunked", "activation checkpointing", "step in backward", "offloading", "8-bit", "lora")
 
 
 def _strategy(row: Mapping[str, str]) -> str:
@@ -300,12 +306,12 @@ def _strategy(row: Mapping[str, str]) -> str:
 
 
 def _sharding(
-    row: Mapping[str, str], data: int, synced: int, tensor: int, machine: Device
+    row: Mapping[str, str], data: int, synced: int, tensor: int, machine: Device, usual: str
 ) -> tuple[Sharding, int, int]:
     """The sharding, the data-parallel ranks, and the ranks that share the states."""
     if synced == 1:
         return ALONE, data, 1
-    found = SHARDINGS[_choice(_SHARDINGS, row["strategy"], "ddp")]
+    found = SHARDINGS[_choice(_SHARDINGS, row["strategy"], usual)]
     shards = min(synced, max(1, machine.per_node // tensor)) if found.across else synced
     return found, data, shards
 

@@ -29,14 +29,15 @@ from math import exp, log2
 
 from labkit.prediction.scale.frameworks import Framework
 from labkit.prediction.scale.layouts import Layout, Stage
-from labkit.prediction.scale.memory import Memory, memory, numbers_of, stages_of
+from labkit.prediction.scale.memory import Memory, bytes_per_parameter, memory, numbers_of, stages_of
 from labkit.prediction.scale.training import Training
-from labkit.record.ring import sent
+from labkit.record.writer import sent
 
 AXES = ("data", "tensor", "context", "pipeline")
 
 LENGTH = 1000.0  # positions: attention reaches s / (s + LENGTH) of its rate
 HEAD, NARROW = 128, 0.2  # numbers per head at which attention has its rate, which falls with a power of smaller heads
+FROZEN = 1.15  # products of backward, relative to forward, if only low-rank adapters are trained: an assumption
 BACKWARD = 2.5  # times the FLOPs of forward in fused attention, which computes the scores again (Dao et al. 2022)
 NEARLY_FULL = 0.9  # of a device, from which on its allocator may have to free and allocate again in every step
 _SHARP, _SHARP_ACROSS = 12, 2.0  # order of the norm that joins computing and launching: nearly the maximum, unless
@@ -88,8 +89,10 @@ class Estimate:
 
     @property
     def flops_per_device(self) -> float:
-        """FLOP/s that the model needs, per device; recomputation does not count."""
+        """FLOP/s that the model needs, per device; recomputation does not count, and without gradients of frozen
+        matrices, backward has half of the FLOPs."""
         each = self.training.model.training_flops(self.training.sequence)
+        each *= 1 if self.layout.trained == "all" else 2 / 3
         return each * self.tokens_per_second / self.training.devices
 
     @property
@@ -262,7 +265,9 @@ class _Step:
         moved = training.wide * self.tokens / layout.tensor * model.moved / self.bandwidth
         moved *= self.framework.passes[layout.compiled] * training.casts
         attention = self._attention
-        return products + attention + moved / 3, 2 * products + self._attention_backward * attention + 2 * moved / 3
+        frozen = layout.trained != "all"  # no gradients of matrices
+        backward = (FROZEN if frozen else 2) * products + self._attention_backward * attention + 2 * moved / 3
+        return products + attention + moved / 3, backward
 
     @property
     def _attention_backward(self) -> float:
@@ -308,7 +313,10 @@ class _Step:
         return seconds
 
     def _optimizer(self) -> float:
-        states, layout = self.framework.states, self.layout
+        layout = self.layout
+        states = bytes_per_parameter(self.training, layout)
+        if layout.trained != "all":
+            return 0.0
         shards = layout.shards if "optimizer" in layout.sharding.owners else 1
         moved = states["gradients"] + 2 * (states["parameters"] + states["optimizer"])
         most = numbers_of(self.model, self._most, layout.tensor)
@@ -331,13 +339,15 @@ class _Step:
         layout = self.layout
         sharding, count = layout.sharding, layout.micro_batches
         forward_calls, backward_calls, once_calls = sharding.forward, sharding.backward, sharding.once
+        if layout.trained != "all":  # only gathers of frozen parameters
+            backward_calls, once_calls = tuple(call for call in backward_calls if call == "all_gather"), ()
         if layout.keeps_gathered:
             once_calls = (*forward_calls, "reduce_scatter", *once_calls)
             forward_calls = backward_calls = ()
         gathers = self._units(forward_calls, count)
         often = self._units(backward_calls, count)
         once = self._units(once_calls, 1)
-        after = self.framework.regathered * self._units(sharding.after, 1)[1]
+        after = self.framework.regathered * self._units(sharding.after, 1)[1] if layout.trained == "all" else 0.0
         ahead = 1 - 1 / max(1, self._most.layers)  # the part of a direction that overlaps with that of other layers
         gathered = _exposed(gathers, forward * ahead)
         reduced = _exposed(often, backward * ahead)

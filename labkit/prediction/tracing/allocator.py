@@ -13,8 +13,6 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from labkit.record.types.prediction import AllocatorPeak
-
 _MIB = 1 << 20
 _BLOCK = 512
 _SMALL = _MIB  # the largest allocation from a small segment
@@ -85,8 +83,9 @@ class Allocator:
         return Block(start, whole, pool)
 
 
-def peaks(history: Iterable[Change], workspace: int) -> AllocatorPeak:
-    """The largest sum of blocks that are allocated at a time, and of segments.
+def peaks(history: Iterable[Change], workspace: int) -> dict[str, int]:
+    """The largest sum of blocks that are allocated at a time, and of segments,
+    in the form of `AllocatorPeak` in `record/documents.py`.
 
     `WORKSPACE` in place of the bytes of a change stands for a workspace of cuBLAS, of `workspace` bytes.
     """

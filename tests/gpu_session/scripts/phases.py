@@ -10,7 +10,7 @@ import torch
 from torch.autograd.profiler import DeviceType
 
 WARM_UP, STEPS = 5, 30
-BUSY_STEPS = 5  # profiled, one at a time
+PROFILED = 5  # steps, one at a time
 PHASES = ("forward", "backward", "optimizer")
 
 
@@ -41,24 +41,20 @@ def phases_of(step) -> dict[str, float]:
     return dict(zip(PHASES, map(statistics.median, zip(*found))))
 
 
-def busy_of(step) -> list[float]:
-    """By profiled step, the milliseconds in which any kernel or copy runs."""
+def spans_of(step) -> list[list[tuple[int, int]]]:
+    """By profiled step, the start and the end of each kernel and copy, in nanoseconds."""
     found = []
-    for _ in range(BUSY_STEPS):
+    for _ in range(PROFILED):
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profile:
             step(lambda: None)
             torch.cuda.synchronize()
-        spans = sorted(
-            (event.time_range.start, event.time_range.end)
+        kernels = (
+            event.time_range
             for event in profile.events()
             if event.device_type == DeviceType.CUDA and not event.is_user_annotation
         )
-        busy, last = 0.0, 0.0
-        for start, end in spans:
-            busy += max(0.0, end - max(start, last))
-            last = max(last, end)
-        found.append(busy / 1000)
+        found.append([(round(1000 * span.start), round(1000 * span.end)) for span in kernels])
     return found
 
 
@@ -78,7 +74,7 @@ def main() -> None:
         for _ in range(STEPS):
             step()
         return
-    found = {"milliseconds": phases_of(step), "busy": busy_of(step)}
+    found = {"milliseconds": phases_of(step), "spans": spans_of(step)}
     with open(sys.argv[1], "w", encoding="utf-8") as file:
         json.dump(found, file)
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from labkit.course.build.record import COMPUTE, OUTSIDE, START, WAIT, Event, Record
-from labkit.record.ring import sent
+from labkit.record.writer import sent
 
 _COUNTS, _BETWEEN_COUNTS = 10, 0.005  # of live memory at rest; seconds
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")

@@ -15,8 +15,8 @@ from typing import Any
 
 from fabricate import FakeRun
 
+from labkit.record.documents import schemas
 from labkit.record.folder import RunFolder
-from labkit.record.published import schemas
 
 _DIVERGED = 31  # the step after those of the run, whose loss is NaN
 Text = Callable[[str], str]  # the text of a field, by its path such as `error.message`

@@ -1,0 +1,58 @@
+"""Findings with NCCL's own messages: a communicator that fails, a collective that a rank does not join, and CUDA in a
+process that must not have it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from conftest import warm_run
+
+from labkit.analysis.diagnose import findings
+
+HEAD = """
+import os, time, torch, torch.distributed as dist
+from datetime import timedelta
+rank = int(os.environ["RANK"])
+device = torch.device("cuda", rank)
+torch.cuda.set_device(device)
+dist.init_process_group("nccl", device_id=device, timeout=timedelta(seconds=8))
+tensor = torch.ones(4, device=device)
+dist.all_reduce(tensor)
+torch.cuda.synchronize()
+"""
+
+
+def failed(text: str, folder: Path):
+    """The titles and causes of the findings of a script on two GPUs, which fails."""
+    script = folder / "train.py"
+    script.write_text(HEAD + text)
+    run = warm_run(script, nproc=2, device="cuda")
+    assert run.state.status["state"] == "failed"
+    return " | ".join(f"{finding.title}. {finding.cause}" for finding in findings(run.state))
+
+
+def test_nccl_fails_to_start(on_machine, tmp_path):
+    on_machine("t4x2", nccl_error="socketStartConnect: Connect to 10.0.0.1<40001> failed : Connection refused")
+    assert "NCCL failed" in failed("", tmp_path)
+
+
+def test_nccls_watchdog_ends_a_collective_that_a_rank_does_not_join(tmp_path):
+    said = failed(
+        "if rank == 0:\n    dist.all_reduce(tensor)\n    torch.cuda.synchronize()\ntime.sleep(60)\n", tmp_path
+    )
+    assert "NCCL's timeout" in said or "all_reduce" in said, said
+
+
+def test_out_of_memory(tmp_path):
+    assert re.search("memory", failed("torch.empty(20 << 30, dtype=torch.uint8, device=device)\n", tmp_path))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "dp"])
+def test_only_ranks_initialise_cuda(strategy, on_machine, tmp_path):
+    log = tmp_path / "calls.log"
+    on_machine("t4x2", log=log)
+    run = warm_run(strategy, workload="mlp", device="cuda", samples=64, batch_size=16, steps=2)
+    initialised = {int(line.split()[0]) for line in log.read_text().splitlines() if " initialised " in line}
+    assert initialised == {rank.pid for rank in run.state.ranks.values()}
