@@ -21,6 +21,7 @@ _WHY = {
     "parameters": ("freed or in another type", "gathered from other ranks"),
     "gradients": ("not computed or already freed then", "not yet reduced to a shard, or in two copies"),
     "optimizer": ("not created, or in CPU memory", "step counts, or other state"),
+    "other": ("not there then", "temporary tensors; on a GPU also workspaces of cuBLAS and the unused ends of blocks"),
 }
 CLOSE = 0.02  # share of the measured peak; a smaller error needs no reason
 CLOSE_STEP = 0.08  # share of the measured step
@@ -29,10 +30,10 @@ _SMALL = 0.1  # share of the error; smaller differences of an owner or a phase a
 
 @dataclass(frozen=True)
 class Outcome:
-    """Bytes at the peak of a step, bytes sent per step, and seconds of a step, of one rank: predicted and measured.
-    `error` and `step_error` are the predicted value over the measured one, minus 1. `reason` names the owners in which
-    a peak differs by more than 2 %, `step_reason` the phases in which a step differs by more than 8 %; they are empty
-    for closer ones. Unknown values are None."""
+    """Bytes at the peak of a step, bytes sent per step, and seconds of a step, of one rank: predicted and measured. On
+    a GPU the measured peak is that of torch's allocator. `error` and `step_error` are the predicted value over the
+    measured one, minus 1. `reason` names the owners in which a peak differs by more than 2 %, `step_reason` the
+    phases in which a step differs by more than 8 %; they are empty for closer ones. Unknown values are None."""
 
     rank: int
     peak_predicted: float | None
@@ -119,6 +120,8 @@ def _outcome(
     if hidden:
         step = None
     peak, measured = predicted.peak_memory_bytes, step.peak if step else None
+    if rank and rank.device.startswith("cuda"):
+        measured = rank.peak_memory  # of the allocator
     error = peak / measured - 1 if peak is not None and measured else None
     reason = ""
     if step and error is not None and abs(error) > CLOSE:

@@ -33,6 +33,11 @@ class Link:
     jitter: float = 0.01
 
 
+# Bytes that PyTorch gives to each handle of cuBLAS: CUBLAS_WORKSPACE_CONFIG by default, in pieces of 4 MiB and of 16
+# KiB, and as pull request 120925 of PyTorch sets it.
+BEFORE_HOPPER, FROM_HOPPER = (2 * 4096 + 8 * 16) << 10, 32 << 20
+
+
 @dataclass(frozen=True)
 class Accelerator:
     """One GPU. `flops` is the peak per second by precision (dense, without sparsity), `memory` in bytes, `bandwidth` of
@@ -41,7 +46,7 @@ class Accelerator:
     has the least and the most that single kernels reach: `products`, the fraction of the peak in matrix products,
     `copies`, the fraction of the bandwidth in kernels that only move bytes, and `launch`, the seconds of the shortest
     kernel. `sources` names the source of each figure; `driver` is how the names begin that the driver has for it and
-    for its variants with the same peak."""
+    for its variants with the same peak; `workspace` is that of a handle of cuBLAS, in bytes."""
 
     name: str
     flops: Mapping[str, float]
@@ -52,6 +57,7 @@ class Accelerator:
     reached: Mapping[str, tuple[float, float]]
     sources: Mapping[str, str] = field(repr=False)
     driver: str
+    workspace: int = BEFORE_HOPPER
 
     def peak(self, precision: str) -> float:
         """FLOP/s of a precision; `ValueError` if it has none for it."""
@@ -101,6 +107,7 @@ def _gpu(
     fitted: str,
     sheet: str,
     sources: Mapping[str, str] | None = None,
+    workspace: int = BEFORE_HOPPER,
 ) -> Accelerator:
     """A row: `flops` in 10¹² per second, `bandwidth` in 10⁹ bytes per second; peak, memory and bandwidth are those of a
     data `sheet` unless `sources` say otherwise; `fitted` says where efficiency and attention come from. Products reach
@@ -109,7 +116,7 @@ def _gpu(
     peaks = {precision: rate * 1e12 for precision, rate in flops.items()}
     reached = {"products": (2 * efficiency - largest, largest), **_KERNELS}
     known = {**said, "products": "an assumption: a range around the efficiency", **_OF_KERNELS, **(sources or {})}
-    return Accelerator(name, peaks, memory, bandwidth * 1e9, efficiency, attention, reached, known, driver)
+    return Accelerator(name, peaks, memory, bandwidth * 1e9, efficiency, attention, reached, known, driver, workspace)
 
 
 T4 = _gpu(
@@ -196,6 +203,7 @@ H100 = _gpu(
     _FITTED,
     "NVIDIA H100 data sheet, without sparsity",
     {"memory": "80 GB by the data sheet, of which nvidia-smi reports 81,559 MiB", "products": _H100_PRODUCTS},
+    workspace=FROM_HOPPER,
 )
 H100_96 = _gpu(
     "NVIDIA H100 SXM 96 GB, 500 W",
@@ -212,6 +220,7 @@ H100_96 = _gpu(
         "memory": "96 GB, of which nvidia-smi reports 97,871 MiB",
         "bandwidth": "96 GB of HBM2e at 2.4 TB/s: pytorch/torchtitan, benchmarks",
     },
+    workspace=FROM_HOPPER,
 )
 H200 = _gpu(
     "NVIDIA H200 SXM",
@@ -225,6 +234,7 @@ H200 = _gpu(
     "as of the H100, which has the same chip",
     "NVIDIA H200 data sheet, without sparsity",
     {"memory": "141 GB by the data sheet, of which nvidia-smi reports 143,771 MiB"},
+    workspace=FROM_HOPPER,
 )
 _BLACKWELL = {"fp32": 75, "tf32": 1125, "bf16": 2250, "fp16": 2250, "fp8": 4500}
 B200 = _gpu(
@@ -238,6 +248,7 @@ B200 = _gpu(
     0.8,
     _ASSUMED,
     "NVIDIA DGX B200 data sheet, without sparsity",
+    workspace=FROM_HOPPER,
 )
 GB200 = _gpu(
     "NVIDIA GB200",
@@ -250,6 +261,7 @@ GB200 = _gpu(
     0.8,
     _ASSUMED,
     "NVIDIA GB200 NVL72 data sheet, without sparsity",
+    workspace=FROM_HOPPER,
 )
 MI300X = _gpu(
     "AMD Instinct MI300X",

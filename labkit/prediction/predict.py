@@ -25,13 +25,14 @@ from labkit.common.atomic import write_atomically
 from labkit.common.cache import user_cache
 from labkit.plan.spec import Spec
 from labkit.prediction.classes import classes, joined
-from labkit.prediction.cuda import estimates
+from labkit.prediction.cuda import on_gpus
 from labkit.prediction.devices import DEVICES, HERE, Device
 from labkit.prediction.fitting import with_fit
 from labkit.prediction.peaks import peak_of
 from labkit.prediction.tracer import TRACER, TraceFailed, never, traced
 from labkit.record.documents import (
     PLAN,
+    AllocatorPeak,
     Called,
     Method,
     Plan,
@@ -87,7 +88,7 @@ def programs(spec: Spec, cancelled: Callable[[], bool] = never) -> Programs:
 
 def on(plan: Plan, spec: Spec, machine: Device) -> Plan:
     """A plan with what is known about the devices of a machine of the table."""
-    return with_fit(replace(plan, peak=peak_of(spec, machine)), spec, machine)
+    return with_fit(on_gpus(replace(plan, peak=peak_of(spec, machine)), machine), spec, machine)
 
 
 def _on_this_machine(plan: Plan, spec: Spec) -> Plan:
@@ -126,12 +127,13 @@ def cached(spec: Spec) -> Plan | None:
 def _of_traces(spec: Spec, groups: Sequence[list[int]], traces: dict[int, dict[str, Any]]) -> Plan:
     found: dict[int, PredictedRank] = {}
     parts: list[PredictedClass] = []
+    traced_share = spec.processes / (spec.nproc or 1) if spec.device == "cuda" else 1  # one device of a process
     for ranks in groups:
         trace = traces[ranks[0]]
         step, calls = decoded(trace["step"], PredictedStep), _executed(trace["calls"], spec.device != "cuda")
         ops = _by_operation(calls)
-        extra = estimates(calls, trace["allocator"]) if spec.device == "cuda" else []
-        parts.append(PredictedClass(ranks, step, ops, calls, estimates=extra))
+        allocator = [decoded(one, AllocatorPeak) for one in trace["allocator"]]
+        parts.append(PredictedClass(ranks, step, ops, calls, allocator=allocator))
         for rank in ranks:
             found[rank] = PredictedRank(
                 rank=rank,
@@ -141,8 +143,8 @@ def _of_traces(spec: Spec, groups: Sequence[list[int]], traces: dict[int, dict[s
                 phase_at_peak=trace["phase_at_peak"],
                 memory_bytes=trace["owners"],
                 comm_bytes_per_step=round(sum(operation.sent for operation in ops.values())),
-                flops=trace["flops"],
-                recomputed_flops=trace["recomputed_flops"],
+                flops=trace["flops"] / traced_share,
+                recomputed_flops=trace["recomputed_flops"] / traced_share,
             )
     plan = _plan(spec, "simulated", [found[rank] for rank in sorted(found)], parts)
     plan.model_flops = _model_flops(spec, plan.ranks, traces)

@@ -1,20 +1,23 @@
 """Reads collectives from torch's flight recorder: those of a step for its traffic, and the newest for hangs and errors.
 
+In a torch with NCCL there are two recorders, one of NCCL's operations and one of all others, such as gloo's.
+
 `bytes` is the payload: the whole tensor of an all-gather or reduce-scatter, otherwise a rank's input. Operations count
 as the backend executes them: gloo implements reduce-scatter as all-reduce, and records no sends.
 """
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from labkit.probe.journal import Guard, Journal
-from labkit.probe.torch_private import FLIGHT_RECORDER, WORLD
+from labkit.probe.torch_private import FLIGHT_RECORDER, NCCL_RECORDER, WORLD
 from labkit.record import clock
 
 _SET_BACK = 1_000_000_000  # ns; an earlier entry with a time later by more than this means that the clock was set
@@ -82,7 +85,22 @@ class FlightRecorder:
 
 
 def _entries() -> list[dict[str, Any]]:
-    return json.loads(FLIGHT_RECORDER.get()(includeCollectives=True, onlyActive=False)).get("entries", [])
+    recorders = [NCCL_RECORDER] if dist.is_nccl_available() else []
+    if not recorders or FLIGHT_RECORDER.exists():
+        recorders.append(FLIGHT_RECORDER)
+    texts = [row.get()(includeCollectives=True, onlyActive=False) for row in recorders]
+    return joined([json.loads(text).get("entries", []) for text in texts])
+
+
+def joined(recorders: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The entries of several recorders in the order of their times, numbered as those of one: from 0 if none has lost
+    its first entry."""
+    each = [sorted(entries, key=lambda entry: entry["record_id"]) for entries in recorders if entries]
+    if len(each) < 2:
+        return each[0] if each else []
+    lost = any(entries[0]["record_id"] for entries in each)
+    merged = heapq.merge(*each, key=lambda entry: entry["time_created_ns"])
+    return [entry | {"record_id": number} for number, entry in enumerate(merged, int(lost))]
 
 
 def _since(entries: list[dict[str, Any]] | None, since: int) -> list[dict[str, Any]] | None:
@@ -93,7 +111,7 @@ def _since(entries: list[dict[str, Any]] | None, since: int) -> list[dict[str, A
 def _newest(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for entry in sorted(entries, key=lambda entry: entry["record_id"]):
-        if entry["is_p2p"] or not entry["process_group"]:
+        if not _is_collective(entry):
             continue
         known = described(entry)
         over = bool(entry["retired"]) or entry["state"] == "completed"
@@ -125,7 +143,13 @@ def since_then(entries: list[dict[str, Any]] | None, since: int, now: int | None
     else:
         if newest_first[-1]["record_id"] > 0:
             return None
-    return [entry for entry in reversed(found) if not entry["is_p2p"] and entry["process_group"]]
+    return [entry for entry in reversed(found) if _is_collective(entry)]
+
+
+def _is_collective(entry: Mapping[str, Any]) -> bool:
+    """Whether an entry is a collective: no message, and not the end of a coalesced group, of which NCCL also records
+    each operation."""
+    return not entry["is_p2p"] and entry["process_group"] and not entry["profiling_name"].endswith(":coalesced")
 
 
 def described(entry: dict[str, Any]) -> dict[str, Any]:

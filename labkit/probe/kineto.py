@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ _LOOKS = 5  # consecutive checks, 1 ms apart, in which all threads sleep: a thre
 _MOMENT = 0.02  # seconds to wait if the state of threads is unknown
 _APART = 50_000  # maximum ns between two readings of one moment; more means an interruption
 _TRIES = 20
+_BLOCK = 512  # bytes to which torch's allocator rounds up
 
 
 def moment(clock: CpuClock | CudaClock) -> tuple[run_clock.SystemMoment, Any]:
@@ -87,14 +90,17 @@ def rows_of(results: Any) -> Iterator[Row]:
             yield Row(event.name(), start, start + duration, event.start_thread_id(), event.device_type() == cuda)
 
 
-def allocations_of(results: Any, device: str) -> list[Allocation]:
-    """The profiler's allocations on one type of device, in no order."""
+def allocations_of(
+    results: Any, device: torch.device, before: Collection[int], after: Mapping[int, int]
+) -> list[Allocation]:
+    """The profiler's allocations on a device, in no order. `before` are known addresses that were allocated when it
+    began, `after` has the bytes by address of those at its end."""
     allocation, found = EVENT_TYPE.get().Allocation, []
     rest = list(KINETO_TREE.of(results)())
     while rest:
         event = rest.pop()
         rest.extend(event.children)
-        if event.tag == allocation and event.extra_fields.device.type == device:
+        if event.tag == allocation and _is_same(event.extra_fields.device, device):
             inside, around = [], event.parent
             while around is not None:
                 inside.append(around.name)
@@ -102,7 +108,60 @@ def allocations_of(results: Any, device: str) -> list[Allocation]:
             found.append(
                 Allocation(event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size, tuple(inside))
             )
+    if device.type == "cuda":
+        found += outside(found, _changes(results, device.index), before, after)
     return found
+
+
+def _is_same(one: torch.device, device: torch.device) -> bool:
+    return one.type == device.type and (device.type == "cpu" or one.index == device.index)
+
+
+def _changes(results: Any, gpu: int) -> Iterator[tuple[int, int]]:
+    """Time and bytes of every allocation (negative: release) of the memory of a GPU, without addresses."""
+    cuda = torch.autograd.DeviceType.CUDA
+    for event in KINETO_EVENTS.of(results)():
+        if event.name() == "[memory]" and event.device_type() == cuda and event.device_index() == gpu:
+            yield event.start_ns(), event.nbytes()
+
+
+def outside(
+    found: Sequence[Allocation],
+    changes: Iterable[tuple[int, int]],
+    before: Collection[int],
+    after: Mapping[int, int],
+) -> list[Allocation]:
+    """What happened outside of any operation: torch leaves allocations and releases of GPU memory there out of its tree
+    of events, and otherwise reports no addresses.
+
+    What is allocated there has an address of `after` whose allocation is not known, if its size fits, and else a
+    negative one. What is released is the newest block of its size of which no release is known, and which is not in
+    `after`.
+    """
+    ordered = sorted(found, key=lambda one: one.time)
+    missing = Counter(changes) - Counter((one.time, one.size) for one in ordered)
+    later: dict[int, Allocation] = {}  # by address, what happens next
+    unknown: list[tuple[int, int, int, float]] = []  # time, address and bytes of blocks, and when it is used again
+    for one in reversed(ordered):
+        following = later.get(one.address)
+        if one.size > 0 and (following.size > 0 if following else one.address not in after):
+            unknown.append((one.time, one.address, one.size, following.time if following else math.inf))
+        later[one.address] = one
+    newest = {one.address: one.size for one in ordered}  # negative: the address is free, as far as it is known
+    made = [address for address in after if newest.get(address, 0 if address in before else -1) < 0]
+    added: list[Allocation] = []
+    for moment, size in sorted(missing.elements()):
+        fitting = [one for one in unknown if one[2] == -size and one[0] < moment <= one[3]]
+        if size > 0 and (address := next((one for one in made if 0 <= size - after[one] < _BLOCK), None)) is not None:
+            made.remove(address)
+            added.append(Allocation(moment, address, size))
+        elif size > 0:
+            added.append(Allocation(moment, -1 - len(added), size))
+            unknown.append((moment, added[-1].address, size, math.inf))
+        elif fitting:  # else the block is from before the profile
+            unknown.remove(max(fitting))
+            added.append(Allocation(moment, max(fitting)[1], size))
+    return added
 
 
 class LogLevel:

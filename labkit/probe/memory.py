@@ -8,7 +8,8 @@ DDP's buckets are "communication", with the sizes that DDP reports. Memory that 
 gathered shards, the batch, temporary buffers) is measured to the byte in a profiled step, with torch's profiler: see
 `timeline.curve`. On a CPU rank, `allocated` of a step is the sum at its end, and `peak` the largest sum in any profiled
 step; before the first profiled step it is the largest `allocated`. On CUDA, `allocated`, `reserved` and `peak` are
-figures of the caching allocator.
+figures of the caching allocator, and "other" also has what is allocated there and belongs to no tensor above:
+workspaces of cuBLAS, and the ends of blocks. The sum of all owners is then what the allocator has handed out.
 """
 
 from __future__ import annotations
@@ -133,12 +134,19 @@ class MemoryWatch:
         steps."""
         owners = self.count(Census(self.device))
         if self.device.type == "cuda":
-            owners["activations"] = max(0, torch.cuda.memory_allocated(self.device) - sum(owners.values()))
+            owners["activations"] = self._unknown(owners)
         return owners
+
+    def _unknown(self, owners: Mapping[str, int]) -> int:
+        """The bytes that the caching allocator has handed out beyond those of the owners; 0 on CPU ranks."""
+        if self.device.type != "cuda":
+            return 0
+        return max(0, torch.cuda.memory_allocated(self.device) - sum(owners.values()))
 
     def look(self, step: int) -> None:
         """Counts now, and writes an event if the owners have changed."""
         self._owners = self.count(Census(self.device))
+        self._owners["other"] += self._unknown(self._owners)
         self._peak = max(self._peak, sum(self._owners.values()))
         owners = self._owners | ({"activations": self._activations} if self._activations else {})
         if owners != self._reported:
@@ -165,9 +173,7 @@ class MemoryWatch:
             for tensor in self._held.tensors():
                 if census.add([tensor], "other"):
                     _watch(local(tensor).untyped_storage(), released)
-        apart = {"communication": owners["communication"]}
-        if self.device.type == "cuda":
-            apart["other"] = max(0, torch.cuda.memory_allocated(self.device) - sum(owners.values()))
+        apart = {"communication": owners["communication"], "other": self._unknown(owners)}
         return {address: (owner, size) for address, (owner, size) in census.counted.items() if size}, apart
 
     def alive(self) -> set[int]:

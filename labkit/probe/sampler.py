@@ -201,7 +201,12 @@ class StepSampler:
         spans = [(name, nanoseconds(start), nanoseconds(end)) for name, start, end in phases]
         clock.release([first])
         rows = list(rows_of(results))
-        allocations = self._curves(allocations_of, results, clock.device.type) if self._with_memory else None
+        allocations, after = None, dict[int, str]()
+        if self._with_memory:
+            held = self._memory.held()[0]
+            after = {address: owner for address, (owner, _) in held.items()}
+            sizes = {address: size for address, (_, size) in held.items()}
+            allocations = self._curves(allocations_of, results, clock.device, self._held[0], sizes)
         del results  # now: kineto crashes if the garbage collector frees an old result during a new profile
         recorded = self._traffic.operations_since(spans[0][1]) if self._traffic else []
         t0 = {"t0": begun.seconds(spans[0][1])}
@@ -209,8 +214,7 @@ class StepSampler:
         if allocations is not None:
             freed = max((row.end for row in rows if row.name.startswith(_ZERO_GRAD)), default=0)
             before, apart = self._held
-            after = {address: owner for address, (owner, _) in self._memory.held()[0].items()}
-            seen = () if on_gpu else (collectives(rows, recorded), self._memory.alive(), self._released)
+            seen = collectives(rows, recorded), self._memory.alive(), self._released
             self._memory.sampled(step, curve(allocations, spans, before, after, apart, freed, *seen) | t0)
         self._held = {}, {}
 

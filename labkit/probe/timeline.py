@@ -69,8 +69,8 @@ def collectives(rows: Iterable[Row], recorded: Sequence[Mapping[str, Any]]) -> l
         if not is_collective(row):
             continue
         op = operation(row.name)
-        either = "sendrecv" in op  # NCCL uses one kernel for both
-        queue = pairs if either else waiting.get(op)
+        either = "sendrecv" in op  # NCCL uses one kernel for both, and for all-to-all
+        queue = (pairs or waiting.get("all_to_all")) if either else waiting.get(op)
         known = queue.pop(0) if queue else {}
         op = known.get("op", "send") if either else op
         found.append([op, row.start, row.end, *(known.get(name) for name in ("bytes", "group", "ranks", "seq"))])
@@ -198,24 +198,29 @@ def curve(
 ) -> dict[str, Any]:
     """The fields of a `memory_step` event except its step.
 
-    `before` has owner and bytes of the addresses allocated when the step began, `after` the owner of those allocated at
-    its end, `constant` the bytes without a known address, by owner. The CPU profiler does not report when memory from
-    before the step is freed: `released` has that time by address, as far as it is known (infinite: not yet), and
-    `freed` is the time for gradients of the previous step. An address that is allocated again was freed before, even if
-    no profiled thread did so. gloo's threads are not profiled: memory of the size of a collective in `comm`, or of a
-    rank's share of it, which has not been freed and is not `alive` at the end, was freed by then. It was free when the
-    next collective was complete, unless such memory of the same operation was seen to be activations. Memory allocated
-    in a forward and freed in a later phase is activations; memory allocated by a collective is its buffers.
+    A block of the CUDA caching allocator is larger than its tensor: one from before the step has the bytes with
+    which it is freed, and they are then missing in "other". `before` has owner and bytes of the addresses allocated
+    when the step began, `after` the owner of those allocated at its end, `constant` the bytes without a known
+    address, by owner. The CPU profiler does not report when memory from before the step is freed: `released` has
+    that time by address, as far as it is known (infinite: not yet), and `freed` is the time for gradients of the
+    previous step. An address that is allocated again was freed before, even if no profiled thread did so. gloo's
+    threads are not profiled: memory of the size of a collective in `comm`, or of a rank's share of it, which has
+    not been freed and is not `alive` at the end, was freed by then. It was free when the next collective was
+    complete, unless such memory of the same operation was seen to be activations. Memory allocated in a forward and
+    freed in a later phase is activations; memory allocated by a collective is its buffers.
     """
     begin, end = phases[0][1], phases[-1][2]
     zeroed = max(freed, begin)
     starts = [start for _, start, _ in phases]
+    inside = sorted((each for each in allocations if begin <= each.time <= end), key=lambda each: each.time)
+    if constant.get("other"):
+        before, constant = _as_blocks(before, constant, inside)
     changes = [(begin, owner, size) for owner, size in (*constant.items(), *before.values())]
     gone: dict[int, float] = {}
     open_: dict[int, Allocation] = {}
     sizes = {size // parts for _, _, _, size, _, ranks, _ in comm if size for parts in (1, len(ranks or (0,)))}
     closed: list[tuple[Allocation, int, bool]] = []  # with a time at which it is free, and whether its release was seen
-    for one in sorted((each for each in allocations if begin <= each.time <= end), key=lambda each: each.time):
+    for one in inside:
         if one.address in open_:
             closed.append((open_.pop(one.address), one.time, one.size < 0))
         elif one.address in before:
@@ -244,6 +249,18 @@ def curve(
         for address, taken in open_.items()
     ]
     return _columns(sorted(changes, key=lambda change: change[0]), phases)
+
+
+def _as_blocks(
+    before: Mapping[int, tuple[str, int]], constant: Mapping[str, int], allocations: Iterable[Allocation]
+) -> tuple[dict[int, tuple[str, int]], dict[str, int]]:
+    """`before` with the bytes of the blocks that are freed, and `constant` without what they have more."""
+    first: dict[int, int] = {}
+    for one in allocations:
+        first.setdefault(one.address, one.size)
+    blocks = {address: (owner, max(size, -first.get(address, 0))) for address, (owner, size) in before.items()}
+    more = sum(size for _, size in blocks.values()) - sum(size for _, size in before.values())
+    return blocks, {**constant, "other": constant["other"] - more}
 
 
 def _owner_of(

@@ -245,9 +245,19 @@ class Estimate(Recorded):
     source: Line
 
 
+class AllocatorPeak(Recorded):
+    """The most that torch's caching allocator hands out and reserves in the first steps, if a workspace of cuBLAS has
+    `workspace` bytes."""
+
+    workspace: Bytes
+    allocated: Bytes
+    reserved: Bytes
+
+
 class PredictedClass(Recorded):
     """Ranks that do the same work, the step of one of them, its traffic by operation, its collectives in order, and
-    the timeline of the slowest of them. On GPUs `estimates` are what comes on top of its peak."""
+    the timeline of the slowest of them. On GPUs its peak is that of the `allocator` for the workspaces of the machine,
+    and `estimates` are what comes on top of it."""
 
     ranks: Ranks
     step: PredictedStep
@@ -255,6 +265,7 @@ class PredictedClass(Recorded):
     calls: Annotated[list[Called], Meta(max_length=1_000_000)]
     timeline: PredictedTimeline | None = None
     estimates: Annotated[list[Estimate], Meta(max_length=100_000)] = field(default_factory=list)
+    allocator: Annotated[list[AllocatorPeak], Meta(max_length=100)] = field(default_factory=list)
 
 
 class PredictedTime(Recorded):

@@ -8,6 +8,7 @@ import signal
 from dataclasses import replace
 
 import pytest
+import torch
 from commands import called
 from conftest import warm_run
 from folded import apply
@@ -22,7 +23,8 @@ from labkit.figures.prediction import HEADS, Prediction
 from labkit.plan.spec import Spec, SpecError
 from labkit.prediction import predict as planning
 from labkit.prediction.classes import classes
-from labkit.prediction.predict import cached, predict
+from labkit.prediction.devices import DEVICES
+from labkit.prediction.predict import cached, on, predict
 from labkit.prediction.tracer import TRACER, TraceFailed, traced
 from labkit.record.state import RunState
 from labkit.training.strategies import STRATEGIES
@@ -40,7 +42,7 @@ def spec_of(strategy: str, **fields) -> Spec:
     asked = {"workload": WORKLOADS.get(strategy, "mlp"), "nproc": RANKS.get(strategy, 2), "batch_size": 16, "steps": 4}
     asked |= {"options": OPTIONS[strategy]} if strategy in OPTIONS else {}
     asked |= {"samples": 64} if asked["workload"] in LONG_EVALUATIONS else {}
-    return Spec(strategy, device="cpu", precision="fp32", **(asked | fields))
+    return Spec(strategy, **({"device": "cpu", "precision": "fp32"} | asked | fields))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -271,3 +273,37 @@ def test_what_gloos_threads_allocate_is_not_compared():
 
 def test_ranges_are_short():
     assert ranges([0, 1, 2, 5, 7, 8]) == "0–2, 5, 7–8"
+
+
+# ---- GPUs
+
+# The most that torch's allocator handed out in four steps on two T4s of the CUDA stand-in (tests/cuda_stand_in).
+ALLOCATED = {
+    ("single", "gpt"): 122_575_360,
+    ("dp", "mlp"): 33_887_744,
+    ("ddp", "mlp"): 33_839_104,
+    ("fsdp2", "gpt"): 117_152_768,
+}
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="measured with torch 2.13")
+@pytest.mark.parametrize(("strategy", "workload"), ALLOCATED)
+def test_peak_on_gpus_is_that_of_the_allocator_without_a_gpu(strategy, workload):
+    spec = spec_of(strategy, workload=workload, device="cuda")
+    plan = on(predict(spec), spec, DEVICES["t4x2"])
+    assert plan.method == "simulated", plan.reason
+    (part,) = plan.classes
+    assert part.step.peak == pytest.approx(ALLOCATED[strategy, workload], rel=MOST_BELOW_AND_ABOVE)
+    assert all(one.peak_memory_bytes == sum(one.at_peak.values()) == part.step.peak for one in plan.ranks)
+
+
+def test_a_number_of_an_optimizer_is_not_in_the_memory_of_a_gpu():
+    spec = spec_of("single", device="cuda")
+    (rank,) = predict(spec).ranks
+    assert rank.memory_bytes["optimizer"] == states(spec)[0].optimizer
+
+
+def test_gpus_of_one_process_share_its_work():
+    (alone,), (both,) = (predict(spec_of(name, device="cuda")).ranks for name in ("single", "dp"))
+    assert both.flops == pytest.approx(2 * alone.flops)
+    assert both.at_peak["parameters"] == alone.at_peak["parameters"]

@@ -170,6 +170,14 @@ def test_the_kernel_of_a_send_and_of_a_receive_is_what_was_asked_for():
     assert [(op, size) for op, _, _, size, *_ in found] == [("recv", 8), ("send", 16), ("send", None)]
 
 
+def test_the_kernel_of_an_all_to_all_is_found_among_those_of_messages():
+    name = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
+    found = collectives(
+        [gpu(name, at, at + 1) for at in (1, 3)], [recorded("all_to_all", 5), recorded("all_to_all", 6)]
+    )
+    assert [(op, sequence) for op, *_, sequence in found] == [("all_to_all", 5), ("all_to_all", 6)]
+
+
 # ---- the event
 
 

@@ -45,7 +45,8 @@ def lost_already(version: str) -> set[str]:
 def used(version: str) -> list[str]:
     """Rows that `every_part.py` needs on a CPU."""
     without = {"short rendezvous", "snapshots", "warm starts"} | lost_already(version)
-    return sorted(name for name, row in ROWS.items() if is_here(row, version) and row.part not in without)
+    here = {name: row for name, row in ROWS.items() if is_here(row, version) and row is not torch_private.NCCL_RECORDER}
+    return sorted(name for name, row in here.items() if row.part not in without)
 
 
 class Runs:

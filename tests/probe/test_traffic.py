@@ -7,7 +7,7 @@ import torch
 from folded import apply, events_in
 from weaving import exchange
 
-from labkit.probe.collectives import operation
+from labkit.probe.collectives import joined, operation, since_then
 from labkit.probe.traffic import sent
 from labkit.record.folder import RunFolder
 from labkit.record.state import RunState
@@ -59,3 +59,28 @@ def test_a_ring():
 def test_names_of_backends():
     names = ["nccl:_all_gather_base", "nccl:_reduce_scatter_base", "nccl:all_reduce_barrier", "gloo:all_reduce"]
     assert [operation(name) for name in names] == ["all_gather", "reduce_scatter", "barrier", "all_reduce"]
+
+
+def entry(number: int, time: int, name: str = "nccl:all_reduce", is_p2p: bool = False) -> dict:
+    """An entry of a flight recorder."""
+    group = ["0", "default_pg"]
+    return {"record_id": number, "time_created_ns": time, "profiling_name": name, "is_p2p": is_p2p} | {
+        "process_group": group
+    }
+
+
+def test_the_recorders_of_nccl_and_of_other_backends_are_read_as_one():
+    nccl, others = [entry(1, 30), entry(0, 10)], [entry(0, 20, "gloo:all_reduce")]
+    both = joined([nccl, others])
+    assert [(one["record_id"], one["time_created_ns"]) for one in both] == [(0, 10), (1, 20), (2, 30)]
+    assert since_then(both, 15, now=40) == both[1:]
+    assert joined([[], others]) == joined([others]) == others and joined([[], []]) == []
+    late = joined([[entry(7, 30)], others])
+    assert since_then(late, 15, now=40) is None, "earlier entries are lost"
+
+
+def test_messages_and_the_ends_of_coalesced_groups_are_no_collectives():
+    names = ["nccl:allreduce_coalesced", "nccl:coalesced", "nccl:send 0->1", "nccl:coalesced"]
+    entries = [entry(number, number, name, "send" in name) for number, name in enumerate(names)]
+    assert [one["record_id"] for one in since_then(entries, 0, now=9)] == [0]
+    assert operation("nccl:allreduce_coalesced") == "all_reduce"

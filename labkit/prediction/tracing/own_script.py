@@ -68,6 +68,8 @@ def trace(request: dict[str, Any], rank: int) -> dict[str, Any]:
     tape.keeps_kernels = tape.computes_numbers = True
     world.join(rank, request["ranks"])
     works_alone()
+    if request["gpus"]:
+        world.updates_together()
     without_gpus(request["gpus"], request["ranks"])
     for owner, name, function in scoped(tape):
         setattr(owner, name, function)
@@ -160,6 +162,7 @@ class Steps:
         buckets = census.add((buffer for replica in replicas for buffer in replica.buckets), "communication")
         owners = self._watch.memory.count(census)
         owners["communication"] += buckets
+        self._tape.elsewhere |= {address for address, (_, size) in census.counted.items() if not size}
         if self._on_gpu:
             rest = {address: size for address, size in self._tape.allocated.items() if address not in census.counted}
             census.counted |= {address: ("other", size) for address, size in rest.items()}

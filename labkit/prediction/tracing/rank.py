@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
+from labkit.prediction.devices import BEFORE_HOPPER, FROM_HOPPER
 from labkit.prediction.tracing import world
-from labkit.prediction.tracing.allocator import overhead
+from labkit.prediction.tracing.allocator import peaks
 from labkit.prediction.tracing.flops import of_a_sample
 from labkit.prediction.tracing.kernels import temporaries
 from labkit.prediction.tracing.phases import Phases
@@ -32,6 +33,8 @@ def trace(request: dict[str, Any], rank: int) -> dict[str, Any]:
     """
     tape = Tape(request["gpus"])
     world.join(rank, request["ranks"])
+    if request["gpus"]:
+        world.updates_together()
     for owner, name, function in scoped(tape):
         setattr(owner, name, function)
     script = load(request["path"], request["source"])
@@ -86,14 +89,13 @@ def reported(
     """The trace of the step on the tape: `spans` are its phases, `before` has owner and bytes by address of what was
     allocated at its beginning, `owned` the same of what outlives it, and `owners` the bytes of each owner."""
     with WITHOUT_MODES.get()():
-        sizes = temporaries(kernel for _, kernel in tape.kernels)
+        sizes = {} if tape.work.on_gpu else temporaries(kernel for _, kernel in tape.kernels)
     for time, kernel in tape.kernels:
         if sizes.get(kernel.key):
             tape.needs(time, sizes[kernel.key])
     after = {address: "other" for address in tape.allocated if address in before}  # what the script keeps
     after |= {address: owner for address, (owner, _) in owned.items()}
     fields = curve(tape.allocations, spans, before, after, {}, 0)
-    changes = ((one.address, one.size) for one in sorted(tape.allocations, key=lambda one: one.time))
     return {
         "step": {name: fields[name] for name in ("times", "seconds", "phases", "owners", "peak", "at_peak")},
         "phase_at_peak": _phase_at_peak(fields),
@@ -103,7 +105,9 @@ def reported(
         "calls": [[one.op, one.bytes, one.ranks, one.parts] for one in tape.calls],
         "program": tape.work.program(spans),
         "temporaries": sizes,
-        "allocator": overhead({address: size for address, (_, size) in before.items()}, changes),
+        "allocator": [peaks(tape.history, workspace) for workspace in (BEFORE_HOPPER, FROM_HOPPER)]
+        if tape.work.on_gpu
+        else [],
     }
 
 

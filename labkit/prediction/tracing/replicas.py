@@ -1,6 +1,7 @@
-"""A stand-in for `DistributedDataParallel`, whose C++ reducer reads the memory of tensors, which fake tensors lack.
+"""Stand-ins for `DistributedDataParallel`, whose C++ reducer reads the memory of tensors, which fake tensors lack, and
+for `DataParallel`, which needs several devices.
 
-It has the reducer's buckets: one in the first step, and from the second step on those of
+`Replica` has the reducer's buckets: one in the first step, and from the second step on those of
 torch's own function over the parameters in the order in which their gradients were ready (Li et
 al. 2020, sections 3.2 and 4.2). With `find_unused_parameters` they are those of the parameters in their order, from the
 end, for good, and a map of the used parameters is reduced, too. A bucket is reduced when all of its gradients are
@@ -10,17 +11,19 @@ ready; after the last one, gradients are copied from the buckets. Buffers are br
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.func import functional_call
 
-from labkit.prediction.tracing.torch_private import BUCKETS, ENGINE, FIRST_BUCKET, WITHOUT_MODES
+from labkit.prediction.tracing.torch_private import BUCKETS, COALESCED, ENGINE, FIRST_BUCKET, FLAT, WITHOUT_MODES
 
 _MIB = 1 << 20
 _DEFAULT = 25  # MiB
+_COALESCED = 10 * _MIB  # bytes that DataParallel sends at once
 
 
 class _Bucket:
@@ -162,3 +165,52 @@ class Replica(torch.nn.Module):
             dist.broadcast(flat, 0, group=self.group)
             for part, one in zip(flat.split([each.numel() for each in alike]), alike):
                 one.copy_(part.view_as(one))
+
+
+class FirstDevice(torch.nn.Module):
+    """Takes the place of `DataParallel`: what its first device does, which holds the model. Parameters go to the other
+    devices, and gradients come back, in flat buffers of 10 MiB; the outputs of all devices are gathered."""
+
+    def __init__(self, module: torch.nn.Module, device_ids: Sequence[int], **_: Any):
+        super().__init__()
+        self.module = module
+        self._devices = len(device_ids)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """The outputs for the whole batch, of which this device computes the first chunk."""
+        first = inputs.chunk(self._devices)[0]
+        names, parameters = zip(*self.module.named_parameters())
+        replica = dict(zip(names, _Broadcast.apply(*parameters)))
+        return _Gather.apply(functional_call(self.module, replica, (first,)), len(inputs))
+
+
+class _Broadcast(torch.autograd.Function):
+    """Parameters for all devices; the sums of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        for chunk in COALESCED.get()(parameters, _COALESCED):
+            FLAT.get()(chunk)
+        return tuple(one.view_as(one) for one in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        sums: dict[torch.Tensor, torch.Tensor] = {}
+        for chunk in COALESCED.get()(gradients, _COALESCED):
+            flat = FLAT.get()(chunk)
+            parts = torch.empty_like(flat).split([one.numel() for one in chunk])
+            sums |= {one: part.view_as(one).data for one, part in zip(chunk, parts)}
+        return tuple(sums[one] for one in gradients)
+
+
+class _Gather(torch.autograd.Function):
+    """Outputs for the whole batch; the gradient of the first chunk."""
+
+    @staticmethod
+    def forward(ctx: Any, first: torch.Tensor, samples: int) -> torch.Tensor:
+        ctx.samples = len(first)
+        return first.new_empty(samples, *first.shape[1:])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient[: ctx.samples], None

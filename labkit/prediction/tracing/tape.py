@@ -19,11 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from labkit.prediction.tracing.allocator import WORKSPACE, Change
 from labkit.prediction.tracing.flops import Flops
 from labkit.prediction.tracing.kernels import Kernel
 from labkit.prediction.tracing.torch_private import (
     DISPATCH_MODE,
     FAKE_TENSOR,
+    GRAPH_TASK,
     GROUP_OF,
     READ_NUMBER,
     SCHEMA,
@@ -42,6 +44,12 @@ _DEVICE, _FAKE = torch.ops.prim.device.default, FAKE_TENSOR.get()
 _COLLECTIVES = "c10d::", "_c10d_functional::"
 _EQUAL = torch.ops.aten.equal.default
 _NUMBERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+_BY_CUBLAS = (
+    *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addbmm", "aten::mv", "aten::addmv", "aten::dot"),
+    *("aten::convolution", "aten::convolution_backward"),
+)
+_NO_TASK = -1
+_OF_HOST = "aten::lift_fresh.default"  # of torch.tensor
 _INDICES = ("aten::randint", "aten::randperm", "aten::arange")
 
 OPERATION = 1_000_000_000
@@ -92,6 +100,11 @@ class Tape(DISPATCH_MODE.get()):
     """Records while it is active; `restart` forgets what it has recorded, except what is still allocated. Kernels and
     `work` are recorded if `keeps_kernels` is set; `on_gpu` is as for `Work`. Integers are computed if
     `computes_numbers` is set, because scripts read positions in their data from them; all other tensors have no data.
+
+    `history`, in the form of `allocator.peaks`, has everything since the first `restart`, except `elsewhere`, the
+    addresses of tensors in host memory. On a GPU, the two threads that compute products, the script's and that of
+    backward, each keep a workspace of cuBLAS from their first product on; numbers that optimizers count with are on the
+    host.
     """
 
     def __init__(self, on_gpu: bool = False) -> None:
@@ -103,6 +116,10 @@ class Tape(DISPATCH_MODE.get()):
         self.calls: list[Call] = []
         self.flops = Flops()
         self.kernels: list[tuple[int, Kernel]] = []  # by time
+        self.elsewhere: set[int] = set()
+        self._history: list[Change] = []
+        self._has_begun = False
+        self._workspaces: set[int] = set()
         self.scopes: list[str] = []  # names of open `record_function` contexts
         self._addresses: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
         self._last = 0
@@ -135,6 +152,8 @@ class Tape(DISPATCH_MODE.get()):
         for tensor in (result,) if isinstance(result, torch.Tensor) else tree_iter(result):
             if isinstance(tensor, torch.Tensor):
                 self.address(tensor, name)
+        if SCHEMA.of(func).name in _BY_CUBLAS:
+            self._takes_workspace()
         if self.keeps_kernels:
             read, written = self._known(args, kwargs), self._known(result)
             if not written or name.startswith(_COLLECTIVES[0]):  # outputs are arguments
@@ -150,6 +169,20 @@ class Tape(DISPATCH_MODE.get()):
         """Begins a new record."""
         self.allocations, self.calls, self.kernels, self.flops = [], [], [], Flops()
         self.work = Work(self.work.on_gpu)
+        if not self._has_begun:
+            self._has_begun = True
+            self._history += [(address, self._sizes[address], 0) for address in sorted(self._sizes)]
+
+    @property
+    def history(self) -> list[Change]:
+        """What was allocated and freed, in order."""
+        return [one for one in self._history if one[0] not in self.elsewhere]
+
+    def _takes_workspace(self) -> None:
+        thread = -1 if GRAPH_TASK.get()() == _NO_TASK else -2
+        if thread not in self._workspaces:
+            self._workspaces.add(thread)
+            self._history.append((thread, WORKSPACE, 0))
 
     def needs(self, time: int, size: int) -> None:
         """The operation at a time on the tape allocates and releases `size` more bytes."""
@@ -166,6 +199,10 @@ class Tape(DISPATCH_MODE.get()):
         """Bytes by address of everything that is allocated now."""
         return dict(self._sizes)
 
+    def allocated_at(self, address: int) -> int:
+        """The bytes that are allocated at an address."""
+        return self._sizes.get(address, 0)
+
     def address(self, tensor: torch.Tensor, name: str = "") -> int:
         """A number that identifies the tensor's storage; a storage that is seen for the first time is recorded as
         allocated by the operation `name`; on the meta device it has no memory."""
@@ -175,7 +212,8 @@ class Tape(DISPATCH_MODE.get()):
             self._last += 1
             known = self._addresses[storage] = self._last
             weakref.finalize(storage, self._resized, known, 0)
-            self._resized(known, 0 if tensor.device.type == "meta" else storage.nbytes(), name)
+            is_number = self.work.on_gpu and name == _OF_HOST and not tensor.dim()
+            self._resized(known, 0 if is_number or tensor.device.type == "meta" else storage.nbytes(), name)
         return known
 
     def _known(self, *values: Any) -> list[tuple[int, torch.Tensor]]:
@@ -196,10 +234,10 @@ class Tape(DISPATCH_MODE.get()):
         if before == size:
             return
         inside = (*([name] if name else []), *reversed(self.scopes))
-        if before:
-            self.allocations.append(Allocation(self.time, address, -before, inside))
-        if size:
-            self.allocations.append(Allocation(self.time, address, size, inside))
+        changes = [change for change in (-before, size) if change]
+        self.allocations += [Allocation(self.time, address, change, inside) for change in changes]
+        if self._has_begun:
+            self._history += [(address, change, self.work.stream) for change in changes]
 
 
 @cache
@@ -241,7 +279,8 @@ class TapeCensus(Census):
         if tensor is None or tensor.device.type != self._type:
             return 0, 0
         own = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        return self._tape.address(own), own.untyped_storage().nbytes()
+        address = self._tape.address(own)
+        return address, self._tape.allocated_at(address)
 
 
 def scoped(tape: Tape) -> Iterator[tuple[type, str, Any]]:

@@ -28,6 +28,7 @@ READ_NUMBER = Private(f"{_OPS}.aten._local_scalar_dense.default", _PART)
 MODULE_APPLY = Private("torch.nn.Module._apply", _PART)
 GRAPH_TASK = Private("torch._C._current_graph_task_id", _PART)
 ENGINE = Private("torch.autograd.Variable._execution_engine", _PART)
+FOREACH = Private("torch.optim.optimizer._default_to_fused_or_foreach", _PART)
 SCALER_STEP = Private("torch.amp.GradScaler._maybe_opt_step", _PART)
 DEVICE_CONTEXT = Private("torch.utils._device.DeviceContext", _PART)
 
@@ -38,6 +39,9 @@ GROUP_OF = Private(f"{_GROUPS}._resolve_process_group", _PART)
 WAIT = Private(f"{_OPS}._c10d_functional.wait_tensor.default", _PART)
 BUCKETS = Private("torch.distributed._compute_bucket_assignment_by_size", _PART)
 FIRST_BUCKET = Private("torch.distributed._DEFAULT_FIRST_BUCKET_BYTES", _PART)
+
+COALESCED = Private("torch._utils._take_tensors", _PART)
+FLAT = Private("torch._utils._flatten_dense_tensors", _PART)
 
 REQUIRED = tuple(value for value in list(globals().values()) if isinstance(value, Private))
 

@@ -98,9 +98,14 @@ class Work:
         return {number for address, _ in tensors for number in self._needed.get(address, ())}
 
     @property
+    def stream(self) -> int:
+        """A number of the current stream; 0 for that of the script."""
+        current = torch.cpu.current_stream()
+        return 0 if current is self._stream else id(current)
+
+    @property
     def _is_aside(self) -> bool:
-        """Whether another stream than that of the script is current."""
-        return torch.cpu.current_stream() is not self._stream
+        return self.stream != 0
 
     def _append(self, item: Any, place: int | None = None) -> None:
         number = len(self._items) + 1

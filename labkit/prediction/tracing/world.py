@@ -27,11 +27,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh
 
-from labkit.prediction.tracing.replicas import Replica
+from labkit.prediction.tracing.replicas import FirstDevice, Replica
 from labkit.prediction.tracing.script import batch
 from labkit.prediction.tracing.torch_private import (
     CHUNKS,
     FAKE_STORE,
+    FOREACH,
     GLOBAL_SHAPES,
     IS_ALLOCATED,
     MODULE_APPLY,
@@ -113,6 +114,7 @@ def join(rank: int, ranks: int) -> None:
         (create, init_process_group),
         (device_mesh.init_device_mesh, _without_fakes(device_mesh.init_device_mesh)),
         (torch.nn.parallel.DistributedDataParallel, Replica),
+        (torch.nn.DataParallel, FirstDevice),
         *((function, _holding(function)) for function in asynchronous),
         *((row.get(), other) for row, other in ((CHUNKS, Chunks), (IS_ALLOCATED, _has_bytes)) if row.exists()),
     )
@@ -121,6 +123,17 @@ def join(rank: int, ranks: int) -> None:
     torch.nn.Module.compile = lambda module, *args, **kwargs: None
     SCALER_STEP.replace(_always_step)
     concurrent.futures.ThreadPoolExecutor.submit = _at_once
+
+
+def updates_together() -> None:
+    """torch's optimizers update all parameters at once (foreach), as they do by default on a GPU; on a CPU they do so
+    only if they are asked."""
+    replaced((FOREACH.get(), _foreach))
+
+
+def _foreach(params: list[torch.Tensor], differentiable: bool, use_fused: bool = False) -> tuple[bool, bool]:
+    """Not fused, but foreach; `torch.distributed.optim` compiles what calls it."""
+    return False, not differentiable
 
 
 def replaced(*pairs: tuple[Any, Any]) -> None:
