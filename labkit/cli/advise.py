@@ -7,9 +7,8 @@ import json
 from pathlib import Path
 
 from labkit.cli.parser import options_of
-from labkit.cli.shared import WIDE, Refused, console
+from labkit.cli.shared import WIDE, Refused, console, say
 from labkit.common.atomic import write_atomically
-from labkit.common.text import visible_line
 from labkit.figures.advice import Advised
 from labkit.frontends.terminal import advice_tables, atlas_table, estimate_tables, scaling_tables
 from labkit.plan.spec import SpecError
@@ -88,4 +87,4 @@ def _write(path: Path, page: str, args: argparse.Namespace) -> None:
         write_atomically(path, page)
     except OSError as error:
         raise Refused(f"{path} cannot be written: {error.strerror}") from None
-    console(args).print(visible_line(f"{path} ({path.stat().st_size / 1e6:.1f} MB)"))
+    say(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")

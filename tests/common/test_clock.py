@@ -11,7 +11,7 @@ from folded import apply
 from labkit.analysis.metrics import pace, seconds_left
 from labkit.analysis.summary import summarise
 from labkit.figures.charts import memory
-from labkit.frontends.terminal.views import _figures
+from labkit.frontends.terminal.views import _figures_of_run
 from labkit.launch import report
 from labkit.probe.collectives import since_then
 from labkit.record import clock
@@ -60,7 +60,7 @@ def test_no_duration_of_a_run_changes_when_the_clock_is_set(tmp_path, system_clo
     for rank in state.ranks.values():
         assert all(0 <= later - earlier < 60 for earlier, later in zip(rank.steps.t, rank.steps.t[1:]))
     assert 0 <= pace(state) < 60 and 0 <= seconds_left(state) < HOUR
-    assert any(text.endswith("s in total") and not text.startswith("-") for text in _figures(state))
+    assert any(text.endswith("s in total") and not text.startswith("-") for text in _figures_of_run(state))
     assert all(0 <= x < 60 for line in memory(state).lines for x in (t - line.x_zero for t in line.x))
 
 

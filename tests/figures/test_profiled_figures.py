@@ -52,7 +52,7 @@ def test_ranks_stand_on_one_axis_as_their_clocks_say():
 @pytest.mark.parametrize("apart", [0.02, 3600.0, -3600.0])
 def test_clocks_that_disagree_are_set_by_what_ranks_have_in_common_and_said(apart):
     late = [["all_reduce", 0.015, 0.025, 4096, "default_pg", [0, 1], 7]]
-    chart = figures.chart("timeline", state_of(timeline_event(0), timeline_event(1, t0=1000.0 + apart, comm=late)))
+    chart = figures.chart("timeline", state_of(timeline_event(0, t0=1e6), timeline_event(1, t0=1e6 + apart, comm=late)))
     found = stretches(chart)
     assert found["all_reduce", 1] == pytest.approx(found["all_reduce", 3], abs=1e-3)
     assert found["forward", 2][0] - found["forward", 0][0] == pytest.approx(5, abs=1e-3)

@@ -10,6 +10,7 @@ from fabricate import FakeRun
 from handouts import ask, finished_run
 
 from labkit import Spec
+from labkit.common.atomic import MARK
 from labkit.frontends.handout import LabError, course, executed, lab_page
 from labkit.frontends.handout.files import read_lab, write
 from labkit.frontends.handout.recorded import RecordedRuns, run_of
@@ -142,15 +143,15 @@ def test_runs_that_a_lab_leaves_are_ended(lab, tmp_path):
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
-    path = write(tmp_path / "x.html", "old")
+    path = write(tmp_path / "x.html", f"<!-- {MARK} -->old")
 
     def fail(*_):
         raise OSError(28, "no space left")
 
     monkeypatch.setattr(Path, "replace", fail)
     with pytest.raises(OSError):
-        write(path, "new")
-    assert path.read_text(encoding="utf-8") == "old"
+        write(path, f"<!-- {MARK} -->new")
+    assert path.read_text(encoding="utf-8") == f"<!-- {MARK} -->old"
     assert [each.name for each in tmp_path.iterdir()] == ["x.html"]
 
 

@@ -107,7 +107,7 @@ def test_a_spec_cannot_be_changed():
     with pytest.raises(AttributeError):
         spec.nproc = 3
     with pytest.raises(TypeError):
-        spec.options.bucket_mb = 1
+        spec.options["bucket_mb"] = 1
 
 
 def test_checkpoints_and_restarts():

@@ -20,7 +20,7 @@ STANDARD_LIBRARY_ONLY = (
     "labkit.cli.parser",
     "labkit.common.atomic",
     "labkit.common.text",
-    "labkit.record.events",
+    "labkit.record.writer",
     "labkit.setup.bootstrap",
     "labkit.setup.environment",
     "labkit.setup.progress",
