@@ -7,6 +7,7 @@ Standard library only, because the command line checks its flags before the envi
 
 from __future__ import annotations
 
+import difflib
 import numbers
 import operator
 import os
@@ -16,6 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 _LONGEST = 80  # characters of a value that a message quotes
+_MOST_LISTED = 24  # names that a message lists; of more, those that are like the value
+_MOST_COMPARED = 100  # characters of a value
 
 
 def shown(value: Any) -> str:
@@ -102,9 +105,13 @@ def check_flag(name: str, value: Any) -> bool:
 def check_choice(name: str, value: Any, allowed: Iterable[str]) -> str:
     """One of the names in `allowed`."""
     names = list(allowed)
-    if not isinstance(value, str) or value not in names:
-        raise ValueError(f"{name} must be one of {', '.join(names)}, got {shown(value)}")
-    return value
+    if isinstance(value, str) and value in names:
+        return value
+    listed = names
+    if len(names) > _MOST_LISTED:
+        near = difflib.get_close_matches(str(value)[:_MOST_COMPARED], names) if isinstance(value, str) else []
+        listed = [*(near or names[:_MOST_LISTED]), f"… ({len(names)} names)"]
+    raise ValueError(f"{name} must be one of {', '.join(listed)}, got {shown(value)}")
 
 
 def check_path(name: str, value: Any) -> str:

@@ -274,7 +274,8 @@ def test_no_picture_accepts_invalid_values(name, function):
 def test_every_public_picture_is_checked():
     for topic in pictures.TOPICS:
         module = getattr(pictures, topic)
-        for name, function in vars(module).items():
+        for name in getattr(module, "__all__", vars(module)):
+            function = getattr(module, name)
             if inspect.isfunction(function) and not name.startswith("_") and function.__module__ == module.__name__:
                 assert hasattr(function, "__wrapped__"), f"pictures.{topic}.{name} does not check its arguments"
 

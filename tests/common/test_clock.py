@@ -96,6 +96,7 @@ def entry(record: int, created: float) -> dict:
         "record_id": record,
         "time_created_ns": round(created * 1e9),
         "is_p2p": False,
+        "profiling_name": "gloo:all_reduce",
         "process_group": ["0", "default_pg"],
     }
 

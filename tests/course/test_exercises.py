@@ -22,7 +22,7 @@ import labkit
 from labkit import Run, check, my_progress
 from labkit.analysis.guessable import FIGURES
 from labkit.course.exercises import LABS, Exercise, Wrong, exercise, exercises, is_empty
-from labkit.course.exercises.book import Book
+from labkit.course.exercises.book import Book, Noted
 from labkit.course.scores import Score
 from labkit.record.folder import RunFolder
 from labkit.runs.guesses import Guess, document
@@ -138,7 +138,7 @@ def test_progress_counts_attempts_and_keeps_what_is_done(runs):
     check("start.steps", 156)
     check("start.steps", 157)
     check("start.steps", 1)
-    assert Book.here().read() == {"start.steps": {"tries": 3, "done": True}}
+    assert Book.here().read() == {"start.steps": Noted(tries=3, done=True)}
     page = my_progress()
     assert page.done == 1 and page.words.startswith("1 of ")
     assert "✓ right" in repr(page) and "✓ right" in page._repr_html_()

@@ -51,7 +51,7 @@ def test_prediction_is_what_the_run_then_measures(strategy):
     plan = predict(spec)
     assert plan.method == "simulated", plan.reason
     state = warm_run(spec).state
-    assert state.prediction == json.loads(json.dumps(plan)), "the run has the cached prediction"
+    assert state.prediction == plan, "the run has the cached prediction"
     found = outcomes(state)
     assert len(found) == spec.processes
     assert all((one.error is None) == bool(state.in_threads) for one in found)
