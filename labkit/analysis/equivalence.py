@@ -16,12 +16,13 @@ import math
 import os
 import zipfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any, BinaryIO, Literal, TypeAlias
 
+import msgspec
 import numpy
-from msgspec import Meta, field
+from msgspec import Meta
 
 from labkit.plan.spec import Spec
 from labkit.record.documents import decoded
@@ -54,7 +55,7 @@ class Piece(Recorded):
     shape: _Place
     kind: Literal["block", "partial", "flat"]
     start: Count = 0
-    offset: _Place = field(default_factory=list)
+    offset: _Place = msgspec.field(default_factory=list)
 
 
 class NotRecorded(Exception):

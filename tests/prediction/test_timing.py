@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 from folded import apply
-from msgspec import structs
 from linked import cache, table  # noqa: F401 a fixture
+from msgspec import structs
 from test_prediction import spec_of
 
 import labkit
