@@ -75,7 +75,7 @@ def check(spec: Spec, allocator, gpu: str = "t4") -> None:
     limit = WITHOUT_CUDNN if spec.workload in CONVOLUTIONS else OF_FSDP1 if spec.strategy == "fsdp" else CLOSE
     for part in plan.classes:
         measured = max(ranks[part.ranks[0]]["peaks"])
-        print(f"{spec.strategy} {spec.workload} {gpu} rank {part['ranks'][0]}: {part['step']['peak']} {measured}")
+        print(f"{spec.strategy} {spec.workload} {gpu} rank {part.ranks[0]}: {part.step.peak} {measured}")
         assert part.step.peak == pytest.approx(measured, rel=limit)
 
 
