@@ -93,7 +93,7 @@ def test_predicted_peak_is_that_of_the_allocator(spec, allocator):
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp2", "pp"])
 @pytest.mark.parametrize(
     ("gpu", "precision", "workload"),
-    [("t4", "fp16", "gpt"), ("h100", "fp32", "gpt"), ("h100", "bf16", "mlp")],  # flash attention fails on the stand-in
+    [("t4", "fp16", "gpt"), ("h100", "fp32", "gpt"), ("h100", "bf16", "gpt")],
 )
 def test_predicted_peak_holds_in_16_bits_and_with_the_workspaces_of_an_h100(
     strategy, gpu, precision, workload, allocator
