@@ -106,7 +106,7 @@ SHARDED_FROM = {"optimizer": 1, "gradients": 2, "parameters": 3}  # the first st
 
 def largest(job, state):
     """Bytes of a state at its maximum within a step, on the rank that has the most of it."""
-    return max(max(rank.memory_step["owners"][state]) for rank in job.state.ranks.values())
+    return max(max(rank.memory_step.owners[state]) for rank in job.state.ranks.values())
 
 
 # %%

@@ -106,7 +106,7 @@ fsdp2.figure("memory_of_step")
 # %%
 def most(job, owner):
     """MB of an owner of memory at its maximum within a step, on the rank that has the most of it."""
-    return max(max(rank.memory_step["owners"][owner]) for rank in job.state.ranks.values()) / 1e6
+    return max(max(rank.memory_step.owners[owner]) for rank in job.state.ranks.values()) / 1e6
 
 
 def calls(job):

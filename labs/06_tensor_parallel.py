@@ -219,7 +219,7 @@ guess = predict("peak_mb", ...)
 sequence_split = run(spec, options={"sequence_parallel": True}).wait()
 for name, job in {"tensor parallel": split, "with sequence": sequence_split}.items():
     sent = sum(entry.theory for entry in job.ledger()) / 2**20
-    owners = job.state.ranks[0].memory_step["at_peak"]
+    owners = job.state.ranks[0].memory_step.at_peak
     activations = owners["activations"] / 2**20
     print(f"{name:15}  {sent:6.1f} MiB sent (expected)  {activations:6.1f} MiB of activations at the peak of a step")
 guess

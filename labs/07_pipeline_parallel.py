@@ -155,7 +155,7 @@ runs = {("GPipe", 4): gpipe, ("1F1B", 4): one_f_one_b}
 print(f"{'schedule':8}   m   formula  simulated  measured   activations in MiB, by rank")
 for (schedule, m), done in runs.items():
     simulated, measured = pipe.planned(spec(schedule, m)).bubble, pipe.measured(done).bubble
-    stored = [rank.memory_step["at_peak"]["activations"] / 2**20 for _, rank in sorted(done.state.ranks.items())]
+    stored = [rank.memory_step.at_peak["activations"] / 2**20 for _, rank in sorted(done.state.ranks.items())]
     cells = "  ".join(f"{each:6.1f}" for each in stored)
     print(f"{schedule:8}  {m:2}  {1 / (m + 1):8.0%}  {simulated:9.0%}  {measured:8.0%}   {cells}")
 

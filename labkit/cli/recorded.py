@@ -83,6 +83,8 @@ def logs(args: argparse.Namespace) -> int:
     run = Run.attach(find(args.name).path)
     try:
         run.check_rank(args.rank)
+    except Unreadable:
+        raise
     except LookupError as error:
         raise Refused(str(error)) from None
     paths = partial(run.log_paths, args.rank, args.stream)

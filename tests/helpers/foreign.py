@@ -29,13 +29,13 @@ def copy_of(root: Path, recorded: str = FINISHED, name: str = "") -> RunFolder:
 
 def command(*arguments: str) -> tuple[int, str]:
     """The exit code of a command in this process, and what it wrote to stdout and stderr."""
-    said = io.StringIO()
+    said = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="surrogatepass", write_through=True)
     with redirect_stdout(said), redirect_stderr(said):
         try:
             code = act(cli.parse(arguments))
         except SystemExit as end:
             code = end.code
-    return code, said.getvalue()
+    return code, said.buffer.getvalue().decode("utf-8", "replace")
 
 
 def everything(folder: RunFolder) -> str:

@@ -67,7 +67,7 @@ def test_a_run_whose_folder_is_moved_ends_and_says_so_there(script, runs):
     handle = run(script(WAITS), nproc=1, device="cpu")
     moved = RunFolder(handle.folder.path.rename(runs / "moved"))
     assert "deleted or moved" in handle.wait().words and not of_folder(handle.folder.path)
-    status = wait_until(lambda: (status := current(moved)).get("state") == "failed" and status)
+    status = wait_until(lambda: (status := current(moved)).state == "failed" and status)
     assert f"the run folder was moved to {moved.path} while the run was under way" in status.message
     assert moved.read_summary().state == "failed"
 

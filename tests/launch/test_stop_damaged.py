@@ -137,7 +137,7 @@ def test_a_real_run_trains_on_and_is_stopped(runs, tmp_path, damaged):
     )
     folder = RunFolder.find(json.loads(done.stdout)["run"], runs)
     try:
-        wait_until(lambda: folder.read_status().get("state") == "running", 60)
+        wait_until(lambda: folder.read_status().state == "running", 60)
         for name in damaged:
             (folder.path / name).write_text("{")
         time.sleep(1.5)  # longer than the supervisor waits between two readings

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from folded import apply
+from msgspec import structs
 from linked import cache, table  # noqa: F401 a fixture
 from test_prediction import spec_of
 
@@ -61,7 +62,8 @@ def test_communication_is_exposed_where_computation_does_not_cover_it():
     found = simulate(dict.fromkeys((0, 1), replica()), {0: 0, 1: 1}, Links(), None)[0]
     assert found.seconds == pytest.approx(10 + 5 + 8 + 1)
     assert found.exposed == pytest.approx({"backward": 3.0})
-    assert found.comm == [("all_reduce", pytest.approx(15), pytest.approx(23), 8)]
+    [call] = found.comm
+    assert (call.op, call.start, call.end, call.bytes) == ("all_reduce", pytest.approx(15), pytest.approx(23), 8)
     assert sum(end - start for start, end in found.busy) == pytest.approx(21)
     assert [name for name, *_ in found.phases] == ["forward", "backward", "optimizer"]
     assert seconds(dict.fromkeys((0, 1), replica(size=4))) == {0: 21.0, 1: 21.0}
@@ -116,8 +118,9 @@ def test_a_message_is_sent_by_one_rank_and_received_by_the_other(early):
         for rank, op in enumerate(("send", "recv"))
     }
     found = simulate(programs, {0: 0, 1: 1}, Links(), None)
-    assert [found[rank].comm[0][0] for rank in (0, 1)] == ["send", "recv"]
-    assert found[1 - early].comm[0][1:] == (1.0, 4.0, 3)
+    assert [found[rank].comm[0].op for rank in (0, 1)] == ["send", "recv"]
+    late = found[1 - early].comm[0]
+    assert (late.start, late.end, late.bytes) == (1.0, 4.0, 3)
 
 
 def test_collectives_of_a_group_follow_each_other_and_groups_do_not_wait_for_each_other():
@@ -131,7 +134,7 @@ def test_gloo_executes_two_operations_of_a_group_at_a_time_and_they_share_the_co
     three = [*(Start(number, "all_gather", 4, (0, 1)) for number in range(3)), *map(Wait, range(3))]
     assert seconds(dict.fromkeys((0, 1), three), cores=2)[0] == 12.0
     found = simulate(dict.fromkeys((0, 1), three), {0: 0, 1: 1}, Links(), 2)[0]
-    assert [end for _, _, end, _ in found.comm] == [8.0, 8.0, 12.0]
+    assert [call.end for call in found.comm] == [8.0, 8.0, 12.0]
 
 
 def test_an_operation_that_a_class_of_ranks_never_starts_does_not_block_the_others():
@@ -184,7 +187,7 @@ def measured(cache, monkeypatch):  # noqa: F811
     monkeypatch.setattr("labkit.prediction.tracer.MEASURED", 0.05)
     here = Machine.here()
     points = dict.fromkeys(EVERY, ((1024, 0.0001), (1 << 26, 0.1)))
-    known = replace(table(2, **points), machine=here.hardware, torch=here.torch_version)
+    known = structs.replace(table(2, **points), machine=here.hardware, torch=here.torch_version)
     store(known)
     return known
 
