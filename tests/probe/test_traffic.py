@@ -39,7 +39,7 @@ def test_bytes_of_a_step(way, expected, shared_run):
     found = ranks(exchange(shared_run, way))
     for rank, ops in enumerate(expected):
         traffic = found[rank].traffic
-        assert {name: op["bytes"] for name, op in traffic["ops"].items()} == ops
+        assert {name: op.bytes for name, op in traffic.ops.items()} == ops
         assert found[rank].bytes_per_step == sum(sent(name, size, 2) for name, size in ops.items())
 
 

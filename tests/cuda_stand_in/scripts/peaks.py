@@ -82,8 +82,13 @@ def measured(spec):
             ranks.append((process, ours))
         end = time.monotonic() + LIMIT
         found = []
-        for _, ours in ranks:
-            found.append(ours.recv() if wait([ours], max(0.0, end - time.monotonic())) else {"error": "no answer"})
+        for process, ours in ranks:
+            try:
+                answers = wait([ours], max(0.0, end - time.monotonic()))
+                found.append(ours.recv() if answers else {"error": "no answer"})
+            except EOFError:
+                process.join()
+                found.append({"error": f"exit code {process.exitcode}"})
         for process, _ in ranks:
             process.kill()
             process.join()

@@ -35,6 +35,7 @@ class AfterTorch(importlib.abc.MetaPathFinder):
 def change(torch):
     """Computes sums of integers, sums of two numbers of which the first is an integer on a device, and `equal`."""
     torch.backends.cudnn.enabled = False
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
     def is_whole(value):
         return type(value) is torch.Tensor and value.is_cuda and not (value.is_floating_point() or value.is_complex())
