@@ -73,7 +73,7 @@ def test_a_file_of_something_else_is_refused_and_stays(line, tmp_path):
 
 
 def test_a_file_that_cannot_be_used_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"--results must name a file that can be read, got .*: Is a directory"):
+    with pytest.raises(ValueError, match=r"--results must name a file that can be read, got .*: it is no regular file"):
         Rounds(tmp_path)
     with pytest.raises(ValueError, match=r"--results is for one benchmark: add --only training_kills"):
         benchmarks.main(results=str(tmp_path / "new"))

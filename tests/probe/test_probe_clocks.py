@@ -78,7 +78,7 @@ def on_cuda(tmp_path, request):
         cuda,
         watch,
         step,
-        lambda: [event for event in Told(tmp_path).events if event.kind in ("step", "probe_error")],
+        lambda: [event for event in Told(tmp_path).events if event["kind"] in ("step", "probe_error")],
     )
 
 
