@@ -57,7 +57,7 @@ def test_exit_codes(tmp_path, source):
     script.write_text(source + "\n")
     done, told = watched(script)
     stderr = done.logs(0, "stderr")
-    failures = {"0": code} if code else {}
+    failures = {0: code} if code else {}
     seen = done.state.status.failures
     assert {rank: failure.exit_code for rank, failure in seen.items()} == failures, "as torchrun saw it"
     assert "labkit" not in stderr, stderr
