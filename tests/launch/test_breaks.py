@@ -45,7 +45,7 @@ def first(job: Run):
 def test_a_rank_that_dies_is_told_with_its_last_line(case, title):
     job = ended(case)
     assert first(job).name == "first_failure" and first(job).title.startswith(title)
-    assert job.state.failure["rank"] == 1 and job.state.failure["collateral"] == [0]
+    assert job.state.failure.rank == 1 and job.state.failure.collateral == [0]
     if case == "is_killed":
         assert "in spin)" in first(job).title and job.state.status.oom_kills in (0, None)
 
@@ -53,7 +53,7 @@ def test_a_rank_that_dies_is_told_with_its_last_line(case, title):
 def test_a_mistake_of_every_rank_and_a_script_that_is_not_there(tmp_path):
     job = ended("same_error")
     number = line("print(undefined_name)  # noqa: F821")
-    if job.state.failure["collateral"]:  # torchrun may terminate a rank before it comes to the line
+    if job.state.failure.collateral:  # torchrun may terminate a rank before it comes to the line
         assert first(job).title.startswith("rank ") and f"(breaks.py:{number} in same_error)" in first(job).title
     else:
         title = (
@@ -76,7 +76,7 @@ def test_ranks_that_are_stopped_or_hold_the_gil_are_named_in_a_pipeline():
     try:
         wait_until(lambda: len([rank for rank in job.state.ranks.values() if rank.waiting or rank.silent]) == 4, 400)
         found = first(job)
-        told = {number: rank.silent and rank.silent["process"] for number, rank in job.state.ranks.items()}
+        told = {number: rank.silent and rank.silent.process for number, rank in job.state.ranks.items()}
     finally:
         job.stop()
     assert told == {0: None, 1: "stopped", 2: "sleeping", 3: None}

@@ -82,7 +82,7 @@ def test_stop_cancels_a_job_that_waits_and_one_that_runs(at_cluster, tmp_path):
     assert job_of(first.state.queue.job).state == "RUNNING"
     for run in (second, first):
         assert run.stop().state.words == "stopped"
-        wait_until(lambda run=run: job_of(run.state.queue["job"]).state == "CANCELLED")
+        wait_until(lambda run=run: job_of(run.state.queue.job).state == "CANCELLED")
 
 
 @real

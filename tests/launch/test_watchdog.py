@@ -51,7 +51,7 @@ if not agent:  # a supervisor that never gets to its first status
     import subprocess
     def launch(folder, plan, asked, files, start):
         command = [sys.executable, "-c", "input()", "labkit.launch.supervisor"]
-        return subprocess.Popen(command, stdin=0, pass_fds=files[2:3], env=os.environ | plan["env"])
+        return subprocess.Popen(command, stdin=0, pass_fds=files[2:3], env=os.environ | plan.env)
     starting._launch = launch
 Job.start(settle(script, nproc=1, device="cpu"), detached=detached, stdin=0, planned=plan)
 time.sleep(100)
