@@ -109,4 +109,4 @@ def test_a_loss_that_diverges_on_all_ranks():
     job = ended("diverges")
     assert first(job).name == "loss_diverged" and "on all 2 ranks" in first(job).title
     (seen,) = job.state.ranks[1].seen(NotFinite)
-    assert seen["parameters"] == 2 and seen["nan"] == 0 and seen["step"] == job.state.ranks[1].not_finite
+    assert seen.parameters == 2 and seen.nan == 0 and seen.step == job.state.ranks[1].not_finite

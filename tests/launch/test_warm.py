@@ -182,7 +182,7 @@ def test_what_is_no_message_does_the_server_no_harm(message, server):
         connection.send(message)
         connection.settimeout(PATIENCE)
         assert connection.recv(100) == b""  # the server closed the connection
-    assert client.about().pid == server["pid"]
+    assert client.about()["pid"] == server["pid"]
 
 
 def test_a_run_goes_on_when_the_server_that_forked_it_is_killed(place, tmp_path, patient):
@@ -219,7 +219,7 @@ def test_a_server_ends_with_all_who_wanted_it(place, patient, monkeypatch):
     first.kill()
     first.wait()
     time.sleep(2.5)
-    assert process.is_running() and client.about().pid == found["pid"]
+    assert process.is_running() and client.about()["pid"] == found["pid"]
     second.kill()
     second.wait()
     wait_until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
