@@ -16,7 +16,7 @@ import math
 import os
 import zipfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Annotated, Any, BinaryIO, Literal, TypeAlias
 
@@ -151,7 +151,7 @@ def tolerance(what: str, step: int, spec: Spec, reference: Spec) -> float:
 
 def losses(state: RunState) -> dict[int, float]:
     """The loss of every step: the mean over the ranks that have one, each for its own part of the batch."""
-    known: dict[int, list[float]] = field(default_factory=dict)
+    known: dict[int, list[float]] = {}
     for rank in state.ranks.values():
         mine = dict(zip(rank.steps.step, rank.steps.loss))  # for repeated attempts at a step, the newest
         for step, loss in mine.items():
@@ -169,8 +169,8 @@ def assembled(run: RunFolder, what: str) -> dict[str, numpy.ndarray]:
     files = [path for path in wanted if os.path.lexists(path)]
     if len(files) != spec.processes:
         raise NotRecorded(f"only {len(files)} of {spec.processes} ranks of {run.name} recorded their {what}")
-    whole: dict[str, numpy.ndarray] = field(default_factory=dict)
-    held: dict[str, numpy.ndarray] = field(default_factory=dict)
+    whole: dict[str, numpy.ndarray] = {}
+    held: dict[str, numpy.ndarray] = {}
     most = sum(path.lstat().st_size for path in files)  # most elements: there are no more than bytes
     for path in files:
         try:
