@@ -153,7 +153,7 @@ def stop(args: argparse.Namespace) -> int:
         words = f"its processes have been terminated; it cannot be read: {trouble}"
     elif before in OVER:
         words = f"{before}; the processes that it has left have been terminated" if left else f"already {before}"
-    elif words == "lost":
+    if not trouble and words.endswith("lost"):
         words += f" ({job.status().message})"
     say(f"{job.folder.name}: {words}")
     return 0

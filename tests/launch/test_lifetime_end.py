@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import signal
@@ -11,11 +10,13 @@ import subprocess
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from conftest import COLD_IS_SLOW, wait_until
 from fabricate import FakeRun
 from folded import apply, one_by_one
 from lifetimes import LINUX, WAITS, command, started, supervisor_in
+from msgspec import structs
 
 from labkit.common.processes import TAG, identity, of_folder
 from labkit.launch import ending
@@ -144,11 +145,8 @@ def test_a_copy_of_a_run_that_is_under_way_says_that_it_is_one(bystander, runs):
     supervisor_in(folder, **identity(supervisor.pid))
     copy = RunFolder(shutil.copytree(folder.path, runs / "copy"))
     assert current(folder).state == "running"
-    assert current(copy) | {"supervisor": None} == current(folder) | {
-        "supervisor": None,
-        "state": "lost",
-        "message": f"this folder is a copy of {folder.path}, where the run is under way",
-    }
+    lost = {"state": "lost", "message": f"this folder is a copy of {folder.path}, where the run is under way"}
+    assert structs.replace(current(copy), supervisor=None) == structs.replace(current(folder), supervisor=None, **lost)
     assert Job.attach(copy).stop() == "lost"
     assert supervisor.poll() is None
 
@@ -157,7 +155,7 @@ def test_a_copy_of_a_run_that_is_under_way_says_that_it_is_one(bystander, runs):
 
 
 def test_a_line_that_was_written_in_part_is_completed_first(tmp_path, monkeypatch):
-    path, room, write = tmp_path / "events.jsonl", [80], os.write
+    path, room, write = tmp_path / "events.jsonl", [90], os.write
 
     def limited(file: int, data: bytes) -> int:
         taken = min(len(data), room[0])
@@ -168,13 +166,13 @@ def test_a_line_that_was_written_in_part_is_completed_first(tmp_path, monkeypatc
 
     monkeypatch.setattr(os, "write", limited)
     writer, reader = Writer(path, 0), Reader(path)
-    writer.write("saw", step=1)
-    writer.write("saw", step=2)
+    writer.write("checkpoint", step=1)
+    writer.write("checkpoint", step=2)
     with pytest.raises(OSError, match="No space left"):
-        writer.write("saw", step=3)
+        writer.write("checkpoint", step=3)
     assert [event.step for event in one_by_one(reader.poll())] == [1]
     room[0] = 1 << 20
-    writer.write("saw", step=4)
+    writer.write("checkpoint", step=4)
     assert [event.step for event in one_by_one(reader.poll())] == [2, 4] and reader.broken == 0
 
 
@@ -214,7 +212,7 @@ def test_the_end_is_written_into_the_room_that_was_reserved(tmp_path, monkeypatc
     sizes = []
 
     def limited(path: Path, value: dict) -> None:
-        sizes.append(len(json.dumps(value)))
+        sizes.append(len(msgspec.json.encode(value)))
         if path == fake.folder.summary and sizes[-1] > 1000:
             raise OSError(errno.ENOSPC, "No space left on device")
         if path == fake.folder.status:

@@ -138,7 +138,7 @@ def test_nodes_with_different_software_do_not_train(changed, said, monkeypatch, 
     else:
         hosts.exchange(journal)
     found = next(event for event in RunFolder(tmp_path).reader(tmp_path / "events" / "rank0.jsonl").poll())
-    assert found.hosts == {"0": socket.gethostname(), "1": "there"}
+    assert found.hosts == {0: socket.gethostname(), 1: "there"}
 
 
 @pytest.mark.parametrize("ends", ["silent", "over", "gone"])

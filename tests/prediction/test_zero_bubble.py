@@ -47,13 +47,13 @@ def trained(request, tmp_path_factory):
 
 def test_memory_and_messages_of_both_ranks_are_those_predicted(trained):
     _, plan, run = trained
-    assert plan["method"] == "simulated", plan.get("reason")
+    assert plan.method == "simulated", plan.reason
     found = outcomes(run.state)
     assert [abs(one.error) <= MOST for one in found] == [True, True], found
-    assert [part["ranks"] for part in plan["classes"]] == [[0], [1]]
-    for rank, part in enumerate(plan["classes"]):
-        assert part["ops"]["send"]["calls"] > 0
-        assert run.state.ranks[rank].traffic["ops"] == part["ops"]
+    assert [part.ranks for part in plan.classes] == [[0], [1]]
+    for rank, part in enumerate(plan.classes):
+        assert part.ops["send"].calls > 0
+        assert run.state.ranks[rank].traffic.ops == part.ops
 
 
 def test_reported_losses_and_gradients_are_those_of_one_device(trained, shared_run):
