@@ -197,7 +197,7 @@ one.findings()
 # %%
 small = run("fsdp", **GPT, options={"min_parameters": 20_000}).wait()
 for name, job in {"10,000,000": one, "20,000": small}.items():
-    units = job.state.ranks[0].seen("model")[-1]["units"]
+    units = job.state.ranks[0].models[-1].units
     print(f"threshold {name:>10}: {units:2} units, parameters at most {most(job, 'parameters'):.2f} MB, {calls(job)}")
 
 # %% [markdown]
