@@ -13,6 +13,7 @@ from commands import called
 from conftest import warm_run
 from folded import apply
 from generated import ONLY
+from msgspec import structs
 from traced import apart as apart
 
 import labkit
@@ -26,6 +27,7 @@ from labkit.prediction.classes import classes
 from labkit.prediction.devices import DEVICES
 from labkit.prediction.predict import cached, on, predict
 from labkit.prediction.tracer import TRACER, TraceFailed, traced
+from labkit.record.documents import SpecFields, decoded, plain
 from labkit.record.state import RunState
 from labkit.training.strategies import STRATEGIES
 
@@ -90,7 +92,7 @@ def test_prediction_holds_with_options_that_compare_ranks_split_the_loss_or_keep
 def test_every_collective_of_a_step_is_predicted_in_order():
     spec = spec_of("fsdp2")
     plan, state = predict(spec), warm_run(spec).state
-    done = [(op, size, len(ranks)) for op, _, _, size, _, ranks, _ in state.ranks[0].timeline.comm]
+    done = [(call.op, call.bytes, len(call.ranks)) for call in state.ranks[0].timeline.comm]
     assert [tuple(call) for call in plan.classes[0].calls] == done
 
 
@@ -194,7 +196,7 @@ def test_command_prints_a_table_and_one_json_object(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert all(name in out for name in (*HEADS, "simulated"))
     assert called(*asked, "--json") == 0
-    assert json.loads(capsys.readouterr().out)["ranks"] == plan.ranks
+    assert json.loads(capsys.readouterr().out)["ranks"] == plain(plan)["ranks"]
 
 
 @pytest.mark.parametrize(
@@ -214,14 +216,14 @@ def test_what_cannot_be_predicted_is_refused_in_a_sentence(arguments, said, caps
 def test_python_returns_a_table_that_escapes_and_a_figure():
     plan = predict(spec_of("ddp"))
     found = labkit.predict("ddp", workload="mlp", nproc=2, batch_size=16, device="cpu", machine="a100x8")
-    assert found.plan["ranks"] == plan.ranks
+    assert found.plan.ranks == plan.ranks
     assert found.heads == (*HEADS, "step", "exposed")
     assert found.rows[0][0] == "0–1"
     assert "modelled for nodes of 8 × A100" in found.title and "MFU" in found.title
     time = found.to_json()["seconds_per_step"]
     assert 0 < time["low"] < time["seconds"] < time["high"]
     assert found.rows[0][-2] == f"{1000 * time['seconds']:.3g} ms"
-    assert found.plan["time"]["modelled"] and "time" not in cached(spec_of("ddp"))
+    assert found.plan.time.modelled and cached(spec_of("ddp")).time is None
     assert chart("timeline", found.state).y.categories[:2] == ("rank 0 predicted", "comm 0 predicted")
     assert "<table>" in found._repr_html_()
     assert [one.name for one in found.figure().data]
@@ -263,7 +265,8 @@ def test_what_threads_allocate_is_not_compared():
 
 def test_what_gloos_threads_allocate_is_not_compared():
     for method, compared in (("fp16", True), ("powersgd", False)):
-        plan = predict(spec_of("ddp")) | {"spec": spec_of("ddp", options={"compression": method}).to_json()}
+        own = spec_of("ddp", options={"compression": method}).to_json()
+        plan = structs.replace(predict(spec_of("ddp")), spec=decoded(own, SpecFields))
         state = Prediction(plan).state
         curve = {"t0": 0.0, "seconds": 1.0, "phases": [], "times": [0.0], "owners": {}, "peak": 5, "at_peak": {}}
         apply(state, {"kind": "memory_step", "rank": 0, "t": 1.0, "step": 3, **curve})

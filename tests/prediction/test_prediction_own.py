@@ -139,7 +139,7 @@ def test_a_trace_is_cancelled_and_the_process_answers_the_next_one(written):
 def check(spec: Spec) -> None:
     """The prediction of a script is what its run then measures."""
     plan = predict(spec)
-    assert plan.method == "simulated" and plan.reason is None
+    assert plan.method == "simulated" and not plan.reason
     state = warm_run(spec).state
     assert state.prediction == plan, "the run has the cached prediction"
     assert "with an error of at most 0.00%" in sentences(state)[0]
@@ -242,7 +242,7 @@ def test_steps_before_the_end_of_a_trace_stand(written, tmp_path):
 
 def test_a_script_that_can_do_without_a_file_continues(written):
     plan = predict(written(TRAINING + "try:\n    open('x', 'w')\nexcept OSError:\n    pass\n" + "step()\n" * 3))
-    assert plan.reason is None
+    assert not plan.reason
 
 
 def test_a_prediction_is_cached_until_something_it_read_changes(written, tmp_path, monkeypatch):
