@@ -19,7 +19,7 @@ from labkit.frontends.panel.view import RunView
 from labkit.launch.job import Job
 from labkit.plan.spec import Spec
 from labkit.prediction.tracer import Cancelled
-from labkit.record.documents import Plan
+from labkit.record.documents import Guesses, Plan, decoded, plain
 from labkit.record.folder import RunFolder
 from labkit.runs.guesses import PENDING, attach, document, pending
 
@@ -41,7 +41,7 @@ def plan_of(spec: Spec, **more) -> Plan:
         }
         for rank in range(spec.processes)
     ]
-    return {"spec": spec.to_json(), "method": "simulated", "ranks": ranks, "classes": [], **more}
+    return decoded({"spec": spec.to_json(), "method": "simulated", "ranks": ranks, "classes": [], **more}, Plan)
 
 
 class Traces:
@@ -80,7 +80,7 @@ class Traces:
         if not self.seconds:
             raise LookupError("communication has not been measured")
         time = {"seconds": self.seconds, "samples_per_second": 1000.0, "links": "some links"}
-        self.plans[repr(spec)] = {**plan, "time": time}
+        self.plans[repr(spec)] = decoded(plain(plan) | {"time": time}, Plan)
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_a_step_on_another_machine_is_modelled_for_its_gpus(lab, traces, monkeyp
     def modelled(spec: Spec, plan: Plan, machine, cancelled) -> Plan:
         asked.append((spec.device, machine.name))
         time = {"seconds": 0.002, "low": 0.001, "high": 0.003, "samples_per_second": 9.0, "links": "8 × A100"}
-        return {**plan, "time": {**time, "modelled": True}}
+        return decoded(plain(plan) | {"time": time | {"modelled": True}}, Plan)
 
     monkeypatch.setattr(module, "modelled", modelled)
     traces.go.set()
@@ -266,7 +266,7 @@ def test_what_is_entered_is_stored_with_the_run_and_the_fields_are_empty_again(l
     own(lab).fields["peak_mb"].value = " 12.5 "
     lab._run_button.click()
     wait_until(lambda: lab.run is not None)
-    assert started == [{"v": 1, "figures": {"peak_mb": 12.5}}]
+    assert started == [Guesses(v=1, figures={"peak_mb": 12.5})]
     assert [field.value for field in own(lab).fields.values()] == ["", ""]
     assert not PENDING
     lab._view.wait(30)

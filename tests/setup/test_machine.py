@@ -29,6 +29,7 @@ def fake_nvml(names: list[str], fails: int = 0) -> SimpleNamespace:
         NVML_ERROR_LIBRARY_NOT_FOUND=LIBRARY_NOT_FOUND,
         nvmlInit=init,
         nvmlShutdown=lambda: None,
+        nvmlSystemGetCudaDriverVersion_v2=lambda: 99_000,
         nvmlDeviceGetCount=lambda: len(names),
         nvmlDeviceGetHandleByIndex=lambda index: index,
         nvmlDeviceGetName=lambda index: names[index],
