@@ -115,8 +115,8 @@ def test_a_feed_sends_everything_once_and_then_only_new_points(fake):
     fake.step(20)
     follower.poll()
     whole = feed.message(follower.state)
-    assert [piece["name"] for piece in whole.charts] == ["loss", "throughput", "memory", "phases"]
-    assert all("whole" in piece for piece in whole.charts)
+    assert [piece["name"] for piece in whole["charts"]] == ["loss", "throughput", "memory", "phases"]
+    assert all("whole" in piece for piece in whole["charts"])
     assert feed.message(follower.state) is None
     fake.step(25)
     follower.poll()

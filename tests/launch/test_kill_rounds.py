@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from labkit import benchmarks
-from labkit.benchmarks import killed_training
+from labkit.benchmarks import bench, killed_training
 from labkit.benchmarks.kill_rounds import (
     ATTACKS,
     MOMENTS,
@@ -76,9 +75,9 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"--results must name a file that can be read, got .*: it is no regular file"):
         Rounds(tmp_path)
     with pytest.raises(ValueError, match=r"--results is for one benchmark: add --only training_kills"):
-        benchmarks.main(results=str(tmp_path / "new"))
+        bench.main(results=str(tmp_path / "new"))
     with pytest.raises(ValueError, match=r"--minutes does not apply to the benchmark kill_matrix: leave it out"):
-        benchmarks.main(only="kill_matrix", minutes=1)
+        bench.main(only="kill_matrix", minutes=1)
 
 
 def test_a_round_without_an_attack_counts_neither_as_clean_nor_as_wrong():

@@ -20,6 +20,7 @@ from jupyter_client.manager import start_new_kernel
 from labkit.common.processes import of_folder
 from labkit.launch import local
 from labkit.launch.job import Job
+from labkit.record.documents import plain
 from labkit.record.folder import RunFolder
 from labkit.runs.handle import Run, run
 
@@ -135,7 +136,7 @@ def test_a_run_ends_well(script, runs):
     assert {address for address in listening if not address.startswith("127.")} == set()
 
     summary = handle.folder.read_summary()
-    assert summary == handle.summary()
+    assert plain(summary) == handle.summary()
     assert (summary.state, summary.failure, summary.world_size) == ("finished", None, 2)
     assert [rank.exit_code for rank in summary.ranks] == [0, 0]
     status = handle.folder.read_status()

@@ -18,6 +18,7 @@ from labkit.benchmarks import killed_training
 from labkit.benchmarks.kills import Attack, Moment, attack
 from labkit.common.processes import TAG, identity, members, names, of_folder, tag_of
 from labkit.launch.job import Job
+from labkit.record.documents import plain
 from labkit.record.folder import RunFolder
 from labkit.record.status import current
 from labkit.runs.handle import run
@@ -106,7 +107,7 @@ def test_stop_signals_no_process_that_a_forged_status_names(tag, bystander, runs
     RunFolder.write_json(folder.spec, {"script": "train.py", "nproc": 1})
     RunFolder.write_json(folder.launch, {"env": {TAG: str(other.path)}})
     supervisor_in(folder, **who)
-    RunFolder.write_json(folder.status, folder.read_status() | {"agent": who, "ranks": {"0": victim.pid}})
+    RunFolder.write_json(folder.status, plain(folder.read_status()) | {"agent": who, "ranks": {"0": victim.pid}})
     assert command("stop", folder.name) == 0
     assert victim.poll() is None
     assert capsys.readouterr().out.startswith(f"{folder.name}: already ")

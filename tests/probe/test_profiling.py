@@ -73,7 +73,7 @@ def test_a_step_that_is_asked_for_is_captured_by_every_rank(command):
     buckets = ["all_reduce"] * 2  # of 1 MiB, and the rest
     assert all([call.op for call in rank.timeline.comm] == buckets for rank in ranks.values())
     assert ranks[0].timeline.comm[0].seq == ranks[1].timeline.comm[0].seq, "the same collective has one number"
-    assert ranks[0].timeline.exposed.backward > 0.1, "rank 0 waits for the slow one"
+    assert ranks[0].timeline.exposed["backward"] > 0.1, "rank 0 waits for the slow one"
     assert job.logs(0, "stderr") == job.logs(1, "stderr") == "", "nobody sees the profiler"
     shown = command("show", job.name)
     assert f"profiled step {asked}" in shown.stdout and "all_reduce" in shown.stdout

@@ -141,6 +141,7 @@ def test_powersgd_on_cpu_ranks_has_one_bucket_and_takes_no_other_size():
 
 def test_precision_is_a_policy_of_fsdp2():
     source = write_script(Spec("fsdp2", "mlp", nproc=2, precision="bf16"))
-    assert '"param_dtype": DTYPE, "reduce_dtype": torch.float32' in source
+    policy = "MixedPrecisionPolicy(param_dtype=DTYPE, reduce_dtype=torch.float32, output_dtype=torch.float32)"
+    assert policy in " ".join(source.split()).replace("( ", "(").replace(" )", ")")
     assert "DTYPE = torch.bfloat16 " in source
     assert "autocast" not in source

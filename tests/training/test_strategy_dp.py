@@ -57,10 +57,10 @@ def test_replicas_are_measured_and_folded(tmp_path):
     handle, told = watched(tmp_path / "train.py")
     assert handle.words == "finished", handle.logs(0, "stderr")
     events = told.events
-    steps = [event for event in events if event.kind == "replica"]
-    assert not [event for event in events if event.kind == "probe_error"]
-    assert [event.step for event in steps] == [1, 2, 3, 4]
-    assert [[one.samples for one in event.replicas] for event in steps] == [[16, 16]] * 3 + [[2, 1]]
+    steps = [event for event in events if event["kind"] == "replica"]
+    assert not [event for event in events if event["kind"] == "probe_error"]
+    assert [event["step"] for event in steps] == [1, 2, 3, 4]
+    assert [[replica["samples"] for replica in event["replicas"]] for event in steps] == [[16, 16]] * 3 + [[2, 1]]
     state = RunState()
     apply(state, {"kind": "spec", "t": 0.0, "spec": spec.to_json()})
     for event in events:
@@ -68,7 +68,7 @@ def test_replicas_are_measured_and_folded(tmp_path):
     assert (state.broken, state.world_size, state.replicas) == (0, 1, 1.0)
     found = summarise(state)
     assert [one.replica for one in found.replicas] == [0, 1]
-    assert all(one[name] > 0 for one in found.replicas for name in ("forward", "cpu", "memory"))
+    assert all(getattr(replica, name) > 0 for replica in found.replicas for name in ("forward", "cpu", "memory"))
     assert found.replicas[0].extra.gradients == found.ranks[0].memory_bytes["gradients"]
     assert 0 <= found.gil_wait <= 1
     assert found.note.startswith("Emulated on CPU")
