@@ -16,10 +16,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+
+from msgspec import structs
 
 from labkit.analysis.metrics import median
 from labkit.common.arguments import Number
@@ -109,7 +110,7 @@ def calibrate(
     peaks = {one: max(each) for one, each in flops.items()}
     choose = {"copies": max, "launch": min, "slowdown": median}
     best = {name: choose[name](values) for name, values in kernels.items()}
-    return replace(planned, points=points, missing=missing, peaks=peaks, kernels=best)
+    return structs.replace(planned, points=points, missing=missing, peaks=peaks, kernels=best)
 
 
 def _point(count: int, seconds: list[float], late: list[float]) -> Point:

@@ -140,7 +140,7 @@ def test_a_run_ends_well(script, runs):
     assert (summary.state, summary.failure, summary.world_size) == ("finished", None, 2)
     assert [rank.exit_code for rank in summary.ranks] == [0, 0]
     status = handle.folder.read_status()
-    assert (status.exit_code, status.detached, sorted(status.ranks)) == (0, False, ["0", "1"])
+    assert (status.exit_code, status.detached, sorted(status.ranks)) == (0, False, [0, 1])
     samples = [json.loads(line) for line in handle.folder.system.read_text().splitlines()]
     assert {"0", "1"} == {rank for sample in samples for rank in sample["ranks"]}
     assert all(sample["ranks"][rank]["rss"] > 1 << 20 for sample in samples for rank in sample["ranks"])

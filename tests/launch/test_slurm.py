@@ -79,10 +79,10 @@ def test_stop_cancels_a_job_that_waits_and_one_that_runs(at_cluster, tmp_path):
     supervisor.wait(10)
     first = Run.attach(first.name)  # as another kernel does: the job is found, and followed by a new supervisor
     assert first.state.words != "lost" and first.state.status.supervisor.pid != supervisor.pid
-    assert job_of(first.state.queue.job).state == "RUNNING"
+    assert job_of(first.state.queue.job)["state"] == "RUNNING"
     for run in (second, first):
         assert run.stop().state.words == "stopped"
-        wait_until(lambda run=run: job_of(run.state.queue.job).state == "CANCELLED")
+        wait_until(lambda run=run: job_of(run.state.queue.job)["state"] == "CANCELLED")
 
 
 @real
@@ -116,9 +116,9 @@ def test_a_run_folder_cannot_cancel_a_job_of_another_folder(at_cluster, tmp_path
     other = tmp_path / "job.sbatch"
     other.write_text("")
     cancel(job, other)
-    assert job_of(job).state == "PENDING"
+    assert job_of(job)["state"] == "PENDING"
     cancel(job)
-    assert job_of(job).state == "CANCELLED"
+    assert job_of(job)["state"] == "CANCELLED"
     assert job_of(999_999) == {"state": "UNKNOWN"}
 
 

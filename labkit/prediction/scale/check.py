@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
+from labkit.analysis.metrics import median
 from labkit.prediction.scale.published import Published, Refused, read
 from labkit.prediction.scale.step import Estimate, estimate
 
