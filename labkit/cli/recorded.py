@@ -16,7 +16,7 @@ from labkit.analysis.summary import recorded_summary, summarise
 from labkit.cli.jobs import node_of
 from labkit.cli.parser import fields_of
 from labkit.cli.shared import WIDE, Refused, console, find, find_followed, interrupts, say
-from labkit.common.text import visible_log
+from labkit.common.text import visible_line, visible_log
 from labkit.common.units import counted
 from labkit.frontends import terminal
 from labkit.record.documents import Unreadable, plain
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     spec = settle(args.specs[0], nodes=node.nodes if node else 1)
     starting = partial(start_node, spec, node) if node else partial(start, spec)
     if args.specs[0].device == "auto" and (why := Machine.here().unused_cuda):
-        print(f"labkit: {why}", file=sys.stderr)
+        print(visible_line(f"labkit: {why}"), file=sys.stderr)
 
     with interrupts() as interrupted:
         try:

@@ -9,14 +9,15 @@ from fabricate import FakeRun
 
 from labkit import Run, check
 from labkit.course.exercises import Wrong, own
+from labkit.record.documents import plain
 
 
 def handed_in(fake, state="finished", **spec):
     """The run of a closed FakeRun."""
     if spec:
-        fake.folder.write_json(fake.folder.spec, fake.folder.read_spec() | spec)
+        fake.folder.write_json(fake.folder.spec, plain(fake.folder.read_spec()) | spec)
     if state:
-        fake.end(state, **({"restarts": 1} if fake.folder.read_spec().get("max_restarts") else {}))
+        fake.end(state, **({"restarts": 1} if fake.folder.read_spec().max_restarts else {}))
     fake.close()
     return Run.attach(fake.folder.path)
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from labkit.common.units import size
 from labkit.prediction.devices import DEVICES, Device
 from labkit.prediction.links import communication
 from labkit.prediction.scale.frameworks import FRAMEWORKS
@@ -77,7 +78,7 @@ def read(path: Path) -> tuple[list[Published], list[Refused]]:
     except (csv.Error, UnicodeDecodeError, EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{path} is not a CSV file: {error}") from None
     if len(text) > _LIMIT:
-        raise ValueError(f"{path} must be at most {_LIMIT >> 20} MiB")
+        raise ValueError(f"{path} must be at most {size(_LIMIT)}")
     found: list[Published] = []
     refused: list[Refused] = []
     missing = [name for name in COLUMNS if not rows or name not in rows[0]]
