@@ -323,16 +323,16 @@ def _micro_batches(row: Mapping[str, str], data: int, pipeline: int, sequence: i
     batch = _samples(row["global_batch"], sequence)
     local = re.fullmatch(r"local batch ([0-9]+)", row["micro_batch"])
     if local:
-        size = max(1, int(local[1]) // pipeline)
-        return size, int(local[1]) // size
-    size = _whole(row, "micro_batch") or 1
+        micro_batch = max(1, int(local[1]) // pipeline)
+        return micro_batch, int(local[1]) // micro_batch
+    micro_batch = _whole(row, "micro_batch") or 1
     if batch is None:
         accumulation = re.search(r"grad(?:ient)?[ _]accumulation(?:[ _]steps)? ([0-9]+)\b(?!\*)", row["where"])
-        return size, int(accumulation[1]) if accumulation else 1
-    count = round(batch / (data * size))
-    if count < 1 or abs(count * data * size / batch - 1) > 0.02:
-        raise ValueError(f"a batch of {batch:g} samples is not a multiple of {data} ranks × {size} samples")
-    return size, count
+        return micro_batch, int(accumulation[1]) if accumulation else 1
+    count = round(batch / (data * micro_batch))
+    if count < 1 or abs(count * data * micro_batch / batch - 1) > 0.02:
+        raise ValueError(f"a batch of {batch:g} samples is not a multiple of {data} ranks × {micro_batch} samples")
+    return micro_batch, count
 
 
 def _samples(text: str, sequence: int) -> float | None:
