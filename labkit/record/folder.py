@@ -406,7 +406,8 @@ class RunFolder:
         """Deletes what a process that was just starting has created again at the path of a folder that was deleted or
         moved. If there is anything else, someone else has put it there, and everything stays."""
         with suppress(OSError):
-            ours = {path.name for path in (self.events, self.logs, self.position_of(0).parent)}
+            written = (self.events, self.logs, self.position_of(0).parent, self.rendezvous, self.status, self.system)
+            ours = {path.name for path in written}
             if {path.name for path in self.path.iterdir()} <= ours:
                 self.delete()
 

@@ -38,6 +38,7 @@ sys.stdin.read()
 """
 STARTER = """
 import json, os, sys, time
+from msgspec import structs
 from labkit.launch import local, starting
 from labkit.launch.job import Job
 from labkit.launch.warm import client
@@ -46,7 +47,7 @@ from labkit.runs.settling import settle
 script, agent, detached, stdin = json.loads(sys.argv[1])
 client.ANSWER = 60.0
 def plan(spec, folder):
-    return local.plan(spec, folder) | {"argv": [sys.executable, "-c", agent]}
+    return structs.replace(local.plan(spec, folder), argv=[sys.executable, "-c", agent])
 if not agent:  # a supervisor that never gets to its first status
     import subprocess
     def launch(folder, plan, asked, files, start):
