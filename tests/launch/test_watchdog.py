@@ -69,7 +69,7 @@ class Begun:
     def ready(self) -> Begun:
         """Returns when the run has everything that it could leave."""
         ready = self.folder.path / "ready"
-        wait_until(lambda: ready.exists() and ready.read_text() and current(self.folder))
+        wait_until(lambda: ready.exists() and ready.read_text() and current(self.folder).supervisor)
         child, self.socket = ready.read_text().split()
         self.child, self.segment = int(child), Path(f"/dev/shm/torch_{child}_1_1")
         assert self.left() == [True, True, True]
@@ -124,13 +124,13 @@ def test_nothing_is_left_when_a_supervisor_is_killed(victims, detached, begin, s
     wait_until(lambda: not any(run.left()))
     status, summary = run.folder.read_status(), run.folder.read_summary()
     assert status.state == summary.state == "failed"
-    assert status.message == f"its supervisor (pid {status['supervisor']['pid']}) was killed, which ended the run"
+    assert status.message == f"its supervisor (pid {status.supervisor.pid}) was killed, which ended the run"
     assert run.folder.end_of(run.folder.supervisor_log) == ""
 
 
 @LINUX
 @COLD_IS_SLOW
-@pytest.mark.parametrize("name", ["plan", "status"])
+@pytest.mark.parametrize("name", ["launch", "status"])
 def test_nothing_is_left_if_a_document_of_the_run_is_damaged(name, begin, start):
     begun = begin().ready()
     supervisor = begun.folder.read_status().supervisor.pid
@@ -147,11 +147,11 @@ def test_nothing_is_left_if_a_document_of_the_run_is_damaged(name, begin, start)
 def test_a_run_whose_starter_and_supervisor_are_killed_before_its_first_status_has_failed(begin):
     run = begin(agent="")
     supervisor = wait_until(lambda: next(iter(of_folder(run.folder.path)), None))
-    assert run.watchdog().is_running() and not current(run.folder)
+    assert run.watchdog().is_running() and not current(run.folder).supervisor
     run.kill("starter")
     run.starter.wait()
     time.sleep(0.5)
-    assert run.watchdog().is_running() and not current(run.folder), "the supervisor may still write a status"
+    assert run.watchdog().is_running() and not current(run.folder).supervisor, "the supervisor may still write a status"
     supervisor.kill()
     wait_until(lambda: not processes_of(str(run.runs)))
     assert run.folder.read_status().state == run.folder.read_summary().state == "failed"
