@@ -4,7 +4,9 @@ folder."""
 from __future__ import annotations
 
 import io
+import os
 import shutil
+import socket
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -59,3 +61,13 @@ def everything(folder: RunFolder) -> str:
     said += [folder.whole_log(rank, stream) for rank in range(2) for stream in STREAMS]
     said += [str(folder.search_log(rank, stream, "S", 10)) for rank in range(2) for stream in STREAMS]
     return "\n".join(said)
+
+
+def bind(held: socket.socket, path: Path) -> None:
+    """Binds a Unix socket at a path of any length: by its name, because the path of a socket must be short."""
+    here = Path.cwd()
+    os.chdir(path.parent)
+    try:
+        held.bind(path.name)
+    finally:
+        os.chdir(here)

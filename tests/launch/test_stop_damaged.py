@@ -16,7 +16,7 @@ import psutil
 import pytest
 from conftest import processes_of, wait_until
 from fabricate import FakeRun
-from foreign import command
+from foreign import bind, command
 
 from labkit.common.processes import TAG, here, identity
 from labkit.launch.job import Job
@@ -54,7 +54,7 @@ def replaced(path, how: str) -> None:
         path.symlink_to(path)
     elif how == "socket":
         with socket.socket(socket.AF_UNIX) as held:
-            held.bind(str(path))
+            bind(held, path)
     elif how != "missing":
         path.write_text(how)
 
