@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import importlib
+from functools import cache
 
 import pytest
 
 from labkit.setup import preflight
+
+
+@cache
+def operators():
+    """The operators of torchvision that a build for a different torch misses; they exist as long as this library."""
+    import torch
+
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    library.define("qnms(Tensor d, Tensor s, float t) -> Tensor")
+    return library
 
 
 def import_torchvision():
@@ -15,11 +27,7 @@ def import_torchvision():
     if not version:
         pytest.skip(f"there is no torchvision here: {error}")
     if "torchvision::nms" in error:
-        import torch
-
-        library = torch.library.Library("torchvision", "FRAGMENT")
-        library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        library.define("qnms(Tensor d, Tensor s, float t) -> Tensor")
+        operators()
     return importlib.import_module("torchvision")
 
 
