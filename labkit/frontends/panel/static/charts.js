@@ -128,8 +128,7 @@ class Board {
     this.config = config;
     this.charts = new Map();
     this.frame = 0;
-    this.resizing = new ResizeObserver(() => this.changed());
-    this.resizing.observe(element);
+    this.resizing = new ResizeObserver(() => this.changed()); // of the boxes: one more chart makes the others narrower
     this.theming = new MutationObserver(() => this.changed());
     this.theming.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-name", "data-jp-theme-light"] });
     const panel = element.closest(".labkit");
@@ -156,12 +155,14 @@ class Board {
       box.dataset.chart = name;
       this.element.append(box);
       this.charts.set(name, { box, data: [], layout: {} });
+      this.resizing.observe(box);
     }
     return this.charts.get(name);
   }
 
   remove(name) {
     const { box } = this.charts.get(name);
+    this.resizing.unobserve(box);
     this.Plotly.purge(box);
     box.remove();
     this.charts.delete(name);
