@@ -24,7 +24,7 @@ _HOMES = {  # no function may have the name of a subpackage: importing the subpa
     "my_progress": "labkit.course.exercises",
     "on_trial": "labkit.course.claims",
     "pictures": "labkit.course.pictures",
-    "place": "labkit.runs.settling",
+    "place": "labkit.runs.handle",
     "predict": "labkit.api",
     "report": "labkit.frontends.magic",
     "run": "labkit.runs.handle",

@@ -30,9 +30,7 @@ from labkit.prediction.timing import modelled, timed
 from labkit.record.follow import Follower
 from labkit.runs.comparing import Comparing, plan
 from labkit.runs.guesses import Guess, guess
-from labkit.runs.handle import Run
-from labkit.runs.notebook import cell, in_notebook
-from labkit.runs.settling import named, with_ranks
+from labkit.runs.handle import Run, cell, in_notebook, named, with_ranks
 
 
 @overload

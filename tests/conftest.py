@@ -25,9 +25,8 @@ from packages import torchvision as torchvision
 from places import SCREENSHOTS
 
 from labkit.launch.warm import client
-from labkit.runs.handle import Run
+from labkit.runs.handle import Run, settle
 from labkit.runs.handle import start as start_run
-from labkit.runs.settling import settle
 
 # jsonschema imports it if it is there: it compiles 38 grammars, for formats of addresses that nothing here checks
 sys.modules.setdefault("rfc3987_syntax", None)

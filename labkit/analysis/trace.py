@@ -9,7 +9,7 @@ from typing import Any
 
 from labkit.analysis.clocks import ahead
 from labkit.analysis.profiled import aligned, profiled_steps
-from labkit.common.atomic import MARK, write_output
+from labkit.common.files import MARK, write_output
 from labkit.record.events import Timeline
 from labkit.record.state import RunState
 

@@ -28,7 +28,7 @@ from labkit.figures.tables import findings_html, ledger_html, ranks_html
 from labkit.frontends import terminal
 from labkit.frontends.console import Console
 from labkit.frontends.handout.run import RunError, run_page
-from labkit.frontends.panel.feed import Feed
+from labkit.frontends.panel.charts import Feed
 from labkit.frontends.panel.recorded import label
 from labkit.frontends.panel.words import finding_html, progress_html, state_html
 from labkit.launch.job import Job

@@ -19,8 +19,7 @@ from labkit.prediction.link_table import store
 from labkit.prediction.predict import predict
 from labkit.prediction.timing import timed
 from labkit.runs.calibration import calibrate, plan
-from labkit.runs.handle import run
-from labkit.runs.settling import with_ranks
+from labkit.runs.handle import run, with_ranks
 from labkit.training.strategies.pipelines import V_SHAPED
 
 _STEPS = 40

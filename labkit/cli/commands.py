@@ -6,15 +6,11 @@ import argparse
 import os
 import sys
 
-from labkit.cli.advise import advise, atlas
-from labkit.cli.glossary import glossary
 from labkit.cli.jobs import gather, pack, submit, unpack
-from labkit.cli.listing import runs
-from labkit.cli.pages import diff, handout, notebook, predict, script
+from labkit.cli.pages import advise, atlas, diff, glossary, handout, notebook, predict, script
 from labkit.cli.parser import refuse
-from labkit.cli.project import bench, claims, doctor, progress, schema
-from labkit.cli.recorded import capture, clean, compare, logs, replay, run, show, stop, trace
-from labkit.cli.setting_up import lab, setup, test
+from labkit.cli.project import bench, claims, doctor, lab, progress, schema, setup, test
+from labkit.cli.runs import capture, clean, compare, logs, replay, run, runs, show, stop, trace
 from labkit.cli.shared import Refused
 from labkit.plan.spec import SpecError
 from labkit.record.documents import Unreadable

@@ -13,15 +13,15 @@ from labkit.common.arguments import shown
 from labkit.common.units import counted, size
 from labkit.engines import archive, job_files, portable
 from labkit.plan.nodes import Node
-from labkit.runs.settling import with_ranks
-from labkit.setup.config import ConfigError
+from labkit.runs.handle import with_ranks
+from labkit.setup.limits import ConfigError
 
 
 def submit(args: argparse.Namespace) -> int:
     """Submits a run to Slurm, or writes the file of another engine."""
     from labkit.launch.job import LaunchError
-    from labkit.runs.submitting import ENGINES, FILES
-    from labkit.runs.submitting import submit as submitted
+    from labkit.runs.gathering import ENGINES, FILES
+    from labkit.runs.gathering import submit as submitted
 
     if args.engine not in ENGINES:
         raise Refused(f"--engine must be one of {', '.join(ENGINES)}, got {shown(args.engine)}")

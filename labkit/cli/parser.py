@@ -1,9 +1,5 @@
-"""The command-line parser: from arguments to Specs, and errors for wrong usage. It uses only the standard library,
-because it runs before the environment is set up. The flags are in `labkit.cli.flags`, the functions of the commands in
-`labkit.cli.commands`.
-
-Exit codes: 0 done, 1 the run failed, 2 wrong usage or invalid Spec, 130 stopped.
-"""
+"""The command-line parser: the commands and their flags, from arguments to Specs, and errors for wrong usage. Standard
+library only."""
 
 from __future__ import annotations
 
@@ -11,15 +7,414 @@ import argparse
 import difflib
 import json as jsonlib
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
+from functools import partial
+from typing import Any, NoReturn
 
-from labkit.cli.flags import FLAGS, UsageError, parser_of_commands
-from labkit.common.arguments import shown
+from labkit.common.arguments import ROUNDS, Number, check_address, check_choice, shown
 from labkit.common.text import visible_line
+from labkit.plan.fields import about
 from labkit.plan.spec import Spec, SpecError, bounds_of
+from labkit.prediction.devices import ACCELERATED, DEFAULT_MACHINE
 from labkit.setup.environment import OPTIONAL, TEXT_ONLY
 from labkit.training.strategies import BASELINE, STRATEGIES
+
+# ---- the flags of the commands for jobs that leave this lab
+
+
+_NODES = Number(int, 1, 65_536)
+_NODE_RANK = Number(int, 0, 65_535)
+
+
+def add_jobs(
+    add: Callable[..., argparse.ArgumentParser],
+    add_fields: Callable[[argparse.ArgumentParser], None],
+    number: Callable[[str, Number], Callable[[str], Any]],
+) -> None:
+    """Adds the commands with `add(name, help)`; `add_fields` adds the flags of a Spec, `number` checks a number."""
+    pack = add("pack", "write a job as a zip that runs without labkit: script, commands, batch files, requirements")
+    pack.add_argument("name", metavar="RUN|STRATEGY|PATH.py", help="a recorded run, a strategy or your own script")
+    pack.add_argument("-o", "--output", metavar="FILE.zip", help="output file (default: NAME.zip)")
+    _placed(pack, number)
+    add_fields(pack)
+
+    submit = add("submit", "submit a run to Slurm, or write the job file of Kubeflow or SkyPilot", json=True)
+    submit.add_argument("what", metavar="STRATEGY|PATH.py", nargs="?", help="a strategy or your own script")
+    submit.add_argument("-m", dest="module", metavar="MODULE", help="submit your own module, like python -m")
+    submit.add_argument(
+        "--engine",
+        metavar="E",
+        default="slurm",
+        help="slurm, kubeflow or skypilot; the last two only write a file (default: slurm)",
+    )
+    submit.add_argument("-o", "--output", metavar="FILE.yaml", help="output file (default: NAME-ENGINE.yaml)")
+    _placed(submit, number)
+    add_fields(submit)
+
+    unpack = add("unpack", "unpack a job into a new folder, after checking that nothing in it can do harm there")
+    unpack.add_argument("name", metavar="FILE.zip")
+    unpack.add_argument("-o", "--output", metavar="DIR", help="new folder (default: the name of the file)")
+
+    gather = add("gather", "put the run folders of the nodes of one run together in a new one")
+    gather.add_argument("names", metavar="RUN", nargs="+", help="the folder of each node, a name or a path")
+    gather.add_argument("-o", "--output", metavar="DIR", required=True, help="new run folder")
+
+
+def add_nodes(run: argparse.ArgumentParser, number: Callable[[str, Number], Callable[[str], Any]]) -> None:
+    """Adds the flags of a run on several machines; `nodes` is (least, most), with `least` None for a fixed number."""
+    count = number("--nodes", _NODES)
+
+    def counts(text: str) -> tuple[int | None, int]:
+        least, colon, most = text.rpartition(":")
+        return (count(least) if colon else None), count(most)
+
+    run.add_argument(
+        "--nodes",
+        type=counts,
+        default=(None, 1),
+        metavar="N|MIN:MAX",
+        help="nodes among which the ranks of --nproc are divided; with MIN:MAX, the run continues when nodes leave and"
+        " join (default: 1)",
+    )
+    run.add_argument(
+        "--node-rank", type=number("--node-rank", _NODE_RANK), metavar="K", help="this node, from 0 to N - 1"
+    )
+    run.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="an address and a free port of node 0")
+
+
+def _nodes(command: argparse.ArgumentParser, number: Callable[[str, Number], Callable[[str], Any]]) -> None:
+    command.add_argument(
+        "--nodes",
+        type=number("--nodes", _NODES),
+        default=1,
+        metavar="N",
+        help="nodes among which the ranks of --nproc are divided (default: 1)",
+    )
+
+
+def _placed(command: argparse.ArgumentParser, number: Callable[[str, Number], Callable[[str], Any]]) -> None:
+    _nodes(command, number)
+    command.add_argument(
+        "--profile", metavar="NAME", default="default", help="settings of a site, from labkit.conf (default: default)"
+    )
+
+
+# ---- the commands and their flags, for argparse
+
+
+FLAGS = tuple(one for one in fields(Spec) if about(one).on_command_line)
+_WITH_HELP = f"also install an extra: {', '.join(OPTIONAL)}"
+STREAMS = ("stdout", "stderr")
+_COLD = (
+    "start the ranks with torchrun, even if the warm server of an open notebook could fork them (default: fork if"
+    " possible)"
+)
+_SPEED = Number(float, 0.01, 10_000.0)
+_KEEP = Number(int, 0, 1_000_000)
+_PORT = Number(int, 1, 65_535)
+_RANK = Number(int, 0, 65_535)
+_CALIBRATED = Number(int, 2, 65_536)
+_MINUTES = Number(int, 1, 1440)
+_ROWS = Number(int, 1, 1_000_000)
+
+
+class UsageError(Exception):
+    """Wrong usage: the message is one sentence."""
+
+
+def _number(flag: str, bounds: Number) -> Callable[[str], Any]:
+    return _checked_by(partial(bounds.read, flag))
+
+
+def _checked_by(check: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A converter for argparse whose ValueError is the whole message."""
+
+    def convert(text: str) -> Any:
+        try:
+            return check(text)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+
+    return convert
+
+
+class _Parser(argparse.ArgumentParser):
+    def __init__(self, **settings: Any):
+        super().__init__(**settings, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def parser_of_commands() -> tuple[argparse.ArgumentParser, Iterable[str]]:
+    parser = _Parser(prog="labkit", description="An interactive lab for PyTorch distributed training.")
+    commands = _Commands(parser)
+    setup = commands.add("setup", "create the environment, or complete the active one")
+    setup.add_argument("--with", dest="extras_asked", action="append", metavar="EXTRA", default=[], help=_WITH_HELP)
+
+    lab = commands.add("lab", "start JupyterLab on the first lab (arguments after -- go to JupyterLab)")
+    lab.add_argument("--no-browser", action="store_true", help="print the address instead of opening a browser")
+    lab.add_argument(
+        "--port", type=_number("--port", _PORT), metavar="N", help="port (default: 8888, or the next free one)"
+    )
+    lab.add_argument(
+        "--ip",
+        type=_checked_by(partial(check_address, "--ip")),
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="address to listen on (default: 127.0.0.1, this machine only)",
+    )
+
+    commands.add(
+        "test",
+        "install the dependencies of the tests, then run them; with --cuda-stand-in those for CUDA, on a machine that"
+        " needs no GPU; with --gpu, measure what only GPUs can show, in 25 minutes (--minutes MINUTES,"
+        " --results FOLDER, --only PART;…); other arguments go to pytest",
+    )
+
+    run = commands.add("run", "run a strategy, or your own script: run train.py --nproc 2 -- ARGUMENTS", json=True)
+    run.add_argument(
+        "what", metavar="STRATEGY|PATH.py", nargs="?", help=f"your own script, or one of {', '.join(STRATEGIES)}"
+    )
+    run.add_argument("-m", dest="module", metavar="MODULE", help="run your own module as a script, like python -m")
+    _add_fields(run)
+    run.add_argument(
+        "--detach", action="store_true", help="return at once; the run continues after this terminal is closed"
+    )
+    run.add_argument("--cold", action="store_true", help=_COLD)
+    add_nodes(run, _number)
+
+    predict = commands.add(
+        "predict", "predict the memory and traffic of each rank, without running anything and without a GPU", json=True
+    )
+    predict.add_argument(
+        "what", metavar="STRATEGY|PATH.py", nargs="?", help=f"your own script, or one of {', '.join(STRATEGIES)}"
+    )
+    predict.add_argument("-m", dest="module", metavar="MODULE", help="predict your own module, like python -m")
+    predict.add_argument(
+        "--machine",
+        metavar="NAME",
+        help=f"add the time of a step: measured on this machine (here), or modelled for {', '.join(ACCELERATED)}",
+    )
+    _add_fields(predict)
+
+    _add_advise(commands)
+    _add_atlas(commands)
+    add_jobs(commands.add, _add_fields, _number)
+
+    script = commands.add("script", "print the script that a strategy runs")
+    script.add_argument("what", metavar="STRATEGY", help=", ".join(STRATEGIES))
+    _add_fields(script)
+
+    diff = commands.add("diff", "print the differences between the scripts of two strategies")
+    diff.add_argument("what", metavar="A", help=", ".join(STRATEGIES))
+    diff.add_argument("other", metavar="B")
+    _add_fields(diff)
+
+    compare = commands.add(
+        "compare", "compare strategies: run the same training with each, or show recorded runs", json=True
+    )
+    compare.add_argument(
+        "runs",
+        metavar="RUN",
+        nargs="*",
+        help="recorded runs (default: the newest of each strategy with the same training)",
+    )
+    compare.add_argument(
+        "--strategies",
+        metavar="A,B,…",
+        help=f"run these one after another, single first: all, or some of {', '.join(STRATEGIES)}",
+    )
+    compare.add_argument("--cold", action="store_true", help=_COLD)
+    _add_fields(compare)
+
+    runs = commands.add("runs", "list the recorded runs", json=True)
+    runs.add_argument("--all-users", action="store_true", help="list who holds the GPUs and CPU slots of this machine")
+    show = commands.add("show", "show the figures of a run", json=True)
+    show.add_argument("--follow", action="store_true", help="update until the run is over; Ctrl-C leaves it running")
+    stop = commands.add("stop", "stop a run and all of its processes")
+    logs = commands.add("logs", "print the complete output of one rank, all attempts in order")
+    logs.add_argument("--rank", type=_number("--rank", _RANK), default=0, metavar="N", help="the rank (default: 0)")
+    logs.add_argument(
+        "--stream",
+        type=_checked_by(lambda text: check_choice("--stream", text, STREAMS)),
+        default="stdout",
+        metavar="S",
+        help=f"{' or '.join(STREAMS)} (default: stdout)",
+    )
+    logs.add_argument("--follow", action="store_true", help="continue until the run is over; Ctrl-C leaves it running")
+    capture = commands.add("capture", "profile a step of a run in progress")
+    capture.add_argument(
+        "--snapshot", action="store_true", help="also record a snapshot of the CUDA allocator for torch's memory viewer"
+    )
+    trace = commands.add("trace", "write the profiled steps of a run for Perfetto or chrome://tracing")
+    trace.add_argument(
+        "-o", "--output", metavar="FILE.json", help="output file (default: trace.json in the run folder)"
+    )
+    replay = commands.add("replay", "replay a recorded run in this terminal")
+    replay.add_argument(
+        "--speed", type=_number("--speed", _SPEED), default=1.0, metavar="X", help="speed-up factor (default: 1)"
+    )
+    for command in (show, stop, logs, capture, trace, replay):
+        command.add_argument(
+            "name",
+            metavar="RUN",
+            nargs="?",
+            default="last",
+            help="a run: its name, the start or end of it, or last (default)",
+        )
+
+    clean = commands.add("clean", "delete recorded runs that are over")
+    clean.add_argument(
+        "--keep", type=_number("--keep", _KEEP), default=0, metavar="N", help="keep the newest N (default: 0)"
+    )
+    clean.add_argument("--yes", action="store_true", help="do not ask for confirmation")
+    commands.add("progress", "show your exercises (open, tried or done) and the error of your predictions", json=True)
+    glossary = commands.add("glossary", "define a term of distributed training, or list all terms", json=True)
+    glossary.add_argument(
+        "term", metavar="TERM", nargs="*", help="for example: reduce-scatter (default: list all terms)"
+    )
+    commands.add("schema", "print the JSON Schemas of the recorded events and of the summary", json=True)
+    claims = commands.add("claims", "test common claims about distributed training on this machine", json=True)
+    claims.add_argument("names", metavar="NAME", nargs="*", help="claims to test (default: all)")
+    claims.add_argument("--quick", action="store_true", help="only claims that can be decided without a run")
+    claims.add_argument(
+        "--rounds",
+        type=_number("--rounds", ROUNDS),
+        default=3,
+        metavar="N",
+        help="repetitions of each run (default: 3)",
+    )
+    handout = commands.add("handout", "write a lab, a run or all labs as self-contained HTML files that work offline")
+    handout.add_argument(
+        "name", metavar="LAB.py|RUN", nargs="?", help="a lab, which is executed first, or a recorded run"
+    )
+    handout.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE|DIR",
+        help="output file (default: NAME.html); with --all, a folder (default: site)",
+    )
+    handout.add_argument("--all", action="store_true", help="all labs, with an index page")
+    readers = handout.add_mutually_exclusive_group()
+    readers.add_argument("--student", action="store_true", help="leave out answers and verdicts")
+    readers.add_argument("--teacher", action="store_true", help="include the solution of every exercise")
+    handout.add_argument(
+        "--recorded", metavar="DIR", help="use the recorded runs of this folder instead of starting runs"
+    )
+    notebook = commands.add("notebook", "write a lab as .ipynb, to import into Kaggle, Colab or another Jupyter")
+    notebook.add_argument("name", metavar="LAB.py")
+    notebook.add_argument("-o", "--output", metavar="FILE.ipynb", help="output file (default: next to the lab)")
+    notebook.add_argument(
+        "--source", metavar="URL", help="repository that the first cell clones (default: origin of this clone)"
+    )
+    notebook.add_argument(
+        "--kaggle",
+        metavar="USER",
+        help="also write kernel-metadata.json, so that `kaggle kernels push` uploads it for this user, on two T4",
+    )
+    doctor = commands.add("doctor", "check what this machine supports, and how to fix what is missing", json=True)
+    doctor.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="first measure how long collectives take between ranks, for predictions (less than 30 s for 2 ranks)",
+    )
+    doctor.add_argument(
+        "--nproc",
+        type=_number("--nproc", _CALIBRATED),
+        metavar="RANKS",
+        help="ranks for --calibrate (default: all GPUs, or 2 CPU ranks)",
+    )
+    bench = commands.add("bench", "measure the performance of the lab itself", json=True)
+    bench.add_argument("--only", metavar="NAME", help="only one benchmark, such as training_kills (default: all)")
+    for name, bounds, help in (
+        ("--rounds", ROUNDS, "rounds of the kill matrices at each moment (default: a few)"),
+        ("--minutes", _MINUTES, "minutes of memory_growth (default: 15); limit for training_kills"),
+        ("--ranks", _CALIBRATED, "CPU ranks of memory_growth (default: 8)"),
+    ):
+        bench.add_argument(name, type=_number(name, bounds), metavar="N", help=help)
+    bench.add_argument("--results", metavar="FILE", help="JSON lines to append to; training_kills continues them")
+    return parser, commands.names
+
+
+class _Commands:
+    """Adds commands with a common format."""
+
+    def __init__(self, parser: argparse.ArgumentParser):
+        self._adder = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
+
+    @property
+    def names(self) -> Iterable[str]:
+        return self._adder.choices
+
+    def add(self, name: str, help: str, json: bool = False) -> argparse.ArgumentParser:
+        command = self._adder.add_parser(name, help=help, description=help[:1].upper() + help[1:] + ".")
+        if json:
+            command.add_argument("--json", action="store_true", help="print exactly one JSON object on stdout")
+        return command
+
+
+def _add_advise(commands: _Commands) -> None:
+    advise = commands.add(
+        "advise", "say which strategies fit a transformer on some devices, and how fast they are, modelled", json=True
+    )
+    for name, metavar, help in (
+        ("params", "COUNT", "a model with about as many parameters, such as 7B"),
+        ("config", "FILE", "or the model of a Hugging Face style config.json"),
+        ("workload", "NAME", "or the model of a workload, with --option"),
+        ("machine", "NAME", f"one of {', '.join(ACCELERATED)}, or a .json file (default: {DEFAULT_MACHINE})"),
+        ("memory", "SIZE", "memory of a device, such as 24GB or 24GiB (default: that of the machine)"),
+        ("batch", "SAMPLES", "samples per step, globally, or such as '4M tokens' (default: as published for the size)"),
+        ("precision", "P", "precision of the computation (default: bf16, or fp16)"),
+        ("attention", "A", "fused or eager, which stores the matrices of attention (default: fused)"),
+        ("layout", "NAME=VALUE,…", "estimate one layout instead, such as dp=8,tp=4,pp=2,zero=1,micro_batch=2"),
+        ("check", "FILE.csv", "compare the estimates with published runs instead"),
+    ):
+        advise.add_argument(f"--{name}", metavar=metavar, help=help)
+    advise.add_argument("--devices", metavar="N", help="number of devices (default: one node)")
+    advise.add_argument("--sequence", metavar="N", help="tokens of a sample (default: those of the model)")
+    advise.add_argument("--option", action="append", metavar="NAME=VALUE", help="set an option of the workload")
+    advise.add_argument(
+        "--scaling", action="store_true", help="show strong and weak scaling from 1 to 4,096 devices instead"
+    )
+
+
+def _add_atlas(commands: _Commands) -> None:
+    atlas = commands.add(
+        "atlas", "list published training runs on real GPUs, measured and modelled, failures included", json=True
+    )
+    for name, metavar, help in (
+        ("model", "TEXT", "only models whose name contains a text, such as 8B"),
+        ("gpus", "N,N,…", "only these numbers of GPUs"),
+        ("gpu-type", "TEXT", "only GPUs or machines whose name contains a text, such as H100"),
+        ("layout", "NAME=N,…", "only layouts with these degrees: dp, tp, pp, cp, zero, micro_batch"),
+        ("source", "TEXT", "only sources whose name contains a text, such as Playbook"),
+    ):
+        atlas.add_argument(f"--{name}", metavar=metavar, help=help)
+    atlas.add_argument(
+        "--limit", type=_number("--limit", _ROWS), default=30, metavar="N", help="rows of the table (default: 30)"
+    )
+    atlas.add_argument(
+        "--by", metavar="WHAT", help="what colours show: model (default), tp, pp, sharding, gpus or source"
+    )
+    atlas.add_argument("-o", "--output", metavar="FILE.html", help="write the chart as a page that works offline")
+
+
+def _add_fields(command: argparse.ArgumentParser) -> None:
+    for one in FLAGS:
+        name, help = "--" + one.name.replace("_", "-"), about(one).help
+        if about(one).switch:
+            command.add_argument(name, action="store_const", const=True, help=help)
+        else:
+            command.add_argument(name, metavar=about(one).flag, help=help)
+    command.add_argument(
+        "--option", action="append", metavar="NAME=VALUE", help="set an option of the strategy or workload"
+    )
+
+
+# ---- the command-line parser
+
 
 _DEVELOPMENT = ("lab", "test", "deepspeed")
 _EXTRAS = {

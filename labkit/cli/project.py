@@ -1,13 +1,170 @@
-"""The commands progress, claims, schema, doctor and bench."""
+"""The commands that concern the lab itself: setup, lab and test; progress, claims, schema, doctor and bench."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
 
 from labkit.cli.shared import WIDE, Refused, console, say
+from labkit.common.text import visible_line
 from labkit.course.exercises import my_progress
+from labkit.setup import environment
+from labkit.setup.bootstrap import become
+from labkit.setup.environment import BROWSERS, CLONE, RENDERER, RENDERER_VARIABLE
 from labkit.setup.progress import Progress
+
+# ---- the commands setup, lab and test
+
+
+_FIRST_LAB = "labs/00_start_here.py"
+_SOCKET = "kernel-00000000-0000-0000-0000-000000000000-ipc-5"  # the longest name of a kernel socket
+_LONGEST_SOCKET_PATH = 104  # bytes, including the terminating zero: 108 on Linux, 104 on macOS
+
+
+def setup(args: argparse.Namespace) -> int:
+    """Reports that the environment is ready, or why a requested extra was not installed."""
+    for extra in args.extras_asked:
+        if not environment.has(extra):
+            raise Refused(environment.why_not_added(extra), code=1)
+    say(f"ready: {sys.executable}")
+    return 0
+
+
+def lab(args: argparse.Namespace) -> int:
+    """Replaces this process with JupyterLab."""
+    if args.port is not None and args.port < 1024 and hasattr(os, "geteuid") and os.geteuid() != 0:
+        raise Refused(f"--port {args.port} needs administrator rights; use a port from 1024 to 65535")
+    if not (CLONE / _FIRST_LAB).is_file():
+        raise Refused(f"{CLONE} does not contain {_FIRST_LAB}; start the lab from a clone of the project")
+    os.environ.update(lab_environment())
+    become(lab_command(args), folder=CLONE)
+    return 0
+
+
+def lab_command(args: argparse.Namespace) -> list[str]:
+    """The command line of JupyterLab: token enabled, listening on this machine only by default, and kernels without TCP
+    ports."""
+    return [
+        *(sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={CLONE}", f"--ServerApp.ip={args.ip}"),
+        f"--LabApp.default_url=/lab/tree/{_FIRST_LAB}",
+        *([f"--ServerApp.port={args.port}"] if args.port else []),
+        *kernel_transport(),
+        *(["--no-browser"] if args.no_browser else []),
+        *(["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []),
+        *args.rest,
+    ]
+
+
+def kernel_transport() -> list[str]:
+    """Unix sockets between JupyterLab and its kernels, if supported: every user of the machine could connect to a TCP
+    port."""
+    return ["--KernelManager.transport=ipc"] if hasattr(socket, "AF_UNIX") and os.name != "nt" else []
+
+
+def private_runtime_folder() -> Path:
+    """The folder for connection files and sockets of JupyterLab: private to this user, with a path short enough for
+    sockets.
+
+    It is Jupyter's default runtime folder if that is suitable, otherwise a new one in the folder for temporary files.
+    """
+    from jupyter_core.paths import jupyter_runtime_dir
+
+    usual = Path(jupyter_runtime_dir())
+    if len(os.fsencode(usual / _SOCKET)) < _LONGEST_SOCKET_PATH and _is_made_private(usual):
+        return usual
+    own = Path(tempfile.gettempdir(), f"labkit-{os.geteuid()}")
+    return own if _is_made_private(own) else Path(tempfile.mkdtemp(prefix="labkit-"))  # mode 0700
+
+
+def _is_made_private(folder: Path) -> bool:
+    """Makes a folder private to its owner; False if it belongs to another user or is not writable."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
+            return False  # its owner could read it
+        folder.chmod(0o700)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)
+
+
+def lab_environment() -> dict[str, str]:
+    """Environment variables of JupyterLab and its kernels: Jupyter's settings, the folder of the runs, the path of
+    labkit, and how plotly shows figures."""
+
+    def prepended(variable: str, path: Path) -> str:
+        return os.pathsep.join(part for part in (str(path), os.environ.get(variable)) if part)
+
+    return {
+        "JUPYTER_CONFIG_PATH": prepended("JUPYTER_CONFIG_PATH", CLONE / "labkit" / "setup" / "jupyter"),
+        "LABKIT_RUNS": os.environ.get("LABKIT_RUNS") or str(CLONE / "runs"),
+        "PYTHONPATH": prepended("PYTHONPATH", CLONE),
+        RENDERER_VARIABLE: os.environ.get(RENDERER_VARIABLE) or RENDERER,
+    } | ({"JUPYTER_RUNTIME_DIR": str(private_runtime_folder())} if kernel_transport() else {})
+
+
+_STAND_IN = "--cuda-stand-in"  # the tests on a CUDA machine without a GPU, instead of the others
+
+
+def test(args: argparse.Namespace) -> int:
+    """Runs pytest in the root of the clone: three tests at a time, because tests often wait for processes.
+
+    With --cuda-stand-in it runs the tests that need a CUDA machine, on one that needs no GPU; with --all alone both.
+    """
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else every process of a test compiles the lab again
+    if _STAND_IN in args.rest:
+        become(_on_stand_in([argument for argument in args.rest if argument != _STAND_IN]), folder=CLONE)
+    _ensure("the browser tests", BROWSERS, "chromium", "fonts-dejavu-core")
+    _ensure("the tests of Slurm", ("slurmctld",), "slurm-wlm", "munge")
+    command = [sys.executable, "-m", "pytest", "-n", "3", "--dist", "worksteal", *args.rest]
+    if args.rest == ["--all"]:
+        codes = [subprocess.call(part, cwd=CLONE) for part in (command, _on_stand_in([]))]
+        return max(codes)
+    become(command, folder=CLONE)
+    return 0
+
+
+def _on_stand_in(arguments: list[str]) -> list[str]:
+    """The command that runs pytest on two T4s that need no GPU; by default all tests of that folder."""
+    tests = CLONE / "tests"
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(tests), str(CLONE), os.environ.get("PYTHONPATH")]))
+    if not any(argument.startswith("tests/") for argument in arguments):
+        arguments = [str(tests / "cuda_stand_in"), *arguments]
+    return [sys.executable, "-m", "cuda_stand_in", "t4x2", "-m", "pytest", *arguments]
+
+
+def _ensure(what: str, programs: Sequence[str], *packages: str) -> None:
+    """Installs Debian packages that some tests need, if none of `programs` is there and this user may install packages,
+    and says so before; otherwise says how to install them, and that these tests are skipped until then."""
+    if any(shutil.which(name) for name in programs):
+        return
+    apt = shutil.which("apt-get")
+    if apt and hasattr(os, "geteuid") and os.geteuid() == 0:
+        quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        settings = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+        install = [apt, "install", "-y", "-qq", "--no-install-recommends", *packages]
+        with Progress() as progress:
+            progress.step(
+                f"{what} need {programs[0]}, which is not on the PATH: installing the Debian packages"
+                f" {' and '.join(packages)} on this machine (apt-get install {' '.join(packages)})"
+            )
+            for command in ([apt, "update", "-qq"], install):
+                subprocess.run(command, env=settings, check=False, **quiet)
+    if not any(shutil.which(name) for name in programs):
+        way = f"sudo apt-get install {' '.join(packages)}" if apt else f"install {programs[0]}"
+        missing = f"{what} are skipped because {programs[0]} is not on the PATH; to run them: {way}"
+        print(f"labkit: {visible_line(missing)}", file=sys.stderr)
+
+
+# ---- the commands progress, claims, schema, doctor and bench
 
 
 def progress(args: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from typing import BinaryIO
 from zlib import error as ZlibError
 
 from labkit.common.arguments import shown
-from labkit.common.atomic import MARK, write_output
+from labkit.common.files import MARK, write_output
 from labkit.common.reading import open_regular
 from labkit.common.units import counted, size
 from labkit.engines.job_files import Profile, commands, sbatch, skypilot, trainjob

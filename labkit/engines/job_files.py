@@ -12,11 +12,11 @@ from typing import Any
 import yaml
 
 from labkit.common.arguments import shown
-from labkit.common.atomic import MARK
+from labkit.common.files import MARK
 from labkit.common.units import counted
 from labkit.engines.portable import REQUIREMENTS, Portable
 from labkit.plan.spec import SpecError
-from labkit.setup import config
+from labkit.setup import limits
 
 # ---- profiles
 
@@ -50,38 +50,38 @@ class Profile:
 def profile(name: str = DEFAULT) -> Profile:
     """The profile called `name`. Raises `ConfigError` for an unknown name or an invalid value."""
     found, known = {}, []
-    for path in config.files():
-        for title, values in config.sections(path).items():
+    for path in limits.files():
+        for title, values in limits.sections(path).items():
             if title.startswith(_PREFIX):
                 known.append(title.removeprefix(_PREFIX).strip())
                 if known[-1] == name:
                     found |= _checked(path, title, values)
     if name not in (*known, DEFAULT):
         there = ", ".join(dict.fromkeys(known)) or "none yet"
-        raise config.ConfigError(
-            f"there is no profile {shown(name)}; add a section [profile {name}] to {config.user_file()} (profiles there"
+        raise limits.ConfigError(
+            f"there is no profile {shown(name)}; add a section [profile {name}] to {limits.user_file()} (profiles there"
             f" are: {there})"
         )
     return Profile(**found)
 
 
 def _checked(path: object, title: str, values: dict[str, str]) -> dict[str, str]:
-    config.check_names(path, title, values, (one.name for one in fields(Profile)))
+    limits.check_names(path, title, values, (one.name for one in fields(Profile)))
     for name, value in values.items():
         if "\n" in value:
-            raise config.ConfigError(f"{path}: {name} in [{title}] must be one line, got {shown(value)}")
+            raise limits.ConfigError(f"{path}: {name} in [{title}] must be one line, got {shown(value)}")
         if name == "time" and not _TIME.fullmatch(value):
-            raise config.ConfigError(
+            raise limits.ConfigError(
                 f"{path}: time in [{title}] must be such as 01:30:00 or 2-00:00:00, got {shown(value)}"
             )
         if name == "cpus" and not (value.isascii() and value.isdigit() and int(value)):
-            raise config.ConfigError(
+            raise limits.ConfigError(
                 f"{path}: cpus in [{title}] must be a number of cores per rank, got {shown(value)}"
             )
         if name in ("partition", "account", "gpu", "container") and not _WORD.fullmatch(value):
-            raise config.ConfigError(f"{path}: {name} in [{title}] must be one word, got {shown(value)}")
+            raise limits.ConfigError(f"{path}: {name} in [{title}] must be one word, got {shown(value)}")
         if name == "modules" and not all(_WORD.fullmatch(word) for word in value.split()):
-            raise config.ConfigError(
+            raise limits.ConfigError(
                 f"{path}: modules in [{title}] must be names separated by spaces, got {shown(value)}"
             )
     return values

@@ -16,9 +16,8 @@ from labkit.plan.spec import Spec
 from labkit.record import clock
 from labkit.record.documents import Devices, LaunchPlan
 from labkit.record.folder import RunFolder
-from labkit.setup.address import NoAddress, interface_of, own_address
 from labkit.setup.limits import Limits, in_force
-from labkit.setup.machine import Machine
+from labkit.setup.machine import Machine, NoAddress, interface_of, own_address
 from labkit.setup.preflight import LOOPBACK
 
 ENGINE = "local"

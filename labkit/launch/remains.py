@@ -18,8 +18,8 @@ from pathlib import Path
 
 import psutil
 
+from labkit.common.files import create, runtime_folder
 from labkit.common.processes import end, living
-from labkit.common.runtime import create, runtime_folder
 
 TEMPORARY = "LABKIT_TEMPORARY"
 _SHARED = Path("/dev/shm")

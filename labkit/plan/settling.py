@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 from labkit.common.units import size
 from labkit.plan.fields import SpecError
 from labkit.setup import environment, preflight
-from labkit.setup.config import ConfigError
-from labkit.setup.limits import in_force
-from labkit.setup.needs import Needs
+from labkit.setup.limits import ConfigError, in_force
+from labkit.setup.preflight import Needs
 from labkit.training.request import Request
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from typing import Annotated, Any, TypeAlias
 from msgspec import Meta, Struct, to_builtins
 
 from labkit.analysis.metrics import median
-from labkit.common.atomic import write_atomically
-from labkit.common.cache import user_cache
+from labkit.common.files import user_cache, write_atomically
 from labkit.prediction.collectives import ALGORITHMS, CommunicationModel, Duration, bus_factor
 from labkit.record.documents import decoded
 from labkit.record.events import parse

@@ -21,8 +21,7 @@ from msgspec.structs import replace
 
 from labkit.analysis.theory import states, theory
 from labkit.analysis.theory.states import six_nd
-from labkit.common.atomic import write_atomically
-from labkit.common.cache import user_cache
+from labkit.common.files import user_cache, write_atomically
 from labkit.plan.spec import Spec
 from labkit.prediction.classes import classes, joined
 from labkit.prediction.cuda import on_gpus

@@ -17,7 +17,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from labkit.analysis.metrics import throughput_of_median_steps
-from labkit.common.atomic import write_atomically
+from labkit.common.files import write_atomically
 from labkit.plan.spec import Spec
 from labkit.prediction.classes import classes
 from labkit.prediction.collectives import CommunicationModel

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from labkit.common.arguments import shown
-from labkit.common.atomic import write_atomically
+from labkit.common.files import write_atomically
 from labkit.common.text import visible_line
 from labkit.record.documents import (
     Guesses,

@@ -1,20 +1,69 @@
-"""One run folder from the folders that the nodes of a run have written."""
+"""Runs on other machines: submitting one, and putting the folders of several nodes together."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from msgspec.structs import replace
+from msgspec import structs
 
+from labkit.common.arguments import check_choice
+from labkit.common.files import write_output
+from labkit.engines.job_files import DEFAULT, Profile, profile, skypilot, trainjob
+from labkit.engines.portable import Portable, of_spec
+from labkit.launch import slurm
 from labkit.launch.ending import conclude
+from labkit.plan.spec import Spec
 from labkit.record.documents import Status
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower, torch_of
 from labkit.record.status import is_over
 from labkit.record.writer import steps_path
+from labkit.runs.handle import Run, named, with_ranks
+
+# ---- submitting
+
+
+# Engines by file, and the command that submits it elsewhere.
+FILES: dict[str, tuple[Callable[[Portable, Profile], str], str]] = {
+    "kubeflow": (trainjob, "kubectl create -f"),
+    "skypilot": (skypilot, "sky launch"),
+}
+ENGINES = (slurm.ENGINE, *FILES)
+
+
+def submit(
+    what: str | os.PathLike[str] | Spec,
+    *,
+    engine: str = slurm.ENGINE,
+    nodes: int = 1,
+    profile_name: str = DEFAULT,
+    output: str | os.PathLike[str] | None = None,
+    **fields: Any,
+) -> Run | Path:
+    """Submits a job to Slurm and returns its run, which is followed as any other one and survives this process; or
+    writes the file of another engine to `output` (default: NAME-ENGINE.yaml) and returns its path.
+
+    `nproc` is the number of ranks of all `nodes`. Raises `SpecError`, `ConfigError` for the profile, and `LaunchError`
+    if Slurm is absent or refuses the job; `OSError` if there is a file at `output` that the lab did not write.
+    """
+    check_choice("engine", engine, ENGINES)
+    site = profile(profile_name)
+    spec = named(what, **fields)
+    spec = with_ranks(replace(spec, device="cuda") if spec.device == "auto" and site.gpu else spec)
+    if engine == slurm.ENGINE:
+        return Run(slurm.start(spec, nodes, site))
+    path = Path(output or f"{spec.name}-{engine}.yaml")
+    write_output(path, FILES[engine][0](of_spec(spec, nodes), site))
+    return path
+
+
+# ---- putting folders together
+
 
 _WORST = ("failed", "lost", "stopped", "finished")  # the state of the whole run is the first one that a node has
 
@@ -103,7 +152,7 @@ def _status(folders: Sequence[RunFolder]) -> Status:
     """The status of the whole run: the earliest start, the latest end, and the worst state."""
     every = [folder.read_status() for folder in folders]
     says = [f"{folder.name}: {status.message}" for folder, status in zip(folders, every) if status.message]
-    return replace(
+    return structs.replace(
         every[0],
         state=min((status.state for status in every), key=_WORST.index),
         failures={rank: failed for status in every for rank, failed in (status.failures or {}).items()},

@@ -30,7 +30,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from labkit.common.arguments import shown
-from labkit.common.atomic import write_atomically
+from labkit.common.files import write_atomically
 from labkit.setup import environment
 from labkit.setup.environment import CLONE, CONSTRAINTS, PROJECT, TEXT_ONLY, VENV
 from labkit.setup.progress import Progress

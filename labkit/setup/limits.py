@@ -1,17 +1,64 @@
-"""The limits of runs on this machine, from the sections `[limits]` and `[limits USER]` of its configuration file, and
-from `[limits]` of the user's own file, which can only be stricter."""
+"""The configuration files of this machine and of this user, and the limits of runs that they set."""
 
 from __future__ import annotations
 
+import configparser
 import getpass
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from labkit.common.arguments import Number, shown
-from labkit.setup import config
+from labkit.common.reading import read_regular
+
+# ---- the configuration files
+
+
+_LARGEST = 1 << 20  # bytes
+SYSTEM = Path("/etc/labkit.conf")
+
+
+class ConfigError(ValueError):
+    """A configuration file is invalid; the message is one sentence with file, section, name and fix."""
+
+
+def user_file() -> Path:
+    """The configuration file of this user."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path("~/.config").expanduser()) / "labkit.conf"
+
+
+def sections(path: Path) -> dict[str, dict[str, str]]:
+    """The sections of one file with their values as text; empty if there is no such file. Raises `ConfigError`."""
+    parser = configparser.ConfigParser(interpolation=None)
+    try:
+        parser.read_string(read_regular(path, _LARGEST).decode())
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except (configparser.Error, UnicodeDecodeError) as error:
+        why = " ".join(str(error).split())
+        raise ConfigError(f"{path} is not a valid configuration file: {why}") from None
+    return {name: dict(parser[name]) for name in parser.sections()}
+
+
+def files() -> list[Path]:
+    """The two files, the machine's first."""
+    return [SYSTEM, user_file()]
+
+
+def check_names(path: Path, section: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raises `ConfigError` for a name that a section must not have."""
+    allowed = list(known)
+    for name in given:
+        if name not in allowed:
+            raise ConfigError(f"{path}: [{section}] has no {shown(name)}; it may have: {', '.join(allowed)}")
+
+
+# ---- the limits of runs
+
 
 _SECTION = "limits"
 _UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -40,19 +87,19 @@ class Limits:
 
 
 def in_force() -> Limits:
-    """The limits of this user on this machine. Raises `config.ConfigError`."""
+    """The limits of this user on this machine. Raises `ConfigError`."""
     found: dict[str, float] = {}
     sources: dict[str, str] = {}
     for path, titles in (
-        (config.SYSTEM, (_SECTION, f"{_SECTION} {user_name()}")),
-        (config.user_file(), (_SECTION,)),
+        (SYSTEM, (_SECTION, f"{_SECTION} {user_name()}")),
+        (user_file(), (_SECTION,)),
     ):
-        there = config.sections(path)
+        there = sections(path)
         of_file = {name: (value, title) for title in titles for name, value in there.get(title, {}).items()}
-        config.check_names(path, _SECTION, of_file, READ)
+        check_names(path, _SECTION, of_file, READ)
         for name, (text, title) in of_file.items():
             value = _read(path, title, name, text)
-            if name not in found or path == config.SYSTEM or value < found[name]:
+            if name not in found or path == SYSTEM or value < found[name]:
                 found[name], sources[name] = value, f"{path} [{title}]"
     return Limits(**found, sources=sources)  # type: ignore[arg-type]
 
@@ -69,7 +116,7 @@ def _read(path: Path, title: str, name: str, text: str) -> float:
     try:
         return READ[name](name, text)
     except ValueError as error:
-        raise config.ConfigError(f"{path} [{title}]: {error}") from None
+        raise ConfigError(f"{path} [{title}]: {error}") from None
 
 
 def _size(name: str, text: str) -> int:

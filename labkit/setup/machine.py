@@ -1,15 +1,13 @@
-"""The resources of this machine, found without CUDA: GPUs through NVML, the rest through psutil.
-
-The notebook kernel must never initialize CUDA, because its forked children could not use it; so this module does not
-import torch.
-"""
+"""The resources of this machine, found without CUDA, and the address by which other nodes reach it."""
 
 from __future__ import annotations
 
 import importlib.util
+import ipaddress
 import os
 import platform
 import re
+import socket
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -17,6 +15,51 @@ from importlib import metadata
 from pathlib import Path
 
 import psutil
+
+# ---- addresses
+
+
+class NoAddress(ValueError):
+    """A host cannot be used as the meeting place of nodes; the message is one sentence with the fix."""
+
+
+def own_address(host: str) -> str:
+    """The address of this machine towards `host`, which may be this machine; nothing is sent. Raises `NoAddress`."""
+    host = host.strip("[]")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            own = str(probe.getsockname()[0])
+    except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise NoAddress(
+            f"{host} cannot be reached from this machine ({why}); give an address of node 0 that all nodes reach"
+        ) from None
+    if ipaddress.ip_address(own.partition("%")[0]).is_loopback and not _is_loopback(host):
+        raise NoAddress(
+            f"{host} is {own} on this machine, which no other machine reaches (see /etc/hosts); give an address of"
+            " node 0 that all nodes reach"
+        )
+    return own
+
+
+def interface_of(address: str) -> str:
+    """The name of the interface that has an address of this machine; empty if none has."""
+    return next(
+        (name for name, found in psutil.net_if_addrs().items() if any(one.address == address for one in found)), ""
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+# ---- the resources of this machine, found without CUDA
+
 
 NO_GPU = "this machine has no GPU"
 _CUDA = re.compile(r"^cuda\b[^=]*= *'([\d.]+)'", re.MULTILINE)  # in torch/version.py, which has None for a CPU build

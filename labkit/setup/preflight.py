@@ -1,9 +1,4 @@
-"""Checks of what a run needs besides its Spec: packages, a compiler, files that can be read or downloaded, and torch.
-
-What may fail, crash or hang when it is imported is asked in a separate process; this process never initializes CUDA.
-`installed` takes milliseconds; `available` may take as long as a slow disk or network, so a front end calls it in a
-thread.
-"""
+"""What a run needs besides its Spec, declared by the tables as plain values, and the checks for it."""
 
 from __future__ import annotations
 
@@ -22,7 +17,47 @@ from pathlib import Path
 from typing import Any
 
 from labkit.setup import environment
-from labkit.setup.needs import Files, Needs
+
+# ---- what a row of the tables needs
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of a data set, relative to the data folder, and where they are downloaded from.
+
+    Each entry of `required` is a tuple of alternatives, of which one must exist. `put` says which files to put into
+    `folder` by hand.
+    """
+
+    title: str
+    folder: str
+    required: tuple[tuple[str, ...], ...]
+    host: str
+    put: str
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The requirements of a strategy, workload or data set in addition to torch.
+
+    - `extra`: the optional extra of the project that adds its package; `module` and `package` name a package of the
+      lab's own requirements instead, as it is imported and as it is installed.
+    - `files`: the files that are read, downloaded if possible.
+    - `instead`: the nearest choice that needs none of this, as a user writes it.
+    """
+
+    extra: str | None = None
+    module: str = ""
+    package: str = ""
+    files: Files | None = None
+    instead: str = ""
+
+
+NOTHING = Needs()
+
+
+# ---- the checks
+
 
 _LIMIT = 60.0  # seconds; an import from a slow network disk can take long
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from labkit.setup.needs import NOTHING, Needs
+from labkit.setup.preflight import NOTHING, Needs
 from labkit.training.options import COMMON, Option
 
 if TYPE_CHECKING:

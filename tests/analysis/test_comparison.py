@@ -14,8 +14,7 @@ from labkit.analysis.comparison import HEADS, RECORDED, RECORDED_NOTE, Row, alik
 from labkit.analysis.equivalence import Badge
 from labkit.figures import comparison as pictures
 from labkit.frontends import terminal
-from labkit.frontends.panel.compare import CompareTab
-from labkit.frontends.panel.comparison import comparison_html
+from labkit.frontends.panel.compare import CompareTab, comparison_html
 from labkit.runs.comparing import Comparing, plan
 from labkit.training.strategies import STRATEGIES
 

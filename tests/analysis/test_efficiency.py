@@ -19,7 +19,7 @@ from labkit.analysis.prediction import sentences as said
 from labkit.analysis.summary import summarise
 from labkit.figures.prediction import Prediction
 from labkit.figures.tables import ranks_html, speed_html
-from labkit.frontends.panel.before import plan_html
+from labkit.frontends.panel.predict import plan_html
 from labkit.frontends.terminal import prediction_table
 from labkit.frontends.terminal.views import line
 from labkit.plan.spec import Spec

@@ -10,8 +10,7 @@ from labkit import figures
 from labkit.analysis.diagnose import findings
 from labkit.analysis.experts import expert_loads, summed
 from labkit.figures import chart, live, of_run
-from labkit.frontends.panel.charts import LIVE
-from labkit.frontends.panel.feed import Feed
+from labkit.frontends.panel.charts import LIVE, Feed
 from labkit.training.workloads import WORKLOADS, gpt, moe
 
 

@@ -28,7 +28,7 @@ from labkit.analysis.metrics import (
     throughput_of_median_steps,
 )
 from labkit.analysis.summary import summarise
-from labkit.course.claims.trials import JOBS, Trials
+from labkit.course.claims.measured import JOBS, Trials
 from labkit.figures.charts import phases as phases_chart
 from labkit.figures.charts import throughput as throughput_chart
 from labkit.figures.tables import ranks_html

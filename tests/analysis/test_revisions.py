@@ -20,7 +20,7 @@ from labkit.analysis.diagnose import findings, unseen
 from labkit.analysis.ledger import ledger
 from labkit.analysis.summary import summarise
 from labkit.figures.tables import ranks_html
-from labkit.frontends.panel.comparison import ComparisonView
+from labkit.frontends.panel.compare import ComparisonView
 from labkit.frontends.panel.view import RunView
 from labkit.frontends.terminal import line, view
 from labkit.record.follow import Follower
@@ -106,10 +106,10 @@ def test_what_a_caller_does_with_its_summary_is_no_other_view_s(under_way):
 
 def test_the_same_rows_are_drawn_once(monkeypatch):
     drawn = Counter()
-    from labkit.frontends.panel import comparison
+    from labkit.frontends.panel import compare
 
-    monkeypatch.setattr(comparison, "comparison_html", lambda rows, left_out: drawn.update(["html"]) or str(drawn))
-    shown, row = ComparisonView(), comparison.Row("ddp", "DDP", "cnn")
+    monkeypatch.setattr(compare, "comparison_html", lambda rows, left_out: drawn.update(["html"]) or str(drawn))
+    shown, row = ComparisonView(), compare.Row("ddp", "DDP", "cnn")
     for _ in range(3):
         shown.show((row,), {})
     assert drawn["html"] == 1

@@ -18,7 +18,6 @@ from linked import cache as cache
 from labkit.cli import parser
 from labkit.cli.commands import act
 from labkit.frontends import doctor
-from labkit.frontends.doctor import machine
 from labkit.prediction.collectives import OPERATIONS
 from labkit.prediction.link_table import LinkTable, store, stored
 from labkit.probe import link_times
@@ -34,7 +33,7 @@ SIZES = (1024, 65_536)
 def short(monkeypatch):
     """A calibration of few sizes, and a doctor with a single check."""
     monkeypatch.setattr(calibration, "calibrate", partial(calibrate, sizes=SIZES, seconds=0.5))
-    monkeypatch.setattr(doctor, "CHECKS", (machine.communication,))
+    monkeypatch.setattr(doctor, "CHECKS", (doctor.communication,))
 
 
 def ranks_of(process: psutil.Process) -> list[psutil.Process]:
@@ -69,7 +68,7 @@ def test_the_rank_script_measures_what_the_models_know():
 
 def test_the_doctor_shows_what_was_measured(cache, monkeypatch, capsys):
     monkeypatch.setattr(Machine, "here", lambda: MACHINE)
-    monkeypatch.setattr(doctor, "CHECKS", (machine.communication,))
+    monkeypatch.setattr(doctor, "CHECKS", (doctor.communication,))
     assert doctor.main() == 0
     said = capsys.readouterr().out
     assert "has not been measured" in said and "→ run labkit doctor --calibrate" in said
@@ -79,7 +78,7 @@ def test_the_doctor_shows_what_was_measured(cache, monkeypatch, capsys):
     assert "Communication of 2 gloo ranks, measured on 2026-11-22" in said
     assert "197 µs (1.0 KiB)" in said and "1.68 GB/s (64.0 MiB)" in said
     path.write_text("{", encoding="utf-8")
-    assert machine.communication().level == "degraded"
+    assert doctor.communication().level == "degraded"
     assert doctor.main(json=True) == 0
     assert json.loads(capsys.readouterr().out)["links"] == []
 

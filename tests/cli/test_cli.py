@@ -20,11 +20,11 @@ from generated import ONLY
 
 from labkit.analysis.summary import summarise
 from labkit.cli import parser as cli
-from labkit.cli import setting_up
-from labkit.plan.commands import arguments
+from labkit.cli import project
+from labkit.plan.nodes import arguments
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower, Recording
-from labkit.runs.settling import settle
+from labkit.runs.handle import settle
 from labkit.setup.environment import CLONE
 from labkit.training.strategies import STRATEGIES
 
@@ -44,20 +44,20 @@ def labkit(*arguments: str, **settings) -> subprocess.CompletedProcess[str]:
 def test_lab_keeps_its_token_and_stays_on_this_machine(monkeypatch):
     monkeypatch.delenv("LABKIT_RUNS")
     monkeypatch.setenv("JUPYTER_CONFIG_PATH", "/etc/mine")
-    command = setting_up.lab_command(cli.parse(["lab", "--no-browser", "--port", "9000", "--", "--debug"]))
+    command = project.lab_command(cli.parse(["lab", "--no-browser", "--port", "9000", "--", "--debug"]))
     assert "--ServerApp.ip=127.0.0.1" in command
     assert f"--ServerApp.root_dir={CLONE}" in command
     assert "--LabApp.default_url=/lab/tree/labs/00_start_here.py" in command
     assert {"--ServerApp.port=9000", "--no-browser", "--debug"} <= set(command)
     assert not any("token" in word or "password" in word for word in command)
-    settings = setting_up.lab_environment()
+    settings = project.lab_environment()
     assert settings["JUPYTER_CONFIG_PATH"] == os.pathsep.join(
         [str(CLONE / "labkit" / "setup" / "jupyter"), "/etc/mine"]
     )
     assert settings["LABKIT_RUNS"] == str(CLONE / "runs")
     assert settings["PLOTLY_RENDERER"] == "plotly_mimetype"
     monkeypatch.setenv("PLOTLY_RENDERER", "svg")
-    assert setting_up.lab_environment()["PLOTLY_RENDERER"] == "svg"
+    assert project.lab_environment()["PLOTLY_RENDERER"] == "svg"
 
 
 # ---- scripts

@@ -18,7 +18,7 @@ from conftest import wait_until
 from jupyter_client import BlockingKernelClient
 
 from labkit.cli import parser as cli
-from labkit.cli import setting_up
+from labkit.cli import project
 from labkit.setup.environment import CLONE
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows has no Unix sockets for ZeroMQ")
@@ -33,9 +33,9 @@ class Server:
         self.runtime = folder / "runtime"
         self._log = folder / "server.log"
         with self._log.open("w") as log:
-            environment = os.environ | setting_up.lab_environment() | settings
+            environment = os.environ | project.lab_environment() | settings
             self.process = subprocess.Popen(
-                setting_up.lab_command(arguments), cwd=CLONE, env=environment, stdout=log, stderr=log
+                project.lab_command(arguments), cwd=CLONE, env=environment, stdout=log, stderr=log
             )
         found = wait_until(
             lambda: re.search(r"(http://127\.0\.0\.1:\d+)/lab\S*\?token=(\w+)", self._log.read_text()), 120
@@ -129,23 +129,23 @@ def test_runtime_folder_is_private_and_short_enough(tmp_path, monkeypatch):
     usual.mkdir()
     usual.chmod(0o777)
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(usual))
-    if len(str(usual / setting_up._SOCKET)) < setting_up._LONGEST_SOCKET_PATH:
-        assert setting_up.private_runtime_folder() == usual
+    if len(str(usual / project._SOCKET)) < project._LONGEST_SOCKET_PATH:
+        assert project.private_runtime_folder() == usual
         assert stat.S_IMODE(usual.stat().st_mode) == 0o700
 
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / ("long" * 30)))
     monkeypatch.setattr("tempfile.tempdir", "/tmp")
-    found = setting_up.private_runtime_folder()
+    found = project.private_runtime_folder()
     assert found.parent == Path("/tmp") and stat.S_IMODE(found.stat().st_mode) == 0o700
-    assert len(str(found / setting_up._SOCKET)) < setting_up._LONGEST_SOCKET_PATH
+    assert len(str(found / project._SOCKET)) < project._LONGEST_SOCKET_PATH
 
 
 def test_folder_of_another_user_is_not_used(tmp_path, monkeypatch):
     theirs = tmp_path / "theirs"
     theirs.symlink_to(tmp_path)
-    assert not setting_up._is_made_private(theirs)
+    assert not project._is_made_private(theirs)
     monkeypatch.setattr("os.geteuid", lambda: 12345)
-    assert not setting_up._is_made_private(tmp_path)
+    assert not project._is_made_private(tmp_path)
 
 
 @pytest.mark.parametrize(

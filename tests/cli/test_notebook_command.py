@@ -11,7 +11,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-import labkit.frontends.handout.notebook as module
+import labkit.frontends.handout.execute as module
 from labkit.cli import parser as cli
 from labkit.cli.commands import act
 from labkit.frontends.handout import LabError, to_import

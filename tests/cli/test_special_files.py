@@ -16,7 +16,7 @@ from foreign import command
 
 from labkit.benchmarks import results
 from labkit.common.reading import open_regular, read_regular
-from labkit.setup import config
+from labkit.setup import limits
 
 KINDS = ("fifo", "socket", "folder", "loop", "zero", "null", "sparse", "dangling", "empty", "binary")
 _SECONDS = 60  # a limit for a command that must return at once, on a busy machine
@@ -141,8 +141,8 @@ def test_odd_names_are_refused(here, runs, name):
 def test_configuration_files_and_results_are_regular_files(here):
     for kind in ("fifo", "socket", "folder", "loop", "zero", "sparse"):
         special(here / kind, kind)
-        with limit(), pytest.raises(config.ConfigError, match="cannot be read"):
-            config.sections(here / kind)
+        with limit(), pytest.raises(limits.ConfigError, match="cannot be read"):
+            limits.sections(here / kind)
         if kind != "sparse":
             with limit(), pytest.raises(ValueError, match="must name a file that can be read"):
                 results.read(here / kind)

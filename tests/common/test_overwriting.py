@@ -12,7 +12,7 @@ from commands import called, recorded_run
 from foreign import bind
 from profiled_steps import timeline_event
 
-from labkit.common.atomic import MARK, write_output
+from labkit.common.files import MARK, write_output
 from labkit.course.exercises.book import Book
 from labkit.launch import job
 from labkit.launch.leases import Lease, LeaseError, tickets

@@ -17,7 +17,7 @@ from labkit.figures import CHARTS
 from labkit.figures.as_plotly import parts
 from labkit.figures.as_svg import drawing
 from labkit.figures.tables import ranks_html
-from labkit.frontends.panel.feed import Feed
+from labkit.frontends.panel.charts import Feed
 from labkit.frontends.terminal import views
 from labkit.record.state import RunState
 

@@ -8,10 +8,9 @@ import sys
 import pytest
 
 import labkit.course.claims.computed
-import labkit.course.claims.machine
 from labkit.course.claims import CLAIMS
-from labkit.course.claims.asked import ask
-from labkit.course.claims.trials import JOBS, Trials
+from labkit.course.claims.computed import ask
+from labkit.course.claims.measured import JOBS, Trials
 from labkit.course.claims.verdict import FAILS, HOLDS, OPEN, PARTLY, Ruling
 from labkit.setup.machine import Gpu, Machine
 
@@ -95,14 +94,14 @@ def test_nccl_on_macos_says_what_is_documented_and_what_is_run():
 def test_on_macos_torch_itself_decides(monkeypatch):
     for there in (True, False):
         here = {"system": "Darwin", "torch": "2.9", "cuda": None, "nccl": there, "message": ""}
-        monkeypatch.setattr(labkit.course.claims.machine, "ask", lambda code, here=here: (here, ""))
+        monkeypatch.setattr(labkit.course.claims.computed, "ask", lambda code, here=here: (here, ""))
         ruling = CLAIMS["nccl-macos"].judge(Trials(machine()))
         assert ruling.verdict == (HOLDS if there else FAILS) and "on macOS (torch 2.9 without CUDA)" in ruling.evidence
 
 
 @pytest.mark.parametrize("name", ["cnn-parameters", "nccl-macos"])
 def test_a_claim_cannot_be_decided_if_torch_fails(monkeypatch, name):
-    for module in (labkit.course.claims.computed, labkit.course.claims.machine):
+    for module in (labkit.course.claims.computed, labkit.course.claims.computed):
         monkeypatch.setattr(module, "ask", lambda code: (None, "ImportError: no torch"))
     ruling = CLAIMS[name].judge(Trials(machine()))
     assert ruling.verdict == OPEN and "ImportError: no torch" in ruling.evidence

@@ -9,7 +9,7 @@ import pytest
 
 import labkit.course.claims.published as judged
 from labkit.course.claims import CLAIMS
-from labkit.course.claims.trials import Trials
+from labkit.course.claims.measured import Trials
 from labkit.course.claims.verdict import FAILS, HOLDS, OPEN, PARTLY, Ruling
 from labkit.prediction.scale.atlas import common, failed, select, speed
 from labkit.prediction.scale.layouts import SHARDINGS

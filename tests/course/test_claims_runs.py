@@ -13,12 +13,11 @@ from places import ROOT
 from rich.console import Console
 
 import labkit.course.claims.computed
-import labkit.course.claims.machine
-import labkit.course.claims.trials
+import labkit.course.claims.measured
 from labkit.cli import parser as cli
 from labkit.cli.commands import act
 from labkit.course.claims import CLAIMS, on_trial
-from labkit.course.claims.trials import JOBS, Trials
+from labkit.course.claims.measured import JOBS, Trials
 from labkit.course.claims.verdict import FAILS, OPEN, PARTLY, Claim, Ruling, Verdict, Verdicts
 from labkit.plan.spec import SpecError
 from labkit.setup.machine import Gpu, Machine
@@ -53,7 +52,9 @@ class Done:
 
 def test_jobs_alternate_and_those_that_do_not_fit_are_skipped(monkeypatch):
     started, progress = [], Recorded()
-    monkeypatch.setattr(labkit.course.claims.trials, "begin", lambda spec, guesses: started.append(spec) or Done(spec))
+    monkeypatch.setattr(
+        labkit.course.claims.measured, "begin", lambda spec, guesses: started.append(spec) or Done(spec)
+    )
     trials = Trials(machine())
     trials.run(["single", "ddp", "single", "ddp on 4", "pinned"], 2, progress)
     assert [spec.name for spec in started] == ["single-x1", "ddp-x2", "ddp-x2", "single-x1"]
@@ -65,8 +66,10 @@ def test_jobs_alternate_and_those_that_do_not_fit_are_skipped(monkeypatch):
 
 def test_all_runs_of_a_comparison_use_gpus_if_there_are_enough(monkeypatch):
     started = []
-    monkeypatch.setattr(labkit.course.claims.trials, "settle", lambda spec: spec)  # there may be no GPU here
-    monkeypatch.setattr(labkit.course.claims.trials, "begin", lambda spec, guesses: started.append(spec) or Done(spec))
+    monkeypatch.setattr(labkit.course.claims.measured, "settle", lambda spec: spec)  # there may be no GPU here
+    monkeypatch.setattr(
+        labkit.course.claims.measured, "begin", lambda spec, guesses: started.append(spec) or Done(spec)
+    )
     Trials(machine(gpus=2)).run(["single", "ddp", "pinned"], 1, Recorded())
     assert [spec.device for spec in started] == ["cuda"] * 3
     started.clear()
@@ -80,7 +83,7 @@ def test_a_run_that_fails_or_cannot_start_is_reported(monkeypatch):
             raise SpecError("data", "the digits are not here")
         return Done(spec, "failed" if spec.strategy == "single" else "finished")
 
-    monkeypatch.setattr(labkit.course.claims.trials, "begin", start)
+    monkeypatch.setattr(labkit.course.claims.measured, "begin", start)
     trials = Trials(machine())
     trials.run(["single", "dp", "ddp"], 1, Recorded())
     assert CLAIMS["ddp-dp"].judge(trials).evidence == "Not measured: the digits are not here."
@@ -89,7 +92,7 @@ def test_a_run_that_fails_or_cannot_start_is_reported(monkeypatch):
 
 def test_a_claim_is_measured_for_real(runs, capsys, monkeypatch):
     jobs = {name: replace(JOBS[name], batch_size=16, steps=6) for name in CLAIMS["fsdp-memory"].needs}
-    monkeypatch.setattr(labkit.course.claims.trials, "JOBS", jobs)
+    monkeypatch.setattr(labkit.course.claims.measured, "JOBS", jobs)
     (verdict,) = on_trial("fsdp-memory", rounds=1)
     assert verdict.verdict == PARTLY
     halved = [verdict.ruling.figures[owner][0] for owner in ("parameters", "gradients", "optimizer")]
@@ -113,8 +116,8 @@ def test_every_claim_has_a_sentence_and_needs_existing_jobs():
 
 
 def test_quick_runs_nothing(monkeypatch):
-    monkeypatch.setattr(labkit.course.claims.trials, "begin", None)
-    for module in (labkit.course.claims.computed, labkit.course.claims.machine, labkit.course.claims.trials):
+    monkeypatch.setattr(labkit.course.claims.measured, "begin", None)
+    for module in (labkit.course.claims.computed, labkit.course.claims.computed, labkit.course.claims.measured):
         monkeypatch.setattr(module, "ask", lambda code: (None, "not asked"))
     verdicts = on_trial(quick=True)
     assert [one.claim.name for one in verdicts] == [name for name, claim in CLAIMS.items() if not claim.needs]

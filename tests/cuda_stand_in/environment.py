@@ -12,8 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from labkit.common.atomic import write_atomically
-from labkit.common.cache import user_cache
+from labkit.common.files import user_cache, write_atomically
 from labkit.setup.bootstrap import SetupError
 from labkit.setup.environment import CONSTRAINTS, requirements
 from labkit.setup.progress import Progress

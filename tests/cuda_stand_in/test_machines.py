@@ -9,7 +9,7 @@ from cuda_stand_in.test_strategies import ASKED, STEPS, check
 from labkit.analysis.diagnose import findings
 from labkit.plan.spec import SpecError
 from labkit.runs.handle import run as start
-from labkit.runs.settling import settle
+from labkit.runs.handle import settle
 from labkit.setup.machine import Machine
 
 MIG = ("MIG-fa4e0000-5555-6666-7777-888888888880", "MIG-fa4e0000-5555-6666-7777-888888888881")

@@ -20,9 +20,9 @@ from fabricate import FakeRun
 from places import SCHEMAS
 
 from labkit.engines import archive, job_files, portable
-from labkit.frontends.panel.pack import Pack
+from labkit.frontends.panel.recorded import Pack
 from labkit.plan.spec import Spec, SpecError
-from labkit.runs.settling import with_ranks
+from labkit.runs.handle import with_ranks
 
 SMALL = {"workload": "mlp", "samples": 256, "batch_size": 32, "steps": 3, "device": "cpu"}
 
@@ -165,7 +165,7 @@ def test_ranks_that_cannot_be_divided_are_refused(fields, nodes, said):
 
 def test_a_profile_is_read_from_both_files(tmp_path, monkeypatch):
     system, own = tmp_path / "system.conf", tmp_path / "labkit.conf"
-    monkeypatch.setattr("labkit.setup.config.SYSTEM", system)
+    monkeypatch.setattr("labkit.setup.limits.SYSTEM", system)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     assert job_files.profile() == job_files.Profile()
     system.write_text("[profile gpu]\npartition = a100\naccount = all\nmodules = cuda/12.4 gcc\n")
@@ -186,7 +186,7 @@ def test_a_profile_is_read_from_both_files(tmp_path, monkeypatch):
     ],
 )
 def test_an_invalid_profile_is_refused_with_its_file(tmp_path, monkeypatch, capsys, text, said):
-    monkeypatch.setattr("labkit.setup.config.SYSTEM", tmp_path / "none")
+    monkeypatch.setattr("labkit.setup.limits.SYSTEM", tmp_path / "none")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     (tmp_path / "labkit.conf").write_text(text)
     monkeypatch.chdir(tmp_path)
@@ -204,6 +204,6 @@ def test_the_button_packs_what_is_chosen(tmp_path, monkeypatch):
     pack._pack(spec)
     assert str(tmp_path / "ddp-x2.zip") in pack.said.value
     assert zipfile.ZipFile("ddp-x2.zip").testzip() is None
-    monkeypatch.setattr("labkit.setup.config.SYSTEM", tmp_path)  # a folder
+    monkeypatch.setattr("labkit.setup.limits.SYSTEM", tmp_path)  # a folder
     pack._pack(spec)
     assert "cannot be read" in pack.said.value

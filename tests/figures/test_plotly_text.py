@@ -17,9 +17,9 @@ from labkit.figures.as_plotly import as_figure, inert, literal
 from labkit.figures.comparison import figure as comparison_figure
 from labkit.figures.controls import CONFIG
 from labkit.figures.prediction import Prediction
-from labkit.frontends.handout import page, plots
+from labkit.frontends.handout import page
 from labkit.frontends.panel.charts import Charts
-from labkit.frontends.panel.notebook import figures_bundle
+from labkit.frontends.panel.view import figures_bundle
 from labkit.record.follow import Follower
 from labkit.setup.environment import RENDERER, RENDERER_VARIABLE
 
@@ -109,7 +109,7 @@ def test_the_markup_of_the_charts_survives(state):
 
 
 def test_figures_of_labs_in_a_handout_are_inert():
-    made = plots.Plots()
+    made = page.Plots()
     made.add({"data": [{"name": TAG}], "layout": {"title": {"text": f"<b>A</b>{LINK}"}}})
     assert "<b style" not in json.dumps(made._figures) and "<a href" not in json.dumps(made._figures)
 

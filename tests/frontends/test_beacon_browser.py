@@ -29,7 +29,7 @@ Lab(recorded="last")
 from IPython.display import display
 from labkit import figures
 from labkit.figures.comparison import figure
-from labkit.frontends.panel.notebook import display_static
+from labkit.frontends.panel.view import display_static
 from labkit.record.folder import RunFolder
 from labkit.runs.handle import Run
 run = Run.attach(RunFolder.find("last").path)

@@ -14,7 +14,7 @@ from generated import ONLY
 from labkit.analysis.theory import STATES, states
 from labkit.common.units import size
 from labkit.frontends.panel import Lab
-from labkit.frontends.panel.before import Before, plan_html, startup_html
+from labkit.frontends.panel.predict import Before, plan_html, startup_html
 from labkit.plan.spec import Spec
 from labkit.training.strategies import STRATEGIES
 
@@ -129,6 +129,6 @@ def test_the_plan_follows_the_choices_of_the_panel():
 
 
 def test_the_formulas_load_no_torch():
-    code = "import sys; from labkit.frontends.panel.before import plan_html; from labkit import Spec\n"
+    code = "import sys; from labkit.frontends.panel.predict import plan_html; from labkit import Spec\n"
     code += "plan_html(Spec('fsdp', 'gpt', 2, device='cpu', precision='fp32')); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -31,7 +31,7 @@ from fabricate import FakeRun
 
 from labkit import Spec
 from labkit.record.folder import RunFolder
-from labkit.runs.settling import settle
+from labkit.runs.handle import settle
 
 pytestmark = pytest.mark.browser
 
@@ -128,7 +128,7 @@ def test_lab_00_with_recorded_runs(page, jupyter, tmp_path):
     page.add_init_script(FIRST_STARTS_FAIL)
     recorded = {record(tmp_path, settle(strategy, steps=20)).name for strategy in ("single", "ddp")}
     open_notebook(page, jupyter, "labs/00_start_here.py")
-    in_the_kernel(page, f"from labkit.frontends.handout.recorded import stand_in; stand_in({str(tmp_path)!r})")
+    in_the_kernel(page, f"from labkit.frontends.handout.run import stand_in; stand_in({str(tmp_path)!r})")
     command(page, "notebook:run-all-cells")
     code = page.evaluate(f"{CELLS}.flatMap((one, number) => one.model.type === 'code' ? [number] : [])")
     executed = f"number => {CELLS}[number].model.executionCount !== null"

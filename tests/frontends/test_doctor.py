@@ -15,9 +15,7 @@ import pytest
 from labkit.cli import parser as cli
 from labkit.cli.commands import act
 from labkit.frontends import doctor
-from labkit.frontends.doctor import LEVELS, machine, software
-from labkit.frontends.doctor.check import Check
-from labkit.frontends.doctor.software import serves
+from labkit.frontends.doctor import LEVELS, Check, serves
 from labkit.setup import preflight
 from labkit.setup.machine import Gpu, Machine
 
@@ -30,8 +28,8 @@ ARCHS = ("sm_70", "sm_75", "sm_80", "sm_86", "sm_90", "sm_90a", "compute_90")
 def having(monkeypatch, *gpus: Gpu, **torch) -> None:
     """Simulates a machine with some GPUs and a torch with the given properties."""
     said = {"version": "2.13.0", "cuda": "12.8", "available": True, "archs": ARCHS, "gloo": True, "nccl": True} | torch
-    monkeypatch.setattr(software.preflight, "torch", lambda: preflight.Torch(**said))
-    monkeypatch.setattr(software.Machine, "here", lambda: Machine(gpus, cores=4, memory=1 << 34))
+    monkeypatch.setattr(doctor.preflight, "torch", lambda: preflight.Torch(**said))
+    monkeypatch.setattr(doctor.Machine, "here", lambda: Machine(gpus, cores=4, memory=1 << 34))
 
 
 def test_this_machine(capsys):
@@ -104,7 +102,7 @@ def test_which_torch_serves_which_gpu(archs, gpu, expected):
 
 def test_gpu_that_torch_is_not_built_for(monkeypatch):
     having(monkeypatch, P100)
-    check = software.devices()
+    check = doctor.devices()
     assert check.level == "broken"
     assert "not for Tesla P100" in check.says
 
@@ -120,32 +118,32 @@ def test_gpu_that_torch_is_not_built_for(monkeypatch):
 )
 def test_gpu_and_torch(monkeypatch, torch, level, says):
     having(monkeypatch, T4, **torch)
-    check = software.devices()
+    check = doctor.devices()
     assert check.level == level
     assert says in check.says
 
 
 def test_t4_has_no_bf16(monkeypatch):
     having(monkeypatch, T4)
-    assert "Tesla T4 has no bf16" in software.precision().says
+    assert "Tesla T4 has no bf16" in doctor.precision().says
     having(monkeypatch, H200)
-    assert "bf16" in software.precision().says
+    assert "bf16" in doctor.precision().says
 
 
 def test_torch_that_cannot_be_imported_or_is_too_old(monkeypatch):
     having(monkeypatch, error="OSError: libcudart.so.13: cannot open shared object file")
-    for check in (software.torch(), software.backends(), software.all_reduce()):
+    for check in (doctor.torch(), doctor.backends(), doctor.all_reduce()):
         assert check.level == "broken"
         assert check.fix
     having(monkeypatch, version="2.5.1")
-    assert software.torch().level == "broken"
+    assert doctor.torch().level == "broken"
 
 
 def test_mismatched_torchvision_is_named_with_its_fix(monkeypatch):
     monkeypatch.setattr(
-        software.preflight, "torchvision", lambda: ("0.28.0", "RuntimeError: operator torchvision::nms does not exist")
+        doctor.preflight, "torchvision", lambda: ("0.28.0", "RuntimeError: operator torchvision::nms does not exist")
     )
-    check = software.torchvision()
+    check = doctor.torchvision()
     assert check.level == "degraded"
     assert '"operator torchvision::nms does not exist"' in check.says
     assert "only --workload resnet18 and --data mnist or cifar10 need it" in check.fix
@@ -169,8 +167,8 @@ def test_import_that_crashes_is_an_answer():
 
 
 def test_halves_of_a_widget_that_do_not_match(monkeypatch):
-    monkeypatch.setattr(software, "_extension_version", {"anywidget": "0.9.21", "jupyterlab-plotly": "7.1.0"}.get)
-    check = software.widgets()
+    monkeypatch.setattr(doctor, "_extension_version", {"anywidget": "0.9.21", "jupyterlab-plotly": "7.1.0"}.get)
+    check = doctor.widgets()
     assert check.level == "degraded"
     assert "anywidget 0.9.21 in JupyterLab" in check.says
     assert "@jupyter-widgets/jupyterlab-manager missing" in check.says
@@ -179,29 +177,29 @@ def test_halves_of_a_widget_that_do_not_match(monkeypatch):
 
 def test_disk_that_is_nearly_full(monkeypatch, tmp_path):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=1 << 40, used=0, free=100 << 20))
-    assert machine.runs_folder().level == "broken"
+    assert doctor.runs_folder().level == "broken"
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=1 << 40, used=0, free=500 << 20))
-    assert machine.runs_folder().level == "degraded"
+    assert doctor.runs_folder().level == "degraded"
 
 
 def test_small_shared_memory_matters_with_several_gpus(monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=64 << 20))
     having(monkeypatch, T4)
-    assert machine.shared_memory().level == "fine"
+    assert doctor.shared_memory().level == "fine"
     having(monkeypatch, T4, T4)
     if sys.platform == "linux":
-        assert machine.shared_memory().level == "degraded"
+        assert doctor.shared_memory().level == "degraded"
 
 
 def test_a_port_in_use_is_reported_and_harmless():
     with socket.create_server(("127.0.0.1", 0)) as server:
-        assert not machine._is_free(server.getsockname()[1])
-    assert machine.ports().level == "fine"
+        assert not doctor._is_free(server.getsockname()[1])
+    assert doctor.ports().level == "fine"
 
 
 def test_missing_package_is_named(monkeypatch):
-    monkeypatch.setattr(software, "requirements", lambda *extras: [doctor_requirement("no-such-package")])
-    check = software.python()
+    monkeypatch.setattr(doctor, "requirements", lambda *extras: [doctor_requirement("no-such-package")])
+    check = doctor.python()
     assert check.level == "degraded"
     assert "no-such-package>=1 (here: none)" in check.says
 
@@ -230,7 +228,7 @@ class _Process:
 )
 def test_other_people_on_the_machine_are_named(monkeypatch, people, level, says):
     active = [_Process(*one) for one in [*people, ("me", os.geteuid())]]
-    monkeypatch.setattr(machine, "psutil", SimpleNamespace(process_iter=lambda fields: active))
-    check = machine.other_users()
+    monkeypatch.setattr(doctor, "psutil", SimpleNamespace(process_iter=lambda fields: active))
+    check = doctor.other_users()
     assert check.level == level and says in check.says
     assert bool(check.fix) == (level != "fine")

@@ -11,7 +11,7 @@ from handouts import HOSTILE, PLOTLY, code, figure, finished_run, hostile_run, n
 from nbformat.v4 import new_markdown_cell
 
 from labkit.frontends.handout import run_page
-from labkit.frontends.handout.files import write
+from labkit.frontends.handout.execute import write
 from labkit.frontends.handout.lab import page_of
 
 

@@ -10,10 +10,10 @@ from fabricate import FakeRun
 from handouts import ask, finished_run
 
 from labkit import Spec
-from labkit.common.atomic import MARK
+from labkit.common.files import MARK
 from labkit.frontends.handout import LabError, course, executed, lab_page
-from labkit.frontends.handout.files import read_lab, write
-from labkit.frontends.handout.recorded import RecordedRuns, run_of
+from labkit.frontends.handout.execute import read_lab, write
+from labkit.frontends.handout.run import RecordedRuns, run_of
 from labkit.record.folder import RunFolder
 
 LAB = """# %% [markdown]

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from labkit import SpecError
-from labkit.frontends.panel import Lab, install
+from labkit.frontends.panel import Lab, recorded
 from labkit.plan.spec import Spec
 from labkit.setup import environment
 from labkit.setup.machine import Machine
@@ -38,10 +38,10 @@ def packages(tmp_path, monkeypatch):
 
 
 def installing(monkeypatch, packages, how: str) -> None:
-    monkeypatch.setattr(install, "setup_command", lambda extra: [sys.executable, "-c", _INSTALLS, str(packages), how])
+    monkeypatch.setattr(recorded, "setup_command", lambda extra: [sys.executable, "-c", _INSTALLS, str(packages), how])
 
 
-def shown_while_installing(button: install.Install) -> list[str]:
+def shown_while_installing(button: recorded.Install) -> list[str]:
     said: list[str] = []
     button.progress.observe(lambda change: said.append(change["new"]), "value")
     button.button.click()
@@ -94,4 +94,4 @@ def test_a_failed_installation_shows_its_reason(packages, monkeypatch, how, says
 
 
 def test_the_real_command_is_labkit_setup():
-    assert install.setup_command("deepspeed") == [sys.executable, "-m", "labkit", "setup", "--with", "deepspeed"]
+    assert recorded.setup_command("deepspeed") == [sys.executable, "-m", "labkit", "setup", "--with", "deepspeed"]

@@ -14,8 +14,7 @@ from fabricate import FakeRun
 from panels import lines_of, sent_by, started_run
 
 from labkit.figures.tables import ranks_html
-from labkit.frontends.panel.charts import LIVE, Charts
-from labkit.frontends.panel.feed import CAP, WHOLE, Feed
+from labkit.frontends.panel.charts import CAP, LIVE, WHOLE, Charts, Feed
 from labkit.frontends.panel.logs import Logs
 from labkit.frontends.panel.view import RunView
 from labkit.frontends.panel.words import finding_html, progress_html, state_html

@@ -24,8 +24,7 @@ from labkit.prediction.devices import DEVICES, Device
 from labkit.prediction.predict import predict
 from labkit.prediction.timing import modelled
 from labkit.record.documents import plain
-from labkit.runs.handle import Run, begin
-from labkit.runs.settling import settle
+from labkit.runs.handle import Run, begin, settle
 from labkit.setup.environment import CLONE
 from labkit.setup.machine import Machine
 from labkit.training.strategies import BASELINE, STRATEGIES

@@ -32,7 +32,7 @@ from labkit.prediction.devices import accelerator_of
 from labkit.probe.lifetime import PARENT, end_with_parent
 from labkit.probe.timeline import GAP, merged
 from labkit.runs import calibration
-from labkit.runs.settling import settle
+from labkit.runs.handle import settle
 from labkit.training.faults import FAULTS
 from labkit.training.strategies import BASELINE, STRATEGIES
 from labkit.training.workloads import WORKLOADS

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.benchmarks import results
-from labkit.common.atomic import write_atomically
+from labkit.common.files import write_atomically
 from labkit.common.text import visible_line
 from labkit.common.units import counted
 

@@ -13,7 +13,7 @@ from generated import ONLY
 from labkit import SpecError
 from labkit.plan import checkpoints
 from labkit.plan.spec import Spec
-from labkit.runs.settling import settle
+from labkit.runs.handle import settle
 from labkit.training.strategies import STRATEGIES
 
 

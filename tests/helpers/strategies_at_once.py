@@ -10,8 +10,7 @@ import pytest
 
 from labkit.plan.script import write_script
 from labkit.record.ranks import RankState
-from labkit.runs.handle import Run
-from labkit.runs.settling import settle
+from labkit.runs.handle import Run, settle
 
 SMALL = {"workload": "mlp", "samples": 512, "batch_size": 32, "steps": 4, "device": "cpu", "nproc": 2}
 _STRATEGIES = ("ddp", "fsdp2", "pp")

@@ -10,19 +10,19 @@ from conftest import started_warm
 from fabricate import FakeRun
 
 from labkit import SpecError
-from labkit.frontends.doctor.machine import limits as checked
+from labkit.frontends.doctor import limits as checked
 from labkit.launch.quota import keep_quota
 from labkit.launch.starting import LaunchError
 from labkit.record.folder import RunFolder
-from labkit.runs.settling import settle
-from labkit.setup import config
+from labkit.runs.handle import settle
+from labkit.setup import limits
 from labkit.setup.limits import Limits, in_force
 
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
     """The machine's configuration file and the user's; neither exists yet."""
-    monkeypatch.setattr(config, "SYSTEM", tmp_path / "system.conf")
+    monkeypatch.setattr(limits, "SYSTEM", tmp_path / "system.conf")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     return tmp_path / "system.conf", tmp_path / "labkit.conf"
 
@@ -53,7 +53,7 @@ def test_the_user_can_only_be_stricter(files):
 )
 def test_an_invalid_file_is_named_and_starts_nothing(files, text, said):
     files[1].write_text(text)
-    with pytest.raises(config.ConfigError) as caught:
+    with pytest.raises(limits.ConfigError) as caught:
         in_force()
     assert said in str(caught.value) and str(files[1]) in str(caught.value)
     assert (checked().level, checked().says) == ("broken", str(caught.value))

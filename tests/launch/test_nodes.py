@@ -21,8 +21,7 @@ from labkit.probe.beats import Beats
 from labkit.probe.journal import Journal
 from labkit.record.folder import RunFolder
 from labkit.runs.gathering import GatherError, gather
-from labkit.runs.handle import Run, start_node
-from labkit.runs.settling import check_sizes, settle
+from labkit.runs.handle import Run, check_sizes, settle, start_node
 
 SMALL = {"workload": "mlp", "samples": 512, "batch_size": 32, "steps": 4, "device": "cpu"}
 

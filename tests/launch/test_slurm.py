@@ -20,9 +20,8 @@ from labkit.engines.portable import of_spec
 from labkit.launch.job import LaunchError
 from labkit.launch.slurm_client import cancel, job_of
 from labkit.plan.spec import Spec
-from labkit.runs.handle import Run
-from labkit.runs.settling import with_ranks
-from labkit.runs.submitting import submit
+from labkit.runs.gathering import submit
+from labkit.runs.handle import Run, with_ranks
 
 SMALL = {"workload": "mlp", "samples": 512, "batch_size": 32, "device": "cpu"}
 real = pytest.mark.skipif(bool(clusters.missing()), reason=f"no Slurm: {clusters.missing()}")

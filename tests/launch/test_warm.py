@@ -14,7 +14,7 @@ import pytest
 from conftest import PATIENCE, server_is_ready, wait_until
 from warm import CLONE, ENDS, how, started
 
-from labkit.frontends.doctor.machine import warm_start
+from labkit.frontends.doctor import warm_start
 from labkit.launch import local
 from labkit.launch.warm import client, wire
 from labkit.launch.warm.client import Cold

@@ -15,8 +15,8 @@ import pytest
 from conftest import COLD_IS_SLOW, processes_of, wait_until
 from lifetimes import LINUX, ROOT
 
+from labkit.common.files import NotOurs, create, runtime_folder
 from labkit.common.processes import TAG, members, of_folder, tagged, watchdog_tag
-from labkit.common.runtime import NotOurs, create, runtime_folder
 from labkit.launch import remains
 from labkit.launch.job import Job
 from labkit.record.folder import RunFolder
@@ -42,7 +42,7 @@ from msgspec import structs
 from labkit.launch import local, starting
 from labkit.launch.job import Job
 from labkit.launch.warm import client
-from labkit.runs.settling import settle
+from labkit.runs.handle import settle
 
 script, agent, detached, stdin = json.loads(sys.argv[1])
 client.ANSWER = 60.0

@@ -12,7 +12,7 @@ from labkit.plan import checkpoints
 from labkit.plan.script import settings, write_script
 from labkit.plan.spec import Spec, SpecError
 from labkit.record.folder import RunFolder
-from labkit.runs.settling import settle
+from labkit.runs.handle import settle
 from labkit.training.strategies import STRATEGIES
 from labkit.training.strategies import checkpoints as training
 from labkit.training.workloads import WORKLOADS

@@ -7,8 +7,7 @@ import ast
 import pytest
 from generated import constants, functions, spec
 
-from labkit.plan.modules import Definition, in_place, resolved
-from labkit.plan.script import write_script
+from labkit.plan.script import Definition, in_place, resolved, write_script
 from labkit.training.strategies import STRATEGIES
 from labkit.training.workloads import WORKLOADS
 

@@ -13,8 +13,7 @@ from decoders import GPT2, LLAMA
 
 import labkit
 from labkit import SpecError, advise
-from labkit.figures.advice import Advised
-from labkit.figures.scaling import in_seconds
+from labkit.figures.advice import Advised, in_seconds
 from labkit.prediction.devices import ACCELERATED
 from labkit.prediction.scale.advice import advice, fastest, verdict
 from labkit.prediction.scale.asked import training

@@ -10,7 +10,7 @@ from places import SCRIPTS
 
 from labkit.plan.script import write_script
 from labkit.prediction.predict import predict
-from labkit.runs.settling import settle
+from labkit.runs.handle import settle
 
 TRACKED = SCRIPTS / "tracked.py"
 

@@ -15,10 +15,10 @@ from labkit.setup.environment import CLONE
 # Modules that run before an environment exists, or in ranks whose environment belongs to the user.
 STANDARD_LIBRARY_ONLY = (
     "labkit.__main__",
-    "labkit.cli.flags",
-    "labkit.cli.job_flags",
     "labkit.cli.parser",
-    "labkit.common.atomic",
+    "labkit.cli.parser",
+    "labkit.cli.parser",
+    "labkit.common.files",
     "labkit.common.text",
     "labkit.record.writer",
     "labkit.setup.bootstrap",

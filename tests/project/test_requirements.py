@@ -19,7 +19,7 @@ from bootstrapping import Handed, having
 
 from labkit import __main__
 from labkit.cli import parser as cli
-from labkit.cli import setting_up
+from labkit.cli import project
 from labkit.cli.commands import act
 from labkit.setup import bootstrap, environment
 from labkit.setup.environment import CLONE, CONSTRAINTS, PROJECT, release
@@ -235,16 +235,16 @@ def debian(monkeypatch, *, root: bool, programs: set[str], fails: bool = False) 
         if "install" in command and not fails:
             programs.add("chromium")
 
-    monkeypatch.setattr(setting_up.subprocess, "run", run)
-    monkeypatch.setattr(setting_up.shutil, "which", lambda name: f"/usr/bin/{name}" if name in programs else None)
-    monkeypatch.setattr(setting_up.os, "geteuid", lambda: 0 if root else 1000)
+    monkeypatch.setattr(project.subprocess, "run", run)
+    monkeypatch.setattr(project.shutil, "which", lambda name: f"/usr/bin/{name}" if name in programs else None)
+    monkeypatch.setattr(project.os, "geteuid", lambda: 0 if root else 1000)
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     return ran
 
 
 def test_debian_packages_are_announced_with_the_reason_before_they_are_installed(monkeypatch):
     ran = debian(monkeypatch, root=True, programs={"apt-get"})
-    setting_up._ensure("the browser tests", ("chromium", "google-chrome"), "chromium", "fonts-dejavu-core")
+    project._ensure("the browser tests", ("chromium", "google-chrome"), "chromium", "fonts-dejavu-core")
     assert [command[1] for command in ran] == ["update", "install"]
     for *_, said in ran:
         assert "the browser tests need chromium, which is not on the PATH" in said
@@ -263,7 +263,7 @@ def test_debian_packages_are_announced_with_the_reason_before_they_are_installed
 )
 def test_what_may_not_be_installed_is_asked_for_in_one_line(monkeypatch, machine, says):
     ran = debian(monkeypatch, **machine)
-    setting_up._ensure("the browser tests", ("chromium", "google-chrome"), "chromium", "fonts-dejavu-core")
+    project._ensure("the browser tests", ("chromium", "google-chrome"), "chromium", "fonts-dejavu-core")
     assert bool(ran) == ("fails" in machine)
     (line,) = [line for line in sys.stderr.getvalue().splitlines() if "skipped" in line]
     assert says in line
@@ -271,5 +271,5 @@ def test_what_may_not_be_installed_is_asked_for_in_one_line(monkeypatch, machine
 
 def test_nothing_is_installed_where_a_browser_is(monkeypatch):
     ran = debian(monkeypatch, root=True, programs={"apt-get", "google-chrome"})
-    setting_up._ensure("the browser tests", ("chromium", "google-chrome"), "chromium")
+    project._ensure("the browser tests", ("chromium", "google-chrome"), "chromium")
     assert ran == [] and sys.stderr.getvalue() == ""

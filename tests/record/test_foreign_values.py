@@ -17,7 +17,7 @@ from labkit.analysis.comparison import alike, recorded
 from labkit.analysis.diagnose import findings
 from labkit.analysis.summary import recorded_summary, summarise
 from labkit.benchmarks.fuzz import time_limit
-from labkit.frontends.handout.recorded import RecordedRuns
+from labkit.frontends.handout.run import RecordedRuns
 from labkit.plan.spec import Spec
 from labkit.record.documents import LaunchPlan, SpecFields, Status, Unreadable, plain, read_document
 from labkit.record.events import Activity, Unknown, decoded

@@ -17,7 +17,7 @@ from labkit.frontends.handout import run_page
 from labkit.frontends.panel import Lab
 from labkit.plan.script import diff_scripts, write_script
 from labkit.record.folder import RunFolder
-from labkit.runs.settling import settle
+from labkit.runs.handle import settle
 from labkit.training.faults import FAULTS
 from labkit.training.strategies import STRATEGIES
 

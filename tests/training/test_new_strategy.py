@@ -58,7 +58,7 @@ import json, sys
 from labkit import Spec, run, write_script
 from labkit.analysis.theory import states, theory
 from labkit.frontends.panel.choices import Choices
-from labkit.frontends.panel.before import plan_html
+from labkit.frontends.panel.predict import plan_html
 from labkit.setup.machine import Machine
 machine = Machine(gpus=(), cores=4, memory=2**34)
 choices = Choices(machine, {"strategy": "toy", "nproc": 2, "workload": "mlp"}, lambda: None)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from labkit.common.atomic import write_atomically
+from labkit.common.files import write_atomically
 
 COMPUTE, WAIT = "compute", "wait"  # events that are no communication: a matrix product, and the wait for a call
 OUTSIDE = -1  # the step of what belongs to no step, or is the trial's own

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from labkit.course.claims.trials import Trials
+from labkit.course.claims.measured import Trials
 from labkit.course.claims.verdict import FAILS, HOLDS, OPEN, PARTLY, Ruling
 from labkit.plan.spec import Spec
 

@@ -12,8 +12,8 @@ from dataclasses import fields
 
 from labkit.analysis.metrics import median, quartiles
 from labkit.common.units import counted
-from labkit.course.claims.sizes import modelled_speeds
-from labkit.course.claims.trials import Trials
+from labkit.course.claims.computed import modelled_speeds
+from labkit.course.claims.measured import Trials
 from labkit.course.claims.verdict import FAILS, HOLDS, OPEN, PARTLY, Ruling
 from labkit.prediction.scale.atlas import common, failed, published, speed
 from labkit.prediction.scale.published import Published

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from labkit.course.claims import computed, guides, machine, measured, published, sizes
+from labkit.course.claims import computed, guides, measured, published
 from labkit.course.claims.verdict import Claim
 
 CLAIMS: dict[str, Claim] = {
@@ -18,7 +18,7 @@ CLAIMS: dict[str, Claim] = {
             "batch", "With a batch size of 128 on 2 GPUs, each GPU takes 64 samples", "computed", computed.batch_of_two
         ),
         Claim("fsdp-all-reduce", "FSDP synchronises gradients with an all-reduce", "computed", computed.fsdp_gradients),
-        Claim("nccl-macos", "NCCL works on macOS", "asked", machine.nccl_on_macos),
+        Claim("nccl-macos", "NCCL works on macOS", "asked", computed.nccl_on_macos),
         Claim("fsdp-memory", "FSDP halves memory on 2 GPUs", "measured", measured.fsdp_memory, ("ddp", "fsdp2")),
         Claim("two-gpus", "2 GPUs are 1.8 to 1.9 times as fast", "measured", measured.two_devices, ("single", "ddp")),
         Claim(
@@ -48,17 +48,22 @@ CLAIMS: dict[str, Claim] = {
             measured.ddp_scaling,
             ("single", "ddp", "ddp on 4", "ddp on 8"),
         ),
-        Claim("65b", "65B parameters can be trained on 8 GPUs with 80 GB", "computed", sizes.sixty_five_billion),
+        Claim("65b", "65B parameters can be trained on 8 GPUs with 80 GB", "computed", computed.sixty_five_billion),
         Claim(
             "7b",
             "FSDP stores 7B parameters in 28 GB, and in 14 GB on each of two GPUs",
             "computed",
-            sizes.seven_billion,
+            computed.seven_billion,
         ),
         Claim(
-            "1b-10b", "Models of 1B to 10B parameters cannot be trained on one GPU", "computed", sizes.billions_on_one
+            "1b-10b",
+            "Models of 1B to 10B parameters cannot be trained on one GPU",
+            "computed",
+            computed.billions_on_one,
         ),
-        Claim("2-gb", "Training a CNN with 120K parameters takes 2 GB", "measured", sizes.two_gigabytes, ("single",)),
+        Claim(
+            "2-gb", "Training a CNN with 120K parameters takes 2 GB", "measured", computed.two_gigabytes, ("single",)
+        ),
         Claim(
             "speedup-129",
             "2 GPUs train a small CNN 1.29 times as fast as one",
@@ -71,7 +76,7 @@ CLAIMS: dict[str, Claim] = {
             "overhead",
             "n GPUs are n / (1 + overhead) times as fast, with one overhead for all n",
             "computed",
-            sizes.one_overhead,
+            computed.one_overhead,
         ),
         Claim(
             "fsdp-scaling",
@@ -99,7 +104,7 @@ CLAIMS: dict[str, Claim] = {
             "published",
             published.four_per_stage,
         ),
-        Claim("fsdp-8", "From 8 GPUs on, prefer FSDP to DDP", "modelled", sizes.fsdp_from_8),
+        Claim("fsdp-8", "From 8 GPUs on, prefer FSDP to DDP", "modelled", computed.fsdp_from_8),
         Claim("cpu-average", "DDP averages gradients on the CPU", "asked", guides.gradients_on_cpu),
         Claim(
             "dp-copies",

@@ -1,5 +1,4 @@
-"""A claim, the verdict on it, and how both are displayed: as a table in a terminal or a notebook, or as plain
-values."""
+"""A claim, the verdict on it, and how both are displayed."""
 
 from __future__ import annotations
 
@@ -12,7 +11,8 @@ from labkit.common.text import escape
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from labkit.course.claims.trials import Trials
+    from labkit.course.claims.measured import Trials
+
 
 HOLDS, FAILS, PARTLY, OPEN = "holds", "does not hold", "partly", "cannot be decided here"
 _MARKS = {HOLDS: "✓", FAILS: "✗", PARTLY: "◐", OPEN: "?"}

@@ -119,9 +119,6 @@ def buckets(
     return as_figure([bars(boxes)], looks)
 
 
-# ---- pictures of data parallelism
-
-
 # ---- the steps of DP and DDP
 
 

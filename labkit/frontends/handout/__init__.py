@@ -9,14 +9,14 @@ import importlib
 from typing import Any
 
 _HOMES = {
-    "LabError": "labkit.frontends.handout.files",
+    "LabError": "labkit.frontends.handout.execute",
     "RunError": "labkit.frontends.handout.run",
-    "course": "labkit.frontends.handout.index",
+    "course": "labkit.frontends.handout.lab",
     "executed": "labkit.frontends.handout.execute",
-    "for_kaggle": "labkit.frontends.handout.notebook",
+    "for_kaggle": "labkit.frontends.handout.execute",
     "lab_page": "labkit.frontends.handout.lab",
     "run_page": "labkit.frontends.handout.run",
-    "to_import": "labkit.frontends.handout.notebook",
+    "to_import": "labkit.frontends.handout.execute",
 }
 
 __all__ = sorted(_HOMES)

@@ -1,6 +1,4 @@
-"""A lab as a page: nbconvert renders its cells with the handout template; runs are shown below the cells that started
-them.
-"""
+"""A lab as a page: its cells, formulas and terms, and the index of several."""
 
 from __future__ import annotations
 
@@ -11,21 +9,113 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bs4 import BeautifulSoup, NavigableString, Tag
+from latex2mathml.converter import convert
 from nbconvert import HTMLExporter
 from nbconvert.filters import Highlight2HTML
 from nbformat import NotebookNode
 
 from labkit.common.text import escape
 from labkit.course.exercises import exercise
-from labkit.frontends.handout import clean, pieces
+from labkit.course.glossary import Term, mentions
+from labkit.frontends.handout import clean, page
 from labkit.frontends.handout.clean import Prose, markdown
-from labkit.frontends.handout.execute import executed
-from labkit.frontends.handout.files import LabError
-from labkit.frontends.handout.page import TEMPLATES, Page
-from labkit.frontends.handout.plots import Plots
-from labkit.frontends.handout.terms import Terms
+from labkit.frontends.handout.execute import LabError, executed, read_lab
+from labkit.frontends.handout.page import TEMPLATES, Page, Plots
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
+
+# ---- formulas
+
+
+_FORMULA = re.compile(
+    r"\$\$(?P<block>.+?)\$\$|(?<![\\$\w])\$(?P<inline>[^\s$](?:[^$\n]*[^\s$\\])?)\$(?![\w$])", re.DOTALL
+)
+_VERBATIM = ("code", "pre", "kbd", "samp")
+
+
+def draw_formulas(soup: BeautifulSoup) -> None:
+    """Replaces `$…$` and `$$…$$` in the text by MathML; text that is not valid TeX stays unchanged."""
+    for text in soup.find_all(string=_FORMULA):
+        if not text.find_parent(_VERBATIM):
+            text.replace_with(BeautifulSoup(_drawn(str(text)), "html.parser"))
+
+
+def _drawn(text: str) -> str:
+    """A text as HTML, with its formulas as MathML."""
+    pieces, end = [], 0
+    for found in _FORMULA.finditer(text):
+        pieces += [escape(text[end : found.start()]), _formula(found)]
+        end = found.end()
+    return "".join([*pieces, escape(text[end:])])
+
+
+def _formula(found: re.Match[str]) -> str:
+    block = found["block"]
+    try:
+        drawn = convert(block or found["inline"], display="block" if block else "inline")
+    except Exception:  # its errors have no common base class; some are IndexError and KeyError
+        return escape(found[0])
+    return f'<span class="formula">{drawn}</span>' if block else drawn
+
+
+# ---- terms of the glossary on a page
+
+
+_UNMARKED = (
+    *("a", "abbr", "button", "code", "kbd", "math", "pre", "samp", "summary", "svg", "th"),
+    *("h1", "h2", "h3", "h4", "h5", "h6"),
+)
+
+
+class Terms:
+    """The terms that a page mentions; `address` makes the anchor of each, which no other element of the page has."""
+
+    def __init__(self, address: Callable[[str], str]):
+        self._address = address
+        self._anchors: dict[Term, str] = {}
+
+    def mark(self, html: str) -> str:
+        """HTML in which the first mention of each term links to its row in the table; the link shows the definition on
+        hover.
+
+        Code, formulas, headings and links are unchanged.
+        """
+        soup = BeautifulSoup(html, "html.parser")
+        for text in soup.find_all(string=True):
+            if type(text) is NavigableString and not text.find_parent(
+                _UNMARKED
+            ):  # subclasses are comments and the like
+                self._mark(text)
+        return str(soup)
+
+    def _mark(self, text: NavigableString) -> None:
+        parts: list[str | Tag] = []
+        end = 0
+        for start, stop, term in mentions(text):
+            if term not in self._anchors:
+                self._anchors[term] = self._address(f"term {term.name}")
+                link = Tag(
+                    name="a", attrs={"class": "term", "href": f"#{self._anchors[term]}", "title": term.definition}
+                )
+                link.string = text[start:stop]
+                parts += [text[end:start], link]
+                end = stop
+        if parts:
+            text.replace_with(*parts, text[end:])
+
+    def table(self) -> str:
+        """The definitions of the terms that were marked, in alphabetical order, as HTML; empty if there are none."""
+        rows = "".join(
+            f'<tr id="{escape(anchor)}"><td>{escape(term.name)}</td><td>{escape(term.definition)}</td></tr>'
+            for term, anchor in sorted(self._anchors.items(), key=lambda item: item[0].name.casefold())
+        )
+        head = "<thead><tr><th>Term</th><th>Definition</th></tr></thead>"
+        return rows and f'<div class="wide-table"><table>{head}<tbody>{rows}</tbody></table></div>'
+
+
+# ---- a lab as a page
+
 
 STUDENT, TEACHER = "student", "teacher"
 READERS = {STUDENT: "student version, without answers", TEACHER: "teacher version, with answer key"}
@@ -80,7 +170,7 @@ class _Cells:
     @property
     def about(self) -> str:
         """Where and when the lab ran, and the audience."""
-        ran = "with recorded runs" if self._recorded else f"executed {pieces.day(None)}"
+        ran = "with recorded runs" if self._recorded else f"executed {page.day(None)}"
         where = f"on {', '.join(dict.fromkeys(self._places))}" if self._places else ""
         return " · ".join(filter(None, (f"{ran} {where}".strip(), READERS.get(self._audience, ""))))
 
@@ -123,7 +213,7 @@ class _Cells:
         if output.output_type == "stream":
             inner = self._stream(output, cell)
         elif output.output_type == "error":
-            inner = f'<pre class="error">{pieces.printed(chr(10).join(output.traceback))}</pre>'
+            inner = f'<pre class="error">{page.printed(chr(10).join(output.traceback))}</pre>'
         else:
             inner = self._data(output.data)
         return f'<div class="output">{inner}</div>' if inner else ""
@@ -131,10 +221,10 @@ class _Cells:
     def _stream(self, output: NotebookNode, cell: NotebookNode) -> str:
         prints = next((row for row in _PRINTS if row[0].search(cell.source)), None)
         if output.name != "stdout" or prints is None:
-            return f'<pre class="{output.name}">{pieces.printed(output.text)}</pre>'
+            return f'<pre class="{output.name}">{page.printed(output.text)}</pre>'
         _, language, words = prints
-        code, lines = pieces.coloured(output.text, language), len(output.text.splitlines())
-        return pieces.fold(f"{words} · {lines} lines", code, "code") if lines > _FOLDED else code
+        code, lines = page.coloured(output.text, language), len(output.text.splitlines())
+        return page.fold(f"{words} · {lines} lines", code, "code") if lines > _FOLDED else code
 
     def _data(self, data: dict[str, Any]) -> str:
         """A displayed value, in the richest format that a page without a kernel can show."""
@@ -160,7 +250,7 @@ class _Cells:
         if _WIDGET in data:
             return "<p>This output is interactive: open the notebook to use its controls.</p>"
         text = "".join(data.get("text/plain", ""))
-        return "" if not text or _HANDLE.match(text) else f"<pre>{pieces.printed(text)}</pre>"
+        return "" if not text or _HANDLE.match(text) else f"<pre>{page.printed(text)}</pre>"
 
     # ---- below a cell
 
@@ -190,8 +280,62 @@ class _Cells:
 
     def _run(self, name: str, folds: bool) -> str:
         folder, state = RunFolder(self._runs / name), self._state(name)
-        self._places.append(pieces.place(state))
+        self._places.append(page.place(state))
         mark = '<span class="recorded">recorded</span> ' if self._recorded else ""
-        head = f"<p>{mark}<b>{escape(pieces.title(state))}</b> {escape(pieces.facts(state, self._recorded))}</p>"
-        inner = pieces.logs(folder, state) + pieces.script(folder, state) + pieces.diff(folder, state) if folds else ""
+        head = f"<p>{mark}<b>{escape(page.title(state))}</b> {escape(page.facts(state, self._recorded))}</p>"
+        inner = page.logs(folder, state) + page.script(folder, state) + page.diff(folder, state) if folds else ""
         return f'<div class="run">{head}{inner}</div>'
+
+
+# ---- the course as a folder of pages, one per lab, with an index
+
+
+def course(
+    labs: list[Path],
+    site: Path,
+    *,
+    audience: str = "",
+    recorded: Path | None = None,
+    report: Callable[[str], None] = lambda words: None,
+) -> tuple[list[Path], list[str]]:
+    """Writes a page for each lab and `index.html` to the folder `site`; returns the files, and one sentence per failed
+    lab.
+
+    A lab that fails gets no page; the others are still written. Raises `OSError` if `site` cannot be written.
+    """
+    made, failed = [], []
+    for path in labs:
+        try:
+            page = lab_page(
+                path,
+                audience=audience,
+                recorded=recorded,
+                report=lambda words, path=path: report(f"{path.stem}, {words}"),
+            )
+        except LabError as error:
+            failed.append(str(error))
+            continue
+        made.append((path, page.write(site / f"{path.stem}.html"), page))
+    index = _index([(path, file, page.about) for path, file, page in made], audience).write(site / "index.html")
+    return [index, *(file for _, file, _ in made)], failed
+
+
+def _index(labs: list[tuple[Path, Path, str]], audience: str) -> Page:
+    rows = []
+    for path, file, about in labs:
+        title, question = opening(read_lab(path))
+        rows.append(
+            f'<li><a href="{escape(file.name, quote=True)}">{escape(title)}</a>'
+            f"<p>{escape(question)}</p><p>{escape(about)}</p></li>"
+        )
+    title = "PyTorch distributed training: the labs"
+    about = " · ".join(filter(None, (f"created {page.day(None)}", READERS.get(audience, ""))))
+    return Page(title, about, f'<h1>{title}</h1><ul class="labs">{"".join(rows)}</ul>')
+
+
+def opening(notebook: NotebookNode) -> tuple[str, str]:
+    """A lab's title and its first paragraph, as plain text."""
+    first = next(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    soup = BeautifulSoup(markdown(first), "html.parser")
+    heading, paragraph = soup.find(["h1", "h2"]), soup.find("p")
+    return tuple(each.get_text(" ", strip=True) if each else "" for each in (heading, paragraph))

@@ -1,23 +1,235 @@
-"""A self-contained page: style sheet, scripts, plotly.js and data are in one file, and no host is contacted."""
+"""The page of a handout: results of a run, plots, and everything that makes it work offline."""
 
 from __future__ import annotations
 
 import base64
+import difflib
+import gzip
 import hashlib
 import json
+import time
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
+from bs4 import BeautifulSoup
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import DiffLexer, PythonLexer
 
-from labkit.common.atomic import MARK
-from labkit.common.text import visible_line
-from labkit.figures import colours
+from labkit import figures
+from labkit.common.files import MARK
+from labkit.common.text import escape, visible, visible_line, visible_log
+from labkit.figures import colours, rank_colour
+from labkit.figures.as_plotly import inert
 from labkit.figures.controls import CONFIG
-from labkit.frontends.handout.files import write
-from labkit.frontends.handout.plots import Plots, packed, plotly_js
+from labkit.frontends.handout.execute import write
+from labkit.plan.script import write_script
+from labkit.plan.spec import SpecError
+from labkit.record.files import NotPlain
+from labkit.record.folder import STREAMS, RunFolder
+from labkit.record.logs import LogTail
+from labkit.record.state import RunState
+
+# ---- the figures of a page
+
+
+_HEIGHT = 450  # px of a figure without a height; plotly's default
+_CHART = 300  # px of a run's chart
+_STILL_SIZE = 20_000  # characters; larger static pictures are omitted
+_LANE = 30  # px of a lane in a timeline
+_STILL = 100  # points per line in a static picture, which is visible only until plotly draws
+
+
+class Plots:
+    """The figures of one page, in the order in which they were added."""
+
+    def __init__(self) -> None:
+        self._figures: list[dict[str, Any]] = []
+
+    def __len__(self) -> int:
+        return len(self._figures)
+
+    def add(self, figure: dict[str, Any], still: str = "") -> str:
+        """Adds a plotly figure, given as plain values, and returns its placeholder; `still` is an `<svg>` shown until
+        plotly draws.
+        """
+        figure = inert(figure)
+        self._figures.append(figure)
+        layout = figure.get("layout") or {}
+        height = layout.get("height")
+        height = int(height) if isinstance(height, (int, float)) and 40 <= height <= 4000 else _HEIGHT
+        label = escape(_plain(layout.get("title")) or "figure", quote=True)
+        waits = "" if still else f'<p class="waits">{label}: needs JavaScript.</p>'
+        number = len(self._figures) - 1
+        return (
+            f'<figure class="plot" data-figure="{number}" style="min-height:{height}px" role="img"'
+            f' aria-label="{label}"><div class="still">{still}{waits}</div></figure>'
+        )
+
+    def charts(self, state: RunState) -> str:
+        """The placeholders of all charts of a run, including those of profiled steps if there are any."""
+        places = []
+        for name in figures.of_run(state):
+            figure = json.loads(figures.figure(name, state).to_json())
+            lanes = len(figure["layout"]["yaxis"].get("categoryarray", ()))
+            figure["layout"]["height"] = 110 + _LANE * lanes if lanes else _CHART
+            still = figures.svg(name, state, points=_STILL)
+            wide = ' class="wide"' if name == "timeline" else ""
+            places.append(f"<div{wide}>{self.add(figure, still if len(still) <= _STILL_SIZE else '')}</div>")
+        return f'<div class="charts">{"".join(places)}</div>'
+
+    def block(self) -> str:
+        """The data of all figures: JSON, gzip, base64."""
+        return packed(json.dumps(self._figures, separators=(",", ":"), allow_nan=False))
+
+
+def packed(text: str) -> str:
+    """A text as gzip in base64, which contains no HTML special characters."""
+    return base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode("ascii")
+
+
+@lru_cache(maxsize=1)
+def plotly_js() -> str:
+    """The source of plotly.js from the installed plotly."""
+    from plotly.offline import get_plotlyjs
+
+    return get_plotlyjs()
+
+
+def _plain(title: Any) -> str:
+    """A figure's title without markup."""
+    text = title.get("text") if isinstance(title, dict) else title
+    return BeautifulSoup(str(text or ""), "html.parser").get_text(" ", strip=True)
+
+
+# ---- parts of a run
+
+
+_LINES = 200  # newest lines of a log that a page contains; they are printed too
+_LEXERS = {"python": PythonLexer(), "diff": DiffLexer()}
+
+
+def coloured(text: str, language: str) -> str:
+    """Source code with syntax highlighting as CSS classes; `language` is python or diff."""
+    return highlight(visible(text), _LEXERS[language], HtmlFormatter(cssclass="source"))
+
+
+def printed(text: str) -> str:
+    """The output of a program as a terminal shows it, without colours."""
+    return escape(visible_log(text))
+
+
+def fold(summary: str, inner: str, kind: str = "") -> str:
+    """A collapsible section; `summary` is plain text, `inner` is HTML."""
+    return f'<details class="{kind}"><summary>{escape(summary)}</summary>{inner}</details>'
+
+
+def place(state: RunState) -> str:
+    """The devices of a run's ranks: `2 CPU ranks (no GPU)`, `4 × Tesla T4`."""
+    ranks = state.ranks.values()
+    number = state.world_size
+    names = Counter(rank.device_name or "GPU" for rank in ranks if rank.device.startswith("cuda"))
+    if names:
+        return " + ".join(f"{count} × {name}" for name, count in names.items())
+    if any(rank.device == "cpu" for rank in ranks) or state.spec.device == "cpu":
+        return f"{number} CPU rank{'' if number == 1 else 's'} (no GPU)"
+    return f"{number} rank{'' if number == 1 else 's'}"
+
+
+def day(seconds: float | None) -> str:
+    """A date and time in this machine's time zone: `3 March 2025, 14:05`."""
+    return time.strftime("%d %B %Y, %H:%M", time.localtime(seconds)).lstrip("0")
+
+
+def title(state: RunState) -> str:
+    """A run in a few words: `ddp · cnn`, or the script's name."""
+    script = state.spec.script
+    if script:
+        return str(script).replace("\\", "/").rsplit("/", 1)[-1]
+    return " · ".join(filter(None, (state.spec.strategy, state.spec.workload)))
+
+
+def facts(state: RunState, recorded: bool = False) -> str:
+    """One line: the state of a run, where it ran and when."""
+    when = day(state.status.started) if isinstance(state.status.started, (int, float)) else "at an unknown time"
+    ran = f"recorded {when}, on {place(state)}" if recorded else f"ran on {place(state)}, {when}"
+    return " · ".join(filter(None, (state.words, ran, state.note)))
+
+
+def logs(folder: RunFolder, state: RunState) -> str:
+    """The output of each rank in a collapsible section; only the newest lines of long logs."""
+    folds = [_log(folder, rank, stream) for rank in range(state.world_size) for stream in STREAMS]
+    if state.status.state in ("failed", "lost"):
+        folds.append(_text(folder.tail(folder.launcher_log, keep=_LINES), "torchrun", ""))
+    return "".join(folds)
+
+
+def _log(folder: RunFolder, rank: int, stream: str) -> str:
+    words = f"rank {rank}" if stream == "stdout" else f"rank {rank}, stderr"
+    tail = folder.log_tail(rank, stream, keep=_LINES)
+    return _text(tail, words, rank_colour(rank), empty="no output" if stream == "stdout" else "")
+
+
+def _text(tail: LogTail, words: str, colour: str, empty: str = "") -> str:
+    while tail.poll():
+        pass
+    lines = [*tail.lines, *filter(None, [tail.partial])]
+    count = tail.count + bool(tail.partial)
+    if not lines:
+        return f'<p class="log-of-none">Log of {escape(words)}: {empty}.</p>' if empty else ""
+    gone = f"… {count - len(lines):,} earlier lines are in the run folder\n" if count > len(lines) else ""
+    style = f' style="--rank:{colour}"' if colour else ""
+    return fold(f"Log of {words} · {_lines(count)}", f"<pre{style}>{gone}{printed(chr(10).join(lines))}</pre>", "log")
+
+
+def script(folder: RunFolder, state: RunState) -> str:
+    """The script that ran, or the name of a user's script that was not stored."""
+    own = state.spec.script
+    text = _script_of(folder)
+    if isinstance(text, NotPlain):
+        return f"<p>The script is not shown: {escape(str(text))}.</p>"
+    if text is None:
+        return f"<p>Script: {escape(title(state))}, which is not stored with the run.</p>" if own else ""
+    return fold(f"Script · {_lines(len(text.splitlines()))}", coloured(text, "python"), "code")
+
+
+def diff(folder: RunFolder, state: RunState) -> str:
+    """The diff between the single-device script and the script that ran."""
+    spec, text = state.asked, _script_of(folder)
+    if spec is None or not isinstance(text, str) or spec == spec.on_one_device:
+        return ""
+    try:
+        before = write_script(spec.on_one_device)
+    except SpecError:
+        return ""
+    lines = list(
+        difflib.unified_diff(before.splitlines(), text.splitlines(), "one device", f"{spec.name}/train.py", lineterm="")
+    )
+    more, fewer = (sum(line.startswith(sign) and not line.startswith(3 * sign) for line in lines) for sign in "+-")
+    return fold(f"Diff to one device · {more} lines added, {fewer} removed", coloured("\n".join(lines), "diff"), "code")
+
+
+def _script_of(folder: RunFolder) -> str | NotPlain | None:
+    """The script in the run folder, the reason why it is not shown, or None if the folder has none."""
+    try:
+        return folder.text(folder.script)
+    except NotPlain as error:
+        return error
+    except OSError:
+        return None
+
+
+def _lines(number: int) -> str:
+    return f"{number:,} line" + ("" if number == 1 else "s")
+
+
+# ---- a self-contained page
+
 
 HERE = Path(__file__).parent
 TEMPLATES = HERE / "templates"

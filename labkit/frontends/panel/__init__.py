@@ -4,8 +4,8 @@
 comparison.
 """
 
-from labkit.frontends.panel.comparison import show_comparison_in_notebook
+from labkit.frontends.panel.compare import show_comparison_in_notebook
 from labkit.frontends.panel.lab import Lab
-from labkit.frontends.panel.live import show_in_notebook
+from labkit.frontends.panel.view import show_in_notebook
 
 __all__ = ["Lab", "show_comparison_in_notebook", "show_in_notebook"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from labkit.common.text import visible_log
 from labkit.figures import rank_colour
-from labkit.frontends.panel.handshake import HandshakeWidget, program
+from labkit.frontends.panel.charts import HandshakeWidget, program
 from labkit.record.folder import STREAMS, RunFolder
 from labkit.record.logs import LogTail
 

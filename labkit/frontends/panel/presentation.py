@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traitlets
 
-from labkit.frontends.panel.handshake import HandshakeWidget, program
+from labkit.frontends.panel.charts import HandshakeWidget, program
 
 
 class Presentation(HandshakeWidget):

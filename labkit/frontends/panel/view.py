@@ -1,28 +1,81 @@
-"""The view of one run: state, progress, finding, charts and logs, updated by one thread that reads the run folder."""
+"""The view of one run: state, progress, finding, charts and logs, updated by one thread; what stays when it is over."""
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import ipywidgets
 
+from labkit import figures
 from labkit.analysis.diagnose import findings
-from labkit.figures.tables import findings_html
-from labkit.frontends.panel.before import Before
-from labkit.frontends.panel.charts import Charts
-from labkit.frontends.panel.handshake import STATIC
+from labkit.analysis.ledger import ledger
+from labkit.analysis.summary import summarise
+from labkit.figures.controls import CONFIG
+from labkit.figures.tables import findings_html, ledger_html, ranks_html
+from labkit.frontends.panel.charts import STATIC, Charts
 from labkit.frontends.panel.logs import Logs
+from labkit.frontends.panel.predict import Before
+from labkit.frontends.panel.presentation import Presentation
 from labkit.frontends.panel.profiled import MemoryTab, TimelineTab
 from labkit.frontends.panel.words import finding_html, progress_html, sentence_html, state_html, tone_of
 from labkit.plan.spec import Spec
-from labkit.record.documents import Plan, SpecFields
+from labkit.record.documents import Plan, SpecFields, plain
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower, Recording, Source
 from labkit.record.state import RunState
+from labkit.runs.handle import Run, headless
+
+# ---- what stays in the notebook
+
+
+class StaticFigures:
+    """Two empty outputs below a panel, filled with the static figures and the table of a run when it ends.
+
+    They can be updated until the page is reloaded; after that they keep their last contents, under the run's name.
+    """
+
+    def __init__(self) -> None:
+        from IPython.display import display
+
+        blank = {"text/html": "", "text/plain": ""}
+        self._figure, self._table = (display(blank, raw=True, display_id=True) for _ in range(2))
+
+    def fill(self, name: str, state: RunState) -> None:
+        """Shows a run's figures and table, which need no widget, kernel or network."""
+        self._figure.update(figures_bundle(name, state), raw=True)
+        self._table.update(table_bundle(name, state), raw=True)
+
+
+def display_static(name: str, state: RunState) -> None:
+    """Displays a run's table and figures as static outputs of the current cell."""
+    from IPython.display import display
+
+    display(table_bundle(name, state), raw=True)
+    display(figures_bundle(name, state), raw=True)
+
+
+def figures_bundle(name: str, state: RunState) -> dict[str, Any]:
+    """All charts of a run, both as plotly and as inline SVG; the notebook client shows the format it supports."""
+    shown = figures.of_run(state)
+    pictures = "".join(figures.svg(name, state) for name in shown)
+    plotly = json.loads(figures.overview(state).to_json()) | {"config": CONFIG}
+    text = f"{', '.join(shown)} of {name}: {state.words}"
+    return {"application/vnd.plotly.v1+json": plotly, "text/html": f"<div>{pictures}</div>", "text/plain": text}
+
+
+def table_bundle(name: str, state: RunState) -> dict[str, Any]:
+    """A run's findings, its table of ranks and its communication ledger."""
+    html = findings_html(findings(state)) + ranks_html(name, state) + ledger_html(ledger(state))
+    return {"text/html": html, "text/plain": json.dumps(plain(summarise(state, name)), indent=2)}
+
+
+# ---- the view of one run
+
 
 _READ = 0.1  # seconds between two reads of the run folder
 _REDRAW = 0.25  # seconds between two redraws
@@ -260,3 +313,41 @@ class RunView:
         self.timeline.draw(state, final=state.over)
         self.memory.draw(state, final=state.over)
         self.logs.draw(over=state.over)
+
+
+# ---- the live view of one run without the configuration
+
+
+def show_in_notebook(run: Run) -> None:
+    """Shows a run live and returns immediately. If headless, waits for the run's end and displays static figures."""
+    if headless():
+        wait_and_display(run)
+    else:
+        _live(run)
+
+
+def wait_and_display(run: Run) -> None:
+    """Waits for a run's end (an interrupt stops the run) and displays its static figures as outputs of the current
+    cell.
+    """
+    run.wait()
+    display_static(run.name, run.state)
+
+
+def _live(run: Run) -> None:
+    from IPython.display import display
+
+    static: list[StaticFigures] = []
+    view = RunView(lambda name, state: static[0].fill(name, state))
+    actions = ipywidgets.HBox([view.stop_button, view.words, view.progress, Presentation().box])
+    actions.add_class("labkit-actions")
+    tabs = ipywidgets.Tab([view.live, view.logs.widget, view.timeline.widget, view.memory.widget])
+    for number, title in enumerate(("Live", "Logs", "Timeline", "Memory")):
+        tabs.set_title(number, title)
+    tabs.add_class("labkit-tabs")
+    widget = ipywidgets.VBox([style(), actions, tabs])
+    widget.add_class("labkit")
+    display(widget)
+    static.append(StaticFigures())
+    view.shown()
+    view.follow(run)

@@ -31,15 +31,14 @@ from labkit.analysis.metrics import (
 from labkit.common.text import visible_line, visible_log
 from labkit.common.units import sizes
 from labkit.figures.advice import HEADS as ADVICE_HEADS
-from labkit.figures.advice import MISFIT_HEADS, Advised
+from labkit.figures.advice import MISFIT_HEADS, Advised, Scaled
 from labkit.figures.atlas import EVIDENCE_HEADS, Atlas
 from labkit.figures.atlas import HEADS as ATLAS_HEADS
 from labkit.figures.colours import PHASES as PHASE_COLOURS
-from labkit.figures.colours import rank_colour
 from labkit.figures.estimated import Comparison, Estimated
+from labkit.figures.model import rank_colour
 from labkit.figures.prediction import Prediction
 from labkit.figures.profiled import timeline
-from labkit.figures.scaling import Scaled
 from labkit.frontends.console import Console
 from labkit.launch.leases import Ticket, devices, duration
 from labkit.record.documents import Summary, UnreadableRun

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from labkit.common.files import check_folder, create
 from labkit.common.processes import TAG
-from labkit.common.runtime import check_folder, create
 from labkit.launch import local
 from labkit.launch.warm import wire
 from labkit.launch.warm.facts import facts

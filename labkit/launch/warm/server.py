@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from labkit.common.runtime import create
+from labkit.common.files import create
 from labkit.launch.warm import facts, wire
 from labkit.launch.warm.fork import Child, has_gpu_open
 from labkit.launch.warm.fresh import Origin

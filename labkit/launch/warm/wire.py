@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from labkit.common.runtime import NotOurs, runtime_folder
+from labkit.common.files import NotOurs, runtime_folder
 from labkit.setup.environment import CLONE
 
 RESERVED = "LABKIT_RESERVED"  # placeholder variable whose memory holds the environment of forked processes, for `ps`

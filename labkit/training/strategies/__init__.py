@@ -6,7 +6,7 @@ package contains the training code, which `labkit.plan.script` reads as text and
 
 from __future__ import annotations
 
-from labkit.setup.needs import Needs
+from labkit.setup.preflight import Needs
 from labkit.training.options import MOST, Option
 from labkit.training.rows import Strategy
 from labkit.training.strategies import combinations, pipelines, rules, shared

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from labkit.setup.needs import Files, Needs
+from labkit.setup.preflight import Files, Needs
 from labkit.training.options import Option
 from labkit.training.rows import Data, Workload
 from labkit.training.workloads import models

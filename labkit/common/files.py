@@ -1,5 +1,4 @@
-"""Writing of files: atomically, and only over what the lab wrote itself. Standard library only, because the setup of
-the environment uses it."""
+"""Files of the user: atomic writing, the cache folder, and the folder for sockets. Standard library only."""
 
 from __future__ import annotations
 
@@ -8,6 +7,9 @@ import os
 import stat
 import tempfile
 from pathlib import Path
+
+# ---- writing of files
+
 
 MARK = "Written by labkit"  # near the beginning or the end of every output, which may then be written again
 _NEAR = 512  # bytes
@@ -69,3 +71,43 @@ def _require_replaceable(path: Path) -> None:
 
 def _has_mark(data: bytes) -> bool:
     return MARK.encode() in data
+
+
+# ---- the user's cache folder, which may be deleted at any time
+
+
+def user_cache() -> Path:
+    """The folder for the caches of all programs: `XDG_CACHE_HOME`, or `~/.cache`."""
+    # expanduser of pathlib raises for a user without a home
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # noqa: PTH111
+
+
+# ---- the user's own folder for sockets
+
+
+_LONGEST = 50  # bytes of the folder that contains it: the path of a Unix socket has at most 107
+
+
+class NotOurs(OSError):
+    """A folder or a process belongs to another user."""
+
+
+def runtime_folder() -> Path:
+    """`labkit-UID` in XDG_RUNTIME_DIR, or in /tmp if that is not set or too long. It may not exist yet."""
+    place = os.environ.get("XDG_RUNTIME_DIR", "")
+    return Path(place if 0 < len(os.fsencode(place)) <= _LONGEST else "/tmp", f"labkit-{os.getuid()}")
+
+
+def check_folder(folder: Path) -> None:
+    """Raises `NotOurs` unless only this user owns and can enter the folder, and `FileNotFoundError` if it does not
+    exist.
+    """
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise NotOurs(f"{folder} must be a folder of this user with mode 0700")
+
+
+def create(folder: Path) -> None:
+    """Creates the folder unless it exists. Raises `OSError`, which is `NotOurs` if others can use the folder."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    check_folder(folder)

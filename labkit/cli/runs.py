@@ -1,4 +1,4 @@
-"""The commands for runs: starting one, and everything for recorded runs."""
+"""The commands for runs: starting one, the list of recorded ones, and everything for a recorded run."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from labkit.analysis.summary import recorded_summary, summarise
+from labkit.analysis.summary import recorded_summary, summarise, summary_or_reason
 from labkit.cli.jobs import node_of
 from labkit.cli.parser import fields_of
 from labkit.cli.shared import WIDE, Refused, console, find, find_followed, interrupts, say
@@ -28,6 +29,42 @@ from labkit.record.status import is_over
 from labkit.setup.machine import Machine
 from labkit.setup.progress import Reading
 
+# ---- the command runs
+
+
+def runs(args: argparse.Namespace) -> int:
+    """Lists the recorded runs, oldest first; or the devices that runs of all users hold, and the queue."""
+    if args.all_users:
+        return _leases(args)
+    rows = [summary_or_reason(folder, Reading(folder.name)) for folder in RunFolder.all()]
+    if args.json:
+        print(json.dumps({"runs": [plain(row) for row in rows]}))
+    elif rows:
+        console(args, WIDE).print(terminal.runs_table(rows))
+    else:
+        say("there are no recorded runs; start one with: labkit run ddp")
+    return 0
+
+
+def _leases(args: argparse.Namespace) -> int:
+    from labkit.launch.leases import LeaseError, tickets
+
+    try:
+        found = tickets()
+    except LeaseError as error:
+        raise Refused(str(error), code=1) from None
+    if args.json:
+        print(json.dumps({"leases": [asdict(ticket) for ticket in found]}))
+    elif found:
+        console(args, WIDE).print(terminal.leases_table(found))
+    else:
+        say("no run holds a GPU or a CPU slot of this machine")
+    return 0
+
+
+# ---- the commands for runs
+
+
 _LONGEST_LINE = 1 << 16  # characters of a line that has not ended, such as a progress bar's
 _POLL_INTERVAL = 0.2  # seconds between two checks for more output
 _CODES = {"finished": 0, "failed": 1, "lost": 1, "stopped": 130}
@@ -36,8 +73,7 @@ _CODES = {"finished": 0, "failed": 1, "lost": 1, "stopped": 130}
 def run(args: argparse.Namespace) -> int:
     """Starts a run and displays it until it is over; Ctrl-C stops the run."""
     from labkit.launch.job import LaunchError
-    from labkit.runs.handle import Run, start, start_node
-    from labkit.runs.settling import settle
+    from labkit.runs.handle import Run, settle, start, start_node
 
     node = node_of(args)
     spec = settle(args.specs[0], nodes=node.nodes if node else 1)
