@@ -30,7 +30,8 @@ from labkit.prediction.timing import modelled, timed
 from labkit.record.follow import Follower
 from labkit.runs.comparing import Comparing, plan
 from labkit.runs.guesses import Guess, guess
-from labkit.runs.handle import Run, cell, in_notebook, named, with_ranks
+from labkit.runs.handle import Run, named, with_ranks
+from labkit.runs.notebook import cell, in_notebook
 
 
 @overload

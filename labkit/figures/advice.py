@@ -12,6 +12,7 @@ from labkit.figures.as_svg import drawing
 from labkit.figures.atlas import EVIDENCE_HEADS, evidence_cells, evidence_json
 from labkit.figures.model import Axis, Bars, Chart, Line
 from labkit.figures.prediction import table_html
+from labkit.figures.tables import table_text
 from labkit.prediction.scale.advice import RULE, Advice, Misfit, Verdict, devices_needed, verdict
 from labkit.prediction.scale.asked import in_words
 from labkit.prediction.scale.atlas import NEAR, evidence
@@ -101,13 +102,6 @@ class Scaled:
 def _cells(one: Series, words: Callable[[Estimate], str]) -> tuple[str, ...]:
     bound = "–" if one.bound_from is None else f"{one.bound_from:,}"
     return one.kind, *("–" if each is None else words(each) for each in one.estimates), bound
-
-
-def table_text(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table as text: names in the first column, figures in the others."""
-    widths = [max(map(len, column)) for column in zip(heads, *rows)]
-    lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in (heads, *rows)]
-    return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
 def in_seconds(seconds: float) -> str:

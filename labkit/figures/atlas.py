@@ -12,9 +12,9 @@ from labkit.common.arguments import check_choice
 from labkit.common.text import escape, visible
 from labkit.common.units import counted, size
 from labkit.figures import colours
-from labkit.figures.advice import table_text
 from labkit.figures.as_plotly import as_figure, numbers, plain_look
 from labkit.figures.prediction import table_html
+from labkit.figures.tables import table_text
 from labkit.prediction.scale.atlas import Evidence, common, failed, modelled, published, speed
 from labkit.prediction.scale.published import Published
 from labkit.prediction.scale.shapes import parameters_in_words

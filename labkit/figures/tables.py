@@ -4,7 +4,7 @@ styles; and lists that display themselves, as a table in a notebook and as text 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from labkit.analysis.diagnose import Finding
 from labkit.analysis.efficiency import efficiency
@@ -145,3 +145,10 @@ def marked_html(what: str, state: str, title: str, words: str) -> str:
 
 def _ms(seconds: float | None) -> str | None:
     return None if seconds is None else f"{1000 * seconds:.2f}"
+
+
+def table_text(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table as text: names in the first column, figures in the others."""
+    widths = [max(map(len, column)) for column in zip(heads, *rows)]
+    lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in (heads, *rows)]
+    return "\n".join("  ".join(line).rstrip() for line in lines)

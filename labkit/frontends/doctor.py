@@ -427,10 +427,10 @@ def main(json: bool = False) -> int:
             _show(console, check)
     tables = stored(Machine.here()).tables
     for table in () if json else tables:
-        console.print(checks.as_table(table))
+        console.print(as_table(table))
     worst = max((check.level for check in done), key=LEVELS.index)
     if json:
-        measured = [checks.figures(table) for table in tables]
+        measured = [figures(table) for table in tables]
         print(jsonlib.dumps({"level": worst, "checks": [asdict(check) for check in done], "links": measured}))
     return int(worst == "broken")
 
@@ -457,25 +457,25 @@ def _show(console: Console, check: Check) -> None:
 
 CHECKS: tuple[Callable[[], Check], ...] = (
     *(
-        checks.python,
-        checks.torch,
-        checks.devices,
-        checks.precision,
-        checks.backends,
-        checks.all_reduce,
-        checks.torchvision,
+        python,
+        torch,
+        devices,
+        precision,
+        backends,
+        all_reduce,
+        torchvision,
     ),
-    *(checks.jupyterlab, checks.widgets),
+    *(jupyterlab, widgets),
     *(
-        checks.loopback,
-        checks.ports,
-        checks.other_users,
-        checks.shared_memory,
-        checks.runs_folder,
-        checks.limits,
-        checks.digits,
-        checks.warm_start,
-        checks.communication,
-        checks.compiler,
+        loopback,
+        ports,
+        other_users,
+        shared_memory,
+        runs_folder,
+        limits,
+        digits,
+        warm_start,
+        communication,
+        compiler,
     ),
 )

@@ -16,7 +16,8 @@ from labkit.common.arguments import check_seconds, shown
 from labkit.plan.fields import about
 from labkit.plan.spec import Spec, SpecError, check_fields
 from labkit.runs.guesses import PENDING, Guess
-from labkit.runs.handle import Run, begin, cell, in_notebook, settle
+from labkit.runs.handle import Run, begin, settle
+from labkit.runs.notebook import cell, in_notebook
 from labkit.training.strategies import BASELINE, STRATEGIES
 
 if TYPE_CHECKING:

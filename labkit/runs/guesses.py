@@ -16,7 +16,7 @@ from labkit.record.documents import GUESS, Guessed, Guesses
 from labkit.record.events import RANKS
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower
-from labkit.runs.handle import notebook
+from labkit.runs.notebook import notebook
 from labkit.training.strategies import BASELINE, STRATEGIES
 
 _MOST = {"%": 100.0}  # by unit

@@ -26,7 +26,7 @@ from labkit.course.exercises.book import Book, Noted
 from labkit.course.scores import Score
 from labkit.record.folder import RunFolder
 from labkit.runs.guesses import Guess, document
-from labkit.runs.handle import NAME
+from labkit.runs.notebook import NAME
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 NAMES = [f"{topic}.{short}" for topic in LABS for short in exercises(topic)]

@@ -15,8 +15,8 @@ from labkit.course.exercises import check
 from labkit.figures import LIVE, svg
 from labkit.figures.tables import ranks_html
 from labkit.frontends.handout import run_page
-from labkit.frontends.handout.clean import Prose, clean, output
-from labkit.frontends.handout.lab import draw_formulas, page_of
+from labkit.frontends.handout.clean import Prose, clean, draw_formulas, output
+from labkit.frontends.handout.lab import page_of
 from labkit.frontends.magic.torchrun import RankOutput, Shown
 
 

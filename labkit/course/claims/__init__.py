@@ -12,7 +12,7 @@ from labkit.common.arguments import ROUNDS, check_flag, check_type, shown
 from labkit.course.claims.measured import Trials
 from labkit.course.claims.table import CLAIMS
 from labkit.course.claims.verdict import Claim, Verdict, Verdicts
-from labkit.runs.handle import in_notebook
+from labkit.runs.notebook import in_notebook
 from labkit.setup.machine import Machine
 from labkit.setup.progress import Progress
 

@@ -3,57 +3,20 @@ platforms."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 from labkit.analysis.theory import theory
 from labkit.analysis.theory.states import RECIPES
 from labkit.common.units import size
+from labkit.course.claims.asked import ask
 from labkit.course.claims.measured import Trials
 from labkit.course.claims.verdict import FAILS, HOLDS, OPEN, PARTLY, Ruling
 from labkit.plan.spec import Spec
 from labkit.prediction.devices import DEVICES
 from labkit.prediction.scale.advice import advice
 from labkit.prediction.scale.asked import training
-
-# ---- asking torch in another process
-
-
-_HOME = str(Path(__file__).resolve().parents[3])
-_TIMEOUT = 120.0  # seconds; the first import of torch from a cold disk is slow
-
-
-def ask(code: str) -> tuple[Any, str]:
-    """Runs Python code. Returns the JSON value of its last line of output, and the error as one line; one of them is
-    empty."""
-    path = os.pathsep.join(part for part in (_HOME, os.environ.get("PYTHONPATH")) if part)
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    try:
-        done = subprocess.run(
-            command,
-            env=os.environ | {"PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_TIMEOUT,
-        )
-    except subprocess.TimeoutExpired:
-        return None, f"no answer within {_TIMEOUT:g} s"
-    lines = (done.stderr if done.returncode else done.stdout).strip().splitlines()
-    if done.returncode:
-        return None, lines[-1] if lines else f"exit code {done.returncode}"
-    return json.loads(lines[-1]), ""
-
-
-BEHAVIOUR = "import json; from labkit.course.claims.in_torch.behaviour import behaviour; print(json.dumps(behaviour()))"
-
 
 # ---- claims about sizes
 

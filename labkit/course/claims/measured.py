@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from labkit.analysis.metrics import median, throughput_of_median_steps
 from labkit.common.units import size
-from labkit.course.claims.computed import BEHAVIOUR, ask
+from labkit.course.claims.asked import BEHAVIOUR, ask
 from labkit.course.claims.verdict import FAILS, HOLDS, OPEN, PARTLY, Ruling
 from labkit.plan.spec import Spec, SpecError
 from labkit.runs.handle import begin, settle

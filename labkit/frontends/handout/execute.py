@@ -26,7 +26,7 @@ from labkit.common.reading import read_regular
 from labkit.launch.job import Job
 from labkit.record.folder import RunFolder
 from labkit.record.state import OVER
-from labkit.runs.handle import NAME
+from labkit.runs.notebook import NAME
 from labkit.setup.environment import CLONE, RENDERER, RENDERER_VARIABLE
 
 # ---- reading labs and writing pages

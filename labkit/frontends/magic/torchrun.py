@@ -23,7 +23,8 @@ from labkit.record.documents import Failure
 from labkit.record.folder import STREAMS
 from labkit.record.logs import LogTail
 from labkit.record.state import RunState
-from labkit.runs.handle import Run, begin, headless, in_notebook
+from labkit.runs.handle import Run, begin
+from labkit.runs.notebook import headless, in_notebook
 from labkit.setup.machine import Machine
 
 # ---- the current output of a cell's ranks as a value, which renders as HTML (all text escaped) and as text

@@ -19,7 +19,7 @@ from labkit.plan.spec import SpecError
 from labkit.record.folder import RunFolder
 from labkit.record.follow import is_recorded, recorded_words
 from labkit.runs.comparing import Comparing, plan
-from labkit.runs.handle import headless
+from labkit.runs.notebook import headless
 from labkit.training.strategies import BASELINE, STRATEGIES
 
 # ---- the view of a comparison

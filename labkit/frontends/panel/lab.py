@@ -24,7 +24,8 @@ from labkit.record.documents import Unreadable
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower, Recording, recorded_words
 from labkit.record.state import RunState
-from labkit.runs.handle import Run, headless, in_notebook, start
+from labkit.runs.handle import Run, start
+from labkit.runs.notebook import headless, in_notebook
 from labkit.setup.machine import Machine
 
 _RUN, _RUN_HINT = "▶ Run", "Generate the script and launch it with torchrun"

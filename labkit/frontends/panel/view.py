@@ -28,7 +28,8 @@ from labkit.record.documents import Plan, SpecFields, plain
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower, Recording, Source
 from labkit.record.state import RunState
-from labkit.runs.handle import Run, headless
+from labkit.runs.handle import Run
+from labkit.runs.notebook import headless
 
 # ---- what stays in the notebook
 

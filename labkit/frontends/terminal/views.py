@@ -35,8 +35,8 @@ from labkit.figures.advice import MISFIT_HEADS, Advised, Scaled
 from labkit.figures.atlas import EVIDENCE_HEADS, Atlas
 from labkit.figures.atlas import HEADS as ATLAS_HEADS
 from labkit.figures.colours import PHASES as PHASE_COLOURS
+from labkit.figures.colours import rank_colour
 from labkit.figures.estimated import Comparison, Estimated
-from labkit.figures.model import rank_colour
 from labkit.figures.prediction import Prediction
 from labkit.figures.profiled import timeline
 from labkit.frontends.console import Console
