@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from bench import results
 from commands import recorded_run
 from foreign import command
 
-from labkit.benchmarks import results
 from labkit.common.reading import open_regular, read_regular
 from labkit.setup import limits
 

@@ -19,10 +19,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench.pairs import LAST, Times, each_pair, under_the_lab, under_torchrun
+
 from gpu_session.measure import Cases, Outcome, Session, against_one_device, possible
 from gpu_session.report import MEASURED, OK, WRONG
 from labkit.analysis.metrics import phase_seconds
-from labkit.benchmarks.pairs import LAST, Times, each_pair, under_the_lab, under_torchrun
 from labkit.common.units import counted, milliseconds
 from labkit.frontends.doctor import CHECKS
 from labkit.launch.warm import client

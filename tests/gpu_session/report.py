@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from labkit.benchmarks import results
+from bench import results
+
 from labkit.common.files import write_atomically
 from labkit.common.text import visible_line
 from labkit.common.units import counted

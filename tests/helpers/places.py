@@ -11,3 +11,4 @@ RECORDED = TESTS / "recorded"  # run folders of earlier versions
 SCREENSHOTS = TESTS / "screenshots"
 SCHEMAS = TESTS / "schemas"
 SCRIPTS = TESTS / "scripts"
+BY_HAND = TESTS / "bench" / "by_hand"  # scripts that generated ones are compared with

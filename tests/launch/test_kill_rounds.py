@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
-
-from labkit.benchmarks import bench, killed_training
-from labkit.benchmarks.kill_rounds import (
+from bench import killed_training
+from bench import main as bench
+from bench.kill_rounds import (
     ATTACKS,
     MOMENTS,
     VICTIMS,
@@ -20,7 +19,8 @@ from labkit.benchmarks.kill_rounds import (
     matrix,
     next_attack,
 )
-from labkit.benchmarks.kills import NotReached
+from bench.kills import NotReached
+from rich.console import Console
 
 CLEAN = Outcome(processes=(), ports=0, shared=0, files=(), wrong="", lost=0, checked=3, warm=True)
 ONE = Attack("ddp", ("agent", "rank 0"), "checkpoint", True, True)

@@ -10,12 +10,12 @@ import time
 
 import psutil
 import pytest
+from bench import killed_training
+from bench.kills import Attack, Moment, attack
 from conftest import COLD_IS_SLOW, processes_of, wait_until
 from fabricate import FakeRun
 from lifetimes import LINUX, ROOT, WAITS, command, started, supervisor_in
 
-from labkit.benchmarks import killed_training
-from labkit.benchmarks.kills import Attack, Moment, attack
 from labkit.common.processes import TAG, identity, members, names, of_folder, tag_of
 from labkit.launch.job import Job
 from labkit.record.documents import plain

@@ -6,11 +6,10 @@ import io
 import json
 
 import pytest
+from bench import results
+from bench.long_run import Sample, _printed_step, figures, growth, sampled, table
+from bench.main import main
 from rich.console import Console
-
-from labkit.benchmarks import results
-from labkit.benchmarks.bench import main
-from labkit.benchmarks.long_run import Sample, _printed_step, figures, growth, sampled, table
 
 MIB = 2**20
 

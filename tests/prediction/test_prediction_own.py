@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import psutil
 import pytest
 from commands import called
 from conftest import warm_run
+from places import BY_HAND
 from traced import apart as apart
 
 import labkit
@@ -20,7 +20,6 @@ from labkit.prediction.classes import MOST, classes, joined
 from labkit.prediction.predict import cached, predict
 from labkit.prediction.tracer import TRACER, Cancelled, TraceFailed
 
-BY_HAND = Path(labkit.__file__).parent / "benchmarks" / "by_hand"
 EXACT = 0.001  # of a measured peak
 
 # Positions in the data come from random integers, an evaluation precedes the third step, gradients are accumulated, and

@@ -6,11 +6,8 @@ from pathlib import Path
 
 import pytest
 from conftest import warm_run
+from places import BY_HAND
 from weaving import TORCHRUN, run_alone
-
-import labkit
-
-BY_HAND = Path(labkit.__file__).parent / "benchmarks" / "by_hand"
 
 
 def short(strategy: str, folder: Path) -> Path:

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from bench.pairs import Times
 from gpu_session import __main__ as session
 from gpu_session import parts
 from gpu_session.measure import Outcome, OutOfTime, Session, pack, possible
 from gpu_session.report import IMPOSSIBLE, OK, WRONG, Report
 
-from labkit.benchmarks.pairs import Times
 from labkit.plan.spec import Spec
 from labkit.record.folder import RunFolder
 from labkit.setup import bootstrap, environment, preflight

@@ -8,6 +8,7 @@ import math
 from dataclasses import fields
 
 import pytest
+from bench.fuzz import time_limit
 from conftest import wait_until
 from fabricate import FakeRun
 from foreign import FINISHED, HANG, KILLED, RECORDED, THREADS, command, copy_of, everything
@@ -16,7 +17,6 @@ from labkit import Lab, SpecError, show
 from labkit.analysis.comparison import alike, recorded
 from labkit.analysis.diagnose import findings
 from labkit.analysis.summary import recorded_summary, summarise
-from labkit.benchmarks.fuzz import time_limit
 from labkit.frontends.handout.run import RecordedRuns
 from labkit.plan.spec import Spec
 from labkit.record.documents import LaunchPlan, SpecFields, Status, Unreadable, plain, read_document

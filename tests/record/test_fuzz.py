@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+from bench import fuzz
 from fabricate import FakeRun
 from foreign import FINISHED, HANG, KILLED, THREADS, copy_of
 
 from labkit.analysis.summary import summarise
-from labkit.benchmarks import fuzz
 from labkit.record import events
 from labkit.record.folder import RunFolder
 from labkit.record.follow import Follower

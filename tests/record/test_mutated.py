@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench import fuzz
 from foreign import FINISHED, HANG, command, copy_of
 from hostile import diverged_run, documents, events, full_run
 
-from labkit.benchmarks import fuzz
 from labkit.record.documents import Unreadable
 from labkit.record.folder import RunFolder
 

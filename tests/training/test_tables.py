@@ -22,7 +22,6 @@ TABLES = ("training/strategies/__init__.py", "training/workloads/__init__.py")
 # Files that may depend on a name, and why.
 EXCEPTIONS = {
     "setup/environment.py": "names of packages, one of which is called like its strategy",
-    "benchmarks/runs.py": "the sizes with which the benchmark runs the workloads that it chose",
     "course/claims": "a claim is about certain strategies: their runs, by name, and the figures that are claimed",
     "course/exercises": "an exercise asks for a run of a certain strategy, and checks that the answer is one",
     "course/pictures/mesh.py": "names of the axes of a mesh, some of which are called like a strategy",

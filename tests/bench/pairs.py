@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from labkit.benchmarks.figure import EVERY, PAIRS
+from bench.results import EVERY, PAIRS
 from labkit.runs.handle import run
 from labkit.setup.preflight import LOOPBACK
 

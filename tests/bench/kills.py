@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from labkit.benchmarks.figure import Figure
+from bench.results import Figure
 from labkit.common.processes import TAG, is_supervisor, is_watchdog, living, tagged
 from labkit.launch import local
 from labkit.launch.warm import client

@@ -18,18 +18,15 @@ from typing import Any
 
 from rich.table import Column, Table
 
-from labkit.benchmarks import results
-from labkit.benchmarks.burst import burst
-from labkit.benchmarks.clients import clients
-from labkit.benchmarks.figure import Figure
-from labkit.benchmarks.fuzz import hostile
-from labkit.benchmarks.killed_training import training_kills
-from labkit.benchmarks.kills import kill_matrix
-from labkit.benchmarks.long_run import memory_growth, memory_growth_control
-from labkit.benchmarks.predictions import predictions
-from labkit.benchmarks.responsiveness import importing, latency, opening
-from labkit.benchmarks.runs import generated_scripts, one_server, overhead, profiled, scaling, traceml, warm_starts
-from labkit.benchmarks.scale import long_runs
+from bench import results
+from bench.fuzz import hostile
+from bench.killed_training import training_kills
+from bench.kills import kill_matrix
+from bench.long_run import memory_growth, memory_growth_control
+from bench.predictions import predictions
+from bench.responsiveness import burst, clients, importing, latency, long_runs, opening
+from bench.results import Figure
+from bench.runs import generated_scripts, one_server, overhead, profiled, scaling, traceml, warm_starts
 from labkit.common.arguments import check_choice
 from labkit.common.units import size
 from labkit.frontends.console import Console

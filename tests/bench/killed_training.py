@@ -14,9 +14,9 @@ from typing import Any
 
 import psutil
 
-from labkit.benchmarks.figure import Figure
-from labkit.benchmarks.kill_rounds import MOMENTS, Attack, Outcome, Round, Rounds, figures, matrix, next_attack
-from labkit.benchmarks.kills import LIMIT, NotReached, appeared, find, left, of_root, role, starter_of
+from bench.kill_rounds import MOMENTS, Attack, Outcome, Round, Rounds, figures, matrix, next_attack
+from bench.kills import LIMIT, NotReached, appeared, find, left, of_root, role, starter_of
+from bench.results import Figure
 from labkit.common.files import runtime_folder
 from labkit.frontends.console import Console
 from labkit.launch.warm import client

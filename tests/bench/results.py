@@ -1,16 +1,43 @@
-"""The results of long benchmarks as JSON lines: each is appended when it is known, so that a benchmark that is
-interrupted loses none."""
+"""What a benchmark shows: its figures, and a file of JSON lines to which what was measured is appended."""
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from labkit.common.reading import open_regular
 from labkit.record.writer import Appender
+
+# ---- the result of a benchmark
+
+
+PAIRS = 5
+EVERY = 50  # steps between two profiled steps, the default of a run
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured figure: the median of `each` (None if nothing was measured), its unit, the target, and a note."""
+
+    name: str
+    median: float | None
+    unit: str
+    aim: str
+    each: tuple[float, ...]
+    note: str = ""
+
+
+def ratio(name: str, each: list[float], aim: str, note: str) -> Figure:
+    """The median of ratios."""
+    return Figure(name, statistics.median(each), "×", aim, tuple(each), note)
+
+
+# ---- the results of long benchmarks as JSON lines
 
 
 def check(path: str | os.PathLike[str]) -> None:

@@ -12,8 +12,7 @@ from typing import Any
 
 from rich.table import Column, Table
 
-from labkit.benchmarks.figure import Figure
-from labkit.benchmarks.results import append, read
+from bench.results import Figure, append, read
 
 STRATEGIES = ("ddp", "fsdp2")
 MOMENTS = ("start", "first step", "training", "checkpoint", "evaluation", "end")

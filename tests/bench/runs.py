@@ -16,8 +16,7 @@ from typing import Any
 
 import psutil
 
-from labkit.benchmarks.figure import PAIRS, Figure, ratio
-from labkit.benchmarks.pairs import (
+from bench.pairs import (
     FIRST,
     LAST,
     Times,
@@ -27,6 +26,7 @@ from labkit.benchmarks.pairs import (
     under_torchrun,
     under_traceml,
 )
+from bench.results import PAIRS, Figure, ratio
 from labkit.launch.warm import client
 from labkit.plan.script import write_script
 from labkit.plan.spec import Spec

@@ -23,9 +23,8 @@ from typing import Any, NamedTuple
 import psutil
 from rich.table import Table
 
-from labkit.benchmarks.figure import Figure
-from labkit.benchmarks.notebook import Shown, end_tree, executed
-from labkit.benchmarks.results import append
+from bench.notebook import Shown, end_tree, executed
+from bench.results import Figure, append
 from labkit.frontends.console import Console
 from labkit.launch import local
 from labkit.launch.job import Job

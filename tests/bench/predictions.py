@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import permutations
 from typing import Any
 
+from bench.results import Figure
 from labkit.analysis.prediction import Outcome, outcomes
-from labkit.benchmarks.figure import Figure
 from labkit.plan.spec import Spec
 from labkit.prediction.link_table import store
 from labkit.prediction.predict import predict
