@@ -293,7 +293,7 @@ def _judged(spec: Spec, reference: Spec, found: tuple[Deviation, ...]) -> Badge:
         return Badge("equal", f"Equal up to {precision} rounding. Deviation and tolerance: {figures}.", found)
     first = next((one for one in missed if one.what == "gradients"), missed[0])
     where = first.where if first.what == "loss" else f"{first.what} of {first.where}"
-    reasons = departures(spec.request)
+    reasons = departures(spec)
     if reasons:
         return Badge(
             "differs as expected", f"{'; '.join(reasons)}. First at {where}. Deviation and tolerance: {figures}.", found

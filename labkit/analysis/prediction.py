@@ -68,7 +68,7 @@ def unmeasured(state: RunState) -> str:
     """Why the measured peaks of a run are not complete, so that they are not compared; empty if they are."""
     if state.in_threads and any(rank.device.startswith("cpu") for rank in state.ranks.values()):
         return "the threads of the replicas allocate memory, which torch's profiler does not record"
-    return state.asked.strategy_row.unmeasured(state.asked.request) if state.asked else ""
+    return state.asked.strategy_row.unmeasured(state.asked) if state.asked else ""
 
 
 def predicted_timelines(plan: Plan) -> dict[int, PredictedTimeline]:

@@ -23,7 +23,7 @@ from labkit.training.strategies import STRATEGIES
 from labkit.training.workloads import WORKLOADS
 
 if TYPE_CHECKING:
-    from labkit.training.request import Request
+    from labkit.plan.spec import Spec
 
 FORMAT = 3
 MANIFEST = "manifest.json"
@@ -60,14 +60,14 @@ class Checkpoint:
     sha256: Mapping[str, str]
 
 
-def identity(spec: Request) -> dict[str, Any]:
+def identity(spec: Spec) -> dict[str, Any]:
     """The identity that the checkpoints of a Spec carry: a checkpoint with the same identity can be loaded."""
     row = spec.strategy_row
     model = {option.name: spec.options[option.name] for option in spec.workload_row.options}
     return {"format": FORMAT, "layout": row.layout, "workload": spec.workload, **model, **row.layout_details(spec)}
 
 
-def asynchronous_limit(spec: Request) -> str | None:
+def asynchronous_limit(spec: Spec) -> str | None:
     """One sentence if checkpoints were to be written while training continues, and cannot be."""
     if not spec.checkpoint_async:
         return None
@@ -83,7 +83,7 @@ def asynchronous_limit(spec: Request) -> str | None:
     return None
 
 
-def resumable(spec: Request) -> Path:
+def resumable(spec: Spec) -> Path:
     """The folder of the checkpoint that a resolved Spec resumes from; `CheckpointError` if it cannot resume."""
     assert spec.resume is not None
     path = newest(Path(spec.resume))
@@ -187,7 +187,7 @@ def _checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _other_identity(checkpoint: Checkpoint, spec: Request) -> str | None:
+def _other_identity(checkpoint: Checkpoint, spec: Spec) -> str | None:
     """One sentence about the first property in which the checkpoint differs from what the Spec trains."""
     for name, expected in identity(spec).items():
         found = checkpoint.identity.get(name)
@@ -198,14 +198,14 @@ def _other_identity(checkpoint: Checkpoint, spec: Request) -> str | None:
     return None
 
 
-def _other_format(checkpoint: Checkpoint, spec: Request, name: str) -> str:
+def _other_format(checkpoint: Checkpoint, spec: Spec, name: str) -> str:
     found = checkpoint.identity.get(name)
     return (
         f"{checkpoint.path} has format {found!r}, and this version reads format {FORMAT}; train again with this version"
     )
 
 
-def _other_layout(checkpoint: Checkpoint, spec: Request, name: str) -> str:
+def _other_layout(checkpoint: Checkpoint, spec: Spec, name: str) -> str:
     found, expected = checkpoint.identity.get(name), " or ".join(LAYOUTS[one] for one in spec.strategy_row.reads)
     readers = [row.name for row in STRATEGIES.values() if found in row.reads and "resume" not in row.lacks]
     if not readers:
@@ -217,13 +217,13 @@ def _other_layout(checkpoint: Checkpoint, spec: Request, name: str) -> str:
     )
 
 
-def _other_workload(checkpoint: Checkpoint, spec: Request, name: str) -> str:
+def _other_workload(checkpoint: Checkpoint, spec: Spec, name: str) -> str:
     found = checkpoint.identity.get(name)
     fix = f"use --workload {found}, or " if found in tuple(WORKLOADS) else ""
     return f"{checkpoint.path} belongs to the workload {found!r}, and this run trains {spec.workload}; {fix}{_WITHOUT}"
 
 
-def _other_engine(checkpoint: Checkpoint, spec: Request, name: str) -> str:
+def _other_engine(checkpoint: Checkpoint, spec: Spec, name: str) -> str:
     found, expected = checkpoint.identity.get(name), identity(spec)[name]
     was = _words(found) if isinstance(found, dict) and found.keys() == expected.keys() else repr(found)
     return (
@@ -236,7 +236,7 @@ def _words(settings: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in settings.items())
 
 
-def _other_option(checkpoint: Checkpoint, spec: Request, name: str) -> str:
+def _other_option(checkpoint: Checkpoint, spec: Spec, name: str) -> str:
     found = checkpoint.identity.get(name)
     choices = next(option.choices for option in spec.workload_row.options if option.name == name)
     fix = f"use --option {name}={found}, or " if found in choices else ""
@@ -251,7 +251,7 @@ _DIFFERENT = {
 }
 
 
-def _nothing_to_do(checkpoint: Checkpoint, spec: Request) -> str | None:
+def _nothing_to_do(checkpoint: Checkpoint, spec: Spec) -> str | None:
     if checkpoint.step < spec.total_steps:
         return None
     epochs = checkpoint.step // spec.steps_per_epoch + 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import Field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from labkit.common.arguments import shown
 from labkit.plan import checkpoints, fields
@@ -12,10 +12,12 @@ from labkit.plan.fields import SpecError
 from labkit.training import strategies, workloads
 from labkit.training.faults import FAULTS
 from labkit.training.options import Option
-from labkit.training.request import Request
 from labkit.training.rows import Strategy, Workload
 from labkit.training.strategies import STRATEGIES
 from labkit.training.workloads import DATA, WORKLOADS
+
+if TYPE_CHECKING:
+    from labkit.plan.spec import Spec
 
 
 def without_effect(declared: Iterable[Field[Any]], values: Mapping[str, Any]) -> dict[str, str]:
@@ -34,7 +36,7 @@ def without_effect(declared: Iterable[Field[Any]], values: Mapping[str, Any]) ->
     return found
 
 
-def completed(spec: Request) -> dict[str, Any]:
+def completed(spec: Spec) -> dict[str, Any]:
     """The fields that depend on strategy and workload, with their defaults; `SpecError` if they contradict each
     other."""
     strategy = STRATEGIES[spec.strategy or strategies.DEFAULT.name]
@@ -57,7 +59,7 @@ def completed(spec: Request) -> dict[str, Any]:
     }
 
 
-def check_training(spec: Request) -> None:
+def check_training(spec: Spec) -> None:
     """Raises `SpecError` if a completed Spec of a strategy cannot run on any machine."""
     most = spec.data_row.most
     if most is not None and spec.train_samples > most:
@@ -79,7 +81,7 @@ def check_training(spec: Request) -> None:
         _check_warmup(spec)
 
 
-def _options(spec: Request, strategy: Strategy, workload: Workload) -> dict[str, Any]:
+def _options(spec: Spec, strategy: Strategy, workload: Workload) -> dict[str, Any]:
     """All options of the strategy and the workload, as given or by default."""
     for name, reason in strategy.lacks.items():
         if name in spec.options:
@@ -104,7 +106,7 @@ def _options(spec: Request, strategy: Strategy, workload: Workload) -> dict[str,
     return settled
 
 
-def _check_batch(spec: Request) -> None:
+def _check_batch(spec: Spec) -> None:
     ranks = spec.data_ranks
     if spec.scaling == "strong" and spec.batch_size % ranks:
         below = spec.batch_size // ranks * ranks
@@ -138,7 +140,7 @@ def _check_batch(spec: Request) -> None:
         )
 
 
-def _check_warmup(spec: Request) -> None:
+def _check_warmup(spec: Spec) -> None:
     warmup_steps = spec.options.get("warmup_steps", 0)
     if warmup_steps >= spec.total_steps:
         raise SpecError(

@@ -509,10 +509,9 @@ def settings(spec: Spec) -> dict[str, Any]:
     """The constants that a Spec sets, by name; a script contains the ones that it uses."""
     # Options of other strategies keep their default, so that conditions on them are resolved and removed.
     values = {option.name.upper(): option.default for row in STRATEGIES.values() for option in row.options}
-    request = spec.request
     values |= {
         "SEED": spec.seed,
-        "EPOCHS": spec.epochs or math.ceil(request.total_steps / spec.steps_per_epoch),
+        "EPOCHS": spec.epochs or math.ceil(spec.total_steps / spec.steps_per_epoch),
         "MAX_STEPS": spec.steps,
         "BATCH_PER_RANK": spec.batch_per_rank,
         "SAMPLES": spec.train_samples,
@@ -520,7 +519,7 @@ def settings(spec: Spec) -> dict[str, Any]:
         "CHECKPOINT_ASYNC": spec.checkpoint_async,
         "RESUME": spec.resume,
         "READS": spec.strategy_row.reads,
-        "MANIFEST": checkpoints.identity(request),
+        "MANIFEST": checkpoints.identity(spec),
         "FAULT": spec.fault,
         "FAULT_RANK": spec.processes - 1,
         **{setting: name in _fault_definitions(spec) for setting, name in _INJECTIONS.items()},
@@ -530,9 +529,9 @@ def settings(spec: Spec) -> dict[str, Any]:
         "TF32": spec.precision == "tf32",
         "AUTOCAST": spec.strategy_row.autocast,
         "MIXED_PRECISION": spec.precision in _DTYPES,
-        "DTYPE": _DTYPES.get(request.precision),
+        "DTYPE": _DTYPES.get(spec.precision),
         "LOSS_SCALING": spec.precision == "fp16",
-        "PRINT_EVERY": min(max(request.total_steps // _PRINTED, 1), _PRINT_EVERY),
+        "PRINT_EVERY": min(max(spec.total_steps // _PRINTED, 1), _PRINT_EVERY),
         "DEVICE": "cuda" if spec.device == "cuda" else "cpu",
         "RANKS": spec.nproc,
         "DATA_RANKS": spec.data_ranks,
@@ -540,7 +539,7 @@ def settings(spec: Spec) -> dict[str, Any]:
     if spec.data_dir is not None:
         values["DATA_DIR"] = spec.data_dir
     values |= {name.upper(): value for name, value in spec.options.items()}
-    return values | spec.workload_row.constants(spec.options) | spec.strategy_row.constants(request)
+    return values | spec.workload_row.constants(spec.options) | spec.strategy_row.constants(spec)
 
 
 def _fault_module(spec: Spec) -> tuple[str, ...]:

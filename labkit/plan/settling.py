@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from labkit.common.units import size
 from labkit.plan.fields import SpecError
 from labkit.setup import environment, preflight
 from labkit.setup.limits import ConfigError, in_force
 from labkit.setup.preflight import Needs
-from labkit.training.request import Request
 
 if TYPE_CHECKING:
+    from labkit.plan.spec import Spec
     from labkit.setup.machine import Gpu, Machine
 
 _FOLDER = "data"  # of data sets that are read from files, below the working folder
 
 
-def settled(spec: Any, machine: Machine) -> Any:
+def settled(spec: Spec, machine: Machine) -> Spec:
     """A Spec with device, number of ranks and precision resolved for `machine`; `SpecError` if it cannot run there.
 
     Whether packages load and files are available is not checked: `check_available` does it, which may take long.
@@ -89,7 +89,7 @@ def unsupported(precision: str, device: str, gpus: Sequence[Gpu]) -> str | None:
     return None
 
 
-def check_available(spec: Request) -> None:
+def check_available(spec: Spec) -> None:
     """Raises `SpecError` if a package does not load, or if data are neither on this machine nor can be downloaded.
 
     It may take seconds if `takes_long` says so; a front end then calls it in a thread.
@@ -100,18 +100,18 @@ def check_available(spec: Request) -> None:
             raise SpecError(field, refusal)
 
 
-def takes_long(spec: Request) -> bool:
+def takes_long(spec: Spec) -> bool:
     """Whether `check_available` may take seconds; otherwise there is nothing to look for."""
     return any(preflight.takes_long(needs) for _, _, needs in _needs(spec))
 
 
-def _needs(spec: Request) -> Iterator[tuple[str, str, Needs]]:
+def _needs(spec: Spec) -> Iterator[tuple[str, str, Needs]]:
     if spec.script is None:
         for field, row in (("strategy", spec.strategy_row), ("workload", spec.workload_row), ("data", spec.data_row)):
             yield field, row.name, row.needs
 
 
-def _check_machine(spec: Request, machine: Machine) -> None:
+def _check_machine(spec: Spec, machine: Machine) -> None:
     missing = {field: preflight.installed(name, needs) for field, name, needs in _needs(spec)}
     for field, refusal in (
         ("strategy", missing["strategy"] or spec.strategy_row.unmet(spec, machine)),
@@ -126,13 +126,13 @@ def _check_machine(spec: Request, machine: Machine) -> None:
             raise SpecError(field, refusal, extra if extra and not environment.has(extra) else None)
 
 
-def _compiler_missing(spec: Request) -> str | None:
+def _compiler_missing(spec: Spec) -> str | None:
     if not spec.options.get("compile"):
         return None
     return preflight.compiler_missing("compile needs a C++ compiler", "compile=false")
 
 
-def _too_many_workers(spec: Request, machine: Machine) -> str | None:
+def _too_many_workers(spec: Spec, machine: Machine) -> str | None:
     each, ranks = spec.options["workers"], spec.processes
     if each * ranks <= machine.max_workers:
         return None
@@ -143,7 +143,7 @@ def _too_many_workers(spec: Request, machine: Machine) -> str | None:
     )
 
 
-def _too_many_samples(spec: Request, machine: Machine) -> str | None:
+def _too_many_samples(spec: Spec, machine: Machine) -> str | None:
     """Every rank holds the whole data set in memory."""
     each, ranks = spec.data_row.sample_bytes(spec.options), spec.processes
     if spec.train_samples * each * ranks <= machine.memory:
@@ -155,7 +155,7 @@ def _too_many_samples(spec: Request, machine: Machine) -> str | None:
     )
 
 
-def default_precision(spec: Request, gpus: Sequence[Gpu]) -> str:
+def default_precision(spec: Spec, gpus: Sequence[Gpu]) -> str:
     """fp16 for GPUs with tensor cores for fp16 but not for bf16, such as a T4; otherwise fp32."""
     old = spec.device == "cuda" and any((7, 0) <= gpu.capability < (8, 0) for gpu in gpus)
     return "fp16" if old and "fp16" not in spec.strategy_row.lacks else "fp32"

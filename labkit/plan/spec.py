@@ -1,4 +1,5 @@
-"""Spec: the description of one run, validated once. After this gate, code trusts its input.
+"""Spec: the description of one run, validated once, and its arithmetic: a rank, a step and a sample are counted here
+only. After this gate, code trusts its input.
 
 A Spec validates itself when it is created. What depends on the machine (number of GPUs, support for bf16, availability
 of the data set) is checked by `Spec.on(machine)`, which also fills in the unspecified values. A Spec recorded on
@@ -7,14 +8,15 @@ another machine can therefore be loaded on this one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from labkit.common.arguments import Number, check_flag, check_path
+from labkit.common.units import counted
 from labkit.plan import checkpoints, checks, settling
-from labkit.plan.batches import Batches
 from labkit.plan.fields import (
     DEFAULT,
     MANY,
@@ -30,6 +32,7 @@ from labkit.plan.fields import (
     unknown,
 )
 from labkit.training.faults import FAULTS
+from labkit.training.rows import Data, Strategy, Workload
 from labkit.training.strategies import BASELINE, STRATEGIES
 from labkit.training.workloads import DATA, WORKLOADS
 from labkit.training.workloads import DEFAULT as DEFAULT_WORKLOAD
@@ -47,36 +50,37 @@ _KEPT = {"applies_to": (STRATEGY,), "panel": DEFAULT}
 
 
 @dataclass(frozen=True)
-class Spec(Batches):
+class Spec:
     """The description of one run.
 
     Either a `strategy` for a `workload`, or a user's `script` with its `args`; with `as_module`, `script` is the name
     of a module that runs as under `python -m`. `batch_size` is in samples: per rank under weak scaling, global under
-    strong scaling. `nproc`, `data`, `batch_size` and `options` default to the values of strategy and workload. `steps`
+    strong scaling. `nproc`, `data`, `batch_size` and `options` default to the values of strategy and workload; fields
+    that do not concern a run, or are not settled yet, are None, whatever their type. `steps`
     is the number of optimizer steps of the run, and may end it within an epoch or extend it over several. `fault` is
     the name of an injected fault, one of `FAULTS`. Every `sample_every`-th step is profiled (0: only one early step). A
     rank that makes no progress for `hang_after` seconds is reported. Each field declares which runs it applies to; a
     value without an effect is refused. Raises `SpecError` for an invalid value or combination of values.
     """
 
-    strategy: str | None = declared(
+    strategy: str = declared(
         None, "strategy that distributes the training", choices=STRATEGIES, compared=False, **_TRAINING
     )
-    workload: str | None = declared(
+    workload: str = declared(
         None,
         f"model to train: {', '.join(WORKLOADS)} (default: {DEFAULT_WORKLOAD.name})",
         flag="W",
         choices=WORKLOADS,
         **_TRAINING,
     )
-    nproc: int | None = declared(
+    nproc: int = declared(
         None,
         "ranks: one per GPU, or CPU ranks (default: all GPUs, or 2 CPU ranks)",
         flag="RANKS",
         panel=WIDGET,
         bounds=Number(int, 1, 65_536),
     )
-    batch_size: int | None = declared(
+    batch_size: int = declared(
         None,
         "samples per step, per rank (weak scaling) or global (strong scaling) (default: depends on W)",
         flag="SAMPLES",
@@ -84,17 +88,15 @@ class Spec(Batches):
         **_TRAINING,
     )
     scaling: str = declared("weak", f"{' or '.join(SCALINGS)} (default: weak)", flag="S", choices=SCALINGS, **_TRAINING)
-    epochs: int | None = declared(
-        None, "epochs (default: 1)", flag="EPOCHS", bounds=Number(int, 1, 1_000_000), **_TRAINING
-    )
-    steps: int | None = declared(
+    epochs: int = declared(None, "epochs (default: 1)", flag="EPOCHS", bounds=Number(int, 1, 1_000_000), **_TRAINING)
+    steps: int = declared(
         None,
         "optimizer steps of the whole run (default: all steps of the epochs)",
         flag="STEPS",
         bounds=Number(int, 1, MANY),
         **_TRAINING,
     )
-    precision: str | None = declared(
+    precision: str = declared(
         None,
         f"{', '.join(PRECISIONS)} (default: fp32; fp16 on a T4)",
         flag="P",
@@ -109,7 +111,7 @@ class Spec(Batches):
         **_KEPT,
     )
     device: str = declared("auto", f"{', '.join(DEVICES)} (default: auto)", flag="D", choices=DEVICES, panel=WIDGET)
-    data: str | None = declared(
+    data: str = declared(
         None,
         f"data set: {', '.join(DATA)} (default: the workload's first)",
         flag="D",
@@ -204,8 +206,8 @@ class Spec(Batches):
         for name, refusal in checks.without_effect(fields(self), vars(self)).items():
             raise SpecError(name, refusal)
         if self.script is None:
-            self._settle(**checks.completed(self.request))
-            checks.check_training(self.request)
+            self._settle(**checks.completed(self))
+            checks.check_training(self)
         self._settle(options=MappingProxyType(self.options))
 
     @property
@@ -217,10 +219,92 @@ class Spec(Batches):
         return replace(
             self,
             strategy=BASELINE.name,
-            nproc=BASELINE.default_nproc,
+            nproc=BASELINE.default_nproc or 1,
             options=options,
             fault=None,
             checkpoint_async=False,
+        )
+
+    # ---- the rows of the tables
+
+    @property
+    def strategy_row(self) -> Strategy:
+        """The strategy's row of the table."""
+        return STRATEGIES[self.strategy]
+
+    @property
+    def workload_row(self) -> Workload:
+        """The workload's row of the table."""
+        return WORKLOADS[self.workload]
+
+    @property
+    def data_row(self) -> Data:
+        """The data set's row of the table."""
+        return DATA[self.data]
+
+    # ---- the arithmetic of batches and steps
+
+    @property
+    def name(self) -> str:
+        """The end of the run folder's name: the strategy or script, and the number of ranks, such as `ddp-x2`."""
+        path = self.script
+        stem = path.replace("\\", "/").rsplit("/", 1)[-1].removesuffix(".py") if path else self.strategy
+        return f"{stem}-x{self.nproc or 1}"
+
+    @property
+    def processes(self) -> int:
+        """Processes that torchrun starts: one per device, unless the strategy drives all devices from one process."""
+        return self.nproc if self.script is not None else self.strategy_row.processes(self)
+
+    @property
+    def train_samples(self) -> int:
+        """Samples per epoch, over all ranks."""
+        return self.samples or self.data_row.train
+
+    @property
+    def data_ranks(self) -> int:
+        """Data-parallel ranks: the number of different shards that each step's batch is split into."""
+        return self.strategy_row.data_ranks(self)
+
+    @property
+    def batch_per_rank(self) -> int:
+        """Samples per rank in a full step: the batch, or the rank's whole shard of the data set if that is smaller."""
+        return min(self.wanted_per_rank, self.shard)
+
+    @property
+    def wanted_per_rank(self) -> int:
+        """Samples per rank and step according to `batch_size`, of which a rank may have fewer."""
+        batch = self.batch_size
+        return batch if self.scaling == "weak" else batch // self.data_ranks
+
+    @property
+    def shard(self) -> int:
+        """Samples of one rank per epoch, rounded up as `DistributedSampler` does."""
+        return math.ceil(self.train_samples / self.data_ranks)
+
+    @property
+    def global_batch(self) -> int:
+        """The global batch size: samples of a full step, over all ranks."""
+        return self.batch_per_rank * self.data_ranks
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps per epoch: the samples of a rank's shard divided by its batch, rounded up."""
+        return math.ceil(self.shard / self.batch_per_rank)
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run; None for a user's script, because only the script knows."""
+        if self.script is not None:
+            return self.steps
+        return self.steps or self.epochs * self.steps_per_epoch
+
+    @property
+    def batch_sentence(self) -> str:
+        """The batch in words: `128 per rank × 2 = 256 global · 235 steps per epoch`."""
+        return (
+            f"{self.batch_per_rank} per rank × {self.data_ranks} = {self.global_batch} global ·"
+            f" {counted(self.steps_per_epoch, 'step')} per epoch"
         )
 
     # ---- on a machine
@@ -229,21 +313,20 @@ class Spec(Batches):
         """The same Spec, settled for `machine`, with its data available and its checkpoint verified; `SpecError` if it
         cannot run there. Waits for a disk and a network if the data must be looked for."""
         settled = self.settled(machine)
-        settling.check_available(settled.request)
+        settling.check_available(settled)
         return settled.with_checkpoint()
 
     def settled(self, machine: Machine) -> Spec:
         """The same Spec with device, number of ranks and precision resolved for `machine`, which takes milliseconds;
         `SpecError` if it cannot run there. `settling.check_available` then checks the rest."""
-        settled: Spec = settling.settled(self, machine)
-        return settled
+        return settling.settled(self, machine)
 
     def with_checkpoint(self) -> Spec:
         """The same Spec with `resume` set to one verified checkpoint; `SpecError` if the run cannot resume from it."""
         if self.resume is None:
             return self
         try:
-            return replace(self, resume=str(checkpoints.resumable(self.request)))
+            return replace(self, resume=str(checkpoints.resumable(self)))
         except checkpoints.CheckpointError as error:
             raise SpecError("resume", str(error)) from None
 

@@ -21,7 +21,7 @@ def classes(spec: Spec) -> list[list[int]]:
     """
     if spec.strategy is None:
         return _evenly(spec.processes)
-    stages = spec.strategy_row.constants(spec.request).get("STAGES", ())
+    stages = spec.strategy_row.constants(spec).get("STAGES", ())
     pipes = spec.options.get("pp_size", spec.processes) if stages else 1
     held = states(spec) or (None,) * spec.processes
     found: list[list[int]] = []

@@ -118,7 +118,7 @@ def _own(spec: Spec) -> dict[str, Any]:
 def _split_outputs(spec: Spec) -> list[tuple[int, int] | None]:
     """For each block, the dimension of its output that tensor-parallel ranks split, and their number; None for a whole
     output."""
-    ranks = spec.strategy_row.one_loss(spec.request)
+    ranks = spec.strategy_row.one_loss(spec)
     dimension = 1 if spec.options.get("sequence_parallel") else -1
     outputs = spec.workload_row.outputs(spec.options)
     return [(dimension, ranks) if is_part and ranks > 1 else None for _, is_part in outputs]

@@ -12,8 +12,8 @@ from labkit.setup.preflight import NOTHING, Needs
 from labkit.training.options import COMMON, Option
 
 if TYPE_CHECKING:
+    from labkit.plan.spec import Spec
     from labkit.setup.machine import Machine
-    from labkit.training.request import Request
     from labkit.training.shapes import Module
 
 _LABEL = 8  # bytes of a 64-bit label, or of the byte after a window of text
@@ -25,12 +25,12 @@ class Strategy:
 
     - `data_ranks`: the number of data-parallel ranks, that is, of different shards of each step's batch; 1 for tensor
       parallelism, because all ranks see the same samples.
-    - `limit`: one sentence with the nearest working choice if the strategy cannot run a Request, otherwise None;
+    - `limit`: one sentence with the nearest working choice if the strategy cannot run a Spec, otherwise None;
       `unmet`: the same for a property that this machine lacks; `needs`: the packages that it needs.
     - `differs`: the reason if a run is expected to train something different from one process, otherwise None.
     - `processes`: the number of processes that torchrun starts; `process_group`: whether they form a process group.
     - `lacks`: the common options that the strategy does not support, each with the reason.
-    - `constants`: settings of the script that follow from the Request, by name.
+    - `constants`: settings of the script that follow from the Spec, by name.
     - `note`: how a run on a device ("cpu", "cuda") differs from what the title says, such as an emulation; otherwise
       empty.
     - `unmeasured`: why the measured peak memory of a step is not complete, otherwise empty.
@@ -51,28 +51,28 @@ class Strategy:
     title: str
     splits: str
     sends: str
-    data_ranks: Callable[[Request], int]
-    limit: Callable[[Request], str | None] = lambda spec: None
-    unmet: Callable[[Request, Machine], str | None] = lambda spec, machine: None
-    differs: Callable[[Request], str | None] = lambda spec: None
-    processes: Callable[[Request], int] = lambda spec: spec.nproc
+    data_ranks: Callable[[Spec], int]
+    limit: Callable[[Spec], str | None] = lambda spec: None
+    unmet: Callable[[Spec, Machine], str | None] = lambda spec, machine: None
+    differs: Callable[[Spec], str | None] = lambda spec: None
+    processes: Callable[[Spec], int] = lambda spec: spec.nproc
     process_group: bool = True
     default_nproc: int | None = None
     options: tuple[Option, ...] = ()
     lacks: Mapping[str, str] = field(default_factory=dict)
-    constants: Callable[[Request], dict[str, Any]] = lambda spec: {}
+    constants: Callable[[Spec], dict[str, Any]] = lambda spec: {}
     note: Callable[[str | None], str] = lambda device: ""
-    unmeasured: Callable[[Request], str] = lambda spec: ""
+    unmeasured: Callable[[Spec], str] = lambda spec: ""
     further: bool = False
     compared: bool = False
-    one_loss: Callable[[Request], int] = lambda spec: 1
+    one_loss: Callable[[Spec], int] = lambda spec: 1
     wrapper: str = ""
     autocast: bool = True
     traffic: tuple[str, ...] | None = None
     states: str | None = None
     layout: str = "whole"
     reads: tuple[str, ...] = ("whole", "shards")
-    layout_details: Callable[[Request], dict[str, Any]] = lambda spec: {}
+    layout_details: Callable[[Spec], dict[str, Any]] = lambda spec: {}
     needs: Needs = NOTHING
 
     @property
@@ -210,7 +210,7 @@ class Fault:
     title: str
     shows: str
     finding: str
-    limit: Callable[[Request], str | None]
+    limit: Callable[[Spec], str | None]
     adds: bool = True
 
     @property

@@ -58,7 +58,7 @@ def test_prediction_is_what_the_run_then_measures(strategy):
     assert len(found) == spec.processes
     assert all((one.error is None) == bool(state.in_threads) for one in found)
     if not state.in_threads:
-        limit = OF_A_PIPELINE if spec.strategy_row.constants(spec.request).get("STAGES") else MOST_BELOW_AND_ABOVE
+        limit = OF_A_PIPELINE if spec.strategy_row.constants(spec).get("STAGES") else MOST_BELOW_AND_ABOVE
         assert all(abs(one.error) <= limit for one in found), [(one.peak_predicted, one.peak_measured) for one in found]
     for part in plan.classes:
         for rank in part.ranks:

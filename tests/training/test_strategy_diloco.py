@@ -18,7 +18,7 @@ def test_replicas_that_are_not_synchronized_differ_from_one_process_and_the_row_
     means = [sum(losses) / len(losses) for losses in zip(*(rank["losses"] for rank in ranks))]
     assert means[0] == pytest.approx(single["losses"][0], rel=1e-5), "the first step starts from the same weights"
     assert all(abs(mean - loss) > 1e-4 * loss for mean, loss in zip(means[1:], single["losses"][1:]))
-    assert "sync_every=2: each replica trains on its own" in departures(spec.request)[0]
+    assert "sync_every=2: each replica trains on its own" in departures(spec)[0]
     assert "not those of one process" in spec.strategy_row.note("cpu")
 
 

@@ -197,9 +197,9 @@ def _divergence(state: RunState, ranks: tuple[int, ...], step: int) -> Finding:
 
 def loss_differs(state: RunState) -> Iterator[Finding]:
     """Ranks that split layers and must have the same loss, but do not."""
-    if state.asked is None or state.asked.strategy_row.one_loss(state.asked.request) < 2:
+    if state.asked is None or state.asked.strategy_row.one_loss(state.asked) < 2:
         return
-    together = state.asked.strategy_row.one_loss(state.asked.request)
+    together = state.asked.strategy_row.one_loss(state.asked)
     for first in range(0, state.world_size, together):
         ranks = [state.ranks[number] for number in range(first, first + together) if number in state.ranks]
         by_rank = [_losses(rank) for rank in ranks]

@@ -46,5 +46,5 @@ def theory(spec: Spec, step: int = 3) -> tuple[Flow, ...] | None:
     """The expected traffic of step `step` of a Spec with a known number of ranks; the first two steps differ from later
     ones. None if there is no formula for its strategy.
     """
-    names, case = spec.strategy_row.traffic, Case(spec.request, step)
+    names, case = spec.strategy_row.traffic, Case(spec, step)
     return None if names is None else tuple(flow for name in names for flow in TRAFFIC[name](case))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 
-from labkit.training.request import Request
+from labkit.plan.spec import Spec
 from labkit.training.strategies.pipelines import holder
 
 
@@ -29,7 +29,7 @@ class Case:
     of the model.
     """
 
-    def __init__(self, spec: Request, step: int):
+    def __init__(self, spec: Spec, step: int):
         self.spec, self.step, self.options, self.n = spec, step, spec.options, spec.nproc
         self.gloo = spec.device != "cuda"
         self.half = spec.precision in ("bf16", "fp16")

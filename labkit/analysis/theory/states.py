@@ -64,7 +64,7 @@ class States:
 def states(spec: Spec) -> tuple[States, ...] | None:
     """The model states of each rank of a Spec with a known number of ranks, on its device; None without a formula."""
     name = spec.strategy_row.states
-    return None if name is None else tuple(STATES[name](Case(spec.request, step=1)))
+    return None if name is None else tuple(STATES[name](Case(spec, step=1)))
 
 
 def _of(numbers: float, stepped: float | None = None) -> States:

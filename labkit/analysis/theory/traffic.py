@@ -352,7 +352,9 @@ def keys_and_values(case: Case) -> Iterator[Flow]:
     gradients. Ulysses (Jacobs et al. 2023, section 3.2): an all-to-all of query, key, value and output, and of their
     gradients.
     """
-    model, wide = case.spec.workload_row.transformer(case.options), 2 if case.half else 4
+    transformer, wide = case.spec.workload_row.transformer, 2 if case.half else 4
+    assert transformer is not None  # the strategy takes no other workload
+    model = transformer(case.options)
     both = 2 * wide * model.layers * case.batch * model.positions * model.width
     what = f"2·{wide}·L·B·T·d"
     if case.options["method"] == "ring":
@@ -375,7 +377,9 @@ def keys_and_values(case: Case) -> Iterator[Flow]:
 def vectors(case: Case) -> Iterator[Flow]:
     """Expert parallelism (Lepikhin et al. 2020, section 3.3.2): each layer sends the slots of all experts to their
     ranks and the outputs back, and in backward the gradients of both."""
-    model, wide = case.spec.workload_row.mixture(case.options), 2 if case.half else 4
+    mixture, wide = case.spec.workload_row.mixture, 2 if case.half else 4
+    assert mixture is not None  # the strategy takes no other workload
+    model = mixture(case.options)
     slots = wide * model.layers * case.batch * model.experts * model.slots * model.width
     again = {"recomputing a layer's activations sends its vectors again": 2 * slots if case.again else 0}
     yield flow_of("all_to_all", 4 * slots, case.n, f"4L · {wide}·B·E·C·d", more=again)

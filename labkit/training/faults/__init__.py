@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from labkit.training.rows import Fault
 
 if TYPE_CHECKING:
-    from labkit.training.request import Request
+    from labkit.plan.spec import Spec
 
 STEP = 5  # the step at which faults occur that occur once
 
 
-def _several_ranks(spec: Request) -> str | None:
+def _several_ranks(spec: Spec) -> str | None:
     if spec.nproc is None or spec.processes > 1:
         return None
     found = _nproc_for(spec, lambda grown: grown.processes > 1)
@@ -29,7 +29,7 @@ def _several_ranks(spec: Request) -> str | None:
     )
 
 
-def _sampled(spec: Request) -> str | None:
+def _sampled(spec: Spec) -> str | None:
     if spec.nproc is None or (spec.data_ranks > 1 and spec.processes > 1):
         return None
     if spec.data_ranks > 1:
@@ -40,7 +40,7 @@ def _sampled(spec: Request) -> str | None:
     return f"the fault {spec.fault} needs ranks that train on different samples, and {same}; use {fix}"
 
 
-def _nproc_for(spec: Request, suits: Callable[[Request], bool]) -> int | None:
+def _nproc_for(spec: Spec, suits: Callable[[Spec], bool]) -> int | None:
     """The smallest number of ranks, up to 16, with which the same strategy and settings suit a fault; None if there is
     none."""
     for nproc in (2, 4, 8, 16):
@@ -53,7 +53,7 @@ def _nproc_for(spec: Request, suits: Callable[[Request], bool]) -> int | None:
     return None
 
 
-def _second_epoch(spec: Request) -> str | None:
+def _second_epoch(spec: Spec) -> str | None:
     if spec.nproc is not None and spec.total_steps <= spec.steps_per_epoch:
         return (
             f"the fault {spec.fault} appears in the second epoch, and the run has only one; use --epochs 2 --samples"
@@ -62,19 +62,19 @@ def _second_epoch(spec: Request) -> str | None:
     return _sampled(spec)
 
 
-def _reducer(spec: Request) -> str | None:
+def _reducer(spec: Spec) -> str | None:
     if spec.strategy_row.wrapper != "DDP" or "micro_batches" in spec.options:  # pipelines set find_unused_parameters
         return f"the fault {spec.fault} affects only DDP, and the strategy is {spec.strategy}; use ddp"
     return _several_ranks(spec)
 
 
-def _whole_parameters(spec: Request) -> str | None:
+def _whole_parameters(spec: Spec) -> str | None:
     if spec.strategy_row.wrapper in ("FSDP", "DeepSpeed"):
         return f"the fault {spec.fault} needs unsharded gradients, and {spec.strategy} shards them; use ddp or tp"
     return None
 
 
-def _anywhere(spec: Request) -> str | None:
+def _anywhere(spec: Spec) -> str | None:
     return None
 
 

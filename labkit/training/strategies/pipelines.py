@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from labkit.training.request import Request
+    from labkit.plan.spec import Spec
 
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # schedules whose stages go down the ranks and up again
 TWO_STAGES = ("Interleaved1F1B", "InterleavedZeroBubble", *V_SHAPED)  # schedules with two stages per rank
@@ -39,11 +39,11 @@ def cut(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
     return (*best[len(costs)][1], len(costs))
 
 
-def _ranks(spec: Request) -> int | None:
+def _ranks(spec: Spec) -> int | None:
     return spec.options.get("pp_size", spec.nproc)
 
 
-def constants(spec: Request) -> dict[str, Any]:
+def constants(spec: Spec) -> dict[str, Any]:
     """The stage boundaries, and the first rank that holds the last stage; ranks with the same stage are adjacent in the
     mesh."""
     ranks, schedule = _ranks(spec), spec.options["schedule"]
@@ -53,7 +53,7 @@ def constants(spec: Request) -> dict[str, Any]:
     return {"STAGES": bounds, "LOSS_RANK": last, "MESH": "pp_size" in spec.options}
 
 
-def limit(spec: Request) -> str | None:
+def limit(spec: Spec) -> str | None:
     ranks, schedule, micro_batches = _ranks(spec), spec.options["schedule"], spec.options["micro_batches"]
     if ranks is None:
         return None
@@ -82,7 +82,7 @@ def limit(spec: Request) -> str | None:
     return None
 
 
-def micro_batch_limit(spec: Request) -> str | None:
+def micro_batch_limit(spec: Spec) -> str | None:
     count = spec.options["micro_batches"]
     if spec.nproc is None or spec.batch_per_rank % count == 0:
         return None

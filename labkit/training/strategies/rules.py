@@ -13,17 +13,17 @@ from labkit.training.options import MOST
 from labkit.training.workloads import WORKLOADS
 
 if TYPE_CHECKING:
+    from labkit.plan.spec import Spec
     from labkit.setup.machine import Machine
-    from labkit.training.request import Request
 
 
-def one_process(spec: Request) -> str | None:
+def one_process(spec: Spec) -> str | None:
     if spec.nproc is not None and spec.nproc > 1:
         return f"single trains on one device, got --nproc {spec.nproc}; use --nproc 1, or the strategy ddp"
     return None
 
 
-def several_devices(spec: Request) -> str | None:
+def several_devices(spec: Spec) -> str | None:
     if spec.nproc is not None and spec.nproc < 2:
         return (
             f"dp splits the batch over several devices, got --nproc {spec.nproc}; use --nproc 2, or the strategy single"
@@ -35,7 +35,7 @@ def emulated(device: str | None) -> str:
     return "" if device == "cuda" else "Emulated on CPU: the devices are threads of one process and share its memory."
 
 
-def departures(spec: Request) -> tuple[str, ...]:
+def departures(spec: Spec) -> tuple[str, ...]:
     """Why a run is expected to differ from one process with the same global batch and seed; empty if the losses must be
     equal."""
     reasons = [spec.strategy_row.differs(spec)]
@@ -54,18 +54,18 @@ def departures(spec: Request) -> tuple[str, ...]:
     return tuple(filter(None, reasons))
 
 
-def engine(spec: Request) -> dict[str, Any]:
+def engine(spec: Spec) -> dict[str, Any]:
     """What must agree for DeepSpeed's engine to load its checkpoint: each rank loads the file that it wrote."""
     return {"engine": {"stage": spec.options["stage"], "ranks": spec.nproc, "precision": spec.precision or "fp32"}}
 
 
-def compressed(spec: Request) -> str | None:
+def compressed(spec: Spec) -> str | None:
     method = spec.options["compression"]
     loss = {"fp16": "rounded to 16 bits", "powersgd": "approximated by rank-1 matrices from the third step on"}
     return f"compression={method}: gradients are {loss[method]} before they are sent" if method in loss else None
 
 
-def ddp_differs(spec: Request) -> str | None:
+def ddp_differs(spec: Spec) -> str | None:
     if spec.options["join"] and spec.train_samples % spec.global_batch and spec.total_steps >= spec.steps_per_epoch:
         return (
             "join: in the last step of an epoch, ranks with fewer samples have the same weight as the others, or have"
@@ -74,7 +74,7 @@ def ddp_differs(spec: Request) -> str | None:
     return compressed(spec)
 
 
-def local_steps(spec: Request) -> str:
+def local_steps(spec: Spec) -> str:
     """Why replicas that are not synchronized in each step train something different."""
     return (
         f"sync_every={spec.options['sync_every']}: each replica trains on its own samples, and an outer optimizer moves"
@@ -82,7 +82,7 @@ def local_steps(spec: Request) -> str:
     )
 
 
-def ddp_limit(spec: Request) -> str | None:
+def ddp_limit(spec: Spec) -> str | None:
     for other, default in (("static_graph", False), ("accumulate", 1), ("lr_decay", "none")):
         if spec.options.get("join") and spec.options[other] != default:
             return f"join does not work with {other}={spec.options[other]}; use only one of the two"
@@ -99,24 +99,24 @@ def ddp_limit(spec: Request) -> str | None:
     return None
 
 
-def _needs_one_bucket(spec: Request) -> bool:
+def _needs_one_bucket(spec: Spec) -> bool:
     """Whether all gradients must be in one bucket: PowerSGD's callbacks wait for all-reduces in the threads with which
     gloo runs them, so several buckets block each other."""
     return spec.options["compression"] == "powersgd" and spec.device == "cpu"
 
 
-def in_gloos_threads(spec: Request) -> str:
+def in_gloos_threads(spec: Spec) -> str:
     """Why the peak memory of a step with PowerSGD is not measured on CPU ranks; empty for any other."""
     reason = "PowerSGD's callbacks allocate memory in gloo's threads, which torch's profiler does not record"
     return reason if _needs_one_bucket(spec) else ""
 
 
-def ddp_constants(spec: Request) -> dict[str, Any]:
+def ddp_constants(spec: Spec) -> dict[str, Any]:
     """The bucket size in MiB, if it is not the one of the options."""
     return {"BUCKET_MB": MOST} if _needs_one_bucket(spec) else {}
 
 
-def _replicas(spec: Request) -> str | None:
+def _replicas(spec: Spec) -> str | None:
     replicas, ranks = spec.options["replicas"], spec.nproc
     if ranks is None or ranks % replicas == 0:
         return None
@@ -127,7 +127,7 @@ def _replicas(spec: Request) -> str | None:
     )
 
 
-def fsdp_limit(spec: Request) -> str | None:
+def fsdp_limit(spec: Spec) -> str | None:
     sharding, replicas = spec.options["sharding"], spec.options["replicas"]
     if sharding == "HYBRID_SHARD" and replicas == 1:
         return (
@@ -142,7 +142,7 @@ def fsdp_limit(spec: Request) -> str | None:
     return _replicas(spec)
 
 
-def fsdp2_limit(spec: Request) -> str | None:
+def fsdp2_limit(spec: Spec) -> str | None:
     if spec.options["cpu_offload"] and spec.options["clip_norm"]:
         return (
             "cpu_offload keeps the gradients in CPU memory, where NCCL cannot reduce their norm "
@@ -156,7 +156,7 @@ def fsdp2_limit(spec: Request) -> str | None:
     return _replicas(spec)
 
 
-def tensor_limit(spec: Request) -> str | None:
+def tensor_limit(spec: Spec) -> str | None:
     """Refuses layers that cannot be split evenly over `tp_size` ranks, or over all ranks."""
     row, options = spec.workload_row, spec.options
     size = options.get("tp_size", spec.nproc)
@@ -182,7 +182,7 @@ def tensor_limit(spec: Request) -> str | None:
     return None
 
 
-def added_losses(spec: Request) -> str | None:
+def added_losses(spec: Spec) -> str | None:
     """Refuses a model whose layers add a loss, for a strategy that does not collect it, or splits windows."""
     if spec.workload_row.mixture:
         return (
@@ -192,7 +192,7 @@ def added_losses(spec: Request) -> str | None:
     return None
 
 
-def expert_limit(spec: Request) -> str | None:
+def expert_limit(spec: Spec) -> str | None:
     """Refuses a model without experts, and experts that cannot be split evenly over the ranks."""
     row = spec.workload_row
     if row.mixture is None:
@@ -204,7 +204,7 @@ def expert_limit(spec: Request) -> str | None:
     return None
 
 
-def context_limit(spec: Request) -> str | None:
+def context_limit(spec: Spec) -> str | None:
     options, ranks = spec.options, spec.nproc
     if "context" not in options:
         return (
@@ -225,7 +225,7 @@ def context_limit(spec: Request) -> str | None:
     return None
 
 
-def mesh_limit(spec: Request) -> str | None:
+def mesh_limit(spec: Spec) -> str | None:
     """Refuses a number of ranks that is not divisible by the other axes of the mesh."""
     axes = [name for name in ("pp_size", "tp_size") if name in spec.options]
     size = math.prod(spec.options[name] for name in axes)
@@ -237,12 +237,12 @@ def mesh_limit(spec: Request) -> str | None:
     return f"{spec.nproc} ranks are not divisible by {divisor}; use {near}"
 
 
-def first_of(*limits: Callable[[Request], str | None]) -> Callable[[Request], str | None]:
+def first_of(*limits: Callable[[Spec], str | None]) -> Callable[[Spec], str | None]:
     """The first refusal of several limits."""
     return lambda spec: next(filter(None, (limit(spec) for limit in limits)), None)
 
 
-def without_evaluation(spec: Request, machine: Machine) -> str | None:
+def without_evaluation(spec: Spec, machine: Machine) -> str | None:
     if () < machine.torch < (2, 9):
         version = ".".join(map(str, machine.torch))
         reason = (
@@ -253,7 +253,7 @@ def without_evaluation(spec: Request, machine: Machine) -> str | None:
     return None
 
 
-def fully_shard_on_cpu(spec: Request, machine: Machine) -> str | None:
+def fully_shard_on_cpu(spec: Spec, machine: Machine) -> str | None:
     if spec.device == "cpu" and () < machine.torch < (2, 7):
         version = ".".join(map(str, machine.torch))
         return (
