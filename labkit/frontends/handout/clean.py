@@ -19,7 +19,7 @@ from labkit.common.text import escape
 # ---- formulas
 
 
-_FORMULA = re.compile(
+_TEX = re.compile(
     r"\$\$(?P<block>.+?)\$\$|(?<![\\$\w])\$(?P<inline>[^\s$](?:[^$\n]*[^\s$\\])?)\$(?![\w$])", re.DOTALL
 )
 _VERBATIM = ("code", "pre", "kbd", "samp")
@@ -27,7 +27,7 @@ _VERBATIM = ("code", "pre", "kbd", "samp")
 
 def draw_formulas(soup: BeautifulSoup) -> None:
     """Replaces `$…$` and `$$…$$` in the text by MathML; text that is not valid TeX stays unchanged."""
-    for text in soup.find_all(string=_FORMULA):
+    for text in soup.find_all(string=_TEX):
         if not text.find_parent(_VERBATIM):
             text.replace_with(BeautifulSoup(_drawn(str(text)), "html.parser"))
 
@@ -35,7 +35,7 @@ def draw_formulas(soup: BeautifulSoup) -> None:
 def _drawn(text: str) -> str:
     """A text as HTML, with its formulas as MathML."""
     pieces, end = [], 0
-    for found in _FORMULA.finditer(text):
+    for found in _TEX.finditer(text):
         pieces += [escape(text[end : found.start()]), _formula(found)]
         end = found.end()
     return "".join([*pieces, escape(text[end:])])
