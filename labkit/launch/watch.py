@@ -184,8 +184,8 @@ class Watch:
             return None  # it cannot be killed
 
     def _launcher_failure(self, exit_code: int | None) -> str:
-        signal_name = report.signal_name(exit_code or 0)
-        if signal_name:
+        signal = report.signal(exit_code or 0)
+        if signal:
             return f"torchrun was terminated by {signal_name}"
         said = report.last_line(self._folder, self._folder.launcher_log)
         if self._engine != local.ENGINE:

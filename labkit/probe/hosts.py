@@ -18,7 +18,7 @@ import torch.distributed as dist
 from labkit.probe.beats import Beats
 from labkit.probe.journal import Journal
 
-_PATIENCE = timedelta(seconds=30)  # for the other ranks, which have met this one already
+_HOSTS_PATIENCE = timedelta(seconds=30)  # for the other ranks, which have met this one already
 
 
 class NodesDiffer(SystemExit):
@@ -34,7 +34,7 @@ def exchange(journal: Journal) -> None:
     """
     if not os.environ.get("LABKIT_LOGS") or "MASTER_ADDR" not in os.environ:
         return
-    store = connected(_PATIENCE)
+    store = connected(_HOSTS_PATIENCE)
     store.set(f"labkit/beat/{os.environ.get('GROUP_RANK', '0')}", "0")
     store.set(f"labkit/rank/{os.environ['RANK']}", json.dumps(_facts()))
     if os.environ.get("LOCAL_RANK") != "0":

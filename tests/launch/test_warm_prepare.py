@@ -43,9 +43,9 @@ def prepare() -> None:
 
 def serving(*answers: Callable[[socket.socket], None]) -> threading.Thread:
     """A server that answers one message of each connection, and then closes the connection."""
-    wire.address().parent.mkdir(mode=0o700)
+    wire.server_address().parent.mkdir(mode=0o700)
     listener = wire.endpoint()
-    listener.bind(str(wire.address()))
+    listener.bind(str(wire.server_address()))
     listener.listen()
 
     def serve() -> None:
@@ -87,7 +87,7 @@ def test_a_server_that_hangs_keeps_its_place(place, servers, monkeypatch):
 
 def test_a_server_that_another_process_starts_is_waited_for(place, servers):
     """It may be one that nobody needs any more when it is ready."""
-    wire.address().parent.mkdir(mode=0o700)
+    wire.server_address().parent.mkdir(mode=0o700)
     held = wire.lock()
     waits = threading.Thread(target=prepare)
     waits.start()
@@ -99,7 +99,7 @@ def test_a_server_that_another_process_starts_is_waited_for(place, servers):
 
 
 def test_a_server_that_finds_another_says_so_and_its_starter_looks_again(place, servers):
-    wire.address().parent.mkdir(mode=0o700)
+    wire.server_address().parent.mkdir(mode=0o700)
     held = wire.lock()
     command = [sys.executable, "-m", "labkit.launch.warm.server", "1.0", str(os.getpid())]
     ended = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False)
@@ -112,7 +112,7 @@ def test_a_server_that_finds_another_says_so_and_its_starter_looks_again(place, 
 
 def test_a_process_that_cannot_get_a_server_gives_up(place, servers, monkeypatch):
     monkeypatch.setattr(client, "_READY", 0.1)
-    wire.address().parent.mkdir(mode=0o700)
+    wire.server_address().parent.mkdir(mode=0o700)
     held = wire.lock()
     prepare()
     os.close(held)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from labkit.record.state import RunState
 
 _UNEVEN = 2.0  # times the mean load, for the busiest expert
-_ENOUGH = 20  # steps before the load is judged: a new router needs some to balance it
+_BALANCED = 20  # steps before the load is judged: a new router needs some to balance it
 
 
 def uneven_experts(state: RunState) -> Iterator[Finding]:
@@ -21,7 +21,7 @@ def uneven_experts(state: RunState) -> Iterator[Finding]:
     step, loads = expert_loads(state)
     total = summed(loads)
     mean = sum(total.values()) / max(len(total), 1)
-    if step < _ENOUGH or not mean:
+    if step < _BALANCED or not mean:
         return
     busiest = max(total, key=total.__getitem__)
     idle = sum(load < mean / _UNEVEN for load in total.values())

@@ -38,7 +38,7 @@ def waiting(state: RunState) -> dict[int, Waiting]:
     """By rank the `waiting` event of each rank that waits: not those that made progress since, exited with 0, or only
     compute for long.
     """
-    return {number: event for number, event in held(state).items() if _waits(event)}
+    return {number: event for number, event in held(state).items() if _is_in_collective(event)}
 
 
 def held(state: RunState) -> dict[int, Waiting]:
@@ -86,7 +86,7 @@ def _went_on(rank: RankState) -> bool:
     return isinstance(since, int) and len(rank.steps) > rank.first_step and rank.steps.step[-1] > since
 
 
-def _waits(event: Waiting) -> bool:
+def _is_in_collective(event: Waiting) -> bool:
     computed = event.computed
     return first_pending(event) is not None or (computed is not None and computed < IDLE)
 

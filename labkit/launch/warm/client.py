@@ -215,11 +215,11 @@ def _is_served(environment: Mapping[str, str]) -> bool:
 def _start_server(environment: Mapping[str, str]) -> int | None:
     """Starts a server and waits for it, so that it does not become a zombie. Returns its exit code; None if it cannot
     be started."""
-    address = wire.address()
+    address = wire.server_address()
     try:
         create(address.parent)
         flags = os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        log = os.open(wire.log(), flags, 0o600)
+        log = os.open(wire.server_log(), flags, 0o600)
     except OSError:
         return None  # runs start cold and report why
     try:
@@ -241,7 +241,7 @@ def _start_server(environment: Mapping[str, str]) -> int | None:
 def _connect() -> socket.socket | Cold:
     if not _AVAILABLE:
         return Cold()
-    address = wire.address()
+    address = wire.server_address()
     connection = wire.endpoint()
     connection.settimeout(ANSWER)
     try:
@@ -262,7 +262,7 @@ def _connect() -> socket.socket | Cold:
 def _refusal() -> str:
     """Why the server that was started last does not serve; empty if it did not refuse, or none was started."""
     try:
-        *_, last = wire.log().read_text(encoding="utf-8", errors="replace").splitlines() or [""]
+        *_, last = wire.server_log().read_text(encoding="utf-8", errors="replace").splitlines() or [""]
     except OSError:
         return ""
     return last if last.startswith(wire.REFUSAL) else ""

@@ -181,7 +181,7 @@ def _refuse(reason: str) -> None:
 
 def main(idle: str, wanted_by: str) -> None:
     """Serves unless this user already has a server. `wanted_by` is the pid of the process that requested it."""
-    address = wire.address()
+    address = wire.server_address()
     create(address.parent)
     try:
         lock = wire.lock()

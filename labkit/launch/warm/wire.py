@@ -24,15 +24,15 @@ REFUSAL = "the warm server refused to serve"  # how the last line of a server's 
 _PEER = struct.Struct("3i")  # pid, uid and gid of SO_PEERCRED
 
 
-def address() -> Path:
+def server_address() -> Path:
     """The socket of this user's server for this interpreter and this copy of labkit. Its folder may not exist yet."""
     key = "\0".join((sys.executable, sys.prefix, str(CLONE))).encode(errors="surrogateescape")
     return runtime_folder() / f"{hashlib.sha256(key).hexdigest()[:16]}.socket"
 
 
-def log() -> Path:
+def server_log() -> Path:
     """What the server that was started last wrote."""
-    return address().with_suffix(".log")
+    return server_address().with_suffix(".log")
 
 
 def lock() -> int:
@@ -40,7 +40,7 @@ def lock() -> int:
     if another process has it."""
     import fcntl  # not on Windows
 
-    file = os.open(address().with_suffix(".lock"), os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    file = os.open(server_address().with_suffix(".lock"), os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
